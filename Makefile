@@ -1,0 +1,43 @@
+# The verbs of the project. `make help` lists them.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PACKAGES := contracts $(wildcard libs/*) $(wildcard services/*)
+STAMP := $(VENV)/.installed
+export PYTHONDONTWRITEBYTECODE :=
+
+.PHONY: help setup demo test test-fast lint contracts load lock clean
+
+help:  ## List the verbs
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
+
+setup: $(STAMP)  ## Make the virtual environment from the hashed lock
+
+$(STAMP): requirements.lock $(addsuffix /pyproject.toml,$(PACKAGES))
+	@deploy/setup.sh "$(PYTHON)" "$(VENV)" $(PACKAGES)
+	@touch $@
+
+demo: $(STAMP)  ## Run the demo: real Kafka, real SGLang, agents, training; RESUME=<run> continues one
+	@$(BIN)/forgemq run deploy/demo/run.toml $(if $(RESUME),--resume $(RESUME)) $(ARGS)
+
+test: $(STAMP)  ## Run every test, on the real broker and the real engine
+	@$(BIN)/python -m pytest $(ARGS)
+
+test-fast: $(STAMP)  ## Run the tests that need neither broker nor engine
+	@$(BIN)/python -m pytest -m "not integration and not slow and not gpu" -n 2 $(ARGS)
+
+lint: $(STAMP)  ## Check format, lint, types and layers
+	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/lint-imports
+
+contracts: $(STAMP)  ## Generate schemas and AsyncAPI from the structs
+	@$(BIN)/python -m forgemq.contracts.generate
+
+load: $(STAMP)  ## Run one load test: NAME=<file without .py> JSON=<file>
+	@$(BIN)/python loadtests/$(NAME).py $(if $(JSON),--json $(JSON))
+
+lock:  ## Resolve the lock again
+	uv pip compile -q --python-version 3.11 --generate-hashes --no-header --override overrides.txt pyproject.toml -o requirements.lock
+
+clean:  ## Remove the environment and caches
+	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache

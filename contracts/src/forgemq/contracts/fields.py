@@ -1,0 +1,81 @@
+"""Field types shared by several records: one meaning, one unit and one bound for each name."""
+
+from typing import Annotated, Literal, TypeAlias
+
+from msgspec import Meta, Struct
+
+GroupId: TypeAlias = Annotated[
+    str,
+    Meta(
+        pattern=r"^[a-z0-9-]{1,64}$",
+        description="A group of G rollouts of one task; derived from the idempotency key.",
+    ),
+]
+EpisodeId: TypeAlias = Annotated[
+    str,
+    Meta(
+        pattern=r"^[a-z0-9-]{1,64}\.[0-9]+\.[0-9]+$",
+        description="<group id>.<index in group>.<attempt>, both counted from 0.",
+    ),
+]
+CompletionId: TypeAlias = Annotated[
+    str,
+    Meta(
+        pattern=r"^[0-9a-f]{32}$",
+        description="The request id: hash of episode, parent, body digest and ordinal.",
+    ),
+]
+DomainName: TypeAlias = Annotated[
+    str, Meta(pattern=r"^[a-z0-9_]{1,40}$", description="A task domain; one queue each.")
+]
+Purpose: TypeAlias = Annotated[
+    Literal["train", "eval"],
+    Meta(description="Evaluation groups take no slot, never merge and never train."),
+]
+Lane: TypeAlias = Annotated[
+    int, Meta(ge=0, le=65535, description="One engine, one lane, one request partition.")
+]
+Epoch: TypeAlias = Annotated[
+    int, Meta(ge=0, description="Counts the starts of the inference process of one lane.")
+]
+Lineage: TypeAlias = Annotated[
+    int, Meta(ge=0, description="Raised by every start of the trainer; fences the older one.")
+]
+Version: TypeAlias = Annotated[
+    int, Meta(ge=0, description="Number of trained steps in the weights; 0 is the base model.")
+]
+Step: TypeAlias = Annotated[
+    int, Meta(ge=0, description="Optimizer step; step k turns version k into version k + 1.")
+]
+Partition: TypeAlias = Annotated[int, Meta(ge=0, description="Partition number.")]
+Offset: TypeAlias = Annotated[int, Meta(ge=0, description="Offset of the record itself.")]
+TokenCount: TypeAlias = Annotated[int, Meta(ge=0, description="Number of tokens.")]
+TokenIds: TypeAlias = Annotated[
+    bytes, Meta(description="Token ids, little-endian int32, 4 bytes each.")
+]
+LogProbabilities: TypeAlias = Annotated[
+    bytes, Meta(description="Natural log-probabilities, little-endian float32, 4 bytes each.")
+]
+Sha256: TypeAlias = Annotated[
+    str, Meta(pattern=r"^[0-9a-f]{64}$", description="SHA-256 in lower-case hexadecimal.")
+]
+Seconds: TypeAlias = Annotated[float, Meta(ge=0, description="Duration in seconds.")]
+TimeMs: TypeAlias = Annotated[
+    int, Meta(ge=0, description="Wall-clock time, milliseconds since the Unix epoch.")
+]
+JsonBytes: TypeAlias = Annotated[bytes, Meta(description="A UTF-8 JSON document.")]
+
+
+class NamedValue(Struct, frozen=True, kw_only=True):
+    """One scalar that a user's function reports by name."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=80)]
+    value: float
+
+
+class BlobReference(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where a payload over the inline limit lies; the record's header `blob` says it is one."""
+
+    uri: Annotated[str, Meta(min_length=1, description="fsspec address, content-addressed.")]
+    sha256: Sha256
+    size_bytes: Annotated[int, Meta(ge=0)]

@@ -1,0 +1,26 @@
+"""Which partition a record belongs to: explicit functions, never the client's hash."""
+
+import hashlib
+
+
+def group_partition(group_id: str, *, partitions: int) -> int:
+    """Partition of a group in every group-keyed topic; frozen with `log.group_partitions`."""
+    digest = hashlib.blake2b(group_id.encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") % partitions
+
+
+def group_id(*, run: str, domain: str, idempotency_key: str) -> str:
+    """Id of the group that this key asks for; the same key always asks for the same group."""
+    text = f"{run}\0{domain}\0{idempotency_key}".encode()
+    return "g-" + hashlib.blake2b(text, digest_size=8).hexdigest()
+
+
+def episode_id(*, group: str, index: int, attempt: int) -> str:
+    """Id of one attempt at one episode of a group."""
+    return f"{group}.{index}.{attempt}"
+
+
+def request_id(*, episode: str, parent: str | None, body_digest: str, ordinal: int) -> str:
+    """Id of one completion request; a client's retry of the same turn has the same id."""
+    text = f"{episode}\0{parent or ''}\0{body_digest}\0{ordinal}".encode()
+    return hashlib.blake2b(text, digest_size=16).hexdigest()

@@ -1,0 +1,186 @@
+"""The log as its users see it: ordered partitions, offsets, transactions.
+
+Two implementations pass one conformance suite: `KafkaLog` (aiokafka) and `MemoryLog`. Topic names
+here are those of `contracts.topics`; a `Log` belongs to one run and adds the run's prefix itself.
+An offset is always the offset of a record; a position is the offset of the next record to read.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol, TypeAlias
+
+Headers: TypeAlias = tuple[tuple[str, bytes], ...]
+Isolation: TypeAlias = Literal["committed", "uncommitted"]
+
+
+class Place(NamedTuple):
+    """One partition of one topic."""
+
+    topic: str
+    partition: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """One record as read from a log; the value is not decoded, a blob is already fetched."""
+
+    topic: str
+    partition: int
+    offset: int
+    timestamp_ms: int
+    key: bytes
+    value: bytes
+    headers: Headers = ()
+
+    @property
+    def place(self) -> Place:
+        """The partition it was read from."""
+        return Place(self.topic, self.partition)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Emit:
+    """One record to write; the partition is always given by number."""
+
+    topic: str
+    partition: int
+    key: bytes
+    value: bytes
+    headers: Headers = ()
+
+    @property
+    def place(self) -> Place:
+        """The partition it goes to."""
+        return Place(self.topic, self.partition)
+
+
+class Reader(Protocol):
+    """Reads fixed partitions from given positions; commits nothing."""
+
+    async def read(self, *, timeout_s: float, records_max: int) -> list[Record]:
+        """Records in offset order per partition; [] when none came within the time."""
+        ...
+
+    def position(self, place: Place) -> int:
+        """Offset of the next record that `read` returns for the partition."""
+        ...
+
+    def seek(self, place: Place, position: int) -> None:
+        """Continue from this position; records read ahead are dropped."""
+        ...
+
+    def pause(self, places: Sequence[Place]) -> None:
+        """Return no records of these partitions until `resume`; keep their positions."""
+        ...
+
+    def resume(self, places: Sequence[Place]) -> None:
+        """Undo `pause`."""
+        ...
+
+    async def close(self) -> None:
+        """Release the connection; idempotent."""
+        ...
+
+
+class Member(Reader, Protocol):
+    """A reader whose partitions a consumer group assigns; every topic gets the same numbers.
+
+    Reading starts at the group's committed position (the first offset where there is none). No
+    record of a partition is returned before `on_assigned` for it has returned.
+    """
+
+    def assigned(self) -> frozenset[int]:
+        """Partition numbers that this member owns now."""
+        ...
+
+
+class Writer(Protocol):
+    """Writes outside transactions, idempotent and acknowledged by all replicas."""
+
+    async def write(self, emit: Emit) -> int:
+        """Write one record; returns its offset once it is durable."""
+        ...
+
+    async def write_all(self, emits: Sequence[Emit]) -> list[int]:
+        """Write several, in order per partition; returns their offsets."""
+        ...
+
+    async def close(self) -> None:
+        """Flush and release the connection; idempotent."""
+        ...
+
+
+class TransactionWriter(Protocol):
+    """Writes outputs and input positions atomically; a newer one of the same id fences it."""
+
+    async def commit(
+        self, *, outputs: Sequence[Emit], group: str, positions: Mapping[Place, int]
+    ) -> None:
+        """Publish all outputs and commit all positions of the group, or do neither.
+
+        Raises:
+            FencedError: a newer writer with this id exists; this one is dead.
+        """
+        ...
+
+    async def close(self) -> None:
+        """Release the connection; idempotent."""
+        ...
+
+
+AssignmentCallback: TypeAlias = Callable[[frozenset[int]], Awaitable[None]]
+
+
+class Log(Protocol):
+    """The log of one run."""
+
+    async def create_topics(self, partitions: Mapping[str, int]) -> None:
+        """Create what does not exist; raises ValueError where a count differs."""
+        ...
+
+    async def reader(
+        self, positions: Mapping[Place, int], *, isolation: Isolation = "committed"
+    ) -> Reader:
+        """A reader of exactly these partitions, from these positions."""
+        ...
+
+    async def member(
+        self,
+        *,
+        group: str,
+        topics: Sequence[str],
+        on_assigned: AssignmentCallback,
+        on_revoked: AssignmentCallback,
+    ) -> Member:
+        """Join a consumer group over co-partitioned topics."""
+        ...
+
+    async def writer(self) -> Writer:
+        """A writer outside transactions."""
+        ...
+
+    async def transaction_writer(self, transactional_id: str) -> TransactionWriter:
+        """A transactional writer; fences older ones with this id before it returns."""
+        ...
+
+    async def committed(self, *, group: str, places: Sequence[Place]) -> dict[Place, int]:
+        """Committed positions of the group; a place without one is absent."""
+        ...
+
+    async def first_positions(self, places: Sequence[Place]) -> dict[Place, int]:
+        """Offset of the oldest record that is kept (equal to the end where there is none)."""
+        ...
+
+    async def end_positions(
+        self, places: Sequence[Place], *, isolation: Isolation = "committed"
+    ) -> dict[Place, int]:
+        """Offset that the next record will get (committed: the last stable offset)."""
+        ...
+
+    async def trim(self, before: Mapping[Place, int]) -> None:
+        """Delete records below these offsets."""
+        ...
+
+    async def close(self) -> None:
+        """Close everything this log opened; idempotent."""
+        ...

@@ -1,0 +1,1 @@
+"""The one loop that runs every transform service, and what all services start with."""

@@ -1,0 +1,1 @@
+"""Traces, metrics and log lines with one catalogue of names."""

@@ -1,0 +1,1 @@
+"""Live view and history of a run for people."""

@@ -1,0 +1,1 @@
+"""The only door for agents: HTTP, tokenisation, episodes and their token trees."""

@@ -1,0 +1,1 @@
+"""One process beside one SGLang server."""

@@ -1,0 +1,1 @@
+"""Brings up one run on one machine, shows it and reports it."""

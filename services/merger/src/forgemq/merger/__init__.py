@@ -1,0 +1,1 @@
+"""Prefix trees of scored groups."""

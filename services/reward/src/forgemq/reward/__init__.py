@@ -1,0 +1,1 @@
+"""Grades episodes and turns a complete group into returns and advantages."""

@@ -1,0 +1,1 @@
+"""Windowed FIFO, staleness bound and admission."""

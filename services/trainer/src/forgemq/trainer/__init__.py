@@ -1,0 +1,1 @@
+"""Tree training, checkpoints and new weights."""
