@@ -233,7 +233,7 @@ TRAINED_STEPS = Topic(
     partitioned_by="run",
     is_transactional=False,
     producer="trainer",
-    consumers=("scheduler", "trainer", "console"),
+    consumers=("scheduler", "trainer", "gateway", "console"),
 )
 PUBLISHED_WEIGHTS = Topic(
     name="published-weights-v1",
@@ -251,7 +251,7 @@ LOADED_WEIGHTS = Topic(
     partitioned_by="lane",
     is_transactional=False,
     producer="inference",
-    consumers=("scheduler", "trainer", "console"),
+    consumers=("scheduler", "trainer", "gateway", "console"),
 )
 REPORTED_ENGINES = Topic(
     name="reported-engines-v1",
