@@ -40,6 +40,13 @@ class TurnPart(Struct, frozen=True, kw_only=True, omit_defaults=True):
     ordinal: Annotated[
         int, Meta(ge=0, description="Same body sent again after full delivery counts up.")
     ] = 0
+    is_fork: Annotated[
+        bool,
+        Meta(
+            description="The history was rendered anew: `messages` is the whole list and the "
+            "parent is only where the tokens part."
+        ),
+    ] = False
     tools_digest: str = ""
     tools: Annotated[bytes, Meta(description="JSON array, where it differs from the parent.")] = b""
     messages: Annotated[

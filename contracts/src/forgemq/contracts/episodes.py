@@ -44,8 +44,23 @@ class Sampling(Struct, frozen=True, kw_only=True, omit_defaults=True):
     presence_penalty: float = 0.0
 
 
+class ReportedReward(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A reward that the agent itself posted; idempotent by reward_id."""
+
+    reward_id: Annotated[str, Meta(min_length=1, max_length=200)]
+    name: Annotated[str, Meta(min_length=1, max_length=80)]
+    value: float
+    completion_id: Annotated[
+        CompletionId | None, Meta(description="None credits the whole episode.")
+    ] = None
+
+
 class OpenedEpisode(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An agent holds this episode; a later attempt replaces an earlier one."""
+    """An agent holds this episode; a later attempt replaces an earlier one.
+
+    Written again, with all rewards so far, when the agent posts a reward: the newest record of an
+    episode holds.
+    """
 
     episode_id: EpisodeId
     group_id: GroupId
@@ -56,6 +71,7 @@ class OpenedEpisode(Struct, frozen=True, kw_only=True, omit_defaults=True):
     history: HistoryPolicy
     lease_s: Seconds
     opened_ms: TimeMs
+    rewards: tuple[ReportedReward, ...] = ()
 
 
 class ManifestEntry(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -66,17 +82,6 @@ class ManifestEntry(Struct, frozen=True, kw_only=True, omit_defaults=True):
     sequence: Annotated[int, Meta(ge=0)]
     output_tokens: TokenCount
     parent_id: CompletionId | None = None
-
-
-class ReportedReward(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A reward that the agent itself posted; idempotent by reward_id."""
-
-    reward_id: Annotated[str, Meta(min_length=1, max_length=200)]
-    name: Annotated[str, Meta(min_length=1, max_length=80)]
-    value: float
-    completion_id: Annotated[
-        CompletionId | None, Meta(description="None credits the whole episode.")
-    ] = None
 
 
 class FinishedEpisode(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -129,7 +129,7 @@ REQUESTED_COMPLETIONS = Topic(
     partitioned_by="lane",
     is_transactional=False,
     producer="gateway",
-    consumers=("inference", "console"),
+    consumers=("gateway", "inference", "console"),
     retention="needed",
 )
 CANCELLED_COMPLETIONS = Topic(
@@ -139,7 +139,7 @@ CANCELLED_COMPLETIONS = Topic(
     partitioned_by="lane",
     is_transactional=False,
     producer="gateway",
-    consumers=("inference",),
+    consumers=("gateway", "inference"),
     retention="needed",
 )
 FINISHED_COMPLETIONS = Topic(
@@ -251,7 +251,7 @@ LOADED_WEIGHTS = Topic(
     partitioned_by="lane",
     is_transactional=False,
     producer="inference",
-    consumers=("scheduler", "trainer", "gateway", "console"),
+    consumers=("scheduler", "trainer", "console"),
 )
 REPORTED_ENGINES = Topic(
     name="reported-engines-v1",

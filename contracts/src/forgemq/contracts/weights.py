@@ -17,6 +17,9 @@ class Rendezvous(Struct, frozen=True, kw_only=True, omit_defaults=True):
     group_name: str
     backend: Literal["gloo", "nccl"]
     is_new: Annotated[bool, Meta(description="The group must be formed before this transfer.")]
+    world_size: Annotated[
+        int, Meta(ge=2, description="The trainer as rank 0 and every rank of the engine.")
+    ] = 2
 
 
 class PublishedWeights(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -62,3 +65,4 @@ class ReportedEngine(Struct, frozen=True, kw_only=True, omit_defaults=True):
     reported_ms: TimeMs
     context_tokens_max: Annotated[int, Meta(ge=0)] = 0
     output_tokens_total: Annotated[int, Meta(ge=0)] = 0
+    ranks: Annotated[int, Meta(ge=1, description="Tensor-parallel processes of the engine.")] = 1

@@ -4,6 +4,10 @@ LogError
  |- LogUnavailableError   the broker does not answer within the bounded retries
  |- FencedError           a newer writer or member took over; this process must stop
  |- RecordTooLargeError   a value over the topic's limit and no blob store to put it in
+ |- OutOfRangeError       a position below the first or above the end of its partition
+ |- UnknownPlaceError     a topic or partition that was never created
+ |- BlobError             a blob is gone, or its bytes are not those that were written
+ |- ClosedError           used after close
 """
 
 
@@ -21,3 +25,19 @@ class FencedError(LogError):
 
 class RecordTooLargeError(LogError):
     """The value is over the limit and there is no blob store."""
+
+
+class OutOfRangeError(LogError):
+    """A position that the partition does not have; says which place and position."""
+
+
+class UnknownPlaceError(LogError):
+    """The topic or the partition does not exist; `create_topics` comes first."""
+
+
+class BlobError(LogError):
+    """The blob store has no such blob, or other bytes than were written."""
+
+
+class ClosedError(LogError):
+    """A reader, writer or log was used after its `close`."""

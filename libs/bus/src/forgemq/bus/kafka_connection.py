@@ -1,0 +1,121 @@
+"""How a process reaches the brokers, and how a failure there is told.
+
+Every call to a broker is bounded by `retry_s`: aiokafka itself retries some requests without end.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Annotated, Any, Literal
+
+from aiokafka import errors as kafka_errors
+from aiokafka.helpers import create_ssl_context
+from msgspec import Meta, Struct
+
+from forgemq.bus.errors import FencedError, LogError, LogUnavailableError
+
+SecurityProtocol = Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"]
+SaslMechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"]
+
+RECONNECT_PAUSE_S = 0.25
+REQUEST_TIMEOUT_MS = 10_000
+CLOSE_TIMEOUT_S = 5.0
+
+_FENCED = (kafka_errors.ProducerFenced, kafka_errors.InvalidProducerEpoch)
+
+
+class KafkaConnection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The brokers of a cluster and how to speak to them."""
+
+    bootstrap: Annotated[str, Meta(min_length=1, description="host:port[,host:port].")]
+    security_protocol: SecurityProtocol = "PLAINTEXT"
+    sasl_mechanism: SaslMechanism = "PLAIN"
+    sasl_username: str = ""
+    sasl_password: str = ""
+    tls_ca_file: Annotated[str, Meta(description="PEM; empty: the system's authorities.")] = ""
+    retry_s: Annotated[
+        float, Meta(gt=0, description="How long a call tries before LogUnavailableError.")
+    ] = 30.0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work, naming the field."""
+        for name, choices in (
+            ("security_protocol", SecurityProtocol.__args__),  # type: ignore[attr-defined]
+            ("sasl_mechanism", SaslMechanism.__args__),  # type: ignore[attr-defined]
+        ):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
+        for address in self.bootstrap.split(","):
+            host, _, port = address.strip().rpartition(":")
+            if not host or not port.isdigit():
+                raise ValueError(f"bootstrap must be host:port[,host:port], got {self.bootstrap!r}")
+
+    def __repr__(self) -> str:
+        """Without the password."""
+        return f"KafkaConnection({self.bootstrap}, {self.security_protocol})"
+
+
+def client_settings(connection: KafkaConnection) -> dict[str, Any]:
+    """What every aiokafka client is made with."""
+    settings: dict[str, Any] = {
+        "bootstrap_servers": [address.strip() for address in connection.bootstrap.split(",")],
+        "security_protocol": connection.security_protocol,
+        "request_timeout_ms": REQUEST_TIMEOUT_MS,
+        "retry_backoff_ms": 50,
+    }
+    if connection.security_protocol.endswith("SSL"):
+        settings["ssl_context"] = create_ssl_context(cafile=connection.tls_ca_file or None)
+    if connection.security_protocol.startswith("SASL"):
+        settings["sasl_mechanism"] = connection.sasl_mechanism
+        settings["sasl_plain_username"] = connection.sasl_username
+        settings["sasl_plain_password"] = connection.sasl_password
+    return settings
+
+
+@asynccontextmanager
+async def answered(connection: KafkaConnection, doing: str) -> AsyncIterator[None]:
+    """Bound what is inside by `retry_s` and translate its errors.
+
+    Raises:
+        LogUnavailableError: no answer in time.
+        FencedError: a newer writer exists.
+        LogError: the brokers refuse; says what they said.
+    """
+    try:
+        async with asyncio.timeout(connection.retry_s):
+            yield
+    except (TimeoutError, kafka_errors.KafkaTimeoutError) as error:
+        raise LogUnavailableError(
+            f"{doing}: {connection.bootstrap} did not answer within {connection.retry_s:g} s"
+        ) from error
+    except _FENCED as error:
+        raise FencedError(f"{doing}: a newer writer took over") from error
+    except kafka_errors.KafkaError as error:
+        raise LogError(f"{doing}: {connection.bootstrap} answered {error!r}") from error
+
+
+async def connect(
+    connection: KafkaConnection, start: Callable[[], Awaitable[None]], *, doing: str
+) -> None:
+    """Start a client, again and again while the brokers do not answer.
+
+    Raises:
+        LogUnavailableError: they did not answer in time.
+        LogError: they refuse.
+    """
+    async with answered(connection, doing):
+        while True:
+            try:
+                return await start()
+            except (kafka_errors.KafkaConnectionError, kafka_errors.NodeNotReadyError):
+                await asyncio.sleep(RECONNECT_PAUSE_S)
+
+
+async def stop_client(stop: Callable[[], Awaitable[None]]) -> None:
+    """Stop a client; what the brokers cannot take any more within 5 s is given up."""
+    try:
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            await stop()
+    except (TimeoutError, kafka_errors.KafkaError):
+        # The broker is gone or has fenced us: there is nothing left to release there.
+        return

@@ -1,0 +1,87 @@
+"""The tokenizer's own chat template, compiled as the `transformers` package does it.
+
+Templates are the model vendor's and run sandboxed. A template that asks for today's date always
+gets the same one: the same messages must give the same tokens on every day of a run.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+# What `renderers` gives the Llama family where no date is set.
+TEMPLATE_DATE = "26 Jul 2024"
+
+RenderText = Callable[..., str]
+
+
+class GenerationBlock(Extension):
+    """`{% generation %}` marks what the model says; for rendering it is transparent."""
+
+    tags = {"generation"}  # noqa: RUF012 - the attribute is jinja2's
+
+    def parse(self, parser: Parser) -> Node | list[Node]:
+        """The body of the block, as if it were not marked."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def compile_chat_template(source: str, *, tokens: Mapping[str, str]) -> RenderText:
+    """A function (messages, tools, add_generation_prompt, **settings) -> text.
+
+    Args:
+        source: The Jinja source that ships with the tokenizer.
+        tokens: Named special tokens (`bos_token`, `eos_token`, ...) that templates use.
+    """
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = _fixed_date
+    template = environment.from_string(source)
+
+    def render(
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        **settings: object,
+    ) -> str:
+        return template.render(
+            messages=messages,
+            tools=tools or None,
+            add_generation_prompt=add_generation_prompt,
+            **{**tokens, **settings},
+        )
+
+    return render
+
+
+def _to_json(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _refuse(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _fixed_date(_format: str) -> str:
+    return TEMPLATE_DATE

@@ -1,0 +1,107 @@
+"""Lanes, generated tokens, and which service wrote when."""
+
+from collections import deque
+
+from forgemq.contracts import topics
+from forgemq.contracts.accounting import is_candidate
+from forgemq.contracts.completions import FinishedCompletion
+from forgemq.contracts.messages import Message
+from forgemq.contracts.weights import LoadedWeights, PublishedWeights, ReportedEngine
+from forgemq.run_view.state import Activity, EngineState, RatePoint
+
+RATE_SPAN_MS = 20_000
+"""Tokens per second are taken over this long: shorter is noise of single turns."""
+
+BUCKET_MS = 10_000
+BUCKETS_KEPT_MAX = 720
+
+
+class EngineBook:
+    """The generation side of a run, and the pulse of its services."""
+
+    def __init__(self) -> None:
+        self._reported: dict[int, ReportedEngine] = {}
+        self._loaded: dict[int, tuple[int, LoadedWeights]] = {}
+        self._recent: deque[tuple[int, int]] = deque()
+        self._activity: dict[str, tuple[int, int]] = {}
+        self._buckets: dict[int, int] = {}
+        self.tokens_generated = 0
+        self.completions = 0
+        self.version = 0
+
+    def apply(self, message: Message) -> None:
+        """Take in one record; every record counts as activity of its topic's producer."""
+        producer = topics.BY_NAME[message.topic].producer
+        records, last_ms = self._activity.get(producer, (0, 0))
+        self._activity[producer] = (records + 1, max(last_ms, message.timestamp_ms))
+        match message.record:
+            case ReportedEngine() as record:
+                self._report(record)
+            case LoadedWeights() as record:
+                self._load(record, time_ms=message.timestamp_ms)
+            case PublishedWeights() as record:
+                self.version = max(self.version, record.version)
+            case FinishedCompletion() as record if is_candidate(record):
+                tokens = len(record.output) // 4
+                self._sampled(tokens, time_ms=message.timestamp_ms)
+            case _:
+                pass
+
+    def tokens_per_s(self, *, now_ms: int) -> float:
+        """Generated tokens per second over the last `RATE_SPAN_MS`."""
+        while self._recent and self._recent[0][0] < now_ms - RATE_SPAN_MS:
+            self._recent.popleft()
+        return sum(tokens for _, tokens in self._recent) * 1000 / RATE_SPAN_MS
+
+    def rates(self) -> tuple[RatePoint, ...]:
+        """Tokens per second over the last two hours, oldest first; silence is left out."""
+        return tuple(
+            RatePoint(time_ms=bucket * BUCKET_MS, tokens_per_s=tokens * 1000 / BUCKET_MS)
+            for bucket, tokens in sorted(self._buckets.items())
+        )
+
+    def _sampled(self, tokens: int, *, time_ms: int) -> None:
+        self.completions += 1
+        self.tokens_generated += tokens
+        self._recent.append((time_ms, tokens))
+        bucket = time_ms // BUCKET_MS
+        self._buckets[bucket] = self._buckets.get(bucket, 0) + tokens
+        if len(self._buckets) > BUCKETS_KEPT_MAX:
+            del self._buckets[min(self._buckets)]
+
+    def engines(self) -> tuple[EngineState, ...]:
+        """Every lane that ever reported itself, by number."""
+        return tuple(self._engine(record) for _, record in sorted(self._reported.items()))
+
+    def activity(self) -> tuple[Activity, ...]:
+        """Services by name."""
+        return tuple(
+            Activity(service=service, records=records, last_ms=last_ms)
+            for service, (records, last_ms) in sorted(self._activity.items())
+        )
+
+    def _report(self, record: ReportedEngine) -> None:
+        last = self._reported.get(record.lane)
+        if last is None or (record.epoch, record.reported_ms) >= (last.epoch, last.reported_ms):
+            self._reported[record.lane] = record
+
+    def _load(self, record: LoadedWeights, *, time_ms: int) -> None:
+        last = self._loaded.get(record.lane)
+        if last is None or time_ms >= last[0]:
+            self._loaded[record.lane] = (time_ms, record)
+
+    def _engine(self, record: ReportedEngine) -> EngineState:
+        loaded = self._loaded.get(record.lane)
+        return EngineState(
+            lane=record.lane,
+            epoch=record.epoch,
+            url=record.url,
+            is_serving=record.is_serving,
+            lineage=record.lineage,
+            version=record.version,
+            running=record.running,
+            queued=record.queued,
+            reported_ms=record.reported_ms,
+            path=loaded[1].path if loaded else "",
+            paused_s=loaded[1].paused_s if loaded else 0.0,
+        )

@@ -1,0 +1,349 @@
+"""Groups of a run: where each stands, what its episodes scored, and the window over them."""
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+from forgemq.contracts.completions import FinishedCompletion
+from forgemq.contracts.episodes import FinishedEpisode
+from forgemq.contracts.groups import (
+    AdmittedGroup,
+    MergedGroup,
+    RequestedGroup,
+    RetiredGroup,
+    ScoredGroup,
+)
+from forgemq.contracts.messages import Message
+from forgemq.contracts.run import Queue, staleness_bound, staleness_limit, window_of
+from forgemq.contracts.steps import ScheduledStep, TrainedStep
+from forgemq.run_view.state import (
+    EvaluationPoint,
+    GroupRow,
+    Position,
+    QueueState,
+    VersionPoint,
+    WindowPosition,
+)
+from forgemq.run_view.tally import Sums
+
+PLACES_KEPT_GROUPS_MAX = 4000
+"""Groups whose completions can be looked up later; older ones are dropped from the index."""
+RETIRED_SHOWN_MAX = 24
+"""Positions behind the head that are still shown."""
+
+_UNTAKEN: tuple[Position, ...] = ("playing", "complete", "ready")
+
+
+@dataclass(slots=True)
+class Entry:
+    """What is known of one group, whatever order its records came in."""
+
+    group_id: str
+    domain: str = ""
+    purpose: str = ""
+    group_size: int = 0
+    queue_index: int | None = None
+    version: int = 0
+    round_name: str = ""
+    is_greedy: bool = False
+    is_requested: bool = False
+    is_admitted: bool = False
+    is_scored: bool = False
+    is_ready: bool = False
+    scheduled_step: int | None = None
+    is_trained: bool = False
+    reason: str = ""
+    scored: ScoredGroup | None = None
+    success: float | None = None
+    finished: set[int] = field(default_factory=set)
+    places: list[tuple[int, int]] = field(default_factory=list)
+    version_min: int | None = None
+    version_max: int | None = None
+
+    def position(self) -> Position:
+        """The furthest place the group has reached."""
+        if self.reason and self.reason != "trained":
+            return "retired"
+        if self.is_trained or self.reason == "trained":
+            return "trained"
+        if self.scheduled_step is not None:
+            return "scheduled"
+        if self.is_ready:
+            return "ready"
+        if self.is_scored:
+            return "complete"
+        return "playing" if self.is_admitted else "unknown"
+
+
+@dataclass(slots=True)
+class _Round:
+    sums: Sums = field(default_factory=Sums)
+    groups: int = 0
+    groups_ended: int = 0
+    version_min: int = 1 << 62
+    version_max: int = 0
+
+
+class GroupBook:
+    """All groups of a run.
+
+    Lifecycle: `apply` every record; read the values at any time. A group requested, admitted at
+    index 3 and scored counts once in `versions()` under its version at admission.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[str, Entry] = {}
+        self._open: dict[str, set[str]] = {}
+        self._behind: dict[str, deque[str]] = {}
+        self._waiting: Counter[str] = Counter()
+        self._versions: dict[int, Sums] = {}
+        self._rounds: dict[tuple[str, bool], _Round] = {}
+        self._places_kept: deque[str] = deque()
+        self.retired: Counter[str] = Counter()
+        self.admitted = 0
+        self.episodes_finished = 0
+        self.forks = 0
+
+    def apply(self, message: Message) -> None:
+        """Take in one record; records of other kinds are ignored."""
+        match message.record:
+            case RequestedGroup() as record:
+                self._requested(record)
+            case AdmittedGroup() as record:
+                self._admitted(record)
+            case FinishedCompletion() as record:
+                self._completion(record, partition=message.partition, offset=message.offset)
+            case FinishedEpisode() as record:
+                self._episode(record)
+            case _:
+                self._apply_outcome(message)
+
+    def _apply_outcome(self, message: Message) -> None:
+        match message.record:
+            case ScoredGroup() as record:
+                self._scored(record)
+            case MergedGroup() as record:
+                self._entry(record.group_id).is_ready = not record.not_trainable
+            case ScheduledStep() as record:
+                for group in record.groups:
+                    self._entry(group.group_id).scheduled_step = record.step
+            case TrainedStep() as record:
+                for group_id in record.group_ids:
+                    self._entry(group_id).is_trained = True
+            case RetiredGroup() as record:
+                self._retired(record)
+            case _:
+                pass
+
+    @property
+    def open(self) -> int:
+        """Groups admitted and not retired."""
+        return sum(len(ids) for ids in self._open.values())
+
+    def places(self, group_id: str) -> tuple[tuple[int, int], ...]:
+        """(partition, offset) of the group's finished completions; () if no longer indexed."""
+        entry = self._entries.get(group_id)
+        return tuple(entry.places) if entry else ()
+
+    def rows(self, *, rows_max: int) -> tuple[GroupRow, ...]:
+        """The groups last heard of, newest first."""
+        known = [self._entries[group_id] for group_id in reversed(self._places_kept)]
+        return tuple(_row(entry) for entry in known[:rows_max])
+
+    def versions(self) -> tuple[VersionPoint, ...]:
+        """Training results by the version at admission."""
+        return tuple(
+            VersionPoint(version=version, tally=sums.tally())
+            for version, sums in sorted(self._versions.items())
+        )
+
+    def evaluations(self) -> tuple[EvaluationPoint, ...]:
+        """Evaluation rounds, oldest weights first."""
+        points = [
+            EvaluationPoint(
+                round_name=name,
+                is_greedy=is_greedy,
+                version_min=min(each.version_min, each.version_max),
+                version_max=each.version_max,
+                groups=each.groups,
+                groups_ended=each.groups_ended,
+                tally=each.sums.tally(),
+            )
+            for (name, is_greedy), each in self._rounds.items()
+        ]
+        return tuple(sorted(points, key=lambda p: (p.version_min, p.round_name, p.is_greedy)))
+
+    def queue(self, queue: Queue) -> QueueState:
+        """The window of one queue as the log shows it: scheduled groups are taken."""
+        entries = sorted(
+            (self._entries[group_id] for group_id in self._shown(queue.domain)),
+            key=lambda entry: entry.queue_index or 0,
+        )
+        untaken = [
+            entry.queue_index
+            for entry in entries
+            if entry.queue_index is not None
+            and entry.position() in ("playing", "complete", "ready")
+        ]
+        head = min(untaken, default=None)
+        return QueueState(
+            domain=queue.domain,
+            slots=queue.slots,
+            window=window_of(queue),
+            groups_per_step=queue.groups_per_step,
+            staleness_bound=staleness_bound(queue),
+            staleness_limit=staleness_limit(queue),
+            head=head,
+            in_flight=len(self._open.get(queue.domain, ())),
+            waiting=self._waiting[queue.domain],
+            positions=_positions(entries, head=head, window=window_of(queue)),
+        )
+
+    def _shown(self, domain: str) -> list[str]:
+        shown = {
+            *self._open.get(domain, ()),
+            *self._behind.get(domain, ()),
+        }
+        return [g for g in shown if self._entries[g].queue_index is not None]
+
+    def _entry(self, group_id: str) -> Entry:
+        entry = self._entries.get(group_id)
+        if entry is None:
+            entry = self._entries[group_id] = Entry(group_id=group_id)
+            self._places_kept.append(group_id)
+            if len(self._places_kept) > PLACES_KEPT_GROUPS_MAX:
+                self._entries[self._places_kept.popleft()].places.clear()
+        return entry
+
+    def _requested(self, record: RequestedGroup) -> None:
+        entry = self._entry(record.group_id)
+        if not entry.is_requested:
+            entry.is_requested = True
+            self._waiting[record.domain] += record.purpose == "train" and not entry.is_admitted
+
+    def _admitted(self, record: AdmittedGroup) -> None:
+        entry = self._entry(record.group_id)
+        if entry.is_admitted:
+            return
+        self._waiting[record.domain] -= record.purpose == "train" and entry.is_requested
+        entry.is_admitted = True
+        entry.domain, entry.purpose = record.domain, record.purpose
+        entry.group_size, entry.queue_index = record.group_size, record.queue_index
+        entry.version, entry.round_name = record.version_at_admission, record.round_name
+        entry.is_greedy = record.temperature == 0
+        self.admitted += 1
+        if not entry.reason:
+            self._open.setdefault(entry.domain, set()).add(entry.group_id)
+        if entry.purpose == "eval":
+            each = self._round(entry)
+            each.groups += 1
+            for version in (entry.version_min, entry.version_max):
+                _widen(each, version)
+        self._count_score(entry)
+
+    def _completion(self, record: FinishedCompletion, *, partition: int, offset: int) -> None:
+        entry = self._entry(record.group_id)
+        entry.places.append((partition, offset))
+        versions = [span.version for span in record.spans]
+        if not versions:
+            return
+        low, high = min(versions), max(versions)
+        entry.version_min = low if entry.version_min is None else min(low, entry.version_min)
+        entry.version_max = high if entry.version_max is None else max(high, entry.version_max)
+        if entry.purpose == "eval":
+            _widen(self._round(entry), low)
+            _widen(self._round(entry), high)
+
+    def _episode(self, record: FinishedEpisode) -> None:
+        entry = self._entry(record.group_id)
+        if record.index not in entry.finished:
+            entry.finished.add(record.index)
+            self.episodes_finished += 1
+            self.forks += record.forks
+
+    def _scored(self, record: ScoredGroup) -> None:
+        entry = self._entry(record.group_id)
+        if entry.is_scored:
+            return
+        entry.is_scored = True
+        entry.scored = record
+        self._count_score(entry)
+
+    def _count_score(self, entry: Entry) -> None:
+        # The version at admission and the score come on different topics, in either order.
+        if not entry.is_admitted or entry.scored is None:
+            return
+        own = Sums()
+        target = (
+            self._round(entry).sums
+            if entry.purpose == "eval"
+            else self._versions.setdefault(entry.version, Sums())
+        )
+        for score in entry.scored.episodes:
+            own.add(score)
+            target.add(score)
+        if entry.purpose == "eval":
+            self._round(entry).groups_ended += 1
+        entry.success = own.tally().success if own.episodes else None
+        entry.scored = None
+
+    def _retired(self, record: RetiredGroup) -> None:
+        entry = self._entry(record.group_id)
+        if entry.reason:
+            return
+        entry.reason = record.reason
+        self.retired[record.reason] += 1
+        self._open.setdefault(record.domain, set()).discard(record.group_id)
+        if record.queue_index is not None:
+            behind = self._behind.setdefault(record.domain, deque(maxlen=RETIRED_SHOWN_MAX))
+            entry.queue_index = record.queue_index
+            behind.append(record.group_id)
+
+    def _round(self, entry: Entry) -> _Round:
+        return self._rounds.setdefault((entry.round_name, entry.is_greedy), _Round())
+
+
+def _widen(each: _Round, version: int | None) -> None:
+    if version is not None:
+        each.version_min = min(each.version_min, version)
+        each.version_max = max(each.version_max, version)
+
+
+def _positions(
+    entries: list[Entry], *, head: int | None, window: int
+) -> tuple[WindowPosition, ...]:
+    counted = 0
+    positions = []
+    for entry in entries:
+        if entry.queue_index is None:
+            continue
+        is_retired = entry.position() == "retired"
+        is_in_window = head is not None and entry.queue_index >= head and counted < window
+        # Groups retired untrained hold no position of the window.
+        counted += is_in_window and not is_retired
+        positions.append(
+            WindowPosition(
+                queue_index=entry.queue_index,
+                group_id=entry.group_id,
+                position=entry.position(),
+                is_in_window=is_in_window and not is_retired,
+                episodes_finished=len(entry.finished),
+                group_size=entry.group_size,
+                reason=entry.reason,
+            )
+        )
+    return tuple(positions)
+
+
+def _row(entry: Entry) -> GroupRow:
+    return GroupRow(
+        group_id=entry.group_id,
+        domain=entry.domain,
+        purpose=entry.purpose,
+        queue_index=entry.queue_index,
+        position=entry.position(),
+        reason=entry.reason,
+        step=entry.scheduled_step,
+        group_size=entry.group_size,
+        completions=len(entry.places),
+        success=entry.success,
+    )

@@ -1,0 +1,181 @@
+"""Samples rebuilt from a prefix tree, and compared with what the engine sampled (G4)."""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
+
+from msgspec import Struct
+
+from forgemq.contracts.arrays import pack_floats, unpack_floats, unpack_ids
+from forgemq.contracts.completions import FinishedCompletion
+from forgemq.contracts.groups import ScoredGroup
+from forgemq.contracts.trees import MergedTree
+from forgemq.run_view.trajectory import context_bytes, versions
+
+DIFFERENCES_KEPT_MAX = 10
+"""Enough to see what is wrong; a broken tree differs everywhere."""
+
+
+class Sample(Struct, frozen=True, kw_only=True):
+    """One completion as the tree holds it."""
+
+    completion_id: str
+    path: bytes
+    entry_tokens: tuple[int, ...]
+    output_tokens: tuple[int, ...]
+    logprobs: bytes
+    versions: tuple[int, ...]
+    temperature: float
+    advantage: float
+
+
+class TreeFacts(Struct, frozen=True, kw_only=True):
+    """What the audit keeps of one tree."""
+
+    group_id: str
+    sha256: str
+    completion_ids: tuple[str, ...]
+    entries: int
+    version_min: int | None
+    request_pairs: int
+    differences: tuple[str, ...]
+    lost: tuple[str, ...]
+
+
+def samples(tree: MergedTree) -> Iterator[Sample]:
+    """The samples of a tree in its order; `path` is context and output as int32 bytes."""
+    starts = unpack_ids(tree.segment_start)
+    parents = unpack_ids(tree.segment_parent)
+    lengths = unpack_ids(tree.segment_length)
+    firsts = unpack_ids(tree.sample_first_entry)
+    entry_tokens = unpack_ids(tree.entry_token)
+    entry_versions = unpack_ids(tree.entry_version)
+    temperatures = unpack_floats(tree.sample_temperature)
+    advantages = unpack_floats(tree.sample_advantage)
+    leaves = unpack_ids(tree.sample_leaf)
+    for index, completion_id in enumerate(tree.sample_ids):
+        low, high = firsts[index], firsts[index + 1]
+        runs = _runs(leaves[index], starts=starts, lengths=lengths, parents=parents)
+        yield Sample(
+            completion_id=completion_id,
+            path=b"".join(tree.tokens[4 * first : 4 * end] for first, end in runs),
+            entry_tokens=tuple(entry_tokens[low:high]),
+            output_tokens=_last(runs, count=high - low),
+            logprobs=tree.entry_logprob[4 * low : 4 * high],
+            versions=tuple(entry_versions[low:high]),
+            temperature=temperatures[index],
+            advantage=advantages[index],
+        )
+
+
+def tree_facts(
+    tree: MergedTree,
+    *,
+    sha256: str,
+    completions: Mapping[str, FinishedCompletion],
+    scored: ScoredGroup | None,
+) -> TreeFacts:
+    """Compare every sample of a tree with its completion.
+
+    Args:
+        tree: As on merged-trees.
+        sha256: Of its wire bytes.
+        completions: The completions of the group, by request id.
+        scored: The group's advantages; None where they are not at hand.
+    """
+    differences: list[str] = []
+    request_pairs = 0
+    advantages = (
+        {each.completion_id: each.advantage for each in scored.completions} if scored else None
+    )
+    for sample in samples(tree):
+        length = len(sample.path) // 4
+        request_pairs += length * (length + 1) // 2
+        completion = completions.get(sample.completion_id)
+        if completion is None:
+            differences.append(f"{sample.completion_id}: no such completion on the log")
+            continue
+        differences += _differences(sample, completion=completion, completions=completions)
+        if advantages is not None and _float32(
+            advantages.get(sample.completion_id, float("nan"))
+        ) != pack_floats([sample.advantage]):
+            differences.append(f"{sample.completion_id}: advantage is not the scored one")
+    entry_versions = unpack_ids(tree.entry_version)
+    return TreeFacts(
+        group_id=tree.group_id,
+        sha256=sha256,
+        completion_ids=tree.sample_ids,
+        entries=len(entry_versions),
+        version_min=min(entry_versions, default=None),
+        request_pairs=request_pairs,
+        differences=tuple(f"{tree.group_id} {text}" for text in differences[:DIFFERENCES_KEPT_MAX]),
+        lost=_lost(tree, completions=completions, scored=scored),
+    )
+
+
+def _lost(
+    tree: MergedTree,
+    *,
+    completions: Mapping[str, FinishedCompletion],
+    scored: ScoredGroup | None,
+) -> tuple[str, ...]:
+    """Completions that were scored, have loss entries, and are not in the tree."""
+    there = set(tree.sample_ids)
+    wanted = (each.completion_id for each in scored.completions) if scored else ()
+    return tuple(
+        each
+        for each in wanted
+        if each not in there
+        and each in completions
+        and completions[each].support == "full"
+        and completions[each].output
+    )
+
+
+def _differences(
+    sample: Sample,
+    *,
+    completion: FinishedCompletion,
+    completions: Mapping[str, FinishedCompletion],
+) -> list[str]:
+    try:
+        expected = context_bytes(completion, completions) + completion.output
+    except KeyError as error:
+        return [f"{sample.completion_id}: context cannot be rebuilt, {error}"]
+    checks = {
+        "tokens are not those sent and sampled": sample.path == expected,
+        "loss entries are not the sampled tokens": sample.entry_tokens == sample.output_tokens
+        and 4 * len(sample.entry_tokens) == len(completion.output),
+        "log-probabilities are not the engine's": sample.logprobs == completion.logprobs,
+        "weight versions are not the engine's": sample.versions == versions(completion),
+        "temperature is not the one sampled at": pack_floats([sample.temperature])
+        == pack_floats([completion.temperature]),
+        f"support was {completion.support}, not full": completion.support == "full",
+    }
+    return [f"{sample.completion_id}: {text}" for text, holds in checks.items() if not holds]
+
+
+def _float32(value: float) -> bytes:
+    return pack_floats([value])
+
+
+def _runs(
+    leaf: int, *, starts: list[int], lengths: list[int], parents: list[int]
+) -> list[tuple[int, int]]:
+    """Token ranges of the path from the root to a token, in path order."""
+    segment = bisect_right(starts, leaf) - 1
+    runs = [(starts[segment], leaf + 1)]
+    while parents[segment] >= 0:
+        segment = parents[segment]
+        runs.append((starts[segment], starts[segment] + lengths[segment]))
+    runs.reverse()
+    return runs
+
+
+def _last(runs: list[tuple[int, int]], *, count: int) -> tuple[int, ...]:
+    """Tree indices of the last tokens of a path."""
+    indices: list[int] = []
+    for first, end in reversed(runs):
+        if len(indices) >= count:
+            break
+        indices[:0] = range(max(first, end - (count - len(indices))), end)
+    return tuple(indices)

@@ -1,0 +1,178 @@
+"""The state of a run as the panel and the page show it."""
+
+from typing import Annotated, Literal, TypeAlias
+
+from msgspec import Meta, Struct
+
+Position: TypeAlias = Literal[
+    "playing", "complete", "ready", "scheduled", "trained", "retired", "unknown"
+]
+
+
+class Tally(Struct, frozen=True, kw_only=True):
+    """Mean reward parts over episodes that are not masked."""
+
+    episodes: int
+    success: Annotated[float, Meta(description="Share with an outcome of at least 0.5.")]
+    reward: float
+    outcome: float
+    speed: float
+    process: float
+
+
+class VersionPoint(Struct, frozen=True, kw_only=True):
+    """Training episodes of the groups admitted while this version was the newest."""
+
+    version: int
+    tally: Tally
+
+
+class StepPoint(Struct, frozen=True, kw_only=True):
+    """What one optimizer step of the surviving lineage measured."""
+
+    step: int
+    lineage: int
+    time_ms: int
+    loss: float
+    grad_norm: float
+    lr: float
+    loss_tokens: int
+    tree_tokens: int
+    request_tokens: int
+    append_tokens: int
+    attention_pairs: int
+    staleness_max: int
+    staleness_bound: Annotated[int | None, Meta(description="None: step not yet read.")]
+    logprob_gap_mean: float
+    logprob_gap_max: float
+    gap_entries: int
+    kl_k3: float
+    entropy: float
+    capped_share: float
+    ratio_p99: float
+    duration_s: float
+
+
+class EvaluationPoint(Struct, frozen=True, kw_only=True):
+    """One evaluation round, one temperature: 0 is greedy."""
+
+    round_name: str
+    is_greedy: bool
+    version_min: int
+    version_max: int
+    groups: int
+    groups_ended: int
+    tally: Tally
+
+
+class WindowPosition(Struct, frozen=True, kw_only=True):
+    """One place of a generation queue."""
+
+    queue_index: int
+    group_id: str
+    position: Position
+    is_in_window: bool
+    episodes_finished: int
+    group_size: int
+    reason: str = ""
+
+
+class QueueState(Struct, frozen=True, kw_only=True):
+    """One windowed FIFO: head H, window W, slots N, groups a step P."""
+
+    domain: str
+    slots: int
+    window: int
+    groups_per_step: int
+    staleness_bound: int
+    staleness_limit: int
+    head: Annotated[int | None, Meta(description="H; None while nothing is open.")]
+    in_flight: Annotated[int, Meta(description="Admitted and not retired.")]
+    waiting: Annotated[int, Meta(description="Requested and not admitted.")]
+    positions: tuple[WindowPosition, ...]
+
+
+class EngineState(Struct, frozen=True, kw_only=True):
+    """One lane as it last reported itself."""
+
+    lane: int
+    epoch: int
+    url: str
+    is_serving: bool
+    lineage: int
+    version: int
+    running: int
+    queued: int
+    reported_ms: int
+    path: Annotated[str, Meta(description="How its weights arrived last.")] = ""
+    paused_s: Annotated[float, Meta(description="Paused for its last weights.")] = 0.0
+
+
+class Activity(Struct, frozen=True, kw_only=True):
+    """Records a service has written to the topics read here."""
+
+    service: str
+    records: int
+    last_ms: int
+
+
+class RatePoint(Struct, frozen=True, kw_only=True):
+    """Generated tokens per second over ten seconds."""
+
+    time_ms: int
+    tokens_per_s: float
+
+
+class RetiredCount(Struct, frozen=True, kw_only=True):
+    """Groups that were retired for one reason."""
+
+    reason: str
+    groups: int
+
+
+class RunState(Struct, frozen=True, kw_only=True):
+    """Everything the panel and the page need, at one moment."""
+
+    run: str
+    seed: int
+    steps: int
+    steps_trained: int
+    version: Annotated[int, Meta(description="Newest published version.")]
+    started_ms: int
+    now_ms: int
+    ended: Annotated[str, Meta(description="completed, interrupted, failed or ''.")]
+    tokens_generated: int
+    tokens_per_s: Annotated[float, Meta(description="Generated, over the last 20 s.")]
+    tokens_trained: int
+    completions: int
+    episodes_finished: int
+    episodes_forks: int
+    groups_admitted: int
+    groups_open: int
+    retired: tuple[RetiredCount, ...]
+    staleness_max: int
+    merge_ratio_per_request: float
+    merge_ratio_append: float
+    logprob_gap_max: float
+    points: tuple[StepPoint, ...]
+    versions: tuple[VersionPoint, ...]
+    rates: tuple[RatePoint, ...]
+    evaluations: tuple[EvaluationPoint, ...]
+    queues: tuple[QueueState, ...]
+    engines: tuple[EngineState, ...]
+    services: tuple[Activity, ...]
+
+
+class GroupRow(Struct, frozen=True, kw_only=True):
+    """One group as a list shows it."""
+
+    group_id: str
+    domain: str
+    purpose: str
+    queue_index: int | None
+    position: Position
+    reason: str
+    step: int | None
+    group_size: int
+    completions: int
+    success: float | None

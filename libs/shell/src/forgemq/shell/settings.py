@@ -1,0 +1,49 @@
+"""Settings of a service: one frozen struct, parsed once from the environment."""
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+import msgspec
+import msgspec.inspect
+
+Settings = TypeVar("Settings", bound=msgspec.Struct)
+
+
+class SettingsError(ValueError):
+    """An environment variable is unknown, missing or holds a value that its rule refuses."""
+
+
+def parse(kind: type[Settings], *, prefix: str, environ: Mapping[str, str]) -> Settings:
+    """The settings that the variables `<prefix><FIELD>` give; absent ones take their defaults.
+
+    Sequences are comma-separated. An error never repeats free text or a number: it may be secret.
+
+    Raises:
+        SettingsError: naming the variable and the rule.
+    """
+    fields = {prefix + field.name.upper(): field for field in msgspec.structs.fields(kind)}
+    unknown = sorted(name for name in environ if name.startswith(prefix) and name not in fields)
+    if unknown:
+        raise SettingsError(f"{unknown[0]}: no such setting; there are {', '.join(sorted(fields))}")
+    values = {}
+    for name, field in fields.items():
+        if name in environ:
+            values[field.name] = _value(name, environ[name], field.type)
+        elif field.required:
+            raise SettingsError(f"{name}: must be set")
+    return kind(**values)
+
+
+def _value(name: str, text: str, kind: object) -> object:
+    given = [part.strip() for part in text.split(",") if part.strip()] if _is_list(kind) else text
+    try:
+        return msgspec.convert(given, kind, strict=False)
+    except msgspec.ValidationError as error:
+        raise SettingsError(f"{name}: {error}") from error
+
+
+def _is_list(kind: object) -> bool:
+    described = msgspec.inspect.type_info(kind)
+    while isinstance(described, msgspec.inspect.Metadata):
+        described = described.type
+    return isinstance(described, msgspec.inspect.CollectionType | msgspec.inspect.TupleType)

@@ -1,0 +1,186 @@
+"""Every metric of the system: its name, its unit and what it says. A misspelt name is a type error.
+
+Exported names carry the prefix `forgemq.`; Prometheus shows them with underscores, and counters
+with `_total`. To add one: its name in the Literal of its kind and its row below.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+CounterName: TypeAlias = Literal[
+    "transform.records",
+    "transform.bad_records",
+    "transform.batches",
+    "transform.outputs",
+    "transform.fenced",
+    "transform.snapshots",
+    "inference.finished",
+    "inference.skipped",
+    "inference.output_tokens",
+    "inference.context_tokens",
+    "inference.cached_tokens",
+    "inference.weight_loads",
+    "inference.fast_path_failures",
+    "inference.engine_losses",
+    "reward.episodes_graded",
+    "reward.episodes_masked",
+    "trainer.steps",
+    "trainer.failed_groups",
+    "trainer.tree_tokens",
+    "trainer.loss_entries",
+    "trainer.fast_path_failures",
+    "gateway.requests",
+    "gateway.refused",
+    "gateway.bad_records",
+    "gateway.forks",
+    "gateway.attempts_failed",
+    "gateway.redispatched",
+    "gateway.cancelled",
+    "gateway.groups_requested",
+    "gateway.episodes_opened",
+    "gateway.episodes_finished",
+    "gateway.leases_lapsed",
+    "gateway.malformed_calls",
+]
+GaugeName: TypeAlias = Literal[
+    "transform.tasks",
+    "transform.lag_records",
+    "transform.snapshot_bytes",
+    "inference.running",
+    "inference.queued",
+    "inference.remembered_bytes",
+    "inference.weight_version",
+    "reward.episodes_waiting",
+    "trainer.version",
+    "trainer.loss",
+    "trainer.grad_norm",
+    "trainer.entropy",
+    "trainer.kl_k3",
+    "trainer.ratio_p99",
+    "trainer.capped_share",
+    "trainer.logprob_gap_max",
+    "gateway.in_flight",
+    "gateway.groups",
+    "gateway.history_bytes",
+]
+HistogramName: TypeAlias = Literal[
+    "transform.batch_s",
+    "transform.commit_s",
+    "transform.restore_s",
+    "inference.queued_s",
+    "inference.engine_s",
+    "inference.load_s",
+    "inference.paused_s",
+    "reward.grade_s",
+    "trainer.step_s",
+    "trainer.forward_backward_s",
+    "trainer.transfer_s",
+    "gateway.prepare_s",
+    "gateway.answer_s",
+    "gateway.restore_s",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """What one metric measures.
+
+    Attributes:
+        unit: As OpenTelemetry writes it: `s`, `By`, `1` or `{thing}`.
+        description: One sentence for the person at the dashboard.
+    """
+
+    unit: str
+    description: str
+
+
+COUNTERS: dict[CounterName, Metric] = {
+    "transform.records": Metric("{record}", "Input records handled by a transform task."),
+    "transform.bad_records": Metric("{record}", "Input records sent to a dead letter topic."),
+    "transform.batches": Metric("{batch}", "Transactions committed by a transform task."),
+    "transform.outputs": Metric("{record}", "Records written by a transform task."),
+    "transform.fenced": Metric("{task}", "Tasks that stopped because a newer owner exists."),
+    "transform.snapshots": Metric("{snapshot}", "Snapshots of a core written to its journal."),
+    "inference.finished": Metric(
+        "{completion}", "Completions written by a lane, by finish reason."
+    ),
+    "inference.skipped": Metric(
+        "{request}", "Requests that a lane left to others: duplicate or other epoch."
+    ),
+    "inference.output_tokens": Metric("{token}", "Tokens sampled by a lane's engine."),
+    "inference.context_tokens": Metric(
+        "{token}", "Context tokens sent to a lane's engine, cached or not."
+    ),
+    "inference.cached_tokens": Metric(
+        "{token}", "Context tokens that the engine had in its cache."
+    ),
+    "inference.weight_loads": Metric("{load}", "New weights in a lane's engine, by path."),
+    "inference.fast_path_failures": Metric(
+        "{failure}", "Fast paths that fell back to the durable copy."
+    ),
+    "inference.engine_losses": Metric("{loss}", "Times a lane's engine stopped answering."),
+    "reward.episodes_graded": Metric("{episode}", "Episodes graded by the grading loop."),
+    "reward.episodes_masked": Metric("{episode}", "Graded episodes that count in nothing."),
+    "trainer.steps": Metric("{step}", "Optimizer steps trained."),
+    "trainer.failed_groups": Metric("{group}", "Scheduled groups whose tree could not be trained."),
+    "trainer.tree_tokens": Metric("{token}", "Unique tokens trained, after prefix-tree merging."),
+    "trainer.loss_entries": Metric("{entry}", "Sampled tokens that carried loss."),
+    "trainer.fast_path_failures": Metric("{failure}", "Lanes that the trainer left out."),
+    "gateway.requests": Metric(
+        "{request}", "Chat requests by how they were answered: fresh, joined or replayed."
+    ),
+    "gateway.bad_records": Metric("{record}", "Records that did not decode and were left out."),
+    "gateway.refused": Metric("{request}", "Requests refused, by HTTP status."),
+    "gateway.forks": Metric(
+        "{completion}", "Histories that left the recorded tokens and were rendered anew."
+    ),
+    "gateway.attempts_failed": Metric("{attempt}", "Attempts that a lane ended with an error."),
+    "gateway.redispatched": Metric(
+        "{attempt}", "Requests given to another lane or again to the same one."
+    ),
+    "gateway.cancelled": Metric("{request}", "Requests whose client went away before the answer."),
+    "gateway.groups_requested": Metric("{group}", "Groups asked for by agents."),
+    "gateway.episodes_opened": Metric("{episode}", "Episodes claimed by agents, every attempt."),
+    "gateway.episodes_finished": Metric("{episode}", "Episodes that ended, by status."),
+    "gateway.leases_lapsed": Metric("{episode}", "Leases that ran out."),
+    "gateway.malformed_calls": Metric(
+        "{call}", "Tool calls that the policy wrote and nobody could parse."
+    ),
+}
+GAUGES: dict[GaugeName, Metric] = {
+    "transform.tasks": Metric("{task}", "Journal partitions this process holds."),
+    "transform.lag_records": Metric("{record}", "Input records a task has still to read."),
+    "transform.snapshot_bytes": Metric("By", "Size of the newest snapshot of a task."),
+    "inference.running": Metric("{request}", "Requests in a lane's engine."),
+    "inference.queued": Metric("{request}", "Requests that wait for their turn on a lane."),
+    "inference.remembered_bytes": Metric("By", "Token ids a lane keeps of finished completions."),
+    "inference.weight_version": Metric("{step}", "Version of the weights a lane serves."),
+    "reward.episodes_waiting": Metric("{episode}", "Episodes finished and not graded."),
+    "trainer.version": Metric("{step}", "Version of the newest trained weights."),
+    "trainer.loss": Metric("1", "Loss of the newest step."),
+    "trainer.grad_norm": Metric("1", "Gradient norm of the newest step, before clipping."),
+    "trainer.entropy": Metric("{nat}", "Mean entropy of the policy at the sampled tokens."),
+    "trainer.kl_k3": Metric("{nat}", "k3 estimate of KL(behaviour || policy) of the newest step."),
+    "trainer.ratio_p99": Metric("1", "99th percentile of policy / behaviour probability."),
+    "trainer.capped_share": Metric("1", "Share of entries that the loss limited."),
+    "trainer.logprob_gap_max": Metric("{nat}", "Largest |trainer - engine| log-probability."),
+    "gateway.in_flight": Metric("{request}", "Requests in flight, by lane."),
+    "gateway.groups": Metric("{group}", "Groups that have not retired."),
+    "gateway.history_bytes": Metric("By", "Memory of the histories of open groups."),
+}
+HISTOGRAMS: dict[HistogramName, Metric] = {
+    "transform.batch_s": Metric("s", "First record of a batch read until it is committed."),
+    "transform.commit_s": Metric("s", "One transaction, from begin to committed."),
+    "transform.restore_s": Metric("s", "Task assigned until its state is restored."),
+    "inference.queued_s": Metric("s", "Requested until a lane's engine took it."),
+    "inference.engine_s": Metric("s", "One request in a lane's engine, prefill and decode."),
+    "inference.load_s": Metric("s", "Loading new weights, from the decision to the end."),
+    "inference.paused_s": Metric("s", "Generation stood still for new weights."),
+    "reward.grade_s": Metric("s", "One episode, transcript to grade on the log."),
+    "trainer.step_s": Metric("s", "One step, from scheduled to durable."),
+    "trainer.forward_backward_s": Metric("s", "Forward and backward of one step."),
+    "trainer.transfer_s": Metric("s", "The fast path of one version to all lanes."),
+    "gateway.prepare_s": Metric("s", "Body read until the request is on its lane's topic."),
+    "gateway.answer_s": Metric("s", "Body read until the last byte is written."),
+    "gateway.restore_s": Metric("s", "State rebuilt from the log at the start."),
+}

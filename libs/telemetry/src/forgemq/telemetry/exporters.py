@@ -1,0 +1,225 @@
+"""Telemetry that leaves the process: OpenTelemetry's SDK, to OTLP over HTTP or for Prometheus.
+
+The SDK is imported and its threads start only when an exporter is asked for.
+"""
+
+from collections.abc import Callable, Sequence
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.metrics import Counter, Histogram, Meter
+from opentelemetry.metrics import _Gauge as Gauge
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import SpanLimits, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
+
+from forgemq.telemetry.catalogue import (
+    COUNTERS,
+    GAUGES,
+    HISTOGRAMS,
+    CounterName,
+    GaugeName,
+    HistogramName,
+)
+from forgemq.telemetry.settings import TelemetrySettings
+from forgemq.telemetry.telemetry import Attribute
+from forgemq.telemetry.traces import Headers, SpanPlace, span_place, traceparent
+
+_SHUTDOWN_MS = 3_000
+_PREFIX = "forgemq."
+# Three a decade, from one record's handling to one optimizer step; the SDK's default is in ms.
+_BOUNDS_S = (
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
+    *(1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0),
+)
+
+
+class OpenTelemetryExporter:
+    """Measurements and spans through OpenTelemetry's SDK.
+
+    Args:
+        resource: What every exported item says about its origin: service, run, process.
+        readers: Take the metrics; () drops them.
+        processors: Take the spans; () drops them, and the context still goes on.
+        settings: Sampling and limits.
+        on_close: Called last, e.g. to free a port.
+    """
+
+    def __init__(
+        self,
+        *,
+        resource: dict[str, Attribute],
+        readers: Sequence[MetricReader],
+        processors: Sequence[SpanProcessor],
+        settings: TelemetrySettings,
+        on_close: Callable[[], None] | None = None,
+    ) -> None:
+        self._meters = MeterProvider(readers, Resource.create(resource), shutdown_on_exit=False)
+        self._tracers = TracerProvider(
+            # By trace id and not by the parent's flag, so that every service keeps the same ones.
+            sampler=TraceIdRatioBased(settings.sampled_fraction),
+            resource=Resource.create(resource),
+            shutdown_on_exit=False,
+            span_limits=SpanLimits(max_links=settings.links_max),
+        )
+        for processor in processors:
+            self._tracers.add_span_processor(processor)
+        self._tracer = self._tracers.get_tracer("forgemq")
+        meter = self._meters.get_meter("forgemq")
+        self._counters = _counters(meter)
+        self._gauges = _gauges(meter)
+        self._histograms = _histograms(meter)
+        self._on_close = on_close
+
+    def count(self, metric: CounterName, value: float, attributes: dict[str, Attribute]) -> None:
+        """Add to a counter."""
+        self._counters[metric].add(value, attributes)
+
+    def gauge(self, metric: GaugeName, value: float, attributes: dict[str, Attribute]) -> None:
+        """Set a gauge."""
+        self._gauges[metric].set(value, attributes)
+
+    def observe(
+        self, metric: HistogramName, value: float, attributes: dict[str, Attribute]
+    ) -> None:
+        """Add one observation to a histogram."""
+        self._histograms[metric].record(value, attributes)
+
+    def start_span(
+        self,
+        name: str,
+        *,
+        parent: Headers,
+        links: Sequence[Headers],
+        attributes: dict[str, Attribute],
+    ) -> "_ExportedSpan":
+        """Begin a span; a root where `parent` has no trace context."""
+        context = Context()
+        if (place := span_place(parent)) is not None:
+            context = trace.set_span_in_context(
+                trace.NonRecordingSpan(_span_context(place)), context
+            )
+        linked = [
+            trace.Link(_span_context(place))
+            for headers in links
+            if (place := span_place(headers)) is not None
+        ]
+        return _ExportedSpan(
+            self._tracer.start_span(name, context=context, links=linked, attributes=attributes)
+        )
+
+    def close(self) -> None:
+        """Send what is left and stop the SDK's threads."""
+        self._tracers.force_flush(_SHUTDOWN_MS)
+        self._tracers.shutdown()
+        self._meters.shutdown(_SHUTDOWN_MS)
+        if self._on_close is not None:
+            self._on_close()
+
+
+class _ExportedSpan:
+    """One span of the SDK."""
+
+    def __init__(self, span: trace.Span) -> None:
+        self._span = span
+
+    def headers(self) -> Headers:
+        context = self._span.get_span_context()
+        return traceparent(SpanPlace(context.trace_id, context.span_id, int(context.trace_flags)))
+
+    def set(self, **attributes: Attribute) -> None:
+        self._span.set_attributes(attributes)
+
+    def end(self, error: BaseException | None) -> None:
+        if error is not None:
+            self._span.record_exception(error)
+            self._span.set_status(trace.StatusCode.ERROR, type(error).__name__)
+        self._span.end()
+
+
+def exporter_of(
+    settings: TelemetrySettings, *, resource: dict[str, Attribute]
+) -> OpenTelemetryExporter | None:
+    """The exporter that the settings ask for; None for `none`.
+
+    Raises:
+        OSError: the Prometheus port is taken.
+    """
+    if settings.exporter == "none":
+        return None
+    return (
+        _otlp(settings, resource) if settings.exporter == "otlp" else _scraped(settings, resource)
+    )
+
+
+def _otlp(settings: TelemetrySettings, resource: dict[str, Attribute]) -> OpenTelemetryExporter:
+    from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+    address = settings.endpoint.rstrip("/")
+    metrics = OTLPMetricExporter(endpoint=f"{address}/v1/metrics")
+    spans = OTLPSpanExporter(endpoint=f"{address}/v1/traces")
+    return OpenTelemetryExporter(
+        resource=resource,
+        readers=[PeriodicExportingMetricReader(metrics, settings.export_every_s * 1000)],
+        processors=[BatchSpanProcessor(spans)],
+        settings=settings,
+    )
+
+
+def _scraped(settings: TelemetrySettings, resource: dict[str, Attribute]) -> OpenTelemetryExporter:
+    from opentelemetry.exporter.prometheus import PrometheusMetricReader
+    from prometheus_client import CollectorRegistry, start_http_server
+
+    registry = CollectorRegistry()
+    reader = PrometheusMetricReader(registry=registry)
+    server, thread = start_http_server(settings.port, addr=settings.host, registry=registry)
+
+    def stop() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return OpenTelemetryExporter(
+        resource={**resource, "prometheus.port": server.server_port},
+        readers=[reader],
+        processors=[],
+        settings=settings,
+        on_close=stop,
+    )
+
+
+def _span_context(place: SpanPlace) -> trace.SpanContext:
+    return trace.SpanContext(
+        place.trace_id, place.span_id, is_remote=True, trace_flags=trace.TraceFlags(place.flags)
+    )
+
+
+def _counters(meter: Meter) -> dict[CounterName, Counter]:
+    return {
+        name: meter.create_counter(_PREFIX + name, metric.unit, metric.description)
+        for name, metric in COUNTERS.items()
+    }
+
+
+def _gauges(meter: Meter) -> dict[GaugeName, Gauge]:
+    return {
+        name: meter.create_gauge(_PREFIX + name, metric.unit, metric.description)
+        for name, metric in GAUGES.items()
+    }
+
+
+def _histograms(meter: Meter) -> dict[HistogramName, Histogram]:
+    return {
+        name: meter.create_histogram(
+            _PREFIX + name,
+            metric.unit,
+            metric.description,
+            # Only durations have bounds of their own; other histograms take the SDK's.
+            explicit_bucket_boundaries_advisory=_BOUNDS_S if metric.unit == "s" else None,
+        )
+        for name, metric in HISTOGRAMS.items()
+    }

@@ -1,0 +1,28 @@
+"""Where telemetry goes; read from `FORGEMQ_TELEMETRY_*`."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+
+class TelemetrySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Nothing is exported unless asked for."""
+
+    exporter: Annotated[
+        Literal["none", "otlp", "prometheus"],
+        Meta(description="otlp: metrics and traces, pushed; prometheus: metrics, scraped."),
+    ] = "none"
+    endpoint: Annotated[str, Meta(description="Collector's OTLP/HTTP address, no path.")] = (
+        "http://127.0.0.1:4318"
+    )
+    host: Annotated[str, Meta(description="Prometheus: address to listen on.")] = "127.0.0.1"
+    port: Annotated[
+        int, Meta(ge=0, le=65535, description="Prometheus: 0 takes a free port and reports it.")
+    ] = 0
+    export_every_s: Annotated[float, Meta(gt=0, description="OTLP: metrics interval.")] = 10.0
+    sampled_fraction: Annotated[
+        float, Meta(ge=0, le=1, description="Of traces, decided by trace id alike everywhere.")
+    ] = 1.0
+    links_max: Annotated[
+        int, Meta(ge=1, description="Links of one span: the completions of one step.")
+    ] = 65_536

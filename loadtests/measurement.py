@@ -1,0 +1,92 @@
+"""A load test's answer: one question, its conditions, and rows of measured values."""
+
+import argparse
+import json
+import os
+import platform
+import sys
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+
+THRESHOLDS = Path(__file__).parent / "thresholds.toml"
+
+
+@dataclass(kw_only=True)
+class Measurement:
+    """Collects rows; `finish` prints the table and writes the JSON.
+
+    Attributes:
+        name: The load test's file without .py; its section in thresholds.toml.
+        question: What the rows answer, one sentence.
+        conditions: The workload and the machine, as text by name.
+        rows: (case, metric, value, unit).
+    """
+
+    name: str
+    question: str
+    conditions: dict[str, str] = field(default_factory=dict)
+    rows: list[tuple[str, str, float, str]] = field(default_factory=list)
+
+    def row(self, case: str, metric: str, value: float, unit: str) -> None:
+        """Add one measured value."""
+        self.rows.append((case, metric, value, unit))
+
+    def finish(self, json_path: str | None) -> int:
+        """Print the table, write the JSON; the exit status is 1 if a threshold does not hold."""
+        self.conditions |= {
+            "cores": str(len(os.sched_getaffinity(0))),
+            "machine": platform.machine(),
+            "python": platform.python_version(),
+        }
+        sys.stdout.write(self.table())
+        if json_path:
+            Path(json_path).write_text(json.dumps(self.document(), indent=2) + "\n")
+        broken = self.broken_thresholds()
+        for line in broken:
+            sys.stdout.write(f"below its threshold: {line}\n")
+        return 1 if broken else 0
+
+    def document(self) -> dict[str, object]:
+        """The JSON form."""
+        names = ("case", "metric", "value", "unit")
+        return {
+            "question": self.question,
+            "conditions": self.conditions,
+            "rows": [dict(zip(names, row, strict=True)) for row in self.rows],
+        }
+
+    def table(self) -> str:
+        """The rows as aligned text."""
+        cells = [
+            (case, metric, f"{value:,.4g}" if abs(value) < 1e4 else f"{value:,.0f}", unit)
+            for case, metric, value, unit in self.rows
+        ]
+        cells.insert(0, ("case", "metric", "value", "unit"))
+        widths = [max(len(row[column]) for row in cells) for column in range(4)]
+        lines = [
+            "  ".join(
+                cell.rjust(width) if column == 2 else cell.ljust(width)
+                for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in cells
+        ]
+        head = [self.question, *(f"  {key}: {value}" for key, value in self.conditions.items())]
+        return "\n".join([*head, "", *lines, ""])
+
+    def broken_thresholds(self) -> list[str]:
+        """Rows below the least value that thresholds.toml states for them."""
+        wanted = tomllib.loads(THRESHOLDS.read_text()).get(self.name, {})
+        return [
+            f"{case} {metric} = {value:.4g}, at least {wanted[case][metric]}"
+            for case, metric, value, _ in self.rows
+            if value < wanted.get(case, {}).get(metric, float("-inf"))
+        ]
+
+
+def arguments(description: str) -> argparse.Namespace:
+    """The arguments every load test takes: --json FILE and --case NAME (may repeat)."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--json", help="write the rows to this file")
+    parser.add_argument("--case", action="append", help="run only this case")
+    return parser.parse_args()

@@ -1,0 +1,307 @@
+"""A server with SGLang's interface and a fixed speed, for load tests and tests without a model.
+
+It answers every context with tokens that are a function of the context, after a fixed time in
+which nothing was paused. What it cannot do it refuses as SGLang does: it forms no process groups
+unless told to pretend. `tests/integration/test_inference_stand_in.py` holds it to the real one.
+
+    python loadtests/stand_in_engine.py --port 31000 --latency-s 0.5 --tokens 64
+"""
+
+import argparse
+import asyncio
+import hashlib
+import json
+import math
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+NOT_BEGUN = (
+    "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()"
+)
+
+
+class Speed(msgspec.Struct, frozen=True, kw_only=True):
+    """What the stand-in does with a request.
+
+    Attributes:
+        latency_s: From the request to its answer, pauses not counted.
+        tokens: Sampled for each request, at most its max_new_tokens.
+        slices: A request notices pauses and new weights this often.
+        vocabulary_size: Token ids are below it.
+        context_tokens_max: Context and output together.
+        pretends_groups: Accept process groups and receive nothing; otherwise refuse them.
+        seed: Another seed samples other tokens.
+    """
+
+    latency_s: float = 0.0
+    tokens: int = 32
+    slices: int = 8
+    vocabulary_size: int = 704
+    context_tokens_max: int = 196_608
+    pretends_groups: bool = False
+    seed: int = 0
+
+
+class _Request:
+    """One generation under way."""
+
+    def __init__(self, rid: str) -> None:
+        self.rid = rid
+        self.aborted = asyncio.Event()
+        self.retractions = 0
+
+
+class StandInEngine:
+    """The state behind the endpoints."""
+
+    def __init__(self, speed: Speed, *, weight_version: str = "0.0") -> None:
+        """An idle engine."""
+        self.speed = speed
+        self.weight_version = weight_version
+        self.received: list[Mapping[str, Any]] = []
+        self._requests: dict[str, _Request] = {}
+        self._running = asyncio.Event()
+        self._running.set()
+        self._is_updating = False
+        self._groups: set[str] = set()
+        self._count = 0
+
+    def app(self) -> web.Application:
+        """The web application."""
+        app = web.Application(client_max_size=256 * 2**20)
+        app.add_routes(
+            [
+                web.get("/health", self._health),
+                web.get("/model_info", self._model_info),
+                web.get("/server_info", self._server_info),
+                web.post("/generate", self._generate),
+                web.post("/abort_request", self._abort),
+                web.post("/pause_generation", self._pause),
+                web.post("/continue_generation", self._continue),
+                web.post("/update_weight_version", self._rename),
+                web.post("/begin_weight_update", self._begin),
+                web.post("/end_weight_update", self._end),
+                web.post("/init_weights_update_group", self._join),
+                web.post("/destroy_weights_update_group", self._leave),
+                web.post("/update_weights_from_distributed", self._receive),
+                web.post("/update_weights_from_disk", self._load),
+            ]
+        )
+        return app
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _model_info(self, _: web.Request) -> web.Response:
+        return web.json_response({"weight_version": self.weight_version, "model_path": "stand-in"})
+
+    async def _server_info(self, _: web.Request) -> web.Response:
+        tokens_max = self.speed.context_tokens_max
+        return web.json_response(
+            {
+                "max_total_num_tokens": tokens_max * 64,
+                "max_req_input_len": tokens_max - 6,
+                "context_length": tokens_max,
+                "tp_size": 1,
+                "version": "stand-in",
+            }
+        )
+
+    async def _generate(self, http: web.Request) -> web.Response:
+        body = await http.json()
+        context, sampling = body["input_ids"], body.get("sampling_params", {})
+        asked = int(sampling.get("max_new_tokens", 128))
+        if not context:
+            return _refused("input_ids cannot be empty.")
+        if len(context) + asked > self.speed.context_tokens_max:
+            return _refused("Requested token count exceeds the model's maximum context length")
+        self._count += 1
+        request = _Request(body.get("rid") or f"stand-in-{self._count}")
+        self._requests[request.rid] = request
+        try:
+            return web.json_response(await self._answer(request, context, asked))
+        finally:
+            self._requests.pop(request.rid, None)
+
+    async def _answer(self, request: _Request, context: list[int], asked: int) -> dict[str, Any]:
+        count = min(self.speed.tokens, asked)
+        tokens, logprobs = sampled(context, count=count, speed=self.speed)
+        spans: list[dict[str, Any]] = []
+        slices = min(self.speed.slices, count) if self.speed.latency_s else 1
+        done = 0
+        for index in range(slices):
+            await self._pass(request, self.speed.latency_s / slices)
+            if request.aborted.is_set():
+                break
+            upto = count * (index + 1) // slices
+            if spans and spans[-1]["version"] == self.weight_version:
+                spans[-1]["end"] = upto
+            elif upto > done:
+                spans.append({"version": self.weight_version, "start": done, "end": upto})
+            done = upto
+        reason: dict[str, Any] = {"type": "length", "length": count}
+        if request.aborted.is_set():
+            reason = {"type": "abort", "message": "Abort in stand-in"}
+        elif count < asked:
+            reason = {"type": "stop", "matched": tokens[-1]}
+        return {
+            "text": "",
+            "output_ids": tokens[:done],
+            "meta_info": {
+                "id": request.rid,
+                "finish_reason": reason,
+                "prompt_tokens": len(context),
+                "completion_tokens": done,
+                "cached_tokens": 0,
+                "num_retractions": request.retractions,
+                "queue_time": 0.0,
+                "weight_version": self.weight_version,
+                "weight_versions": spans,
+                "input_token_logprobs": [],
+                "output_token_logprobs": [
+                    [logprob, token, None]
+                    for logprob, token in zip(logprobs[:done], tokens[:done], strict=True)
+                ],
+            },
+        }
+
+    async def _pass(self, request: _Request, duration_s: float) -> None:
+        """Let so much unpaused time pass, or less where the request is aborted."""
+        if not self._running.is_set():
+            request.retractions += 1
+        waits = [
+            asyncio.ensure_future(request.aborted.wait()),
+            asyncio.ensure_future(self._unpaused(duration_s)),
+        ]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def _unpaused(self, duration_s: float) -> None:
+        await self._running.wait()
+        await asyncio.sleep(duration_s)
+        await self._running.wait()
+
+    async def _abort(self, http: web.Request) -> web.Response:
+        body = await http.json()
+        for rid, request in self._requests.items():
+            if body.get("abort_all") or rid == body.get("rid"):
+                request.aborted.set()
+        return web.Response()
+
+    async def _pause(self, _: web.Request) -> web.Response:
+        self._running.clear()
+        return web.json_response({"status": "ok"})
+
+    async def _continue(self, _: web.Request) -> web.Response:
+        self._running.set()
+        return web.json_response({"status": "ok"})
+
+    async def _rename(self, http: web.Request) -> web.Response:
+        self.weight_version = (await http.json())["new_version"]
+        return _done()
+
+    async def _begin(self, _: web.Request) -> web.Response:
+        if self._is_updating:
+            return _failed("a weight-update session is already open")
+        self._is_updating = True
+        return _done()
+
+    async def _end(self, _: web.Request) -> web.Response:
+        if not self._is_updating:
+            return _failed("no weight-update session is open; call begin_weight_update() first")
+        self._is_updating = False
+        return _done()
+
+    async def _join(self, http: web.Request) -> web.Response:
+        if not self.speed.pretends_groups:
+            return _failed("Failed to initialize custom process group: a stand-in has none.")
+        self._groups.add((await http.json())["group_name"])
+        return _done()
+
+    async def _leave(self, http: web.Request) -> web.Response:
+        name = (await http.json())["group_name"]
+        if name not in self._groups:
+            return _failed("The group to be destroyed does not exist.")
+        self._groups.remove(name)
+        return _done()
+
+    async def _receive(self, http: web.Request) -> web.Response:
+        body = await http.json()
+        if not self._is_updating:
+            return _failed(NOT_BEGUN)
+        if body["group_name"] not in self._groups:
+            return _failed(f"Failed to receive weights: no group {body['group_name']}")
+        self.received.append(body)
+        self.weight_version = body.get("weight_version") or self.weight_version
+        return _done()
+
+    async def _load(self, http: web.Request) -> web.Response:
+        body = await http.json()
+        if not await asyncio.to_thread((Path(body["model_path"]) / "model.safetensors").is_file):
+            return _failed("Failed to get weights iterator")
+        self.weight_version = body["weight_version"]
+        return _done()
+
+
+def sampled(context: list[int], *, count: int, speed: Speed) -> tuple[list[int], list[float]]:
+    """Tokens and log-probabilities that depend on the context and the seed alone."""
+    key = json.dumps([speed.seed, context[-64:], len(context)]).encode()
+    noise = hashlib.shake_128(key).digest(4 * count)
+    tokens, logprobs = [], []
+    for index in range(count):
+        left = int.from_bytes(noise[4 * index : 4 * index + 2], "big")
+        right = int.from_bytes(noise[4 * index + 2 : 4 * index + 4], "big")
+        tokens.append(left % speed.vocabulary_size)
+        logprobs.append(math.log((right + 1) / 65_536))
+    return tokens, logprobs
+
+
+@asynccontextmanager
+async def serving(engine: StandInEngine, *, port: int = 0) -> AsyncIterator[str]:
+    """The engine on a TCP port of this machine; gives its URL."""
+    runner = web.AppRunner(engine.app(), handler_cancellation=True, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", port).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+def _done() -> web.Response:
+    return web.json_response({"success": True, "message": "Success"})
+
+
+def _failed(message: str) -> web.Response:
+    return web.json_response({"success": False, "message": message}, status=400)
+
+
+def _refused(message: str) -> web.Response:
+    return web.json_response({"error": {"message": message}}, status=400)
+
+
+async def _main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--latency-s", type=float, default=Speed().latency_s)
+    parser.add_argument("--tokens", type=int, default=Speed().tokens)
+    parser.add_argument("--vocabulary-size", type=int, default=Speed().vocabulary_size)
+    parser.add_argument("--context-tokens-max", type=int, default=Speed().context_tokens_max)
+    arguments = vars(parser.parse_args())
+    port = arguments.pop("port")
+    async with serving(StandInEngine(Speed(**arguments)), port=port) as url:
+        print(f"stand-in engine at {url}", flush=True)
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    with suppress(KeyboardInterrupt):
+        asyncio.run(_main())

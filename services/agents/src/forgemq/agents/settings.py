@@ -1,0 +1,19 @@
+"""Settings of the agents process; what is played is the run's configuration."""
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+
+class AgentsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Read from `FORGEMQ_AGENTS_*`."""
+
+    configuration: Annotated[
+        str, Meta(min_length=1, description="File with the resolved run configuration, JSON.")
+    ]
+    gateway_url: Annotated[str, Meta(pattern=r"^https?://")]
+    admin_key: Annotated[str, Meta(min_length=1)]
+    poll_s: Annotated[float, Meta(gt=0, description="How often the run's progress is read.")] = 2.0
+    retry_deadline_s: Annotated[
+        float, Meta(gt=0, description="An unreachable gateway is given up after this.")
+    ] = 300.0

@@ -1,0 +1,91 @@
+"""Wiring of the console: a Faust stream into the aggregate, the aggregate onto a page."""
+
+import asyncio
+import os
+import time
+from pathlib import Path
+
+import uvicorn
+from tokenizers import Tokenizer
+
+from forgemq.bus.log import Place
+from forgemq.console.http import web
+from forgemq.console.pages import GroupView, TokenText, group_view
+from forgemq.console.settings import ConsoleSettings
+from forgemq.console.stream import stream_app
+from forgemq.contracts.topics import FINISHED_COMPLETIONS, Topic
+from forgemq.run_view.reading import message_of, read_at
+from forgemq.run_view.view import TOPICS, RunView
+from forgemq.shell.connection import kafka_connection
+from forgemq.shell.service import Context
+from forgemq.shell.settings import parse
+
+CONSUMES: tuple[Topic, ...] = TOPICS
+PRODUCES: tuple[Topic, ...] = ()
+
+STOP_GRACE_S = 2
+
+
+async def main(context: Context) -> None:
+    """Serve the page until the context says stop."""
+    settings = parse(ConsoleSettings, prefix="FORGEMQ_CONSOLE_", environ=context.environ)
+    view = RunView(context.started)
+    stream = stream_app(
+        kafka_connection(context.environ),
+        run=context.started.run,
+        start_id=f"{now_ms()}-{os.getpid()}",
+        view=view,
+        blobs=context.blobs,
+        on_bad=lambda text: context.telemetry.event("record_skipped", reason=text),
+    )
+    token_text = token_text_of(Path(context.configuration.model.path))
+
+    async def read_group(group_id: str, episode_id: str | None) -> GroupView:
+        places = [(Place(FINISHED_COMPLETIONS.name, p), at) for p, at in view.places(group_id)]
+        return group_view(
+            group_id,
+            [message_of(record) for record in await read_at(context.log, places)],
+            episode_id=episode_id,
+            token_text=token_text,
+            episodes_max=settings.episodes_shown_max,
+        )
+
+    server = uvicorn.Server(
+        uvicorn.Config(
+            web(view, clock_ms=now_ms, read_group=read_group),
+            host=settings.host,
+            port=settings.port,
+            log_level="warning",
+            timeout_graceful_shutdown=STOP_GRACE_S,
+        )
+    )
+    await stream.start()
+    try:
+        context.telemetry.event("listening", host=settings.host, port=settings.port)
+        await _serve(server, context.stop)
+    finally:
+        await stream.stop()
+
+
+async def _serve(server: uvicorn.Server, stop: asyncio.Event) -> None:
+    async with asyncio.TaskGroup() as group:
+        # `_serve` of uvicorn without its signal handlers: signals belong to the shell.
+        serving = group.create_task(server._serve())
+        stopping = group.create_task(stop.wait())
+        await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
+        server.should_exit = True
+        stopping.cancel()
+
+
+def token_text_of(model: Path) -> TokenText:
+    """Text of one token by the model's tokenizer; its number where there is none."""
+    path = model / "tokenizer.json"
+    if not path.is_file():
+        return str
+    tokenizer = Tokenizer.from_file(str(path))
+    return lambda token: str(tokenizer.decode([token], skip_special_tokens=False))
+
+
+def now_ms() -> int:
+    """Wall-clock time, milliseconds since the Unix epoch."""
+    return time.time_ns() // 1_000_000

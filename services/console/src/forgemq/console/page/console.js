@@ -1,0 +1,187 @@
+// Polls the state once a second and draws it. Everything shown comes from /api.
+
+import { drawCharts } from "./charts.js";
+import { showGroup, shownGroup } from "./trajectory.js";
+
+const POLL_MS = 1000;
+const SILENT_MS = 5000;
+const POSITIONS = { playing: "playing", complete: "scored", ready: "tree ready", scheduled: "scheduled", trained: "trained", retired: "retired untrained" };
+const byId = (id) => document.getElementById(id);
+
+function text(id, value) {
+  const node = byId(id);
+  if (node.textContent !== value) node.textContent = value;
+}
+
+function cell(tag, value, className = "") {
+  const made = document.createElement(tag);
+  made.append(value);
+  made.className = className;
+  return made;
+}
+
+function duration(ms) {
+  const s = Math.max(0, Math.floor(ms / 1000));
+  return `${Math.floor(s / 3600)}:${String(Math.floor(s / 60) % 60).padStart(2, "0")}:${String(s % 60).padStart(2, "0")}`;
+}
+
+function table(id, head, rows) {
+  const top = document.createElement("tr");
+  top.append(...head.map((each) => cell("th", each)));
+  const body = rows.map((row) => {
+    const made = document.createElement("tr");
+    made.append(...row.cells.map((each) => cell("td", each)));
+    if (row.group) {
+      made.className = row.group === shownGroup() ? "choice chosen" : "choice";
+      made.tabIndex = 0;
+      made.addEventListener("click", () => showGroup(row.group));
+      made.addEventListener("keydown", (event) => event.key === "Enter" && showGroup(row.group));
+    }
+    return made;
+  });
+  byId(id).replaceChildren(top, ...body);
+}
+
+function number(value, label, isBad = false) {
+  const made = cell("div", cell("b", value), isBad ? "number bad" : "number");
+  made.append(cell("span", label));
+  return made;
+}
+
+function numbers(state) {
+  const last = state.versions.at(-1)?.tally;
+  const bound = Math.max(...state.queues.map((q) => q.staleness_limit));
+  const trained = state.points.length > 0;
+  const whole = (value) => value.toLocaleString("en-US");
+  byId("numbers").replaceChildren(
+    number(`${state.steps_trained} / ${state.steps}`, "steps trained"),
+    number(last ? last.success.toFixed(2) : "-", "success, newest version"),
+    number(last ? last.reward.toFixed(2) : "-", "reward, newest version"),
+    number(whole(Math.round(state.tokens_per_s)), "tokens/s sampled"),
+    number(whole(state.tokens_generated), "tokens sampled"),
+    number(whole(state.tokens_trained), "tokens trained"),
+    number(`${state.staleness_max} / ${bound}`, "largest staleness / bound", state.staleness_max > bound),
+    number(trained ? `${state.merge_ratio_per_request.toFixed(2)}x` : "-", "tree saving, per request"),
+    number(trained ? `${state.merge_ratio_append.toFixed(2)}x` : "-", "tree saving, append-only"),
+    number(String(state.groups_open), "groups in flight"),
+    number(state.retired.map((r) => `${r.groups}`).join(" + ") || "0", state.retired.map((r) => r.reason.replace("_", " ")).join(" + ") || "retired"),
+  );
+}
+
+function queueOf(queue) {
+  const made = cell("div", "", "queue");
+  const title = cell("h2", queue.domain);
+  title.append(cell("small", `head ${queue.head ?? "-"} · window ${queue.window} · ${queue.in_flight} of ${queue.slots} slots · ${queue.waiting} waiting · ${queue.groups_per_step} groups a step · bound ${queue.staleness_limit} steps`));
+  const places = cell("div", "", "window");
+  places.append(...queue.positions.map(placeOf));
+  made.append(title, places);
+  return made;
+}
+
+function placeOf(position) {
+  const made = cell("button", String(position.queue_index), `place ${position.position}`);
+  if (position.is_in_window) made.classList.add("in-window");
+  const small = { playing: `${position.episodes_finished}/${position.group_size}`, retired: position.reason.replace("_", " ") };
+  made.append(cell("i", small[position.position] ?? POSITIONS[position.position] ?? ""));
+  made.title = `${position.group_id}\n${POSITIONS[position.position] ?? position.position} ${position.reason}`;
+  made.addEventListener("click", () => showGroup(position.group_id));
+  return made;
+}
+
+function queues(state) {
+  const legend = cell("div", "", "legend");
+  for (const [name, label] of Object.entries(POSITIONS)) {
+    const item = cell("span", cell("span", "", `place ${name}`));
+    item.append(label);
+    legend.append(item);
+  }
+  const item = cell("span", cell("span", "", "place in-window"));
+  item.append("inside the window");
+  legend.append(item);
+  byId("queues").replaceChildren(...state.queues.map(queueOf), legend);
+}
+
+function dot(kind, label) {
+  const made = cell("span", cell("span", "", `dot ${kind}`));
+  made.append(label);
+  return made;
+}
+
+function tables(state) {
+  const age = (ms) => `${Math.max(0, (state.now_ms - ms) / 1000).toFixed(0)} s ago`;
+  table("engines", ["lane", "version", "running", "queued", "weights came", "paused"], state.engines.map((e) => {
+    const isSilent = state.now_ms - e.reported_ms > SILENT_MS && !state.ended;
+    const kind = !e.is_serving || isSilent ? "off" : "";
+    return { cells: [dot(kind, `lane ${e.lane}`), `${e.version}`, `${e.running}`, `${e.queued}`, e.path || "-", `${e.paused_s.toFixed(2)} s`] };
+  }));
+  table("services", ["service", "records", "last record"], state.services.map((s) => {
+    const kind = state.now_ms - s.last_ms > 30000 && !state.ended ? "quiet" : "";
+    return { cells: [dot(kind, s.service), s.records.toLocaleString("en-US"), age(s.last_ms)] };
+  }));
+  table("rounds", ["round", "weights", "played", "success", "reward"], state.evaluations.map((e) => ({
+    cells: [
+      e.round_name,
+      e.version_min === e.version_max ? `${e.version_max}` : `${e.version_min}-${e.version_max}`,
+      `${e.groups_ended} of ${e.groups}`,
+      e.tally.episodes ? e.tally.success.toFixed(3) : "-",
+      e.tally.episodes ? e.tally.reward.toFixed(3) : "-",
+    ],
+  })));
+}
+
+function head(state) {
+  document.title = `${state.run} ${state.steps_trained}/${state.steps} - ForgeMQ`;
+  text("run", state.run);
+  const phase = state.ended || (state.steps_trained >= state.steps ? "evaluating" : state.completions ? "running" : "starting");
+  text("phase", phase);
+  byId("phase").className = `phase ${phase}`;
+  byId("progress").max = state.steps;
+  byId("progress").value = state.steps_trained;
+  text("elapsed", duration(state.now_ms - state.started_ms));
+}
+
+let lastKey = "";
+
+async function refresh() {
+  const answer = await fetch("api/state");
+  const state = await answer.json();
+  text("connection", "");
+  head(state);
+  numbers(state);
+  queues(state);
+  tables(state);
+  // Curves cost the browser most, so they are drawn only when they changed.
+  const key = JSON.stringify([state.points.length, state.versions, state.evaluations, state.rates.at(-1)]);
+  if (key !== lastKey && window.Plotly) {
+    drawCharts(state);
+    lastKey = key;
+  }
+}
+
+async function refreshGroups() {
+  const rows = await (await fetch("api/groups")).json();
+  table("groups", ["group", "index", "state", "step", "turns", "success"], rows.map((g) => ({
+    group: g.group_id,
+    cells: [
+      g.group_id,
+      g.queue_index === null ? (g.purpose || "-") : String(g.queue_index),
+      g.reason ? g.reason.replace("_", " ") : (POSITIONS[g.position] ?? g.position),
+      g.step === null ? "-" : String(g.step),
+      String(g.completions),
+      g.success === null ? "-" : g.success.toFixed(2),
+    ],
+  })));
+}
+
+async function poll() {
+  try {
+    await Promise.all([refresh(), refreshGroups()]);
+  } catch (error) {
+    text("connection", "the console does not answer; retrying");
+    console.warn(error);
+  }
+  setTimeout(poll, POLL_MS);
+}
+
+window.addEventListener("load", poll);
+window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { lastKey = ""; });

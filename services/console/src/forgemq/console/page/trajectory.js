@@ -1,0 +1,59 @@
+// One group's episodes: the tokens of every turn, sampled ones shaded by their probability.
+
+const element = (tag, properties = {}, ...children) => {
+  const made = Object.assign(document.createElement(tag), properties);
+  made.append(...children);
+  return made;
+};
+
+let shown = { group: null, episode: null };
+
+export async function showGroup(group, episode = null) {
+  shown = { group, episode };
+  const query = episode ? `?episode=${encodeURIComponent(episode)}` : "";
+  const answer = await fetch(`api/groups/${encodeURIComponent(group)}${query}`);
+  if (shown.group !== group) return;
+  const found = await answer.json();
+  document.getElementById("trajectory-name").textContent = found.episode ? found.episode.episode_id : group;
+  document.getElementById("episodes").replaceChildren(...found.episode_ids.map((id) => choice(found, id)));
+  const turns = found.episode ? found.episode.turns.map(turnOf) : [element("p", { className: "hint", textContent: "No finished completion yet." })];
+  document.getElementById("trajectory").replaceChildren(...turns);
+}
+
+export const shownGroup = () => shown.group;
+
+function choice(found, id) {
+  const isShown = found.episode && found.episode.episode_id === id;
+  const label = id.split(".").slice(1).join(", attempt ");
+  const button = element("button", { textContent: `episode ${label}`, className: isShown ? "chosen" : "" });
+  button.addEventListener("click", () => showGroup(found.group_id, id));
+  return button;
+}
+
+function turnOf(turn) {
+  const versions = [...new Set(turn.output.map((t) => t.version))].join(", ");
+  const head = [
+    `turn ${turn.sequence}`,
+    turn.parent_id ? `after ${turn.parent_id.slice(0, 8)}` : "root",
+    `${turn.shared_prefix_tokens} shared + ${turn.context.length} new + ${turn.output.length} sampled tokens`,
+    `T=${turn.temperature}`,
+    `version ${versions}`,
+    turn.finish_reason,
+    turn.support === "full" ? "" : `support ${turn.support}: context, no loss`,
+    `${turn.engine_s.toFixed(2)} s, ${turn.cached_tokens} cached`,
+  ].filter(Boolean).join(" · ");
+  const tokens = element("div", { className: "tokens" }, ...turn.context.map((t) => tokenOf(t, false)), ...turn.output.map((t) => tokenOf(t, true)));
+  return element("article", { className: "turn" }, element("h3", { textContent: head }), tokens);
+}
+
+function tokenOf(token, isSampled) {
+  const made = element("span", { textContent: token.text, className: isSampled ? "sampled" : "context" });
+  made.title = `id ${token.id}`;
+  if (isSampled) {
+    const probability = Math.exp(token.logprob);
+    made.title += `\nlog p ${token.logprob.toFixed(4)} (p ${probability.toFixed(4)})\nversion ${token.version}`;
+    const share = Math.round(12 + 60 * (1 - probability));
+    made.style.background = `color-mix(in srgb, var(--amber) ${share}%, transparent)`;
+  }
+  return made;
+}

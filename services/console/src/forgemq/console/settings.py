@@ -1,0 +1,15 @@
+"""Settings of the console, read from `FORGEMQ_CONSOLE_*`."""
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+
+class ConsoleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the page is served."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="0: any free port.")] = 8080
+    episodes_shown_max: Annotated[
+        int, Meta(ge=1, description="Episodes of one group sent to the page at once.")
+    ] = 64

@@ -1,0 +1,233 @@
+"""Wiring of the gateway: log, registry, lanes, routes and the HTTP server."""
+
+import asyncio
+import socket
+
+import uvicorn
+
+from forgemq.bus.log import Log
+from forgemq.contracts import topics
+from forgemq.contracts.run import RunConfiguration
+from forgemq.gateway.access import Access
+from forgemq.gateway.admin_route import admin_app
+from forgemq.gateway.chat_route import ChatRoute
+from forgemq.gateway.clock import Clock
+from forgemq.gateway.composer import Composer
+from forgemq.gateway.core.keys import KeyMint
+from forgemq.gateway.core.lanes import Lanes
+from forgemq.gateway.core.registry import Registry
+from forgemq.gateway.dispatch import Dispatcher
+from forgemq.gateway.door import Door
+from forgemq.gateway.feed import CONSUMES, Feed
+from forgemq.gateway.operations import Operations
+from forgemq.gateway.outbox import Outbox
+from forgemq.gateway.pulse import Pulse
+from forgemq.gateway.settings import GatewaySettings
+from forgemq.gateway.turn_source import TurnSource
+from forgemq.rendering import Rendering
+from forgemq.shell.service import Context
+from forgemq.shell.settings import parse
+from forgemq.telemetry.telemetry import Telemetry
+
+__all__ = ["CONSUMES", "PRODUCES", "main", "serve"]
+
+PRODUCES = (
+    topics.REQUESTED_GROUPS,
+    topics.OPENED_EPISODES,
+    topics.REQUESTED_COMPLETIONS,
+    topics.CANCELLED_COMPLETIONS,
+    topics.DELIVERED_COMPLETIONS,
+    topics.FINISHED_EPISODES,
+)
+
+# Leases, deadlines and heartbeats are looked after this often.
+_TICK_S = 0.25
+
+
+async def main(context: Context) -> None:
+    """Serve until the context says stop."""
+    settings = parse(GatewaySettings, prefix="FORGEMQ_GATEWAY_", environ=context.environ)
+    await serve(
+        configuration=context.configuration,
+        settings=settings,
+        log=context.log,
+        telemetry=context.telemetry,
+        stop=context.stop,
+    )
+
+
+async def serve(
+    *,
+    configuration: RunConfiguration,
+    settings: GatewaySettings,
+    log: Log,
+    telemetry: Telemetry,
+    stop: asyncio.Event,
+    listener: socket.socket | None = None,
+) -> None:
+    """One gateway on one log.
+
+    Args:
+        configuration: Of the run.
+        settings: Of this process.
+        log: Of the run; the caller closes it.
+        telemetry: Of this process.
+        stop: Set it to end; open requests get a moment.
+        listener: A bound socket to serve on; None binds the settings' address.
+    """
+    rendering = Rendering.load(
+        configuration.model.path,
+        renderer=configuration.model.renderer,
+        history=configuration.episodes.history,
+    )
+    listener = listener or _listener(settings)
+    async with asyncio.TaskGroup() as tasks:
+        gateway = Gateway(
+            configuration=configuration,
+            settings=settings,
+            outbox=Outbox(await log.writer(), configuration=configuration),
+            log=log,
+            rendering=rendering,
+            tasks=tasks,
+            telemetry=telemetry,
+        )
+        await gateway.run(listener, stop=stop)
+
+
+def _listener(settings: GatewaySettings) -> socket.socket:
+    """The bound socket; accepted connections get TCP_NODELAY from the event loop."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((settings.host, settings.port))
+    return listener
+
+
+class Gateway:
+    """All parts of one gateway process, and the tasks that keep them going."""
+
+    def __init__(
+        self,
+        *,
+        configuration: RunConfiguration,
+        settings: GatewaySettings,
+        outbox: Outbox,
+        log: Log,
+        rendering: Rendering,
+        tasks: asyncio.TaskGroup,
+        telemetry: Telemetry,
+    ) -> None:
+        clock, changed = Clock(), Pulse()
+        self._settings = settings
+        self._tasks = tasks
+        self._telemetry = telemetry
+        self._registry = registry = Registry()
+        self._ready = asyncio.Event()
+        mint = KeyMint(settings.admin_key, run=configuration.run)
+        access = Access(admin_key=settings.admin_key, mint=mint, registry=registry)
+        composer = Composer(rendering, context_tokens_max=configuration.model.context_tokens_max)
+        self._dispatcher = dispatcher = Dispatcher(
+            lanes=Lanes(lapse_s=settings.lane_lapse_s),
+            outbox=outbox,
+            tasks=tasks,
+            clock=clock,
+            telemetry=telemetry,
+            lane_hold_s=settings.lane_hold_s,
+        )
+        self._operations = operations = Operations(
+            configuration=configuration,
+            settings=settings,
+            registry=registry,
+            access=access,
+            mint=mint,
+            dispatcher=dispatcher,
+            outbox=outbox,
+            clock=clock,
+            changed=changed,
+            telemetry=telemetry,
+        )
+        self._feed = Feed(
+            log=log,
+            configuration=configuration,
+            registry=registry,
+            dispatcher=dispatcher,
+            parse=composer.parse,
+            clock=clock,
+            changed=changed,
+            telemetry=telemetry,
+        )
+        source = TurnSource(
+            configuration=configuration,
+            composer=composer,
+            dispatcher=dispatcher,
+            tasks=tasks,
+            clock=clock,
+            telemetry=telemetry,
+        )
+        chat = ChatRoute(
+            settings=settings,
+            access=access,
+            source=source,
+            composer=composer,
+            operations=operations,
+            outbox=outbox,
+            tasks=tasks,
+            clock=clock,
+            changed=changed,
+            telemetry=telemetry,
+        )
+        self._door = Door(
+            chat=chat,
+            admin=admin_app(operations, access=access),
+            access=access,
+            ready=self._ready,
+            hold_s=settings.restore_hold_s,
+        )
+
+    async def run(self, listener: socket.socket, *, stop: asyncio.Event) -> None:
+        """Restore, then serve until `stop`."""
+        host, port = listener.getsockname()[:2]
+        self._operations.public_url = self._settings.public_url or f"http://{host}:{port}"
+        server = uvicorn.Server(_server_configuration(self._door))
+        self._tasks.create_task(_end_server(server, stop))
+        serving = self._tasks.create_task(server._serve(sockets=[listener]))
+        await self._feed.restore()
+        following = self._tasks.create_task(self._feed.follow())
+        ticking = self._tasks.create_task(self._tick())
+        self._ready.set()
+        self._telemetry.event("serving", url=self._operations.public_url)
+        await serving
+        stop.set()
+        following.cancel()
+        ticking.cancel()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(_TICK_S)
+            self._dispatcher.redispatch()
+            await self._operations.lapse()
+            self._operations.held_bytes = self._registry.size_bytes()
+            self._telemetry.gauge("gateway.history_bytes", self._operations.held_bytes)
+            self._telemetry.gauge("gateway.groups", len(self._registry.groups))
+            for lane, in_flight in self._dispatcher.lanes.in_flight().items():
+                self._telemetry.gauge("gateway.in_flight", in_flight, lane=lane)
+
+
+def _server_configuration(door: Door) -> uvicorn.Config:
+    return uvicorn.Config(
+        door,
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        timeout_keep_alive=120,
+        timeout_graceful_shutdown=5,
+        backlog=4096,
+    )
+
+
+async def _end_server(server: uvicorn.Server, stop: asyncio.Event) -> None:
+    await stop.wait()
+    server.should_exit = True

@@ -1,0 +1,1 @@
+"""The gateway's decisions: no I/O, no clock, no event loop."""

@@ -1,0 +1,78 @@
+"""Digests that say whether two messages, paths or bodies are the same to us.
+
+Two messages match where role, text and tool calls agree: a list of text blocks is its joined
+text, null is the empty text, and arguments are compared as JSON values. Cache marks, refusals,
+provider fields and reasoning are left out: clients change or drop them between turns.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+_DIGEST_BYTES = 16
+
+# Stands before the first message of every path.
+EMPTY_PATH = b""
+
+
+def digest_of(data: bytes) -> str:
+    """Digest of bytes, 32 hexadecimal digits."""
+    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).hexdigest()
+
+
+def message_digest(
+    role: str,
+    text: str,
+    *,
+    tool_calls: Iterable[tuple[str, str, str]] = (),
+    tool_call_id: str = "",
+) -> str:
+    """Match key of one message.
+
+    Args:
+        role: `developer` counts as `system`.
+        text: Its text, blocks joined.
+        tool_calls: Id, name and arguments (JSON text) of each call.
+        tool_call_id: What a tool's result answers.
+    """
+    hasher = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    head = "system" if role == "developer" else role
+    if role == "assistant":
+        text = text.strip()  # Several clients trim what they echo.
+    hasher.update(f"{head}\0{tool_call_id}\0".encode())
+    hasher.update(text.encode("utf-8", "surrogatepass"))
+    for call_id, name, arguments in tool_calls:
+        hasher.update(f"\0{call_id}\0{name}\0".encode("utf-8", "surrogatepass"))
+        hasher.update(canonical_json(arguments))
+    return hasher.hexdigest()
+
+
+def canonical_json(text: str) -> bytes:
+    """The same bytes for JSON texts of equal value; a text that is no JSON as it is."""
+    try:
+        return msgspec.json.encode(msgspec.json.decode(text), order="deterministic")
+    except (msgspec.DecodeError, RecursionError):
+        return text.encode("utf-8", "surrogatepass")
+
+
+def path_after(path: bytes, key: str) -> bytes:
+    """Digest of a message path with one more message behind it."""
+    return hashlib.blake2b(path + key.encode(), digest_size=_DIGEST_BYTES).digest()
+
+
+def body_digest(protocol: str, digests: Iterable[str], fields: Mapping[str, bytes]) -> str:
+    """Digest of a whole request, its messages by match key.
+
+    Args:
+        protocol: Which API it came through.
+        digests: Of the messages, in order.
+        fields: Every other field that decides the answer, as raw JSON; not how it is delivered.
+    """
+    hasher = hashlib.blake2b(protocol.encode(), digest_size=_DIGEST_BYTES)
+    for digest in digests:
+        hasher.update(digest.encode())
+    for name in sorted(fields):
+        hasher.update(f"\0{name}\0".encode())
+        hasher.update(fields[name])
+    return hasher.hexdigest()

@@ -1,0 +1,106 @@
+"""Refusals as every protocol can tell them: a status, a type, and the field that is wrong."""
+
+import re
+from typing import Literal, TypeAlias
+
+ErrorType: TypeAlias = Literal[
+    "invalid_request_error",
+    "authentication_error",
+    "not_found_error",
+    "conflict_error",
+    "gone_error",
+    "rate_limit_error",
+    "server_error",
+]
+
+
+class RefusedError(Exception):
+    """The request is refused and nothing has changed.
+
+    Attributes:
+        status: HTTP status.
+        kind: Type in the error body.
+        param: Field that is wrong, as a path (`messages[3].role`), or None.
+        code: Machine-readable reason, or None.
+        retry_after_s: Ask again after so many seconds, or None.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int,
+        kind: ErrorType,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+
+def invalid(message: str, *, param: str | None, code: str | None = None) -> RefusedError:
+    """400: the request cannot be served as it is."""
+    return RefusedError(message, status=400, kind="invalid_request_error", param=param, code=code)
+
+
+def context_overflow(*, context_tokens: int, context_tokens_max: int) -> RefusedError:
+    """400 in the words that agents look for before they compact their history."""
+    return invalid(
+        f"This model's maximum context length is {context_tokens_max} tokens. However, your "
+        f"messages resulted in {context_tokens} tokens. Please reduce the length of the messages.",
+        param="messages",
+        code="context_length_exceeded",
+    )
+
+
+def busy(message: str, *, retry_after_s: int = 1, status: int = 429) -> RefusedError:
+    """429 or 503: the same request may succeed later."""
+    kind: ErrorType = "rate_limit_error" if status == 429 else "server_error"
+    return RefusedError(message, status=status, kind=kind, retry_after_s=retry_after_s)
+
+
+def unknown(message: str, *, param: str | None = None) -> RefusedError:
+    """404: there is no such thing."""
+    return RefusedError(message, status=404, kind="not_found_error", param=param)
+
+
+def unauthorized(message: str) -> RefusedError:
+    """401: the key is missing or wrong."""
+    return RefusedError(message, status=401, kind="authentication_error", code="invalid_api_key")
+
+
+def conflict(message: str) -> RefusedError:
+    """409: another attempt holds the episode, or it has ended."""
+    return RefusedError(message, status=409, kind="conflict_error")
+
+
+def gone(message: str) -> RefusedError:
+    """410: the group or the training is over."""
+    return RefusedError(message, status=410, kind="gone_error")
+
+
+def failed(message: str, *, status: int = 503) -> RefusedError:
+    """5xx: the engines did not give an answer."""
+    return RefusedError(message, status=status, kind="server_error")
+
+
+_MISSING_FIELD = re.compile(r"missing required field `(\w+)`")
+
+
+def field_of(error: Exception) -> str | None:
+    """The field that a decoder complains about, as a path; None for the body as a whole.
+
+    The decoder says `Expected ... - at `$.messages[3].role``, or that a field is missing there.
+    """
+    explained, _, path = str(error).partition(" - at `$")
+    param = path.rstrip("`").lstrip(".") or None
+    missing = _MISSING_FIELD.search(explained)
+    if missing is None:
+        return param
+    return f"{param}.{missing[1]}" if param else missing[1]

@@ -1,0 +1,35 @@
+"""Wall clock, and the time that generation stood still."""
+
+import time
+
+
+def now_ms() -> int:
+    """Milliseconds since the Unix epoch."""
+    return time.time_ns() // 1_000_000
+
+
+class PauseClock:
+    """Seconds that generation was paused so far, for times in the engine without pauses.
+
+    Example: paused from 10 s to 12 s and again since 20 s, `total_s` is 3 at 21 s.
+    """
+
+    def __init__(self) -> None:
+        """Not paused."""
+        self._ended_s = 0.0
+        self._since_s: float | None = None
+
+    @property
+    def total_s(self) -> float:
+        """All pauses, the present one up to now."""
+        present_s = 0.0 if self._since_s is None else time.monotonic() - self._since_s
+        return self._ended_s + present_s
+
+    def pause(self) -> None:
+        """A pause begins, unless one is going on."""
+        if self._since_s is None:
+            self._since_s = time.monotonic()
+
+    def resume(self) -> None:
+        """The pause ends, if there is one."""
+        self._ended_s, self._since_s = self.total_s, None

@@ -1,0 +1,1 @@
+"""Decisions of one lane: what runs, what its records say, which weights come next."""

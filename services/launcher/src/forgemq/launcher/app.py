@@ -1,0 +1,321 @@
+"""One run from start to end: brings up its parts, shows it, takes them down, reports.
+
+The order: engine first (it takes longest), broker, topics, StartedRun, services, then the panel
+until the agents have played everything, a signal came, or something could not be kept up.
+"""
+
+import asyncio
+import secrets
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import psutil
+from rich.console import Console
+
+from forgemq.bus.blobs import BlobStore
+from forgemq.bus.broker import BrokerError
+from forgemq.bus.errors import LogError
+from forgemq.bus.kafka import KafkaLog
+from forgemq.bus.log import Log
+from forgemq.contracts.fields import NamedValue
+from forgemq.contracts.run import EndedRun, RunConfiguration, StartedRun
+from forgemq.contracts.topics import ENDED_RUNS, STARTED_RUNS, Topic
+from forgemq.launcher import ending
+from forgemq.launcher.broker import RunBroker
+from forgemq.launcher.core.restarts import RestartPolicy
+from forgemq.launcher.curves import CurveWriter
+from forgemq.launcher.engines import Engines, servers
+from forgemq.launcher.follow import Follower
+from forgemq.launcher.machine import MachineError, check_memory, port
+from forgemq.launcher.news import news
+from forgemq.launcher.panel import PanelView
+from forgemq.launcher.processes import ProcessFailedError, ServiceSpec, Supervisor
+from forgemq.launcher.report_files import table
+from forgemq.launcher.run_folder import RunFolder
+from forgemq.launcher.screen import Screen
+from forgemq.launcher.services import Addresses, service_specs
+from forgemq.launcher.settings import LauncherSettings
+from forgemq.launcher.topics_of_run import announce, conclude, create_topics
+from forgemq.run_view import audit, view
+from forgemq.run_view.report import Report
+from forgemq.run_view.state import RunState
+from forgemq.sglang_cpu.server import EngineServerError
+
+CONSUMES: tuple[Topic, ...] = (
+    STARTED_RUNS,
+    *(topic for topic in view.TOPICS),
+    *(topic for topic in audit.TOPICS if topic not in view.TOPICS),
+)
+PRODUCES: tuple[Topic, ...] = (STARTED_RUNS, ENDED_RUNS)
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_INTERRUPTED = 130
+SHOW_EVERY_S = 1.0
+SETTLE_TIMEOUT_S = 120.0
+"""After the agents are done, the last groups still pass reward, merger and scheduler."""
+
+FAILURES = (MachineError, ProcessFailedError, EngineServerError, BrokerError, LogError)
+"""What ends a run with one clear line instead of a traceback."""
+
+Reason: TypeAlias = Literal["completed", "interrupted", "failed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """One `forgemq run`: which run, with which settings."""
+
+    folder: RunFolder
+    configuration: RunConfiguration
+    settings: LauncherSettings
+    environ: Mapping[str, str]
+
+
+class RunningRun:
+    """One run while it is up.
+
+    Lifecycle: `play` once. It brings everything up, stays until the run ends, and takes down all
+    it started, whatever happens in between.
+    """
+
+    def __init__(self, launch: Launch, console: Console) -> None:
+        settings = launch.settings
+        policy = RestartPolicy(restarts_max=settings.restarts_max, span_s=settings.restarts_span_s)
+        self._launch = launch
+        self._policy = policy
+        self._console = console
+        self._screen = Screen(console)
+        self._stop = asyncio.Event()
+        self._broker = RunBroker(
+            launch.folder / "kafka", environ=launch.environ, note=self._screen.say
+        )
+        self._engines: Engines | None = None
+        self._supervisor = Supervisor(
+            policy=policy, grace_s=settings.stop_grace_s, note=self._screen.say
+        )
+
+    async def play(self) -> int:
+        """The exit status.
+
+        0: completed and every guarantee held. 1: failed, or one did not. 130: interrupted.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self._signalled)
+        try:
+            return await self._phases()
+        except FAILURES as error:
+            self._screen.close()
+            self._screen.say(f"failed: {error}")
+            return EXIT_FAILED
+        finally:
+            self._screen.close()
+            await self._down()
+
+    async def _phases(self) -> int:
+        engine_urls = self._start_engines()
+        await self._broker.start()
+        self._screen.say(f"Kafka answers at {self._broker.connection.bootstrap}")
+        if self._stop.is_set():
+            return EXIT_INTERRUPTED
+        configuration = self._launch.configuration
+        blobs = self._launch.environ.get("FORGEMQ_BLOBS") or str(self._launch.folder / "blobs")
+        log = KafkaLog(
+            self._broker.connection,
+            run=configuration.run,
+            blobs=BlobStore(blobs),
+            inline_bytes_max=configuration.log.inline_bytes_max,
+        )
+        try:
+            self._screen.say(f"{await create_topics(log, configuration)} topics are there")
+            started = StartedRun(
+                run=configuration.run, configuration=configuration, blobs=blobs, started_ms=now_ms()
+            )
+            await announce(log, started)
+            return await self._started(log, started, self._addresses(engine_urls))
+        finally:
+            await log.close()
+
+    async def _started(self, log: Log, started: StartedRun, addresses: Addresses) -> int:
+        reason, detail = await self._watched(Follower(log, started), addresses)
+        self._screen.say(f"{reason}; stopping services")
+        await self._supervisor.stop()
+        if self._engines is not None:
+            await self._engines.stop()
+        ended_ms = now_ms()
+        run = self._launch.folder.run
+        if reason != "completed":
+            await conclude(log, EndedRun(run=run, reason=reason, ended_ms=ended_ms, detail=detail))
+            self._screen.say(detail or "open groups stay open")
+            self._screen.say(f"continue with: make demo RESUME={run}")
+            return EXIT_INTERRUPTED if reason == "interrupted" else EXIT_FAILED
+        return await self._reported(log, started, ended_ms=ended_ms)
+
+    async def _reported(self, log: Log, started: StartedRun, *, ended_ms: int) -> int:
+        self._screen.say("checking the guarantees on the log")
+        result, follower = await ending.audited(log, started, reason="completed", now_ms=ended_ms)
+        ending.write(self._launch.folder, result, follower, now_ms=ended_ms)
+        await conclude(
+            log,
+            EndedRun(
+                run=started.run, reason="completed", ended_ms=ended_ms, results=_results(result)
+            ),
+        )
+        self._console.print(table(result))
+        self._screen.say(f"report: {self._launch.folder / 'report.json'} and report.png")
+        return EXIT_OK if all(result.guarantees.values()) else EXIT_FAILED
+
+    def _start_engines(self) -> tuple[str, ...]:
+        launch, settings = self._launch, self._launch.settings
+        named = [u.strip() for u in launch.environ.get("FORGEMQ_ENGINE_URL", "").split(",") if u]
+        if named:
+            check_memory(bytes_min=settings.memory_min_bytes_without_engine)
+            if len(named) != launch.configuration.log.lanes:
+                raise MachineError(
+                    f"FORGEMQ_ENGINE_URL names {len(named)} engines, the run has "
+                    f"log.lanes={launch.configuration.log.lanes}: one engine is one lane"
+                )
+            self._screen.say(f"using the engine at {', '.join(named)}")
+            return tuple(named)
+        check_memory(bytes_min=settings.memory_min_bytes)
+        self._engines = Engines(
+            servers(
+                launch.configuration,
+                folder=launch.folder / "engine",
+                environ=launch.environ,
+                host="127.0.0.1",
+            ),
+            policy=self._policy,
+            start_timeout_s=settings.start_timeout_s,
+            note=self._screen.say,
+        )
+        self._engines.start()
+        self._screen.say(f"SGLang starts at {', '.join(self._engines.urls)} (1-3 minutes)")
+        return self._engines.urls
+
+    def _addresses(self, engine_urls: tuple[str, ...]) -> Addresses:
+        settings = self._launch.settings
+        return Addresses(
+            kafka=self._broker.connection.bootstrap,
+            engine_urls=engine_urls,
+            host=settings.host,
+            gateway_port=port(settings.host, wanted=settings.gateway_port),
+            console_port=port(settings.host, wanted=settings.console_port, preferred=8080),
+            admin_key=self._launch.environ.get("FORGEMQ_GATEWAY_ADMIN_KEY")
+            or secrets.token_urlsafe(24),
+        )
+
+    async def _watched(self, follower: Follower, addresses: Addresses) -> tuple[Reason, str]:
+        """Keep everything up and show it until the run ends, one way or another."""
+        specs = service_specs(
+            self._launch.configuration,
+            folder=self._launch.folder,
+            addresses=addresses,
+            environ=self._launch.environ,
+        )
+        self._screen.say(f"starting {len(specs)} services; page: {addresses.console_url}")
+        self._screen.open()
+        reason: Reason = "failed"
+        failures: Sequence[BaseException] = ()
+        try:
+            reason = await self._kept(follower, addresses, specs)
+        except* FAILURES as errors:
+            failures = errors.exceptions
+        finally:
+            self._screen.close()
+        return reason, "\n".join(str(error) for error in failures)
+
+    async def _kept(
+        self, follower: Follower, addresses: Addresses, specs: Sequence[ServiceSpec]
+    ) -> Reason:
+        def is_trained() -> bool:
+            state = follower.view.state(now_ms=now_ms())
+            return state.steps_trained >= state.steps
+
+        async with asyncio.TaskGroup() as group:
+            services = {
+                spec.name: group.create_task(self._supervisor.keep(spec, may_end=is_trained))
+                for spec in specs
+            }
+            tasks = [*services.values(), group.create_task(follower.follow())]
+            tasks.append(group.create_task(self._show(follower, addresses)))
+            tasks.append(
+                group.create_task(self._broker.keep(policy=self._policy, note=self._screen.say))
+            )
+            if self._engines is not None:
+                tasks.append(group.create_task(self._engines.keep()))
+            stopping = group.create_task(self._stop.wait())
+            await asyncio.wait([services["agents"], stopping], return_when=asyncio.FIRST_COMPLETED)
+            await self._settle(follower)
+            for task in (*tasks, stopping):
+                task.cancel()
+        return "interrupted" if self._stop.is_set() else "completed"
+
+    async def _settle(self, follower: Follower) -> None:
+        """Wait until the last groups are retired, or a signal comes, or it takes too long."""
+        deadline_s = time.monotonic() + SETTLE_TIMEOUT_S
+        while not self._stop.is_set() and time.monotonic() < deadline_s:
+            state = follower.view.state(now_ms=now_ms())
+            if state.steps_trained >= state.steps and not state.groups_open:
+                return
+            await asyncio.sleep(SHOW_EVERY_S / 2)
+
+    async def _show(self, follower: Follower, addresses: Addresses) -> None:
+        curves = CurveWriter(self._launch.folder.path)
+        before: RunState | None = None
+        try:
+            while True:
+                state = follower.view.state(now_ms=now_ms())
+                for text in news(before, state):
+                    self._screen.say(text)
+                self._screen.show(state, self._panel_view(addresses))
+                curves.write(state)
+                before = state
+                await asyncio.sleep(SHOW_EVERY_S)
+        finally:
+            curves.write(follower.view.state(now_ms=now_ms()))
+            curves.close()
+
+    def _panel_view(self, addresses: Addresses) -> PanelView:
+        return PanelView(
+            engine_status=self._engines.status() if self._engines else "named by a setting",
+            services=self._supervisor.statuses(),
+            console_url=addresses.console_url,
+            folder=str(self._launch.folder.path),
+            events=self._screen.events,
+        )
+
+    def _signalled(self) -> None:
+        if not self._stop.is_set():
+            self._stop.set()
+            self._screen.say("stopping everything; Ctrl-C again kills")
+            return
+        self._supervisor.kill()
+        for child in psutil.Process().children(recursive=True):
+            child.kill()
+
+    async def _down(self) -> None:
+        await self._supervisor.stop()
+        if self._engines is not None:
+            await self._engines.stop()
+        await self._broker.stop()
+
+
+def now_ms() -> int:
+    """Wall-clock time, milliseconds since the Unix epoch."""
+    return time.time_ns() // 1_000_000
+
+
+def _results(result: Report) -> tuple[NamedValue, ...]:
+    values = {
+        "success_start": result.success_start,
+        "success_end": result.success_end,
+        "success_start_greedy": result.success_start_greedy,
+        "success_end_greedy": result.success_end_greedy,
+    }
+    held = {name: float(holds) for name, holds in result.guarantees.items()}
+    named = {name: value for name, value in (values | held).items() if value is not None}
+    return tuple(NamedValue(name=name, value=value) for name, value in named.items())

@@ -1,0 +1,127 @@
+"""The run's engines: SGLang servers of its own, or those a setting names."""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from forgemq.contracts.run import RunConfiguration
+from forgemq.launcher.core.restarts import RestartPolicy
+from forgemq.launcher.machine import has_gpu, port
+from forgemq.launcher.processes import Note
+from forgemq.sglang_cpu.options import EngineOptions
+from forgemq.sglang_cpu.server import EngineServer, EngineServerError
+
+WATCH_EVERY_S = 1.0
+
+
+class Engines:
+    """SGLang servers, one a lane.
+
+    Lifecycle: `start` (returns at once), `keep` one task, `stop`. An engine that dies is started
+    again at the same address; its inference process brings it to the newest weights.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[EngineServer],
+        *,
+        policy: RestartPolicy,
+        start_timeout_s: float,
+        note: Note,
+    ) -> None:
+        self._servers = tuple(servers)
+        self._policy = policy
+        self._start_timeout_s = start_timeout_s
+        self._note = note
+        self._started_s = time.monotonic()
+        self._healthy: set[int] = set()
+        self._progress: dict[int, str] = {}
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Address of each lane's engine."""
+        return tuple(server.url for server in self._servers)
+
+    @property
+    def pids(self) -> tuple[int | None, ...]:
+        """Process of each lane's engine."""
+        return tuple(server.pid for server in self._servers)
+
+    def status(self) -> str:
+        """One line: starting (and what it says) or how many are up."""
+        waiting = [lane for lane in range(len(self._servers)) if lane not in self._healthy]
+        if not waiting:
+            return f"{len(self._servers)} up"
+        waited_s = time.monotonic() - self._started_s
+        return f"starting, {waited_s:.0f} s (1-3 minutes): {self._progress.get(waiting[0], '')}"
+
+    def start(self) -> None:
+        """Start the processes; raises EngineServerError where one cannot be."""
+        for server in self._servers:
+            server.start()
+
+    async def keep(self) -> None:
+        """Wait until each answers, then restart what dies; runs until cancelled.
+
+        Raises:
+            EngineServerError: one did not come up, or died too often.
+        """
+        async with asyncio.TaskGroup() as group:
+            for lane, server in enumerate(self._servers):
+                group.create_task(self._keep_one(lane, server))
+
+    async def _keep_one(self, lane: int, server: EngineServer) -> None:
+        exits_s: list[float] = []
+        while True:
+            await asyncio.to_thread(self._wait_healthy, lane, server)
+            self._healthy.add(lane)
+            self._note(f"engine {lane} answers at {server.url}")
+            while server.is_running():  # noqa: ASYNC110 - a process has no event to wait for
+                await asyncio.sleep(WATCH_EVERY_S)
+            self._healthy.discard(lane)
+            exits_s.append(time.monotonic())
+            delay_s = self._policy.delay_s(exits_s)
+            if delay_s is None:
+                tail = "\n".join(server.log_tail())
+                raise EngineServerError(f"engine {lane} died {len(exits_s)} times; last:\n{tail}")
+            self._note(f"engine {lane} died; restarting in {delay_s:.1f} s ({server.log_path})")
+            await asyncio.sleep(delay_s)
+            self._started_s = time.monotonic()
+            await asyncio.to_thread(_restart, server)
+
+    def _wait_healthy(self, lane: int, server: EngineServer) -> None:
+        def progress(waited_s: float, line: str) -> None:
+            del waited_s
+            self._progress[lane] = line[-80:]
+
+        server.wait_healthy(timeout_s=self._start_timeout_s, progress=progress)
+
+    async def stop(self) -> None:
+        """End every server with all its processes."""
+        await asyncio.gather(*(asyncio.to_thread(server.stop) for server in self._servers))
+
+
+def servers(
+    configuration: RunConfiguration, *, folder: Path, environ: Mapping[str, str], host: str
+) -> tuple[EngineServer, ...]:
+    """One server for every lane of the run, on free ports; not started."""
+    options = EngineOptions(
+        has_gpu=has_gpu(), context_tokens_max=configuration.model.context_tokens_max
+    )
+    return tuple(
+        EngineServer(
+            configuration.model.path,
+            folder / f"lane-{lane}",
+            port=port(host, wanted=0),
+            options=options,
+            host=host,
+            inherited=environ,
+        )
+        for lane in range(configuration.log.lanes)
+    )
+
+
+def _restart(server: EngineServer) -> None:
+    server.stop()  # the remains of its process group
+    server.start()

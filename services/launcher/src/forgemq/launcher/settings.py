@@ -1,0 +1,30 @@
+"""Settings of the launcher, read from `FORGEMQ_LAUNCHER_*`."""
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+
+class LauncherSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where runs lie, what a run may need, and how long to wait."""
+
+    runs: Annotated[str, Meta(min_length=1, description="Folder of all runs.")] = "runs"
+    memory_min_bytes: Annotated[
+        int, Meta(ge=0, description="Free memory demanded before a start with its own engine.")
+    ] = 7_000_000_000
+    memory_min_bytes_without_engine: Annotated[int, Meta(ge=0)] = 3_000_000_000
+    start_timeout_s: Annotated[
+        float, Meta(gt=0, description="Broker up and engine answering, each.")
+    ] = 600.0
+    stop_grace_s: Annotated[
+        float, Meta(gt=0, description="After SIGTERM, a process is killed when it takes longer.")
+    ] = 20.0
+    restarts_max: Annotated[
+        int, Meta(ge=0, description="Of one service within restarts_span_s; then the run fails.")
+    ] = 6
+    restarts_span_s: Annotated[float, Meta(gt=0)] = 300.0
+    host: Annotated[str, Meta(description="Gateway and console listen here.")] = "127.0.0.1"
+    gateway_port: Annotated[int, Meta(ge=0, le=65535, description="0: any free port.")] = 0
+    console_port: Annotated[
+        int, Meta(ge=0, le=65535, description="0: 8080 where it is free, else any free port.")
+    ] = 0

@@ -1,0 +1,74 @@
+"""Creates the topics of a run and puts its start and end on the log."""
+
+import time
+from collections.abc import Mapping
+
+from forgemq.bus.kafka import KafkaLog
+from forgemq.bus.log import Log
+from forgemq.contracts import topics
+from forgemq.contracts.messages import Output
+from forgemq.contracts.run import EndedRun, RunConfiguration, StartedRun
+from forgemq.contracts.topics import ENDED_RUNS, STARTED_RUNS, partition_count
+from forgemq.shell.connection import kafka_connection
+from forgemq.shell.records import emit_of
+from forgemq.shell.settings import SettingsError
+
+
+async def create_topics(log: Log, configuration: RunConfiguration) -> int:
+    """Create every topic of the run and its dead-letter topic; returns how many there are."""
+    counts: dict[str, int] = {}
+    for topic in topics.ALL:
+        counts[topic.name] = partition_count(
+            topic,
+            group_partitions=configuration.log.group_partitions,
+            lanes=configuration.log.lanes,
+            queues=len(configuration.queues),
+        )
+        if topic.has_dlq:
+            counts[topic.dlq_name] = counts[topic.name]
+    await log.create_topics(counts)
+    return len(counts)
+
+
+async def create(configuration: RunConfiguration, environ: Mapping[str, str]) -> None:
+    """Create topics and announce the run on the broker that the settings name.
+
+    Raises:
+        SettingsError: FORGEMQ_KAFKA or FORGEMQ_BLOBS is not set.
+    """
+    blobs = environ.get("FORGEMQ_BLOBS")
+    if not blobs:
+        raise SettingsError("FORGEMQ_BLOBS: must be set: where all services reach the blob store")
+    log = KafkaLog(kafka_connection(environ), run=configuration.run)
+    try:
+        await create_topics(log, configuration)
+        started_ms = time.time_ns() // 1_000_000
+        await announce(
+            log,
+            StartedRun(
+                run=configuration.run,
+                configuration=configuration,
+                blobs=blobs,
+                started_ms=started_ms,
+            ),
+        )
+    finally:
+        await log.close()
+
+
+async def announce(log: Log, started: StartedRun) -> None:
+    """Put the run on the log; its services take their configuration from there."""
+    await _write(log, Output(topic=STARTED_RUNS.name, partition=0, record=started))
+
+
+async def conclude(log: Log, ended: EndedRun) -> None:
+    """Put the run's end on the log."""
+    await _write(log, Output(topic=ENDED_RUNS.name, partition=0, record=ended))
+
+
+async def _write(log: Log, output: Output) -> None:
+    writer = await log.writer()
+    try:
+        await writer.write(emit_of(output))
+    finally:
+        await writer.close()

@@ -1,0 +1,32 @@
+"""Wiring of the merger: a transform over group partitions."""
+
+from forgemq.contracts.topics import (
+    FINISHED_COMPLETIONS,
+    MERGED_GROUPS,
+    MERGED_TREES,
+    MERGER_JOURNAL,
+    RETIRED_GROUPS,
+    SCORED_GROUPS,
+    Topic,
+)
+from forgemq.merger.core.merger import Merger
+from forgemq.merger.settings import MergerSettings
+from forgemq.shell.service import Context
+from forgemq.shell.settings import parse
+from forgemq.shell.transform import Transform
+
+CONSUMES: tuple[Topic, ...] = (SCORED_GROUPS, FINISHED_COMPLETIONS, RETIRED_GROUPS)
+PRODUCES: tuple[Topic, ...] = (MERGED_TREES, MERGED_GROUPS)
+
+
+async def main(context: Context) -> None:
+    """Merge groups until the context says stop."""
+    settings = parse(MergerSettings, prefix="FORGEMQ_MERGER_", environ=context.environ)
+    transform = Transform(
+        service="merger",
+        inputs=CONSUMES,
+        journal=MERGER_JOURNAL,
+        make_core=Merger,
+        tick_s=settings.tick_s,
+    )
+    await transform.run(context)

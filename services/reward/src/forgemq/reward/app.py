@@ -1,0 +1,53 @@
+"""Wiring of the reward service: the group core as a transform, and the grading loop beside it."""
+
+import asyncio
+import functools
+
+from forgemq.contracts.run import RunConfiguration
+from forgemq.contracts.topics import (
+    FINISHED_COMPLETIONS,
+    FINISHED_EPISODES,
+    GRADED_EPISODES,
+    RETIRED_GROUPS,
+    REWARD_JOURNAL,
+    SCORED_GROUPS,
+    Topic,
+)
+from forgemq.reward.bad_records import FailedGroups
+from forgemq.reward.core import RewardCore
+from forgemq.reward.grading import Grading
+from forgemq.reward.settings import RewardSettings
+from forgemq.shell.service import Context
+from forgemq.shell.settings import parse
+from forgemq.shell.transform import Transform
+
+CONSUMES: tuple[Topic, ...] = (
+    FINISHED_EPISODES,
+    FINISHED_COMPLETIONS,
+    GRADED_EPISODES,
+    RETIRED_GROUPS,
+)
+PRODUCES: tuple[Topic, ...] = (GRADED_EPISODES, SCORED_GROUPS)
+
+
+def transform_of(configuration: RunConfiguration) -> Transform:
+    """The group core over its partitions."""
+    return Transform(
+        service="reward",
+        inputs=(GRADED_EPISODES, FINISHED_EPISODES, RETIRED_GROUPS),
+        journal=REWARD_JOURNAL,
+        make_core=functools.partial(_core, configuration),
+        on_bad_record=FailedGroups(configuration),
+    )
+
+
+async def main(context: Context) -> None:
+    """Grade episodes and score groups until the context says stop."""
+    settings = parse(RewardSettings, prefix="FORGEMQ_REWARD_", environ=context.environ)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(transform_of(context.configuration).run(context))
+        group.create_task(Grading(context, settings).run())
+
+
+def _core(configuration: RunConfiguration, partition: int) -> RewardCore:
+    return RewardCore(partition=partition, rewards=configuration.rewards)

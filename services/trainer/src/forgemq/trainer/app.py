@@ -1,0 +1,116 @@
+"""Wiring of the trainer: scheduled steps in, trained steps and published weights out.
+
+Order of a step: train, durable weights, durable checkpoint, TrainedStep, PublishedWeights, fast
+path. A crash between any two of them loses nothing and trains nothing twice: the newest checkpoint
+decides where training continues, and what the log lacks of its step is written again.
+"""
+
+import asyncio
+
+from forgemq.bus.log import Place
+from forgemq.contracts import topics
+from forgemq.contracts.topics import (
+    LOADED_WEIGHTS,
+    MERGED_TREES,
+    PUBLISHED_WEIGHTS,
+    REPORTED_ENGINES,
+    SCHEDULED_STEPS,
+    TRAINED_STEPS,
+    Topic,
+)
+from forgemq.contracts.weights import LoadedWeights, PublishedWeights, ReportedEngine
+from forgemq.shell.service import Context
+from forgemq.shell.settings import parse
+from forgemq.trainer.core.lanes import Lanes
+from forgemq.trainer.fast_path import FastPaths
+from forgemq.trainer.history import FencedTrainerError, read_history
+from forgemq.trainer.loop import TrainingLoop
+from forgemq.trainer.publisher import Publisher
+from forgemq.trainer.settings import TrainerSettings
+from forgemq.trainer.store import Store
+
+CONSUMES: tuple[Topic, ...] = (
+    SCHEDULED_STEPS,
+    MERGED_TREES,
+    REPORTED_ENGINES,
+    LOADED_WEIGHTS,
+    TRAINED_STEPS,
+    PUBLISHED_WEIGHTS,
+)
+PRODUCES: tuple[Topic, ...] = (TRAINED_STEPS, PUBLISHED_WEIGHTS)
+
+READ_TIMEOUT_S = 0.5
+RECORDS_MAX = 256
+
+
+async def main(context: Context) -> None:
+    """Train scheduled steps until the context says stop.
+
+    Raises:
+        FencedTrainerError: a newer trainer of this run has published.
+        ValueError: the configuration asks for what this trainer does not do.
+    """
+    settings = parse(TrainerSettings, prefix="FORGEMQ_TRAINER_", environ=context.environ)
+    configuration = context.configuration
+    if configuration.trainer.world_size != 1:
+        raise ValueError(
+            f"trainer.world_size must be 1 in this version, got {configuration.trainer.world_size}"
+        )
+    store = Store(settings.folder, configuration=configuration, telemetry=context.telemetry)
+    checkpoint = await asyncio.to_thread(store.newest_checkpoint)
+    history = await read_history(context.log)
+    lineage = history.next_lineage(checkpoint)
+    async with asyncio.TaskGroup() as tasks:
+        publisher = Publisher(
+            writer=await context.log.writer(),
+            lanes=Lanes(timeout_s=settings.lane_timeout_s),
+            fast_paths=_fast_paths(settings),
+            group_prefix=f"{configuration.run}-{lineage}",
+            deadline_s=settings.transfer_deadline_s,
+            tasks=tasks,
+            telemetry=context.telemetry,
+        )
+        loop = TrainingLoop(
+            context=context,
+            settings=settings,
+            store=store,
+            publisher=publisher,
+            lineage=lineage,
+        )
+        watching = tasks.create_task(_watch(context, publisher, lineage=lineage))
+        try:
+            await loop.run(checkpoint, history)
+        finally:
+            watching.cancel()
+            await publisher.close()
+
+
+def _fast_paths(settings: TrainerSettings) -> FastPaths | None:
+    if settings.fast_path == "off":
+        return None
+    return FastPaths(
+        host=settings.host, backend=settings.fast_path, deadline_s=settings.transfer_deadline_s
+    )
+
+
+async def _watch(context: Context, publisher: Publisher, *, lineage: int) -> None:
+    """Follow lanes, and die when a newer trainer publishes."""
+    lanes = range(context.configuration.log.lanes)
+    places = [Place(PUBLISHED_WEIGHTS.name, 0)]
+    places += [Place(topic.name, n) for topic in (REPORTED_ENGINES, LOADED_WEIGHTS) for n in lanes]
+    reader = await context.log.reader(await context.log.end_positions(places))
+    clock = asyncio.get_running_loop()
+    try:
+        while True:
+            for record in await reader.read(timeout_s=READ_TIMEOUT_S, records_max=RECORDS_MAX):
+                fact = topics.decode(topics.BY_NAME[record.topic], record.value)
+                if isinstance(fact, ReportedEngine):
+                    publisher.observe_engine(fact, at_s=clock.time())
+                elif isinstance(fact, LoadedWeights):
+                    publisher.observe_loaded(fact)
+                elif isinstance(fact, PublishedWeights) and fact.lineage > lineage:
+                    raise FencedTrainerError(
+                        f"a trainer of lineage {fact.lineage} has published; this one is {lineage}"
+                    )
+    finally:
+        await reader.close()

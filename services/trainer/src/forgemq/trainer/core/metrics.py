@@ -1,0 +1,98 @@
+"""What one optimizer step measured, from the values of its entries.
+
+r is policy / behaviour probability of an entry. The log-probability gap between trainer and engine
+is taken over the entries that the current version sampled: there both ran the same weights, so the
+gap is numerical noise and nothing else.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from forgemq.contracts.steps import ScheduledGroup
+from forgemq.trainer.core.step import EntryValues
+
+RATIO_LOG_MAX = 60.0
+"""Ratios beyond e^60 are reported as that: a metric shall stay a number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntryMetrics:
+    """Statistics over the loss entries of a step; zeros where it has none.
+
+    Attributes:
+        ratio_mean: mean of r.
+        ratio_p99: 99th percentile of r.
+        capped_share: entries that the loss limited.
+        kl_k3: mean of (r - 1) - log r, an estimate of KL(behaviour || policy), nats.
+        entropy: mean entropy of the policy where entries were sampled, nats.
+        gap_mean: mean |log-probability of the trainer - of the engine| on the current version.
+        gap_max: largest of them.
+        gap_entries: how many they were.
+    """
+
+    ratio_mean: float
+    ratio_p99: float
+    capped_share: float
+    kl_k3: float
+    entropy: float
+    gap_mean: float
+    gap_max: float
+    gap_entries: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupTotals:
+    """Sums over the groups that were trained; tokens and pairs, staleness in steps."""
+
+    tree_tokens: int
+    request_tokens: int
+    append_tokens: int
+    attention_pairs: int
+    staleness_max: int
+
+
+def entry_metrics(values: EntryValues, *, current_version: int) -> EntryMetrics:
+    """Statistics of a step's entries.
+
+    Args:
+        values: of all ranks.
+        current_version: of the weights that computed them.
+    """
+    count = len(values.logprob_E)
+    if count == 0:
+        return EntryMetrics(
+            ratio_mean=0.0,
+            ratio_p99=0.0,
+            capped_share=0.0,
+            kl_k3=0.0,
+            entropy=0.0,
+            gap_mean=0.0,
+            gap_max=0.0,
+            gap_entries=0,
+        )
+    log_ratio = np.clip(values.logprob_E - values.behaviour_E, -RATIO_LOG_MAX, RATIO_LOG_MAX)
+    ratio = np.exp(log_ratio)
+    is_current = values.version_E == current_version
+    gap = np.abs(values.logprob_E - values.behaviour_E)[is_current]
+    return EntryMetrics(
+        ratio_mean=float(ratio.mean()),
+        ratio_p99=float(np.percentile(ratio, 99)),
+        capped_share=float(values.is_limited_E.mean()),
+        kl_k3=float((ratio - 1 - log_ratio).mean()),
+        entropy=float(values.entropy_E.mean()),
+        gap_mean=float(gap.mean()) if len(gap) else 0.0,
+        gap_max=float(gap.max()) if len(gap) else 0.0,
+        gap_entries=len(gap),
+    )
+
+
+def group_totals(groups: tuple[ScheduledGroup, ...]) -> GroupTotals:
+    """Sums over these groups, as the scheduler recorded them."""
+    return GroupTotals(
+        tree_tokens=sum(group.tree_tokens for group in groups),
+        request_tokens=sum(group.request_tokens for group in groups),
+        append_tokens=sum(group.append_tokens for group in groups),
+        attention_pairs=sum(group.attention_pairs for group in groups),
+        staleness_max=max((group.staleness for group in groups), default=0),
+    )

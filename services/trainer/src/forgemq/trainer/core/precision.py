@@ -1,0 +1,108 @@
+"""Norm, rotary embedding and router whose inner precision is "at least fp32".
+
+The stock modules of transformers cast to exactly fp32, which also rounds a float64 model down:
+tree and per-request gradients then differ by 1e-7 for reasons that have nothing to do with trees.
+These do the same with the wider of float32 and the model's dtype, and they are what the trainer
+uses. Parameters keep their names, so weights load and save unchanged.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+STATIC_ROTARY_TYPES = ("default", "linear", "llama3", "yarn")
+"""Rotary types whose frequencies do not depend on the sequence: a tree shares them soundly."""
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+class RmsNorm(nn.Module):
+    """Root-mean-square norm, computed in at least fp32, rounded once at the end."""
+
+    def __init__(self, weight: nn.Parameter, *, eps: float) -> None:
+        super().__init__()
+        self.weight = weight
+        self.eps = eps
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Norm over the last dimension, times the weight; the input's dtype."""
+        wide = _wide(hidden.dtype)
+        size = (hidden.shape[-1],)
+        normed = functional.rms_norm(hidden.to(wide), size, self.weight.to(wide), self.eps)
+        return normed.to(hidden.dtype)
+
+
+class RotaryAngles(nn.Module):
+    """Cosines and sines of positions, in at least fp32, whatever the model's dtype."""
+
+    def __init__(self, frequency: Tensor, *, scaling: float) -> None:
+        super().__init__()
+        self.frequency = nn.Buffer(frequency, persistent=False)
+        self.scaling = scaling
+
+    @torch.no_grad()
+    def forward(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, [rows, T, D]; `hidden` only says the dtype."""
+        wide = _wide(hidden.dtype)
+        angle = position_ids[..., None].to(wide) * self.frequency.to(wide)
+        angle = torch.cat([angle, angle], dim=-1)
+        return angle.cos() * self.scaling, angle.sin() * self.scaling
+
+
+class TopKRouter(nn.Module):
+    """Router of a mixture of experts: softmax in at least fp32, then the best k. Dropless."""
+
+    def __init__(self, weight: nn.Parameter, *, top_k: int, is_normalised: bool) -> None:
+        super().__init__()
+        self.weight = weight
+        self.top_k = top_k
+        self.is_normalised = is_normalised
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Router logits, weights of the chosen experts, and which they are."""
+        logits = functional.linear(hidden.reshape(-1, hidden.shape[-1]), self.weight)
+        shares = functional.softmax(logits, dim=-1, dtype=_wide(logits.dtype))
+        weights, experts = torch.topk(shares, self.top_k, dim=-1)
+        if self.is_normalised:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return logits, weights.to(logits.dtype), experts
+
+
+def make_precise(model: nn.Module) -> None:
+    """Replace the model's norms, rotary embedding and routers by those of this module; idempotent.
+
+    Raises:
+        ValueError: a rotary type depends on the sequence, or no norm was found to replace.
+    """
+    for name, module in list(model.named_modules()):
+        precise = _precise(module)
+        if precise is not None:
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, precise)
+    if not any(isinstance(module, RmsNorm) for module in model.modules()):
+        raise ValueError(f"{type(model).__name__} has no RMSNorm with weight and variance_epsilon")
+
+
+def _precise(module: nn.Module) -> nn.Module | None:
+    kind = type(module).__name__
+    weight = getattr(module, "weight", None)
+    if kind.endswith("RMSNorm") and isinstance(weight, nn.Parameter):
+        return RmsNorm(weight, eps=float(getattr(module, "variance_epsilon")))  # noqa: B009
+    if kind.endswith("RotaryEmbedding"):
+        rotary_type = getattr(module, "rope_type", "default")
+        if rotary_type not in STATIC_ROTARY_TYPES:
+            raise ValueError(
+                f"rope_type {rotary_type} depends on the sequence, so a tree cannot share it; "
+                f"supported: {', '.join(STATIC_ROTARY_TYPES)}"
+            )
+        frequency = module.get_buffer("inv_freq")
+        return RotaryAngles(frequency, scaling=float(getattr(module, "attention_scaling", 1.0)))
+    if kind.endswith("TopKRouter") and isinstance(weight, nn.Parameter):
+        return TopKRouter(
+            weight,
+            top_k=int(getattr(module, "top_k")),  # noqa: B009
+            is_normalised=bool(getattr(module, "norm_topk_prob", False)),
+        )
+    return None

@@ -1,0 +1,280 @@
+"""Forward and backward of one optimizer step over its trees.
+
+The denominator of every group is fixed before any backward. A microbatch that fits is one forward
+and one backward. One that runs in blocks takes two passes: first every block forward without
+gradient, which gives all log-probabilities, hence the loss and what it owes to each of them; then
+every block again in reverse order, forward and backward, with the gradients of keys and values
+carried from later blocks to earlier ones.
+
+Design: prefix_tree.md, recommendations; architecture.md section 4, Denominator.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from forgemq.trainer.core.attention import Carry, TreeAttention
+from forgemq.trainer.core.logprobs import Edges, edge_logprobs, edges_of
+from forgemq.trainer.core.loss import Entries, EntryLoss, LossFunction
+from forgemq.trainer.core.memory import Microbatch, ModelShape
+from forgemq.trainer.core.plan import AttentionPlan, attention_plan, pieces
+from forgemq.trainer.core.tree import Floats, Forest, Integers, joined
+
+
+class MakeFlexAttention(Protocol):
+    """Makes the attention of one run of queries, on a GPU."""
+
+    def __call__(
+        self, forest: Forest, plan: AttentionPlan, /, *, device: torch.device
+    ) -> Callable[[Tensor, Tensor, Tensor, float], Tensor]:
+        """(query, key, value, scale) -> output, as `TreeAttention.flex`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy:
+    """The model in training, as a step needs it.
+
+    Attributes:
+        decoder: the model without its head; takes tokens, positions and `tree_attention`.
+        head_VH: weights of the head, perhaps tied to the embedding.
+        shape: its sizes.
+        key_heads: key/value heads.
+        flex: makes the attention of a run of queries on a GPU; None on a CPU.
+    """
+
+    decoder: nn.Module
+    head_VH: Tensor
+    shape: ModelShape
+    key_heads: int
+    flex: MakeFlexAttention | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntryValues:
+    """What a step found for every loss entry, float64 and bool arrays of E values.
+
+    Attributes:
+        logprob_E: the policy's, at the sampling temperature, before this step.
+        behaviour_E: as recorded.
+        loss_E: before the denominator.
+        is_limited_E: a cap, clip or mask took hold.
+        entropy_E: of the policy where the entry was sampled.
+        version_E: weight version that sampled it.
+        loss: sum of the weighted losses.
+    """
+
+    logprob_E: Floats
+    behaviour_E: Floats
+    loss_E: Floats
+    is_limited_E: np.ndarray[tuple[int], np.dtype[np.bool_]]
+    entropy_E: Floats
+    version_E: Integers
+    loss: float
+
+
+def group_weights(
+    forests: Sequence[Forest], *, normalisation: Literal["step", "group"]
+) -> list[float]:
+    """What each entry's loss is multiplied with, by group.
+
+    step: 1 / entries of all groups. group: 1 / (groups with entries * entries of the group).
+    """
+    counts = [forest.entry_count for forest in forests]
+    if normalisation == "step":
+        return [1 / max(1, sum(counts))] * len(counts)
+    groups = sum(count > 0 for count in counts)
+    return [1 / (groups * count) if count else 0.0 for count in counts]
+
+
+def forward_backward(
+    policy: Policy,
+    forests: Sequence[Forest],
+    microbatches: Sequence[Microbatch],
+    *,
+    weights: Sequence[float],
+    loss: LossFunction,
+    head_chunk: int,
+) -> EntryValues:
+    """Add the gradients of these microbatches to the parameters; return what was seen.
+
+    Args:
+        policy: parameters' `.grad` is added to.
+        forests: all groups of the step.
+        microbatches: of this rank.
+        weights: of each group, from `group_weights`.
+        loss: of the run.
+        head_chunk: rows of logits at once.
+    """
+    parts = []
+    for microbatch in microbatches:
+        forest = joined([forests[group] for group in microbatch.groups])
+        weight_G = np.array([weights[group] for group in microbatch.groups])
+        run = _Run(policy, forest, weight_G[forest.entry_group_E], loss, head_chunk)
+        whole = len(microbatch.blocks) == 1
+        parts.append(run.whole() if whole else run.in_blocks(microbatch.blocks))
+    return _merged(parts)
+
+
+def _merged(parts: Sequence[EntryValues]) -> EntryValues:
+    def all_of(name: str) -> Floats:
+        arrays = [getattr(part, name) for part in parts]
+        return np.concatenate(arrays) if arrays else np.zeros(0)
+
+    return EntryValues(
+        logprob_E=all_of("logprob_E"),
+        behaviour_E=all_of("behaviour_E"),
+        loss_E=all_of("loss_E"),
+        is_limited_E=all_of("is_limited_E").astype(np.bool_),
+        entropy_E=all_of("entropy_E"),
+        version_E=all_of("version_E").astype(np.int64),
+        loss=float(sum(part.loss for part in parts)),
+    )
+
+
+class _Run:
+    """One microbatch; made for it and dropped after it."""
+
+    def __init__(
+        self,
+        policy: Policy,
+        forest: Forest,
+        weight_E: Floats,
+        loss: LossFunction,
+        head_chunk: int,
+    ) -> None:
+        self._policy = policy
+        self._forest = forest
+        self._pieces = pieces(forest)
+        self._loss = loss
+        self._head_chunk = head_chunk
+        self._device = policy.head_VH.device
+        self._wide = torch.promote_types(policy.head_VH.dtype, torch.float32)
+        self._tokens_N = torch.from_numpy(forest.tokens_N).to(self._device)
+        self._position_N = torch.from_numpy(forest.position_N).to(self._device)
+        self._weight_E = self._values(weight_E)
+        self._entries = self._entries_of(forest)
+
+    def whole(self) -> EntryValues:
+        """All tokens at once."""
+        count = self._forest.token_count
+        logprob_E = torch.zeros(self._forest.entry_count, dtype=self._wide, device=self._device)
+        entropy_E = torch.zeros_like(logprob_E)
+        edges = self._edges(0, count)
+        if len(edges.entry_E) == 0:
+            return self._seen(logprob_E, entropy_E, self._loss(logprob_E, self._entries))
+        hidden = self._hidden(0, count, carries=())
+        logprob_J, entropy_R = self._logprobs(hidden, edges, start=0)
+        logprob_E = logprob_E.index_copy(0, edges.entry_E, logprob_J[edges.edge_of_entry_E])
+        entropy_E[edges.entry_E] = entropy_R[edges.row_J[edges.edge_of_entry_E]]
+        result = self._loss(logprob_E, self._entries)
+        (result.loss * self._weight_E).sum().backward()  # type: ignore[no-untyped-call]
+        return self._seen(logprob_E, entropy_E, result)
+
+    def in_blocks(self, blocks: Sequence[tuple[int, int]]) -> EntryValues:
+        """Block by block; the same gradients, in the memory of one block and the carries."""
+        carries = self._carries()
+        all_edges = [self._edges(start, end) for start, end in blocks]
+        logprob_E = torch.zeros(self._forest.entry_count, dtype=self._wide, device=self._device)
+        entropy_E = torch.zeros_like(logprob_E)
+        with torch.no_grad():
+            for (start, end), edges in zip(blocks, all_edges, strict=True):
+                hidden = self._hidden(start, end, carries=carries)
+                logprob_J, entropy_R = self._logprobs(hidden, edges, start=start)
+                logprob_E[edges.entry_E] = logprob_J[edges.edge_of_entry_E]
+                entropy_E[edges.entry_E] = entropy_R[edges.row_J[edges.edge_of_entry_E]]
+        logprob_E.requires_grad_()
+        result = self._loss(logprob_E, self._entries)
+        (owed_E,) = torch.autograd.grad((result.loss * self._weight_E).sum(), logprob_E)
+        for (start, end), edges in zip(reversed(blocks), reversed(all_edges), strict=True):
+            hidden = self._hidden(start, end, carries=carries)
+            logprob_J, _ = self._logprobs(hidden, edges, start=start)
+            owed_J = torch.zeros_like(logprob_J)
+            owed_J.index_add_(0, edges.edge_of_entry_E, owed_E[edges.entry_E])
+            # The zero hidden gradient reaches the keys of a block that no entry continues.
+            torch.autograd.backward([logprob_J, hidden], [owed_J, torch.zeros_like(hidden)])
+        return self._seen(logprob_E, entropy_E, result)
+
+    def _hidden(self, start: int, end: int, *, carries: tuple[Carry, ...]) -> Tensor:
+        plan = attention_plan(self._pieces, start=start, end=end)
+        flex = None
+        if self._policy.flex is not None:
+            flex = self._policy.flex(self._forest, plan, device=self._device)
+        output = self._policy.decoder(
+            input_ids=self._tokens_N[None, start:end],
+            position_ids=self._position_N[None, start:end],
+            use_cache=False,
+            tree_attention=TreeAttention(plan=plan, carries=carries, flex=flex),
+        )
+        hidden_TH = output.last_hidden_state[0]
+        assert isinstance(hidden_TH, Tensor)
+        return hidden_TH
+
+    def _logprobs(self, hidden: Tensor, edges: Edges, *, start: int) -> tuple[Tensor, Tensor]:
+        rows = hidden.index_select(0, edges.source_R - start)
+        return edge_logprobs(rows, self._policy.head_VH, edges, chunk=self._head_chunk)
+
+    def _edges(self, start: int, end: int) -> Edges:
+        edges = edges_of(self._forest, start=start, end=end)
+        return Edges(
+            entry_E=edges.entry_E.to(self._device),
+            edge_of_entry_E=edges.edge_of_entry_E.to(self._device),
+            source_R=edges.source_R.to(self._device),
+            temperature_R=edges.temperature_R.to(self._device),
+            row_J=edges.row_J.to(self._device),
+            target_J=edges.target_J.to(self._device),
+        )
+
+    def _carries(self) -> tuple[Carry, ...]:
+        shape, heads = self._policy.shape, self._policy.key_heads
+        size = (heads, self._forest.token_count, shape.key_size // heads)
+        dtype = self._policy.head_VH.dtype
+
+        def values() -> Tensor:
+            return torch.empty(size, dtype=dtype, device=self._device)
+
+        def gradients() -> Tensor:
+            return torch.zeros(size, dtype=self._wide, device=self._device)
+
+        return tuple(
+            Carry(
+                key_KND=values(),
+                value_KND=values(),
+                key_grad_KND=gradients(),
+                value_grad_KND=gradients(),
+            )
+            for _ in range(shape.layers)
+        )
+
+    def _values(self, array: Floats) -> Tensor:
+        return torch.from_numpy(array).to(self._device, self._wide)
+
+    def _entries_of(self, forest: Forest) -> Entries:
+        return Entries(
+            behaviour=self._values(forest.entry_logprob_E),
+            advantage=self._values(forest.entry_advantage_E),
+            temperature=self._values(forest.entry_temperature_E),
+            version=torch.from_numpy(forest.entry_version_E).to(self._device),
+            token=torch.from_numpy(forest.entry_token_E).to(self._device),
+            sample=torch.from_numpy(forest.entry_sample_E).to(self._device),
+            group=torch.from_numpy(forest.entry_group_E).to(self._device),
+            sample_count=forest.sample_count,
+        )
+
+    def _seen(self, logprob_E: Tensor, entropy_E: Tensor, result: EntryLoss) -> EntryValues:
+        def array(values: Tensor) -> Floats:
+            return np.asarray(values.detach().double().cpu().numpy())
+
+        return EntryValues(
+            logprob_E=array(logprob_E),
+            behaviour_E=self._forest.entry_logprob_E,
+            loss_E=array(result.loss),
+            is_limited_E=result.is_limited.cpu().numpy(),
+            entropy_E=array(entropy_E),
+            version_E=self._forest.entry_version_E,
+            loss=float((result.loss.detach() * self._weight_E).sum()),
+        )

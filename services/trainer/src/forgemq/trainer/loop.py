@@ -1,0 +1,196 @@
+"""The training loop: one step after the other, each exactly once in the lineage that survives."""
+
+import asyncio
+from collections.abc import Mapping
+
+from forgemq.bus.log import Emit, Headers, Place, Reader, Writer
+from forgemq.contracts import topics
+from forgemq.contracts.run import staleness_limit
+from forgemq.contracts.steps import ScheduledStep, TrainedStep
+from forgemq.contracts.topics import SCHEDULED_STEPS, TRAINED_STEPS
+from forgemq.shell.service import Context
+from forgemq.telemetry.traces import completion_trace
+from forgemq.trainer.checkpoint import Checkpoint
+from forgemq.trainer.history import History
+from forgemq.trainer.publisher import Publisher
+from forgemq.trainer.settings import TrainerSettings
+from forgemq.trainer.store import Store
+from forgemq.trainer.training import StepResult, Training
+from forgemq.trainer.tree_source import TreeSource
+from forgemq.trainer.weights import WeightsFolder
+
+READ_TIMEOUT_S = 0.25
+LINKS_MAX = 256
+"""Traces one step's span links to; more than a trace store shows helps nobody."""
+
+
+class TrainingLoop:
+    """Owns the order of a step; everything that blocks runs in a worker thread."""
+
+    def __init__(
+        self,
+        *,
+        context: Context,
+        settings: TrainerSettings,
+        store: Store,
+        publisher: Publisher,
+        lineage: int,
+    ) -> None:
+        self._context = context
+        self._settings = settings
+        self._store = store
+        self._publisher = publisher
+        self._lineage = lineage
+        self._checkpoint_step = -1
+        configuration = context.configuration
+        staleness = max(staleness_limit(queue) for queue in configuration.queues)
+        self._staleness_max = staleness + configuration.trainer.steps_ahead_max
+
+    async def run(self, checkpoint: Checkpoint | None, history: History) -> None:
+        """Publish where training stands, then train what is scheduled until told to stop."""
+        configuration = self._context.configuration
+        training = await asyncio.to_thread(
+            Training, configuration, device=self._settings.device, checkpoint=checkpoint
+        )
+        weights = await asyncio.to_thread(
+            self._store.restored_weights, training, checkpoint, lineage=self._lineage
+        )
+        since: Mapping[int, int] = {}
+        writer = await self._context.log.writer()
+        if checkpoint is not None:
+            self._checkpoint_step = checkpoint.step
+            since = dict(checkpoint.record.tree_positions)
+            if checkpoint.step not in history.trained_steps:
+                await _write_trained(writer, checkpoint.record.trained, headers=())
+        self._context.telemetry.event(
+            "restored", lineage=self._lineage, version=training.version, sha256=weights.sha256
+        )
+        await self._publish(weights, version=training.version, headers=())
+        trees = await TreeSource.open(
+            self._context.log,
+            partitions=configuration.log.group_partitions,
+            since=since,
+            telemetry=self._context.telemetry,
+        )
+        place = Place(SCHEDULED_STEPS.name, 0)
+        steps = await self._context.log.reader(await self._context.log.first_positions([place]))
+        while (scheduled := await self._next(steps, training.version)) is not None:
+            await self._step(scheduled, training, trees, writer)
+
+    async def _next(self, steps: Reader, version: int) -> ScheduledStep | None:
+        """The step that this version trains; None when told to stop."""
+        while not self._context.stop.is_set():
+            for record in await steps.read(timeout_s=READ_TIMEOUT_S, records_max=1):
+                scheduled = topics.decode(SCHEDULED_STEPS, record.value)
+                assert isinstance(scheduled, ScheduledStep)
+                if scheduled.step > version:
+                    raise ValueError(
+                        f"scheduled-steps goes from {version - 1} to {scheduled.step}: "
+                        f"step {version} is missing"
+                    )
+                if scheduled.step == version:
+                    return scheduled
+        return None
+
+    async def _step(
+        self, scheduled: ScheduledStep, training: Training, trees: TreeSource, writer: Writer
+    ) -> None:
+        telemetry = self._context.telemetry
+        clock = asyncio.get_running_loop()
+        started_s = clock.time()
+        values = await trees.collect(scheduled, deadline_s=self._settings.tree_deadline_s)
+        result = await asyncio.to_thread(training.train, scheduled, values)
+        for group, reason in result.failed:
+            telemetry.event("group_failed", step=scheduled.step, group=group, reason=reason)
+        links = [completion_trace(name) for name in result.completion_ids[:LINKS_MAX]]
+        with telemetry.span("step", links=links, step=scheduled.step) as span:
+            weights = await asyncio.to_thread(
+                self._store.save_weights, training, lineage=self._lineage
+            )
+            trees.forget(
+                (group.group_id for group in scheduled.groups),
+                version_min=training.version - self._staleness_max,
+            )
+            trained = await self._checkpointed(
+                scheduled, result, training, weights, trees, duration_s=clock.time() - started_s
+            )
+            await _write_trained(writer, trained, headers=span.headers())
+            self._report(trained)
+            await self._publish(weights, version=training.version, headers=span.headers())
+
+    async def _checkpointed(
+        self,
+        scheduled: ScheduledStep,
+        result: StepResult,
+        training: Training,
+        weights: WeightsFolder,
+        trees: TreeSource,
+        *,
+        duration_s: float,
+    ) -> TrainedStep:
+        """The step's record, after its checkpoint where one is due."""
+        every = self._context.configuration.trainer.checkpoint_every_steps
+        is_due = (scheduled.step + 1) % every == 0 or scheduled.is_last
+        trained = TrainedStep(
+            step=scheduled.step,
+            lineage=self._lineage,
+            group_ids=result.trained,
+            failed_group_ids=tuple(group for group, _ in result.failed),
+            metrics=result.metrics,
+            checkpoint_step=scheduled.step if is_due else self._checkpoint_step,
+            duration_s=duration_s,
+            is_last=scheduled.is_last,
+        )
+        if is_due:
+            await asyncio.to_thread(
+                self._store.save_checkpoint,
+                training,
+                weights=weights,
+                trained=trained,
+                tree_positions=trees.positions(),
+            )
+            self._checkpoint_step = scheduled.step
+        return trained
+
+    async def _publish(self, weights: WeightsFolder, *, version: int, headers: Headers) -> None:
+        await self._publisher.publish(
+            weights, lineage=self._lineage, version=version, headers=headers
+        )
+
+    def _report(self, trained: TrainedStep) -> None:
+        telemetry, metrics = self._context.telemetry, trained.metrics
+        telemetry.event(
+            "trained",
+            step=trained.step,
+            loss=metrics.loss,
+            grad_norm=metrics.grad_norm,
+            loss_tokens=metrics.loss_tokens,
+            logprob_gap_max=metrics.logprob_gap_max,
+            duration_s=trained.duration_s,
+        )
+        telemetry.count("trainer.steps")
+        telemetry.count("trainer.failed_groups", len(trained.failed_group_ids))
+        telemetry.count("trainer.tree_tokens", metrics.tree_tokens)
+        telemetry.count("trainer.loss_entries", metrics.loss_tokens)
+        telemetry.gauge("trainer.version", trained.step + 1)
+        telemetry.gauge("trainer.loss", metrics.loss)
+        telemetry.gauge("trainer.grad_norm", metrics.grad_norm)
+        telemetry.gauge("trainer.entropy", metrics.entropy)
+        telemetry.gauge("trainer.kl_k3", metrics.kl_k3)
+        telemetry.gauge("trainer.ratio_p99", metrics.ratio_p99)
+        telemetry.gauge("trainer.capped_share", metrics.capped_share)
+        telemetry.gauge("trainer.logprob_gap_max", metrics.logprob_gap_max)
+        telemetry.observe("trainer.step_s", trained.duration_s)
+        telemetry.observe("trainer.forward_backward_s", metrics.forward_backward_s)
+
+
+async def _write_trained(writer: Writer, trained: TrainedStep, *, headers: Headers) -> None:
+    await writer.write(
+        Emit(
+            topic=TRAINED_STEPS.name,
+            partition=0,
+            key=str(trained.step).encode(),
+            value=topics.encode(trained),
+            headers=headers,
+        )
+    )

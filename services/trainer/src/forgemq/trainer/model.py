@@ -1,0 +1,126 @@
+"""Loads a Hugging Face causal language model as the policy that trains.
+
+Only architectures for which tree training is exact are accepted; everything else is refused by
+name before a step is taken.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+
+from forgemq.trainer.core.attention import attention_interface
+from forgemq.trainer.core.flex import flex_attention_of
+from forgemq.trainer.core.memory import ModelShape
+from forgemq.trainer.core.precision import make_precise
+from forgemq.trainer.core.step import Policy
+
+ATTENTION_NAME = "forgemq_tree"
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+"""Model types whose tokens depend on their ancestors only, each tested against per-request runs."""
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class UnsupportedModelError(ValueError):
+    """The model cannot be trained exactly on trees; says which field and rule."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model in memory, and the view of it that a step uses."""
+
+    model: nn.Module
+    policy: Policy
+
+
+def load_model(
+    folder: Path, *, dtype: Literal["float32", "bfloat16"], device: str = "cpu"
+) -> LoadedModel:
+    """The model in a folder of Hugging Face format, ready to train on trees.
+
+    Raises:
+        UnsupportedModelError: its architecture or a setting rules out exact tree training.
+        OSError: the folder holds no model.
+    """
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    check_supported(config)
+    AttentionInterface.register(ATTENTION_NAME, attention_interface)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder,
+        config=config,
+        dtype=_DTYPES[dtype],
+        attn_implementation=ATTENTION_NAME,
+        local_files_only=True,
+    )
+    return prepared(model.to(device))
+
+
+def prepared(model: nn.Module) -> LoadedModel:
+    """A model of transformers with our norms, rotary embedding, routers and attention."""
+    config: Any = model.config
+    check_supported(config)
+    AttentionInterface.register(ATTENTION_NAME, attention_interface)
+    model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]  # transformers' method
+    make_precise(model)
+    model.train()
+    head = model.get_output_embeddings()  # type: ignore[operator]  # transformers' method
+    if getattr(head, "bias", None) is not None:
+        raise UnsupportedModelError("a head with a bias is not supported")
+    shape = model_shape(config, dtype=head.weight.dtype)
+    policy = Policy(
+        decoder=model.get_decoder(),  # type: ignore[operator]  # transformers' method
+        head_VH=head.weight,
+        shape=shape,
+        key_heads=int(config.num_key_value_heads),
+        flex=flex_attention_of if head.weight.device.type == "cuda" else None,
+    )
+    return LoadedModel(model=model, policy=policy)
+
+
+def check_supported(config: object) -> None:
+    """Refuse what cannot be exact on a tree.
+
+    Raises:
+        UnsupportedModelError: naming the field of the model's configuration and the rule.
+    """
+    kind = getattr(config, "model_type", "")
+    if kind not in ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"model_type {kind!r} is not supported for tree training; "
+            f"supported: {', '.join(ARCHITECTURES)}"
+        )
+    if getattr(config, "attention_dropout", 0.0):
+        raise UnsupportedModelError("attention_dropout must be 0: a shared token drops once")
+    layers = getattr(config, "layer_types", None) or []
+    if any(layer != "full_attention" for layer in layers):
+        raise UnsupportedModelError(f"layer_types must all be full_attention, got {set(layers)}")
+    if getattr(config, "output_router_logits", False):
+        raise UnsupportedModelError(
+            "output_router_logits must be off: the balance loss would count shared tokens once"
+        )
+
+
+def model_shape(config: object, *, dtype: torch.dtype) -> ModelShape:
+    """Sizes of a model of transformers."""
+
+    def size(name: str, default: int = 0) -> int:
+        return int(getattr(config, name, None) or default)
+
+    heads = size("num_attention_heads")
+    head_size = size("head_dim", size("hidden_size") // heads)
+    experts = size("num_experts_per_tok")
+    wide = torch.promote_types(dtype, torch.float32)
+    return ModelShape(
+        layers=size("num_hidden_layers"),
+        hidden=size("hidden_size"),
+        query_size=heads * head_size,
+        key_size=size("num_key_value_heads", heads) * head_size,
+        mlp_size=experts * size("moe_intermediate_size") if experts else size("intermediate_size"),
+        vocabulary=size("vocab_size"),
+        value_bytes=dtype.itemsize,
+        wide_bytes=wide.itemsize,
+    )

@@ -1,0 +1,103 @@
+"""Services that need no torch never import it, and each one's own dependencies are enough."""
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+LIGHT = ("gateway", "reward", "scheduler", "merger", "console")
+HEAVY = ("torch", "sglang", "transformers", "vllm", "triton", "tensorflow", "jax")
+
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+
+class Refused:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {heavy!r}:
+            raise ImportError(f"{{name}} is not allowed here")
+        return None
+
+sys.meta_path.insert(0, Refused())
+package = importlib.import_module("forgemq.{service}")
+for module in pkgutil.walk_packages(package.__path__, "forgemq.{service}."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+loaded = sorted(set({heavy!r}) & set(sys.modules))
+assert not loaded, loaded
+print("imported", len([name for name in sys.modules if name.startswith("forgemq.{service}")]))
+"""
+
+
+def import_all(python: Path | str, service: str, *, timeout_s: float) -> str:
+    script = IMPORT_ALL.format(service=service, heavy=HEAVY)
+    done = subprocess.run(
+        [python, "-c", script], capture_output=True, text=True, timeout=timeout_s, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("service", LIGHT)
+def test_a_light_service_imports_without_torch(service: str):
+    assert re.match(r"imported \d+", import_all(sys.executable, service, timeout_s=60))
+
+
+def test_a_heavy_import_is_caught():
+    script = IMPORT_ALL.format(service="contracts", heavy=(*HEAVY, "msgspec"))
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert "msgspec is not allowed here" in done.stderr
+
+
+def workspace() -> dict[str, Path]:
+    """Folder of every distribution of the workspace, by its name."""
+    folders = [ROOT / "contracts", *(ROOT / "libs").iterdir(), *(ROOT / "services").iterdir()]
+    return {
+        tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"][
+            "name"
+        ]: folder
+        for folder in folders
+        if (folder / "pyproject.toml").exists()
+    }
+
+
+def own_folders(name: str, known: dict[str, Path]) -> set[Path]:
+    """The distribution and all of the workspace that it depends on."""
+    project = tomllib.loads((known[name] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    names = {re.split(r"[\[<>=!~; ]", need)[0] for need in project["dependencies"]}
+    return {known[name]}.union(*(own_folders(n, known) for n in sorted(names & set(known))))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("service", LIGHT)
+def test_a_light_service_installs_and_imports_with_its_own_dependencies_only(
+    service: str, tmp_path: Path
+):
+    """A fresh environment, the locked versions, and nothing the service does not ask for."""
+    python = tmp_path / "venv" / "bin" / "python"
+    subprocess.run(
+        ["uv", "venv", "--quiet", "--python", sys.executable, str(tmp_path / "venv")],
+        check=True,
+        timeout=120,
+    )
+    # Without hashes: a constraint says which version, not that everything must be there.
+    lock = (ROOT / "requirements.lock").read_text(encoding="utf-8")
+    pins = re.findall(r"^([A-Za-z0-9._-]+==[^\s;\\]+)", lock, flags=re.MULTILINE)
+    (tmp_path / "constraints.txt").write_text("\n".join(pins) + "\n", encoding="utf-8")
+    folders = sorted(own_folders(f"forgemq-{service}", workspace()))
+    subprocess.run(
+        ["uv", "pip", "install", "--quiet", "--python", str(python)]
+        + ["--constraint", str(tmp_path / "constraints.txt")]
+        + ["--override", str(ROOT / "overrides.txt")]
+        + [argument for folder in folders for argument in ("-e", str(folder))],
+        check=True,
+        timeout=500,
+    )
+    assert re.match(r"imported \d+", import_all(python, service, timeout_s=60))

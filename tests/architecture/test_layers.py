@@ -1,0 +1,28 @@
+"""The layers of architecture.md, checked by import-linter, and that its contracts do catch."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+from importlinter.cli import lint_imports
+
+ROOT = Path(__file__).parents[2]
+
+
+def contracts() -> list[dict]:
+    configuration = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    return configuration["tool"]["importlinter"]["contracts"]
+
+
+@pytest.mark.timeout(120)
+def test_the_layers_are_kept():
+    status = lint_imports(config_filename=str(ROOT / "pyproject.toml"), no_cache=True)
+    assert status == 0, "run `lint-imports` to see which import"
+
+
+def test_no_import_is_ignored_and_every_service_is_independent():
+    assert len(contracts()) >= 4
+    assert [c["name"] for c in contracts() if c.get("ignore_imports")] == []
+    independent = next(c for c in contracts() if c["type"] == "independence")
+    services = {f"forgemq.{path.name}" for path in (ROOT / "services").iterdir() if path.is_dir()}
+    assert set(independent["modules"]) == services

@@ -1,0 +1,141 @@
+"""The broker of a test session: FORGEMQ_KAFKA, testcontainers, or the local broker from wheels."""
+
+import importlib.util
+import itertools
+import os
+import secrets
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from forgemq.bus.blobs import BlobStore
+from forgemq.bus.broker import LocalBroker
+from forgemq.bus.broker.jars import jars_folder
+from forgemq.bus.kafka import KafkaConnection, KafkaLog
+
+KAFKA_IMAGE = "apache/kafka:4.2.0"
+_DOCKER_PROBE_S = 2
+_SKIPPED = pytest.StashKey[dict[str, int]]()
+
+
+def broker_kind() -> str:
+    """Which broker this session's integration tests run against."""
+    if os.environ.get("FORGEMQ_KAFKA"):
+        return f"the one at {os.environ['FORGEMQ_KAFKA']} (FORGEMQ_KAFKA)"
+    if os.environ.get("FORGEMQ_TEST_BROKER") == "testcontainers":
+        return f"{KAFKA_IMAGE} in Docker (FORGEMQ_TEST_BROKER)"
+    return "Apache Kafka 4.2.0, started from wheels and jars"
+
+
+def docker_answers() -> bool:
+    """Whether a Docker engine answers; testcontainers brings the client."""
+    import docker
+    from docker.errors import DockerException
+
+    try:
+        client = docker.from_env(timeout=_DOCKER_PROBE_S)
+    except DockerException:
+        return False
+    client.close()
+    return True
+
+
+def cuda_is_there() -> bool:
+    """Whether the driver shows a device; does not load torch."""
+    return Path("/dev/nvidia0").exists()
+
+
+CONDITIONS: dict[str, tuple[Callable[[], bool], str]] = {
+    "docker": (docker_answers, "no Docker engine answers"),
+    "gpu": (cuda_is_there, "no CUDA device"),
+}
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Load the fixtures of the engine, which is another owner's file."""
+    config.stash[_SKIPPED] = {}
+    path = Path(__file__).parent / "engine_fixture.py"
+    if path.is_file():
+        spec = importlib.util.spec_from_file_location("engine_fixture", path)
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        config.pluginmanager.register(module, "engine_fixture")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return f"broker of integration tests: {broker_kind()}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip what this machine cannot run, and remember how much that was."""
+    for marker, (is_there, reason) in CONDITIONS.items():
+        marked = [item for item in items if item.get_closest_marker(marker)]
+        if marked and not is_there():
+            config.stash[_SKIPPED][f"{marker}: {reason}"] = len(marked)
+            for item in marked:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Fetch the jars before the first test's clock runs."""
+    is_needed = any(item.get_closest_marker("integration") for item in session.items)
+    if is_needed and broker_kind().startswith("Apache") and not session.config.option.collectonly:
+        jars_folder(Path.home() / ".cache" / "forgemq", progress=print)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    terminalreporter.section("machine")
+    terminalreporter.write_line(f"broker of integration tests: {broker_kind()}")
+    skipped = terminalreporter.config.stash[_SKIPPED]
+    for reason, count in skipped.items():
+        terminalreporter.write_line(f"skipped {count} tests: {reason}")
+    if os.environ.get("FORGEMQ_TEST_BROKER") != "testcontainers":
+        terminalreporter.write_line("not tried: a broker in Docker (FORGEMQ_TEST_BROKER)")
+
+
+@pytest.fixture(scope="session")
+def kafka_bootstrap(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Address of a real broker that lasts for the session."""
+    if os.environ.get("FORGEMQ_KAFKA"):
+        yield os.environ["FORGEMQ_KAFKA"]
+    elif os.environ.get("FORGEMQ_TEST_BROKER") == "testcontainers":
+        yield from _container_bootstrap()
+    else:
+        broker = LocalBroker(tmp_path_factory.mktemp("kafka"))
+        try:
+            yield broker.start()
+        finally:
+            broker.stop()
+
+
+def _container_bootstrap() -> Iterator[str]:
+    from testcontainers.kafka import KafkaContainer
+
+    if not docker_answers():
+        pytest.fail("FORGEMQ_TEST_BROKER=testcontainers, but no Docker engine answers")
+    with KafkaContainer(KAFKA_IMAGE).with_kraft() as container:
+        yield container.get_bootstrap_server()
+
+
+@pytest.fixture(scope="session")
+def new_run_id() -> Callable[[], str]:
+    """Gives run ids that no test of any session had before."""
+    session, numbers = secrets.token_hex(4), itertools.count()
+    return lambda: f"t-{session}-{next(numbers)}"
+
+
+@pytest.fixture
+async def kafka_log(
+    kafka_bootstrap: str, new_run_id: Callable[[], str], tmp_path: Path
+) -> AsyncIterator[KafkaLog]:
+    """A log of a fresh run on the real broker, with a blob store."""
+    log = KafkaLog(
+        KafkaConnection(bootstrap=kafka_bootstrap),
+        run=new_run_id(),
+        blobs=BlobStore(str(tmp_path / "blobs")),
+    )
+    yield log
+    await log.close()

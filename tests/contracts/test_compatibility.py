@@ -1,0 +1,158 @@
+"""The gate between a change of the contracts and everything that was written or deployed before."""
+
+import copy
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forgemq.contracts import generate, topics
+from forgemq.contracts.compatibility import (
+    breaking_changes,
+    breaking_topic_changes,
+    schemas,
+    topic_facts,
+)
+from forgemq.contracts.examples import full, minimal
+
+CONTRACTS = Path(__file__).parents[2] / "contracts"
+RELEASES = sorted((CONTRACTS / "released").glob("*.json"))
+EXAMPLES = sorted((CONTRACTS / "examples").glob("*/*.msgpack"))
+
+
+def test_committed_schemas_match_the_structs():
+    committed = (CONTRACTS / "schemas.json").read_text(encoding="utf-8")
+    assert committed == generate.schemas_text(), "run `make contracts`"
+
+
+def test_committed_asyncapi_matches_the_registry():
+    committed = (CONTRACTS / "asyncapi.yaml").read_text(encoding="utf-8")
+    assert committed == generate.asyncapi_text(), "run `make contracts`"
+
+
+def test_releases_are_numbered_without_a_gap():
+    assert [path.stem for path in RELEASES] == [f"{n + 1:04d}" for n in range(len(RELEASES))]
+    assert RELEASES
+
+
+@pytest.mark.parametrize("path", RELEASES, ids=lambda path: path.stem)
+def test_every_released_schema_is_still_readable_and_writable(path: Path):
+    released = json.loads(path.read_text(encoding="utf-8"))
+    assert breaking_changes(released["schemas"], schemas()) == []
+    assert breaking_topic_changes(released["topics"], topic_facts()) == []
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: f"{path.parent.name}/{path.stem}")
+def test_every_stored_record_still_decodes_to_the_same_bytes_of_its_fields(path: Path):
+    topic = topics.BY_NAME[path.parent.name]
+    stored = path.read_bytes()
+    record = topics.decode(topic, stored)
+    written = msgspec.msgpack.decode(topics.encode(record))
+    for field, value in msgspec.msgpack.decode(stored).items():
+        default = msgspec.structs.asdict(record)[field]
+        assert written.get(field, value) == value, f"{field} was {value!r}, is {default!r}"
+
+
+@pytest.mark.parametrize("topic", topics.ALL, ids=lambda topic: topic.name)
+def test_every_topic_has_a_small_and_a_full_example(topic: topics.Topic):
+    stored = {path.stem for path in (CONTRACTS / "examples" / topic.name).glob("*.msgpack")}
+    assert {"minimal", "full"} <= stored, "run `make contracts`"
+
+
+@pytest.mark.parametrize("topic", topics.ALL, ids=lambda topic: topic.name)
+def test_a_full_example_sets_every_field_on_the_wire(topic: topics.Topic):
+    written = msgspec.msgpack.decode(topics.encode(full(topic.record)))
+    required = {field.name for field in msgspec.structs.fields(topic.record) if field.required}
+    assert set(written) == set(topic.record.__struct_fields__)
+    assert required <= set(msgspec.msgpack.decode(topics.encode(minimal(topic.record))))
+
+
+BEFORE = {"G": {"properties": {"id": {"type": "integer"}}, "required": ["id"]}}
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"properties": {}, "required": []}, "G.id: removed or renamed"),
+        ({"properties": {"id": {"type": "string"}}, "required": ["id"]}, "G.id: type changed"),
+        (
+            {"properties": {"id": {"type": "integer", "minimum": 1}}, "required": ["id"]},
+            "G.id: type changed",
+        ),
+        ({"properties": {"id": {"type": "integer"}}, "required": []}, "G.id: required changed"),
+        (
+            {"properties": {"id": {"type": "integer"}, "n": {}}, "required": ["id", "n"]},
+            "G.n: added without a default",
+        ),
+    ],
+)
+def test_a_breaking_change_is_named(change: dict, problem: str):
+    assert breaking_changes(BEFORE, {"G": change}) == [problem]
+
+
+def test_a_removed_struct_is_named():
+    assert breaking_changes(BEFORE, {}) == ["G: removed"]
+
+
+def test_a_new_default_is_named_because_it_changes_what_stored_records_mean():
+    old = {"G": {"properties": {"n": {"type": "integer", "default": 0}}, "required": []}}
+    new = {"G": {"properties": {"n": {"type": "integer", "default": 1}}, "required": []}}
+    assert breaking_changes(old, new) == ["G.n: default changed"]
+
+
+def test_a_new_field_with_a_default_and_new_prose_are_allowed():
+    new = copy.deepcopy(BEFORE)
+    new["G"]["properties"]["n"] = {"type": "integer", "default": 0}
+    new["G"]["properties"]["id"]["description"] = "A better sentence."
+    assert breaking_changes(BEFORE, {**new, "H": new["G"]}) == []
+
+
+@pytest.mark.parametrize(
+    ("fact", "value"),
+    [("key", "other"), ("partitioned_by", "run"), ("is_transactional", True), ("record", "X")],
+)
+def test_a_changed_fact_of_a_topic_is_named(fact: str, value: object):
+    changed = copy.deepcopy(topic_facts())
+    changed["opened-episodes-v1"][fact] = value
+    was = topic_facts()["opened-episodes-v1"][fact]
+    assert breaking_topic_changes(topic_facts(), changed) == [
+        f"opened-episodes-v1: {fact} was {was!r}, is {value!r}"
+    ]
+
+
+def test_a_removed_topic_is_named():
+    left = {name: facts for name, facts in topic_facts().items() if name != "ended-runs-v1"}
+    assert breaking_topic_changes(topic_facts(), left) == ["ended-runs-v1: removed or renamed"]
+
+
+def test_an_unknown_field_of_a_newer_writer_is_ignored():
+    topic = topics.CANCELLED_COMPLETIONS
+    fields = msgspec.msgpack.decode(topics.encode(minimal(topic.record)))
+    newer = msgspec.msgpack.encode({**fields, "added_later": 1})
+    assert topics.decode(topic, newer) == minimal(topic.record)
+
+
+@given(st.sampled_from(topics.ALL), st.binary(max_size=200))
+def test_bytes_that_are_no_record_are_refused_with_a_reason(topic: topics.Topic, value: bytes):
+    with pytest.raises((msgspec.MsgspecError, UnicodeDecodeError)) as refused:
+        topics.decode(topic, value)
+    assert str(refused.value)
+
+
+def test_generating_twice_changes_nothing_and_never_rewrites_an_example(tmp_path: Path):
+    assert generate.write_all(tmp_path)
+    example = tmp_path / "examples" / "ended-runs-v1" / "minimal.msgpack"
+    example.write_bytes(b"as written long ago")
+    assert generate.write_all(tmp_path) == []
+    assert example.read_bytes() == b"as written long ago"
+
+
+def test_a_release_takes_the_next_number_and_breaks_nothing(tmp_path: Path):
+    assert generate.release(tmp_path).name == "0001.json"
+    second = generate.release(tmp_path)
+    assert second.name == "0002.json"
+    frozen = json.loads(second.read_text(encoding="utf-8"))
+    assert breaking_changes(frozen["schemas"], schemas()) == []

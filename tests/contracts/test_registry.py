@@ -1,0 +1,62 @@
+"""What every topic of the registry must declare, and that services declare the same."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from forgemq.contracts import topics
+from forgemq.contracts.journal import JournalledBatch
+
+SERVICES = sorted({name for topic in topics.ALL for name in (topic.producer, *topic.consumers)})
+FOLDERS = Path(__file__).parents[2] / "services"
+
+
+@pytest.mark.parametrize("topic", topics.ALL, ids=lambda topic: topic.name)
+def test_a_topic_is_a_participle_a_plural_noun_and_a_major(topic: topics.Topic):
+    assert re.fullmatch(r"[a-z]+(-[a-z]+)+-v[0-9]+", topic.name)
+    assert topic.consumers, "nobody reads it"
+    assert len(set(topic.consumers)) == len(topic.consumers)
+    assert topic.key in topic.record.__struct_fields__
+
+
+@pytest.mark.parametrize("topic", topics.ALL, ids=lambda topic: topic.name)
+def test_no_record_is_positional_on_the_wire(topic: topics.Topic):
+    config = topic.record.__struct_config__
+    assert not config.array_like
+    assert config.frozen
+
+
+def test_names_are_unique_and_records_follow_their_topics():
+    assert len(topics.BY_NAME) == len(topics.ALL)
+    for topic in topics.ALL:
+        if not topic.name.endswith("-journal-v1"):
+            words = topic.name.rsplit("-", 1)[0].split("-")
+            singular = {"weights": "Weights"}.get(words[1], words[1].removesuffix("s").title())
+            assert topic.record.__name__ == words[0].title() + singular
+
+
+def test_topics_of_one_group_are_partitioned_alike():
+    counts = {"group_partitions": 5, "lanes": 3, "queues": 2}
+    by_group = {t.name for t in topics.ALL if t.partitioned_by == "group"}
+    assert {topics.partition_count(t, **counts) for t in topics.ALL if t.name in by_group} == {5}
+    assert topics.partition_count(topics.REPORTED_ENGINES, **counts) == 3
+    assert topics.partition_count(topics.ADMITTED_GROUPS, **counts) == 2
+    assert topics.partition_count(topics.STARTED_RUNS, **counts) == 1
+
+
+# The shell reads and writes journals for every transform service; no service names its own.
+DECLARED = [topic for topic in topics.ALL if topic.record is not JournalledBatch]
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_a_service_declares_the_topics_that_the_registry_gives_it(service: str):
+    assert (FOLDERS / service / "pyproject.toml").exists(), "the registry names no such service"
+    app = importlib.import_module(f"forgemq.{service}.app")
+    assert {topic.name for topic in app.CONSUMES} == {
+        topic.name for topic in DECLARED if service in topic.consumers
+    }
+    assert {topic.name for topic in app.PRODUCES} == {
+        topic.name for topic in DECLARED if topic.producer == service
+    }

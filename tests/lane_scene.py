@@ -1,0 +1,223 @@
+"""One lane for tests: the real service on a log, beside a given engine; and what it wrote."""
+
+import asyncio
+import hashlib
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from forgemq.bus.blobs import BlobStore
+from forgemq.bus.log import Headers, Log, Place
+from forgemq.contracts import topics
+from forgemq.contracts.arrays import pack_ids
+from forgemq.contracts.completions import (
+    CancelledCompletion,
+    FinishedCompletion,
+    RequestedCompletion,
+    TurnPart,
+)
+from forgemq.contracts.episodes import Sampling
+from forgemq.contracts.messages import Output
+from forgemq.contracts.partitions import group_partition
+from forgemq.contracts.run import Log as LogConfiguration
+from forgemq.contracts.run import Model, Queue, RunConfiguration, StartedRun, Trainer
+from forgemq.contracts.weights import LoadedWeights, PublishedWeights, Rendezvous, ReportedEngine
+from forgemq.inference.app import main
+from forgemq.inference.clock import now_ms
+from forgemq.shell.records import emit_of
+from forgemq.shell.service import Context
+from forgemq.telemetry import Telemetry
+
+PARTITIONS = 4
+GROUP = "g-0123456789abcdef"
+TURN = TurnPart(sequence=0, protocol="chat_completions", body_digest="d")
+
+
+def configuration(model: Path, *, lanes: int = 2) -> RunConfiguration:
+    return RunConfiguration(
+        run="r",
+        seed=0,
+        model=Model(path=str(model), dtype="float32"),
+        queues=(Queue(domain="shop", task_source="m:f", agent="m:f"),),
+        trainer=Trainer(steps=3),
+        log=LogConfiguration(group_partitions=PARTITIONS, lanes=lanes),
+    )
+
+
+async def create_topics(log: Log, *, lanes: int = 2) -> None:
+    await log.create_topics(
+        {
+            topic.name: topics.partition_count(
+                topic, group_partitions=PARTITIONS, lanes=lanes, queues=1
+            )
+            for topic in topics.OF_RUN
+        }
+        | {
+            topic.dlq_name: topics.partition_count(
+                topic, group_partitions=PARTITIONS, lanes=lanes, queues=1
+            )
+            for topic in topics.OF_RUN
+            if topic.has_dlq
+        }
+    )
+
+
+def request_id(number: int) -> str:
+    return f"{number:032x}"
+
+
+class LaneScene:
+    """Requests into the log, records out of it; `serving` runs the service in between."""
+
+    def __init__(self, log: Log, *, model: Path, engine_url: str, lane: int = 0) -> None:
+        self.log = log
+        self.model = model
+        self.engine_url = engine_url
+        self.lane = lane
+        self.events = StringIO()
+        self._writer: Any = None
+
+    @asynccontextmanager
+    async def serving(self, **settings: object) -> AsyncIterator["asyncio.Event"]:
+        """The service runs; gives its stop event, and stops it at the end."""
+        variables = {"LANE": self.lane, "ENGINE_URL": self.engine_url, "HEARTBEAT_S": 0.1}
+        variables |= {"DRAIN_S": 0.2} | {name.upper(): value for name, value in settings.items()}
+        stop = asyncio.Event()
+        context = Context(
+            started=StartedRun(
+                run="r", configuration=configuration(self.model), blobs="memory://", started_ms=1
+            ),
+            log=self.log,
+            blobs=BlobStore("memory://blobs"),
+            telemetry=Telemetry(service="inference", stream=self.events),
+            stop=stop,
+            environ={f"FORGEMQ_INFERENCE_{name}": str(value) for name, value in variables.items()},
+        )
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(main(context))
+            await asyncio.sleep(0)
+            yield stop
+            stop.set()
+            await asyncio.wait([task], timeout=20)
+            assert task.done(), "the service did not stop"
+
+    async def request(
+        self,
+        number: int,
+        context: Sequence[int],
+        *,
+        epoch: int = 1,
+        attempt: int = 0,
+        deadline_s: float = 60.0,
+        headers: Headers = (),
+        parent: int | None = None,
+        shared: int = 0,
+        is_delta: bool = False,
+        **sampling: Any,
+    ) -> None:
+        request = RequestedCompletion(
+            request_id=request_id(number),
+            attempt=attempt,
+            episode_id=f"{GROUP}.0.0",
+            group_id=GROUP,
+            lane=self.lane,
+            epoch=epoch,
+            sampling=Sampling(**sampling),
+            deadline_ms=now_ms() + int(deadline_s * 1000),
+            requested_ms=now_ms(),
+            turn=TURN,
+            parent_id=None if parent is None else request_id(parent),
+            shared_prefix_tokens=shared,
+            context=pack_ids(context),
+            is_delta=is_delta,
+        )
+        await self.write(topics.REQUESTED_COMPLETIONS, self.lane, request, headers=headers)
+
+    async def cancel(self, number: int, *, attempt: int = 0) -> None:
+        record = CancelledCompletion(
+            request_id=request_id(number), attempt=attempt, lane=self.lane
+        )
+        await self.write(topics.CANCELLED_COMPLETIONS, self.lane, record)
+
+    async def publish(
+        self,
+        folder: Path,
+        *,
+        lineage: int = 1,
+        version: int,
+        fast_paths: tuple[Rendezvous, ...] = (),
+        deadline_s: float = 10.0,
+        sha256: str | None = None,
+    ) -> None:
+        data = (folder / "model.safetensors").read_bytes()
+        record = PublishedWeights(
+            lineage=lineage,
+            version=version,
+            sha256=sha256 or hashlib.sha256(data).hexdigest(),
+            uri=str(folder),
+            size_bytes=len(data),
+            fast_paths=fast_paths,
+            deadline_s=deadline_s,
+        )
+        await self.write(topics.PUBLISHED_WEIGHTS, 0, record)
+
+    async def write(
+        self, topic: topics.Topic, partition: int, record: msgspec.Struct, headers: Headers = ()
+    ) -> int:
+        if self._writer is None:
+            self._writer = await self.log.writer()
+        output = Output(topic=topic.name, partition=partition, record=record)
+        offset: int = await self._writer.write(emit_of(output, headers=headers))
+        return offset
+
+    async def read(self, topic: str, partition: int) -> list[Any]:
+        """All records of a partition, raw."""
+        place = Place(topic, partition)
+        end = (await self.log.end_positions([place]))[place]
+        start = (await self.log.first_positions([place]))[place]
+        reader = await self.log.reader({place: start})
+        records: list[Any] = []
+        while start < end and reader.position(place) < end:
+            records += await reader.read(timeout_s=0.2, records_max=1000)
+        await reader.close()
+        return records
+
+    async def finished(self, *, count: int = 0, timeout_s: float = 20.0) -> list[FinishedCompletion]:
+        """Finished completions, once there are `count`."""
+        partition = group_partition(GROUP, partitions=PARTITIONS)
+        topic = topics.FINISHED_COMPLETIONS
+        async with asyncio.timeout(timeout_s):
+            while len(records := await self.read(topic.name, partition)) < count:
+                await asyncio.sleep(0.02)
+        return [topics.decode(topic, record.value) for record in records]  # type: ignore[misc]
+
+    async def loaded(self, *, count: int = 0, timeout_s: float = 20.0) -> list[LoadedWeights]:
+        """Loaded weights of the lane, once there are `count`."""
+        topic = topics.LOADED_WEIGHTS
+        async with asyncio.timeout(timeout_s):
+            while len(records := await self.read(topic.name, self.lane)) < count:
+                await asyncio.sleep(0.02)
+        return [topics.decode(topic, record.value) for record in records]  # type: ignore[misc]
+
+    async def report(self, *, is_serving: bool, timeout_s: float = 20.0) -> ReportedEngine:
+        """The newest report, once it says so."""
+        topic = topics.REPORTED_ENGINES
+        async with asyncio.timeout(timeout_s):
+            while True:
+                records = await self.read(topic.name, self.lane)
+                if records:
+                    report = topics.decode(topic, records[-1].value)
+                    assert isinstance(report, ReportedEngine)
+                    if report.is_serving == is_serving:
+                        return report
+                await asyncio.sleep(0.02)
+
+    def said(self, event: str) -> list[dict[str, Any]]:
+        """Events of this name in the service's log."""
+        lines = [json.loads(line) for line in self.events.getvalue().splitlines()]
+        return [line for line in lines if line["event"] == event]

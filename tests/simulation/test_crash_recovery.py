@@ -1,0 +1,23 @@
+"""Kill a transform task anywhere; the published log is the one of a run without a crash."""
+
+import pytest
+
+from tests.simulation.cases import CASES
+from tests.simulation.harness import CRASH_POINTS, Crashes, published
+
+SEEDS = range(25)
+
+
+@pytest.mark.simulation
+@pytest.mark.parametrize("make_case", CASES, ids=lambda make: make.__name__)
+async def test_crashes_never_change_what_was_published(make_case):
+    case = make_case()
+    expected = await published(case, Crashes(0, probability=0.0))
+    assert sum(map(len, expected.values())) > 0
+    counts = dict.fromkeys(CRASH_POINTS, 0)
+    for seed in SEEDS:
+        crashes = Crashes(seed, probability=0.1)
+        assert await published(case, crashes) == expected, f"reproduce with seed={seed}"
+        for point, count in crashes.counts.items():
+            counts[point] += count
+    assert min(counts.values()) > 0, f"not every kind of crash was tried: {counts}"

@@ -1,0 +1,204 @@
+"""A whole run from the agents' side, over HTTP."""
+
+import asyncio
+from contextlib import suppress
+
+import pytest
+
+from forgemq.agents.app import play_run
+from forgemq.agents.settings import AgentsSettings
+from forgemq.agents.user_code import DomainCode
+from forgemq.contracts.run import (
+    Episodes,
+    Evaluation,
+    Model,
+    Queue,
+    RunConfiguration,
+    Trainer,
+)
+from forgemq.telemetry.telemetry import Telemetry
+
+
+def configuration(*, slots: int = 2, evaluation: Evaluation | None = None, concurrent_max: int = 8):
+    queue = Queue(
+        domain="count",
+        task_source="unused:unused",
+        agent="unused:unused",
+        group_size=2,
+        groups_per_step=1,
+        slots=slots,
+        window=1,
+    )
+    return RunConfiguration(
+        run="r",
+        seed=3,
+        model=Model(path="m"),
+        queues=(queue,),
+        trainer=Trainer(steps=4),
+        evaluation=evaluation or Evaluation(tasks=2),
+        episodes=Episodes(concurrent_max=concurrent_max),
+    )
+
+
+def numbered(seed: int, domain: str, k: int) -> dict[str, object]:
+    return {"seed": seed, "domain": domain, "k": k}
+
+
+async def well(episode) -> None:
+    completion = await episode.chat([{"role": "user", "content": str(episode.task["k"])}])
+    episode.result = {"said": completion.text}
+    episode.virtual_s = 1.5
+
+
+async def play(gateway, agent, **changes) -> None:
+    run = configuration(**changes)
+    settings = AgentsSettings(
+        configuration="-", gateway_url=gateway.url, admin_key="admin", poll_s=0.05
+    )
+    domains = {"count": DomainCode(task_source=numbered, play=agent)}
+    telemetry = Telemetry(service="agents")
+    async with asyncio.timeout(30):
+        await play_run(run, settings, domains, {}, telemetry)
+
+
+async def test_a_run_is_evaluated_trained_and_evaluated_again(memory_gateway):
+    gateway = await memory_gateway()
+    await play(gateway, well)
+    assert gateway.rounds() == ["start-sampled", "start-greedy", "end-sampled", "end-greedy"]
+    evaluated = [g for g in gateway.in_order() if g.body["purpose"] == "eval"]
+    assert [g.body["task"]["k"] for g in evaluated] == [1_000_000, 1_000_001] * 4
+    assert {g.body["temperature"] for g in evaluated if "greedy" in g.body["round_name"]} == {0.0}
+    assert {g.body["temperature"] for g in evaluated if "sampled" in g.body["round_name"]} == {1.0}
+    trained = [g for g in gateway.in_order() if g.body["purpose"] == "train"]
+    assert [g.body["idempotency_key"] for g in trained[:4]] == [f"count/{k}" for k in range(4)]
+    assert [g.body["task"] for g in trained[:2]] == [numbered(3, "count", k) for k in range(2)]
+    verb, body = trained[0].ended[0]
+    assert (verb, body["virtual_s"]) == ("finish", 1.5)
+    assert body["result"]["said"] == "key-g-count-0.0.0 speaking"
+
+
+async def test_groups_asked_for_stay_near_the_number_of_slots(memory_gateway):
+    gateway = await memory_gateway(groups_to_train=12, slots=3)
+    await play(gateway, well, slots=3)
+    assert gateway.outstanding_max == 3 + 1
+
+
+async def test_no_more_episodes_are_open_than_configured(memory_gateway):
+    gateway = await memory_gateway(group_size=6, slots=3)
+
+    async def slowly(episode) -> None:
+        await asyncio.sleep(0.05)
+
+    await play(gateway, slowly, slots=3, concurrent_max=4)
+    assert gateway.open_max == 4
+
+
+async def test_periodic_rounds_are_played_during_training(memory_gateway):
+    gateway = await memory_gateway(groups_to_train=4, slots=1, group_size=1)
+
+    async def slowly(episode) -> None:
+        await asyncio.sleep(0.3)
+
+    await play(
+        gateway, slowly, slots=1, evaluation=Evaluation(tasks=1, every_steps=2, greedy=False)
+    )
+    assert gateway.rounds() == ["start-sampled", "step-2-sampled", "end-sampled"]
+
+
+async def test_an_agent_that_raises_is_aborted_with_what_it_raised(memory_gateway):
+    gateway = await memory_gateway()
+
+    async def broken(episode) -> None:
+        raise LookupError("no such shelf")
+
+    await play(gateway, broken)
+    ends = [end for group in gateway.in_order() for end in group.ended.values()]
+    assert {verb for verb, _ in ends} == {"abort"}
+    assert {body["detail"] for _, body in ends} == {"LookupError: no such shelf"}
+
+
+async def test_a_long_episode_keeps_its_lease_by_heartbeats(memory_gateway):
+    gateway = await memory_gateway(groups_to_train=1, slots=1, group_size=1)
+
+    async def long(episode) -> None:
+        await asyncio.sleep(1.0)
+
+    await play(gateway, long, slots=1, evaluation=Evaluation())
+    assert gateway.heartbeats.count("g-count-0.0.0") >= 3
+
+
+async def test_an_episode_that_was_replaced_is_stopped_and_reports_nothing(memory_gateway):
+    gateway = await memory_gateway(groups_to_train=1, slots=1, group_size=1)
+    played, cancelled = [], []
+
+    async def stubborn(episode) -> None:
+        played.append(episode.episode_id)
+        if len(played) == 1:
+            gateway.lapse(episode.episode_id)
+            try:
+                await asyncio.sleep(30)
+            except asyncio.CancelledError:
+                cancelled.append(episode.episode_id)
+                raise
+
+    await play(gateway, stubborn, slots=1, evaluation=Evaluation())
+    assert played[:2] == ["g-count-0.0.0", "g-count-0.0.1"]
+    assert cancelled == ["g-count-0.0.0"]
+    assert gateway.groups["g-count-0"].claimed == {0: 1}
+
+
+async def test_a_killed_process_is_continued_without_asking_twice(memory_gateway):
+    gateway = await memory_gateway(groups_to_train=6, slots=2)
+    reached = asyncio.Event()
+
+    async def until_the_third(episode) -> None:
+        if episode.task["k"] == 3:
+            reached.set()
+            await asyncio.sleep(30)
+        await well(episode)
+
+    first = asyncio.ensure_future(play(gateway, until_the_third))
+    await asyncio.wait_for(reached.wait(), 20)
+    first.cancel()
+    with suppress(asyncio.CancelledError):
+        await first
+    for group in gateway.in_order():
+        for index, attempt in group.claimed.items():
+            if index not in group.ended:
+                gateway.lapse(f"{group.group_id}.{index}.{attempt}")
+    await play(gateway, well)
+    keys = [group.body["idempotency_key"] for group in gateway.in_order()]
+    assert len(set(keys)) == len(keys)
+    assert gateway.rounds() == ["start-sampled", "start-greedy", "end-sampled", "end-greedy"]
+    assert gateway.groups["g-count-3"].claimed == {0: 1, 1: 1}
+
+
+async def test_two_processes_share_one_run(memory_gateway):
+    gateway = await memory_gateway(groups_to_train=6, slots=3, group_size=4)
+    players: dict[str, set[str]] = {"one": set(), "two": set()}
+
+    def named(name: str):
+        async def played(episode) -> None:
+            players[name].add(episode.episode_id)
+            await asyncio.sleep(0.02)
+
+        return played
+
+    await asyncio.gather(play(gateway, named("one"), slots=3), play(gateway, named("two"), slots=3))
+    assert players["one"]
+    assert players["two"]
+    assert not players["one"] & players["two"]
+
+
+async def test_a_busy_gateway_is_asked_again_when_it_says(memory_gateway, refusal):
+    gateway = await memory_gateway(groups_to_train=1, slots=1)
+    gateway.refusals = [refusal(429, "busy", Retry_After="0.1"), refusal(503, "moving")]
+    await play(gateway, well, slots=1)
+    assert gateway.is_over
+
+
+async def test_a_refused_key_ends_the_process(memory_gateway, refusal):
+    gateway = await memory_gateway()
+    gateway.refusals = [refusal(401, "wrong key")] * 20
+    with pytest.raises(ExceptionGroup, match="unhandled"):
+        await play(gateway, well)

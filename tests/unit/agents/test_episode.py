@@ -1,0 +1,194 @@
+"""What a user's agent gets, and how it behaves when the gateway does not."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import aiohttp
+import pytest
+
+from forgemq.agents.completion import Completion, ToolCall
+from forgemq.agents.episode import Episode
+from forgemq.agents.errors import ContextFullError, EpisodeOverError, GatewayError
+from forgemq.agents.gateway import Claim, Gateway, GroupRequest
+from forgemq.agents.requests import JsonRequests, Retry
+from forgemq.agents.tool_loop import Append, Stop, answer_calls, run_tool_loop
+
+ASKED = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture
+async def http() -> AsyncIterator[aiohttp.ClientSession]:
+    async with aiohttp.ClientSession() as session:
+        yield session
+
+
+@pytest.fixture
+async def opened(memory_gateway, http):
+    """(the gateway, an episode on it, the waits it made)."""
+    server = await memory_gateway()
+    waits: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    requests = JsonRequests(http, retry=Retry(deadline_s=60), sleep=sleep)
+    gateway = Gateway(requests, url=server.url, admin_key="admin")
+    group = await gateway.request_group(
+        GroupRequest(domain="count", idempotency_key="count/0", task={"k": 0}, purpose="train")
+    )
+    claim = await gateway.claim(group.group_id)
+    assert claim is not None
+    episode = Episode(claim, gateway=gateway, requests=requests, environ={"A": "b"})
+    return server, episode, waits
+
+
+async def test_chat_speaks_with_the_episodes_key(opened):
+    _, episode, _ = opened
+    completion = await episode.chat(ASKED)
+    assert completion.text == f"{episode.key} speaking"
+    assert completion.completion_id == "a" * 32
+
+
+async def test_a_retry_sends_the_same_bytes(opened, refusal):
+    server, episode, waits = opened
+    server.refusals = [
+        refusal(429, "slow down", Retry_After="3"),
+        refusal(500, "oh"),
+        refusal(503, "oh", Retry_After="not a number"),
+    ]
+    await episode.chat(ASKED, tools=[{"type": "function", "function": {"name": "f"}}])
+    assert len(server.chats) == 4
+    assert len(set(server.chats)) == 1
+    assert waits == [3.0, 0.4, 0.8]
+
+
+async def test_a_full_context_is_an_error_of_its_own_and_not_retried(opened, refusal):
+    server, episode, _ = opened
+    server.refusals = [refusal(400, "too long", code="context_length_exceeded")]
+    with pytest.raises(ContextFullError):
+        await episode.chat(ASKED)
+    assert len(server.chats) == 1
+
+
+@pytest.mark.parametrize("status", [404, 409, 410])
+async def test_an_episode_that_is_over_says_so(opened, refusal, status):
+    server, episode, _ = opened
+    server.refusals = [refusal(status, "over")]
+    with pytest.raises(EpisodeOverError) as caught:
+        await episode.chat(ASKED)
+    assert caught.value.status == status
+
+
+async def test_any_other_refusal_is_raised_with_its_message(opened, refusal):
+    server, episode, _ = opened
+    server.refusals = [refusal(422, "temperature must be a number")]
+    with pytest.raises(GatewayError, match="temperature must be a number"):
+        await episode.chat(ASKED)
+
+
+async def test_retries_end_at_the_deadline(http, memory_gateway, refusal):
+    server = await memory_gateway()
+    server.refusals = [refusal(429, "busy", Retry_After="100")]
+    requests = JsonRequests(http, retry=Retry(deadline_s=5))
+    with pytest.raises(GatewayError, match="busy"):
+        await requests.send("POST", f"{server.url}/v1/chat/completions", key="k", fields={})
+    assert len(server.chats) == 1
+
+
+async def test_a_gateway_that_is_away_is_asked_again_until_it_is_back(http, memory_gateway):
+    server = await memory_gateway()
+    attempts = 0
+    dead = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+    port = dead.sockets[0].getsockname()[1]
+
+    async def sleep(_: float) -> None:
+        nonlocal attempts
+        attempts += 1
+        if attempts == 2:
+            dead.close()
+            await dead.wait_closed()
+            server_back = aiohttp.web.AppRunner(server.app)
+            await server_back.setup()
+            await aiohttp.web.TCPSite(server_back, "127.0.0.1", port).start()
+            runners.append(server_back)
+
+    runners: list[aiohttp.web.AppRunner] = []
+    requests = JsonRequests(http, retry=Retry(), sleep=sleep)
+    reply = await requests.send("GET", f"http://127.0.0.1:{port}/v1/run", key="k")
+    assert reply.status == 200
+    assert attempts >= 2
+    await runners[0].cleanup()
+
+
+async def test_a_reward_is_reported_under_an_id_that_a_retry_repeats(opened):
+    server, episode, _ = opened
+    completion = await episode.chat(ASKED)
+    await episode.report_reward("style", 0.5, completion=completion)
+    await episode.report_reward("style", 0.5, completion=completion)
+    await episode.report_reward("style", 0.25)
+    first, again, whole = server.rewards
+    assert first["reward_id"] == again["reward_id"] != whole["reward_id"]
+    assert first["completion_id"] == "a" * 32
+    assert "completion_id" not in whole
+
+
+def completion_with(arguments: object, *, content: str | None = None) -> Completion:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    message = {"role": "assistant", "content": content, "tool_calls": [call]}
+    return Completion(id="chatcmpl-0", message=message, finish_reason="tool_calls")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [('{"a": 1}', {"a": 1}), ({"a": 1}, {"a": 1}), ("[1]", None), ('{"a"', None), ("", None)],
+)
+def test_arguments_are_an_object_or_nothing(arguments, expected):
+    assert completion_with(arguments).calls == (ToolCall(id="c1", name="f", arguments=expected),)
+
+
+async def test_calls_of_one_turn_run_at_the_same_time():
+    together = asyncio.Barrier(3)
+
+    async def meet(arguments) -> str:
+        await asyncio.wait_for(together.wait(), 5)
+        return f"met {arguments['n']}"
+
+    calls = [ToolCall(id=str(n), name="meet", arguments={"n": n}) for n in range(3)]
+    odd = [
+        ToolCall(id="x", name="none", arguments={}),
+        ToolCall(id="y", name="meet", arguments=None),
+    ]
+    answers = await answer_calls([*calls, *odd], {"meet": meet}, bad_call="bad")
+    assert [answer["content"] for answer in answers] == ["met 0", "met 1", "met 2", "bad", "bad"]
+    assert [answer["tool_call_id"] for answer in answers] == ["0", "1", "2", "x", "y"]
+
+
+async def test_the_loop_appends_the_message_as_it_came():
+    heard: list[list[dict]] = []
+
+    class Policy:
+        async def chat(self, messages, *, tools=()) -> Completion:
+            heard.append(list(messages))
+            return completion_with("{}", content="odd  text ")
+
+    class Once:
+        tools = ()
+
+        def opening(self):
+            return ASKED
+
+        async def answer(self, completion):
+            if len(heard) == 2:
+                return Stop("done")
+            return Append([{"role": "tool", "tool_call_id": "c1", "content": "x"}])
+
+    assert await run_tool_loop(Policy(), Once(), turns_max=5) == "done"
+    assert heard[1] == [
+        *ASKED,
+        completion_with("{}", content="odd  text ").message,
+        {"role": "tool", "tool_call_id": "c1", "content": "x"},
+    ]
+
+
+def test_a_claim_hides_nothing_the_agent_needs():
+    assert set(Claim.__struct_fields__) >= {"key", "base_url", "session_url", "task", "temperature"}

@@ -1,0 +1,28 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+
+def write_model(folder: Path, *, seed: int) -> Path:
+    """A folder that says what a model's folder says, with four small tensors."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(
+        json.dumps({"vocab_size": 704, "max_position_embeddings": 1024})
+    )
+    random = np.random.default_rng(seed)
+    tensors = {f"layers.{i}.weight": random.normal(size=(8, 4)).astype("f4") for i in range(4)}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "base", seed=0)
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "trained", seed=1)

@@ -1,0 +1,292 @@
+"""The whole service on an in-memory log beside the stand-in engine."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from forgemq.bus.log import Emit
+from forgemq.bus.memory import MemoryLog
+from forgemq.contracts import topics
+from forgemq.contracts.arrays import pack_ids, unpack_floats, unpack_ids
+from forgemq.contracts.weights import ReportedEngine
+from loadtests.stand_in_engine import Speed, StandInEngine, sampled, serving
+from tests.lane_scene import LaneScene, create_topics, request_id
+
+CONTEXT = [5, 6, 7]
+REQUESTED = topics.REQUESTED_COMPLETIONS.name
+TRACE = (("traceparent", b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"),)
+
+
+async def scene_of(base: Path, url: str) -> LaneScene:
+    log = MemoryLog(run="r")
+    await create_topics(log)
+    return LaneScene(log, model=base, engine_url=url)
+
+
+async def test_a_request_ends_as_one_record_with_tokens_logprobs_and_spans(base: Path) -> None:
+    speed = Speed(tokens=5)
+    async with serving(StandInEngine(speed)) as url:
+        scene = await scene_of(base, url)
+        async with scene.serving():
+            await scene.report(is_serving=True)
+            await scene.request(1, CONTEXT, headers=TRACE, temperature=0.5, max_tokens=9)
+            (record,) = await scene.finished(count=1)
+    tokens, logprobs = sampled(CONTEXT, count=5, speed=speed)
+    assert (record.request_id, record.finish_reason, record.epoch) == (request_id(1), "stop", 1)
+    assert unpack_ids(record.output) == tokens
+    assert unpack_floats(record.logprobs) == pytest.approx(logprobs, rel=1e-6)
+    assert [(s.start, s.end, s.lineage, s.version) for s in record.spans] == [(0, 5, 0, 0)]
+    assert (record.temperature, record.support) == (0.5, "full")
+    assert unpack_ids(record.context) == CONTEXT
+
+
+async def test_the_trace_context_of_the_request_is_on_the_record(base: Path) -> None:
+    async with serving(StandInEngine(Speed(tokens=1))) as url:
+        scene = await scene_of(base, url)
+        async with scene.serving():
+            await scene.report(is_serving=True)
+            await scene.request(1, CONTEXT, headers=TRACE)
+            await scene.finished(count=1)
+        places = [await scene.read("finished-completions-v1", p) for p in range(4)]
+    (record,) = [record for place in places for record in place]
+    assert dict(record.headers)["traceparent"] == TRACE[0][1]
+
+
+async def test_a_redelivered_request_runs_once(base: Path) -> None:
+    async with serving(StandInEngine(Speed(tokens=1))) as url:
+        scene = await scene_of(base, url)
+        async with scene.serving():
+            await scene.report(is_serving=True)
+            for _ in range(3):
+                await scene.request(1, CONTEXT)
+            await scene.request(2, CONTEXT)
+            records = await scene.finished(count=2)
+            await asyncio.sleep(0.1)
+            assert len(await scene.finished()) == 2
+    assert {record.request_id for record in records} == {request_id(1), request_id(2)}
+
+
+async def test_a_delta_request_continues_the_lanes_own_completion(base: Path) -> None:
+    speed = Speed(tokens=4)
+    async with serving(StandInEngine(speed)) as url:
+        scene = await scene_of(base, url)
+        async with scene.serving():
+            await scene.report(is_serving=True)
+            await scene.request(1, CONTEXT, max_tokens=4)
+            (parent,) = await scene.finished(count=1)
+            await scene.request(2, [8], parent=1, shared=6, is_delta=True, max_tokens=4)
+            _, child = await scene.finished(count=2)
+    full = [*CONTEXT, *unpack_ids(parent.output)[:3], 8]
+    assert unpack_ids(child.output) == sampled(full, count=4, speed=speed)[0]
+    assert (child.context, child.shared_prefix_tokens) == (pack_ids([8]), 6)
+
+
+@pytest.mark.parametrize("shared", [8, 10_000])
+async def test_a_delta_request_beyond_what_is_remembered_is_context_missing(
+    base: Path, shared: int
+) -> None:
+    async with serving(StandInEngine(Speed(tokens=4))) as url:
+        scene = await scene_of(base, url)
+        async with scene.serving():
+            await scene.report(is_serving=True)
+            await scene.request(1, CONTEXT, max_tokens=4)
+            await scene.finished(count=1)
+            await scene.request(2, [8], parent=1, shared=shared, is_delta=True)
+            await scene.request(3, [8], parent=9, shared=1, is_delta=True)
+            records = await scene.finished(count=3)
+    assert [record.error for record in records] == ["", "context_missing", "context_missing"]
+
+
+async def test_a_full_request_records_the_context_after_the_shared_prefix(base: Path) -> None:
+    async with serving(StandInEngine(Speed(tokens=1))) as url:
+        scene = await scene_of(base, url)
+        async with scene.serving():
+            await scene.report(is_serving=True)
+            await scene.request(1, [1, 2, 3, 4], parent=7, shared=3)
+            (record,) = await scene.finished(count=1)
+    assert unpack_ids(record.context) == [4]
+
+
+async def test_a_cancelled_request_is_aborted_in_the_engine_at_once(base: Path) -> None:
+    async with serving(StandInEngine(Speed(latency_s=30.0))) as url:
+        scene = await scene_of(base, url)
+        async with scene.serving():
+            await scene.report(is_serving=True)
+            await scene.request(1, CONTEXT)
+            while not (await scene.report(is_serving=True)).running:
+                await asyncio.sleep(0.02)
+            await scene.cancel(1)
+            (record,) = await scene.finished(count=1, timeout_s=5)
+    assert (record.finish_reason, record.error) == ("abort", "cancelled")
+
+
+async def test_a_cancellation_that_comes_before_its_request_holds(base: Path) -> None:
+    async with serving(StandInEngine(Speed(latency_s=30.0))) as url:
+        scene = await scene_of(base, url)
+        async with scene.serving():
+            await scene.report(is_serving=True)
+            await scene.cancel(1)
+            await asyncio.sleep(0.3)
+            await scene.request(1, CONTEXT)
+            (record,) = await scene.finished(count=1, timeout_s=5)
+    assert record.error == "cancelled"
+
+
+async def test_a_request_past_its_deadline_is_an_error_before_and_in_the_engine(
+    base: Path,
+) -> None:
+    async with serving(StandInEngine(Speed(latency_s=30.0))) as url:
+        scene = await scene_of(base, url)
+        async with scene.serving():
+            await scene.report(is_serving=True)
+            await scene.request(1, CONTEXT, deadline_s=-1)
+            await scene.request(2, CONTEXT, deadline_s=0.3)
+            records = await scene.finished(count=2, timeout_s=5)
+            assert (await scene.report(is_serving=True)).is_serving
+    assert [(r.finish_reason, r.error) for r in records] == [("error", "deadline")] * 2
+
+
+async def test_requests_beyond_the_limit_wait_for_their_turn(base: Path) -> None:
+    async with serving(StandInEngine(Speed(latency_s=0.3))) as url:
+        scene = await scene_of(base, url)
+        async with scene.serving(concurrent_max=2, queued_max=1):
+            await scene.report(is_serving=True)
+            for number in range(6):
+                await scene.request(number, CONTEXT)
+            peak = 0
+            while len(await scene.finished()) < 6:
+                peak = max(peak, (await scene.report(is_serving=True)).running)
+                await asyncio.sleep(0.02)
+    assert peak == 2
+
+
+async def test_a_token_outside_the_vocabulary_never_reaches_the_engine(base: Path) -> None:
+    async with serving(StandInEngine(Speed())) as url:
+        scene = await scene_of(base, url)
+        async with scene.serving():
+            await scene.report(is_serving=True)
+            await scene.request(1, [1, 704])
+            (record,) = await scene.finished(count=1)
+    assert record.error == "engine: a token id is outside the vocabulary of 704"
+
+
+async def test_a_request_of_an_older_epoch_is_left_to_the_gateway(base: Path) -> None:
+    async with serving(StandInEngine(Speed(tokens=1))) as url:
+        scene = await scene_of(base, url)
+        async with scene.serving():
+            assert (await scene.report(is_serving=True)).epoch == 1
+        async with scene.serving():
+            while (await scene.report(is_serving=True)).epoch != 2:
+                await asyncio.sleep(0.02)
+            await scene.request(1, CONTEXT, epoch=1)
+            await scene.request(2, CONTEXT, epoch=2)
+            records = await scene.finished(count=1)
+            await asyncio.sleep(0.1)
+            assert len(await scene.finished()) == 1
+    assert records[0].request_id == request_id(2)
+
+
+async def test_a_newer_process_on_the_lane_ends_the_older_one(base: Path) -> None:
+    async with serving(StandInEngine(Speed())) as url:
+        scene = await scene_of(base, url)
+        with pytest.raises(ExceptionGroup, match="unhandled") as caught:
+            async with scene.serving():
+                report = await scene.report(is_serving=True)
+                newer = ReportedEngine(
+                    lane=0,
+                    epoch=report.epoch + 1,
+                    url="http://elsewhere",
+                    is_serving=False,
+                    lineage=0,
+                    version=0,
+                    running=0,
+                    queued=0,
+                    reported_ms=1,
+                )
+                await scene.write(topics.REPORTED_ENGINES, 0, newer)
+                await asyncio.sleep(5)
+    assert "belongs to a newer process: epoch 2, ours was 1" in _leaves(caught.value)
+
+
+async def test_a_lost_engine_fails_its_requests_and_is_taken_back_when_it_returns(
+    base: Path,
+) -> None:
+    async with serving(StandInEngine(Speed(latency_s=30.0))) as url:
+        port = int(url.rsplit(":", 1)[1])
+        scene = await scene_of(base, url)
+        service = scene.serving()
+        await service.__aenter__()
+        await scene.report(is_serving=True)
+        await scene.request(1, CONTEXT)
+        while not (await scene.report(is_serving=True)).running:
+            await asyncio.sleep(0.02)
+    await scene.report(is_serving=False, timeout_s=10)
+    (lost,) = await scene.finished(count=1, timeout_s=5)
+    await scene.request(2, CONTEXT)
+    _, refused = await scene.finished(count=2, timeout_s=5)
+    async with serving(StandInEngine(Speed(tokens=1)), port=port):
+        await scene.report(is_serving=True, timeout_s=10)
+        await scene.request(3, CONTEXT)
+        *_, served = await scene.finished(count=3, timeout_s=5)
+        await service.__aexit__(None, None, None)
+    assert (lost.finish_reason, lost.error.split(":")[0]) == ("error", "engine")
+    assert refused.error == "engine: not serving"
+    assert served.finish_reason == "stop"
+
+
+async def test_a_stop_lets_short_requests_end_and_fails_long_ones(base: Path) -> None:
+    async with serving(StandInEngine(Speed(latency_s=0.4))) as url:
+        scene = await scene_of(base, url)
+        async with scene.serving(drain_s=3) as stop:
+            await scene.report(is_serving=True)
+            await scene.request(1, CONTEXT)
+            while not (await scene.report(is_serving=True)).running:
+                await asyncio.sleep(0.02)
+            stop.set()
+            (short,) = await scene.finished(count=1)
+        assert not (await scene.report(is_serving=False)).is_serving
+    async with serving(StandInEngine(Speed(latency_s=30.0))) as url:
+        scene = await scene_of(base, url)
+        async with scene.serving(drain_s=0.2) as stop:
+            await scene.report(is_serving=True)
+            await scene.request(1, CONTEXT)
+            while not (await scene.report(is_serving=True)).running:
+                await asyncio.sleep(0.02)
+            stop.set()
+            (long,) = await scene.finished(count=1, timeout_s=5)
+    assert short.error == ""
+    assert long.error == "engine: the lane is leaving"
+
+
+async def test_a_record_that_does_not_decode_goes_to_the_dead_letter_topic(base: Path) -> None:
+    async with serving(StandInEngine(Speed(tokens=1))) as url:
+        scene = await scene_of(base, url)
+        async with scene.serving():
+            await scene.report(is_serving=True)
+            bad = ReportedEngine(
+                lane=0,
+                epoch=1,
+                url="",
+                is_serving=False,
+                lineage=0,
+                version=0,
+                running=0,
+                queued=0,
+                reported_ms=1,
+            )
+            writer = await scene.log.writer()
+            await writer.write(
+                Emit(topic=REQUESTED, partition=0, key=b"", value=topics.encode(bad))
+            )
+            await scene.request(1, CONTEXT)
+            await scene.finished(count=1)
+            (dead,) = await scene.read(f"{REQUESTED}-dlq", 0)
+    assert dead.value == topics.encode(bad)
+    assert b"request_id" in dict(dead.headers)["reason"]
+
+
+def _leaves(error: BaseException) -> str:
+    if isinstance(error, BaseExceptionGroup):
+        return "; ".join(_leaves(inner) for inner in error.exceptions)
+    return str(error)

@@ -1,0 +1,207 @@
+"""Published weights into the stand-in engine, through the whole service."""
+
+import asyncio
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from forgemq.bus.memory import MemoryLog
+from forgemq.contracts.weights import Rendezvous
+from loadtests.stand_in_engine import Speed, StandInEngine, serving
+from tests.lane_scene import LaneScene, create_topics
+
+CONTEXT = [5, 6, 7]
+
+
+@asynccontextmanager
+async def serving_scene(base: Path, engine: StandInEngine, **settings: object):
+    async with serving(engine) as url:
+        log = MemoryLog(run="r")
+        await create_topics(log)
+        scene = LaneScene(log, model=base, engine_url=url)
+        async with scene.serving(**settings):
+            await scene.report(is_serving=True)
+            yield scene
+
+
+@asynccontextmanager
+async def rendezvous(*, group_name: str = "g", is_new: bool = True, epoch: int = 1):
+    """An offer whose port is open, as that of a publisher which waits."""
+    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+    async with server:
+        yield Rendezvous(
+            lane=0,
+            epoch=epoch,
+            host="127.0.0.1",
+            port=server.sockets[0].getsockname()[1],
+            group_name=group_name,
+            backend="gloo",
+            is_new=is_new,
+        )
+
+
+async def test_a_fresh_lane_says_that_it_serves_the_base_model(base: Path) -> None:
+    async with serving_scene(base, StandInEngine(Speed())) as scene:
+        (loaded,) = await scene.loaded(count=1)
+    assert (loaded.lineage, loaded.version, loaded.path, loaded.epoch) == (0, 0, "start", 1)
+
+
+async def test_the_first_publication_of_the_base_bytes_changes_only_the_name(base: Path) -> None:
+    engine = StandInEngine(Speed(tokens=2))
+    async with serving_scene(base, engine) as scene:
+        await scene.publish(base, version=0)
+        _, loaded = await scene.loaded(count=2)
+        await scene.request(1, CONTEXT)
+        (record,) = await scene.finished(count=1)
+    assert (loaded.lineage, loaded.version, loaded.path, loaded.paused_s) == (1, 0, "start", 0.0)
+    assert (engine.weight_version, record.spans[0].lineage) == ("1.0", 1)
+
+
+async def test_new_weights_come_from_the_durable_copy_where_no_fast_path_is_offered(
+    base: Path, trained: Path
+) -> None:
+    engine = StandInEngine(Speed())
+    async with serving_scene(base, engine) as scene:
+        await scene.publish(trained, version=1)
+        _, loaded = await scene.loaded(count=2)
+        report = await scene.report(is_serving=True)
+    assert (loaded.version, loaded.path, engine.weight_version) == (1, "durable", "1.1")
+    assert loaded.duration_s >= loaded.paused_s > 0
+    assert report.version == 1
+
+
+async def test_the_fast_path_receives_every_tensor_once_in_name_order(
+    base: Path, trained: Path
+) -> None:
+    engine = StandInEngine(Speed(pretends_groups=True))
+    async with serving_scene(base, engine) as scene, rendezvous() as offer:
+        await scene.publish(trained, version=1, fast_paths=(offer,))
+        _, loaded = await scene.loaded(count=2)
+    assert loaded.path == "fast"
+    (body,) = engine.received
+    assert body["names"] == [f"layers.{i}.weight" for i in range(4)]
+    assert body["shapes"] == [[8, 4]] * 4
+    assert (body["load_format"], body["flush_cache"], body["weight_version"]) == (
+        "flattened_bucket",
+        True,
+        "1.1",
+    )
+
+
+async def test_a_joined_group_is_used_again_and_an_unknown_one_is_not(
+    base: Path, trained: Path
+) -> None:
+    engine = StandInEngine(Speed(pretends_groups=True))
+    async with serving_scene(base, engine) as scene, rendezvous() as offer:
+        await scene.publish(trained, version=1, fast_paths=(offer,))
+        await scene.loaded(count=2)
+        async with rendezvous(is_new=False) as again:
+            await scene.publish(trained, version=2, fast_paths=(again,), sha256="a" * 64)
+            await scene.loaded(count=3)
+        async with rendezvous(is_new=False, group_name="unknown") as unknown:
+            await scene.publish(base, version=3, fast_paths=(unknown,))
+            loaded = await scene.loaded(count=4)
+    assert [record.path for record in loaded] == ["start", "fast", "fast", "durable"]
+
+
+async def test_a_refused_process_group_falls_back_to_the_durable_copy(
+    base: Path, trained: Path
+) -> None:
+    engine = StandInEngine(Speed(pretends_groups=False))
+    async with serving_scene(base, engine) as scene, rendezvous() as offer:
+        await scene.publish(trained, version=1, fast_paths=(offer,))
+        _, loaded = await scene.loaded(count=2)
+    assert (loaded.path, engine.weight_version) == ("durable", "1.1")
+    assert "process group" in scene.said("fast_path_failed")[0]["error"]
+
+
+async def test_a_publisher_that_is_gone_falls_back_to_the_durable_copy(
+    base: Path, trained: Path
+) -> None:
+    async with rendezvous() as offer:
+        pass
+    engine = StandInEngine(Speed(pretends_groups=True))
+    async with serving_scene(base, engine) as scene:
+        await scene.publish(trained, version=1, fast_paths=(offer,))
+        _, loaded = await scene.loaded(count=2)
+    assert loaded.path == "durable"
+    assert "nobody listens" in scene.said("fast_path_failed")[0]["error"]
+
+
+async def test_an_offer_to_an_older_epoch_is_not_taken(base: Path, trained: Path) -> None:
+    engine = StandInEngine(Speed(pretends_groups=True))
+    async with serving_scene(base, engine) as scene, rendezvous(epoch=7) as offer:
+        await scene.publish(trained, version=1, fast_paths=(offer,))
+        _, loaded = await scene.loaded(count=2)
+    assert (loaded.path, engine.received) == ("durable", [])
+
+
+async def test_requests_during_a_load_are_delayed_and_span_both_versions(
+    base: Path, trained: Path
+) -> None:
+    engine = StandInEngine(Speed(latency_s=1.0, tokens=16))
+    async with serving_scene(base, engine) as scene:
+        await scene.request(1, CONTEXT, max_tokens=16)
+        await asyncio.sleep(0.5)
+        await scene.publish(trained, version=1)
+        (record,) = await scene.finished(count=1)
+    (first, second) = record.spans
+    assert (first.start, first.version, second.end, second.version) == (0, 0, 16, 1)
+    assert first.end == second.start
+    assert record.finish_reason == "length"
+
+
+async def test_a_late_joiner_starts_on_the_newest_durable_copy_of_the_newest_lineage(
+    base: Path, trained: Path
+) -> None:
+    engine = StandInEngine(Speed())
+    async with serving(engine) as url:
+        log = MemoryLog(run="r")
+        await create_topics(log)
+        scene = LaneScene(log, model=base, engine_url=url)
+        await scene.publish(base, lineage=1, version=8)
+        await scene.publish(trained, lineage=2, version=5)
+        await scene.publish(base, lineage=1, version=9)
+        async with scene.serving():
+            report = await scene.report(is_serving=True)
+            (loaded,) = await scene.loaded(count=1)
+    assert (report.lineage, report.version, engine.weight_version) == (2, 5, "2.5")
+    assert loaded.path == "start"
+
+
+async def test_an_engine_left_in_a_broken_update_is_loaded_again_before_it_serves(
+    base: Path, trained: Path
+) -> None:
+    engine = StandInEngine(Speed(), weight_version="broken")
+    async with serving(engine) as url:
+        log = MemoryLog(run="r")
+        await create_topics(log)
+        scene = LaneScene(log, model=base, engine_url=url)
+        async with scene.serving(load_attempts_max=1):
+            await scene.publish(trained, version=3)
+            await scene.report(is_serving=True)
+    assert engine.weight_version == "1.3"
+
+
+async def test_a_damaged_durable_copy_is_never_loaded(base: Path, trained: Path) -> None:
+    engine = StandInEngine(Speed())
+    with pytest.raises(ExceptionGroup):
+        async with serving_scene(base, engine, load_attempts_max=2) as scene:
+            await scene.publish(trained, version=1, sha256="0" * 64)
+            await asyncio.sleep(10)
+    assert engine.weight_version == "0.0"
+    assert "published was 0000" in scene.said("load_failed")[-1]["error"]
+
+
+async def test_a_damaged_copy_is_passed_over_when_a_newer_version_comes(
+    base: Path, trained: Path
+) -> None:
+    engine = StandInEngine(Speed())
+    async with serving_scene(base, engine, load_attempts_max=5) as scene:
+        await scene.publish(trained, version=1, sha256="0" * 64)
+        while not scene.said("load_failed"):
+            await asyncio.sleep(0.02)
+        await scene.publish(trained, version=2)
+        _, loaded = await scene.loaded(count=2)
+    assert loaded.version == 2

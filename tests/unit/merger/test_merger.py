@@ -1,0 +1,461 @@
+"""The merger's core over records: what is on the wire is what was sampled."""
+
+import hashlib
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forgemq.contracts import topics
+from forgemq.contracts.arrays import pack_floats, pack_ids, unpack_floats, unpack_ids
+from forgemq.contracts.completions import FinishedCompletion, TurnPart, WeightSpan
+from forgemq.contracts.groups import (
+    EpisodeScore,
+    MergedGroup,
+    RetiredGroup,
+    ScoredCompletion,
+    ScoredGroup,
+)
+from forgemq.contracts.messages import Message, Output, Tick
+from forgemq.contracts.trees import MergedTree
+from forgemq.merger.core.merger import CLOSED_GROUPS_MAX, QUIET_MS_MAX, Merger
+
+GROUP = "g-1"
+
+
+def name(number: int) -> str:
+    return f"{number:032x}"
+
+
+def finished(number: int, parent: int | None, shared: int, context, output, /, **changes):
+    fields = {
+        "request_id": name(number),
+        "attempt": 0,
+        "episode_id": f"{GROUP}.0.0",
+        "group_id": GROUP,
+        "lane": 0,
+        "epoch": 1,
+        "finish_reason": "stop",
+        "turn": TurnPart(sequence=number, protocol="chat_completions", body_digest="d"),
+        "parent_id": None if parent is None else name(parent),
+        "shared_prefix_tokens": shared,
+        "context": pack_ids(context),
+        "output": pack_ids(output),
+        "logprobs": pack_floats(-0.5 - number - i / 16 for i in range(len(output))),
+        "spans": (WeightSpan(start=0, end=len(output), lineage=1, version=number),)
+        if output
+        else (),
+    }
+    return FinishedCompletion(**{**fields, **changes})
+
+
+def scored(*numbers: int, offsets: dict[int, int] | None = None, **changes) -> ScoredGroup:
+    completions = tuple(
+        ScoredCompletion(
+            completion_id=name(number),
+            offset=number if offsets is None else offsets[number],
+            episode_index=number % 3,
+            sequence=number,
+            return_to_go=1.0,
+            advantage=number - 1.5,
+        )
+        for number in numbers
+    )
+    episode = EpisodeScore(episode_id=f"{GROUP}.0.0", outcome=1, speed=0, process=0, total=1)
+    fields = {
+        "group_id": GROUP,
+        "domain": "shop",
+        "purpose": "train",
+        "episodes": (episode,),
+        "completions": completions,
+    }
+    return ScoredGroup(**{**fields, **changes})
+
+
+def retired(group_id: str = GROUP) -> RetiredGroup:
+    return RetiredGroup(group_id=group_id, domain="shop", purpose="train", reason="trained")
+
+
+def message(record, offset: int = 0) -> Message:
+    return Message(topic="any", partition=4, offset=offset, timestamp_ms=0, record=record)
+
+
+def feed(core: Merger, *records) -> list[Output]:
+    """Completions at offsets 0, 1, 2...; everything else at 0."""
+    outputs: list[Output] = []
+    for offset, record in enumerate(records):
+        outputs.extend(core.handle(message(record, offset)))
+    return outputs
+
+
+def only_summary(outputs: list[Output]) -> MergedGroup:
+    assert [output.topic for output in outputs] == ["merged-groups-v1"]
+    summary = outputs[0].record
+    assert isinstance(summary, MergedGroup)
+    return summary
+
+
+def ints(data: bytes) -> list[int]:
+    return np.frombuffer(data, "<i4").tolist()
+
+
+def parents_of(tree: MergedTree) -> list[int]:
+    starts, lengths = ints(tree.segment_start), ints(tree.segment_length)
+    parents = list(range(-1, len(unpack_ids(tree.tokens)) - 1))
+    for start, parent in zip(starts, ints(tree.segment_parent), strict=True):
+        parents[start] = -1 if parent < 0 else starts[parent] + lengths[parent] - 1
+    return parents
+
+
+def read_back(tree: MergedTree) -> dict[str, dict]:
+    """Each sample from the wire: its tokens, and its entries' depths, log p and versions."""
+    parents, tokens = parents_of(tree), unpack_ids(tree.tokens)
+    first = ints(tree.sample_first_entry)
+    samples = {}
+    for index, sample_id in enumerate(tree.sample_ids):
+        at, path = ints(tree.sample_leaf)[index], []
+        while at >= 0:
+            path.append(at)
+            at = parents[at]
+        path.reverse()
+        entries = slice(first[index], first[index + 1])
+        samples[sample_id] = {
+            "tokens": [tokens[i] for i in path],
+            "positions": [path.index(i) for i in ints(tree.entry_token)[entries]],
+            "logprobs": unpack_floats(tree.entry_logprob)[entries],
+            "versions": ints(tree.entry_version)[entries],
+            "advantage": unpack_floats(tree.sample_advantage)[index],
+            "temperature": unpack_floats(tree.sample_temperature)[index],
+            "turn": ints(tree.sample_turn)[index],
+            "episode": ints(tree.sample_episode)[index],
+        }
+    return samples
+
+
+def test_a_group_becomes_one_tree_and_one_summary_with_its_digest():
+    outputs = feed(
+        Merger(4),
+        finished(0, None, 0, [1, 2], [3, 4], temperature=0.5),
+        finished(1, 0, 4, [5], [6]),
+        finished(2, None, 0, [1, 2], [3, 9]),
+        scored(0, 1, 2),
+    )
+    assert [(output.topic, output.partition) for output in outputs] == [
+        ("merged-trees-v1", 4),
+        ("merged-groups-v1", 4),
+    ]
+    tree, summary = outputs[0].record, outputs[1].record
+    assert unpack_ids(tree.tokens) == [1, 2, 3, 4, 5, 6, 9]
+    assert ints(tree.segment_length) == [3, 3, 1]
+    samples = read_back(tree)
+    assert samples[name(0)]["tokens"] == [1, 2, 3, 4]
+    assert samples[name(0)]["positions"] == [2, 3]
+    assert samples[name(0)]["temperature"] == 0.5
+    assert samples[name(1)]["tokens"] == [1, 2, 3, 4, 5, 6]
+    assert samples[name(1)]["positions"] == [5]
+    assert samples[name(1)]["logprobs"] == [-1.5]
+    assert samples[name(2)]["tokens"] == [1, 2, 3, 9]
+    assert samples[name(2)]["versions"] == [2, 2]
+    assert summary == MergedGroup(
+        group_id=GROUP,
+        domain="shop",
+        purpose="train",
+        partition=4,
+        tree_sha256=hashlib.sha256(topics.encode(tree)).hexdigest(),
+        tree_tokens=7,
+        loss_tokens=5,
+        attention_pairs=1 + 2 + 3 + 4 + 5 + 6 + 4,
+        request_tokens=4 + 6 + 4,
+        append_tokens=4 + 6 + 4,
+        version_min=0,
+    )
+
+
+def test_append_tokens_count_a_continued_completion_once_per_episode():
+    records = [finished(0, None, 0, [1], [2]), finished(1, 0, 2, [3], [4])]
+    in_one = scored(0, 1)
+    same_episode = tuple(
+        ScoredCompletion(
+            completion_id=each.completion_id,
+            offset=each.offset,
+            episode_index=0,
+            sequence=each.sequence,
+            return_to_go=0,
+            advantage=0.5,
+        )
+        for each in in_one.completions
+    )
+    summary = feed(Merger(4), *records, scored(0, 1, completions=same_episode))[1].record
+    assert (summary.request_tokens, summary.append_tokens, summary.tree_tokens) == (6, 4, 4)
+
+
+def test_a_response_across_a_weight_update_has_a_version_per_token():
+    spans = (
+        WeightSpan(start=0, end=2, lineage=1, version=7),
+        WeightSpan(start=2, end=3, lineage=2, version=8),
+    )
+    outputs = feed(Merger(4), finished(0, None, 0, [1], [2, 3, 4], spans=spans), scored(0))
+    assert ints(outputs[0].record.entry_version) == [7, 7, 8]
+    assert outputs[0].record.lineage == 2
+    assert outputs[1].record.version_min == 7
+
+
+def test_truncated_support_is_context_and_not_loss():
+    greedy = finished(0, None, 0, [1], [2, 3], support="greedy", temperature=0.0, logprobs=b"")
+    outputs = feed(Merger(4), greedy, finished(1, 0, 3, [4], [5]), scored(0, 1))
+    tree = outputs[0].record
+    assert unpack_ids(tree.tokens) == [1, 2, 3, 4, 5]
+    assert tree.sample_ids == (name(1),)
+    assert ints(tree.entry_token) == [4]
+
+
+def test_a_group_without_any_full_support_fails():
+    summary = only_summary(
+        feed(Merger(4), finished(0, None, 0, [1], [2], support="top_p"), scored(0))
+    )
+    assert summary.not_trainable == "failed"
+    assert summary.detail == "no completion of the group was sampled with full support"
+
+
+def test_the_lowest_offset_that_is_no_error_is_the_completion():
+    outputs = feed(
+        Merger(4),
+        finished(0, None, 0, [1], [], finish_reason="error", error="engine: gone"),
+        finished(0, None, 0, [1], [2], attempt=1),
+        finished(0, None, 0, [1], [3], attempt=2),
+        scored(0, offsets={0: 1}),
+    )
+    assert unpack_ids(outputs[0].record.tokens) == [1, 2]
+
+
+def test_a_missing_completion_fails_the_group_and_says_which():
+    summary = only_summary(
+        feed(Merger(4), finished(0, None, 0, [1], [2]), scored(0, 5, offsets={0: 0, 5: 0}))
+    )
+    assert summary.not_trainable == "failed"
+    assert summary.detail == f"completion {name(5)} is not in the log"
+
+
+def test_a_missing_parent_fails_the_group_only_where_it_is_needed():
+    orphan = finished(1, 0, 3, [4], [5])
+    whole = finished(2, None, 0, [1], [2])
+    outputs = feed(Merger(4), orphan, whole, scored(2, offsets={2: 1}))
+    assert outputs[1].record.not_trainable == ""
+    summary = only_summary(feed(Merger(4), orphan, whole, scored(1, offsets={1: 0})))
+    assert summary.detail == f"completion {name(0)}, parent of {name(1)}, is not in the log"
+
+
+@pytest.mark.parametrize(
+    ("changes", "detail"),
+    [
+        ({"logprobs": b""}, "2 tokens, other log-probabilities"),
+        ({"logprobs": pack_floats([0.0, float("nan")])}, "a log-probability is not finite"),
+        ({"temperature": 0.0}, "full support at temperature 0"),
+        ({"spans": ()}, "weight spans do not cover its output"),
+        (
+            {"spans": (WeightSpan(start=1, end=2, lineage=1, version=0),)},
+            "weight spans do not cover its output",
+        ),
+        ({"context": b""}, "no context before the first sampled token"),
+        ({"context": b"abc"}, "its tokens are no int32 array"),
+    ],
+)
+def test_a_record_that_cannot_be_loss_fails_its_group(changes, detail):
+    broken = finished(0, None, 0, [1], [2, 3], **changes)
+    summary = only_summary(feed(Merger(4), broken, scored(0)))
+    assert summary.not_trainable == "failed"
+    assert summary.detail == f"completion {name(0)}: {detail}"
+
+
+def test_more_shared_tokens_than_the_parent_has_fail_the_group():
+    summary = only_summary(
+        feed(Merger(4), finished(0, None, 0, [1], [2]), finished(1, 0, 3, [4], [5]), scored(1))
+    )
+    assert summary.detail == f"completion {name(1)} shares 3 tokens where 2 came before it"
+
+
+@pytest.mark.parametrize("reason", ["zero_variance", "failed", "evaluated"])
+def test_what_cannot_train_passes_without_a_tree(reason):
+    group = scored(not_trainable=reason, detail="why")
+    summary = only_summary(feed(Merger(4), group))
+    assert (summary.not_trainable, summary.detail, summary.tree_sha256) == (reason, "why", None)
+
+
+def test_a_scored_group_waits_until_its_completions_are_read():
+    core = Merger(4)
+    assert list(core.handle(message(scored(0, 1)))) == []
+    assert list(core.handle(message(finished(0, None, 0, [1], [2]), 0))) == []
+    outputs = core.handle(message(finished(1, 0, 2, [3], [4]), 1))
+    assert [output.topic for output in outputs] == ["merged-trees-v1", "merged-groups-v1"]
+
+
+def test_a_completion_that_never_comes_fails_the_group_once_the_partition_is_quiet():
+    core = Merger(4)
+    core.handle(Tick(run_ms=1_000))
+    core.handle(message(finished(0, None, 0, [1], [2]), 0))
+    assert list(core.handle(message(scored(0, 1)))) == []
+    assert list(core.handle(Tick(run_ms=1_000 + QUIET_MS_MAX - 1))) == []
+    summary = only_summary(list(core.handle(Tick(run_ms=1_000 + QUIET_MS_MAX))))
+    assert summary.detail == f"completion {name(1)} is not in the log"
+
+
+def test_a_scored_group_read_twice_is_merged_once():
+    core = Merger(4)
+    feed(core, finished(0, None, 0, [1], [2]), scored(0))
+    assert feed(core, scored(0)) == []
+    core.handle(message(retired()))
+    assert feed(core, scored(0)) == []
+
+
+def test_a_group_retired_before_it_was_scored_still_has_its_summary():
+    core = Merger(4)
+    feed(core, finished(0, None, 0, [1], [2]), retired())
+    summary = only_summary(feed(core, scored(0)))
+    assert (summary.not_trainable, summary.detail) == ("failed", "retired before it was scored")
+
+
+def test_a_group_retired_while_it_waits_still_has_its_summary():
+    core = Merger(4)
+    feed(core, scored(0))
+    summary = only_summary(feed(core, retired()))
+    assert summary.not_trainable == "failed"
+    assert feed(core, finished(0, None, 0, [1], [2])) == []
+
+
+def test_a_retired_group_leaves_no_state_and_late_completions_bring_none():
+    core, empty = Merger(4), Merger(4)
+    feed(core, finished(0, None, 0, [1], [2]), retired())
+    feed(core, finished(1, None, 0, [1], [2]))
+    feed(empty, finished(0, None, 0, [1], [2], group_id="g-2"), retired(), retired("g-2"))
+    assert len(core.snapshot()) < 300
+    assert b"context" not in core.snapshot()
+    assert b"context" not in empty.snapshot()
+
+
+def test_the_memory_of_closed_groups_is_bounded():
+    core = Merger(4)
+    for number in range(CLOSED_GROUPS_MAX + 50):
+        core.handle(message(retired(f"g-{number}")))
+    size = len(core.snapshot())
+    for number in range(50):
+        core.handle(message(retired(f"h-{number}")))
+    assert len(core.snapshot()) == size
+
+
+def test_a_restored_core_continues_byte_for_byte():
+    records = [
+        finished(0, None, 0, [1, 2], [3, 4]),
+        finished(1, 0, 4, [5], [6]),
+        finished(2, None, 0, [1, 2], [3, 9]),
+        scored(0, 1, 2),
+    ]
+    straight = feed(Merger(4), *records)
+    for cut in range(len(records)):
+        core = Merger(4)
+        feed(core, *records[:cut])
+        other = Merger(4)
+        other.restore(core.snapshot())
+        assert other.snapshot() == core.snapshot()
+        outputs: list[Output] = []
+        for offset in range(cut, len(records)):
+            outputs.extend(other.handle(message(records[offset], offset)))
+        assert [topics.encode(o.record) for o in outputs] == [
+            topics.encode(o.record) for o in straight
+        ]
+
+
+PROGRAM = """
+import hashlib, importlib.util
+
+spec = importlib.util.spec_from_file_location("records", {file!r})
+t = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(t)
+core = t.Merger(4)
+others = [t.finished(i, None, 0, [1, 2], [3, i], group_id=f"g-a{{i}}") for i in range(20)]
+ours = [t.finished(20, None, 0, [1], [2, 3]), t.finished(21, None, 0, [1], [2, 4])]
+outputs = t.feed(core, *others, *ours, t.scored(20, 21))
+wire = b"".join(t.topics.encode(output.record) for output in outputs)
+print(hashlib.sha256(core.snapshot() + wire).hexdigest())
+"""
+
+
+def test_snapshots_and_outputs_do_not_depend_on_the_hash_seed():
+    program = PROGRAM.format(file=__file__)
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "PYTHONHASHSEED": seed},
+            check=True,
+            capture_output=True,
+            timeout=50,
+        ).stdout
+        for seed in ("0", "1", "2")
+    }
+    assert len(digests) == 1
+
+
+@st.composite
+def histories(draw: st.DrawFn):
+    tokens = st.lists(st.integers(0, 2), min_size=1, max_size=5)
+    records, lengths = [], []
+    for number in range(draw(st.integers(1, 10))):
+        parent = draw(st.none() | st.integers(0, number - 1)) if number else None
+        shared = draw(st.integers(0, lengths[parent])) if parent is not None else 0
+        context, output = draw(tokens), draw(tokens)
+        support = draw(st.sampled_from(["full", "full", "top_p"]))
+        records.append(finished(number, parent, shared, context, output, support=support))
+        lengths.append(shared + len(context) + len(output))
+    chosen = draw(st.lists(st.sampled_from(range(len(records))), unique=True))
+    return records, sorted(chosen)
+
+
+@settings(max_examples=300, deadline=None)
+@given(histories())
+def test_the_wire_reconstructs_every_sample_exactly(history):
+    records, chosen = history
+    outputs = feed(Merger(4), *records, scored(*chosen))
+    full: list[list[int]] = []
+    for record in records:
+        parent = [] if record.parent_id is None else full[int(record.parent_id, 16)]
+        full.append(
+            parent[: record.shared_prefix_tokens]
+            + unpack_ids(record.context)
+            + unpack_ids(record.output)
+        )
+    training = [number for number in chosen if records[number].support == "full"]
+    if not training:
+        assert only_summary(outputs).not_trainable == "failed"
+        return
+    samples = read_back(outputs[0].record)
+    assert list(samples) == [name(number) for number in training]
+    for number in training:
+        sample, record = samples[name(number)], records[number]
+        count = len(unpack_ids(record.output))
+        length = len(full[number])
+        assert sample["tokens"] == full[number]
+        assert sample["positions"] == list(range(length - count, length))
+        assert sample["logprobs"] == unpack_floats(record.logprobs)
+        assert sample["versions"] == [number] * count
+        assert sample["advantage"] == number - 1.5
+        assert (sample["turn"], sample["episode"]) == (number, number % 3)
+    summary = outputs[1].record
+    assert summary.request_tokens == sum(len(full[number]) for number in training)
+    assert summary.append_tokens == brute_append_tokens(full, training)
+    assert summary.version_min == training[0]
+
+
+def brute_append_tokens(full: list[list[int]], training: list[int]) -> int:
+    """Sum over the distinct sequences of each episode that no other one of it continues."""
+    total = 0
+    for episode in range(3):
+        distinct = {tuple(full[number]) for number in training if number % 3 == episode}
+        total += sum(
+            len(sequence)
+            for sequence in distinct
+            if not any(o != sequence and o[: len(sequence)] == sequence for o in distinct)
+        )
+    return total

@@ -1,0 +1,225 @@
+"""Messages to tokens and back, for an opaque template and for a hand-written renderer."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forgemq.rendering import Rendering
+from tests.unit.rendering.folders import REWRITING_TEMPLATE, write_model_folder
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "find",
+            "description": "find things",
+            "parameters": {"type": "object", "properties": {"query": {"type": "string"}}},
+        },
+    }
+]
+ID = "0123456789abcdef0123456789abcdef"
+HEAD: list[dict[str, Any]] = [
+    {"role": "system", "content": "you sell shoes"},
+    {"role": "user", "content": "hello"},
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("models")
+    return {
+        "opaque": write_model_folder(root / "opaque"),
+        "qwen3": write_model_folder(root / "qwen3", name="Qwen/Qwen3-4B"),
+        "rewriting": write_model_folder(root / "rewriting", template=REWRITING_TEMPLATE),
+    }
+
+
+@pytest.fixture(scope="module", params=["opaque", "qwen3"])
+def rendering(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Rendering:
+    return Rendering.load(str(folders[request.param]))
+
+
+def encoded(rendering: Rendering, text: str) -> list[int]:
+    return rendering._tokenizer.encode(text)
+
+
+def test_a_published_name_gets_its_own_renderer_and_any_other_the_template(
+    folders: dict[str, Path],
+) -> None:
+    assert Rendering.load(str(folders["opaque"])).name == "DefaultRenderer"
+    assert Rendering.load(str(folders["qwen3"])).name == "Qwen3Renderer"
+    assert Rendering.load(str(folders["opaque"]), renderer="qwen3").name == "Qwen3Renderer"
+
+
+def test_an_unknown_renderer_is_refused_by_name(folders: dict[str, Path]) -> None:
+    with pytest.raises(ValueError, match="qwen99"):
+        Rendering.load(str(folders["opaque"]), renderer="qwen99")
+
+
+def test_a_folder_without_fast_tokenizer_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"tokenizer\.json is missing"):
+        Rendering.load(str(tmp_path))
+
+
+def test_message_ends_are_where_the_rendering_of_the_messages_so_far_ends(
+    rendering: Rendering,
+) -> None:
+    rendered = rendering.render(HEAD)
+    assert len(rendered.message_ends) == 2
+    first, second = rendered.message_ends
+    assert rendering.decode(rendered.ids[:first]).endswith("you sell shoes<|im_end|>\n")
+    assert rendering.decode(rendered.ids[first:second]).endswith("hello<|im_end|>\n")
+    assert rendering.decode(rendered.ids[second:]) == "<|im_start|>assistant\n"
+
+
+def test_an_extension_is_what_a_full_rendering_has_behind_the_turn(rendering: Rendering) -> None:
+    context = rendering.render(HEAD, tools=TOOLS).ids
+    said = encoded(rendering, "good day<|im_end|>")
+    new = [{"role": "user", "content": "the price?"}]
+    extension = rendering.extend(context, said, new, tools=TOOLS)
+    assert extension is not None
+    whole = rendering.render(
+        [*HEAD, {"role": "assistant", "content": "good day"}, *new], tools=TOOLS
+    )
+    assert rendering.decode([*context, *said, *extension.ids]) == rendering.decode(whole.ids)
+
+
+def test_a_cut_turn_is_closed_before_the_next_message(rendering: Rendering) -> None:
+    context = rendering.render(HEAD).ids
+    extension = rendering.extend(
+        context, encoded(rendering, "good da"), [{"role": "user", "content": "go on"}]
+    )
+    assert extension is not None
+    text = rendering.decode(extension.ids)
+    assert text == "<|im_end|>\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_new_assistant_messages_are_never_an_extension(rendering: Rendering) -> None:
+    context = rendering.render(HEAD).ids
+    new = [{"role": "assistant", "content": "invented"}, {"role": "user", "content": "x"}]
+    assert rendering.extend(context, encoded(rendering, "a<|im_end|>"), new) is None
+
+
+def test_a_template_that_rewrites_its_head_is_never_extended(folders: dict[str, Path]) -> None:
+    rendering = Rendering.load(str(folders["rewriting"]))
+    context = rendering.render(HEAD).ids
+    said = encoded(rendering, "good day<|im_end|>")
+    assert rendering.extend(context, said, [{"role": "user", "content": "x"}]) is None
+
+
+def test_the_template_policy_renders_history_anew(folders: dict[str, Path]) -> None:
+    rendering = Rendering.load(str(folders["opaque"]), history="template")
+    context = rendering.render(HEAD).ids
+    said = encoded(rendering, "good day<|im_end|>")
+    assert rendering.extend(context, said, [{"role": "user", "content": "x"}]) is None
+
+
+words = st.text(st.characters(codec="utf-8", exclude_characters="<>"), max_size=20)
+news = st.one_of(
+    st.builds(lambda text: [{"role": "user", "content": text}], words),
+    st.lists(
+        st.builds(lambda text: {"role": "tool", "tool_call_id": "c", "content": text}, words),
+        min_size=1,
+        max_size=3,
+    ),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    turns=st.lists(
+        st.tuples(st.lists(st.integers(3, 400), max_size=12), st.booleans(), news),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_sampled_ids_stay_an_exact_prefix_over_any_number_of_turns(
+    rendering: Rendering, turns: list[tuple[list[int], bool, list[dict[str, Any]]]]
+) -> None:
+    """Whatever ids were sampled, closed or cut: the next context starts with exactly them."""
+    stop = rendering.stop_token_ids[0]
+    ids = rendering.render(HEAD, tools=TOOLS).ids
+    for sampled, is_closed, new in turns:
+        output = [*sampled, stop] if is_closed or not sampled else sampled
+        extension = rendering.extend(ids, output, new, tools=TOOLS)
+        if extension is None:  # Open reasoning that was stopped: renderers refuse to extend it.
+            return
+        before = [*ids, *output]
+        bridged = rendering.bridge(before, new, tools=TOOLS)
+        ids = [*before, *extension.ids]
+        assert bridged is None or bridged[: len(before)] == before
+        assert rendering.decode(ids).endswith("<|im_start|>assistant\n")
+
+
+def test_calls_are_parsed_with_unique_ids_and_json_arguments(rendering: Rendering) -> None:
+    output = encoded(
+        rendering,
+        'let me see<tool_call>\n{"name": "find", "arguments": {"query": "a"}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "find", "arguments": {}}\n</tool_call><|im_end|>',
+    )
+    parsed = rendering.parse(output, completion_id=ID, tools=TOOLS)
+    assert parsed.content == "let me see"
+    assert [(call.id, call.name, call.arguments) for call in parsed.tool_calls] == [
+        (f"call_{ID}_0", "find", '{"query":"a"}'),
+        (f"call_{ID}_1", "find", "{}"),
+    ]
+    assert parsed.malformed == 0
+    assert len(parsed.tool_calls[1].id) <= 40
+
+
+def test_a_malformed_call_is_counted_and_stays_text(rendering: Rendering) -> None:
+    output = encoded(rendering, "hm<tool_call>\n{bad\n</tool_call><|im_end|>")
+    parsed = rendering.parse(output, completion_id=ID, tools=TOOLS)
+    assert parsed.tool_calls == ()
+    assert parsed.malformed == 1
+    assert parsed.content == "hm\n<tool_call>\n{bad\n</tool_call>"
+
+
+def test_without_tools_markup_is_text(rendering: Rendering) -> None:
+    output = encoded(rendering, '<tool_call>\n{"name": "find"}\n</tool_call><|im_end|>')
+    parsed = rendering.parse(output, completion_id=ID)
+    assert parsed.content == '<tool_call>\n{"name": "find"}\n</tool_call>'
+    assert parsed.tool_calls == ()
+
+
+def test_reasoning_is_separate_from_content(rendering: Rendering) -> None:
+    output = encoded(rendering, "<think>\nwhy not\n</think>\n\nyes<|im_end|>")
+    parsed = rendering.parse(output, completion_id=ID, tools=TOOLS)
+    assert parsed.reasoning == "why not"
+    assert parsed.content.strip() == "yes"
+
+
+def test_brackets_nested_too_deep_to_parse_are_text(rendering: Rendering) -> None:
+    text = "<tool_call>" + "[" * 5000 + "</tool_call>"
+    parsed = rendering.parse(encoded(rendering, text), completion_id=ID, tools=TOOLS)
+    assert parsed.malformed == 1
+    assert parsed.tool_calls == ()
+    assert parsed.content == text
+
+
+def test_systems_at_the_head_are_one_and_later_ones_are_user_turns(rendering: Rendering) -> None:
+    rendered = rendering.render(
+        [
+            {"role": "developer", "content": "one"},
+            {"role": "system", "content": [{"type": "text", "text": "two"}]},
+            {"role": "user", "content": None},
+            {"role": "system", "content": "three"},
+        ]
+    )
+    assert rendering.decode(rendered.ids) == (
+        "<|im_start|>system\none\n\ntwo<|im_end|>\n<|im_start|>user\n<|im_end|>\n"
+        "<|im_start|>user\nthree<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_importing_needs_neither_torch_nor_transformers() -> None:
+    program = (
+        "import sys, forgemq.rendering;"
+        "sys.exit(sum(name in sys.modules for name in ('torch', 'transformers', 'sglang')))"
+    )
+    assert subprocess.run([sys.executable, "-c", program], timeout=50, check=False).returncode == 0

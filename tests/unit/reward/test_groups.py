@@ -1,0 +1,312 @@
+"""Returns, advantages and completeness of groups, in closed form and over all interleavings."""
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forgemq.contracts.groups import RetiredGroup, ScoredGroup
+from forgemq.contracts.messages import InvalidRecordError, Message, Tick
+from forgemq.contracts.run import Rewards
+from forgemq.reward.core import RewardCore
+from forgemq.reward.core.groups import GroupState, scored_group
+from tests.unit.reward.records import completion_id, finished_episode, graded_episode
+
+OUTCOME_ONLY = Rewards(alpha=1.0, beta=1.0)
+
+
+def core_of(rewards: Rewards = OUTCOME_ONLY) -> RewardCore:
+    return RewardCore(partition=3, rewards=rewards)
+
+
+def feed(core: RewardCore, records: Sequence[msgspec.Struct]) -> list[ScoredGroup]:
+    scored = []
+    for record in records:
+        message = Message(topic="", partition=0, offset=0, timestamp_ms=0, record=record)
+        outputs = core.handle(message)
+        core._check()
+        assert all((o.topic, o.partition) == ("scored-groups-v1", 3) for o in outputs)
+        scored += [output.record for output in outputs]
+    return scored
+
+
+def score(episodes, grades, **rewards) -> ScoredGroup:
+    [scored] = feed(core_of(Rewards(**{"beta": 1.0, **rewards})), [*episodes, *grades])
+    return scored
+
+
+def advantages(scored: ScoredGroup) -> list[tuple[int, int, float]]:
+    return [(c.episode_index, c.sequence, round(c.advantage, 9)) for c in scored.completions]
+
+
+def retired(group: str = "g-1") -> RetiredGroup:
+    return RetiredGroup(group_id=group, domain="d", purpose="train", reason="cancelled")
+
+
+# Values.
+
+
+def test_advantage_is_reward_to_go_minus_the_mean_of_the_totals():
+    """Totals: 0: -0.1 + 0.5 * 0.4 + 1 = 1.1; 1: 0.2; 2: 0. Mean 1.3 / 3."""
+    scored = score(
+        [finished_episode(0, size=3, turns=3), *(finished_episode(i, size=3) for i in (1, 2))],
+        [
+            graded_episode(0, outcome=1.0, speed=0.4, process=[0.0, -0.2, 0.0]),
+            graded_episode(1, process=[0.4]),
+            graded_episode(2),
+        ],
+        alpha=0.5,
+        beta=0.5,
+    )
+    mean = 1.3 / 3
+    assert advantages(scored) == [
+        (0, 0, round(1.1 - mean, 9)),
+        (0, 1, round(1.1 - mean, 9)),
+        (0, 2, round(1.2 - mean, 9)),
+        (1, 0, round(0.2 - mean, 9)),
+        (2, 0, round(0.0 - mean, 9)),
+    ]
+    assert [round(c.return_to_go, 9) for c in scored.completions] == [1.1, 1.1, 1.2, 0.2, 0.0]
+    assert [round(e.total, 9) for e in scored.episodes] == [1.1, 0.2, 0.0]
+    assert scored.episodes[0].process == -0.2
+    assert scored.completions[1].offset == 1
+    assert scored.not_trainable == ""
+
+
+def test_leave_one_out_compares_with_the_others_only():
+    scored = score(
+        [finished_episode(i, size=3) for i in range(3)],
+        [graded_episode(i, outcome=float(i)) for i in range(3)],
+        baseline="leave_one_out",
+    )
+    assert advantages(scored) == [(0, 0, -1.5), (1, 0, 0.0), (2, 0, 1.5)]
+
+
+def test_completions_are_ordered_by_sequence_whatever_the_manifest_says():
+    episode = finished_episode(0, turns=3)
+    mixed = msgspec.structs.replace(episode, manifest=episode.manifest[::-1])
+    grades = [graded_episode(0, outcome=1.0, process=[0.5, 0.25, 0.0]), graded_episode(1)]
+    assert score([mixed, finished_episode(1)], grades) == score(
+        [episode, finished_episode(1)], grades
+    )
+
+
+def test_masked_episodes_count_in_no_baseline_and_bring_no_completions():
+    scored = score(
+        [
+            finished_episode(0, size=4),
+            finished_episode(1, size=4, status="failed"),
+            finished_episode(2, size=4),
+            finished_episode(3, size=4),
+        ],
+        [
+            graded_episode(0, outcome=1.0),
+            graded_episode(2),
+            graded_episode(3, outcome=100.0, is_masked=True),
+        ],
+    )
+    assert advantages(scored) == [(0, 0, 0.5), (2, 0, -0.5)]
+    assert [episode.is_masked for episode in scored.episodes] == [False, True, False, True]
+    assert scored.episodes[3].total == 0.0
+
+
+def test_a_reward_for_a_completion_outside_the_manifest_masks_the_episode():
+    grades = [graded_episode(i, outcome=float(i), process=[0.0, 1.0]) for i in range(3)]
+    grades[2] = graded_episode(2, outcome=1.0)
+    scored = score([finished_episode(i, size=3, turns=2 - i // 2) for i in range(3)], grades)
+    assert [episode.is_masked for episode in scored.episodes] == [False, False, False]
+    bad = score([finished_episode(i, size=3, turns=1) for i in range(3)], grades)
+    assert [episode.is_masked for episode in bad.episodes] == [True, True, False]
+
+
+def test_too_few_scored_episodes_fail_the_group():
+    episodes = [
+        finished_episode(i, size=6, status="completed" if i < 2 else "aborted") for i in range(6)
+    ]
+    grades = [graded_episode(0, outcome=1.0), graded_episode(1)]
+    failed = score(episodes, grades, group_min_fraction=0.5)
+    assert (failed.not_trainable, failed.completions) == ("failed", ())
+    assert failed.detail == "2 of 6 episodes scored, 3 are needed"
+    assert score(episodes, grades, group_min_fraction=0.3).not_trainable == ""
+
+
+def test_two_episodes_are_the_least_whatever_the_fraction():
+    episodes = [finished_episode(0), finished_episode(1, status="failed")]
+    scored = score(episodes, [graded_episode(0, outcome=1.0)], group_min_fraction=0.1)
+    assert scored.not_trainable == "failed"
+
+
+@pytest.mark.parametrize(("gap", "reason"), [(1.9e-6, "zero_variance"), (2.1e-6, "")])
+def test_zero_variance_is_every_advantage_below_a_millionth(gap, reason):
+    scored = score(
+        [finished_episode(0), finished_episode(1)],
+        [graded_episode(0, outcome=gap), graded_episode(1)],
+    )
+    assert scored.not_trainable == reason
+
+
+def test_equal_totals_still_teach_where_the_turns_differ():
+    scored = score(
+        [finished_episode(0, turns=2), finished_episode(1, turns=2)],
+        [graded_episode(i, outcome=1.0, process=[-0.5, 0.0]) for i in range(2)],
+    )
+    assert advantages(scored) == [(0, 0, 0.0), (0, 1, 0.5), (1, 0, 0.0), (1, 1, 0.5)]
+
+
+def test_evaluation_groups_end_evaluated_with_scores_and_without_completions():
+    scored = score([finished_episode(0, size=1, purpose="eval")], [graded_episode(0, outcome=1.0)])
+    assert (scored.not_trainable, scored.purpose, scored.completions) == ("evaluated", "eval", ())
+    assert scored.episodes[0].outcome == 1.0
+    [nothing] = feed(core_of(), [finished_episode(0, size=1, purpose="eval", status="failed")])
+    assert (nothing.not_trainable, nothing.episodes[0].is_masked) == ("evaluated", True)
+
+
+def test_an_episode_without_completions_counts_in_the_baseline():
+    scored = score(
+        [finished_episode(0), finished_episode(1, turns=0)],
+        [graded_episode(0, outcome=1.0), graded_episode(1)],
+    )
+    assert advantages(scored) == [(0, 0, 0.5)]
+
+
+# Shuffled returns.
+
+
+def test_shuffled_returns_are_the_same_totals_paid_at_the_end_of_other_episodes():
+    group = GroupState(
+        group_id="g-1",
+        episodes=tuple(finished_episode(i, size=8, turns=2) for i in range(8)),
+        grades=tuple(graded_episode(i, outcome=float(i), process=[-0.5, 0.0]) for i in range(8)),
+    )
+    shuffled = scored_group(group, settings=Rewards(shuffle_returns=True))
+    straight = scored_group(group, settings=Rewards())
+    paid = [c.return_to_go for c in shuffled.completions]
+    assert paid[::2] == paid[1::2], "only the last turn is paid"
+    assert sorted(paid[::2]) == [i - 0.5 for i in range(8)]
+    assert paid[::2] != [i - 0.5 for i in range(8)]
+    assert math.isclose(sum(c.advantage for c in shuffled.completions), 0.0, abs_tol=1e-9)
+    assert shuffled.episodes == straight.episodes
+    assert shuffled == scored_group(group, settings=Rewards(shuffle_returns=True))
+
+
+def test_every_group_is_dealt_out_in_its_own_way():
+    def dealt(name: str) -> list[float]:
+        group = GroupState(
+            group_id=name,
+            episodes=tuple(finished_episode(i, size=8, group=name) for i in range(8)),
+            grades=tuple(graded_episode(i, outcome=float(i), group=name) for i in range(8)),
+        )
+        scored = scored_group(group, settings=Rewards(shuffle_returns=True))
+        return [completion.return_to_go for completion in scored.completions]
+
+    assert len({tuple(dealt(f"g-{number}")) for number in range(20)}) == 20
+
+
+# When a group is complete.
+
+
+def test_the_first_end_of_an_index_counts_and_needs_its_own_grade():
+    core = core_of()
+    records = [
+        finished_episode(0, attempt=1),
+        finished_episode(0, attempt=0),
+        finished_episode(1),
+        graded_episode(1),
+        graded_episode(0, attempt=0, outcome=9.0),
+    ]
+    assert feed(core, records) == []
+    [scored] = feed(core, [graded_episode(0, attempt=1, outcome=1.0)])
+    assert [episode.episode_id for episode in scored.episodes] == ["g-1.0.1", "g-1.1.0"]
+    assert scored.episodes[0].outcome == 1.0
+
+
+def test_the_first_grade_of_an_episode_counts():
+    records = [finished_episode(0), graded_episode(0, outcome=1.0), graded_episode(0, outcome=5.0)]
+    [scored] = feed(core_of(), [*records, finished_episode(1), graded_episode(1)])
+    assert scored.episodes[0].outcome == 1.0
+
+
+def test_a_retired_group_is_dropped_and_never_scored():
+    core = core_of()
+    records = [finished_episode(0), graded_episode(0), retired(), finished_episode(1)]
+    assert feed(core, [*records, graded_episode(1)]) == []
+    assert core.snapshot() == core_with_retired().snapshot()
+
+
+def core_with_retired() -> RewardCore:
+    core = core_of()
+    feed(core, [retired()])
+    return core
+
+
+def test_an_index_beyond_the_group_is_a_bad_record():
+    core = core_of()
+    before = core.snapshot()
+    with pytest.raises(InvalidRecordError, match="index 2 in a group of 2"):
+        feed(core, [finished_episode(2)])
+    assert core.snapshot() == before
+    feed(core, [finished_episode(0)])
+    with pytest.raises(InvalidRecordError, match="says G=3, its group says G=2"):
+        feed(core, [finished_episode(1, size=3)])
+
+
+def test_time_changes_nothing():
+    core = core_of()
+    before = core.snapshot()
+    assert core.handle(Tick(run_ms=1000)) == ()
+    assert core.snapshot() == before
+
+
+# Properties.
+
+TOTALS = st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=9)
+
+
+@given(TOTALS)
+def test_advantages_of_single_turn_episodes_sum_to_zero(totals):
+    scored = score(
+        [finished_episode(i, size=len(totals)) for i in range(len(totals))],
+        [graded_episode(i, outcome=total) for i, total in enumerate(totals)],
+    )
+    assert abs(sum(c.advantage for c in scored.completions)) < 1e-6
+
+
+def history() -> list[msgspec.Struct]:
+    """Three groups: one scored, one failed, one evaluated."""
+    records: list[msgspec.Struct] = []
+    for group, purpose in (("g-1", "train"), ("g-2", "train"), ("g-3", "eval")):
+        for index in range(3):
+            status = "failed" if group == "g-2" and index else "completed"
+            records.append(
+                finished_episode(
+                    index, group=group, size=3, turns=2, status=status, purpose=purpose
+                )
+            )
+            if status == "completed":
+                records.append(
+                    graded_episode(
+                        index, group=group, outcome=float(index), process=[0.1 * index, -0.2]
+                    )
+                )
+    return records
+
+
+@given(st.permutations(history()), st.data())
+def test_no_order_repetition_or_restart_changes_what_is_scored(records, data):
+    core, scored = core_of(), []
+    for place, record in enumerate(records):
+        scored += feed(core, [record])
+        if data.draw(st.integers(0, 3)) == 0:
+            assert feed(core, [records[data.draw(st.integers(0, place))]]) == []
+        if data.draw(st.integers(0, 3)) == 0:
+            restored = core_of()
+            restored.restore(core.snapshot())
+            assert restored.snapshot() == core.snapshot()
+            core = restored
+    expected = feed(core_of(), history())
+    assert sorted(scored, key=lambda s: s.group_id) == expected
+    assert [s.not_trainable for s in expected] == ["", "failed", "evaluated"]
+    assert expected[0].completions[0].completion_id == completion_id(0, 0)

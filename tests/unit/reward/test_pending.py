@@ -1,0 +1,110 @@
+"""Which episodes are ready for graders, and what a restart has to read again."""
+
+import msgspec
+import pytest
+
+from forgemq.reward.core.pending import PendingEpisodes, PendingPositions
+from tests.unit.reward.records import completion_id, finished_completion, finished_episode
+
+TOOLS = b'[{"type":"function","function":{"name":"price"}}]'
+
+
+def positions(episodes: int | None, completions: int | None, grades: int | None):
+    return PendingPositions(episodes=episodes, completions=completions, grades=grades)
+
+
+def test_an_episode_is_ready_when_its_last_completion_was_read():
+    pending = PendingEpisodes()
+    pending.on_episode(finished_episode(0, offsets=[4, 6]), offset=0)
+    pending.on_completion(finished_completion(0, 0), offset=4)
+    assert pending.take_ready() is None
+    pending.on_completion(finished_completion(0, 1), offset=6)
+    ready = pending.take_ready()
+    assert ready is not None
+    assert [held.offset for held in pending.completions_of(ready.episode)] == [4, 6]
+    assert pending.take_ready() is None, "it is taken once"
+
+
+def test_an_episode_without_completions_is_ready_at_once():
+    pending = PendingEpisodes()
+    pending.on_episode(finished_episode(0, turns=0), offset=0)
+    assert pending.take_ready() is not None
+
+
+@pytest.mark.parametrize("status", ["aborted", "failed"])
+def test_masked_episodes_need_no_grader_and_hold_nothing(status):
+    pending = PendingEpisodes()
+    pending.on_completion(finished_completion(0, 0), offset=0)
+    pending.on_episode(finished_episode(0, status=status), offset=0)
+    assert pending.take_ready() is None
+    assert pending.positions() == positions(1, 1, None)
+
+
+def test_errors_and_later_attempts_are_not_the_completion():
+    pending = PendingEpisodes()
+    pending.on_completion(finished_completion(0, 0, finish_reason="error"), offset=0)
+    pending.on_completion(finished_completion(0, 0, output=[7]), offset=1)
+    pending.on_completion(finished_completion(0, 0, output=[8]), offset=2)
+    [held] = pending.completions_of(finished_episode(0, offsets=[1]))
+    assert (held.offset, held.output) == (1, b"\x07\x00\x00\x00")
+    with pytest.raises(LookupError, match="counts at offset 1, the manifest says 2"):
+        pending.completions_of(finished_episode(0, offsets=[2]))
+
+
+def test_a_completion_that_was_trimmed_away_is_named():
+    pending = PendingEpisodes()
+    pending.on_episode(finished_episode(0, offsets=[3]), offset=0)
+    pending.on_completions_read(10)
+    ready = pending.take_ready()
+    assert ready is not None
+    with pytest.raises(LookupError, match=f"{completion_id(0, 0)} is not on the log"):
+        pending.completions_of(ready.episode)
+
+
+def test_tools_are_those_of_the_digest_and_none_where_the_client_said_so():
+    pending = PendingEpisodes()
+    pending.on_completion(finished_completion(0, 0, tools=TOOLS), offset=0)
+    later = finished_completion(0, 1)
+    turn = msgspec.structs.replace(later.turn, tools_digest="t")
+    pending.on_completion(msgspec.structs.replace(later, turn=turn), offset=1)
+    refused = msgspec.structs.replace(turn, asked=b'{"tool_choice":"none"}')
+    third = finished_completion(0, 2)
+    pending.on_completion(msgspec.structs.replace(third, turn=refused), offset=2)
+    held = pending.completions_of(finished_episode(0, turns=3))
+    assert [one.tools for one in held] == [TOOLS, TOOLS, b"[]"]
+
+
+def test_a_restart_reads_from_the_oldest_thing_that_is_not_graded():
+    pending = PendingEpisodes()
+    assert pending.positions() == positions(None, None, None)
+    for index in range(3):
+        pending.on_completion(finished_completion(index, 0), offset=10 + index)
+        pending.on_episode(finished_episode(index, size=3, offsets=[10 + index]), offset=5 + index)
+    assert pending.positions() == positions(5, 10, None)
+    pending.on_graded("g-1.1.0", offset=20)
+    assert pending.positions() == positions(5, 10, 20)
+    pending.on_graded("g-1.0.0", offset=21)
+    assert pending.positions() == positions(7, 12, 20)
+    pending.on_retired("g-1")
+    assert pending.positions() == positions(8, 13, 22)
+    assert len(pending) == 0
+
+
+def test_what_comes_after_the_grade_or_the_retirement_is_not_held():
+    pending = PendingEpisodes()
+    pending.on_graded("g-1.0.0", offset=3)
+    pending.on_episode(finished_episode(0), offset=0)
+    pending.on_completion(finished_completion(0, 0), offset=0)
+    pending.on_retired("g-2")
+    pending.on_completion(finished_completion(0, 0, group="g-2"), offset=1)
+    pending.on_episode(finished_episode(0, group="g-2"), offset=1)
+    pending.on_graded("g-2.0.0", offset=4)
+    assert len(pending) == 0
+    assert pending.positions() == positions(2, 2, 3)
+
+
+def test_a_group_whose_id_begins_like_another_is_another_group():
+    pending = PendingEpisodes()
+    pending.on_episode(finished_episode(0, group="g-11", turns=0), offset=0)
+    pending.on_retired("g-1")
+    assert len(pending) == 1

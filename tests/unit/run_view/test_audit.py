@@ -1,0 +1,245 @@
+"""Every guarantee is found broken when it is broken, and held when it holds."""
+
+import hashlib
+import random
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+
+from forgemq.contracts import topics
+from forgemq.contracts.arrays import pack_floats, pack_ids, unpack_ids
+from forgemq.contracts.completions import FinishedCompletion
+from forgemq.contracts.groups import ScoredGroup
+from forgemq.contracts.messages import Message
+from forgemq.contracts.topics import (
+    ADMITTED_GROUPS,
+    FINISHED_COMPLETIONS,
+    MERGED_TREES,
+    RETIRED_GROUPS,
+    SCHEDULED_STEPS,
+    TRAINED_STEPS,
+)
+from forgemq.contracts.trees import MergedTree
+from forgemq.run_view.audit import Ledger, Verdict
+from forgemq.run_view.samples import tree_facts
+from forgemq.run_view.trajectory import chosen
+from tests.unit.run_view.synthetic import SyntheticRun, configuration, metrics
+
+
+def audited(messages: Sequence[Message], *, is_ended: bool = True) -> dict[str, Verdict]:
+    ledger = Ledger(configuration())
+    completions: dict[str, list[Message]] = {}
+    scored: dict[str, ScoredGroup] = {}
+    for message in messages:
+        ledger.apply(message)
+        if isinstance(message.record, FinishedCompletion):
+            completions.setdefault(message.record.group_id, []).append(message)
+        if isinstance(message.record, ScoredGroup):
+            scored[message.record.group_id] = message.record
+    for message in messages:
+        tree = message.record
+        if isinstance(tree, MergedTree):
+            ledger.add_tree(
+                tree_facts(
+                    tree,
+                    sha256=hashlib.sha256(topics.encode(tree)).hexdigest(),
+                    completions=chosen(completions.get(tree.group_id, ())),
+                    scored=scored.get(tree.group_id),
+                )
+            )
+    return {verdict.name: verdict for verdict in ledger.verdicts(is_ended=is_ended)}
+
+
+def broken(verdicts: dict[str, Verdict]) -> set[str]:
+    return {name for name, verdict in verdicts.items() if not verdict.holds}
+
+
+@pytest.fixture
+def run() -> SyntheticRun:
+    return SyntheticRun().play(steps=3)
+
+
+def test_a_sound_run_holds_every_guarantee_and_says_what_was_checked(run):
+    verdicts = audited(run.messages)
+    assert broken(verdicts) == set()
+    assert verdicts["G1"].checked == "6 groups admitted, 6 retired, 0 open"
+    assert verdicts["G2"].checked == "3 steps, 6 groups, 24 samples"
+    assert verdicts["G4"].checked == "24 samples against the log"
+
+
+def test_the_order_in_which_topics_are_read_changes_no_verdict(run):
+    shuffled = list(run.messages)
+    random.Random(5).shuffle(shuffled)
+    assert audited(shuffled) == audited(run.messages)
+
+
+def test_a_record_read_twice_changes_no_verdict(run):
+    assert audited([*run.messages, *run.messages]) == audited(run.messages)
+
+
+def test_a_group_retired_twice_breaks_g1(run):
+    run.retire("g-1", reason="failed")
+    assert broken(audited(run.messages)) == {"G1"}
+
+
+def test_a_group_never_retired_breaks_g1_once_the_run_has_ended(run):
+    run.admit("g-6", index=6, version=3)
+    assert broken(audited(run.messages, is_ended=False)) == set()
+    assert broken(audited(run.messages)) == {"G1"}
+
+
+def test_a_gap_in_the_queue_breaks_g1(run):
+    run.admit("g-9", index=9, version=3)
+    run.retire("g-9", reason="cancelled")
+    assert broken(audited(run.messages)) == {"G1"}
+
+
+def test_a_group_called_trained_that_was_not_breaks_g1(run):
+    run.admit("g-6", index=6, version=3)
+    run.retire("g-6", reason="trained", step=2)
+    assert broken(audited(run.messages)) == {"G1"}
+
+
+def test_an_admission_written_twice_breaks_g1(run):
+    run.put(ADMITTED_GROUPS, next(run.of(ADMITTED_GROUPS)).record)
+    assert broken(audited(run.messages)) == {"G1"}
+
+
+def test_a_group_trained_in_two_steps_breaks_g2(run):
+    def again(step):
+        return msgspec.structs.replace(step, group_ids=(*step.group_ids[:1], "g-0"))
+
+    assert "G2" in broken(audited(run.changed(TRAINED_STEPS, again)))
+
+
+def test_a_scheduled_group_that_was_not_trained_breaks_g2(run):
+    def lost(step):
+        return msgspec.structs.replace(step, group_ids=step.group_ids[1:])
+
+    verdicts = audited(run.changed(TRAINED_STEPS, lost), is_ended=False)
+    assert any("lost ['g-0']" in text for text in verdicts["G2"].violations)
+
+
+def test_a_failed_tree_is_accounted_for_and_not_lost(run):
+    def failed(step):
+        first, *rest = step.group_ids
+        return msgspec.structs.replace(step, group_ids=tuple(rest), failed_group_ids=(first,))
+
+    def retired(group):
+        is_first = int(group.group_id.removeprefix("g-")) % 2 == 0
+        return msgspec.structs.replace(group, reason="failed") if is_first else group
+
+    run.messages = run.changed(TRAINED_STEPS, failed)
+    assert broken(audited(run.changed(RETIRED_GROUPS, retired))) == set()
+
+
+def test_a_missing_step_breaks_g2(run):
+    def without(step):
+        return None if step.step == 1 else step
+
+    assert "G2" in broken(audited(run.changed(TRAINED_STEPS, without)))
+
+
+def test_a_restarted_trainer_that_repeats_steps_trains_nothing_twice():
+    run = SyntheticRun()
+    groups = [[run.generate(2 * step + i, version=step) for i in range(2)] for step in range(3)]
+    run.train(0, groups[0])
+    run.schedule(1, groups[1])
+    run.step_done(1, groups[1], lineage=1)
+    run.step_done(1, groups[1], lineage=2)
+    for group in groups[1]:
+        run.retire(group.group_id, step=1)
+    run.train(2, groups[2], lineage=2, is_last=True)
+    assert broken(audited(run.messages)) == set()
+
+
+def test_a_step_of_the_fenced_lineage_does_not_survive():
+    run = SyntheticRun()
+    groups = [[run.generate(2 * step + i, version=step) for i in range(2)] for step in range(3)]
+    for step in range(3):
+        run.schedule(step, groups[step])
+        run.step_done(step, groups[step], lineage=1)
+    run.step_done(1, groups[1], lineage=2)
+    ledger = Ledger(configuration())
+    for message in run.messages:
+        ledger.apply(message)
+    assert ledger.trained_group_ids() == ("g-0", "g-1", "g-2", "g-3")
+
+
+def test_a_group_staler_than_the_limit_breaks_g3(run):
+    def stale(step):
+        groups = tuple(
+            msgspec.structs.replace(group, version_min=0, staleness=step.step + 3)
+            for group in step.groups
+        )
+        return msgspec.structs.replace(step, groups=groups)
+
+    assert "G3" in broken(audited(run.changed(SCHEDULED_STEPS, stale)))
+
+
+def test_a_schedule_that_names_a_newer_version_than_the_tree_breaks_g3(run):
+    def younger(step):
+        groups = tuple(
+            msgspec.structs.replace(group, version_min=step.step + 1, staleness=0)
+            for group in step.groups
+        )
+        return msgspec.structs.replace(step, groups=groups)
+
+    assert "G3" in broken(audited(run.changed(SCHEDULED_STEPS, younger)))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("output", pack_ids([1, 1, 1]), "tokens"),
+        ("context", pack_ids([4]), "tokens"),
+        ("logprobs", pack_floats([-0.25, -0.5, -0.25]), "log-probabilities"),
+        ("temperature", 0.7, "temperature"),
+        ("support", "top_p", "support"),
+    ],
+)
+def test_a_sample_that_is_not_what_the_engine_sampled_breaks_g4(run, field, value, said):
+    def altered(completion):
+        is_one = completion.episode_id == "g-2.1.0" and completion.turn.sequence == 1
+        changes = {field: value} if is_one else {}
+        return msgspec.structs.replace(completion, **changes)
+
+    verdicts = audited(run.changed(FINISHED_COMPLETIONS, altered))
+    assert broken(verdicts) == {"G4"}
+    assert said in verdicts["G4"].violations[0]
+
+
+def test_a_tree_with_one_wrong_token_breaks_g4(run):
+    def altered(tree):
+        tokens = unpack_ids(tree.tokens)
+        tokens[-1] += 1
+        return msgspec.structs.replace(tree, tokens=pack_ids(tokens))
+
+    assert "G4" in broken(audited(run.changed(MERGED_TREES, altered)))
+
+
+def test_g4_does_not_hold_where_no_tree_is_left_to_check(run):
+    assert "G4" in broken(audited(run.changed(MERGED_TREES, lambda _: None)))
+
+
+def test_a_gap_above_what_rounding_explains_breaks_g5(run):
+    def wide(step):
+        return msgspec.structs.replace(step, metrics=metrics(logprob_gap_max=0.02))
+
+    assert broken(audited(run.changed(TRAINED_STEPS, wide))) == {"G5"}
+
+
+@pytest.mark.parametrize("gap", [float("nan"), float("inf")])
+def test_a_gap_that_is_no_number_breaks_g5(run, gap):
+    def wide(step):
+        return msgspec.structs.replace(step, metrics=metrics(logprob_gap_max=gap))
+
+    assert broken(audited(run.changed(TRAINED_STEPS, wide))) == {"G5"}
+
+
+def test_g5_does_not_hold_where_nothing_was_measured(run):
+    def unmeasured(step):
+        return msgspec.structs.replace(step, metrics=metrics(gap_entries=0))
+
+    assert broken(audited(run.changed(TRAINED_STEPS, unmeasured))) == {"G5"}

@@ -1,0 +1,148 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forgemq.bus.log import Emit, Place, Record
+from forgemq.contracts import topics
+from forgemq.contracts.groups import MergedGroup, RetiredGroup, ScoredGroup
+from forgemq.contracts.journal import JournalInput
+from forgemq.contracts.messages import Output
+from forgemq.shell.batch import Batch, digest
+from tests.simulation.counting_core import CountingCore
+
+SCORED = topics.SCORED_GROUPS.name
+RETIRED = topics.RETIRED_GROUPS.name
+HEADERS = (("traceparent", b"00-" + b"a" * 32 + b"-" + b"b" * 16 + b"-01"),)
+
+
+def record(offset: int, *, topic: str = SCORED, value: bytes | None = None) -> Record:
+    kind = {
+        SCORED: ScoredGroup(group_id="g-1", domain="d", purpose="train", episodes=()),
+        RETIRED: RetiredGroup(group_id="g-1", domain="d", purpose="train", reason="stale"),
+    }[topic]
+    return Record(
+        topic=topic,
+        partition=2,
+        offset=offset,
+        timestamp_ms=1,
+        key=b"g-1",
+        value=topics.encode(kind) if value is None else value,
+        headers=(("tracestate", b"x"),),
+    )
+
+
+def test_neighbouring_records_of_one_partition_are_one_range_and_order_is_kept():
+    batch = Batch(CountingCore())
+    for item in (record(3), record(4), record(7), record(0, topic=RETIRED)):
+        batch.record(item)
+    batch.tick(250)
+    batch.record(record(1, topic=RETIRED))
+    assert batch.inputs == (
+        JournalInput(topic=SCORED, partition=2, offset=3, count=5),
+        JournalInput(topic=RETIRED, partition=2, offset=0, count=1),
+        JournalInput(tick_ms=250),
+        JournalInput(topic=RETIRED, partition=2, offset=1, count=1),
+    )
+    assert batch.positions == {Place(SCORED, 2): 8, Place(RETIRED, 2): 2}
+
+
+def test_outputs_carry_their_inputs_trace_and_the_registrys_key():
+    batch = Batch(CountingCore(partition=2))
+    assert batch.record(record(0), headers=HEADERS) is None
+    (emit,) = batch.emits
+    assert (emit.topic, emit.partition, emit.key) == (topics.MERGED_GROUPS.name, 2, b"g-1")
+    assert emit.headers == HEADERS
+    assert topics.decode(topics.MERGED_GROUPS, emit.value).loss_tokens == 1
+
+
+@given(st.binary(max_size=64))
+def test_a_record_that_does_not_decode_goes_to_the_dead_letter_topic_byte_for_byte(value: bytes):
+    batch = Batch(CountingCore())
+    bad = batch.record(record(9, value=value))
+    (letter,) = batch.emits
+    assert bad is not None
+    assert (letter.topic, letter.partition, letter.key) == (f"{SCORED}-dlq", 2, b"g-1")
+    assert letter.value == value
+    headers = dict(letter.headers)
+    assert headers["reason"].decode() == bad.reason
+    assert (headers["topic"], headers["partition"], headers["offset"]) == (
+        SCORED.encode(),
+        b"2",
+        b"9",
+    )
+    assert headers["tracestate"] == b"x"
+    assert batch.positions == {Place(SCORED, 2): 10}
+
+
+def test_a_record_the_core_refuses_is_a_bad_record_and_the_state_is_unchanged():
+    core = CountingCore()
+    batch = Batch(core)
+    batch.record(record(0, topic=RETIRED))
+    before = core.snapshot()
+    bad = batch.record(record(0))
+    assert bad is not None
+    assert bad.reason == "refused: g-1 is retired"
+    assert core.snapshot() == before
+
+
+def test_a_service_can_say_that_the_bad_records_group_failed():
+    def failed(bad: Record, reason: str) -> list[Output]:
+        group = MergedGroup(
+            group_id=bad.key.decode(),
+            domain="d",
+            purpose="train",
+            partition=2,
+            not_trainable="failed",
+            detail=reason,
+        )
+        return [Output(topic=topics.MERGED_GROUPS.name, partition=2, record=group)]
+
+    batch = Batch(CountingCore(), on_bad_record=failed)
+    batch.record(record(0, value=b"\xc1"))
+    assert [emit.topic for emit in batch.emits] == [f"{SCORED}-dlq", topics.MERGED_GROUPS.name]
+    fact = topics.decode(topics.MERGED_GROUPS, batch.emits[1].value)
+    assert (fact.not_trainable, fact.detail[:15]) == ("failed", "does not decode")
+
+
+def test_a_broken_invariant_dies_and_names_the_record():
+    batch = Batch(CountingCore())
+    batch.tick(1000)
+    with pytest.raises(AssertionError, match="run time went back"):
+        batch.tick(999)
+    strange = Record(
+        topic=topics.GRADED_EPISODES.name,
+        partition=0,
+        offset=5,
+        timestamp_ms=0,
+        key=b"",
+        value=topics.encode(
+            topics.GRADED_EPISODES.record(
+                episode_id="g-1.0.0",
+                group_id="g-1",
+                grader="m:f",
+                grader_version="1",
+                outcome=0.0,
+                speed=0.0,
+            )
+        ),
+    )
+    with pytest.raises(AssertionError) as died:
+        batch.record(strange)
+    assert died.value.__notes__ == ["while handling graded-episodes-v1/0@5"]
+
+
+EMITS = st.lists(
+    st.builds(
+        Emit,
+        topic=st.sampled_from(["a", "b"]),
+        partition=st.integers(0, 1),
+        key=st.binary(max_size=2),
+        value=st.binary(max_size=2),
+    ),
+    max_size=3,
+)
+
+
+@given(EMITS, EMITS)
+def test_only_the_same_records_in_the_same_order_have_the_same_digest(left: list, right: list):
+    assert (digest(left) == digest(right)) == (left == right)

@@ -1,0 +1,365 @@
+import asyncio
+import io
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+
+from forgemq.bus.errors import FencedError
+from forgemq.bus.log import Emit, Place, Record
+from forgemq.bus.memory import MemoryLog
+from forgemq.contracts import topics
+from forgemq.contracts.groups import ScoredGroup
+from forgemq.contracts.journal import JournalInput, JournalledBatch
+from forgemq.contracts.messages import Core, Output
+from forgemq.shell.bad_record_limit import TooManyBadRecordsError
+from forgemq.shell.batch import digest
+from forgemq.shell.history import HistoryError
+from forgemq.shell.records import emit_of
+from forgemq.shell.replay import replay_task
+from forgemq.shell.task import DivergedError, TaskPlan, TransformTask
+from forgemq.shell.transform_settings import TransformSettings
+from forgemq.telemetry import Telemetry
+from tests.simulation.counting_core import CountingCore
+from tests.simulation.harness import records_of
+
+SCORED = Place(topics.SCORED_GROUPS.name, 0)
+MERGED = Place(topics.MERGED_GROUPS.name, 0)
+JOURNAL = Place(topics.MERGER_JOURNAL.name, 0)
+QUIET = TransformSettings(batch_linger_s=0.0, snapshot_every_batches=1000, snapshot_every_s=1e9)
+TRACE = ("traceparent", b"00-" + b"a" * 32 + b"-" + b"b" * 16 + b"-01")
+
+
+class ManualClock:
+    """Stands still until it is told to go on."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class World:
+    """One task on a memory log, and what it wrote."""
+
+    def __init__(self) -> None:
+        self.log = MemoryLog(run="r")
+        self.clock = ManualClock()
+        self.lines = io.StringIO()
+
+    async def open(self) -> None:
+        names = [SCORED.topic, MERGED.topic, JOURNAL.topic, f"{SCORED.topic}-dlq"]
+        await self.log.create_topics(dict.fromkeys(names, 1))
+        self._writer = await self.log.writer()
+
+    def plan(self, settings: TransformSettings, *, tick_s: float, keeps_journal: bool) -> TaskPlan:
+        return TaskPlan(
+            service="merger",
+            journal=JOURNAL,
+            inputs=(SCORED,),
+            tick_s=tick_s,
+            logic_version=1,
+            keeps_journal=keeps_journal,
+            settings=settings,
+        )
+
+    @asynccontextmanager
+    async def task(
+        self,
+        settings: TransformSettings = QUIET,
+        *,
+        core: Core | None = None,
+        tick_s: float = 0.0,
+        keeps_journal: bool = False,
+    ) -> AsyncIterator[TransformTask]:
+        """The task, running; stopped cleanly at the end."""
+        stop = asyncio.Event()
+        task = TransformTask(
+            self.plan(settings, tick_s=tick_s, keeps_journal=keeps_journal),
+            log=self.log.open(),
+            core=core or CountingCore(),
+            telemetry=Telemetry(service="merger", stream=self.lines),
+            stop=stop,
+            clock_s=self.clock,
+        )
+        async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+            group.create_task(task.run())
+            yield task
+            stop.set()
+
+    async def score(self, *group_ids: str) -> None:
+        await self.write(
+            [
+                emit_of(
+                    Output(
+                        topic=SCORED.topic,
+                        partition=0,
+                        record=ScoredGroup(group_id=g, domain="d", purpose="train", episodes=()),
+                    ),
+                    headers=(TRACE,),
+                )
+                for g in group_ids
+            ]
+        )
+
+    async def write(self, emits: Sequence[Emit]) -> None:
+        await self._writer.write_all(emits)
+
+    async def journal(self) -> list[JournalledBatch]:
+        written = (await records_of(self.log, [JOURNAL])).get(JOURNAL, [])
+        return [msgspec.msgpack.decode(value, type=JournalledBatch) for _, value in written]
+
+    async def merged(self) -> list[tuple[str, int]]:
+        written = (await records_of(self.log, [MERGED])).get(MERGED, [])
+        records = [topics.decode(topics.MERGED_GROUPS, value) for _, value in written]
+        return [(record.group_id, record.loss_tokens) for record in records]
+
+    async def until_merged(self, count: int) -> None:
+        await self.until(lambda: self.log_size(MERGED), count)
+
+    async def until(self, size: Callable[[], int], count: int) -> None:
+        while size() < count:
+            await self.log._store.wait_for_arrival(1.0)
+            await asyncio.sleep(0)
+
+    def log_size(self, place: Place) -> int:
+        entries = self.log._store.partition(Place(f"r.{place.topic}", place.partition)).entries
+        return sum(entry.record is not None for entry in entries)
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    world = World()
+    await world.open()
+    yield world
+    await world.log.close()
+
+
+async def test_a_batch_is_one_transaction_of_outputs_journal_and_positions(world: World):
+    await world.score("g-1", "g-2", "g-1")
+    async with world.task():
+        await world.until_merged(3)
+    assert await world.merged() == [("g-1", 1), ("g-2", 2), ("g-1", 3)]
+    (batch,) = await world.journal()
+    emits = [
+        Emit(topic=MERGED.topic, partition=0, key=key, value=value)
+        for key, value in (await records_of(world.log, [MERGED]))[MERGED]
+    ]
+    assert batch == JournalledBatch(
+        sequence=0,
+        inputs=(JournalInput(topic=SCORED.topic, offset=0, count=3),),
+        outputs=3,
+        outputs_digest=digest(emits),
+    )
+    assert await world.log.committed(group="merger-positions", places=[SCORED]) == {SCORED: 3}
+
+
+async def test_the_trace_of_an_input_goes_on_with_its_outputs(world: World):
+    await world.score("g-1")
+    async with world.task():
+        await world.until_merged(1)
+    reader = await world.log.reader({MERGED: 0})
+    (record,) = await reader.read(timeout_s=1, records_max=10)
+    assert record.headers == (TRACE,)
+
+
+async def test_a_task_holds_at_most_so_many_records_at_once(world: World):
+    settings = msgspec.structs.replace(QUIET, batch_records_max=7, read_records_max=3)
+    await world.score(*(f"g-{n}" for n in range(40)))
+    async with world.task(settings):
+        await world.until_merged(40)
+    sizes = [item.count for batch in await world.journal() for item in batch.inputs]
+    assert max(sizes) <= 7
+    assert sum(sizes) == 40
+
+
+async def test_idle_ticks_write_no_transaction_until_there_are_too_many(world: World):
+    settings = msgspec.structs.replace(QUIET, ticks_pending_max=5)
+    async with world.task(settings, tick_s=1.0):
+        for _ in range(4):
+            world.clock.now_s += 1.0
+            await asyncio.sleep(0.3)
+        assert await world.journal() == []
+        world.clock.now_s += 1.0
+        await world.until(lambda: world.log_size(JOURNAL), 1)
+    (batch,) = await world.journal()
+    assert [item.tick_ms for item in batch.inputs] == [0, 1000, 2000, 3000, 4000]
+    assert batch.outputs == 0
+
+
+async def test_a_tick_that_writes_is_committed_at_once_with_those_before_it(world: World):
+    async with world.task(core=CountingCore(tick_outputs_ms=2000), tick_s=1.0):
+        for _ in range(3):
+            await asyncio.sleep(0.3)
+            world.clock.now_s += 1.0
+        await world.until_merged(1)
+    (batch,) = await world.journal()
+    assert [item.tick_ms for item in batch.inputs] == [0, 1000, 2000]
+    assert await world.merged() == [("tick", 1)]
+
+
+async def test_run_time_stands_still_while_the_task_is_down(world: World):
+    await world.score("g-1")
+    async with world.task(tick_s=1.0):
+        await world.until_merged(1)
+        world.clock.now_s += 5.0
+        await world.score("g-2")
+        await world.until_merged(2)
+    world.clock.now_s += 86_400.0
+    async with world.task(tick_s=1.0):
+        await world.score("g-3")
+        await world.until_merged(3)
+        world.clock.now_s += 2.0
+        await world.score("g-4")
+        await world.until_merged(4)
+    ticks = [item.tick_ms for b in await world.journal() for item in b.inputs if not item.topic]
+    assert ticks == sorted(ticks)
+    assert ticks[-1] == 7000
+
+
+async def test_a_snapshot_replaces_the_journal_before_it_and_says_what_is_still_needed(
+    world: World,
+):
+    settings = msgspec.structs.replace(QUIET, snapshot_every_batches=3)
+    async with world.task(settings):
+        for number in range(4):
+            await world.score(f"g-{number}")
+            await world.until_merged(number + 1)
+    kept = await world.journal()
+    assert [(batch.sequence, batch.snapshot is not None) for batch in kept] == [
+        (2, True),
+        (3, False),
+    ]
+    assert await world.log.committed(group="merger-needed", places=[SCORED]) == {SCORED: 3}
+    await world.log.trim({SCORED: 3})
+    async with world.task(settings):
+        await world.score("g-0")
+        await world.until_merged(5)
+    assert (await world.merged())[-1] == ("g-0", 5)
+
+
+async def test_the_journal_of_a_run_kept_for_replay_is_never_trimmed(world: World):
+    settings = msgspec.structs.replace(QUIET, snapshot_every_batches=2)
+    async with world.task(settings, keeps_journal=True):
+        for number in range(6):
+            await world.score(f"g-{number}")
+            await world.until_merged(number + 1)
+    assert [batch.sequence for batch in await world.journal()] == [0, 1, 2, 3, 4, 5]
+    replayed = [item async for item in replay_task(world.log, JOURNAL, CountingCore())]
+    assert [item.is_same for item in replayed] == [True] * 6
+    assert [item.snapshot is not None for item in replayed] == [False, True] * 3
+
+
+async def test_a_replay_finds_the_batch_where_bytes_differ(world: World):
+    async with world.task():
+        for number in range(3):
+            await world.score(f"g-{number}")
+            await world.until_merged(number + 1)
+    place = Place(f"r.{SCORED.topic}", 0)
+    entry = world.log._store.partitions[place].entries[1]
+    record = ScoredGroup(group_id="g-9", domain="d", purpose="train", episodes=())
+    tampered = Record(
+        topic=SCORED.topic,
+        partition=0,
+        offset=1,
+        timestamp_ms=entry.record.timestamp_ms,
+        key=b"g-1",
+        value=topics.encode(record),
+    )
+    world.log._store.partitions[place].entries[1] = type(entry)(tampered, None)
+    replayed = [item async for item in replay_task(world.log, JOURNAL, CountingCore())]
+    assert [item.is_same for item in replayed] == [True, False, True]
+    with pytest.raises(ExceptionGroup) as died:
+        async with world.task():
+            await asyncio.sleep(5)
+    assert died.group_contains(DivergedError, match="merger-0: batch 1 wrote 1 records")
+
+
+async def test_a_core_that_is_not_the_one_of_the_journal_is_refused(world: World):
+    async with world.task():
+        await world.score("g-1")
+        await world.until_merged(1)
+    with pytest.raises(ExceptionGroup) as died:
+        async with world.task(core=CountingCore(partition=1)):
+            await asyncio.sleep(5)
+    assert died.group_contains(DivergedError, match="batch 0 wrote 1 records")
+
+
+async def test_an_input_that_was_trimmed_too_early_is_named(world: World):
+    async with world.task():
+        await world.score("g-1", "g-2")
+        await world.until_merged(2)
+    await world.log.trim({SCORED: 1})
+    with pytest.raises(ExceptionGroup) as died:
+        async with world.task():
+            await asyncio.sleep(5)
+    assert died.group_contains(
+        HistoryError, match="record 0 is needed but the oldest one kept is 1"
+    )
+
+
+async def test_a_journal_without_its_beginning_is_refused(world: World):
+    async with world.task():
+        for number in range(2):
+            await world.score(f"g-{number}")
+            await world.until_merged(number + 1)
+    writer = await world.log.transaction_writer("by-hand")
+    await writer.commit(outputs=(), group="merger-positions", positions={JOURNAL: 2})
+    with pytest.raises(ExceptionGroup) as died:
+        async with world.task():
+            await asyncio.sleep(5)
+    assert died.group_contains(HistoryError, match="starts with batch 1 and has no snapshot")
+
+
+async def test_positions_that_do_not_match_the_journal_are_refused(world: World):
+    async with world.task():
+        await world.score("g-1", "g-2")
+        await world.until_merged(2)
+    writer = await world.log.transaction_writer("by-hand")
+    await writer.commit(outputs=(), group="merger-positions", positions={SCORED: 1})
+    with pytest.raises(ExceptionGroup) as died:
+        async with world.task():
+            await asyncio.sleep(5)
+    assert died.group_contains(HistoryError, match="up to 2, committed is 1")
+
+
+async def test_a_flood_of_bad_records_stops_the_task_and_publishes_none_of_them(world: World):
+    settings = msgspec.structs.replace(QUIET, bad_consecutive_max=4)
+    bad = Emit(topic=SCORED.topic, partition=0, key=b"g-1", value=b"\xc1")
+    await world.write([bad] * 5)
+    with pytest.raises(ExceptionGroup) as died:
+        async with world.task(settings):
+            await asyncio.sleep(5)
+    assert died.group_contains(TooManyBadRecordsError)
+    assert await records_of(world.log, [Place(f"{SCORED.topic}-dlq", 0)]) == {}
+
+
+async def test_a_few_bad_records_pass_and_are_reported_one_line_each(world: World):
+    bad = Emit(topic=SCORED.topic, partition=0, key=b"g-1", value=b"\xc1")
+    await world.write([bad])
+    await world.score("g-1")
+    async with world.task():
+        await world.until_merged(1)
+    dead = await records_of(world.log, [Place(f"{SCORED.topic}-dlq", 0)])
+    assert list(dead.values()) == [[(b"g-1", b"\xc1")]]
+    (line,) = [json.loads(line) for line in world.lines.getvalue().splitlines()]
+    assert (line["event"], line["topic"], line["offset"]) == ("bad_record", SCORED.topic, 0)
+
+
+async def fence_a_running_task(world: World) -> None:
+    async with world.task():
+        await world.score("g-1")
+        await world.until_merged(1)
+        await world.log.transaction_writer("merger-0")
+        await world.score("g-2")
+        await asyncio.sleep(5)
+
+
+async def test_a_task_that_was_fenced_publishes_nothing_more(world: World):
+    with pytest.raises(ExceptionGroup) as died:
+        await fence_a_running_task(world)
+    assert died.group_contains(FencedError)
+    assert await world.merged() == [("g-1", 1)]

@@ -1,0 +1,67 @@
+"""The catalogue and the code name the same metrics."""
+
+import re
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from forgemq.telemetry.catalogue import (
+    COUNTERS,
+    GAUGES,
+    HISTOGRAMS,
+    CounterName,
+    GaugeName,
+    HistogramName,
+)
+
+ROOT = Path(__file__).parents[3]
+CATALOGUE = ROOT / "libs/telemetry/src/forgemq/telemetry/catalogue.py"
+KINDS = [("count", COUNTERS), ("gauge", GAUGES), ("observe", HISTOGRAMS)]
+
+
+def sources() -> list[str]:
+    """All shipped code but the catalogue."""
+    return [
+        path.read_text(encoding="utf-8")
+        for folder in ("libs", "services")
+        for path in (ROOT / folder).rglob("*.py")
+        if path != CATALOGUE
+    ]
+
+
+def measured(method: str) -> set[str]:
+    """First arguments of every call of this method."""
+    call = re.compile(rf'telemetry\.{method}\(\s*"([a-z0-9_.]+)"')
+    return {name for text in sources() for name in call.findall(text)}
+
+
+@pytest.mark.parametrize(
+    ("names", "rows"),
+    [(CounterName, COUNTERS), (GaugeName, GAUGES), (HistogramName, HISTOGRAMS)],
+    ids=["counters", "gauges", "histograms"],
+)
+def test_every_name_has_one_row(names: object, rows: dict):
+    assert list(get_args(names)) == list(rows)
+
+
+@pytest.mark.parametrize("rows", [COUNTERS, GAUGES, HISTOGRAMS])
+def test_every_metric_is_measured_somewhere(rows: dict):
+    code = "\n".join(sources())
+    assert [name for name in rows if f'"{name}"' not in code] == [], "delete the row"
+
+
+@pytest.mark.parametrize(("method", "rows"), KINDS, ids=[method for method, _ in KINDS])
+def test_nothing_is_measured_that_has_no_row(method: str, rows: dict):
+    assert measured(method) - set(rows) == set(), "add it to the catalogue"
+    assert measured("count"), "the pattern finds no call at all"
+
+
+def test_names_are_unique_and_every_row_says_unit_and_meaning():
+    rows = [row for _, kind in KINDS for row in kind.items()]
+    assert len({name for name, _ in rows}) == len(rows)
+    for name, metric in rows:
+        assert re.fullmatch(r"[a-z]+(\.[a-z0-9_]+)+", name)
+        assert re.fullmatch(r"s|By|By/s|1|nat|\{[a-z_]+\}(/s)?", metric.unit), name
+        assert metric.description.endswith("."), name
+        assert (metric.unit == "s") == name.endswith("_s"), name

@@ -1,0 +1,244 @@
+"""Samples and trees for the trainer's tests: a plain trie that shares nothing with the product."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from forgemq.contracts import topics
+from forgemq.contracts.partitions import group_partition
+from forgemq.contracts.run import Log, Model, Optimizer, Queue, RunConfiguration, Trainer
+from forgemq.contracts.steps import ScheduledGroup, ScheduledStep
+from forgemq.contracts.trees import MergedTree
+from forgemq.trainer.core.tree import read_tree
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One request with its completion: the tokens from `first_sampled` on were sampled."""
+
+    tokens: tuple[int, ...]
+    first_sampled: int
+    advantage: float
+    behaviour: tuple[float, ...]
+    temperature: float = 1.0
+    version: int = 0
+
+
+@dataclass
+class _Node:
+    token: int
+    parent: "_Node | None"
+    children: dict[int, "_Node"] = field(default_factory=dict)
+    below: int = 1
+    index: int = -1
+
+
+def _grow(samples: Sequence[Sample]) -> tuple[_Node, list[list[_Node]]]:
+    root = _Node(-1, None)
+    paths = []
+    for sample in samples:
+        node, path = root, []
+        for token in sample.tokens:
+            if token not in node.children:
+                node.children[token] = _Node(token, node)
+                above = node
+                while above is not None:
+                    above.below += 1
+                    above = above.parent
+            node = node.children[token]
+            path.append(node)
+        paths.append(path)
+    return root, paths
+
+
+def _layout(root: _Node) -> list[_Node]:
+    order: list[_Node] = []
+    stack = sorted(root.children.values(), key=lambda node: node.below)
+    while stack:
+        node = stack.pop()
+        node.index = len(order)
+        order.append(node)
+        stack.extend(sorted(node.children.values(), key=lambda child: child.below))
+    return order
+
+
+def _segments(order: list[_Node], root: _Node) -> tuple[list[int], list[int], list[int]]:
+    starts, parents, segment_of = [], [], {}
+    for node in order:
+        parent = node.parent
+        assert parent is not None
+        if parent is root or len(parent.children) > 1:
+            starts.append(node.index)
+            parents.append(-1 if parent is root else segment_of[parent.index])
+        segment_of[node.index] = len(starts) - 1
+    lengths = np.diff([*starts, len(order)]).tolist()
+    return starts, lengths, parents
+
+
+def _packed(values: object, dtype: str) -> bytes:
+    return np.asarray(values, dtype=dtype).tobytes()
+
+
+def merge(samples: Sequence[Sample], group_id: str = "g-0", lineage: int = 1) -> MergedTree:
+    """The merged tree of these samples, as the merger puts it on the wire."""
+    root, paths = _grow(samples)
+    order = _layout(root)
+    starts, lengths, parents = _segments(order, root)
+    entry_token = [
+        node.index
+        for sample, path in zip(samples, paths, strict=True)
+        for node in path[sample.first_sampled :]
+    ]
+    counts = [len(sample.tokens) - sample.first_sampled for sample in samples]
+    versions = np.repeat([sample.version for sample in samples], counts)
+    behaviour = [value for sample in samples for value in sample.behaviour]
+    return MergedTree(
+        group_id=group_id,
+        domain="demo",
+        tokens=_packed([node.token for node in order], "<i4"),
+        segment_start=_packed(starts, "<i4"),
+        segment_length=_packed(lengths, "<i4"),
+        segment_parent=_packed(parents, "<i4"),
+        entry_token=_packed(entry_token, "<i4"),
+        entry_logprob=_packed(behaviour, "<f4"),
+        entry_version=_packed(versions, "<i4"),
+        sample_first_entry=_packed([0, *np.cumsum(counts)], "<i4"),
+        sample_advantage=_packed([sample.advantage for sample in samples], "<f4"),
+        sample_temperature=_packed([sample.temperature for sample in samples], "<f4"),
+        sample_leaf=_packed([path[-1].index for path in paths], "<i4"),
+        sample_episode=_packed(range(len(samples)), "<i4"),
+        sample_turn=_packed([0] * len(samples), "<i4"),
+        sample_ids=tuple(f"{number:032x}" for number in range(len(samples))),
+        lineage=lineage,
+    )
+
+
+def make_sample(
+    context: Sequence[int], sampled: Sequence[int], generator: np.random.Generator
+) -> Sample:
+    """A sample with a random advantage, behaviour, temperature and version (float32 values)."""
+    behaviour = (-3.0 - 2.0 * generator.random(len(sampled))).astype(np.float32)
+    return Sample(
+        tokens=(*context, *sampled),
+        first_sampled=len(context),
+        advantage=float(np.float32(generator.normal())),
+        behaviour=tuple(behaviour.tolist()),
+        temperature=float(generator.choice([1.0, 0.5])),
+        version=int(generator.integers(0, 3)),
+    )
+
+
+def agent_samples(
+    generator: np.random.Generator,
+    *,
+    rollouts: int = 3,
+    turns: int = 3,
+    prompt: int = 9,
+    act: int = 4,
+    observe: int = 5,
+    is_stripped: bool = False,
+    vocabulary: int = 61,
+) -> list[Sample]:
+    """Rollouts of one task: turns append, or drop half of what they sampled (reasoning)."""
+
+    def draw(count: int) -> list[int]:
+        return generator.integers(1, vocabulary, max(1, count)).tolist()
+
+    first = draw(prompt)
+    samples = []
+    for _ in range(rollouts):
+        history = list(first)
+        for _ in range(turns):
+            sampled = draw(act + int(generator.integers(0, 3)))
+            samples.append(make_sample(history, sampled, generator))
+            kept = sampled[len(sampled) // 2 :] if is_stripped else sampled
+            history = [*history, *kept, *draw(observe)]
+    return samples
+
+
+def adversarial_samples(generator: np.random.Generator) -> list[Sample]:
+    """A prefix of another sample, twins with other advantages, single-token branches, a fork."""
+    context = [5, 6, 7, 8]
+    return [
+        make_sample(context, [9, 10, 11, 12], generator),
+        make_sample(context, [9, 10], generator),
+        make_sample(context, [9, 10, 11, 12], generator),
+        make_sample(context, [9], generator),
+        make_sample(context, [13], generator),
+        make_sample([*context, 9, 10], [14], generator),
+        make_sample([*context, 9, 10, 11], [12, 3], generator),
+        make_sample([5], [6, 7, 8], generator),
+        make_sample([40, 41], [42], generator),
+    ]
+
+
+def make_model(kind: str, dtype: torch.dtype, **changes: object) -> torch.nn.Module:
+    """A tiny model of transformers with random weights."""
+    sizes: dict[str, object] = {
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": kind == "qwen3",
+        "initializer_range": 0.15,
+    }
+    if kind == "qwen3_moe":
+        sizes |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **(sizes | changes))
+    return AutoModelForCausalLM.from_config(config).to(dtype)
+
+
+def save_base(folder: Path, **changes: object) -> Path:
+    """A tiny base model in Hugging Face format, with a tokenizer file to be carried along."""
+    make_model("qwen3", torch.float32, **changes).save_pretrained(folder)
+    (folder / "tokenizer_config.json").write_text('{"model_max_length": 512}')
+    return folder
+
+
+def configuration_of(base: Path, **trainer: object) -> RunConfiguration:
+    """A run of a few steps on the tiny model."""
+    return RunConfiguration(
+        run="r",
+        seed=7,
+        model=Model(path=str(base), dtype="float32", context_tokens_max=512),
+        queues=(Queue(domain="demo", task_source="a:b", agent="a:c", groups_per_step=2, slots=4),),
+        trainer=Trainer(**({"steps": 4, "head_chunk_tokens": 16} | trainer)),
+        optimizer=Optimizer(lr=1e-2, lr_final_fraction=0.5),
+        log=Log(group_partitions=2),
+    )
+
+
+def scheduled_step(
+    step: int, trees: Sequence[MergedTree], *, is_last: bool = False
+) -> ScheduledStep:
+    """The step over these trees, as the scheduler writes it."""
+    groups = []
+    for index, tree in enumerate(trees):
+        forest = read_tree(tree)
+        groups.append(
+            ScheduledGroup(
+                group_id=tree.group_id,
+                domain="demo",
+                queue_index=index,
+                partition=group_partition(tree.group_id, partitions=2),
+                tree_sha256=hashlib.sha256(topics.encode(tree)).hexdigest(),
+                tree_tokens=forest.token_count,
+                loss_tokens=forest.entry_count,
+                attention_pairs=forest.attention_pairs,
+                version_min=0,
+                staleness=step,
+                request_tokens=3 * forest.token_count,
+                append_tokens=2 * forest.token_count,
+            )
+        )
+    return ScheduledStep(step=step, groups=tuple(groups), staleness_bound=9, is_last=is_last)

@@ -1,0 +1,242 @@
+"""G5: a tree trains exactly as its requests would, one by one."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from forgemq.contracts.run import Loss
+from forgemq.trainer.core.loss import Entries, LossFunction, loss_function
+from forgemq.trainer.core.memory import Microbatch
+from forgemq.trainer.core.precision import make_precise
+from forgemq.trainer.core.step import forward_backward, group_weights
+from forgemq.trainer.core.tree import joined, read_tree
+from forgemq.trainer.model import prepared
+from tests.unit.trainer.scene import (
+    Sample,
+    adversarial_samples,
+    agent_samples,
+    make_model,
+    merge,
+)
+
+Gradients = dict[str, torch.Tensor]
+HEAD_CHUNK = 8
+
+
+def _groups(seed: int) -> list[list[Sample]]:
+    generator = np.random.default_rng(seed)
+    return [
+        agent_samples(generator),
+        adversarial_samples(generator),
+        agent_samples(generator, is_stripped=True),
+    ]
+
+
+def _taken(model: nn.Module) -> Gradients:
+    gradients = {
+        name: parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+    model.zero_grad(set_to_none=True)
+    return gradients
+
+
+def _sample_entries(sample: Sample, dtype: torch.dtype) -> Entries:
+    behaviour = torch.tensor(sample.behaviour, dtype=dtype)
+    zeros = torch.zeros(len(behaviour), dtype=torch.long)
+    return Entries(
+        behaviour=behaviour,
+        advantage=torch.full_like(behaviour, sample.advantage),
+        temperature=torch.full_like(behaviour, sample.temperature),
+        version=zeros,
+        token=zeros,
+        sample=zeros,
+        group=zeros,
+        sample_count=1,
+    )
+
+
+def _per_request(
+    model: nn.Module, groups: Sequence[Sequence[Sample]], loss: LossFunction
+) -> tuple[float, Gradients]:
+    """Every request alone, with stock causal attention of torch."""
+    total = 0.0
+    count = sum(len(sample.behaviour) for samples in groups for sample in samples)
+    for sample in (sample for samples in groups for sample in samples):
+        tokens = torch.tensor([sample.tokens])
+        logits = model(input_ids=tokens, use_cache=False).logits[0] / sample.temperature
+        places = torch.arange(sample.first_sampled, len(sample.tokens))
+        logprob = logits[places - 1].log_softmax(-1)[torch.arange(len(places)), tokens[0, places]]
+        result = loss(logprob, _sample_entries(sample, logprob.dtype))
+        part = result.loss.sum() / count
+        part.backward()
+        total += float(part.detach())
+    return total, _taken(model)
+
+
+def _tree(
+    model: nn.Module, groups: Sequence[Sequence[Sample]], loss: LossFunction, block: int | None
+) -> tuple[float, Gradients]:
+    """All groups as one forest, whole or in blocks."""
+    forests = [read_tree(merge(samples, f"g-{n}")) for n, samples in enumerate(groups)]
+    count = sum(forest.token_count for forest in forests)
+    size = count if block is None else block
+    blocks = tuple((start, min(start + size, count)) for start in range(0, count, size))
+    seen = forward_backward(
+        prepared(model).policy,
+        forests,
+        [Microbatch(groups=tuple(range(len(forests))), blocks=blocks)],
+        weights=group_weights(forests, normalisation="step"),
+        loss=loss,
+        head_chunk=HEAD_CHUNK,
+    )
+    return seen.loss, _taken(model)
+
+
+def _worst(left: Gradients, right: Gradients) -> float:
+    """Largest ||difference|| / ||gradient|| over the parameters."""
+    assert left.keys() == right.keys()
+    return max(
+        float((left[name] - right[name]).norm() / left[name].norm().clamp(min=1e-12))
+        for name in left
+    )
+
+
+def _made(kind: str, dtype: torch.dtype) -> nn.Module:
+    model = make_model(kind, dtype)
+    if kind == "qwen3_moe":
+        model.set_experts_implementation("eager")  # The grouped kernel has no float64.
+    model.set_attn_implementation("sdpa")
+    return model
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen2", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["fp64", "fp32"]
+)
+def test_tree_and_per_request_gradients_are_equal(
+    kind: str, dtype: torch.dtype, bound: float
+) -> None:
+    model = _made(kind, dtype)
+    make_precise(model)
+    groups, loss = _groups(3), loss_function(Loss())
+    expected_loss, expected = _per_request(model, groups, loss)
+    for block in (None, 37):
+        tree_loss, gradients = _tree(model, groups, loss, block)
+        assert tree_loss == pytest.approx(expected_loss, rel=max(bound, 1e-13))
+        assert _worst(expected, gradients) <= bound
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_against_stock_modules_only_their_rounding_differs(kind: str) -> None:
+    """Norm and rotary of transformers round a float64 model down to fp32; ours do not."""
+    model = _made(kind, torch.float64)
+    groups, loss = _groups(4), loss_function(Loss())
+    _, expected = _per_request(model, groups, loss)
+    _, gradients = _tree(model, groups, loss, None)
+    assert 1e-12 < _worst(expected, gradients) <= 1e-6
+
+
+@pytest.mark.parametrize("kind", ["ppo_clip", "gspo", "tis", "icepop"])
+def test_every_loss_is_exact_whole_and_in_blocks(kind: str) -> None:
+    model = _made("qwen3", torch.float64)
+    make_precise(model)
+    groups, loss = _groups(5), loss_function(Loss(kind=kind))
+    expected_loss, expected = _per_request(model, groups, loss)
+    for block in (None, 11):
+        tree_loss, gradients = _tree(model, groups, loss, block)
+        assert tree_loss == pytest.approx(expected_loss, rel=1e-12)
+        assert _worst(expected, gradients) <= 1e-12
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_trees_in_blocks_of_any_size_are_exact(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    model = _made("qwen3", torch.float64)
+    make_precise(model)
+    groups = [
+        agent_samples(
+            generator,
+            rollouts=int(generator.integers(1, 4)),
+            turns=int(generator.integers(1, 4)),
+            prompt=int(generator.integers(1, 12)),
+            act=int(generator.integers(1, 5)),
+            vocabulary=int(generator.choice([3, 61])),
+            is_stripped=bool(generator.integers(0, 2)),
+        )
+        for _ in range(2)
+    ]
+    loss = loss_function(Loss())
+    expected_loss, expected = _per_request(model, groups, loss)
+    tree_loss, gradients = _tree(model, groups, loss, int(generator.integers(1, 60)))
+    assert tree_loss == pytest.approx(expected_loss, rel=1e-12)
+    assert _worst(expected, gradients) <= 1e-12
+
+
+def test_opposite_advantages_of_one_token_cancel() -> None:
+    generator = np.random.default_rng(0)
+    sample = adversarial_samples(generator)[0]
+    twins = [
+        Sample(sample.tokens, sample.first_sampled, sign, sample.behaviour, sample.temperature)
+        for sign in (1.0, -1.0)
+    ]
+    model = _made("qwen3", torch.float64)
+    _, gradients = _tree(model, [twins], loss_function(Loss()), None)
+    assert max(float(gradient.abs().max()) for gradient in gradients.values()) < 1e-15
+
+
+def test_changing_a_sibling_changes_no_log_probability() -> None:
+    generator = np.random.default_rng(2)
+    samples = agent_samples(generator, rollouts=3, turns=2)
+    changed = [
+        sample if n < 4 else Sample(
+            tokens=(*sample.tokens[: sample.first_sampled - 3], 1, 2, 3,
+                    *(1 for _ in sample.behaviour)),
+            first_sampled=sample.first_sampled,
+            advantage=sample.advantage,
+            behaviour=sample.behaviour,
+            temperature=sample.temperature,
+        )
+        for n, sample in enumerate(samples)
+    ]  # fmt: skip
+    kept = sum(len(sample.behaviour) for sample in samples[:4])
+    policy = prepared(_made("qwen3", torch.float64)).policy
+    seen = []
+    for version in (samples, changed):
+        forest = read_tree(merge(version))
+        values = forward_backward(
+            policy,
+            [forest],
+            [Microbatch(groups=(0,), blocks=((0, forest.token_count),))],
+            weights=[1.0],
+            loss=loss_function(Loss()),
+            head_chunk=HEAD_CHUNK,
+        )
+        seen.append(values.logprob_E)
+    assert np.abs(seen[0][:kept] - seen[1][:kept]).max() < 1e-13
+    assert np.abs(seen[0][kept:] - seen[1][kept:]).max() > 1e-3
+
+
+def test_bfloat16_is_as_near_to_the_truth_as_per_request_training() -> None:
+    groups, loss = _groups(6), loss_function(Loss())
+    exact = _made("qwen3", torch.float64)
+    make_precise(exact)
+    _, truth = _per_request(exact, groups, loss)
+    narrow = _made("qwen3", torch.bfloat16)
+    narrow.load_state_dict({k: v.bfloat16() for k, v in exact.state_dict().items()})
+    _, gradients = _tree(narrow, groups, loss, None)
+    widened = {name: gradient.double() for name, gradient in gradients.items()}
+    assert _worst(truth, widened) < 0.15
+
+
+def test_the_order_of_groups_in_a_forest_does_not_matter() -> None:
+    model = _made("qwen3", torch.float64)
+    groups, loss = _groups(7), loss_function(Loss())
+    assert joined([read_tree(merge(g)) for g in groups]).token_count > 100
+    _, left = _tree(model, groups, loss, None)
+    _, right = _tree(model, groups[::-1], loss, None)
+    assert _worst(left, right) < 1e-12
