@@ -172,8 +172,6 @@ class StandInEngine:
 
     async def _pass(self, request: _Request, duration_s: float) -> None:
         """Let so much unpaused time pass, or less where the request is aborted."""
-        if not self._running.is_set():
-            request.retractions += 1
         waits = [
             asyncio.ensure_future(request.aborted.wait()),
             asyncio.ensure_future(self._unpaused(duration_s)),
@@ -197,6 +195,9 @@ class StandInEngine:
         return web.Response()
 
     async def _pause(self, _: web.Request) -> web.Response:
+        if self._running.is_set():
+            for request in self._requests.values():
+                request.retractions += 1
         self._running.clear()
         return web.json_response({"status": "ok"})
 

@@ -139,9 +139,7 @@ class LaneScene:
         await self.write(topics.REQUESTED_COMPLETIONS, self.lane, request, headers=headers)
 
     async def cancel(self, number: int, *, attempt: int = 0) -> None:
-        record = CancelledCompletion(
-            request_id=request_id(number), attempt=attempt, lane=self.lane
-        )
+        record = CancelledCompletion(request_id=request_id(number), attempt=attempt, lane=self.lane)
         await self.write(topics.CANCELLED_COMPLETIONS, self.lane, record)
 
     async def publish(
@@ -187,7 +185,9 @@ class LaneScene:
         await reader.close()
         return records
 
-    async def finished(self, *, count: int = 0, timeout_s: float = 20.0) -> list[FinishedCompletion]:
+    async def finished(
+        self, *, count: int = 0, timeout_s: float = 20.0
+    ) -> list[FinishedCompletion]:
         """Finished completions, once there are `count`."""
         partition = group_partition(GROUP, partitions=PARTITIONS)
         topic = topics.FINISHED_COMPLETIONS

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from forgemq.bus.log import Emit, Place, Reader, Record
+from forgemq.bus.log import Emit, Log, Place, Reader, Record
 from forgemq.bus.memory import MemoryLog, MemoryTransactionWriter
 from forgemq.contracts import topics
 from forgemq.contracts.messages import Core
@@ -164,8 +164,9 @@ async def published(case: CoreCase, crashes: Crashes) -> dict[Place, list[tuple[
                 _restarted_until_stopped(case, log, crashes, stop=stop, progress=progress)
             )
             await _write_script(case, log, progress)
+            # Everything is committed: a process that waits for more may as well be killed.
             stop.set()
-            await running
+            running.cancel()
     written = await records_of(log, _output_places(case))
     await log.close()
     return written
@@ -215,7 +216,7 @@ def _output_places(case: CoreCase) -> list[Place]:
 
 
 async def records_of(
-    log: MemoryLog, places: Sequence[Place]
+    log: Log, places: Sequence[Place], *, timeout_s: float = 0.0
 ) -> dict[Place, list[tuple[bytes, bytes]]]:
     """Key and value of every committed record of these places."""
     first = await log.first_positions(places)
@@ -223,7 +224,7 @@ async def records_of(
     reader = await log.reader(first)
     found: dict[Place, list[tuple[bytes, bytes]]] = {place: [] for place in places}
     while any(reader.position(place) < end for place, end in ends.items()):
-        for record in await reader.read(timeout_s=0.0, records_max=1000):
+        for record in await reader.read(timeout_s=timeout_s, records_max=1000):
             found[record.place].append((record.key, record.value))
     await reader.close()
     return {place: records for place, records in found.items() if records}

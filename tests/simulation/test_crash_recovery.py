@@ -5,7 +5,7 @@ import pytest
 from tests.simulation.cases import CASES
 from tests.simulation.harness import CRASH_POINTS, Crashes, published
 
-SEEDS = range(25)
+SEEDS = range(60)
 
 
 @pytest.mark.simulation

@@ -1,4 +1,4 @@
-"""A gateway in memory behind real HTTP: groups, leases and episodes as the agents' side sees them."""
+"""A gateway in memory behind real HTTP: groups, leases and episodes as agents see them."""
 
 import asyncio
 import json

@@ -11,7 +11,7 @@ from forgemq.contracts.grading import GradingCompletion, GradingEpisode
 
 torch = pytest.importorskip("torch")
 
-TASKS = 24
+TASKS = 128
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ async def episode_of(policy, k: int) -> GradingEpisode:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_the_base_model_solves_about_two_thirds_of_the_held_out_tasks_greedily(greedy):
-    """0.69 over 128 tasks; the first 24 have to be within three standard errors of that."""
+    """The prototype's own sampler measured 0.69 on these tasks."""
     episodes = [await episode_of(greedy(), k) for k in range(TASKS)]
     success = sum(rewards.outcome(episode) for episode in episodes) / TASKS
-    assert 0.41 <= success <= 0.97
+    assert success == pytest.approx(0.69, abs=0.04)

@@ -6,14 +6,8 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-MARKUP = [
-    "<tool_call>",
-    "</tool_call>",
-    "<tool_response>",
-    "</tool_response>",
-    "<think>",
-    "</think>",
-]
+MARKUP = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
+MARKUP += ["<think>", "</think>"]
 
 TEXT = [
     "the quick brown fox jumps over the lazy dog and asks for the price of an order",

@@ -14,6 +14,7 @@ from forgemq.contracts.partitions import group_partition
 from forgemq.contracts.run import Log, Model, Optimizer, Queue, RunConfiguration, Trainer
 from forgemq.contracts.steps import ScheduledGroup, ScheduledStep
 from forgemq.contracts.trees import MergedTree
+from forgemq.trainer.core.loss import Entries
 from forgemq.trainer.core.tree import read_tree
 
 
@@ -242,3 +243,8 @@ def scheduled_step(
             )
         )
     return ScheduledStep(step=step, groups=tuple(groups), staleness_bound=9, is_last=is_last)
+
+
+def reinforce(logprob: torch.Tensor, entries: Entries) -> torch.Tensor:
+    """A user's loss: no ratio at all."""
+    return -entries.advantage * logprob

@@ -6,7 +6,7 @@ Every call to a broker is bounded by `retry_s`: aiokafka itself retries some req
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from aiokafka import errors as kafka_errors
 from aiokafka.helpers import create_ssl_context
@@ -17,7 +17,10 @@ from forgemq.bus.errors import FencedError, LogError, LogUnavailableError
 SecurityProtocol = Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"]
 SaslMechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"]
 
+T = TypeVar("T")
+
 RECONNECT_PAUSE_S = 0.25
+RETRY_PAUSE_S = 0.05
 REQUEST_TIMEOUT_MS = 10_000
 CLOSE_TIMEOUT_S = 5.0
 
@@ -94,6 +97,20 @@ async def answered(connection: KafkaConnection, doing: str) -> AsyncIterator[Non
         raise LogError(f"{doing}: {connection.bootstrap} answered {error!r}") from error
 
 
+async def repeated(call: Callable[[], Awaitable[T]]) -> T:
+    """What a request answers, once it no longer fails in a way that passes by itself.
+
+    Call it inside `answered`, which bounds it.
+    """
+    while True:
+        try:
+            return await call()
+        except kafka_errors.KafkaError as error:
+            if not error.retriable:
+                raise
+            await asyncio.sleep(RETRY_PAUSE_S)
+
+
 async def connect(
     connection: KafkaConnection, start: Callable[[], Awaitable[None]], *, doing: str
 ) -> None:
@@ -111,11 +128,23 @@ async def connect(
                 await asyncio.sleep(RECONNECT_PAUSE_S)
 
 
-async def stop_client(stop: Callable[[], Awaitable[None]]) -> None:
-    """Stop a client; what the brokers cannot take any more within 5 s is given up."""
-    try:
-        async with asyncio.timeout(CLOSE_TIMEOUT_S):
-            await stop()
-    except (TimeoutError, kafka_errors.KafkaError):
-        # The broker is gone or has fenced us: there is nothing left to release there.
-        return
+async def stop_client(
+    stop: Callable[[], Awaitable[None]], release: Callable[[], Awaitable[None]] | None = None
+) -> None:
+    """Stop a client; what the brokers cannot take any more within 5 s is given up.
+
+    Args:
+        stop: the client's own; where the brokers are gone it may fail before it has closed its
+            connections, even with the CancelledError of a task of its own.
+        release: closes the connections whatever happened to `stop`.
+    """
+    for close in (stop, release):
+        if close is not None:
+            task = asyncio.ensure_future(close())
+            await asyncio.wait([task], timeout=CLOSE_TIMEOUT_S)
+            if not task.done():
+                task.cancel()
+                await asyncio.wait([task], timeout=CLOSE_TIMEOUT_S)
+            if task.done() and not task.cancelled():
+                # Marks it as seen: the broker is gone or has fenced us, nothing is left to do.
+                task.exception()

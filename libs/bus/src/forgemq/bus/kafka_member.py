@@ -102,10 +102,10 @@ class KafkaMember:
         try:
             await connect(self._connection, self._consumer.start, doing=f"join {self._group}")
             await self._changed.wait()
+            self._raise_failure()
         except BaseException:
             await self.close()
             raise
-        self._raise_failure()
 
     def assigned(self) -> frozenset[int]:
         """Partition numbers that this member owns now."""
@@ -137,8 +137,8 @@ class KafkaMember:
     async def _take(self, numbers: frozenset[int]) -> None:
         try:
             if numbers:
-                self._told = numbers
                 await self._on_assigned(numbers)
+                self._told = numbers
                 self._reader = await self._open_reader(numbers)
             self._assigned = numbers
         except BaseException as error:
@@ -251,7 +251,7 @@ class KafkaMember:
             try:
                 await self.revoke()
             finally:
-                await stop_client(self._consumer.stop)
+                await stop_client(self._consumer.stop, self._consumer._client.close)
 
     async def _close_reader(self) -> None:
         reader, self._reader = self._reader, None

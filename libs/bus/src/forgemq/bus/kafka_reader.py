@@ -130,7 +130,7 @@ class KafkaReader:
         """Release the connection; idempotent."""
         if not self.is_closed:
             self.is_closed = True
-            await stop_client(self._consumer.stop)
+            await stop_client(self._consumer.stop, self._consumer._client.close)
 
     async def _fetch(self, wait_s: float) -> None:
         """Wait for records and keep them in `_ahead`."""
@@ -191,7 +191,7 @@ async def open_reader(
     try:
         await connect(connection, consumer.start, doing="open a reader")
     except BaseException:
-        await stop_client(consumer.stop)
+        await stop_client(consumer.stop, consumer._client.close)
         raise
     return KafkaReader(consumer, positions, connection=connection, run=run, blobs=blobs)
 

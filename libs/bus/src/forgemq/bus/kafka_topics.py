@@ -11,10 +11,12 @@ from aiokafka.client import AIOKafkaClient, ConnectionGroup, CoordinationType
 
 from forgemq.bus.errors import LogError, OutOfRangeError, UnknownPlaceError
 from forgemq.bus.kafka_connection import (
+    RETRY_PAUSE_S,
     KafkaConnection,
     answered,
     client_settings,
     connect,
+    repeated,
     stop_client,
 )
 from forgemq.bus.kafka_reader import fetching_consumer
@@ -29,7 +31,6 @@ TOPIC_CONFIGURATION = {
     "max.message.bytes": str(RECORD_BYTES_MAX + 128 * 1024),
     "message.timestamp.type": "CreateTime",
 }
-RETRY_PAUSE_S = 0.05
 BROKER_DEFAULT = -1  # Replication factor: what the cluster is set up for.
 
 _ALREADY_EXISTS = kafka_errors.TopicAlreadyExistsError.errno
@@ -66,7 +67,7 @@ class KafkaTopics:
             for topic, count in missing.items()
         ]
         async with answered(self._connection, "create topics"):
-            response = await admin.create_topics(new)
+            response = await repeated(lambda: admin.create_topics(new))
             for topic, code, *rest in response.topic_errors:
                 if code not in (0, _ALREADY_EXISTS):
                     message = next(iter(rest), "")
@@ -125,17 +126,11 @@ class KafkaTopics:
             return {}
         client = await self._plain_client()
         async with answered(self._connection, f"committed positions of {group}"):
-            while True:
-                try:
-                    found = await self._committed(client, group, places)
-                except kafka_errors.KafkaError as error:
-                    if not error.retriable:
-                        raise
-                    await client.force_metadata_update()
-                    found = None
-                if found is not None:
-                    return {place: offset for place, offset in found.items() if offset >= 0}
-                await asyncio.sleep(RETRY_PAUSE_S)
+            found = None
+            while found is None:
+                found = await repeated(lambda: self._committed(client, group, places))
+                await asyncio.sleep(RETRY_PAUSE_S if found is None else 0)
+        return {place: offset for place, offset in found.items() if offset >= 0}
 
     async def _committed(
         self, client: AIOKafkaClient, group: str, places: Sequence[Place]
@@ -175,7 +170,7 @@ class KafkaTopics:
         }
         async with answered(self._connection, "trim"):
             try:
-                await admin.delete_records(requests)
+                await repeated(lambda: admin.delete_records(requests))
             except kafka_errors.OffsetOutOfRangeError as error:
                 raise OutOfRangeError(f"cannot trim above the end: {dict(before)}") from error
 
@@ -185,7 +180,7 @@ class KafkaTopics:
         self._admin, self._client = None, None
         self._consumers.clear()
         for consumer in consumers:
-            await stop_client(consumer.stop)
+            await stop_client(consumer.stop, consumer._client.close)
         if admin is not None:
             await stop_client(admin.close)
         if client is not None:
@@ -194,7 +189,7 @@ class KafkaTopics:
     async def _describe(self, topics: Iterable[str]) -> dict[str, int]:
         admin = await self._admin_client()
         async with answered(self._connection, "describe topics"):
-            described = await admin.describe_topics(sorted(topics))
+            described = await repeated(lambda: admin.describe_topics(sorted(topics)))
         return {
             found["topic"]: len(found["partitions"])
             for found in described
@@ -224,7 +219,7 @@ class KafkaTopics:
                 try:
                     await connect(self._connection, consumer.start, doing="connect")
                 except BaseException:
-                    await stop_client(consumer.stop)
+                    await stop_client(consumer.stop, consumer._client.close)
                     raise
                 self._consumers[isolation] = consumer
             return self._consumers[isolation]

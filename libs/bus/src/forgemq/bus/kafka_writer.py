@@ -82,6 +82,10 @@ class Outbox:
             waiting.append(future)
         return waiting
 
+    async def stop(self) -> None:
+        """Flush and release the connection."""
+        await stop_client(self.producer.stop, self.producer.client.close)
+
 
 class KafkaWriter:
     """Implements `log.Writer`; any number of tasks may write at once."""
@@ -112,7 +116,7 @@ class KafkaWriter:
         """Flush and release the connection; idempotent."""
         if not self.is_closed:
             self.is_closed = True
-            await stop_client(self._outbox.producer.stop)
+            await self._outbox.stop()
 
 
 class KafkaTransactionWriter:
@@ -181,7 +185,7 @@ class KafkaTransactionWriter:
         """Release the connection; idempotent."""
         if not self.is_closed:
             self.is_closed = True
-            await stop_client(self._outbox.producer.stop)
+            await self._outbox.stop()
 
 
 def firsts_first(emits: Sequence[Emit]) -> list[Emit]:
@@ -242,6 +246,6 @@ async def open_producer(
     try:
         await connect(connection, producer.start, doing=f"open writer {transactional_id or ''}")
     except BaseException:
-        await stop_client(producer.stop)
+        await stop_client(producer.stop, producer.client.close)
         raise
     return producer

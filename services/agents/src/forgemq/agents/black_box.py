@@ -37,6 +37,7 @@ class BlackBox:
 
     command: tuple[str, ...]
     timeout_s: float
+    environ: Mapping[str, str]
 
     async def __call__(self, episode: Episode) -> None:
         """Run the command to its end.
@@ -56,7 +57,7 @@ class BlackBox:
             }
             output = await self._run(
                 [_filled(part, values) for part in self.command],
-                environ=_environ(episode, values),
+                environ={**_environ(episode, values), **self.environ},
                 folder=folder,
             )
             episode.result = _result(files["result_file"], output)
@@ -88,11 +89,19 @@ class BlackBox:
         return last
 
 
-def black_box(command: Sequence[str], *, timeout_s: float) -> BlackBox:
-    """An agent function that runs this command for every episode."""
+def black_box(
+    command: Sequence[str], *, timeout_s: float, environ: Mapping[str, str] | None = None
+) -> BlackBox:
+    """An agent function that runs this command for every episode.
+
+    Args:
+        command: Program and arguments.
+        timeout_s: It is stopped after this.
+        environ: Variables of its environment, beside the inherited ones.
+    """
     if not command:
         raise ValueError("command must name a program, got none")
-    return BlackBox(command=tuple(command), timeout_s=timeout_s)
+    return BlackBox(command=tuple(command), timeout_s=timeout_s, environ=dict(environ or {}))
 
 
 def _filled(part: str, values: Mapping[str, str]) -> str:

@@ -106,7 +106,7 @@ async def _body(request: Request, kind: type[Body]) -> Body:
         return msgspec.json.decode(data or b"{}", type=kind)
     except msgspec.ValidationError as error:
         raise invalid(str(error), param=field_of(error)) from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise invalid(f"the body is not valid JSON: {error}", param=None) from error
 
 

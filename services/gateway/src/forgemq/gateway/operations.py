@@ -165,7 +165,9 @@ class Operations:
                 return Slot(group, *free)
             return _OVER if len(group.finished) >= group.facts.group_size else None
 
-        found = await self._changed.until(look, timeout_s=self._wait_s(wait_s))
+        found: Slot | str | None = await self._changed.until(
+            look, timeout_s=self._wait_s(wait_s)
+        )
         if found is None:
             return None
         if isinstance(found, str):

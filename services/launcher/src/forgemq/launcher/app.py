@@ -5,7 +5,6 @@ until the agents have played everything, a signal came, or something could not b
 """
 
 import asyncio
-import secrets
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -134,7 +133,7 @@ class RunningRun:
             started = StartedRun(
                 run=configuration.run, configuration=configuration, blobs=blobs, started_ms=now_ms()
             )
-            await announce(log, started)
+            await announce(self._broker.connection, started)
             return await self._started(log, started, self._addresses(engine_urls))
         finally:
             await log.close()
@@ -148,7 +147,10 @@ class RunningRun:
         ended_ms = now_ms()
         run = self._launch.folder.run
         if reason != "completed":
-            await conclude(log, EndedRun(run=run, reason=reason, ended_ms=ended_ms, detail=detail))
+            await conclude(
+                self._broker.connection,
+                EndedRun(run=run, reason=reason, ended_ms=ended_ms, detail=detail),
+            )
             self._screen.say(detail or "open groups stay open")
             self._screen.say(f"continue with: make demo RESUME={run}")
             return EXIT_INTERRUPTED if reason == "interrupted" else EXIT_FAILED
@@ -159,7 +161,7 @@ class RunningRun:
         result, follower = await ending.audited(log, started, reason="completed", now_ms=ended_ms)
         ending.write(self._launch.folder, result, follower, now_ms=ended_ms)
         await conclude(
-            log,
+            self._broker.connection,
             EndedRun(
                 run=started.run, reason="completed", ended_ms=ended_ms, results=_results(result)
             ),
@@ -205,7 +207,7 @@ class RunningRun:
             gateway_port=port(settings.host, wanted=settings.gateway_port),
             console_port=port(settings.host, wanted=settings.console_port, preferred=8080),
             admin_key=self._launch.environ.get("FORGEMQ_GATEWAY_ADMIN_KEY")
-            or secrets.token_urlsafe(24),
+            or self._launch.folder.admin_key(),
         )
 
     async def _watched(self, follower: Follower, addresses: Addresses) -> tuple[Reason, str]:

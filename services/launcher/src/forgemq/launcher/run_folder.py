@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -54,6 +55,14 @@ class RunFolder:
             raise RunFolderError(f"there is no run {self.run!r} in {self.path.parent}") from error
         except msgspec.MsgspecError as error:
             raise RunFolderError(f"{path}: {error}") from error
+
+    def admin_key(self) -> str:
+        """The gateway's admin key; the same at every start, for episode keys come from it."""
+        path = self.path / "admin.key"
+        if not path.is_file():
+            path.touch(mode=0o600)
+            path.write_text(secrets.token_urlsafe(24))
+        return path.read_text()
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Mapping
 
-from forgemq.bus.kafka import KafkaLog
+from forgemq.bus.kafka import KafkaConnection, KafkaLog
 from forgemq.bus.log import Log
 from forgemq.contracts import topics
 from forgemq.contracts.messages import Output
@@ -39,36 +39,36 @@ async def create(configuration: RunConfiguration, environ: Mapping[str, str]) ->
     blobs = environ.get("FORGEMQ_BLOBS")
     if not blobs:
         raise SettingsError("FORGEMQ_BLOBS: must be set: where all services reach the blob store")
-    log = KafkaLog(kafka_connection(environ), run=configuration.run)
+    connection = kafka_connection(environ)
+    log = KafkaLog(connection, run=configuration.run)
     try:
         await create_topics(log, configuration)
-        started_ms = time.time_ns() // 1_000_000
-        await announce(
-            log,
-            StartedRun(
-                run=configuration.run,
-                configuration=configuration,
-                blobs=blobs,
-                started_ms=started_ms,
-            ),
-        )
     finally:
         await log.close()
+    started_ms = time.time_ns() // 1_000_000
+    await announce(
+        connection,
+        StartedRun(
+            run=configuration.run, configuration=configuration, blobs=blobs, started_ms=started_ms
+        ),
+    )
 
 
-async def announce(log: Log, started: StartedRun) -> None:
+async def announce(connection: KafkaConnection, started: StartedRun) -> None:
     """Put the run on the log; its services take their configuration from there."""
-    await _write(log, Output(topic=STARTED_RUNS.name, partition=0, record=started))
+    await _write(connection, Output(topic=STARTED_RUNS.name, partition=0, record=started))
 
 
-async def conclude(log: Log, ended: EndedRun) -> None:
+async def conclude(connection: KafkaConnection, ended: EndedRun) -> None:
     """Put the run's end on the log."""
-    await _write(log, Output(topic=ENDED_RUNS.name, partition=0, record=ended))
+    await _write(connection, Output(topic=ENDED_RUNS.name, partition=0, record=ended))
 
 
-async def _write(log: Log, output: Output) -> None:
-    writer = await log.writer()
+async def _write(connection: KafkaConnection, output: Output) -> None:
+    # A log without a blob store: who reads these records does not know yet where the blobs lie.
+    log = KafkaLog(connection, run="")
     try:
+        writer = await log.writer()
         await writer.write(emit_of(output))
     finally:
-        await writer.close()
+        await log.close()

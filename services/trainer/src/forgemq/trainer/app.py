@@ -7,6 +7,8 @@ decides where training continues, and what the log lacks of its step is written 
 
 import asyncio
 
+import msgspec
+
 from forgemq.bus.log import Place
 from forgemq.contracts import topics
 from forgemq.contracts.topics import (
@@ -19,6 +21,7 @@ from forgemq.contracts.topics import (
     Topic,
 )
 from forgemq.contracts.weights import LoadedWeights, PublishedWeights, ReportedEngine
+from forgemq.shell.batch import dead_letter
 from forgemq.shell.service import Context
 from forgemq.shell.settings import parse
 from forgemq.trainer.core.lanes import Lanes
@@ -99,11 +102,16 @@ async def _watch(context: Context, publisher: Publisher, *, lineage: int) -> Non
     places = [Place(PUBLISHED_WEIGHTS.name, 0)]
     places += [Place(topic.name, n) for topic in (REPORTED_ENGINES, LOADED_WEIGHTS) for n in lanes]
     reader = await context.log.reader(await context.log.end_positions(places))
+    writer = await context.log.writer()
     clock = asyncio.get_running_loop()
     try:
         while True:
             for record in await reader.read(timeout_s=READ_TIMEOUT_S, records_max=RECORDS_MAX):
-                fact = topics.decode(topics.BY_NAME[record.topic], record.value)
+                try:
+                    fact = topics.decode(topics.BY_NAME[record.topic], record.value)
+                except msgspec.MsgspecError as error:
+                    await writer.write(dead_letter(record, str(error)))
+                    continue
                 if isinstance(fact, ReportedEngine):
                     publisher.observe_engine(fact, at_s=clock.time())
                 elif isinstance(fact, LoadedWeights):

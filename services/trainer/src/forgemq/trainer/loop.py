@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from forgemq.bus.log import Emit, Headers, Place, Reader, Writer
 from forgemq.contracts import topics
 from forgemq.contracts.run import staleness_limit
-from forgemq.contracts.steps import ScheduledStep, TrainedStep
+from forgemq.contracts.steps import ScheduledStep, TrainedStep, TrainingMetrics
 from forgemq.contracts.topics import SCHEDULED_STEPS, TRAINED_STEPS
 from forgemq.shell.service import Context
 from forgemq.telemetry.traces import completion_trace
@@ -15,7 +15,7 @@ from forgemq.trainer.history import History
 from forgemq.trainer.publisher import Publisher
 from forgemq.trainer.settings import TrainerSettings
 from forgemq.trainer.store import Store
-from forgemq.trainer.training import StepResult, Training
+from forgemq.trainer.training import ReadStep, Training
 from forgemq.trainer.tree_source import TreeSource
 from forgemq.trainer.weights import WeightsFolder
 
@@ -99,58 +99,50 @@ class TrainingLoop:
         clock = asyncio.get_running_loop()
         started_s = clock.time()
         values = await trees.collect(scheduled, deadline_s=self._settings.tree_deadline_s)
-        result = await asyncio.to_thread(training.train, scheduled, values)
-        for group, reason in result.failed:
+        step = await asyncio.to_thread(training.read, scheduled, values)
+        for group, reason in step.failed:
             telemetry.event("group_failed", step=scheduled.step, group=group, reason=reason)
-        links = [completion_trace(name) for name in result.completion_ids[:LINKS_MAX]]
+        links = [completion_trace(name) for name in step.completion_ids[:LINKS_MAX]]
         with telemetry.span("step", links=links, step=scheduled.step) as span:
-            weights = await asyncio.to_thread(
-                self._store.save_weights, training, lineage=self._lineage
-            )
+            metrics = await asyncio.to_thread(training.train, step)
             trees.forget(
                 (group.group_id for group in scheduled.groups),
                 version_min=training.version - self._staleness_max,
             )
-            trained = await self._checkpointed(
-                scheduled, result, training, weights, trees, duration_s=clock.time() - started_s
+            weights = await asyncio.to_thread(
+                self._store.save_weights, training, lineage=self._lineage
             )
+            trained = self._record(step, metrics, duration_s=clock.time() - started_s)
+            if trained.checkpoint_step == scheduled.step:
+                await asyncio.to_thread(
+                    self._store.save_checkpoint,
+                    training,
+                    weights=weights,
+                    trained=trained,
+                    tree_positions=trees.positions(),
+                )
+                self._checkpoint_step = scheduled.step
             await _write_trained(writer, trained, headers=span.headers())
             self._report(trained)
             await self._publish(weights, version=training.version, headers=span.headers())
 
-    async def _checkpointed(
-        self,
-        scheduled: ScheduledStep,
-        result: StepResult,
-        training: Training,
-        weights: WeightsFolder,
-        trees: TreeSource,
-        *,
-        duration_s: float,
+    def _record(
+        self, step: ReadStep, metrics: TrainingMetrics, *, duration_s: float
     ) -> TrainedStep:
-        """The step's record, after its checkpoint where one is due."""
+        """The step's record; it names its own checkpoint where one is due."""
+        scheduled = step.scheduled
         every = self._context.configuration.trainer.checkpoint_every_steps
         is_due = (scheduled.step + 1) % every == 0 or scheduled.is_last
-        trained = TrainedStep(
+        return TrainedStep(
             step=scheduled.step,
             lineage=self._lineage,
-            group_ids=result.trained,
-            failed_group_ids=tuple(group for group, _ in result.failed),
-            metrics=result.metrics,
+            group_ids=tuple(group.group_id for group in step.groups),
+            failed_group_ids=tuple(group for group, _ in step.failed),
+            metrics=metrics,
             checkpoint_step=scheduled.step if is_due else self._checkpoint_step,
             duration_s=duration_s,
             is_last=scheduled.is_last,
         )
-        if is_due:
-            await asyncio.to_thread(
-                self._store.save_checkpoint,
-                training,
-                weights=weights,
-                trained=trained,
-                tree_positions=trees.positions(),
-            )
-            self._checkpoint_step = scheduled.step
-        return trained
 
     async def _publish(self, weights: WeightsFolder, *, version: int, headers: Headers) -> None:
         await self._publisher.publish(

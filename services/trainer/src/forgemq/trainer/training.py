@@ -21,28 +21,30 @@ from forgemq.contracts.trees import MergedTree
 from forgemq.trainer.checkpoint import Checkpoint
 from forgemq.trainer.core.loss import LossFunction, UserLoss, loss_function
 from forgemq.trainer.core.memory import plan_step
-from forgemq.trainer.core.metrics import entry_metrics, group_totals
+from forgemq.trainer.core.metrics import entry_metrics, group_totals, training_metrics
 from forgemq.trainer.core.optimizer import Updater, learning_rate
-from forgemq.trainer.core.step import forward_backward, group_weights
+from forgemq.trainer.core.step import EntryValues, forward_backward, group_weights
 from forgemq.trainer.core.tree import Forest, InvalidTreeError, read_tree
 from forgemq.trainer.model import load_model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult:
-    """One step as it was trained.
+class ReadStep:
+    """A scheduled step whose trees were read: what can train, and what cannot.
 
     Attributes:
-        trained: groups in it, in order.
+        scheduled: the step.
+        groups: those whose tree is intact, in order.
+        forests: their trees.
         failed: groups left out, and why.
-        completion_ids: of all samples that were trained.
-        metrics: what was measured.
+        completion_ids: of all samples in the trees.
     """
 
-    trained: tuple[str, ...]
+    scheduled: ScheduledStep
+    groups: tuple[ScheduledGroup, ...]
+    forests: tuple[Forest, ...]
     failed: tuple[tuple[str, str], ...]
     completion_ids: tuple[str, ...]
-    metrics: TrainingMetrics
 
 
 class Training:
@@ -81,78 +83,13 @@ class Training:
         """For a checkpoint of `version`."""
         return self._updater.state()
 
-    def train(self, scheduled: ScheduledStep, values: Mapping[str, bytes]) -> StepResult:
-        """One optimizer step over the trees that can be read; the version rises by one.
+    def read(self, scheduled: ScheduledStep, values: Mapping[str, bytes]) -> ReadStep:
+        """The step's trees from their wire bytes.
 
         Args:
-            scheduled: the step; its number is the present version.
-            values: wire bytes of trees by group id; a missing one fails its group.
-
-        Raises:
-            NonFiniteGradientError: the weights are unchanged.
-            ValueError: the step is not the next one, or the memory budget is too small.
+            scheduled: the step.
+            values: wire bytes by group id; a missing or damaged one fails its group only.
         """
-        if scheduled.step != self.version:
-            raise ValueError(f"version {self.version} trains step {self.version}, not others")
-        started_s = time.perf_counter()
-        groups, forests, failed, completion_ids = self._read(scheduled, values)
-        trainer, policy = self._configuration.trainer, self._loaded.policy
-        (microbatches,) = plan_step(
-            forests,
-            shape=policy.shape,
-            world_size=1,
-            budget_bytes=trainer.memory_budget_bytes,
-            head_chunk=trainer.head_chunk_tokens,
-        )
-        seen = forward_backward(
-            policy,
-            forests,
-            microbatches,
-            weights=group_weights(forests, normalisation=self._configuration.loss.normalisation),
-            loss=self._loss,
-            head_chunk=trainer.head_chunk_tokens,
-        )
-        forward_backward_s = time.perf_counter() - started_s
-        lr = learning_rate(self._configuration.optimizer, step=scheduled.step, steps=trainer.steps)
-        has_entries = any(forest.entry_count for forest in forests)
-        grad_norm = self._updater.update(lr=lr) if has_entries else 0.0
-        totals = group_totals(groups)
-        entries = entry_metrics(seen, current_version=self.version)
-        self.version += 1
-        return StepResult(
-            trained=tuple(group.group_id for group in groups),
-            failed=failed,
-            completion_ids=completion_ids,
-            metrics=TrainingMetrics(
-                loss=seen.loss,
-                grad_norm=grad_norm,
-                lr=lr,
-                loss_tokens=sum(forest.entry_count for forest in forests),
-                tree_tokens=totals.tree_tokens,
-                request_tokens=totals.request_tokens,
-                append_tokens=totals.append_tokens,
-                attention_pairs=totals.attention_pairs,
-                ratio_mean=entries.ratio_mean,
-                ratio_p99=entries.ratio_p99,
-                capped_share=entries.capped_share,
-                logprob_gap_mean=entries.gap_mean,
-                logprob_gap_max=entries.gap_max,
-                kl_k3=entries.kl_k3,
-                entropy=entries.entropy,
-                staleness_max=totals.staleness_max,
-                forward_backward_s=forward_backward_s,
-                gap_entries=entries.gap_entries,
-            ),
-        )
-
-    def _read(
-        self, scheduled: ScheduledStep, values: Mapping[str, bytes]
-    ) -> tuple[
-        tuple[ScheduledGroup, ...],
-        list[Forest],
-        tuple[tuple[str, str], ...],
-        tuple[str, ...],
-    ]:
         groups: list[ScheduledGroup] = []
         forests: list[Forest] = []
         failed: list[tuple[str, str]] = []
@@ -168,7 +105,64 @@ class Training:
             groups.append(group)
             forests.append(forest)
             completion_ids.extend(tree.sample_ids)
-        return tuple(groups), forests, tuple(failed), tuple(completion_ids)
+        return ReadStep(
+            scheduled=scheduled,
+            groups=tuple(groups),
+            forests=tuple(forests),
+            failed=tuple(failed),
+            completion_ids=tuple(completion_ids),
+        )
+
+    def train(self, step: ReadStep) -> TrainingMetrics:
+        """One optimizer step over the trees; the version rises by one.
+
+        Raises:
+            NonFiniteGradientError: the weights are unchanged.
+            ValueError: the step is not the next one, or the memory budget is too small.
+        """
+        if step.scheduled.step != self.version:
+            raise ValueError(
+                f"version {self.version} trains step {self.version}, got {step.scheduled.step}"
+            )
+        started_s = time.perf_counter()
+        seen = self._forward_backward(step.forests)
+        forward_backward_s = time.perf_counter() - started_s
+        lr = learning_rate(
+            self._configuration.optimizer,
+            step=self.version,
+            steps=self._configuration.trainer.steps,
+        )
+        has_entries = any(forest.entry_count for forest in step.forests)
+        grad_norm = self._updater.update(lr=lr) if has_entries else 0.0
+        metrics = training_metrics(
+            entry_metrics(seen, current_version=self.version),
+            group_totals(step.groups),
+            loss=seen.loss,
+            loss_tokens=len(seen.logprob_E),
+            grad_norm=grad_norm,
+            lr=lr,
+            forward_backward_s=forward_backward_s,
+        )
+        self.version += 1
+        return metrics
+
+    def _forward_backward(self, forests: tuple[Forest, ...]) -> EntryValues:
+        trainer, policy = self._configuration.trainer, self._loaded.policy
+        (microbatches,) = plan_step(
+            forests,
+            shape=policy.shape,
+            world_size=1,
+            budget_bytes=trainer.memory_budget_bytes,
+            head_chunk=trainer.head_chunk_tokens,
+        )
+        return forward_backward(
+            policy,
+            forests,
+            microbatches,
+            weights=group_weights(forests, normalisation=self._configuration.loss.normalisation),
+            loss=self._loss,
+            head_chunk=trainer.head_chunk_tokens,
+        )
 
     def _check_vocabulary(self, forest: Forest) -> None:
         vocabulary = self._loaded.policy.shape.vocabulary

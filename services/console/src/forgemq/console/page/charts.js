@@ -5,11 +5,11 @@ const colour = (name) => getComputedStyle(document.documentElement).getPropertyV
 function layout(axes) {
   const axis = { gridcolor: colour("line"), zerolinecolor: colour("line"), automargin: true };
   return {
-    margin: { l: 40, r: 12, t: 6, b: 32 },
+    margin: { l: 40, r: 12, t: 26, b: 34 },
     paper_bgcolor: "rgba(0,0,0,0)",
     plot_bgcolor: "rgba(0,0,0,0)",
     font: { color: colour("soft"), size: 11, family: "inherit" },
-    legend: { orientation: "h", y: -0.24, x: 0 },
+    legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0 },
     hovermode: "x unified",
     hoverlabel: { bgcolor: colour("card"), font: { color: colour("ink") } },
     uirevision: "kept",
@@ -46,17 +46,17 @@ export function drawCharts(state) {
     line("reward", versions, state.versions.map((v) => v.tally.reward), "amber"),
     heldOut(state, false),
     heldOut(state, true),
-  ], { x: { title: { text: "version" }, rangemode: "tozero" }, y: { rangemode: "normal" } });
+  ], { x: { title: { text: "version", standoff: 4 }, rangemode: "tozero" }, y: { rangemode: "normal" } });
   const steps = state.points.map((p) => p.step);
   const each = (f) => state.points.map(f);
   draw("chart-staleness", [
     line("largest", steps, each((p) => p.staleness_max), "blue", { line: { shape: "hv", color: colour("blue"), width: 2 } }),
     line("bound", steps, each((p) => p.staleness_bound), "red", { line: { dash: "dash", color: colour("red") } }),
-  ], { x: { title: { text: "step" } }, y: { dtick: 1 } });
+  ], { x: { title: { text: "step", standoff: 4 } }, y: { dtick: 1 } });
   draw("chart-saving", [
     line("per request", steps, each((p) => p.request_tokens / Math.max(1, p.tree_tokens)), "violet"),
     line("append-only", steps, each((p) => p.append_tokens / Math.max(1, p.tree_tokens)), "cyan"),
-  ], { x: { title: { text: "step" } } });
+  ], { x: { title: { text: "step", standoff: 4 } } });
   draw("chart-rate", [
     line("tokens/s", state.rates.map((r) => new Date(r.time_ms)), state.rates.map((r) => r.tokens_per_s), "blue", { fill: "tozeroy" }),
   ]);
@@ -64,9 +64,9 @@ export function drawCharts(state) {
   draw("chart-gap", [
     line("largest", measured.map((p) => p.step), measured.map((p) => p.logprob_gap_max), "red"),
     line("mean", measured.map((p) => p.step), measured.map((p) => p.logprob_gap_mean), "green"),
-  ], { x: { title: { text: "step" } }, y: { type: "log", exponentformat: "power" } });
+  ], { x: { title: { text: "step", standoff: 4 } }, y: { type: "log", exponentformat: "power" } });
   draw("chart-optimizer", [
     line("gradient norm", steps, each((p) => p.grad_norm), "amber"),
     line("entropy", steps, each((p) => p.entropy), "cyan"),
-  ], { x: { title: { text: "step" } } });
+  ], { x: { title: { text: "step", standoff: 4 } } });
 }

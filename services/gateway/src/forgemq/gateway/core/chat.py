@@ -149,7 +149,7 @@ def read_chat_request(body: bytes) -> ChatRequest:
         fields = _FIELDS.decode(body)
     except msgspec.ValidationError as error:
         raise invalid(str(error), param=field_of(error)) from error
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise invalid(f"the body is not valid JSON: {error}", param=None) from error
     _check(fields)
     tools = _tools(raw) if fields.tools else ()

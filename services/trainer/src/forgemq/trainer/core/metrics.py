@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from forgemq.contracts.steps import ScheduledGroup
+from forgemq.contracts.steps import ScheduledGroup, TrainingMetrics
 from forgemq.trainer.core.step import EntryValues
 
 RATIO_LOG_MAX = 60.0
@@ -95,4 +95,37 @@ def group_totals(groups: tuple[ScheduledGroup, ...]) -> GroupTotals:
         append_tokens=sum(group.append_tokens for group in groups),
         attention_pairs=sum(group.attention_pairs for group in groups),
         staleness_max=max((group.staleness for group in groups), default=0),
+    )
+
+
+def training_metrics(
+    entries: EntryMetrics,
+    totals: GroupTotals,
+    *,
+    loss: float,
+    loss_tokens: int,
+    grad_norm: float,
+    lr: float,
+    forward_backward_s: float,
+) -> TrainingMetrics:
+    """The step's metrics as they travel."""
+    return TrainingMetrics(
+        loss=loss,
+        grad_norm=grad_norm,
+        lr=lr,
+        loss_tokens=loss_tokens,
+        tree_tokens=totals.tree_tokens,
+        request_tokens=totals.request_tokens,
+        append_tokens=totals.append_tokens,
+        attention_pairs=totals.attention_pairs,
+        ratio_mean=entries.ratio_mean,
+        ratio_p99=entries.ratio_p99,
+        capped_share=entries.capped_share,
+        logprob_gap_mean=entries.gap_mean,
+        logprob_gap_max=entries.gap_max,
+        kl_k3=entries.kl_k3,
+        entropy=entries.entropy,
+        staleness_max=totals.staleness_max,
+        forward_backward_s=forward_backward_s,
+        gap_entries=entries.gap_entries,
     )

@@ -21,6 +21,10 @@ Integers: TypeAlias = NDArray[np.int64]
 Floats: TypeAlias = NDArray[np.float64]
 
 
+LOGPROB_ROUNDING = 1e-3
+"""An engine's log-softmax of a near-certain token may round to a little above 0."""
+
+
 class InvalidTreeError(ValueError):
     """A tree's arrays contradict each other; says which field and which rule."""
 
@@ -190,7 +194,7 @@ def _read_entries(tree: MergedTree, *, parent_N: Integers) -> _Entries:
         raise InvalidTreeError(f"entry_token: must be in 0..{len(parent_N) - 1}")
     if count and parent_N[token_E].min() < 0:
         raise InvalidTreeError("entry_token: a root has no context to be sampled from")
-    if count and logprob_E.max() > 0:
+    if count and logprob_E.max() > LOGPROB_ROUNDING:
         raise InvalidTreeError(f"entry_logprob: must be at most 0, got {logprob_E.max()}")
     first_S = _integers(tree.sample_first_entry, "sample_first_entry")
     if len(first_S) == 0 or first_S[0] != 0 or first_S[-1] != count or (np.diff(first_S) < 0).any():

@@ -1,0 +1,62 @@
+"""A stand-in for an engine's end of the fast path: torch only, as sglang makes its group.
+
+Arguments: host, port, group name, die after this many files (-1: never), the safetensors files
+whose bytes are expected. Prints `equal` or `different` for each.
+"""
+
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import distributed
+from torch.distributed.distributed_c10d import (
+    Backend,
+    PrefixStore,
+    _new_process_group_helper,
+    _world,
+    rendezvous,
+)
+
+from forgemq.contracts.weight_buckets import buckets
+from forgemq.trainer.fast_path import specs_of
+
+
+def main(host: str, port: str, name: str, dies_after: int, files: list[str]) -> None:
+    timeout = timedelta(seconds=60)
+    store, rank, world = next(rendezvous(f"tcp://{host}:{port}", 1, 2, timeout=timeout))
+    group, _ = _new_process_group_helper(
+        world,
+        rank,
+        [],
+        Backend("gloo"),
+        PrefixStore(name, store),
+        group_name=name,
+        backend_options=None,
+        timeout=timeout,
+    )
+    _world.pg_group_ranks[group] = {0: 0, 1: 1}
+    for number, file in enumerate(files):
+        received = {}
+        for bucket in buckets(specs_of(Path(file))):
+            flat = torch.empty(sum(spec.size_bytes for spec in bucket), dtype=torch.uint8)
+            distributed.broadcast(flat, src=0, group=group)
+            start = 0
+            for spec in bucket:
+                part = flat[start : start + spec.size_bytes].view(getattr(torch, spec.dtype))
+                received[spec.name] = part.reshape(spec.shape)
+                start += spec.size_bytes
+        expected = load_file(file)
+        is_equal = all(torch.equal(received[tensor], expected[tensor]) for tensor in expected)
+        sys.stdout.write("equal\n" if is_equal else "different\n")
+        sys.stdout.flush()
+        if number + 1 == dies_after:
+            os._exit(9)
+    # An engine outlives the transfer; its sockets close when the group's other end is done.
+    distributed.destroy_process_group(group)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5:])

@@ -1,0 +1,81 @@
+"""`python -m forgemq.inference` on the real broker, beside the stand-in engine."""
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from forgemq.bus.kafka import KafkaConnection, KafkaLog
+from forgemq.contracts import topics
+from forgemq.contracts.arrays import unpack_ids
+from forgemq.contracts.run import StartedRun
+from loadtests.stand_in_engine import Speed, StandInEngine, sampled, serving
+from tests.lane_scene import LaneScene, configuration, create_topics
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+
+CONTEXT = [5, 6, 7]
+
+
+async def test_the_process_serves_its_lane_from_the_environment_and_ends_on_a_signal(
+    kafka_bootstrap: str, kafka_run: str, engine_model: Path, tmp_path: Path
+) -> None:
+    import msgspec
+
+    speed = Speed(tokens=6)
+    log = KafkaLog(KafkaConnection(bootstrap=kafka_bootstrap), run=kafka_run)
+    started = StartedRun(
+        run=kafka_run,
+        configuration=msgspec.structs.replace(configuration(engine_model), run=kafka_run),
+        blobs=str(tmp_path / "blobs"),
+        started_ms=1,
+    )
+    try:
+        await log.create_topics({topic.name: 1 for topic in topics.SHARED})
+        await create_topics(log)
+        async with serving(StandInEngine(speed)) as url:
+            scene = LaneScene(log, model=engine_model, engine_url=url)
+            await scene.write(topics.STARTED_RUNS, 0, started)
+            variables = {
+                "FORGEMQ_RUN": kafka_run,
+                "FORGEMQ_KAFKA": kafka_bootstrap,
+                "FORGEMQ_INFERENCE_LANE": "0",
+                "FORGEMQ_INFERENCE_ENGINE_URL": url,
+            }
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, *("-m", "forgemq.inference"), env={**os.environ, **variables}
+            )
+            try:
+                await scene.report(is_serving=True, timeout_s=60)
+                await scene.request(1, CONTEXT, max_tokens=6)
+                (record,) = await scene.finished(count=1)
+                process.send_signal(signal.SIGTERM)
+                async with asyncio.timeout(30):
+                    assert await process.wait() == 0
+            finally:
+                if process.returncode is None:
+                    process.kill()
+                    await process.wait()
+            report = await scene.report(is_serving=False)
+    finally:
+        await log.close()
+    assert unpack_ids(record.output) == sampled(CONTEXT, count=6, speed=speed)[0]
+    assert (report.epoch, report.is_serving) == (1, False)
+
+
+async def test_a_process_without_its_settings_says_which_one_and_exits_with_2(
+    kafka_bootstrap: str,
+) -> None:
+    variables = {"FORGEMQ_RUN": "r", "FORGEMQ_KAFKA": kafka_bootstrap, "FORGEMQ_INFERENCE_LAN": "0"}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "forgemq.inference"),
+        env={**os.environ, **variables, "FORGEMQ_SERVICE_START_TIMEOUT_S": "1"},
+        stderr=asyncio.subprocess.PIPE,
+    )
+    _, errors = await process.communicate()
+    assert process.returncode in (1, 2)
+    assert b"FORGEMQ" in errors or b"started-runs" in errors

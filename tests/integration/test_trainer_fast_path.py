@@ -1,0 +1,105 @@
+"""The fast path to a peer process that joins and receives as an SGLang engine does."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from forgemq.contracts.weights import Rendezvous
+from forgemq.trainer.fast_path import FastPaths
+
+PEER = Path(__file__).with_name("fast_path_peer.py")
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+
+
+@pytest.fixture
+def paths() -> Iterator[FastPaths]:
+    made = FastPaths(host="127.0.0.1", backend="gloo", deadline_s=20)
+    yield made
+    made.close()
+
+
+def _weights(place: Path, seed: int) -> Path:
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        "b.weight": torch.randn(300, 7, generator=generator),
+        "a.weight": torch.randn(64, 64, generator=generator).bfloat16(),
+        "c.bias": torch.randn(5, generator=generator),
+    }
+    save_file(tensors, place)
+    return place
+
+
+def _peer(offer: Rendezvous, *files: Path, dies_after: int = -1) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [
+            sys.executable,
+            str(PEER),
+            offer.host,
+            str(offer.port),
+            offer.group_name,
+            str(dies_after),
+            *map(str, files),
+        ],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_two_versions_arrive_through_one_group(tmp_path: Path, paths: FastPaths) -> None:
+    files = [_weights(tmp_path / f"{n}.safetensors", n) for n in (1, 2)]
+    (first,) = paths.offer({0: 3}, prefix="r-1")
+    assert first.is_new
+    peer = _peer(first, *files)
+    assert paths.send((first,), files[0]) == {0: ""}
+    (second,) = paths.offer({0: 3}, prefix="r-1")
+    assert (second.group_name, second.is_new) == (first.group_name, False)
+    assert paths.send((second,), files[1]) == {0: ""}
+    output, _ = peer.communicate(timeout=30)
+    assert output.split() == ["equal", "equal"]
+
+
+def test_a_dead_engine_costs_its_lane_and_no_other(tmp_path: Path, paths: FastPaths) -> None:
+    files = [_weights(tmp_path / f"{n}.safetensors", n) for n in (1, 2)]
+    offers = paths.offer({0: 1, 1: 1}, prefix="r-1")
+    lives, dies = _peer(offers[0], *files), _peer(offers[1], files[0], dies_after=1)
+    assert paths.send(offers, files[0]) == {0: "", 1: ""}
+    dies.communicate(timeout=30)
+    failures = paths.send(paths.offer({0: 1, 1: 1}, prefix="r-1"), files[1])
+    assert failures[0] == ""
+    assert "RuntimeError" in failures[1]
+    assert lives.communicate(timeout=30)[0].split() == ["equal", "equal"]
+    again = paths.offer({0: 1, 1: 1}, prefix="r-1")
+    assert [offer.is_new for offer in again] == [False, True]
+    assert again[1].group_name != offers[1].group_name
+
+
+def test_an_engine_that_never_joins_is_left_at_the_deadline(tmp_path: Path) -> None:
+    paths = FastPaths(host="127.0.0.1", backend="gloo", deadline_s=0.4)
+    offers = paths.offer({5: 1}, prefix="r-1")
+    started_s = time.monotonic()
+    failures = paths.send(offers, _weights(tmp_path / "w.safetensors", 0))
+    assert 0.4 <= time.monotonic() - started_s < 3
+    assert failures == {5: "the engine did not join within 0.4 s"}
+
+
+def test_a_lane_that_has_the_weights_is_not_waited_for(tmp_path: Path, paths: FastPaths) -> None:
+    offers = paths.offer({5: 1}, prefix="r-1")
+    paths.give_up(5)
+    started_s = time.monotonic()
+    failures = paths.send(offers, _weights(tmp_path / "w.safetensors", 0))
+    assert time.monotonic() - started_s < 3
+    assert failures == {5: "the lane has the weights already, or is gone"}
+
+
+def test_a_new_epoch_of_a_lane_gets_a_new_group(paths: FastPaths) -> None:
+    (first,) = paths.offer({0: 1}, prefix="r-1")
+    (second,) = paths.offer({0: 2}, prefix="r-1")
+    assert second.group_name != first.group_name
+    assert second.epoch == 2
+    assert paths.offer({}, prefix="r-1") == ()

@@ -1,0 +1,46 @@
+"""A trainer's publisher in a process of its own: rank 0 of one lane's process group.
+
+    python -m tests.integration.weight_publisher FOLDER MODE
+
+Prints the offer as one JSON line, waits for a line on stdin, and then, by MODE:
+    send    broadcasts the folder's weights, prints what FastPaths.send returned; again for each
+            further line, which names the next folder
+    absent  keeps its port open and never joins
+    die     joins the group with the engine and ends before the first byte
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from forgemq.trainer.fast_path import FastPaths
+
+DEADLINE_S = 20.0
+
+
+def main(folder: str, mode: str) -> None:
+    paths = FastPaths(host="127.0.0.1", backend="gloo", deadline_s=DEADLINE_S)
+    for line in _lines(folder):
+        offers = paths.offer({0: 1}, prefix="test")
+        print(msgspec.json.encode(offers).decode(), flush=True)
+        sys.stdin.readline()
+        if mode == "absent":
+            sys.stdin.readline()
+            return
+        # A file that is not there is noticed once the group is formed: this process ends then.
+        file = "missing" if mode == "die" else "model.safetensors"
+        failures = paths.send(offers, Path(line) / file)
+        print(json.dumps(failures), flush=True)
+
+
+def _lines(first: str) -> Iterator[str]:
+    yield first
+    while line := sys.stdin.readline().strip():
+        yield line
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,56 @@
+"""Prints, for every core case, a digest of all it writes and of its snapshots on the way.
+
+Run by test_determinism in processes of its own, so that each has its own hash seed.
+"""
+
+import hashlib
+import itertools
+import sys
+
+from forgemq.bus.log import Emit, Record
+from forgemq.contracts.messages import Core
+from forgemq.shell.batch import Batch, digest
+from tests.simulation.cases import CASES
+from tests.simulation.harness import CoreCase
+
+SNAPSHOT_EVERY = 5
+
+
+def records(case: CoreCase) -> list[Record]:
+    """The case's script with the offsets it gets on a log."""
+    offsets: dict[tuple[str, int], itertools.count] = {}
+    return [_record(e, next(offsets.setdefault(e.place, itertools.count()))) for e in case.script]
+
+
+def _record(emit: Emit, offset: int) -> Record:
+    return Record(
+        topic=emit.topic,
+        partition=emit.partition,
+        offset=offset,
+        timestamp_ms=offset,
+        key=emit.key,
+        value=emit.value,
+    )
+
+
+def case_digest(case: CoreCase, *, is_restored: bool = False) -> str:
+    """Digest of outputs and snapshots; `is_restored`: a fresh core after every snapshot."""
+    core: Core = case.make_core()
+    state, emits = hashlib.blake2b(digest_size=16), list[Emit]()
+    for number, record in enumerate(records(case)):
+        batch = Batch(core, on_bad_record=case.on_bad_record)
+        batch.record(record)
+        emits += batch.emits
+        if number % SNAPSHOT_EVERY == 0:
+            snapshot = core.snapshot()
+            state.update(snapshot)
+            if is_restored:
+                core = case.make_core()
+                core.restore(snapshot)
+    state.update(digest(emits).encode())
+    return state.hexdigest()
+
+
+if __name__ == "__main__":
+    for make_case in CASES:
+        sys.stdout.write(f"{make_case.__name__} {case_digest(make_case())}\n")

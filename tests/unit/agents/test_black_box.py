@@ -1,0 +1,127 @@
+"""Any program as an agent."""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from forgemq.agents.black_box import black_box
+from forgemq.agents.episode import Episode
+from forgemq.agents.errors import AgentFailedError
+from forgemq.agents.gateway import Claim, Gateway
+from forgemq.agents.requests import JsonRequests, Retry
+
+CLAIM = Claim(
+    episode_id="g.0.0",
+    group_id="g",
+    index=0,
+    attempt=0,
+    key="sk-episode",
+    base_url="http://127.0.0.1:9/v1",
+    session_url="http://127.0.0.1:9/s/sk-episode/v1",
+    lease_s=60,
+    task={"word": "hello"},
+)
+
+
+@pytest.fixture
+async def episode():
+    async with aiohttp.ClientSession() as http:
+        requests = JsonRequests(http, retry=Retry())
+        gateway = Gateway(requests, url="http://127.0.0.1:9", admin_key="secret")
+        environ = {"PATH": os.environ["PATH"], "FORGEMQ_AGENTS_ADMIN_KEY": "secret", "HOME": "/h"}
+        yield Episode(CLAIM, gateway=gateway, requests=requests, environ=environ)
+
+
+def python(program: str, *arguments: str, timeout_s: float = 20):
+    return black_box((sys.executable, "-c", program, *arguments), timeout_s=timeout_s)
+
+
+async def test_a_program_finds_the_model_and_the_task_and_leaves_its_result(episode):
+    program = (
+        "import json, os, sys\n"
+        "task = json.load(open(os.environ['FORGEMQ_TASK_FILE']))\n"
+        "names = ['OPENAI_BASE_URL', 'OPENAI_API_KEY', 'ANTHROPIC_BASE_URL', 'ANTHROPIC_API_KEY']\n"
+        "result = {'task': task, 'given': sys.argv[1:], **{n: os.environ[n] for n in names}}\n"
+        "json.dump(result, open(os.environ['FORGEMQ_RESULT_FILE'], 'w'))\n"
+    )
+    await python(program, "{base_url}", "--key={key}", "{session_url}")(episode)
+    assert episode.result == {
+        "task": {"word": "hello"},
+        "given": [CLAIM.base_url, "--key=sk-episode", CLAIM.session_url],
+        "OPENAI_BASE_URL": CLAIM.base_url,
+        "OPENAI_API_KEY": "sk-episode",
+        "ANTHROPIC_BASE_URL": "http://127.0.0.1:9",
+        "ANTHROPIC_API_KEY": "sk-episode",
+    }
+
+
+async def test_a_program_never_sees_the_admin_key(episode):
+    await python("import os; print(sorted(os.environ.items()))")(episode)
+    assert "secret" not in episode.result["output"]
+    assert "'HOME', '/h'" in episode.result["output"]
+
+
+async def test_a_program_that_fails_masks_the_episode_with_its_last_words(episode):
+    with pytest.raises(AgentFailedError, match=r"status 3: .*no luck"):
+        await python("import sys; print('no luck'); sys.exit(3)")(episode)
+
+
+async def test_a_result_that_is_no_json_masks_the_episode(episode):
+    with pytest.raises(AgentFailedError, match="no JSON"):
+        await python("open({!r}, 'w').write('{')".replace("{!r}", "'{result_file}'"))(episode)
+
+
+async def test_a_program_that_takes_too_long_is_stopped_with_its_children(episode, tmp_path):
+    program = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+        f"open({str(tmp_path / 'child')!r}, 'w').write(str(child.pid))\n"
+        "time.sleep(60)\n"
+    )
+    with pytest.raises(AgentFailedError, match="no end after 1 s"):
+        await python(program, timeout_s=1)(episode)
+    assert not await is_alive(int((tmp_path / "child").read_text()))
+
+
+async def test_a_cancelled_episode_stops_its_program(episode, tmp_path):
+    program = (
+        "import os, time\n"
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
+        "time.sleep(60)\n"
+    )
+    playing = asyncio.ensure_future(python(program)(episode))
+    for _ in range(500):
+        if (tmp_path / "pid").exists() and (tmp_path / "pid").read_text():
+            break
+        await asyncio.sleep(0.02)
+    playing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    assert not await is_alive(int((tmp_path / "pid").read_text()))
+
+
+async def is_alive(pid: int) -> bool:
+    """Whether it still runs a second later."""
+    for _ in range(50):
+        if not is_running(pid):
+            return False
+        await asyncio.sleep(0.02)
+    return True
+
+
+def is_running(pid: int) -> bool:
+    """A zombie that nobody waited for does not run."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def test_a_command_must_name_a_program():
+    with pytest.raises(ValueError, match="command must name a program"):
+        black_box((), timeout_s=1)

@@ -1,0 +1,12 @@
+"""A model folder for all tests of the gateway."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit.rendering.folders import write_model_folder
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_folder(tmp_path_factory.mktemp("gateway") / "model")

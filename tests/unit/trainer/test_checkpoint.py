@@ -1,0 +1,139 @@
+"""Checkpoints on disk, and what happens to damaged ones."""
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from forgemq.contracts import topics
+from forgemq.contracts.steps import TrainedStep
+from forgemq.telemetry.telemetry import Telemetry
+from forgemq.trainer.checkpoint import Checkpoint, OtherRunError, checkpoints
+from forgemq.trainer.folders import write_folder
+from forgemq.trainer.store import Store
+from forgemq.trainer.training import Training
+from tests.unit.trainer.scene import (
+    agent_samples,
+    configuration_of,
+    merge,
+    save_base,
+    scheduled_step,
+)
+
+
+def _trained_store(folder: Path, *, steps: int) -> tuple[Store, Training]:
+    configuration = configuration_of(save_base(folder / "base"), checkpoints_kept=9)
+    training = Training(configuration, device="cpu", checkpoint=None)
+    telemetry = Telemetry(service="trainer", stream=io.StringIO())
+    store = Store(str(folder / "t"), configuration=configuration, telemetry=telemetry)
+    generator = np.random.default_rng(0)
+    for step in range(steps):
+        tree = merge(agent_samples(generator), f"g-{step}")
+        values = {tree.group_id: topics.encode(tree)}
+        read = training.read(scheduled_step(step, [tree]), values)
+        trained = TrainedStep(
+            step=step,
+            lineage=1,
+            group_ids=(tree.group_id,),
+            failed_group_ids=(),
+            metrics=training.train(read),
+            checkpoint_step=step,
+            duration_s=0.0,
+        )
+        weights = store.save_weights(training, lineage=1)
+        store.save_checkpoint(
+            training, weights=weights, trained=trained, tree_positions=((0, step), (1, 4))
+        )
+    return store, training
+
+
+def test_a_checkpoint_holds_the_model_the_optimizer_and_its_step(tmp_path: Path) -> None:
+    store, training = _trained_store(tmp_path, steps=2)
+    found = store.newest_checkpoint()
+    assert found is not None
+    assert (found.step, found.record.tree_positions) == (1, ((0, 1), (1, 4)))
+    state = training.optimizer_state()
+    saved = found.optimizer_state()
+    assert saved.keys() == state.keys()
+    assert all(torch.equal(saved[name], state[name]) for name in state)
+    model = AutoModelForCausalLM.from_pretrained(found.folder, local_files_only=True)
+    ours = dict(training.model.named_parameters())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, ours[name])
+
+
+def test_saving_what_was_restored_gives_the_same_bytes(tmp_path: Path) -> None:
+    store, _ = _trained_store(tmp_path, steps=1)
+    found = store.newest_checkpoint()
+    assert found is not None
+    configuration = configuration_of(tmp_path / "base", checkpoints_kept=9)
+    restored = Training(configuration, device="cpu", checkpoint=found)
+    assert restored.version == 1
+    weights = store.save_weights(restored, lineage=2)
+    assert weights.sha256 == found.record.weights_sha256
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "trainer.json"])
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, file: str) -> None:
+    store, _ = _trained_store(tmp_path, steps=2)
+    damaged = tmp_path / "t" / "checkpoints" / "step-00000001" / file
+    data = bytearray(damaged.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    damaged.unlink()  # Not in place: the file may be linked from elsewhere.
+    damaged.write_bytes(data)
+    found = store.newest_checkpoint()
+    assert found is not None
+    assert found.step == 0
+
+
+def test_a_draft_that_a_crash_left_is_no_checkpoint(tmp_path: Path) -> None:
+    store, _ = _trained_store(tmp_path, steps=1)
+    (tmp_path / "t" / "checkpoints" / ".step-00000001.draft").mkdir()
+    found = store.newest_checkpoint()
+    assert found is not None
+    assert found.step == 0
+
+
+def test_checkpoints_of_another_run_are_refused(tmp_path: Path) -> None:
+    _trained_store(tmp_path, steps=1)
+    with pytest.raises(OtherRunError, match="of run r, this is other"):
+        list(checkpoints(tmp_path / "t" / "checkpoints", run="other"))
+
+
+def test_a_folder_is_whole_or_not_there(tmp_path: Path) -> None:
+    place = tmp_path / "x"
+
+    def half(draft: Path) -> None:
+        (draft / "a").write_text("a")
+        raise RuntimeError("killed")
+
+    with pytest.raises(RuntimeError, match="killed"):
+        write_folder(place, half)
+    assert not place.exists()
+    write_folder(place, lambda draft: (draft / "a").write_text("b") and None)
+    assert (place / "a").read_text() == "b"
+    assert [path.name for path in tmp_path.iterdir()] == ["x"]
+
+
+def test_the_random_state_travels(tmp_path: Path) -> None:
+    store, _ = _trained_store(tmp_path, steps=1)
+    found = store.newest_checkpoint()
+    assert isinstance(found, Checkpoint)
+    expected = torch.rand(3)
+    torch.rand(5)
+    torch.set_rng_state(found.random_state())
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_weights_are_named_as_the_base_file_names_them(tmp_path: Path) -> None:
+    store, training = _trained_store(tmp_path, steps=1)
+    weights = store.save_weights(training, lineage=1)
+    base = load_file(tmp_path / "base" / "model.safetensors")
+    saved = load_file(weights.folder / "model.safetensors")
+    assert {n: (t.shape, t.dtype) for n, t in saved.items()} == {
+        n: (t.shape, t.dtype) for n, t in base.items()
+    }

@@ -1,0 +1,80 @@
+"""Which models are accepted, and that the stock modules are really replaced."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from forgemq.trainer.core.precision import RmsNorm, RotaryAngles, TopKRouter, make_precise
+from forgemq.trainer.model import UnsupportedModelError, check_supported, load_model, prepared
+from tests.unit.trainer.scene import make_model, save_base
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "reason"),
+    [
+        ("gpt2", {}, "model_type 'gpt2' is not supported"),
+        ("qwen3", {"attention_dropout": 0.1}, "attention_dropout must be 0"),
+        (
+            "qwen3",
+            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0},
+            "layer_types must all be full_attention",
+        ),
+        ("qwen3_moe", {"output_router_logits": True}, "output_router_logits must be off"),
+    ],
+)
+def test_what_cannot_be_exact_is_refused_by_name(
+    kind: str, changes: dict[str, object], reason: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=reason):
+        check_supported(AutoConfig.for_model(kind, **changes))
+
+
+def test_a_rotary_type_that_depends_on_the_sequence_is_refused() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    model = make_model("llama", torch.float32, rope_parameters=rope)
+    with pytest.raises(ValueError, match="rope_type dynamic depends on the sequence"):
+        make_precise(model)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen2", "qwen3_moe"])
+def test_every_norm_rotary_embedding_and_router_is_ours(kind: str) -> None:
+    model = make_model(kind, torch.float32)
+    names = dict(model.named_parameters())
+    tokens = torch.arange(1, 30)[None]
+    model.set_attn_implementation("sdpa")
+    before = model(input_ids=tokens, use_cache=False).logits
+    make_precise(model)
+    after = model(input_ids=tokens, use_cache=False).logits
+    assert torch.allclose(before, after, atol=1e-5)
+    kinds = [type(module).__name__ for module in model.modules()]
+    assert not [name for name in kinds if name.endswith(("RMSNorm", "RotaryEmbedding"))]
+    assert kinds.count(RmsNorm.__name__) >= 5
+    assert kinds.count(RotaryAngles.__name__) == 1
+    assert kinds.count(TopKRouter.__name__) == (2 if kind == "qwen3_moe" else 0)
+    assert {name: id(p) for name, p in model.named_parameters()} == {
+        name: id(p) for name, p in names.items()
+    }
+
+
+def test_a_loaded_model_has_the_asked_dtype_and_its_tied_head(tmp_path: Path) -> None:
+    loaded = load_model(save_base(tmp_path / "base"), dtype="bfloat16")
+    parameters = dict(loaded.model.named_parameters())
+    assert {parameter.dtype for parameter in parameters.values()} == {torch.bfloat16}
+    assert loaded.policy.head_VH is parameters["model.embed_tokens.weight"]
+    assert loaded.policy.shape.value_bytes == 2
+    assert loaded.policy.shape.wide_bytes == 4
+
+
+def test_a_stock_forward_without_a_plan_is_an_error_and_not_a_causal_mask() -> None:
+    model = prepared(make_model("qwen3", torch.float32)).model
+    with pytest.raises(TypeError, match="tree_attention"):
+        model(input_ids=torch.arange(1, 9)[None])
+
+
+def test_shapes_follow_the_configuration() -> None:
+    dense = prepared(make_model("llama", torch.float32, head_dim=16)).policy.shape
+    assert (dense.query_size, dense.key_size, dense.mlp_size) == (64, 32, 48)
+    sparse = prepared(make_model("qwen3_moe", torch.float32)).policy.shape
+    assert sparse.mlp_size == 2 * 24
