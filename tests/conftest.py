@@ -14,7 +14,7 @@ from forgemq.bus.broker import LocalBroker
 from forgemq.bus.broker.jars import jars_folder
 from forgemq.bus.kafka import KafkaConnection, KafkaLog
 
-KAFKA_IMAGE = "apache/kafka:4.2.0"
+KAFKA_IMAGE = "confluentinc/cp-kafka:7.9.0"  # testcontainers needs this vendor's scripts.
 _DOCKER_PROBE_S = 2
 _SKIPPED = pytest.StashKey[dict[str, int]]()
 
@@ -112,11 +112,14 @@ def kafka_bootstrap(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def _container_bootstrap() -> Iterator[str]:
-    from testcontainers.kafka import KafkaContainer
+    from testcontainers.community.kafka import KafkaContainer
 
     if not docker_answers():
         pytest.fail("FORGEMQ_TEST_BROKER=testcontainers, but no Docker engine answers")
-    with KafkaContainer(KAFKA_IMAGE).with_kraft() as container:
+    container = KafkaContainer(KAFKA_IMAGE).with_kraft()
+    for name in ("REPLICATION_FACTOR", "MIN_ISR"):
+        container.with_env(f"KAFKA_TRANSACTION_STATE_LOG_{name}", "1")
+    with container:
         yield container.get_bootstrap_server()
 
 

@@ -29,9 +29,7 @@ def own_dependencies(folder: Path) -> set[str]:
 @pytest.mark.parametrize("service", SERVICES)
 def test_the_image_copies_exactly_what_the_service_needs(service: str):
     lines = (ROOT / f"services/{service}/Dockerfile").read_text().splitlines()
-    copies = {
-        line.split()[1] for line in lines if line.startswith("COPY") and "--from" not in line
-    }
+    copies = {line.split()[1] for line in lines if line.startswith("COPY") and "--from" not in line}
     expected = own_dependencies(ROOT / f"services/{service}") | {f"services/{service}"}
     assert copies - {"requirements.lock"} == expected
     assert any(line.startswith("USER 65532") for line in lines), "an image must not run as root"

@@ -4,8 +4,10 @@ import asyncio
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from forgemq.bus.kafka import KafkaConnection, KafkaLog
@@ -21,11 +23,12 @@ CONTEXT = [5, 6, 7]
 
 
 async def test_the_process_serves_its_lane_from_the_environment_and_ends_on_a_signal(
-    kafka_bootstrap: str, kafka_run: str, engine_model: Path, tmp_path: Path
+    kafka_bootstrap: str,
+    new_run_id: Callable[[], str],
+    engine_model: Path,
+    tmp_path: Path,
 ) -> None:
-    import msgspec
-
-    speed = Speed(tokens=6)
+    speed, kafka_run = Speed(tokens=6), new_run_id()
     log = KafkaLog(KafkaConnection(bootstrap=kafka_bootstrap), run=kafka_run)
     started = StartedRun(
         run=kafka_run,
@@ -64,18 +67,3 @@ async def test_the_process_serves_its_lane_from_the_environment_and_ends_on_a_si
         await log.close()
     assert unpack_ids(record.output) == sampled(CONTEXT, count=6, speed=speed)[0]
     assert (report.epoch, report.is_serving) == (1, False)
-
-
-async def test_a_process_without_its_settings_says_which_one_and_exits_with_2(
-    kafka_bootstrap: str,
-) -> None:
-    variables = {"FORGEMQ_RUN": "r", "FORGEMQ_KAFKA": kafka_bootstrap, "FORGEMQ_INFERENCE_LAN": "0"}
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *("-m", "forgemq.inference"),
-        env={**os.environ, **variables, "FORGEMQ_SERVICE_START_TIMEOUT_S": "1"},
-        stderr=asyncio.subprocess.PIPE,
-    )
-    _, errors = await process.communicate()
-    assert process.returncode in (1, 2)
-    assert b"FORGEMQ" in errors or b"started-runs" in errors

@@ -1,5 +1,6 @@
 """Two lanes with an engine each: weights reach both, and the death of one costs only its lane."""
 
+import asyncio
 import os
 import signal
 import time
@@ -51,7 +52,7 @@ async def test_an_engines_death_stops_its_lane_alone_and_a_restarted_one_rejoins
                 assert [record.version for record in await scene.loaded(count=2)] == [0, 1]
             await second.request(1, CONTEXT, max_tokens=900, temperature=10.0)
             while not (await second.report(is_serving=True)).running:
-                pass
+                await asyncio.sleep(0.02)
             assert server.pid is not None
             os.killpg(server.pid, signal.SIGKILL)
             killed_s = time.monotonic()

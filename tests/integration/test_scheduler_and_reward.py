@@ -25,6 +25,7 @@ from forgemq.shell.records import emit_of
 from tests.unit.reward.records import completion_id, finished_completion
 from tests.unit.scheduler.scene import METRICS
 
+MODEL = Path(__file__).parents[2] / "deploy/demo/model"
 PARTITIONS = 2
 GROUPS = ("g-0", "g-1", "g-2", "g-3")
 CODE = """
@@ -97,7 +98,7 @@ class Run:
         partitions = topics.partition_count(topic, group_partitions=PARTITIONS, lanes=1, queues=1)
         reader = await self.log.reader({Place(topic.name, p): 0 for p in range(partitions)})
         found: list[msgspec.Struct] = []
-        async with asyncio.timeout(100):
+        async with asyncio.timeout(60):
             while len(found) < count or (await self._read_into(found, reader, topic)):
                 await self._read_into(found, reader, topic)
         await reader.close()
@@ -195,7 +196,7 @@ async def run(
     configuration = RunConfiguration(
         run=new_run_id(),
         seed=0,
-        model=Model(path=str(Path("deploy/demo/model").resolve()), context_tokens_max=2048),
+        model=Model(path=str(MODEL), context_tokens_max=2048),
         queues=(
             Queue(
                 domain="d",
@@ -234,9 +235,9 @@ async def test_killed_services_go_on_where_they_were_and_nothing_happens_twice(r
     admitted = await run.records(topics.ADMITTED_GROUPS, count=2)
     assert [(group.group_id, group.queue_index) for group in admitted] == [("g-0", 0), ("g-1", 1)]
 
-    await run.play("g-0", 0)
-    await run.play("g-0", 1)
-    await run.play("g-1", 0)
+    await run.play("g-8", 0)
+    await run.play("g-8", 1)
+    await run.play("g-9", 0)
     await run.merge("g-1")
     await run.records(topics.SCORED_GROUPS, count=1)
     await run.records(topics.SCHEDULED_STEPS, count=1)
@@ -244,11 +245,11 @@ async def test_killed_services_go_on_where_they_were_and_nothing_happens_twice(r
 
     await run.merge("g-0")
     await run.train(0, ("g-1",))
-    await run.play("g-1", 1)
+    await run.play("g-9", 1)
     await run.heartbeat(version=1)
     await run.start("scheduler", "reward")
     scored = await run.records(topics.SCORED_GROUPS, count=2)
-    assert {group.group_id: group.not_trainable for group in scored} == {"g-0": "", "g-1": ""}
+    assert {group.group_id: group.not_trainable for group in scored} == {"g-8": "", "g-9": ""}
     assert [[c.advantage for c in group.completions] for group in scored] == [[-0.5, 0.5]] * 2
     steps = await run.records(topics.SCHEDULED_STEPS, count=2)
     assert [step.groups[0].group_id for step in steps] == ["g-1", "g-0"]
@@ -260,9 +261,6 @@ async def test_killed_services_go_on_where_they_were_and_nothing_happens_twice(r
     assert [group.group_id for group in admitted] == ["g-0", "g-1", "g-2"]
     grades = await run.records(topics.GRADED_EPISODES, count=4)
     assert sorted(grade.episode_id for grade in grades) == [
-        "g-0.0.0",
-        "g-0.1.0",
-        "g-1.0.0",
-        "g-1.1.0",
+        f"{group}.{index}.0" for group in ("g-8", "g-9") for index in (0, 1)
     ]
     assert await run.stop() == [0, 0]

@@ -16,6 +16,7 @@ import httpx
 import msgspec
 from openai import AsyncOpenAI
 
+from forgemq.bus.errors import ClosedError
 from forgemq.bus.log import Log, Place
 from forgemq.contracts import topics
 from forgemq.contracts.arrays import pack_floats, pack_ids, unpack_ids
@@ -235,6 +236,7 @@ class World:
         )
         self.clients: list[AsyncOpenAI] = []
         self.tasks: asyncio.TaskGroup | None = None
+        self._log = open_log()
         self._stop = asyncio.Event()
         self._gateway: asyncio.Task[None] | None = None
 
@@ -245,16 +247,8 @@ class World:
         listener.bind(("127.0.0.1", 0))
         self.base_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self._stop = asyncio.Event()
-        self._gateway = tasks.create_task(
-            serve(
-                configuration=self.configuration,
-                settings=self.settings,
-                log=self.open_log(),
-                telemetry=Telemetry(service="gateway"),
-                stop=self._stop,
-                listener=listener,
-            )
-        )
+        self._log = self.open_log()
+        self._gateway = tasks.create_task(self._serve(listener))
         async with httpx.AsyncClient() as client:
             while True:
                 answer = await client.get(f"{self.base_url}/health", timeout=5)
@@ -268,10 +262,23 @@ class World:
         self.clients.append(client)
         return client
 
+    async def _serve(self, listener: socket.socket) -> None:
+        try:
+            await serve(
+                configuration=self.configuration,
+                settings=self.settings,
+                log=self._log,
+                telemetry=Telemetry(service="gateway"),
+                stop=self._stop,
+                listener=listener,
+            )
+        except* ClosedError:  # What `kill` does.
+            pass
+
     async def kill(self) -> None:
-        """The gateway ends at once, as by kill -9: nothing is flushed."""
+        """The gateway ends at once, as by kill -9: its log takes nothing any more."""
+        await self._log.close()
         assert self._gateway is not None
-        self._gateway.cancel()
         await asyncio.wait([self._gateway])
 
     async def stop(self) -> None:
@@ -316,6 +323,15 @@ class World:
         await reader.close()
         found.sort(key=lambda record: (record.partition, record.offset))
         return [topics.decode(topic, record.value) for record in found]
+
+    async def eventually(self, topic: topics.Topic, count: int) -> list[Any]:
+        """All records of a topic, as soon as there are so many."""
+        for _ in range(200):
+            records = await self.records(topic)
+            if len(records) >= count:
+                return records
+            await asyncio.sleep(0.05)
+        raise AssertionError(f"{topic.name}: {len(records)} records, waited for {count}")
 
     async def open_group(self, key: str = "k1", *, temperature: float | None = None) -> str:
         """A group, requested by an agent and admitted by the scheduler."""
@@ -380,9 +396,11 @@ async def running(
     script: Script,
     *,
     lanes: int = 1,
+    memory_bytes_max: int = 1_000_000_000,
 ) -> AsyncIterator[tuple[World, list[ScriptedLane]]]:
     """A world with a gateway and scripted lanes."""
     world = World(open_log, configuration)
+    world.settings = msgspec.structs.replace(world.settings, memory_bytes_max=memory_bytes_max)
     await open_log().create_topics(partitions_of(configuration))
     async with asyncio.TaskGroup() as tasks:
         started = [

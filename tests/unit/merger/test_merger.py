@@ -1,139 +1,31 @@
-"""The merger's core over records: what is on the wire is what was sampled."""
+"""The merger's core over records."""
 
 import hashlib
 import os
 import subprocess
 import sys
+from pathlib import Path
 
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from forgemq.contracts import topics
-from forgemq.contracts.arrays import pack_floats, pack_ids, unpack_floats, unpack_ids
-from forgemq.contracts.completions import FinishedCompletion, TurnPart, WeightSpan
-from forgemq.contracts.groups import (
-    EpisodeScore,
-    MergedGroup,
-    RetiredGroup,
-    ScoredCompletion,
-    ScoredGroup,
-)
-from forgemq.contracts.messages import Message, Output, Tick
-from forgemq.contracts.trees import MergedTree
+from forgemq.contracts.arrays import pack_floats, unpack_ids
+from forgemq.contracts.completions import WeightSpan
+from forgemq.contracts.groups import MergedGroup, ScoredCompletion
+from forgemq.contracts.messages import Output, Tick
 from forgemq.merger.core.merger import CLOSED_GROUPS_MAX, QUIET_MS_MAX, Merger
-
-GROUP = "g-1"
-
-
-def name(number: int) -> str:
-    return f"{number:032x}"
-
-
-def finished(number: int, parent: int | None, shared: int, context, output, /, **changes):
-    fields = {
-        "request_id": name(number),
-        "attempt": 0,
-        "episode_id": f"{GROUP}.0.0",
-        "group_id": GROUP,
-        "lane": 0,
-        "epoch": 1,
-        "finish_reason": "stop",
-        "turn": TurnPart(sequence=number, protocol="chat_completions", body_digest="d"),
-        "parent_id": None if parent is None else name(parent),
-        "shared_prefix_tokens": shared,
-        "context": pack_ids(context),
-        "output": pack_ids(output),
-        "logprobs": pack_floats(-0.5 - number - i / 16 for i in range(len(output))),
-        "spans": (WeightSpan(start=0, end=len(output), lineage=1, version=number),)
-        if output
-        else (),
-    }
-    return FinishedCompletion(**{**fields, **changes})
-
-
-def scored(*numbers: int, offsets: dict[int, int] | None = None, **changes) -> ScoredGroup:
-    completions = tuple(
-        ScoredCompletion(
-            completion_id=name(number),
-            offset=number if offsets is None else offsets[number],
-            episode_index=number % 3,
-            sequence=number,
-            return_to_go=1.0,
-            advantage=number - 1.5,
-        )
-        for number in numbers
-    )
-    episode = EpisodeScore(episode_id=f"{GROUP}.0.0", outcome=1, speed=0, process=0, total=1)
-    fields = {
-        "group_id": GROUP,
-        "domain": "shop",
-        "purpose": "train",
-        "episodes": (episode,),
-        "completions": completions,
-    }
-    return ScoredGroup(**{**fields, **changes})
-
-
-def retired(group_id: str = GROUP) -> RetiredGroup:
-    return RetiredGroup(group_id=group_id, domain="shop", purpose="train", reason="trained")
-
-
-def message(record, offset: int = 0) -> Message:
-    return Message(topic="any", partition=4, offset=offset, timestamp_ms=0, record=record)
-
-
-def feed(core: Merger, *records) -> list[Output]:
-    """Completions at offsets 0, 1, 2...; everything else at 0."""
-    outputs: list[Output] = []
-    for offset, record in enumerate(records):
-        outputs.extend(core.handle(message(record, offset)))
-    return outputs
-
-
-def only_summary(outputs: list[Output]) -> MergedGroup:
-    assert [output.topic for output in outputs] == ["merged-groups-v1"]
-    summary = outputs[0].record
-    assert isinstance(summary, MergedGroup)
-    return summary
-
-
-def ints(data: bytes) -> list[int]:
-    return np.frombuffer(data, "<i4").tolist()
-
-
-def parents_of(tree: MergedTree) -> list[int]:
-    starts, lengths = ints(tree.segment_start), ints(tree.segment_length)
-    parents = list(range(-1, len(unpack_ids(tree.tokens)) - 1))
-    for start, parent in zip(starts, ints(tree.segment_parent), strict=True):
-        parents[start] = -1 if parent < 0 else starts[parent] + lengths[parent] - 1
-    return parents
-
-
-def read_back(tree: MergedTree) -> dict[str, dict]:
-    """Each sample from the wire: its tokens, and its entries' depths, log p and versions."""
-    parents, tokens = parents_of(tree), unpack_ids(tree.tokens)
-    first = ints(tree.sample_first_entry)
-    samples = {}
-    for index, sample_id in enumerate(tree.sample_ids):
-        at, path = ints(tree.sample_leaf)[index], []
-        while at >= 0:
-            path.append(at)
-            at = parents[at]
-        path.reverse()
-        entries = slice(first[index], first[index + 1])
-        samples[sample_id] = {
-            "tokens": [tokens[i] for i in path],
-            "positions": [path.index(i) for i in ints(tree.entry_token)[entries]],
-            "logprobs": unpack_floats(tree.entry_logprob)[entries],
-            "versions": ints(tree.entry_version)[entries],
-            "advantage": unpack_floats(tree.sample_advantage)[index],
-            "temperature": unpack_floats(tree.sample_temperature)[index],
-            "turn": ints(tree.sample_turn)[index],
-            "episode": ints(tree.sample_episode)[index],
-        }
-    return samples
+from tests.unit.merger.records import (
+    GROUP,
+    feed,
+    finished,
+    ints,
+    message,
+    name,
+    only_summary,
+    read_back,
+    retired,
+    scored,
+)
 
 
 def test_a_group_becomes_one_tree_and_one_summary_with_its_digest():
@@ -389,6 +281,7 @@ def test_snapshots_and_outputs_do_not_depend_on_the_hash_seed():
         subprocess.run(
             [sys.executable, "-c", program],
             env={**os.environ, "PYTHONHASHSEED": seed},
+            cwd=Path(__file__).parents[3],
             check=True,
             capture_output=True,
             timeout=50,
@@ -396,66 +289,3 @@ def test_snapshots_and_outputs_do_not_depend_on_the_hash_seed():
         for seed in ("0", "1", "2")
     }
     assert len(digests) == 1
-
-
-@st.composite
-def histories(draw: st.DrawFn):
-    tokens = st.lists(st.integers(0, 2), min_size=1, max_size=5)
-    records, lengths = [], []
-    for number in range(draw(st.integers(1, 10))):
-        parent = draw(st.none() | st.integers(0, number - 1)) if number else None
-        shared = draw(st.integers(0, lengths[parent])) if parent is not None else 0
-        context, output = draw(tokens), draw(tokens)
-        support = draw(st.sampled_from(["full", "full", "top_p"]))
-        records.append(finished(number, parent, shared, context, output, support=support))
-        lengths.append(shared + len(context) + len(output))
-    chosen = draw(st.lists(st.sampled_from(range(len(records))), unique=True))
-    return records, sorted(chosen)
-
-
-@settings(max_examples=300, deadline=None)
-@given(histories())
-def test_the_wire_reconstructs_every_sample_exactly(history):
-    records, chosen = history
-    outputs = feed(Merger(4), *records, scored(*chosen))
-    full: list[list[int]] = []
-    for record in records:
-        parent = [] if record.parent_id is None else full[int(record.parent_id, 16)]
-        full.append(
-            parent[: record.shared_prefix_tokens]
-            + unpack_ids(record.context)
-            + unpack_ids(record.output)
-        )
-    training = [number for number in chosen if records[number].support == "full"]
-    if not training:
-        assert only_summary(outputs).not_trainable == "failed"
-        return
-    samples = read_back(outputs[0].record)
-    assert list(samples) == [name(number) for number in training]
-    for number in training:
-        sample, record = samples[name(number)], records[number]
-        count = len(unpack_ids(record.output))
-        length = len(full[number])
-        assert sample["tokens"] == full[number]
-        assert sample["positions"] == list(range(length - count, length))
-        assert sample["logprobs"] == unpack_floats(record.logprobs)
-        assert sample["versions"] == [number] * count
-        assert sample["advantage"] == number - 1.5
-        assert (sample["turn"], sample["episode"]) == (number, number % 3)
-    summary = outputs[1].record
-    assert summary.request_tokens == sum(len(full[number]) for number in training)
-    assert summary.append_tokens == brute_append_tokens(full, training)
-    assert summary.version_min == training[0]
-
-
-def brute_append_tokens(full: list[list[int]], training: list[int]) -> int:
-    """Sum over the distinct sequences of each episode that no other one of it continues."""
-    total = 0
-    for episode in range(3):
-        distinct = {tuple(full[number]) for number in training if number % 3 == episode}
-        total += sum(
-            len(sequence)
-            for sequence in distinct
-            if not any(o != sequence and o[: len(sequence)] == sequence for o in distinct)
-        )
-    return total

@@ -4,6 +4,7 @@ import socket
 import subprocess
 import sys
 import threading
+import urllib.parse
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -161,18 +162,12 @@ def test_measurements_arrive_under_their_names():
     telemetry.close()
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def test_prometheus_can_scrape_and_the_port_is_free_afterwards():
-    port = free_port()
-    settings = TelemetrySettings(exporter="prometheus", port=port)
-    telemetry = Telemetry(service="merger", exporter=exporter_of(settings, resource={"run": "r-1"}))
+    exporter = exporter_of(TelemetrySettings(exporter="prometheus"), resource={"run": "r-1"})
+    assert exporter is not None
+    telemetry = Telemetry(service="merger", exporter=exporter)
     telemetry.count("transform.records", 5, topic="scored-groups-v1")
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+    with urllib.request.urlopen(exporter.address, timeout=5) as answer:
         text = answer.read().decode()
     assert 'forgemq_transform_records_total{topic="scored-groups-v1"} 5.0' in text.replace(
         'otel_scope_name="forgemq",otel_scope_schema_url="",otel_scope_version="",', ""
@@ -180,7 +175,7 @@ def test_prometheus_can_scrape_and_the_port_is_free_afterwards():
     telemetry.close()
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind(("127.0.0.1", port))
+        probe.bind(("127.0.0.1", urllib.parse.urlsplit(exporter.address).port))
 
 
 @contextmanager

@@ -2,9 +2,8 @@
 
 import asyncio
 import hashlib
-import io
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,120 +12,19 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from forgemq.bus.blobs import BlobStore
 from forgemq.bus.log import Emit, Place
-from forgemq.bus.memory import MemoryLog
 from forgemq.contracts import topics
-from forgemq.contracts.run import RunConfiguration, StartedRun
-from forgemq.contracts.steps import ScheduledStep, TrainedStep
+from forgemq.contracts.steps import ScheduledStep
 from forgemq.contracts.trees import MergedTree
 from forgemq.contracts.weights import PublishedWeights
-from forgemq.shell.service import Context
-from forgemq.telemetry.telemetry import Telemetry
-from forgemq.trainer.app import CONSUMES, PRODUCES, main
 from forgemq.trainer.history import FencedTrainerError, LostCheckpointError
+from tests.unit.trainer.bench import memory_bench
 from tests.unit.trainer.scene import (
     agent_samples,
-    configuration_of,
     make_model,
     merge,
-    save_base,
     scheduled_step,
 )
-
-
-@dataclass(frozen=True)
-class Bench:
-    """One run on one log; every `train` is one life of the trainer process."""
-
-    log: MemoryLog
-    configuration: RunConfiguration
-    folder: Path
-
-    async def train(self, *, until: int, lineage: int = 0) -> None:
-        """Start a trainer; stop it when `until` is trained and its weights are published.
-
-        A lineage above 0 counts only what that life of the trainer wrote.
-        """
-        stop = asyncio.Event()
-        context = Context(
-            started=StartedRun(
-                run="r", configuration=self.configuration, blobs="memory://r", started_ms=0
-            ),
-            log=self.log.open(),
-            blobs=BlobStore("memory://r"),
-            telemetry=Telemetry(service="trainer", stream=io.StringIO()),
-            stop=stop,
-            environ={
-                "FORGEMQ_TRAINER_FOLDER": str(self.folder),
-                "FORGEMQ_TRAINER_TREE_DEADLINE_S": "0.3",
-            },
-        )
-        async with asyncio.TaskGroup() as group:
-            trainer = group.create_task(main(context))
-            while not trainer.done():
-                steps = [step.step for step in await self.trained() if step.lineage >= lineage]
-                published = [w.version for w in await self.published() if w.lineage >= lineage]
-                if until in steps and until + 1 in published:
-                    stop.set()
-                await asyncio.sleep(0.01)
-
-    async def trained(self) -> list[TrainedStep]:
-        """All records of trained-steps."""
-        records = await self._all(topics.TRAINED_STEPS)
-        return [record for record in records if isinstance(record, TrainedStep)]
-
-    async def published(self) -> list[PublishedWeights]:
-        """All records of published-weights."""
-        records = await self._all(topics.PUBLISHED_WEIGHTS)
-        return [record for record in records if isinstance(record, PublishedWeights)]
-
-    async def put_trees(self, trees: Sequence[MergedTree]) -> None:
-        """Commit trees as the merger does."""
-        writer = await self.log.transaction_writer("merger")
-        groups = scheduled_step(0, trees).groups
-        await writer.commit(
-            outputs=[
-                Emit(
-                    topic=topics.MERGED_TREES.name,
-                    partition=group.partition,
-                    key=tree.group_id.encode(),
-                    value=topics.encode(tree),
-                )
-                for tree, group in zip(trees, groups, strict=True)
-            ],
-            group="merger",
-            positions={},
-        )
-
-    async def put_steps(self, steps: Sequence[ScheduledStep]) -> None:
-        """Commit steps as the scheduler does."""
-        writer = await self.log.transaction_writer("scheduler")
-        await writer.commit(
-            outputs=[
-                Emit(
-                    topic=topics.SCHEDULED_STEPS.name,
-                    partition=0,
-                    key=str(step.step).encode(),
-                    value=topics.encode(step),
-                )
-                for step in steps
-            ],
-            group="scheduler",
-            positions={},
-        )
-
-    async def write(self, topic: topics.Topic, record: TrainedStep | PublishedWeights) -> None:
-        """Write one record outside transactions."""
-        writer = await self.log.writer()
-        await writer.write(
-            Emit(topic=topic.name, partition=0, key=b"", value=topics.encode(record))
-        )
-
-    async def _all(self, topic: topics.Topic) -> list[object]:
-        reader = await self.log.reader({Place(topic.name, 0): 0})
-        records = await reader.read(timeout_s=0, records_max=1000)
-        return [topics.decode(topic, record.value) for record in records]
 
 
 def _trees(count: int, seed: int = 0) -> list[MergedTree]:
@@ -134,28 +32,12 @@ def _trees(count: int, seed: int = 0) -> list[MergedTree]:
     return [merge(agent_samples(generator), f"g-{seed}-{number}") for number in range(count)]
 
 
-async def _bench(folder: Path, *, log: MemoryLog | None = None, **trainer: object) -> Bench:
-    made = MemoryLog(run="r") if log is None else log
-    if log is None:
-        needed = {*CONSUMES, *PRODUCES}
-        counts = {
-            topic.name: topics.partition_count(topic, group_partitions=2, lanes=1, queues=1)
-            for topic in needed
-        }
-        dlq = {topics.MERGED_TREES.dlq_name: 2}
-        await made.create_topics(counts | dlq)
-    base = folder / "base"
-    if not base.exists():
-        save_base(base)
-    return Bench(made, configuration_of(base, **trainer), folder / "trainer")
-
-
 def _weights(published: PublishedWeights) -> Mapping[str, torch.Tensor]:
     return load_file(Path(published.uri) / "model.safetensors")
 
 
 async def test_a_run_publishes_the_base_then_one_version_for_each_step(tmp_path: Path) -> None:
-    bench = await _bench(tmp_path)
+    bench = await memory_bench(tmp_path)
     trees = _trees(4)
     await bench.put_trees(trees)
     await bench.put_steps(
@@ -181,7 +63,7 @@ async def test_a_run_publishes_the_base_then_one_version_for_each_step(tmp_path:
 
 
 async def test_metrics_are_numbers_of_the_step_that_was_trained(tmp_path: Path) -> None:
-    bench = await _bench(tmp_path)
+    bench = await memory_bench(tmp_path)
     trees = _trees(2)
     await bench.put_trees(trees)
     await bench.put_steps([scheduled_step(0, trees)])
@@ -202,7 +84,7 @@ async def test_metrics_are_numbers_of_the_step_that_was_trained(tmp_path: Path) 
 
 
 async def test_published_weights_load_in_stock_transformers(tmp_path: Path) -> None:
-    bench = await _bench(tmp_path)
+    bench = await memory_bench(tmp_path)
     trees = _trees(2)
     await bench.put_trees(trees)
     await bench.put_steps([scheduled_step(0, trees)])
@@ -221,14 +103,14 @@ async def test_published_weights_load_in_stock_transformers(tmp_path: Path) -> N
 
 async def test_a_crash_after_the_checkpoint_trains_nothing_twice(tmp_path: Path) -> None:
     """The checkpoint of step 0 is there, its TrainedStep is not: the state a kill -9 leaves."""
-    first = await _bench(tmp_path)
+    first = await memory_bench(tmp_path)
     trees = _trees(4)
     await first.put_trees(trees)
     await first.put_steps([scheduled_step(0, trees[:2])])
     await first.train(until=0)
     (before,) = await first.trained()
 
-    second = await _bench(tmp_path)
+    second = await memory_bench(tmp_path)
     await second.put_trees(trees)
     await second.put_steps([scheduled_step(0, trees[:2]), scheduled_step(1, trees[2:])])
     await second.train(until=1)
@@ -245,7 +127,7 @@ async def test_a_restart_continues_to_the_same_bytes(tmp_path: Path) -> None:
     digests = []
     for name, lives in (("whole", [2]), ("broken", [0, 1, 2])):
         (tmp_path / name).mkdir()
-        bench = await _bench(tmp_path / name, steps=3)
+        bench = await memory_bench(tmp_path / name, steps=3)
         await bench.put_trees(trees)
         await bench.put_steps(steps)
         for until in lives:
@@ -259,7 +141,7 @@ async def test_steps_after_the_checkpoint_are_trained_again_in_a_new_lineage(
     tmp_path: Path,
 ) -> None:
     trees = _trees(6)
-    bench = await _bench(tmp_path, checkpoint_every_steps=2)
+    bench = await memory_bench(tmp_path, checkpoint_every_steps=2)
     await bench.put_trees(trees)
     await bench.put_steps([scheduled_step(k, trees[2 * k : 2 * k + 2]) for k in range(3)])
     await bench.train(until=2)
@@ -286,7 +168,7 @@ async def test_steps_after_the_checkpoint_are_trained_again_in_a_new_lineage(
 
 
 async def test_a_tree_that_cannot_be_loaded_fails_its_group_only(tmp_path: Path) -> None:
-    bench = await _bench(tmp_path)
+    bench = await memory_bench(tmp_path)
     good, missing, changed = _trees(3)
     await bench.put_trees([good, changed])
     scheduled = scheduled_step(0, [good, missing, changed])
@@ -311,7 +193,7 @@ async def test_a_tree_that_cannot_be_loaded_fails_its_group_only(tmp_path: Path)
 
 
 async def test_a_step_without_any_tree_still_makes_its_version(tmp_path: Path) -> None:
-    bench = await _bench(tmp_path)
+    bench = await memory_bench(tmp_path)
     await bench.put_steps([scheduled_step(0, _trees(2))])
     await bench.train(until=0)
     (trained,) = await bench.trained()
@@ -323,7 +205,7 @@ async def test_a_step_without_any_tree_still_makes_its_version(tmp_path: Path) -
 
 
 async def test_a_record_that_does_not_decode_goes_to_the_dead_letters(tmp_path: Path) -> None:
-    bench = await _bench(tmp_path)
+    bench = await memory_bench(tmp_path)
     writer = await bench.log.transaction_writer("merger")
     place = Place(topics.MERGED_TREES.name, 1)
     bad = Emit(topic=place.topic, partition=1, key=b"g", value=b"\xc1not a tree")
@@ -340,7 +222,7 @@ async def test_a_record_that_does_not_decode_goes_to_the_dead_letters(tmp_path: 
 
 
 async def test_a_newer_trainer_fences_this_one(tmp_path: Path) -> None:
-    bench = await _bench(tmp_path)
+    bench = await memory_bench(tmp_path)
 
     async def fence() -> None:
         reader = await bench.log.reader({Place(topics.PUBLISHED_WEIGHTS.name, 0): 0})
@@ -360,7 +242,7 @@ async def test_a_newer_trainer_fences_this_one(tmp_path: Path) -> None:
 
 
 async def test_a_lost_folder_is_an_error_and_not_a_new_beginning(tmp_path: Path) -> None:
-    bench = await _bench(tmp_path)
+    bench = await memory_bench(tmp_path)
     trees = _trees(2)
     await bench.put_trees(trees)
     await bench.put_steps([scheduled_step(0, trees)])
@@ -373,7 +255,7 @@ async def test_a_lost_folder_is_an_error_and_not_a_new_beginning(tmp_path: Path)
 
 async def test_only_as_many_checkpoints_as_configured_are_kept(tmp_path: Path) -> None:
     trees = _trees(8)
-    bench = await _bench(tmp_path, checkpoints_kept=2)
+    bench = await memory_bench(tmp_path, checkpoints_kept=2)
     await bench.put_trees(trees)
     await bench.put_steps([scheduled_step(k, trees[2 * k : 2 * k + 2]) for k in range(4)])
     await bench.train(until=3)

@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from forgemq.trainer.core.precision import RmsNorm, RotaryAngles, TopKRouter, make_precise
 from forgemq.trainer.model import UnsupportedModelError, check_supported, load_model, prepared
+from forgemq.trainer.weights import write_weights
 from tests.unit.trainer.scene import make_model, save_base
 
 
@@ -78,3 +80,21 @@ def test_shapes_follow_the_configuration() -> None:
     assert (dense.query_size, dense.key_size, dense.mlp_size) == (64, 32, 48)
     sparse = prepared(make_model("qwen3_moe", torch.float32)).policy.shape
     assert sparse.mlp_size == 2 * 24
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3_moe"])
+def test_written_weights_have_the_names_and_bytes_that_were_loaded(
+    kind: str, tmp_path: Path
+) -> None:
+    """Experts are one tensor in memory and many in the file, as engines read them."""
+    make_model(kind, torch.float32).save_pretrained(tmp_path / "base")
+    loaded = load_model(tmp_path / "base", dtype="float32")
+    written = write_weights(
+        loaded.model, base=tmp_path / "base", dtype="float32", place=tmp_path / "written"
+    )
+    base = load_file(tmp_path / "base" / "model.safetensors")
+    saved = load_file(written.folder / "model.safetensors")
+    assert base.keys() == saved.keys()
+    assert all(torch.equal(base[name], saved[name]) for name in base)
+    if kind == "qwen3_moe":
+        assert "model.layers.0.mlp.experts.3.down_proj.weight" in saved

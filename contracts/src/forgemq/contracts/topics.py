@@ -92,7 +92,7 @@ ENDED_RUNS = Topic(
     partitioned_by="shared",
     is_transactional=False,
     producer="launcher",
-    consumers=("console",),
+    consumers=("console", "launcher"),
     has_dlq=False,
 )
 REQUESTED_GROUPS = Topic(
@@ -102,7 +102,7 @@ REQUESTED_GROUPS = Topic(
     partitioned_by="queue",
     is_transactional=False,
     producer="gateway",
-    consumers=("scheduler", "gateway", "console"),
+    consumers=("scheduler", "gateway", "console", "launcher"),
 )
 ADMITTED_GROUPS = Topic(
     name="admitted-groups-v1",
@@ -111,7 +111,7 @@ ADMITTED_GROUPS = Topic(
     partitioned_by="queue",
     is_transactional=True,
     producer="scheduler",
-    consumers=("gateway", "console"),
+    consumers=("gateway", "console", "launcher"),
 )
 OPENED_EPISODES = Topic(
     name="opened-episodes-v1",
@@ -149,7 +149,7 @@ FINISHED_COMPLETIONS = Topic(
     partitioned_by="group",
     is_transactional=False,
     producer="inference",
-    consumers=("gateway", "reward", "merger", "console"),
+    consumers=("gateway", "reward", "merger", "console", "launcher"),
     retention="needed",
 )
 DELIVERED_COMPLETIONS = Topic(
@@ -169,7 +169,7 @@ FINISHED_EPISODES = Topic(
     partitioned_by="group",
     is_transactional=False,
     producer="gateway",
-    consumers=("gateway", "reward", "console"),
+    consumers=("gateway", "reward", "console", "launcher"),
 )
 GRADED_EPISODES = Topic(
     name="graded-episodes-v1",
@@ -178,7 +178,7 @@ GRADED_EPISODES = Topic(
     partitioned_by="group",
     is_transactional=False,
     producer="reward",
-    consumers=("reward", "console"),
+    consumers=("reward", "console", "launcher"),
 )
 SCORED_GROUPS = Topic(
     name="scored-groups-v1",
@@ -187,7 +187,7 @@ SCORED_GROUPS = Topic(
     partitioned_by="group",
     is_transactional=True,
     producer="reward",
-    consumers=("merger", "console"),
+    consumers=("merger", "console", "launcher"),
 )
 MERGED_TREES = Topic(
     name="merged-trees-v1",
@@ -206,7 +206,7 @@ MERGED_GROUPS = Topic(
     partitioned_by="group",
     is_transactional=True,
     producer="merger",
-    consumers=("scheduler", "console"),
+    consumers=("scheduler", "console", "launcher"),
 )
 SCHEDULED_STEPS = Topic(
     name="scheduled-steps-v1",
@@ -215,7 +215,7 @@ SCHEDULED_STEPS = Topic(
     partitioned_by="run",
     is_transactional=True,
     producer="scheduler",
-    consumers=("trainer", "console"),
+    consumers=("trainer", "console", "launcher"),
 )
 RETIRED_GROUPS = Topic(
     name="retired-groups-v1",
@@ -224,7 +224,7 @@ RETIRED_GROUPS = Topic(
     partitioned_by="group",
     is_transactional=True,
     producer="scheduler",
-    consumers=("gateway", "reward", "merger", "console"),
+    consumers=("gateway", "reward", "merger", "console", "launcher"),
 )
 TRAINED_STEPS = Topic(
     name="trained-steps-v1",
@@ -233,7 +233,7 @@ TRAINED_STEPS = Topic(
     partitioned_by="run",
     is_transactional=False,
     producer="trainer",
-    consumers=("scheduler", "trainer", "gateway", "console"),
+    consumers=("scheduler", "trainer", "gateway", "console", "launcher"),
 )
 PUBLISHED_WEIGHTS = Topic(
     name="published-weights-v1",
@@ -242,7 +242,7 @@ PUBLISHED_WEIGHTS = Topic(
     partitioned_by="run",
     is_transactional=False,
     producer="trainer",
-    consumers=("inference", "trainer", "console"),
+    consumers=("inference", "trainer", "console", "launcher"),
 )
 LOADED_WEIGHTS = Topic(
     name="loaded-weights-v1",
@@ -251,7 +251,7 @@ LOADED_WEIGHTS = Topic(
     partitioned_by="lane",
     is_transactional=False,
     producer="inference",
-    consumers=("scheduler", "trainer", "console"),
+    consumers=("scheduler", "trainer", "console", "launcher"),
 )
 REPORTED_ENGINES = Topic(
     name="reported-engines-v1",
@@ -260,7 +260,7 @@ REPORTED_ENGINES = Topic(
     partitioned_by="lane",
     is_transactional=False,
     producer="inference",
-    consumers=("gateway", "inference", "scheduler", "trainer", "console"),
+    consumers=("gateway", "inference", "scheduler", "trainer", "console", "launcher"),
     retention="needed",
 )
 

@@ -70,6 +70,7 @@ class KafkaMember:
         self._reader: KafkaReader | None = None
         self._taking: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
+        self._revoking = asyncio.Lock()
         self._assigned: frozenset[int] = frozenset()
         self._told: frozenset[int] = frozenset()
         self._paused: set[Place] = set()
@@ -113,23 +114,24 @@ class KafkaMember:
 
     async def revoke(self) -> None:
         """Stop reading, then call back; called before other members get the partitions."""
-        self._changed.clear()
-        if self._taking is not None:
-            await asyncio.wait([self._taking])
-            self._taking = None
-        self._changed.clear()
-        told, self._told, self._assigned = self._told, frozenset(), frozenset()
-        await self._close_reader()
-        if told:
-            try:
-                await self._on_revoked(told)
-            except BaseException as error:
-                self._fail(error)
-                raise
+        async with self._revoking:
+            if self._taking is not None:
+                await asyncio.wait([self._taking])
+                self._taking = None
+            self._changed.clear()
+            told, self._told, self._assigned = self._told, frozenset(), frozenset()
+            await self._close_reader()
+            if told:
+                try:
+                    await self._on_revoked(told)
+                except BaseException as error:
+                    self._fail(error)
+                    raise
 
     def assign(self, numbers: frozenset[int]) -> None:
         """Start reading these partitions once the callback has returned."""
-        assert self._consumer is not None
+        if self.is_closed or self._consumer is None:
+            return
         self._consumer.pause(*self._consumer.assignment())
         # Not in a task group: it belongs to aiokafka's rebalance, and `revoke` awaits it.
         self._taking = asyncio.create_task(self._take(numbers))  # noqa: TID251

@@ -8,7 +8,7 @@ from aiokafka import AIOKafkaProducer, TopicPartition
 from aiokafka import errors as kafka_errors
 
 from forgemq.bus.blobs import BlobStore
-from forgemq.bus.errors import ClosedError, FencedError, LogError, RecordTooLargeError
+from forgemq.bus.errors import ClosedError, LogError, RecordTooLargeError
 from forgemq.bus.kafka_connection import (
     KafkaConnection,
     answered,
@@ -162,7 +162,7 @@ class KafkaTransactionWriter:
             self._death = error
             raise
         except asyncio.CancelledError:
-            self._death = FencedError(f"a commit of {self._transactional_id} was cancelled halfway")
+            self._death = ClosedError(f"a commit of {self._transactional_id} was cancelled halfway")
             raise
 
     async def _commit(

@@ -71,7 +71,9 @@ class Entry:
             return "ready"
         if self.is_scored:
             return "complete"
-        return "playing" if self.is_admitted else "unknown"
+        if self.is_admitted:
+            return "playing"
+        return "waiting" if self.is_requested else "unknown"
 
 
 @dataclass(slots=True)

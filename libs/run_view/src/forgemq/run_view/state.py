@@ -5,7 +5,7 @@ from typing import Annotated, Literal, TypeAlias
 from msgspec import Meta, Struct
 
 Position: TypeAlias = Literal[
-    "playing", "complete", "ready", "scheduled", "trained", "retired", "unknown"
+    "unknown", "waiting", "playing", "complete", "ready", "scheduled", "trained", "retired"
 ]
 
 

@@ -76,13 +76,14 @@ def run_service(name: str, main: Main, environ: Mapping[str, str]) -> int:
     try:
         telemetry = _telemetry(name, environ)
         asyncio.run(_serve(main, environ, telemetry))
-    except SettingsError as error:
-        telemetry.event("refused", error=str(error))
-        return EXIT_REFUSED
     except KeyboardInterrupt:
         return EXIT_OK
     except Exception as error:  # noqa: BLE001 - the outermost one: say it once, then die
-        telemetry.event("failed", error=_causes(error))
+        causes = _causes(error)
+        if all(isinstance(cause, SettingsError) for cause in causes):
+            telemetry.event("refused", error="; ".join(map(str, causes)))
+            return EXIT_REFUSED
+        telemetry.event("failed", error="; ".join(f"{type(c).__name__}: {c}" for c in causes))
         traceback.print_exception(error)
         return EXIT_FAILED
     finally:
@@ -99,8 +100,9 @@ def _telemetry(name: str, environ: Mapping[str, str]) -> Telemetry:
 
     resource = {"service.namespace": "forgemq", "service.name": name, "run": run_id(environ)}
     exporter = exporter_of(settings, resource={**resource, "service.instance.id": str(os.getpid())})
+    assert exporter is not None
     telemetry = Telemetry(service=name, exporter=exporter)
-    telemetry.event("exporting", exporter=settings.exporter)
+    telemetry.event("exporting", exporter=settings.exporter, address=exporter.address)
     return telemetry
 
 
@@ -186,8 +188,8 @@ def add_code_paths(paths: Sequence[str]) -> None:
     sys.path.extend(path for path in paths if path not in sys.path)
 
 
-def _causes(error: BaseException) -> str:
-    """One line: the leaf errors of groups, each as `Type: message`."""
+def _causes(error: BaseException) -> list[BaseException]:
+    """The errors themselves, out of the groups that task groups wrap them in."""
     if isinstance(error, BaseExceptionGroup):
-        return "; ".join(_causes(inner) for inner in error.exceptions)
-    return f"{type(error).__name__}: {error}"
+        return [cause for inner in error.exceptions for cause in _causes(inner)]
+    return [error]

@@ -45,6 +45,7 @@ class OpenTelemetryExporter:
         readers: Take the metrics; () drops them.
         processors: Take the spans; () drops them, and the context still goes on.
         settings: Sampling and limits.
+        address: Where the measurements go, or where they can be fetched.
         on_close: Called last, e.g. to free a port.
     """
 
@@ -55,8 +56,10 @@ class OpenTelemetryExporter:
         readers: Sequence[MetricReader],
         processors: Sequence[SpanProcessor],
         settings: TelemetrySettings,
+        address: str = "",
         on_close: Callable[[], None] | None = None,
     ) -> None:
+        self.address = address
         self._meters = MeterProvider(readers, Resource.create(resource), shutdown_on_exit=False)
         self._tracers = TracerProvider(
             # By trace id and not by the parent's flag, so that every service keeps the same ones.
@@ -167,6 +170,7 @@ def _otlp(settings: TelemetrySettings, resource: dict[str, Attribute]) -> OpenTe
         readers=[PeriodicExportingMetricReader(metrics, settings.export_every_s * 1000)],
         processors=[BatchSpanProcessor(spans)],
         settings=settings,
+        address=address,
     )
 
 
@@ -184,10 +188,11 @@ def _scraped(settings: TelemetrySettings, resource: dict[str, Attribute]) -> Ope
         thread.join()
 
     return OpenTelemetryExporter(
-        resource={**resource, "prometheus.port": server.server_port},
+        resource=resource,
         readers=[reader],
         processors=[],
         settings=settings,
+        address=f"http://{settings.host}:{server.server_port}/metrics",
         on_close=stop,
     )
 

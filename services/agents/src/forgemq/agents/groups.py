@@ -4,9 +4,9 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping
 
 from forgemq.agents.attendance import Attendance
+from forgemq.agents.core.schedule import EvaluationGroup, training_key
 from forgemq.agents.errors import EpisodeOverError
 from forgemq.agents.gateway import Claim, Gateway, GroupRequest, GroupStatus
-from forgemq.agents.schedule import EvaluationGroup, training_key
 from forgemq.agents.user_code import DomainCode
 
 # The gateway answers earlier when the state changes.

@@ -8,10 +8,7 @@ import asyncio
 import itertools
 from collections.abc import Iterator
 
-from forgemq.agents.errors import GatewayError, TrainingEndedError
-from forgemq.agents.gateway import Gateway, GroupStatus
-from forgemq.agents.groups import Groups
-from forgemq.agents.schedule import (
+from forgemq.agents.core.schedule import (
     END,
     START,
     EvaluationGroup,
@@ -19,6 +16,9 @@ from forgemq.agents.schedule import (
     groups_ahead,
     round_due,
 )
+from forgemq.agents.errors import GatewayError, TrainingEndedError
+from forgemq.agents.gateway import Gateway, GroupStatus
+from forgemq.agents.groups import Groups
 from forgemq.contracts.run import Queue, RunConfiguration
 from forgemq.telemetry.telemetry import Telemetry
 

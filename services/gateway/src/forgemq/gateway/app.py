@@ -189,7 +189,7 @@ class Gateway:
         self._operations.public_url = self._settings.public_url or f"http://{host}:{port}"
         server = uvicorn.Server(_server_configuration(self._door))
         self._tasks.create_task(_end_server(server, stop))
-        serving = self._tasks.create_task(server._serve(sockets=[listener]))
+        serving = self._tasks.create_task(_serve_http(server, listener))
         await self._feed.restore()
         following = self._tasks.create_task(self._feed.follow())
         ticking = self._tasks.create_task(self._tick())
@@ -226,6 +226,16 @@ def _server_configuration(door: Door) -> uvicorn.Config:
         timeout_graceful_shutdown=5,
         backlog=4096,
     )
+
+
+async def _serve_http(server: uvicorn.Server, listener: socket.socket) -> None:
+    """Serve until `server.should_exit`; signals stay with the shell, so not `server.serve`."""
+    try:
+        await server._serve(sockets=[listener])
+    except asyncio.CancelledError:
+        server.force_exit = True
+        await server.shutdown(sockets=[listener])
+        raise
 
 
 async def _end_server(server: uvicorn.Server, stop: asyncio.Event) -> None:

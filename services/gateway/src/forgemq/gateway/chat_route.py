@@ -103,11 +103,13 @@ class ChatRoute:
         client = Client(
             request=request, send=send, leaving=self._tasks.create_task(_client_left(receive))
         )
+        episode.clients += 1
         awaited = self._source.start(episode, request, caller=headers_from_http(headers))
         try:
             await self._answer(client, episode, awaited)
         finally:
             client.leaving.cancel()
+            episode.clients -= 1
             await self._source.leave(episode, awaited)
             episode.renew(self._clock.now_s())
             self._changed.beat()

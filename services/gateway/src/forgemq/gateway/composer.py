@@ -13,6 +13,7 @@ from forgemq.gateway.core.chat import ChatMessage, ChatRequest, rendering_messag
 from forgemq.gateway.core.episodes import Episode
 from forgemq.gateway.core.errors import invalid
 from forgemq.gateway.core.history import (
+    TAIL_TOKENS,
     TOKEN_BYTES,
     Completion,
     Match,
@@ -22,7 +23,6 @@ from forgemq.gateway.core.replies import Answer, Reply, ReplyCall, TokenLogprob,
 from forgemq.gateway.core.sampling import used_sampling
 from forgemq.gateway.core.turns import Turn
 from forgemq.rendering import Rendered, Rendering
-from forgemq.rendering.rendering import CONTEXT_TAIL_TOKENS
 
 # Rendering so much text takes over 20 ms; other requests are served meanwhile.
 _INLINE_CHARACTERS_MAX = 32_768
@@ -174,7 +174,7 @@ class Composer:
 def context_tail(completion: Completion) -> bytes:
     """The last tokens of the context that the completion was sampled from."""
     count = completion.context_tokens
-    return tokens_of(completion, count=count, skip=count - CONTEXT_TAIL_TOKENS)
+    return tokens_of(completion, count=count, skip=count - TAIL_TOKENS)
 
 
 def _part(

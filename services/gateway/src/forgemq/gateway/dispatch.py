@@ -94,6 +94,10 @@ class Dispatcher:
         """A lane's result, in the order of the log."""
         turn = finish.episode.turns.get(finish.request_id)
         if finish.completion is not None:
+            if finish.completion.reply.malformed:
+                self._telemetry.count(
+                    "gateway.malformed_calls", finish.completion.reply.malformed
+                )
             if turn is not None:
                 self._end(finish.episode, turn)
             future = self._results.pop(finish.request_id, None)
@@ -102,7 +106,10 @@ class Dispatcher:
             return
         if turn is None or finish.attempt != turn.sent - 1:
             return
-        self._attempt_failed(turn, finish.error)
+        if turn.request_id in self._open:
+            self._attempt_failed(turn, finish.error)
+        else:
+            self._leave(turn)  # Nobody waits: whoever comes back gets another attempt.
 
     def _attempt_failed(self, turn: Turn, error: str) -> None:
         self._telemetry.count("gateway.attempts_failed")

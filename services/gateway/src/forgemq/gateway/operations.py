@@ -165,9 +165,7 @@ class Operations:
                 return Slot(group, *free)
             return _OVER if len(group.finished) >= group.facts.group_size else None
 
-        found: Slot | str | None = await self._changed.until(
-            look, timeout_s=self._wait_s(wait_s)
-        )
+        found: Slot | str | None = await self._changed.until(look, timeout_s=self._wait_s(wait_s))
         if found is None:
             return None
         if isinstance(found, str):
@@ -270,7 +268,7 @@ class Operations:
         episode.state = "finishing"
         if ending.status == "completed":
             await self._changed.until(
-                lambda: None if any(t.waiting for t in episode.turns.values()) else True,
+                lambda: None if episode.clients else True,
                 timeout_s=self._settings.drain_s,
             )
         for turn in list(episode.turns.values()):

@@ -5,6 +5,7 @@ until the agents have played everything, a signal came, or something could not b
 """
 
 import asyncio
+import contextlib
 import signal
 import time
 from collections.abc import Mapping, Sequence
@@ -54,6 +55,8 @@ EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 SHOW_EVERY_S = 1.0
+SIGNAL_ECHO_S = 1.0
+"""One Ctrl-C may arrive twice: from the terminal, and passed on by make or a shell."""
 SETTLE_TIMEOUT_S = 120.0
 """After the agents are done, the last groups still pass reward, merger and scheduler."""
 
@@ -88,6 +91,7 @@ class RunningRun:
         self._console = console
         self._screen = Screen(console)
         self._stop = asyncio.Event()
+        self._signalled_s = 0.0
         self._broker = RunBroker(
             launch.folder / "kafka", environ=launch.environ, note=self._screen.say
         )
@@ -141,9 +145,7 @@ class RunningRun:
     async def _started(self, log: Log, started: StartedRun, addresses: Addresses) -> int:
         reason, detail = await self._watched(Follower(log, started), addresses)
         self._screen.say(f"{reason}; stopping services")
-        await self._supervisor.stop()
-        if self._engines is not None:
-            await self._engines.stop()
+        await self._stop_processes()
         ended_ms = now_ms()
         run = self._launch.folder.run
         if reason != "completed":
@@ -284,6 +286,7 @@ class RunningRun:
     def _panel_view(self, addresses: Addresses) -> PanelView:
         return PanelView(
             engine_status=self._engines.status() if self._engines else "named by a setting",
+            is_engine_up=self._engines.is_up if self._engines else True,
             services=self._supervisor.statuses(),
             console_url=addresses.console_url,
             folder=str(self._launch.folder.path),
@@ -293,17 +296,24 @@ class RunningRun:
     def _signalled(self) -> None:
         if not self._stop.is_set():
             self._stop.set()
+            self._signalled_s = time.monotonic()
             self._screen.say("stopping everything; Ctrl-C again kills")
+            return
+        if time.monotonic() - self._signalled_s < SIGNAL_ECHO_S:
             return
         self._supervisor.kill()
         for child in psutil.Process().children(recursive=True):
-            child.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
 
     async def _down(self) -> None:
-        await self._supervisor.stop()
-        if self._engines is not None:
-            await self._engines.stop()
+        await self._stop_processes()
         await self._broker.stop()
+
+    async def _stop_processes(self) -> None:
+        # Side by side: what an engine was generating is asked for again at the next start.
+        engines = [self._engines.stop()] if self._engines is not None else []
+        await asyncio.gather(self._supervisor.stop(), *engines)
 
 
 def now_ms() -> int:

@@ -48,6 +48,11 @@ class Engines:
         """Process of each lane's engine."""
         return tuple(server.pid for server in self._servers)
 
+    @property
+    def is_up(self) -> bool:
+        """Whether every engine answers."""
+        return len(self._healthy) == len(self._servers)
+
     def status(self) -> str:
         """One line: starting (and what it says) or how many are up."""
         waiting = [lane for lane in range(len(self._servers)) if lane not in self._healthy]
@@ -106,9 +111,9 @@ def servers(
     configuration: RunConfiguration, *, folder: Path, environ: Mapping[str, str], host: str
 ) -> tuple[EngineServer, ...]:
     """One server for every lane of the run, on free ports; not started."""
-    options = EngineOptions(
-        has_gpu=has_gpu(), context_tokens_max=configuration.model.context_tokens_max
-    )
+    # The model's own context limit, not the run's: SGLang keeps a few tokens of its limit back,
+    # and the run's limit is kept by gateway and inference to the token.
+    options = EngineOptions(has_gpu=has_gpu())
     return tuple(
         EngineServer(
             configuration.model.path,

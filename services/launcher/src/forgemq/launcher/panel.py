@@ -21,6 +21,7 @@ _STYLES = {
     "trained": "bright_black",
     "retired": "red",
     "unknown": "white",
+    "waiting": "white",
 }
 _CURVE_POINTS_MAX = 40
 
@@ -29,6 +30,7 @@ class PanelView(Struct, frozen=True, kw_only=True):
     """What is shown besides the run's records."""
 
     engine_status: str
+    is_engine_up: bool
     services: tuple[ServiceStatus, ...]
     console_url: str
     folder: str
@@ -83,7 +85,7 @@ def _rows(state: RunState, shown: PanelView) -> list[tuple[str, RenderableType]]
     rows += [(f"window {queue.domain}"[:20], _window(queue)) for queue in state.queues]
     rows += [
         ("groups", Text(_groups(state))),
-        ("engine", Text(_engines(state, shown.engine_status), overflow="ellipsis", no_wrap=True)),
+        ("engine", Text(_engines(state, shown), overflow="ellipsis", no_wrap=True)),
         ("services", _services(shown.services)),
     ]
     return rows
@@ -164,13 +166,15 @@ def _groups(state: RunState) -> str:
     return f"{state.groups_open} in flight; {ends or 'none retired yet'}"
 
 
-def _engines(state: RunState, status: str) -> str:
+def _engines(state: RunState, shown: PanelView) -> str:
+    if not shown.is_engine_up:
+        return shown.engine_status
     lanes = ", ".join(
         f"lane {each.lane} v{each.version} {each.running} running {each.queued} queued"
         for each in state.engines
         if each.is_serving
     )
-    return lanes or status
+    return lanes or shown.engine_status
 
 
 def _services(services: Sequence[ServiceStatus]) -> Text:

@@ -29,6 +29,7 @@ def write_plot(state: RunState, report: Report, path: Path) -> None:
 
     mpl.use("Agg")
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(11, 7.5), layout="constrained")
     (learning, staleness), (saving, gap) = figure.subplots(2, 2)
@@ -53,6 +54,8 @@ def write_plot(state: RunState, report: Report, path: Path) -> None:
     gap.set(title="|log p trainer - log p engine|, current version", xlabel="step", ylabel="nats")
     if measured:
         gap.legend()
+    for axes in figure.axes:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.savefig(path, dpi=110)
 
 
@@ -108,7 +111,10 @@ def _lines(report: Report) -> list[tuple[str, str]]:
         lines.append(("reward parts", ", ".join(parts)))
     return [
         *lines,
-        ("steps", f"{report.steps} of {report.samples:,} samples, {report.episodes:,} episodes"),
+        (
+            "trained",
+            f"{report.steps} steps, {report.samples:,} samples of {report.episodes:,} episodes",
+        ),
         ("tokens", f"{report.tokens_generated:,} generated, {report.tokens_trained:,} trained"),
         (
             "tree saving",

@@ -59,7 +59,7 @@ class Screen:
         if is_new_step or now_s - self._last_line_s >= PLAIN_EVERY_S:
             self._last_key, self._last_line_s = key, now_s
             self.say(line(state))
-            if not state.completions:
+            if not shown.is_engine_up:
                 self.say(f"engine {shown.engine_status}")
 
     def close(self) -> None:

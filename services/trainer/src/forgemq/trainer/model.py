@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from forgemq.trainer.core.attention import attention_interface
 from forgemq.trainer.core.flex import flex_attention_of
@@ -46,6 +47,7 @@ def load_model(
         UnsupportedModelError: its architecture or a setting rules out exact tree training.
         OSError: the folder holds no model.
     """
+    disable_progress_bar()  # A service writes events, one JSON line each, and nothing else.
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     check_supported(config)
     AttentionInterface.register(ATTENTION_NAME, attention_interface)

@@ -31,6 +31,11 @@ def locked_jars() -> dict[str, str]:
     return {name: sha256 for sha256, name in (line.split() for line in text.splitlines())}
 
 
+def lock_digest() -> str:
+    """Names the lock: another lock has another folder in the cache."""
+    return hashlib.sha256(repr(sorted(locked_jars().items())).encode()).hexdigest()[:16]
+
+
 def jars_folder(cache: Path, *, progress: Progress) -> Path:
     """A folder with exactly the locked jars; fetches them where the cache has none.
 
@@ -42,8 +47,7 @@ def jars_folder(cache: Path, *, progress: Progress) -> Path:
         JarsError: no line to the jars, or a jar differs from the lock.
     """
     jars = locked_jars()
-    digest = hashlib.sha256(repr(sorted(jars.items())).encode()).hexdigest()[:16]
-    folder = cache / f"kafka-{KAFKA_VERSION}-{digest}"
+    folder = cache / f"kafka-{KAFKA_VERSION}-{lock_digest()}"
     if not folder.is_dir():
         progress(f"fetching Apache Kafka {KAFKA_VERSION} (43 MB, once per user)")
         cache.mkdir(parents=True, exist_ok=True)

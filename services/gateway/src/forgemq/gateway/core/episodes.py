@@ -47,7 +47,8 @@ class Episode:
     """What the gateway knows of one attempt.
 
     Lifecycle: open -> (lapsed -> open again with its next sign of life) -> finishing -> ended; a
-    later attempt replaces it whatever its state.
+    later attempt replaces it whatever its state. `clients` counts the connections that wait for
+    an answer.
     """
 
     def __init__(self, opened: OpenedEpisode, *, lease_until_s: float) -> None:
@@ -58,6 +59,7 @@ class Episode:
         self.turns: dict[str, Turn] = {}
         self.delivered: set[str] = set()
         self.tools: dict[str, tuple[dict[str, Any], ...]] = {}
+        self.clients = 0
         self.failed_attempts: dict[str, int] = {}
         self.next_sequence = 0
         self.forks = 0
@@ -76,8 +78,7 @@ class Episode:
 
     def has_lapsed(self, now_s: float) -> bool:
         """No sign of life for a whole lease and nobody waits for an answer."""
-        waits = any(turn.waiting for turn in self.turns.values())
-        return self.state == "open" and not waits and now_s >= self.lease_until_s
+        return self.state == "open" and not self.clients and now_s >= self.lease_until_s
 
     def known(self, body_digest: str) -> str | None:
         """Request that this body means: in flight, or answered but not delivered; else None.

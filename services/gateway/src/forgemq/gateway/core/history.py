@@ -14,6 +14,9 @@ from forgemq.gateway.core.replies import Reply, echo_key
 
 TOKEN_BYTES = 4
 
+# Renderers look back to the start of the assistant's open turn; these tokens reach it.
+TAIL_TOKENS = 1024
+
 
 class Completion(Struct, kw_only=True, eq=False):
     """One finished completion; tokens as int32 bytes.

@@ -23,7 +23,7 @@ from forgemq.contracts.groups import AdmittedGroup, RequestedGroup, RetiredGroup
 from forgemq.contracts.steps import TrainedStep
 from forgemq.gateway.core.digests import EMPTY_PATH
 from forgemq.gateway.core.episodes import Episode, GroupFacts
-from forgemq.gateway.core.history import TOKEN_BYTES, Completion, tokens_of
+from forgemq.gateway.core.history import TAIL_TOKENS, TOKEN_BYTES, Completion, tokens_of
 from forgemq.gateway.core.replies import Reply
 from forgemq.gateway.core.turns import Turn, restored
 
@@ -323,7 +323,7 @@ class Registry:
             else tokens_of(
                 parent,
                 count=record.shared_prefix_tokens,
-                skip=record.shared_prefix_tokens - _TAIL_TOKENS,
+                skip=record.shared_prefix_tokens - TAIL_TOKENS,
             )
         ) + record.context
         tools = episode.tools.get(part.tools_digest, ()) if _parses_tools(part) else ()
@@ -338,7 +338,9 @@ class Registry:
             output=record.output,
             context_tokens=record.shared_prefix_tokens + len(record.context) // TOKEN_BYTES,
             path=EMPTY_PATH,
-            reply=parse(record.output, record.request_id, tools, context[-_TAIL_BYTES:]),
+            reply=parse(
+                record.output, record.request_id, tools, context[-TAIL_TOKENS * TOKEN_BYTES :]
+            ),
             tools_digest=part.tools_digest,
             lane=record.lane,
             epoch=record.epoch,
@@ -367,8 +369,3 @@ class _Asked(Struct):
 
 def _parses_tools(part: TurnPart) -> bool:
     return not part.asked or msgspec.json.decode(part.asked, type=_Asked).tool_choice != "none"
-
-
-# The parser looks back to the start of the open turn only.
-_TAIL_TOKENS = 8192
-_TAIL_BYTES = _TAIL_TOKENS * TOKEN_BYTES

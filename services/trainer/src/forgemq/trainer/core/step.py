@@ -104,7 +104,7 @@ def forward_backward(
 
     Args:
         policy: parameters' `.grad` is added to.
-        forests: all groups of the step.
+        forests: of the step, one for each group.
         microbatches: of this rank.
         weights: of each group, from `group_weights`.
         loss: of the run.

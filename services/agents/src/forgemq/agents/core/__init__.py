@@ -1,0 +1,1 @@
+"""What the agents process decides: pure functions of configuration and progress."""

@@ -1,0 +1,48 @@
+"""The local broker without starting one."""
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from forgemq.bus.broker.jars import KAFKA_VERSION, JarsError, jars_folder, lock_digest, locked_jars
+from forgemq.bus.broker.local import BrokerError, folder_ports
+
+
+def test_all_kafka_jars_of_the_lock_have_one_version() -> None:
+    jars = locked_jars()
+    versions = {
+        name.removesuffix(".jar").rpartition("-")[2] for name in jars if name.startswith("kafka")
+    }
+    assert versions == {KAFKA_VERSION}
+    assert len(jars) == 46
+    assert {"kafka_2.13-4.2.0.jar", "kafka-clients-4.2.0.jar"} < jars.keys()
+    assert all(len(sha256) == 64 for sha256 in jars.values())
+
+
+def test_a_cache_with_a_jar_missing_says_which(tmp_path: Path) -> None:
+    said: list[str] = []
+    folder = tmp_path / f"kafka-{KAFKA_VERSION}-{lock_digest()}"
+    folder.mkdir()
+    for name in sorted(locked_jars())[1:]:
+        (folder / name).touch()
+    with pytest.raises(JarsError, match=sorted(locked_jars())[0]):
+        jars_folder(tmp_path, progress=said.append)
+    assert said == []
+
+
+def test_a_folder_keeps_its_ports(tmp_path: Path) -> None:
+    file = tmp_path / "ports.json"
+    ports = folder_ports(file)
+    assert ports[0] != ports[1]
+    assert folder_ports(file) == ports
+
+
+def test_a_port_of_the_folder_that_another_process_took_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "ports.json"
+    broker_port, _ = folder_ports(file)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", broker_port))
+        other.listen()
+        with pytest.raises(BrokerError, match=f"port {broker_port} .* is in use"):
+            folder_ports(file)

@@ -1,0 +1,60 @@
+"""Completions of one history, for tests of the core."""
+
+from forgemq.contracts.arrays import pack_ids
+from forgemq.gateway.core.digests import EMPTY_PATH, message_digest
+from forgemq.gateway.core.history import Completion, History
+from forgemq.gateway.core.replies import Reply, ReplyCall
+
+
+def user(text: str) -> str:
+    return message_digest("user", text)
+
+
+def completion_of(
+    number: int,
+    *,
+    parent: Completion | None = None,
+    shared: int = 0,
+    context: list[int],
+    output: list[int],
+    text: str = "",
+    calls: int = 0,
+    requested_ms: int = 0,
+    finished_ms: int = 0,
+    engine_s: float = 0.0,
+    lane: int = 0,
+    epoch: int = 1,
+) -> Completion:
+    identifier = f"{number:032x}"
+    return Completion(
+        request_id=identifier,
+        offset=number,
+        sequence=number,
+        parent=parent,
+        shared_tokens=shared,
+        context=pack_ids(context),
+        output=pack_ids(output),
+        context_tokens=shared + len(context),
+        path=EMPTY_PATH,
+        reply=Reply(
+            content=text,
+            calls=tuple(
+                ReplyCall(id=f"call_{identifier}_{n}", name="find", arguments="{}")
+                for n in range(calls)
+            ),
+        ),
+        tools_digest="",
+        lane=lane,
+        epoch=epoch,
+        sampled_end="stop",
+        engine_s=engine_s,
+        cached_tokens=0,
+        requested_ms=requested_ms,
+        finished_ms=finished_ms,
+        temperature=1.0,
+    )
+
+
+def add_first(history: History, completion: Completion, *messages: str) -> Completion:
+    history.add(completion, keys=[user(text) for text in messages], after=EMPTY_PATH)
+    return completion

@@ -1,0 +1,101 @@
+"""What a run's file and overrides become, and how what cannot be used is refused."""
+
+from pathlib import PurePath
+
+import pytest
+
+from forgemq.launcher.core.configuration import (
+    ConfigurationError,
+    configuration,
+    document,
+    name_of,
+    next_run,
+)
+
+FILE = """
+run = "desk"
+seed = 3
+code_paths = ["code"]
+[model]
+path = "model"
+[[queues]]
+domain = "shop_desk"
+task_source = "m:task"
+agent = "m:play"
+groups_per_step = 6
+slots = 12
+window = 4
+[trainer]
+steps = 40
+"""
+
+
+def made(*overrides, text=FILE):
+    return configuration(
+        document(text, overrides=overrides), run="desk-1", folder=PurePath("/work")
+    )
+
+
+def refusal(*overrides, text=FILE):
+    with pytest.raises(ConfigurationError) as caught:
+        made(*overrides, text=text)
+    return str(caught.value)
+
+
+def test_relative_paths_start_at_the_folder_and_the_run_id_is_the_given_one():
+    run = made()
+    assert (run.run, run.model.path, run.code_paths) == ("desk-1", "/work/model", ("/work/code",))
+
+
+@pytest.mark.parametrize("queue", ["0", "shop_desk"])
+def test_an_override_reaches_a_queue_by_index_and_by_domain(queue):
+    assert made(f"queues.{queue}.slots=18").queues[0].slots == 18
+
+
+def test_an_override_makes_tables_the_file_does_not_have():
+    run = made("evaluation.tasks=8", "episodes.sampling.max_tokens=80", "rewards.beta=1.5")
+    assert run.evaluation.tasks == 8
+    assert run.episodes.sampling.max_tokens == 80
+    assert run.rewards.beta == 1.5
+
+
+def test_a_value_that_is_no_toml_is_text():
+    assert made("queues.0.agent=other.module:play").queues[0].agent == "other.module:play"
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("trainer.stepz=3", "trainer.stepz: no such key; did you mean steps?"),
+        ("traner.steps=3", "traner: no such key; did you mean trainer?"),
+        ("queues.0.slot=3", "queues.0.slot: no such key; did you mean slots?"),
+        ("trainer.steps=many", "trainer.steps: Expected `int`, got `str`"),
+        ("trainer.steps=0", "trainer.steps: Expected `int` >= 1"),
+        ("queues.desk.slots=3", "queues.desk: no such element; there are shop_desk"),
+        ("queues.0.domain.name=3", "queues.0.domain.name: queues.0.domain is no table"),
+        ("steps", "'steps': an override is written key=value"),
+        ("model.dtype=float16", "model.dtype: Invalid enum value 'float16'"),
+    ],
+)
+def test_a_wrong_override_is_refused_by_the_name_of_its_key(override, said):
+    assert refusal(override) == said
+
+
+def test_combinations_that_cannot_work_are_refused_by_the_contract():
+    assert "slots (N) must be at least groups_per_step (P)" in refusal("queues.0.slots=5")
+
+
+def test_a_missing_key_and_a_broken_file_are_refused():
+    assert refusal(text="seed = 1") == "model: must be given"
+    assert refusal(text="seed = ").startswith("not a TOML file")
+
+
+def test_run_ids_count_up_from_the_highest_taken():
+    assert next_run("desk", taken=[]) == "desk-1"
+    assert next_run("desk", taken=["desk-2", "desk-9", "other-40", "desk-x"]) == "desk-10"
+
+
+def test_a_name_that_cannot_begin_a_topic_is_refused():
+    assert name_of({}, default="demo") == "demo"
+    with pytest.raises(ConfigurationError, match="got 'Shop Desk'"):
+        name_of({"run": "Shop Desk"}, default="demo")

@@ -1,0 +1,103 @@
+"""The command line and environment of an engine, and what a server refuses before it starts."""
+
+import socket
+import subprocess
+import sys
+import time
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import psutil
+import pytest
+
+from forgemq.sglang_cpu.options import EngineOptions, command_line, environment
+from forgemq.sglang_cpu.server import EngineServer, EngineServerError, free_port
+
+
+def line(options: EngineOptions) -> str:
+    return " ".join(command_line(options, model_path="m", host="127.0.0.1", port=7)[1:])
+
+
+def test_a_cpu_engine_runs_in_float32_with_a_bounded_cache() -> None:
+    command = line(EngineOptions(context_tokens_max=1024, extra=("--tp", "2")))
+    assert command.startswith("-m forgemq.sglang_cpu --model-path m --host 127.0.0.1 --port 7")
+    assert "--device cpu --dtype float32" in command
+    assert "--max-total-tokens 40000 --max-running-requests 48" in command
+    assert "--context-length 1024" in command
+    assert command.endswith("--tp 2")
+
+
+def test_a_gpu_engine_leaves_device_and_cache_to_sglang() -> None:
+    command = line(EngineOptions(has_gpu=True, tensor_parallel=4))
+    assert "--dtype bfloat16 --tp-size 4 --enable-fp32-lm-head" in command
+    for absent in ("--device", "--max-total-tokens", "--max-running-requests", "torch_native"):
+        assert absent not in command
+
+
+def test_the_environment_keeps_health_checks_shallow_and_logprobs_after_the_temperature() -> None:
+    inherited = {"PATH": "/bin", "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "9"}
+    cpu = environment(EngineOptions(threads=2), inherited, pid=5)
+    gpu = environment(EngineOptions(has_gpu=True), inherited, pid=5)
+    assert cpu["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "0"
+    assert cpu["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "0"
+    assert (cpu["OMP_NUM_THREADS"], gpu["OMP_NUM_THREADS"]) == ("2", "9")
+    assert (cpu["CUDA_VISIBLE_DEVICES"], "CUDA_VISIBLE_DEVICES" in gpu) == ("", False)
+    assert "SGLANG_USE_CPU_ENGINE" not in cpu
+    assert (cpu["PATH"], cpu["FORGEMQ_ENGINE_PARENT"]) == ("/bin", "5")
+
+
+def test_sglang_finds_the_platform_and_the_hooks() -> None:
+    found = {
+        (point.group, point.name): point.value
+        for group in ("sglang.srt.platforms", "sglang.srt.plugins")
+        for point in entry_points(group=group)
+    }
+    assert found["sglang.srt.platforms", "forgemq_cpu"] == "forgemq.sglang_cpu.plugin:activate"
+    assert (
+        found["sglang.srt.plugins", "forgemq_cpu_hooks"]
+        == "forgemq.sglang_cpu.plugin:register_hooks"
+    )
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(EngineServerError, match=r"config\.json is missing"):
+        EngineServer(str(tmp_path), tmp_path, port=free_port()).start()
+
+
+def test_a_port_in_use_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(EngineServerError, match=f"port {port} of 127.0.0.1 cannot be used"):
+            EngineServer(str(tmp_path), tmp_path, port=port).start()
+
+
+def test_an_engine_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+    """A child in a group of its own watches a parent, which is killed."""
+    pids = tmp_path / "pid"
+    child = (
+        "import os, time, pathlib; from forgemq.sglang_cpu.orphan import end_with_parent; "
+        f"end_with_parent(os.getppid()); pathlib.Path({str(pids)!r}).write_text(str(os.getpid())); "
+        "time.sleep(60)"
+    )
+    parent = (
+        "import subprocess, sys, time; "
+        f"subprocess.Popen([sys.executable, '-c', {child!r}], start_new_session=True); "
+        "time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", parent])
+    try:
+        while not pids.exists() or not pids.read_text():
+            time.sleep(0.05)
+        watched = psutil.Process(int(pids.read_text()))
+        assert watched.status() != psutil.STATUS_ZOMBIE
+    finally:
+        process.kill()
+        process.wait()
+    for _ in range(100):
+        if not watched.is_running() or watched.status() == psutil.STATUS_ZOMBIE:
+            return
+        time.sleep(0.1)
+    pytest.fail("the child outlived its parent")

@@ -1,0 +1,143 @@
+"""The trainer as a process of its own on some log, and what it wrote there."""
+
+import asyncio
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from forgemq.bus.blobs import BlobStore
+from forgemq.bus.log import Emit, Log, Place
+from forgemq.bus.memory import MemoryLog
+from forgemq.contracts import topics
+from forgemq.contracts.run import RunConfiguration, StartedRun
+from forgemq.contracts.steps import ScheduledStep, TrainedStep
+from forgemq.contracts.trees import MergedTree
+from forgemq.contracts.weights import PublishedWeights, ReportedEngine
+from forgemq.shell.service import Context
+from forgemq.telemetry.telemetry import Telemetry
+from forgemq.trainer.app import CONSUMES, PRODUCES, main
+from tests.unit.trainer.scene import configuration_of, save_base, scheduled_step
+
+POLL_S = 0.01
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One run on one log; every `train` is one life of the trainer process."""
+
+    log: Log
+    open_log: Callable[[], Log]
+    configuration: RunConfiguration
+    folder: Path
+
+    async def train(self, *, until: int, lineage: int = 0) -> None:
+        """Start a trainer; stop it when `until` is trained and its weights are published.
+
+        A lineage above 0 counts only what that life of the trainer wrote.
+        """
+        stop = asyncio.Event()
+        context = Context(
+            started=StartedRun(
+                run="r", configuration=self.configuration, blobs="memory://r", started_ms=0
+            ),
+            log=self.open_log(),
+            blobs=BlobStore("memory://r"),
+            telemetry=Telemetry(service="trainer", stream=io.StringIO()),
+            stop=stop,
+            environ={
+                "FORGEMQ_TRAINER_FOLDER": str(self.folder),
+                "FORGEMQ_TRAINER_TREE_DEADLINE_S": "0.3",
+            },
+        )
+        async with asyncio.TaskGroup() as group:
+            trainer = group.create_task(main(context))
+            while not trainer.done():
+                steps = [step.step for step in await self.trained() if step.lineage >= lineage]
+                published = [w.version for w in await self.published() if w.lineage >= lineage]
+                if until in steps and until + 1 in published:
+                    stop.set()
+                await asyncio.sleep(POLL_S)
+
+    async def trained(self) -> list[TrainedStep]:
+        """All records of trained-steps."""
+        records = await self._all(topics.TRAINED_STEPS)
+        return [record for record in records if isinstance(record, TrainedStep)]
+
+    async def published(self) -> list[PublishedWeights]:
+        """All records of published-weights."""
+        records = await self._all(topics.PUBLISHED_WEIGHTS)
+        return [record for record in records if isinstance(record, PublishedWeights)]
+
+    async def put_trees(self, trees: Sequence[MergedTree]) -> None:
+        """Commit trees as the merger does."""
+        writer = await self.log.transaction_writer("merger")
+        groups = scheduled_step(0, trees).groups
+        await writer.commit(
+            outputs=[
+                Emit(
+                    topic=topics.MERGED_TREES.name,
+                    partition=group.partition,
+                    key=tree.group_id.encode(),
+                    value=topics.encode(tree),
+                )
+                for tree, group in zip(trees, groups, strict=True)
+            ],
+            group="merger",
+            positions={},
+        )
+
+    async def put_steps(self, steps: Sequence[ScheduledStep]) -> None:
+        """Commit steps as the scheduler does."""
+        writer = await self.log.transaction_writer("scheduler")
+        await writer.commit(
+            outputs=[
+                Emit(
+                    topic=topics.SCHEDULED_STEPS.name,
+                    partition=0,
+                    key=str(step.step).encode(),
+                    value=topics.encode(step),
+                )
+                for step in steps
+            ],
+            group="scheduler",
+            positions={},
+        )
+
+    async def write(self, topic: topics.Topic, record: PublishedWeights | ReportedEngine) -> None:
+        """Write one record outside transactions."""
+        writer = await self.log.writer()
+        await writer.write(
+            Emit(topic=topic.name, partition=0, key=b"", value=topics.encode(record))
+        )
+
+    async def _all(self, topic: topics.Topic) -> list[object]:
+        place = Place(topic.name, 0)
+        end = (await self.log.end_positions([place]))[place]
+        reader = await self.log.reader({place: 0})
+        values: list[object] = []
+        while reader.position(place) < end:
+            records = await reader.read(timeout_s=1, records_max=1000)
+            values += [topics.decode(topic, record.value) for record in records]
+        await reader.close()
+        return values
+
+
+async def create_topics(log: Log) -> None:
+    """All topics the trainer reads or writes."""
+    counts = {
+        topic.name: topics.partition_count(topic, group_partitions=2, lanes=1, queues=1)
+        for topic in {*CONSUMES, *PRODUCES}
+    }
+    dlq = {topic.dlq_name: counts[topic.name] for topic in CONSUMES}
+    await log.create_topics(counts | dlq)
+
+
+async def memory_bench(folder: Path, **trainer: object) -> Bench:
+    """A fresh log in memory; the base model and the trainer's folder stay between benches."""
+    log = MemoryLog(run="r")
+    await create_topics(log)
+    base = folder / "base"
+    if not base.exists():
+        save_base(base)
+    return Bench(log, log.open, configuration_of(base, **trainer), folder / "trainer")
