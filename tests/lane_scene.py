@@ -185,6 +185,13 @@ class LaneScene:
         await reader.close()
         return records
 
+    async def _at_least(self, count: int, topic: topics.Topic, partition: int) -> list[Any]:
+        while True:
+            records = await self.read(topic.name, partition)
+            if len(records) >= count:
+                return records
+            await asyncio.sleep(0.02)
+
     async def finished(
         self, *, count: int = 0, timeout_s: float = 20.0
     ) -> list[FinishedCompletion]:
@@ -192,16 +199,14 @@ class LaneScene:
         partition = group_partition(GROUP, partitions=PARTITIONS)
         topic = topics.FINISHED_COMPLETIONS
         async with asyncio.timeout(timeout_s):
-            while len(records := await self.read(topic.name, partition)) < count:
-                await asyncio.sleep(0.02)
+            records = await self._at_least(count, topic, partition)
         return [topics.decode(topic, record.value) for record in records]  # type: ignore[misc]
 
     async def loaded(self, *, count: int = 0, timeout_s: float = 20.0) -> list[LoadedWeights]:
         """Loaded weights of the lane, once there are `count`."""
         topic = topics.LOADED_WEIGHTS
         async with asyncio.timeout(timeout_s):
-            while len(records := await self.read(topic.name, self.lane)) < count:
-                await asyncio.sleep(0.02)
+            records = await self._at_least(count, topic, self.lane)
         return [topics.decode(topic, record.value) for record in records]  # type: ignore[misc]
 
     async def report(self, *, is_serving: bool, timeout_s: float = 20.0) -> ReportedEngine:
@@ -216,6 +221,20 @@ class LaneScene:
                     if report.is_serving == is_serving:
                         return report
                 await asyncio.sleep(0.02)
+
+    async def until_running(self) -> None:
+        """Return once the lane reports a request in its engine."""
+        while True:
+            if (await self.report(is_serving=True)).running:
+                return
+            await asyncio.sleep(0.02)
+
+    async def until_said(self, event: str) -> None:
+        """Return once the service's log has such an event."""
+        while True:
+            if self.said(event):
+                return
+            await asyncio.sleep(0.02)
 
     def said(self, event: str) -> list[dict[str, Any]]:
         """Events of this name in the service's log."""

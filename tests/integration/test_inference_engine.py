@@ -119,8 +119,7 @@ async def test_a_cancelled_generation_stops_in_the_engine(
     async with scene.serving():
         await scene.report(is_serving=True)
         await scene.request(1, [9, 8, 7], max_tokens=1000, temperature=10.0, deadline_s=120)
-        while not (await scene.report(is_serving=True)).running:
-            await asyncio.sleep(0.02)
+        await scene.until_running()
         await asyncio.sleep(0.2)
         await scene.cancel(1)
         (record,) = await scene.finished(count=1, timeout_s=10)

@@ -123,8 +123,7 @@ async def test_weights_broadcast_mid_generation_split_the_output_at_the_version(
         offers = await trainer.offer()
         for number in range(1, 5):
             await scene.request(number, [*CONTEXT, number], max_tokens=900, temperature=5.0)
-        while not (await scene.report(is_serving=True)).running:
-            await asyncio.sleep(0.01)
+        await scene.until_running()
         await scene.publish(trained, version=1, fast_paths=offers)
         await trainer.send()
         assert await trainer.result() == {"0": ""}

@@ -25,7 +25,7 @@ def main(folder: str, mode: str) -> None:
     paths = FastPaths(host="127.0.0.1", backend="gloo", deadline_s=DEADLINE_S)
     for line in _lines(folder):
         offers = paths.offer({0: 1}, prefix="test")
-        print(msgspec.json.encode(offers).decode(), flush=True)
+        _say(msgspec.json.encode(offers).decode())
         sys.stdin.readline()
         if mode == "absent":
             sys.stdin.readline()
@@ -33,7 +33,12 @@ def main(folder: str, mode: str) -> None:
         # A file that is not there is noticed once the group is formed: this process ends then.
         file = "missing" if mode == "die" else "model.safetensors"
         failures = paths.send(offers, Path(line) / file)
-        print(json.dumps(failures), flush=True)
+        _say(json.dumps(failures))
+
+
+def _say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
 
 def _lines(first: str) -> Iterator[str]:

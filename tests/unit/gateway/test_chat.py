@@ -18,6 +18,7 @@ from tests.unit.gateway.world import (
     Asked,
     FailAttempt,
     configuration_of,
+    contexts_of,
     running,
     wall_ms,
 )
@@ -42,16 +43,6 @@ def log_store() -> Callable[[], MemoryLog]:
 
 def say(text: str) -> Callable[[Asked], str]:
     return lambda asked: text
-
-
-def contexts_of(records: list[Any]) -> dict[str, list[int]]:
-    """Context + output of every finished completion, from parents and deltas."""
-    whole: dict[str, list[int]] = {}
-    for record in records:
-        parent = whole.get(record.parent_id or "", [])
-        context = [*parent[: record.shared_prefix_tokens], *unpack_ids(record.context)]
-        whole[record.request_id] = [*context, *unpack_ids(record.output)]
-    return whole
 
 
 async def test_an_answer_has_openais_shape_and_usage(model: Path) -> None:

@@ -83,6 +83,16 @@ def partitions_of(configuration: RunConfiguration) -> dict[str, int]:
     }
 
 
+def contexts_of(records: list[Any]) -> dict[str, list[int]]:
+    """Context + output of every finished completion, from parents and deltas."""
+    whole: dict[str, list[int]] = {}
+    for record in records:
+        parent = whole.get(record.parent_id or "", [])
+        context = [*parent[: record.shared_prefix_tokens], *unpack_ids(record.context)]
+        whole[record.request_id] = [*context, *unpack_ids(record.output)]
+    return whole
+
+
 class Asked(msgspec.Struct):
     """One request as a lane has it: with all tokens, and as text."""
 
@@ -228,6 +238,7 @@ class World:
 
     def __init__(self, open_log: Callable[[], Log], configuration: RunConfiguration) -> None:
         self.open_log = open_log
+        self.log = open_log()
         self.configuration = configuration
         self.rendering = Rendering.load(configuration.model.path)
         self.base_url = ""
@@ -298,20 +309,20 @@ class World:
             )
 
     async def write(self, topic: topics.Topic, partition: int, record: msgspec.Struct) -> None:
-        log = self.open_log()
-        writer = await log.writer()
+        log = self.log
         output = Output(topic=topic.name, partition=partition, record=record)
         if topic.is_transactional:
             transactions = await log.transaction_writer("scheduler")
             await transactions.commit(outputs=[emit_of(output)], group="scheduler", positions={})
             await transactions.close()
         else:
+            writer = await log.writer()
             await writer.write(emit_of(output))
-        await writer.close()
+            await writer.close()
 
     async def records(self, topic: topics.Topic) -> list[Any]:
         """All records of a topic, by partition and offset."""
-        log = self.open_log()
+        log = self.log
         places = [
             Place(topic.name, n) for n in range(partitions_of(self.configuration)[topic.name])
         ]
@@ -401,11 +412,10 @@ async def running(
     """A world with a gateway and scripted lanes."""
     world = World(open_log, configuration)
     world.settings = msgspec.structs.replace(world.settings, memory_bytes_max=memory_bytes_max)
-    await open_log().create_topics(partitions_of(configuration))
+    await world.log.create_topics(partitions_of(configuration))
     async with asyncio.TaskGroup() as tasks:
         started = [
-            ScriptedLane(open_log(), world.rendering, script, lane=number)
-            for number in range(lanes)
+            ScriptedLane(world.log, world.rendering, script, lane=number) for number in range(lanes)
         ]
         running_lanes = [tasks.create_task(lane.run(tasks)) for lane in started]
         await world.start(tasks)
@@ -419,3 +429,4 @@ async def running(
                 lane.stop()
             for task in running_lanes:
                 task.cancel()
+    await world.log.close()

@@ -1,6 +1,7 @@
 """The pure decisions of a lane."""
 
 import hashlib
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -290,7 +291,7 @@ def test_spans_cover_the_output_with_alternating_versions(pieces: list[tuple[int
     meta = EngineMeta(EngineFinish("stop"), weight_version="1.0", weight_versions=spans)
     joined = spans_of(meta, tokens_count=position)
     assert [span.version for span in joined for _ in range(span.start, span.end)] == expected
-    pairs = list(zip(joined, joined[1:], strict=False))
+    pairs = list(pairwise(joined))
     assert all(left.version != right.version for left, right in pairs)
     assert all(left.end == right.start for left, right in pairs)
 
@@ -368,8 +369,12 @@ def test_a_restarted_engine_is_in_no_group() -> None:
 
 @pytest.mark.parametrize(
     ("name", "weights", "is_dirty"),
-    [("0.0", BASE, False), ("default", BASE, False), ("2.7", Weights(2, 7), False)]
-    + [("broken", BASE, True)],
+    [
+        ("0.0", BASE, False),
+        ("default", BASE, False),
+        ("2.7", Weights(2, 7), False),
+        ("broken", BASE, True),
+    ],
 )
 def test_an_engines_name_for_its_weights_says_what_it_holds(
     name: str, weights: Weights, is_dirty: bool

@@ -114,8 +114,7 @@ async def test_a_cancelled_request_is_aborted_in_the_engine_at_once(base: Path) 
         async with scene.serving():
             await scene.report(is_serving=True)
             await scene.request(1, CONTEXT)
-            while not (await scene.report(is_serving=True)).running:
-                await asyncio.sleep(0.02)
+            await scene.until_running()
             await scene.cancel(1)
             (record,) = await scene.finished(count=1, timeout_s=5)
     assert (record.finish_reason, record.error) == ("abort", "cancelled")
@@ -177,8 +176,8 @@ async def test_a_request_of_an_older_epoch_is_left_to_the_gateway(base: Path) ->
         async with scene.serving():
             assert (await scene.report(is_serving=True)).epoch == 1
         async with scene.serving():
-            while (await scene.report(is_serving=True)).epoch != 2:
-                await asyncio.sleep(0.02)
+            # The start record is written after the newest heartbeat of the first life.
+            assert (await scene.loaded(count=2))[1].epoch == 2
             await scene.request(1, CONTEXT, epoch=1)
             await scene.request(2, CONTEXT, epoch=2)
             records = await scene.finished(count=1)
@@ -190,22 +189,15 @@ async def test_a_request_of_an_older_epoch_is_left_to_the_gateway(base: Path) ->
 async def test_a_newer_process_on_the_lane_ends_the_older_one(base: Path) -> None:
     async with serving(StandInEngine(Speed())) as url:
         scene = await scene_of(base, url)
-        with pytest.raises(ExceptionGroup, match="unhandled") as caught:
+
+        async def serve() -> None:
             async with scene.serving():
                 report = await scene.report(is_serving=True)
-                newer = ReportedEngine(
-                    lane=0,
-                    epoch=report.epoch + 1,
-                    url="http://elsewhere",
-                    is_serving=False,
-                    lineage=0,
-                    version=0,
-                    running=0,
-                    queued=0,
-                    reported_ms=1,
-                )
-                await scene.write(topics.REPORTED_ENGINES, 0, newer)
+                await scene.write(topics.REPORTED_ENGINES, 0, report_of(report.epoch + 1))
                 await asyncio.sleep(5)
+
+        with pytest.raises(ExceptionGroup) as caught:
+            await serve()
     assert "belongs to a newer process: epoch 2, ours was 1" in _leaves(caught.value)
 
 
@@ -219,8 +211,7 @@ async def test_a_lost_engine_fails_its_requests_and_is_taken_back_when_it_return
         await service.__aenter__()
         await scene.report(is_serving=True)
         await scene.request(1, CONTEXT)
-        while not (await scene.report(is_serving=True)).running:
-            await asyncio.sleep(0.02)
+        await scene.until_running()
     await scene.report(is_serving=False, timeout_s=10)
     (lost,) = await scene.finished(count=1, timeout_s=5)
     await scene.request(2, CONTEXT)
@@ -241,8 +232,7 @@ async def test_a_stop_lets_short_requests_end_and_fails_long_ones(base: Path) ->
         async with scene.serving(drain_s=3) as stop:
             await scene.report(is_serving=True)
             await scene.request(1, CONTEXT)
-            while not (await scene.report(is_serving=True)).running:
-                await asyncio.sleep(0.02)
+            await scene.until_running()
             stop.set()
             (short,) = await scene.finished(count=1)
         assert not (await scene.report(is_serving=False)).is_serving
@@ -251,8 +241,7 @@ async def test_a_stop_lets_short_requests_end_and_fails_long_ones(base: Path) ->
         async with scene.serving(drain_s=0.2) as stop:
             await scene.report(is_serving=True)
             await scene.request(1, CONTEXT)
-            while not (await scene.report(is_serving=True)).running:
-                await asyncio.sleep(0.02)
+            await scene.until_running()
             stop.set()
             (long,) = await scene.finished(count=1, timeout_s=5)
     assert short.error == ""
@@ -264,17 +253,7 @@ async def test_a_record_that_does_not_decode_goes_to_the_dead_letter_topic(base:
         scene = await scene_of(base, url)
         async with scene.serving():
             await scene.report(is_serving=True)
-            bad = ReportedEngine(
-                lane=0,
-                epoch=1,
-                url="",
-                is_serving=False,
-                lineage=0,
-                version=0,
-                running=0,
-                queued=0,
-                reported_ms=1,
-            )
+            bad = report_of(1)
             writer = await scene.log.writer()
             await writer.write(
                 Emit(topic=REQUESTED, partition=0, key=b"", value=topics.encode(bad))
@@ -284,6 +263,20 @@ async def test_a_record_that_does_not_decode_goes_to_the_dead_letter_topic(base:
             (dead,) = await scene.read(f"{REQUESTED}-dlq", 0)
     assert dead.value == topics.encode(bad)
     assert b"request_id" in dict(dead.headers)["reason"]
+
+
+def report_of(epoch: int) -> ReportedEngine:
+    return ReportedEngine(
+        lane=0,
+        epoch=epoch,
+        url="http://elsewhere",
+        is_serving=False,
+        lineage=0,
+        version=0,
+        running=0,
+        queued=0,
+        reported_ms=1,
+    )
 
 
 def _leaves(error: BaseException) -> str:

@@ -14,12 +14,16 @@ from tests.lane_scene import LaneScene, create_topics
 CONTEXT = [5, 6, 7]
 
 
+async def scene_of(base: Path, url: str) -> LaneScene:
+    log = MemoryLog(run="r")
+    await create_topics(log)
+    return LaneScene(log, model=base, engine_url=url)
+
+
 @asynccontextmanager
 async def serving_scene(base: Path, engine: StandInEngine, **settings: object):
     async with serving(engine) as url:
-        log = MemoryLog(run="r")
-        await create_topics(log)
-        scene = LaneScene(log, model=base, engine_url=url)
+        scene = await scene_of(base, url)
         async with scene.serving(**settings):
             await scene.report(is_serving=True)
             yield scene
@@ -157,9 +161,7 @@ async def test_a_late_joiner_starts_on_the_newest_durable_copy_of_the_newest_lin
 ) -> None:
     engine = StandInEngine(Speed())
     async with serving(engine) as url:
-        log = MemoryLog(run="r")
-        await create_topics(log)
-        scene = LaneScene(log, model=base, engine_url=url)
+        scene = await scene_of(base, url)
         await scene.publish(base, lineage=1, version=8)
         await scene.publish(trained, lineage=2, version=5)
         await scene.publish(base, lineage=1, version=9)
@@ -175,21 +177,40 @@ async def test_an_engine_left_in_a_broken_update_is_loaded_again_before_it_serve
 ) -> None:
     engine = StandInEngine(Speed(), weight_version="broken")
     async with serving(engine) as url:
-        log = MemoryLog(run="r")
-        await create_topics(log)
-        scene = LaneScene(log, model=base, engine_url=url)
-        async with scene.serving(load_attempts_max=1):
-            await scene.publish(trained, version=3)
+        scene = await scene_of(base, url)
+        await scene.publish(trained, version=3)
+        async with scene.serving():
             await scene.report(is_serving=True)
     assert engine.weight_version == "1.3"
 
 
+async def test_an_engine_left_in_a_broken_update_never_serves_without_published_weights(
+    base: Path,
+) -> None:
+    async with serving(StandInEngine(Speed(), weight_version="broken")) as url:
+        scene = await scene_of(base, url)
+
+        async def serve() -> None:
+            async with scene.serving():
+                await asyncio.sleep(10)
+
+        with pytest.raises(ExceptionGroup):
+            await serve()
+        assert not (await scene.report(is_serving=False)).is_serving
+
+
 async def test_a_damaged_durable_copy_is_never_loaded(base: Path, trained: Path) -> None:
     engine = StandInEngine(Speed())
-    with pytest.raises(ExceptionGroup):
-        async with serving_scene(base, engine, load_attempts_max=2) as scene:
-            await scene.publish(trained, version=1, sha256="0" * 64)
-            await asyncio.sleep(10)
+    async with serving(engine) as url:
+        scene = await scene_of(base, url)
+
+        async def serve() -> None:
+            async with scene.serving(load_attempts_max=2):
+                await scene.publish(trained, version=1, sha256="0" * 64)
+                await asyncio.sleep(10)
+
+        with pytest.raises(ExceptionGroup):
+            await serve()
     assert engine.weight_version == "0.0"
     assert "published was 0000" in scene.said("load_failed")[-1]["error"]
 
@@ -200,8 +221,7 @@ async def test_a_damaged_copy_is_passed_over_when_a_newer_version_comes(
     engine = StandInEngine(Speed())
     async with serving_scene(base, engine, load_attempts_max=5) as scene:
         await scene.publish(trained, version=1, sha256="0" * 64)
-        while not scene.said("load_failed"):
-            await asyncio.sleep(0.02)
+        await scene.until_said("load_failed")
         await scene.publish(trained, version=2)
         _, loaded = await scene.loaded(count=2)
     assert loaded.version == 2

@@ -27,6 +27,7 @@ LOG_TAIL_LINES = 15
 _LOG_TAIL_BYTES = 64 * 1024
 _POLL_S = 0.5
 _PROGRESS_EVERY_S = 2.0
+_KILLED_WITHIN_S = 10.0
 
 
 class EngineServerError(Exception):
@@ -79,7 +80,7 @@ class EngineServer:
 
     @property
     def pid(self) -> int | None:
-        """Process id, which is the id of the process group too; None before the first start."""
+        """Process id, which is the id of the process group too; None unless started."""
         return self._process.pid if self._process else None
 
     @property
@@ -95,9 +96,10 @@ class EngineServer:
         """
         if self.is_running():
             raise EngineServerError(f"the engine on port {self._port} is running already")
+        self.stop()  # what a server that died by itself may have left
         self._check_model()
-        _check_memory()
         _check_port(self._host, self._port)
+        _check_memory()
         self._folder.mkdir(parents=True, exist_ok=True)
         # A child's environment is that of its parent plus what the engine needs.
         inherited = os.environ if self._inherited is None else self._inherited  # noqa: TID251
@@ -142,21 +144,27 @@ class EngineServer:
                 progress(waited_s, (self.log_tail(lines_max=1) or [""])[0])
             time.sleep(_POLL_S)
 
-    def stop(self, *, grace_s: float = 5.0) -> None:
-        """End the whole process group: asked first, killed after `grace_s`; idempotent.
+    def stop(self, *, grace_s: float = 0.0) -> None:
+        """End the whole process group; idempotent.
+
+        Args:
+            grace_s: ask first and wait this long. SGLang looks for the request every 5 s only, and
+                an engine holds nothing that a kill could lose, so that the default is to kill.
 
         Raises:
             EngineServerError: a process of the group is still there.
         """
-        if self._process is None:
+        process, self._process = self._process, None
+        if process is None:
             return
-        group = self._process.pid
-        _signal_group(group, signal.SIGTERM)
-        if not self._wait_gone(group, timeout_s=grace_s):
-            _signal_group(group, signal.SIGKILL)
-            if not self._wait_gone(group, timeout_s=10.0):
-                left = [process.pid for process in _members(group)]
-                raise EngineServerError(f"processes {left} of the engine survived SIGKILL")
+        if grace_s > 0 and process.poll() is None:
+            # To the leader alone: it takes the end of a child for a crash and collects diagnostics.
+            process.terminate()
+            _wait_gone(process, timeout_s=grace_s)
+        _signal_group(process.pid, signal.SIGKILL)
+        if not _wait_gone(process, timeout_s=_KILLED_WITHIN_S):
+            left = [member.pid for member in _members(process.pid)]
+            raise EngineServerError(f"processes {left} of the engine survived SIGKILL")
 
     def log_tail(self, *, lines_max: int = LOG_TAIL_LINES) -> list[str]:
         """The log's last lines without blank ones, oldest first."""
@@ -190,21 +198,20 @@ class EngineServer:
         if not (Path(self._model_path) / "config.json").is_file():
             raise EngineServerError(f"no model at {self._model_path}: config.json is missing")
 
-    def _wait_gone(self, group: int, *, timeout_s: float) -> bool:
-        deadline_s = time.monotonic() + timeout_s
-        while _members(group):
-            if self._process is not None:
-                self._process.poll()  # reaps the leader, which would stay a zombie otherwise
-            if time.monotonic() > deadline_s:
-                return False
-            time.sleep(0.1)
-        return True
-
     def _error(self, what: str) -> EngineServerError:
         tail = "\n".join(self.log_tail())
         return EngineServerError(
             f"the engine on port {self._port} {what}; {self.log_path}:\n{tail}"
         )
+
+
+def _wait_gone(process: "subprocess.Popen[bytes]", *, timeout_s: float) -> bool:
+    deadline_s = time.monotonic() + timeout_s
+    while process.poll() is None or _members(process.pid):
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(0.05)
+    return True
 
 
 def free_port(host: str = "127.0.0.1") -> int:

@@ -95,9 +95,7 @@ class Dispatcher:
         turn = finish.episode.turns.get(finish.request_id)
         if finish.completion is not None:
             if finish.completion.reply.malformed:
-                self._telemetry.count(
-                    "gateway.malformed_calls", finish.completion.reply.malformed
-                )
+                self._telemetry.count("gateway.malformed_calls", finish.completion.reply.malformed)
             if turn is not None:
                 self._end(finish.episode, turn)
             future = self._results.pop(finish.request_id, None)

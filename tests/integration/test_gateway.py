@@ -1,0 +1,171 @@
+"""The gateway as its own process on the real broker, killed in the middle of a turn."""
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from forgemq.bus.blobs import BlobStore
+from forgemq.bus.kafka import KafkaConnection, KafkaLog
+from forgemq.contracts import topics
+from forgemq.contracts.run import RunConfiguration, StartedRun
+from tests.unit.gateway.world import (
+    ADMIN_KEY,
+    Asked,
+    ScriptedLane,
+    World,
+    configuration_of,
+    contexts_of,
+    partitions_of,
+    wall_ms,
+)
+from tests.unit.rendering.folders import write_model_folder
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
+
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+
+
+class GatewayProcess:
+    """`python -m forgemq.gateway` with its settings in the environment."""
+
+    def __init__(self, environ: dict[str, str]) -> None:
+        self._environ = {**os.environ, **environ}
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self, world: World) -> None:
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "forgemq.gateway", env=self._environ
+        )
+        async with httpx.AsyncClient() as client:
+            for _ in range(300):
+                assert self._process.returncode is None
+                try:
+                    if (await client.get(f"{world.base_url}/health")).status_code == 200:
+                        return
+                except httpx.TransportError:
+                    pass
+                await asyncio.sleep(0.1)
+        raise AssertionError("the gateway is not healthy within 30 s")
+
+    async def end(self, number: signal.Signals) -> int:
+        assert self._process is not None
+        self._process.send_signal(number)
+        return await self._process.wait()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@asynccontextmanager
+async def on_broker(
+    configuration: RunConfiguration,
+    script: Callable[[Asked], Any],
+    *,
+    bootstrap: str,
+    blobs: str,
+    port: int,
+) -> AsyncIterator[tuple[World, ScriptedLane, GatewayProcess]]:
+    """A started run, a lane, and a gateway process."""
+
+    def open_log() -> KafkaLog:
+        return KafkaLog(
+            KafkaConnection(bootstrap=bootstrap), run=configuration.run, blobs=BlobStore(blobs)
+        )
+
+    world = World(open_log, configuration)
+    world.base_url = f"http://127.0.0.1:{port}"
+    await world.log.create_topics({topic.name: 1 for topic in topics.SHARED})
+    await world.log.create_topics(partitions_of(configuration))
+    started = StartedRun(
+        run=configuration.run, configuration=configuration, blobs=blobs, started_ms=wall_ms()
+    )
+    await world.write(topics.STARTED_RUNS, 0, started)
+    process = GatewayProcess(
+        {
+            "FORGEMQ_RUN": configuration.run,
+            "FORGEMQ_KAFKA": bootstrap,
+            "FORGEMQ_GATEWAY_ADMIN_KEY": ADMIN_KEY,
+            "FORGEMQ_GATEWAY_PORT": str(port),
+        }
+    )
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            lane = ScriptedLane(world.log, world.rendering, script)
+            running = tasks.create_task(lane.run(tasks))
+            await process.start(world)
+            try:
+                yield world, lane, process
+            finally:
+                for client in world.clients:
+                    await client.close()
+                await process.end(signal.SIGTERM)
+                lane.stop()
+                running.cancel()
+    finally:
+        await world.log.close()
+
+
+async def test_agents_survive_the_gateways_sigkill_with_the_same_key_and_request(
+    kafka_bootstrap: str, new_run_id: Callable[[], str], tmp_path: Path
+) -> None:
+    """A turn is in flight when the gateway dies; the client's own retry gets its answer."""
+    release = asyncio.Event()
+
+    async def script(asked: Asked) -> str:
+        if "second" in asked.text:
+            await release.wait()
+        return "yes"
+
+    configuration = configuration_of(
+        write_model_folder(tmp_path / "model"), run=new_run_id(), context_tokens_max=20_000
+    )
+    async with on_broker(
+        configuration,
+        script,
+        bootstrap=kafka_bootstrap,
+        blobs=str(tmp_path / "blobs"),
+        port=free_port(),
+    ) as (world, lane, process):
+        claim = await world.episode()
+        client = world.client(claim, retries=8)
+        await client.chat.completions.create(model="m", messages=HELLO)
+        history: list[Any] = [
+            *HELLO,
+            {"role": "assistant", "content": "yes"},
+            {"role": "user", "content": "second " + "long " * 2000},
+        ]
+        asking = asyncio.ensure_future(client.chat.completions.create(model="m", messages=history))
+        await lane.has_seen(2)
+        assert await process.end(signal.SIGKILL) == -signal.SIGKILL
+        await process.start(world)
+        release.set()
+        answer = await asking
+        await world.admin("POST", f"/v1/episodes/{claim['episode_id']}/finish", {})
+        finished = await world.records(topics.FINISHED_COMPLETIONS)
+        (ended,) = await world.records(topics.FINISHED_EPISODES)
+    assert answer.id == f"chatcmpl-{lane.seen[1].record.request_id}"
+    assert {asked.record.request_id for asked in lane.seen[1:]} == {lane.seen[1].record.request_id}
+    whole = contexts_of(finished)
+    first, second = finished[0], finished[1]
+    assert second.parent_id == first.request_id
+    tokens = whole[first.request_id]
+    assert whole[second.request_id][: len(tokens)] == tokens
+    assert [entry.completion_id for entry in ended.manifest] == [
+        first.request_id,
+        second.request_id,
+    ]
+    assert [finished[entry.offset].request_id for entry in ended.manifest] == [
+        entry.completion_id for entry in ended.manifest
+    ]
