@@ -1,6 +1,7 @@
 """Images, manifests and the Tiltfile agree with the packages they deploy."""
 
 import importlib
+import re
 import shutil
 import subprocess
 import tomllib
@@ -21,8 +22,12 @@ KUBERNETES_VERSION = "1.34"
 def own_dependencies(folder: Path) -> set[str]:
     """Folders of the workspace that this package needs, its dependencies' included."""
     project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
-    names = {d.removeprefix("forgemq-") for d in project["dependencies"] if d.startswith("forgemq")}
-    folders = {"contracts" if name == "contracts" else f"libs/{name}" for name in names}
+    names = {
+        re.split(r"[\[<>= ]", dependency)[0].removeprefix("forgemq-").replace("-", "_")
+        for dependency in project["dependencies"]
+        if dependency.startswith("forgemq")
+    }
+    folders = {"contracts" if name == "contracts" else f"libs/{name.replace('-', '_')}" for name in names}
     return folders | {deep for name in folders for deep in own_dependencies(ROOT / name)}
 
 
@@ -88,7 +93,8 @@ def test_every_setting_in_a_manifest_is_a_field_of_the_service(overlay: Path):
             if variable["name"].startswith(prefix)
         }
         if names:
-            settings = importlib.import_module(f"forgemq.{service}.settings").Settings
+            module = importlib.import_module(f"forgemq.{service}.settings")
+            settings = getattr(module, f"{service.title()}Settings")
             assert names <= {field.name for field in msgspec.structs.fields(settings)}, service
 
 

@@ -20,15 +20,15 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(150
 
 
 def start(folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
-    log = (folder / "launcher.log").open("ab")
-    return subprocess.Popen(
-        [sys.executable, "-m", "forgemq.launcher", "run", str(RUN_FILE), *arguments],
-        cwd=ROOT,
-        env={**os.environ, "FORGEMQ_LAUNCHER_RUNS": str(folder / "runs")},
-        stdout=log,
-        stderr=log,
-        start_new_session=True,
-    )
+    with (folder / "launcher.log").open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "forgemq.launcher", "run", str(RUN_FILE), *arguments],
+            cwd=ROOT,
+            env={**os.environ, "FORGEMQ_LAUNCHER_RUNS": str(folder / "runs")},
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
 
 
 def said(folder: Path, pattern: str, *, process: subprocess.Popen[bytes], within_s: float) -> str:
@@ -70,6 +70,7 @@ def test_a_run_interrupted_in_the_middle_leaves_nothing_behind_and_resumes_to_it
         assert first.wait(timeout=120) == 130
     finally:
         first.kill()
+        first.wait()
     assert left_behind(tmp_path) == []
 
     second = start(tmp_path, "--resume", "small")
@@ -77,6 +78,7 @@ def test_a_run_interrupted_in_the_middle_leaves_nothing_behind_and_resumes_to_it
         status = second.wait(timeout=800)
     finally:
         second.kill()
+        second.wait()
     assert status == 0, (tmp_path / "launcher.log").read_text()[-4000:]
     assert left_behind(tmp_path) == []
 

@@ -17,16 +17,8 @@ from forgemq.bus.blobs import BlobStore
 from forgemq.bus.kafka import KafkaConnection, KafkaLog
 from forgemq.contracts import topics
 from forgemq.contracts.run import RunConfiguration, StartedRun
-from tests.unit.gateway.world import (
-    ADMIN_KEY,
-    Asked,
-    ScriptedLane,
-    World,
-    configuration_of,
-    contexts_of,
-    partitions_of,
-    wall_ms,
-)
+from tests.unit.gateway.scripted_lane import Asked, ScriptedLane, contexts_of, wall_ms
+from tests.unit.gateway.world import ADMIN_KEY, World, configuration_of, partitions_of
 from tests.unit.rendering.folders import write_model_folder
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]

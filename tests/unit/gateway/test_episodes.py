@@ -12,7 +12,8 @@ import pytest
 from forgemq.bus.memory import MemoryLog
 from forgemq.contracts import topics
 from forgemq.contracts.steps import TrainedStep, TrainingMetrics
-from tests.unit.gateway.world import Asked, World, configuration_of, running, wall_ms
+from tests.unit.gateway.scripted_lane import Asked, wall_ms
+from tests.unit.gateway.world import World, configuration_of, running
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 GROUP = {"domain": "shop", "idempotency_key": "k1", "task": {"b": 1, "a": [2]}}

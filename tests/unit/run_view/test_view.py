@@ -141,6 +141,7 @@ def test_evaluation_rounds_are_apart_from_training_and_from_one_another(run):
         ("end-sampled", False): (0.75, 4),
     }
     assert [point.tally.episodes for point in state.versions] == [4, 4]
+    assert (state.queues[0].in_flight, state.groups_open) == (0, 12)
 
 
 def test_tokens_per_second_are_those_of_the_last_twenty_seconds(run):

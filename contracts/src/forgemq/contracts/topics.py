@@ -251,7 +251,7 @@ LOADED_WEIGHTS = Topic(
     partitioned_by="lane",
     is_transactional=False,
     producer="inference",
-    consumers=("scheduler", "trainer", "console", "launcher"),
+    consumers=("scheduler", "trainer", "console", "launcher", "inference"),
 )
 REPORTED_ENGINES = Topic(
     name="reported-engines-v1",

@@ -195,7 +195,10 @@ class GroupBook:
             staleness_bound=staleness_bound(queue),
             staleness_limit=staleness_limit(queue),
             head=head,
-            in_flight=len(self._open.get(queue.domain, ())),
+            in_flight=sum(
+                self._entries[each].queue_index is not None
+                for each in self._open.get(queue.domain, ())
+            ),
             waiting=self._waiting[queue.domain],
             positions=_positions(entries, head=head, window=window_of(queue)),
         )

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from forgemq.run_view.audit import Ledger, Verdict
-from forgemq.run_view.state import EvaluationPoint, RunState, Tally
+from forgemq.run_view.state import EvaluationPoint, RunState, StepPoint, Tally
 
 
 class EvaluationResult(Struct, frozen=True, kw_only=True):
@@ -77,52 +77,62 @@ def report(
         duration_s: Time the run was up, over all its starts.
         reason: completed, interrupted or failed.
     """
-    first, last = _outer(state, is_greedy=False)
-    first_greedy, last_greedy = _outer(state, is_greedy=True)
-    measured = [point for point in state.points if point.gap_entries]
-    entries = sum(point.gap_entries for point in measured)
-    trees = ledger.trained_trees()
+    start, end = _outer(state, is_greedy=False)
+    start_greedy, end_greedy = _outer(state, is_greedy=True)
     has_steps = bool(state.points)
-    attention_pairs = sum(point.attention_pairs for point in state.points)
     return Report(
         run=state.run,
         reason=reason,
         seed=state.seed,
-        success_start=first.success if first else None,
-        success_end=last.success if last else None,
-        success_start_greedy=first_greedy.success if first_greedy else None,
-        success_end_greedy=last_greedy.success if last_greedy else None,
-        reward_parts_start=first,
-        reward_parts_end=last,
-        reward_parts_start_greedy=first_greedy,
-        reward_parts_end_greedy=last_greedy,
+        success_start=_success(start),
+        success_end=_success(end),
+        success_start_greedy=_success(start_greedy),
+        success_end_greedy=_success(end_greedy),
+        reward_parts_start=start,
+        reward_parts_end=end,
+        reward_parts_start_greedy=start_greedy,
+        reward_parts_end_greedy=end_greedy,
         steps=state.steps_trained,
-        samples=sum(len(facts.completion_ids) for facts in trees),
+        samples=sum(len(facts.completion_ids) for facts in ledger.trained_trees()),
         episodes=state.episodes_finished,
         completions=state.completions,
         tokens_generated=state.tokens_generated,
         tokens_trained=state.tokens_trained,
         merge_ratio_per_request=state.merge_ratio_per_request if has_steps else None,
         merge_ratio_append=state.merge_ratio_append if has_steps else None,
-        merge_ratio_attention=(
-            sum(facts.request_pairs for facts in trees) / attention_pairs
-            if trees and attention_pairs
-            else None
-        ),
+        merge_ratio_attention=_attention_ratio(state, ledger),
         staleness_max=state.staleness_max,
         staleness_bound=max(queue.staleness_limit for queue in state.queues),
         groups_admitted=state.groups_admitted,
         groups_open=state.groups_open,
         groups_retired={each.reason: each.groups for each in state.retired},
-        logprob_gap_max=max((p.logprob_gap_max for p in measured), default=None),
-        logprob_gap_mean=(
-            sum(p.logprob_gap_mean * p.gap_entries for p in measured) / entries if entries else None
-        ),
+        logprob_gap_max=max((p.logprob_gap_max for p in _measured(state)), default=None),
+        logprob_gap_mean=_gap_mean(state),
         guarantees={verdict.name: verdict.holds for verdict in verdicts},
         guarantees_checked=tuple(verdicts),
         evaluations=tuple(_result(point) for point in state.evaluations),
         duration_s=duration_s,
     )
+
+
+def _success(parts: Tally | None) -> float | None:
+    return parts.success if parts else None
+
+
+def _measured(state: RunState) -> list[StepPoint]:
+    return [point for point in state.points if point.gap_entries]
+
+
+def _gap_mean(state: RunState) -> float | None:
+    entries = sum(point.gap_entries for point in _measured(state))
+    total = sum(point.logprob_gap_mean * point.gap_entries for point in _measured(state))
+    return total / entries if entries else None
+
+
+def _attention_ratio(state: RunState, ledger: Ledger) -> float | None:
+    pairs = sum(point.attention_pairs for point in state.points)
+    alone = sum(facts.request_pairs for facts in ledger.trained_trees())
+    return alone / pairs if alone and pairs else None
 
 
 def _outer(state: RunState, *, is_greedy: bool) -> tuple[Tally | None, Tally | None]:

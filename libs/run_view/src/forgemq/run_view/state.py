@@ -87,7 +87,7 @@ class QueueState(Struct, frozen=True, kw_only=True):
     staleness_bound: int
     staleness_limit: int
     head: Annotated[int | None, Meta(description="H; None while nothing is open.")]
-    in_flight: Annotated[int, Meta(description="Admitted and not retired.")]
+    in_flight: Annotated[int, Meta(description="Holding a queue index, not retired.")]
     waiting: Annotated[int, Meta(description="Requested and not admitted.")]
     positions: tuple[WindowPosition, ...]
 

@@ -9,8 +9,8 @@ import uvicorn
 from tokenizers import Tokenizer
 
 from forgemq.bus.log import Place
+from forgemq.console.core import GroupView, TokenText, group_view
 from forgemq.console.http import web
-from forgemq.console.pages import GroupView, TokenText, group_view
 from forgemq.console.settings import ConsoleSettings
 from forgemq.console.stream import stream_app
 from forgemq.contracts.topics import FINISHED_COMPLETIONS, Topic

@@ -8,7 +8,7 @@ import msgspec
 from fastapi import FastAPI, Request, Response
 from plotly.offline import get_plotlyjs
 
-from forgemq.console.pages import GroupView, bounded
+from forgemq.console.core import GroupView, bounded
 from forgemq.run_view.state import RunState
 from forgemq.run_view.view import RunView
 

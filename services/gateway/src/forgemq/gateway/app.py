@@ -23,6 +23,7 @@ from forgemq.gateway.operations import Operations
 from forgemq.gateway.outbox import Outbox
 from forgemq.gateway.pulse import Pulse
 from forgemq.gateway.settings import GatewaySettings
+from forgemq.gateway.surroundings import Surroundings
 from forgemq.gateway.turn_source import TurnSource
 from forgemq.rendering import Rendering
 from forgemq.shell.service import Context
@@ -82,15 +83,17 @@ async def serve(
     )
     listener = listener or _listener(settings)
     async with asyncio.TaskGroup() as tasks:
-        gateway = Gateway(
+        around = Surroundings(
             configuration=configuration,
             settings=settings,
+            registry=Registry(),
             outbox=Outbox(await log.writer(), configuration=configuration),
-            log=log,
-            rendering=rendering,
+            clock=Clock(),
+            changed=Pulse(),
             tasks=tasks,
             telemetry=telemetry,
         )
+        gateway = Gateway(log, rendering=rendering, around=around)
         await gateway.run(listener, stop=stop)
 
 
@@ -105,79 +108,29 @@ def _listener(settings: GatewaySettings) -> socket.socket:
 class Gateway:
     """All parts of one gateway process, and the tasks that keep them going."""
 
-    def __init__(
-        self,
-        *,
-        configuration: RunConfiguration,
-        settings: GatewaySettings,
-        outbox: Outbox,
-        log: Log,
-        rendering: Rendering,
-        tasks: asyncio.TaskGroup,
-        telemetry: Telemetry,
-    ) -> None:
-        clock, changed = Clock(), Pulse()
-        self._settings = settings
-        self._tasks = tasks
-        self._telemetry = telemetry
-        self._registry = registry = Registry()
+    def __init__(self, log: Log, *, rendering: Rendering, around: Surroundings) -> None:
+        configuration, settings = around.configuration, around.settings
+        self._around = around
         self._ready = asyncio.Event()
         mint = KeyMint(settings.admin_key, run=configuration.run)
-        access = Access(admin_key=settings.admin_key, mint=mint, registry=registry)
+        access = Access(admin_key=settings.admin_key, mint=mint, registry=around.registry)
         composer = Composer(rendering, context_tokens_max=configuration.model.context_tokens_max)
-        self._dispatcher = dispatcher = Dispatcher(
-            lanes=Lanes(lapse_s=settings.lane_lapse_s),
-            outbox=outbox,
-            tasks=tasks,
-            clock=clock,
-            telemetry=telemetry,
-            lane_hold_s=settings.lane_hold_s,
+        lanes = Lanes(lapse_s=settings.lane_lapse_s)
+        self._dispatcher = Dispatcher(lanes, around=around)
+        self._operations = Operations(
+            access=access, mint=mint, dispatcher=self._dispatcher, around=around
         )
-        self._operations = operations = Operations(
-            configuration=configuration,
-            settings=settings,
-            registry=registry,
-            access=access,
-            mint=mint,
-            dispatcher=dispatcher,
-            outbox=outbox,
-            clock=clock,
-            changed=changed,
-            telemetry=telemetry,
-        )
-        self._feed = Feed(
-            log=log,
-            configuration=configuration,
-            registry=registry,
-            dispatcher=dispatcher,
-            parse=composer.parse,
-            clock=clock,
-            changed=changed,
-            telemetry=telemetry,
-        )
-        source = TurnSource(
-            configuration=configuration,
-            composer=composer,
-            dispatcher=dispatcher,
-            tasks=tasks,
-            clock=clock,
-            telemetry=telemetry,
-        )
+        self._feed = Feed(log, dispatcher=self._dispatcher, parse=composer.parse, around=around)
         chat = ChatRoute(
-            settings=settings,
+            TurnSource(composer, dispatcher=self._dispatcher, around=around),
             access=access,
-            source=source,
             composer=composer,
-            operations=operations,
-            outbox=outbox,
-            tasks=tasks,
-            clock=clock,
-            changed=changed,
-            telemetry=telemetry,
+            operations=self._operations,
+            around=around,
         )
         self._door = Door(
             chat=chat,
-            admin=admin_app(operations, access=access),
+            admin=admin_app(self._operations, access=access),
             access=access,
             ready=self._ready,
             hold_s=settings.restore_hold_s,
@@ -186,15 +139,15 @@ class Gateway:
     async def run(self, listener: socket.socket, *, stop: asyncio.Event) -> None:
         """Restore, then serve until `stop`."""
         host, port = listener.getsockname()[:2]
-        self._operations.public_url = self._settings.public_url or f"http://{host}:{port}"
+        self._operations.public_url = self._around.settings.public_url or f"http://{host}:{port}"
         server = uvicorn.Server(_server_configuration(self._door))
-        self._tasks.create_task(_end_server(server, stop))
-        serving = self._tasks.create_task(_serve_http(server, listener))
+        self._around.tasks.create_task(_end_server(server, stop))
+        serving = self._around.tasks.create_task(_serve_http(server, listener))
         await self._feed.restore()
-        following = self._tasks.create_task(self._feed.follow())
-        ticking = self._tasks.create_task(self._tick())
+        following = self._around.tasks.create_task(self._feed.follow())
+        ticking = self._around.tasks.create_task(self._tick())
         self._ready.set()
-        self._telemetry.event("serving", url=self._operations.public_url)
+        self._around.telemetry.event("serving", url=self._operations.public_url)
         await serving
         stop.set()
         following.cancel()
@@ -205,11 +158,11 @@ class Gateway:
             await asyncio.sleep(_TICK_S)
             self._dispatcher.redispatch()
             await self._operations.lapse()
-            self._operations.held_bytes = self._registry.size_bytes()
-            self._telemetry.gauge("gateway.history_bytes", self._operations.held_bytes)
-            self._telemetry.gauge("gateway.groups", len(self._registry.groups))
+            self._operations.held_bytes = self._around.registry.size_bytes()
+            self._around.telemetry.gauge("gateway.history_bytes", self._operations.held_bytes)
+            self._around.telemetry.gauge("gateway.groups", len(self._around.registry.groups))
             for lane, in_flight in self._dispatcher.lanes.in_flight().items():
-                self._telemetry.gauge("gateway.in_flight", in_flight, lane=lane)
+                self._around.telemetry.gauge("gateway.in_flight", in_flight, lane=lane)
 
 
 def _server_configuration(door: Door) -> uvicorn.Config:

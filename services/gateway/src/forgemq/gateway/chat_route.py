@@ -13,7 +13,6 @@ from msgspec import Struct
 
 from forgemq.contracts.completions import DeliveredCompletion
 from forgemq.gateway.access import Access
-from forgemq.gateway.clock import Clock
 from forgemq.gateway.composer import Composer
 from forgemq.gateway.core.chat import ChatRequest, read_chat_request
 from forgemq.gateway.core.episodes import Episode
@@ -21,9 +20,7 @@ from forgemq.gateway.core.errors import RefusedError, busy
 from forgemq.gateway.core.history import Completion
 from forgemq.gateway.core.replies import Answer, chat_chunks, chat_completion, waiting_chunk
 from forgemq.gateway.operations import Operations
-from forgemq.gateway.outbox import Outbox
-from forgemq.gateway.pulse import Pulse
-from forgemq.gateway.settings import GatewaySettings
+from forgemq.gateway.surroundings import Surroundings
 from forgemq.gateway.turn_source import Awaited, TurnSource
 from forgemq.gateway.wire import (
     ClientGoneError,
@@ -36,7 +33,6 @@ from forgemq.gateway.wire import (
     send_json,
     send_refusal,
 )
-from forgemq.telemetry.telemetry import Telemetry
 from forgemq.telemetry.traces import headers_from_http
 
 # A longer answer is written in two steps: the second waits until the first is on its way, so that
@@ -58,28 +54,23 @@ class ChatRoute:
 
     def __init__(
         self,
-        *,
-        settings: GatewaySettings,
-        access: Access,
         source: TurnSource,
+        *,
+        access: Access,
         composer: Composer,
         operations: Operations,
-        outbox: Outbox,
-        tasks: asyncio.TaskGroup,
-        clock: Clock,
-        changed: Pulse,
-        telemetry: Telemetry,
+        around: Surroundings,
     ) -> None:
-        self._settings = settings
-        self._access = access
         self._source = source
+        self._access = access
         self._composer = composer
         self._operations = operations
-        self._outbox = outbox
-        self._tasks = tasks
-        self._clock = clock
-        self._changed = changed
-        self._telemetry = telemetry
+        self._settings = around.settings
+        self._outbox = around.outbox
+        self._tasks = around.tasks
+        self._clock = around.clock
+        self._changed = around.changed
+        self._telemetry = around.telemetry
 
     async def serve(self, scope: Scope, receive: Receive, send: Send, *, key: str | None) -> None:
         """Answer one request of the episode with this key."""

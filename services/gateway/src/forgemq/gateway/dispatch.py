@@ -4,16 +4,14 @@ import asyncio
 
 from forgemq.contracts.completions import CancelledCompletion, RequestedCompletion
 from forgemq.contracts.weights import ReportedEngine
-from forgemq.gateway.clock import Clock
 from forgemq.gateway.core.episodes import Episode
 from forgemq.gateway.core.errors import RefusedError, busy, failed, gone
 from forgemq.gateway.core.history import Completion
 from forgemq.gateway.core.lanes import Lane, Lanes
 from forgemq.gateway.core.registry import Finish, Group
 from forgemq.gateway.core.turns import Turn, cached_on, requested
-from forgemq.gateway.outbox import Outbox
 from forgemq.gateway.pulse import Pulse
-from forgemq.telemetry.telemetry import Telemetry
+from forgemq.gateway.surroundings import Surroundings
 from forgemq.telemetry.traces import Headers, completion_trace
 
 # An engine that fails a request so often fails it for a reason that another try does not cure.
@@ -28,27 +26,16 @@ class Dispatcher:
 
     Args:
         lanes: Kept up to date by `engine_reported`.
-        outbox: Where requests and cancellations go.
-        tasks: Owns everything started here; an error in it ends the gateway.
-        lane_hold_s: A first attempt waits so long for a lane.
+        around: Requests and cancellations go to its outbox.
     """
 
-    def __init__(
-        self,
-        *,
-        lanes: Lanes,
-        outbox: Outbox,
-        tasks: asyncio.TaskGroup,
-        clock: Clock,
-        telemetry: Telemetry,
-        lane_hold_s: float,
-    ) -> None:
+    def __init__(self, lanes: Lanes, *, around: Surroundings) -> None:
         self.lanes = lanes
-        self._outbox = outbox
-        self._tasks = tasks
-        self._clock = clock
-        self._telemetry = telemetry
-        self._lane_hold_s = lane_hold_s
+        self._outbox = around.outbox
+        self._tasks = around.tasks
+        self._clock = around.clock
+        self._telemetry = around.telemetry
+        self._lane_hold_s = around.settings.lane_hold_s
         self._pulse = Pulse()
         self._open: dict[str, tuple[Episode, Turn]] = {}
         self._results: dict[str, asyncio.Future[Completion]] = {}

@@ -18,14 +18,11 @@ from forgemq.contracts.completions import (
 )
 from forgemq.contracts.episodes import FinishedEpisode, OpenedEpisode
 from forgemq.contracts.groups import AdmittedGroup, RequestedGroup, RetiredGroup
-from forgemq.contracts.run import RunConfiguration
 from forgemq.contracts.steps import TrainedStep
 from forgemq.contracts.weights import ReportedEngine
-from forgemq.gateway.clock import Clock
-from forgemq.gateway.core.registry import Parse, Registry
+from forgemq.gateway.core.registry import Parse
 from forgemq.gateway.dispatch import Dispatcher
-from forgemq.gateway.pulse import Pulse
-from forgemq.telemetry.telemetry import Telemetry
+from forgemq.gateway.surroundings import Surroundings
 
 CONSUMES = (
     topics.REQUESTED_GROUPS,
@@ -68,25 +65,16 @@ class Feed:
     """Applies records to the registry and wakes those who wait for them."""
 
     def __init__(
-        self,
-        *,
-        log: Log,
-        configuration: RunConfiguration,
-        registry: Registry,
-        dispatcher: Dispatcher,
-        parse: Parse,
-        clock: Clock,
-        changed: Pulse,
-        telemetry: Telemetry,
+        self, log: Log, *, dispatcher: Dispatcher, parse: Parse, around: Surroundings
     ) -> None:
         self._log = log
-        self._configuration = configuration
-        self._registry = registry
         self._dispatcher = dispatcher
         self._parse = parse
-        self._clock = clock
-        self._changed = changed
-        self._telemetry = telemetry
+        self._configuration = around.configuration
+        self._registry = around.registry
+        self._clock = around.clock
+        self._changed = around.changed
+        self._telemetry = around.telemetry
         self._positions: dict[Place, int] = {}
 
     async def restore(self) -> None:

@@ -7,7 +7,7 @@ from msgspec import Raw, Struct
 from forgemq.contracts.episodes import OpenedEpisode, ReportedReward
 from forgemq.contracts.groups import RequestedGroup
 from forgemq.contracts.partitions import episode_id, group_id
-from forgemq.contracts.run import Queue, RunConfiguration
+from forgemq.contracts.run import Queue
 from forgemq.gateway.access import Access
 from forgemq.gateway.admin_bodies import (
     AbortRequest,
@@ -17,17 +17,13 @@ from forgemq.gateway.admin_bodies import (
     RewardRequest,
     RunView,
 )
-from forgemq.gateway.clock import Clock
 from forgemq.gateway.core.episodes import Ending, Episode
 from forgemq.gateway.core.errors import RefusedError, busy, conflict, gone, invalid, unknown
 from forgemq.gateway.core.keys import KeyMint, key_sha256
-from forgemq.gateway.core.registry import Group, GroupView, Registry
+from forgemq.gateway.core.registry import Group, GroupView
 from forgemq.gateway.core.sampling import pinned_sampling
 from forgemq.gateway.dispatch import Dispatcher
-from forgemq.gateway.outbox import Outbox
-from forgemq.gateway.pulse import Pulse
-from forgemq.gateway.settings import GatewaySettings
-from forgemq.telemetry.telemetry import Telemetry
+from forgemq.gateway.surroundings import Surroundings
 
 # Found instead of a slot where no agent is needed any more.
 _OVER = "over"
@@ -42,38 +38,22 @@ class Slot(Struct, frozen=True):
 
 
 class Operations:
-    """The admin API's verbs over the registry; every change is a record first.
-
-    Args:
-        registry: Fed by the log.
-        changed: Beats when a group may have changed.
-    """
+    """The admin API's verbs over the registry; every change is a record first."""
 
     def __init__(
-        self,
-        *,
-        configuration: RunConfiguration,
-        settings: GatewaySettings,
-        registry: Registry,
-        access: Access,
-        mint: KeyMint,
-        dispatcher: Dispatcher,
-        outbox: Outbox,
-        clock: Clock,
-        changed: Pulse,
-        telemetry: Telemetry,
+        self, *, access: Access, mint: KeyMint, dispatcher: Dispatcher, around: Surroundings
     ) -> None:
-        self._configuration = configuration
-        self._settings = settings
-        self._registry = registry
         self._access = access
         self._mint = mint
         self._dispatcher = dispatcher
-        self._outbox = outbox
-        self._clock = clock
-        self._changed = changed
-        self._telemetry = telemetry
-        self.public_url = settings.public_url
+        self._configuration = around.configuration
+        self._settings = around.settings
+        self._registry = around.registry
+        self._outbox = around.outbox
+        self._clock = around.clock
+        self._changed = around.changed
+        self._telemetry = around.telemetry
+        self.public_url = around.settings.public_url
         self.held_bytes = 0
 
     async def request_group(self, request: GroupRequest) -> GroupView:

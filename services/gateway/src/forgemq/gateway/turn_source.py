@@ -4,8 +4,6 @@ import asyncio
 
 from msgspec import Struct
 
-from forgemq.contracts.run import RunConfiguration
-from forgemq.gateway.clock import Clock
 from forgemq.gateway.composer import Composer, Plan, plan
 from forgemq.gateway.core.chat import ChatRequest
 from forgemq.gateway.core.episodes import Episode
@@ -13,7 +11,7 @@ from forgemq.gateway.core.errors import RefusedError
 from forgemq.gateway.core.history import Completion
 from forgemq.gateway.core.turns import Turn
 from forgemq.gateway.dispatch import Dispatcher
-from forgemq.telemetry.telemetry import Telemetry
+from forgemq.gateway.surroundings import Surroundings
 from forgemq.telemetry.traces import Headers, completion_trace, span_place
 
 
@@ -33,22 +31,13 @@ class Awaited(Struct, frozen=True, kw_only=True):
 class TurnSource:
     """Turns by what a request means: a new one, one in flight, or one answered already."""
 
-    def __init__(
-        self,
-        *,
-        configuration: RunConfiguration,
-        composer: Composer,
-        dispatcher: Dispatcher,
-        tasks: asyncio.TaskGroup,
-        clock: Clock,
-        telemetry: Telemetry,
-    ) -> None:
-        self._deadline_ms = round(configuration.episodes.request_deadline_s * 1000)
+    def __init__(self, composer: Composer, *, dispatcher: Dispatcher, around: Surroundings) -> None:
+        self._deadline_ms = round(around.configuration.episodes.request_deadline_s * 1000)
         self._composer = composer
         self._dispatcher = dispatcher
-        self._tasks = tasks
-        self._clock = clock
-        self._telemetry = telemetry
+        self._tasks = around.tasks
+        self._clock = around.clock
+        self._telemetry = around.telemetry
 
     def start(self, episode: Episode, request: ChatRequest, *, caller: Headers) -> Awaited:
         """The turn of this request, with one more client waiting for it.

@@ -192,6 +192,8 @@ class Attachment:
                 async with asyncio.timeout(self._settings.heartbeat_s):
                     await self._suspected.wait()
             self._suspected.clear()
+            if self._is_loading:
+                continue  # the load has its own deadlines; some health checks wait for generation
             try:
                 await self._check()
                 failures = 0

@@ -95,6 +95,7 @@ class Reports:
         self._telemetry.gauge("inference.running", report.running, lane=lane)
         self._telemetry.gauge("inference.queued", report.queued, lane=lane)
         self._telemetry.gauge("inference.weight_version", report.version, lane=lane)
+        self._telemetry.gauge("inference.remembered_bytes", requests.remembered_bytes, lane=lane)
         await self._writer.write(emit_of_report(report))
 
     async def write_loaded(self, loading: Loading) -> None:

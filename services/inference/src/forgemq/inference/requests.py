@@ -109,6 +109,11 @@ class Requests:
         self.running = 0
         self.output_tokens_total = 0
 
+    @property
+    def remembered_bytes(self) -> int:
+        """Token ids kept of finished completions."""
+        return self._state.remembered.size_bytes
+
     async def wait_idle(self) -> None:
         """Return once no request waits or runs."""
         await self._idle.wait()

@@ -121,7 +121,8 @@ class RunningRun:
     async def _phases(self) -> int:
         engine_urls = self._start_engines()
         await self._broker.start()
-        self._screen.say(f"Kafka answers at {self._broker.connection.bootstrap}")
+        kind = "Kafka answers" if self._broker.is_own else "using Kafka"
+        self._screen.say(f"{kind} at {self._broker.connection.bootstrap}")
         if self._stop.is_set():
             return EXIT_INTERRUPTED
         configuration = self._launch.configuration

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -29,6 +30,8 @@ EXIT_REFUSED = 2
 
 def main() -> None:
     """Run the tool and exit with its status."""
+    # Clients log every retry of theirs; what finally fails is said once, by the tool itself.
+    logging.getLogger().addHandler(logging.NullHandler())
     # The tool is an entry point like a service's __main__: it reads the environment once.
     environ = dict(os.environ)  # noqa: TID251
     sys.exit(run_tool(sys.argv[1:], environ=environ, console=Console()))

@@ -21,11 +21,11 @@ def _steps(before: RunState, after: RunState) -> list[str]:
 
 
 def _weights(before: RunState, after: RunState) -> list[str]:
-    known = {(engine.lane, engine.lineage, engine.version) for engine in before.engines}
+    known = {(e.lane, e.lineage, e.version) for e in before.engines if e.is_serving}
     return [
         f"lane {e.lane} serves version {e.version} ({e.path or 'start'}, paused {e.paused_s:.2f} s)"
         for e in after.engines
-        if (e.lane, e.lineage, e.version) not in known
+        if e.is_serving and (e.lane, e.lineage, e.version) not in known
     ]
 
 

@@ -12,7 +12,9 @@ from rich.text import Text
 from forgemq.launcher.processes import ServiceStatus
 from forgemq.run_view.state import EvaluationPoint, QueueState, RunState, WindowPosition
 
-_BARS = " ▁▂▃▄▅▆▇█"
+_BARS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"  # blocks of rising height
+_FULL = "\u25a0"
+_DOT = "\u25cf "
 _STYLES = {
     "playing": "yellow",
     "complete": "cyan",
@@ -156,7 +158,7 @@ def _window(queue: QueueState) -> Text:
 
 def _cell(position: WindowPosition) -> Text:
     ratio = position.episodes_finished / max(1, position.group_size)
-    sign = _BARS[1 + round(7 * ratio)] if position.position == "playing" else "■"
+    sign = _BARS[1 + round(7 * ratio)] if position.position == "playing" else _FULL
     style = _STYLES[position.position]
     return Text(sign, style=f"{style} underline" if position.is_in_window else style)
 
@@ -181,6 +183,6 @@ def _services(services: Sequence[ServiceStatus]) -> Text:
     text = Text()
     for each in services:
         restarts = f"({each.restarts})" if each.restarts else ""
-        text.append("● ", style="red" if each.pid is None else "green")
+        text.append(_DOT, style="red" if each.pid is None else "green")
         text.append(f"{each.name}{restarts}  ")
     return text

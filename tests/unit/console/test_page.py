@@ -6,8 +6,8 @@ import httpx
 import msgspec
 import pytest
 
+from forgemq.console.core import CURVE_POINTS_MAX, bounded, group_view
 from forgemq.console.http import web
-from forgemq.console.pages import CURVE_POINTS_MAX, bounded, group_view
 from forgemq.contracts.topics import FINISHED_COMPLETIONS
 from forgemq.run_view.view import RunView
 from tests.unit.run_view.synthetic import SyntheticRun, started

@@ -1,0 +1,180 @@
+"""A lane that answers by script: a participant of the log, as an inference process is.
+
+It reads requested-completions of its partition, decides by script, and writes FinishedCompletion,
+deltas and errors included.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+
+from forgemq.bus.log import Log, Place
+from forgemq.contracts import topics
+from forgemq.contracts.arrays import pack_floats, pack_ids, unpack_ids
+from forgemq.contracts.completions import FinishedCompletion, RequestedCompletion
+from forgemq.contracts.messages import Output
+from forgemq.contracts.partitions import group_partition
+from forgemq.contracts.weights import ReportedEngine
+from forgemq.rendering import Rendering
+from forgemq.shell.records import emit_of
+
+GROUP_PARTITIONS = 3
+
+Script = Callable[["Asked"], Awaitable[str] | str]
+
+
+def wall_ms() -> int:
+    return time.time_ns() // 1_000_000
+
+
+def contexts_of(records: list[Any]) -> dict[str, list[int]]:
+    """Context + output of every finished completion, from parents and deltas."""
+    whole: dict[str, list[int]] = {}
+    for record in records:
+        parent = whole.get(record.parent_id or "", [])
+        context = [*parent[: record.shared_prefix_tokens], *unpack_ids(record.context)]
+        whole[record.request_id] = [*context, *unpack_ids(record.output)]
+    return whole
+
+
+class Asked(msgspec.Struct):
+    """One request as a lane has it: with all tokens, and as text."""
+
+    record: RequestedCompletion
+    context: list[int]
+    text: str
+
+
+class FailAttempt(Exception):  # noqa: N818 - an order of the script, not an error
+    """The script wants this attempt to end with an error."""
+
+
+class ScriptedLane:
+    """One lane of one epoch. A script gives the text of each answer."""
+
+    def __init__(
+        self, log: Log, rendering: Rendering, script: Script, *, lane: int = 0, epoch: int = 1
+    ) -> None:
+        self.lane, self.epoch = lane, epoch
+        self.seen: list[Asked] = []
+        self.known: dict[str, list[int]] = {}
+        self.is_silent = False
+        self._arrived = asyncio.Event()
+        self._working: list[asyncio.Task[None]] = []
+        self._log = log
+        self._rendering = rendering
+        self._script = script
+
+    async def run(self, tasks: asyncio.TaskGroup) -> None:
+        self._writer = await self._log.writer()
+        place = Place(topics.REQUESTED_COMPLETIONS.name, self.lane)
+        ends = await self._log.end_positions([place])
+        reader = await self._log.reader(ends)
+        await self.report()
+        self._working.append(tasks.create_task(self._heartbeat()))
+        while True:
+            for record in await reader.read(timeout_s=0.2, records_max=100):
+                asked = topics.decode(topics.REQUESTED_COMPLETIONS, record.value)
+                assert isinstance(asked, RequestedCompletion)
+                if asked.epoch == self.epoch and not self.is_silent:
+                    self._working.append(tasks.create_task(self._serve(asked)))
+
+    def stop(self) -> None:
+        """End everything this lane does."""
+        for task in self._working:
+            task.cancel()
+
+    async def has_seen(self, count: int) -> None:
+        """Return when so many requests have come."""
+        async with asyncio.timeout(10):
+            while len(self.seen) < count:
+                self._arrived.clear()
+                await self._arrived.wait()
+
+    async def _heartbeat(self) -> None:
+        while not self.is_silent:
+            await asyncio.sleep(0.3)
+            await self.report()
+
+    async def report(self, *, is_serving: bool = True) -> None:
+        await self._write(
+            topics.REPORTED_ENGINES,
+            self.lane,
+            ReportedEngine(
+                lane=self.lane,
+                epoch=self.epoch,
+                url="",
+                is_serving=is_serving,
+                lineage=0,
+                version=0,
+                running=0,
+                queued=0,
+                reported_ms=wall_ms(),
+            ),
+        )
+
+    async def _serve(self, record: RequestedCompletion) -> None:
+        started_ms = wall_ms()
+        parent = self.known.get(record.parent_id or "", [])
+        own = unpack_ids(record.context)
+        if record.is_delta and len(parent) < record.shared_prefix_tokens:
+            await self._finish(record, b"", reason="error", error="context_missing")
+            return
+        context = [*parent[: record.shared_prefix_tokens], *own] if record.is_delta else own
+        delta = context[record.shared_prefix_tokens :]
+        asked = Asked(record=record, context=context, text=self._rendering.decode(context))
+        self.seen.append(asked)
+        self._arrived.set()
+        try:
+            answer = self._script(asked)
+            text = answer if isinstance(answer, str) else await answer
+        except FailAttempt as failure:
+            await self._finish(record, pack_ids(delta), reason="error", error=str(failure))
+            return
+        ids = [*self._rendering._tokenizer.encode(text), self._rendering.stop_token_ids[0]]
+        reason = "stop"
+        if len(ids) > record.sampling.max_tokens:
+            ids, reason = ids[: record.sampling.max_tokens], "length"
+        self.known[record.request_id] = [*context, *ids]
+        engine_s = (wall_ms() - started_ms) / 1000
+        await self._finish(record, pack_ids(delta), reason=reason, ids=ids, engine_s=engine_s)
+
+    async def _finish(
+        self,
+        record: RequestedCompletion,
+        context: bytes,
+        *,
+        reason: Any,
+        ids: list[int] | None = None,
+        engine_s: float = 0.0,
+        error: str = "",
+    ) -> None:
+        output = ids or []
+        await self._write(
+            topics.FINISHED_COMPLETIONS,
+            group_partition(record.group_id, partitions=GROUP_PARTITIONS),
+            FinishedCompletion(
+                request_id=record.request_id,
+                attempt=record.attempt,
+                episode_id=record.episode_id,
+                group_id=record.group_id,
+                lane=self.lane,
+                epoch=self.epoch,
+                finish_reason=reason,
+                turn=record.turn,
+                parent_id=record.parent_id,
+                shared_prefix_tokens=record.shared_prefix_tokens,
+                context=context,
+                output=pack_ids(output),
+                logprobs=pack_floats([-0.5] * len(output)),
+                engine_s=engine_s,
+                error=error,
+            ),
+        )
+
+    async def _write(self, topic: topics.Topic, partition: int, record: msgspec.Struct) -> None:
+        output = Output(topic=topic.name, partition=partition, record=record)
+        await self._writer.write(emit_of(output))

@@ -1,0 +1,224 @@
+"""Chat completions when input is bad, engines fail, or the client goes away."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from forgemq.bus.memory import MemoryLog
+from forgemq.contracts import topics
+from tests.unit.gateway.scripted_lane import Asked, FailAttempt, wall_ms
+from tests.unit.gateway.world import configuration_of, running
+
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+
+
+def log_store() -> Callable[[], MemoryLog]:
+    return MemoryLog(run="r", clock_ms=wall_ms).open
+
+
+def say(text: str) -> Callable[[Asked], str]:
+    return lambda asked: text
+
+
+async def test_a_client_that_goes_away_cancels_its_request(model: Path) -> None:
+    async def never(asked: Asked) -> str:
+        await asyncio.sleep(30)
+        return "late"
+
+    async with running(log_store(), configuration_of(model), never) as (world, lanes):
+        client = world.client(await world.episode())
+        with pytest.raises(openai.APITimeoutError):
+            await client.with_options(timeout=0.3).chat.completions.create(
+                model="m", messages=HELLO
+            )
+        cancelled = await world.eventually(topics.CANCELLED_COMPLETIONS, 1)
+        delivered = await world.records(topics.DELIVERED_COMPLETIONS)
+        assert [(c.request_id, c.attempt, c.lane) for c in cancelled] == [
+            (lanes[0].seen[0].record.request_id, 0, 0)
+        ]
+        assert delivered == []
+
+
+async def test_a_retry_after_a_cut_continues_the_same_request(model: Path) -> None:
+    release = asyncio.Event()
+
+    async def wait(asked: Asked) -> str:
+        await release.wait()
+        return "yes"
+
+    async with running(log_store(), configuration_of(model), wait) as (world, lanes):
+        client = world.client(await world.episode())
+        with pytest.raises(openai.APITimeoutError):
+            await client.with_options(timeout=0.3).chat.completions.create(
+                model="m", messages=HELLO, stream=True
+            )
+        release.set()
+        answer = await client.chat.completions.create(model="m", messages=HELLO)
+        finished = await world.records(topics.FINISHED_COMPLETIONS)
+    assert answer.choices[0].message.content == "yes"
+    assert {f"chatcmpl-{asked.record.request_id}" for asked in lanes[0].seen} == {answer.id}
+    assert finished[0].request_id == lanes[0].seen[0].record.request_id
+
+
+async def test_an_engine_that_fails_twice_only_delays_the_client(model: Path) -> None:
+    def script(asked: Asked) -> str:
+        if asked.record.attempt < 2:
+            raise FailAttempt("engine: out of memory")
+        return "yes"
+
+    async with running(log_store(), configuration_of(model), script) as (world, lanes):
+        client = world.client(await world.episode())
+        answer = await client.chat.completions.create(model="m", messages=HELLO)
+    assert answer.choices[0].message.content == "yes"
+    assert [asked.record.attempt for asked in lanes[0].seen] == [0, 1, 2]
+    assert len({asked.record.request_id for asked in lanes[0].seen}) == 1
+
+
+async def test_an_engine_that_always_fails_is_a_server_error_and_an_error_event(
+    model: Path,
+) -> None:
+    async def script(asked: Asked) -> str:
+        await asyncio.sleep(0.2)
+        raise FailAttempt("engine: broken")
+
+    async with running(log_store(), configuration_of(model), script) as (world, _):
+        client = world.client(await world.episode())
+        with pytest.raises(openai.InternalServerError) as caught:
+            await client.chat.completions.create(model="m", messages=HELLO)
+        assert caught.value.status_code == 503
+        stream = await client.chat.completions.create(
+            model="m", messages=[*HELLO, *HELLO], stream=True
+        )
+        with pytest.raises(openai.APIError, match="broken"):
+            await anext(chunk async for chunk in stream if chunk.choices[0].delta.content)
+
+
+async def test_a_dead_lanes_requests_go_to_another_with_all_their_tokens(model: Path) -> None:
+    hold = asyncio.Event()
+
+    async def script(asked: Asked) -> str:
+        if "second" in asked.text and asked.record.lane == 0:
+            await hold.wait()
+        return "yes"
+
+    async with running(log_store(), configuration_of(model), script, lanes=2) as (world, lanes):
+        client = world.client(await world.episode())
+        await client.chat.completions.create(model="m", messages=HELLO)
+        history: list[Any] = [
+            *HELLO,
+            {"role": "assistant", "content": "yes"},
+            {"role": "user", "content": "second"},
+        ]
+        asking = asyncio.ensure_future(client.chat.completions.create(model="m", messages=history))
+        await lanes[0].has_seen(2)
+        lanes[0].is_silent = True
+        answer = await asyncio.wait_for(asking, timeout=10)
+    assert answer.choices[0].message.content == "yes"
+    moved = lanes[1].seen[0].record
+    assert (moved.attempt, moved.is_delta) == (1, False)
+    assert lanes[1].seen[0].context == lanes[0].seen[1].context
+
+
+async def test_a_lane_that_lost_the_parent_gets_the_whole_context(model: Path) -> None:
+    async with running(log_store(), configuration_of(model), say("yes")) as (world, lanes):
+        client = world.client(await world.episode())
+        await client.chat.completions.create(model="m", messages=HELLO)
+        lanes[0].known.clear()
+        history: list[Any] = [
+            *HELLO,
+            {"role": "assistant", "content": "yes"},
+            {"role": "user", "content": "second"},
+        ]
+        await client.chat.completions.create(model="m", messages=history)
+    last = lanes[0].seen[-1]
+    assert (last.record.attempt, last.record.is_delta) == (1, False)
+    assert last.text.startswith("<|im_start|>user\nhello")
+
+
+async def test_without_a_lane_the_answer_is_429_with_retry_after(model: Path) -> None:
+    async with running(log_store(), configuration_of(model), say("x"), lanes=0) as (world, _):
+        client = world.client(await world.episode())
+        with pytest.raises(openai.RateLimitError) as caught:
+            await client.chat.completions.create(model="m", messages=HELLO)
+        assert caught.value.response.headers["retry-after"] == "1"
+        assert await world.records(topics.REQUESTED_COMPLETIONS) == []
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "status"),
+    [
+        (b"{", None, 400),
+        (b'{"messages": [{"role": "user", "content": "\xff"}]}', None, 400),
+        (b'{"messages": ' + b"[" * 3000, None, 400),
+        (b'{"messages": []}', "messages", 400),
+        (b'{"model": "m"}', "messages", 400),
+        (b'{"messages": [{"role": "king", "content": "a"}]}', "messages[0].role", 400),
+        (b'{"messages": [{"role": "tool", "content": "a"}]}', "messages[0].tool_call_id", 400),
+        (b'{"messages": [{"role": "user", "content": 5}]}', "messages[0].content", 400),
+        (b'{"messages": [{"role": "user", "content": "a"}], "n": 2}', "n", 400),
+        (b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": 0}', "max_tokens", 400),
+        (
+            b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',
+            "messages[0].content[0].type",
+            400,
+        ),
+        (
+            b'{"messages": [{"role": "user", "content": "a"}], "top_logprobs": 3}',
+            "top_logprobs",
+            400,
+        ),
+    ],
+)
+async def test_bad_input_is_refused_naming_the_field(
+    model: Path, body: bytes, param: str | None, status: int
+) -> None:
+    async with running(log_store(), configuration_of(model), say("x")) as (world, _):
+        claim = await world.episode()
+        async with httpx.AsyncClient() as client:
+            answer = await client.post(
+                f"{claim['base_url']}/chat/completions",
+                content=body,
+                headers={"x-api-key": claim["key"]},
+            )
+        assert await world.records(topics.REQUESTED_COMPLETIONS) == []
+    assert answer.status_code == status
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == param
+
+
+async def test_keys_open_only_what_is_theirs(model: Path) -> None:
+    async with running(log_store(), configuration_of(model), say("x")) as (world, _):
+        claim = await world.episode()
+        forged = claim["key"][:-1] + ("0" if claim["key"][-1] != "0" else "1")
+        with pytest.raises(openai.AuthenticationError):
+            await world.client({**claim, "key": forged}).models.list()
+        answer = await world.admin("GET", "/v1/run", key=claim["key"])
+        assert answer.status_code == 404
+        answer = await world.admin("GET", "/v1/run", key="wrong")
+        assert answer.status_code == 401
+        assert [m.id async for m in world.client(claim).models.list()] == ["policy"]
+        async with httpx.AsyncClient() as client:
+            assert (await client.head(world.base_url + "/")).status_code == 200
+
+
+async def test_a_body_over_the_limit_is_refused_while_it_is_read(model: Path) -> None:
+    async with running(log_store(), configuration_of(model), say("x")) as (world, _):
+        claim = await world.episode()
+
+        async def endless() -> Any:
+            for _ in range(65):
+                yield b" " * (1024 * 1024)
+
+        async with httpx.AsyncClient(timeout=30) as client:
+            answer = await client.post(
+                f"{claim['base_url']}/chat/completions",
+                content=endless(),
+                headers={"x-api-key": claim["key"]},
+            )
+    assert answer.status_code == 413
