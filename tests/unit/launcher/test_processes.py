@@ -126,8 +126,16 @@ time.sleep(60)
         await until_written(stubborn.log_path, "up")
         child_pid = int(stubborn.log_path.read_text().split()[0])
         await kept.stop()
-    gone = not psutil.pid_exists(child_pid) or psutil.Process(child_pid).status() == "zombie"
-    assert gone
+    async with asyncio.timeout(10):
+        while is_alive(child_pid):  # noqa: ASYNC110 - a process has no event
+            await asyncio.sleep(0.05)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 async def test_a_service_ends_when_its_launcher_is_killed(tmp_path):
@@ -149,5 +157,5 @@ time.sleep(60)
     process.kill()
     await process.wait()
     async with asyncio.timeout(10):
-        while psutil.pid_exists(service_pid):  # noqa: ASYNC110 - a process has no event
+        while is_alive(service_pid):  # noqa: ASYNC110 - a process has no event
             await asyncio.sleep(0.05)

@@ -223,3 +223,9 @@ def test_importing_needs_neither_torch_nor_transformers() -> None:
         "sys.exit(sum(name in sys.modules for name in ('torch', 'transformers', 'sglang')))"
     )
     assert subprocess.run([sys.executable, "-c", program], timeout=50, check=False).returncode == 0
+
+
+def test_long_texts_have_the_ids_of_their_parts(rendering: Rendering) -> None:
+    """Long texts take another call of the tokenizer than short ones."""
+    part = "<|im_start|>user\nthe price<|im_end|>\n"
+    assert encoded(rendering, part * 400) == encoded(rendering, part) * 400

@@ -71,7 +71,7 @@ function numbers(state) {
 function queueOf(queue) {
   const made = cell("div", "", "queue");
   const title = cell("h2", queue.domain);
-  title.append(cell("small", `head ${queue.head ?? "-"} · window ${queue.window} · ${queue.in_flight} of ${queue.slots} slots · ${queue.waiting} waiting · ${queue.groups_per_step} groups a step · bound ${queue.staleness_limit} steps`));
+  title.append(cell("small", `head ${queue.head ?? "-"} | window ${queue.window} | ${queue.in_flight} of ${queue.slots} slots | ${queue.waiting} waiting | ${queue.groups_per_step} groups a step | bound ${queue.staleness_limit} steps`));
   const places = cell("div", "", "window");
   places.append(...queue.positions.map(placeOf));
   made.append(title, places);

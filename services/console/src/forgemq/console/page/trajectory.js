@@ -41,7 +41,7 @@ function turnOf(turn) {
     turn.finish_reason,
     turn.support === "full" ? "" : `support ${turn.support}: context, no loss`,
     `${turn.engine_s.toFixed(2)} s, ${turn.cached_tokens} cached`,
-  ].filter(Boolean).join(" · ");
+  ].filter(Boolean).join(" | ");
   const tokens = element("div", { className: "tokens" }, ...turn.context.map((t) => tokenOf(t, false)), ...turn.output.map((t) => tokenOf(t, true)));
   return element("article", { className: "turn" }, element("h3", { textContent: head }), tokens);
 }

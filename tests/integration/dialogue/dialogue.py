@@ -1,0 +1,45 @@
+"""User code of the runs that tests break: a dialogue of three turns with a reward by lot.
+
+The reward is a keyed hash of what the policy said, so groups differ whatever the policy is, even
+where an engine stands in that samples noise.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+from forgemq.agents import Episode
+from forgemq.contracts.grading import GradingEpisode
+
+TURNS = 3
+TOOL_S = 0.02
+
+
+def task(seed: int, domain: str, k: int) -> dict[str, Any]:
+    """A number to talk about."""
+    return {"number": 1000 * seed + k}
+
+
+async def play(episode: Episode) -> None:
+    """Three turns; a pause between them stands for a tool."""
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": f"Talk about {episode.task['number']}."},
+        # An engine that samples by the context alone would give siblings the same words.
+        {"role": "user", "content": f"You are number {episode.episode_id.split('.')[-2]}."},
+    ]
+    for turn in range(TURNS):
+        completion = await episode.chat(messages)
+        messages += [completion.message, {"role": "user", "content": f"Go on, {turn}."}]
+        await asyncio.sleep(TOOL_S)
+        episode.tool_s += TOOL_S
+    episode.result = {"turns": TURNS}
+
+
+def outcome(episode: GradingEpisode) -> float:
+    """0 or 1 by lot, the same for the same words."""
+    return float(_digest([completion.text for completion in episode.completions])[0] % 2)
+
+
+def _digest(texts: Sequence[str]) -> bytes:
+    return hashlib.blake2b("\0".join(texts).encode()).digest()

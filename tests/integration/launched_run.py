@@ -1,0 +1,167 @@
+"""A run started as a user starts it, with eyes on every process that it brings up."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+import pytest
+
+Found = TypeVar("Found")
+
+ROOT = Path(__file__).parents[2]
+FORGEMQ = Path(sys.executable).with_name("forgemq")
+DIALOGUE = "tests/integration/dialogue/run.toml"
+DEMO = "deploy/demo/run.toml"
+SHOWN_LAST = 6000
+LOOK_EVERY_S = 0.2
+
+
+class LaunchedRun:
+    """One run id in a folder of its own, over all its starts.
+
+    Lifecycle: `start`, wait with `said` or `ended`, break it, `start` again with --resume, and
+    `close`, which ends by process id whatever is still there.
+    """
+
+    def __init__(self, folder: Path, environ: Mapping[str, str]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self.runs = folder / "runs"
+        self._environ = {**os.environ, **environ, "FORGEMQ_LAUNCHER_RUNS": str(self.runs)}
+        self._output = folder / "terminal.log"
+        self._launcher: subprocess.Popen[bytes] | None = None
+        self._read_from = 0
+        self._seen: set[psutil.Process] = set()
+
+    def start(self, *arguments: str, environ: Mapping[str, str] | None = None) -> None:
+        """`forgemq run ARGUMENTS` in a session of its own; what it says is read from here on."""
+        self._read_from = self._output.stat().st_size if self._output.exists() else 0
+        with self._output.open("ab") as output:
+            self._launcher = subprocess.Popen(
+                [str(FORGEMQ), "run", *arguments],
+                cwd=ROOT,
+                env={**self._environ, **(environ or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def launcher(self) -> subprocess.Popen[bytes]:
+        """The newest start's process."""
+        assert self._launcher is not None, "start comes first"
+        return self._launcher
+
+    def output(self) -> str:
+        """What the newest start printed so far."""
+        with self._output.open("rb") as output:
+            output.seek(self._read_from)
+            return output.read().decode(errors="replace")
+
+    def story(self) -> str:
+        """The end of all that was printed, for the message of a failed assertion."""
+        return self._output.read_text(errors="replace")[-SHOWN_LAST:]
+
+    def said(self, pattern: str, *, within_s: float) -> re.Match[str]:
+        """Wait for a line that matches; what came before in this start counts too."""
+
+        def found() -> re.Match[str] | None:
+            return re.search(pattern, self.output(), flags=re.MULTILINE)
+
+        return self._waited(found, within_s=within_s, what=f"it says {pattern!r}")
+
+    def ended(self, *, within_s: float) -> int:
+        """Wait for the launcher's exit status."""
+        self._waited(
+            lambda: self.launcher.poll() is not None, within_s=within_s, what="the launcher ends"
+        )
+        return self.launcher.wait()
+
+    def interrupt(self) -> None:
+        """Ctrl-C: SIGINT to the launcher."""
+        self._look()
+        self.launcher.send_signal(signal.SIGINT)
+
+    def pid_of(self, service: str, *, within_s: float) -> int:
+        """Process id of a service below the launcher, once it is up."""
+
+        def found() -> int | None:
+            return next((p.pid for p in self._descendants() if _is_service(p, service)), None)
+
+        return self._waited(found, within_s=within_s, what=f"{service} is up")
+
+    def left_behind(self) -> list[str]:
+        """Every process of this run that is alive now, in words."""
+        return [
+            f"{process.pid} {' '.join(process.cmdline())[:120]}"
+            for process in self._look()
+            if _is_alive(process)
+        ]
+
+    def close(self) -> None:
+        """SIGKILL to what is left of all starts, and reap the launcher."""
+        for process in self._look():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        if self._launcher is not None:
+            self._launcher.kill()
+            self._launcher.wait()
+
+    def _waited(self, look: Callable[[], Found | None], *, within_s: float, what: str) -> Found:
+        """What `look` finds; fails when it takes too long, or the launcher ended without it."""
+        deadline_s = time.monotonic() + within_s
+        while True:
+            is_over = self.launcher.poll() is not None
+            found = look()
+            if found:
+                return found
+            if is_over:
+                status = self.launcher.returncode
+                pytest.fail(f"ended with status {status} before {what}:\n{self.story()}")
+            if time.monotonic() > deadline_s:
+                pytest.fail(f"not within {within_s:.0f} s: {what}:\n{self.story()}")
+            self._seen.update(self._descendants())
+            time.sleep(LOOK_EVERY_S)
+
+    def _descendants(self) -> Sequence[psutil.Process]:
+        try:
+            return psutil.Process(self.launcher.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return ()
+
+    def _look(self) -> set[psutil.Process]:
+        """All processes of the run seen so far: by parents, by environment, by process group."""
+        self._seen.update(self._descendants())
+        groups = {process.pid for process in self._seen}
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied, ProcessLookupError):
+                if os.getpgid(process.pid) in groups or self._is_marked(process):
+                    self._seen.add(process)
+        return self._seen
+
+    def _is_marked(self, process: psutil.Process) -> bool:
+        return process.environ().get("FORGEMQ_LAUNCHER_RUNS") == str(self.runs)
+
+
+def _is_service(process: psutil.Process, service: str) -> bool:
+    try:
+        return process.cmdline()[-1:] == [f"forgemq.{service}"]
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    # is_running compares start times, so a number that was given again does not count.
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

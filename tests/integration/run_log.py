@@ -1,0 +1,132 @@
+"""The accounting of one run, read from its log record by record and not through the product."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import msgspec
+
+from forgemq.bus.blobs import BlobStore
+from forgemq.bus.kafka import KafkaConnection, KafkaLog
+from forgemq.bus.log import Place, Record
+from forgemq.contracts import topics
+from forgemq.contracts.groups import AdmittedGroup, MergedGroup, RetiredGroup, ScoredGroup
+from forgemq.contracts.steps import ScheduledStep, TrainedStep
+from forgemq.contracts.trees import MergedTree
+
+READ_S = 0.25
+RECORDS_MAX = 2000
+
+Struct = TypeVar("Struct", bound=msgspec.Struct)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accounts:
+    """Every accounting record of a run, committed ones only, in the order of the log."""
+
+    admitted: Sequence[AdmittedGroup]
+    scored: Sequence[ScoredGroup]
+    merged: Sequence[MergedGroup]
+    trees: Sequence[MergedTree]
+    scheduled: Sequence[ScheduledStep]
+    trained: Sequence[TrainedStep]
+    retired: Sequence[RetiredGroup]
+
+    def surviving_steps(self) -> dict[int, TrainedStep]:
+        """Steps in the final weights: of each number the one of the newest lineage."""
+        steps: dict[int, TrainedStep] = {}
+        for step in sorted(self.trained, key=lambda each: each.lineage):
+            steps[step.step] = step
+        return dict(sorted(steps.items()))
+
+    def assert_exactly_once(self) -> None:
+        """G1 and G2: each group retired once, and each scheduled one in exactly one step."""
+        admitted = Counter(group.group_id for group in self.admitted)
+        assert set(admitted.values()) == {1}, [g for g, n in admitted.items() if n > 1]
+        retired = Counter(group.group_id for group in self.retired)
+        assert retired == admitted, (retired - admitted, admitted - retired)
+        for name, records in (("scored", self.scored), ("merged", self.merged)):
+            twice = [g for g, n in Counter(r.group_id for r in records).items() if n > 1]
+            assert not twice, f"{name} twice: {twice}"
+
+        steps = self.surviving_steps()
+        assert list(steps) == list(range(len(steps))), list(steps)
+        assert [step.step for step in self.scheduled] == list(steps)
+        for scheduled in self.scheduled:
+            planned = [group.group_id for group in scheduled.groups]
+            for trained in self.trained:  # of whatever lineage: a step is immutable
+                if trained.step == scheduled.step:
+                    assert [*trained.group_ids, *trained.failed_group_ids] == planned
+
+        trained_in = {g: step.step for step in steps.values() for g in step.group_ids}
+        assert len(trained_in) == sum(len(step.group_ids) for step in steps.values())
+        said = {group.group_id: group.step for group in self.retired if group.reason == "trained"}
+        assert said == trained_in
+
+        samples = Counter(
+            sample
+            for tree in self.trees
+            if tree.group_id in trained_in
+            for sample in tree.sample_ids
+        )
+        wanted = Counter(
+            completion.completion_id
+            for group in self.scored
+            if group.group_id in trained_in
+            for completion in group.completions
+        )
+        assert samples == wanted, (samples - wanted, wanted - samples)
+
+
+def accounts(bootstrap: str, *, run: str, blobs: str, partitions: int) -> Accounts:
+    """Read a run that stands.
+
+    Args:
+        bootstrap: Of the broker.
+        run: Its id.
+        blobs: Address of its blob store.
+        partitions: Group partitions of the run; it has one queue.
+    """
+
+    async def read() -> Accounts:
+        log = KafkaLog(KafkaConnection(bootstrap=bootstrap), run=run, blobs=BlobStore(blobs))
+        try:
+            return Accounts(
+                admitted=await _all(log, topics.ADMITTED_GROUPS, AdmittedGroup, partitions),
+                scored=await _all(log, topics.SCORED_GROUPS, ScoredGroup, partitions),
+                merged=await _all(log, topics.MERGED_GROUPS, MergedGroup, partitions),
+                trees=await _all(log, topics.MERGED_TREES, MergedTree, partitions),
+                scheduled=await _all(log, topics.SCHEDULED_STEPS, ScheduledStep, partitions),
+                trained=await _all(log, topics.TRAINED_STEPS, TrainedStep, partitions),
+                retired=await _all(log, topics.RETIRED_GROUPS, RetiredGroup, partitions),
+            )
+        finally:
+            await log.close()
+
+    return asyncio.run(read())
+
+
+async def _all(
+    log: KafkaLog, topic: topics.Topic, kind: type[Struct], partitions: int
+) -> list[Struct]:
+    count = topics.partition_count(topic, group_partitions=partitions, lanes=1, queues=1)
+    records = await records_of(log, topic.name, partitions=count)
+    decoded = [topics.decode(topic, record.value) for record in records]
+    return [record for record in decoded if isinstance(record, kind)]
+
+
+async def records_of(log: KafkaLog, name: str, *, partitions: int) -> list[Record]:
+    """Every record of a topic up to its present end."""
+    places = [Place(name, number) for number in range(partitions)]
+    reader = await log.reader(await log.first_positions(places))
+    ends = await log.end_positions(places)
+    found: list[Record] = []
+    try:
+        async with asyncio.timeout(60):
+            while any(reader.position(place) < ends[place] for place in places):
+                found += await reader.read(timeout_s=READ_S, records_max=RECORDS_MAX)
+    finally:
+        await reader.close()
+    return found

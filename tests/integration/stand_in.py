@@ -1,0 +1,31 @@
+"""A stand-in engine as a process of its own, so that a run's services may die around it."""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from tests.integration.launched_run import ROOT
+
+
+@contextmanager
+def stand_in_engine(*, latency_s: float, tokens: int) -> Iterator[str]:
+    """Gives its URL; ended by process id."""
+    arguments = ("--port", "0", "--latency-s", str(latency_s), "--tokens", str(tokens))
+    process = subprocess.Popen(
+        [sys.executable, "loadtests/stand_in_engine.py", *arguments],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    try:
+        said = process.stdout.readline()
+        found = re.search(r"http://\S+", said)
+        assert found, f"no stand-in engine: {said!r}"
+        yield found[0]
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
