@@ -1,6 +1,7 @@
 """A run started as a user starts it, with eyes on every process that it brings up."""
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -9,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 import pytest
@@ -98,6 +99,15 @@ class LaunchedRun:
             return next((p.pid for p in self._descendants() if _is_service(p, service)), None)
 
         return self._waited(found, within_s=within_s, what=f"{service} is up")
+
+    def blobs(self, run_id: str) -> Path:
+        """The run's blob store."""
+        return self.runs / run_id / "blobs"
+
+    def report(self, run_id: str) -> dict[str, Any]:
+        """What the run wrote at its end."""
+        parsed: dict[str, Any] = json.loads((self.runs / run_id / "report.json").read_text())
+        return parsed
 
     def left_behind(self) -> list[str]:
         """Every process of this run that is alive now, in words."""

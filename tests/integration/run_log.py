@@ -16,6 +16,7 @@ from forgemq.contracts.groups import AdmittedGroup, MergedGroup, RetiredGroup, S
 from forgemq.contracts.steps import ScheduledStep, TrainedStep
 from forgemq.contracts.trees import MergedTree
 
+GROUP_PARTITIONS = 2
 READ_S = 0.25
 RECORDS_MAX = 2000
 
@@ -40,6 +41,11 @@ class Accounts:
         for step in sorted(self.trained, key=lambda each: each.lineage):
             steps[step.step] = step
         return dict(sorted(steps.items()))
+
+    def open_group_ids(self) -> frozenset[str]:
+        """Admitted and not retired."""
+        retired = {group.group_id for group in self.retired}
+        return frozenset(group.group_id for group in self.admitted) - retired
 
     def assert_exactly_once(self) -> None:
         """G1 and G2: each group retired once, and each scheduled one in exactly one step."""
@@ -80,27 +86,20 @@ class Accounts:
         assert samples == wanted, (samples - wanted, wanted - samples)
 
 
-def accounts(bootstrap: str, *, run: str, blobs: str, partitions: int) -> Accounts:
-    """Read a run that stands.
-
-    Args:
-        bootstrap: Of the broker.
-        run: Its id.
-        blobs: Address of its blob store.
-        partitions: Group partitions of the run; it has one queue.
-    """
+def accounts(bootstrap: str, *, run: str, blobs: str) -> Accounts:
+    """Read a run that stands; it has one queue, one lane and GROUP_PARTITIONS."""
 
     async def read() -> Accounts:
         log = KafkaLog(KafkaConnection(bootstrap=bootstrap), run=run, blobs=BlobStore(blobs))
         try:
             return Accounts(
-                admitted=await _all(log, topics.ADMITTED_GROUPS, AdmittedGroup, partitions),
-                scored=await _all(log, topics.SCORED_GROUPS, ScoredGroup, partitions),
-                merged=await _all(log, topics.MERGED_GROUPS, MergedGroup, partitions),
-                trees=await _all(log, topics.MERGED_TREES, MergedTree, partitions),
-                scheduled=await _all(log, topics.SCHEDULED_STEPS, ScheduledStep, partitions),
-                trained=await _all(log, topics.TRAINED_STEPS, TrainedStep, partitions),
-                retired=await _all(log, topics.RETIRED_GROUPS, RetiredGroup, partitions),
+                admitted=await _all(log, topics.ADMITTED_GROUPS, AdmittedGroup),
+                scored=await _all(log, topics.SCORED_GROUPS, ScoredGroup),
+                merged=await _all(log, topics.MERGED_GROUPS, MergedGroup),
+                trees=await _all(log, topics.MERGED_TREES, MergedTree),
+                scheduled=await _all(log, topics.SCHEDULED_STEPS, ScheduledStep),
+                trained=await _all(log, topics.TRAINED_STEPS, TrainedStep),
+                retired=await _all(log, topics.RETIRED_GROUPS, RetiredGroup),
             )
         finally:
             await log.close()
@@ -108,10 +107,8 @@ def accounts(bootstrap: str, *, run: str, blobs: str, partitions: int) -> Accoun
     return asyncio.run(read())
 
 
-async def _all(
-    log: KafkaLog, topic: topics.Topic, kind: type[Struct], partitions: int
-) -> list[Struct]:
-    count = topics.partition_count(topic, group_partitions=partitions, lanes=1, queues=1)
+async def _all(log: KafkaLog, topic: topics.Topic, kind: type[Struct]) -> list[Struct]:
+    count = topics.partition_count(topic, group_partitions=GROUP_PARTITIONS, lanes=1, queues=1)
     records = await records_of(log, topic.name, partitions=count)
     decoded = [topics.decode(topic, record.value) for record in records]
     return [record for record in decoded if isinstance(record, kind)]

@@ -145,7 +145,7 @@ async def test_requests_that_would_harm_the_engine_are_refused_and_it_lives(
     errors = {int(record.request_id, 16): record.error for record in records}
     assert errors == {
         1: "engine: a token id is outside the vocabulary of 704",
-        2: "engine: a context of 1100 tokens is over the limit of 1018",
+        2: "context_overflow: a context of 1100 tokens is over the engine's limit of 1018",
         3: "engine: the context is empty",
         4: "",
     }

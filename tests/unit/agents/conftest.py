@@ -89,10 +89,10 @@ class MemoryGateway:
         group = self.groups[request.match_info["id"]]
         before = group.state
         for _ in range(int(20 * float(request.query["wait_s"]))):
-            if group.state != before or self.is_over:
+            self._admit()
+            if group.state != before or group.state == "retired":
                 break
             await asyncio.sleep(0.05)
-        self._admit()
         return web.json_response(self._status(group))
 
     async def claim(self, request: web.Request) -> web.Response:

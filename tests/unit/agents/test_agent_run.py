@@ -197,6 +197,13 @@ async def test_a_busy_gateway_is_asked_again_when_it_says(memory_gateway, refusa
     assert gateway.is_over
 
 
+async def test_the_end_of_training_waits_for_no_group_without_a_slot(memory_gateway):
+    gateway = await memory_gateway(groups_to_train=1, slots=1)
+    async with asyncio.timeout(10):  # the gateway would hold each question for 20 s
+        await play(gateway, well, slots=3)
+    assert [g.state for g in gateway.in_order()].count("requested") >= 1
+
+
 async def test_a_refused_key_ends_the_process(memory_gateway, refusal):
     gateway = await memory_gateway()
     gateway.refusals = [refusal(401, "wrong key")] * 20

@@ -98,6 +98,20 @@ async def test_an_engine_that_always_fails_is_a_server_error_and_an_error_event(
             await anext(chunk async for chunk in stream if chunk.choices[0].delta.content)
 
 
+async def test_a_context_that_only_the_engine_finds_too_long_is_the_clients_error_at_once(
+    model: Path,
+) -> None:
+    def script(asked: Asked) -> str:
+        raise FailAttempt(f"context_overflow: {len(asked.context)} tokens")
+
+    async with running(log_store(), configuration_of(model), script) as (world, lanes):
+        client = world.client(await world.episode())
+        with pytest.raises(openai.BadRequestError) as caught:
+            await client.chat.completions.create(model="m", messages=HELLO)
+    assert caught.value.code == "context_length_exceeded"
+    assert len(lanes[0].seen) == 1
+
+
 async def test_a_dead_lanes_requests_go_to_another_with_all_their_tokens(model: Path) -> None:
     hold = asyncio.Event()
 

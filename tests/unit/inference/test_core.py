@@ -206,7 +206,7 @@ def test_the_body_carries_the_sampling_and_leaves_room_in_the_context() -> None:
     ("context", "error"),
     [
         ([], "engine: the context is empty"),
-        ([1] * 95, "engine: a context of 95 tokens is over the limit of 94"),
+        ([1] * 95, "context_overflow: a context of 95 tokens is over the engine's limit of 94"),
         ([1, 50], "engine: a token id is outside the vocabulary of 50"),
         ([-1], "engine: a token id is outside the vocabulary of 50"),
     ],

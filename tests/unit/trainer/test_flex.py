@@ -15,7 +15,7 @@ from forgemq.trainer.core.loss import loss_function
 from forgemq.trainer.core.memory import Microbatch
 from forgemq.trainer.core.plan import AttentionPlan
 from forgemq.trainer.core.step import forward_backward
-from forgemq.trainer.core.tree import Forest, joined, read_tree
+from forgemq.trainer.core.tree import Forest, Integers, joined, read_tree
 from forgemq.trainer.model import prepared
 from tests.unit.trainer.scene import adversarial_samples, agent_samples, make_model, merge
 
@@ -60,10 +60,10 @@ def test_the_block_mask_visits_what_is_visible_and_full_blocks_are_full(
 
 
 def _dense_attention(
-    forest: Forest, plan: AttentionPlan, /, *, device: torch.device
+    subtree_end_K: Integers, plan: AttentionPlan, /, *, device: torch.device
 ) -> Callable[[Tensor, Tensor, Tensor, float], Tensor]:
     """In flex attention's place: a dense mask, which a CPU can run backward."""
-    end = torch.from_numpy(forest.subtree_end_N[: plan.end]).to(device)
+    end = torch.from_numpy(subtree_end_K[: plan.end]).to(device)
     place = torch.arange(plan.start, plan.end)[:, None]
     key = torch.arange(plan.end)[None]
     mask = (key <= place) & (place < end[None])

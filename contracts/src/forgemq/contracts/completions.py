@@ -131,7 +131,10 @@ class FinishedCompletion(Struct, frozen=True, kw_only=True, omit_defaults=True):
     engine_s: Annotated[Seconds, Meta(description="In the engine, prefill and decode.")] = 0.0
     cached_tokens: TokenCount = 0
     retractions: Annotated[int, Meta(ge=0)] = 0
-    error: Annotated[str, Meta(description="context_missing, deadline, engine: ..., or ''.")] = ""
+    error: Annotated[
+        str,
+        Meta(description="context_missing, deadline, context_overflow: ..., engine: ..., or ''."),
+    ] = ""
 
 
 class DeliveredCompletion(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -246,10 +246,10 @@ def check(configuration: RunConfiguration) -> None:
                 f"queues.{queue.domain}.window (W) must be at most slots (N), "
                 f"got W={window_of(queue)} N={queue.slots}"
             )
-        if queue.group_size < 2 and configuration.rewards.baseline == "leave_one_out":
+        if queue.group_size < 2:
             raise ValueError(
-                f"queues.{queue.domain}.group_size must be at least 2 for the baseline "
-                f"leave_one_out, got {queue.group_size}"
+                f"queues.{queue.domain}.group_size (G) must be at least 2: an advantage compares "
+                f"the rollouts of a group, got {queue.group_size}"
             )
     sampling = configuration.episodes.sampling
     if sampling.max_tokens >= configuration.model.context_tokens_max:

@@ -141,6 +141,10 @@ class GroupBook:
         """Groups admitted and not retired."""
         return sum(len(ids) for ids in self._open.values())
 
+    def knows(self, group_id: str) -> bool:
+        """Whether any record named this group."""
+        return group_id in self._entries
+
     def places(self, group_id: str) -> tuple[tuple[int, int], ...]:
         """(partition, offset) of the group's finished completions; () if no longer indexed."""
         entry = self._entries.get(group_id)

@@ -69,6 +69,10 @@ class RunView:
         self._steps.apply(message)
         self._engines.apply(message)
 
+    def knows(self, group_id: str) -> bool:
+        """Whether any record named this group."""
+        return self._groups.knows(group_id)
+
     def places(self, group_id: str) -> tuple[tuple[int, int], ...]:
         """(partition, offset) of the group's finished completions."""
         return self._groups.places(group_id)

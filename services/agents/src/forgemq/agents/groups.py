@@ -1,7 +1,7 @@
 """Plays groups: from asked for, over admitted and claimed, to retired."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 
 from forgemq.agents.attendance import Attendance
 from forgemq.agents.core.schedule import EvaluationGroup, training_key
@@ -72,11 +72,7 @@ class Groups:
 
         A training group that was never admitted is left when training ends.
         """
-        current: GroupStatus | None = status
-        while current is not None and current.state == "requested":
-            if is_training and self.training_ended.is_set():
-                return
-            current = await self._status(status.group_id, wait_s=STATE_WAIT_S)
+        current = await self._admitted(status, is_training=is_training)
         async with asyncio.TaskGroup() as playing:
             episodes: list[asyncio.Task[None]] = []
             while current is not None and current.state != "retired":
@@ -87,6 +83,26 @@ class Groups:
                 current = await self._status(status.group_id, wait_s=CLAIM_WAIT_S)
             for episode in episodes:
                 episode.cancel()
+
+    async def _admitted(self, status: GroupStatus, *, is_training: bool) -> GroupStatus | None:
+        """The group once it has a slot; None where it is gone or training ends before."""
+        current: GroupStatus | None = status
+        while current is not None and current.state == "requested":
+            asking = self._status(status.group_id, wait_s=STATE_WAIT_S)
+            current = await (self._before_end(asking) if is_training else asking)
+        return current
+
+    async def _before_end(
+        self, asking: Coroutine[None, None, GroupStatus | None]
+    ) -> GroupStatus | None:
+        """The answer; None where training ends before it comes."""
+        async with asyncio.TaskGroup() as tasks:
+            answer = tasks.create_task(asking)
+            end = tasks.create_task(self.training_ended.wait())
+            await asyncio.wait((answer, end), return_when=asyncio.FIRST_COMPLETED)
+            answer.cancel()
+            end.cancel()
+        return None if answer.cancelled() else answer.result()
 
     async def _status(self, group_id: str, *, wait_s: float) -> GroupStatus | None:
         """Where the group stands; None where the gateway knows it no longer."""

@@ -9,7 +9,6 @@ from fastapi import FastAPI, Request, Response
 from plotly.offline import get_plotlyjs
 
 from forgemq.console.core import GroupView, bounded
-from forgemq.run_view.state import RunState
 from forgemq.run_view.view import RunView
 
 GROUP_ROWS_MAX = 300
@@ -24,14 +23,34 @@ def web(view: RunView, *, clock_ms: Callable[[], int], read_group: ReadGroup) ->
     Args:
         view: The live aggregate.
         clock_ms: Wall-clock time.
-        read_group: A group's episodes, one of them in full; () of a group nobody knows.
+        read_group: A group's episodes, one of them in full.
     """
     app = FastAPI(title="ForgeMQ console", docs_url=None, redoc_url=None, openapi_url=None)
-    plotly = gzip.compress(get_plotlyjs().encode(), compresslevel=6)
+    _add_page(app)
 
     @app.get("/health")
     async def health() -> Response:
         return Response("ok\n", media_type="text/plain")
+
+    @app.get("/api/state")
+    async def state() -> Response:
+        return _json(bounded(view.state(now_ms=clock_ms())))
+
+    @app.get("/api/groups")
+    async def groups() -> Response:
+        return _json(view.rows(rows_max=GROUP_ROWS_MAX))
+
+    @app.get("/api/groups/{group_id}")
+    async def group(group_id: str, episode: str | None = None) -> Response:
+        if not view.knows(group_id):
+            return Response("no such group\n", status_code=404, media_type="text/plain")
+        return _json(await read_group(group_id, episode))
+
+    return app
+
+
+def _add_page(app: FastAPI) -> None:
+    plotly = gzip.compress(get_plotlyjs().encode(), compresslevel=6)
 
     @app.get("/")
     async def page() -> Response:
@@ -49,30 +68,10 @@ def web(view: RunView, *, clock_ms: Callable[[], int], read_group: ReadGroup) ->
             return _asset(f"{name}.js", "text/javascript")
         return Response("no such script\n", status_code=404, media_type="text/plain")
 
-    @app.get("/api/state")
-    async def state() -> Response:
-        return _json(bounded(_state(view, clock_ms())))
 
-    @app.get("/api/groups")
-    async def groups() -> Response:
-        return _json(view.rows(rows_max=GROUP_ROWS_MAX))
-
-    @app.get("/api/groups/{group_id}")
-    async def group(group_id: str, episode: str | None = None) -> Response:
-        found = await read_group(group_id, episode)
-        return _json(found, status=200 if found.episode_ids else 404)
-
-    return app
-
-
-def _state(view: RunView, now_ms: int) -> RunState:
-    return view.state(now_ms=now_ms)
-
-
-def _json(value: object, *, status: int = 200) -> Response:
+def _json(value: object) -> Response:
     return Response(
         msgspec.json.encode(value),
-        status_code=status,
         media_type="application/json",
         headers={"Cache-Control": "no-store"},
     )

@@ -5,7 +5,7 @@ import asyncio
 from forgemq.contracts.completions import CancelledCompletion, RequestedCompletion
 from forgemq.contracts.weights import ReportedEngine
 from forgemq.gateway.core.episodes import Episode
-from forgemq.gateway.core.errors import RefusedError, busy, failed, gone
+from forgemq.gateway.core.errors import RefusedError, busy, engine_overflow, failed, gone
 from forgemq.gateway.core.history import Completion
 from forgemq.gateway.core.lanes import Lane, Lanes
 from forgemq.gateway.core.registry import Finish, Group
@@ -103,6 +103,10 @@ class Dispatcher:
             turn.needs_full_context = True
         elif error == "deadline":
             self.fail(turn, failed("no engine answered before the deadline", status=504))
+            return
+        elif error.startswith("context_overflow"):
+            # The engine keeps a few positions back, so its limit can be below the run's.
+            self.fail(turn, engine_overflow(error))
             return
         else:
             turn.errors += 1

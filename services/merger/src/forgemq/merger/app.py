@@ -9,6 +9,7 @@ from forgemq.contracts.topics import (
     SCORED_GROUPS,
     Topic,
 )
+from forgemq.merger.bad_records import FailedGroups
 from forgemq.merger.core.merger import Merger
 from forgemq.merger.settings import MergerSettings
 from forgemq.shell.service import Context
@@ -28,5 +29,6 @@ async def main(context: Context) -> None:
         journal=MERGER_JOURNAL,
         make_core=Merger,
         tick_s=settings.tick_s,
+        on_bad_record=FailedGroups(context.configuration),
     )
     await transform.run(context)

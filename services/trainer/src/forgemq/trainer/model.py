@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from forgemq.trainer.core.attention import attention_interface
+from forgemq.trainer.core.exchange import shared_attention_interface
 from forgemq.trainer.core.flex import flex_attention_of
 from forgemq.trainer.core.memory import ModelShape
 from forgemq.trainer.core.precision import make_precise
@@ -50,7 +50,7 @@ def load_model(
     disable_progress_bar()  # A service writes events, one JSON line each, and nothing else.
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     check_supported(config)
-    AttentionInterface.register(ATTENTION_NAME, attention_interface)
+    AttentionInterface.register(ATTENTION_NAME, shared_attention_interface)
     model = AutoModelForCausalLM.from_pretrained(
         folder,
         config=config,
@@ -65,7 +65,7 @@ def prepared(model: nn.Module) -> LoadedModel:
     """A model of transformers with our norms, rotary embedding, routers and attention."""
     config: Any = model.config
     check_supported(config)
-    AttentionInterface.register(ATTENTION_NAME, attention_interface)
+    AttentionInterface.register(ATTENTION_NAME, shared_attention_interface)
     model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]  # transformers' method
     make_precise(model)
     model.train()
@@ -125,4 +125,7 @@ def model_shape(config: object, *, dtype: torch.dtype) -> ModelShape:
         vocabulary=size("vocab_size"),
         value_bytes=dtype.itemsize,
         wide_bytes=wide.itemsize,
+        is_head_normed=str(getattr(config, "model_type", "")).startswith("qwen3"),
+        experts=size("num_experts") if experts else 0,
+        experts_per_token=experts,
     )

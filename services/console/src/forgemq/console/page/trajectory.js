@@ -12,7 +12,7 @@ export async function showGroup(group, episode = null) {
   shown = { group, episode };
   const query = episode ? `?episode=${encodeURIComponent(episode)}` : "";
   const answer = await fetch(`api/groups/${encodeURIComponent(group)}${query}`);
-  if (shown.group !== group) return;
+  if (shown.group !== group || !answer.ok) return;
   const found = await answer.json();
   document.getElementById("trajectory-name").textContent = found.episode ? found.episode.episode_id : group;
   document.getElementById("episodes").replaceChildren(...found.episode_ids.map((id) => choice(found, id)));

@@ -59,6 +59,16 @@ def context_overflow(*, context_tokens: int, context_tokens_max: int) -> Refused
     )
 
 
+def engine_overflow(error: str) -> RefusedError:
+    """400 as `context_overflow`, for a context that only the engine found too long."""
+    return invalid(
+        f"This model's maximum context length is exceeded: {error}. Please reduce the length of "
+        "the messages.",
+        param="messages",
+        code="context_length_exceeded",
+    )
+
+
 def busy(message: str, *, retry_after_s: int = 1, status: int = 429) -> RefusedError:
     """429 or 503: the same request may succeed later."""
     kind: ErrorType = "rate_limit_error" if status == 429 else "server_error"

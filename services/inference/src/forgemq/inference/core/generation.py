@@ -101,7 +101,7 @@ def generate_body(
     if room < 1 or len(context) > limits.input_tokens_max:
         return Refused(
             "error",
-            f"engine: a context of {len(context)} tokens is over the limit of "
+            f"context_overflow: a context of {len(context)} tokens is over the engine's limit of "
             f"{min(limits.input_tokens_max, limits.context_tokens_max - 1)}",
         )
     if min(context) < 0 or max(context) >= limits.vocabulary_size:

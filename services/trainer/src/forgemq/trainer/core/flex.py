@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from forgemq.trainer.core.plan import AttentionPlan
-from forgemq.trainer.core.tree import Forest
+from forgemq.trainer.core.tree import Integers
 
 BLOCK = 128
 """FlexAttention's own tile; nodes are not aligned to it, which would cost more than it saves."""
@@ -27,7 +27,7 @@ BUCKET = 2048
 
 
 def flex_attention_of(
-    forest: Forest, plan: AttentionPlan, *, device: torch.device
+    subtree_end_K: Integers, plan: AttentionPlan, *, device: torch.device
 ) -> Callable[[Tensor, Tensor, Tensor, float], Tensor]:
     """Attention of the queries [plan.start, plan.end) over all keys before plan.end.
 
@@ -38,7 +38,7 @@ def flex_attention_of(
     queries, keys = plan.end - plan.start, plan.end
     query_size, key_size = _padded(queries), _padded(keys)
     end_K = torch.zeros(key_size, dtype=torch.int32, device=device)
-    end_K[:keys] = torch.from_numpy(forest.subtree_end_N[:keys]).to(device)
+    end_K[:keys] = torch.from_numpy(subtree_end_K[:keys]).to(device)
     # Keys of padding have end 0: nobody sees them; queries of padding lie beyond every end.
     mask = block_mask(end_K, start=plan.start, queries=query_size, query_count=queries)
 

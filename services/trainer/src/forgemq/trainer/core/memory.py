@@ -2,13 +2,22 @@
 
 A pure function of the step, the world size and the budget. Groups go to ranks by cost; the groups
 of a rank are packed side by side while their activations fit; a group that does not fit runs in
-blocks, whose keys, values and their gradients are carried. The least possible budget for a tree of
-N tokens is `head + N * carry_bytes_per_token + activation_bytes_per_token`: one token a block.
+blocks, about as few as fit. A block of T tokens whose first token has P ancestors needs
+
+    block_bytes(T) + (P + T) * carry_bytes_per_token
+
+and, where there is room, U * key_bytes_per_token for the U tokens that lie on the path of some
+block; without room their keys and values are offloaded. So the least budget follows from the
+longest path alone: `least_budget_bytes`.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+import numpy as np
+
+from forgemq.trainer.core.carry import path_of
 from forgemq.trainer.core.tree import Forest
 
 BLOCK_TOKENS_MIN = 64
@@ -28,6 +37,9 @@ class ModelShape:
         vocabulary: rows of the head.
         value_bytes: of one activation.
         wide_bytes: of one accumulated gradient or logit.
+        is_head_normed: queries and keys go through norms of their own.
+        experts: routed to, 0 in a dense model.
+        experts_per_token: chosen for each token, 0 in a dense model.
     """
 
     layers: int
@@ -38,21 +50,56 @@ class ModelShape:
     vocabulary: int
     value_bytes: int
     wide_bytes: int
+    is_head_normed: bool = True
+    experts: int = 0
+    experts_per_token: int = 0
+
+    def saved_bytes_per_token(self, *, is_carried: bool) -> int:
+        """What autograd keeps of one token between forward and backward, all layers.
+
+        Each norm's input and output and the residual stream; queries, output and its copy for the
+        projection; keys and values, unless they lie in a carry; gate, its activation, up, product.
+        """
+        heads = 3 * self.query_size + (0 if is_carried else 2 * self.key_size)
+        heads += self.query_size + self.key_size if self.is_head_normed else 0
+        routed = 2 * self.experts_per_token * self.hidden + 4 * self.experts
+        values = 4 * self.hidden + heads + 4 * self.mlp_size + routed
+        return self.layers * values * self.value_bytes
+
+    def block_bytes(self, tokens: int, *, chunk: int, is_carried: bool) -> int:
+        """Most bytes of a block's forward and backward, carries apart.
+
+        The head's chunk and the last layer's gradients of its MLP are never there together.
+        """
+        saved = self.saved_bytes_per_token(is_carried=is_carried)
+        ends = 3 * self.hidden * self.value_bytes
+        inner = 2 * self.mlp_size * self.value_bytes
+        return tokens * (saved + ends) + max(self.head_bytes(chunk=chunk), tokens * inner)
+
+    def block_tokens(self, free_bytes: int, *, chunk: int, is_carried: bool) -> int:
+        """The longest block that `block_bytes` lets into so many bytes; 0 where none fits."""
+        empty = self.block_bytes(0, chunk=chunk, is_carried=is_carried)
+        saved = self.saved_bytes_per_token(is_carried=is_carried)
+        saved += 3 * self.hidden * self.value_bytes
+        inner = 2 * self.mlp_size * self.value_bytes
+        return max(0, min((free_bytes - empty) // saved, free_bytes // (saved + inner)))
 
     @property
-    def activation_bytes_per_token(self) -> int:
-        """Tensors that autograd keeps: both norms' inputs and outputs, attention, MLP."""
-        values = 4 * self.hidden + 4 * self.query_size + 6 * self.key_size + 4 * self.mlp_size
-        return self.layers * values * self.value_bytes
+    def key_bytes_per_token(self) -> int:
+        """Keys and values of all layers."""
+        return 2 * self.layers * self.key_size * self.value_bytes
 
     @property
     def carry_bytes_per_token(self) -> int:
         """Keys and values of all layers, and their gradients."""
-        return 2 * self.layers * self.key_size * (self.value_bytes + self.wide_bytes)
+        return self.key_bytes_per_token + 2 * self.layers * self.key_size * self.wide_bytes
 
     def head_bytes(self, *, chunk: int) -> int:
-        """Logits, their softmax and one temporary, of one chunk; the head's gradient."""
-        return (3 * chunk + 2 * self.hidden) * self.vocabulary * self.wide_bytes
+        """Forward: logits of a chunk and two temporaries; backward: logits and the gradient."""
+        weights = self.hidden * self.vocabulary
+        widened = weights if self.value_bytes < self.wide_bytes else 0
+        logits = chunk * self.vocabulary
+        return (widened + max(3 * logits, logits + weights)) * self.wide_bytes
 
     def cost(self, *, tokens: int, attention_pairs: int) -> int:
         """Forward multiplications of a tree without its head, for balancing ranks."""
@@ -69,10 +116,15 @@ class Microbatch:
     Attributes:
         groups: indices into the step's forests, ascending.
         blocks: (start, end) over the joint layout, in order; one where everything fits.
+        is_offloaded: keys and values off the live path go where the policy's store lies.
+        predicted_bytes: most that it holds at once, parameters and their gradients apart; 0 where
+            ranks share the group.
     """
 
     groups: tuple[int, ...]
     blocks: tuple[tuple[int, int], ...]
+    is_offloaded: bool = False
+    predicted_bytes: int = 0
 
 
 def plan_step(
@@ -82,8 +134,12 @@ def plan_step(
     world_size: int,
     budget_bytes: int,
     head_chunk: int,
+    carried: Literal["forest", "path"] = "forest",
 ) -> tuple[tuple[Microbatch, ...], ...]:
     """The microbatches of every rank.
+
+    With `carried="path"` blocks hold the keys of the live path only, as a process that runs a group
+    by itself does; with "forest" those of all tokens, as ranks that run one group together do.
 
     Example: budget for 100 tokens, groups of 60, 30 and 150 tokens on one rank give the
     microbatches (0, 1) in one block and (2) in several.
@@ -101,43 +157,139 @@ def plan_step(
         rank = loads.index(min(loads))
         ranks[rank].append(group)
         loads[rank] += costs[group]
+
+    def in_blocks(group: int) -> Microbatch:
+        if carried == "forest":
+            blocks = _blocks(
+                forests[group].token_count,
+                shape=shape,
+                budget_bytes=budget_bytes,
+                head_chunk=head_chunk,
+            )
+            return Microbatch(groups=(group,), blocks=blocks)
+        return path_microbatch(
+            group, forests[group], shape=shape, budget_bytes=budget_bytes, head_chunk=head_chunk
+        )
+
     tokens = [forest.token_count for forest in forests]
-    free_bytes = budget_bytes - shape.head_bytes(chunk=head_chunk)
+    capacity = shape.block_tokens(budget_bytes, chunk=head_chunk, is_carried=False)
     return tuple(
-        _microbatches(sorted(groups), tokens=tokens, shape=shape, free_bytes=free_bytes)
-        for groups in ranks
+        tuple(
+            in_blocks(groups[0])
+            if sum(tokens[group] for group in groups) > capacity
+            else _whole(groups, tokens=tokens, shape=shape, head_chunk=head_chunk)
+            for groups in packed(sorted(rank), tokens=tokens, capacity=capacity)
+        )
+        for rank in ranks
     )
 
 
-def _microbatches(
-    groups: list[int], *, tokens: list[int], shape: ModelShape, free_bytes: int
-) -> tuple[Microbatch, ...]:
-    capacity = max(0, free_bytes) // shape.activation_bytes_per_token
-    packed: list[Microbatch] = []
-    open_groups: list[int] = []
-    open_tokens = 0
+def least_budget_bytes(shape: ModelShape, *, longest_path: int, head_chunk: int) -> int:
+    """The least budget in which every tree whose deepest token has this depth trains.
+
+    Args:
+        shape: of the model.
+        longest_path: tokens from a root to the deepest leaf.
+        head_chunk: rows of logits at once.
+    """
+    return (
+        shape.block_bytes(BLOCK_TOKENS_MIN, chunk=head_chunk, is_carried=True)
+        + (longest_path + BLOCK_TOKENS_MIN) * shape.carry_bytes_per_token
+    )
+
+
+def path_microbatch(
+    group: int, forest: Forest, *, shape: ModelShape, budget_bytes: int, head_chunk: int
+) -> Microbatch:
+    """The group in few even blocks that fit, offloading only where nothing else fits.
+
+    Raises:
+        ValueError: the budget is below the least.
+    """
+    tokens = forest.token_count
+    for is_offloaded in (False, True):
+        count = 1
+        while count == 1 or -(-tokens // count) >= BLOCK_TOKENS_MIN:
+            count += 1 + count // 8
+            size = max(BLOCK_TOKENS_MIN, -(-tokens // count))
+            blocks = tuple(
+                (start, min(start + size, tokens)) for start in range(0, tokens, size)
+            )
+            needed = _path_bytes(forest, blocks, shape=shape, head_chunk=head_chunk)
+            wanted = needed.live if is_offloaded else needed.live + needed.stored
+            if wanted <= budget_bytes:
+                return Microbatch(
+                    groups=(group,),
+                    blocks=blocks,
+                    is_offloaded=is_offloaded,
+                    predicted_bytes=wanted,
+                )
+    longest = int(forest.position_N.max()) + 1
+    least = least_budget_bytes(shape, longest_path=longest, head_chunk=head_chunk)
+    raise ValueError(
+        f"trainer.memory_budget_bytes is {budget_bytes}, but a tree of {tokens} tokens with a "
+        f"longest path of {longest} needs at most {least}; raise it to that"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _PathBytes:
+    live: int
+    stored: int
+
+
+def _path_bytes(
+    forest: Forest, blocks: tuple[tuple[int, int], ...], *, shape: ModelShape, head_chunk: int
+) -> _PathBytes:
+    size = max(end - start for start, end in blocks)
+    slots = max(int(forest.position_N[start]) + end - start for start, end in blocks)
+    stored = np.unique(np.concatenate([path_of(forest, start) for start, _ in blocks]))
+    return _PathBytes(
+        live=shape.block_bytes(size, chunk=head_chunk, is_carried=True)
+        + slots * shape.carry_bytes_per_token,
+        stored=len(stored) * shape.key_bytes_per_token,
+    )
+
+
+def _whole(
+    groups: Sequence[int], *, tokens: Sequence[int], shape: ModelShape, head_chunk: int
+) -> Microbatch:
+    count = sum(tokens[group] for group in groups)
+    return Microbatch(
+        groups=tuple(groups),
+        blocks=((0, count),),
+        predicted_bytes=shape.block_bytes(count, chunk=head_chunk, is_carried=False),
+    )
+
+
+def packed(
+    groups: Sequence[int], *, tokens: Sequence[int], capacity: int
+) -> list[tuple[int, ...]]:
+    """Groups side by side while their tokens fit; one that does not fit is by itself."""
+    runs: list[tuple[int, ...]] = []
+    waiting: tuple[int, ...] = ()
     for group in groups:
         if tokens[group] > capacity:
-            blocks = _blocks(tokens[group], shape=shape, free_bytes=free_bytes)
-            packed.append(Microbatch(groups=(group,), blocks=blocks))
+            runs.append((group,))
             continue
-        if open_tokens + tokens[group] > capacity:
-            packed.append(Microbatch(groups=tuple(open_groups), blocks=((0, open_tokens),)))
-            open_groups, open_tokens = [], 0
-        open_groups.append(group)
-        open_tokens += tokens[group]
-    if open_groups:
-        packed.append(Microbatch(groups=tuple(open_groups), blocks=((0, open_tokens),)))
-    return tuple(packed)
+        if sum(tokens[other] for other in waiting) + tokens[group] > capacity:
+            runs.append(waiting)
+            waiting = ()
+        waiting = (*waiting, group)
+    return [*runs, waiting] if waiting else runs
 
 
-def _blocks(tokens: int, *, shape: ModelShape, free_bytes: int) -> tuple[tuple[int, int], ...]:
+def _blocks(
+    tokens: int, *, shape: ModelShape, budget_bytes: int, head_chunk: int
+) -> tuple[tuple[int, int], ...]:
     carry_bytes = tokens * shape.carry_bytes_per_token
-    size = (free_bytes - carry_bytes) // shape.activation_bytes_per_token
+    free_bytes = budget_bytes - carry_bytes
+    size = shape.block_tokens(free_bytes, chunk=head_chunk, is_carried=True)
     if size < BLOCK_TOKENS_MIN:
-        short = carry_bytes + BLOCK_TOKENS_MIN * shape.activation_bytes_per_token - free_bytes
+        least = shape.block_bytes(BLOCK_TOKENS_MIN, chunk=head_chunk, is_carried=True)
         raise ValueError(
-            f"trainer.memory_budget_bytes is {short} bytes too small for a tree of {tokens} tokens"
+            f"trainer.memory_budget_bytes is {carry_bytes + least - budget_bytes} bytes too small "
+            f"for a tree of {tokens} tokens"
         )
     count = -(-tokens // size)
     even = -(-tokens // count)

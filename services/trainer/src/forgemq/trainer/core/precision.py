@@ -6,6 +6,8 @@ These do the same with the wider of float32 and the model's dtype, and they are 
 uses. Parameters keep their names, so weights load and save unchanged.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -28,10 +30,38 @@ class RmsNorm(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Norm over the last dimension, times the weight; the input's dtype."""
-        wide = _wide(hidden.dtype)
-        size = (hidden.shape[-1],)
-        normed = functional.rms_norm(hidden.to(wide), size, self.weight.to(wide), self.eps)
-        return normed.to(hidden.dtype)
+        output = _Normed.apply(hidden, self.weight, self.eps)
+        assert isinstance(output, Tensor)
+        return output
+
+
+class _Normed(torch.autograd.Function):
+    """Keeps its input and one number a row; torch's composite keeps three more tensors."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401  # torch's context has no public type
+        hidden: Tensor,
+        weight: Tensor,
+        eps: float,
+    ) -> Tensor:
+        wide = hidden.to(_wide(hidden.dtype))
+        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        scale = norm.square_().div_(hidden.shape[-1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(hidden, weight, scale)
+        return (wide * scale).mul_(weight).to(hidden.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:  # noqa: ANN401
+        hidden, weight, scale = ctx.saved_tensors
+        grad = grad.to(scale.dtype)
+        normed = hidden.to(scale.dtype) * scale
+        product = grad * normed
+        weight_grad = product.reshape(-1, hidden.shape[-1]).sum(0)
+        along = product.mul_(weight).mean(-1, keepdim=True)
+        hidden_grad = torch.mul(grad, weight, out=product)
+        hidden_grad.sub_(normed.mul_(along)).mul_(scale)
+        return hidden_grad.to(hidden.dtype), weight_grad.to(weight.dtype), None
 
 
 class RotaryAngles(nn.Module):

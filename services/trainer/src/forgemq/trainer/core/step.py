@@ -17,7 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from forgemq.trainer.core.assignment import Range
 from forgemq.trainer.core.attention import Carry, TreeAttention
+from forgemq.trainer.core.carry import BlockKeys, CarriedKeys, MakeStore, PathKeys, WholeKeys
+from forgemq.trainer.core.exchange import KeyExchange, Peers
 from forgemq.trainer.core.logprobs import Edges, edge_logprobs, edges_of
 from forgemq.trainer.core.loss import Entries, EntryLoss, LossFunction
 from forgemq.trainer.core.memory import Microbatch, ModelShape
@@ -29,7 +32,7 @@ class MakeFlexAttention(Protocol):
     """Makes the attention of one run of queries, on a GPU."""
 
     def __call__(
-        self, forest: Forest, plan: AttentionPlan, /, *, device: torch.device
+        self, subtree_end_K: Integers, plan: AttentionPlan, /, *, device: torch.device
     ) -> Callable[[Tensor, Tensor, Tensor, float], Tensor]:
         """(query, key, value, scale) -> output, as `TreeAttention.flex`."""
         ...
@@ -41,10 +44,12 @@ class Policy:
 
     Attributes:
         decoder: the model without its head; takes tokens, positions and `tree_attention`.
-        head_VH: weights of the head, perhaps tied to the embedding.
+        head_VH: weights of the head, perhaps tied to the embedding; says dtype and device.
         shape: its sizes.
         key_heads: key/value heads.
         flex: makes the attention of a run of queries on a GPU; None on a CPU.
+        make_store: where keys and values go that a budget has no room for; None: nowhere.
+        gather_head: where ranks share the parameters, `head_VH` is empty and this makes it whole.
     """
 
     decoder: nn.Module
@@ -52,6 +57,8 @@ class Policy:
     shape: ModelShape
     key_heads: int
     flex: MakeFlexAttention | None = None
+    make_store: MakeStore | None = None
+    gather_head: Callable[[], Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,12 +122,48 @@ def forward_backward(
         forest = joined([forests[group] for group in microbatch.groups])
         weight_G = np.array([weights[group] for group in microbatch.groups])
         run = _Run(policy, forest, weight_G[forest.entry_group_E], loss, head_chunk)
-        whole = len(microbatch.blocks) == 1
-        parts.append(run.whole() if whole else run.in_blocks(microbatch.blocks))
-    return _merged(parts)
+        if len(microbatch.blocks) == 1:
+            parts.append(run.whole())
+            continue
+        keys = run.path_keys(microbatch.blocks, is_offloaded=microbatch.is_offloaded)
+        parts.append(run.in_blocks(microbatch.blocks, keys))
+    return merged(parts)
 
 
-def _merged(parts: Sequence[EntryValues]) -> EntryValues:
+def forward_backward_shared(
+    policy: Policy,
+    forest: Forest,
+    blocks: Sequence[Sequence[Range]],
+    *,
+    peers: Peers,
+    weight: float,
+    loss: LossFunction,
+    head_chunk: int,
+) -> EntryValues:
+    """Add this rank's part of one group's gradients; every rank calls it with the same group.
+
+    Args:
+        policy: its parameters' gradients, summed over the ranks, are those of the group.
+        forest: of the group.
+        blocks: of its layout, in order; for each of them the ranks' query ranges.
+        peers: the ranks.
+        weight: of the group, from `group_weights`.
+        loss: of the run.
+        head_chunk: rows of logits at once.
+
+    Returns:
+        The same on every rank: all entries of the group.
+    """
+    weight_E = np.full(forest.entry_count, weight)
+    run = _Run(policy, forest, weight_E, loss, head_chunk)
+    exchanges = [KeyExchange(ranges=tuple(ranges), peers=peers) for ranges in blocks]
+    own = [ranges[peers.rank] for ranges in blocks]
+    return run.in_blocks(own, run.whole_keys(own), exchanges)
+
+
+def merged(parts: Sequence[EntryValues]) -> EntryValues:
+    """The values of several parts of a step as one."""
+
     def all_of(name: str) -> Floats:
         arrays = [getattr(part, name) for part in parts]
         return np.concatenate(arrays) if arrays else np.zeros(0)
@@ -167,7 +210,12 @@ class _Run:
         edges = self._edges(0, count)
         if len(edges.entry_E) == 0:
             return self._seen(logprob_E, entropy_E, self._loss(logprob_E, self._entries))
-        hidden = self._hidden(0, count, carries=())
+        whole = BlockKeys(
+            plan=attention_plan(self._pieces, start=0, end=count),
+            carries=(),
+            subtree_end_S=self._forest.subtree_end_N,
+        )
+        hidden = self._hidden(0, count, keys=whole)
         logprob_J, entropy_R = self._logprobs(hidden, edges, start=0)
         logprob_E = logprob_E.index_copy(0, edges.entry_E, logprob_J[edges.edge_of_entry_E])
         entropy_E[edges.entry_E] = entropy_R[edges.row_J[edges.edge_of_entry_E]]
@@ -175,23 +223,39 @@ class _Run:
         (result.loss * self._weight_E).sum().backward()  # type: ignore[no-untyped-call]
         return self._seen(logprob_E, entropy_E, result)
 
-    def in_blocks(self, blocks: Sequence[tuple[int, int]]) -> EntryValues:
-        """Block by block; the same gradients, in the memory of one block and the carries."""
-        carries = self._carries()
+    def in_blocks(
+        self,
+        blocks: Sequence[Range],
+        keys: CarriedKeys,
+        exchanges: Sequence[KeyExchange] = (),
+    ) -> EntryValues:
+        """Block by block; the same gradients, in the memory of one block and the carries.
+
+        With an exchange for each block, `blocks` are this rank's ranges of them.
+        """
+        between = exchanges or [None] * len(blocks)
         all_edges = [self._edges(start, end) for start, end in blocks]
         logprob_E = torch.zeros(self._forest.entry_count, dtype=self._wide, device=self._device)
         entropy_E = torch.zeros_like(logprob_E)
         with torch.no_grad():
-            for (start, end), edges in zip(blocks, all_edges, strict=True):
-                hidden = self._hidden(start, end, carries=carries)
+            for number, (start, end) in enumerate(blocks):
+                edges = all_edges[number]
+                hidden = self._hidden(
+                    start, end, keys=keys.enter(number), exchange=between[number]
+                )
                 logprob_J, entropy_R = self._logprobs(hidden, edges, start=start)
                 logprob_E[edges.entry_E] = logprob_J[edges.edge_of_entry_E]
                 entropy_E[edges.entry_E] = entropy_R[edges.row_J[edges.edge_of_entry_E]]
+        if exchanges:  # Each entry was read on one rank and is 0 on the others.
+            logprob_E = exchanges[0].peers.total(logprob_E)
+            entropy_E = exchanges[0].peers.total(entropy_E)
         logprob_E.requires_grad_()
         result = self._loss(logprob_E, self._entries)
         (owed_E,) = torch.autograd.grad((result.loss * self._weight_E).sum(), logprob_E)
-        for (start, end), edges in zip(reversed(blocks), reversed(all_edges), strict=True):
-            hidden = self._hidden(start, end, carries=carries)
+        keys.turn()
+        for number, (start, end) in reversed(list(enumerate(blocks))):
+            edges = all_edges[number]
+            hidden = self._hidden(start, end, keys=keys.enter(number), exchange=between[number])
             logprob_J, _ = self._logprobs(hidden, edges, start=start)
             owed_J = torch.zeros_like(logprob_J)
             owed_J.index_add_(0, edges.edge_of_entry_E, owed_E[edges.entry_E])
@@ -199,16 +263,23 @@ class _Run:
             torch.autograd.backward([logprob_J, hidden], [owed_J, torch.zeros_like(hidden)])
         return self._seen(logprob_E, entropy_E, result)
 
-    def _hidden(self, start: int, end: int, *, carries: tuple[Carry, ...]) -> Tensor:
-        plan = attention_plan(self._pieces, start=start, end=end)
+    def _hidden(
+        self,
+        start: int,
+        end: int,
+        *,
+        keys: BlockKeys,
+        exchange: KeyExchange | None = None,
+    ) -> Tensor:
         flex = None
         if self._policy.flex is not None:
-            flex = self._policy.flex(self._forest, plan, device=self._device)
+            flex = self._policy.flex(keys.subtree_end_S, keys.plan, device=self._device)
         output = self._policy.decoder(
             input_ids=self._tokens_N[None, start:end],
             position_ids=self._position_N[None, start:end],
             use_cache=False,
-            tree_attention=TreeAttention(plan=plan, carries=carries, flex=flex),
+            tree_attention=TreeAttention(plan=keys.plan, carries=keys.carries, flex=flex),
+            key_exchange=exchange,
         )
         hidden_TH = output.last_hidden_state[0]
         assert isinstance(hidden_TH, Tensor)
@@ -216,7 +287,9 @@ class _Run:
 
     def _logprobs(self, hidden: Tensor, edges: Edges, *, start: int) -> tuple[Tensor, Tensor]:
         rows = hidden.index_select(0, edges.source_R - start)
-        return edge_logprobs(rows, self._policy.head_VH, edges, chunk=self._head_chunk)
+        gather = self._policy.gather_head
+        head_VH = self._policy.head_VH if gather is None else gather()
+        return edge_logprobs(rows, head_VH, edges, chunk=self._head_chunk)
 
     def _edges(self, start: int, end: int) -> Edges:
         edges = edges_of(self._forest, start=start, end=end)
@@ -228,6 +301,25 @@ class _Run:
             row_J=edges.row_J.to(self._device),
             target_J=edges.target_J.to(self._device),
         )
+
+    def path_keys(self, blocks: Sequence[Range], *, is_offloaded: bool) -> PathKeys:
+        """Carries of the live path, for blocks that this process runs by itself."""
+        shape, heads = self._policy.shape, self._policy.key_heads
+        return PathKeys(
+            self._forest,
+            self._pieces,
+            blocks,
+            layers=shape.layers,
+            key_heads=heads,
+            head_size=shape.key_size // heads,
+            dtype=self._policy.head_VH.dtype,
+            device=self._device,
+            make_store=self._policy.make_store if is_offloaded else None,
+        )
+
+    def whole_keys(self, blocks: Sequence[Range]) -> WholeKeys:
+        """Carries of all tokens, for ranks that run the forest together."""
+        return WholeKeys(self._forest, self._pieces, blocks, carries=self._carries())
 
     def _carries(self) -> tuple[Carry, ...]:
         shape, heads = self._policy.shape, self._policy.key_heads

@@ -1,0 +1,246 @@
+"""How many completions a second pass through all topics on this machine?
+
+Real broker, gateway, inference, reward, merger and scheduler, each a process of its own. Three
+stand-ins: the engine answers after a fixed time with a fixed number of tokens, the trainer takes
+steps without computing, and agents do nothing between two turns. `make load NAME=data_path`.
+
+`small`: contexts of about 200 tokens. `context_196k`: histories of 196,608 tokens, sent again as a
+whole every turn; 12 a second are a million a day.
+"""
+
+import asyncio
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+from data_path_agents import Played
+from data_path_system import SERVICES, STAND_INS, RunningSystem, Workload, running
+from measurement import Measurement, arguments
+from msgspec import Struct
+
+from forgemq.bus.log import Log, Place, Record
+from forgemq.contracts import topics
+from forgemq.contracts.groups import MergedGroup, ScoredGroup
+
+WORKLOADS = {
+    "small": Workload(
+        agents=64,
+        turns=4,
+        prompt_messages=1,
+        message_words=50,
+        turn_words=16,
+        output_tokens=32,
+        engine_s=0.1,
+        context_tokens_max=1024,
+        group_size=8,
+        groups_per_step=24,
+        slots=48,
+        warm_up_s=15.0,
+        measure_s=40.0,
+    ),
+    "context_196k": Workload(
+        agents=24,
+        turns=24,
+        prompt_messages=47,
+        message_words=2_075,
+        turn_words=32,
+        output_tokens=64,
+        engine_s=0.5,
+        context_tokens_max=204_800,
+        group_size=4,
+        groups_per_step=2,
+        slots=16,
+        warm_up_s=45.0,
+        measure_s=40.0,
+    ),
+}
+START_TIMEOUT_S = 120.0
+_READ_S = 0.5
+_PROCESSES = (*SERVICES, "broker", "trainer", *STAND_INS)
+
+
+class Window(Struct, frozen=True, kw_only=True):
+    """What was seen between two moments.
+
+    Attributes:
+        wall_ms: Start and end, Unix time.
+        monotonic_s: Start and end, as the agents' process reads it.
+        cpu_s: CPU time by process.
+        stored_bytes: Written to segments and blobs.
+        steps: Trained.
+        load: One-minute load average at start and end.
+    """
+
+    wall_ms: tuple[int, int]
+    monotonic_s: tuple[float, float]
+    cpu_s: Mapping[str, float]
+    stored_bytes: int
+    steps: int
+    load: tuple[float, float]
+
+    @property
+    def duration_s(self) -> float:
+        """Its length."""
+        return self.monotonic_s[1] - self.monotonic_s[0]
+
+
+class Outcome(Struct, frozen=True, kw_only=True):
+    """What a case gave: completions delivered and merged within the window."""
+
+    window: Window
+    delivered: int
+    merged: int
+    played: Sequence[Played]
+
+
+async def measure(name: str, workload: Workload, *, folder: Path) -> Outcome:
+    """Bring the system up, let it warm up, watch it, and read from the log what passed."""
+    async with running(name, workload, folder=folder) as system:
+        await _until_serving(system)
+        await asyncio.sleep(workload.warm_up_s)
+        window = await _watch(system, workload.measure_s)
+        delivered = await _records(system, topics.DELIVERED_COMPLETIONS)
+        scored = await _records(system, topics.SCORED_GROUPS)
+        merged = await _records(system, topics.MERGED_GROUPS)
+        await system.supervisor.stop()
+        lines = await asyncio.to_thread(system.played.read_bytes)
+    started_s, ended_s = window.monotonic_s
+    return Outcome(
+        window=window,
+        delivered=sum(_is_within(record, window) for record in delivered),
+        merged=_merged_completions(scored, [r for r in merged if _is_within(r, window)]),
+        played=[
+            played
+            for played in msgspec.json.Decoder(Played).decode_lines(lines)
+            if started_s <= played.ended_s < ended_s
+        ],
+    )
+
+
+async def _until_serving(system: RunningSystem) -> None:
+    """Return at the first delivered completion.
+
+    Raises:
+        TimeoutError: there is none in time.
+    """
+    places = _places(system, topics.DELIVERED_COMPLETIONS)
+    async with asyncio.timeout(START_TIMEOUT_S):
+        while not any((await system.log.end_positions(places)).values()):
+            await asyncio.sleep(_READ_S)
+
+
+async def _watch(system: RunningSystem, duration_s: float) -> Window:
+    cpu_s, stored, steps = system.cpu_s(), system.stored_bytes(), system.trainer.steps
+    wall_ms, began_s, load = time.time_ns() // 1_000_000, time.monotonic(), os.getloadavg()[0]
+    await asyncio.sleep(duration_s)
+    ended = system.cpu_s()
+    return Window(
+        wall_ms=(wall_ms, time.time_ns() // 1_000_000),
+        monotonic_s=(began_s, time.monotonic()),
+        cpu_s={name: ended[name] - before for name, before in cpu_s.items()},
+        stored_bytes=system.stored_bytes() - stored,
+        steps=system.trainer.steps - steps,
+        load=(load, os.getloadavg()[0]),
+    )
+
+
+async def _records(system: RunningSystem, topic: topics.Topic) -> list[Record]:
+    """Every record of the topic up to now."""
+    places = _places(system, topic)
+    return await _read_all(system.log, places)
+
+
+async def _read_all(log: Log, places: Sequence[Place]) -> list[Record]:
+    ends = await log.end_positions(places)
+    reader = await log.reader(await log.first_positions(places))
+    found: list[Record] = []
+    try:
+        while any(reader.position(place) < end for place, end in ends.items()):
+            found += await reader.read(timeout_s=_READ_S, records_max=10_000)
+    finally:
+        await reader.close()
+    return found
+
+
+def _places(system: RunningSystem, topic: topics.Topic) -> list[Place]:
+    count = system.configuration.log.group_partitions
+    return [Place(topic.name, partition) for partition in range(count)]
+
+
+def _is_within(record: Record, window: Window) -> bool:
+    return window.wall_ms[0] <= record.timestamp_ms < window.wall_ms[1]
+
+
+def _merged_completions(scored: Sequence[Record], merged: Sequence[Record]) -> int:
+    """Completions of the merged groups that have a tree."""
+    counts: dict[str, int] = {}
+    for record in scored:
+        group = topics.decode(topics.SCORED_GROUPS, record.value)
+        assert isinstance(group, ScoredGroup), "the registry says so"
+        counts[group.group_id] = len(group.completions)
+    total = 0
+    for record in merged:
+        summary = topics.decode(topics.MERGED_GROUPS, record.value)
+        assert isinstance(summary, MergedGroup), "the registry says so"
+        total += 0 if summary.not_trainable else counts[summary.group_id]
+    return total
+
+
+def report(measurement: Measurement, case: str, outcome: Outcome, *, engine_s: float) -> None:
+    """The rows of one case."""
+    window, delivered = outcome.window, outcome.delivered
+    added_ms = sorted(1000 * (played.took_s - engine_s) for played in outcome.played)
+    rows = [
+        ("completions_per_second", delivered / window.duration_s, "1/s"),
+        ("merged_completions_per_second", outcome.merged / window.duration_s, "1/s"),
+        ("trained_steps", window.steps, "steps"),
+        ("context_tokens", _mean([p.context_tokens for p in outcome.played]), "tokens, mean"),
+        ("output_tokens", _mean([p.output_tokens for p in outcome.played]), "tokens, mean"),
+        ("added_latency_p50", _percentile(added_ms, 50), "ms"),
+        ("added_latency_p99", _percentile(added_ms, 99), "ms"),
+        ("log_bytes_per_completion", window.stored_bytes / max(1, delivered), "bytes"),
+        ("cpu", 1000 * sum(window.cpu_s.values()) / max(1, delivered), "ms per completion"),
+    ]
+    rows += [
+        (f"cpu_{name}", 1000 * window.cpu_s[name] / max(1, delivered), "ms per completion")
+        for name in _PROCESSES
+        if name in window.cpu_s
+    ]
+    for metric, value, unit in rows:
+        measurement.row(case, metric, value, unit)
+    load = "{:.1f} at the start, {:.1f} at the end".format(*window.load)
+    measurement.conditions[f"{case}, load average"] = load
+
+
+def _mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if values else 0.0
+
+
+def _percentile(ordered: Sequence[float], percent: int) -> float:
+    return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)] if ordered else 0.0
+
+
+def main() -> int:
+    """Measure every case, or those named."""
+    options = arguments(__doc__ or "")
+    measurement = Measurement(
+        name="data_path",
+        question="How many completions a second pass through all topics on this machine?",
+    )
+    for case, workload in WORKLOADS.items():
+        if options.case and case not in options.case:
+            continue
+        measurement.conditions[case] = repr(workload)
+        with tempfile.TemporaryDirectory(prefix="forgemq-load-") as folder:
+            outcome = asyncio.run(measure(case, workload, folder=Path(folder)))
+        report(measurement, case, outcome, engine_s=workload.engine_s)
+    return measurement.finish(options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,27 @@
+"""The stand-in engine as a process of the load test, set by `FORGEMQ_LOAD_ENGINE_*`."""
+
+import asyncio
+import os
+from contextlib import suppress
+
+from stand_in_engine import Speed, StandInEngine, serving
+
+from forgemq.shell.settings import parse
+
+
+class EngineSettings(Speed, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How fast it is, and where."""
+
+    port: int
+
+
+async def main() -> None:
+    """Serve until a signal ends the process."""
+    settings = parse(EngineSettings, prefix="FORGEMQ_LOAD_ENGINE_", environ=os.environ)
+    async with serving(StandInEngine(settings), port=settings.port):
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    with suppress(KeyboardInterrupt):
+        asyncio.run(main())

@@ -1,0 +1,275 @@
+"""Brings a whole run up around stand-ins, keeps it up while it is measured, and takes it down."""
+
+import asyncio
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+from data_path_agents import DOMAIN
+from msgspec import Struct
+from stand_in_trainer import StandInTrainer
+
+from forgemq.bus.blobs import BlobStore
+from forgemq.bus.kafka import KafkaLog
+from forgemq.bus.log import Log
+from forgemq.contracts.episodes import Sampling
+from forgemq.contracts.run import Episodes, Model, Queue, RunConfiguration, StartedRun, Trainer
+from forgemq.contracts.run import Log as LogCounts
+from forgemq.launcher.broker import RunBroker
+from forgemq.launcher.core.restarts import RestartPolicy
+from forgemq.launcher.machine import port
+from forgemq.launcher.processes import ServiceSpec, Supervisor
+from forgemq.launcher.run_folder import RunFolder
+from forgemq.launcher.services import Addresses, service_specs
+from forgemq.launcher.topics_of_run import announce, create_topics
+
+LOADTESTS = Path(__file__).parent
+DEMO_MODEL = LOADTESTS.parent / "deploy" / "demo" / "model"
+HOST = "127.0.0.1"
+SERVICES = ("gateway", "inference-0", "reward", "merger", "scheduler")
+STAND_INS = ("engine", "agents")
+# Agents first, so that no request is cut off in the middle.
+_AGENTS_STAGE, _ENGINE_STAGE = 0, 3
+
+
+class Workload(Struct, frozen=True, kw_only=True):
+    """What agents and engine do in a case.
+
+    Attributes:
+        agents: Episodes at once.
+        turns: Completions an episode.
+        prompt_messages: Before the first turn, the same for all episodes of a group.
+        message_words: In each of them; a word is two tokens.
+        turn_words: In every later message of the user.
+        output_tokens: Of every completion.
+        engine_s: From a request to its answer.
+        context_tokens_max: Of the model.
+        group_size: G.
+        groups_per_step: P.
+        slots: N.
+        warm_up_s: Before the measurement.
+        measure_s: How long the measurement is.
+    """
+
+    agents: int
+    turns: int
+    prompt_messages: int
+    message_words: int
+    turn_words: int
+    output_tokens: int
+    engine_s: float
+    context_tokens_max: int
+    group_size: int
+    groups_per_step: int
+    slots: int
+    warm_up_s: float
+    measure_s: float
+
+
+class RunningSystem(Struct, frozen=True, kw_only=True):
+    """A run that is up.
+
+    Attributes:
+        log: Of the run.
+        configuration: Of the run.
+        folder: Everything the run leaves behind.
+        supervisor: Of services and stand-ins.
+        broker: Of the run's own broker, None where a setting names one.
+        played: The agents write what they played to this file when they end.
+    """
+
+    log: Log
+    configuration: RunConfiguration
+    folder: RunFolder
+    supervisor: Supervisor
+    trainer: StandInTrainer
+    broker: psutil.Process | None
+    played: Path
+
+    def cpu_s(self) -> dict[str, float]:
+        """CPU time each process has used so far, with its children's, by name."""
+        seconds = {
+            status.name: _cpu_s(psutil.Process(status.pid))
+            for status in self.supervisor.statuses()
+            if status.pid is not None
+        }
+        if self.broker is not None:
+            seconds["broker"] = _cpu_s(self.broker)
+        own = psutil.Process().cpu_times()
+        seconds["trainer"] = own.user + own.system
+        return seconds
+
+    def stored_bytes(self) -> int:
+        """Bytes of the run's records in the broker's segments and in the blob store."""
+        segments = (self.folder / "kafka" / "data").glob(f"{self.folder.run}.*/*.log")
+        blobs = (path for path in (self.folder / "blobs").rglob("*") if path.is_file())
+        return sum(path.stat().st_size for path in (*segments, *blobs))
+
+
+@asynccontextmanager
+async def running(name: str, workload: Workload, *, folder: Path) -> AsyncIterator[RunningSystem]:
+    """The system under load, from its first request on; everything is stopped at the end."""
+    run = RunFolder(folder / name.replace("_", "-"))
+    model = _model(folder / "model", context_tokens_max=workload.context_tokens_max)
+    configuration = run_configuration(run.run, workload, model=model)
+    run.make(configuration)
+    broker = RunBroker(run / "kafka", environ=os.environ, note=_note)
+    supervisor = Supervisor(policy=RestartPolicy(restarts_max=0), grace_s=20.0, note=_note)
+    await broker.start()
+    log = KafkaLog(
+        broker.connection,
+        run=run.run,
+        blobs=BlobStore(str(run / "blobs")),
+        inline_bytes_max=configuration.log.inline_bytes_max,
+    )
+    try:
+        await create_topics(log, configuration)
+        started = StartedRun(
+            run=run.run,
+            configuration=configuration,
+            blobs=str(run / "blobs"),
+            started_ms=time.time_ns() // 1_000_000,
+        )
+        await announce(broker.connection, started)
+        trainer = StandInTrainer(
+            log,
+            model=model,
+            folder=run / "checkpoints",
+            group_partitions=configuration.log.group_partitions,
+        )
+        specs = _specs(configuration, workload, folder=run, kafka=broker.connection.bootstrap)
+        async with asyncio.TaskGroup() as tasks:
+            kept = [
+                tasks.create_task(supervisor.keep(spec, may_end=lambda: False)) for spec in specs
+            ]
+            kept.append(tasks.create_task(trainer.run()))
+            yield RunningSystem(
+                log=log,
+                configuration=configuration,
+                folder=run,
+                supervisor=supervisor,
+                trainer=trainer,
+                broker=_java() if broker.is_own else None,
+                played=run / "played.jsonl",
+            )
+            for task in kept:
+                task.cancel()
+    finally:
+        await supervisor.stop()
+        await log.close()
+        await broker.stop()
+
+
+def run_configuration(run: str, workload: Workload, *, model: Path) -> RunConfiguration:
+    """One domain, one lane, and more steps than a load test takes."""
+    queue = Queue(
+        domain=DOMAIN,
+        task_source="",
+        agent="",
+        outcome="data_path_rewards:outcome",
+        group_size=workload.group_size,
+        groups_per_step=workload.groups_per_step,
+        slots=workload.slots,
+    )
+    return RunConfiguration(
+        run=run,
+        seed=0,
+        model=Model(
+            path=str(model), context_tokens_max=workload.context_tokens_max, dtype="float32"
+        ),
+        queues=(queue,),
+        trainer=Trainer(steps=100_000),
+        episodes=Episodes(
+            sampling=Sampling(max_tokens=workload.output_tokens), concurrent_max=workload.agents
+        ),
+        log=LogCounts(group_partitions=2, lanes=1),
+        code_paths=(str(LOADTESTS),),
+    )
+
+
+def _specs(
+    configuration: RunConfiguration, workload: Workload, *, folder: RunFolder, kafka: str
+) -> Sequence[ServiceSpec]:
+    engine_port = port(HOST, wanted=0)
+    addresses = Addresses(
+        kafka=kafka,
+        engine_urls=(f"http://{HOST}:{engine_port}",),
+        host=HOST,
+        gateway_port=port(HOST, wanted=0),
+        console_port=0,
+        admin_key=folder.admin_key(),
+    )
+    services = service_specs(
+        configuration, folder=folder, addresses=addresses, environ=dict(os.environ)
+    )
+    shared = services[0].environ
+
+    def stand_in(name: str, settings: Mapping[str, object], *, stage: int) -> ServiceSpec:
+        prefix = f"FORGEMQ_LOAD_{name.upper()}_"
+        own = {f"{prefix}{key.upper()}": str(value) for key, value in settings.items()}
+        return ServiceSpec(
+            name=name,
+            module=f"data_path_{name}",
+            environ={**shared, **own, "PYTHONPATH": _python_path()},
+            log_path=folder / "logs" / f"{name}.log",
+            stop_stage=stage,
+        )
+
+    engine = {
+        "port": engine_port,
+        "latency_s": workload.engine_s,
+        "tokens": workload.output_tokens,
+        "context_tokens_max": workload.context_tokens_max,
+    }
+    agents = {
+        "url": addresses.gateway_url,
+        "admin_key": addresses.admin_key,
+        "agents": workload.agents,
+        "group_size": workload.group_size,
+        "turns": workload.turns,
+        "prompt_messages": workload.prompt_messages,
+        "message_words": workload.message_words,
+        "turn_words": workload.turn_words,
+        "tokens_max": workload.output_tokens,
+        "out": folder / "played.jsonl",
+    }
+    return (
+        stand_in("engine", engine, stage=_ENGINE_STAGE),
+        *(spec for spec in services if spec.name in SERVICES),
+        stand_in("agents", agents, stage=_AGENTS_STAGE),
+    )
+
+
+def _model(folder: Path, *, context_tokens_max: int) -> Path:
+    """The demo's model with room for longer contexts; nobody computes with it."""
+    shutil.copytree(DEMO_MODEL, folder)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["max_position_embeddings"] = context_tokens_max
+    path.write_text(json.dumps(config))
+    return folder
+
+
+def _python_path() -> str:
+    return os.pathsep.join(filter(None, (str(LOADTESTS), os.environ.get("PYTHONPATH", ""))))
+
+
+def _java() -> psutil.Process:
+    return next(p for p in psutil.Process().children(recursive=True) if "java" in p.name())
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    """Of the process and its children, those that ended included."""
+    times = process.cpu_times()
+    own = times.user + times.system + times.children_user + times.children_system
+    return float(own) + sum(_cpu_s(child) for child in process.children())
+
+
+def _note(line: str) -> None:
+    sys.stderr.write(f"{line}\n")

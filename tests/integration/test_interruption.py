@@ -1,0 +1,76 @@
+"""Ctrl-C at any moment stops everything, and --resume goes on where the run stood."""
+
+import itertools
+
+import pytest
+
+from forgemq.bus.broker import LocalBroker
+from tests.integration.launched_run import DIALOGUE, LaunchedRun
+from tests.integration.run_log import Accounts, accounts
+from tests.integration.stand_in import stand_in_engine
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
+
+RUN = "broken-off"
+STEPS = 8
+
+
+def interrupted(run: LaunchedRun, *, at: str, within_s: float) -> None:
+    """Ctrl-C when it says this: status 130, nothing left, and a way to go on."""
+    run.said(at, within_s=within_s)
+    run.interrupt()
+    assert run.ended(within_s=60) == 130
+    assert run.left_behind() == []
+
+
+def own_log(run: LaunchedRun) -> Accounts:
+    """Read from the run's own broker, started again on what it left on disk."""
+    broker = LocalBroker(run.runs / RUN / "kafka")
+    try:
+        return accounts(broker.start(), run=RUN, blobs=str(run.blobs(RUN)))
+    finally:
+        broker.stop()
+
+
+def test_ctrl_c_during_set_up_rollouts_and_training_loses_nothing(tmp_path):
+    run = LaunchedRun(tmp_path, {})
+    with stand_in_engine(latency_s=0.2, tokens=16) as engine_url:
+        stands_in = {"FORGEMQ_ENGINE_URL": engine_url}
+        try:
+            run.start(DIALOGUE, f"run={RUN}", f"trainer.steps={STEPS}")
+            interrupted(run, at="SGLang starts", within_s=60)
+
+            run.start(DIALOGUE, "--resume", RUN)
+            interrupted(run, at=r"starting \d+ services", within_s=90)
+
+            run.start(DIALOGUE, "--resume", RUN, environ=stands_in)
+            interrupted(run, at=r"version 0: success .* \(4 groups\)", within_s=120)
+            open_groups = own_log(run).open_group_ids()
+            assert f"continue with: make demo RESUME={RUN}" in run.output()
+
+            run.start(DIALOGUE, "--resume", RUN, environ=stands_in)
+            interrupted(run, at="step 3 trained", within_s=180)
+            before = own_log(run)
+
+            run.start(DIALOGUE, "--resume", RUN, environ=stands_in)
+            run.ended(within_s=240)
+            assert run.left_behind() == []
+        finally:
+            run.close()
+
+    after = own_log(run)
+    after.assert_exactly_once()
+    assert list(after.surviving_steps()) == list(range(STEPS))
+    # What was trained stays trained, in the same bytes of the same record.
+    known = [step.step for step in before.trained]
+    assert after.trained[: len(known)] == before.trained
+    assert known == list(range(len(known)))
+    assert [step.step for step in after.trained] == list(range(STEPS))
+    ended = {group.group_id: group.reason for group in after.retired}
+    for group_id in itertools.chain(open_groups, before.open_group_ids()):
+        assert ended[group_id] in ("trained", "zero_variance", "stale", "cancelled", "evaluated")
+    report = run.report(RUN)
+    held = {guarantee for guarantee, holds in report["guarantees"].items() if holds}
+    # The stand-in's log-probabilities are noise, so G5 cannot hold.
+    assert held == {"G1", "G2", "G3", "G4"}, report["guarantees_checked"]
+    assert report["groups_open"] == 0
