@@ -1,8 +1,9 @@
 """Does the whole system learn the demo task, on the real broker and the real engine?
 
 Plays the demo once for each of five seeds fixed in advance, one after the other, and keeps every
-curve, good or bad. `make load NAME=learning JSON=learning.json`; about nine minutes a seed on two
-cores. Curves and the table go to docs/learning/.
+curve, good or bad; then three controls whose returns are dealt out at random inside each group,
+which must not learn. `make load NAME=learning JSON=learning.json`; about six minutes a run on two
+cores. Curves go to docs/learning/.
 """
 
 import json
@@ -21,35 +22,41 @@ from measurement import Measurement, arguments
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs" / "learning"
 SEEDS = (0, 1, 2, 3, 4)
+SHUFFLED_SEEDS = (0, 1, 2)
 METRICS = ("success_start", "success_end", "success_start_greedy", "success_end_greedy")
 
 
-def play(seed: int) -> Path:
-    """Run the demo with this seed; returns the run's folder."""
-    run = f"learning-seed-{seed}"
-    folder = ROOT / "runs" / run
+def play(name: str, *overrides: str) -> Path:
+    """Run the demo under this name, or take the run that is there; returns its folder."""
+    folder = ROOT / "runs" / f"learning-{name}"
     if not (folder / "report.json").exists():
         shutil.rmtree(folder, ignore_errors=True)
-        command = ["forgemq", "run", "deploy/demo/run.toml", f"run={run}", f"seed={seed}"]
-        command[0] = str(Path(sys.executable).with_name("forgemq"))
+        tool = str(Path(sys.executable).with_name("forgemq"))
+        command = [tool, "run", "deploy/demo/run.toml", f"run=learning-{name}", *overrides]
         subprocess.run(command, cwd=ROOT, check=True)
     return folder
 
 
-def draw(folders: dict[int, Path]) -> None:
-    """Success on training tasks over the steps, one line a seed."""
+def curve(folder: Path) -> list[tuple[int, float]]:
+    """(step, success on training tasks) of a run."""
+    rows = [json.loads(line) for line in (folder / "curves.jsonl").read_text().splitlines()]
+    return [(row["step"], row["success"]) for row in rows if row.get("success") is not None]
+
+
+def draw(folders: dict[str, Path]) -> None:
+    """Success on training tasks over the steps, one line a run; controls in grey."""
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    for seed, folder in folders.items():
-        rows = [json.loads(line) for line in (folder / "curves.jsonl").read_text().splitlines()]
-        points = [(row["step"], row["success"]) for row in rows if row.get("success") is not None]
-        axes.plot(*zip(*points, strict=True), label=f"seed {seed}")
+    for name, folder in folders.items():
+        style = {"color": "0.6", "linestyle": "--"} if name.startswith("shuffled") else {}
+        axes.plot(*zip(*curve(folder), strict=True), label=name, **style)
     axes.set(xlabel="optimizer step", ylabel="success, training tasks", ylim=(0, 1))
     axes.legend()
     figure.savefig(DOCS / "success.png", dpi=110)
+    plt.close(figure)
 
 
 def main() -> int:
-    """Play every seed, keep the curves, print the table."""
+    """Play every seed and control, keep the curves, print the table."""
     options = arguments(__doc__ or "")
     measurement = Measurement(
         name="learning",
@@ -57,18 +64,20 @@ def main() -> int:
         conditions={"run": "deploy/demo/run.toml, 40 steps of 48 episodes, 128 held-out tasks"},
     )
     DOCS.mkdir(parents=True, exist_ok=True)
-    folders = {seed: play(seed) for seed in SEEDS}
-    reports = {}
-    for seed, folder in folders.items():
-        shutil.copy(folder / "curves.jsonl", DOCS / f"seed-{seed}.jsonl")
-        reports[seed] = json.loads((folder / "report.json").read_text())
+    folders = {f"seed-{seed}": play(f"seed-{seed}", f"seed={seed}") for seed in SEEDS}
+    for seed in SHUFFLED_SEEDS:
+        overrides = (f"seed={seed}", "rewards.shuffle_returns=true")
+        folders[f"shuffled-{seed}"] = play(f"shuffled-{seed}", *overrides)
+    for name, folder in folders.items():
+        shutil.copy(folder / "curves.jsonl", DOCS / f"{name}.jsonl")
+        report = json.loads((folder / "report.json").read_text())
         for metric in METRICS:
-            measurement.row(f"seed {seed}", metric, reports[seed][metric], "share")
-        measurement.row(f"seed {seed}", "staleness_max", reports[seed]["staleness_max"], "steps")
-        measurement.row(f"seed {seed}", "duration_s", reports[seed]["duration_s"], "s")
+            measurement.row(name, metric, report[metric], "share")
+        measurement.row(name, "staleness_max", report["staleness_max"], "steps")
+        measurement.row(name, "duration_s", report["duration_s"], "s")
     for metric in METRICS:
-        values = [report[metric] for report in reports.values()]
-        measurement.row("median", metric, statistics.median(values), "share")
+        values = [row[2] for row in measurement.rows if row[0][:4] == "seed" and row[1] == metric]
+        measurement.row("median of seeds", metric, statistics.median(values), "share")
     draw(folders)
     return measurement.finish(options.json)
 
