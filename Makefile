@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PACKAGES := contracts $(wildcard libs/*) $(wildcard services/*)
 STAMP := $(VENV)/.installed
+FAST := not integration and not slow and not gpu
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help setup demo test test-fast lint contracts load lock clean
@@ -22,10 +23,11 @@ demo: $(STAMP)  ## Run the demo: real Kafka, real SGLang, agents, training; RESU
 	@$(BIN)/forgemq run deploy/demo/run.toml $(if $(RESUME),--resume $(RESUME)) $(ARGS)
 
 test: $(STAMP)  ## Run every test, on the real broker and the real engine
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -q -n 2 -m "$(FAST)" $(ARGS)
+	@$(BIN)/python -m pytest -q -m "not ($(FAST))" --durations=15 $(ARGS)
 
 test-fast: $(STAMP)  ## Run the tests that need neither broker nor engine
-	@$(BIN)/python -m pytest -m "not integration and not slow and not gpu" -n 2 $(ARGS)
+	@$(BIN)/python -m pytest -q -n 2 -m "$(FAST)" $(ARGS)
 
 lint: $(STAMP)  ## Check format, lint, types and layers
 	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/lint-imports

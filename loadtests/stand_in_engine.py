@@ -47,6 +47,31 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
     seed: int = 0
 
 
+class Sampling(msgspec.Struct, frozen=True):
+    """The part of a request's sampling that a stand-in heeds."""
+
+    max_new_tokens: int = 128
+
+
+class Generation(msgspec.Struct, frozen=True):
+    """Body of /generate, as far as it matters."""
+
+    input_ids: msgspec.Raw
+    sampling_params: Sampling = Sampling()
+    rid: str | None = None
+
+
+class Context(msgspec.Struct, frozen=True):
+    """Number of tokens and the last ones."""
+
+    tokens: int
+    end: list[int]
+
+
+_GENERATION = msgspec.json.Decoder(Generation)
+_CONTEXT_END_TOKENS = 64
+
+
 class _Request:
     """One generation under way."""
 
@@ -113,24 +138,25 @@ class StandInEngine:
         )
 
     async def _generate(self, http: web.Request) -> web.Response:
-        body = await http.json()
-        context, sampling = body["input_ids"], body.get("sampling_params", {})
-        asked = int(sampling.get("max_new_tokens", 128))
-        if not context:
+        body = _GENERATION.decode(await http.read())
+        context = context_of(body.input_ids)
+        if not context.tokens:
             return _refused("input_ids cannot be empty.")
-        if len(context) + asked > self.speed.context_tokens_max:
+        asked = body.sampling_params.max_new_tokens
+        if context.tokens + asked > self.speed.context_tokens_max:
             return _refused("Requested token count exceeds the model's maximum context length")
         self._count += 1
-        request = _Request(body.get("rid") or f"stand-in-{self._count}")
+        request = _Request(body.rid or f"stand-in-{self._count}")
         self._requests[request.rid] = request
         try:
-            return web.json_response(await self._answer(request, context, asked))
+            answer = await self._answer(request, context, asked)
+            return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
         finally:
             self._requests.pop(request.rid, None)
 
-    async def _answer(self, request: _Request, context: list[int], asked: int) -> dict[str, Any]:
+    async def _answer(self, request: _Request, context: Context, asked: int) -> dict[str, Any]:
         count = min(self.speed.tokens, asked)
-        tokens, logprobs = sampled(context, count=count, speed=self.speed)
+        tokens, logprobs = sampled_after(context, count=count, speed=self.speed)
         spans: list[dict[str, Any]] = []
         slices = min(self.speed.slices, count) if self.speed.latency_s else 1
         done = 0
@@ -155,7 +181,7 @@ class StandInEngine:
             "meta_info": {
                 "id": request.rid,
                 "finish_reason": reason,
-                "prompt_tokens": len(context),
+                "prompt_tokens": context.tokens,
                 "completion_tokens": done,
                 "cached_tokens": 0,
                 "num_retractions": request.retractions,
@@ -252,9 +278,24 @@ class StandInEngine:
         return _done()
 
 
+def context_of(input_ids: msgspec.Raw) -> Context:
+    """What decides the answer, without reading every id."""
+    text = bytes(input_ids).strip(b"[] \n")
+    end = text.rsplit(b",", _CONTEXT_END_TOKENS)[-_CONTEXT_END_TOKENS:]
+    return Context(tokens=text.count(b",") + bool(text), end=[int(token) for token in end if token])
+
+
 def sampled(context: list[int], *, count: int, speed: Speed) -> tuple[list[int], list[float]]:
     """Tokens and log-probabilities that depend on the context and the seed alone."""
-    key = json.dumps([speed.seed, context[-64:], len(context)]).encode()
+    end = context[-_CONTEXT_END_TOKENS:]
+    return sampled_after(Context(tokens=len(context), end=end), count=count, speed=speed)
+
+
+def sampled_after(
+    context: Context, *, count: int, speed: Speed
+) -> tuple[list[int], list[float]]:
+    """The same, of the part of a context that decides them."""
+    key = json.dumps([speed.seed, context.end, context.tokens]).encode()
     noise = hashlib.shake_128(key).digest(4 * count)
     tokens, logprobs = [], []
     for index in range(count):

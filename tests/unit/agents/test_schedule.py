@@ -37,7 +37,7 @@ def test_a_round_has_every_held_out_task_of_every_domain_sampled_and_greedy():
     assert [(g.domain, g.round_name, g.task_number, g.temperature) for g in groups] == [
         (domain, f"start-{mode}", number, temperature)
         for domain in ("a", "b")
-        for mode, temperature in (("sampled", 1.0), ("greedy", 0.0))
+        for mode, temperature in (("sampled", None), ("greedy", 0.0))
         for number in (50, 51)
     ]
     assert len({(g.domain, g.idempotency_key) for g in groups}) == 8

@@ -3,6 +3,7 @@
 import hashlib
 from itertools import pairwise
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +12,7 @@ from forgemq.contracts.arrays import pack_ids, unpack_floats, unpack_ids
 from forgemq.contracts.completions import CancelledCompletion, RequestedCompletion, WeightSpan
 from forgemq.contracts.episodes import Sampling
 from forgemq.contracts.weights import PublishedWeights, Rendezvous
+from forgemq.inference.core.context import Context
 from forgemq.inference.core.generation import (
     EngineAnswer,
     EngineFinish,
@@ -109,13 +111,28 @@ def answer(spans: list[EngineSpan] | None = None, **meta: object) -> EngineAnswe
     return EngineAnswer([7, 8], EngineMeta(**(values | meta)))  # type: ignore[arg-type]
 
 
+def context_of(ids: list[int]) -> Context:
+    return Context().extended(pack_ids(ids))
+
+
+@given(st.lists(st.lists(st.integers(0, 200_000), max_size=5), max_size=6), st.integers(0, 30))
+def test_both_forms_of_a_context_hold_the_same_ids(parts: list[list[int]], count: int) -> None:
+    context = Context()
+    for part in parts:
+        context = context.extended(pack_ids(part))
+    ids = [token for part in parts for token in part]
+    assert context.tokens == pack_ids(ids)
+    assert msgspec.json.decode(b"[" + context.text + b"]") == ids
+    assert context.first(min(count, len(ids))) == context_of(ids[:count])
+
+
 # What runs
 
 
 def test_a_request_runs_once_in_its_own_lane_and_epoch() -> None:
     state = lane_state()
     first = state.take(requested(), now_ms=0)
-    assert first == Run(Attempt(request_id(1), 0), pack_ids([1, 2, 3]))
+    assert first == Run(Attempt(request_id(1), 0), context_of([1, 2, 3]))
     assert state.take(requested(), now_ms=0) == Skipped("duplicate")
     assert isinstance(state.take(requested(attempt=1), now_ms=0), Run)
     assert state.take(requested(2, epoch=2), now_ms=0) == Skipped("other_epoch")
@@ -152,11 +169,11 @@ def test_an_ended_attempt_is_not_aborted_by_a_late_cancellation() -> None:
 
 def test_a_delta_is_resolved_against_the_parent_or_missing() -> None:
     state = lane_state()
-    state.remembered.remember(request_id(9), pack_ids([4, 5, 6]))
+    state.remembered.remember(request_id(9), context_of([4, 5, 6]))
     delta = {"is_delta": True, "parent_id": request_id(9), "context": pack_ids([8])}
     run = state.take(requested(1, shared_prefix_tokens=2, **delta), now_ms=0)
     assert isinstance(run, Run)
-    assert unpack_ids(run.context) == [4, 5, 8]
+    assert run.context == context_of([4, 5, 8])
     assert state.take(requested(2, shared_prefix_tokens=4, **delta), now_ms=0) == CONTEXT_MISSING
     orphan = delta | {"parent_id": None}
     assert state.take(requested(3, **orphan), now_ms=0) == CONTEXT_MISSING
@@ -167,27 +184,26 @@ def test_remembered_tokens_never_exceed_their_bytes_and_are_never_altered(
     writes: list[tuple[int, int]], bytes_max: int
 ) -> None:
     remembered = RememberedCompletions(bytes_max=bytes_max)
-    newest: dict[int, bytes] = {}
+    newest: dict[int, Context] = {}
     for name, count in writes:
-        tokens = pack_ids([name] * count)
+        tokens = context_of([name] * count)
         held = remembered.prefix(str(name), tokens_count=0) is not None
         remembered.remember(str(name), tokens)
         newest[name] = newest[name] if held else tokens
         assert remembered.size_bytes <= bytes_max
     for name, tokens in newest.items():
-        count = len(tokens) // 4
-        assert remembered.prefix(str(name), tokens_count=count) in (None, tokens)
+        assert remembered.prefix(str(name), tokens_count=tokens.tokens_count) in (None, tokens)
 
 
 def test_the_least_recently_used_completion_is_forgotten_first() -> None:
-    remembered = RememberedCompletions(bytes_max=12)
-    remembered.remember("a", pack_ids([1]))
-    remembered.remember("b", pack_ids([2]))
-    remembered.remember("c", pack_ids([3]))
-    assert remembered.prefix("a", tokens_count=1) == pack_ids([1])
-    remembered.remember("d", pack_ids([4]))
+    remembered = RememberedCompletions(bytes_max=15)
+    remembered.remember("a", context_of([1]))
+    remembered.remember("b", context_of([2]))
+    remembered.remember("c", context_of([3]))
+    assert remembered.prefix("a", tokens_count=1) == context_of([1])
+    remembered.remember("d", context_of([4]))
     assert remembered.prefix("b", tokens_count=0) is None
-    assert remembered.prefix("a", tokens_count=1) == pack_ids([1])
+    assert remembered.prefix("a", tokens_count=1) == context_of([1])
 
 
 # What the engine is asked and what its answer says
@@ -195,11 +211,12 @@ def test_the_least_recently_used_completion_is_forgotten_first() -> None:
 
 def test_the_body_carries_the_sampling_and_leaves_room_in_the_context() -> None:
     request = requested(sampling=Sampling(temperature=0.7, max_tokens=500, stop=("x",)))
-    body = generate_body(request, rid="r", context=[1] * 90, limits=LIMITS)
+    body = generate_body(request, rid="r", context=context_of([1] * 90), limits=LIMITS)
     assert isinstance(body, dict)
     assert body["sampling_params"]["max_new_tokens"] == 10
     assert body["sampling_params"]["temperature"] == 0.7
-    assert (body["rid"], body["return_logprob"], body["input_ids"]) == ("r", True, [1] * 90)
+    sent = msgspec.json.decode(msgspec.json.encode(body))
+    assert (sent["rid"], sent["return_logprob"], sent["input_ids"]) == ("r", True, [1] * 90)
 
 
 @pytest.mark.parametrize(
@@ -212,7 +229,8 @@ def test_the_body_carries_the_sampling_and_leaves_room_in_the_context() -> None:
     ],
 )
 def test_what_the_engine_could_not_take_is_refused(context: list[int], error: str) -> None:
-    refused = generate_body(requested(), rid="r", context=context, limits=LIMITS)
+    request = requested(context=pack_ids(context))
+    refused = generate_body(request, rid="r", context=context_of(context), limits=LIMITS)
     assert refused == Refused("error", error)
 
 

@@ -10,7 +10,7 @@ import msgspec
 
 from forgemq.contracts.arrays import pack_floats, pack_ids
 from forgemq.contracts.completions import FinishedCompletion, TurnPart, WeightSpan
-from forgemq.contracts.episodes import FinishedEpisode
+from forgemq.contracts.episodes import FinishedEpisode, ManifestEntry
 from forgemq.contracts.groups import (
     AdmittedGroup,
     EpisodeScore,
@@ -109,6 +109,8 @@ class SyntheticRun:
     messages: list[Message] = field(default_factory=list)
     offsets: dict[tuple[str, int], int] = field(default_factory=dict)
     merger: Merger = field(default_factory=lambda: Merger(0))
+    lost_before_scoring: frozenset[tuple[str, int, int]] = frozenset()  # group, episode, turn
+    lost_before_merging: frozenset[str] = frozenset()  # completion ids
 
     def put(self, topic: Topic, record: msgspec.Struct, *, partition: int = 0) -> Message:
         offset = self.offsets.get((topic.name, partition), 0)
@@ -161,6 +163,7 @@ class SyntheticRun:
                 )
                 for episode, turns in enumerate(ids)
                 for turn, completion_id in enumerate(turns)
+                if (group_id, episode, turn) not in self.lost_before_scoring
             ),
         )
         self.put(SCORED_GROUPS, scored, partition=self.partition(group_id))
@@ -207,7 +210,16 @@ class SyntheticRun:
                 index=index,
                 attempt=0,
                 status="completed",
-                manifest=(),
+                manifest=tuple(
+                    ManifestEntry(
+                        completion_id=each.request_id,
+                        offset=0,
+                        sequence=each.turn.sequence,
+                        output_tokens=len(each.output) // 4,
+                        parent_id=each.parent_id,
+                    )
+                    for each in (first, second)
+                ),
                 task=b"{}",
             ),
             partition=self.partition(group_id),
@@ -251,8 +263,15 @@ class SyntheticRun:
         return record
 
     def merge(self, scored: ScoredGroup) -> ScheduledGroup:
+        kept = tuple(
+            each for each in scored.completions if each.completion_id not in self.lost_before_merging
+        )
         message = Message(
-            topic=SCORED_GROUPS.name, partition=0, offset=0, timestamp_ms=0, record=scored
+            topic=SCORED_GROUPS.name,
+            partition=0,
+            offset=0,
+            timestamp_ms=0,
+            record=msgspec.structs.replace(scored, completions=kept),
         )
         tree, summary = (output.record for output in self.merger.handle(message))
         partition = self.partition(scored.group_id)

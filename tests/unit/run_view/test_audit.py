@@ -10,19 +10,22 @@ import pytest
 from forgemq.contracts import topics
 from forgemq.contracts.arrays import pack_floats, pack_ids, unpack_ids
 from forgemq.contracts.completions import FinishedCompletion
+from forgemq.contracts.episodes import FinishedEpisode
 from forgemq.contracts.groups import ScoredGroup
 from forgemq.contracts.messages import Message
 from forgemq.contracts.topics import (
     ADMITTED_GROUPS,
     FINISHED_COMPLETIONS,
+    FINISHED_EPISODES,
     MERGED_TREES,
     RETIRED_GROUPS,
     SCHEDULED_STEPS,
+    SCORED_GROUPS,
     TRAINED_STEPS,
 )
 from forgemq.contracts.trees import MergedTree
 from forgemq.run_view.audit import Ledger, Verdict
-from forgemq.run_view.samples import tree_facts
+from forgemq.run_view.samples import first_ends, tree_facts
 from forgemq.run_view.trajectory import chosen
 from tests.unit.run_view.synthetic import SyntheticRun, configuration, metrics
 
@@ -31,8 +34,11 @@ def audited(messages: Sequence[Message], *, is_ended: bool = True) -> dict[str, 
     ledger = Ledger(configuration())
     completions: dict[str, list[Message]] = {}
     scored: dict[str, ScoredGroup] = {}
+    ends: dict[str, list[Message]] = {}
     for message in messages:
         ledger.apply(message)
+        if isinstance(message.record, FinishedEpisode):
+            ends.setdefault(message.record.group_id, []).append(message)
         if isinstance(message.record, FinishedCompletion):
             completions.setdefault(message.record.group_id, []).append(message)
         if isinstance(message.record, ScoredGroup):
@@ -46,6 +52,7 @@ def audited(messages: Sequence[Message], *, is_ended: bool = True) -> dict[str, 
                     sha256=hashlib.sha256(topics.encode(tree)).hexdigest(),
                     completions=chosen(completions.get(tree.group_id, ())),
                     scored=scored.get(tree.group_id),
+                    ends=first_ends(ends.get(tree.group_id, ())),
                 )
             )
     return {verdict.name: verdict for verdict in ledger.verdicts(is_ended=is_ended)}
@@ -219,8 +226,94 @@ def test_a_tree_with_one_wrong_token_breaks_g4(run):
     assert "G4" in broken(audited(run.changed(MERGED_TREES, altered)))
 
 
-def test_g4_does_not_hold_where_no_tree_is_left_to_check(run):
-    assert "G4" in broken(audited(run.changed(MERGED_TREES, lambda _: None)))
+def test_a_trained_group_whose_tree_is_missing_is_unknown_and_does_not_hold(run):
+    def without_one(tree):
+        return None if tree.group_id == "g-3" else tree
+
+    verdicts = audited(run.changed(MERGED_TREES, without_one))
+    assert broken(verdicts) == {"G2", "G3", "G4"}
+    for name in ("G2", "G3", "G4"):
+        assert verdicts[name].violations == ("unknown: the tree of g-3 is not on the log",)
+
+
+def test_a_sample_lost_between_its_manifest_and_its_score_breaks_g2(run):
+    """As if reward had dropped the last completion: scores and tree agree without it."""
+    alone = SyntheticRun()
+    alone.lost_before_scoring = frozenset({("g-2", 1, 1)})
+    verdicts = audited(alone.play(steps=3).messages)
+    assert broken(verdicts) == {"G2"}
+    (said,) = verdicts["G2"].violations
+    assert said.startswith("g-2 ")
+    assert said.endswith("is in the manifest of g-2.1.0 and was not scored")
+
+
+def test_an_episode_that_ended_and_was_not_scored_breaks_g2(run):
+    def without_episode(scored):
+        if scored.group_id != "g-2":
+            return scored
+        return msgspec.structs.replace(scored, episodes=scored.episodes[:1])
+
+    verdicts = audited(run.changed(SCORED_GROUPS, without_episode))
+    assert broken(verdicts) == {"G2"}
+    assert verdicts["G2"].violations == ("g-2 episode g-2.1.0 ended and has no score",)
+
+
+def test_a_masked_episode_loses_nothing(run):
+    alone = SyntheticRun()
+    alone.lost_before_scoring = frozenset({("g-2", 1, 0), ("g-2", 1, 1)})
+
+    def masked(scored):
+        if scored.group_id != "g-2":
+            return scored
+        kept, other = scored.episodes
+        other = msgspec.structs.replace(other, is_masked=True)
+        return msgspec.structs.replace(scored, episodes=(kept, other))
+
+    assert broken(audited(alone.play(steps=3).changed(SCORED_GROUPS, masked))) == set()
+
+
+def test_only_the_first_end_of_an_episode_counts(run):
+    end = next(m for m in run.of(FINISHED_EPISODES) if m.record.group_id == "g-2")
+    late = msgspec.structs.replace(end.record, episode_id="g-2.0.1", attempt=1)
+    run.put(FINISHED_EPISODES, late, partition=end.partition)
+    assert broken(audited(run.messages)) == set()
+
+
+def test_a_scored_completion_that_is_neither_in_the_tree_nor_on_the_log_is_unknown(run):
+    gone = f"{2:024x}{1:04x}{1:04x}"
+    alone = SyntheticRun()
+    alone.lost_before_merging = frozenset({gone})
+
+    def without(completion):
+        return None if completion.request_id == gone else completion
+
+    verdicts = audited(alone.play(steps=3).changed(FINISHED_COMPLETIONS, without))
+    assert broken(verdicts) == {"G2"}
+    assert verdicts["G2"].violations == (
+        f"unknown: g-2 {gone} was scored and its completion is not on the log",
+    )
+
+
+def test_a_scored_completion_that_is_not_in_the_tree_breaks_g2(run):
+    lost = f"{2:024x}{1:04x}{1:04x}"
+    alone = SyntheticRun()
+    alone.lost_before_merging = frozenset({lost})
+    verdicts = audited(alone.play(steps=3).messages)
+    assert broken(verdicts) == {"G2"}
+    assert verdicts["G2"].violations == (f"g-2 {lost} was scored and is not in the tree",)
+
+
+@pytest.mark.parametrize(
+    ("topic", "said"),
+    [
+        (SCORED_GROUPS, "unknown: g-0 its scores are not on the log"),
+        (FINISHED_EPISODES, "unknown: g-0 0 of 2 ends of episodes are on the log"),
+    ],
+)
+def test_what_is_not_on_the_log_is_unknown_and_g2_does_not_hold(run, topic, said):
+    verdicts = audited(run.changed(topic, lambda _: None))
+    assert broken(verdicts) == {"G2"}
+    assert verdicts["G2"].violations[0] == said
 
 
 def test_a_gap_above_what_rounding_explains_breaks_g5(run):

@@ -1,13 +1,27 @@
-"""How a step is cut for ranks and for a budget."""
+"""How a step is cut for ranks and for a budget, and that what runs holds what was predicted."""
 
 import itertools
+import subprocess
+import sys
 
 import numpy as np
 import pytest
+import torch
 
-from forgemq.trainer.core.memory import BLOCK_TOKENS_MIN, ModelShape, plan_step
+from forgemq.contracts.run import Loss
+from forgemq.trainer.allocation import peak_allocated_bytes
+from forgemq.trainer.core.loss import loss_function
+from forgemq.trainer.core.memory import (
+    BLOCK_TOKENS_MIN,
+    Microbatch,
+    ModelShape,
+    least_budget_bytes,
+    plan_step,
+)
+from forgemq.trainer.core.step import forward_backward
 from forgemq.trainer.core.tree import Forest, read_tree
-from tests.unit.trainer.scene import agent_samples, make_sample, merge
+from forgemq.trainer.model import prepared
+from tests.unit.trainer.scene import agent_samples, make_model, make_sample, merge
 
 SHAPE = ModelShape(
     layers=2,
@@ -19,7 +33,6 @@ SHAPE = ModelShape(
     value_bytes=4,
     wide_bytes=4,
 )
-HEAD = SHAPE.head_bytes(chunk=8)
 
 
 def _line(length: int) -> Forest:
@@ -28,8 +41,23 @@ def _line(length: int) -> Forest:
     return read_tree(merge([make_sample(context, [7], generator)], f"g-{length}"))
 
 
+def _bush(rollouts: int, *, seed: int = 0) -> Forest:
+    generator = np.random.default_rng(seed)
+    samples = agent_samples(
+        generator, rollouts=rollouts, turns=4, prompt=60, act=20, observe=30, vocabulary=60
+    )
+    return read_tree(merge(samples, f"g-{rollouts}"))
+
+
 def _budget(tokens: int) -> int:
-    return HEAD + tokens * SHAPE.activation_bytes_per_token
+    return SHAPE.block_bytes(tokens, chunk=8, is_carried=False)
+
+
+def _in_blocks(forest: Forest, budget: int) -> Microbatch:
+    ((microbatch,),) = plan_step(
+        [forest], shape=SHAPE, world_size=1, budget_bytes=budget, head_chunk=8, carried="path"
+    )
+    return microbatch
 
 
 def test_groups_are_packed_while_they_fit() -> None:
@@ -41,7 +69,8 @@ def test_groups_are_packed_while_they_fit() -> None:
 
 def test_a_group_over_the_budget_runs_in_even_blocks_within_it() -> None:
     forests = [_line(1000), _line(50)]
-    budget = HEAD + 1000 * SHAPE.carry_bytes_per_token + 300 * SHAPE.activation_bytes_per_token
+    block = SHAPE.block_bytes(300, chunk=8, is_carried=True)
+    budget = block + 1000 * SHAPE.carry_bytes_per_token
     (rank,) = plan_step(forests, shape=SHAPE, world_size=1, budget_bytes=budget, head_chunk=8)
     by_groups = {microbatch.groups: microbatch.blocks for microbatch in rank}
     assert by_groups == {
@@ -50,15 +79,49 @@ def test_a_group_over_the_budget_runs_in_even_blocks_within_it() -> None:
     }
 
 
-def test_a_budget_below_the_least_is_refused_with_the_missing_bytes() -> None:
-    least = (
-        HEAD
-        + 1000 * SHAPE.carry_bytes_per_token
-        + BLOCK_TOKENS_MIN * SHAPE.activation_bytes_per_token
-    )
-    plan_step([_line(1000)], shape=SHAPE, world_size=1, budget_bytes=least, head_chunk=8)
-    with pytest.raises(ValueError, match="memory_budget_bytes is 1 bytes too small"):
-        plan_step([_line(1000)], shape=SHAPE, world_size=1, budget_bytes=least - 1, head_chunk=8)
+@pytest.mark.parametrize("tokens", [64, 100, 5000])
+@pytest.mark.parametrize("is_carried", [False, True])
+def test_a_block_of_the_longest_length_fits_and_one_token_more_does_not(
+    *, tokens: int, is_carried: bool
+) -> None:
+    exact = SHAPE.block_bytes(tokens, chunk=8, is_carried=is_carried)
+    assert SHAPE.block_tokens(exact, chunk=8, is_carried=is_carried) == tokens
+    assert SHAPE.block_tokens(exact - 1, chunk=8, is_carried=is_carried) == tokens - 1
+
+
+@pytest.mark.parametrize("rollouts", [1, 3, 20, 60])
+def test_the_least_budget_follows_from_the_longest_path_however_many_rollouts(
+    rollouts: int,
+) -> None:
+    forest = _bush(rollouts)
+    longest = int(forest.position_N.max()) + 1
+    least = least_budget_bytes(SHAPE, longest_path=longest, head_chunk=8)
+    microbatch = _in_blocks(forest, least)
+    assert microbatch.predicted_bytes <= least
+    assert microbatch.blocks[0][0] == 0
+    assert microbatch.blocks[-1][1] == forest.token_count
+    if rollouts == 60:
+        assert microbatch.is_offloaded
+        assert least < 0.05 * _budget(forest.token_count)
+
+
+def test_a_budget_below_the_least_is_refused_and_names_the_least() -> None:
+    forest = _line(1000)
+    least = least_budget_bytes(SHAPE, longest_path=1000, head_chunk=8)
+    with pytest.raises(ValueError, match=f"longest path of 1000 needs at most {least}"):
+        _in_blocks(forest, SHAPE.block_bytes(BLOCK_TOKENS_MIN, chunk=8, is_carried=True))
+
+
+def test_more_budget_never_means_smaller_blocks_and_offloading_is_the_last_resort() -> None:
+    forest = _bush(20)
+    longest = int(forest.position_N.max()) + 1
+    least = least_budget_bytes(SHAPE, longest_path=longest, head_chunk=8)
+    plans = [_in_blocks(forest, int(least * factor)) for factor in (1, 1.5, 2, 3, 6)]
+    sizes = [plan.blocks[0][1] for plan in plans if not plan.is_offloaded]
+    assert sizes == sorted(sizes)
+    offloaded = [plan.is_offloaded for plan in plans]
+    assert offloaded == sorted(offloaded, reverse=True)
+    assert len({plan.is_offloaded for plan in plans}) == 2
 
 
 def test_ranks_get_every_group_once_and_similar_cost() -> None:
@@ -80,3 +143,100 @@ def test_ranks_get_every_group_once_and_similar_cost() -> None:
     assert max(costs) / min(costs) < 1.05
     again = plan_step(forests, shape=SHAPE, world_size=3, budget_bytes=_budget(400), head_chunk=8)
     assert again == ranks
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("qwen3", {}),
+        ("qwen3", {"intermediate_size": 512, "num_hidden_layers": 3}),
+        ("qwen3", {"vocab_size": 4096, "num_hidden_layers": 6}),
+        ("llama", {}),
+        ("qwen3_moe", {"num_experts": 8, "moe_intermediate_size": 96}),
+    ],
+)
+@pytest.mark.parametrize("share", [1.0, 0.4, 0.2])
+def test_the_measured_peak_is_within_a_tenth_of_the_predicted(
+    kind: str, sizes: dict[str, int], share: float
+) -> None:
+    """Allocations of torch's own allocator, the gradients of the parameters apart."""
+    changes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 4}
+    loaded = prepared(make_model(kind, torch.float32, **(changes | sizes)))
+    forest, shape, chunk = _bush(8), loaded.policy.shape, 32
+    whole = shape.block_bytes(forest.token_count, chunk=chunk, is_carried=False)
+    ((microbatch,),) = plan_step(
+        [forest],
+        shape=shape,
+        world_size=1,
+        budget_bytes=int(whole * share),
+        head_chunk=chunk,
+        carried="path",
+    )
+
+    def run() -> None:
+        forward_backward(
+            loaded.policy,
+            [forest],
+            [microbatch],
+            weights=[1.0],
+            loss=loss_function(Loss()),
+            head_chunk=chunk,
+        )
+
+    run()  # The parameters' gradients exist from here on.
+    peak = peak_allocated_bytes(run)
+    assert peak == pytest.approx(microbatch.predicted_bytes, rel=0.1)
+    assert len(microbatch.blocks) > 1 or share == 1.0
+
+
+RESIDENT = """
+import resource, sys
+import torch
+from forgemq.contracts.run import Loss
+from forgemq.trainer.core.loss import loss_function
+from forgemq.trainer.core.memory import plan_step
+from forgemq.trainer.core.step import forward_backward
+from forgemq.trainer.heap import keep_freed_memory
+from forgemq.trainer.model import prepared
+from tests.unit.trainer.scene import make_model
+from tests.unit.trainer.test_memory import _bush
+
+torch.set_num_threads(1)
+keep_freed_memory()
+sizes = {"hidden_size": 256, "intermediate_size": 1024, "head_dim": 64, "num_hidden_layers": 6}
+loaded = prepared(make_model("qwen3", torch.float32, **sizes))
+loss = loss_function(Loss())
+
+def train(forest, budget):
+    ((microbatch,),) = plan_step([forest], shape=loaded.policy.shape, world_size=1,
+                                 budget_bytes=budget, head_chunk=32, carried="path")
+    forward_backward(loaded.policy, [forest], [microbatch], weights=[1.0], loss=loss,
+                     head_chunk=32)
+    return microbatch
+
+def resident():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+small = _bush(1)
+train(small, 10**9)
+before = resident() - loaded.policy.shape.block_bytes(small.token_count, chunk=32,
+                                                      is_carried=False)
+microbatch = train(_bush(12), int(sys.argv[1]))
+print(len(microbatch.blocks), microbatch.predicted_bytes, resident() - before)
+"""
+
+
+@pytest.mark.parametrize("budget", [400_000_000, 150_000_000])
+def test_the_resident_size_of_a_process_grows_by_the_predicted_bytes(budget: int) -> None:
+    """The resident peak of a fresh process, its imports and a small warm-up taken off."""
+    output = subprocess.run(
+        [sys.executable, "-c", RESIDENT, str(budget)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    ).stdout
+    blocks, predicted, resident = map(int, output.split())
+    assert (blocks == 1) == (budget == 400_000_000)
+    assert predicted <= budget
+    assert resident == pytest.approx(predicted, rel=0.1)

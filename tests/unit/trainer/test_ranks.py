@@ -43,11 +43,8 @@ def _model(kind: str, dtype: torch.dtype) -> nn.Module:
 def _budget(model: nn.Module, tokens: int, whole: int) -> int:
     """Bytes in which `tokens` tokens run at once, with carries for a tree of `whole`."""
     shape = prepared(model).policy.shape
-    return (
-        shape.head_bytes(chunk=CHUNK)
-        + tokens * shape.activation_bytes_per_token
-        + whole * shape.carry_bytes_per_token
-    )
+    block = shape.block_bytes(tokens, chunk=CHUNK, is_carried=whole > 0)
+    return block + whole * shape.carry_bytes_per_token
 
 
 def _alone(model: nn.Module, kind: str) -> dict[str, torch.Tensor]:

@@ -332,9 +332,16 @@ def decode(topic: Topic, value: bytes) -> msgspec.Struct:
     """The record in these wire bytes.
 
     Raises:
-        msgspec.MsgspecError: the bytes are no record of this topic; says which field and rule.
+        msgspec.ValidationError: the bytes are no record of this topic, whatever is wrong with them;
+            says which field and rule where there is one.
     """
-    return _DECODERS[topic.name].decode(value)
+    try:
+        return _DECODERS[topic.name].decode(value)
+    except msgspec.ValidationError:
+        raise
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        # Cut short, text that is no UTF-8, or nested too deep: msgspec lets the last two through.
+        raise msgspec.ValidationError(f"no {topic.record.__name__}: {error}") from error
 
 
 _ENCODER = msgspec.msgpack.Encoder()

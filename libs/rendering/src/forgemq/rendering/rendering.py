@@ -28,6 +28,12 @@ _ENDS_TOKENS_MAX = 8192
 # Reading these calls as the agent's own: the arguments were not typed as JSON, but they arrived.
 _USABLE = frozenset({ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL})
 
+# What templates, tokenizers and the parsers of `renderers` raise over content that nobody has
+# foreseen: brackets nested deeper than the JSON parser goes (RecursionError), integers of over 4300
+# digits (ValueError), text with half a surrogate pair (TypeError), a list where they look for an
+# object (the others). The policy may sample anything, and a client may send anything.
+_UNFORESEEN = (RecursionError, ValueError, TypeError, LookupError, AttributeError)
+
 
 class Rendered(Struct, frozen=True, kw_only=True):
     """Token ids, and the number of ids after each message; `message_ends` may be ()."""
@@ -104,20 +110,23 @@ class Rendering:
         """All messages and the opening of the assistant's turn.
 
         Raises:
-            ValueError: the template refuses these messages; says why.
+            ValueError: these messages or tools cannot be rendered; says why.
         """
-        given = plain_messages(messages)
         try:
-            if self._is_opaque:
-                ids = self._renderer.render_ids(
-                    given, tools=list(tools) or None, add_generation_prompt=True
-                )
-                return Rendered(ids=ids, message_ends=self._template_ends(given, tools, ids))
-            rendered = self._renderer.render(
+            return self._rendered(messages, tools)
+        except (TemplateError, *_UNFORESEEN) as error:
+            raise _unrenderable(error) from error
+
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Rendered:
+        given = plain_messages(messages)
+        if self._is_opaque:
+            ids = self._renderer.render_ids(
                 given, tools=list(tools) or None, add_generation_prompt=True
             )
-        except TemplateError as error:
-            raise ValueError(f"the model's chat template refuses the messages: {error}") from error
+            return Rendered(ids=ids, message_ends=self._template_ends(given, tools, ids))
+        rendered = self._renderer.render(
+            given, tools=list(tools) or None, add_generation_prompt=True
+        )
         if len(given) != len(messages):
             return Rendered(ids=rendered.token_ids)
         ends = _ends(rendered.message_indices, count=len(messages))
@@ -158,7 +167,22 @@ class Rendering:
         Returns:
             Only the new ids, with message ends counted from the first of them. None where the
             history must be rendered again: the policy or the template wants it so.
+
+        Raises:
+            ValueError: these messages or tools cannot be rendered; says why.
         """
+        try:
+            return self._extended(context, output, messages, tools)
+        except (TemplateError, *_UNFORESEEN) as error:
+            raise _unrenderable(error) from error
+
+    def _extended(
+        self,
+        context: Sequence[int],
+        output: Sequence[int],
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+    ) -> Rendered | None:
         given = plain_messages(messages, is_head=False)
         if not given or not output or any(m["role"] == "assistant" for m in given):
             return None
@@ -199,6 +223,9 @@ class Rendering:
     ) -> Parsed:
         """The assistant message in sampled ids; the same ids and id give the same message.
 
+        Any ids give a message: what cannot be a call of a name with JSON arguments counts as
+        malformed and stays text. All text is encodable as UTF-8.
+
         Args:
             output: Sampled ids, stop token included or not.
             completion_id: Tool call ids are derived from it.
@@ -211,22 +238,18 @@ class Rendering:
             parsed = self._renderer.parse_response(
                 ids, tools=list(tools) or None, prompt_ids=before
             )
-        except RecursionError:
-            # Brackets nested deeper than the JSON parser goes: the policy may sample anything.
+        except _UNFORESEEN:
             return Parsed(content=self._tokenizer.decode(self._without_stop(ids)), malformed=1)
         attempts = parsed.tool_calls if tools else []
-        good = [c for c in attempts if c.status in _USABLE and isinstance(c.name, str) and c.name]
-        bad = [call for call in attempts if call not in good]
+        read = [(call, _arguments_text(call)) for call in attempts]
+        bad = [call for call, arguments in read if arguments is None]
+        good = [(call.name or "", arguments) for call, arguments in read if arguments is not None]
         return Parsed(
             content=self._content(ids, parsed, bad, has_tools=bool(tools)),
             reasoning=(parsed.reasoning_content or "").strip("\n"),
             tool_calls=tuple(
-                ToolCall(
-                    id=f"call_{completion_id}_{place}",
-                    name=call.name or "",
-                    arguments=_arguments_text(call.arguments),
-                )
-                for place, call in enumerate(good)
+                ToolCall(id=f"call_{completion_id}_{place}", name=name, arguments=arguments)
+                for place, (name, arguments) in enumerate(good)
             ),
             malformed=len(bad),
         )
@@ -312,10 +335,25 @@ def _ends(indices: Sequence[int], *, count: int) -> tuple[int, ...]:
     return tuple(ends)
 
 
-def _arguments_text(arguments: object) -> str:
-    if isinstance(arguments, str):
-        return arguments
-    return msgspec.json.encode(arguments if arguments is not None else {}).decode()
+def _arguments_text(call: ParsedToolCall) -> str | None:
+    """The call's arguments as JSON text; None where it is no call that a client can be given."""
+    if call.status not in _USABLE or not isinstance(call.name, str) or not call.name:
+        return None
+    given = call.arguments
+    try:
+        call.name.encode()
+        if isinstance(given, str):
+            msgspec.json.decode(given)
+            return given
+        return msgspec.json.encode(given if given is not None else {}).decode()
+    except (msgspec.DecodeError, *_UNFORESEEN):
+        return None
+
+
+def _unrenderable(error: Exception) -> ValueError:
+    if isinstance(error, TemplateError):
+        return ValueError(f"the model's chat template refuses the messages: {error}")
+    return ValueError(f"the messages cannot be rendered: {type(error).__name__}: {error}")
 
 
 def _generation_stops(folder: Path) -> list[int]:

@@ -69,8 +69,9 @@ class FolderTokenizer:
         ].ids
 
     def decode(self, token_ids: Sequence[int] | int, *, skip_special_tokens: bool = False) -> str:
-        """Text of token ids."""
-        ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
+        """Text of token ids; an id that no vocabulary has, negative ones too, has no text."""
+        given = [token_ids] if isinstance(token_ids, int) else token_ids
+        ids = [token_id for token_id in given if token_id >= 0]
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:  # noqa: ANN401 - theirs

@@ -2,6 +2,9 @@
 
 Lifecycle: `apply` every accounting record, `add_tree` the facts of every tree, then `verdicts`.
 The order does not matter; a record read twice changes nothing.
+
+What is no longer on the log cannot be checked. A verdict says so as `unknown` and does not hold:
+a guarantee counts as kept only where everything it speaks of was compared.
 """
 
 from collections import Counter
@@ -148,11 +151,10 @@ class Ledger:
         wrong += [f"{g} was trained {n} times" for g, n in groups.items() if n > 1]
         completions = Counter(c for facts in self.trained_trees() for c in facts.completion_ids)
         wrong += [f"completion {c} was trained {n} times" for c, n in completions.items() if n > 1]
-        wrong += [
-            f"completion {c} was scored and is in no tree"
-            for f in self.trained_trees()
-            for c in f.lost
-        ]
+        for facts in self.trained_trees():
+            wrong += facts.lost
+            wrong += _unknown(facts.unknown)
+        wrong += self._untold()
         return _verdict(
             "G2",
             wrong,
@@ -192,12 +194,12 @@ class Ledger:
                     for facts in self._trees.get(group.group_id, ())
                     if facts.sha256 == group.tree_sha256 and facts.version_min != group.version_min
                 ]
+        wrong += self._untold()
         return _verdict("G3", wrong, checked=f"{groups} groups scheduled, stalest {stalest} steps")
 
     def _as_sampled(self) -> Verdict:
-        wrong = []
+        wrong = self._untold()
         samples = 0
-        missing = 0
         planned = {
             group.group_id: group.tree_sha256
             for records in self._scheduled.values()
@@ -207,14 +209,18 @@ class Ledger:
             trees = [f for f in self._trees.get(group_id, ()) if f.sha256 == planned.get(group_id)]
             if not trees and self._trees.get(group_id):
                 wrong.append(f"{group_id}: no tree has the scheduled checksum")
-            missing += not self._trees.get(group_id)
             for facts in trees:
                 samples += len(facts.completion_ids)
                 wrong += facts.differences
-        if missing and not samples:
-            wrong.append("no tree is left on the log to check")
-        trimmed = f"; trees of {missing} groups are no longer on the log" if missing else ""
-        return _verdict("G4", wrong, checked=f"{samples} samples against the log{trimmed}")
+        return _verdict("G4", wrong, checked=f"{samples} samples against the log")
+
+    def _untold(self) -> list[str]:
+        """Trained groups whose tree cannot be looked at."""
+        return _unknown(
+            f"the tree of {group_id} is not on the log"
+            for group_id in self.trained_group_ids()
+            if group_id not in self._trees
+        )
 
     def _same_logprobs(self) -> Verdict:
         limit = LOGPROB_GAP_MAX[self._configuration.model.dtype]
@@ -234,6 +240,10 @@ class Ledger:
             checked=f"{entries} tokens of the current version: the tree's log-probabilities "
             f"against the engine's, which computed each request on its own; limit {limit:g} nats",
         )
+
+
+def _unknown(texts: Iterable[str]) -> list[str]:
+    return [f"unknown: {text}" for text in texts]
 
 
 def _gaps(admissions: Iterable[AdmittedGroup]) -> list[str]:

@@ -26,7 +26,7 @@ def places_of(topic: Topic, configuration: RunConfiguration) -> list[Place]:
 
 
 def message_of(record: Record) -> Message:
-    """The decoded message; raises msgspec.MsgspecError where it is none of its topic."""
+    """The decoded message; raises msgspec.ValidationError where it is none of its topic."""
     return Message(
         topic=record.topic,
         partition=record.partition,

@@ -1,13 +1,19 @@
-"""Samples rebuilt from a prefix tree, and compared with what the engine sampled (G4)."""
+"""Samples rebuilt from a prefix tree, and compared with what the engine sampled (G4).
+
+Also followed from the episodes' manifests over the scores into the tree, so that none is lost on
+the way (G2). What cannot be compared, for a record is not on the log, is named as unknown.
+"""
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from msgspec import Struct
 
 from forgemq.contracts.arrays import pack_floats, unpack_floats, unpack_ids
 from forgemq.contracts.completions import FinishedCompletion
+from forgemq.contracts.episodes import FinishedEpisode
 from forgemq.contracts.groups import ScoredGroup
+from forgemq.contracts.messages import Message
 from forgemq.contracts.trees import MergedTree
 from forgemq.run_view.trajectory import context_bytes, versions
 
@@ -29,7 +35,11 @@ class Sample(Struct, frozen=True, kw_only=True):
 
 
 class TreeFacts(Struct, frozen=True, kw_only=True):
-    """What the audit keeps of one tree."""
+    """What the audit keeps of one tree.
+
+    `differences` are samples that are not what was sampled, `lost` those that are in a manifest
+    or a score and not in the tree, `unknown` what could not be compared.
+    """
 
     group_id: str
     sha256: str
@@ -39,6 +49,7 @@ class TreeFacts(Struct, frozen=True, kw_only=True):
     request_pairs: int
     differences: tuple[str, ...]
     lost: tuple[str, ...]
+    unknown: tuple[str, ...]
 
 
 def samples(tree: MergedTree) -> Iterator[Sample]:
@@ -67,20 +78,35 @@ def samples(tree: MergedTree) -> Iterator[Sample]:
         )
 
 
+def first_ends(messages: Iterable[Message]) -> tuple[FinishedEpisode, ...]:
+    """The end that counts of each episode index of a group: the first in the log."""
+    ends: dict[int, tuple[int, FinishedEpisode]] = {}
+    for message in messages:
+        record = message.record
+        if not isinstance(record, FinishedEpisode):
+            continue
+        known = ends.get(record.index)
+        if known is None or message.offset < known[0]:
+            ends[record.index] = (message.offset, record)
+    return tuple(record for _, (_, record) in sorted(ends.items()))
+
+
 def tree_facts(
     tree: MergedTree,
     *,
     sha256: str,
     completions: Mapping[str, FinishedCompletion],
     scored: ScoredGroup | None,
+    ends: Iterable[FinishedEpisode],
 ) -> TreeFacts:
-    """Compare every sample of a tree with its completion.
+    """Compare every sample of a tree with its completion, its score and its manifest.
 
     Args:
         tree: As on merged-trees.
         sha256: Of its wire bytes.
         completions: The completions of the group, by request id.
-        scored: The group's advantages; None where they are not at hand.
+        scored: The group's advantages; None where they are not on the log.
+        ends: The end that counts of each episode of the group.
     """
     differences: list[str] = []
     request_pairs = 0
@@ -95,10 +121,11 @@ def tree_facts(
             differences.append(f"{sample.completion_id}: no such completion on the log")
             continue
         differences += _differences(sample, completion=completion, completions=completions)
-        if advantages is not None and _float32(
-            advantages.get(sample.completion_id, float("nan"))
+        if advantages is not None and pack_floats(
+            [advantages.get(sample.completion_id, float("nan"))]
         ) != pack_floats([sample.advantage]):
             differences.append(f"{sample.completion_id}: advantage is not the scored one")
+    lost, unknown = _followed(tree, completions=completions, scored=scored, ends=tuple(ends))
     entry_versions = unpack_ids(tree.entry_version)
     return TreeFacts(
         group_id=tree.group_id,
@@ -107,28 +134,62 @@ def tree_facts(
         entries=len(entry_versions),
         version_min=min(entry_versions, default=None),
         request_pairs=request_pairs,
-        differences=tuple(f"{tree.group_id} {text}" for text in differences[:DIFFERENCES_KEPT_MAX]),
-        lost=_lost(tree, completions=completions, scored=scored),
+        differences=_named(tree, differences),
+        lost=_named(tree, lost),
+        unknown=_named(tree, unknown),
     )
 
 
-def _lost(
+def _named(tree: MergedTree, texts: list[str]) -> tuple[str, ...]:
+    return tuple(f"{tree.group_id} {text}" for text in texts[:DIFFERENCES_KEPT_MAX])
+
+
+def _followed(
     tree: MergedTree,
     *,
     completions: Mapping[str, FinishedCompletion],
     scored: ScoredGroup | None,
-) -> tuple[str, ...]:
-    """Completions that were scored, have loss entries, and are not in the tree."""
+    ends: tuple[FinishedEpisode, ...],
+) -> tuple[list[str], list[str]]:
+    """What was lost between the manifests and the tree, and what nobody can tell."""
+    if scored is None:
+        return [], ["its scores are not on the log"]
+    lost, unknown = _unscored(scored, ends)
     there = set(tree.sample_ids)
-    wanted = (each.completion_id for each in scored.completions) if scored else ()
-    return tuple(
-        each
-        for each in wanted
-        if each not in there
-        and each in completions
-        and completions[each].support == "full"
-        and completions[each].output
-    )
+    for each in scored.completions:
+        if each.completion_id in there:
+            continue
+        completion = completions.get(each.completion_id)
+        if completion is None:
+            unknown.append(f"{each.completion_id} was scored and its completion is not on the log")
+        elif completion.support == "full" and completion.output:
+            lost.append(f"{each.completion_id} was scored and is not in the tree")
+    return lost, unknown
+
+
+def _unscored(
+    scored: ScoredGroup, ends: tuple[FinishedEpisode, ...]
+) -> tuple[list[str], list[str]]:
+    """Completions of manifests without a score; a masked episode is out with all of its own."""
+    masked = {each.episode_id for each in scored.episodes if each.is_masked}
+    counted = {each.episode_id for each in scored.episodes}
+    known = {(each.episode_index, each.completion_id) for each in scored.completions}
+    lost = [
+        f"episode {end.episode_id} ended and has no score"
+        for end in ends
+        if end.episode_id not in counted
+    ]
+    lost += [
+        f"{entry.completion_id} is in the manifest of {end.episode_id} and was not scored"
+        for end in ends
+        if end.episode_id in counted - masked
+        for entry in end.manifest
+        if (end.index, entry.completion_id) not in known
+    ]
+    size = ends[0].group_size if ends else len(scored.episodes)
+    if len(ends) < size or not ends:
+        return lost, [f"{len(ends)} of {size} ends of episodes are on the log"]
+    return lost, []
 
 
 def _differences(
@@ -152,10 +213,6 @@ def _differences(
         f"support was {completion.support}, not full": completion.support == "full",
     }
     return [f"{sample.completion_id}: {text}" for text, holds in checks.items() if not holds]
-
-
-def _float32(value: float) -> bytes:
-    return pack_floats([value])
 
 
 def _runs(

@@ -69,7 +69,7 @@ class Batch:
         self._note(record)
         try:
             message = _message(record)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        except msgspec.ValidationError as error:
             return self._bury(record, f"does not decode: {error}", headers)
         try:
             outputs = self._core.handle(message)

@@ -59,7 +59,11 @@ class RunStatus(Struct, frozen=True, kw_only=True):
 
 
 class Gateway:
-    """Admin calls; every one is idempotent, so each may be retried."""
+    """Admin calls; each may be retried.
+
+    All but `claim` are idempotent. A claim that is asked again is another claim: where the first
+    answer was lost, its episode waits for its lease to lapse and is then free for the next attempt.
+    """
 
     def __init__(self, requests: JsonRequests, *, url: str, admin_key: str) -> None:
         self._requests = requests
@@ -86,7 +90,7 @@ class Gateway:
         return msgspec.json.decode(reply.body, type=GroupStatus)
 
     async def claim(self, group_id: str) -> Claim | None:
-        """An episode of the group to play, None where all are taken.
+        """An episode of the group to play, None where all are taken; another one at every call.
 
         Raises:
             EpisodeOverError: the group is over.

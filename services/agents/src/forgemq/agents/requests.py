@@ -1,10 +1,12 @@
 """One JSON request with bounded retries: what every call to the gateway goes through.
 
-A retry sends the same bytes again. The gateway derives its ids from them, so a request that it
-had already taken is answered and not done twice.
+A retry sends the same bytes again. The gateway derives its ids from them, so a completion or a
+group that it had already taken is answered and not done twice. A claim whose answer was lost holds
+its episode until the lease lapses.
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Literal
 
@@ -20,7 +22,9 @@ Method = Literal["GET", "POST"]
 class Retry(Struct, frozen=True, kw_only=True):
     """How long to insist when the gateway is away or busy."""
 
-    deadline_s: Annotated[float, Meta(gt=0, description="No new attempt after this.")] = 300.0
+    deadline_s: Annotated[
+        float, Meta(gt=0, description="No new attempt after this much of one outage.")
+    ] = 300.0
     first_wait_s: Annotated[float, Meta(gt=0)] = 0.2
     wait_max_s: Annotated[float, Meta(gt=0)] = 5.0
     read_timeout_s: Annotated[float, Meta(gt=0, description="Silence that means it is gone.")] = (
@@ -48,23 +52,42 @@ class Reply(Struct, frozen=True, kw_only=True):
     body: bytes
 
 
+class _Failure(Struct, frozen=True, kw_only=True):
+    """An attempt without a 2xx answer."""
+
+    error: GatewayError
+    wait_s: float | None = None
+    is_cut: bool = False
+
+
 Sleep = Callable[[float], Awaitable[None]]
+
+CONNECT_TIMEOUT_S = 5.0
 
 
 class JsonRequests:
     """Sends JSON over one connection pool."""
 
     def __init__(
-        self, http: aiohttp.ClientSession, *, retry: Retry, sleep: Sleep = asyncio.sleep
+        self,
+        http: aiohttp.ClientSession,
+        *,
+        retry: Retry,
+        sleep: Sleep = asyncio.sleep,
+        clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._http = http
         self._retry = retry
         self._sleep = sleep
+        self._clock_s = clock_s
 
     async def send(
         self, method: Method, url: str, *, key: str, fields: object = None, wait_s: float = 0
     ) -> Reply:
         """Send until it is answered with other than 429 or 5xx.
+
+        The deadline counts from the first failure of an outage and not from the start: a turn
+        that generates for ten minutes is asked for again when its gateway dies.
 
         Args:
             method: GET or POST.
@@ -79,26 +102,32 @@ class JsonRequests:
             GatewayError: any other refusal, or no answer before the deadline.
         """
         body = b"" if fields is None else msgspec.json.encode(fields)
-        clock = asyncio.get_running_loop()
-        deadline = clock.time() + self._retry.deadline_s
+        failing_since_s: float | None = None
         pause_s = self._retry.first_wait_s
         while True:
-            refused, asked_s = await self._attempt(method, url, key=key, body=body, wait_s=wait_s)
-            if isinstance(refused, Reply):
-                return refused
-            wait = pause_s if asked_s is None else asked_s
-            if not _may_pass(refused.status) or clock.time() + wait > deadline:
-                raise refused
+            began_s = self._clock_s()
+            ended = await self._attempt(method, url, key=key, body=body, wait_s=wait_s)
+            if isinstance(ended, Reply):
+                return ended
+            now_s = self._clock_s()
+            # It held the request for long and then was gone: until now the gateway was there.
+            if failing_since_s is None or (ended.is_cut and now_s - began_s > CONNECT_TIMEOUT_S):
+                failing_since_s, pause_s = now_s, self._retry.first_wait_s
+            wait = pause_s if ended.wait_s is None else ended.wait_s
+            deadline_s = failing_since_s + self._retry.deadline_s
+            if not _may_pass(ended.error.status) or now_s + wait > deadline_s:
+                raise ended.error
             await self._sleep(wait)
             pause_s = min(2 * pause_s, self._retry.wait_max_s)
 
     async def _attempt(
         self, method: Method, url: str, *, key: str, body: bytes, wait_s: float
-    ) -> tuple[Reply | GatewayError, float | None]:
-        """The answer, or what refused it and the seconds to wait that it names."""
+    ) -> Reply | _Failure:
         headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
         timeout = aiohttp.ClientTimeout(
-            total=None, sock_connect=5.0, sock_read=self._retry.read_timeout_s + wait_s
+            total=None,
+            sock_connect=CONNECT_TIMEOUT_S,
+            sock_read=self._retry.read_timeout_s + wait_s,
         )
         try:
             async with self._http.request(
@@ -106,13 +135,16 @@ class JsonRequests:
             ) as response:
                 content = await response.read()
                 if response.status < 300:
-                    return Reply(status=response.status, body=content), None
-                return (
-                    _refusal(response.status, content, url=url),
-                    _seconds(response.headers.get("Retry-After")),
+                    return Reply(status=response.status, body=content)
+                return _Failure(
+                    error=_refusal(response.status, content, url=url),
+                    wait_s=_seconds(response.headers.get("Retry-After")),
                 )
         except (aiohttp.ClientError, TimeoutError, ConnectionError) as error:
-            return GatewayError(f"{url}: {type(error).__name__}: {error}"), None
+            return _Failure(
+                error=GatewayError(f"{url}: {type(error).__name__}: {error}"),
+                is_cut=not isinstance(error, aiohttp.ClientConnectorError | TimeoutError),
+            )
 
 
 def _may_pass(status: int) -> bool:

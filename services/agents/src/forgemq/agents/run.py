@@ -1,7 +1,7 @@
 """The phases of a run on the agent side: round `start`, training, round `end`.
 
-Everything asked for is idempotent, so a process that was killed starts over: what is done answers
-`retired` and is skipped, and what its predecessor held is claimed when the leases lapse.
+Groups are asked for by idempotency keys, so a process that was killed starts over: what is done
+answers `retired` and is skipped, and what its predecessor held is claimed when the leases lapse.
 """
 
 import asyncio
@@ -59,22 +59,25 @@ class AgentRun:
                 tasks.create_task(self._train(queue))
 
     async def _watch(self) -> None:
-        """Follow the run: play periodic rounds, and notice the end of training."""
-        last_round = None
-        while not self._groups.training_ended.is_set():
-            status = await self._gateway.run()
-            if status.training_ended:
-                self._groups.training_ended.set()
-                return
-            due = round_due(
-                self._configuration.evaluation,
-                steps_trained=status.steps_trained,
-                steps=status.steps,
-            )
-            if due is not None and due != last_round:
-                last_round = due
-                await self._round(due)
-            await asyncio.sleep(self._poll_s)
+        """Follow the run: play periodic rounds, one at a time, and notice the end of training."""
+        last_round: str | None = None
+        playing: asyncio.Task[None] | None = None
+        async with asyncio.TaskGroup() as rounds:
+            while not self._groups.training_ended.is_set():
+                status = await self._gateway.run()
+                if status.training_ended:
+                    self._groups.training_ended.set()
+                    return
+                due = round_due(
+                    self._configuration.evaluation,
+                    steps_trained=status.steps_trained,
+                    steps=status.steps,
+                )
+                is_free = playing is None or playing.done()
+                if due is not None and due != last_round and is_free:
+                    last_round = due
+                    playing = rounds.create_task(self._round(due))
+                await asyncio.sleep(self._poll_s)
 
     async def _train(self, queue: Queue) -> None:
         """Keep the queue supplied with groups until training ends."""

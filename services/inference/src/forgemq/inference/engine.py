@@ -5,7 +5,6 @@ from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
-import orjson
 
 from forgemq.contracts.weight_buckets import TensorSpec
 from forgemq.contracts.weights import Rendezvous
@@ -201,7 +200,7 @@ class Engine:
         timeout_s: float = _CONTROL_TIMEOUT_S,
     ) -> bytes:
         assert self._session is not None, "an Engine is used inside `async with`"
-        data = None if body is None else orjson.dumps(body)
+        data = None if body is None else msgspec.json.encode(body)
         try:
             async with self._session.request(
                 method,

@@ -11,7 +11,6 @@ from msgspec import Struct
 from forgemq.bus.log import Headers, Writer
 from forgemq.contracts import topics
 from forgemq.contracts.accounting import is_candidate
-from forgemq.contracts.arrays import unpack_ids
 from forgemq.contracts.completions import (
     CancelledCompletion,
     FinishedCompletion,
@@ -160,7 +159,8 @@ class Requests:
             self._state.end(run.attempt)
             if is_candidate(record):
                 # Before the write: the next request may name this one as soon as it is on the log.
-                self._state.remembered.remember(request.request_id, run.context + record.output)
+                whole = run.context.extended(record.output)
+                self._state.remembered.remember(request.request_id, whole)
             span.set(finish_reason=record.finish_reason, cached_tokens=record.cached_tokens)
             await self._write(record, span.headers())
 
@@ -192,12 +192,12 @@ class Requests:
         body = generate_body(
             request,
             rid=f"{request.request_id}.{request.attempt}.{self._limits.epoch}",
-            context=unpack_ids(run.context),
+            context=run.context,
             limits=self._engine_limits,
         )
         if isinstance(body, Refused):
             return refused(request, body, timing=Timing(queued_s, 0.0))
-        self._telemetry.count("inference.context_tokens", len(body["input_ids"]))
+        self._telemetry.count("inference.context_tokens", run.context.tokens_count)
         started_s, paused_s = time.monotonic(), self._pauses.total_s
         answer = await self._ask(body, run.attempt, deadline_ms=request.deadline_ms)
         waited_s = time.monotonic() - started_s - (self._pauses.total_s - paused_s)

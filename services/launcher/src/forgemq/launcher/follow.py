@@ -9,11 +9,13 @@ import msgspec
 
 from forgemq.bus.log import Log, Place, Reader, Record
 from forgemq.contracts.completions import FinishedCompletion
+from forgemq.contracts.episodes import FinishedEpisode
 from forgemq.contracts.groups import ScoredGroup
 from forgemq.contracts.messages import Message
 from forgemq.contracts.run import RunConfiguration, StartedRun
 from forgemq.contracts.topics import (
     FINISHED_COMPLETIONS,
+    FINISHED_EPISODES,
     MERGED_TREES,
     SCORED_GROUPS,
 )
@@ -28,11 +30,13 @@ from forgemq.run_view.reading import (
     read_all,
     until_end,
 )
-from forgemq.run_view.samples import TreeFacts, tree_facts
+from forgemq.run_view.samples import TreeFacts, first_ends, tree_facts
 from forgemq.run_view.trajectory import chosen
 from forgemq.run_view.view import RunView
 
 BAD_RECORDS_KEPT_MAX = 100
+TREE_TOPICS = (FINISHED_COMPLETIONS, FINISHED_EPISODES, SCORED_GROUPS, MERGED_TREES)
+"""What a tree is compared with; one partition of them has all of a group."""
 
 
 class Follower:
@@ -98,8 +102,9 @@ async def trees(log: Log, configuration: RunConfiguration) -> AsyncIterator[Tree
 async def _trees_of(log: Log, partition: int) -> list[TreeFacts]:
     completions: dict[str, list[Message]] = {}
     scored: dict[str, ScoredGroup] = {}
+    ends: dict[str, list[Message]] = {}
     found: list[tuple[MergedTree, str]] = []
-    places = [Place(t.name, partition) for t in (FINISHED_COMPLETIONS, SCORED_GROUPS, MERGED_TREES)]
+    places = [Place(topic.name, partition) for topic in TREE_TOPICS]
     async for records in read_all(log, places):
         for record in records:
             try:
@@ -109,6 +114,8 @@ async def _trees_of(log: Log, partition: int) -> list[TreeFacts]:
             match message.record:
                 case FinishedCompletion() as each:
                     completions.setdefault(each.group_id, []).append(message)
+                case FinishedEpisode() as each:
+                    ends.setdefault(each.group_id, []).append(message)
                 case ScoredGroup() as each:
                     scored[each.group_id] = each
                 case MergedTree() as each:
@@ -123,6 +130,7 @@ async def _trees_of(log: Log, partition: int) -> list[TreeFacts]:
             sha256=sha256,
             completions=chosen(completions.get(tree.group_id, ())),
             scored=scored.get(tree.group_id),
+            ends=first_ends(ends.get(tree.group_id, ())),
         )
         for tree, sha256 in found
     ]

@@ -18,6 +18,7 @@ from forgemq.trainer.core.flex import flex_attention_of
 from forgemq.trainer.core.memory import ModelShape
 from forgemq.trainer.core.precision import make_precise
 from forgemq.trainer.core.step import Policy
+from forgemq.trainer.offload import store_of
 
 ATTENTION_NAME = "forgemq_tree"
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe")
@@ -79,6 +80,7 @@ def prepared(model: nn.Module) -> LoadedModel:
         shape=shape,
         key_heads=int(config.num_key_value_heads),
         flex=flex_attention_of if head.weight.device.type == "cuda" else None,
+        make_store=store_of(head.weight.device),
     )
     return LoadedModel(model=model, policy=policy)
 

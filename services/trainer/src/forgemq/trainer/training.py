@@ -154,6 +154,7 @@ class Training:
             world_size=1,
             budget_bytes=trainer.memory_budget_bytes,
             head_chunk=trainer.head_chunk_tokens,
+            carried="path",
         )
         return forward_backward(
             policy,

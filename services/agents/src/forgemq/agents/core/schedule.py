@@ -12,12 +12,15 @@ Mode = Literal["sampled", "greedy"]
 
 
 class EvaluationGroup(NamedTuple):
-    """One held-out task in one round: a group of a single episode."""
+    """One held-out task in one round: a group of a single episode.
+
+    `temperature` None is the one that the run pins for every episode.
+    """
 
     domain: str
     task_number: int
     round_name: str
-    temperature: float
+    temperature: float | None
 
     @property
     def idempotency_key(self) -> str:
@@ -66,7 +69,9 @@ def round_due(evaluation: Evaluation, *, steps_trained: int, steps: int) -> str 
     return f"step-{step}" if step > 0 else None
 
 
-def _modes(evaluation: Evaluation) -> tuple[tuple[Mode, float], ...]:
-    sampled: tuple[tuple[Mode, float], ...] = (("sampled", 1.0),) if evaluation.sampled else ()
-    greedy: tuple[tuple[Mode, float], ...] = (("greedy", 0.0),) if evaluation.greedy else ()
-    return sampled + greedy
+def _modes(evaluation: Evaluation) -> tuple[tuple[Mode, float | None], ...]:
+    modes: tuple[tuple[Mode, float | None, bool], ...] = (
+        ("sampled", None, evaluation.sampled),
+        ("greedy", 0.0, evaluation.greedy),
+    )
+    return tuple((mode, temperature) for mode, temperature, is_played in modes if is_played)

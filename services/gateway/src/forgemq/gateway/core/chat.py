@@ -152,7 +152,7 @@ def read_chat_request(body: bytes) -> ChatRequest:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise invalid(f"the body is not valid JSON: {error}", param=None) from error
     _check(fields)
-    tools = _tools(raw) if fields.tools else ()
+    tools = _tools(raw["tools"]) if fields.tools else ()
     tools_json = msgspec.json.encode(tools) if tools else b""
     digests = tuple(match_key(message) for message in fields.messages)
     rest = {name: bytes(value) for name, value in raw.items() if name not in _DELIVERY_FIELDS}
@@ -238,7 +238,16 @@ def _check_blocks(blocks: list[ContentBlock], *, place: int) -> None:
             )
 
 
-def _tools(raw: dict[str, Raw]) -> tuple[dict[str, Any], ...]:
-    """Function tools as sent; other kinds (web search, namespaces) are accepted and left out."""
-    offered = msgspec.json.decode(raw["tools"], type=list[dict[str, Any]])
+def _tools(raw: Raw) -> tuple[dict[str, Any], ...]:
+    """Function tools as sent; other kinds (web search, namespaces) are accepted and left out.
+
+    Raises:
+        RefusedError: 400: an integer of over 64 bits, or nested too deep.
+    """
+    try:
+        offered = msgspec.json.decode(raw, type=list[dict[str, Any]])
+    except msgspec.ValidationError as error:
+        raise invalid(str(error), param=f"tools{field_of(error) or ''}") from error
+    except RecursionError as error:
+        raise invalid(f"tools are nested too deep: {error}", param="tools") from error
     return tuple(tool for tool in offered if isinstance(tool.get("function"), dict))

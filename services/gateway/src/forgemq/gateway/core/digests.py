@@ -52,7 +52,7 @@ def canonical_json(text: str) -> bytes:
     """The same bytes for JSON texts of equal value; a text that is no JSON as it is."""
     try:
         return msgspec.json.encode(msgspec.json.decode(text), order="deterministic")
-    except (msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, ValueError, RecursionError):
         return text.encode("utf-8", "surrogatepass")
 
 

@@ -10,9 +10,9 @@ such tokens never train (method.md 6).
 import math
 from typing import Any, NamedTuple
 
-from msgspec import Struct
+from msgspec import Raw, Struct
 
-from forgemq.contracts.arrays import pack_floats, pack_ids
+from forgemq.contracts.arrays import pack_floats, pack_ids, unpack_ids
 from forgemq.contracts.completions import (
     FinishedCompletion,
     RequestedCompletion,
@@ -20,13 +20,12 @@ from forgemq.contracts.completions import (
     WeightSpan,
 )
 from forgemq.contracts.episodes import Sampling
+from forgemq.inference.core.context import TOKEN_BYTES, Context
 from forgemq.inference.core.lane import Refused
 from forgemq.inference.core.weights import Weights, weights_of_name
 
 GREEDY_BELOW = 1e-6
 """SGLang takes the most likely token at temperatures below this (its `_SAMPLING_EPS`)."""
-
-_TOKEN_BYTES = 4
 
 
 class EngineLimits(Struct, frozen=True, kw_only=True):
@@ -92,25 +91,35 @@ NOT_STARTED = Timing(0.0, 0.0)
 
 
 def generate_body(
-    request: RequestedCompletion, *, rid: str, context: list[int], limits: EngineLimits
+    request: RequestedCompletion, *, rid: str, context: Context, limits: EngineLimits
 ) -> dict[str, Any] | Refused:
-    """The body of /generate, or why the engine must not see this request."""
-    room = limits.context_tokens_max - len(context)
-    if not context:
+    """The body of /generate, or why the engine must not see this request.
+
+    Args:
+        request: Its own tokens are checked against the vocabulary.
+        rid: The engine's name for the request.
+        context: Everything that the engine reads.
+        limits: Of the engine.
+    """
+    tokens_count = context.tokens_count
+    room = limits.context_tokens_max - tokens_count
+    if not tokens_count:
         return Refused("error", "engine: the context is empty")
-    if room < 1 or len(context) > limits.input_tokens_max:
+    if room < 1 or tokens_count > limits.input_tokens_max:
         return Refused(
             "error",
-            f"context_overflow: a context of {len(context)} tokens is over the engine's limit of "
+            f"context_overflow: a context of {tokens_count} tokens is over the engine's limit of "
             f"{min(limits.input_tokens_max, limits.context_tokens_max - 1)}",
         )
-    if min(context) < 0 or max(context) >= limits.vocabulary_size:
+    # What a delta continues was checked when it came, or sampled by the engine itself.
+    brought = unpack_ids(request.context)
+    if brought and (min(brought) < 0 or max(brought) >= limits.vocabulary_size):
         return Refused(
             "error", f"engine: a token id is outside the vocabulary of {limits.vocabulary_size}"
         )
     return {
         "rid": rid,
-        "input_ids": context,
+        "input_ids": Raw(b"[" + context.text + b"]"),
         "return_logprob": True,
         "sampling_params": sampling_parameters(request.sampling, tokens_max=room),
     }
@@ -239,7 +248,7 @@ def _aborted(message: str, *, is_cancelled: bool) -> Refused:
 
 
 def _record(request: RequestedCompletion, **fields: object) -> FinishedCompletion:
-    skipped_bytes = 0 if request.is_delta else request.shared_prefix_tokens * _TOKEN_BYTES
+    skipped_bytes = 0 if request.is_delta else request.shared_prefix_tokens * TOKEN_BYTES
     return FinishedCompletion(
         request_id=request.request_id,
         attempt=request.attempt,

@@ -4,6 +4,7 @@ from collections import OrderedDict
 from typing import Literal, NamedTuple, TypeAlias
 
 from forgemq.contracts.completions import CancelledCompletion, RequestedCompletion
+from forgemq.inference.core.context import Context
 from forgemq.inference.core.remembered import RememberedCompletions
 
 ATTEMPTS_SEEN_MAX = 200_000
@@ -18,10 +19,10 @@ class Attempt(NamedTuple):
 
 
 class Run(NamedTuple):
-    """The request goes to the engine with these context tokens, int32 bytes."""
+    """The request goes to the engine with this context."""
 
     attempt: Attempt
-    context: bytes
+    context: Context
 
 
 class Refused(NamedTuple):
@@ -107,15 +108,15 @@ class LaneState:
             return CANCELLED
         return DEADLINE if now_ms >= deadline_ms else None
 
-    def _context(self, request: RequestedCompletion) -> bytes | None:
+    def _context(self, request: RequestedCompletion) -> Context | None:
         if not request.is_delta:
-            return request.context
+            return Context().extended(request.context)
         if request.parent_id is None:
             return None
         prefix = self.remembered.prefix(
             request.parent_id, tokens_count=request.shared_prefix_tokens
         )
-        return None if prefix is None else prefix + request.context
+        return None if prefix is None else prefix.extended(request.context)
 
 
 def _add_bounded(seen: "OrderedDict[Attempt, None]", attempt: Attempt) -> None:

@@ -2,38 +2,38 @@
 
 from collections import OrderedDict
 
-_TOKEN_BYTES = 4
+from forgemq.inference.core.context import Context
 
 
 class RememberedCompletions:
-    """Context and output of finished completions as int32 bytes, least recently used out first.
+    """Context and output of finished completions, least recently used out first.
 
     Holds at most `bytes_max`; an entry that is larger alone is not held. The first entry of an id
     stays: of two attempts on one lane the first written is the completion.
 
-    Example: with `bytes_max` 12, remembering a (8 bytes) and b (8 bytes) leaves b only.
+    Example: with `bytes_max` 12, remembering a and b of 9 bytes each leaves b only.
     """
 
     def __init__(self, *, bytes_max: int) -> None:
         """Nothing remembered yet."""
         self._bytes_max = bytes_max
-        self._tokens: OrderedDict[str, bytes] = OrderedDict()
+        self._held: OrderedDict[str, Context] = OrderedDict()
         self.size_bytes = 0
 
-    def remember(self, completion_id: str, tokens: bytes) -> None:
-        """Hold the tokens; evict the least recently used ones above the limit."""
-        if completion_id in self._tokens or len(tokens) > self._bytes_max:
+    def remember(self, completion_id: str, context: Context) -> None:
+        """Hold what a request may continue; evict the least recently used ones above the limit."""
+        if completion_id in self._held or context.size_bytes > self._bytes_max:
             return
-        self._tokens[completion_id] = tokens
-        self.size_bytes += len(tokens)
+        self._held[completion_id] = context
+        self.size_bytes += context.size_bytes
         while self.size_bytes > self._bytes_max:
-            _, evicted = self._tokens.popitem(last=False)
-            self.size_bytes -= len(evicted)
+            _, evicted = self._held.popitem(last=False)
+            self.size_bytes -= evicted.size_bytes
 
-    def prefix(self, completion_id: str, *, tokens_count: int) -> bytes | None:
+    def prefix(self, completion_id: str, *, tokens_count: int) -> Context | None:
         """First tokens of a completion; None where it is gone or has fewer."""
-        tokens = self._tokens.get(completion_id)
-        if tokens is None or len(tokens) < tokens_count * _TOKEN_BYTES:
+        held = self._held.get(completion_id)
+        if held is None or held.tokens_count < tokens_count:
             return None
-        self._tokens.move_to_end(completion_id)
-        return tokens[: tokens_count * _TOKEN_BYTES]
+        self._held.move_to_end(completion_id)
+        return held.first(tokens_count)

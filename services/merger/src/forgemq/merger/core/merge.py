@@ -193,8 +193,8 @@ def _entry_tokens(samples: Sequence[Sample], tree: PrefixTree) -> npt.NDArray[np
     ]
     starts = np.array([start for start, _ in ranges], np.int64)
     sizes = np.array([stop - start for start, stop in ranges], np.int64)
-    before = np.cumsum(sizes) - sizes
-    return np.arange(int(sizes.sum()), dtype=np.int64) + np.repeat(starts - before, sizes)
+    shift: npt.NDArray[np.int64] = np.repeat(starts - (np.cumsum(sizes) - sizes), sizes)
+    return np.arange(len(shift), dtype=np.int64) + shift
 
 
 def _entry_versions(samples: Sequence[Sample]) -> npt.NDArray[np.int64]:
