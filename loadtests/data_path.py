@@ -29,7 +29,7 @@ from forgemq.contracts.groups import MergedGroup, ScoredGroup
 
 WORKLOADS = {
     "small": Workload(
-        agents=64,
+        agents=96,
         turns=4,
         prompt_messages=1,
         message_words=50,
@@ -38,8 +38,8 @@ WORKLOADS = {
         engine_s=0.1,
         context_tokens_max=1024,
         group_size=8,
-        groups_per_step=24,
-        slots=48,
+        groups_per_step=32,
+        slots=64,
         warm_up_s=15.0,
         measure_s=40.0,
     ),
@@ -130,8 +130,12 @@ async def _until_serving(system: RunningSystem) -> None:
     """
     places = _places(system, topics.DELIVERED_COMPLETIONS)
     async with asyncio.timeout(START_TIMEOUT_S):
-        while not any((await system.log.end_positions(places)).values()):
-            await asyncio.sleep(_READ_S)
+        reader = await system.log.reader(await system.log.first_positions(places))
+        try:
+            while not await reader.read(timeout_s=_READ_S, records_max=1):
+                pass
+        finally:
+            await reader.close()
 
 
 async def _watch(system: RunningSystem, duration_s: float) -> Window:

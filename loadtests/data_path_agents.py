@@ -18,16 +18,17 @@ import aiohttp
 import msgspec
 from msgspec import Struct
 
-from forgemq.shell.settings import parse
+from forgemq.settings.environment import parse
 
 DOMAIN = "data_path"
 _CLAIM_WAIT_S = 20
 _RETRY_S = 0.1
 # Each is one token of the demo's model, and so is the space behind it.
 _WORDS = (
-    "description parameters properties arguments assistant function product medium object string "
-    "system price total color stock shelf lines large small green black white count pages clear"
-).split()
+    *("description", "parameters", "properties", "arguments", "assistant", "function", "product"),
+    *("medium", "object", "string", "system", "price", "total", "color", "stock", "shelf", "lines"),
+    *("large", "small", "green", "black", "white", "count", "pages", "clear"),
+)
 
 Answer = TypeVar("Answer")
 

@@ -291,9 +291,7 @@ def sampled(context: list[int], *, count: int, speed: Speed) -> tuple[list[int],
     return sampled_after(Context(tokens=len(context), end=end), count=count, speed=speed)
 
 
-def sampled_after(
-    context: Context, *, count: int, speed: Speed
-) -> tuple[list[int], list[float]]:
+def sampled_after(context: Context, *, count: int, speed: Speed) -> tuple[list[int], list[float]]:
     """The same, of the part of a context that decides them."""
     key = json.dumps([speed.seed, context.end, context.tokens]).encode()
     noise = hashlib.shake_128(key).digest(4 * count)

@@ -1,5 +1,7 @@
-"""A trainer that computes nothing: it takes every scheduled step, checks that the trees arrived,
-and publishes the same weights as a new version, so that slots become free.
+"""A trainer that computes nothing, so that slots become free.
+
+It takes every scheduled step, checks that the trees it names arrived, and publishes the model's
+weights as the next version.
 """
 
 import asyncio
@@ -28,9 +30,7 @@ class StandInTrainer:
     `run` ends when it is cancelled. `trees` counts what arrived, `steps` what was trained.
     """
 
-    def __init__(
-        self, log: Log, *, model: Path, folder: Path, group_partitions: int
-    ) -> None:
+    def __init__(self, log: Log, *, model: Path, folder: Path, group_partitions: int) -> None:
         """Nothing read yet.
 
         Args:
@@ -112,9 +112,7 @@ class StandInTrainer:
         header["__metadata__"] = {"version": str(version)}
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
-        (target / _WEIGHTS).write_bytes(
-            len(text).to_bytes(8, "little") + text + data[8 + length :]
-        )
+        (target / _WEIGHTS).write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
         return target
 
     async def _publish(self, writer: Writer, folder: Path, *, version: int) -> None:

@@ -7,9 +7,7 @@ Rounds interleave the three; times are CPU seconds of this process, one thread. 
 time is a quadratic fit in length over a stratified sample of requests, its error is a row;
 `--case headline_full` trains every request instead.
 
-FLOPs of a way: 6 W t + 14 Q L p + 8 H V r, where W are the weights of the layers, t the tokens,
-Q the query size, L the layers, p the pairs that attention visits (forward two products, backward
-five), H the width, V the vocabulary, r the rows of the head (forward, again, backward).
+The FLOP formula is `forgemq.trainer.core.flops`; the head counts on loss entries only.
 
 `make load NAME=tree_training JSON=tree.json`
 """
@@ -29,10 +27,11 @@ from tree_workloads import SHAPES, VOCABULARY, Sample, append_merged, merged_tre
 
 from forgemq.contracts.run import Loss
 from forgemq.trainer.allocation import peak_allocated_bytes
-from forgemq.trainer.core.logprobs import Edges, edge_logprobs, edges_of
+from forgemq.trainer.core.flops import Flops, flops, flops_of_tree
+from forgemq.trainer.core.logprobs import Edges, edge_logprobs
 from forgemq.trainer.core.loss import Entries, loss_function
 from forgemq.trainer.core.memory import Microbatch, ModelShape
-from forgemq.trainer.core.step import Policy, forward_backward
+from forgemq.trainer.core.step import forward_backward
 from forgemq.trainer.core.tree import Forest, read_tree
 from forgemq.trainer.heap import keep_freed_memory
 from forgemq.trainer.model import LoadedModel, prepared
@@ -59,30 +58,6 @@ LOSS = loss_function(Loss())
 MEBIBYTE = 2**20
 
 
-@dataclass(frozen=True, kw_only=True)
-class Flops:
-    """What one way of training computes."""
-
-    weights: float
-    attention: float
-    head: float
-
-    @property
-    def total(self) -> float:
-        return self.weights + self.attention + self.head
-
-
-def flops(shape: ModelShape, *, tokens: int, pairs: int, rows: int) -> Flops:
-    """The published formula; see the module."""
-    layer = 2 * shape.hidden * (shape.query_size + shape.key_size)
-    layer += 3 * shape.hidden * shape.mlp_size
-    return Flops(
-        weights=6.0 * shape.layers * layer * tokens,
-        attention=14.0 * shape.layers * shape.query_size * pairs,
-        head=8.0 * shape.hidden * shape.vocabulary * rows,
-    )
-
-
 def flops_of_sequences(shape: ModelShape, samples: Sequence[Sample]) -> Flops:
     """Every sequence alone."""
     lengths = [len(sample.tokens) for sample in samples]
@@ -91,17 +66,6 @@ def flops_of_sequences(shape: ModelShape, samples: Sequence[Sample]) -> Flops:
         tokens=sum(lengths),
         pairs=sum(length * (length + 1) // 2 for length in lengths),
         rows=sum(len(sample.sampled) for sample in samples),
-    )
-
-
-def flops_of_tree(shape: ModelShape, forest: Forest) -> Flops:
-    """The tree; siblings share the row of the head that they both continue."""
-    edges = edges_of(forest, start=0, end=forest.token_count)
-    return flops(
-        shape,
-        tokens=forest.token_count,
-        pairs=forest.attention_pairs,
-        rows=len(edges.source_R),
     )
 
 
@@ -321,9 +285,7 @@ def main() -> int:
     )
     loaded = made_model()
     train_tree(loaded, read_tree(merged_tree(requests(SHAPES["A"]))))  # Warms the kernels.
-    reached = {
-        case: measure(measurement, case, loaded) for case in options.case or [*SHAPES]
-    }
+    reached = {case: measure(measurement, case, loaded) for case in options.case or [*SHAPES]}
     usual = [share for case, share in reached.items() if not case.startswith("headline")]
     if usual:
         measurement.row("A to F", "flop_ratio_reached", prod(usual) ** (1 / len(usual)), "share")

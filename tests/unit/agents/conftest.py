@@ -39,6 +39,7 @@ class MemoryGateway:
         self.rewards: list[dict[str, Any]] = []
         self.chats: list[bytes] = []
         self.open_max = 0
+        self.run_polls = 0
         self.outstanding_max = 0
         self.url = ""
         self.app = web.Application()
@@ -138,6 +139,7 @@ class MemoryGateway:
         return web.json_response({"lease_s": self.lease_s})
 
     async def run(self, request: web.Request) -> web.Response:
+        self.run_polls += 1
         steps_trained = self.steps if self.is_over else min(self.trained, self.steps - 1)
         return web.json_response(
             {

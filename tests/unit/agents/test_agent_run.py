@@ -110,6 +110,23 @@ async def test_periodic_rounds_are_played_during_training(memory_gateway):
     assert gateway.rounds() == ["start-sampled", "step-2-sampled", "end-sampled"]
 
 
+async def test_the_run_is_watched_during_a_periodic_round(memory_gateway):
+    gateway = await memory_gateway(groups_to_train=4, slots=1, group_size=1)
+    polls: list[int] = []
+
+    async def slowly(episode) -> None:
+        before = gateway.run_polls
+        await asyncio.sleep(0.3)
+        if "step-2" in episode.episode_id:
+            polls.append(gateway.run_polls - before)
+
+    await play(
+        gateway, slowly, slots=1, evaluation=Evaluation(tasks=1, every_steps=2, greedy=False)
+    )
+    assert len(polls) == 1
+    assert polls[0] >= 2
+
+
 async def test_an_agent_that_raises_is_aborted_with_what_it_raised(memory_gateway):
     gateway = await memory_gateway()
 

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import aiohttp
+import aiohttp.test_utils
 import pytest
 
 from forgemq.agents.completion import Completion, ToolCall
@@ -118,6 +119,59 @@ async def test_a_gateway_that_is_away_is_asked_again_until_it_is_back(http, memo
     assert reply.status == 200
     assert attempts >= 2
     await runners[0].cleanup()
+
+
+class Clock:
+    """A clock that stands still unless it is told to go on."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    async def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+async def cutting(clock: Clock, *, held_s: float, cuts: int) -> aiohttp.test_utils.TestServer:
+    """A gateway that holds the first requests for so long and then is gone, connection and all."""
+    asked = 0
+
+    async def answer(request: aiohttp.web.Request) -> aiohttp.web.Response:
+        nonlocal asked
+        asked += 1
+        if asked <= cuts:
+            clock.now_s += held_s
+            assert request.transport is not None
+            request.transport.abort()
+        return aiohttp.web.json_response({"asked": asked})
+
+    app = aiohttp.web.Application()
+    app.add_routes([aiohttp.web.post("/turn", answer)])
+    server = aiohttp.test_utils.TestServer(app)
+    await server.start_server()
+    return server
+
+
+async def test_a_turn_longer_than_the_deadline_is_asked_again_when_its_gateway_dies(http):
+    clock = Clock()
+    server = await cutting(clock, held_s=400.0, cuts=3)
+    requests = JsonRequests(http, retry=Retry(), sleep=clock.sleep, clock_s=clock)
+    reply = await requests.send("POST", str(server.make_url("/turn")), key="k", fields={})
+    assert reply.body == b'{"asked": 4}'
+    assert 1200 < clock.now_s < 1202
+    await server.close()
+
+
+async def test_a_gateway_that_drops_every_request_at_once_is_given_up_at_the_deadline(http):
+    clock = Clock()
+    server = await cutting(clock, held_s=1.0, cuts=1_000)
+    requests = JsonRequests(http, retry=Retry(), sleep=clock.sleep, clock_s=clock)
+    with pytest.raises(GatewayError, match="ServerDisconnectedError"):
+        await requests.send("POST", str(server.make_url("/turn")), key="k", fields={})
+    assert 290 < clock.now_s <= 301
+    await server.close()
 
 
 async def test_a_reward_is_reported_under_an_id_that_a_retry_repeats(opened):

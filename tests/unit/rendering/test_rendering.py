@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -200,6 +201,76 @@ def test_brackets_nested_too_deep_to_parse_are_text(rendering: Rendering) -> Non
     assert parsed.malformed == 1
     assert parsed.tool_calls == ()
     assert parsed.content == text
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        '{"name": "find", "arguments": {"query": "\\ud800"}}',
+        '{"name": "find", "arguments": {"\\udfff": 1}}',
+        '{"name": "f\\ud800", "arguments": {}}',
+        '{"name": "find", "arguments": "\\ud800"}',
+        '{"name": "find", "arguments": "no JSON"}',
+        '{"name": "find", "arguments": {"limit": ' + "9" * 5000 + "}}",
+        '{"name": ["find"], "arguments": {}}',
+        '[{"name": "find"}]',
+    ],
+    ids=lambda call: call[:44],
+)
+def test_a_call_that_no_client_can_be_given_is_malformed_and_stays_text(
+    rendering: Rendering, call: str
+) -> None:
+    text = f"<tool_call>\n{call}\n</tool_call>"
+    parsed = rendering.parse(encoded(rendering, text), completion_id=ID, tools=TOOLS)
+    assert (parsed.tool_calls, parsed.malformed) == ((), 1)
+    assert parsed.content == text
+
+
+fragments = st.sampled_from(
+    [
+        *("<tool_call>\n", "\n</tool_call>", "<think>", "</think>", "<|im_end|>"),
+        *('{"name": ', '"find"', ', "arguments": ', "{}", '{"query": ', '"\\ud800"', '"\\udc00a"'),
+        *("9" * 5000, "1e999", "NaN", "[" * 3000, "}", "]", "null", '"', "\\"),
+        *("<function=find>", "<parameter=query>", "</parameter>", "</function>"),
+    ]
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    pieces=st.lists(
+        st.one_of(fragments, st.lists(st.integers(-(2**31), 2**31 - 1), max_size=8)), max_size=12
+    ),
+    has_tools=st.booleans(),
+)
+def test_any_ids_are_a_message_that_can_be_encoded(
+    rendering: Rendering, pieces: list[str | list[int]], has_tools: bool
+) -> None:
+    ids = [
+        token_id
+        for piece in pieces
+        for token_id in (encoded(rendering, piece) if isinstance(piece, str) else piece)
+    ]
+    parsed = rendering.parse(ids, completion_id=ID, tools=TOOLS if has_tools else ())
+    assert parsed.content.encode().decode() == parsed.content
+    assert parsed.reasoning.encode().decode() == parsed.reasoning
+    for call in parsed.tool_calls:
+        assert call.name.encode().decode() == call.name
+        msgspec.json.decode(call.arguments.encode())
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"query": "\\ud800"}', "[" * 20_000 + "]" * 20_000], ids=["surrogate", "deep"]
+)
+def test_what_cannot_be_rendered_is_a_value_error(rendering: Rendering, arguments: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "find", "arguments": arguments}}
+    messages = [*HEAD, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    try:
+        rendered = rendering.render(messages, tools=TOOLS)
+    except ValueError as error:
+        assert "the messages cannot be rendered" in str(error)
+    else:  # The hand-written renderers write arguments that they cannot read as they came.
+        assert arguments in rendering.decode(rendered.ids)
 
 
 def test_systems_at_the_head_are_one_and_later_ones_are_user_turns(rendering: Rendering) -> None:

@@ -28,8 +28,8 @@ from forgemq.contracts.run import (
 from forgemq.rendering.tokenizer import FolderTokenizer
 from forgemq.reward.app import CONSUMES, PRODUCES, main
 from forgemq.reward.grader_process import GraderRefusedError
+from forgemq.settings.environment import SettingsError
 from forgemq.shell.service import Context
-from forgemq.shell.settings import SettingsError
 from forgemq.telemetry import Telemetry
 from tests.unit.reward.records import finished_completion, finished_episode
 

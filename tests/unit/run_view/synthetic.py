@@ -264,7 +264,9 @@ class SyntheticRun:
 
     def merge(self, scored: ScoredGroup) -> ScheduledGroup:
         kept = tuple(
-            each for each in scored.completions if each.completion_id not in self.lost_before_merging
+            each
+            for each in scored.completions
+            if each.completion_id not in self.lost_before_merging
         )
         message = Message(
             topic=SCORED_GROUPS.name,

@@ -14,10 +14,10 @@ from forgemq.contracts import topics
 from forgemq.contracts.examples import minimal
 from forgemq.contracts.messages import Output
 from forgemq.contracts.run import StartedRun
+from forgemq.settings.environment import SettingsError
 from forgemq.shell.connection import kafka_connection
 from forgemq.shell.records import emit_of
 from forgemq.shell.service import EXIT_REFUSED, Context, add_code_paths, run_service
-from forgemq.shell.settings import SettingsError
 from forgemq.shell.started_run import RunNotStartedError, started_run
 
 BROKER = {"FORGEMQ_KAFKA": "127.0.0.1:9092"}

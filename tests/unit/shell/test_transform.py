@@ -14,8 +14,8 @@ from forgemq.contracts.groups import ScoredGroup
 from forgemq.contracts.messages import Output
 from forgemq.contracts.run import Log as LogConfiguration
 from forgemq.contracts.run import Model, Queue, RunConfiguration, Trainer
+from forgemq.settings.environment import SettingsError
 from forgemq.shell.records import emit_of
-from forgemq.shell.settings import SettingsError
 from forgemq.shell.transform import Transform
 from forgemq.shell.transform_settings import TransformSettings
 from forgemq.telemetry import Telemetry

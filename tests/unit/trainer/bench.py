@@ -3,7 +3,7 @@
 import asyncio
 import io
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from forgemq.bus.blobs import BlobStore
@@ -30,6 +30,15 @@ class Bench:
     open_log: Callable[[], Log]
     configuration: RunConfiguration
     folder: Path
+    telemetry: Telemetry = field(
+        default_factory=lambda: Telemetry(service="trainer", stream=io.StringIO())
+    )
+    remote: str = ""
+
+    @property
+    def blobs(self) -> str:
+        """The run's blob store."""
+        return self.remote or str(self.folder.parent / "blobs")
 
     async def train(self, *, until: int, lineage: int = 0) -> None:
         """Start a trainer; stop it when `until` is trained and its weights are published.
@@ -39,16 +48,13 @@ class Bench:
         stop = asyncio.Event()
         context = Context(
             started=StartedRun(
-                run="r", configuration=self.configuration, blobs="memory://r", started_ms=0
+                run="r", configuration=self.configuration, blobs=self.blobs, started_ms=0
             ),
             log=self.open_log(),
-            blobs=BlobStore("memory://r"),
-            telemetry=Telemetry(service="trainer", stream=io.StringIO()),
+            blobs=BlobStore(self.blobs),
+            telemetry=self.telemetry,
             stop=stop,
-            environ={
-                "FORGEMQ_TRAINER_FOLDER": str(self.folder),
-                "FORGEMQ_TRAINER_TREE_DEADLINE_S": "0.3",
-            },
+            environ={"FORGEMQ_TRAINER_FOLDER": str(self.folder)},
         )
         async with asyncio.TaskGroup() as group:
             trainer = group.create_task(main(context))

@@ -29,7 +29,12 @@ def _trained_store(folder: Path, *, steps: int) -> tuple[Store, Training]:
     configuration = configuration_of(save_base(folder / "base"), checkpoints_kept=9)
     training = Training(configuration, device="cpu", checkpoint=None)
     telemetry = Telemetry(service="trainer", stream=io.StringIO())
-    store = Store(str(folder / "t"), configuration=configuration, telemetry=telemetry)
+    store = Store(
+        str(folder / "t"),
+        blobs=str(folder / "blobs"),
+        configuration=configuration,
+        telemetry=telemetry,
+    )
     generator = np.random.default_rng(0)
     for step in range(steps):
         tree = merge(agent_samples(generator), f"g-{step}")

@@ -64,7 +64,7 @@ def test_a_small_budget_changes_the_blocks_and_not_the_gradient(tmp_path: Path) 
 def test_a_budget_that_no_block_fits_stops_the_run_with_its_name(tmp_path: Path) -> None:
     configuration = configuration_of(save_base(tmp_path / "base"), memory_budget_bytes=1000)
     training = Training(configuration, device="cpu", checkpoint=None)
-    with pytest.raises(ValueError, match=r"memory_budget_bytes is .* bytes too small"):
+    with pytest.raises(ValueError, match=r"memory_budget_bytes is 1000, .* needs at most"):
         training.train(_read(training, _trees()))
 
 

@@ -4,6 +4,7 @@ The defaults are the method's (design: CISPO, arXiv 2506.13585; windowed FIFO, a
 a run's file overrides them. Combinations that cannot work are refused by `check`.
 """
 
+import re
 from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta, Struct
@@ -21,6 +22,12 @@ FunctionName: TypeAlias = Annotated[
         description="module:function on the run's code paths; '' for none.",
     ),
 ]
+
+MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+"""`model_type` of the model's config.json: architectures that train exactly on trees."""
+
+LOSS_KINDS = ("cispo", "tis", "ppo_clip", "gspo", "icepop")
+_LOSS_KIND = re.compile(rf"({'|'.join(LOSS_KINDS)}|[A-Za-z_][\w.]*:[A-Za-z_]\w*)")
 
 
 class Queue(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -251,9 +258,31 @@ def check(configuration: RunConfiguration) -> None:
                 f"queues.{queue.domain}.group_size (G) must be at least 2: an advantage compares "
                 f"the rollouts of a group, got {queue.group_size}"
             )
+    _check_sampling(configuration)
+    if not _LOSS_KIND.fullmatch(configuration.loss.kind):
+        raise ValueError(
+            f"loss.kind must be one of {', '.join(LOSS_KINDS)} or module:function, "
+            f"got {configuration.loss.kind!r}"
+        )
+
+
+def _check_sampling(configuration: RunConfiguration) -> None:
     sampling = configuration.episodes.sampling
     if sampling.max_tokens >= configuration.model.context_tokens_max:
         raise ValueError(
             "episodes.sampling.max_tokens must be below model.context_tokens_max, got "
             f"{sampling.max_tokens} and {configuration.model.context_tokens_max}"
         )
+    full = {
+        "temperature": sampling.temperature > 0,
+        "top_p": sampling.top_p == 1,
+        "top_k": sampling.top_k < 1,
+        "frequency_penalty": sampling.frequency_penalty == 0,
+        "presence_penalty": sampling.presence_penalty == 0,
+    }
+    for name, is_full in full.items():
+        if not is_full:
+            raise ValueError(
+                f"episodes.sampling.{name} is {getattr(sampling, name):g}: tokens of a truncated "
+                "support are context and not loss (G4), so nothing would train"
+            )

@@ -69,6 +69,16 @@ class TrainingMetrics(Struct, frozen=True, kw_only=True, omit_defaults=True):
     gap_entries: Annotated[
         int, Meta(ge=0, description="Entries the log-probability gap was taken over.")
     ] = 0
+    branch_loss: Annotated[
+        float,
+        Meta(ge=1, description="Tree tokens over those on the way to each episode's last sample."),
+    ] = 1.0
+    flop_ratio: Annotated[
+        float, Meta(ge=0, description="Operations per request over those of the trees.")
+    ] = 1.0
+    route_disagreements: Annotated[
+        int, Meta(ge=0, description="Entries whose experts were not those replayed for the token.")
+    ] = 0
 
 
 class TrainedStep(Struct, frozen=True, kw_only=True, omit_defaults=True):

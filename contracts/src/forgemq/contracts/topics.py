@@ -231,7 +231,7 @@ TRAINED_STEPS = Topic(
     record=TrainedStep,
     key="step",
     partitioned_by="run",
-    is_transactional=False,
+    is_transactional=True,
     producer="trainer",
     consumers=("scheduler", "trainer", "gateway", "console", "launcher"),
 )

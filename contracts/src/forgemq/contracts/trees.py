@@ -34,5 +34,12 @@ class MergedTree(Struct, frozen=True, kw_only=True, omit_defaults=True):
     sample_ids: Annotated[tuple[str, ...], Meta(description="Completion ids, S of them.")]
     lineage: Annotated[int, Meta(ge=0, description="Newest lineage among the entries.")] = 0
     entry_route: Annotated[
-        bytes, Meta(description="int16[E, layers, top_k] routed experts; b'' for dense models.")
+        bytes,
+        Meta(
+            description="int16[E, layers, top_k] experts of the pass that sampled the entry; "
+            "b'' for dense models or where none were recorded."
+        ),
+    ] = b""
+    entry_reference_logprob: Annotated[
+        bytes, Meta(description="float32[E] under a reference policy, nats; b'' without one.")
     ] = b""

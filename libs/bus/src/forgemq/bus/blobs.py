@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 
 import fsspec
 
-from forgemq.bus.errors import BlobError
+from forgemq.bus.errors import BlobError, LostBlobError
 from forgemq.contracts.fields import BlobReference
 
 
@@ -45,7 +45,8 @@ class BlobStore:
         """The bytes, verified against their sha256.
 
         Raises:
-            BlobError: they are gone, unreadable, or not the bytes that were written.
+            LostBlobError: they are gone, or not the bytes that were written.
+            BlobError: the store does not answer.
         """
         return await asyncio.to_thread(self._get, reference)
 
@@ -66,11 +67,13 @@ class BlobStore:
         path = self._path(reference.sha256)
         try:
             data: bytes = self._filesystem.cat_file(path)
+        except FileNotFoundError as error:
+            raise LostBlobError(f"cannot read {path}: {error}") from error
         except OSError as error:
             raise BlobError(f"cannot read {path}: {error}") from error
         found = hashlib.sha256(data).hexdigest()
         if found != reference.sha256:
-            raise BlobError(f"{path} holds {len(data)} bytes with sha256 {found}")
+            raise LostBlobError(f"{path} holds {len(data)} bytes with sha256 {found}")
         return data
 
     def _path(self, sha256: str) -> str:

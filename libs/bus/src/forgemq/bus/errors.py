@@ -6,7 +6,8 @@ LogError
  |- RecordTooLargeError   a value over the topic's limit and no blob store to put it in
  |- OutOfRangeError       a position below the first or above the end of its partition
  |- UnknownPlaceError     a topic or partition that was never created
- |- BlobError             a blob is gone, or its bytes are not those that were written
+ |- BlobError             the blob store refuses or does not answer
+ |  |- LostBlobError      a blob is gone, or its bytes are not those that were written
  |- ClosedError           used after close
 """
 
@@ -36,7 +37,11 @@ class UnknownPlaceError(LogError):
 
 
 class BlobError(LogError):
-    """The blob store has no such blob, or other bytes than were written."""
+    """The blob store did not do what it was asked; another time it may."""
+
+
+class LostBlobError(BlobError):
+    """The blob store has no such blob, or other bytes than were written: no retry brings it."""
 
 
 class ClosedError(LogError):

@@ -50,7 +50,8 @@ async def fetched(records: Sequence[Record], *, blobs: BlobStore | None) -> list
     """The same records with the values of blobs in place and their header gone.
 
     Raises:
-        BlobError: the blob is gone or damaged, or this log has no blob store; says which record.
+        LostBlobError: the blob is gone or damaged; says which record.
+        BlobError: the store does not answer, or this log has none.
     """
     if not any(name == BLOB_HEADER for record in records for name, _ in record.headers):
         return list(records)
@@ -68,7 +69,7 @@ async def fetched(records: Sequence[Record], *, blobs: BlobStore | None) -> list
             async with gate:
                 value = await blobs.get(reference)
         except BlobError as error:
-            raise BlobError(f"{where}: {error}") from error
+            raise type(error)(f"{where}: {error}") from error
         headers = tuple(header for header in record.headers if header[0] != BLOB_HEADER)
         return replace(record, value=value, headers=headers)
 

@@ -2,16 +2,12 @@
 
 from collections.abc import AsyncIterator, Iterable, Sequence
 
-from forgemq.bus.log import Log, Place, Reader, Record
+from forgemq.bus.log import Log, Place, Record
+from forgemq.bus.reading import read_to_end, read_up_to
 from forgemq.contracts import topics
 from forgemq.contracts.messages import Message
 from forgemq.contracts.run import RunConfiguration
 from forgemq.contracts.topics import Topic, partition_count
-
-READ_S = 0.25
-RECORDS_MAX = 2000
-SILENCE_MAX = 40
-"""Empty reads before what is asked for counts as unreadable (trimmed, or a broker away)."""
 
 
 def places_of(topic: Topic, configuration: RunConfiguration) -> list[Place]:
@@ -37,44 +33,33 @@ def message_of(record: Record) -> Message:
 
 
 async def read_all(log: Log, places: Sequence[Place]) -> AsyncIterator[list[Record]]:
-    """Every record of these partitions that is on the log now, in batches."""
-    reader = await log.reader(await log.first_positions(places))
-    try:
-        async for records in until_end(log, reader, places):
-            yield records
-    finally:
-        await reader.close()
+    """Every record of these partitions that is on the log now, in batches.
 
-
-async def until_end(
-    log: Log, reader: Reader, places: Sequence[Place]
-) -> AsyncIterator[list[Record]]:
-    """Batches of a reader until it reaches the ends of now."""
-    ends = await log.end_positions(places)
-    silence = 0
-    while silence < SILENCE_MAX and any(reader.position(place) < ends[place] for place in places):
-        records = await reader.read(timeout_s=READ_S, records_max=RECORDS_MAX)
-        silence = 0 if records else silence + 1
+    Raises:
+        LogUnavailableError: the log does not give all it has.
+    """
+    async for records in read_to_end(log, await log.first_positions(places)):
         yield records
 
 
 async def read_at(log: Log, wanted: Iterable[tuple[Place, int]]) -> list[Record]:
-    """The records at these (partition, offset), as far as the log still has them."""
+    """The records at these (partition, offset), as far as the log still has them.
+
+    Raises:
+        LogUnavailableError: the log does not give all it has.
+    """
     offsets: dict[Place, set[int]] = {}
     for place, offset in wanted:
         offsets.setdefault(place, set()).add(offset)
     if not offsets:
         return []
     first = await log.first_positions(list(offsets))
+    ends = await log.end_positions(list(offsets))
     found: list[Record] = []
     reader = await log.reader({place: max(first[place], min(offsets[place])) for place in offsets})
+    last = {place: min(ends[place], max(offsets[place]) + 1) for place in offsets}
     try:
-        silence = 0
-        while silence < SILENCE_MAX and any(
-            reader.position(place) <= max(offsets[place]) for place in offsets
-        ):
-            records = await reader.read(timeout_s=READ_S, records_max=RECORDS_MAX)
-            silence = 0 if records else silence + 1
+        async for records in read_up_to(reader, last):
             found += [record for record in records if record.offset in offsets[record.place]]
     finally:
         await reader.close()

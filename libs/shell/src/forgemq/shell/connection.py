@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import msgspec
 
 from forgemq.bus.kafka_connection import KafkaConnection, SaslMechanism, SecurityProtocol
-from forgemq.shell.settings import SettingsError, parse
+from forgemq.settings.environment import SettingsError, parse
 
 
 class KafkaSecurity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

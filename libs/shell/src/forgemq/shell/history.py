@@ -2,11 +2,12 @@
 
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from forgemq.bus.log import Log, Place, Reader, Record
+from forgemq.bus.reading import read_up_to
 from forgemq.contracts.journal import JournalInput, JournalledBatch
 
 _DECODER = msgspec.msgpack.Decoder(JournalledBatch)
@@ -24,21 +25,28 @@ async def journal(log: Log, place: Place, *, start: int, end: int) -> list[Journ
 
     Raises:
         HistoryError: a batch is missing.
+        LogUnavailableError: the log does not give all it has.
     """
     batches: list[JournalledBatch] = []
     reader = await log.reader({place: start})
     try:
-        async for record in _until(reader, place, end):
-            batch = _DECODER.decode(record.value)
-            if batches and batch.sequence != batches[-1].sequence + 1:
-                raise HistoryError(
-                    f"{place.topic}/{place.partition}: batch {batch.sequence} at {record.offset} "
-                    f"follows batch {batches[-1].sequence}"
-                )
-            batches.append(batch)
+        async for records in read_up_to(reader, {place: end}):
+            for record in records:
+                if record.offset < end:
+                    batches.append(_following(batches, record))
     finally:
         await reader.close()
     return batches
+
+
+def _following(batches: Sequence[JournalledBatch], record: Record) -> JournalledBatch:
+    batch = _DECODER.decode(record.value)
+    if batches and batch.sequence != batches[-1].sequence + 1:
+        raise HistoryError(
+            f"{record.topic}/{record.partition}: batch {batch.sequence} at {record.offset} "
+            f"follows batch {batches[-1].sequence}"
+        )
+    return batch
 
 
 def since_newest_snapshot(batches: Sequence[JournalledBatch]) -> list[JournalledBatch]:
@@ -108,16 +116,3 @@ class InputHistory:
         """Release the connection; idempotent."""
         if self._reader is not None:
             await self._reader.close()
-
-
-async def _until(reader: Reader, place: Place, end: int) -> AsyncIterator[Record]:
-    """Records of the only partition of this reader, below `end`."""
-    deadline_s = time.monotonic() + _STALLED_S
-    while reader.position(place) < end:
-        records = await reader.read(timeout_s=_READ_S, records_max=_RECORDS_MAX)
-        if not records and time.monotonic() > deadline_s:
-            raise HistoryError(f"{place.topic}/{place.partition}: stalled below {end}")
-        for record in records:
-            deadline_s = time.monotonic() + _STALLED_S
-            if record.offset < end:
-                yield record

@@ -15,8 +15,8 @@ from forgemq.bus.blobs import BlobStore
 from forgemq.bus.kafka import KafkaLog
 from forgemq.bus.log import Log
 from forgemq.contracts.run import RunConfiguration, StartedRun
+from forgemq.settings.environment import SettingsError, parse
 from forgemq.shell.connection import kafka_connection, run_id
-from forgemq.shell.settings import SettingsError, parse
 from forgemq.shell.started_run import started_run
 from forgemq.telemetry.settings import TelemetrySettings
 from forgemq.telemetry.telemetry import Telemetry

@@ -215,14 +215,15 @@ class TransformTask:
         records = await self._read(reader, timeout_s=wait_s, room=settings.batch_records_max)
         if not records:
             return records
-        until_s = self._clock_s() + settings.batch_linger_s
+        if len(records) < settings.read_records_max:
+            # Asleep, for each read of a few records costs the brokers another fetch.
+            await asyncio.sleep(settings.batch_linger_s)
         size = sum(len(record.value) for record in records)
         while len(records) < settings.batch_records_max and size < settings.batch_bytes_max:
-            left_s = until_s - self._clock_s()
-            if left_s <= 0:
-                break
             room = settings.batch_records_max - len(records)
-            more = await self._read(reader, timeout_s=left_s, room=room)
+            more = await self._read(reader, timeout_s=0.0, room=room)
+            if not more:
+                break
             records.extend(more)
             size += sum(len(record.value) for record in more)
         return records

@@ -22,8 +22,8 @@ from forgemq.bus.log import Log, Place
 from forgemq.contracts.messages import Core
 from forgemq.contracts.run import RunConfiguration
 from forgemq.contracts.topics import Topic, partition_count
+from forgemq.settings.environment import parse
 from forgemq.shell.batch import BadRecordHook
-from forgemq.shell.settings import parse
 from forgemq.shell.task import TaskPlan, TransformTask
 from forgemq.shell.transform_settings import TransformSettings
 from forgemq.telemetry.telemetry import Telemetry

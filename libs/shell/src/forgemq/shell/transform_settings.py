@@ -10,7 +10,7 @@ class TransformSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     batch_linger_s: Annotated[
         float, Meta(ge=0, le=1, description="Collect this long after the first record.")
-    ] = 0.02
+    ] = 0.05
     batch_records_max: Annotated[int, Meta(ge=1, description="Held by one task at once.")] = 2000
     batch_bytes_max: Annotated[
         int, Meta(ge=1, description="No more is read once a batch holds this much.")

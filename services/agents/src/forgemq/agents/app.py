@@ -18,7 +18,7 @@ from forgemq.agents.settings import AgentsSettings
 from forgemq.agents.user_code import DomainCode, UserCodeError, load_domains
 from forgemq.contracts.run import RunConfiguration
 from forgemq.contracts.topics import Topic
-from forgemq.shell.settings import SettingsError, parse
+from forgemq.settings.environment import SettingsError, parse
 from forgemq.telemetry.telemetry import Telemetry
 
 CONSUMES: tuple[Topic, ...] = ()

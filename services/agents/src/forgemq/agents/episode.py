@@ -22,7 +22,8 @@ class Episode:
         key: API key; it names the episode and opens nothing else.
         base_url: OpenAI base URL for that key.
         session_url: The same with the key in its path, for clients whose key cannot be set.
-        environ: Environment of the agents process, for launchers of other programs.
+        environ: Environment of the agents process without our own variables, which hold the admin
+            key; for launchers of other programs.
         result: Reported at the end; any JSON value. Graders see it as `episode.result`.
         tool_s: Seconds spent in tools; add to it.
         virtual_s: The environment's own clock, where it has one.

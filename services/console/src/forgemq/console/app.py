@@ -16,9 +16,9 @@ from forgemq.console.stream import stream_app
 from forgemq.contracts.topics import FINISHED_COMPLETIONS, Topic
 from forgemq.run_view.reading import message_of, read_at
 from forgemq.run_view.view import TOPICS, RunView
+from forgemq.settings.environment import parse
 from forgemq.shell.connection import kafka_connection
 from forgemq.shell.service import Context
-from forgemq.shell.settings import parse
 
 CONSUMES: tuple[Topic, ...] = TOPICS
 PRODUCES: tuple[Topic, ...] = ()

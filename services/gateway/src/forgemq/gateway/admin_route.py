@@ -1,6 +1,5 @@
 """The admin API in FastAPI: groups, claims, leases, rewards, ends, and the run."""
 
-from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,30 +15,28 @@ from forgemq.gateway.admin_bodies import (
 )
 from forgemq.gateway.core.errors import RefusedError, field_of, invalid
 from forgemq.gateway.operations import Operations
-from forgemq.gateway.wire import refusal_body
+from forgemq.gateway.wire import (
+    Application,
+    Receive,
+    Scope,
+    Send,
+    headers_of,
+    refusal_body,
+    send_refusal,
+)
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
 _BODY_BYTES_MAX = 16 * 1024 * 1024
 
 
-def admin_app(operations: Operations, *, access: Access) -> FastAPI:
-    """The FastAPI application of the admin API; every route needs the admin key."""
+def admin_app(operations: Operations, *, access: Access) -> Application:
+    """The application of the admin API; every route needs the admin key."""
     app = FastAPI(title="ForgeMQ gateway", docs_url=None, redoc_url=None, openapi_url=None)
 
     @app.exception_handler(RefusedError)
     async def refused(_: Request, error: RefusedError) -> Response:
         return _refusal(error)
-
-    @app.middleware("http")
-    async def admin_only(
-        request: Request, call_next: Callable[[Request], Awaitable[Response]]
-    ) -> Response:
-        try:
-            access.check_admin({name.lower(): value for name, value in request.headers.items()})
-        except RefusedError as error:
-            return _refusal(error)
-        return await call_next(request)
 
     _add_groups(app, operations)
     _add_episodes(app, operations)
@@ -48,7 +45,25 @@ def admin_app(operations: Operations, *, access: Access) -> FastAPI:
     async def run() -> Response:
         return _json(operations.run())
 
-    return app
+    return _for_admins(app, access=access)
+
+
+def _for_admins(app: FastAPI, *, access: Access) -> Application:
+    """The application behind the admin key.
+
+    Plain ASGI: FastAPI's own middleware starts tasks and streams for every request.
+    """
+
+    async def checked(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            try:
+                access.check_admin(headers_of(scope))
+            except RefusedError as error:
+                await send_refusal(send, error)
+                return
+        await app(scope, receive, send)
+
+    return checked
 
 
 def _add_groups(app: FastAPI, operations: Operations) -> None:

@@ -26,8 +26,8 @@ from forgemq.gateway.settings import GatewaySettings
 from forgemq.gateway.surroundings import Surroundings
 from forgemq.gateway.turn_source import TurnSource
 from forgemq.rendering import Rendering
+from forgemq.settings.environment import parse
 from forgemq.shell.service import Context
-from forgemq.shell.settings import parse
 from forgemq.telemetry.telemetry import Telemetry
 
 __all__ = ["CONSUMES", "PRODUCES", "main", "serve"]

@@ -16,7 +16,7 @@ from forgemq.gateway.access import Access
 from forgemq.gateway.composer import Composer
 from forgemq.gateway.core.chat import ChatRequest, read_chat_request
 from forgemq.gateway.core.episodes import Episode
-from forgemq.gateway.core.errors import RefusedError, busy
+from forgemq.gateway.core.errors import UNFORESEEN, RefusedError, busy, failed
 from forgemq.gateway.core.history import Completion
 from forgemq.gateway.core.replies import Answer, chat_chunks, chat_completion, waiting_chunk
 from forgemq.gateway.operations import Operations
@@ -83,11 +83,16 @@ class ChatRoute:
             )
             request = read_chat_request(body)
             self._check_memory()
+            awaited = self._source.start(episode, request, caller=headers_from_http(headers))
         except ClientGoneError:
             return
         except RefusedError as error:
             self._telemetry.count("gateway.refused", status=error.status)
             await send_refusal(send, error)
+            return
+        except UNFORESEEN as error:
+            self._telemetry.event("request_failed", error=f"{type(error).__name__}: {error}")
+            await send_refusal(send, failed("the request could not be read", status=500))
             return
         del body
         episode.renew(self._clock.now_s())
@@ -95,7 +100,6 @@ class ChatRoute:
             request=request, send=send, leaving=self._tasks.create_task(_client_left(receive))
         )
         episode.clients += 1
-        awaited = self._source.start(episode, request, caller=headers_from_http(headers))
         try:
             await self._answer(client, episode, awaited)
         finally:

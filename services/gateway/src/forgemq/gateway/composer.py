@@ -9,7 +9,7 @@ from msgspec import Struct
 
 from forgemq.contracts.arrays import pack_ids, unpack_floats, unpack_ids
 from forgemq.contracts.completions import TurnPart
-from forgemq.gateway.core.chat import ChatMessage, ChatRequest, rendering_message, text_of
+from forgemq.gateway.core.chat import ChatRequest, rendering_message
 from forgemq.gateway.core.episodes import Episode
 from forgemq.gateway.core.errors import invalid
 from forgemq.gateway.core.history import (
@@ -22,10 +22,8 @@ from forgemq.gateway.core.history import (
 from forgemq.gateway.core.replies import Answer, Reply, ReplyCall, TokenLogprob, finish_reason
 from forgemq.gateway.core.sampling import used_sampling
 from forgemq.gateway.core.turns import Turn
+from forgemq.gateway.prompts import INLINE_CHARACTERS_MAX, Prompts, characters
 from forgemq.rendering import Rendered, Rendering
-
-# Rendering so much text takes over 20 ms; other requests are served meanwhile.
-_INLINE_CHARACTERS_MAX = 32_768
 
 
 class Plan(Struct, frozen=True, kw_only=True):
@@ -60,6 +58,7 @@ class Composer:
 
     def __init__(self, rendering: Rendering, *, context_tokens_max: int) -> None:
         self._rendering = rendering
+        self._prompts = Prompts(rendering)
         self._context_tokens_max = context_tokens_max
 
     async def compose(self, turn: Turn, *, planned: Plan, episode: Episode) -> None:
@@ -78,11 +77,10 @@ class Composer:
             ends = tuple(turn.shared_tokens + end for end in ends)
             is_fork = False
         else:
-            rendered = await self._render(request)
-            tokens = pack_ids(rendered.ids)
-            turn.parent, turn.shared_tokens = episode.history.nearest(tokens)
-            turn.context = tokens[turn.shared_tokens * TOKEN_BYTES :]
-            first, ends = 0, rendered.message_ends
+            prompt = await self._prompts.of(request)
+            turn.parent, turn.shared_tokens = episode.history.nearest(prompt.tokens)
+            turn.context = prompt.tokens[turn.shared_tokens * TOKEN_BYTES :]
+            first, ends = 0, prompt.message_ends
             is_fork = bool(episode.history.completions)
         turn.context_tokens = turn.shared_tokens + len(turn.context) // TOKEN_BYTES
         turn.sampling = used_sampling(
@@ -112,20 +110,10 @@ class Composer:
                 context, unpack_ids(completion.output), messages, tools=tools
             )
 
-        if _characters(added) <= _INLINE_CHARACTERS_MAX:
-            return extend()
-        return await asyncio.to_thread(extend)
-
-    async def _render(self, request: ChatRequest) -> Rendered:
-        messages = [rendering_message(message) for message in request.messages]
-
-        def render() -> Rendered:
-            return self._rendering.render(messages, tools=request.tools)
-
         try:
-            if _characters(request.messages) <= _INLINE_CHARACTERS_MAX:
-                return render()
-            return await asyncio.to_thread(render)
+            if characters(added) <= INLINE_CHARACTERS_MAX:
+                return extend()
+            return await asyncio.to_thread(extend)
         except ValueError as error:
             raise invalid(str(error), param="messages") from error
 
@@ -196,7 +184,3 @@ def _part(
         message_ends=ends,
         asked=request.asked,
     )
-
-
-def _characters(messages: Sequence[ChatMessage]) -> int:
-    return sum(len(text_of(message)) for message in messages)

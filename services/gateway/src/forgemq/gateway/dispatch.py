@@ -96,6 +96,12 @@ class Dispatcher:
         else:
             self._leave(turn)  # Nobody waits: whoever comes back gets another attempt.
 
+    def unreadable(self, request_id: str) -> None:
+        """A lane's result of this request does not decode: its attempt has failed."""
+        found = self._open.get(request_id)
+        if found is not None and found[1].state == "requested":
+            self._attempt_failed(found[1], "the record of its completion does not decode")
+
     def _attempt_failed(self, turn: Turn, error: str) -> None:
         self._telemetry.count("gateway.attempts_failed")
         self._leave(turn)

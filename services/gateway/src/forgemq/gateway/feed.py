@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 import msgspec
 
 from forgemq.bus.log import Log, Place, Record
+from forgemq.bus.reading import read_up_to
 from forgemq.contracts import topics
 from forgemq.contracts.completions import (
     CancelledCompletion,
@@ -57,6 +58,13 @@ _LIVE = (
     topics.REPORTED_ENGINES,
 )
 
+# Nobody but the gateway reads these with the duty to bury what does not decode: the others have a
+# transform or a lane that does.
+_BURIED_HERE = frozenset(
+    topic.name
+    for topic in (topics.ADMITTED_GROUPS, topics.OPENED_EPISODES, topics.DELIVERED_COMPLETIONS)
+)
+
 _READ_S = 1.0
 _RECORDS_MAX = 500
 
@@ -74,6 +82,7 @@ class Feed:
         self._registry = around.registry
         self._clock = around.clock
         self._changed = around.changed
+        self._outbox = around.outbox
         self._telemetry = around.telemetry
         self._positions: dict[Place, int] = {}
 
@@ -82,7 +91,7 @@ class Feed:
         started_s = self._clock.now_s()
         for stage in _STAGES:
             async for record in self._until_now(stage):
-                self._restore(record)
+                await self._restore(record)
         for _, episode in self._registry.episodes():
             episode.renew(self._clock.now_s())
         for turn in self._registry.restored_turns():
@@ -98,8 +107,8 @@ class Feed:
         ends = await self._log.end_positions(places)
         reader = await self._log.reader(await self._log.first_positions(places))
         try:
-            while any(reader.position(place) < ends[place] for place in places):
-                for record in await reader.read(timeout_s=_READ_S, records_max=_RECORDS_MAX):
+            async for records in read_up_to(reader, ends):
+                for record in records:
                     yield record
             self._positions.update({place: reader.position(place) for place in places})
         finally:
@@ -130,8 +139,8 @@ class Feed:
         finally:
             await reader.close()
 
-    def _restore(self, record: Record) -> None:
-        decoded = self._decoded(record)
+    async def _restore(self, record: Record) -> None:
+        decoded = await self._decoded(record)
         if decoded is not None and not self._restore_own(decoded):
             self._enter(decoded, record)
 
@@ -177,7 +186,7 @@ class Feed:
 
     async def _apply(self, record: Record) -> None:
         """Enter a new record and pass on what it means for open requests."""
-        decoded = self._decoded(record)
+        decoded = await self._decoded(record)
         match decoded:
             case FinishedCompletion():
                 finish = self._registry.completion_finished(
@@ -195,15 +204,25 @@ class Feed:
                 if group is not None:
                     await self._dispatcher.drop_group(group)
             case None:
-                pass
+                if record.topic == topics.FINISHED_COMPLETIONS.name:
+                    # No completion came out of it, so the turn goes to a lane again: its group
+                    # need not fail. The key is the request id.
+                    self._dispatcher.unreadable(record.key.decode(errors="replace"))
             case _:
                 self._enter(decoded, record)
 
-    def _decoded(self, record: Record) -> msgspec.Struct | None:
-        """The struct; None for a bad record: its topic's transform sends it to the DLQ."""
+    async def _decoded(self, record: Record) -> msgspec.Struct | None:
+        """The struct; None for a bad record, which has then gone to the dead letter topic.
+
+        Every process meets a record once, while it restores or while it follows, so a bad record
+        of `_BURIED_HERE` is buried once in each life of the gateway. One of any other topic is
+        buried by the transform or the lane that reads it too.
+        """
         try:
             return topics.decode(topics.BY_NAME[record.topic], record.value)
-        except msgspec.MsgspecError as error:
+        except msgspec.ValidationError as error:
+            if record.topic in _BURIED_HERE:
+                await self._outbox.buried(record, reason=f"does not decode: {error}")
             self._telemetry.count("gateway.bad_records")
             self._telemetry.event(
                 "bad_record",

@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 
-from forgemq.bus.log import Headers, Writer
+from forgemq.bus.log import Headers, Record, Writer
 from forgemq.contracts import topics
 from forgemq.contracts.completions import (
     CancelledCompletion,
@@ -14,6 +14,7 @@ from forgemq.contracts.groups import RequestedGroup
 from forgemq.contracts.messages import Output
 from forgemq.contracts.partitions import group_partition
 from forgemq.contracts.run import RunConfiguration
+from forgemq.shell.batch import dead_letter
 from forgemq.shell.records import emit_of
 
 
@@ -51,6 +52,10 @@ class Outbox:
     async def completion_delivered(self, record: DeliveredCompletion) -> None:
         """A client has its answer."""
         await self._write(topics.DELIVERED_COMPLETIONS, self._of_group(record.group_id), record)
+
+    async def buried(self, record: Record, *, reason: str) -> None:
+        """A record that does not decode stands in its dead letter topic."""
+        await self._writer.write(dead_letter(record, reason))
 
     def _of_group(self, group_id: str) -> int:
         return group_partition(group_id, partitions=self._group_partitions)

@@ -4,6 +4,8 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from forgemq.contracts.weights import LANE_LAPSE_S
+
 
 class GatewaySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where it listens, who may administer it, and its limits."""
@@ -29,7 +31,7 @@ class GatewaySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     )
     lane_lapse_s: Annotated[
         float, Meta(gt=0, description="A lane without a heartbeat for so long is dead.")
-    ] = 5.0
+    ] = LANE_LAPSE_S
     drain_s: Annotated[
         float, Meta(ge=0, description="A finishing episode waits so long for open requests.")
     ] = 5.0

@@ -7,7 +7,7 @@ from msgspec import Struct
 from forgemq.gateway.composer import Composer, Plan, plan
 from forgemq.gateway.core.chat import ChatRequest
 from forgemq.gateway.core.episodes import Episode
-from forgemq.gateway.core.errors import RefusedError
+from forgemq.gateway.core.errors import UNFORESEEN, RefusedError, failed
 from forgemq.gateway.core.history import Completion
 from forgemq.gateway.core.turns import Turn
 from forgemq.gateway.dispatch import Dispatcher
@@ -96,7 +96,7 @@ class TurnSource:
             episode=episode.episode_id,
         ) as span:
             try:
-                await self._composer.compose(turn, planned=planned, episode=episode)
+                await self._compose(turn, planned, episode=episode)
                 if planned.match is not None:
                     planned.match.completion.echoed = True
                 if turn.part is not None and turn.part.is_fork:
@@ -107,6 +107,20 @@ class TurnSource:
                 episode.withdraw(turn)
                 self._dispatcher.fail(turn, error)
         self._telemetry.observe("gateway.prepare_s", self._clock.now_s() - started_s)
+
+    async def _compose(self, turn: Turn, planned: Plan, *, episode: Episode) -> None:
+        """As `Composer.compose`; what nobody foresaw fails this turn and no other.
+
+        Raises:
+            RefusedError: 4xx as the composer says, or 500.
+        """
+        try:
+            await self._composer.compose(turn, planned=planned, episode=episode)
+        except UNFORESEEN as error:
+            self._telemetry.event(
+                "compose_failed", request=turn.request_id, error=f"{type(error).__name__}: {error}"
+            )
+            raise failed("the turn could not be composed", status=500) from error
 
     async def leave(self, episode: Episode, awaited: Awaited) -> None:
         """One client less waits; the last one gives the turn up."""

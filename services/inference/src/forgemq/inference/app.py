@@ -21,8 +21,8 @@ from forgemq.inference.loading import WeightLoader
 from forgemq.inference.reports import LaneIdentity, Reports, emit_of_report
 from forgemq.inference.requests import LEAVING, LaneLimits, Requests, Spawn
 from forgemq.inference.settings import InferenceSettings
+from forgemq.settings.environment import SettingsError, parse
 from forgemq.shell.service import Context
-from forgemq.shell.settings import SettingsError, parse
 from forgemq.telemetry import Telemetry
 
 CONSUMES = (

@@ -3,13 +3,14 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
+import msgspec
+
 from forgemq.bus.log import Emit, Log, Place, Reader, Record, Writer
+from forgemq.bus.reading import read_up_to
 from forgemq.contracts import topics
 from forgemq.contracts.weights import LoadedWeights, ReportedEngine
 
 FIRST_EPOCH = 1
-_READ_S = 0.5
-_RECORDS_MAX = 1000
 _TAIL_RECORDS = 200
 
 
@@ -75,13 +76,15 @@ async def tail(log: Log, place: Place) -> Tail:
 
 
 async def _up_to(reader: Reader, place: Place, offset: int) -> list[Record]:
-    records: list[Record] = []
-    while reader.position(place) <= offset:
-        records += await reader.read(timeout_s=_READ_S, records_max=_RECORDS_MAX)
-    return records
+    batches = read_up_to(reader, {place: offset + 1})
+    return [record async for batch in batches for record in batch]
 
 
 def _epoch(record: Record) -> int:
-    decoded = topics.decode(topics.BY_NAME[record.topic], record.value)
+    """The epoch that a record tells of; that before the first where it does not decode."""
+    try:
+        decoded = topics.decode(topics.BY_NAME[record.topic], record.value)
+    except msgspec.ValidationError:
+        return FIRST_EPOCH - 1
     assert isinstance(decoded, ReportedEngine | LoadedWeights)
     return decoded.epoch

@@ -20,9 +20,10 @@ from forgemq.launcher.core.configuration import (
     name_of,
     next_run,
 )
+from forgemq.launcher.model_folder import check_model_folder
 from forgemq.launcher.run_folder import RunFolder, RunFolderError, run_folders
 from forgemq.launcher.settings import LauncherSettings
-from forgemq.shell.settings import SettingsError, parse
+from forgemq.settings.environment import SettingsError, parse
 
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
@@ -140,6 +141,11 @@ def _folder(options: argparse.Namespace, *, runs: Path) -> tuple[RunFolder, RunC
         folder = RunFolder(runs / options.resume)
         return folder, folder.configuration()
     made = _configuration(options, taken=[each.run for each in run_folders(runs)])
+    if made.trainer.world_size != 1:
+        raise ConfigurationError(
+            f"trainer.world_size is {made.trainer.world_size}: `forgemq run` starts a trainer of "
+            "one rank; announce the run with `forgemq create` and start its ranks yourself"
+        )
     folder = RunFolder(runs / made.run)
     folder.make(made)
     return folder, made
@@ -166,9 +172,7 @@ def _configuration(options: argparse.Namespace, *, taken: Sequence[str]) -> RunC
 
 
 def _check_paths(configuration: RunConfiguration) -> None:
-    model = Path(configuration.model.path)
-    if not (model / "config.json").is_file():
-        raise ConfigurationError(f"model.path: {model} has no config.json")
+    check_model_folder(Path(configuration.model.path))
     for path in configuration.code_paths:
         if not Path(path).is_dir():
             raise ConfigurationError(f"code_paths: {path} is no folder")

@@ -22,19 +22,14 @@ from forgemq.contracts.topics import (
 from forgemq.contracts.trees import MergedTree
 from forgemq.run_view import audit, view
 from forgemq.run_view.audit import Ledger
-from forgemq.run_view.reading import (
-    READ_S,
-    RECORDS_MAX,
-    message_of,
-    places_of,
-    read_all,
-    until_end,
-)
+from forgemq.run_view.reading import message_of, places_of, read_all
 from forgemq.run_view.samples import TreeFacts, first_ends, tree_facts
 from forgemq.run_view.trajectory import chosen
 from forgemq.run_view.view import RunView
 
 BAD_RECORDS_KEPT_MAX = 100
+_READ_S = 0.25
+_RECORDS_MAX = 2000
 TREE_TOPICS = (FINISHED_COMPLETIONS, FINISHED_EPISODES, SCORED_GROUPS, MERGED_TREES)
 """What a tree is compared with; one partition of them has all of a group."""
 
@@ -58,18 +53,14 @@ class Follower:
         reader = await self._reader()
         try:
             while True:
-                self._apply(await reader.read(timeout_s=READ_S, records_max=RECORDS_MAX))
+                self._apply(await reader.read(timeout_s=_READ_S, records_max=_RECORDS_MAX))
         finally:
             await reader.close()
 
     async def catch_up(self) -> None:
         """Apply every record that is on the log now, from the first; for a run that stands."""
-        reader = await self._reader()
-        try:
-            async for records in until_end(self._log, reader, self._places()):
-                self._apply(records)
-        finally:
-            await reader.close()
+        async for records in read_all(self._log, self._places()):
+            self._apply(records)
 
     async def _reader(self) -> Reader:
         return await self._log.reader(await self._log.first_positions(self._places()))

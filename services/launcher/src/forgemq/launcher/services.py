@@ -16,6 +16,17 @@ THREADS_VARIABLES = (
     "RAYON_NUM_THREADS",
 )
 
+SERVICES = (
+    "agents",
+    "console",
+    "gateway",
+    "inference",
+    "merger",
+    "reward",
+    "scheduler",
+    "trainer",
+)
+
 
 class Addresses(Struct, frozen=True, kw_only=True):
     """Where the parts of a run find one another."""
@@ -55,7 +66,7 @@ def service_specs(
         return ServiceSpec(
             name=name,
             module=f"forgemq.{service}",
-            environ={**shared, **own},
+            environ={**_without_others(shared, service), **own},
             log_path=folder / "logs" / f"{name}.log",
             stop_stage=stop_stage,
         )
@@ -97,6 +108,15 @@ def service_specs(
         spec("console", console, stop_stage=2),
         spec("agents", agents, stop_stage=0),
     )
+
+
+def _without_others(environ: Mapping[str, str], service: str) -> dict[str, str]:
+    """Without the settings of other services, which may be secret; agents get no broker either."""
+    others = {"launcher", *SERVICES} - {service}
+    hidden = tuple(f"FORGEMQ_{other.upper()}_" for other in others)
+    if service == "agents":
+        hidden += ("FORGEMQ_KAFKA", "FORGEMQ_BLOBS")
+    return {name: value for name, value in environ.items() if not name.startswith(hidden)}
 
 
 def _shared_environ(environ: Mapping[str, str], *, run: str, kafka: str) -> dict[str, str]:

@@ -9,9 +9,9 @@ from forgemq.contracts import topics
 from forgemq.contracts.messages import Output
 from forgemq.contracts.run import EndedRun, RunConfiguration, StartedRun
 from forgemq.contracts.topics import ENDED_RUNS, STARTED_RUNS, partition_count
+from forgemq.settings.environment import SettingsError
 from forgemq.shell.connection import kafka_connection
 from forgemq.shell.records import emit_of
-from forgemq.shell.settings import SettingsError
 
 
 async def create_topics(log: Log, configuration: RunConfiguration) -> int:

@@ -12,8 +12,8 @@ from forgemq.contracts.topics import (
 from forgemq.merger.bad_records import FailedGroups
 from forgemq.merger.core.merger import Merger
 from forgemq.merger.settings import MergerSettings
+from forgemq.settings.environment import parse
 from forgemq.shell.service import Context
-from forgemq.shell.settings import parse
 from forgemq.shell.transform import Transform
 
 CONSUMES: tuple[Topic, ...] = (SCORED_GROUPS, FINISHED_COMPLETIONS, RETIRED_GROUPS)

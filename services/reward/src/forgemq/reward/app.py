@@ -17,8 +17,8 @@ from forgemq.reward.bad_records import FailedGroups
 from forgemq.reward.core import RewardCore
 from forgemq.reward.grading import Grading
 from forgemq.reward.settings import RewardSettings
+from forgemq.settings.environment import parse
 from forgemq.shell.service import Context
-from forgemq.shell.settings import parse
 from forgemq.shell.transform import Transform
 
 CONSUMES: tuple[Topic, ...] = (

@@ -1,58 +1,38 @@
 """A record of an episode that does not decode fails its group, so that the group's slot ends."""
 
 from collections.abc import Sequence
-from typing import Literal
-
-import msgspec
 
 from forgemq.bus.log import Record
 from forgemq.contracts import topics
 from forgemq.contracts.groups import ScoredGroup
 from forgemq.contracts.messages import Output
 from forgemq.contracts.run import RunConfiguration
-
-
-class _Readable(msgspec.Struct):
-    """What is left to read of a record that breaks another rule."""
-
-    domain: str = ""
-    purpose: Literal["train", "eval"] = "train"
+from forgemq.shell.failed_group import failed_group, if_valid
 
 
 class FailedGroups:
     """Turns a bad episode record into the failure of its group; pure.
 
     The key of finished-episodes and graded-episodes is the episode id, and its head is the group
-    id. Domain and purpose come from the bytes where they can be read; else the first queue stands
-    in: the scheduler goes by the group id alone.
+    id.
     """
 
     def __init__(self, configuration: RunConfiguration) -> None:
-        self._domains = tuple(queue.domain for queue in configuration.queues)
+        self._configuration = configuration
 
     def __call__(self, record: Record, reason: str) -> Sequence[Output]:
         """The failed group, or nothing where the key tells none."""
         if record.topic not in (topics.FINISHED_EPISODES.name, topics.GRADED_EPISODES.name):
             return ()
-        group_id = record.key.decode(errors="replace").rsplit(".", 2)[0]
-        try:
-            readable = _READABLE.decode(record.value)
-        except (msgspec.MsgspecError, UnicodeDecodeError):
-            readable = _Readable()
-        domain = readable.domain if readable.domain in self._domains else self._domains[0]
+        failed = failed_group(record, reason, configuration=self._configuration)
         scored = ScoredGroup(
-            group_id=group_id,
-            domain=domain,
-            purpose=readable.purpose,
+            group_id=record.key.decode(errors="replace").rsplit(".", 2)[0],
+            domain=failed.domain,
+            purpose=failed.purpose,
             episodes=(),
             not_trainable="failed",
-            detail=f"{record.topic} at offset {record.offset} is no record: {reason}"[:500],
+            detail=failed.detail,
         )
-        try:
-            topics.decode(topics.SCORED_GROUPS, topics.encode(scored))
-        except msgspec.ValidationError:
-            return ()  # the key is no episode id
-        return (Output(topic=topics.SCORED_GROUPS.name, partition=record.partition, record=scored),)
-
-
-_READABLE = msgspec.msgpack.Decoder(_Readable)
+        return if_valid(
+            Output(topic=topics.SCORED_GROUPS.name, partition=record.partition, record=scored)
+        )

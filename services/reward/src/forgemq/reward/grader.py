@@ -63,7 +63,8 @@ class Grader:
         try:
             held = pending.completions_of(episode)
             completions, verdict = await self._ask(episode, held, rendering=self._rendering)
-        except (LookupError, msgspec.DecodeError) as error:
+        except (LookupError, ValueError, RecursionError, msgspec.DecodeError) as error:
+            # The agent's result and messages may be text that is no UTF-8, or nested too deep.
             verdict = Verdict(error=f"no transcript: {error}")
         return graded_episode(
             episode,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from forgemq.bus.log import Emit, Member, Place, Record, TransactionWriter, Writer
+from forgemq.bus.reading import read_to_end
 from forgemq.contracts import topics
 from forgemq.contracts.completions import FinishedCompletion
 from forgemq.contracts.episodes import FinishedEpisode, GradedEpisode
@@ -18,6 +19,7 @@ from forgemq.contracts.groups import RetiredGroup
 from forgemq.reward.core.pending import PendingEpisode, PendingEpisodes, PendingPositions
 from forgemq.reward.grader import Grader, rendering_of
 from forgemq.reward.settings import RewardSettings
+from forgemq.settings.user_code import for_user_code
 from forgemq.shell.service import Context
 from forgemq.telemetry.traces import trace_headers
 
@@ -51,8 +53,9 @@ class Grading:
             GraderRefusedError: a reward function of the configuration cannot be loaded.
         """
         rendering = await rendering_of(self._context.configuration)
+        environ = for_user_code(self._context.environ)
         graders = [
-            Grader(self._context.configuration, rendering=rendering, environ=self._context.environ)
+            Grader(self._context.configuration, rendering=rendering, environ=environ)
             for _ in range(self._settings.graders)
         ]
         try:
@@ -94,26 +97,15 @@ class Grading:
             # Retired groups are read from the first: one that is forgotten would hold its
             # completions for good.
             starts |= await self._context.log.committed(group=GROUP, places=[graded])
-            for record in await self._between(starts):
-                match _decoded(record):
-                    case GradedEpisode() as grade:
-                        pending.on_graded(grade.episode_id, offset=record.offset)
-                    case RetiredGroup() as group:
-                        pending.on_retired(group.group_id)
+            async for records in read_to_end(self._context.log, starts):
+                for record in records:
+                    match _decoded(record):
+                        case GradedEpisode() as grade:
+                            pending.on_graded(grade.episode_id, offset=record.offset)
+                        case RetiredGroup() as group:
+                            pending.on_retired(group.group_id)
             self._partitions[partition] = pending
         self._context.telemetry.event("grading_assigned", partitions=sorted(partitions))
-
-    async def _between(self, starts: dict[Place, int]) -> list[Record]:
-        """Every record from these positions up to the present ends."""
-        ends = await self._context.log.end_positions(list(starts))
-        reader = await self._context.log.reader(starts)
-        found: list[Record] = []
-        try:
-            while any(reader.position(place) < end for place, end in ends.items()):
-                found += await reader.read(timeout_s=_READ_S, records_max=10_000)
-        finally:
-            await reader.close()
-        return found
 
     async def _give_up(self, partitions: frozenset[int]) -> None:
         for partition in partitions:
@@ -243,5 +235,5 @@ class Grading:
 def _decoded(record: Record) -> msgspec.Struct | None:
     try:
         return topics.decode(topics.BY_NAME[record.topic], record.value)
-    except msgspec.MsgspecError:
+    except msgspec.ValidationError:
         return None

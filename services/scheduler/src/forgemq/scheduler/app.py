@@ -15,8 +15,8 @@ from forgemq.contracts.topics import (
 )
 from forgemq.scheduler.core import SchedulerCore
 from forgemq.scheduler.settings import SchedulerSettings
+from forgemq.settings.environment import parse
 from forgemq.shell.service import Context
-from forgemq.shell.settings import parse
 from forgemq.shell.transform import Transform
 
 CONSUMES: tuple[Topic, ...] = (

@@ -3,9 +3,14 @@
 Order of a step: train, durable weights, durable checkpoint, TrainedStep, PublishedWeights, fast
 path. A crash between any two of them loses nothing and trains nothing twice: the newest checkpoint
 decides where training continues, and what the log lacks of its step is written again.
+
+One trainer a run: the folder is locked against a second process on the machine, and trained-steps
+is written through the transactional id `trainer`, by which the broker refuses every older trainer
+from the moment a newer one has started, before that one reads where training stands.
 """
 
 import asyncio
+from pathlib import Path
 
 import msgspec
 
@@ -21,11 +26,12 @@ from forgemq.contracts.topics import (
     Topic,
 )
 from forgemq.contracts.weights import LoadedWeights, PublishedWeights, ReportedEngine
+from forgemq.settings.environment import SettingsError, parse
 from forgemq.shell.batch import dead_letter
 from forgemq.shell.service import Context
-from forgemq.shell.settings import parse
 from forgemq.trainer.core.lanes import Lanes
 from forgemq.trainer.fast_path import FastPaths
+from forgemq.trainer.folders import held_folder
 from forgemq.trainer.history import FencedTrainerError, read_history
 from forgemq.trainer.loop import TrainingLoop
 from forgemq.trainer.publisher import Publisher
@@ -51,22 +57,36 @@ async def main(context: Context) -> None:
 
     Raises:
         FencedTrainerError: a newer trainer of this run has published.
-        ValueError: the configuration asks for what this trainer does not do.
+        FencedError: a newer trainer of this run has started.
+        FolderInUseError: another process trains in the folder.
+        SettingsError: the configuration asks for what this trainer does not do.
     """
     settings = parse(TrainerSettings, prefix="FORGEMQ_TRAINER_", environ=context.environ)
     configuration = context.configuration
     if configuration.trainer.world_size != 1:
-        raise ValueError(
+        raise SettingsError(
             f"trainer.world_size must be 1 in this version, got {configuration.trainer.world_size}"
         )
-    store = Store(settings.folder, configuration=configuration, telemetry=context.telemetry)
+    with held_folder(Path(settings.folder)):
+        await _train(context, settings)
+
+
+async def _train(context: Context, settings: TrainerSettings) -> None:
+    configuration = context.configuration
+    claim = await context.log.transaction_writer("trainer")
+    store = Store(
+        settings.folder,
+        blobs=context.blobs.uri,
+        configuration=configuration,
+        telemetry=context.telemetry,
+    )
     checkpoint = await asyncio.to_thread(store.newest_checkpoint)
     history = await read_history(context.log)
     lineage = history.next_lineage(checkpoint)
     async with asyncio.TaskGroup() as tasks:
         publisher = Publisher(
             writer=await context.log.writer(),
-            lanes=Lanes(timeout_s=settings.lane_timeout_s),
+            lanes=Lanes(timeout_s=settings.lane_lapse_s),
             fast_paths=_fast_paths(settings),
             group_prefix=f"{configuration.run}-{lineage}",
             deadline_s=settings.transfer_deadline_s,
@@ -78,6 +98,7 @@ async def main(context: Context) -> None:
             settings=settings,
             store=store,
             publisher=publisher,
+            claim=claim,
             lineage=lineage,
         )
         watching = tasks.create_task(_watch(context, publisher, lineage=lineage))
@@ -106,6 +127,7 @@ async def _watch(context: Context, publisher: Publisher, *, lineage: int) -> Non
     clock = asyncio.get_running_loop()
     try:
         while True:
+            publisher.give_up_lapsed(at_s=clock.time())
             for record in await reader.read(timeout_s=READ_TIMEOUT_S, records_max=RECORDS_MAX):
                 try:
                     fact = topics.decode(topics.BY_NAME[record.topic], record.value)

@@ -1,8 +1,12 @@
 """Checkpoints: a model in Hugging Face format, and all that continues training to the same bytes.
 
 One folder a step, `step-00000041`: the model's files, `optimizer.safetensors` (moments, counts,
-fp32 masters, random state) and `trainer.json` (the record below). Checksums are verified on
-loading; a damaged checkpoint is passed over for the one before it.
+fp32 masters, random state) and `trainer.json` (the record below). A checkpoint is read back from
+the disk and its checksums verified before trained-steps names it, and again on loading.
+
+A damaged checkpoint that the log does not name is passed over for the one before it. One that the
+log names stops the trainer (`History.next_lineage`): the trees of its steps may be trimmed already,
+so an older one could not train them again.
 """
 
 import hashlib
@@ -17,12 +21,32 @@ from torch import Tensor
 
 from forgemq.contracts.run import RunConfiguration
 from forgemq.contracts.steps import TrainedStep
-from forgemq.trainer.folders import file_sha256, remove_folder, write_folder
+from forgemq.settings.environment import SettingsError
+from forgemq.trainer.folders import file_sha256, forget_cached, remove_folder, write_folder
 from forgemq.trainer.weights import WEIGHTS_FILE, WeightsFolder, link_model
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 RECORD_FILE = "trainer.json"
 RANDOM_STATE = "torch|random"
+
+MAY_CHANGE = frozenset(
+    {
+        "code_paths",
+        "episodes.concurrent_max",
+        "log.keep_for_replay",
+        "trainer.checkpoint_every_steps",
+        "trainer.checkpoints_kept",
+        "trainer.head_chunk_tokens",
+        "trainer.memory_budget_bytes",
+        "trainer.threads",
+        "trainer.world_size",
+    }
+)
+"""Fields that decide on what a run is trained, and how often it is saved, but not what it trains.
+
+Another budget, chunk or number of ranks adds numbers up in another order: equal within rounding,
+not to the byte.
+"""
 
 
 class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -31,7 +55,7 @@ class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         run: id of the run it belongs to.
         trained: the record of its step, to be written again if the log lacks it.
-        configuration_sha256: of the run's configuration at that time.
+        configuration: of the run at that time.
         tree_positions: (partition, offset) of merged-trees from which to read on.
         weights_sha256: of the model's file.
         optimizer_sha256: of the optimizer's file.
@@ -39,10 +63,17 @@ class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     run: str
     trained: TrainedStep
-    configuration_sha256: str
+    configuration: RunConfiguration
     tree_positions: tuple[tuple[int, int], ...]
     weights_sha256: str
     optimizer_sha256: str
+
+
+class _SealedRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The record with its own checksum, over its JSON without white space."""
+
+    record: CheckpointRecord
+    sha256: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,13 +98,30 @@ class Checkpoint:
         return load_file(self.folder / OPTIMIZER_FILE)[RANDOM_STATE]
 
 
-class OtherRunError(ValueError):
+class OtherRunError(SettingsError):
     """The folder holds checkpoints of another run."""
 
 
-def configuration_sha256(configuration: RunConfiguration) -> str:
-    """Checksum of a run's configuration."""
-    return hashlib.sha256(msgspec.json.encode(configuration, order="deterministic")).hexdigest()
+class OtherConfigurationError(SettingsError):
+    """The run has another configuration than the checkpoint was trained with."""
+
+
+class DamagedCheckpointError(OSError):
+    """What was written does not read back; the disk is failing."""
+
+
+def check_configuration(was: RunConfiguration, now: RunConfiguration) -> None:
+    """Refuse to go on with another configuration, except in `MAY_CHANGE`.
+
+    Raises:
+        OtherConfigurationError: naming the first field that differs, and both values.
+    """
+    for name, before, after in _differences(was, now, path=""):
+        if name.partition("[")[0] not in MAY_CHANGE:
+            raise OtherConfigurationError(
+                f"{name} was {before!r} when this run was trained, and is {after!r} now: set it "
+                f"back, or start a new run; only these may change: {', '.join(sorted(MAY_CHANGE))}"
+            )
 
 
 def write_checkpoint(
@@ -85,7 +133,11 @@ def write_checkpoint(
     configuration: RunConfiguration,
     tree_positions: tuple[tuple[int, int], ...],
 ) -> Path:
-    """Write the checkpoint of a step durably; returns its folder."""
+    """Write the checkpoint of a step durably, read it back, and return its folder.
+
+    Raises:
+        DamagedCheckpointError: the disk holds other bytes than were written.
+    """
     place = root / f"step-{trained.step:08d}"
 
     def fill(draft: Path) -> None:
@@ -95,14 +147,19 @@ def write_checkpoint(
         record = CheckpointRecord(
             run=configuration.run,
             trained=trained,
-            configuration_sha256=configuration_sha256(configuration),
+            configuration=configuration,
             tree_positions=tree_positions,
             weights_sha256=weights.sha256,
             optimizer_sha256=file_sha256(draft / OPTIMIZER_FILE),
         )
-        (draft / RECORD_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(record)))
+        sealed = _SealedRecord(record=record, sha256=_record_sha256(record))
+        (draft / RECORD_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(sealed)))
 
     write_folder(place, fill)
+    for file in (WEIGHTS_FILE, OPTIMIZER_FILE, RECORD_FILE):
+        forget_cached(place / file)
+    if _intact(place) is None:
+        raise DamagedCheckpointError(f"{place} does not read back as it was written")
     return place
 
 
@@ -115,22 +172,47 @@ def checkpoints(root: Path, *, run: str) -> Iterator[Checkpoint | Path]:
     if not root.exists():
         return
     for folder in sorted(root.glob("step-*"), reverse=True):
-        try:
-            data = (folder / RECORD_FILE).read_bytes()
-            record = msgspec.json.decode(data, type=CheckpointRecord)
-            is_whole = (
-                file_sha256(folder / WEIGHTS_FILE) == record.weights_sha256
-                and file_sha256(folder / OPTIMIZER_FILE) == record.optimizer_sha256
+        found = _intact(folder)
+        if found is not None and found.record.run != run:
+            raise OtherRunError(
+                f"{root} holds checkpoints of run {found.record.run}, this is {run}"
             )
-        except (OSError, msgspec.MsgspecError):
-            yield folder
-            continue
-        if record.run != run:
-            raise OtherRunError(f"{root} holds checkpoints of run {record.run}, this is {run}")
-        yield Checkpoint(folder=folder, record=record) if is_whole else folder
+        yield folder if found is None else found
 
 
 def remove_older(root: Path, *, kept: int, pattern: str) -> None:
     """Keep the newest `kept` folders that match; names sort by age."""
     for folder in sorted(root.glob(pattern), reverse=True)[kept:]:
         remove_folder(folder)
+
+
+def _intact(folder: Path) -> Checkpoint | None:
+    """The checkpoint if its checksums hold."""
+    try:
+        sealed = msgspec.json.decode((folder / RECORD_FILE).read_bytes(), type=_SealedRecord)
+        record = sealed.record
+        is_whole = (
+            sealed.sha256 == _record_sha256(record)
+            and file_sha256(folder / WEIGHTS_FILE) == record.weights_sha256
+            and file_sha256(folder / OPTIMIZER_FILE) == record.optimizer_sha256
+        )
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    return Checkpoint(folder=folder, record=record) if is_whole else None
+
+
+def _record_sha256(record: CheckpointRecord) -> str:
+    return hashlib.sha256(msgspec.json.encode(record)).hexdigest()
+
+
+def _differences(was: object, now: object, *, path: str) -> Iterator[tuple[str, object, object]]:
+    """(dotted path, value then, value now) of every field that differs, in order of declaration."""
+    if isinstance(was, msgspec.Struct) and type(was) is type(now):
+        for name in was.__struct_fields__:
+            inner = f"{path}.{name}" if path else name
+            yield from _differences(getattr(was, name), getattr(now, name), path=inner)
+    elif isinstance(was, tuple) and isinstance(now, tuple) and len(was) == len(now):
+        for index, (before, after) in enumerate(zip(was, now, strict=True)):
+            yield from _differences(before, after, path=f"{path}[{index}]")
+    elif was != now:
+        yield path, was, now

@@ -2,16 +2,18 @@
 
 The trainer is rank 0 and only broadcasts; the lane's inference process tells its engine to join
 and to receive. Groups are made without torch's global registry: a lane that dies costs its group
-and nothing else. Every phase has a deadline; whoever misses it loads the durable copy.
+and nothing else. One deadline holds for a whole transfer, and a lane that is given up is left at
+once, whatever its group is doing: torch's calls cannot be interrupted, so each transfer has a
+thread of its own, which ends by itself at the deadline. Whoever is left loads the durable copy.
 
 The engine derives its end of the group in sglang's `init_custom_process_group`; the nested store
 prefixes here are those it uses.
 """
 
+import functools
 import threading
 import time
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -36,8 +38,11 @@ JOIN_POLL_S = 0.02
 RANKS = 2
 
 
+GIVEN_UP = "the lane has the weights already, or is gone"
+
+
 class TransferError(Exception):
-    """A lane missed a deadline or left; it has the durable copy."""
+    """A lane missed the deadline or left; it has the durable copy."""
 
 
 @dataclass(slots=True)
@@ -48,7 +53,44 @@ class _Link:
     name: str
     store: TCPStore
     group: Backend | None = None
-    is_given_up: threading.Event = field(default_factory=threading.Event)
+    is_given_up: bool = False
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def give_up(self) -> None:
+        with self.changed:
+            self.is_given_up = True
+            self.changed.notify_all()
+
+
+class _Transfer:
+    """One lane's transfer in a thread of its own, left behind when its lane is given up."""
+
+    def __init__(self, link: _Link, send: Callable[[], None]) -> None:
+        self._link = link
+        self._send = send
+        self._error: BaseException | None = None
+        self._is_done = False
+        # A daemon: torch may hold it until the deadline, and the process need not wait for that.
+        threading.Thread(target=self._run, name=f"fast-path-{link.name}", daemon=True).start()
+
+    def failure(self) -> str:
+        """What went wrong, "" for nothing; waits until the transfer is over or given up."""
+        with self._link.changed:
+            self._link.changed.wait_for(lambda: self._is_done or self._link.is_given_up)
+            if not self._is_done:
+                return GIVEN_UP
+        if self._error is not None and not isinstance(self._error, TransferError):
+            raise self._error
+        return "" if self._error is None else str(self._error)
+
+    def _run(self) -> None:
+        try:
+            self._send()
+        except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
+            self._error = error
+        with self._link.changed:
+            self._is_done = True
+            self._link.changed.notify_all()
 
 
 class FastPaths:
@@ -67,14 +109,14 @@ class FastPaths:
         self._made = 0
 
     def offer(self, lanes: Mapping[int, int], *, prefix: str) -> tuple[Rendezvous, ...]:
-        """A rendezvous for every live lane; groups of other lanes are dropped.
+        """A rendezvous for every live lane; groups of others and given up ones are dropped.
 
         Args:
             lanes: lane -> epoch.
             prefix: of new groups' names; distinct for each life of the trainer.
         """
         for lane, link in list(self._links.items()):
-            if lanes.get(lane) != link.epoch:
+            if lanes.get(lane) != link.epoch or link.is_given_up:
                 self.drop(lane)
         return tuple(self._offer(lane, lanes[lane], prefix=prefix) for lane in sorted(lanes))
 
@@ -84,30 +126,40 @@ class FastPaths:
         Returns:
             lane -> what went wrong, "" where all of it was sent. A failed lane's group is dropped.
         """
-        if not offers:
-            return {}
-        with ThreadPoolExecutor(max_workers=len(offers), thread_name_prefix="fast-path") as pool:
-            sent = {offer.lane: pool.submit(self._send, offer, file) for offer in offers}
-        failures = {}
-        for lane, result in sent.items():
-            error = result.exception()
-            if error is not None and not isinstance(error, TransferError):
-                raise error
-            failures[lane] = "" if error is None else str(error)
-            if error is not None:
+        end_s = time.monotonic() + self._deadline_s
+        transfers: dict[int, _Transfer] = {}
+        failures: dict[int, str] = {}
+        for offer in offers:
+            link = self._links.get(offer.lane)
+            if link is None or link.name != offer.group_name:
+                failures[offer.lane] = GIVEN_UP
+                continue
+            send = functools.partial(self._send, link, file, end_s=end_s)
+            transfers[offer.lane] = _Transfer(link, send)
+        for lane, transfer in transfers.items():
+            failures[lane] = transfer.failure()
+        for lane, failure in failures.items():
+            if failure:
                 self.drop(lane)
         return failures
 
     def give_up(self, lane: int) -> None:
-        """Stop waiting for a lane that will not join: it has the weights, or it is gone."""
-        if lane in self._links:
-            self._links[lane].is_given_up.set()
+        """Stop waiting for a lane: it has the weights, or it is gone."""
+        link = self._links.get(lane)
+        if link is not None:
+            link.give_up()
+
+    def keep_only(self, lanes: Mapping[int, int]) -> None:
+        """Give up every lane that is not among these (lane -> epoch)."""
+        for lane, link in list(self._links.items()):
+            if lanes.get(lane) != link.epoch:
+                link.give_up()
 
     def drop(self, lane: int) -> None:
         """Forget a lane's group; idempotent."""
         link = self._links.pop(lane, None)
         if link is not None:
-            link.is_given_up.set()
+            link.give_up()
 
     def close(self) -> None:
         """Drop all groups."""
@@ -139,27 +191,36 @@ class FastPaths:
             is_new=link.group is None,
         )
 
-    def _send(self, offer: Rendezvous, file: Path) -> None:
-        link = self._links[offer.lane]
+    def _send(self, link: _Link, file: Path, *, end_s: float) -> None:
         try:
             if link.group is None:
-                self._wait_for_engine(link)
-                link.group = self._formed(link)
-            self._broadcast(link.group, file)
+                self._wait_for_engine(link, end_s=end_s)
+                link.group = self._formed(link, left=self._left(end_s))
+            self._broadcast(link, link.group, file, end_s=end_s)
         except RuntimeError as error:
             raise TransferError(f"{type(error).__name__}: {error}") from error
 
-    def _wait_for_engine(self, link: _Link) -> None:
+    def _left(self, end_s: float) -> timedelta:
+        """Of the transfer's time.
+
+        Raises:
+            TransferError: nothing is left.
+        """
+        left_s = end_s - time.monotonic()
+        if left_s <= 0:
+            raise TransferError(f"the transfer took longer than {self._deadline_s} s")
+        return timedelta(seconds=left_s)
+
+    def _wait_for_engine(self, link: _Link, *, end_s: float) -> None:
         """Until the engine has left its address in the store."""
-        end_s = time.monotonic() + self._deadline_s
         while link.store.num_keys() == 0:
-            if link.is_given_up.wait(JOIN_POLL_S):
-                raise TransferError("the lane has the weights already, or is gone")
+            if link.is_given_up:
+                raise TransferError(GIVEN_UP)
             if time.monotonic() > end_s:
                 raise TransferError(f"the engine did not join within {self._deadline_s} s")
+            time.sleep(JOIN_POLL_S)
 
-    def _formed(self, link: _Link) -> Backend:
-        deadline = timedelta(seconds=self._deadline_s)
+    def _formed(self, link: _Link, *, left: timedelta) -> Backend:
         device = "cpu" if self._backend == "gloo" else "cuda"
         store: Store = link.store
         for prefix in (link.name, f"{link.name}/", f"{device}/"):
@@ -167,27 +228,29 @@ class FastPaths:
         if self._backend == "gloo":
             # The stub does not know these names; torch.distributed uses them itself.
             options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._timeout = deadline
+            options._timeout = left
             options._devices = [ProcessGroupGloo.create_device(hostname=self._host)]
             return ProcessGroupGloo(store, 0, RANKS, options)
         nccl_options = ProcessGroupNCCL.Options()
-        nccl_options._timeout = deadline
+        nccl_options._timeout = left
         return ProcessGroupNCCL(store, 0, RANKS, nccl_options)
 
-    def _broadcast(self, group: Backend, file: Path) -> None:
-        deadline = timedelta(seconds=self._deadline_s)
+    def _broadcast(self, link: _Link, group: Backend, file: Path, *, end_s: float) -> None:
         options = BroadcastOptions()
         options.rootRank = 0
-        options.timeout = deadline
         device = "cpu" if self._backend == "gloo" else "cuda"
         with safe_open(file, framework="pt", device=device) as tensors:
             for bucket in buckets(specs_of(file)):
                 flat = torch.cat(
                     [tensors.get_tensor(spec.name).reshape(-1).view(torch.uint8) for spec in bucket]
                 )
+                if link.is_given_up:
+                    raise TransferError(GIVEN_UP)
+                left = self._left(end_s)
+                options.timeout = left
                 work = group.broadcast([flat], options)  # type: ignore[attr-defined]  # not in the stub
-                if not work.wait(deadline):
-                    raise TransferError(f"a bucket took longer than {self._deadline_s} s")
+                if not work.wait(left):
+                    raise TransferError(f"the transfer took longer than {self._deadline_s} s")
 
 
 def specs_of(file: Path) -> tuple[TensorSpec, ...]:

@@ -1,12 +1,34 @@
 """Durable folders: written beside their place, synced, then renamed into it."""
 
+import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 HASHED_BYTES_AT_ONCE = 1 << 20
+
+
+class FolderInUseError(Exception):
+    """Another process on this machine holds the folder."""
+
+
+@contextmanager
+def held_folder(folder: Path) -> Iterator[None]:
+    """Nobody else holds the folder meanwhile; the kernel ends it with the process, however it dies.
+
+    Raises:
+        FolderInUseError: somebody does.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise FolderInUseError(f"another process holds {folder}; end it first") from error
+        yield
 
 
 def write_folder(place: Path, fill: Callable[[Path], None]) -> None:
@@ -52,6 +74,16 @@ def file_sha256(path: Path) -> str:
         while block := file.read(HASHED_BYTES_AT_ONCE):
             digest.update(block)
     return digest.hexdigest()
+
+
+def forget_cached(path: Path) -> None:
+    """Let the next read of a synced file come from the disk, where the system can do so."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
 
 
 def _sync(path: Path) -> None:

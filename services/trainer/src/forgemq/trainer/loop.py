@@ -1,9 +1,12 @@
 """The training loop: one step after the other, each exactly once in the lineage that survives."""
 
 import asyncio
+import dataclasses
 from collections.abc import Mapping
 
-from forgemq.bus.log import Emit, Headers, Place, Reader, Writer
+from msgspec.structs import replace
+
+from forgemq.bus.log import Emit, Headers, Place, Reader, TransactionWriter
 from forgemq.contracts import topics
 from forgemq.contracts.run import staleness_limit
 from forgemq.contracts.steps import ScheduledStep, TrainedStep, TrainingMetrics
@@ -20,8 +23,10 @@ from forgemq.trainer.tree_source import TreeSource
 from forgemq.trainer.weights import WeightsFolder
 
 READ_TIMEOUT_S = 0.25
-LINKS_MAX = 256
-"""Traces one step's span links to; more than a trace store shows helps nobody."""
+
+
+class LostTreeError(Exception):
+    """A step that was trained and accounted cannot be trained again: one of its trees is lost."""
 
 
 class TrainingLoop:
@@ -34,14 +39,17 @@ class TrainingLoop:
         settings: TrainerSettings,
         store: Store,
         publisher: Publisher,
+        claim: TransactionWriter,
         lineage: int,
     ) -> None:
         self._context = context
         self._settings = settings
         self._store = store
         self._publisher = publisher
+        self._claim = claim
         self._lineage = lineage
         self._checkpoint_step = -1
+        self._accounted: Mapping[int, TrainedStep] = {}
         configuration = context.configuration
         staleness = max(staleness_limit(queue) for queue in configuration.queues)
         self._staleness_max = staleness + configuration.trainer.steps_ahead_max
@@ -56,12 +64,12 @@ class TrainingLoop:
             self._store.restored_weights, training, checkpoint, lineage=self._lineage
         )
         since: Mapping[int, int] = {}
-        writer = await self._context.log.writer()
+        self._accounted = history.trained
         if checkpoint is not None:
             self._checkpoint_step = checkpoint.step
             since = dict(checkpoint.record.tree_positions)
-            if checkpoint.step not in history.trained_steps:
-                await _write_trained(writer, checkpoint.record.trained, headers=())
+            if checkpoint.step not in history.trained:
+                await self._write_trained(checkpoint.record.trained, headers=())
         self._context.telemetry.event(
             "restored", lineage=self._lineage, version=training.version, sha256=weights.sha256
         )
@@ -75,7 +83,7 @@ class TrainingLoop:
         place = Place(SCHEDULED_STEPS.name, 0)
         steps = await self._context.log.reader(await self._context.log.first_positions([place]))
         while (scheduled := await self._next(steps, training.version)) is not None:
-            await self._step(scheduled, training, trees, writer)
+            await self._step(scheduled, training, trees)
 
     async def _next(self, steps: Reader, version: int) -> ScheduledStep | None:
         """The step that this version trains; None when told to stop."""
@@ -92,17 +100,15 @@ class TrainingLoop:
                     return scheduled
         return None
 
-    async def _step(
-        self, scheduled: ScheduledStep, training: Training, trees: TreeSource, writer: Writer
-    ) -> None:
+    async def _step(self, scheduled: ScheduledStep, training: Training, trees: TreeSource) -> None:
         telemetry = self._context.telemetry
         clock = asyncio.get_running_loop()
         started_s = clock.time()
-        values = await trees.collect(scheduled, deadline_s=self._settings.tree_deadline_s)
-        step = await asyncio.to_thread(training.read, scheduled, values)
+        values = await trees.collect(scheduled)
+        step = await asyncio.to_thread(self._read, scheduled, values, training)
         for group, reason in step.failed:
             telemetry.event("group_failed", step=scheduled.step, group=group, reason=reason)
-        links = [completion_trace(name) for name in step.completion_ids[:LINKS_MAX]]
+        links = [completion_trace(name) for name in step.completion_ids]
         with telemetry.span("step", links=links, step=scheduled.step) as span:
             metrics = await asyncio.to_thread(training.train, step)
             trees.forget(
@@ -122,9 +128,36 @@ class TrainingLoop:
                     tree_positions=trees.positions(),
                 )
                 self._checkpoint_step = scheduled.step
-            await _write_trained(writer, trained, headers=span.headers())
+            await self._write_trained(trained, headers=span.headers())
             self._report(trained)
             await self._publish(weights, version=training.version, headers=span.headers())
+
+    def _read(
+        self, scheduled: ScheduledStep, values: Mapping[str, bytes], training: Training
+    ) -> ReadStep:
+        """What the step trains; of a step that an earlier life trained exactly the same groups.
+
+        Its record is what the groups were retired by, so this life may neither leave out one of
+        its groups nor train one that had failed.
+
+        Raises:
+            LostTreeError: a group that was trained cannot be read any more.
+        """
+        accounted = self._accounted.get(scheduled.step)
+        if accounted is None:
+            return training.read(scheduled, values)
+        groups = {group.group_id: group for group in scheduled.groups}
+        again = replace(scheduled, groups=tuple(groups[name] for name in accounted.group_ids))
+        step = training.read(again, values)
+        if step.failed:
+            group, reason = step.failed[0]
+            raise LostTreeError(
+                f"step {scheduled.step} trained group {group} in lineage {accounted.lineage} and "
+                f"has to train it again, but {reason}; continue from a later checkpoint"
+            )
+        reason = f"it had failed when lineage {accounted.lineage} trained the step"
+        failed = tuple((group, reason) for group in accounted.failed_group_ids)
+        return dataclasses.replace(step, scheduled=scheduled, failed=failed)
 
     def _record(
         self, step: ReadStep, metrics: TrainingMetrics, *, duration_s: float
@@ -175,14 +208,17 @@ class TrainingLoop:
         telemetry.observe("trainer.step_s", trained.duration_s)
         telemetry.observe("trainer.forward_backward_s", metrics.forward_backward_s)
 
+    async def _write_trained(self, trained: TrainedStep, *, headers: Headers) -> None:
+        """Through the claim: once a newer trainer has started, the broker refuses this one.
 
-async def _write_trained(writer: Writer, trained: TrainedStep, *, headers: Headers) -> None:
-    await writer.write(
-        Emit(
+        Raises:
+            FencedError: a newer trainer of this run has started.
+        """
+        record = Emit(
             topic=TRAINED_STEPS.name,
             partition=0,
             key=str(trained.step).encode(),
             value=topics.encode(trained),
             headers=headers,
         )
-    )
+        await self._claim.commit(outputs=[record], group="trainer", positions={})

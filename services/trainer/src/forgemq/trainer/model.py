@@ -13,10 +13,11 @@ from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from forgemq.settings.environment import SettingsError
 from forgemq.trainer.core.exchange import shared_attention_interface
 from forgemq.trainer.core.flex import flex_attention_of
 from forgemq.trainer.core.memory import ModelShape
-from forgemq.trainer.core.precision import make_precise
+from forgemq.trainer.core.precision import TopKRouter, make_precise
 from forgemq.trainer.core.step import Policy
 from forgemq.trainer.offload import store_of
 
@@ -27,7 +28,7 @@ ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class UnsupportedModelError(ValueError):
+class UnsupportedModelError(SettingsError):
     """The model cannot be trained exactly on trees; says which field and rule."""
 
 
@@ -80,6 +81,7 @@ def prepared(model: nn.Module) -> LoadedModel:
         shape=shape,
         key_heads=int(config.num_key_value_heads),
         flex=flex_attention_of if head.weight.device.type == "cuda" else None,
+        routers=tuple(module for module in model.modules() if isinstance(module, TopKRouter)),
         make_store=store_of(head.weight.device),
     )
     return LoadedModel(model=model, policy=policy)

@@ -1,7 +1,7 @@
 """Publishes durable weights: first the fact, then the fast path, at most one at a time.
 
-`publish` returns once the record is on the log. The transfer goes on in a thread; the next
-`publish` waits for it, at most for its deadlines.
+`publish` returns once the record is on the log. The transfer goes on in threads; the next
+`publish` waits for it, at most for its deadline, and for no lane that left or lapsed.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ class Publisher:
             lineage=lineage,
             version=version,
             sha256=weights.sha256,
-            uri=str(weights.folder),
+            uri=weights.uri,
             size_bytes=weights.size_bytes,
             fast_paths=offers,
             deadline_s=self._deadline_s,
@@ -70,7 +70,7 @@ class Publisher:
             self._transfer = self._tasks.create_task(self._send(offers, weights, version))
 
     async def finish(self) -> None:
-        """Wait for the transfer under way; its deadlines bound the wait."""
+        """Wait for the transfer under way; its deadline bounds the wait."""
         if self._transfer is not None:
             await self._transfer
             self._transfer = None
@@ -92,6 +92,11 @@ class Publisher:
         has_newest = (loaded.lineage, loaded.version) >= self._newest
         if has_newest and loaded.path != "fast" and self._fast_paths is not None:
             self._fast_paths.give_up(loaded.lane)
+
+    def give_up_lapsed(self, *, at_s: float) -> None:
+        """Stop waiting for lanes that report no more, or under another epoch."""
+        if self._fast_paths is not None:
+            self._fast_paths.keep_only(self._lanes.live(at_s=at_s))
 
     async def _offers(self, version: int) -> tuple[Rendezvous, ...]:
         if self._fast_paths is None or version == 0:

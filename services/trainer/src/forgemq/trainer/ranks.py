@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from forgemq.settings.environment import SettingsError
+
 IDLE_MAX = timedelta(days=30)
 """How long followers wait for a command. A dead rank 0 closes its connections and ends the wait."""
 
@@ -22,7 +24,7 @@ COMPUTE_TIMEOUT = timedelta(minutes=30)
 """How long a rank waits for another within a step; ranks' rounds are balanced, so this is a hang."""
 
 
-class WorldSizeError(ValueError):
+class WorldSizeError(SettingsError):
     """The configuration asks for another number of ranks than were started."""
 
 

@@ -4,6 +4,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
+from forgemq.contracts.weights import LANE_LAPSE_S
+
 
 class TrainerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Read from `FORGEMQ_TRAINER_*`."""
@@ -12,7 +14,7 @@ class TrainerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         str,
         Meta(
             min_length=1,
-            description="Checkpoints and published weights of one run; inference reads it too.",
+            description="Checkpoints of one run; only the trainer reads it.",
         ),
     ]
     device: Annotated[str, Meta(pattern=r"^(cpu|cuda(:[0-9]+)?)$")] = "cpu"
@@ -23,11 +25,8 @@ class TrainerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Literal["gloo", "nccl", "off"], Meta(description="How new weights reach engines.")
     ] = "gloo"
     transfer_deadline_s: Annotated[
-        float, Meta(gt=0, description="Of every phase of the fast path.")
+        float, Meta(gt=0, description="Of one transfer to a lane, its joining included.")
     ] = 30.0
-    lane_timeout_s: Annotated[
-        float, Meta(gt=0, description="A lane without a report for this long is not offered one.")
-    ] = 5.0
-    tree_deadline_s: Annotated[
-        float, Meta(gt=0, description="A scheduled tree that is not read by then has failed.")
-    ] = 30.0
+    lane_lapse_s: Annotated[
+        float, Meta(gt=0, description="A lane without a report for this long is dead.")
+    ] = LANE_LAPSE_S

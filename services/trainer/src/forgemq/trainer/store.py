@@ -1,4 +1,4 @@
-"""The trainer's folder: `weights/` that engines read, `checkpoints/` that a restart reads."""
+"""What the trainer keeps: weights that engines read, checkpoints that a restart reads."""
 
 from pathlib import Path
 
@@ -7,11 +7,12 @@ from forgemq.contracts.steps import TrainedStep
 from forgemq.telemetry.telemetry import Telemetry
 from forgemq.trainer.checkpoint import (
     Checkpoint,
+    check_configuration,
     checkpoints,
-    configuration_sha256,
     remove_older,
     write_checkpoint,
 )
+from forgemq.trainer.durable import DurableWeights
 from forgemq.trainer.training import Training
 from forgemq.trainer.weights import (
     WEIGHTS_FILE,
@@ -26,13 +27,19 @@ WEIGHTS_KEPT_MIN = 4
 
 
 class Store:
-    """Reads and writes the folder of one run; blocking, so called from a worker thread."""
+    """Checkpoints in the trainer's folder, weights beside the run's blobs.
+
+    Blocking, so called from a worker thread.
+    """
 
     def __init__(
-        self, folder: str, *, configuration: RunConfiguration, telemetry: Telemetry
+        self, folder: str, *, blobs: str, configuration: RunConfiguration, telemetry: Telemetry
     ) -> None:
         self._checkpoints = Path(folder) / "checkpoints"
-        self._weights = Path(folder) / "weights"
+        self._weights = DurableWeights(
+            blobs, run=configuration.run, drafts=Path(folder) / "weights"
+        )
+        self._checkpointed: frozenset[Path] = frozenset()
         self._configuration = configuration
         self._base = Path(configuration.model.path)
         self._telemetry = telemetry
@@ -42,13 +49,13 @@ class Store:
 
         Raises:
             OtherRunError: the folder is another run's.
+            OtherConfigurationError: the run has another configuration now.
         """
         for found in checkpoints(self._checkpoints, run=self._configuration.run):
             if isinstance(found, Path):
                 self._telemetry.event("checkpoint_damaged", folder=str(found))
                 continue
-            if found.record.configuration_sha256 != configuration_sha256(self._configuration):
-                self._telemetry.event("configuration_changed", since_step=found.step)
+            check_configuration(found.record.configuration, self._configuration)
             return found
         return None
 
@@ -58,17 +65,20 @@ class Store:
         """Durable weights of the version that training starts from."""
         place = self._place(lineage=lineage, version=training.version)
         if checkpoint is not None:
-            return link_weights(described(checkpoint.folder), place=place)
+            weights = link_weights(described(checkpoint.folder), place=place)
+            self._checkpointed = frozenset({place})
+            return self._weights.published(weights)
         if (self._base / WEIGHTS_FILE).exists():
-            return described(self._base)
-        return self._written(training, place)
+            return described(self._base)  # Engines start with this very folder.
+        return self._weights.published(self._written(training, place))
 
     def save_weights(self, training: Training, *, lineage: int) -> WeightsFolder:
-        """Write the present version durably."""
+        """Write the present version durably; versions that no lane can still load go."""
         weights = self._written(training, self._place(lineage=lineage, version=training.version))
+        published = self._weights.published(weights)
         kept = max(WEIGHTS_KEPT_MIN, self._configuration.trainer.checkpoints_kept)
-        remove_older(self._weights, kept=kept, pattern="lineage-*-version-*")
-        return weights
+        self._weights.remove_older(kept=kept, besides=self._checkpointed)
+        return published
 
     def save_checkpoint(
         self,
@@ -87,6 +97,9 @@ class Store:
             configuration=self._configuration,
             tree_positions=tree_positions,
         )
+        self._checkpointed = frozenset(
+            {self._place(lineage=trained.lineage, version=training.version)}
+        )
         kept = self._configuration.trainer.checkpoints_kept
         remove_older(self._checkpoints, kept=kept, pattern="step-*")
 
@@ -96,4 +109,4 @@ class Store:
         )
 
     def _place(self, *, lineage: int, version: int) -> Path:
-        return self._weights / f"lineage-{lineage:06d}-version-{version:08d}"
+        return self._weights.place(lineage=lineage, version=version)

@@ -18,13 +18,17 @@ from forgemq.contracts import topics
 from forgemq.contracts.run import RunConfiguration
 from forgemq.contracts.steps import ScheduledGroup, ScheduledStep, TrainingMetrics
 from forgemq.contracts.trees import MergedTree
+from forgemq.settings.environment import SettingsError
 from forgemq.trainer.checkpoint import Checkpoint
+from forgemq.trainer.core.flops import savings
 from forgemq.trainer.core.loss import LossFunction, UserLoss, loss_function
 from forgemq.trainer.core.memory import plan_step
 from forgemq.trainer.core.metrics import entry_metrics, group_totals, training_metrics
 from forgemq.trainer.core.optimizer import Updater, learning_rate
+from forgemq.trainer.core.routes import check_routes, token_routes
 from forgemq.trainer.core.step import EntryValues, forward_backward, group_weights
 from forgemq.trainer.core.tree import Forest, InvalidTreeError, read_tree
+from forgemq.trainer.heap import keep_freed_memory
 from forgemq.trainer.model import load_model
 
 
@@ -58,6 +62,8 @@ class Training:
         self, configuration: RunConfiguration, *, device: str, checkpoint: Checkpoint | None
     ) -> None:
         torch.set_num_threads(configuration.trainer.threads)
+        if device == "cpu":
+            keep_freed_memory()
         torch.manual_seed(configuration.seed)
         base = Path(configuration.model.path)
         self._configuration = configuration
@@ -98,7 +104,7 @@ class Training:
             try:
                 tree = _decoded(group, values.get(group.group_id))
                 forest = read_tree(tree)
-                self._check_vocabulary(forest)
+                self._check_fits(forest)
             except InvalidTreeError as error:
                 failed.append((group.group_id, str(error)))
                 continue
@@ -142,20 +148,31 @@ class Training:
             grad_norm=grad_norm,
             lr=lr,
             forward_backward_s=forward_backward_s,
+            saved=savings(self._loaded.policy.shape, step.forests),
+            route_disagreements=self._route_disagreements(step.forests),
         )
         self.version += 1
         return metrics
 
+    def _route_disagreements(self, forests: tuple[Forest, ...]) -> int:
+        policy = self._loaded.policy
+        layers, top_k = len(policy.routers), policy.shape.experts_per_token
+        routes = [token_routes(forest, layers=layers, top_k=top_k) for forest in forests]
+        return sum(route.disagreements for route in routes if route is not None)
+
     def _forward_backward(self, forests: tuple[Forest, ...]) -> EntryValues:
         trainer, policy = self._configuration.trainer, self._loaded.policy
-        (microbatches,) = plan_step(
-            forests,
-            shape=policy.shape,
-            world_size=1,
-            budget_bytes=trainer.memory_budget_bytes,
-            head_chunk=trainer.head_chunk_tokens,
-            carried="path",
-        )
+        try:
+            (microbatches,) = plan_step(
+                forests,
+                shape=policy.shape,
+                world_size=1,
+                budget_bytes=trainer.memory_budget_bytes,
+                head_chunk=trainer.head_chunk_tokens,
+                carried="path",
+            )
+        except ValueError as error:
+            raise SettingsError(str(error)) from error  # a restart has no more memory
         return forward_backward(
             policy,
             forests,
@@ -165,15 +182,22 @@ class Training:
             head_chunk=trainer.head_chunk_tokens,
         )
 
-    def _check_vocabulary(self, forest: Forest) -> None:
-        vocabulary = self._loaded.policy.shape.vocabulary
+    def _check_fits(self, forest: Forest) -> None:
+        policy = self._loaded.policy
+        vocabulary = policy.shape.vocabulary
+        check_routes(
+            forest,
+            layers=len(policy.routers),
+            top_k=policy.shape.experts_per_token,
+            experts=policy.shape.experts,
+        )
         if forest.tokens_N.min() < 0 or forest.tokens_N.max() >= vocabulary:
             raise InvalidTreeError(f"tokens: ids must be in 0..{vocabulary - 1}")
 
 
 def _decoded(group: ScheduledGroup, value: bytes | None) -> MergedTree:
     if value is None:
-        raise InvalidTreeError("the tree was not read within the deadline")
+        raise InvalidTreeError("the tree is not on the log, or its blob is lost")
     sha256 = hashlib.sha256(value).hexdigest()
     if sha256 != group.tree_sha256:
         raise InvalidTreeError(f"the tree has sha256 {sha256}, scheduled was {group.tree_sha256}")
@@ -186,10 +210,14 @@ def _decoded(group: ScheduledGroup, value: bytes | None) -> MergedTree:
 
 
 def _loss_of(configuration: RunConfiguration) -> LossFunction:
+    """The run's loss; raises SettingsError where its name leads nowhere."""
     kind = configuration.loss.kind
-    if ":" not in kind:
-        return loss_function(configuration.loss)
-    module, _, name = kind.partition(":")
-    # The user's function is called with our types; its own annotations are not checked.
-    user = cast(UserLoss, getattr(importlib.import_module(module), name))
+    try:
+        if ":" not in kind:
+            return loss_function(configuration.loss)
+        module, _, name = kind.partition(":")
+        # The user's function is called with our types; its own annotations are not checked.
+        user = cast(UserLoss, getattr(importlib.import_module(module), name))
+    except (ValueError, ImportError, AttributeError) as error:
+        raise SettingsError(f"loss.kind {kind}: {error}") from error
     return loss_function(configuration.loss, user=user)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from forgemq.bus.errors import BlobError
+from forgemq.bus.errors import BlobError, LostBlobError
 from forgemq.bus.log import Log, Place, Reader, Record, Writer
 from forgemq.contracts import topics
 from forgemq.contracts.steps import ScheduledStep
@@ -18,6 +18,11 @@ from forgemq.telemetry.telemetry import Telemetry
 
 READ_TIMEOUT_S = 0.2
 RECORDS_MAX = 64
+BLOB_RETRIES_MAX = 30
+"""In a row, one a second: a store that is away for longer ends the process; no group pays for it."""
+BLOB_RETRY_S = 1.0
+WAITING_EVENT_S = 10.0
+"""A wait for trees is said so often; a broker with a transaction left open needs up to 10 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +54,7 @@ class TreeSource:
         self._places = tuple(places)
         self._telemetry = telemetry
         self._waiting: dict[str, _Waiting] = {}
+        self._blob_failures = 0
 
     @classmethod
     async def open(
@@ -60,17 +66,30 @@ class TreeSource:
         start = {place: max(first[place], since.get(place.partition, 0)) for place in places}
         return cls(log, await log.reader(start), await log.writer(), places, telemetry)
 
-    async def collect(self, scheduled: ScheduledStep, *, deadline_s: float) -> dict[str, bytes]:
-        """Wire bytes of the step's trees by group id; those not there by the deadline are absent.
+    async def collect(self, scheduled: ScheduledStep) -> dict[str, bytes]:
+        """Wire bytes of the step's trees by group id; those that are lost are absent.
 
-        Merged trees are committed before their step is scheduled, so the wait is for the broker.
+        A tree was written before its step was scheduled. So it is lost only when everything that
+        its partition holds by now was read: slowness fails no group, however long it takes.
+
+        Raises:
+            BlobError: the blob store does not answer for half a minute.
         """
-        wanted = {group.group_id for group in scheduled.groups}
+        wanted = {group.group_id: group.partition for group in scheduled.groups}
+        places = [Place(MERGED_TREES.name, partition) for partition in {*wanted.values()}]
+        # Uncommitted: the end of what is committed may lie before a tree while markers are written.
+        ends = await self._log.end_positions(places, isolation="uncommitted")
         loop = asyncio.get_running_loop()
-        end_s = loop.time() + deadline_s
-        while not wanted <= self._waiting.keys() and loop.time() < end_s:
+        event_s = loop.time() + WAITING_EVENT_S
+        while any(
+            group not in self._waiting and self._reader.position(place) < ends[place]
+            for group, place in ((g, Place(MERGED_TREES.name, p)) for g, p in wanted.items())
+        ):
             for record in await self._read():
                 await self._keep(record)
+            if loop.time() >= event_s:
+                self._telemetry.event("waiting_for_trees", step=scheduled.step)
+                event_s = loop.time() + WAITING_EVENT_S
         return {group: self._waiting[group].value for group in wanted if group in self._waiting}
 
     def forget(self, group_ids: Iterable[str], *, version_min: int) -> None:
@@ -95,11 +114,20 @@ class TreeSource:
 
     async def _read(self) -> list[Record]:
         try:
-            return await self._reader.read(timeout_s=READ_TIMEOUT_S, records_max=RECORDS_MAX)
-        except BlobError as error:
+            records = await self._reader.read(timeout_s=READ_TIMEOUT_S, records_max=RECORDS_MAX)
+        except LostBlobError as error:
             self._telemetry.event("tree_lost", error=str(error))
             await self._pass_over_lost_blobs()
             return []
+        except BlobError as error:
+            self._blob_failures += 1
+            if self._blob_failures > BLOB_RETRIES_MAX:
+                raise
+            self._telemetry.event("blob_unreadable", error=str(error))
+            await asyncio.sleep(BLOB_RETRY_S)
+            return []
+        self._blob_failures = 0
+        return records
 
     async def _pass_over_lost_blobs(self) -> None:
         """Move each partition past a next record whose blob is gone; its group fails later."""
@@ -108,8 +136,10 @@ class TreeSource:
             probe = await self._log.reader({place: position})
             try:
                 await probe.read(timeout_s=0, records_max=1)
-            except BlobError:
+            except LostBlobError:
                 self._reader.seek(place, position + 1)
+            except BlobError:
+                pass  # Not known to be lost; the next read meets it again.
             finally:
                 await probe.close()
 

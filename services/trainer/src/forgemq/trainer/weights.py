@@ -21,9 +21,15 @@ _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json", ".gguf
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightsFolder:
-    """Durable weights: where they are, and the checksum and size of the safetensors file."""
+    """Durable weights, and the checksum and size of their safetensors file.
+
+    Attributes:
+        folder: where this process reads them.
+        uri: where engines read them; the same folder, or its copy in an object store.
+    """
 
     folder: Path
+    uri: str
     sha256: str
     size_bytes: int
 
@@ -35,9 +41,7 @@ def described(folder: Path) -> WeightsFolder:
         FileNotFoundError: it has no single safetensors file.
     """
     file = folder / WEIGHTS_FILE
-    return WeightsFolder(
-        folder=folder.resolve(), sha256=file_sha256(file), size_bytes=file.stat().st_size
-    )
+    return _weights_at(folder, sha256=file_sha256(file), size_bytes=file.stat().st_size)
 
 
 def write_weights(model: nn.Module, *, base: Path, dtype: str, place: Path) -> WeightsFolder:
@@ -67,7 +71,7 @@ def link_weights(source: WeightsFolder, *, place: Path) -> WeightsFolder:
         link_model(source.folder, draft)
 
     write_folder(place, fill)
-    return WeightsFolder(folder=place.resolve(), sha256=source.sha256, size_bytes=source.size_bytes)
+    return _weights_at(place, sha256=source.sha256, size_bytes=source.size_bytes)
 
 
 def link_model(source: Path, target: Path) -> None:
@@ -87,6 +91,11 @@ def copy_model_files(base: Path, target: Path, *, dtype: str) -> None:
     if any(fields[name] != dtype for name in named):
         changed = {**fields, **dict.fromkeys(named, dtype)}
         configuration.write_text(json.dumps(changed, indent=2) + "\n")
+
+
+def _weights_at(folder: Path, *, sha256: str, size_bytes: int) -> WeightsFolder:
+    folder = folder.resolve()
+    return WeightsFolder(folder=folder, uri=str(folder), sha256=sha256, size_bytes=size_bytes)
 
 
 def _model_files(folder: Path) -> list[Path]:

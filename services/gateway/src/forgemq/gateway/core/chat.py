@@ -247,7 +247,7 @@ def _tools(raw: Raw) -> tuple[dict[str, Any], ...]:
     try:
         offered = msgspec.json.decode(raw, type=list[dict[str, Any]])
     except msgspec.ValidationError as error:
-        raise invalid(str(error), param=f"tools{field_of(error) or ''}") from error
+        raise invalid(f"tools: {error}", param=f"tools{field_of(error) or ''}") from error
     except RecursionError as error:
         raise invalid(f"tools are nested too deep: {error}", param="tools") from error
     return tuple(tool for tool in offered if isinstance(tool.get("function"), dict))

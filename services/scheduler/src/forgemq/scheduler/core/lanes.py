@@ -2,11 +2,10 @@
 
 from msgspec import Struct
 
-from forgemq.contracts.weights import LoadedWeights, ReportedEngine
+from forgemq.contracts.weights import LANE_LAPSE_S, LoadedWeights, ReportedEngine
 
-LANE_SILENCE_MAX_MS = 10_000
-"""A lane without a heartbeat for longer (run time) is dead and holds nobody up; heartbeats come
-about once a second."""
+LANE_SILENCE_MAX_MS = round(LANE_LAPSE_S * 1000)
+"""A lane without a heartbeat for longer (run time) is dead and holds nobody up."""
 
 
 class LaneState(Struct, frozen=True, kw_only=True):
@@ -25,7 +24,7 @@ class Lanes:
     `served` never goes back within a lineage: a lane that starts late or on the base model takes
     no requests until it has caught up (architecture.md 4), so it makes no stale tokens.
 
-    Example: lanes 0 and 1 report (1, 3) and (1, 4): served is (1, 3). Lane 0 dies: 10 s later
+    Example: lanes 0 and 1 report (1, 3) and (1, 4): served is (1, 3). Lane 0 dies: 5 s later
     served is (1, 4). Lane 0 comes back with (0, 0): served stays (1, 4), and rises again only
     when lane 0 serves more than that.
     """

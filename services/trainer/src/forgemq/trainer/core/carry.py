@@ -207,9 +207,7 @@ class PathKeys:
         shift = len(block.path) - block.start
         seen = np.concatenate([block.path, np.arange(block.start, block.end)])
         return BlockKeys(
-            plan=slot_plan(
-                plan, position_N=self._forest.position_N, path_tokens=len(block.path)
-            ),
+            plan=slot_plan(plan, position_N=self._forest.position_N, path_tokens=len(block.path)),
             carries=self._carries,
             subtree_end_S=self._forest.subtree_end_N[seen] + shift,
         )

@@ -31,6 +31,8 @@ class Entries:
         sample: 0-based, contiguous.
         group: 0-based.
         sample_count: samples, with entries or not.
+        reference: log-probability under a reference policy, nats, NaN where none was recorded;
+            None where no group has any.
     """
 
     behaviour: Tensor
@@ -41,6 +43,7 @@ class Entries:
     sample: Tensor
     group: Tensor
     sample_count: int
+    reference: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

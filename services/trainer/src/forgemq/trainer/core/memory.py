@@ -212,9 +212,7 @@ def path_microbatch(
         while count == 1 or -(-tokens // count) >= BLOCK_TOKENS_MIN:
             count += 1 + count // 8
             size = max(BLOCK_TOKENS_MIN, -(-tokens // count))
-            blocks = tuple(
-                (start, min(start + size, tokens)) for start in range(0, tokens, size)
-            )
+            blocks = tuple((start, min(start + size, tokens)) for start in range(0, tokens, size))
             needed = _path_bytes(forest, blocks, shape=shape, head_chunk=head_chunk)
             wanted = needed.live if is_offloaded else needed.live + needed.stored
             if wanted <= budget_bytes:
@@ -262,9 +260,7 @@ def _whole(
     )
 
 
-def packed(
-    groups: Sequence[int], *, tokens: Sequence[int], capacity: int
-) -> list[tuple[int, ...]]:
+def packed(groups: Sequence[int], *, tokens: Sequence[int], capacity: int) -> list[tuple[int, ...]]:
     """Groups side by side while their tokens fit; one that does not fit is by itself."""
     runs: list[tuple[int, ...]] = []
     waiting: tuple[int, ...] = ()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from forgemq.contracts.steps import ScheduledGroup, TrainingMetrics
+from forgemq.trainer.core.flops import Savings
 from forgemq.trainer.core.step import EntryValues
 
 RATIO_LOG_MAX = 60.0
@@ -107,6 +108,8 @@ def training_metrics(
     grad_norm: float,
     lr: float,
     forward_backward_s: float,
+    saved: Savings,
+    route_disagreements: int,
 ) -> TrainingMetrics:
     """The step's metrics as they travel."""
     return TrainingMetrics(
@@ -128,4 +131,7 @@ def training_metrics(
         staleness_max=totals.staleness_max,
         forward_backward_s=forward_backward_s,
         gap_entries=entries.gap_entries,
+        branch_loss=saved.branch_loss,
+        flop_ratio=saved.flop_ratio,
+        route_disagreements=route_disagreements,
     )

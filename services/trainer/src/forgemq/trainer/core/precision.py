@@ -89,12 +89,17 @@ class TopKRouter(nn.Module):
         self.weight = weight
         self.top_k = top_k
         self.is_normalised = is_normalised
+        self.replayed_TK: Tensor | None = None
+        """Experts to run instead of the best, below 0 where the best are; set for one forward."""
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Router logits, weights of the chosen experts, and which they are."""
         logits = functional.linear(hidden.reshape(-1, hidden.shape[-1]), self.weight)
         shares = functional.softmax(logits, dim=-1, dtype=_wide(logits.dtype))
         weights, experts = torch.topk(shares, self.top_k, dim=-1)
+        if self.replayed_TK is not None:
+            experts = torch.where(self.replayed_TK < 0, experts, self.replayed_TK)
+            weights = shares.gather(-1, experts)
         if self.is_normalised:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return logits, weights.to(logits.dtype), experts

@@ -25,6 +25,8 @@ from forgemq.trainer.core.logprobs import Edges, edge_logprobs, edges_of
 from forgemq.trainer.core.loss import Entries, EntryLoss, LossFunction
 from forgemq.trainer.core.memory import Microbatch, ModelShape
 from forgemq.trainer.core.plan import AttentionPlan, attention_plan, pieces
+from forgemq.trainer.core.precision import TopKRouter
+from forgemq.trainer.core.routes import token_routes
 from forgemq.trainer.core.tree import Floats, Forest, Integers, joined
 
 
@@ -48,6 +50,7 @@ class Policy:
         shape: its sizes.
         key_heads: key/value heads.
         flex: makes the attention of a run of queries on a GPU; None on a CPU.
+        routers: of the layers that have one, in order.
         make_store: where keys and values go that a budget has no room for; None: nowhere.
         gather_head: where ranks share the parameters, `head_VH` is empty and this makes it whole.
     """
@@ -57,6 +60,7 @@ class Policy:
     shape: ModelShape
     key_heads: int
     flex: MakeFlexAttention | None = None
+    routers: tuple[TopKRouter, ...] = ()
     make_store: MakeStore | None = None
     gather_head: Callable[[], Tensor] | None = None
 
@@ -201,6 +205,10 @@ class _Run:
         self._position_N = torch.from_numpy(forest.position_N).to(self._device)
         self._weight_E = self._values(weight_E)
         self._entries = self._entries_of(forest)
+        self._routes = None
+        if policy.routers:
+            top_k = policy.routers[0].top_k
+            self._routes = token_routes(forest, layers=len(policy.routers), top_k=top_k)
 
     def whole(self) -> EntryValues:
         """All tokens at once."""
@@ -240,9 +248,7 @@ class _Run:
         with torch.no_grad():
             for number, (start, end) in enumerate(blocks):
                 edges = all_edges[number]
-                hidden = self._hidden(
-                    start, end, keys=keys.enter(number), exchange=between[number]
-                )
+                hidden = self._hidden(start, end, keys=keys.enter(number), exchange=between[number])
                 logprob_J, entropy_R = self._logprobs(hidden, edges, start=start)
                 logprob_E[edges.entry_E] = logprob_J[edges.edge_of_entry_E]
                 entropy_E[edges.entry_E] = entropy_R[edges.row_J[edges.edge_of_entry_E]]
@@ -274,6 +280,7 @@ class _Run:
         flex = None
         if self._policy.flex is not None:
             flex = self._policy.flex(keys.subtree_end_S, keys.plan, device=self._device)
+        self._replay(start, end)
         output = self._policy.decoder(
             input_ids=self._tokens_N[None, start:end],
             position_ids=self._position_N[None, start:end],
@@ -284,6 +291,13 @@ class _Run:
         hidden_TH = output.last_hidden_state[0]
         assert isinstance(hidden_TH, Tensor)
         return hidden_TH
+
+    def _replay(self, start: int, end: int) -> None:
+        for layer, router in enumerate(self._policy.routers):
+            router.replayed_TK = None
+            if self._routes is not None:
+                expert_TK = self._routes.expert_NLK[start:end, layer]
+                router.replayed_TK = torch.from_numpy(expert_TK).to(self._device)
 
     def _logprobs(self, hidden: Tensor, edges: Edges, *, start: int) -> tuple[Tensor, Tensor]:
         rows = hidden.index_select(0, edges.source_R - start)
@@ -355,6 +369,9 @@ class _Run:
             sample=torch.from_numpy(forest.entry_sample_E).to(self._device),
             group=torch.from_numpy(forest.entry_group_E).to(self._device),
             sample_count=forest.sample_count,
+            reference=None
+            if np.isnan(forest.entry_reference_E).all()
+            else self._values(forest.entry_reference_E),
         )
 
     def _seen(self, logprob_E: Tensor, entropy_E: Tensor, result: EntryLoss) -> EntryValues:

@@ -50,7 +50,13 @@ class Forest:
         entry_version_E: weight version that sampled it.
         entry_advantage_E: the advantage of its sample.
         entry_temperature_E: the temperature of its sample, above 0.
+        entry_reference_E: log-probability under a reference policy, nats; NaN where none came.
+        entry_route_ER: int16, experts of all layers when it was sampled, -1 where none came;
+            R is 0 where no group has routes.
         sample_count: S.
+        request_tokens: of all samples, each with its whole context.
+        request_pairs: pairs that attention would visit in them.
+        trunk_tokens: tokens on the way to the last sample of an episode.
     """
 
     group_ids: tuple[str, ...]
@@ -69,7 +75,12 @@ class Forest:
     entry_version_E: Integers
     entry_advantage_E: Floats
     entry_temperature_E: Floats
+    entry_reference_E: Floats
+    entry_route_ER: NDArray[np.int16]
     sample_count: int
+    request_tokens: int
+    request_pairs: int
+    trunk_tokens: int
 
     @property
     def token_count(self) -> int:
@@ -98,20 +109,22 @@ def read_tree(tree: MergedTree) -> Forest:
     length_M = _integers(tree.segment_length, "segment_length")
     parent_M = _integers(tree.segment_parent, "segment_parent")
     _check_segments(start_M, length_M, parent_M, token_count=len(tokens_N))
-    if tree.entry_route:
-        raise InvalidTreeError("entry_route: replay of expert routes is not supported, send b''")
     depth_M, end_M = _segment_depths_and_ends(start_M, length_M, parent_M)
     within_N = np.arange(len(tokens_N)) - np.repeat(start_M, length_M)
     parent_N = np.arange(-1, len(tokens_N) - 1)
     parent_N[start_M] = np.where(parent_M < 0, -1, (start_M + length_M)[parent_M] - 1)
     entries = _read_entries(tree, parent_N=parent_N)
+    position_N = np.repeat(depth_M, length_M) + within_N
+    leaf_S = _leaves(tree, token_count=len(tokens_N), sample_count=entries.sample_count)
+    length_S = position_N[leaf_S] + 1
+    subtree_end_N = np.repeat(end_M, length_M)
     return Forest(
         group_ids=(tree.group_id,),
         group_end_G=np.array([len(tokens_N)], dtype=np.int64),
         tokens_N=tokens_N,
         parent_N=parent_N,
-        position_N=np.repeat(depth_M, length_M) + within_N,
-        subtree_end_N=np.repeat(end_M, length_M),
+        position_N=position_N,
+        subtree_end_N=subtree_end_N,
         segment_start_M=start_M,
         segment_end_M=start_M + length_M,
         segment_parent_M=parent_M,
@@ -122,7 +135,12 @@ def read_tree(tree: MergedTree) -> Forest:
         entry_version_E=entries.version_E,
         entry_advantage_E=entries.advantage_E,
         entry_temperature_E=entries.temperature_E,
+        entry_reference_E=entries.reference_E,
+        entry_route_ER=entries.route_ER,
         sample_count=entries.sample_count,
+        request_tokens=int(length_S.sum()),
+        request_pairs=int((length_S * (length_S + 1) // 2).sum()),
+        trunk_tokens=_trunk_tokens(tree, leaf_S=leaf_S, subtree_end_N=subtree_end_N),
     )
 
 
@@ -168,7 +186,23 @@ def joined(forests: Sequence[Forest]) -> Forest:
         entry_version_E=np.concatenate([forest.entry_version_E for forest in forests]),
         entry_advantage_E=np.concatenate([forest.entry_advantage_E for forest in forests]),
         entry_temperature_E=np.concatenate([forest.entry_temperature_E for forest in forests]),
+        entry_reference_E=np.concatenate([forest.entry_reference_E for forest in forests]),
+        entry_route_ER=_joined_routes([forest.entry_route_ER for forest in forests]),
         sample_count=sum(forest.sample_count for forest in forests),
+        request_tokens=sum(forest.request_tokens for forest in forests),
+        request_pairs=sum(forest.request_pairs for forest in forests),
+        trunk_tokens=sum(forest.trunk_tokens for forest in forests),
+    )
+
+
+def _joined_routes(routes: Sequence[NDArray[np.int16]]) -> NDArray[np.int16]:
+    width = max(route.shape[1] for route in routes)
+    none = np.int16(-1)
+    return np.concatenate(
+        [
+            route if route.shape[1] == width else np.full((len(route), width), none)
+            for route in routes
+        ]
     )
 
 
@@ -180,6 +214,8 @@ class _Entries:
     version_E: Integers
     advantage_E: Floats
     temperature_E: Floats
+    reference_E: Floats
+    route_ER: NDArray[np.int16]
     sample_count: int
 
 
@@ -212,8 +248,50 @@ def _read_entries(tree: MergedTree, *, parent_N: Integers) -> _Entries:
         version_E=version_E,
         advantage_E=np.repeat(advantage_S, entries_S),
         temperature_E=np.repeat(temperature_S, entries_S),
+        reference_E=_references(tree, count=count),
+        route_ER=_routes(tree, count=count),
         sample_count=samples,
     )
+
+
+def _references(tree: MergedTree, *, count: int) -> Floats:
+    if not tree.entry_reference_logprob:
+        return np.full(count, np.nan)
+    return _floats(tree.entry_reference_logprob, "entry_reference_logprob", count=count)
+
+
+def _routes(tree: MergedTree, *, count: int) -> NDArray[np.int16]:
+    size = len(tree.entry_route)
+    if size == 0 or count == 0:
+        return np.zeros((count, 0), dtype=np.int16)
+    if size % (2 * count):
+        raise InvalidTreeError(f"entry_route: {size} bytes are no int16 array of {count} rows")
+    return np.frombuffer(tree.entry_route, dtype="<i2").reshape(count, -1)
+
+
+def _leaves(tree: MergedTree, *, token_count: int, sample_count: int) -> Integers:
+    leaf_S = _integers(tree.sample_leaf, "sample_leaf")
+    if len(leaf_S) != sample_count:
+        raise InvalidTreeError(f"sample_leaf: {len(leaf_S)} values for {sample_count} samples")
+    if sample_count and (leaf_S.min() < 0 or leaf_S.max() >= token_count):
+        raise InvalidTreeError(f"sample_leaf: must be in 0..{token_count - 1}")
+    return leaf_S
+
+
+def _trunk_tokens(tree: MergedTree, *, leaf_S: Integers, subtree_end_N: Integers) -> int:
+    episode_S = _integers(tree.sample_episode, "sample_episode")
+    turn_S = _integers(tree.sample_turn, "sample_turn")
+    if not len(episode_S) == len(turn_S) == len(leaf_S):
+        raise InvalidTreeError(
+            f"sample_episode, sample_turn: {len(episode_S)} and {len(turn_S)} values for "
+            f"{len(leaf_S)} samples"
+        )
+    order = np.lexsort((turn_S, episode_S))
+    is_last = np.append(np.diff(episode_S[order]) != 0, [True] * bool(len(order)))
+    marks = np.zeros(len(subtree_end_N) + 1, dtype=np.int64)
+    marks[leaf_S[order[is_last]] + 1] = 1
+    below = np.cumsum(marks)
+    return int((below[subtree_end_N] > below[:-1]).sum())
 
 
 def _check_segments(

@@ -1,4 +1,4 @@
-"""Settings of a service: one frozen struct, parsed once from the environment."""
+"""Settings of a process: one frozen struct, parsed once from the environment."""
 
 from collections.abc import Mapping
 from typing import TypeVar

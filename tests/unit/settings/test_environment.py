@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Meta, Struct
 
-from forgemq.shell.settings import SettingsError, parse
+from forgemq.settings.environment import SettingsError, parse
 
 
 class Example(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

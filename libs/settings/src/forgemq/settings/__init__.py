@@ -1,0 +1,1 @@
+"""Settings of processes, from the environment; needs nothing but msgspec."""

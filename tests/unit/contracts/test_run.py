@@ -1,0 +1,72 @@
+"""Combinations that cannot work are refused by the name of their field."""
+
+import msgspec
+import pytest
+
+from forgemq.contracts.episodes import Sampling
+from forgemq.contracts.run import (
+    LOSS_KINDS,
+    MODEL_TYPES,
+    Episodes,
+    Loss,
+    Model,
+    Queue,
+    RunConfiguration,
+    Trainer,
+    check,
+)
+from forgemq.trainer.core.loss import loss_function
+from forgemq.trainer.model import ARCHITECTURES
+
+SOUND = RunConfiguration(
+    run="r",
+    seed=0,
+    model=Model(path="m"),
+    queues=(Queue(domain="d", task_source="m:f", agent="m:g"),),
+    trainer=Trainer(steps=1),
+)
+
+
+def sampled(**changes: object) -> RunConfiguration:
+    return msgspec.structs.replace(SOUND, episodes=Episodes(sampling=Sampling(**changes)))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", 0.0),
+        ("top_p", 0.9),
+        ("top_k", 1),
+        ("top_k", 50),
+        ("frequency_penalty", 0.5),
+        ("presence_penalty", -0.5),
+    ],
+)
+def test_a_pin_that_truncates_the_support_is_refused_for_nothing_would_train(field, value):
+    with pytest.raises(ValueError, match=rf"^episodes\.sampling\.{field} is .*nothing would train"):
+        check(sampled(**{field: value}))
+
+
+@pytest.mark.parametrize("pin", [{}, {"temperature": 0.7}, {"top_k": 0}, {"top_p": 1.0}])
+def test_a_pin_with_full_support_is_taken(pin):
+    check(sampled(**pin))
+
+
+@pytest.mark.parametrize("kind", ["Cispo", "", "cispo2", "my_module", "module:", ":loss"])
+def test_an_unknown_loss_is_refused_by_name(kind):
+    with pytest.raises(ValueError, match=r"^loss\.kind must be one of cispo, "):
+        check(msgspec.structs.replace(SOUND, loss=Loss(kind=kind)))
+
+
+@pytest.mark.parametrize("kind", [*LOSS_KINDS, "own.module:loss"])
+def test_a_known_loss_and_a_users_own_are_taken(kind):
+    check(msgspec.structs.replace(SOUND, loss=Loss(kind=kind)))
+
+
+@pytest.mark.parametrize("kind", LOSS_KINDS)
+def test_every_known_loss_is_one_of_the_trainer(kind):
+    assert callable(loss_function(Loss(kind=kind)))
+
+
+def test_the_supported_models_are_those_of_the_trainer():
+    assert set(MODEL_TYPES) == set(ARCHITECTURES)

@@ -1,0 +1,163 @@
+"""Replay of expert routes: exact against per-request training with the same routes."""
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from forgemq.contracts.run import Loss
+from forgemq.contracts.trees import MergedTree
+from forgemq.trainer.core.loss import Entries, cispo, loss_function
+from forgemq.trainer.core.memory import Microbatch
+from forgemq.trainer.core.routes import ROUTED_HERE, check_routes, token_routes
+from forgemq.trainer.core.step import forward_backward
+from forgemq.trainer.core.tree import Forest, InvalidTreeError, read_tree
+from forgemq.trainer.model import prepared
+from tests.unit.trainer.scene import Sample, adversarial_samples, agent_samples, make_model, merge
+
+LAYERS, TOP_K, EXPERTS = 2, 2, 4
+
+
+def _samples() -> list[Sample]:
+    generator = np.random.default_rng(0)
+    return [*agent_samples(generator), *adversarial_samples(generator)]
+
+
+def _routed(samples: list[Sample], *, seed: int = 1) -> MergedTree:
+    """The merged tree with a random route for every token that an entry continues."""
+    tree = merge(samples)
+    forest = read_tree(tree)
+    generator = np.random.default_rng(seed)
+    of_token = np.stack(
+        [
+            np.concatenate([generator.permutation(EXPERTS)[:TOP_K] for _ in range(LAYERS)])
+            for _ in range(forest.token_count)
+        ]
+    )
+    route_ER = of_token[forest.parent_N[forest.entry_token_E]]
+    return msgspec.structs.replace(tree, entry_route=route_ER.astype("<i2").tobytes())
+
+
+def _path(forest: Forest, leaf: int) -> list[int]:
+    path = []
+    while leaf >= 0:
+        path.append(leaf)
+        leaf = int(forest.parent_N[leaf])
+    return path[::-1]
+
+
+def _model() -> nn.Module:
+    model = make_model("qwen3_moe", torch.float64)
+    model.set_experts_implementation("eager")
+    return model
+
+
+def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("block", [None, 19])
+def test_gradients_equal_per_request_training_with_the_same_routes(block: int | None) -> None:
+    samples = _samples()
+    tree = _routed(samples)
+    forest = read_tree(tree)
+    model = _model()
+    policy = prepared(model).policy
+    routes = token_routes(forest, layers=LAYERS, top_k=TOP_K)
+    assert routes is not None
+    leaves = np.frombuffer(tree.sample_leaf, "<i4")
+    model.set_attn_implementation("sdpa")
+    for sample, leaf in zip(samples, leaves.tolist(), strict=True):
+        path = _path(forest, leaf)
+        for layer, router in enumerate(policy.routers):
+            router.replayed_TK = torch.from_numpy(routes.expert_NLK[path, layer])
+        tokens = torch.tensor([sample.tokens])
+        logits = model(input_ids=tokens, use_cache=False).logits[0] / sample.temperature
+        places = torch.arange(sample.first_sampled, len(sample.tokens))
+        logprob = logits[places - 1].log_softmax(-1)[torch.arange(len(places)), tokens[0, places]]
+        behaviour = torch.tensor(sample.behaviour, dtype=torch.float64)
+        zeros = torch.zeros(len(places), dtype=torch.long)
+        entries = Entries(
+            behaviour=behaviour,
+            advantage=torch.full_like(behaviour, sample.advantage),
+            temperature=torch.full_like(behaviour, sample.temperature),
+            version=zeros,
+            token=zeros,
+            sample=zeros,
+            group=zeros,
+            sample_count=1,
+        )
+        cispo(logprob, entries, ratio_cap=Loss().ratio_cap).loss.sum().backward()
+    expected = _gradients(model)
+    model.set_attn_implementation("forgemq_tree")
+    size = block or forest.token_count
+    count = forest.token_count
+    blocks = tuple((start, min(start + size, count)) for start in range(0, count, size))
+
+    def of_tree(trained: Forest) -> dict[str, torch.Tensor]:
+        forward_backward(
+            policy,
+            [trained],
+            [Microbatch(groups=(0,), blocks=blocks)],
+            weights=[1.0],
+            loss=loss_function(Loss()),
+            head_chunk=8,
+        )
+        return _gradients(model)
+
+    replayed, unrouted = of_tree(forest), of_tree(read_tree(merge(samples)))
+    for name, gradient in expected.items():
+        assert float((gradient - replayed[name]).norm()) <= 1e-12 * float(gradient.norm())
+    gate = "model.layers.0.mlp.gate.weight"
+    assert float((expected[gate] - unrouted[gate]).norm()) > 0.01 * float(expected[gate].norm())
+
+
+def test_a_token_takes_its_first_entrys_route_and_the_others_are_counted() -> None:
+    tree = _routed(_samples())
+    forest = read_tree(tree)
+    routes = token_routes(forest, layers=LAYERS, top_k=TOP_K)
+    assert routes is not None
+    assert routes.disagreements == 0
+    source_E = forest.parent_N[forest.entry_token_E]
+    shared = next(token for token in source_E if (source_E == token).sum() == 3)
+    first, *others = np.flatnonzero(source_E == shared).tolist()
+    changed = forest.entry_route_ER.copy()
+    changed[others[0]] = (changed[others[0]] + 1) % EXPERTS
+    changed[others[1], :TOP_K] = changed[others[1], :TOP_K][::-1]  # The same set of experts.
+    again = read_tree(msgspec.structs.replace(tree, entry_route=changed.tobytes()))
+    routes = token_routes(again, layers=LAYERS, top_k=TOP_K)
+    assert routes is not None
+    assert routes.disagreements == 1
+    assert routes.expert_NLK[shared].reshape(-1).tolist() == changed[first].tolist()
+
+
+def test_tokens_that_no_entry_continues_are_routed_by_the_trainer() -> None:
+    forest = read_tree(_routed(_samples()))
+    routes = token_routes(forest, layers=LAYERS, top_k=TOP_K)
+    assert routes is not None
+    free = np.setdiff1d(np.arange(forest.token_count), forest.parent_N[forest.entry_token_E])
+    assert len(free) > 0
+    assert (routes.expert_NLK[free] == ROUTED_HERE).all()
+    assert token_routes(read_tree(merge(_samples())), layers=LAYERS, top_k=TOP_K) is None
+
+
+@pytest.mark.parametrize(
+    ("layers", "experts", "match"),
+    [(3, 4, "the model has 3 layers"), (2, 3, "experts must be in 0..2")],
+)
+def test_routes_of_another_model_are_refused(layers: int, experts: int, match: str) -> None:
+    forest = read_tree(_routed(_samples()))
+    with pytest.raises(InvalidTreeError, match=match):
+        check_routes(forest, layers=layers, top_k=TOP_K, experts=experts)
+
+
+def test_one_expert_twice_is_refused() -> None:
+    tree = _routed(_samples())
+    forest = read_tree(tree)
+    route_ER = np.zeros_like(forest.entry_route_ER)
+    twice = read_tree(msgspec.structs.replace(tree, entry_route=route_ER.tobytes()))
+    with pytest.raises(InvalidTreeError, match="one expert twice"):
+        check_routes(twice, layers=LAYERS, top_k=TOP_K, experts=EXPERTS)
