@@ -23,9 +23,13 @@ from data_path_system import SERVICES, STAND_INS, RunningSystem, Workload, runni
 from measurement import Measurement, arguments
 from msgspec import Struct
 
+from forgemq.bus.broker import BrokerError
+from forgemq.bus.errors import LogError
 from forgemq.bus.log import Log, Place, Record
 from forgemq.contracts import topics
 from forgemq.contracts.groups import MergedGroup, ScoredGroup
+from forgemq.launcher.machine import MachineError
+from forgemq.launcher.processes import ProcessFailedError
 
 WORKLOADS = {
     "small": Workload(
@@ -60,6 +64,7 @@ WORKLOADS = {
     ),
 }
 START_TIMEOUT_S = 120.0
+FAILURES = (ProcessFailedError, BrokerError, LogError, MachineError, TimeoutError)
 _READ_S = 0.5
 _PROCESSES = (*SERVICES, "broker", "trainer", *STAND_INS)
 
@@ -221,6 +226,17 @@ def report(measurement: Measurement, case: str, outcome: Outcome, *, engine_s: f
     measurement.conditions[f"{case}, load average"] = load
 
 
+def _lines_of(error: BaseException) -> list[str]:
+    """What went wrong, out of the groups that task groups wrap it in."""
+    if isinstance(error, BaseExceptionGroup):
+        return [line for inner in error.exceptions for line in _lines_of(inner)]
+    return [str(error) or type(error).__name__]
+
+
+def _text_of(workload: Workload) -> str:
+    return ", ".join(f"{name}={value}" for name, value in msgspec.structs.asdict(workload).items())
+
+
 def _mean(values: Sequence[float]) -> float:
     return statistics.fmean(values) if values else 0.0
 
@@ -239,9 +255,13 @@ def main() -> int:
     for case, workload in WORKLOADS.items():
         if options.case and case not in options.case:
             continue
-        measurement.conditions[case] = repr(workload)
-        with tempfile.TemporaryDirectory(prefix="forgemq-load-") as folder:
-            outcome = asyncio.run(measure(case, workload, folder=Path(folder)))
+        measurement.conditions[case] = _text_of(workload)
+        try:
+            with tempfile.TemporaryDirectory(prefix="forgemq-load-") as folder:
+                outcome = asyncio.run(measure(case, workload, folder=Path(folder)))
+        except* FAILURES as failures:
+            lines = "\n".join(_lines_of(failures))
+            sys.exit(f"{case}: the system under load failed: {lines}")
         report(measurement, case, outcome, engine_s=workload.engine_s)
     return measurement.finish(options.json)
 

@@ -11,7 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 from shutil import copytree
 
-from forgemq.bus.log import Log, Place, Writer
+from forgemq.bus.log import Log, Place, TransactionWriter, Writer
 from forgemq.contracts import topics
 from forgemq.contracts.messages import Output
 from forgemq.contracts.steps import ScheduledStep, TrainedStep, TrainingMetrics
@@ -53,6 +53,7 @@ class StandInTrainer:
 
     async def run(self) -> None:
         """Publish version 0, then train step after step."""
+        claim = await self._log.transaction_writer("trainer")
         writer = await self._log.writer()
         reader = await self._log.reader({place: 0 for place in self._places})
         try:
@@ -67,15 +68,16 @@ class StandInTrainer:
                     assert isinstance(step, ScheduledStep), "the registry says so"
                     self._waiting.append(step)
                 while self._waiting and self._has_trees(self._waiting[0]):
-                    await self._train(writer, self._waiting.pop(0))
+                    await self._train(claim, writer, self._waiting.pop(0))
         finally:
             await reader.close()
             await writer.close()
+            await claim.close()
 
     def _has_trees(self, step: ScheduledStep) -> bool:
         return all(group.group_id in self._trees for group in step.groups)
 
-    async def _train(self, writer: Writer, step: ScheduledStep) -> None:
+    async def _train(self, claim: TransactionWriter, writer: Writer, step: ScheduledStep) -> None:
         began_s = time.monotonic()
         for group in step.groups:
             found = self._trees.pop(group.group_id)
@@ -96,9 +98,8 @@ class StandInTrainer:
             duration_s=time.monotonic() - began_s,
             is_last=step.is_last,
         )
-        await writer.write(
-            emit_of(Output(topic=topics.TRAINED_STEPS.name, partition=0, record=trained))
-        )
+        record = emit_of(Output(topic=topics.TRAINED_STEPS.name, partition=0, record=trained))
+        await claim.commit(outputs=[record], group="trainer", positions={})
         await self._publish(writer, weights, version=version)
         self.steps += 1
 

@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import starlark
 import yaml
+from fsspec.core import split_protocol
 
 ROOT = Path(__file__).parents[2]
 SERVICES = sorted(path.name for path in (ROOT / "services").iterdir() if path.is_dir())
@@ -27,7 +28,9 @@ def own_dependencies(folder: Path) -> set[str]:
         for dependency in project["dependencies"]
         if dependency.startswith("forgemq")
     }
-    folders = {"contracts" if name == "contracts" else f"libs/{name.replace('-', '_')}" for name in names}
+    folders = {
+        "contracts" if name == "contracts" else f"libs/{name.replace('-', '_')}" for name in names
+    }
     return folders | {deep for name in folders for deep in own_dependencies(ROOT / name)}
 
 
@@ -96,6 +99,45 @@ def test_every_setting_in_a_manifest_is_a_field_of_the_service(overlay: Path):
             module = importlib.import_module(f"forgemq.{service}.settings")
             settings = getattr(module, f"{service.title()}Settings")
             assert names <= {field.name for field in msgspec.structs.fields(settings)}, service
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
+def test_published_weights_lie_where_trainer_inference_and_engine_mount_the_same_volume(
+    overlay: Path,
+):
+    """The trainer publishes paths below FORGEMQ_BLOBS; who loads them must see them there."""
+    rendered = manifests(overlay)
+    (blobs,) = {
+        manifest["data"]["FORGEMQ_BLOBS"]
+        for manifest in rendered
+        if manifest["kind"] == "ConfigMap" and "FORGEMQ_BLOBS" in manifest.get("data", {})
+    }
+    protocol, path = split_protocol(blobs)
+    if protocol not in (None, "file"):
+        return  # An object store: weights are downloaded, nothing has to be mounted.
+    claims, mounts = {}, {}
+    for manifest in rendered:
+        if manifest["kind"] != "StatefulSet":
+            continue
+        pod = manifest["spec"]["template"]["spec"]
+        volumes = {volume["name"]: volume for volume in pod.get("volumes", ())}
+        for container in pod["containers"]:
+            for mount in container.get("volumeMounts", ()):
+                if path == mount["mountPath"] or path.startswith(mount["mountPath"] + "/"):
+                    mounts[container["name"]] = not mount.get("readOnly", False)
+                    source = volumes[mount["name"]]["persistentVolumeClaim"]
+                    claims[container["name"]] = source["claimName"]
+    expected = {"trainer", "inference", "engine"}
+    assert expected <= mounts.keys()
+    assert mounts["trainer"], "the trainer writes weights there"
+    assert len({claims[name] for name in expected}) == 1
+    (volume,) = (
+        manifest
+        for manifest in rendered
+        if manifest["kind"] == "PersistentVolumeClaim"
+        and manifest["metadata"]["name"] == claims["trainer"]
+    )
+    assert volume["spec"]["accessModes"] == ["ReadWriteMany"]
 
 
 def test_the_tiltfile_builds_every_service_and_applies_the_local_overlay():

@@ -1,11 +1,13 @@
 """A stand-in for an engine's end of the fast path: torch only, as sglang makes its group.
 
-Arguments: host, port, group name, die after this many files (-1: never), the safetensors files
+Arguments: host, port, group name, die after this many files (-1: never; -2: hang after joining,
+as an engine on a machine that is cut off does), the safetensors files
 whose bytes are expected. Prints `equal` or `different` for each.
 """
 
 import os
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -23,6 +25,8 @@ from torch.distributed.distributed_c10d import (
 from forgemq.contracts.weight_buckets import buckets
 from forgemq.trainer.fast_path import specs_of
 
+HANGS = -2
+
 
 def main(host: str, port: str, name: str, dies_after: int, files: list[str]) -> None:
     timeout = timedelta(seconds=60)
@@ -38,6 +42,8 @@ def main(host: str, port: str, name: str, dies_after: int, files: list[str]) -> 
         timeout=timeout,
     )
     _world.pg_group_ranks[group] = {0: 0, 1: 1}
+    if dies_after == HANGS:
+        time.sleep(600)
     for number, file in enumerate(files):
         received = {}
         for bucket in buckets(specs_of(Path(file))):

@@ -36,7 +36,7 @@ class LaunchedRun:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.runs = folder / "runs"
-        self._environ = {**os.environ, **environ, "FORGEMQ_LAUNCHER_RUNS": str(self.runs)}
+        self.environ = {**os.environ, **environ, "FORGEMQ_LAUNCHER_RUNS": str(self.runs)}
         self._output = folder / "terminal.log"
         self._launcher: subprocess.Popen[bytes] | None = None
         self._read_from = 0
@@ -49,7 +49,7 @@ class LaunchedRun:
             self._launcher = subprocess.Popen(
                 [str(FORGEMQ), "run", *arguments],
                 cwd=ROOT,
-                env={**self._environ, **(environ or {})},
+                env={**self.environ, **(environ or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

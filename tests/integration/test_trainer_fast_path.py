@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,52 @@ def test_an_engine_that_never_joins_is_left_at_the_deadline(tmp_path: Path) -> N
     failures = paths.send(offers, _weights(tmp_path / "w.safetensors", 0))
     assert 0.4 <= time.monotonic() - started_s < 3
     assert failures == {5: "the engine did not join within 0.4 s"}
+
+
+@pytest.fixture
+def hanging() -> Iterator[list[subprocess.Popen[str]]]:
+    started: list[subprocess.Popen[str]] = []
+    yield started
+    for peer in started:
+        peer.kill()
+        peer.communicate()
+
+
+def test_a_lane_that_lapses_in_the_middle_of_a_transfer_is_left_at_once(
+    tmp_path: Path, paths: FastPaths, hanging: list[subprocess.Popen[str]]
+) -> None:
+    file = _weights(tmp_path / "w.safetensors", 1)
+    offers = paths.offer({0: 1, 1: 1}, prefix="r-1")
+    hanging.append(_peer(offers[0], dies_after=-2))
+    lives = _peer(offers[1], file, file)
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        sending = pool.submit(paths.send, offers, file)
+        assert lives.stdout is not None
+        assert lives.stdout.readline() == "equal\n"
+        while paths._links[0].group is None:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        assert not sending.done()
+        paths.keep_only({1: 1})
+        started_s = time.monotonic()
+        failures = sending.result(timeout=10)
+    assert time.monotonic() - started_s < 1
+    assert failures == {0: "the lane has the weights already, or is gone", 1: ""}
+    assert paths.send(paths.offer({1: 1}, prefix="r-1"), file) == {1: ""}
+    assert lives.communicate(timeout=30)[0] == "equal\n"
+
+
+def test_one_deadline_holds_for_joining_and_all_buckets_together(
+    tmp_path: Path, hanging: list[subprocess.Popen[str]]
+) -> None:
+    """The peer takes seconds to start and join, and then hangs."""
+    paths = FastPaths(host="127.0.0.1", backend="gloo", deadline_s=12)
+    offers = paths.offer({0: 1}, prefix="r-1")
+    hanging.append(_peer(offers[0], dies_after=-2))
+    started_s = time.monotonic()
+    failures = paths.send(offers, _weights(tmp_path / "w.safetensors", 0))
+    assert 11.9 < time.monotonic() - started_s < 13.5
+    assert failures[0]
 
 
 def test_a_lane_that_has_the_weights_is_not_waited_for(tmp_path: Path, paths: FastPaths) -> None:

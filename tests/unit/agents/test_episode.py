@@ -14,6 +14,7 @@ from forgemq.agents.gateway import Claim, Gateway, GroupRequest
 from forgemq.agents.requests import JsonRequests, Retry
 from forgemq.agents.tool_loop import Append, Stop, answer_calls, run_tool_loop
 
+ENVIRON = {"A": "b", "FORGEMQ_AGENTS_ADMIN_KEY": "secret", "FORGEMQ_KAFKA": "broker:9092"}
 ASKED = [{"role": "user", "content": "hello"}]
 
 
@@ -39,8 +40,13 @@ async def opened(memory_gateway, http):
     )
     claim = await gateway.claim(group.group_id)
     assert claim is not None
-    episode = Episode(claim, gateway=gateway, requests=requests, environ={"A": "b"})
+    episode = Episode(claim, gateway=gateway, requests=requests, environ=ENVIRON)
     return server, episode, waits
+
+
+async def test_an_agent_sees_none_of_our_own_variables(opened):
+    _, episode, _ = opened
+    assert episode.environ == {"A": "b"}
 
 
 async def test_chat_speaks_with_the_episodes_key(opened):

@@ -102,8 +102,8 @@ async def test_only_values_above_the_limit_are_offloaded_and_all_come_back(
         {"h"},
         {"h"},
         {"h"},
-        {"h", "blob"},
-        {"h", "blob"},
+        {"h", "blob", "blob-codec"},
+        {"h", "blob", "blob-codec"},
     ]
     back = await fetched([as_record(item) for item in ready], blobs=store)
     assert back == [as_record(item) for item in emits]

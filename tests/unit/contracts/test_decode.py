@@ -14,15 +14,13 @@ CUT_SHORT = b"\x82\xa1a"
 
 @pytest.mark.parametrize("value", [NO_UTF_8, TOO_DEEP, CUT_SHORT, b"", b"\xc1"])
 @pytest.mark.parametrize("topic", topics.ALL, ids=lambda topic: topic.name)
-def test_bad_bytes_are_a_validation_error_on_every_topic(
-    topic: topics.Topic, value: bytes
-) -> None:
+def test_bad_bytes_are_a_validation_error_on_every_topic(topic: topics.Topic, value: bytes) -> None:
     with pytest.raises(msgspec.ValidationError):
         topics.decode(topic, value)
 
 
 def test_the_error_keeps_its_cause_and_names_the_record() -> None:
-    with pytest.raises(msgspec.ValidationError, match="no FinishedCompletion: .*utf-8") as caught:
+    with pytest.raises(msgspec.ValidationError, match=r"no FinishedCompletion: .*utf-8") as caught:
         topics.decode(topics.FINISHED_COMPLETIONS, NO_UTF_8)
     assert isinstance(caught.value.__cause__, UnicodeDecodeError)
 

@@ -54,6 +54,17 @@ async def test_a_group_is_requested_once_per_key_and_waits_for_its_slot(model: P
     assert [record.task for record in records] == [b'{"b":1,"a":[2]}']
 
 
+async def test_a_gateway_that_ends_answers_who_waits_for_a_group_at_once(model: Path) -> None:
+    async with running(log_store(), configuration_of(model), yes) as (world, _):
+        group = (await world.admin("POST", "/v1/groups", GROUP)).json()["group_id"]
+        waiting = asyncio.ensure_future(world.admin("GET", f"/v1/groups/{group}?wait_s=20"))
+        await asyncio.sleep(0.2)
+        async with asyncio.timeout(3):
+            await world.stop()
+            answer = await waiting
+    assert (answer.status_code, answer.json()["state"]) == (200, "requested")
+
+
 async def test_too_many_waiting_groups_are_429_and_nothing_is_written(model: Path) -> None:
     async with running(log_store(), configuration_of(model), yes) as (world, _):
         answers = [

@@ -83,6 +83,7 @@ class World:
         )
         self.clients: list[AsyncOpenAI] = []
         self.tasks: asyncio.TaskGroup | None = None
+        self.telemetry = Telemetry(service="gateway")
         self._log = open_log()
         self._stop = asyncio.Event()
         self._gateway: asyncio.Task[None] | None = None
@@ -115,7 +116,7 @@ class World:
                 configuration=self.configuration,
                 settings=self.settings,
                 log=self._log,
-                telemetry=Telemetry(service="gateway"),
+                telemetry=self.telemetry,
                 stop=self._stop,
                 listener=listener,
             )
@@ -244,9 +245,11 @@ async def running(
     *,
     lanes: int = 1,
     memory_bytes_max: int = 1_000_000_000,
+    telemetry: Telemetry | None = None,
 ) -> AsyncIterator[tuple[World, list[ScriptedLane]]]:
     """A world with a gateway and scripted lanes."""
     world = World(open_log, configuration)
+    world.telemetry = telemetry or world.telemetry
     world.settings = msgspec.structs.replace(world.settings, memory_bytes_max=memory_bytes_max)
     await world.log.create_topics(partitions_of(configuration))
     async with asyncio.TaskGroup() as tasks:

@@ -61,6 +61,19 @@ async def test_other_bytes_than_the_published_ones_are_refused(
         await DurableCopies(tmp_path).folder(published(str(base), trained))
 
 
+async def test_a_broken_download_is_refused_and_downloaded_again(
+    remote: str, trained: Path, tmp_path: Path
+) -> None:
+    store, wanted = fsspec.filesystem("memory"), published(remote, trained)
+    whole = store.cat_file("/weights/model.safetensors")
+    store.pipe_file("/weights/model.safetensors", whole[:-1])
+    copies = DurableCopies(tmp_path / "cache")
+    with pytest.raises(DurableCopyError, match="published was"):
+        await copies.folder(wanted)
+    store.pipe_file("/weights/model.safetensors", whole)
+    assert ((await copies.folder(wanted)) / "model.safetensors").read_bytes() == whole
+
+
 @pytest.mark.parametrize("uri", ["/nonexistent", "memory://nonexistent"])
 async def test_a_copy_that_is_gone_says_so(uri: str, trained: Path, tmp_path: Path) -> None:
     copies = DurableCopies(tmp_path)

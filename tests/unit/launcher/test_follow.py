@@ -3,6 +3,7 @@
 import io
 import json
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -10,7 +11,8 @@ from forgemq.bus.log import Emit
 from forgemq.bus.memory import MemoryLog
 from forgemq.contracts.messages import Output
 from forgemq.contracts.run import EndedRun, StartedRun
-from forgemq.contracts.topics import ENDED_RUNS, RETIRED_GROUPS, STARTED_RUNS
+from forgemq.contracts.topics import ENDED_RUNS, REPORTED_ENGINES, RETIRED_GROUPS, STARTED_RUNS
+from forgemq.contracts.weights import ReportedEngine
 from forgemq.launcher import ending
 from forgemq.launcher.curves import CurveWriter
 from forgemq.launcher.follow import Follower
@@ -20,7 +22,7 @@ from forgemq.launcher.processes import ServiceStatus
 from forgemq.launcher.report_files import table
 from forgemq.launcher.run_folder import RunFolder, RunFolderError
 from forgemq.launcher.screen import Screen
-from forgemq.launcher.topics_of_run import create_topics
+from forgemq.launcher.topics_of_run import create_topics, last_trained_step
 from forgemq.run_view.view import RunView
 from forgemq.shell.records import emit_of
 from tests.unit.run_view.synthetic import SyntheticRun, configuration, started
@@ -166,6 +168,32 @@ def test_news_are_the_steps_and_weights_between_two_states():
         "step 1 trained",
         "lane 0 serves version 2",
     ]
+
+
+def test_a_lane_that_does_not_answer_yet_is_no_news():
+    run = SyntheticRun()
+    report = ReportedEngine(
+        lane=0,
+        epoch=1,
+        url="http://e",
+        is_serving=False,
+        lineage=0,
+        version=0,
+        running=0,
+        queued=0,
+        reported_ms=1,
+    )
+    before = state_of(run)
+    run.put(REPORTED_ENGINES, report)
+    assert news(before, state_of(run)) == []
+    run.put(REPORTED_ENGINES, msgspec.structs.replace(report, is_serving=True, reported_ms=2))
+    assert news(before, state_of(run)) == ["lane 0 serves version 0 (start, paused 0.00 s)"]
+
+
+async def test_a_resumed_run_names_the_last_step_that_was_trained():
+    assert await last_trained_step(await log_of(SyntheticRun()), configuration()) == -1
+    run = SyntheticRun().play(steps=3)
+    assert await last_trained_step(await log_of(run), configuration()) == 2
 
 
 def test_curves_are_written_once_also_over_restarts(tmp_path):

@@ -262,15 +262,12 @@ def test_any_ids_are_a_message_that_can_be_encoded(
 @pytest.mark.parametrize(
     "arguments", ['{"query": "\\ud800"}', "[" * 20_000 + "]" * 20_000], ids=["surrogate", "deep"]
 )
-def test_what_cannot_be_rendered_is_a_value_error(rendering: Rendering, arguments: str) -> None:
+def test_what_cannot_be_rendered_is_a_value_error(folders: dict[str, Path], arguments: str) -> None:
+    rendering = Rendering.load(str(folders["opaque"]))
     call = {"id": "1", "type": "function", "function": {"name": "find", "arguments": arguments}}
     messages = [*HEAD, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    try:
-        rendered = rendering.render(messages, tools=TOOLS)
-    except ValueError as error:
-        assert "the messages cannot be rendered" in str(error)
-    else:  # The hand-written renderers write arguments that they cannot read as they came.
-        assert arguments in rendering.decode(rendered.ids)
+    with pytest.raises(ValueError, match="the messages cannot be rendered"):
+        rendering.render(messages, tools=TOOLS)
 
 
 def test_systems_at_the_head_are_one_and_later_ones_are_user_turns(rendering: Rendering) -> None:

@@ -10,6 +10,7 @@ from forgemq.reward.core.verdict import Verdict
 from forgemq.reward.grader_process import GraderProcess, GraderRefusedError
 from forgemq.reward.grader_wire import Load, QueueFunctions
 
+ENVIRON = {**os.environ, "FORGEMQ_KAFKA_SASL_PASSWORD": "secret"}
 CODE = """
 import os, time
 
@@ -23,6 +24,8 @@ def outcome(episode):
                 pass
         case "die":
             os._exit(3)
+        case "environ":
+            return float(sum(name.startswith("FORGEMQ_") for name in os.environ))
         case "text":
             return "1.0"
         case "nan":
@@ -47,7 +50,7 @@ def process_of(code: Path, *, timeout_s: float = 20.0, **names: str) -> GraderPr
     functions = {"outcome": "user_rewards:outcome", "process": "", "speed": "", **names}
     queues = (QueueFunctions(domain="d", **functions),)
     return GraderProcess(
-        Load(code_paths=(str(code),), queues=queues), timeout_s=timeout_s, environ=os.environ
+        Load(code_paths=(str(code),), queues=queues), timeout_s=timeout_s, environ=ENVIRON
     )
 
 
@@ -94,6 +97,15 @@ async def test_what_user_code_does_wrong_is_an_error_and_the_next_episode_is_gra
     assert died.error == "the grader process ended with status 3"
     assert hung.error == "the graders took more than 3 s"
     assert after == Verdict(outcome=1.0)
+
+
+async def test_user_code_sees_none_of_our_own_variables(code):
+    process = process_of(code)
+    try:
+        verdict = await process.grade(episode("environ"))
+    finally:
+        await process.close()
+    assert verdict == Verdict(outcome=0.0)
 
 
 @pytest.mark.parametrize(

@@ -187,6 +187,43 @@ async def test_a_group_is_graded_by_the_users_function_and_scored(desk, output_w
     assert len(first.grader_version) == 16
 
 
+@pytest.mark.parametrize("result", [b'"\xff"', b"[" * 20_000 + b"]" * 20_000, b"9" * 5000])
+async def test_a_result_that_does_not_decode_masks_its_episode_alone(
+    desk, output_with_call, result
+):
+    async with desk.service():
+        await desk.play(0, [output_with_call], result=result)
+        await desk.play(1, [output_with_call])
+        grades = await desk.records(topics.GRADED_EPISODES, count=2)
+    masked = {grade.episode_id: grade.is_masked for grade in grades}
+    assert masked == {"g-1.0.0": True, "g-1.1.0": False}
+
+
+async def test_a_sampled_call_that_cannot_be_encoded_is_graded_as_text(desk):
+    call = CALL.replace("lamp", "\\ud800")
+    async with desk.service():
+        await desk.play(0, [FolderTokenizer(MODEL).encode(call)])
+        [grade] = await desk.records(topics.GRADED_EPISODES, count=1)
+    assert (grade.is_masked, grade.outcome) == (False, 0.0)
+
+
+async def test_records_that_do_not_decode_end_no_grading(desk, output_with_call):
+    for topic in CONSUMES:
+        emit = Emit(
+            topic=topic.name,
+            partition=PARTITION,
+            key=b"g-9.0.0",
+            value=b"\x81\xaarequest_id\xa4\xff\xff\xff\xff",
+        )
+        await desk.writer.write(emit)
+    async with desk.service():
+        await desk.play(0, [output_with_call])
+        async with asyncio.timeout(20):
+            while not (desk.folder / "graded.txt").exists():  # noqa: ASYNC110 - a file
+                await asyncio.sleep(0.05)
+    assert desk.graded() == ["g-1.0.0"]
+
+
 async def test_a_restart_grades_what_is_missing_and_nothing_twice(desk, output_with_call):
     async with desk.service():
         await desk.play(0, [output_with_call])

@@ -6,6 +6,7 @@ from forgemq.contracts import topics
 from forgemq.contracts.groups import MergedGroup
 from forgemq.contracts.messages import InvalidRecordError
 from forgemq.contracts.partitions import group_partition
+from forgemq.contracts.weights import LANE_LAPSE_S
 from forgemq.scheduler.core import SchedulerCore
 from tests.unit.scheduler.scene import Scene, configuration_of, queue_of
 
@@ -79,17 +80,17 @@ def test_a_heartbeat_alone_releases_slots_as_a_loaded_record_does():
     assert len(scene.admitted) == 18
 
 
-def test_a_silent_lane_holds_slots_for_ten_seconds_and_no_longer():
+def test_a_silent_lane_holds_slots_until_it_lapses_and_no_longer():
     scene = scene_of(lanes_reported=2)
     scene.request(*range(20))
     scene.merge(*range(6))
     scene.train(0)
     scene.load(0, version=1)
-    for second in range(1, 11):
+    for second in range(1, int(LANE_LAPSE_S) + 1):
         scene.report(0, version=1)
         scene.tick(second)
     assert len(scene.admitted) == 12
-    scene.tick(10.5)
+    scene.tick(LANE_LAPSE_S + 0.5)
     assert len(scene.admitted) == 18
 
 

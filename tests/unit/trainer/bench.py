@@ -75,6 +75,12 @@ class Bench:
         records = await self._all(topics.PUBLISHED_WEIGHTS)
         return [record for record in records if isinstance(record, PublishedWeights)]
 
+    async def has_started(self) -> None:
+        """Wait until a trainer has published."""
+        reader = await self.log.reader({Place(topics.PUBLISHED_WEIGHTS.name, 0): 0})
+        assert await reader.read(timeout_s=20, records_max=1)
+        await reader.close()
+
     async def put_trees(self, trees: Sequence[MergedTree]) -> None:
         """Commit trees as the merger does."""
         writer = await self.log.transaction_writer("merger")

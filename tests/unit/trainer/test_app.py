@@ -2,6 +2,8 @@
 
 import asyncio
 import hashlib
+import io
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +19,7 @@ from forgemq.contracts import topics
 from forgemq.contracts.steps import ScheduledStep
 from forgemq.contracts.trees import MergedTree
 from forgemq.contracts.weights import PublishedWeights
+from forgemq.telemetry.telemetry import Telemetry
 from forgemq.trainer.history import FencedTrainerError, LostCheckpointError
 from tests.unit.trainer.bench import memory_bench
 from tests.unit.trainer.scene import (
@@ -81,6 +84,27 @@ async def test_metrics_are_numbers_of_the_step_that_was_trained(tmp_path: Path) 
     assert 0 < metrics.gap_entries < metrics.loss_tokens
     assert 0 < metrics.logprob_gap_mean <= metrics.logprob_gap_max
     assert metrics.ratio_p99 >= metrics.ratio_mean > 0
+    assert metrics.flop_ratio > 1
+    assert metrics.branch_loss >= 1
+
+
+async def test_a_metric_above_its_threshold_is_an_event(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    bench = replace(
+        await memory_bench(tmp_path), telemetry=Telemetry(service="trainer", stream=stream)
+    )
+    trees = _trees(2)
+    await bench.put_trees(trees)
+    await bench.put_steps([scheduled_step(0, trees)])
+    await bench.train(until=0)
+
+    (trained,) = await bench.trained()
+    events = [json.loads(line) for line in stream.getvalue().splitlines()]
+    raised = {event["metric"]: event for event in events if event.get("event") == "alarm"}
+    gap = raised["logprob_gap_mean"]
+    assert gap["step"] == 0
+    assert gap["value"] == pytest.approx(trained.metrics.logprob_gap_mean)
+    assert gap["value"] > gap["threshold"] == 0.05
 
 
 async def test_published_weights_load_in_stock_transformers(tmp_path: Path) -> None:

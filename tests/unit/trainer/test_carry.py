@@ -1,12 +1,13 @@
 """Keys of the live path only, in memory or put away: the same gradients as the whole tree."""
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
 from forgemq.contracts.run import Loss
 from forgemq.trainer.core.carry import MakeStore, PathKeys, path_of
-from forgemq.trainer.core.loss import loss_function
+from forgemq.trainer.core.loss import Entries, loss_function
 from forgemq.trainer.core.memory import Microbatch
 from forgemq.trainer.core.plan import pieces
 from forgemq.trainer.core.step import Policy, forward_backward
@@ -16,27 +17,28 @@ from forgemq.trainer.offload import store_of
 from tests.unit.trainer.scene import adversarial_samples, agent_samples, make_model, merge
 
 
-def _forest(seed: int) -> Forest:
+def _forests(seed: int) -> list[Forest]:
     generator = np.random.default_rng(seed)
     groups = [
         agent_samples(generator, rollouts=3, turns=4),
         adversarial_samples(generator),
         agent_samples(generator, rollouts=4, is_stripped=True, vocabulary=4),
     ]
-    return joined([read_tree(merge(samples, f"g-{n}")) for n, samples in enumerate(groups)])
+    return [read_tree(merge(samples, f"g-{n}")) for n, samples in enumerate(groups)]
 
 
 def _gradients(
-    policy: Policy, forest: Forest, *, block: int, is_offloaded: bool
+    policy: Policy, forests: list[Forest], *, block: int | None, is_offloaded: bool = False
 ) -> dict[str, torch.Tensor]:
-    count = forest.token_count
+    count = sum(forest.token_count for forest in forests)
+    block = block or count
     blocks = tuple((start, min(start + block, count)) for start in range(0, count, block))
     policy.decoder.zero_grad()
     forward_backward(
         policy,
-        [forest],
-        [Microbatch(groups=(0,), blocks=blocks, is_offloaded=is_offloaded)],
-        weights=[1.0],
+        forests,
+        [Microbatch(groups=(0, 1, 2), blocks=blocks, is_offloaded=is_offloaded)],
+        weights=[1.0, 0.5, 2.0],
         loss=loss_function(Loss()),
         head_chunk=8,
     )
@@ -53,9 +55,9 @@ def test_blocks_with_the_live_path_only_are_exact_offloaded_or_not(
     *, block: int, is_offloaded: bool
 ) -> None:
     policy = prepared(make_model("qwen3", torch.float64)).policy
-    forest = _forest(block)
-    whole = _gradients(policy, forest, block=forest.token_count, is_offloaded=False)
-    cut = _gradients(policy, forest, block=block, is_offloaded=is_offloaded)
+    forests = _forests(block)
+    whole = _gradients(policy, forests, block=None)
+    cut = _gradients(policy, forests, block=block, is_offloaded=is_offloaded)
     assert whole.keys() == cut.keys()
     for name, gradient in whole.items():
         assert float((gradient - cut[name]).norm()) <= 1e-12 * float(gradient.norm())
@@ -64,15 +66,15 @@ def test_blocks_with_the_live_path_only_are_exact_offloaded_or_not(
 @pytest.mark.parametrize("size", [5, 20, 36])
 def test_an_odd_head_size_is_exact_too(size: int) -> None:
     policy = prepared(make_model("qwen3", torch.float64, head_dim=2 * size)).policy
-    forest = _forest(1)
-    whole = _gradients(policy, forest, block=forest.token_count, is_offloaded=False)
-    cut = _gradients(policy, forest, block=23, is_offloaded=False)
+    forests = _forests(1)
+    whole = _gradients(policy, forests, block=None)
+    cut = _gradients(policy, forests, block=23)
     for name, gradient in whole.items():
         assert float((gradient - cut[name]).norm()) <= 1e-12 * float(gradient.norm())
 
 
 def test_a_path_is_the_ancestors_by_depth() -> None:
-    forest = _forest(0)
+    forest = joined(_forests(0))
     for token in range(forest.token_count):
         path = path_of(forest, token).tolist()
         expected = []
@@ -118,3 +120,35 @@ def test_live_keys_follow_the_longest_path_and_the_store_holds_paths_only() -> N
     generator = np.random.default_rng(0)
     forest = read_tree(merge(agent_samples(generator, rollouts=40, turns=3, prompt=30)))
     assert stored < 0.8 * forest.token_count
+
+
+def test_a_users_loss_sees_the_reference_log_probability_of_every_entry() -> None:
+    generator = np.random.default_rng(5)
+    samples = agent_samples(generator)
+    tree = merge(samples)
+    count = sum(len(sample.behaviour) for sample in samples)
+    reference = generator.uniform(-4, -1, count).astype("<f4")
+    told = msgspec.structs.replace(tree, entry_reference_logprob=reference.tobytes())
+    seen: list[torch.Tensor | None] = []
+
+    def towards_reference(logprob: torch.Tensor, entries: Entries) -> torch.Tensor:
+        seen.append(entries.reference)
+        if entries.reference is None:
+            return 0 * logprob
+        return (logprob - entries.reference) ** 2
+
+    policy = prepared(make_model("qwen3", torch.float64)).policy
+    for wire in (tree, told):
+        forest = read_tree(wire)
+        values = forward_backward(
+            policy,
+            [forest],
+            [Microbatch(groups=(0,), blocks=((0, forest.token_count),))],
+            weights=[1.0],
+            loss=loss_function(Loss(kind="losses:towards_reference"), user=towards_reference),
+            head_chunk=8,
+        )
+    assert seen[0] is None
+    assert seen[1] is not None
+    assert seen[1].tolist() == reference.tolist()
+    assert values.loss == pytest.approx(((values.logprob_E - reference) ** 2).sum())

@@ -12,7 +12,12 @@ from transformers import AutoModelForCausalLM
 from forgemq.contracts import topics
 from forgemq.contracts.steps import TrainedStep
 from forgemq.telemetry.telemetry import Telemetry
-from forgemq.trainer.checkpoint import Checkpoint, OtherRunError, checkpoints
+from forgemq.trainer.checkpoint import (
+    Checkpoint,
+    DamagedCheckpointError,
+    OtherRunError,
+    checkpoints,
+)
 from forgemq.trainer.folders import write_folder
 from forgemq.trainer.store import Store
 from forgemq.trainer.training import Training
@@ -83,7 +88,9 @@ def test_saving_what_was_restored_gives_the_same_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "trainer.json"])
-def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, file: str) -> None:
+def test_a_damaged_checkpoint_that_no_record_names_is_passed_over(
+    tmp_path: Path, file: str
+) -> None:
     store, _ = _trained_store(tmp_path, steps=2)
     damaged = tmp_path / "t" / "checkpoints" / "step-00000001" / file
     data = bytearray(damaged.read_bytes())
@@ -93,6 +100,23 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path, file: str) -> None:
     found = store.newest_checkpoint()
     assert found is not None
     assert found.step == 0
+
+
+def test_a_checkpoint_that_does_not_read_back_is_an_error_before_the_log_names_it(
+    tmp_path: Path,
+) -> None:
+    store, training = _trained_store(tmp_path, steps=1)
+    found = store.newest_checkpoint()
+    assert found is not None
+    weights = store.save_weights(training, lineage=1)
+    file = weights.folder / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 0xFF  # What a disk does between a write and the next read.
+    file.write_bytes(data)
+    with pytest.raises(DamagedCheckpointError, match="step-00000000 does not read back"):
+        store.save_checkpoint(
+            training, weights=weights, trained=found.record.trained, tree_positions=()
+        )
 
 
 def test_a_draft_that_a_crash_left_is_no_checkpoint(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def test_tree_and_per_request_gradients_are_equal(
         assert _worst(expected, gradients) <= bound
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen3_moe"])
 def test_against_stock_modules_only_their_rounding_differs(kind: str) -> None:
     """Norm and rotary of transformers round a float64 model down to fp32; ours do not."""
     model = _made(kind, torch.float64)

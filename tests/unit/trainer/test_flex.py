@@ -60,10 +60,10 @@ def test_the_block_mask_visits_what_is_visible_and_full_blocks_are_full(
 
 
 def _dense_attention(
-    subtree_end_K: Integers, plan: AttentionPlan, /, *, device: torch.device
+    subtree_end: Integers, plan: AttentionPlan, /, *, device: torch.device
 ) -> Callable[[Tensor, Tensor, Tensor, float], Tensor]:
     """In flex attention's place: a dense mask, which a CPU can run backward."""
-    end = torch.from_numpy(subtree_end_K[: plan.end]).to(device)
+    end = torch.from_numpy(subtree_end[: plan.end]).to(device)
     place = torch.arange(plan.start, plan.end)[:, None]
     key = torch.arange(plan.end)[None]
     mask = (key <= place) & (place < end[None])

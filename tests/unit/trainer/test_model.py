@@ -17,6 +17,9 @@ from tests.unit.trainer.scene import make_model, save_base
     ("kind", "changes", "reason"),
     [
         ("gpt2", {}, "model_type 'gpt2' is not supported"),
+        ("qwen3_next", {}, "model_type 'qwen3_next' is not supported"),
+        ("mamba2", {}, "model_type 'mamba2' is not supported"),
+        ("llama", {"attention_dropout": 0.1}, "attention_dropout must be 0"),
         ("qwen3", {"attention_dropout": 0.1}, "attention_dropout must be 0"),
         (
             "qwen3",

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from forgemq.contracts.run import Loss
-from forgemq.trainer.core.assignment import OwnRound, SharedRound, plan_rounds
+from forgemq.trainer.core.assignment import SharedRound, plan_rounds
 from forgemq.trainer.core.loss import loss_function
 from forgemq.trainer.core.memory import plan_step
 from forgemq.trainer.core.rounds import forward_backward_rounds

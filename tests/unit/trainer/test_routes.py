@@ -35,8 +35,8 @@ def _routed(samples: list[Sample], *, seed: int = 1) -> MergedTree:
             for _ in range(forest.token_count)
         ]
     )
-    route_ER = of_token[forest.parent_N[forest.entry_token_E]]
-    return msgspec.structs.replace(tree, entry_route=route_ER.astype("<i2").tobytes())
+    routes = of_token[forest.parent_N[forest.entry_token_E]]
+    return msgspec.structs.replace(tree, entry_route=routes.astype("<i2").tobytes())
 
 
 def _path(forest: Forest, leaf: int) -> list[int]:
@@ -121,9 +121,9 @@ def test_a_token_takes_its_first_entrys_route_and_the_others_are_counted() -> No
     routes = token_routes(forest, layers=LAYERS, top_k=TOP_K)
     assert routes is not None
     assert routes.disagreements == 0
-    source_E = forest.parent_N[forest.entry_token_E]
-    shared = next(token for token in source_E if (source_E == token).sum() == 3)
-    first, *others = np.flatnonzero(source_E == shared).tolist()
+    sources = forest.parent_N[forest.entry_token_E]
+    shared = next(token for token in sources if (sources == token).sum() == 3)
+    first, *others = np.flatnonzero(sources == shared).tolist()
     changed = forest.entry_route_ER.copy()
     changed[others[0]] = (changed[others[0]] + 1) % EXPERTS
     changed[others[1], :TOP_K] = changed[others[1], :TOP_K][::-1]  # The same set of experts.
@@ -157,7 +157,7 @@ def test_routes_of_another_model_are_refused(layers: int, experts: int, match: s
 def test_one_expert_twice_is_refused() -> None:
     tree = _routed(_samples())
     forest = read_tree(tree)
-    route_ER = np.zeros_like(forest.entry_route_ER)
-    twice = read_tree(msgspec.structs.replace(tree, entry_route=route_ER.tobytes()))
+    routes = np.zeros_like(forest.entry_route_ER)
+    twice = read_tree(msgspec.structs.replace(tree, entry_route=routes.tobytes()))
     with pytest.raises(InvalidTreeError, match="one expert twice"):
         check_routes(twice, layers=LAYERS, top_k=TOP_K, experts=EXPERTS)

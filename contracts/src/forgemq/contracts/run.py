@@ -203,7 +203,9 @@ class StartedRun(Struct, frozen=True, kw_only=True, omit_defaults=True):
     configuration: RunConfiguration
     blobs: Annotated[str, Meta(description="fsspec address of the run's blob store.")]
     started_ms: TimeMs
-    resumed_from_step: Annotated[int, Meta(ge=-1)] = -1
+    resumed_from_step: Annotated[
+        int, Meta(ge=-1, description="Last step trained before this start; -1 for none.")
+    ] = -1
 
 
 class EndedRun(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -71,7 +71,7 @@ class TrainingMetrics(Struct, frozen=True, kw_only=True, omit_defaults=True):
     ] = 0
     branch_loss: Annotated[
         float,
-        Meta(ge=1, description="Tree tokens over those on the way to each episode's last sample."),
+        Meta(ge=0, description="Tree tokens over those on the way to each episode's last sample."),
     ] = 1.0
     flop_ratio: Annotated[
         float, Meta(ge=0, description="Operations per request over those of the trees.")

@@ -120,7 +120,7 @@ OPENED_EPISODES = Topic(
     partitioned_by="group",
     is_transactional=False,
     producer="gateway",
-    consumers=("gateway", "console"),
+    consumers=("gateway",),
 )
 REQUESTED_COMPLETIONS = Topic(
     name="requested-completions-v1",
@@ -129,7 +129,7 @@ REQUESTED_COMPLETIONS = Topic(
     partitioned_by="lane",
     is_transactional=False,
     producer="gateway",
-    consumers=("gateway", "inference", "console"),
+    consumers=("gateway", "inference"),
     retention="needed",
 )
 CANCELLED_COMPLETIONS = Topic(
@@ -159,7 +159,7 @@ DELIVERED_COMPLETIONS = Topic(
     partitioned_by="group",
     is_transactional=False,
     producer="gateway",
-    consumers=("gateway", "console"),
+    consumers=("gateway",),
     retention="needed",
 )
 FINISHED_EPISODES = Topic(

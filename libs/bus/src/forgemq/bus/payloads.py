@@ -1,12 +1,13 @@
-"""Values above the inline limit go to the blob store; the record keeps a reference.
+"""Values above the inline limit go compressed to the blob store; the record keeps a reference.
 
-Both logs use these two functions, so nobody outside the bus ever sees the header.
+Both logs use these two functions, so nobody outside the bus ever sees the headers.
 """
 
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
+import cramjam
 import msgspec
 
 from forgemq.bus.blobs import BlobStore
@@ -15,6 +16,9 @@ from forgemq.bus.log import Emit, Record
 from forgemq.contracts.fields import BlobReference
 
 BLOB_HEADER = "blob"
+CODEC_HEADER = "blob-codec"
+ZSTD = b"zstd"
+ZSTD_LEVEL = 1  # A long history in 8 ms to a fifth; level 3 takes longer and gains 2 %.
 BLOBS_AT_ONCE = 8  # Bounds the memory and the threads that one read or commit takes.
 
 
@@ -39,9 +43,9 @@ async def offloaded(
                 f"inline limit of {inline_bytes_max} and this log has no blob store"
             )
         async with gate:
-            reference = await blobs.put(emit.value)
-        header = (BLOB_HEADER, msgspec.msgpack.encode(reference))
-        return replace(emit, value=b"", headers=(*emit.headers, header))
+            reference = await blobs.put(await asyncio.to_thread(_compressed, emit.value))
+        headers = ((BLOB_HEADER, msgspec.msgpack.encode(reference)), (CODEC_HEADER, ZSTD))
+        return replace(emit, value=b"", headers=emit.headers + headers)
 
     return list(await asyncio.gather(*map(one, emits)))
 
@@ -58,7 +62,8 @@ async def fetched(records: Sequence[Record], *, blobs: BlobStore | None) -> list
     gate = asyncio.Semaphore(BLOBS_AT_ONCE)
 
     async def one(record: Record) -> Record:
-        encoded = dict(record.headers).get(BLOB_HEADER)
+        named = dict(record.headers)
+        encoded, codec = named.get(BLOB_HEADER), named.get(CODEC_HEADER, b"")
         if encoded is None:
             return record
         where = f"{record.topic}/{record.partition}@{record.offset}"
@@ -67,10 +72,26 @@ async def fetched(records: Sequence[Record], *, blobs: BlobStore | None) -> list
         reference = msgspec.msgpack.decode(encoded, type=BlobReference)
         try:
             async with gate:
-                value = await blobs.get(reference)
+                stored = await blobs.get(reference)
+                value = await asyncio.to_thread(_plain, stored, codec)
         except BlobError as error:
             raise type(error)(f"{where}: {error}") from error
-        headers = tuple(header for header in record.headers if header[0] != BLOB_HEADER)
+        headers = tuple(h for h in record.headers if h[0] not in (BLOB_HEADER, CODEC_HEADER))
         return replace(record, value=value, headers=headers)
 
     return list(await asyncio.gather(*map(one, records)))
+
+
+def _compressed(value: bytes) -> bytes:
+    return bytes(cramjam.zstd.compress(value, level=ZSTD_LEVEL))
+
+
+def _plain(stored: bytes, codec: bytes) -> bytes:
+    if not codec:
+        return stored
+    if codec != ZSTD:
+        raise BlobError(f"compressed with {codec!r}, which this reader does not know")
+    try:
+        return bytes(cramjam.zstd.decompress(stored))
+    except cramjam.DecompressionError as error:
+        raise BlobError(f"does not decompress: {error}") from error

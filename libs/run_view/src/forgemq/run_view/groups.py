@@ -3,6 +3,7 @@
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
+from forgemq.contracts.accounting import RetiredIds
 from forgemq.contracts.completions import FinishedCompletion
 from forgemq.contracts.episodes import FinishedEpisode
 from forgemq.contracts.groups import (
@@ -15,65 +16,26 @@ from forgemq.contracts.groups import (
 from forgemq.contracts.messages import Message
 from forgemq.contracts.run import Queue, staleness_bound, staleness_limit, window_of
 from forgemq.contracts.steps import ScheduledStep, TrainedStep
+from forgemq.run_view.group_entry import Entry, row, window_positions
 from forgemq.run_view.state import (
     EvaluationPoint,
     GroupRow,
     Position,
     QueueState,
     VersionPoint,
-    WindowPosition,
 )
 from forgemq.run_view.tally import Sums
 
 PLACES_KEPT_GROUPS_MAX = 4000
 """Groups whose completions can be looked up later; older ones are dropped from the index."""
+GROUPS_KEPT_MAX = 20_000
+"""Groups known one by one, about 1 kB each; of older ones that are over only the totals remain."""
 RETIRED_SHOWN_MAX = 24
 """Positions behind the head that are still shown."""
+FORGET_LOOKS_MAX = 8
 
+_BROKEN_OFF = ("expired", "cancelled", "failed")
 _UNTAKEN: tuple[Position, ...] = ("playing", "complete", "ready")
-
-
-@dataclass(slots=True)
-class Entry:
-    """What is known of one group, whatever order its records came in."""
-
-    group_id: str
-    domain: str = ""
-    purpose: str = ""
-    group_size: int = 0
-    queue_index: int | None = None
-    version: int = 0
-    round_name: str = ""
-    is_greedy: bool = False
-    is_requested: bool = False
-    is_admitted: bool = False
-    is_scored: bool = False
-    is_ready: bool = False
-    scheduled_step: int | None = None
-    is_trained: bool = False
-    reason: str = ""
-    scored: ScoredGroup | None = None
-    success: float | None = None
-    finished: set[int] = field(default_factory=set)
-    places: list[tuple[int, int]] = field(default_factory=list)
-    version_min: int | None = None
-    version_max: int | None = None
-
-    def position(self) -> Position:
-        """The furthest place the group has reached."""
-        if self.reason and self.reason != "trained":
-            return "retired"
-        if self.is_trained or self.reason == "trained":
-            return "trained"
-        if self.scheduled_step is not None:
-            return "scheduled"
-        if self.is_ready:
-            return "ready"
-        if self.is_scored:
-            return "complete"
-        if self.is_admitted:
-            return "playing"
-        return "waiting" if self.is_requested else "unknown"
 
 
 @dataclass(slots=True)
@@ -89,10 +51,14 @@ class GroupBook:
     """All groups of a run.
 
     Lifecycle: `apply` every record; read the values at any time. A group requested, admitted at
-    index 3 and scored counts once in `versions()` under its version at admission.
+    index 3 and scored counts once in `versions()` under its version at admission. Of more than
+    `groups_kept_max` groups the oldest that are over are forgotten one by one, and still counted.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, groups_kept_max: int = GROUPS_KEPT_MAX) -> None:
+        self._groups_kept_max = groups_kept_max
+        self._forgotten = RetiredIds()
+        self._by_age: deque[str] = deque()
         self._entries: dict[str, Entry] = {}
         self._open: dict[str, set[str]] = {}
         self._behind: dict[str, deque[str]] = {}
@@ -106,7 +72,10 @@ class GroupBook:
         self.forks = 0
 
     def apply(self, message: Message) -> None:
-        """Take in one record; records of other kinds are ignored."""
+        """Take in one record; records of other kinds, and of forgotten groups, are ignored."""
+        group_id = getattr(message.record, "group_id", None)
+        if group_id is not None and not self._is_kept(group_id):
+            return
         match message.record:
             case RequestedGroup() as record:
                 self._requested(record)
@@ -127,10 +96,12 @@ class GroupBook:
                 self._entry(record.group_id).is_ready = not record.not_trainable
             case ScheduledStep() as record:
                 for group in record.groups:
-                    self._entry(group.group_id).scheduled_step = record.step
+                    if self._is_kept(group.group_id):
+                        self._entry(group.group_id).scheduled_step = record.step
             case TrainedStep() as record:
                 for group_id in record.group_ids:
-                    self._entry(group_id).is_trained = True
+                    if self._is_kept(group_id):
+                        self._entry(group_id).is_trained = True
             case RetiredGroup() as record:
                 self._retired(record)
             case _:
@@ -142,7 +113,7 @@ class GroupBook:
         return sum(len(ids) for ids in self._open.values())
 
     def knows(self, group_id: str) -> bool:
-        """Whether any record named this group."""
+        """Whether any record named this group, and it is not forgotten."""
         return group_id in self._entries
 
     def places(self, group_id: str) -> tuple[tuple[int, int], ...]:
@@ -152,8 +123,9 @@ class GroupBook:
 
     def rows(self, *, rows_max: int) -> tuple[GroupRow, ...]:
         """The groups last heard of, newest first."""
-        known = [self._entries[group_id] for group_id in reversed(self._places_kept)]
-        return tuple(_row(entry) for entry in known[:rows_max])
+        newest = reversed(self._places_kept)
+        known = [self._entries[group_id] for group_id in newest if group_id in self._entries]
+        return tuple(row(entry) for entry in known[:rows_max])
 
     def versions(self) -> tuple[VersionPoint, ...]:
         """Training results by the version at admission."""
@@ -164,7 +136,7 @@ class GroupBook:
 
     def evaluations(self) -> tuple[EvaluationPoint, ...]:
         """Evaluation rounds, oldest weights first."""
-        points = [
+        points = (
             EvaluationPoint(
                 round_name=name,
                 is_greedy=is_greedy,
@@ -175,7 +147,7 @@ class GroupBook:
                 tally=each.sums.tally(),
             )
             for (name, is_greedy), each in self._rounds.items()
-        ]
+        )
         return tuple(sorted(points, key=lambda p: (p.version_min, p.round_name, p.is_greedy)))
 
     def queue(self, queue: Queue) -> QueueState:
@@ -187,8 +159,7 @@ class GroupBook:
         untaken = [
             entry.queue_index
             for entry in entries
-            if entry.queue_index is not None
-            and entry.position() in ("playing", "complete", "ready")
+            if entry.queue_index is not None and entry.position() in _UNTAKEN
         ]
         head = min(untaken, default=None)
         return QueueState(
@@ -204,15 +175,16 @@ class GroupBook:
                 for each in self._open.get(queue.domain, ())
             ),
             waiting=self._waiting[queue.domain],
-            positions=_positions(entries, head=head, window=window_of(queue)),
+            positions=window_positions(entries, head=head, window=window_of(queue)),
         )
 
     def _shown(self, domain: str) -> list[str]:
-        shown = {
-            *self._open.get(domain, ()),
-            *self._behind.get(domain, ()),
-        }
-        return [g for g in shown if self._entries[g].queue_index is not None]
+        shown = {*self._open.get(domain, ()), *self._behind.get(domain, ())}
+        kept = shown & self._entries.keys()
+        return [g for g in kept if self._entries[g].queue_index is not None]
+
+    def _is_kept(self, group_id: str) -> bool:
+        return group_id in self._entries or group_id not in self._forgotten
 
     def _entry(self, group_id: str) -> Entry:
         entry = self._entries.get(group_id)
@@ -220,8 +192,31 @@ class GroupBook:
             entry = self._entries[group_id] = Entry(group_id=group_id)
             self._places_kept.append(group_id)
             if len(self._places_kept) > PLACES_KEPT_GROUPS_MAX:
-                self._entries[self._places_kept.popleft()].places.clear()
+                without = self._entries.get(self._places_kept.popleft())
+                if without:
+                    without.places.clear()
+            self._by_age.append(group_id)
+            self._forget()
         return entry
+
+    def _forget(self) -> None:
+        """Forget the oldest groups that are over, looking at a few at a time.
+
+        What is over may lack records that are still to come, for topics are read in any order; a
+        group that was broken off never gets all of them and is passed over once.
+        """
+        for _ in range(FORGET_LOOKS_MAX):
+            if len(self._by_age) <= self._groups_kept_max:
+                return
+            group_id = self._by_age.popleft()
+            entry = self._entries[group_id]
+            is_broken_off = entry.is_admitted and entry.reason in _BROKEN_OFF
+            if entry.is_complete() or (is_broken_off and entry.is_passed_over):
+                del self._entries[group_id]
+                self._forgotten.add(group_id)
+            else:
+                entry.is_passed_over = is_broken_off
+                self._by_age.append(group_id)
 
     def _requested(self, record: RequestedGroup) -> None:
         entry = self._entry(record.group_id)
@@ -315,44 +310,3 @@ def _widen(each: _Round, version: int | None) -> None:
     if version is not None:
         each.version_min = min(each.version_min, version)
         each.version_max = max(each.version_max, version)
-
-
-def _positions(
-    entries: list[Entry], *, head: int | None, window: int
-) -> tuple[WindowPosition, ...]:
-    counted = 0
-    positions = []
-    for entry in entries:
-        if entry.queue_index is None:
-            continue
-        is_retired = entry.position() == "retired"
-        is_in_window = head is not None and entry.queue_index >= head and counted < window
-        # Groups retired untrained hold no position of the window.
-        counted += is_in_window and not is_retired
-        positions.append(
-            WindowPosition(
-                queue_index=entry.queue_index,
-                group_id=entry.group_id,
-                position=entry.position(),
-                is_in_window=is_in_window and not is_retired,
-                episodes_finished=len(entry.finished),
-                group_size=entry.group_size,
-                reason=entry.reason,
-            )
-        )
-    return tuple(positions)
-
-
-def _row(entry: Entry) -> GroupRow:
-    return GroupRow(
-        group_id=entry.group_id,
-        domain=entry.domain,
-        purpose=entry.purpose,
-        queue_index=entry.queue_index,
-        position=entry.position(),
-        reason=entry.reason,
-        step=entry.scheduled_step,
-        group_size=entry.group_size,
-        completions=len(entry.places),
-        success=entry.success,
-    )

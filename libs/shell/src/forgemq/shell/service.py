@@ -17,6 +17,7 @@ from forgemq.bus.log import Log
 from forgemq.contracts.run import RunConfiguration, StartedRun
 from forgemq.settings.environment import SettingsError, parse
 from forgemq.shell.connection import kafka_connection, run_id
+from forgemq.shell.library_logs import library_logs
 from forgemq.shell.started_run import started_run
 from forgemq.telemetry.settings import TelemetrySettings
 from forgemq.telemetry.telemetry import Telemetry
@@ -75,7 +76,8 @@ def run_service(name: str, main: Main, environ: Mapping[str, str]) -> int:
     telemetry = Telemetry(service=name)
     try:
         telemetry = _telemetry(name, environ)
-        asyncio.run(_serve(main, environ, telemetry))
+        with library_logs(telemetry):
+            asyncio.run(_serve(main, environ, telemetry))
     except KeyboardInterrupt:
         return EXIT_OK
     except Exception as error:  # noqa: BLE001 - the outermost one: say it once, then die

@@ -8,7 +8,6 @@ from forgemq.agents.errors import EpisodeOverError, GatewayError
 from forgemq.agents.gateway import Claim, Gateway
 from forgemq.agents.requests import JsonRequests
 from forgemq.agents.user_code import Play
-from forgemq.settings.user_code import for_user_code
 from forgemq.telemetry.telemetry import Telemetry
 
 # Two heartbeats may be lost before the lease lapses.
@@ -29,7 +28,7 @@ class Attendance:
     ) -> None:
         self._gateway = gateway
         self._requests = requests
-        self._environ = for_user_code(environ)
+        self._environ = environ
         self._telemetry = telemetry
 
     async def attend(self, claim: Claim, play: Play) -> None:

@@ -25,7 +25,6 @@ import msgspec
 
 from forgemq.agents.episode import Episode
 from forgemq.agents.errors import AgentFailedError
-from forgemq.settings.user_code import for_user_code
 
 # Enough of the last output to see why a program failed.
 OUTPUT_BYTES_KEPT = 4000
@@ -113,7 +112,7 @@ def _filled(part: str, values: Mapping[str, str]) -> str:
 
 def _environ(episode: Episode, values: Mapping[str, str]) -> dict[str, str]:
     return {
-        **for_user_code(episode.environ),
+        **episode.environ,
         "OPENAI_BASE_URL": values["base_url"],
         "OPENAI_API_KEY": values["key"],
         "ANTHROPIC_BASE_URL": values["base_url"].removesuffix("/v1"),

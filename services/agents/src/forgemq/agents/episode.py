@@ -7,6 +7,7 @@ from typing import Any
 from forgemq.agents.completion import Completion, Message, Tool, read_completion
 from forgemq.agents.gateway import Claim, Gateway
 from forgemq.agents.requests import JsonRequests
+from forgemq.settings.user_code import for_user_code
 
 
 class Episode:
@@ -43,7 +44,7 @@ class Episode:
         self.key = claim.key
         self.base_url = claim.base_url
         self.session_url = claim.session_url
-        self.environ = environ
+        self.environ = for_user_code(environ)
         self.result: Any = {}
         self.tool_s = 0.0
         self.virtual_s: float | None = None

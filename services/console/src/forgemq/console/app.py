@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import tempfile
 import time
 from pathlib import Path
 
@@ -28,6 +29,11 @@ STOP_GRACE_S = 2
 
 async def main(context: Context) -> None:
     """Serve the page until the context says stop."""
+    with tempfile.TemporaryDirectory(prefix="forgemq-console-") as datadir:
+        await _shown(context, datadir=Path(datadir))
+
+
+async def _shown(context: Context, *, datadir: Path) -> None:
     settings = parse(ConsoleSettings, prefix="FORGEMQ_CONSOLE_", environ=context.environ)
     view = RunView(context.started)
     stream = stream_app(
@@ -36,6 +42,7 @@ async def main(context: Context) -> None:
         start_id=f"{now_ms()}-{os.getpid()}",
         view=view,
         blobs=context.blobs,
+        datadir=datadir,
         on_bad=lambda text: context.telemetry.event("record_skipped", reason=text),
     )
     token_text = token_text_of(Path(context.configuration.model.path))
@@ -55,7 +62,7 @@ async def main(context: Context) -> None:
             web(view, clock_ms=now_ms, read_group=read_group),
             host=settings.host,
             port=settings.port,
-            log_level="warning",
+            log_config=None,  # its warnings go the way of every library's
             timeout_graceful_shutdown=STOP_GRACE_S,
         )
     )

@@ -7,6 +7,7 @@ show for a moment; nothing depends on what is shown here.
 
 import ssl
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import faust
 import msgspec
@@ -30,6 +31,7 @@ def stream_app(
     start_id: str,
     view: RunView,
     blobs: BlobStore,
+    datadir: Path,
     on_bad: Bad,
 ) -> faust.App:
     """A Faust app whose one agent applies every record of the run to the view.
@@ -40,6 +42,7 @@ def stream_app(
         start_id: Different for every start of the console.
         view: The aggregate.
         blobs: Where large values lie.
+        datadir: Folder that Faust makes for tables; there are none, so it may be a temporary one.
         on_bad: Told about a record that does not decode, in one line; it is skipped.
     """
     app = faust.App(
@@ -47,6 +50,7 @@ def stream_app(
         broker=";".join(f"kafka://{each.strip()}" for each in connection.bootstrap.split(",")),
         broker_credentials=_credentials(connection),
         store="memory://",
+        datadir=str(datadir),
         autodiscover=False,
         web_enabled=False,
         topic_allow_declare=False,

@@ -141,7 +141,7 @@ class Gateway:
         host, port = listener.getsockname()[:2]
         self._operations.public_url = self._around.settings.public_url or f"http://{host}:{port}"
         server = uvicorn.Server(_server_configuration(self._door))
-        self._around.tasks.create_task(_end_server(server, stop))
+        self._around.tasks.create_task(self._end(server, stop))
         serving = self._around.tasks.create_task(_serve_http(server, listener))
         await self._feed.restore()
         following = self._around.tasks.create_task(self._feed.follow())
@@ -152,6 +152,11 @@ class Gateway:
         stop.set()
         following.cancel()
         ticking.cancel()
+
+    async def _end(self, server: uvicorn.Server, stop: asyncio.Event) -> None:
+        await stop.wait()
+        server.should_exit = True
+        self._operations.answer_long_polls()
 
     async def _tick(self) -> None:
         while True:
@@ -189,8 +194,3 @@ async def _serve_http(server: uvicorn.Server, listener: socket.socket) -> None:
         server.force_exit = True
         await server.shutdown(sockets=[listener])
         raise
-
-
-async def _end_server(server: uvicorn.Server, stop: asyncio.Event) -> None:
-    await stop.wait()
-    server.should_exit = True

@@ -55,6 +55,12 @@ class Operations:
         self._telemetry = around.telemetry
         self.public_url = around.settings.public_url
         self.held_bytes = 0
+        self._is_ending = False
+
+    def answer_long_polls(self) -> None:
+        """Whoever waits for a group to change is told how it is: this gateway is about to end."""
+        self._is_ending = True
+        self._changed.beat()
 
     async def request_group(self, request: GroupRequest) -> GroupView:
         """The group of this idempotency key, requested now if it is new.
@@ -121,7 +127,8 @@ class Operations:
 
         def look() -> GroupView | None:
             view = self._registry.view(group_id)
-            return None if view is None or view.state == before.state else view
+            has_changed = view is not None and view.state != before.state
+            return view if has_changed or self._is_ending else None
 
         changed = None
         if before.state != "retired":

@@ -1,4 +1,9 @@
-"""The durable copy of published weights: its header, its checksum, a local folder with it."""
+"""The durable copy of published weights: its header, its checksum, a local folder with it.
+
+The trainer writes it to `weights/<run>/<lineage>.<version>/` beside the run's blobs: in a local
+folder (a volume that the engine mounts at the same path) it is loaded in place, from an object
+store it is downloaded first. Version 0 is the base model's own folder.
+"""
 
 import asyncio
 import hashlib
@@ -67,8 +72,11 @@ class DurableCopies:
         partial = self._cache / f"{sha256}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
+        filesystem.invalidate_cache(path)
         for file in filesystem.ls(path, detail=False):
             filesystem.get_file(file, str(partial / Path(file).name))
+        _verify(partial / WEIGHTS_FILE, sha256)  # Else a broken download would stay for good.
+        self._verified_sha256 = sha256
         partial.rename(target)
         complete = [folder for folder in self._cache.iterdir() if folder.suffix != ".partial"]
         for folder in sorted(complete, key=lambda folder: folder.stat().st_mtime)[:-2]:

@@ -30,6 +30,7 @@ from forgemq.launcher.curves import CurveWriter
 from forgemq.launcher.engines import Engines, servers
 from forgemq.launcher.follow import Follower
 from forgemq.launcher.machine import MachineError, check_memory, port
+from forgemq.launcher.named_engines import NamedEngines, named_urls
 from forgemq.launcher.news import news
 from forgemq.launcher.panel import PanelView
 from forgemq.launcher.processes import ProcessFailedError, ServiceSpec, Supervisor
@@ -38,7 +39,12 @@ from forgemq.launcher.run_folder import RunFolder
 from forgemq.launcher.screen import Screen
 from forgemq.launcher.services import Addresses, service_specs
 from forgemq.launcher.settings import LauncherSettings
-from forgemq.launcher.topics_of_run import announce, conclude, create_topics
+from forgemq.launcher.topics_of_run import (
+    announce,
+    conclude,
+    create_topics,
+    last_trained_step,
+)
 from forgemq.run_view import audit, view
 from forgemq.run_view.report import Report
 from forgemq.run_view.state import RunState
@@ -95,7 +101,7 @@ class RunningRun:
         self._broker = RunBroker(
             launch.folder / "kafka", environ=launch.environ, note=self._screen.say
         )
-        self._engines: Engines | None = None
+        self._engines: Engines | NamedEngines | None = None
         self._supervisor = Supervisor(
             policy=policy, grace_s=settings.stop_grace_s, note=self._screen.say
         )
@@ -120,7 +126,8 @@ class RunningRun:
 
     async def _phases(self) -> int:
         engine_urls = self._start_engines()
-        await self._broker.start()
+        if not await self._broker.start(stop=self._stop):
+            return EXIT_INTERRUPTED
         kind = "Kafka answers" if self._broker.is_own else "using Kafka"
         self._screen.say(f"{kind} at {self._broker.connection.bootstrap}")
         if self._stop.is_set():
@@ -136,7 +143,11 @@ class RunningRun:
         try:
             self._screen.say(f"{await create_topics(log, configuration)} topics are there")
             started = StartedRun(
-                run=configuration.run, configuration=configuration, blobs=blobs, started_ms=now_ms()
+                run=configuration.run,
+                configuration=configuration,
+                blobs=blobs,
+                started_ms=now_ms(),
+                resumed_from_step=await last_trained_step(log, configuration),
             )
             await announce(self._broker.connection, started)
             return await self._started(log, started, self._addresses(engine_urls))
@@ -175,18 +186,18 @@ class RunningRun:
 
     def _start_engines(self) -> tuple[str, ...]:
         launch, settings = self._launch, self._launch.settings
-        named = [u.strip() for u in launch.environ.get("FORGEMQ_ENGINE_URL", "").split(",") if u]
+        named = named_urls(
+            launch.environ.get("FORGEMQ_ENGINE_URL", ""), lanes=launch.configuration.log.lanes
+        )
         if named:
             check_memory(bytes_min=settings.memory_min_bytes_without_engine)
-            if len(named) != launch.configuration.log.lanes:
-                raise MachineError(
-                    f"FORGEMQ_ENGINE_URL names {len(named)} engines, the run has "
-                    f"log.lanes={launch.configuration.log.lanes}: one engine is one lane"
-                )
+            self._engines = NamedEngines(
+                named, silence_s_max=settings.start_timeout_s, note=self._screen.say
+            )
             self._screen.say(f"using the engine at {', '.join(named)}")
-            return tuple(named)
+            return named
         check_memory(bytes_min=settings.memory_min_bytes)
-        self._engines = Engines(
+        self._engines = own = Engines(
             servers(
                 launch.configuration,
                 folder=launch.folder / "engine",
@@ -197,9 +208,9 @@ class RunningRun:
             start_timeout_s=settings.start_timeout_s,
             note=self._screen.say,
         )
-        self._engines.start()
-        self._screen.say(f"SGLang starts at {', '.join(self._engines.urls)} (1-3 minutes)")
-        return self._engines.urls
+        own.start()
+        self._screen.say(f"SGLang starts at {', '.join(own.urls)} (1-3 minutes)")
+        return own.urls
 
     def _addresses(self, engine_urls: tuple[str, ...]) -> Addresses:
         settings = self._launch.settings
@@ -228,7 +239,7 @@ class RunningRun:
         try:
             reason = await self._kept(follower, addresses, specs)
         except* FAILURES as errors:
-            failures = errors.exceptions
+            failures = _leaves(errors)
         finally:
             self._screen.close()
         return reason, "\n".join(str(error) for error in failures)
@@ -286,8 +297,8 @@ class RunningRun:
 
     def _panel_view(self, addresses: Addresses) -> PanelView:
         return PanelView(
-            engine_status=self._engines.status() if self._engines else "named by a setting",
-            is_engine_up=self._engines.is_up if self._engines else True,
+            engine_status=self._engines.status() if self._engines else "",
+            is_engine_up=self._engines is not None and self._engines.is_up,
             services=self._supervisor.statuses(),
             console_url=addresses.console_url,
             folder=str(self._launch.folder.path),
@@ -320,6 +331,13 @@ class RunningRun:
 def now_ms() -> int:
     """Wall-clock time, milliseconds since the Unix epoch."""
     return time.time_ns() // 1_000_000
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    """The errors themselves, out of the groups that task groups wrap them in."""
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for each in error.exceptions for leaf in _leaves(each)]
+    return [error]
 
 
 def _results(result: Report) -> tuple[NamedValue, ...]:

@@ -35,15 +35,26 @@ class RunBroker:
         assert self._connection is not None, "start comes first"
         return self._connection
 
-    async def start(self) -> None:
-        """Have a broker; the first start of all also downloads the jars of Kafka."""
+    async def start(self, *, stop: asyncio.Event | None = None) -> bool:
+        """Have a broker; the first start of all also downloads the jars of Kafka.
+
+        Returns:
+            Whether there is one; False where `stop` was set first. `stop()` then ends the start.
+        """
         if self._own is None:
             self._connection = kafka_connection(self._environ)
-            return
+            return True
+        # Not cancelled with us: a start that breaks off halfway would leave a process behind.
         self._starting = asyncio.ensure_future(asyncio.to_thread(self._own.start))
-        # Shielded: a start that is interrupted halfway would leave a process nobody knows.
-        bootstrap = await asyncio.shield(self._starting)
-        self._connection = KafkaConnection(bootstrap=bootstrap)
+        stopping = asyncio.ensure_future((stop or asyncio.Event()).wait())
+        try:
+            await asyncio.wait([self._starting, stopping], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopping.cancel()
+        if not self._starting.done():
+            return False
+        self._connection = KafkaConnection(bootstrap=self._starting.result())
+        return True
 
     async def keep(self, *, policy: RestartPolicy, note: Note) -> None:
         """Start the run's own broker again when it dies, at its old address; until cancelled.
@@ -70,5 +81,6 @@ class RunBroker:
         if self._own is None:
             return
         if self._starting is not None:
-            await asyncio.wait([self._starting])
+            self._own.abandon()
+            await asyncio.gather(self._starting, return_exceptions=True)
         await asyncio.to_thread(self._own.stop)

@@ -1,4 +1,4 @@
-"""Runs a module as a process that ends with its launcher: `child.py <launcher pid> <module>`.
+"""Runs a module as a process that ends with its launcher: `child.py <launcher pid> <module> ...`.
 
 A launcher that is killed cannot stop anything, so the kernel does: SIGTERM reaches this process
 when the launcher is gone, and the service shuts down as on Ctrl-C. Linux only, like the engine.
@@ -19,7 +19,7 @@ def main(arguments: list[str]) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != launcher_pid:  # it died before the line above
         sys.exit(1)
-    sys.argv = [module]
+    sys.argv = [module, *arguments[3:]]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from forgemq.contracts.run import RunConfiguration
+from forgemq.launcher.core.phases import BEFORE_ALL, phase
 from forgemq.launcher.core.restarts import RestartPolicy
 from forgemq.launcher.machine import has_gpu, port
 from forgemq.launcher.processes import Note
@@ -13,6 +14,7 @@ from forgemq.sglang_cpu.options import EngineOptions
 from forgemq.sglang_cpu.server import EngineServer, EngineServerError
 
 WATCH_EVERY_S = 1.0
+LOG_LINES_MAX = 1000
 
 
 class Engines:
@@ -36,7 +38,7 @@ class Engines:
         self._note = note
         self._started_s = time.monotonic()
         self._healthy: set[int] = set()
-        self._progress: dict[int, str] = {}
+        self._phases: dict[int, str] = {}
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -54,12 +56,13 @@ class Engines:
         return len(self._healthy) == len(self._servers)
 
     def status(self) -> str:
-        """One line: starting (and what it says) or how many are up."""
+        """One line: starting (and how far it is) or how many are up."""
         waiting = [lane for lane in range(len(self._servers)) if lane not in self._healthy]
         if not waiting:
             return f"{len(self._servers)} up"
         waited_s = time.monotonic() - self._started_s
-        return f"starting, {waited_s:.0f} s (1-3 minutes): {self._progress.get(waiting[0], '')}"
+        at = self._phases.get(waiting[0], BEFORE_ALL)
+        return f"starting, {waited_s:.0f} s (1-3 minutes): {at}"
 
     def start(self) -> None:
         """Start the processes; raises EngineServerError where one cannot be."""
@@ -97,8 +100,8 @@ class Engines:
 
     def _wait_healthy(self, lane: int, server: EngineServer) -> None:
         def progress(waited_s: float, line: str) -> None:
-            del waited_s
-            self._progress[lane] = line[-80:]
+            del waited_s, line
+            self._phases[lane] = phase(server.log_tail(lines_max=LOG_LINES_MAX))
 
         server.wait_healthy(timeout_s=self._start_timeout_s, progress=progress)
 

@@ -30,7 +30,7 @@ class ProcessFailedError(Exception):
 class ServiceSpec(Struct, frozen=True, kw_only=True):
     """One service process.
 
-    `stop_stage`: lower stages are stopped first.
+    `stop_stage`: lower stages are stopped first. `arguments`: of the module's command line.
     """
 
     name: str
@@ -38,6 +38,7 @@ class ServiceSpec(Struct, frozen=True, kw_only=True):
     environ: Mapping[str, str]
     log_path: Path
     stop_stage: int
+    arguments: tuple[str, ...] = ()
 
 
 class ServiceStatus(Struct, frozen=True, kw_only=True):
@@ -141,6 +142,7 @@ def log_tail(path: Path) -> str:
 
 async def _start(spec: ServiceSpec) -> asyncio.subprocess.Process:
     arguments: Sequence[str] = ("-m", "forgemq.launcher.child", str(os.getpid()), spec.module)
+    arguments = (*arguments, *spec.arguments)
     with spec.log_path.open("ab") as log:
         return await asyncio.create_subprocess_exec(
             sys.executable,

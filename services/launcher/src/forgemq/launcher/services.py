@@ -27,6 +27,9 @@ SERVICES = (
     "trainer",
 )
 
+TORCHRUN = "torch.distributed.run"
+"""Starts the trainer's ranks on this machine, and ends them all when one dies."""
+
 
 class Addresses(Struct, frozen=True, kw_only=True):
     """Where the parts of a run find one another."""
@@ -60,12 +63,20 @@ def service_specs(
     shared = _shared_environ(environ, run=configuration.run, kafka=addresses.kafka)
 
     def spec(
-        service: str, own: Mapping[str, str], *, stop_stage: int, lane: int | None = None
+        service: str,
+        own: Mapping[str, str],
+        *,
+        stop_stage: int,
+        lane: int | None = None,
+        ranks: int = 1,
     ) -> ServiceSpec:
         name = service if lane is None else f"{service}-{lane}"
         return ServiceSpec(
             name=name,
-            module=f"forgemq.{service}",
+            module=f"forgemq.{service}" if ranks == 1 else TORCHRUN,
+            arguments=()
+            if ranks == 1
+            else ("--standalone", f"--nproc-per-node={ranks}", "-m", f"forgemq.{service}"),
             environ={**_without_others(shared, service), **own},
             log_path=folder / "logs" / f"{name}.log",
             stop_stage=stop_stage,
@@ -104,7 +115,7 @@ def service_specs(
         spec("scheduler", {}, stop_stage=2),
         spec("reward", {}, stop_stage=2),
         spec("merger", {}, stop_stage=2),
-        spec("trainer", trainer, stop_stage=2),
+        spec("trainer", trainer, stop_stage=2, ranks=configuration.trainer.world_size),
         spec("console", console, stop_stage=2),
         spec("agents", agents, stop_stage=0),
     )

@@ -8,7 +8,9 @@ from forgemq.bus.log import Log
 from forgemq.contracts import topics
 from forgemq.contracts.messages import Output
 from forgemq.contracts.run import EndedRun, RunConfiguration, StartedRun
-from forgemq.contracts.topics import ENDED_RUNS, STARTED_RUNS, partition_count
+from forgemq.contracts.steps import TrainedStep
+from forgemq.contracts.topics import ENDED_RUNS, STARTED_RUNS, TRAINED_STEPS, partition_count
+from forgemq.run_view.reading import places_of, read_all
 from forgemq.settings.environment import SettingsError
 from forgemq.shell.connection import kafka_connection
 from forgemq.shell.records import emit_of
@@ -28,6 +30,17 @@ async def create_topics(log: Log, configuration: RunConfiguration) -> int:
             counts[topic.dlq_name] = counts[topic.name]
     await log.create_topics(counts)
     return len(counts)
+
+
+async def last_trained_step(log: Log, configuration: RunConfiguration) -> int:
+    """The highest step that is trained; -1 where the run is new."""
+    last = -1
+    async for records in read_all(log, places_of(TRAINED_STEPS, configuration)):
+        for record in records:
+            trained = topics.decode(TRAINED_STEPS, record.value)
+            assert isinstance(trained, TrainedStep)
+            last = max(last, trained.step)
+    return last
 
 
 async def create(configuration: RunConfiguration, environ: Mapping[str, str]) -> None:

@@ -19,6 +19,7 @@ from forgemq.reward.grader_wire import (
     frame_to_worker,
     from_worker,
 )
+from forgemq.settings.user_code import for_user_code
 
 _START_TIMEOUT_S = 60.0
 
@@ -33,7 +34,7 @@ class GraderProcess:
     Args:
         load: What the process imports.
         timeout_s: For all functions of one episode together.
-        environ: The process's environment.
+        environ: The process's environment; our own variables are left out of it.
     """
 
     def __init__(self, load: Load, *, timeout_s: float, environ: Mapping[str, str]) -> None:
@@ -55,7 +56,7 @@ class GraderProcess:
             "forgemq.reward.grader_worker",
             stdin=PIPE,
             stdout=PIPE,
-            env=dict(self._environ),
+            env=for_user_code(self._environ),
         )
         try:
             async with asyncio.timeout(_START_TIMEOUT_S):

@@ -19,7 +19,6 @@ from forgemq.contracts.groups import RetiredGroup
 from forgemq.reward.core.pending import PendingEpisode, PendingEpisodes, PendingPositions
 from forgemq.reward.grader import Grader, rendering_of
 from forgemq.reward.settings import RewardSettings
-from forgemq.settings.user_code import for_user_code
 from forgemq.shell.service import Context
 from forgemq.telemetry.traces import trace_headers
 
@@ -53,9 +52,8 @@ class Grading:
             GraderRefusedError: a reward function of the configuration cannot be loaded.
         """
         rendering = await rendering_of(self._context.configuration)
-        environ = for_user_code(self._context.environ)
         graders = [
-            Grader(self._context.configuration, rendering=rendering, environ=environ)
+            Grader(self._context.configuration, rendering=rendering, environ=self._context.environ)
             for _ in range(self._settings.graders)
         ]
         try:

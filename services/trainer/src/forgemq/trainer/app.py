@@ -26,7 +26,7 @@ from forgemq.contracts.topics import (
     Topic,
 )
 from forgemq.contracts.weights import LoadedWeights, PublishedWeights, ReportedEngine
-from forgemq.settings.environment import SettingsError, parse
+from forgemq.settings.environment import parse
 from forgemq.shell.batch import dead_letter
 from forgemq.shell.service import Context
 from forgemq.trainer.core.lanes import Lanes
@@ -35,6 +35,7 @@ from forgemq.trainer.folders import held_folder
 from forgemq.trainer.history import FencedTrainerError, read_history
 from forgemq.trainer.loop import TrainingLoop
 from forgemq.trainer.publisher import Publisher
+from forgemq.trainer.ranks import Ranks, check_world_size, device_of, launch_of
 from forgemq.trainer.settings import TrainerSettings
 from forgemq.trainer.store import Store
 
@@ -63,15 +64,19 @@ async def main(context: Context) -> None:
     """
     settings = parse(TrainerSettings, prefix="FORGEMQ_TRAINER_", environ=context.environ)
     configuration = context.configuration
-    if configuration.trainer.world_size != 1:
-        raise SettingsError(
-            f"trainer.world_size must be 1 in this version, got {configuration.trainer.world_size}"
-        )
+    launch = launch_of(context.environ)
+    check_world_size(launch, configured=configuration.trainer.world_size)
+    device = device_of(settings.device, launch=launch)
     with held_folder(Path(settings.folder)):
-        await _train(context, settings)
+        ranks = None
+        if launch.world_size > 1:
+            ranks = await asyncio.to_thread(Ranks, launch=launch, device=device)
+        await _train(context, settings, ranks)
+        if ranks is not None:
+            ranks.close()
 
 
-async def _train(context: Context, settings: TrainerSettings) -> None:
+async def _train(context: Context, settings: TrainerSettings, ranks: Ranks | None) -> None:
     configuration = context.configuration
     claim = await context.log.transaction_writer("trainer")
     store = Store(
@@ -100,6 +105,7 @@ async def _train(context: Context, settings: TrainerSettings) -> None:
             publisher=publisher,
             claim=claim,
             lineage=lineage,
+            ranks=ranks,
         )
         watching = tasks.create_task(_watch(context, publisher, lineage=lineage))
         try:

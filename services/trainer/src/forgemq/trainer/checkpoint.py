@@ -180,6 +180,18 @@ def checkpoints(root: Path, *, run: str) -> Iterator[Checkpoint | Path]:
         yield folder if found is None else found
 
 
+def checkpoint_at(folder: Path) -> Checkpoint:
+    """The checkpoint in a folder that another rank named.
+
+    Raises:
+        DamagedCheckpointError: this rank cannot read it whole.
+    """
+    found = _intact(folder)
+    if found is None:
+        raise DamagedCheckpointError(f"rank 0 reads the checkpoint {folder}, this rank does not")
+    return found
+
+
 def remove_older(root: Path, *, kept: int, pattern: str) -> None:
     """Keep the newest `kept` folders that match; names sort by age."""
     for folder in sorted(root.glob(pattern), reverse=True)[kept:]:

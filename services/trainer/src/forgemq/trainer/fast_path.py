@@ -36,6 +36,7 @@ from forgemq.contracts.weights import Rendezvous
 
 JOIN_POLL_S = 0.02
 RANKS = 2
+CLOSE_WAIT_S = 5.0
 
 
 GIVEN_UP = "the lane has the weights already, or is gone"
@@ -71,7 +72,8 @@ class _Transfer:
         self._error: BaseException | None = None
         self._is_done = False
         # A daemon: torch may hold it until the deadline, and the process need not wait for that.
-        threading.Thread(target=self._run, name=f"fast-path-{link.name}", daemon=True).start()
+        self.thread = threading.Thread(target=self._run, name=f"fast-path-{link.name}", daemon=True)
+        self.thread.start()
 
     def failure(self) -> str:
         """What went wrong, "" for nothing; waits until the transfer is over or given up."""
@@ -106,6 +108,7 @@ class FastPaths:
         self._backend = backend
         self._deadline_s = deadline_s
         self._links: dict[int, _Link] = {}
+        self._threads: list[threading.Thread] = []
         self._made = 0
 
     def offer(self, lanes: Mapping[int, int], *, prefix: str) -> tuple[Rendezvous, ...]:
@@ -136,6 +139,8 @@ class FastPaths:
                 continue
             send = functools.partial(self._send, link, file, end_s=end_s)
             transfers[offer.lane] = _Transfer(link, send)
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        self._threads += [transfer.thread for transfer in transfers.values()]
         for lane, transfer in transfers.items():
             failures[lane] = transfer.failure()
         for lane, failure in failures.items():
@@ -162,9 +167,16 @@ class FastPaths:
             link.give_up()
 
     def close(self) -> None:
-        """Drop all groups."""
+        """Drop all groups; blocks a few seconds at most, for transfers to end.
+
+        A thread that torch wakes up while the process exits would end it with an abort: transfers
+        to living engines stop after their bucket, and one to a dead engine is not woken up.
+        """
         for lane in list(self._links):
             self.drop(lane)
+        end_s = time.monotonic() + CLOSE_WAIT_S
+        for thread in self._threads:
+            thread.join(max(0.0, end_s - time.monotonic()))
 
     def _offer(self, lane: int, epoch: int, *, prefix: str) -> Rendezvous:
         link = self._links.get(lane)

@@ -14,8 +14,10 @@ from forgemq.contracts.topics import SCHEDULED_STEPS, TRAINED_STEPS
 from forgemq.shell.service import Context
 from forgemq.telemetry.traces import completion_trace
 from forgemq.trainer.checkpoint import Checkpoint
+from forgemq.trainer.core.alarms import Thresholds, alarms
 from forgemq.trainer.history import History
 from forgemq.trainer.publisher import Publisher
+from forgemq.trainer.ranks import Ranks, device_of, launch_of
 from forgemq.trainer.settings import TrainerSettings
 from forgemq.trainer.store import Store
 from forgemq.trainer.training import ReadStep, Training
@@ -41,6 +43,7 @@ class TrainingLoop:
         publisher: Publisher,
         claim: TransactionWriter,
         lineage: int,
+        ranks: Ranks | None = None,
     ) -> None:
         self._context = context
         self._settings = settings
@@ -48,6 +51,7 @@ class TrainingLoop:
         self._publisher = publisher
         self._claim = claim
         self._lineage = lineage
+        self._ranks = ranks
         self._checkpoint_step = -1
         self._accounted: Mapping[int, TrainedStep] = {}
         configuration = context.configuration
@@ -58,7 +62,11 @@ class TrainingLoop:
         """Publish where training stands, then train what is scheduled until told to stop."""
         configuration = self._context.configuration
         training = await asyncio.to_thread(
-            Training, configuration, device=self._settings.device, checkpoint=checkpoint
+            Training,
+            configuration,
+            device=device_of(self._settings.device, launch=launch_of(self._context.environ)),
+            checkpoint=checkpoint,
+            ranks=self._ranks,
         )
         weights = await asyncio.to_thread(
             self._store.restored_weights, training, checkpoint, lineage=self._lineage
@@ -84,6 +92,7 @@ class TrainingLoop:
         steps = await self._context.log.reader(await self._context.log.first_positions([place]))
         while (scheduled := await self._next(steps, training.version)) is not None:
             await self._step(scheduled, training, trees)
+        await asyncio.to_thread(training.end)
 
     async def _next(self, steps: Reader, version: int) -> ScheduledStep | None:
         """The step that this version trains; None when told to stop."""
@@ -182,6 +191,24 @@ class TrainingLoop:
             weights, lineage=self._lineage, version=version, headers=headers
         )
 
+    def _raise_alarms(self, trained: TrainedStep) -> None:
+        settings, telemetry = self._settings, self._context.telemetry
+        thresholds = Thresholds(
+            logprob_gap_mean=settings.alarm_logprob_gap_mean,
+            kl_k3=settings.alarm_kl_k3,
+            ratio_p99=settings.alarm_ratio_p99,
+            capped_share=settings.alarm_capped_share,
+        )
+        for alarm in alarms(trained.metrics, thresholds):
+            telemetry.event(
+                "alarm",
+                step=trained.step,
+                metric=alarm.metric,
+                value=alarm.value,
+                threshold=alarm.threshold,
+            )
+            telemetry.count("trainer.alarms", metric=alarm.metric)
+
     def _report(self, trained: TrainedStep) -> None:
         telemetry, metrics = self._context.telemetry, trained.metrics
         telemetry.event(
@@ -205,6 +232,13 @@ class TrainingLoop:
         telemetry.gauge("trainer.ratio_p99", metrics.ratio_p99)
         telemetry.gauge("trainer.capped_share", metrics.capped_share)
         telemetry.gauge("trainer.logprob_gap_max", metrics.logprob_gap_max)
+        telemetry.gauge("trainer.logprob_gap_mean", metrics.logprob_gap_mean)
+        telemetry.gauge("trainer.branch_loss", metrics.branch_loss)
+        telemetry.gauge("trainer.flop_ratio", metrics.flop_ratio)
+        telemetry.gauge("trainer.token_ratio", metrics.request_tokens / max(1, metrics.tree_tokens))
+        telemetry.gauge("trainer.append_ratio", metrics.append_tokens / max(1, metrics.tree_tokens))
+        telemetry.count("trainer.route_disagreements", metrics.route_disagreements)
+        self._raise_alarms(trained)
         telemetry.observe("trainer.step_s", trained.duration_s)
         telemetry.observe("trainer.forward_backward_s", metrics.forward_backward_s)
 

@@ -1,8 +1,8 @@
 """Where keys and values go that the memory budget has no room for.
 
 A GPU offloads to pinned memory of its host. A CPU offloads to a temporary file that is mapped into
-memory: its pages belong to the kernel's cache, which writes them out under pressure. The file has no
-name any more once it is mapped, so it ends with the process; TMPDIR says on which disk it lies.
+memory: its pages belong to the kernel's cache, which writes them out under pressure. The file loses
+its name once it is mapped, so it ends with the process; TMPDIR says on which disk it lies.
 """
 
 import math

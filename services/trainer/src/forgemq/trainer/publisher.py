@@ -78,7 +78,7 @@ class Publisher:
     async def close(self) -> None:
         """Give up on lanes that have not joined, and end."""
         if self._fast_paths is not None:
-            self._fast_paths.close()
+            await asyncio.to_thread(self._fast_paths.close)
         await self.finish()
 
     def observe_engine(self, report: ReportedEngine, *, at_s: float) -> None:

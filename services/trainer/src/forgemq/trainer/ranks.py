@@ -21,7 +21,7 @@ IDLE_MAX = timedelta(days=30)
 """How long followers wait for a command. A dead rank 0 closes its connections and ends the wait."""
 
 COMPUTE_TIMEOUT = timedelta(minutes=30)
-"""How long a rank waits for another within a step; ranks' rounds are balanced, so this is a hang."""
+"""How long a rank waits for another within a step; rounds are balanced, so this is a hang."""
 
 
 class WorldSizeError(SettingsError):
@@ -101,10 +101,10 @@ class Ranks:
             world_size=launch.world_size,
             timeout=COMPUTE_TIMEOUT,
         )
-        self._control = dist.new_group(backend="gloo", timeout=IDLE_MAX)
+        self._control = _group(backend="gloo", timeout=IDLE_MAX)
         self.mesh = DeviceMesh("cuda" if is_gpu else "cpu", list(range(launch.world_size)))
         # Keys and values have a group of their own: FSDP issues its gathers from other streams.
-        self._exchange = dist.new_group(timeout=COMPUTE_TIMEOUT)
+        self._exchange = _group(timeout=COMPUTE_TIMEOUT)
 
     @property
     def rank(self) -> int:
@@ -163,3 +163,9 @@ class Ranks:
     def close(self) -> None:
         """Leave; the other ranks must be done too."""
         dist.destroy_process_group()
+
+
+def _group(*, timeout: timedelta, backend: str | None = None) -> dist.ProcessGroup:
+    group = dist.new_group(backend=backend, timeout=timeout)
+    assert isinstance(group, dist.ProcessGroup), "every rank is a member"
+    return group

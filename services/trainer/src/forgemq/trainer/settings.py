@@ -30,3 +30,15 @@ class TrainerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     lane_lapse_s: Annotated[
         float, Meta(gt=0, description="A lane without a report for this long is dead.")
     ] = LANE_LAPSE_S
+    alarm_logprob_gap_mean: Annotated[
+        float, Meta(ge=0, description="Alarm above: mean |trainer - engine|, nats; 0 is off.")
+    ] = 0.05
+    alarm_kl_k3: Annotated[
+        float, Meta(ge=0, description="Alarm above: k3 KL of behaviour and policy; 0 is off.")
+    ] = 0.1
+    alarm_ratio_p99: Annotated[
+        float, Meta(ge=0, description="Alarm above: 99th percentile of the ratio; 0 is off.")
+    ] = 4.0
+    alarm_capped_share: Annotated[
+        float, Meta(ge=0, description="Alarm above: share of limited entries; 0 is off.")
+    ] = 0.1

@@ -1,4 +1,4 @@
-"""Parameters in shards over the ranks (FSDP2): each rank keeps a part, and gathers a layer at a time.
+"""Parameters in shards over the ranks (FSDP2): each keeps a part, and gathers a layer at a time.
 
 The shards are the fp32 masters; a bfloat16 model is gathered in bfloat16, and its gradients are
 added up in fp32. Gradients are summed over the ranks, not averaged: every entry already carries its
@@ -46,18 +46,14 @@ def sharded(loaded: LoadedModel, *, ranks: Ranks, dtype: torch.dtype) -> LoadedM
     if is_tied:
         head.weight = embedding.weight
     else:
-        shards = distribute_tensor(
-            head.weight.detach(), ranks.mesh, [Shard(0)], src_data_rank=None
-        )
+        shards = distribute_tensor(head.weight.detach(), ranks.mesh, [Shard(0)], src_data_rank=None)
         head.weight = nn.Parameter(shards)
     policy = replace(
         loaded.policy,
         head_VH=torch.empty((0, hidden), dtype=dtype, device=device),
         # The decoder keeps its own parameters, the embedding among them, until backward is over.
         gather_head=(lambda: embedding.weight) if is_tied else _gather(head, ranks, dtype=dtype),
-        shape=replace(
-            loaded.policy.shape, value_bytes=dtype.itemsize, wide_bytes=wide.itemsize
-        ),
+        shape=replace(loaded.policy.shape, value_bytes=dtype.itemsize, wide_bytes=wide.itemsize),
     )
     return LoadedModel(model=model, policy=policy)
 
@@ -70,13 +66,18 @@ def whole_state(model: nn.Module, *, dtype: torch.dtype, is_kept: bool) -> dict[
         dtype: of the floating-point tensors.
         is_kept: False returns nothing, on the ranks that only give their part.
     """
-    whole: dict[int, Tensor] = {}
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    whole: dict[int, Tensor] = {}  # Tied parameters stay one tensor, which is saved once.
     state: dict[str, Tensor] = {}
-    for name, tensor in model.state_dict().items():
+    for name, value in model.state_dict().items():
+        tensor = parameters.get(name, value)
         if id(tensor) not in whole:
-            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            full = tensor.detach()
+            full = full.full_tensor() if isinstance(full, DTensor) else full
             is_float = full.is_floating_point()
-            whole[id(tensor)] = (full.to(dtype) if is_float else full).cpu() if is_kept else full
+            whole[id(tensor)] = (
+                (full.to(dtype) if is_float else full).cpu() if is_kept else full.new_empty(0)
+            )
         state[name] = whole[id(tensor)]
     return state if is_kept else {}
 
@@ -136,24 +137,24 @@ class _GatheredHead(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,  # noqa: ANN401  # torch's context has no public type
-        local_RH: Tensor,
+        local: Tensor,
         rows: int,
         ranks: Ranks,
         dtype: torch.dtype,
     ) -> Tensor:
         each = -(-rows // ranks.world_size)  # as Shard(0) cuts
-        padded = local_RH.new_zeros((each, local_RH.shape[1]), dtype=dtype)
-        padded[: len(local_RH)] = local_RH
-        ctx.ranks, ctx.each, ctx.own = ranks, each, local_RH
+        padded = local.new_zeros((each, local.shape[1]), dtype=dtype)
+        padded[: len(local)] = local
+        ctx.ranks, ctx.each, ctx.own = ranks, each, local
         return torch.cat(ranks.gathered(padded))[:rows]
 
     @staticmethod
     def backward(
         ctx: Any,  # noqa: ANN401
-        grad_VH: Tensor,
+        grad: Tensor,
     ) -> tuple[Tensor | None, ...]:
         own: Tensor = ctx.own
-        parts = grad_VH.to(own.dtype).split(ctx.each)
+        parts = torch.split(grad.to(own.dtype), ctx.each)
         padded = []
         for n in range(ctx.ranks.world_size):
             part = own.new_zeros((ctx.each, own.shape[1]))

@@ -105,7 +105,11 @@ class Store:
 
     def _written(self, training: Training, place: Path) -> WeightsFolder:
         return write_weights(
-            training.model, base=self._base, dtype=self._configuration.model.dtype, place=place
+            training.model,
+            base=self._base,
+            dtype=self._configuration.model.dtype,
+            place=place,
+            state=training.whole_weights(),
         )
 
     def _place(self, *, lineage: int, version: int) -> Path:

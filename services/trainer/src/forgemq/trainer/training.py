@@ -19,17 +19,25 @@ from forgemq.contracts.run import RunConfiguration
 from forgemq.contracts.steps import ScheduledGroup, ScheduledStep, TrainingMetrics
 from forgemq.contracts.trees import MergedTree
 from forgemq.settings.environment import SettingsError
+from forgemq.trainer import commands
 from forgemq.trainer.checkpoint import Checkpoint
+from forgemq.trainer.core.assignment import plan_rounds
 from forgemq.trainer.core.flops import savings
 from forgemq.trainer.core.loss import LossFunction, UserLoss, loss_function
 from forgemq.trainer.core.memory import plan_step
 from forgemq.trainer.core.metrics import entry_metrics, group_totals, training_metrics
 from forgemq.trainer.core.optimizer import Updater, learning_rate
+from forgemq.trainer.core.rounds import forward_backward_rounds
 from forgemq.trainer.core.routes import check_routes, token_routes
-from forgemq.trainer.core.step import EntryValues, forward_backward, group_weights
+from forgemq.trainer.core.step import EntryValues, forward_backward, group_weights, merged
 from forgemq.trainer.core.tree import Forest, InvalidTreeError, read_tree
 from forgemq.trainer.heap import keep_freed_memory
 from forgemq.trainer.model import load_model
+from forgemq.trainer.ranks import Ranks
+from forgemq.trainer.sharded_updater import ShardedUpdater
+from forgemq.trainer.sharding import FsdpShards, sharded, whole_state
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +50,7 @@ class ReadStep:
         forests: their trees.
         failed: groups left out, and why.
         completion_ids: of all samples in the trees.
+        values: wire bytes by group id, as they were read.
     """
 
     scheduled: ScheduledStep
@@ -49,6 +58,7 @@ class ReadStep:
     forests: tuple[Forest, ...]
     failed: tuple[tuple[str, str], ...]
     completion_ids: tuple[str, ...]
+    values: Mapping[str, bytes]
 
 
 class Training:
@@ -56,23 +66,43 @@ class Training:
 
     Example: a new run is at version 0; `train(step 0)` makes it version 1. Made from the
     checkpoint of step 6 it is at version 7, and continues to the same bytes.
+
+    With several ranks each of them has one, with a shard of the model. What is called on rank 0's
+    is announced to the others, which then call the same on theirs.
     """
 
     def __init__(
-        self, configuration: RunConfiguration, *, device: str, checkpoint: Checkpoint | None
+        self,
+        configuration: RunConfiguration,
+        *,
+        device: str,
+        checkpoint: Checkpoint | None,
+        ranks: Ranks | None = None,
     ) -> None:
+        folder = "" if checkpoint is None else str(checkpoint.folder)
+        self._ranks = ranks
+        self._announce(commands.Begin(configuration=configuration, checkpoint=folder))
         torch.set_num_threads(configuration.trainer.threads)
         if device == "cpu":
             keep_freed_memory()
         torch.manual_seed(configuration.seed)
         base = Path(configuration.model.path)
         self._configuration = configuration
+        dtype = configuration.model.dtype
         self._loaded = load_model(
             base if checkpoint is None else checkpoint.folder,
-            dtype=configuration.model.dtype,
+            dtype=dtype if ranks is None else "float32",  # Shards are the fp32 masters.
             device=device,
         )
-        self._updater = Updater(self._loaded.model, configuration.optimizer)
+        self._updater: Updater | ShardedUpdater
+        if ranks is None:
+            self._updater = Updater(self._loaded.model, configuration.optimizer)
+        else:
+            self._loaded = sharded(self._loaded, ranks=ranks, dtype=_DTYPES[dtype])
+            shards = FsdpShards(ranks, dtype=_DTYPES[dtype])
+            self._updater = ShardedUpdater(
+                self._loaded.model, configuration.optimizer, shards=shards
+            )
         self._loss = _loss_of(configuration)
         self.version = 0
         if checkpoint is not None:
@@ -87,7 +117,20 @@ class Training:
 
     def optimizer_state(self) -> dict[str, torch.Tensor]:
         """For a checkpoint of `version`."""
+        self._announce(commands.GatherOptimizer())
         return self._updater.state()
+
+    def whole_weights(self) -> dict[str, torch.Tensor] | None:
+        """The model's state where ranks hold shards of it, on rank 0; None where `model` has it."""
+        if self._ranks is None:
+            return None
+        self._announce(commands.GatherWeights())
+        dtype = _DTYPES[self._configuration.model.dtype]
+        return whole_state(self._loaded.model, dtype=dtype, is_kept=self._ranks.rank == 0)
+
+    def end(self) -> None:
+        """Let the other ranks go; nothing is called after it."""
+        self._announce(commands.End())
 
     def read(self, scheduled: ScheduledStep, values: Mapping[str, bytes]) -> ReadStep:
         """The step's trees from their wire bytes.
@@ -117,6 +160,7 @@ class Training:
             forests=tuple(forests),
             failed=tuple(failed),
             completion_ids=tuple(completion_ids),
+            values=values,
         )
 
     def train(self, step: ReadStep) -> TrainingMetrics:
@@ -130,6 +174,7 @@ class Training:
             raise ValueError(
                 f"version {self.version} trains step {self.version}, got {step.scheduled.step}"
             )
+        self._announce(commands.TrainStep(scheduled=step.scheduled, values=step.values))
         started_s = time.perf_counter()
         seen = self._forward_backward(step.forests)
         forward_backward_s = time.perf_counter() - started_s
@@ -154,6 +199,10 @@ class Training:
         self.version += 1
         return metrics
 
+    def _announce(self, command: commands.Command) -> None:
+        if self._ranks is not None:
+            self._ranks.announce(commands.encode(command))
+
     def _route_disagreements(self, forests: tuple[Forest, ...]) -> int:
         policy = self._loaded.policy
         layers, top_k = len(policy.routers), policy.shape.experts_per_token
@@ -161,6 +210,8 @@ class Training:
         return sum(route.disagreements for route in routes if route is not None)
 
     def _forward_backward(self, forests: tuple[Forest, ...]) -> EntryValues:
+        if self._ranks is not None:
+            return self._of_ranks(forests, self._ranks)
         trainer, policy = self._configuration.trainer, self._loaded.policy
         try:
             (microbatches,) = plan_step(
@@ -181,6 +232,30 @@ class Training:
             loss=self._loss,
             head_chunk=trainer.head_chunk_tokens,
         )
+
+    def _of_ranks(self, forests: tuple[Forest, ...], ranks: Ranks) -> EntryValues:
+        trainer, policy = self._configuration.trainer, self._loaded.policy
+        try:
+            rounds = plan_rounds(
+                forests,
+                shape=policy.shape,
+                world_size=ranks.world_size,
+                budget_bytes=trainer.memory_budget_bytes,
+                head_chunk=trainer.head_chunk_tokens,
+            )
+        except ValueError as error:
+            raise SettingsError(str(error)) from error
+        own = forward_backward_rounds(
+            policy,
+            forests,
+            rounds,
+            peers=ranks,
+            weights=group_weights(forests, normalisation=self._configuration.loss.normalisation),
+            loss=self._loss,
+            head_chunk=trainer.head_chunk_tokens,
+        )
+        everyones = ranks.collected(own.to_bytes())
+        return merged([EntryValues.of_bytes(part) for part in everyones]) if everyones else own
 
     def _check_fits(self, forest: Forest) -> None:
         policy = self._loaded.policy

@@ -19,7 +19,7 @@ from forgemq.telemetry.telemetry import Telemetry
 READ_TIMEOUT_S = 0.2
 RECORDS_MAX = 64
 BLOB_RETRIES_MAX = 30
-"""In a row, one a second: a store that is away for longer ends the process; no group pays for it."""
+"""In a row, one a second: a store that is away for longer ends the process and fails no group."""
 BLOB_RETRY_S = 1.0
 WAITING_EVENT_S = 10.0
 """A wait for trees is said so often; a broker with a transaction left open needs up to 10 s."""

@@ -10,7 +10,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 
 from forgemq.trainer.folders import file_sha256, link_or_copy, write_folder
 
@@ -44,7 +44,14 @@ def described(folder: Path) -> WeightsFolder:
     return _weights_at(folder, sha256=file_sha256(file), size_bytes=file.stat().st_size)
 
 
-def write_weights(model: nn.Module, *, base: Path, dtype: str, place: Path) -> WeightsFolder:
+def write_weights(
+    model: nn.Module,
+    *,
+    base: Path,
+    dtype: str,
+    place: Path,
+    state: dict[str, Tensor] | None = None,
+) -> WeightsFolder:
     """Write the model durably; equal weights give equal bytes.
 
     Args:
@@ -52,12 +59,13 @@ def write_weights(model: nn.Module, *, base: Path, dtype: str, place: Path) -> W
         base: the folder it was loaded from first; its configuration and tokenizer are copied.
         dtype: of the model's parameters, as its configuration names it.
         place: of the folder.
+        state: of the model, where the model itself only has a shard of it.
     """
 
     def fill(draft: Path) -> None:
         copy_model_files(base, draft, dtype=dtype)
         with tempfile.TemporaryDirectory(dir=draft, prefix=".saved-") as saved:
-            model.save_pretrained(saved, max_shard_size=UNSHARDED)  # type: ignore[operator]  # transformers' method
+            model.save_pretrained(saved, state_dict=state, max_shard_size=UNSHARDED)  # type: ignore[operator]  # transformers' method
             (Path(saved) / WEIGHTS_FILE).rename(draft / WEIGHTS_FILE)
 
     write_folder(place, fill)

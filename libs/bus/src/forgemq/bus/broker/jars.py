@@ -10,12 +10,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 
 KAFKA_VERSION = "4.2.0"
 FETCH_TIMEOUT_S = 600.0  # 43 MB; minutes only on a very slow line.
+POLL_S = 0.1
 COORDINATES = (f"org.apache.kafka:kafka_2.13:{KAFKA_VERSION}", "org.slf4j:slf4j-simple:1.7.36")
 
 Progress = Callable[[str], None]
@@ -36,15 +39,18 @@ def lock_digest() -> str:
     return hashlib.sha256(repr(sorted(locked_jars().items())).encode()).hexdigest()[:16]
 
 
-def jars_folder(cache: Path, *, progress: Progress) -> Path:
+def jars_folder(
+    cache: Path, *, progress: Progress, abandoned: threading.Event | None = None
+) -> Path:
     """A folder with exactly the locked jars; fetches them where the cache has none.
 
     Args:
         cache: folder of this user's caches, created where it is missing.
         progress: told in one line what takes time.
+        abandoned: set from another thread to give up at once.
 
     Raises:
-        JarsError: no line to the jars, or a jar differs from the lock.
+        JarsError: no line to the jars, a jar differs from the lock, or it was abandoned.
     """
     jars = locked_jars()
     folder = cache / f"kafka-{KAFKA_VERSION}-{lock_digest()}"
@@ -52,7 +58,7 @@ def jars_folder(cache: Path, *, progress: Progress) -> Path:
         progress(f"fetching Apache Kafka {KAFKA_VERSION} (43 MB, once per user)")
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache, prefix=".fetching-") as temporary:
-            _fetch(Path(temporary), jars)
+            _fetch(Path(temporary), jars, abandoned=abandoned or threading.Event())
             _publish(Path(temporary) / "checked", folder)
     missing = sorted(name for name in jars if not (folder / name).is_file())
     if missing:
@@ -60,7 +66,7 @@ def jars_folder(cache: Path, *, progress: Progress) -> Path:
     return folder
 
 
-def _fetch(temporary: Path, jars: dict[str, str]) -> None:
+def _fetch(temporary: Path, jars: dict[str, str], *, abandoned: threading.Event) -> None:
     """Resolve with jgo and keep what the lock names, checked, in `temporary/checked`."""
     coordinates = ", ".join(f'"{name}"' for name in COORDINATES)
     (temporary / "jgo.toml").write_text(
@@ -68,23 +74,10 @@ def _fetch(temporary: Path, jars: dict[str, str]) -> None:
         f"[dependencies]\ncoordinates = [{coordinates}]\n"
         '[entrypoints]\nmain = "kafka.Kafka"\ndefault = "main"\n'
     )
-    command = [sys.executable, "-m", "jgo", "--resolver", "python", "--links", "copy"]
-    command += ["--repo-cache", "repository", "--cache-dir", "environment", "sync"]
-    try:
-        done = subprocess.run(
-            command,
-            cwd=temporary,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=FETCH_TIMEOUT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise JarsError(f"fetching the Kafka jars took over {FETCH_TIMEOUT_S:.0f} s") from error
-    if done.returncode != 0:
-        lines = [line for line in done.stdout.splitlines() if line.strip()]
+    said = temporary / "jgo.log"
+    code = _run_jgo(temporary, said, abandoned=abandoned)
+    if code != 0:
+        lines = [line for line in said.read_text(errors="replace").splitlines() if line.strip()]
         raise JarsError("cannot fetch the Kafka jars: " + " | ".join(lines[-3:]))
     found = {path.name: path for path in (temporary / "environment").rglob("*.jar")}
     (temporary / "checked").mkdir()
@@ -94,6 +87,32 @@ def _fetch(temporary: Path, jars: dict[str, str]) -> None:
         if hashlib.sha256(found[name].read_bytes()).hexdigest() != sha256:
             raise JarsError(f"{name} is not the file of the lock: its sha256 differs")
         shutil.copy(found[name], temporary / "checked" / name)
+
+
+def _run_jgo(temporary: Path, said: Path, *, abandoned: threading.Event) -> int:
+    """Exit status of jgo, which writes to `said`."""
+    command = [sys.executable, "-m", "jgo", "--resolver", "python", "--links", "copy"]
+    command += ["--repo-cache", "repository", "--cache-dir", "environment", "sync"]
+    deadline_s = time.monotonic() + FETCH_TIMEOUT_S
+    with (
+        said.open("wb") as log,
+        subprocess.Popen(
+            command,
+            cwd=temporary,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            # Ctrl-C in the terminal is for the owner, who abandons this.
+            start_new_session=True,
+        ) as process,
+    ):
+        while (code := process.poll()) is None:
+            is_late = time.monotonic() > deadline_s
+            if is_late or abandoned.wait(POLL_S):
+                process.kill()
+                why = f"took over {FETCH_TIMEOUT_S:.0f} s" if is_late else "was abandoned"
+                raise JarsError(f"fetching the Kafka jars {why}")
+        return code
 
 
 def _publish(checked: Path, folder: Path) -> None:

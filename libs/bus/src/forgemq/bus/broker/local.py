@@ -77,6 +77,7 @@ class LocalBroker:
         self._cache = cache or Path.home() / ".cache" / "forgemq"
         self._progress = progress or (lambda _: None)
         self._process: subprocess.Popen[bytes] | None = None
+        self._abandoned = threading.Event()
         self.bootstrap = ""
 
     @property
@@ -94,7 +95,7 @@ class LocalBroker:
             raise BrokerError(f"the broker of {self._folder} is already running")
         _check_memory()
         try:
-            jars = jars_folder(self._cache, progress=self._progress)
+            jars = jars_folder(self._cache, progress=self._progress, abandoned=self._abandoned)
         except JarsError as error:
             raise BrokerError(str(error)) from error
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -120,6 +121,10 @@ class LocalBroker:
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+    def abandon(self) -> None:
+        """From another thread: a `start` that is under way fails soon; the owner then stops it."""
+        self._abandoned.set()
 
     def is_running(self) -> bool:
         """Whether the process is alive."""
@@ -187,7 +192,9 @@ class LocalBroker:
                 raise BrokerError(
                     f"Kafka took over {START_TIMEOUT_S:.0f} s to start: {self._last_lines()}"
                 )
-            time.sleep(0.05)
+            if self._abandoned.wait(0.05):
+                self.stop()
+                raise BrokerError("the start of Kafka was abandoned")
 
     def _last_lines(self) -> str:
         """What java said last, without the places in its code."""

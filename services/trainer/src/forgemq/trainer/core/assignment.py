@@ -11,6 +11,7 @@ Whole groups go to ranks by decreasing cost, each to the rank with the least so 
 that of the forward, in multiplications: tokens and attention pairs (prefix_tree.md, GPU 4).
 """
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -134,7 +135,7 @@ def query_ranges(cost_T: Integers, *, start: int, parts: int) -> tuple[Range, ..
         cut = int(np.searchsorted(before_T, wanted[part] * part // parts))
         bounds.append(min(max(cut, bounds[-1] + 1), count - parts + part))
     bounds.append(count)
-    return tuple((start + a, start + b) for a, b in zip(bounds, bounds[1:], strict=False))
+    return tuple((start + a, start + b) for a, b in itertools.pairwise(bounds))
 
 
 def _own_rounds(
@@ -147,9 +148,7 @@ def _own_rounds(
 
     ordered = [sorted(rank, key=lambda part: (-cost(part), part.groups)) for rank in microbatches]
     return [
-        OwnRound(
-            microbatch_of_rank=tuple(rank[n] if n < len(rank) else None for rank in ordered)
-        )
+        OwnRound(microbatch_of_rank=tuple(rank[n] if n < len(rank) else None for rank in ordered))
         for n in range(max(map(len, ordered)))
     ]
 

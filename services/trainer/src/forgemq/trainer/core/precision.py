@@ -46,7 +46,7 @@ class _Normed(torch.autograd.Function):
         eps: float,
     ) -> Tensor:
         wide = hidden.to(_wide(hidden.dtype))
-        norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+        norm: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         scale = norm.square_().div_(hidden.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(hidden, weight, scale)
         return (wide * scale).mul_(weight).to(hidden.dtype)

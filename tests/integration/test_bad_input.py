@@ -1,0 +1,222 @@
+"""Bad records during a run, and starts that cannot work: said once, clearly, nothing left."""
+
+import asyncio
+import re
+import socket
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import msgspec
+import pytest
+
+from forgemq.bus.kafka import KafkaConnection, KafkaLog
+from forgemq.bus.log import Emit, Place, Record
+from forgemq.contracts import topics
+from forgemq.contracts.groups import AdmittedGroup
+from forgemq.contracts.partitions import group_partition
+from tests.integration.launched_run import DIALOGUE, FORGEMQ, ROOT, LaunchedRun
+from tests.integration.run_log import GROUP_PARTITIONS, accounts, records_of
+from tests.integration.stand_in import stand_in_engine
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(600)]
+
+STEPS = 6
+TORN = b"\xc1 torn"
+BROKEN_RULE = msgspec.msgpack.encode({"group_id": "g-1", "domain": "dialogue", "purpose": "sleep"})
+
+
+@dataclass(frozen=True)
+class BadRecord:
+    """What the test wrote, and the group it is about."""
+
+    group_id: str
+    emit: Emit
+    offset: int
+
+
+async def spoil_groups(kafka: str, run_id: str) -> list[BadRecord]:
+    """A bad record about each of the next two groups that get a slot, while they are played."""
+    log = KafkaLog(KafkaConnection(bootstrap=kafka), run=run_id)
+    try:
+        writer = await log.writer()
+        spoiled = []
+        async for group_id in _next_admitted(log, count=2):
+            partition = group_partition(group_id, partitions=GROUP_PARTITIONS)
+            if spoiled:
+                topic, key, value = topics.SCORED_GROUPS, group_id, BROKEN_RULE
+            else:
+                topic, key, value = topics.FINISHED_EPISODES, f"{group_id}.0.0", TORN
+            emit = Emit(topic=topic.name, partition=partition, key=key.encode(), value=value)
+            spoiled.append(BadRecord(group_id, emit, await writer.write(emit)))
+        return spoiled
+    finally:
+        await log.close()
+
+
+async def _next_admitted(log: KafkaLog, *, count: int):
+    place = Place(topics.ADMITTED_GROUPS.name, 0)
+    reader = await log.reader(await log.end_positions([place]))
+    while count:
+        for record in await reader.read(timeout_s=1.0, records_max=1):
+            group = topics.decode(topics.ADMITTED_GROUPS, record.value)
+            assert isinstance(group, AdmittedGroup)
+            if group.purpose == "train":
+                count -= 1
+                yield group.group_id
+    await reader.close()
+
+
+async def dead_letters(kafka: str, run_id: str) -> list[Record]:
+    """Everything in the dead letter topics of the run."""
+    log = KafkaLog(KafkaConnection(bootstrap=kafka), run=run_id)
+    try:
+        return [
+            record
+            for topic in topics.OF_RUN
+            if topic.has_dlq
+            for record in await records_of(
+                log,
+                topic.dlq_name,
+                partitions=topics.partition_count(
+                    topic, group_partitions=GROUP_PARTITIONS, lanes=1, queues=1
+                ),
+            )
+        ]
+    finally:
+        await log.close()
+
+
+def test_bad_records_become_dead_letters_and_cost_their_groups_only(
+    kafka_bootstrap, new_run_id, tmp_path
+):
+    run_id = new_run_id()
+    with stand_in_engine(latency_s=0.7, tokens=16) as engine_url:
+        environ = {"FORGEMQ_KAFKA": kafka_bootstrap, "FORGEMQ_ENGINE_URL": engine_url}
+        run = LaunchedRun(tmp_path, environ)
+        try:
+            run.start(DIALOGUE, f"run={run_id}", f"trainer.steps={STEPS}", "evaluation.tasks=0")
+            run.said("step 0 trained", within_s=180)
+            spoiled = asyncio.run(spoil_groups(kafka_bootstrap, run_id))
+            run.ended(within_s=240)
+            assert run.left_behind() == []
+        finally:
+            run.close()
+
+    assert "restarting" not in run.output()
+    letters = {letter.key: letter for letter in asyncio.run(dead_letters(kafka_bootstrap, run_id))}
+    assert set(letters) == {bad.emit.key for bad in spoiled}
+    for bad in spoiled:
+        letter = letters[bad.emit.key]
+        headers = dict(letter.headers)
+        assert (letter.topic, letter.value) == (f"{bad.emit.topic}-dlq", bad.emit.value)
+        assert headers["reason"].startswith(b"does not decode: ")
+        assert headers["topic"] == bad.emit.topic.encode()
+        assert (int(headers["partition"]), int(headers["offset"])) == (
+            bad.emit.partition,
+            bad.offset,
+        )
+
+    log = accounts(
+        kafka_bootstrap,
+        run=run_id,
+        blobs=str(run.blobs(run_id)),
+        unreadable=frozenset((bad.emit.place, bad.offset) for bad in spoiled),
+    )
+    log.assert_exactly_once()
+    assert len(log.surviving_steps()) == STEPS
+    failed = {group.group_id: group.detail for group in log.retired if group.reason == "failed"}
+    assert set(failed) == {bad.group_id for bad in spoiled}
+    for bad in spoiled:
+        assert f"{bad.emit.topic} at offset {bad.offset} is no record" in failed[bad.group_id]
+    shown = subprocess.run(
+        [str(FORGEMQ), "dlq", run_id],
+        cwd=ROOT,
+        env=run.environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert shown.returncode == 1
+    assert "finished-episodes-v1" in shown.stdout
+    assert "scored-groups-v1" in shown.stdout
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    """A port of this machine that somebody else listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield int(listener.getsockname()[1])
+
+
+@pytest.fixture
+def refused_run(kafka_bootstrap, new_run_id, tmp_path) -> Iterator[LaunchedRun]:
+    """A run on the session's broker that a setting will spoil."""
+    run = LaunchedRun(tmp_path, {"FORGEMQ_KAFKA": kafka_bootstrap})
+    yield run
+    run.close()
+
+
+def refusal(run: LaunchedRun, run_id: str, **settings: str) -> str:
+    """What a start with these settings says last; it fails with 1 and leaves no process."""
+    run.start(DIALOGUE, f"run={run_id}", environ=settings)
+    assert run.ended(within_s=120) == 1
+    assert run.left_behind() == []
+    assert "Traceback" not in run.output()
+    lines = [line for line in run.output().splitlines() if " s  " in line]
+    said = [line.split(" s  ", 1)[1] for line in lines if "continue with" not in line]
+    return said[-1]
+
+
+def test_a_taken_port_is_named(refused_run, new_run_id, taken_port):
+    said = refusal(
+        refused_run,
+        new_run_id(),
+        FORGEMQ_ENGINE_URL="http://127.0.0.1:1",
+        FORGEMQ_LAUNCHER_GATEWAY_PORT=str(taken_port),
+    )
+    assert said == (
+        f"failed: port {taken_port} of 127.0.0.1 is taken: free it or choose another"
+    )
+
+
+def test_a_named_engine_that_is_not_there_is_said_at_once_and_given_up_in_time(
+    refused_run, new_run_id
+):
+    said = refusal(
+        refused_run,
+        new_run_id(),
+        FORGEMQ_ENGINE_URL="http://127.0.0.1:1",
+        FORGEMQ_LAUNCHER_START_TIMEOUT_S="4",
+    )
+    assert re.fullmatch(
+        r"engine 0 at http://127.0.0.1:1 did not answer for \d s \(Connection refused\): start it, "
+        "or unset FORGEMQ_ENGINE_URL for a run that brings its own",
+        said,
+    )
+    assert "does not answer (Connection refused); waiting up to 4 s for it" in refused_run.output()
+
+
+def test_an_engine_that_does_not_come_up_in_time_is_given_up_with_its_log(
+    refused_run, new_run_id
+):
+    said = refusal(refused_run, new_run_id(), FORGEMQ_LAUNCHER_START_TIMEOUT_S="2")
+    assert re.fullmatch(r"the engine on port \d+ did not answer /health within 2 s; .*:", said)
+
+
+def test_a_broker_that_does_not_answer_is_named(refused_run, new_run_id):
+    said = refusal(
+        refused_run,
+        new_run_id(),
+        FORGEMQ_ENGINE_URL="http://127.0.0.1:1",
+        FORGEMQ_KAFKA="127.0.0.1:1",
+    )
+    assert re.fullmatch(r"failed: .*127.0.0.1:1 did not answer within \d+ s", said)
+
+
+def test_too_little_memory_is_said_in_bytes(refused_run, new_run_id):
+    said = refusal(refused_run, new_run_id(), FORGEMQ_LAUNCHER_MEMORY_MIN_BYTES=str(10**15))
+    assert re.match(r"failed: too little memory: \S+ GB are free, a run needs 1000000.0 GB", said)

@@ -1,0 +1,131 @@
+"""Two ranks started by torchrun, on the real broker: steps become weights, across a restart."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from safetensors.torch import load_file
+
+from forgemq.bus.blobs import BlobStore
+from forgemq.bus.kafka import KafkaConnection, KafkaLog
+from forgemq.bus.log import Emit
+from forgemq.contracts import topics
+from forgemq.contracts.run import StartedRun
+from tests.unit.trainer.bench import Bench, create_topics, memory_bench
+from tests.unit.trainer.scene import (
+    agent_samples,
+    configuration_of,
+    merge,
+    save_base,
+    scheduled_step,
+)
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+
+async def _start(bench: Bench, bootstrap: str, *arguments: str) -> asyncio.subprocess.Process:
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        *arguments,
+        "-m",
+        "forgemq.trainer",
+        env={
+            **os.environ,
+            "FORGEMQ_RUN": bench.configuration.run,
+            "FORGEMQ_KAFKA": bootstrap,
+            "FORGEMQ_TRAINER_FOLDER": str(bench.folder),
+            "OMP_NUM_THREADS": "1",
+        },
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+
+
+async def _life(bench: Bench, bootstrap: str, *, until: int) -> None:
+    """One life of both ranks: until this step is trained and published, then SIGTERM."""
+    process = await _start(bench, bootstrap, *TORCHRUN)
+    output = asyncio.create_task(process.communicate())
+    while until + 1 not in [weights.version for weights in await bench.published()]:
+        if output.done():
+            pytest.fail(f"the ranks ended:\n{output.result()[0].decode()}")
+        await asyncio.sleep(0.3)
+    process.send_signal(signal.SIGTERM)
+    text = (await asyncio.wait_for(output, 60))[0].decode()
+    assert '"following"' in text, text
+    assert text.count('"ended"') == 1, text
+
+
+@pytest.fixture
+async def run_log(
+    kafka_bootstrap: str, new_run_id: Callable[[], str], tmp_path: Path
+) -> AsyncIterator[tuple[str, KafkaLog]]:
+    """A fresh run's id, and its log on the broker."""
+    run = new_run_id()
+    log = KafkaLog(
+        KafkaConnection(bootstrap=kafka_bootstrap),
+        run=run,
+        blobs=BlobStore(str(tmp_path / "blobs")),
+    )
+    yield run, log
+    await log.close()
+
+
+async def test_two_ranks_train_what_one_does_and_continue_after_a_restart(
+    run_log: tuple[str, KafkaLog], kafka_bootstrap: str, tmp_path: Path
+) -> None:
+    run, kafka_log = run_log
+    await create_topics(kafka_log)
+    await kafka_log.create_topics({topics.STARTED_RUNS.name: 1})
+    base = save_base(tmp_path / "base")
+    configuration = msgspec.structs.replace(configuration_of(base, world_size=2), run=run)
+    bench = Bench(kafka_log, lambda: kafka_log, configuration, tmp_path / "trainer")
+    started = StartedRun(
+        run=run, configuration=configuration, blobs=str(tmp_path / "blobs"), started_ms=0
+    )
+    writer = await kafka_log.writer()
+    await writer.write(
+        Emit(
+            topic=topics.STARTED_RUNS.name,
+            partition=0,
+            key=run.encode(),
+            value=topics.encode(started),
+        )
+    )
+    generator = np.random.default_rng(0)
+    trees = [merge(agent_samples(generator), f"g-{number}") for number in range(6)]
+    steps = [scheduled_step(k, trees[2 * k : 2 * k + 2], is_last=k == 2) for k in range(3)]
+    await bench.put_trees(trees)
+    await bench.put_steps(steps[:2])
+    await _life(bench, kafka_bootstrap, until=1)
+    await bench.put_steps(steps[2:])
+    await _life(bench, kafka_bootstrap, until=2)
+    trained = await bench.trained()
+    assert [(step.step, step.lineage) for step in trained] == [(0, 1), (1, 1), (2, 2)]
+
+    (tmp_path / "alone").mkdir()
+    alone = await memory_bench(tmp_path / "alone")
+    await alone.put_trees(trees)
+    await alone.put_steps(steps)
+    await alone.train(until=2)
+    for two, one in zip(trained, await alone.trained(), strict=True):
+        assert two.metrics.loss == pytest.approx(one.metrics.loss, rel=1e-3)
+        assert two.metrics.grad_norm == pytest.approx(one.metrics.grad_norm, rel=1e-3)
+        assert two.metrics.loss_tokens == one.metrics.loss_tokens
+    found = load_file(Path((await bench.published())[-1].uri) / "model.safetensors")
+    wanted = load_file(Path((await alone.published())[-1].uri) / "model.safetensors")
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert (found[name] - tensor).norm() <= 1e-3 * tensor.norm()
+
+    refused = await _start(bench, kafka_bootstrap)
+    text = (await asyncio.wait_for(refused.communicate(), 60))[0].decode()
+    assert refused.returncode == 2
+    assert "trainer.world_size is 2" in text
+    assert "WORLD_SIZE=1" in text

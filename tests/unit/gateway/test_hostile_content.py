@@ -1,0 +1,207 @@
+"""What nobody foresaw: in requests, in sampled tokens, in records. It ends no gateway."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from forgemq.bus.log import Emit, Place, Record
+from forgemq.bus.memory import MemoryLog
+from forgemq.contracts import topics
+from forgemq.contracts.episodes import Sampling
+from forgemq.contracts.partitions import group_partition
+from tests.unit.gateway.scripted_lane import GROUP_PARTITIONS, Asked, wall_ms
+from tests.unit.gateway.world import World, configuration_of, running
+from tests.unit.rendering.folders import APPENDING_TEMPLATE, write_model_folder
+
+NO_UTF_8 = b"\x81\xaarequest_id\xa4\xff\xff\xff\xff"
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+TOOL: Any = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
+
+
+def log_store() -> Callable[[], MemoryLog]:
+    return MemoryLog(run="r", clock_ms=wall_ms).open
+
+
+def yes(_: Asked) -> str:
+    return "yes"
+
+
+async def asked(claim: Any, body: bytes) -> httpx.Response:
+    async with httpx.AsyncClient(timeout=10) as client:
+        return await client.post(
+            f"{claim['base_url']}/chat/completions",
+            content=body,
+            headers={"x-api-key": claim["key"]},
+        )
+
+
+def echoing(arguments: str) -> bytes:
+    """A request whose history has a call with these arguments."""
+    call = {"id": "1", "function": {"name": "find", "arguments": arguments}}
+    return json.dumps(
+        {"messages": [*HELLO, {"role": "assistant", "tool_calls": [call]}, *HELLO]}
+    ).encode()
+
+
+def offering(parameters: str) -> bytes:
+    """A request with a tool of these parameters."""
+    tool = f'{{"type": "function", "function": {{"name": "find", "parameters": {parameters}}}}}'
+    return b'{"messages": [{"role": "user", "content": "a"}], "tools": [%s]}' % tool.encode()
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (echoing('{"query": "\\ud800"}'), "messages"),
+        (echoing("[" * 20_000 + "]" * 20_000), "messages"),
+        (offering('{"q": %s}' % ("9" * 5000)), "tools[0][...][...][...]"),
+        (offering("[" * 20_000 + "]" * 20_000), None),
+    ],
+    ids=["surrogate", "deep-arguments", "digits", "deep-tools"],
+)
+async def test_what_cannot_be_rendered_is_the_clients_error_and_the_next_request_is_served(
+    model: Path, body: bytes, param: str | None
+) -> None:
+    async with running(log_store(), configuration_of(model), yes) as (world, _):
+        claim = await world.episode()
+        refused = await asked(claim, body)
+        served = await asked(claim, json.dumps({"messages": HELLO}).encode())
+    assert refused.status_code == 400
+    assert refused.json()["error"]["type"] == "invalid_request_error"
+    assert refused.json()["error"]["param"] == param
+    assert served.json()["choices"][0]["message"]["content"] == "yes"
+
+
+async def test_a_template_that_breaks_over_one_request_fails_that_turn_alone(
+    tmp_path: Path,
+) -> None:
+    """The template divides by zero where there are three messages."""
+    template = "{{- '' if 1 / (messages | length - 3) else '' }}" + APPENDING_TEMPLATE
+    model = write_model_folder(tmp_path / "model", template=template)
+    async with running(log_store(), configuration_of(model), yes) as (world, _):
+        claim = await world.episode()
+        broken = await asked(claim, json.dumps({"messages": [*HELLO, *HELLO, *HELLO]}).encode())
+        served = await asked(claim, json.dumps({"messages": HELLO}).encode())
+    assert broken.status_code == 500
+    assert broken.json()["error"] == {
+        "message": "the turn could not be composed",
+        "type": "server_error",
+        "param": None,
+        "code": None,
+    }
+    assert served.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        '{"name": "find", "arguments": {"a": "\\ud800"}}',
+        '{"name": "f\\ud800", "arguments": {}}',
+        '{"name": "find", "arguments": {"a": ' + "9" * 4400 + "}}",
+    ],
+    ids=["arguments", "name", "digits"],
+)
+async def test_a_sampled_call_that_cannot_be_encoded_is_text_before_and_after_a_restart(
+    model: Path, call: str
+) -> None:
+    text = f"<tool_call>\n{call}\n</tool_call>"
+    configuration = configuration_of(model, context_tokens_max=16_384)
+    sampling = Sampling(temperature=1.0, max_tokens=8000)
+    configuration = msgspec.structs.replace(
+        configuration, episodes=msgspec.structs.replace(configuration.episodes, sampling=sampling)
+    )
+    opener = log_store()
+    body = json.dumps({"messages": HELLO, "tools": [TOOL]}).encode()
+    async with running(opener, configuration, lambda _: text) as (world, _):
+        world_claim = await world.episode()
+        answers = [await asked(world_claim, body)]
+        await world.kill()
+        assert world.tasks is not None
+        await world.start(world.tasks)
+        here = {**world_claim, "base_url": f"{world.base_url}/v1"}
+        answers.append(await asked(here, body))
+    for answer in answers:
+        assert answer.status_code == 200, answer.text
+        message = answer.json()["choices"][0]["message"]
+        assert not message.get("tool_calls")
+        assert message["content"] == text
+
+
+async def dead_letters(world: World, topic: topics.Topic, partition: int) -> list[Record]:
+    place = Place(topic.dlq_name, partition)
+    reader = await world.log.reader({place: 0})
+    try:
+        return await reader.read(timeout_s=0.1, records_max=100)
+    finally:
+        await reader.close()
+
+
+async def write_bad(world: World, topic: topics.Topic, partition: int, *, key: bytes) -> int:
+    emit = Emit(topic=topic.name, partition=partition, key=key, value=NO_UTF_8)
+    if not topic.is_transactional:
+        return await (await world.log.writer()).write(emit)
+    writer = await world.log.transaction_writer("scheduler")
+    end = (await world.log.end_positions([emit.place]))[emit.place]
+    await writer.commit(outputs=[emit], group="scheduler", positions={})
+    await writer.close()
+    return end
+
+
+async def test_bad_records_that_only_the_gateway_reads_are_buried_once_in_a_life(
+    model: Path,
+) -> None:
+    """An admission while it serves; all three while it restores."""
+    opener = log_store()
+    only_here = (topics.ADMITTED_GROUPS, topics.OPENED_EPISODES, topics.DELIVERED_COMPLETIONS)
+    await opener().create_topics(
+        {topics.ADMITTED_GROUPS.dlq_name: 1}
+        | {topic.dlq_name: GROUP_PARTITIONS for topic in only_here[1:]}
+    )
+    async with running(opener, configuration_of(model), yes) as (world, _):
+        offsets = [await write_bad(world, topic, 0, key=b"g-1") for topic in only_here]
+        claim = await world.episode()  # It is admitted behind the bad record.
+        live = [len(await dead_letters(world, topic, 0)) for topic in only_here]
+        await world.stop()
+        assert world.tasks is not None
+        await world.start(world.tasks)
+        here = {**claim, "base_url": f"{world.base_url}/v1"}
+        served = await asked(here, json.dumps({"messages": HELLO}).encode())
+        restored = [await dead_letters(world, topic, 0) for topic in only_here]
+    assert live == [1, 0, 0]
+    assert [len(records) for records in restored] == [2, 1, 1]
+    assert served.status_code == 200
+    for topic, offset, records in zip(only_here, offsets, restored, strict=True):
+        headers = dict(records[-1].headers)
+        assert records[-1].value == NO_UTF_8
+        assert (headers["topic"], headers["offset"]) == (
+            topic.name.encode(),
+            str(offset).encode(),
+        )
+
+
+async def test_a_turn_whose_completion_does_not_decode_is_sampled_again_at_once(
+    model: Path,
+) -> None:
+    async def script(asking: Asked) -> str:
+        if asking.record.attempt == 0:
+            await asyncio.sleep(30)
+        return "yes"
+
+    async with running(log_store(), configuration_of(model), script) as (world, lanes):
+        claim = await world.episode()
+        answering = asyncio.ensure_future(asked(claim, json.dumps({"messages": HELLO}).encode()))
+        await lanes[0].has_seen(1)
+        record = lanes[0].seen[0].record
+        partition = group_partition(record.group_id, partitions=GROUP_PARTITIONS)
+        await write_bad(
+            world, topics.FINISHED_COMPLETIONS, partition, key=record.request_id.encode()
+        )
+        answer = await asyncio.wait_for(answering, timeout=8)
+    assert answer.json()["choices"][0]["message"]["content"] == "yes"
+    assert [one.record.attempt for one in lanes[0].seen] == [0, 1]

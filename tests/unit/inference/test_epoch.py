@@ -1,0 +1,45 @@
+"""The epoch that a lane starts under, whatever stands among its reports."""
+
+from forgemq.bus.log import Emit
+from forgemq.bus.memory import MemoryLog
+from forgemq.contracts import topics
+from forgemq.contracts.weights import ReportedEngine
+from forgemq.inference.epoch import claim_epoch
+
+LANE = 1
+BAD = b"\x81\xaarequest_id\xa4\xff\xff\xff\xff"
+
+
+def report(epoch: int) -> Emit:
+    record = ReportedEngine(
+        lane=LANE,
+        epoch=epoch,
+        url="",
+        is_serving=False,
+        lineage=0,
+        version=0,
+        running=0,
+        queued=0,
+        reported_ms=0,
+    )
+    return written(topics.REPORTED_ENGINES, topics.encode(record))
+
+
+def written(topic: topics.Topic, value: bytes) -> Emit:
+    return Emit(topic=topic.name, partition=LANE, key=b"1", value=value)
+
+
+async def test_records_that_do_not_decode_do_not_keep_a_lane_down() -> None:
+    log = MemoryLog(run="r")
+    await log.create_topics({topics.REPORTED_ENGINES.name: 2, topics.LOADED_WEIGHTS.name: 2})
+    writer = await log.writer()
+    await writer.write_all(
+        [
+            written(topics.REPORTED_ENGINES, BAD),
+            report(4),
+            written(topics.REPORTED_ENGINES, b""),
+            written(topics.LOADED_WEIGHTS, BAD),
+        ]
+    )
+    claim = await claim_epoch(log, writer, lane=LANE, report=report)
+    assert (claim.epoch, claim.position) == (5, 4)

@@ -1,0 +1,85 @@
+"""What the command line refuses before anything starts."""
+
+import io
+import shutil
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from forgemq.launcher.command_line import run_tool
+
+DEMO = Path(__file__).parents[3] / "deploy" / "demo"
+
+
+@pytest.fixture
+def tool(tmp_path):
+    """Runs a command; returns its status and what it printed."""
+
+    def run(*arguments: str) -> tuple[int, str]:
+        console = Console(file=io.StringIO(), width=200)
+        environ = {"FORGEMQ_LAUNCHER_RUNS": str(tmp_path / "runs")}
+        status = run_tool(arguments, environ=environ, console=console)
+        return status, console.file.getvalue()
+
+    return run
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    """A copy of the demo's model, to be spoilt."""
+    return Path(shutil.copytree(DEMO / "model", tmp_path / "model"))
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("episodes.sampling.top_p=0.9", "episodes.sampling.top_p is 0.9"),
+        ("episodes.sampling.temperature=0", "episodes.sampling.temperature is 0"),
+        ("loss.kind=ppo", "loss.kind must be one of cispo, tis, ppo_clip, gspo, icepop"),
+        ("trainer.world_size=2", "trainer.world_size is 2: `forgemq run` starts a trainer of one"),
+        ("queues.0.group_size=1", "group_size (G) must be at least 2"),
+        ('code_paths=["nowhere"]', "nowhere is no folder"),
+        ("model.path=nowhere", "nowhere has no config.json"),
+    ],
+)
+def test_a_run_that_cannot_work_is_refused_by_name_and_leaves_nothing(
+    tool, tmp_path, override, said
+):
+    status, printed = tool("run", str(DEMO / "run.toml"), override)
+    assert status == 2
+    assert said in printed
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda m: (m / "config.json").write_text("{}"), "has model_type ''; supported: llama"),
+        (
+            lambda m: (m / "config.json").write_text('{"model_type": "gpt2"}'),
+            "has model_type 'gpt2'; supported: llama, qwen2, qwen3",
+        ),
+        (lambda m: (m / "config.json").write_text("{"), "config.json: Input data was truncated"),
+        (lambda m: (m / "tokenizer.json").unlink(), "has no tokenizer (tokenizer.json)"),
+        (lambda m: (m / "model.safetensors").unlink(), "has no weights (*.safetensors)"),
+    ],
+)
+def test_a_folder_without_a_model_that_trains_is_refused(tool, model, spoil, said):
+    spoil(model)
+    status, printed = tool("run", str(DEMO / "run.toml"), f"model.path={model}")
+    assert status == 2
+    assert said in printed
+
+
+def test_an_unknown_run_or_setting_is_refused(tool, tmp_path):
+    for command in ("audit", "inspect", "dlq"):
+        status, printed = tool(command, "nobody")
+        assert (status, printed.startswith("forgemq: there is no run 'nobody'")) == (2, True)
+    console = Console(file=io.StringIO(), width=200)
+    assert run_tool(["runs"], environ={"FORGEMQ_LAUNCHER_RUN": "x"}, console=console) == 2
+    assert "FORGEMQ_LAUNCHER_RUN: no such setting" in console.file.getvalue()
+
+
+def test_without_runs_the_list_says_how_to_make_one(tool):
+    assert tool("runs") == (0, "no runs yet: `make demo` makes the first\n")

@@ -1,0 +1,83 @@
+"""The book of groups keeps its totals when it forgets groups."""
+
+import random
+
+import pytest
+
+from forgemq.contracts.messages import Message
+from forgemq.run_view.groups import GroupBook
+from tests.unit.run_view.synthetic import SyntheticRun, configuration
+
+
+@pytest.fixture
+def run() -> SyntheticRun:
+    return SyntheticRun().play(steps=10)
+
+
+def book_of(messages: list[Message], *, groups_kept_max: int) -> GroupBook:
+    book = GroupBook(groups_kept_max=groups_kept_max)
+    for message in messages:
+        book.apply(message)
+    return book
+
+
+def totals(book: GroupBook) -> tuple[object, ...]:
+    (queue,) = configuration().queues
+    return (
+        book.admitted,
+        book.open,
+        dict(book.retired),
+        book.episodes_finished,
+        book.forks,
+        book.versions(),
+        book.evaluations(),
+        book.queue(queue).waiting,
+        book.queue(queue).in_flight,
+    )
+
+
+def test_a_book_of_few_groups_has_the_totals_of_all(run):
+    small = book_of(run.messages, groups_kept_max=4)
+    assert totals(small) == totals(book_of(run.messages, groups_kept_max=1_000))
+    assert [f"g-{i}" for i in range(20) if small.knows(f"g-{i}")] == [
+        "g-16", "g-17", "g-18", "g-19",
+    ]  # fmt: skip
+    assert [row.group_id for row in small.rows(rows_max=9)] == ["g-19", "g-18", "g-17", "g-16"]
+
+
+def test_records_of_a_forgotten_group_that_come_again_change_nothing(run):
+    small = book_of(run.messages, groups_kept_max=4)
+    before = totals(small)
+    for message in run.messages:
+        small.apply(message)
+    assert totals(small) == before
+    assert not small.knows("g-0")
+
+
+def test_an_open_group_is_never_forgotten(run):
+    alone = SyntheticRun()
+    alone.admit("g-99", index=99, version=0)
+    alone.play(steps=10)
+    small = book_of(alone.messages, groups_kept_max=4)
+    assert small.knows("g-99")
+    assert small.open == 1
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_group_whose_retirement_is_read_first_is_still_counted_whole(run, seed):
+    """As on a start from the first record: one topic comes before the other."""
+    topics = sorted({message.topic for message in run.messages})
+    random.Random(seed).shuffle(topics)
+    ordered = sorted(run.messages, key=lambda message: topics.index(message.topic))
+    small = book_of(ordered, groups_kept_max=16)
+    assert totals(small) == totals(book_of(run.messages, groups_kept_max=1_000))
+
+
+def test_groups_that_were_broken_off_are_forgotten_too():
+    run = SyntheticRun()
+    for index in range(20):
+        run.admit(f"g-{index}", index=index, version=0)
+        run.retire(f"g-{index}", reason="expired")
+    small = book_of(run.messages, groups_kept_max=4)
+    assert sum(small.knows(f"g-{index}") for index in range(20)) <= 2 * 4
+    assert small.retired == {"expired": 20}

@@ -1,0 +1,47 @@
+"""Lines that libraries log become events of the service."""
+
+import io
+import json
+import logging
+
+from forgemq.shell.library_logs import library_logs
+from forgemq.telemetry.telemetry import Telemetry
+
+
+def logged_inside(*records: logging.LogRecord) -> list[dict[str, object]]:
+    stream = io.StringIO()
+    with library_logs(Telemetry(service="gateway", stream=stream, clock_ns=lambda: 5_000_000)):
+        for record in records:
+            logging.getLogger(record.name).handle(record)
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def record(level: int, text: str, *arguments: object, error=None) -> logging.LogRecord:
+    exc_info = (type(error), error, None) if error else None
+    return logging.LogRecord("aiokafka.cluster", level, "f", 1, text, arguments, exc_info)
+
+
+def test_a_warning_of_a_library_is_one_event_with_its_logger_and_text():
+    dead = record(logging.WARNING, "Marking the coordinator dead (node %s)", 1)
+    assert logged_inside(dead) == [
+        {
+            "at_ms": 5,
+            "service": "gateway",
+            "event": "library_log",
+            "level": "warning",
+            "logger": "aiokafka.cluster",
+            "text": "Marking the coordinator dead (node 1)",
+        }
+    ]
+
+
+def test_an_error_is_told_with_its_cause_and_information_is_left_out():
+    failed = record(logging.ERROR, "no answer", error=OSError("reset"))
+    events = logged_inside(record(logging.INFO, "connected"), failed)
+    assert [(each["level"], each["error"]) for each in events] == [("error", "OSError: reset")]
+
+
+def test_nothing_is_told_once_the_service_has_ended():
+    before = list(logging.getLogger().handlers)
+    logged_inside()
+    assert logging.getLogger().handlers == before

@@ -1,0 +1,41 @@
+"""What no restart can change ends the trainer as refused settings do, with status 2."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from forgemq.contracts.run import Loss, Model, Queue, RunConfiguration, Trainer
+from forgemq.settings.environment import SettingsError
+from forgemq.trainer.checkpoint import OtherConfigurationError, OtherRunError
+from forgemq.trainer.model import check_supported
+from forgemq.trainer.ranks import Launch, check_world_size
+from forgemq.trainer.training import _loss_of
+
+
+def test_a_model_that_cannot_be_trained_is_refused():
+    with pytest.raises(SettingsError, match="model_type 'gpt2' is not supported"):
+        check_supported(SimpleNamespace(model_type="gpt2"))
+
+
+def test_another_number_of_ranks_is_refused():
+    with pytest.raises(SettingsError, match=r"trainer\.world_size is 2"):
+        check_world_size(Launch(world_size=1), configured=2)
+
+
+@pytest.mark.parametrize("error", [OtherRunError, OtherConfigurationError])
+def test_checkpoints_of_another_run_or_configuration_are_refused(error):
+    assert issubclass(error, SettingsError)
+
+
+@pytest.mark.parametrize("kind", ["no_such_loss", "no.such.module:loss", "json:no_such_function"])
+def test_a_loss_that_leads_nowhere_is_refused_by_name(kind):
+    run = RunConfiguration(
+        run="r",
+        seed=0,
+        model=Model(path="m"),
+        queues=(Queue(domain="d", task_source="m:f", agent="m:g"),),
+        trainer=Trainer(steps=1),
+        loss=Loss(kind=kind),
+    )
+    with pytest.raises(SettingsError, match=rf"loss\.kind {kind}: "):
+        _loss_of(run)

@@ -1,0 +1,214 @@
+"""What a life of the trainer does about the lives before it, and beside it."""
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from forgemq.bus.blobs import BlobStore
+from forgemq.bus.errors import FencedError
+from forgemq.bus.log import Emit, Place
+from forgemq.bus.memory import MemoryLog
+from forgemq.contracts import topics
+from forgemq.contracts.trees import MergedTree
+from forgemq.trainer.checkpoint import OtherConfigurationError
+from forgemq.trainer.folders import FolderInUseError
+from forgemq.trainer.history import LostCheckpointError
+from forgemq.trainer.loop import LostTreeError
+from tests.unit.trainer.bench import Bench, create_topics, memory_bench
+from tests.unit.trainer.scene import (
+    agent_samples,
+    configuration_of,
+    merge,
+    save_base,
+    scheduled_step,
+)
+
+
+def _trees(count: int) -> list[MergedTree]:
+    generator = np.random.default_rng(0)
+    return [merge(agent_samples(generator), f"g-{number}") for number in range(count)]
+
+
+def _tree_emit(tree: MergedTree) -> Emit:
+    (group,) = scheduled_step(0, [tree]).groups
+    return Emit(
+        topic=topics.MERGED_TREES.name,
+        partition=group.partition,
+        key=tree.group_id.encode(),
+        value=topics.encode(tree),
+    )
+
+
+async def test_a_tree_that_comes_late_is_waited_for_and_not_failed(tmp_path: Path) -> None:
+    """Its transaction is written, its markers are not: what a slow broker shows for seconds."""
+    bench = await memory_bench(tmp_path)
+    assert isinstance(bench.log, MemoryLog)
+    trees = _trees(2)
+    await bench.put_trees(trees[:1])
+    merger = await bench.log.transaction_writer("merger-0")
+    committing = await merger._begin([_tree_emit(trees[1])])
+    await bench.put_steps([scheduled_step(0, trees)])
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(bench.train(until=0))
+        await asyncio.sleep(1.0)
+        assert await bench.trained() == []
+        bench.log._store.end(committing, state="committed")
+    (trained,) = await bench.trained()
+    assert trained.group_ids == ("g-0", "g-1")
+    assert trained.failed_group_ids == ()
+
+
+async def test_a_step_trained_again_trains_the_groups_it_was_accounted_with(
+    tmp_path: Path,
+) -> None:
+    """The first life lost a tree that a later one could read."""
+    bench = await memory_bench(tmp_path, checkpoint_every_steps=4)
+    trees = _trees(2)
+    await bench.put_trees(trees[:1])
+    await bench.put_steps([scheduled_step(0, trees)])
+    await bench.train(until=0)
+    await bench.put_trees(trees[1:])
+    await bench.train(until=0, lineage=2)
+    first, second = await bench.trained()
+    assert (second.lineage, second.group_ids) == (2, ("g-0",))
+    assert second.failed_group_ids == ("g-1",)
+    assert second.metrics.loss_tokens == first.metrics.loss_tokens
+    published = await bench.published()
+    assert published[-1].sha256 == published[1].sha256
+
+
+async def test_a_step_that_cannot_be_trained_again_as_it_was_ends_the_trainer(
+    tmp_path: Path,
+) -> None:
+    bench = await memory_bench(tmp_path, checkpoint_every_steps=4)
+    trees = _trees(2)
+    await bench.put_trees(trees)
+    await bench.put_steps([scheduled_step(0, trees)])
+    await bench.train(until=0)
+    places = [Place(topics.MERGED_TREES.name, number) for number in range(2)]
+    await bench.log.trim(await bench.log.end_positions(places))
+    with pytest.raises(ExceptionGroup) as caught:
+        await bench.train(until=0, lineage=2)
+    assert caught.group_contains(LostTreeError, match="step 0 trained group g-0 in lineage 1")
+    assert len(await bench.trained()) == 1
+
+
+async def test_only_a_blob_that_is_gone_fails_its_group(tmp_path: Path) -> None:
+    blobs = BlobStore(str(tmp_path / "tree-blobs"))
+    log = MemoryLog(run="r", blobs=blobs, inline_bytes_max=64)
+    await create_topics(log)
+    configuration = configuration_of(save_base(tmp_path / "base"))
+    bench = Bench(log, log.open, configuration, tmp_path / "trainer")
+    trees = _trees(2)
+    await bench.put_trees(trees[:1])
+    (lost,) = (tmp_path / "tree-blobs").glob("*/*")
+    await bench.put_trees(trees[1:])
+    (away,) = {*(tmp_path / "tree-blobs").glob("*/*")} - {lost}
+    lost.unlink()
+    data = away.read_bytes()
+    away.unlink()
+    away.mkdir()  # Reading it fails, but not because it is not there.
+    await bench.put_steps([scheduled_step(0, trees)])
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(bench.train(until=0))
+        await asyncio.sleep(1.5)
+        away.rmdir()
+        away.write_bytes(data)
+    (trained,) = await bench.trained()
+    assert (trained.group_ids, trained.failed_group_ids) == (("g-1",), ("g-0",))
+
+
+async def test_a_damaged_checkpoint_that_the_log_names_stops_the_trainer_with_a_remedy(
+    tmp_path: Path,
+) -> None:
+    bench = await memory_bench(tmp_path)
+    trees = _trees(4)
+    await bench.put_trees(trees)
+    await bench.put_steps([scheduled_step(k, trees[2 * k : 2 * k + 2]) for k in range(2)])
+    await bench.train(until=1)
+    record = bench.folder / "checkpoints/step-00000001/trainer.json"
+    text = record.read_text()
+    record.write_text(text.replace('"duration_s": ', '"duration_s": 9'))
+    with pytest.raises(ExceptionGroup) as caught:
+        await bench.train(until=1, lineage=2)
+    assert caught.group_contains(
+        LostCheckpointError, match="of step 0: put back a copy of checkpoints/step-00000001"
+    )
+
+
+async def test_two_processes_do_not_train_in_one_folder(tmp_path: Path) -> None:
+    bench = await memory_bench(tmp_path)
+    trees = _trees(2)
+    await bench.put_trees(trees)
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(bench.train(until=0))
+        await bench.has_started()
+        with pytest.raises(ExceptionGroup) as caught:
+            await bench.train(until=0)
+        assert caught.group_contains(FolderInUseError, match="another process holds")
+        await bench.put_steps([scheduled_step(0, trees)])
+    assert [step.lineage for step in await bench.trained()] == [1]
+
+
+async def test_an_older_trainer_writes_no_step_once_a_newer_one_has_started(
+    tmp_path: Path,
+) -> None:
+    """Two machines: each has a folder of its own, so only the log can tell them apart."""
+    older = await memory_bench(tmp_path)
+    newer = replace(older, folder=tmp_path / "other" / "trainer")
+    trees = _trees(2)
+    await older.put_trees(trees)
+    with pytest.raises(ExceptionGroup) as caught:  # noqa: PT012 - both run at once
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(older.train(until=0))
+            await older.has_started()
+            # The newer one has claimed the run and hangs before it publishes anything.
+            await newer.log.transaction_writer("trainer")
+            await older.put_steps([scheduled_step(0, trees)])
+    assert caught.group_contains(FencedError)
+    assert await older.trained() == []
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "line"),
+    [
+        (("optimizer", "lr"), 0.5, "optimizer.lr was 0.01 when this run was trained, and is 0.5"),
+        (("seed",), 8, "seed was 7 when this run was trained, and is 8"),
+    ],
+)
+async def test_another_configuration_is_refused_by_its_first_field(
+    tmp_path: Path, path: tuple[str, ...], value: object, line: str
+) -> None:
+    bench = await memory_bench(tmp_path)
+    trees = _trees(2)
+    await bench.put_trees(trees)
+    await bench.put_steps([scheduled_step(0, trees)])
+    await bench.train(until=0)
+    inner = value
+    if len(path) == 2:
+        part = getattr(bench.configuration, path[0])
+        inner = msgspec.structs.replace(part, **{path[1]: value})
+    changed = msgspec.structs.replace(bench.configuration, **{path[0]: inner})
+    with pytest.raises(ExceptionGroup) as caught:
+        await replace(bench, configuration=changed).train(until=0, lineage=2)
+    assert caught.group_contains(OtherConfigurationError, match=line)
+
+
+async def test_resources_may_change_between_two_lives(tmp_path: Path) -> None:
+    bench = await memory_bench(tmp_path)
+    trees = _trees(4)
+    await bench.put_trees(trees)
+    await bench.put_steps([scheduled_step(k, trees[2 * k : 2 * k + 2]) for k in range(2)])
+    await bench.train(until=0)
+    trainer = msgspec.structs.replace(
+        bench.configuration.trainer, checkpoints_kept=7, memory_budget_bytes=2_000_000_000
+    )
+    changed = msgspec.structs.replace(
+        bench.configuration, trainer=trainer, code_paths=("elsewhere",)
+    )
+    await replace(bench, configuration=changed).train(until=1)
+    assert [step.step for step in await bench.trained()][-1] == 1

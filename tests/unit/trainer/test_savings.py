@@ -1,0 +1,144 @@
+"""What a step says about itself: savings of its trees, and alarms."""
+
+import msgspec
+import numpy as np
+import pytest
+
+from forgemq.contracts.steps import TrainingMetrics
+from forgemq.contracts.trees import MergedTree
+from forgemq.trainer.core.alarms import Alarm, Thresholds, alarms
+from forgemq.trainer.core.flops import flops, savings
+from forgemq.trainer.core.memory import ModelShape
+from forgemq.trainer.core.tree import InvalidTreeError, read_tree
+from tests.unit.trainer.scene import Sample, agent_samples, merge
+
+SHAPE = ModelShape(
+    layers=3,
+    hidden=8,
+    query_size=8,
+    key_size=4,
+    mlp_size=16,
+    vocabulary=32,
+    value_bytes=4,
+    wide_bytes=4,
+)
+TURNS = 3
+QUIET = Thresholds(logprob_gap_mean=0.1, kl_k3=0.2, ratio_p99=3.0, capped_share=0.5)
+METRICS = TrainingMetrics(
+    loss=0.0,
+    grad_norm=1.0,
+    lr=1e-3,
+    loss_tokens=1,
+    tree_tokens=1,
+    request_tokens=1,
+    append_tokens=1,
+    attention_pairs=1,
+    ratio_mean=1.0,
+    ratio_p99=2.0,
+    capped_share=0.1,
+    logprob_gap_mean=0.01,
+    logprob_gap_max=0.3,
+    kl_k3=0.01,
+    entropy=1.0,
+    staleness_max=0,
+    forward_backward_s=0.1,
+)
+
+
+def _by_episode(samples: list[Sample]) -> MergedTree:
+    tree = merge(samples)
+    numbers = np.arange(len(samples), dtype="<i4")
+    return msgspec.structs.replace(
+        tree,
+        sample_episode=(numbers // TURNS).astype("<i4").tobytes(),
+        sample_turn=(numbers % TURNS).astype("<i4").tobytes(),
+    )
+
+
+def _samples(*, is_stripped: bool) -> list[Sample]:
+    return agent_samples(np.random.default_rng(0), turns=TURNS, is_stripped=is_stripped)
+
+
+def test_branch_loss_is_one_where_histories_only_grow_and_above_where_they_are_rewritten() -> None:
+    growing = read_tree(_by_episode(_samples(is_stripped=False)))
+    assert savings(SHAPE, [growing]).branch_loss == 1.0
+    stripped = read_tree(_by_episode(_samples(is_stripped=True)))
+    parents = stripped.parent_N.tolist()
+    leaves = np.frombuffer(merge(_samples(is_stripped=True)).sample_leaf, "<i4")
+    trunk = set()
+    for leaf in leaves[TURNS - 1 :: TURNS].tolist():
+        token = leaf
+        while token >= 0:
+            trunk.add(token)
+            token = parents[token]
+    expected = stripped.token_count / len(trunk)
+    assert expected > 1.1
+    assert savings(SHAPE, [stripped]).branch_loss == pytest.approx(expected)
+
+
+def test_the_flop_ratio_counts_every_request_alone_against_the_tree() -> None:
+    samples = _samples(is_stripped=False)
+    forest = read_tree(_by_episode(samples))
+    lengths = [len(sample.tokens) for sample in samples]
+    alone = flops(
+        SHAPE,
+        tokens=sum(lengths),
+        pairs=sum(n * (n + 1) // 2 for n in lengths),
+        rows=forest.entry_count,
+    )
+    sources = {
+        (int(forest.parent_N[token]), temperature)
+        for token, temperature in zip(forest.entry_token_E, forest.entry_temperature_E, strict=True)
+    }
+    tree = flops(
+        SHAPE,
+        tokens=forest.token_count,
+        pairs=sum(int(position) + 1 for position in forest.position_N),
+        rows=len(sources),
+    )
+    assert savings(SHAPE, [forest]).flop_ratio == pytest.approx(alone.total / tree.total)
+    assert savings(SHAPE, [forest]).flop_ratio > 2
+
+
+def test_the_formula_by_hand() -> None:
+    found = flops(SHAPE, tokens=10, pairs=55, rows=4)
+    assert found.weights == 6 * 3 * (2 * 8 * (8 + 4) + 3 * 8 * 16) * 10
+    assert found.attention == 14 * 3 * 8 * 55
+    assert found.head == 8 * 8 * 32 * 4
+    assert found.total == found.weights + found.attention + found.head
+
+
+def test_a_step_of_no_groups_saves_nothing() -> None:
+    nothing = savings(SHAPE, [])
+    assert (nothing.flop_ratio, nothing.branch_loss) == (1.0, 1.0)
+
+
+def test_a_tree_whose_samples_do_not_match_its_leaves_is_refused() -> None:
+    tree = merge(_samples(is_stripped=False))
+    short = msgspec.structs.replace(tree, sample_leaf=tree.sample_leaf[:-4])
+    with pytest.raises(InvalidTreeError, match="sample_leaf: 8 values for 9 samples"):
+        read_tree(short)
+
+
+@pytest.mark.parametrize(
+    ("metric", "value", "threshold"),
+    [
+        ("logprob_gap_mean", 0.11, 0.1),
+        ("kl_k3", 0.21, 0.2),
+        ("ratio_p99", 3.1, 3.0),
+        ("capped_share", 0.51, 0.5),
+    ],
+)
+def test_each_metric_alarms_above_its_threshold_and_not_at_it(
+    metric: str, value: float, threshold: float
+) -> None:
+    above = msgspec.structs.replace(METRICS, **{metric: value})
+    assert alarms(above, QUIET) == (Alarm(metric, value, threshold),)
+    at = msgspec.structs.replace(METRICS, **{metric: threshold})
+    assert alarms(at, QUIET) == ()
+
+
+def test_a_threshold_of_zero_never_alarms() -> None:
+    off = Thresholds(logprob_gap_mean=0, kl_k3=0, ratio_p99=0, capped_share=0)
+    wild = msgspec.structs.replace(METRICS, ratio_p99=1e9, kl_k3=1e9, logprob_gap_mean=1e9)
+    assert alarms(wild, off) == ()
