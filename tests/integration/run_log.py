@@ -86,32 +86,44 @@ class Accounts:
         assert samples == wanted, (samples - wanted, wanted - samples)
 
 
-def accounts(bootstrap: str, *, run: str, blobs: str) -> Accounts:
-    """Read a run that stands; it has one queue, one lane and GROUP_PARTITIONS."""
+def accounts(
+    bootstrap: str, *, run: str, blobs: str, bad: frozenset[tuple[Place, int]] = frozenset()
+) -> Accounts:
+    """Read a run that stands; it has one queue, one lane and GROUP_PARTITIONS.
+
+    Args:
+        bootstrap: Of the broker.
+        run: Its id.
+        blobs: Address of its blob store.
+        bad: Place and offset of the records that are none; every other one must decode.
+    """
 
     async def read() -> Accounts:
         log = KafkaLog(KafkaConnection(bootstrap=bootstrap), run=run, blobs=BlobStore(blobs))
+
+        async def every(topic: topics.Topic, kind: type[Struct]) -> list[Struct]:
+            count = topics.partition_count(
+                topic, group_partitions=GROUP_PARTITIONS, lanes=1, queues=1
+            )
+            records = await records_of(log, topic.name, partitions=count)
+            good = [record for record in records if (record.place, record.offset) not in bad]
+            decoded = [topics.decode(topic, record.value) for record in good]
+            return [record for record in decoded if isinstance(record, kind)]
+
         try:
             return Accounts(
-                admitted=await _all(log, topics.ADMITTED_GROUPS, AdmittedGroup),
-                scored=await _all(log, topics.SCORED_GROUPS, ScoredGroup),
-                merged=await _all(log, topics.MERGED_GROUPS, MergedGroup),
-                trees=await _all(log, topics.MERGED_TREES, MergedTree),
-                scheduled=await _all(log, topics.SCHEDULED_STEPS, ScheduledStep),
-                trained=await _all(log, topics.TRAINED_STEPS, TrainedStep),
-                retired=await _all(log, topics.RETIRED_GROUPS, RetiredGroup),
+                admitted=await every(topics.ADMITTED_GROUPS, AdmittedGroup),
+                scored=await every(topics.SCORED_GROUPS, ScoredGroup),
+                merged=await every(topics.MERGED_GROUPS, MergedGroup),
+                trees=await every(topics.MERGED_TREES, MergedTree),
+                scheduled=await every(topics.SCHEDULED_STEPS, ScheduledStep),
+                trained=await every(topics.TRAINED_STEPS, TrainedStep),
+                retired=await every(topics.RETIRED_GROUPS, RetiredGroup),
             )
         finally:
             await log.close()
 
     return asyncio.run(read())
-
-
-async def _all(log: KafkaLog, topic: topics.Topic, kind: type[Struct]) -> list[Struct]:
-    count = topics.partition_count(topic, group_partitions=GROUP_PARTITIONS, lanes=1, queues=1)
-    records = await records_of(log, topic.name, partitions=count)
-    decoded = [topics.decode(topic, record.value) for record in records]
-    return [record for record in decoded if isinstance(record, kind)]
 
 
 async def records_of(log: KafkaLog, name: str, *, partitions: int) -> list[Record]:

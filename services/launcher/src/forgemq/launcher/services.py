@@ -63,20 +63,14 @@ def service_specs(
     shared = _shared_environ(environ, run=configuration.run, kafka=addresses.kafka)
 
     def spec(
-        service: str,
-        own: Mapping[str, str],
-        *,
-        stop_stage: int,
-        lane: int | None = None,
-        ranks: int = 1,
+        service: str, own: Mapping[str, str], *, stop_stage: int, lane: int = -1, ranks: int = 1
     ) -> ServiceSpec:
-        name = service if lane is None else f"{service}-{lane}"
+        module, *arguments = _command(service, ranks=ranks)
+        name = service if lane < 0 else f"{service}-{lane}"
         return ServiceSpec(
             name=name,
-            module=f"forgemq.{service}" if ranks == 1 else TORCHRUN,
-            arguments=()
-            if ranks == 1
-            else ("--standalone", f"--nproc-per-node={ranks}", "-m", f"forgemq.{service}"),
+            module=module,
+            arguments=tuple(arguments),
             environ={**_without_others(shared, service), **own},
             log_path=folder / "logs" / f"{name}.log",
             stop_stage=stop_stage,
@@ -96,10 +90,8 @@ def service_specs(
         "FORGEMQ_GATEWAY_PORT": str(addresses.gateway_port),
         "FORGEMQ_GATEWAY_ADMIN_KEY": addresses.admin_key,
     }
-    trainer = {
-        "FORGEMQ_TRAINER_FOLDER": str(folder / "checkpoints"),
-        **dict.fromkeys(THREADS_VARIABLES, str(configuration.trainer.threads)),
-    }
+    threads = dict.fromkeys(THREADS_VARIABLES, str(configuration.trainer.threads))
+    trainer = {"FORGEMQ_TRAINER_FOLDER": str(folder / "checkpoints"), **threads}
     console = {
         "FORGEMQ_CONSOLE_HOST": addresses.host,
         "FORGEMQ_CONSOLE_PORT": str(addresses.console_port),
@@ -128,6 +120,14 @@ def _without_others(environ: Mapping[str, str], service: str) -> dict[str, str]:
     if service == "agents":
         hidden += ("FORGEMQ_KAFKA", "FORGEMQ_BLOBS")
     return {name: value for name, value in environ.items() if not name.startswith(hidden)}
+
+
+def _command(service: str, *, ranks: int) -> tuple[str, ...]:
+    """Module and arguments: of the service, or of torchrun for one of several ranks."""
+    module = f"forgemq.{service}"
+    if ranks == 1:
+        return (module,)
+    return (TORCHRUN, "--standalone", f"--nproc-per-node={ranks}", "-m", module)
 
 
 def _shared_environ(environ: Mapping[str, str], *, run: str, kafka: str) -> dict[str, str]:

@@ -27,7 +27,7 @@ from forgemq.trainer.core.loss import LossFunction, UserLoss, loss_function
 from forgemq.trainer.core.memory import plan_step
 from forgemq.trainer.core.metrics import entry_metrics, group_totals, training_metrics
 from forgemq.trainer.core.optimizer import Updater, learning_rate
-from forgemq.trainer.core.rounds import forward_backward_rounds
+from forgemq.trainer.core.rounds import forward_backward_rounds, values_bytes, values_of
 from forgemq.trainer.core.routes import check_routes, token_routes
 from forgemq.trainer.core.step import EntryValues, forward_backward, group_weights, merged
 from forgemq.trainer.core.tree import Forest, InvalidTreeError, read_tree
@@ -254,8 +254,8 @@ class Training:
             loss=self._loss,
             head_chunk=trainer.head_chunk_tokens,
         )
-        everyones = ranks.collected(own.to_bytes())
-        return merged([EntryValues.of_bytes(part) for part in everyones]) if everyones else own
+        everyones = ranks.collected(values_bytes(own))
+        return merged([values_of(part) for part in everyones]) if everyones else own
 
     def _check_fits(self, forest: Forest) -> None:
         policy = self._loaded.policy

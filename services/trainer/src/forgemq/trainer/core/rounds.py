@@ -1,5 +1,6 @@
 """One optimizer step's forward and backward on one of several ranks: all rounds, in order."""
 
+import struct
 from collections.abc import Sequence
 
 import numpy as np
@@ -19,6 +20,30 @@ from forgemq.trainer.core.step import (
     merged,
 )
 from forgemq.trainer.core.tree import Forest, read_tree
+
+_ENTRY_ARRAYS = ("logprob_E", "behaviour_E", "loss_E", "is_limited_E", "entropy_E", "version_E")
+"""Of `EntryValues`, in the order of its form between ranks."""
+
+
+def values_bytes(values: EntryValues) -> bytes:
+    """What a rank saw, for rank 0: between processes of one version of this package."""
+    arrays = [getattr(values, name) for name in _ENTRY_ARRAYS]
+    columns = np.stack([array.astype(np.float64) for array in arrays])
+    return struct.pack("<d", values.loss) + columns.tobytes()
+
+
+def values_of(data: bytes) -> EntryValues:
+    """What `values_bytes` wrote."""
+    columns = np.frombuffer(data, np.float64, offset=8).reshape(len(_ENTRY_ARRAYS), -1)
+    return EntryValues(
+        logprob_E=columns[0],
+        behaviour_E=columns[1],
+        loss_E=columns[2],
+        is_limited_E=columns[3].astype(np.bool_),
+        entropy_E=columns[4],
+        version_E=columns[5].astype(np.int64),
+        loss=struct.unpack_from("<d", data)[0],
+    )
 
 
 def forward_backward_rounds(

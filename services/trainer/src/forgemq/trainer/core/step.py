@@ -9,7 +9,6 @@ carried from later blocks to earlier ones.
 Design: prefix_tree.md, recommendations; architecture.md section 4, Denominator.
 """
 
-import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -87,30 +86,6 @@ class EntryValues:
     entropy_E: Floats
     version_E: Integers
     loss: float
-
-    def to_bytes(self) -> bytes:
-        """For rank 0, between processes of one version of this package."""
-        arrays = [getattr(self, name) for name in _ENTRY_ARRAYS]
-        columns = np.stack([array.astype(np.float64) for array in arrays])
-        return struct.pack("<d", self.loss) + columns.tobytes()
-
-    @classmethod
-    def of_bytes(cls, data: bytes) -> "EntryValues":
-        """What `to_bytes` wrote."""
-        columns = np.frombuffer(data, np.float64, offset=8).reshape(len(_ENTRY_ARRAYS), -1)
-        return cls(
-            logprob_E=columns[0],
-            behaviour_E=columns[1],
-            loss_E=columns[2],
-            is_limited_E=columns[3].astype(np.bool_),
-            entropy_E=columns[4],
-            version_E=columns[5].astype(np.int64),
-            loss=struct.unpack_from("<d", data)[0],
-        )
-
-
-_ENTRY_ARRAYS = ("logprob_E", "behaviour_E", "loss_E", "is_limited_E", "entropy_E", "version_E")
-"""Of `EntryValues`, in the order of its wire form."""
 
 
 def group_weights(
