@@ -18,7 +18,7 @@ def logged_inside(*records: logging.LogRecord) -> list[dict[str, object]]:
 
 def record(level: int, text: str, *arguments: object, error=None) -> logging.LogRecord:
     exc_info = (type(error), error, None) if error else None
-    return logging.LogRecord("aiokafka.cluster", level, "f", 1, text, arguments, exc_info)
+    return logging.LogRecord("a_library.cluster", level, "f", 1, text, arguments, exc_info)
 
 
 def test_a_warning_of_a_library_is_one_event_with_its_logger_and_text():
@@ -29,7 +29,7 @@ def test_a_warning_of_a_library_is_one_event_with_its_logger_and_text():
             "service": "gateway",
             "event": "library_log",
             "level": "warning",
-            "logger": "aiokafka.cluster",
+            "logger": "a_library.cluster",
             "text": "Marking the coordinator dead (node 1)",
         }
     ]

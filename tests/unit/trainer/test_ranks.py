@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -19,6 +20,8 @@ from forgemq.trainer.ranks import Ranks
 from forgemq.trainer.sharding import sharded
 from tests.unit.trainer.rank_scene import WORLD, on_ranks
 from tests.unit.trainer.scene import adversarial_samples, agent_samples, make_model, merge
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 CHUNK = 8
 

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -20,6 +21,8 @@ from tests.unit.trainer.scene import (
     save_base,
     scheduled_step,
 )
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 STEPS = 2
 
