@@ -1,6 +1,5 @@
 """The broker of a test session: FORGEMQ_KAFKA, testcontainers, or the local broker from wheels."""
 
-import importlib.util
 import itertools
 import os
 import secrets
@@ -13,6 +12,8 @@ from forgemq.bus.blobs import BlobStore
 from forgemq.bus.broker import LocalBroker
 from forgemq.bus.broker.jars import jars_folder
 from forgemq.bus.kafka import KafkaConnection, KafkaLog
+
+pytest_plugins = ["tests.engine_fixture"]
 
 KAFKA_IMAGE = "confluentinc/cp-kafka:7.9.0"  # testcontainers needs this vendor's scripts.
 _DOCKER_PROBE_S = 2
@@ -53,16 +54,8 @@ CONDITIONS: dict[str, tuple[Callable[[], bool], str]] = {
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Load the fixtures of the engine, which is another owner's file."""
+    """Count what this machine makes it skip."""
     config.stash[_SKIPPED] = {}
-    path = Path(__file__).parent / "engine_fixture.py"
-    if path.is_file():
-        spec = importlib.util.spec_from_file_location("engine_fixture", path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        config.pluginmanager.register(module, "engine_fixture")
 
 
 def pytest_report_header(config: pytest.Config) -> str:

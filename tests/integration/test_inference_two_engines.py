@@ -19,6 +19,7 @@ from tests.lane_scene import LaneScene, create_topics
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 CONTEXT = [10, 20, 30]
+LOST = range(1, 7)
 
 
 async def test_an_engines_death_stops_its_lane_alone_and_a_restarted_one_rejoins_on_new_weights(
@@ -49,7 +50,9 @@ async def test_an_engines_death_stops_its_lane_alone_and_a_restarted_one_rejoins
             await first.publish(trained, version=1)
             for scene in (first, second):
                 assert [record.version for record in await scene.loaded(count=2)] == [0, 1]
-            await second.request(1, CONTEXT, max_tokens=900, temperature=10.0)
+            # Any one of them may sample its end before the kill; all of them do not.
+            for number in LOST:
+                await second.request(number, CONTEXT, max_tokens=900, temperature=10.0)
             await second.until_running()
             group = server.pid
             assert group is not None
@@ -57,17 +60,19 @@ async def test_an_engines_death_stops_its_lane_alone_and_a_restarted_one_rejoins
             killed_s = time.monotonic()
             await second.report(is_serving=False, timeout_s=30)
             assert time.monotonic() - killed_s < 10
-            (lost,) = await second.finished(count=1)
-            assert (lost.finish_reason, lost.error.split(":")[0]) == ("error", "engine")
-            await first.request(2, CONTEXT, max_tokens=4)
-            _, served = await first.finished(count=2)
+            records = await second.finished(count=len(LOST))
+            outcomes = {(record.finish_reason, record.error.split(":")[0]) for record in records}
+            assert ("error", "engine") in outcomes
+            assert outcomes <= {("error", "engine"), ("stop", "")}
+            await first.request(98, CONTEXT, max_tokens=4)
+            *_, served = await first.finished(count=len(LOST) + 1)
             assert (served.lane, served.error, served.spans[0].version) == (0, "", 1)
             server.start()
             groups = {group, server.pid}
             report = await second.report(is_serving=True, timeout_s=600)
             assert (report.epoch, report.version) == (1, 1)
-            await second.request(3, CONTEXT, max_tokens=4)
-            *_, rejoined = await second.finished(count=3)
+            await second.request(99, CONTEXT, max_tokens=4)
+            *_, rejoined = await second.finished(count=len(LOST) + 2)
             assert (rejoined.lane, rejoined.error, rejoined.spans[0].version) == (1, "", 1)
     assert not [process.pid for process in psutil.process_iter() if _group(process) in groups]
 
