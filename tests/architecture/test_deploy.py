@@ -1,5 +1,7 @@
 """Images, manifests and the Tiltfile agree with the packages they deploy."""
 
+import base64
+import functools
 import importlib
 import re
 import shutil
@@ -8,16 +10,33 @@ import tomllib
 from pathlib import Path
 
 import kubernetes_validate
-import msgspec
 import pytest
 import starlark
 import yaml
 from fsspec.core import split_protocol
+from rich.console import Console
+
+from forgemq.agents.app import read_configuration
+from forgemq.launcher.command_line import run_tool
+from forgemq.settings.environment import parse
+from forgemq.sglang_cpu.options import EngineOptions, command_line, environment
+from forgemq.shell.service import ServiceSettings
 
 ROOT = Path(__file__).parents[2]
 SERVICES = sorted(path.name for path in (ROOT / "services").iterdir() if path.is_dir())
+BASE = ROOT / "deploy/kubernetes/base"
 OVERLAYS = sorted((ROOT / "deploy/kubernetes/overlays").iterdir())
 KUBERNETES_VERSION = "1.34"
+FIELDS = {"metadata.labels['apps.kubernetes.io/pod-index']": "0", "status.podIP": "10.0.0.7"}
+TILT = (
+    "docker_build",
+    "k8s_yaml",
+    "k8s_resource",
+    "local",
+    "local_resource",
+    "kustomize",
+    "watch_file",
+)
 
 
 def own_dependencies(folder: Path) -> set[str]:
@@ -55,6 +74,7 @@ def test_the_image_starts_the_service(service: str):
         assert (ROOT / f"services/{service}/src/forgemq/{service}/__main__.py").exists()
 
 
+@functools.cache
 def manifests(overlay: Path) -> list[dict]:
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl is not installed")
@@ -62,6 +82,58 @@ def manifests(overlay: Path) -> list[dict]:
         ["kubectl", "kustomize", str(overlay)], capture_output=True, text=True, check=True
     )
     return list(yaml.safe_load_all(rendered.stdout))
+
+
+def pods(overlay: Path) -> dict[str, dict]:
+    """Pod specification of every workload and job, by its name."""
+    return {
+        manifest["metadata"]["name"]: manifest["spec"]["template"]["spec"]
+        for manifest in manifests(overlay)
+        if manifest["kind"] in {"Deployment", "StatefulSet", "Job"}
+    }
+
+
+def config_map(overlay: Path, name: str) -> dict[str, str]:
+    (found,) = (
+        manifest["data"]
+        for manifest in manifests(overlay)
+        if manifest["kind"] == "ConfigMap" and manifest["metadata"]["name"] == name
+    )
+    return found
+
+
+def secret(overlay: Path, name: str) -> dict[str, str]:
+    (found,) = (
+        manifest["data"]
+        for manifest in manifests(overlay)
+        if manifest["kind"] == "Secret" and manifest["metadata"]["name"] == name
+    )
+    return {key: base64.b64decode(value).decode() for key, value in found.items()}
+
+
+def environ(overlay: Path, container: dict) -> dict[str, str]:
+    """The container's variables, those from maps and secrets included."""
+    found: dict[str, str] = {}
+    for source in container.get("envFrom", ()):
+        if "configMapRef" in source:
+            found |= config_map(overlay, source["configMapRef"]["name"])
+    for variable in container.get("env", ()):
+        source = variable.get("valueFrom", {})
+        if "secretKeyRef" in source:
+            reference = source["secretKeyRef"]
+            value = secret(overlay, reference["name"])[reference["key"]]
+        elif "configMapKeyRef" in source:
+            reference = source["configMapKeyRef"]
+            value = config_map(overlay, reference["name"])[reference["key"]]
+        elif "fieldRef" in source:
+            value = FIELDS[source["fieldRef"]["fieldPath"]]
+        else:
+            value = variable["value"]
+        # Kubernetes puts in the variables that stand before this one.
+        for name, known in found.items():
+            value = value.replace(f"$({name})", known)
+        found[variable["name"]] = value
+    return found
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
@@ -82,23 +154,128 @@ def test_every_service_is_one_workload(overlay: Path):
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
-def test_every_setting_in_a_manifest_is_a_field_of_the_service(overlay: Path):
-    for manifest in manifests(overlay):
-        if manifest["kind"] not in {"Deployment", "StatefulSet"}:
-            continue
-        service = manifest["metadata"]["name"]
-        containers = manifest["spec"]["template"]["spec"]["containers"]
-        prefix = f"FORGEMQ_{service.upper()}_"
-        names = {
-            variable["name"].removeprefix(prefix).lower()
-            for container in containers
-            for variable in container.get("env", ())
-            if variable["name"].startswith(prefix)
+def test_every_service_accepts_the_settings_of_its_manifest(overlay: Path):
+    for service in sorted(set(SERVICES) - {"launcher"}):
+        (container,) = (c for c in pods(overlay)[service]["containers"] if c["name"] == service)
+        given = environ(overlay, container)
+        module = importlib.import_module(f"forgemq.{service}.settings")
+        settings = getattr(module, f"{service.title()}Settings")
+        parse(settings, prefix=f"FORGEMQ_{service.upper()}_", environ=given)
+        shared = parse(ServiceSettings, prefix="FORGEMQ_SERVICE_", environ=given)
+        grace_s = pods(overlay)[service]["terminationGracePeriodSeconds"]
+        assert shared.stop_grace_s < grace_s, f"{service} would be killed while it stops"
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
+def test_what_creates_the_run_and_what_joins_it_mean_the_same_run(overlay: Path, tmp_path: Path):
+    """The command of each launcher container is run, on the files that its pod would see."""
+    (creating,) = pods(overlay)["create-run"]["containers"]
+    (resolving,) = pods(overlay)["agents"]["initContainers"]
+    file = tmp_path / "run.toml"
+    file.write_text(config_map(overlay, "forgemq-run-file")["run.toml"])
+    made = []
+    for number, container in enumerate((creating, resolving)):
+        given = environ(overlay, container)
+        _, path, run, *_ = container["args"]
+        assert path == "/run/forgemq/run.toml"
+        to = tmp_path / f"{number}.json"
+        arguments = ["resolve", str(file), run.replace("$(FORGEMQ_RUN)", given["FORGEMQ_RUN"])]
+        assert run_tool([*arguments, "--to", str(to)], environ={}, console=Console()) == 0
+        made.append(read_configuration(str(to)))
+    assert made[0] == made[1]
+    assert made[0].run == config_map(overlay, "forgemq-run")["FORGEMQ_RUN"]
+    (lanes,) = (
+        manifest["spec"]["replicas"]
+        for manifest in manifests(overlay)
+        if manifest["kind"] == "StatefulSet" and manifest["metadata"]["name"] == "inference"
+    )
+    assert lanes == made[0].log.lanes
+    mounts = {mount["mountPath"] for mount in creating["volumeMounts"]}
+    assert {made[0].model.path, *made[0].code_paths} <= mounts, "create looks at them"
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
+def test_a_pod_runs_as_nobody_special_and_its_volumes_are_writable(overlay: Path):
+    for name, pod in pods(overlay).items():
+        assert pod["securityContext"]["fsGroup"] > 0, name
+        assert pod["automountServiceAccountToken"] is False, name
+        volumes = {volume["name"] for volume in pod.get("volumes", ())}
+        for container in (*pod.get("initContainers", ()), *pod["containers"]):
+            mounted = {mount["mountPath"] for mount in container.get("volumeMounts", ())}
+            if container["image"].removeprefix("forgemq-") in SERVICES:
+                rules = container["securityContext"]
+                assert rules["runAsNonRoot"], name
+                assert rules["readOnlyRootFilesystem"], name
+                assert "/tmp" in mounted, f"{name}: nothing else is writable"
+            used = {mount["name"] for mount in container.get("volumeMounts", ())}
+            assert used - {"checkpoints", "data"} <= volumes, name
+            assert container["resources"]["requests"], name
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
+def test_who_reads_the_log_reaches_the_blobs_and_agents_reach_neither(overlay: Path):
+    """A record's value may lie in the blob store; every reader and writer needs it."""
+    path = split_protocol(config_map(overlay, "forgemq-run")["FORGEMQ_BLOBS"])[1]
+    for service in sorted(set(SERVICES) - {"launcher"}):
+        (container,) = (c for c in pods(overlay)[service]["containers"] if c["name"] == service)
+        writable = {
+            mount["mountPath"]
+            for mount in container["volumeMounts"]
+            if not mount.get("readOnly", False)
         }
-        if names:
-            module = importlib.import_module(f"forgemq.{service}.settings")
-            settings = getattr(module, f"{service.title()}Settings")
-            assert names <= {field.name for field in msgspec.structs.fields(settings)}, service
+        given = environ(overlay, container)
+        if service == "agents":
+            assert path not in writable
+            assert not [name for name in given if name.startswith("FORGEMQ_KAFKA")]
+        else:
+            assert path in writable, service
+            assert given["FORGEMQ_KAFKA"]
+            sources = [each["secretRef"] for each in container["envFrom"] if "secretRef" in each]
+            assert sources == [{"name": "forgemq-kafka", "optional": True}], service
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
+def test_what_listens_is_probed_and_every_selector_finds_pods(overlay: Path):
+    for name, pod in pods(overlay).items():
+        for container in pod["containers"]:
+            if container.get("ports"):
+                assert {"readinessProbe", "livenessProbe"} <= container.keys(), name
+    labels = [
+        manifest["spec"]["template"]["metadata"]["labels"]
+        for manifest in manifests(overlay)
+        if manifest["kind"] in {"Deployment", "StatefulSet"}
+    ]
+    services = {m["metadata"]["name"]: m for m in manifests(overlay) if m["kind"] == "Service"}
+    budgets = [m for m in manifests(overlay) if m["kind"] == "PodDisruptionBudget"]
+    selectors = [service["spec"]["selector"] for service in services.values()]
+    selectors += [budget["spec"]["selector"]["matchLabels"] for budget in budgets]
+    assert budgets
+    for selector in selectors:
+        assert [each for each in labels if selector.items() <= each.items()], selector
+    for manifest in manifests(overlay):
+        if manifest["kind"] == "StatefulSet":
+            governing = services[manifest["spec"]["serviceName"]]["spec"]
+            assert governing["clusterIP"] == "None", "stable names need a headless service"
+
+
+@pytest.mark.parametrize("overlay", [BASE, *OVERLAYS], ids=lambda path: path.name)
+def test_the_engine_is_started_as_the_launcher_would(overlay: Path):
+    (engine,) = (c for c in pods(overlay)["inference"]["containers"] if c["name"] == "engine")
+    has_gpu = "nvidia.com/gpu" in engine["resources"].get("limits", {})
+    options = EngineOptions(has_gpu=has_gpu)
+    given = set(engine["args"])
+    _, _, _, *arguments = command_line(options, model_path="/model", host="0.0.0.0", port=30000)
+    wanted, rest = set(), list(arguments)
+    while rest:
+        flag = rest.pop(0)
+        has_value = rest and not rest[0].startswith("--")
+        wanted.add(f"{flag}={rest.pop(0)}" if has_value else flag)
+    # An engine with a GPU of its own need not make room for others.
+    assert given | {"--sleep-on-idle"} == wanted | {"--sleep-on-idle"}
+    variables = {each["name"]: each["value"] for each in engine["env"]}
+    expected = environment(options, {}, pid=1)
+    ours = expected.keys() - {"FORGEMQ_ENGINE_PARENT", "CUDA_VISIBLE_DEVICES"}
+    assert variables == {name: expected[name] for name in ours}
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
@@ -137,13 +314,15 @@ def test_published_weights_lie_where_trainer_inference_and_engine_mount_the_same
         if manifest["kind"] == "PersistentVolumeClaim"
         and manifest["metadata"]["name"] == claims["trainer"]
     )
-    assert volume["spec"]["accessModes"] == ["ReadWriteMany"]
+    # The storage of a local cluster gives a claim to one node, and all pods are on it.
+    mode = "ReadWriteOnce" if overlay.name == "local" else "ReadWriteMany"
+    assert volume["spec"]["accessModes"] == [mode]
 
 
 def test_the_tiltfile_builds_every_service_and_applies_the_local_overlay():
     calls: list[tuple[str, tuple, dict]] = []
     module = starlark.Module()
-    for name in ("docker_build", "k8s_yaml", "k8s_resource", "local_resource", "kustomize"):
+    for name in TILT:
 
         def record(*args, _name=name, **kwargs):
             calls.append((_name, args, kwargs))
@@ -156,8 +335,22 @@ def test_the_tiltfile_builds_every_service_and_applies_the_local_overlay():
     syntax = starlark.parse("Tiltfile", (ROOT / "Tiltfile").read_text(), dialect=dialect)
     starlark.eval(module, syntax, starlark.Globals.standard())
     images = {args[0] for name, args, _ in calls if name == "docker_build"}
-    assert images == {f"forgemq-{service}" for service in SERVICES}
+    assert images >= {f"forgemq-{service}" for service in SERVICES}
     for _, _, options in (call for call in calls if call[0] == "docker_build"):
-        assert (ROOT / options["dockerfile"]).exists()
-    overlay = next(args[0] for name, args, _ in calls if name == "kustomize")
-    assert (ROOT / overlay / "kustomization.yaml").exists()
+        dockerfile = ROOT / options["dockerfile"]
+        for line in dockerfile.read_text().splitlines():
+            if line.startswith("COPY") and "--from" not in line:
+                for source in line.split()[1:-1]:
+                    assert (ROOT / source).exists(), line
+                    assert any(source.startswith(each) for each in options["only"]), line
+    overlay = ROOT / next(args[0] for name, args, _ in calls if name == "kustomize")
+    used = {
+        container["image"]
+        for pod in pods(overlay).values()
+        for container in (*pod.get("initContainers", ()), *pod["containers"])
+    }
+    assert {image for image in used if image.startswith("forgemq-")} == images
+    resources = {args[0] for name, args, _ in calls if name == "k8s_resource"}
+    assert resources == set(pods(overlay))
+    waited_for = {d for _, _, options in calls for d in options.get("resource_deps", ())}
+    assert waited_for <= resources

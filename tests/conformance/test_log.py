@@ -13,6 +13,7 @@ from forgemq.bus.log import Emit, Log, Place
 from tests.conformance.records import (
     A0,
     A1,
+    B0,
     B1,
     emit,
     numbered,
@@ -139,6 +140,32 @@ class TestPositions:
         await write(log, numbered(A0, 6))
         await log.trim({A0: 6})
         assert await log.first_positions([A0]) == await log.end_positions([A0]) == {A0: 6}
+
+    async def test_a_reader_that_trimming_overtakes_goes_on_where_it_seeks(self, log: Log) -> None:
+        reader = await log.reader({A0: 0, A1: 0})
+        await write(log, [*numbered(A0, 6), *numbered(A1, 2)])
+        assert len(await read_records(reader, 8)) == 8
+        await log.trim({A0: 4})
+        reader.seek(A0, 1)
+        with pytest.raises(OutOfRangeError, match=r"a/0: position 1 is outside 4\.\.6"):
+            await reader.read(timeout_s=5.0, records_max=1)
+        assert (reader.position(A0), reader.position(A1)) == (1, 2)
+        reader.seek(A0, 4)
+        assert await read_values(reader, 2) == [b"4", b"5"]
+
+    async def test_writers_go_on_when_all_they_wrote_is_trimmed(self, log: Log) -> None:
+        writer, transactions = await log.writer(), await log.transaction_writer("t")
+        for number in range(3):
+            await writer.write(emit(A0, b"%d" % number))
+            await transactions.commit(outputs=[emit(B0, b"%d" % number)], group="g", positions={})
+            ends = await log.end_positions([A0, B0])
+            await log.trim(ends)
+            assert await log.first_positions([A0, B0]) == ends
+        await writer.write(emit(A0, b"last"))
+        await transactions.commit(outputs=[emit(B0, b"last")], group="g", positions={A0: 3})
+        reader = await log.reader(ends)
+        assert sorted(await read_values(reader, 2)) == [b"last", b"last"]
+        assert await log.committed(group="g", places=[A0]) == {A0: 3}
 
     async def test_trim_above_the_end_is_refused(self, log: Log) -> None:
         with pytest.raises(OutOfRangeError):

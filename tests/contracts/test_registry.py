@@ -46,6 +46,20 @@ def test_topics_of_one_group_are_partitioned_alike():
     assert topics.partition_count(topics.STARTED_RUNS, **counts) == 1
 
 
+# Its own writer's derived notes: nothing of a run depends on them, so a bad one is passed over.
+WITHOUT_DEAD_LETTERS = {topics.AUDITED_GROUPS.name}
+
+
+@pytest.mark.parametrize("topic", topics.OF_RUN, ids=lambda topic: topic.name)
+def test_one_reader_of_each_topic_buries_its_bad_records(topic: topics.Topic):
+    """Two would write two dead letters of one record; none would lose it."""
+    is_exempt = topic.record is JournalledBatch or topic.name in WITHOUT_DEAD_LETTERS
+    assert topic.has_dlq != is_exempt
+    if topic.has_dlq:
+        assert topic.dead_letters_by in topic.consumers
+        assert topics.BY_DLQ_NAME[topic.dlq_name] is topic
+
+
 # The shell handles journals and finds the run's record for every service; none names them itself.
 JOURNALS = {topic.name for topic in topics.ALL if topic.record is JournalledBatch}
 BY_THE_SHELL = JOURNALS | {topics.STARTED_RUNS.name}

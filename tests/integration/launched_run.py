@@ -80,6 +80,16 @@ class LaunchedRun:
 
         return self._waited(found, within_s=within_s, what=f"it says {pattern!r}")
 
+    def logged(self, run_id: str, service: str, pattern: str, *, within_s: float) -> re.Match[str]:
+        """Wait for a match in a service's log, over all its lives; a dot matches line ends."""
+        log = self.runs / run_id / "logs" / f"{service}.log"
+
+        def found() -> re.Match[str] | None:
+            text = log.read_text(errors="replace") if log.exists() else ""
+            return re.search(pattern, text, flags=re.DOTALL)
+
+        return self._waited(found, within_s=within_s, what=f"{service} logs {pattern!r}")
+
     def ended(self, *, within_s: float) -> int:
         """Wait for the launcher's exit status."""
         self._waited(
@@ -99,6 +109,16 @@ class LaunchedRun:
             return next((p.pid for p in self._descendants() if _is_service(p, service)), None)
 
         return self._waited(found, within_s=within_s, what=f"{service} is up")
+
+    def rank_pids(self, *, count: int, within_s: float) -> Sequence[int]:
+        """Process ids of the trainer's ranks, by rank, once all of them are up."""
+
+        def found() -> Sequence[int] | None:
+            ranks = {_rank_of(process): process.pid for process in self._descendants()}
+            ranks.pop(-1, None)
+            return [ranks[rank] for rank in sorted(ranks)] if len(ranks) == count else None
+
+        return self._waited(found, within_s=within_s, what=f"{count} ranks are up")
 
     def blobs(self, run_id: str) -> Path:
         """The run's blob store."""
@@ -167,6 +187,14 @@ def _is_service(process: psutil.Process, service: str) -> bool:
         return process.cmdline()[-1:] == [f"forgemq.{service}"]
     except psutil.NoSuchProcess:
         return False
+
+
+def _rank_of(process: psutil.Process) -> int:
+    """As torchrun numbered it; -1 where it is no rank of the trainer."""
+    try:
+        return int(process.environ().get("RANK", -1)) if _is_service(process, "trainer") else -1
+    except psutil.NoSuchProcess:
+        return -1
 
 
 def _is_alive(process: psutil.Process) -> bool:

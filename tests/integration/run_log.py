@@ -12,6 +12,7 @@ from forgemq.bus.blobs import BlobStore
 from forgemq.bus.kafka import KafkaConnection, KafkaLog
 from forgemq.bus.log import Place, Record
 from forgemq.contracts import topics
+from forgemq.contracts.audit import AuditedGroup
 from forgemq.contracts.groups import AdmittedGroup, MergedGroup, RetiredGroup, ScoredGroup
 from forgemq.contracts.steps import ScheduledStep, TrainedStep
 from forgemq.contracts.trees import MergedTree
@@ -34,6 +35,14 @@ class Accounts:
     scheduled: Sequence[ScheduledStep]
     trained: Sequence[TrainedStep]
     retired: Sequence[RetiredGroup]
+    audited: Sequence[AuditedGroup]
+
+    def sample_ids(self) -> dict[str, tuple[str, ...]]:
+        """Samples in the tree of each group; of a trimmed one as its audit found them."""
+        found = {
+            group.group_id: facts.completion_ids for group in self.audited for facts in group.trees
+        }
+        return found | {tree.group_id: tree.sample_ids for tree in self.trees}
 
     def surviving_steps(self) -> dict[int, TrainedStep]:
         """Steps in the final weights: of each number the one of the newest lineage."""
@@ -53,7 +62,8 @@ class Accounts:
         assert set(admitted.values()) == {1}, [g for g, n in admitted.items() if n > 1]
         retired = Counter(group.group_id for group in self.retired)
         assert retired == admitted, (retired - admitted, admitted - retired)
-        for name, records in (("scored", self.scored), ("merged", self.merged)):
+        once = (("scored", self.scored), ("merged", self.merged), ("audited", self.audited))
+        for name, records in once:
             twice = [g for g, n in Counter(r.group_id for r in records).items() if n > 1]
             assert not twice, f"{name} twice: {twice}"
 
@@ -73,9 +83,9 @@ class Accounts:
 
         samples = Counter(
             sample
-            for tree in self.trees
-            if tree.group_id in trained_in
-            for sample in tree.sample_ids
+            for group_id, samples in self.sample_ids().items()
+            if group_id in trained_in
+            for sample in samples
         )
         wanted = Counter(
             completion.completion_id
@@ -119,6 +129,7 @@ def accounts(
                 scheduled=await every(topics.SCHEDULED_STEPS, ScheduledStep),
                 trained=await every(topics.TRAINED_STEPS, TrainedStep),
                 retired=await every(topics.RETIRED_GROUPS, RetiredGroup),
+                audited=await every(topics.AUDITED_GROUPS, AuditedGroup),
             )
         finally:
             await log.close()
@@ -139,3 +150,24 @@ async def records_of(log: KafkaLog, name: str, *, partitions: int) -> list[Recor
     finally:
         await reader.close()
     return found
+
+
+def first_offsets(bootstrap: str, *, run: str) -> dict[Place, int]:
+    """Where each partition of each topic that is trimmed begins."""
+    places = [
+        Place(topic.name, number)
+        for topic in topics.OF_RUN
+        if topic.needed_by
+        for number in range(
+            topics.partition_count(topic, group_partitions=GROUP_PARTITIONS, lanes=1, queues=1)
+        )
+    ]
+
+    async def read() -> dict[Place, int]:
+        log = KafkaLog(KafkaConnection(bootstrap=bootstrap), run=run)
+        try:
+            return await log.first_positions(places)
+        finally:
+            await log.close()
+
+    return asyncio.run(read())

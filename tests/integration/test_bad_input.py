@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from forgemq.bus.kafka import KafkaConnection, KafkaLog
-from forgemq.bus.log import Emit, Place, Record
+from forgemq.bus.log import Emit, Headers, Place, Record
 from forgemq.contracts import topics
 from forgemq.contracts.groups import AdmittedGroup
 from forgemq.contracts.partitions import group_partition
@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(600
 STEPS = 6
 TORN = b"\xc1 torn"
 BROKEN_RULE = msgspec.msgpack.encode({"group_id": "g-1", "domain": "dialogue", "purpose": "sleep"})
+REQUEST_ID = "0" * 32
 
 
 @dataclass(frozen=True)
@@ -35,19 +36,62 @@ class BadRecord:
     offset: int
 
 
+def torn_episode(group_id: str) -> Emit:
+    """Read by gateway, reward (twice), console and launcher; its key names the group."""
+    return bad_emit(topics.FINISHED_EPISODES, group_id, key=f"{group_id}.0.0", value=TORN)
+
+
+def broken_score(group_id: str) -> Emit:
+    """It can be read but breaks a rule; its bytes name another group than its key."""
+    return bad_emit(topics.SCORED_GROUPS, group_id, key=group_id, value=BROKEN_RULE)
+
+
+def torn_completion(group_id: str) -> Emit:
+    """Its key is a request id: a header names the group, as the inference service writes it."""
+    header = ("group", group_id.encode())
+    return bad_emit(
+        topics.FINISHED_COMPLETIONS, group_id, key=REQUEST_ID, value=TORN, headers=(header,)
+    )
+
+
+def completion_of_no_tokens(group_id: str) -> Emit:
+    """Arrays that do not fit together would end every reader that unpacks them."""
+    record = {
+        "request_id": REQUEST_ID,
+        "attempt": 0,
+        "episode_id": f"{group_id}.0.0",
+        "group_id": group_id,
+        "lane": 0,
+        "epoch": 1,
+        "finish_reason": "stop",
+        "turn": {"sequence": 0, "protocol": "chat_completions", "body_digest": "d"},
+        "context": b"abc",
+        "output": b"\x01\x00\x00\x00",
+    }
+    value = msgspec.msgpack.encode(record)
+    return bad_emit(topics.FINISHED_COMPLETIONS, group_id, key=REQUEST_ID, value=value)
+
+
+def bad_emit(
+    topic: topics.Topic, group_id: str, *, key: str, value: bytes, headers: Headers = ()
+) -> Emit:
+    partition = group_partition(group_id, partitions=GROUP_PARTITIONS)
+    return Emit(
+        topic=topic.name, partition=partition, key=key.encode(), value=value, headers=headers
+    )
+
+
+SPOILERS = (torn_episode, broken_score, torn_completion, completion_of_no_tokens)
+
+
 async def spoil_groups(kafka: str, run_id: str) -> list[BadRecord]:
-    """A bad record about each of the next two groups that get a slot, while they are played."""
+    """A bad record about each of the next groups that get a slot, while they are played."""
     log = KafkaLog(KafkaConnection(bootstrap=kafka), run=run_id)
     try:
         writer = await log.writer()
         spoiled = []
-        async for group_id in _next_admitted(log, count=2):
-            partition = group_partition(group_id, partitions=GROUP_PARTITIONS)
-            if spoiled:
-                topic, key, value = topics.SCORED_GROUPS, group_id, BROKEN_RULE
-            else:
-                topic, key, value = topics.FINISHED_EPISODES, f"{group_id}.0.0", TORN
-            emit = Emit(topic=topic.name, partition=partition, key=key.encode(), value=value)
+        async for group_id in _next_admitted(log, count=len(SPOILERS)):
+            emit = SPOILERS[len(spoiled)](group_id)
             spoiled.append(BadRecord(group_id, emit, await writer.write(emit)))
         return spoiled
     finally:
@@ -87,6 +131,11 @@ async def dead_letters(kafka: str, run_id: str) -> list[Record]:
         await log.close()
 
 
+def offset_of(letter: Record) -> int:
+    """Where the bad record stood."""
+    return int(dict(letter.headers)["offset"])
+
+
 def test_bad_records_become_dead_letters_and_cost_their_groups_only(
     kafka_bootstrap, new_run_id, tmp_path
 ):
@@ -104,18 +153,17 @@ def test_bad_records_become_dead_letters_and_cost_their_groups_only(
             run.close()
 
     assert "restarting" not in run.output()
-    letters = {letter.key: letter for letter in asyncio.run(dead_letters(kafka_bootstrap, run_id))}
-    assert set(letters) == {bad.emit.key for bad in spoiled}
+    letters = asyncio.run(dead_letters(kafka_bootstrap, run_id))
+    assert len(letters) == len(spoiled), "one dead letter for each bad record"
+    by_place = {(letter.topic, letter.partition, offset_of(letter)): letter for letter in letters}
     for bad in spoiled:
-        letter = letters[bad.emit.key]
+        letter = by_place[f"{bad.emit.topic}-dlq", bad.emit.partition, bad.offset]
         headers = dict(letter.headers)
-        assert (letter.topic, letter.value) == (f"{bad.emit.topic}-dlq", bad.emit.value)
+        assert (letter.key, letter.value) == (bad.emit.key, bad.emit.value)
         assert headers["reason"].startswith(b"does not decode: ")
         assert headers["topic"] == bad.emit.topic.encode()
-        assert (int(headers["partition"]), int(headers["offset"])) == (
-            bad.emit.partition,
-            bad.offset,
-        )
+        assert headers["partition"] == str(bad.emit.partition).encode()
+        assert headers["group"] == bad.group_id.encode()
 
     log = accounts(
         kafka_bootstrap,
@@ -141,6 +189,34 @@ def test_bad_records_become_dead_letters_and_cost_their_groups_only(
     assert shown.returncode == 1
     assert "finished-episodes-v1" in shown.stdout
     assert "scored-groups-v1" in shown.stdout
+    assert "finished-completions-v1" in shown.stdout
+
+
+def test_a_run_whose_agent_always_fails_ends_and_says_why(kafka_bootstrap, new_run_id, tmp_path):
+    """Three times the four slots fail, one after the other, and none is ever trained."""
+    run_id = new_run_id()
+    with stand_in_engine(latency_s=0.1, tokens=4) as engine_url:
+        environ = {"FORGEMQ_KAFKA": kafka_bootstrap, "FORGEMQ_ENGINE_URL": engine_url}
+        run = LaunchedRun(tmp_path, environ)
+        try:
+            overrides = ("queues.0.agent=dialogue:play_badly", "evaluation.tasks=0")
+            run.start(DIALOGUE, f"run={run_id}", *overrides)
+            assert run.ended(within_s=180) == 1
+            assert run.left_behind() == []
+        finally:
+            run.close()
+    assert "Traceback" not in run.output()
+    assert "restarting" not in run.output()
+    [said] = [line for line in run.output().splitlines() if "failed in a row" in line]
+    assert re.search(
+        r"\d+ groups of dialogue failed in a row, the limit is 12 "
+        r"\(FORGEMQ_LAUNCHER_GROUPS_FAILED_MAX\); the newest, g-\w+, failed: "
+        r"0 of 4 episodes scored, 2 are needed; g-\w+\.0\.\d: ValueError: out of words$",
+        said,
+    )
+    log = accounts(kafka_bootstrap, run=run_id, blobs=str(run.blobs(run_id)))
+    assert {group.reason for group in log.retired} == {"failed"}
+    assert not log.trained
 
 
 @pytest.fixture

@@ -4,19 +4,30 @@ import os
 import re
 import signal
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
+from forgemq.contracts.topics import CANCELLED_COMPLETIONS, REPORTED_ENGINES
 from tests.integration.launched_run import DIALOGUE, LaunchedRun
-from tests.integration.run_log import accounts
+from tests.integration.run_log import accounts, first_offsets
 from tests.integration.stand_in import stand_in_engine
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
 
 SERVICES = ("trainer", "scheduler", "merger", "reward", "inference", "gateway", "agents")
 STEPS_BETWEEN_KILLS = 2
+
+READERS = ("merger", "reward", "gateway", "console", "trainer", "scheduler")
+ALL_THE_TIME = {
+    "FORGEMQ_SCHEDULER_TRIM_EVERY_S": "0.5",
+    "FORGEMQ_TRANSFORM_SNAPSHOT_EVERY_S": "1",
+    "FORGEMQ_GATEWAY_MARK_EVERY_S": "0.5",
+    "FORGEMQ_REWARD_COMMIT_EVERY_S": "0.5",
+    "FORGEMQ_CONSOLE_AUDIT_EVERY_S": "0.5",
+}
 
 
 def kill_one_after_another(run: LaunchedRun, services: Sequence[str]) -> None:
@@ -33,13 +44,21 @@ def deaths(story: str) -> Counter[str]:
 
 
 def play_with_kills(
-    services: Sequence[str], *, run_id: str, folder: Path, kafka: str, engine_url: str
+    services: Sequence[str],
+    *,
+    run_id: str,
+    folder: Path,
+    kafka: str,
+    engine_url: str,
+    overrides: Sequence[str] = (),
+    environ: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[LaunchedRun, int]:
     """A run in which each of the services dies once, and no other; returns its exit status."""
-    run = LaunchedRun(folder, {"FORGEMQ_KAFKA": kafka, "FORGEMQ_ENGINE_URL": engine_url})
+    where = {"FORGEMQ_KAFKA": kafka, "FORGEMQ_ENGINE_URL": engine_url}
+    run = LaunchedRun(folder, {**where, **environ})
     steps = STEPS_BETWEEN_KILLS * len(services)
     try:
-        run.start(DIALOGUE, f"run={run_id}", f"trainer.steps={steps}")
+        run.start(DIALOGUE, f"run={run_id}", f"trainer.steps={steps}", *overrides)
         kill_one_after_another(run, services)
         status = run.ended(within_s=300)
         assert run.left_behind() == []
@@ -61,7 +80,9 @@ def test_a_run_survives_one_kill_of_every_service(kafka_bootstrap, new_run_id, t
             folder=tmp_path,
             kafka=kafka_bootstrap,
             engine_url=engine_url,
+            overrides=["log.keep_for_replay=true"],
         )
+    assert set(first_offsets(kafka_bootstrap, run=run_id).values()) == {0}
     report = run.report(run_id)
     held = {guarantee for guarantee, holds in report["guarantees"].items() if holds}
     # The stand-in's log-probabilities are noise: G5 fails, and with it the exit status.
@@ -69,6 +90,34 @@ def test_a_run_survives_one_kill_of_every_service(kafka_bootstrap, new_run_id, t
     assert status == 1
     assert report["groups_open"] == 0
     assert report["staleness_max"] <= report["staleness_bound"] == 2
+
+
+def test_a_run_that_is_trimmed_all_the_time_survives_one_kill_of_every_service(
+    kafka_bootstrap, new_run_id, tmp_path
+):
+    run_id = new_run_id()
+    with stand_in_engine(latency_s=0.2, tokens=16) as engine_url:
+        run, _ = play_with_kills(
+            READERS,
+            run_id=run_id,
+            folder=tmp_path,
+            kafka=kafka_bootstrap,
+            engine_url=engine_url,
+            environ=ALL_THE_TIME,
+        )
+    first = first_offsets(kafka_bootstrap, run=run_id)
+    untouched = {place.topic for place, offset in first.items() if offset == 0}
+    # Fewer heartbeats were written than are kept, and hardly a request was cancelled.
+    assert untouched <= {REPORTED_ENGINES.name, CANCELLED_COMPLETIONS.name}, first
+    report = run.report(run_id)
+    held = {guarantee for guarantee, holds in report["guarantees"].items() if holds}
+    assert held == {"G1", "G2", "G3", "G4"}, report["guarantees_checked"]
+    log = accounts(kafka_bootstrap, run=run_id, blobs=str(run.blobs(run_id)))
+    trained = {each for step in log.surviving_steps().values() for each in step.group_ids}
+    samples = sum(len(group.completions) for group in log.scored if group.group_id in trained)
+    assert (report["samples"], report["groups_open"]) == (samples, 0)
+    assert len(log.trees) < len(trained)
+    assert report["completions"] >= samples
 
 
 def test_a_run_on_the_real_engine_survives_kills_with_every_guarantee(

@@ -90,5 +90,5 @@ def test_a_taken_port_and_a_missing_model_are_refused_in_one_line(
     port = int(base_engine_url.rsplit(":", 1)[1])
     with pytest.raises(EngineServerError, match=rf"port {port} of"):
         EngineServer(str(engine_model), tmp_path, port=port).start()
-    with pytest.raises(EngineServerError, match=rf"port {port} of"):
+    with pytest.raises(EngineServerError, match=rf"no model at {tmp_path}: config.json is missing"):
         EngineServer(str(tmp_path), tmp_path, port=free_port()).start()

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -168,6 +169,33 @@ async def test_killed_and_started_again_a_service_writes_every_output_exactly_on
             assert await third.ended() == 0
     assert third.events()[-1]["event"] == "ended"
     assert "Traceback" not in third.path.read_text(encoding="utf-8")
+
+
+async def test_a_collector_that_never_answers_neither_slows_nor_holds_a_service(
+    kafka_log: KafkaLog, run: dict, tmp_path: Path
+):
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel connects, nobody reads
+        environ = {
+            **run,
+            "FORGEMQ_TELEMETRY_EXPORTER": "otlp",
+            "FORGEMQ_TELEMETRY_ENDPOINT": f"http://127.0.0.1:{silent.getsockname()[1]}",
+            "FORGEMQ_TELEMETRY_EXPORT_EVERY_S": "0.5",
+        }
+        process = Process(tmp_path / "lines", **environ)
+        with killed_at_the_end(process):
+            await process.until("assigned")
+            began_s = time.monotonic()
+            for start in range(0, 3000, 500):  # more spans than the exporter keeps
+                await score(kafka_log, range(start, start + 500))
+            assert await until_merged(kafka_log, 3000) == expected(3000)
+            assert time.monotonic() - began_s < 10
+            process.process.send_signal(signal.SIGTERM)
+            stopping_s = time.monotonic()
+            assert await process.ended() == 0
+            assert time.monotonic() - stopping_s < 8  # 3 of them for what is left to send
+    assert process.events()[-1]["event"] == "ended"
+    library = [line for line in process.events() if line["event"] == "library_log"]
+    assert len(library) <= 3, library
 
 
 async def test_a_broken_service_says_why_in_one_line_and_exits_with_1(run: dict, tmp_path: Path):

@@ -27,17 +27,20 @@ from tests.unit.trainer.scene import (
 )
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+ALONE = ("forgemq.trainer",)
+TWO_RANKS = ("forgemq.trainer.torchrun", "2")
 
 
-async def _start(bench: Bench, bootstrap: str, *arguments: str) -> asyncio.subprocess.Process:
+async def _start(
+    bench: Bench, bootstrap: str, *module: str, device: str = "cpu"
+) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         sys.executable,
-        *arguments,
         "-m",
-        "forgemq.trainer",
+        *module,
         env={
             **os.environ,
+            "FORGEMQ_TRAINER_DEVICE": device,
             "FORGEMQ_RUN": bench.configuration.run,
             "FORGEMQ_KAFKA": bootstrap,
             "FORGEMQ_TRAINER_FOLDER": str(bench.folder),
@@ -50,7 +53,7 @@ async def _start(bench: Bench, bootstrap: str, *arguments: str) -> asyncio.subpr
 
 async def _life(bench: Bench, bootstrap: str, *, until: int) -> None:
     """One life of both ranks: until this step is trained and published, then SIGTERM."""
-    process = await _start(bench, bootstrap, *TORCHRUN)
+    process = await _start(bench, bootstrap, *TWO_RANKS)
     output = asyncio.create_task(process.communicate())
     while until + 1 not in [weights.version for weights in await bench.published()]:
         if output.done():
@@ -60,6 +63,7 @@ async def _life(bench: Bench, bootstrap: str, *, until: int) -> None:
     text = (await asyncio.wait_for(output, 60))[0].decode()
     assert '"following"' in text, text
     assert text.count('"ended"') == 1, text
+    assert process.returncode == 0, text
 
 
 @pytest.fixture
@@ -110,22 +114,31 @@ async def test_two_ranks_train_what_one_does_and_continue_after_a_restart(
     assert [(step.step, step.lineage) for step in trained] == [(0, 1), (1, 1), (2, 2)]
 
     (tmp_path / "alone").mkdir()
-    alone = await memory_bench(tmp_path / "alone")
-    await alone.put_trees(trees)
-    await alone.put_steps(steps)
-    await alone.train(until=2)
-    for two, one in zip(trained, await alone.trained(), strict=True):
+    one_rank = await memory_bench(tmp_path / "alone")
+    await one_rank.put_trees(trees)
+    await one_rank.put_steps(steps)
+    await one_rank.train(until=2)
+    for two, one in zip(trained, await one_rank.trained(), strict=True):
         assert two.metrics.loss == pytest.approx(one.metrics.loss, rel=1e-3)
         assert two.metrics.grad_norm == pytest.approx(one.metrics.grad_norm, rel=1e-3)
         assert two.metrics.loss_tokens == one.metrics.loss_tokens
     found = load_file(Path((await bench.published())[-1].uri) / "model.safetensors")
-    wanted = load_file(Path((await alone.published())[-1].uri) / "model.safetensors")
+    wanted = load_file(Path((await one_rank.published())[-1].uri) / "model.safetensors")
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert (found[name] - tensor).norm() <= 1e-3 * tensor.norm()
 
-    refused = await _start(bench, kafka_bootstrap)
-    text = (await asyncio.wait_for(refused.communicate(), 60))[0].decode()
-    assert refused.returncode == 2
-    assert "trainer.world_size is 2" in text
-    assert "WORLD_SIZE=1" in text
+    alone, one_gpu = await asyncio.gather(
+        _refusal(await _start(bench, kafka_bootstrap, *ALONE)),
+        _refusal(await _start(bench, kafka_bootstrap, *TWO_RANKS, device="cuda:0")),
+    )
+    assert "trainer.world_size is 2" in alone
+    assert "WORLD_SIZE=1" in alone
+    assert "FORGEMQ_TRAINER_DEVICE=cuda:0 gives 2 ranks one GPU" in one_gpu
+
+
+async def _refusal(process: asyncio.subprocess.Process) -> str:
+    """What a trainer says that ends with the status of refused settings."""
+    text = (await asyncio.wait_for(process.communicate(), 60))[0].decode()
+    assert process.returncode == 2, text
+    return text

@@ -38,7 +38,7 @@ def case_digest(case: CoreCase, *, is_restored: bool = False) -> str:
     core: Core = case.make_core()
     state, emits = hashlib.blake2b(digest_size=16), list[Emit]()
     for number, record in enumerate(records(case)):
-        batch = Batch(core, on_bad_record=case.on_bad_record)
+        batch = Batch(core, service=case.name)
         batch.record(record)
         emits += batch.emits
         if number % SNAPSHOT_EVERY == 0:

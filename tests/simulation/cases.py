@@ -23,7 +23,6 @@ from forgemq.contracts.run import Log, Model, Queue, Rewards, RunConfiguration, 
 from forgemq.contracts.steps import ScheduledStep, TrainedStep, TrainingMetrics
 from forgemq.contracts.weights import LoadedWeights, ReportedEngine
 from forgemq.merger.core.merger import Merger
-from forgemq.reward.bad_records import FailedGroups
 from forgemq.reward.core import RewardCore
 from forgemq.scheduler.core import SchedulerCore
 from forgemq.shell.records import emit_of
@@ -94,7 +93,7 @@ def counting() -> CoreCase:
             )
         )
     return CoreCase(
-        name="counting",
+        name="merger",
         journal=topics.MERGER_JOURNAL,
         make_core=CountingCore,
         script=tuple(script),
@@ -120,7 +119,6 @@ def reward() -> CoreCase:
         journal=topics.REWARD_JOURNAL,
         make_core=lambda: RewardCore(partition=0, rewards=Rewards()),
         script=shuffled_keeping_order([episodes, grades, ends], seed=3),
-        on_bad_record=FailedGroups(CONFIGURATION),
     )
 
 

@@ -16,7 +16,6 @@ from forgemq.bus.log import Emit, Log, Place, Reader, Record
 from forgemq.bus.memory import MemoryLog, MemoryTransactionWriter
 from forgemq.contracts import topics
 from forgemq.contracts.messages import Core
-from forgemq.shell.batch import BadRecordHook
 from forgemq.shell.task import TaskPlan, TransformTask
 from forgemq.shell.transform_settings import TransformSettings
 from forgemq.telemetry import Telemetry
@@ -46,7 +45,6 @@ class CoreCase:
     topics_made: Mapping[str, int] = field(
         default_factory=lambda: {topic.name: 1 for topic in topics.OF_RUN}
     )
-    on_bad_record: BadRecordHook | None = None
     settings: TransformSettings = SETTINGS
 
     @property
@@ -62,9 +60,7 @@ class CoreCase:
             inputs=self.inputs,
             tick_s=0.0,
             logic_version=1,
-            keeps_journal=False,
             settings=self.settings,
-            on_bad_record=self.on_bad_record,
         )
 
 

@@ -4,14 +4,15 @@ import random
 
 import msgspec
 
-from forgemq.bus.log import Emit
+from forgemq.bus.log import Emit, Record
 from forgemq.contracts import topics
+from forgemq.contracts.dead_letters import DeadLetter
 from forgemq.contracts.groups import AdmittedGroup
 from forgemq.contracts.messages import Output
 from forgemq.contracts.run import Log, Model, Queue, RunConfiguration, Trainer
-from forgemq.reward.bad_records import FailedGroups
 from forgemq.reward.core import RewardCore
 from forgemq.scheduler.core import SchedulerCore
+from forgemq.shell.dead_letters import dead_letter
 from forgemq.shell.records import emit_of
 from tests.simulation.harness import CoreCase
 from tests.unit.reward.records import finished_episode, graded_episode
@@ -41,6 +42,29 @@ class Recorder(Scene):
         self.script.append(emit_of(output))
         return super().feed(record)
 
+    def bury(self, group_id: str) -> None:
+        """A dead letter about this group."""
+        topic = topics.GRADED_EPISODES
+        bad = Record(
+            topic=topic.name,
+            partition=0,
+            offset=len(self.script),
+            timestamp_ms=0,
+            key=f"{group_id}.0.0".encode(),
+            value=TORN,
+        )
+        emit = dead_letter(bad, "does not decode")
+        self.script.append(emit)
+        super().feed(
+            DeadLetter(
+                topic=topic.name,
+                partition=0,
+                offset=bad.offset,
+                reason="does not decode",
+                group=group_id,
+            )
+        )
+
 
 def scheduler() -> CoreCase:
     """Five steps of two groups, with groups that fail, records again, and torn ones."""
@@ -65,6 +89,8 @@ def scheduler() -> CoreCase:
             recorder.script.append(
                 Emit(topic=topics.MERGED_GROUPS.name, partition=0, key=b"?", value=TORN)
             )
+        if rng.random() < 0.1:
+            recorder.bury(rng.choice(recorder.admitted).group_id)
         if rng.random() < 0.2:
             recorder.script.append(rng.choice(recorder.script))
     recorder.merge(100, not_trainable="evaluated", purpose="eval")
@@ -106,7 +132,6 @@ def reward() -> CoreCase:
         journal=topics.REWARD_JOURNAL,
         make_core=lambda: RewardCore(partition=0, rewards=CONFIGURATION.rewards),
         script=tuple(records),
-        on_bad_record=FailedGroups(CONFIGURATION),
     )
 
 

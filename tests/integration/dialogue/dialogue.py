@@ -36,6 +36,12 @@ async def play(episode: Episode) -> None:
     episode.result = {"turns": TURNS}
 
 
+async def play_badly(episode: Episode) -> None:
+    """An agent with a bug: it never gets to a result."""
+    await episode.chat([{"role": "user", "content": "Say something."}])
+    raise ValueError("out of words")
+
+
 def outcome(episode: GradingEpisode) -> float:
     """0 or 1 by lot, the same for the same words."""
     return float(_digest([completion.text for completion in episode.completions])[0] % 2)

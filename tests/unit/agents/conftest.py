@@ -88,7 +88,7 @@ class MemoryGateway:
 
     async def get_group(self, request: web.Request) -> web.Response:
         group = self.groups[request.match_info["id"]]
-        before = group.state
+        before = request.query.get("state", group.state)
         for _ in range(int(20 * float(request.query["wait_s"]))):
             self._admit()
             if group.state != before or group.state == "retired":

@@ -13,6 +13,7 @@ from forgemq.agents.episode import Episode
 from forgemq.agents.errors import AgentFailedError
 from forgemq.agents.gateway import Claim, Gateway
 from forgemq.agents.requests import JsonRequests, Retry
+from forgemq.telemetry import Telemetry
 
 CLAIM = Claim(
     episode_id="g.0.0",
@@ -26,6 +27,8 @@ CLAIM = Claim(
     task={"word": "hello"},
 )
 
+SILENT = Telemetry(service="agents")
+
 
 @pytest.fixture
 async def episode():
@@ -33,7 +36,7 @@ async def episode():
         requests = JsonRequests(http, retry=Retry())
         gateway = Gateway(requests, url="http://127.0.0.1:9", admin_key="secret")
         environ = {"PATH": os.environ["PATH"], "FORGEMQ_AGENTS_ADMIN_KEY": "secret", "HOME": "/h"}
-        yield Episode(CLAIM, gateway=gateway, requests=requests, environ=environ)
+        yield Episode(CLAIM, gateway=gateway, requests=requests, environ=environ, telemetry=SILENT)
 
 
 def python(program: str, *arguments: str, timeout_s: float = 20):

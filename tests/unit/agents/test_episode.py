@@ -13,9 +13,12 @@ from forgemq.agents.errors import ContextFullError, EpisodeOverError, GatewayErr
 from forgemq.agents.gateway import Claim, Gateway, GroupRequest
 from forgemq.agents.requests import JsonRequests, Retry
 from forgemq.agents.tool_loop import Append, Stop, answer_calls, run_tool_loop
+from forgemq.telemetry import Telemetry
 
 ENVIRON = {"A": "b", "FORGEMQ_AGENTS_ADMIN_KEY": "secret", "FORGEMQ_KAFKA": "broker:9092"}
 ASKED = [{"role": "user", "content": "hello"}]
+
+SILENT = Telemetry(service="agents")
 
 
 @pytest.fixture
@@ -40,7 +43,7 @@ async def opened(memory_gateway, http):
     )
     claim = await gateway.claim(group.group_id)
     assert claim is not None
-    episode = Episode(claim, gateway=gateway, requests=requests, environ=ENVIRON)
+    episode = Episode(claim, gateway=gateway, requests=requests, environ=ENVIRON, telemetry=SILENT)
     return server, episode, waits
 
 

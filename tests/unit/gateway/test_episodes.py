@@ -54,17 +54,6 @@ async def test_a_group_is_requested_once_per_key_and_waits_for_its_slot(model: P
     assert [record.task for record in records] == [b'{"b":1,"a":[2]}']
 
 
-async def test_a_gateway_that_ends_answers_who_waits_for_a_group_at_once(model: Path) -> None:
-    async with running(log_store(), configuration_of(model), yes) as (world, _):
-        group = (await world.admin("POST", "/v1/groups", GROUP)).json()["group_id"]
-        waiting = asyncio.ensure_future(world.admin("GET", f"/v1/groups/{group}?wait_s=20"))
-        await asyncio.sleep(0.2)
-        async with asyncio.timeout(3):
-            await world.stop()
-            answer = await waiting
-    assert (answer.status_code, answer.json()["state"]) == (200, "requested")
-
-
 async def test_too_many_waiting_groups_are_429_and_nothing_is_written(model: Path) -> None:
     async with running(log_store(), configuration_of(model), yes) as (world, _):
         answers = [
@@ -130,7 +119,9 @@ async def test_train_groups_are_410_after_the_last_step_and_eval_groups_are_not(
     )
     async with running(log_store(), configuration_of(model), yes) as (world, _):
         await world.write(topics.TRAINED_STEPS, 0, last)
-        await asyncio.sleep(0.1)
+        async with asyncio.timeout(10):
+            while not (await world.admin("GET", "/v1/run")).json()["training_ended"]:
+                await asyncio.sleep(0.02)
         train = await world.admin("POST", "/v1/groups", GROUP)
         evaluation = await world.admin("POST", "/v1/groups", {**GROUP, "purpose": "eval"})
         run = (await world.admin("GET", "/v1/run")).json()
@@ -255,16 +246,16 @@ async def test_a_lapsed_lease_opens_the_next_attempt_and_the_last_one_fails(mode
 
 async def test_heartbeats_and_waiting_requests_keep_a_lease(model: Path) -> None:
     async def slowly(asked: Asked) -> str:
-        await asyncio.sleep(1.2)
+        await asyncio.sleep(2.0)
         return "yes"
 
-    async with running(log_store(), configuration_of(model, lease_s=0.4), slowly) as (world, _):
+    async with running(log_store(), configuration_of(model, lease_s=1.0), slowly) as (world, _):
         claim = await world.episode()
         answer = await world.client(claim).chat.completions.create(model="m", messages=HELLO)
         for _ in range(4):
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.3)
             path = f"/v1/episodes/{claim['episode_id']}/heartbeat"
-            assert (await world.admin("POST", path)).json() == {"lease_s": 0.4}
+            assert (await world.admin("POST", path)).json() == {"lease_s": 1.0}
     assert answer.choices[0].message.content == "yes"
 
 
@@ -391,10 +382,12 @@ async def test_over_the_memory_limit_new_work_is_refused(model: Path) -> None:
         client = world.client(claim)
         await client.chat.completions.create(model="m", messages=HELLO)
         await client.chat.completions.create(model="m", messages=[*HELLO, *HELLO])
-        await asyncio.sleep(0.4)
+        other = {**GROUP, "idempotency_key": "x"}
+        async with asyncio.timeout(10):  # What is held is added up every now and then.
+            while (group := await world.admin("POST", "/v1/groups", other)).status_code == 200:
+                await asyncio.sleep(0.02)
         with pytest.raises(openai.InternalServerError) as caught:
             await client.chat.completions.create(model="m", messages=HELLO)
-        group = await world.admin("POST", "/v1/groups", {**GROUP, "idempotency_key": "x"})
     assert caught.value.status_code == 503
     assert caught.value.response.headers["retry-after"] == "5"
     assert group.status_code == 429

@@ -153,7 +153,7 @@ async def write_bad(world: World, topic: topics.Topic, partition: int, *, key: b
     return end
 
 
-async def test_bad_records_that_only_the_gateway_reads_are_buried_once_in_a_life(
+async def test_bad_records_that_only_the_gateway_reads_are_buried_once(
     model: Path,
 ) -> None:
     """An admission while it serves; all three while it restores."""
@@ -174,7 +174,7 @@ async def test_bad_records_that_only_the_gateway_reads_are_buried_once_in_a_life
         served = await asked(here, json.dumps({"messages": HELLO}).encode())
         restored = [await dead_letters(world, topic, 0) for topic in only_here]
     assert live == [1, 0, 0]
-    assert [len(records) for records in restored] == [2, 1, 1]
+    assert [len(records) for records in restored] == [1, 1, 1]
     assert served.status_code == 200
     for topic, offset, records in zip(only_here, offsets, restored, strict=True):
         headers = dict(records[-1].headers)
@@ -185,13 +185,12 @@ async def test_bad_records_that_only_the_gateway_reads_are_buried_once_in_a_life
         )
 
 
-async def test_a_turn_whose_completion_does_not_decode_is_sampled_again_at_once(
-    model: Path,
-) -> None:
-    async def script(asking: Asked) -> str:
-        if asking.record.attempt == 0:
-            await asyncio.sleep(30)
-        return "yes"
+async def test_a_turn_whose_completion_does_not_decode_ends_with_its_group(model: Path) -> None:
+    """The merger buries the record and the scheduler retires the group: both played here."""
+
+    async def script(_: Asked) -> str:
+        await asyncio.sleep(30)
+        return "late"
 
     async with running(log_store(), configuration_of(model), script) as (world, lanes):
         claim = await world.episode()
@@ -202,6 +201,60 @@ async def test_a_turn_whose_completion_does_not_decode_is_sampled_again_at_once(
         await write_bad(
             world, topics.FINISHED_COMPLETIONS, partition, key=record.request_id.encode()
         )
+        await world.retire(record.group_id)
         answer = await asyncio.wait_for(answering, timeout=8)
-    assert answer.json()["choices"][0]["message"]["content"] == "yes"
-    assert [one.record.attempt for one in lanes[0].seen] == [0, 1]
+        cancelled = await world.eventually(topics.CANCELLED_COMPLETIONS, 1)
+    assert (answer.status_code, answer.json()["error"]["type"]) == (410, "gone_error")
+    assert [(one.request_id, one.group_id) for one in cancelled] == [
+        (record.request_id, record.group_id)
+    ]
+
+
+SPOILED: dict[str, dict[str, Any]] = {
+    "torn-context": {"context": b"abc"},
+    "negative-token": {"output": b"\xff\xff\xff\xff"},
+    "few-logprobs": {"logprobs": b""},
+    "not-a-number": {"logprobs": b"\x00\x00\xc0\x7f"},
+    "endless-span": {"spans": [{"start": 0, "end": 2**60, "lineage": 1, "version": 0}]},
+    "no-parent": {"shared_prefix_tokens": 9},
+    "no-json": {"turn": {"tools": b"[", "tools_digest": "t"}},
+    "endless-index": {"episode_id": "g-1." + "9" * 5000 + ".0"},
+    "far-token": {"output": b"\xff\xff\xff\x7f", "logprobs": b"\x00\x00\x00\x00"},
+}
+
+
+@pytest.mark.parametrize("changes", SPOILED.values(), ids=SPOILED)
+async def test_a_completion_that_breaks_a_rule_ends_no_gateway(
+    model: Path, changes: dict[str, Any]
+) -> None:
+    """Met while it serves, and again while it restores."""
+    async with running(log_store(), configuration_of(model), yes) as (world, _):
+        claim = await world.episode()
+        fields = {
+            "request_id": "0" * 32,
+            "attempt": 0,
+            "episode_id": claim["episode_id"],
+            "group_id": claim["group_id"],
+            "lane": 0,
+            "epoch": 1,
+            "finish_reason": "stop",
+            "output": b"\x01\x00\x00\x00",
+            "logprobs": b"\x00\x00\x00\x00",
+        } | changes
+        turn = {"sequence": 0, "protocol": "chat_completions", "body_digest": "d"}
+        fields["turn"] = turn | changes.get("turn", {})
+        partition = group_partition(claim["group_id"], partitions=GROUP_PARTITIONS)
+        emit = Emit(
+            topic=topics.FINISHED_COMPLETIONS.name,
+            partition=partition,
+            key=b"0" * 32,
+            value=msgspec.msgpack.encode(fields),
+        )
+        await (await world.log.writer()).write(emit)
+        answers = [await asked(claim, json.dumps({"messages": HELLO}).encode())]
+        await world.stop()
+        assert world.tasks is not None
+        await world.start(world.tasks)
+        here = {**claim, "base_url": f"{world.base_url}/v1"}
+        answers.append(await asked(here, json.dumps({"messages": [*HELLO, *HELLO]}).encode()))
+    assert [answer.status_code for answer in answers] == [200, 200]

@@ -5,17 +5,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forgemq.contracts.arrays import pack_ids
-from forgemq.inference.core.context import Context
+from forgemq.inference.core.context import TokenContext
 from forgemq.inference.core.remembered import RememberedCompletions
 
 
-def context_of(ids: list[int]) -> Context:
-    return Context().extended(pack_ids(ids))
+def context_of(ids: list[int]) -> TokenContext:
+    return TokenContext().extended(pack_ids(ids))
 
 
 @given(st.lists(st.lists(st.integers(0, 200_000), max_size=5), max_size=6), st.integers(0, 30))
 def test_both_forms_of_a_context_hold_the_same_ids(parts: list[list[int]], count: int) -> None:
-    context = Context()
+    context = TokenContext()
     for part in parts:
         context = context.extended(pack_ids(part))
     ids = [token for part in parts for token in part]
@@ -29,7 +29,7 @@ def test_remembered_tokens_never_exceed_their_bytes_and_are_never_altered(
     writes: list[tuple[int, int]], bytes_max: int
 ) -> None:
     remembered = RememberedCompletions(bytes_max=bytes_max)
-    newest: dict[int, Context] = {}
+    newest: dict[int, TokenContext] = {}
     for name, count in writes:
         tokens = context_of([name] * count)
         held = remembered.prefix(str(name), tokens_count=0) is not None

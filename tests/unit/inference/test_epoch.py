@@ -1,6 +1,6 @@
 """The epoch that a lane starts under, whatever stands among its reports."""
 
-from forgemq.bus.log import Emit
+from forgemq.bus.log import Emit, Place
 from forgemq.bus.memory import MemoryLog
 from forgemq.contracts import topics
 from forgemq.contracts.weights import ReportedEngine
@@ -43,3 +43,14 @@ async def test_records_that_do_not_decode_do_not_keep_a_lane_down() -> None:
     )
     claim = await claim_epoch(log, writer, lane=LANE, report=report)
     assert (claim.epoch, claim.position) == (5, 4)
+
+
+async def test_a_lane_finds_its_last_epoch_after_its_reports_were_trimmed() -> None:
+    kept = topics.REPORTED_ENGINES.newest_kept
+    log = MemoryLog(run="r")
+    await log.create_topics({topics.REPORTED_ENGINES.name: 2, topics.LOADED_WEIGHTS.name: 2})
+    writer = await log.writer()
+    await writer.write_all([report(3) for _ in range(10)] + [report(4) for _ in range(kept)])
+    await log.trim({Place(topics.REPORTED_ENGINES.name, LANE): 10})
+    claim = await claim_epoch(log, writer, lane=LANE, report=report)
+    assert (claim.epoch, claim.position) == (5, kept + 11)

@@ -265,6 +265,20 @@ async def test_a_record_that_does_not_decode_goes_to_the_dead_letter_topic(base:
     assert b"request_id" in dict(dead.headers)["reason"]
 
 
+async def test_only_the_records_that_the_lane_owns_are_buried_by_it(base: Path) -> None:
+    """Every lane reads published weights, and the trainer buries what is bad among them."""
+    published = topics.PUBLISHED_WEIGHTS.name
+    async with serving(StandInEngine(Speed(tokens=1))) as url:
+        scene = await scene_of(base, url)
+        async with scene.serving():
+            await scene.report(is_serving=True)
+            writer = await scene.log.writer()
+            await writer.write(Emit(topic=published, partition=0, key=b"1", value=b"\xc1"))
+            await scene.request(1, CONTEXT)
+            await scene.finished(count=1)
+            assert await scene.read(f"{published}-dlq", 0) == []
+
+
 def report_of(epoch: int) -> ReportedEngine:
     return ReportedEngine(
         lane=0,

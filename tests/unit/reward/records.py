@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from forgemq.contracts.arrays import pack_ids
+from forgemq.contracts.arrays import pack_floats, pack_ids
 from forgemq.contracts.completions import FinishedCompletion, TurnPart
 from forgemq.contracts.episodes import (
     FinishedEpisode,
@@ -102,6 +102,7 @@ def finished_completion(
         epoch=0,
         finish_reason=finish_reason,
         output=pack_ids(output),
+        logprobs=pack_floats([-0.5] * len(output)),
         turn=TurnPart(
             sequence=sequence,
             protocol="chat_completions",

@@ -133,6 +133,22 @@ def test_too_few_scored_episodes_fail_the_group():
     assert score(episodes, grades, group_min_fraction=0.3).not_trainable == ""
 
 
+def test_a_failed_group_tells_what_its_first_masked_episode_told():
+    aborted = msgspec.structs.replace(
+        finished_episode(0, size=3, status="aborted"), detail="ValueError: out of words"
+    )
+    episodes = [aborted, finished_episode(1, size=3), finished_episode(2, size=3)]
+    unmarked = msgspec.structs.replace(graded_episode(2, is_masked=True), detail="x" * 900)
+    grades = [graded_episode(1), unmarked]
+    failed = score(episodes, grades, group_min_fraction=1.0)
+    assert failed.detail == (
+        "1 of 3 episodes scored, 3 are needed; g-1.0.0: ValueError: out of words"
+    )
+    completed = [finished_episode(0, size=3), *episodes[1:]]
+    failed = score(completed, [graded_episode(0), *grades], group_min_fraction=1.0)
+    assert failed.detail == f"2 of 3 episodes scored, 3 are needed; g-1.2.0: {'x' * 300}"
+
+
 def test_two_episodes_are_the_least_whatever_the_fraction():
     episodes = [finished_episode(0), finished_episode(1, status="failed")]
     scored = score(episodes, [graded_episode(0, outcome=1.0)], group_min_fraction=0.1)

@@ -29,6 +29,7 @@ from forgemq.rendering.tokenizer import FolderTokenizer
 from forgemq.reward.app import CONSUMES, PRODUCES, main
 from forgemq.reward.grader_process import GraderRefusedError
 from forgemq.settings.environment import SettingsError
+from forgemq.shell.dead_letters import letter_of
 from forgemq.shell.service import Context
 from forgemq.telemetry import Telemetry
 from tests.unit.reward.records import finished_completion, finished_episode
@@ -288,7 +289,8 @@ async def test_more_episodes_than_may_wait_are_graded_all_the_same(desk):
     assert {group.not_trainable for group in scored} == {"zero_variance"}
 
 
-async def test_a_record_that_does_not_decode_fails_its_group_and_the_next_is_scored(desk):
+async def test_a_record_that_does_not_decode_is_one_dead_letter_and_the_next_is_scored(desk):
+    """The transform and the grading loop read the topic; the letter names the group."""
     async with desk.service():
         await desk.writer.write(
             Emit(
@@ -300,11 +302,11 @@ async def test_a_record_that_does_not_decode_fails_its_group_and_the_next_is_sco
         )
         await desk.play(0, [[5]])
         await desk.play(1, [[5]])
-        scored = await desk.records(topics.SCORED_GROUPS, count=2)
-    assert {group.group_id: group.not_trainable for group in scored} == {
-        "g-7": "failed",
-        "g-1": "zero_variance",
-    }
+        [scored] = await desk.records(topics.SCORED_GROUPS, count=1)
+    assert (scored.group_id, scored.not_trainable) == ("g-1", "zero_variance")
+    reader = await desk.log.reader({Place(topics.FINISHED_EPISODES.dlq_name, PARTITION): 0})
+    [letter] = await reader.read(timeout_s=0, records_max=10)
+    assert letter_of(letter).group == "g-7"
 
 
 async def test_without_functions_the_agents_rewards_count_and_no_process_starts(tmp_path):

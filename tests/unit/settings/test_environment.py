@@ -1,3 +1,4 @@
+import re
 from typing import Annotated, Literal
 
 import pytest
@@ -72,7 +73,7 @@ def test_a_missing_required_variable_is_named():
 
 @given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=30))
 def test_any_text_is_a_value_or_a_settings_error(text: str):
-    is_port = text.strip().lstrip("+-").isdigit() and text.isascii()
+    is_port = re.fullmatch(r"\s*[+-]?\d+\s*", text, re.ASCII)
     try:
         assert 0 <= parsed(FORGEMQ_X_PORT=text).port <= 65535
     except SettingsError:

@@ -4,9 +4,8 @@ from hypothesis import strategies as st
 
 from forgemq.bus.log import Emit, Place, Record
 from forgemq.contracts import topics
-from forgemq.contracts.groups import MergedGroup, RetiredGroup, ScoredGroup
+from forgemq.contracts.groups import RetiredGroup, ScoredGroup
 from forgemq.contracts.journal import JournalInput
-from forgemq.contracts.messages import Output
 from forgemq.shell.batch import Batch, digest
 from tests.simulation.counting_core import CountingCore
 
@@ -32,7 +31,7 @@ def record(offset: int, *, topic: str = SCORED, value: bytes | None = None) -> R
 
 
 def test_neighbouring_records_of_one_partition_are_one_range_and_order_is_kept():
-    batch = Batch(CountingCore())
+    batch = Batch(CountingCore(), service="merger")
     for item in (record(3), record(4), record(7), record(0, topic=RETIRED)):
         batch.record(item)
     batch.tick(250)
@@ -47,7 +46,7 @@ def test_neighbouring_records_of_one_partition_are_one_range_and_order_is_kept()
 
 
 def test_outputs_carry_their_inputs_trace_and_the_registrys_key():
-    batch = Batch(CountingCore(partition=2))
+    batch = Batch(CountingCore(partition=2), service="merger")
     assert batch.record(record(0), headers=HEADERS) is None
     (emit,) = batch.emits
     assert (emit.topic, emit.partition, emit.key) == (topics.MERGED_GROUPS.name, 2, b"g-1")
@@ -57,7 +56,7 @@ def test_outputs_carry_their_inputs_trace_and_the_registrys_key():
 
 @given(st.binary(max_size=64))
 def test_a_record_that_does_not_decode_goes_to_the_dead_letter_topic_byte_for_byte(value: bytes):
-    batch = Batch(CountingCore())
+    batch = Batch(CountingCore(), service="merger")
     bad = batch.record(record(9, value=value))
     (letter,) = batch.emits
     assert bad is not None
@@ -76,7 +75,7 @@ def test_a_record_that_does_not_decode_goes_to_the_dead_letter_topic_byte_for_by
 
 def test_a_record_the_core_refuses_is_a_bad_record_and_the_state_is_unchanged():
     core = CountingCore()
-    batch = Batch(core)
+    batch = Batch(core, service="merger")
     batch.record(record(0, topic=RETIRED))
     before = core.snapshot()
     bad = batch.record(record(0))
@@ -85,27 +84,26 @@ def test_a_record_the_core_refuses_is_a_bad_record_and_the_state_is_unchanged():
     assert core.snapshot() == before
 
 
-def test_a_service_can_say_that_the_bad_records_group_failed():
-    def failed(bad: Record, reason: str) -> list[Output]:
-        group = MergedGroup(
-            group_id=bad.key.decode(),
-            domain="d",
-            purpose="train",
-            partition=2,
-            not_trainable="failed",
-            detail=reason,
-        )
-        return [Output(topic=topics.MERGED_GROUPS.name, partition=2, record=group)]
+def test_a_record_that_another_service_buries_is_passed_over_and_told():
+    batch = Batch(CountingCore(), service="console")
+    bad = batch.record(record(4, value=b"\xc1"))
+    assert bad is not None
+    assert not bad.is_buried
+    assert batch.emits == []
+    assert batch.positions == {Place(SCORED, 2): 5}
 
-    batch = Batch(CountingCore(), on_bad_record=failed)
-    batch.record(record(0, value=b"\xc1"))
-    assert [emit.topic for emit in batch.emits] == [f"{SCORED}-dlq", topics.MERGED_GROUPS.name]
-    fact = topics.decode(topics.MERGED_GROUPS, batch.emits[1].value)
-    assert (fact.not_trainable, fact.detail[:15]) == ("failed", "does not decode")
+
+def test_what_a_core_refuses_is_buried_by_its_own_service():
+    batch = Batch(CountingCore(), service="console")
+    batch.record(record(0, topic=RETIRED))
+    bad = batch.record(record(0))
+    assert bad is not None
+    assert bad.is_buried
+    assert [emit.topic for emit in batch.emits] == [f"{SCORED}-dlq"]
 
 
 def test_a_broken_invariant_dies_and_names_the_record():
-    batch = Batch(CountingCore())
+    batch = Batch(CountingCore(), service="merger")
     batch.tick(1000)
     with pytest.raises(AssertionError, match="run time went back"):
         batch.tick(999)

@@ -55,14 +55,13 @@ class World:
         await self.log.create_topics(dict.fromkeys(names, 1))
         self._writer = await self.log.writer()
 
-    def plan(self, settings: TransformSettings, *, tick_s: float, keeps_journal: bool) -> TaskPlan:
+    def plan(self, settings: TransformSettings, *, tick_s: float) -> TaskPlan:
         return TaskPlan(
             service="merger",
             journal=JOURNAL,
             inputs=(SCORED,),
             tick_s=tick_s,
             logic_version=1,
-            keeps_journal=keeps_journal,
             settings=settings,
         )
 
@@ -73,12 +72,11 @@ class World:
         *,
         core: Core | None = None,
         tick_s: float = 0.0,
-        keeps_journal: bool = False,
     ) -> AsyncIterator[TransformTask]:
         """The task, running; stopped cleanly at the end."""
         stop = asyncio.Event()
         task = TransformTask(
-            self.plan(settings, tick_s=tick_s, keeps_journal=keeps_journal),
+            self.plan(settings, tick_s=tick_s),
             log=self.log.open(),
             core=core or CountingCore(),
             telemetry=Telemetry(service="merger", stream=self.lines),
@@ -163,7 +161,7 @@ async def test_the_trace_of_an_input_goes_on_with_its_outputs(world: World):
         await world.until_merged(1)
     reader = await world.log.reader({MERGED: 0})
     (record,) = await reader.read(timeout_s=1, records_max=10)
-    assert record.headers == (TRACE,)
+    assert record.headers == (TRACE, ("batch", b"merger-0/0"))
 
 
 async def test_a_task_holds_at_most_so_many_records_at_once(world: World):
@@ -220,7 +218,7 @@ async def test_run_time_stands_still_while_the_task_is_down(world: World):
     assert ticks[-1] == 7000
 
 
-async def test_a_snapshot_replaces_the_journal_before_it_and_says_what_is_still_needed(
+async def test_after_a_snapshot_neither_the_journal_nor_the_inputs_before_it_are_needed(
     world: World,
 ):
     settings = msgspec.structs.replace(QUIET, snapshot_every_batches=3)
@@ -228,27 +226,30 @@ async def test_a_snapshot_replaces_the_journal_before_it_and_says_what_is_still_
         for number in range(4):
             await world.score(f"g-{number}")
             await world.until_merged(number + 1)
+    assert await world.log.committed(group="merger-needed", places=[SCORED]) == {SCORED: 3}
+    await world.log.trim({SCORED: 3})
+    await world.log.trim(await world.log.committed(group="merger-positions", places=[JOURNAL]))
     kept = await world.journal()
     assert [(batch.sequence, batch.snapshot is not None) for batch in kept] == [
         (2, True),
         (3, False),
     ]
-    assert await world.log.committed(group="merger-needed", places=[SCORED]) == {SCORED: 3}
-    await world.log.trim({SCORED: 3})
     async with world.task(settings):
         await world.score("g-0")
         await world.until_merged(5)
     assert (await world.merged())[-1] == ("g-0", 5)
 
 
-async def test_the_journal_of_a_run_kept_for_replay_is_never_trimmed(world: World):
+async def test_a_journal_that_is_kept_replays_from_its_first_batch_over_its_snapshots(world: World):
     settings = msgspec.structs.replace(QUIET, snapshot_every_batches=2)
-    async with world.task(settings, keeps_journal=True):
+    async with world.task(settings):
         for number in range(6):
             await world.score(f"g-{number}")
             await world.until_merged(number + 1)
     assert [batch.sequence for batch in await world.journal()] == [0, 1, 2, 3, 4, 5]
-    replayed = [item async for item in replay_task(world.log, JOURNAL, CountingCore())]
+    replayed = [
+        item async for item in replay_task(world.log, JOURNAL, CountingCore(), service="merger")
+    ]
     assert [item.is_same for item in replayed] == [True] * 6
     assert [item.snapshot is not None for item in replayed] == [False, True] * 3
 
@@ -270,7 +271,9 @@ async def test_a_replay_finds_the_batch_where_bytes_differ(world: World):
         value=topics.encode(record),
     )
     world.log._store.partitions[place].entries[1] = type(entry)(tampered, None)
-    replayed = [item async for item in replay_task(world.log, JOURNAL, CountingCore())]
+    replayed = [
+        item async for item in replay_task(world.log, JOURNAL, CountingCore(), service="merger")
+    ]
     assert [item.is_same for item in replayed] == [True, False, True]
     with pytest.raises(ExceptionGroup) as died:
         async with world.task():

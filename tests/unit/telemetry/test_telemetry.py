@@ -82,6 +82,18 @@ def test_without_an_exporter_no_sdk_is_imported_and_no_thread_started():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.parametrize("service", ["agents", "gateway", "merger", "reward", "scheduler"])
+def test_a_service_that_exports_nothing_never_loads_the_sdk(service: str):
+    script = (
+        f"import sys, forgemq.{service}.app\n"
+        "sent_by = ('opentelemetry.sdk', 'opentelemetry.exporter', 'prometheus_client')\n"
+        "loaded = [module for module in sys.modules if module.startswith(sent_by)]\n"
+        "assert not loaded, loaded\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_completions_trace_id_is_its_request_id():
     place = span_place(completion_trace(COMPLETION))
     assert place is not None
@@ -206,6 +218,44 @@ def collector() -> Iterator[tuple[str, list[tuple[str, bytes]]]]:
         server.shutdown()
         server.server_close()
         thread.join()
+
+
+AWAY = """
+import json, sys, time
+from forgemq.telemetry.opening import open_telemetry
+from forgemq.telemetry.settings import TelemetrySettings
+
+settings = TelemetrySettings(exporter="otlp", endpoint=sys.argv[1], export_every_s=0.2)
+telemetry = open_telemetry("merger", run="r", settings=settings)
+marks_s = [time.monotonic()]
+for _ in range(5000):  # the SDK keeps 2048 and drops the rest
+    with telemetry.span("merge"):
+        telemetry.count("transform.batches")
+marks_s.append(time.monotonic())
+time.sleep(1.5)  # several attempts fail
+marks_s.append(time.monotonic())
+telemetry.close()
+marks_s.append(time.monotonic())
+print(json.dumps({"work_s": marks_s[1] - marks_s[0], "close_s": marks_s[3] - marks_s[2]}))
+"""
+
+
+@pytest.mark.parametrize("is_listening", [False, True], ids=["refused", "never answers"])
+def test_a_collector_that_is_away_costs_no_work_and_three_seconds_at_the_end(is_listening: bool):
+    with socket.socket() as door:
+        door.bind(("127.0.0.1", 0))
+        if is_listening:
+            door.listen()
+        url = f"http://127.0.0.1:{door.getsockname()[1]}"
+        done = subprocess.run(
+            [sys.executable, "-c", AWAY, url], capture_output=True, text=True, timeout=50
+        )
+    assert done.returncode == 0, done.stderr
+    took = json.loads(done.stdout)
+    assert took["work_s"] < 5
+    assert took["close_s"] < 4
+    said = [line for line in done.stderr.splitlines() if not line.startswith("{")]
+    assert len(said) <= 5, said  # a line a sender, not one an attempt; what is left at the end
 
 
 def test_otlp_sends_spans_and_metrics_before_it_closes():

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.unit.trainer.rank_scene import RankPair
+
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> Iterator[None]:
@@ -12,3 +14,11 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def rank_pair() -> Iterator[RankPair]:
+    """Two ranks for all tests of a session."""
+    pair = RankPair()
+    yield pair
+    pair.close()

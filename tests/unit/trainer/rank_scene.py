@@ -1,38 +1,129 @@
-"""Runs a function on two ranks: two processes with gloo, joined by a store on the loopback."""
+"""Two ranks that tests give work to: processes with gloo, joined by a store on the loopback."""
 
+import multiprocessing
 import os
+import pickle
 import socket
+import time
 from collections.abc import Callable
-from pathlib import Path
+from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
-from torch import multiprocessing
 
 from forgemq.trainer.ranks import Launch, Ranks
 
 WORLD = 2
+START_DEADLINE_S = 90.0
+"""To import torch and transformers and to join; two pairs may start at once on busy cores."""
+
+WORK_DEADLINE_S = 60.0
+"""For one piece of work; a rank that hangs is killed by then, below the timeout of a test."""
 
 
-def on_ranks(scene: Callable[[Ranks, Path], None], folder: Path) -> None:
-    """Run `scene(ranks, folder)` on every rank; raises what a rank raised.
+class LostRankProcessError(AssertionError):
+    """A rank raised, hung or died; a traceback is in the captured stderr."""
 
-    Args:
-        scene: a function of a module, so that a new process finds it.
-        folder: where the ranks leave what the test looks at.
+
+class RankPair:
+    """Both ranks, for many pieces of work: to start them takes longer than most of the work.
+
+    Lifecycle: `run` starts them where they are not up. Work that fails ends them, so that the next
+    one meets fresh ones. `close` ends them.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    multiprocessing.start_processes(
-        _rank, args=(scene, folder, port), nprocs=WORLD, start_method="spawn"
-    )
+
+    def __init__(self, *, deadline_s: float = WORK_DEADLINE_S) -> None:
+        self._deadline_s = deadline_s
+        self._processes: list[multiprocessing.process.BaseProcess] = []
+        self._connections: list[Connection] = []
+
+    def run(self, work: Callable[..., Any], *arguments: object) -> list[Any]:
+        """What `work(ranks, *arguments)` returns on each rank, by rank.
+
+        Args:
+            work: a function of a module, so that another process finds it.
+            arguments: of it, and what it returns, can be pickled.
+
+        Raises:
+            LostRankProcessError: on one of them it did not return.
+        """
+        ends = self.ends(work, *arguments)
+        self._demand(ends)
+        return ends
+
+    def ends(self, work: Callable[..., Any], *arguments: object) -> list[Any]:
+        """As `run`, with the error in place of the result where a rank has none."""
+        if not self._processes:
+            self._start()
+        for connection in self._connections:
+            connection.send_bytes(pickle.dumps((work, arguments)))
+        return self._answers(within_s=WORK_DEADLINE_S)
+
+    def close(self) -> None:
+        """Kill both, by process id."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for connection in self._connections:
+            connection.close()
+        self._processes, self._connections = [], []
+
+    def _start(self) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        context = multiprocessing.get_context("spawn")
+        for rank in range(WORLD):
+            here, there = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, port, self._deadline_s, there))
+            process.start()
+            there.close()
+            self._processes.append(process)
+            self._connections.append(here)
+        # They join when both are up: how long one waits for the other may be seconds only.
+        self._demand(self._answers(within_s=START_DEADLINE_S))
+        for connection in self._connections:
+            connection.send_bytes(b"join")
+        self._demand(self._answers(within_s=WORK_DEADLINE_S))
+
+    def _demand(self, answers: list[Any]) -> None:
+        for answer in answers:
+            if isinstance(answer, LostRankProcessError):
+                self.close()
+                raise answer
+
+    def _answers(self, *, within_s: float) -> list[Any]:
+        end_s = time.monotonic() + within_s
+        return [self._answer(rank, end_s=end_s) for rank in range(WORLD)]
+
+    def _answer(self, rank: int, *, end_s: float) -> Any:
+        connection = self._connections[rank]
+        if not connection.poll(max(0.0, end_s - time.monotonic())):
+            return LostRankProcessError(f"rank {rank} took too long")
+        try:
+            return pickle.loads(connection.recv_bytes())
+        except EOFError:
+            self._processes[rank].join()
+            status = self._processes[rank].exitcode
+            return LostRankProcessError(f"rank {rank} ended with status {status}")
 
 
-def _rank(rank: int, scene: Callable[[Ranks, Path], None], folder: Path, port: int) -> None:
+def _serve(rank: int, port: int, deadline_s: float, connection: Connection) -> None:
     torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ranks = Ranks(launch=Launch(rank=rank, local_rank=rank, world_size=WORLD), device="cpu")
-    try:
-        scene(ranks, folder)
-    finally:
-        ranks.close()
+    os.environ |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    launch = Launch(rank=rank, local_rank=rank, world_size=WORLD)
+    connection.send_bytes(pickle.dumps(rank))
+    connection.recv_bytes()
+    ranks = Ranks(launch=launch, device="cpu", deadline_s=deadline_s)
+    connection.send_bytes(pickle.dumps(rank))
+    while True:
+        try:
+            work, arguments = pickle.loads(connection.recv_bytes())
+        except EOFError:
+            return
+        # What the work raises ends this process, with its traceback on stderr.
+        connection.send_bytes(pickle.dumps(work(ranks, *arguments)))

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -119,6 +120,20 @@ def merge(samples: Sequence[Sample], group_id: str = "g-0", lineage: int = 1) ->
     )
 
 
+def routed(tree: MergedTree, *, layers: int, top_k: int, experts: int, seed: int = 1) -> MergedTree:
+    """The tree with a random route for every token that an entry continues."""
+    forest = read_tree(tree)
+    generator = np.random.default_rng(seed)
+    of_token = np.stack(
+        [
+            np.concatenate([generator.permutation(experts)[:top_k] for _ in range(layers)])
+            for _ in range(forest.token_count)
+        ]
+    )
+    routes = of_token[forest.parent_N[forest.entry_token_E]]
+    return msgspec.structs.replace(tree, entry_route=routes.astype("<i2").tobytes())
+
+
 def make_sample(
     context: Sequence[int], sampled: Sequence[int], generator: np.random.Generator
 ) -> Sample:
@@ -199,9 +214,9 @@ def make_model(kind: str, dtype: torch.dtype, **changes: object) -> torch.nn.Mod
     return AutoModelForCausalLM.from_config(config).to(dtype)
 
 
-def save_base(folder: Path, **changes: object) -> Path:
+def save_base(folder: Path, *, kind: str = "qwen3", **changes: object) -> Path:
     """A tiny base model in Hugging Face format, with a tokenizer file to be carried along."""
-    make_model("qwen3", torch.float32, **changes).save_pretrained(folder)
+    make_model(kind, torch.float32, **changes).save_pretrained(folder)
     (folder / "tokenizer_config.json").write_text('{"model_max_length": 512}')
     return folder
 

@@ -161,6 +161,33 @@ async def test_a_restart_continues_to_the_same_bytes(tmp_path: Path) -> None:
     assert digests[0] == digests[1]
 
 
+async def test_trees_before_the_last_checkpoint_are_not_needed_and_those_after_it_are(
+    tmp_path: Path,
+) -> None:
+    """A checkpoint every second step; what a restart does not need is deleted under it."""
+    trees = _trees(8)
+    steps = [scheduled_step(k, trees[2 * k : 2 * k + 2], is_last=k == 3) for k in range(4)]
+    places = [Place(topics.MERGED_TREES.name, number) for number in range(2)]
+    digests = []
+    for is_trimmed in (False, True):
+        (tmp_path / str(is_trimmed)).mkdir()
+        bench = await memory_bench(tmp_path / str(is_trimmed), steps=4, checkpoint_every_steps=2)
+        await bench.put_trees(trees)
+        needed_sums = []
+        # Step 0 alone is in no checkpoint, so the second life trains it again.
+        for lineage, fresh in enumerate((steps[:1], steps[1:3], steps[3:]), start=1):
+            await bench.put_steps(fresh)
+            await bench.train(until=fresh[-1].step, lineage=lineage)
+            needed = await bench.log.committed(group=topics.needed_group("trainer"), places=places)
+            if is_trimmed:
+                await bench.log.trim(needed)
+            needed_sums.append(sum(needed.values()))
+        digests.append((await bench.published())[-1].sha256)
+        assert needed_sums[0] == 0
+        assert needed_sums[0] < needed_sums[1] < needed_sums[2]
+    assert digests[0] == digests[1]
+
+
 async def test_steps_after_the_checkpoint_are_trained_again_in_a_new_lineage(
     tmp_path: Path,
 ) -> None:
@@ -243,6 +270,22 @@ async def test_a_record_that_does_not_decode_goes_to_the_dead_letters(tmp_path: 
     (dead,) = await reader.read(timeout_s=0, records_max=10)
     assert dead.value == b"\xc1not a tree"
     assert dict(dead.headers)["offset"] == b"0"
+
+
+async def test_a_step_that_does_not_decode_is_passed_over_and_buried_once(tmp_path: Path) -> None:
+    """It is met again at every start, for steps are read from the first."""
+    bench = await memory_bench(tmp_path)
+    writer = await bench.log.transaction_writer("scheduler")
+    bad = Emit(topic=topics.SCHEDULED_STEPS.name, partition=0, key=b"0", value=b"\xc1no step")
+    await writer.commit(outputs=[bad], group="scheduler", positions={})
+    trees = _trees(2)
+    await bench.put_trees(trees)
+    await bench.put_steps([scheduled_step(0, trees[:1]), scheduled_step(1, trees[1:])])
+    await bench.train(until=0)
+    await bench.train(until=1)
+    reader = await bench.log.reader({Place(topics.SCHEDULED_STEPS.dlq_name, 0): 0})
+    (dead,) = await reader.read(timeout_s=0, records_max=10)
+    assert dead.value == b"\xc1no step"
 
 
 async def test_a_newer_trainer_fences_this_one(tmp_path: Path) -> None:

@@ -8,7 +8,13 @@ from safetensors.torch import load_file
 from transformers import AutoConfig
 
 from forgemq.trainer.core.precision import RmsNorm, RotaryAngles, TopKRouter, make_precise
-from forgemq.trainer.model import UnsupportedModelError, check_supported, load_model, prepared
+from forgemq.trainer.model import (
+    UnsupportedModelError,
+    check_head_size,
+    check_supported,
+    load_model,
+    prepared,
+)
 from forgemq.trainer.weights import write_weights
 from tests.unit.trainer.scene import make_model, save_base
 
@@ -26,6 +32,11 @@ from tests.unit.trainer.scene import make_model, save_base
             {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0},
             "layer_types must all be full_attention",
         ),
+        (
+            "qwen3_moe",
+            {"use_sliding_window": True, "sliding_window": 8},
+            "sliding_window must be off|layer_types must all be full_attention",
+        ),
         ("qwen3_moe", {"output_router_logits": True}, "output_router_logits must be off"),
     ],
 )
@@ -34,6 +45,13 @@ def test_what_cannot_be_exact_is_refused_by_name(
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=reason):
         check_supported(AutoConfig.for_model(kind, **changes))
+
+
+def test_head_sizes_that_a_gpu_has_no_kernel_for_are_refused_there_only() -> None:
+    with pytest.raises(UnsupportedModelError, match="head_dim is 8; attention on a GPU needs"):
+        check_head_size(8, device="cuda")
+    check_head_size(16, device="cuda")
+    check_head_size(8, device="cpu")
 
 
 def test_a_rotary_type_that_depends_on_the_sequence_is_refused() -> None:

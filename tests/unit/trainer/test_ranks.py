@@ -1,6 +1,7 @@
-"""Two ranks train as one: the same gradients, norms and weights."""
+"""Two ranks owe the gradients of one: any model, loss and byte budget."""
 
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -9,116 +10,215 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from forgemq.contracts.run import Loss
-from forgemq.trainer.core.assignment import SharedRound, plan_rounds
+from forgemq.trainer.core.assignment import OwnRound, Round, SharedRound, plan_rounds
 from forgemq.trainer.core.loss import loss_function
-from forgemq.trainer.core.memory import plan_step
-from forgemq.trainer.core.rounds import forward_backward_rounds
-from forgemq.trainer.core.step import forward_backward, group_weights
+from forgemq.trainer.core.memory import BLOCK_TOKENS_MIN, ModelShape, plan_step
+from forgemq.trainer.core.rounds import forward_backward_rounds, values_bytes, values_of
+from forgemq.trainer.core.step import EntryValues, forward_backward, group_weights, merged
 from forgemq.trainer.core.tree import Forest, read_tree
 from forgemq.trainer.model import prepared
 from forgemq.trainer.ranks import Ranks
 from forgemq.trainer.sharding import sharded
-from tests.unit.trainer.rank_scene import WORLD, on_ranks
-from tests.unit.trainer.scene import adversarial_samples, agent_samples, make_model, merge
+from tests.unit.trainer.rank_scene import START_DEADLINE_S, WORK_DEADLINE_S, WORLD, RankPair
+from tests.unit.trainer.scene import (
+    adversarial_samples,
+    agent_samples,
+    make_model,
+    merge,
+    reinforce,
+    routed,
+)
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(START_DEADLINE_S + 2 * WORK_DEADLINE_S)
 
 CHUNK = 8
+TOP_K, EXPERTS = 2, 4
+
+Gradients = Mapping[str, torch.Tensor]
 
 
-def _forests() -> list[Forest]:
+@dataclass(frozen=True)
+class Case:
+    """One step of some model.
+
+    Attributes:
+        kind: of the model.
+        dtype: that it computes in.
+        loss: its name, or `user`.
+        plan: how the budget makes ranks run it.
+        normalisation: of the loss.
+        is_routed: the groups bring the experts that the engine chose.
+        is_grouped: experts run in the grouped kernel, as the service has them.
+        vocabulary: rows of the head; an odd number makes shards of two sizes.
+    """
+
+    kind: str = "qwen3"
+    dtype: torch.dtype = torch.float64
+    loss: str = "cispo"
+    plan: str = "own"
+    normalisation: str = "step"
+    is_routed: bool = False
+    is_grouped: bool = False
+    vocabulary: int = 64
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a step left: gradients by parameter, and what it saw of every entry."""
+
+    gradients: Gradients
+    values: EntryValues
+
+
+def _forests(case: Case) -> list[Forest]:
+    """Groups of 267, about 200, 88 and 14 tokens; the last has a prefix, twins and stumps."""
     generator = np.random.default_rng(3)
     groups = [
         agent_samples(generator),
         adversarial_samples(generator),
         agent_samples(generator, rollouts=6, turns=4, is_stripped=True),
+        agent_samples(generator, rollouts=5, turns=4),
     ]
-    return [read_tree(merge(samples, f"g-{n}")) for n, samples in enumerate(groups)]
+    if case.plan == "packed":
+        del groups[1]  # It would give the rank that has less something to do to the end.
+    trees = [merge(samples, f"g-{n}") for n, samples in enumerate(groups)]
+    if case.is_routed:
+        trees = [routed(tree, layers=2, top_k=TOP_K, experts=EXPERTS) for tree in trees]
+    return [read_tree(tree) for tree in trees]
 
 
-def _model(kind: str, dtype: torch.dtype) -> nn.Module:
-    model = make_model(kind, dtype)
-    if kind == "qwen3_moe":
-        model.set_experts_implementation("eager")
+def _model(case: Case) -> nn.Module:
+    model = make_model(case.kind, case.dtype, vocab_size=case.vocabulary)
+    if case.kind == "qwen3_moe" and not case.is_grouped:
+        model.set_experts_implementation("eager")  # The grouped kernel has no float64.
     return model
 
 
-def _budget(model: nn.Module, tokens: int, whole: int) -> int:
-    """Bytes in which `tokens` tokens run at once, with carries for a tree of `whole`."""
-    shape = prepared(model).policy.shape
-    block = shape.block_bytes(tokens, chunk=CHUNK, is_carried=whole > 0)
-    return block + whole * shape.carry_bytes_per_token
+def _budget(shape: ModelShape, forests: list[Forest], plan: str) -> int:
+    """Bytes under which the ranks run as the plan's name says."""
+    largest = max(forest.token_count for forest in forests)
+    if plan == "own":
+        return 10**9
+    if plan == "packed":  # Each group fits; those of one rank do not fit side by side.
+        return shape.block_bytes(largest, chunk=CHUNK, is_carried=False)
+    tokens = {"halved": largest // 2 + 10, "blocks": BLOCK_TOKENS_MIN}[plan]
+    carries = largest * shape.carry_bytes_per_token
+    return shape.block_bytes(tokens, chunk=CHUNK, is_carried=True) + carries
 
 
-def _alone(model: nn.Module, kind: str) -> dict[str, torch.Tensor]:
-    policy, forests = prepared(model).policy, _forests()
+def _check_plan(rounds: tuple[Round, ...], plan: str) -> None:
+    """The scene is what it says: so many rounds, idle ranks, and blocks of split groups."""
+    own = [planned for planned in rounds if isinstance(planned, OwnRound)]
+    is_idle = any(None in planned.microbatch_of_rank for planned in own)
+    blocks = [len(planned.blocks) for planned in rounds if isinstance(planned, SharedRound)]
+    match plan:
+        case "own":
+            assert (len(own), blocks) == (1, [])
+        case "packed":
+            assert (len(own) > 1, is_idle, blocks) == (True, True, [])
+        case "halved":
+            assert (len(own), blocks) == (1, [1, 1])
+        case _:
+            assert own
+            assert max(blocks) > 2
+
+
+def _loss(case: Case) -> Loss:
+    kind = "tests:reinforce" if case.loss == "user" else case.loss
+    # Tight enough that some entries of these groups are limited, and some are not.
+    return Loss(kind=kind, ratio_cap=1.5, mask_low=0.7, mask_high=1.5)
+
+
+def _alone(case: Case) -> Seen:
+    model, forests = _model(case), _forests(case)
+    policy = prepared(model).policy
     (microbatches,) = plan_step(
         forests, shape=policy.shape, world_size=1, budget_bytes=10**9, head_chunk=CHUNK
     )
-    forward_backward(
+    seen = forward_backward(
         policy,
         forests,
         microbatches,
-        weights=group_weights(forests, normalisation="step"),
-        loss=loss_function(Loss(kind=kind)),
+        weights=group_weights(forests, normalisation=case.normalisation),
+        loss=loss_function(_loss(case), user=reinforce),
         head_chunk=CHUNK,
     )
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return Seen(gradients, seen)
 
 
-CASES = {
-    "qwen3-fp64": ("qwen3", torch.float64, "cispo", 1e-12),
-    "llama-untied-fp64": ("llama", torch.float64, "gspo", 1e-12),
-    "moe-fp64": ("qwen3_moe", torch.float64, "cispo", 1e-12),
-    "qwen3-fp32": ("qwen3", torch.float32, "cispo", 1e-5),
-}
+def _of_rank(ranks: Ranks, case: Case) -> Seen | None:
+    model, forests = _model(case), _forests(case)
+    policy = sharded(prepared(model), ranks=ranks, dtype=case.dtype).policy
+    rounds = plan_rounds(
+        forests,
+        shape=policy.shape,
+        world_size=WORLD,
+        budget_bytes=_budget(policy.shape, forests, case.plan),
+        head_chunk=CHUNK,
+    )
+    _check_plan(rounds, case.plan)
+    own = forward_backward_rounds(
+        policy,
+        forests,
+        rounds,
+        peers=ranks,
+        weights=group_weights(forests, normalisation=case.normalisation),
+        loss=loss_function(_loss(case), user=reinforce),
+        head_chunk=CHUNK,
+    )
+    everyones = ranks.collected(values_bytes(own))
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter.grad, DTensor), name
+        assert parameter.to_local().numel() < parameter.numel(), name
+        gradients[name] = parameter.grad.full_tensor()
+    return Seen(gradients, merged([values_of(v) for v in everyones])) if everyones else None
 
 
-def _gradients_of_ranks(ranks: Ranks, folder: Path) -> None:
-    for case, (kind, dtype, loss, _) in CASES.items():
-        for plan in ("own", "shared"):
-            model = _model(kind, dtype)
-            forests = _forests()
-            largest = max(forest.token_count for forest in forests)
-            budget = 10**9 if plan == "own" else _budget(model, 70, largest)
-            policy = sharded(prepared(model), ranks=ranks, dtype=dtype).policy
-            rounds = plan_rounds(
-                forests,
-                shape=policy.shape,
-                world_size=WORLD,
-                budget_bytes=budget,
-                head_chunk=CHUNK,
-            )
-            assert any(isinstance(r, SharedRound) for r in rounds) == (plan == "shared")
-            seen = forward_backward_rounds(
-                policy,
-                forests,
-                rounds,
-                peers=ranks,
-                weights=group_weights(forests, normalisation="step"),
-                loss=loss_function(Loss(kind=loss)),
-                head_chunk=CHUNK,
-            )
-            counts = ranks.total(torch.tensor([len(seen.logprob_E)]))
-            assert int(counts) == sum(forest.entry_count for forest in forests)
-            gradients = {}
-            for name, parameter in model.named_parameters():
-                assert isinstance(parameter.grad, DTensor), name
-                assert parameter.to_local().numel() < parameter.numel()
-                gradients[name] = parameter.grad.full_tensor()
-            if ranks.rank == 0:
-                torch.save(gradients, folder / f"{case}-{plan}.pt")
+def _worst(found: Gradients, expected: Gradients) -> float:
+    """Largest ||difference|| / ||gradient|| over the parameters."""
+    assert found.keys() == expected.keys()
+    return max(
+        float((found[n] - expected[n]).norm() / expected[n].norm().clamp(min=1e-12))
+        for n in expected
+    )
 
 
-def test_gradients_of_two_ranks_are_those_of_one(tmp_path: Path) -> None:
-    on_ranks(_gradients_of_ranks, tmp_path)
-    for case, (kind, dtype, loss, bound) in CASES.items():
-        expected = _alone(_model(kind, dtype), loss)
-        for plan in ("own", "shared"):
-            found = torch.load(tmp_path / f"{case}-{plan}.pt")
-            assert found.keys() == expected.keys()
-            worst = max(
-                float((found[n] - expected[n]).norm() / expected[n].norm().clamp(min=1e-12))
-                for n in expected
-            )
-            assert worst <= bound, (case, plan)
+PLANS = ("own", "packed", "halved", "blocks")
+LOSSES = ("cispo", "tis", "ppo_clip", "gspo", "icepop", "user")
+CASES = [
+    *(Case(loss=loss, plan=plan) for loss in LOSSES for plan in PLANS),
+    *(Case(plan=plan, normalisation="group") for plan in ("own", "blocks")),
+    *(Case(kind, plan=plan) for kind in ("llama", "qwen2", "qwen3_moe") for plan in PLANS),
+    *(Case("llama", plan=plan, vocabulary=63) for plan in ("own", "blocks")),
+    *(Case("qwen3_moe", plan=plan, is_routed=True) for plan in PLANS),
+    *(Case(dtype=torch.float32, plan=plan) for plan in PLANS),
+    *(
+        Case("qwen3_moe", torch.float32, plan=plan, is_routed=True, is_grouped=True)
+        for plan in PLANS
+    ),
+]
+
+
+def _name(case: Case) -> str:
+    dtype = str(case.dtype).removeprefix("torch.")
+    parts = [case.kind, dtype, case.plan, case.loss if case.loss != "cispo" else ""]
+    parts += [case.normalisation if case.normalisation == "group" else ""]
+    parts += ["routed" if case.is_routed else "", "grouped" if case.is_grouped else ""]
+    parts += ["odd" if case.vocabulary % 2 else ""]
+    return "-".join(filter(None, parts))
+
+
+@pytest.mark.parametrize("case", CASES, ids=_name)
+def test_gradients_of_two_ranks_are_those_of_one(case: Case, rank_pair: RankPair) -> None:
+    found, _ = rank_pair.run(_of_rank, case)
+    expected = _alone(case)
+    bound = 1e-12 if case.dtype == torch.float64 else 1e-5
+    assert _worst(found.gradients, expected.gradients) <= bound
+    assert found.values.loss == pytest.approx(expected.values.loss, rel=max(bound, 1e-12))
+    for name in ("logprob_E", "loss_E", "entropy_E", "is_limited_E", "version_E"):
+        ours, theirs = (np.sort(getattr(s.values, name)) for s in (found, expected))
+        assert np.allclose(ours, theirs, rtol=100 * bound), name
+    if case.loss != "user":
+        assert 0 < expected.values.is_limited_E.mean() < 1

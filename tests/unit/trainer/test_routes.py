@@ -14,7 +14,14 @@ from forgemq.trainer.core.routes import ROUTED_HERE, check_routes, token_routes
 from forgemq.trainer.core.step import forward_backward
 from forgemq.trainer.core.tree import Forest, InvalidTreeError, read_tree
 from forgemq.trainer.model import prepared
-from tests.unit.trainer.scene import Sample, adversarial_samples, agent_samples, make_model, merge
+from tests.unit.trainer.scene import (
+    Sample,
+    adversarial_samples,
+    agent_samples,
+    make_model,
+    merge,
+    routed,
+)
 
 LAYERS, TOP_K, EXPERTS = 2, 2, 4
 
@@ -24,19 +31,8 @@ def _samples() -> list[Sample]:
     return [*agent_samples(generator), *adversarial_samples(generator)]
 
 
-def _routed(samples: list[Sample], *, seed: int = 1) -> MergedTree:
-    """The merged tree with a random route for every token that an entry continues."""
-    tree = merge(samples)
-    forest = read_tree(tree)
-    generator = np.random.default_rng(seed)
-    of_token = np.stack(
-        [
-            np.concatenate([generator.permutation(EXPERTS)[:TOP_K] for _ in range(LAYERS)])
-            for _ in range(forest.token_count)
-        ]
-    )
-    routes = of_token[forest.parent_N[forest.entry_token_E]]
-    return msgspec.structs.replace(tree, entry_route=routes.astype("<i2").tobytes())
+def _routed(samples: list[Sample]) -> MergedTree:
+    return routed(merge(samples), layers=LAYERS, top_k=TOP_K, experts=EXPERTS)
 
 
 def _path(forest: Forest, leaf: int) -> list[int]:

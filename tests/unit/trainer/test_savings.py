@@ -9,7 +9,7 @@ from forgemq.contracts.trees import MergedTree
 from forgemq.trainer.core.alarms import Alarm, Thresholds, alarms
 from forgemq.trainer.core.flops import flops, savings
 from forgemq.trainer.core.memory import ModelShape
-from forgemq.trainer.core.tree import InvalidTreeError, read_tree
+from forgemq.trainer.core.tree import read_tree
 from tests.unit.trainer.scene import Sample, agent_samples, merge
 
 SHAPE = ModelShape(
@@ -100,6 +100,17 @@ def test_the_flop_ratio_counts_every_request_alone_against_the_tree() -> None:
     assert savings(SHAPE, [forest]).flop_ratio > 2
 
 
+def test_the_ratios_of_weights_and_attention_are_those_of_tokens_and_pairs() -> None:
+    samples = _samples(is_stripped=True)
+    forest = read_tree(_by_episode(samples))
+    lengths = [len(sample.tokens) for sample in samples]
+    found = savings(SHAPE, [forest])
+    assert found.flop_ratio_weights == pytest.approx(sum(lengths) / forest.token_count)
+    pairs = sum(n * (n + 1) // 2 for n in lengths)
+    assert found.flop_ratio_attention == pytest.approx(pairs / forest.attention_pairs)
+    assert found.flop_ratio_attention < found.flop_ratio < found.flop_ratio_weights
+
+
 def test_the_formula_by_hand() -> None:
     found = flops(SHAPE, tokens=10, pairs=55, rows=4)
     assert found.weights == 6 * 3 * (2 * 8 * (8 + 4) + 3 * 8 * 16) * 10
@@ -115,9 +126,8 @@ def test_a_step_of_no_groups_saves_nothing() -> None:
 
 def test_a_tree_whose_samples_do_not_match_its_leaves_is_refused() -> None:
     tree = merge(_samples(is_stripped=False))
-    short = msgspec.structs.replace(tree, sample_leaf=tree.sample_leaf[:-4])
-    with pytest.raises(InvalidTreeError, match="sample_leaf: 8 values for 9 samples"):
-        read_tree(short)
+    with pytest.raises(ValueError, match="sample_leaf: must have 9 items, has 8"):
+        msgspec.structs.replace(tree, sample_leaf=tree.sample_leaf[:-4])
 
 
 @pytest.mark.parametrize(

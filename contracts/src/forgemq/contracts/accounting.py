@@ -12,8 +12,10 @@ from collections import OrderedDict
 from forgemq.contracts.completions import FinishedCompletion
 
 RETIRED_IDS_MAX = 131_072
-"""Retired groups that a service remembers: 1 MiB of digests in a snapshot, and about three weeks
-of groups at a million completions a day (16 rollouts of 10 turns)."""
+"""Retired groups that each holder of them remembers, of the run (gateway, scheduler) or of one
+partition (reward, merger): 1 MiB of digests in a snapshot, and at least three weeks of groups at
+a million completions a day (16 rollouts of 10 turns). Far more than lateness needs, which is a
+request deadline; but agents that start over ask for every group of the run again."""
 
 _DIGEST_BYTES = 8
 
@@ -31,7 +33,7 @@ class CompletionLedger:
     from at or below the lowest record that anybody still needs.
 
     Example: attempt 0 finishes with `error` at offset 7, attempt 1 with `stop` at 9, a zombie
-    with `stop` at 12. `observe` answers False, True, False; `offset_of` answers 9.
+    with `stop` at 12. `observe` answers False, True, False.
     """
 
     def __init__(self) -> None:
@@ -42,10 +44,6 @@ class CompletionLedger:
         if not is_candidate(completion):
             return False
         return self._offsets.setdefault(completion.request_id, offset) == offset
-
-    def offset_of(self, request_id: str) -> int | None:
-        """Offset of the completion, None while there is none."""
-        return self._offsets.get(request_id)
 
     def forget(self, request_id: str) -> None:
         """Drop a request id of a retired group; idempotent."""

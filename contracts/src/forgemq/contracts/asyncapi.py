@@ -48,7 +48,8 @@ def _channel(topic: Topic) -> dict[str, Any]:
         "x-key": topic.key,
         "x-partitioned-by": topic.partitioned_by,
         "x-transactional": topic.is_transactional,
-        "x-retention": topic.retention,
+        "x-retention": "needed" if topic.needed_by else "run",
+        "x-needed-by": sorted(topic.needed_by),
         "x-producer": topic.producer,
         "x-consumers": sorted(topic.consumers),
     }

@@ -20,6 +20,12 @@ from forgemq.contracts.fields import (
     TokenIds,
     Version,
 )
+from forgemq.contracts.rules import (
+    check_finite,
+    check_ids,
+    check_json_object,
+    check_json_objects,
+)
 
 FinishReason: TypeAlias = Annotated[
     Literal["stop", "length", "abort", "error"],
@@ -63,6 +69,13 @@ class TurnPart(Struct, frozen=True, kw_only=True, omit_defaults=True):
         b""
     )
 
+    def __post_init__(self) -> None:
+        if self.tools:
+            check_json_objects("tools", self.tools)
+        check_json_objects("messages", self.messages)
+        if self.asked:
+            check_json_object("asked", self.asked)
+
 
 class RequestedCompletion(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One request for one lane; several attempts may share the request id."""
@@ -88,6 +101,14 @@ class RequestedCompletion(Struct, frozen=True, kw_only=True, omit_defaults=True)
         bool, Meta(description="True: `context` starts after the shared prefix of the parent.")
     ] = False
 
+    def __post_init__(self) -> None:
+        count = check_ids("context", self.context)
+        _check_prefix(self.parent_id, self.shared_prefix_tokens)
+        if not self.is_delta and count < self.shared_prefix_tokens:
+            raise ValueError(
+                f"context: has {count} tokens, {self.shared_prefix_tokens} are shared already"
+            )
+
 
 class CancelledCompletion(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The client went away; the lane may stop."""
@@ -95,6 +116,7 @@ class CancelledCompletion(Struct, frozen=True, kw_only=True, omit_defaults=True)
     request_id: CompletionId
     attempt: Annotated[int, Meta(ge=0)]
     lane: Lane
+    group_id: GroupId | None = None
 
 
 class WeightSpan(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -136,6 +158,14 @@ class FinishedCompletion(Struct, frozen=True, kw_only=True, omit_defaults=True):
         Meta(description="context_missing, deadline, context_overflow: ..., engine: ..., or ''."),
     ] = ""
 
+    def __post_init__(self) -> None:
+        check_ids("context", self.context)
+        count = check_ids("output", self.output)
+        check_finite("logprobs", self.logprobs, count=count)
+        _check_prefix(self.parent_id, self.shared_prefix_tokens)
+        if self.spans:
+            _check_spans(self.spans, count=count)
+
 
 class DeliveredCompletion(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The last byte of this completion was written to the client."""
@@ -144,3 +174,21 @@ class DeliveredCompletion(Struct, frozen=True, kw_only=True, omit_defaults=True)
     episode_id: EpisodeId
     group_id: GroupId
     delivered_ms: TimeMs
+
+
+def _check_prefix(parent_id: str | None, shared_prefix_tokens: int) -> None:
+    if shared_prefix_tokens and parent_id is None:
+        raise ValueError(
+            f"shared_prefix_tokens: {shared_prefix_tokens} tokens are shared with no parent"
+        )
+
+
+def _check_spans(spans: tuple[WeightSpan, ...], *, count: int) -> None:
+    """The spans follow one another from the first token of the output to its last."""
+    end = 0
+    for span in spans:
+        if span.start != end or span.end <= span.start:
+            raise ValueError(f"spans: [{span.start}, {span.end}) does not follow token {end}")
+        end = span.end
+    if end != count:
+        raise ValueError(f"spans: cover {end} of {count} output tokens")

@@ -17,6 +17,7 @@ from forgemq.contracts.fields import (
     TokenCount,
 )
 from forgemq.contracts.groups import GroupSize
+from forgemq.contracts.rules import check_number
 
 HistoryPolicy: TypeAlias = Annotated[
     Literal["append_only", "template"],
@@ -135,3 +136,9 @@ class GradedEpisode(Struct, frozen=True, kw_only=True, omit_defaults=True):
     )
     detail: str = ""
     metrics: tuple[NamedValue, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_number("outcome", self.outcome)
+        check_number("speed", self.speed)
+        for reward in self.process:
+            check_number("process", reward.value)

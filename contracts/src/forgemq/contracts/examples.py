@@ -23,6 +23,24 @@ _MATCHING = {
     r"^([A-Za-z_][\w.]*:[A-Za-z_]\w*)?$": "shop_desk.rewards:outcome",
 }
 
+# Fields that another rule binds: to a document, or to what stands in the record beside them.
+_BOUND: dict[tuple[str, str], object] = {
+    ("RequestedGroup", "task"): b"{}",
+    ("AdmittedGroup", "task"): b"{}",
+    ("TurnPart", "tools"): b"[{}]",
+    ("TurnPart", "messages"): b"[{}]",
+    ("TurnPart", "asked"): b"{}",
+    ("WeightSpan", "start"): 0,
+    ("WeightSpan", "end"): 1,
+    ("RequestedCompletion", "context"): b"\x01\x00\x00\x00" * 3,
+    ("RequestedCompletion", "shared_prefix_tokens"): 3,
+    ("MergedTree", "sample_first_entry"): b"\x00\x00\x00\x00",
+}
+# Where all fields are set there is one item in each array, one sample and one entry.
+_BOUND_FULL: dict[tuple[str, str], object] = {
+    ("MergedTree", "sample_first_entry"): b"\x00\x00\x00\x00\x01\x00\x00\x00",
+}
+
 
 def minimal(record: type[_Record]) -> _Record:
     """A record with its required fields only, at the lowest values allowed."""
@@ -36,8 +54,11 @@ def full(record: type[_Record]) -> _Record:
 
 def _struct(described: inspect.Type, *, is_full: bool) -> Any:  # noqa: ANN401 - a struct
     assert isinstance(described, inspect.StructType)
+    bound = _BOUND | _BOUND_FULL if is_full else _BOUND
     values = {
-        field.name: _other_choice(field) or _value(field.type, is_full=is_full)
+        field.name: bound[described.cls.__name__, field.name]
+        if (described.cls.__name__, field.name) in bound
+        else _other_choice(field) or _value(field.type, is_full=is_full)
         for field in described.fields
         if field.required or is_full
     }

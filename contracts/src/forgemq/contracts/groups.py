@@ -20,6 +20,7 @@ from forgemq.contracts.fields import (
     TokenCount,
     Version,
 )
+from forgemq.contracts.rules import check_json, check_number
 
 GroupSize: TypeAlias = Annotated[
     int, Meta(ge=1, le=4096, description="G, the number of rollouts of one task.")
@@ -50,6 +51,9 @@ class RequestedGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
         str, Meta(max_length=80, description="Evaluation round the group belongs to.")
     ] = ""
 
+    def __post_init__(self) -> None:
+        check_json("task", self.task)
+
 
 class AdmittedGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The group has a slot; the order of these records is the generation queue Q."""
@@ -68,6 +72,9 @@ class AdmittedGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
     temperature: float | None = None
     round_name: str = ""
 
+    def __post_init__(self) -> None:
+        check_json("task", self.task)
+
 
 class ScoredCompletion(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One trainable completion with its return-to-go and its advantage."""
@@ -79,6 +86,10 @@ class ScoredCompletion(Struct, frozen=True, kw_only=True, omit_defaults=True):
     return_to_go: float
     advantage: float
     parent_id: CompletionId | None = None
+
+    def __post_init__(self) -> None:
+        check_number("return_to_go", self.return_to_go)
+        check_number("advantage", self.advantage)
 
 
 class EpisodeScore(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -132,7 +143,10 @@ class MergedGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class RetiredGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The group's slot has ended; exactly one per admitted group (G1)."""
+    """The group's slot has ended; exactly one per admitted group (G1).
+
+    And one for a group that never had a slot, where its request does not decode.
+    """
 
     group_id: GroupId
     domain: DomainName

@@ -173,7 +173,9 @@ class Log(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     inline_bytes_max: Annotated[
         int, Meta(ge=1024, description="Above it the payload goes to the blob store.")
     ] = 900_000
-    keep_for_replay: bool = False
+    keep_for_replay: Annotated[
+        bool, Meta(description="Trim nothing: inspect and replay reach back to the first record.")
+    ] = False
 
 
 class RunConfiguration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -76,6 +76,12 @@ class TrainingMetrics(Struct, frozen=True, kw_only=True, omit_defaults=True):
     flop_ratio: Annotated[
         float, Meta(ge=0, description="Operations per request over those of the trees.")
     ] = 1.0
+    flop_ratio_weights: Annotated[
+        float, Meta(ge=0, description="flop_ratio of the layers' weights alone.")
+    ] = 1.0
+    flop_ratio_attention: Annotated[
+        float, Meta(ge=0, description="flop_ratio of attention alone.")
+    ] = 1.0
     route_disagreements: Annotated[
         int, Meta(ge=0, description="Entries whose experts were not those replayed for the token.")
     ] = 0

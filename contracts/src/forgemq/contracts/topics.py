@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from forgemq.contracts.audit import AuditedGroup
 from forgemq.contracts.completions import (
     CancelledCompletion,
     DeliveredCompletion,
@@ -30,7 +31,6 @@ from forgemq.contracts.trees import MergedTree
 from forgemq.contracts.weights import LoadedWeights, PublishedWeights, ReportedEngine
 
 PartitionedBy: TypeAlias = Literal["shared", "run", "queue", "group", "lane"]
-Retention: TypeAlias = Literal["run", "needed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,8 +46,13 @@ class Topic:
         is_transactional: Always or never written in transactions.
         producer: The only service that writes it.
         consumers: Services that read it; checked against what they declare.
-        retention: `run` keeps everything; `needed` is trimmed below the lowest offset in use.
-        has_dlq: Bad records go to `<name>-dlq`.
+        dead_letters_by: The one consumer that sends records which do not decode to `<name>-dlq`;
+            the others skip them. "" for a topic without dead letters.
+        needed_by: Consumer groups whose positions say what their readers may still read again;
+            records below the lowest of them are trimmed, none where a group has no position yet.
+            () keeps everything for the run's life.
+        newest_kept: Of a trimmed topic, records of each partition that stay whatever is needed:
+            for readers that look back from the end.
     """
 
     name: str
@@ -57,13 +62,24 @@ class Topic:
     is_transactional: bool
     producer: str
     consumers: tuple[str, ...]
-    retention: Retention = "run"
-    has_dlq: bool = True
+    dead_letters_by: str = ""
+    needed_by: tuple[str, ...] = ()
+    newest_kept: int = 0
+
+    @property
+    def has_dlq(self) -> bool:
+        """Whether records that do not decode go to a topic of their own."""
+        return bool(self.dead_letters_by)
 
     @property
     def dlq_name(self) -> str:
         """Where a record that does not decode goes, with its original bytes."""
         return f"{self.name}-dlq"
+
+
+def needed_group(service: str) -> str:
+    """The consumer group that holds from where a service may read its inputs again."""
+    return f"{service}-needed"
 
 
 STARTED_RUNS = Topic(
@@ -83,7 +99,6 @@ STARTED_RUNS = Topic(
         "scheduler",
         "trainer",
     ),
-    has_dlq=False,
 )
 ENDED_RUNS = Topic(
     name="ended-runs-v1",
@@ -93,7 +108,6 @@ ENDED_RUNS = Topic(
     is_transactional=False,
     producer="launcher",
     consumers=("console", "launcher"),
-    has_dlq=False,
 )
 REQUESTED_GROUPS = Topic(
     name="requested-groups-v1",
@@ -103,6 +117,7 @@ REQUESTED_GROUPS = Topic(
     is_transactional=False,
     producer="gateway",
     consumers=("scheduler", "gateway", "console", "launcher"),
+    dead_letters_by="scheduler",
 )
 ADMITTED_GROUPS = Topic(
     name="admitted-groups-v1",
@@ -112,6 +127,7 @@ ADMITTED_GROUPS = Topic(
     is_transactional=True,
     producer="scheduler",
     consumers=("gateway", "console", "launcher"),
+    dead_letters_by="gateway",
 )
 OPENED_EPISODES = Topic(
     name="opened-episodes-v1",
@@ -121,6 +137,7 @@ OPENED_EPISODES = Topic(
     is_transactional=False,
     producer="gateway",
     consumers=("gateway",),
+    dead_letters_by="gateway",
 )
 REQUESTED_COMPLETIONS = Topic(
     name="requested-completions-v1",
@@ -130,7 +147,8 @@ REQUESTED_COMPLETIONS = Topic(
     is_transactional=False,
     producer="gateway",
     consumers=("gateway", "inference"),
-    retention="needed",
+    dead_letters_by="inference",
+    needed_by=(needed_group("gateway"),),
 )
 CANCELLED_COMPLETIONS = Topic(
     name="cancelled-completions-v1",
@@ -140,7 +158,8 @@ CANCELLED_COMPLETIONS = Topic(
     is_transactional=False,
     producer="gateway",
     consumers=("gateway", "inference"),
-    retention="needed",
+    dead_letters_by="inference",
+    needed_by=(needed_group("gateway"),),
 )
 FINISHED_COMPLETIONS = Topic(
     name="finished-completions-v1",
@@ -150,7 +169,13 @@ FINISHED_COMPLETIONS = Topic(
     is_transactional=False,
     producer="inference",
     consumers=("gateway", "reward", "merger", "console", "launcher"),
-    retention="needed",
+    dead_letters_by="merger",
+    needed_by=(
+        needed_group("console"),
+        needed_group("gateway"),
+        needed_group("merger"),
+        "reward-grading",
+    ),
 )
 DELIVERED_COMPLETIONS = Topic(
     name="delivered-completions-v1",
@@ -160,7 +185,8 @@ DELIVERED_COMPLETIONS = Topic(
     is_transactional=False,
     producer="gateway",
     consumers=("gateway",),
-    retention="needed",
+    dead_letters_by="gateway",
+    needed_by=(needed_group("gateway"),),
 )
 FINISHED_EPISODES = Topic(
     name="finished-episodes-v1",
@@ -170,6 +196,7 @@ FINISHED_EPISODES = Topic(
     is_transactional=False,
     producer="gateway",
     consumers=("gateway", "reward", "console", "launcher"),
+    dead_letters_by="reward",
 )
 GRADED_EPISODES = Topic(
     name="graded-episodes-v1",
@@ -179,6 +206,7 @@ GRADED_EPISODES = Topic(
     is_transactional=False,
     producer="reward",
     consumers=("reward", "console", "launcher"),
+    dead_letters_by="reward",
 )
 SCORED_GROUPS = Topic(
     name="scored-groups-v1",
@@ -188,6 +216,7 @@ SCORED_GROUPS = Topic(
     is_transactional=True,
     producer="reward",
     consumers=("merger", "console", "launcher"),
+    dead_letters_by="merger",
 )
 MERGED_TREES = Topic(
     name="merged-trees-v1",
@@ -196,8 +225,9 @@ MERGED_TREES = Topic(
     partitioned_by="group",
     is_transactional=True,
     producer="merger",
-    consumers=("trainer",),
-    retention="needed",
+    consumers=("trainer", "console", "launcher"),
+    dead_letters_by="trainer",
+    needed_by=(needed_group("console"), needed_group("trainer")),
 )
 MERGED_GROUPS = Topic(
     name="merged-groups-v1",
@@ -207,6 +237,7 @@ MERGED_GROUPS = Topic(
     is_transactional=True,
     producer="merger",
     consumers=("scheduler", "console", "launcher"),
+    dead_letters_by="scheduler",
 )
 SCHEDULED_STEPS = Topic(
     name="scheduled-steps-v1",
@@ -216,6 +247,7 @@ SCHEDULED_STEPS = Topic(
     is_transactional=True,
     producer="scheduler",
     consumers=("trainer", "console", "launcher"),
+    dead_letters_by="trainer",
 )
 RETIRED_GROUPS = Topic(
     name="retired-groups-v1",
@@ -225,6 +257,16 @@ RETIRED_GROUPS = Topic(
     is_transactional=True,
     producer="scheduler",
     consumers=("gateway", "reward", "merger", "console", "launcher"),
+    dead_letters_by="reward",
+)
+AUDITED_GROUPS = Topic(
+    name="audited-groups-v1",
+    record=AuditedGroup,
+    key="group_id",
+    partitioned_by="group",
+    is_transactional=True,
+    producer="console",
+    consumers=("console", "launcher"),
 )
 TRAINED_STEPS = Topic(
     name="trained-steps-v1",
@@ -234,6 +276,7 @@ TRAINED_STEPS = Topic(
     is_transactional=True,
     producer="trainer",
     consumers=("scheduler", "trainer", "gateway", "console", "launcher"),
+    dead_letters_by="scheduler",
 )
 PUBLISHED_WEIGHTS = Topic(
     name="published-weights-v1",
@@ -243,6 +286,7 @@ PUBLISHED_WEIGHTS = Topic(
     is_transactional=False,
     producer="trainer",
     consumers=("inference", "trainer", "console", "launcher"),
+    dead_letters_by="trainer",
 )
 LOADED_WEIGHTS = Topic(
     name="loaded-weights-v1",
@@ -252,6 +296,7 @@ LOADED_WEIGHTS = Topic(
     is_transactional=False,
     producer="inference",
     consumers=("scheduler", "trainer", "console", "launcher", "inference"),
+    dead_letters_by="scheduler",
 )
 REPORTED_ENGINES = Topic(
     name="reported-engines-v1",
@@ -261,7 +306,9 @@ REPORTED_ENGINES = Topic(
     is_transactional=False,
     producer="inference",
     consumers=("gateway", "inference", "scheduler", "trainer", "console", "launcher"),
-    retention="needed",
+    dead_letters_by="scheduler",
+    needed_by=(needed_group("scheduler"),),
+    newest_kept=1000,
 )
 
 
@@ -274,8 +321,7 @@ def _journal(service: str, partitioned_by: PartitionedBy) -> Topic:
         is_transactional=True,
         producer=service,
         consumers=(service,),
-        retention="needed",
-        has_dlq=False,
+        needed_by=(f"{service}-positions",),
     )
 
 
@@ -299,6 +345,7 @@ OF_RUN: tuple[Topic, ...] = (
     MERGED_GROUPS,
     SCHEDULED_STEPS,
     RETIRED_GROUPS,
+    AUDITED_GROUPS,
     TRAINED_STEPS,
     PUBLISHED_WEIGHTS,
     LOADED_WEIGHTS,
@@ -309,6 +356,7 @@ OF_RUN: tuple[Topic, ...] = (
 )
 ALL: tuple[Topic, ...] = SHARED + OF_RUN
 BY_NAME: dict[str, Topic] = {topic.name: topic for topic in ALL}
+BY_DLQ_NAME: dict[str, Topic] = {topic.dlq_name: topic for topic in ALL if topic.has_dlq}
 
 
 def partition_count(topic: Topic, *, group_partitions: int, lanes: int, queues: int) -> int:

@@ -5,6 +5,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from forgemq.contracts.fields import DomainName, GroupId
+from forgemq.contracts.rules import check_finite, check_ids, check_items
 
 
 class MergedTree(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -43,3 +44,33 @@ class MergedTree(Struct, frozen=True, kw_only=True, omit_defaults=True):
     entry_reference_logprob: Annotated[
         bytes, Meta(description="float32[E] under a reference policy, nats; b'' without one.")
     ] = b""
+
+    def __post_init__(self) -> None:
+        check_ids("tokens", self.tokens)
+        segments = check_ids("segment_start", self.segment_start)
+        check_items("segment_length", self.segment_length, count=segments)
+        check_items("segment_parent", self.segment_parent, count=segments)
+        self._check_entries()
+        self._check_samples()
+
+    def _check_entries(self) -> None:
+        entries = check_ids("entry_token", self.entry_token)
+        check_finite("entry_logprob", self.entry_logprob, count=entries)
+        check_items("entry_version", self.entry_version, count=entries)
+        if self.entry_reference_logprob:
+            check_finite("entry_reference_logprob", self.entry_reference_logprob, count=entries)
+        # int16, as many of them for every entry.
+        if self.entry_route and (not entries or len(self.entry_route) % (2 * entries)):
+            raise ValueError(
+                f"entry_route: {len(self.entry_route)} bytes are no int16 array over "
+                f"{entries} entries"
+            )
+
+    def _check_samples(self) -> None:
+        samples = len(self.sample_ids)
+        check_items("sample_first_entry", self.sample_first_entry, count=samples + 1)
+        check_finite("sample_advantage", self.sample_advantage, count=samples)
+        check_finite("sample_temperature", self.sample_temperature, count=samples)
+        check_items("sample_leaf", self.sample_leaf, count=samples)
+        check_items("sample_episode", self.sample_episode, count=samples)
+        check_items("sample_turn", self.sample_turn, count=samples)

@@ -2,6 +2,7 @@
 
 LogError
  |- LogUnavailableError   the broker does not answer within the bounded retries
+ |- AccessError           the broker or this process does not trust the other: settings are wrong
  |- FencedError           a newer writer or member took over; this process must stop
  |- RecordTooLargeError   a value over the topic's limit and no blob store to put it in
  |- OutOfRangeError       a position below the first or above the end of its partition
@@ -18,6 +19,10 @@ class LogError(Exception):
 
 class LogUnavailableError(LogError):
     """The broker does not answer; says which address and for how long it was tried."""
+
+
+class AccessError(LogError):
+    """User, password, certificate or protocol is refused; names the setting, and no retry helps."""
 
 
 class FencedError(LogError):

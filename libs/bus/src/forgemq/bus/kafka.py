@@ -14,9 +14,9 @@ from forgemq.bus.kafka_member import KafkaMember
 from forgemq.bus.kafka_reader import KafkaReader, open_reader
 from forgemq.bus.kafka_topics import KafkaTopics
 from forgemq.bus.kafka_writer import (
+    KafkaOutbox,
     KafkaTransactionWriter,
     KafkaWriter,
-    Outbox,
     open_producer,
 )
 from forgemq.bus.log import AssignmentCallback, Isolation, Place
@@ -143,9 +143,9 @@ class KafkaLog:
             await self._opened.pop().close()
         await self._topics.close()
 
-    async def _outbox(self, transactional_id: str | None) -> Outbox:
+    async def _outbox(self, transactional_id: str | None) -> KafkaOutbox:
         producer = await open_producer(self._connection, transactional_id=transactional_id)
-        return Outbox(
+        return KafkaOutbox(
             producer,
             topics=self._topics,
             connection=self._connection,

@@ -4,15 +4,18 @@ Every call to a broker is bounded by `retry_s`: aiokafka itself retries some req
 """
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Annotated, Any, Literal, TypeVar
 
 from aiokafka import errors as kafka_errors
+from aiokafka.conn import create_conn
 from aiokafka.helpers import create_ssl_context
+from aiokafka.protocol.metadata import MetadataRequest
 from msgspec import Meta, Struct
 
-from forgemq.bus.errors import FencedError, LogError, LogUnavailableError
+from forgemq.bus.errors import AccessError, FencedError, LogError, LogUnavailableError
 
 SecurityProtocol = Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"]
 SaslMechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"]
@@ -23,6 +26,9 @@ RECONNECT_PAUSE_S = 0.25
 RETRY_PAUSE_S = 0.05
 REQUEST_TIMEOUT_MS = 10_000
 CLOSE_TIMEOUT_S = 5.0
+
+_CLOSED = (ConnectionResetError, ConnectionAbortedError, kafka_errors.KafkaConnectionError)
+"""After TCP connected; also what a broker does that is about to stop."""
 
 _FENCED = (kafka_errors.ProducerFenced, kafka_errors.InvalidProducerEpoch)
 
@@ -67,12 +73,22 @@ def client_settings(connection: KafkaConnection) -> dict[str, Any]:
         "retry_backoff_ms": 50,
     }
     if connection.security_protocol.endswith("SSL"):
-        settings["ssl_context"] = create_ssl_context(cafile=connection.tls_ca_file or None)
+        settings["ssl_context"] = _ssl_context(connection)
     if connection.security_protocol.startswith("SASL"):
         settings["sasl_mechanism"] = connection.sasl_mechanism
         settings["sasl_plain_username"] = connection.sasl_username
         settings["sasl_plain_password"] = connection.sasl_password
     return settings
+
+
+def _ssl_context(connection: KafkaConnection) -> ssl.SSLContext:
+    try:
+        context: ssl.SSLContext = create_ssl_context(cafile=connection.tls_ca_file or None)
+    except OSError as error:  # also what ssl raises for a file without certificates
+        raise AccessError(
+            f"FORGEMQ_KAFKA_TLS_CA_FILE: no certificates in {connection.tls_ca_file}: {error}"
+        ) from error
+    return context
 
 
 @asynccontextmanager
@@ -117,15 +133,85 @@ async def connect(
     """Start a client, again and again while the brokers do not answer.
 
     Raises:
+        AccessError: they refuse this process, or it does not trust them.
         LogUnavailableError: they did not answer in time.
         LogError: they refuse.
     """
-    async with answered(connection, doing):
-        while True:
+    hint = ""
+    try:
+        async with answered(connection, doing):
+            while True:
+                try:
+                    return await start()
+                except (kafka_errors.KafkaConnectionError, kafka_errors.NodeNotReadyError):
+                    hint = await _check_access(connection)
+                    await asyncio.sleep(RECONNECT_PAUSE_S)
+    except LogUnavailableError as error:
+        raise LogUnavailableError(f"{error}{hint}") from error
+
+
+async def _check_access(connection: KafkaConnection) -> str:
+    """Find out whether a connection failed for good; aiokafka keeps what it was to itself.
+
+    Returns:
+        What may be wrong where that is not certain, to be added to a message; else "".
+
+    Raises:
+        AccessError: names the setting that is wrong.
+    """
+    settings, hint = client_settings(connection), ""
+    of_client = ("bootstrap_servers", "retry_backoff_ms")
+    of_connection = {name: value for name, value in settings.items() if name not in of_client}
+    for address in settings["bootstrap_servers"]:
+        host, _, port = address.rpartition(":")
+        try:
+            probe = await create_conn(host, int(port), **of_connection)
             try:
-                return await start()
-            except (kafka_errors.KafkaConnectionError, kafka_errors.NodeNotReadyError):
-                await asyncio.sleep(RECONNECT_PAUSE_S)
+                # A broker that wants a user lets one in without, up to the first real request.
+                await probe.send(MetadataRequest([]))
+            finally:
+                probe.close()
+        except (OSError, kafka_errors.KafkaError) as error:
+            if (reason := _refusal(connection, error)) is not None:
+                raise AccessError(f"{address}: {reason}") from error
+            if isinstance(error, _CLOSED):
+                hint = (
+                    f"; {address} closed the connection: is FORGEMQ_KAFKA_SECURITY_PROTOCOL "
+                    f"({connection.security_protocol}) right?"
+                )
+    return hint
+
+
+def _refusal(connection: KafkaConnection, error: Exception) -> str | None:
+    """What the user has to correct; None where the failure may pass by itself."""
+    match error:
+        case ssl.SSLCertVerificationError():
+            named = connection.tls_ca_file or "empty, so the system's authorities count"
+            return (
+                f"the broker's certificate is not trusted: {error.verify_message}: check "
+                f"FORGEMQ_KAFKA_TLS_CA_FILE ({named})"
+            )
+        case ssl.SSLError():
+            return (
+                f"no TLS there: {error.reason}: check FORGEMQ_KAFKA_SECURITY_PROTOCOL "
+                f"({connection.security_protocol})"
+            )
+        case kafka_errors.UnsupportedSaslMechanismError():
+            return (
+                "the broker does not take this mechanism: check FORGEMQ_KAFKA_SASL_MECHANISM "
+                f"({connection.sasl_mechanism})"
+            )
+        case kafka_errors.SaslAuthenticationFailed():
+            return (
+                f"the broker refuses user {connection.sasl_username!r}: check "
+                "FORGEMQ_KAFKA_SASL_USERNAME and FORGEMQ_KAFKA_SASL_PASSWORD"
+            )
+        case kafka_errors.IllegalSaslStateError():
+            return (
+                "the broker takes no user here: check FORGEMQ_KAFKA_SECURITY_PROTOCOL "
+                f"({connection.security_protocol})"
+            )
+    return None
 
 
 async def stop_client(

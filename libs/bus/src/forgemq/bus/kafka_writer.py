@@ -25,7 +25,7 @@ TRANSACTION_TIMEOUT_MS = 10_000  # How long a killed writer holds up committed r
 BATCH_BYTES_MAX = 256 * 1024  # Per partition; larger records go alone.
 
 
-class Outbox:
+class KafkaOutbox:
     """What both writers share: large values to the blob store, places that exist, one producer."""
 
     def __init__(
@@ -90,7 +90,7 @@ class Outbox:
 class KafkaWriter:
     """Implements `log.Writer`; any number of tasks may write at once."""
 
-    def __init__(self, outbox: Outbox) -> None:
+    def __init__(self, outbox: KafkaOutbox) -> None:
         """A writer over a started producer."""
         self._outbox = outbox
         self.is_closed = False
@@ -126,7 +126,7 @@ class KafkaTransactionWriter:
     known once a new writer of the same id is open, for opening waits until it has ended.
     """
 
-    def __init__(self, outbox: Outbox, *, transactional_id: str) -> None:
+    def __init__(self, outbox: KafkaOutbox, *, transactional_id: str) -> None:
         """A writer over a started producer with this transactional id."""
         self._outbox = outbox
         self._transactional_id = transactional_id

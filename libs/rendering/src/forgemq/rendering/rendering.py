@@ -203,16 +203,6 @@ class Rendering:
             message_ends=tuple(max(0, end - len(before)) for end in ends),
         )
 
-    def bridge(
-        self, previous: Sequence[int], messages: Sequence[Message], *, tools: Sequence[Tool] = ()
-    ) -> list[int] | None:
-        """`previous` (a context and what was sampled from it) with the new messages behind it.
-
-        For readers that hold one list of ids; the gateway uses `extend`.
-        """
-        extension = self.extend(previous[:-1], previous[-1:], messages, tools=tools)
-        return None if extension is None else [*previous, *extension.ids]
-
     def parse(
         self,
         output: Sequence[int],

@@ -1,7 +1,7 @@
 """Whether the guarantees held, from the log alone (architecture, section 5).
 
-Lifecycle: `apply` every accounting record, `add_tree` the facts of every tree, then `verdicts`.
-The order does not matter; a record read twice changes nothing.
+Lifecycle: `apply` every accounting record, `add_tree` the facts of trees that are not audited yet,
+then `verdicts`. The order does not matter; a record read twice changes nothing.
 
 What is no longer on the log cannot be checked. A verdict says so as `unknown` and does not hold:
 a guarantee counts as kept only where everything it speaks of was compared.
@@ -13,21 +13,28 @@ from typing import Literal, TypeAlias
 
 from msgspec import Struct
 
+from forgemq.contracts.audit import AuditedGroup, TreeFacts
 from forgemq.contracts.groups import AdmittedGroup, RetiredGroup
 from forgemq.contracts.messages import Message
 from forgemq.contracts.run import RunConfiguration, staleness_limit
 from forgemq.contracts.steps import ScheduledStep, TrainedStep
 from forgemq.contracts.topics import (
     ADMITTED_GROUPS,
+    AUDITED_GROUPS,
     RETIRED_GROUPS,
     SCHEDULED_STEPS,
     TRAINED_STEPS,
     Topic,
 )
-from forgemq.run_view.samples import TreeFacts
 from forgemq.run_view.steps import surviving
 
-TOPICS: tuple[Topic, ...] = (ADMITTED_GROUPS, RETIRED_GROUPS, SCHEDULED_STEPS, TRAINED_STEPS)
+TOPICS: tuple[Topic, ...] = (
+    ADMITTED_GROUPS,
+    RETIRED_GROUPS,
+    AUDITED_GROUPS,
+    SCHEDULED_STEPS,
+    TRAINED_STEPS,
+)
 
 Guarantee: TypeAlias = Literal["G1", "G2", "G3", "G4", "G5"]
 
@@ -60,6 +67,7 @@ class Ledger:
         self._scheduled: dict[int, dict[int, ScheduledStep]] = {}
         self._trained: list[TrainedStep] = []
         self._trees: dict[str, list[TreeFacts]] = {}
+        self._audited: set[str] = set()
 
     def apply(self, message: Message) -> None:
         """Take in one record; records of other kinds are ignored."""
@@ -76,8 +84,16 @@ class Ledger:
                 self._scheduled.setdefault(record.step, {})[message.offset] = record
             case TrainedStep() as record:
                 self._trained.append(record)
+            case AuditedGroup() as record:
+                self._audited.add(record.group_id)
+                for facts in record.trees:
+                    self.add_tree(facts)
             case _:
                 pass
+
+    def is_audited(self, group_id: str) -> bool:
+        """Whether the group was compared when it retired; its own records may be trimmed."""
+        return group_id in self._audited
 
     def add_tree(self, facts: TreeFacts) -> None:
         """Take in the facts of one tree."""
@@ -91,7 +107,7 @@ class Ledger:
         return tuple(group_id for step in kept for group_id in step.group_ids)
 
     def trained_trees(self) -> tuple[TreeFacts, ...]:
-        """Trees of the trained groups, where the log still has them."""
+        """Trees of the trained groups, as far as they were compared."""
         return tuple(
             facts
             for group_id in self.trained_group_ids()
@@ -120,7 +136,7 @@ class Ledger:
             if len(records) > 1:
                 reasons = [record.reason for record in records.values()]
                 wrong.append(f"{group_id} was retired {len(records)} times: {reasons}")
-            if group_id not in self._admitted:
+            if group_id not in self._admitted and not _is_refused(records.values()):
                 wrong.append(f"{group_id} was retired and never admitted")
             is_called_trained = any(r.reason == "trained" for r in records.values())
             if is_called_trained != (group_id in trained) and (is_ended or is_called_trained):
@@ -240,6 +256,11 @@ class Ledger:
             checked=f"{entries} tokens of the current version: the tree's log-probabilities "
             f"against the engine's, which computed each request on its own; limit {limit:g} nats",
         )
+
+
+def _is_refused(records: Iterable[RetiredGroup]) -> bool:
+    """Whether the group failed before it had a place: its request did not decode."""
+    return all(each.reason == "failed" and each.queue_index is None for each in records)
 
 
 def _unknown(texts: Iterable[str]) -> list[str]:

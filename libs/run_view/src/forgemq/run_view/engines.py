@@ -3,7 +3,8 @@
 from collections import deque
 
 from forgemq.contracts import topics
-from forgemq.contracts.accounting import is_candidate
+from forgemq.contracts.accounting import RetiredIds, is_candidate
+from forgemq.contracts.audit import AuditedGroup
 from forgemq.contracts.completions import FinishedCompletion
 from forgemq.contracts.messages import Message
 from forgemq.contracts.weights import LoadedWeights, PublishedWeights, ReportedEngine
@@ -17,7 +18,11 @@ BUCKETS_KEPT_MAX = 720
 
 
 class EngineBook:
-    """The generation side of a run, and the pulse of its services."""
+    """The generation side of a run, and the pulse of its services.
+
+    Completions of a group count one by one until the group is audited; from then on its audit says
+    how many there were, for they may be trimmed.
+    """
 
     def __init__(self) -> None:
         self._reported: dict[int, ReportedEngine] = {}
@@ -25,6 +30,8 @@ class EngineBook:
         self._recent: deque[tuple[int, int]] = deque()
         self._activity: dict[str, tuple[int, int]] = {}
         self._buckets: dict[int, int] = {}
+        self._unaudited: dict[str, tuple[int, int]] = {}
+        self._audited = RetiredIds()
         self.tokens_generated = 0
         self.completions = 0
         self.version = 0
@@ -42,8 +49,9 @@ class EngineBook:
             case PublishedWeights() as record:
                 self.version = max(self.version, record.version)
             case FinishedCompletion() as record if is_candidate(record):
-                tokens = len(record.output) // 4
-                self._sampled(tokens, time_ms=message.timestamp_ms)
+                self._sampled(record, time_ms=message.timestamp_ms)
+            case AuditedGroup() as record:
+                self._audit(record)
             case _:
                 pass
 
@@ -60,9 +68,21 @@ class EngineBook:
             for bucket, tokens in sorted(self._buckets.items())
         )
 
-    def _sampled(self, tokens: int, *, time_ms: int) -> None:
-        self.completions += 1
-        self.tokens_generated += tokens
+    def _audit(self, record: AuditedGroup) -> None:
+        if record.group_id in self._audited:
+            return
+        self._audited.add(record.group_id)
+        completions, tokens = self._unaudited.pop(record.group_id, (0, 0))
+        self.completions += record.completions - completions
+        self.tokens_generated += record.output_tokens - tokens
+
+    def _sampled(self, record: FinishedCompletion, *, time_ms: int) -> None:
+        tokens = len(record.output) // 4
+        if record.group_id not in self._audited:
+            completions, before = self._unaudited.get(record.group_id, (0, 0))
+            self._unaudited[record.group_id] = (completions + 1, before + tokens)
+            self.completions += 1
+            self.tokens_generated += tokens
         self._recent.append((time_ms, tokens))
         bucket = time_ms // BUCKET_MS
         self._buckets[bucket] = self._buckets.get(bucket, 0) + tokens

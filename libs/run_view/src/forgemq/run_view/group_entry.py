@@ -8,7 +8,7 @@ from forgemq.run_view.state import GroupRow, Position, WindowPosition
 
 
 @dataclass(slots=True)
-class Entry:
+class GroupEntry:
     """What is known of one group, whatever order its records came in."""
 
     group_id: str
@@ -30,6 +30,7 @@ class Entry:
     success: float | None = None
     finished: set[int] = field(default_factory=set)
     places: list[tuple[int, int]] = field(default_factory=list)
+    completions: int = 0
     version_min: int | None = None
     version_max: int | None = None
     is_passed_over: bool = False
@@ -37,6 +38,8 @@ class Entry:
     def is_complete(self) -> bool:
         """Whether every record that counts was seen."""
         is_counted = self.is_requested and self.is_admitted and self.is_scored
+        if self.purpose == "eval" and self.version_min is None:
+            return False  # Its round still needs the versions that sampled it.
         return bool(self.reason) and is_counted and len(self.finished) >= self.group_size
 
     def position(self) -> Position:
@@ -57,7 +60,7 @@ class Entry:
 
 
 def window_positions(
-    entries: Sequence[Entry], *, head: int | None, window: int
+    entries: Sequence[GroupEntry], *, head: int | None, window: int
 ) -> tuple[WindowPosition, ...]:
     """Entries of one queue by queue index, and which of them are in the window at `head`."""
     counted = 0
@@ -83,7 +86,7 @@ def window_positions(
     return tuple(positions)
 
 
-def row(entry: Entry) -> GroupRow:
+def row(entry: GroupEntry) -> GroupRow:
     """The group as a list shows it."""
     return GroupRow(
         group_id=entry.group_id,
@@ -94,6 +97,6 @@ def row(entry: Entry) -> GroupRow:
         reason=entry.reason,
         step=entry.scheduled_step,
         group_size=entry.group_size,
-        completions=len(entry.places),
+        completions=max(len(entry.places), entry.completions),
         success=entry.success,
     )

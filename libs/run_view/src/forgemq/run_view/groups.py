@@ -4,6 +4,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from forgemq.contracts.accounting import RetiredIds
+from forgemq.contracts.audit import AuditedGroup
 from forgemq.contracts.completions import FinishedCompletion
 from forgemq.contracts.episodes import FinishedEpisode
 from forgemq.contracts.groups import (
@@ -16,7 +17,7 @@ from forgemq.contracts.groups import (
 from forgemq.contracts.messages import Message
 from forgemq.contracts.run import Queue, staleness_bound, staleness_limit, window_of
 from forgemq.contracts.steps import ScheduledStep, TrainedStep
-from forgemq.run_view.group_entry import Entry, row, window_positions
+from forgemq.run_view.group_entry import GroupEntry, row, window_positions
 from forgemq.run_view.state import (
     EvaluationPoint,
     GroupRow,
@@ -59,7 +60,7 @@ class GroupBook:
         self._groups_kept_max = groups_kept_max
         self._forgotten = RetiredIds()
         self._by_age: deque[str] = deque()
-        self._entries: dict[str, Entry] = {}
+        self._entries: dict[str, GroupEntry] = {}
         self._open: dict[str, set[str]] = {}
         self._behind: dict[str, deque[str]] = {}
         self._waiting: Counter[str] = Counter()
@@ -85,6 +86,8 @@ class GroupBook:
                 self._completion(record, partition=message.partition, offset=message.offset)
             case FinishedEpisode() as record:
                 self._episode(record)
+            case AuditedGroup() as record:
+                self._audited(record)
             case _:
                 self._apply_outcome(message)
 
@@ -186,10 +189,10 @@ class GroupBook:
     def _is_kept(self, group_id: str) -> bool:
         return group_id in self._entries or group_id not in self._forgotten
 
-    def _entry(self, group_id: str) -> Entry:
+    def _entry(self, group_id: str) -> GroupEntry:
         entry = self._entries.get(group_id)
         if entry is None:
-            entry = self._entries[group_id] = Entry(group_id=group_id)
+            entry = self._entries[group_id] = GroupEntry(group_id=group_id)
             self._places_kept.append(group_id)
             if len(self._places_kept) > PLACES_KEPT_GROUPS_MAX:
                 without = self._entries.get(self._places_kept.popleft())
@@ -250,7 +253,9 @@ class GroupBook:
         versions = [span.version for span in record.spans]
         if not versions:
             return
-        low, high = min(versions), max(versions)
+        self._sampled_by(entry, min(versions), max(versions))
+
+    def _sampled_by(self, entry: GroupEntry, low: int, high: int) -> None:
         entry.version_min = low if entry.version_min is None else min(low, entry.version_min)
         entry.version_max = high if entry.version_max is None else max(high, entry.version_max)
         if entry.purpose == "eval":
@@ -264,6 +269,13 @@ class GroupBook:
             self.episodes_finished += 1
             self.forks += record.forks
 
+    def _audited(self, record: AuditedGroup) -> None:
+        """Its completions may be trimmed: what they said stands in the audit."""
+        entry = self._entry(record.group_id)
+        entry.completions = record.completions
+        if record.version_min is not None and record.version_max is not None:
+            self._sampled_by(entry, record.version_min, record.version_max)
+
     def _scored(self, record: ScoredGroup) -> None:
         entry = self._entry(record.group_id)
         if entry.is_scored:
@@ -272,7 +284,7 @@ class GroupBook:
         entry.scored = record
         self._count_score(entry)
 
-    def _count_score(self, entry: Entry) -> None:
+    def _count_score(self, entry: GroupEntry) -> None:
         # The version at admission and the score come on different topics, in either order.
         if not entry.is_admitted or entry.scored is None:
             return
@@ -302,7 +314,7 @@ class GroupBook:
             entry.queue_index = record.queue_index
             behind.append(record.group_id)
 
-    def _round(self, entry: Entry) -> _Round:
+    def _round(self, entry: GroupEntry) -> _Round:
         return self._rounds.setdefault((entry.round_name, entry.is_greedy), _Round())
 
 

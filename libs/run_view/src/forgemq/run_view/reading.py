@@ -1,9 +1,10 @@
 """Reads records of a run from its log; the only I/O in this package."""
 
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
-from forgemq.bus.log import Log, Place, Record
-from forgemq.bus.reading import read_to_end, read_up_to
+from forgemq.bus.errors import OutOfRangeError
+from forgemq.bus.log import Log, Place, Reader, Record
+from forgemq.bus.reading import read_up_to
 from forgemq.contracts import topics
 from forgemq.contracts.messages import Message
 from forgemq.contracts.run import RunConfiguration
@@ -38,8 +39,45 @@ async def read_all(log: Log, places: Sequence[Place]) -> AsyncIterator[list[Reco
     Raises:
         LogUnavailableError: the log does not give all it has.
     """
-    async for records in read_to_end(log, await log.first_positions(places)):
+    async for records in read_from(log, await log.first_positions(places)):
         yield records
+
+
+async def read_from(
+    log: Log, starts: Mapping[Place, int], *, ends: Mapping[Place, int] | None = None
+) -> AsyncIterator[list[Record]]:
+    """Batches from these positions up to the ends of now; what is trimmed meanwhile is left out.
+
+    Raises:
+        LogUnavailableError: the log does not give all it has.
+    """
+    ends = await log.end_positions(list(starts)) if ends is None else ends
+    reader = await log.reader(starts)
+    is_done = False
+    try:
+        while not is_done:
+            try:
+                async for records in read_up_to(reader, ends):
+                    yield records
+                is_done = True
+            except OutOfRangeError:
+                await pass_trimmed(log, reader, list(starts))
+    finally:
+        await reader.close()
+
+
+async def pass_trimmed(log: Log, reader: Reader, places: Sequence[Place]) -> None:
+    """Move a reader that was overtaken by trimming to the first records that are kept.
+
+    Raises:
+        OutOfRangeError: it was not overtaken, so its positions never were on the log.
+    """
+    first = await log.first_positions(places)
+    overtaken = [place for place in places if reader.position(place) < first[place]]
+    if not overtaken:
+        raise OutOfRangeError(f"none of {len(places)} partitions has been trimmed past its reader")
+    for place in overtaken:
+        reader.seek(place, first[place])
 
 
 async def read_at(log: Log, wanted: Iterable[tuple[Place, int]]) -> list[Record]:
@@ -56,11 +94,8 @@ async def read_at(log: Log, wanted: Iterable[tuple[Place, int]]) -> list[Record]
     first = await log.first_positions(list(offsets))
     ends = await log.end_positions(list(offsets))
     found: list[Record] = []
-    reader = await log.reader({place: max(first[place], min(offsets[place])) for place in offsets})
+    starts = {place: max(first[place], min(offsets[place])) for place in offsets}
     last = {place: min(ends[place], max(offsets[place]) + 1) for place in offsets}
-    try:
-        async for records in read_up_to(reader, last):
-            found += [record for record in records if record.offset in offsets[record.place]]
-    finally:
-        await reader.close()
+    async for records in read_from(log, starts, ends=last):
+        found += [record for record in records if record.offset in offsets[record.place]]
     return found

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from msgspec import Struct
 
 from forgemq.contracts.arrays import pack_floats, unpack_floats, unpack_ids
+from forgemq.contracts.audit import TreeFacts
 from forgemq.contracts.completions import FinishedCompletion
 from forgemq.contracts.episodes import FinishedEpisode
 from forgemq.contracts.groups import ScoredGroup
@@ -32,24 +33,6 @@ class Sample(Struct, frozen=True, kw_only=True):
     versions: tuple[int, ...]
     temperature: float
     advantage: float
-
-
-class TreeFacts(Struct, frozen=True, kw_only=True):
-    """What the audit keeps of one tree.
-
-    `differences` are samples that are not what was sampled, `lost` those that are in a manifest
-    or a score and not in the tree, `unknown` what could not be compared.
-    """
-
-    group_id: str
-    sha256: str
-    completion_ids: tuple[str, ...]
-    entries: int
-    version_min: int | None
-    request_pairs: int
-    differences: tuple[str, ...]
-    lost: tuple[str, ...]
-    unknown: tuple[str, ...]
 
 
 def samples(tree: MergedTree) -> Iterator[Sample]:

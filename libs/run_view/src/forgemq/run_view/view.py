@@ -9,6 +9,7 @@ from forgemq.contracts.messages import Message
 from forgemq.contracts.run import EndedRun, StartedRun
 from forgemq.contracts.topics import (
     ADMITTED_GROUPS,
+    AUDITED_GROUPS,
     ENDED_RUNS,
     FINISHED_COMPLETIONS,
     FINISHED_EPISODES,
@@ -39,6 +40,7 @@ TOPICS: tuple[Topic, ...] = (
     MERGED_GROUPS,
     SCHEDULED_STEPS,
     RETIRED_GROUPS,
+    AUDITED_GROUPS,
     TRAINED_STEPS,
     PUBLISHED_WEIGHTS,
     LOADED_WEIGHTS,

@@ -144,12 +144,11 @@ class EngineServer:
                 progress(waited_s, (self.log_tail(lines_max=1) or [""])[0])
             time.sleep(_POLL_S)
 
-    def stop(self, *, grace_s: float = 0.0) -> None:
+    def stop(self) -> None:
         """End the whole process group; idempotent.
 
-        Args:
-            grace_s: ask first and wait this long. SGLang looks for the request every 5 s only, and
-                an engine holds nothing that a kill could lose, so that the default is to kill.
+        It is killed and not asked: SGLang looks for a request to end every 5 s only, and an engine
+        holds nothing that a kill could lose.
 
         Raises:
             EngineServerError: a process of the group is still there.
@@ -157,10 +156,6 @@ class EngineServer:
         process, self._process = self._process, None
         if process is None:
             return
-        if grace_s > 0 and process.poll() is None:
-            # To the leader alone: it takes the end of a child for a crash and collects diagnostics.
-            process.terminate()
-            _wait_gone(process, timeout_s=grace_s)
         _signal_group(process.pid, signal.SIGKILL)
         if not _wait_gone(process, timeout_s=_KILLED_WITHIN_S):
             left = [member.pid for member in _members(process.pid)]

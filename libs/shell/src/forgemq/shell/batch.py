@@ -3,10 +3,10 @@
 Live handling, restore and replay all go through this class, so they cannot differ.
 """
 
+import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
 
 import msgspec
 
@@ -14,18 +14,24 @@ from forgemq.bus.log import Emit, Headers, Place, Record
 from forgemq.contracts import topics
 from forgemq.contracts.journal import JournalInput, JournalledBatch
 from forgemq.contracts.messages import Core, InvalidRecordError, Message, Output, Tick
+from forgemq.shell.dead_letters import dead_letter, letter_of
 from forgemq.shell.records import emit_of
 
-BadRecordHook: TypeAlias = Callable[[Record, str], Sequence[Output]]
-"""Pure: (bad record, reason) -> what else to write, e.g. that its group failed."""
+BATCH_HEADER = "batch"
+"""On every output: the task and the number of its batch, `merger-0/17`."""
 
 
 @dataclass(frozen=True, slots=True)
 class BadRecord:
-    """A record that went to its dead letter topic."""
+    """A record that does not decode, or that the core refuses.
+
+    Attributes:
+        is_buried: It went to its dead letter topic; else another service sends it there.
+    """
 
     record: Record
     reason: str
+    is_buried: bool
 
 
 class Batch:
@@ -33,15 +39,16 @@ class Batch:
 
     Args:
         core: Changed by every input.
-        on_bad_record: Called for each record that does not decode or that the core refuses.
+        service: Whose batch it is; it buries what does not decode where the registry says so, and
+            whatever its core refuses.
     """
 
-    def __init__(self, core: Core, *, on_bad_record: BadRecordHook | None = None) -> None:
+    def __init__(self, core: Core, *, service: str) -> None:
         self.emits: list[Emit] = []
         self.bad_records: list[BadRecord] = []
         self.records = 0
         self._core = core
-        self._on_bad_record = on_bad_record
+        self._service = service
         self._inputs: list[JournalInput] = []
         self._positions: dict[Place, int] = {}
 
@@ -64,17 +71,18 @@ class Batch:
         """Let the core handle a record; its outputs carry `headers`.
 
         Returns:
-            The record and its reason where it was a bad one; its dead letter is in `emits`.
+            The record and its reason where it was a bad one.
         """
         self._note(record)
         try:
             message = _message(record)
         except msgspec.ValidationError as error:
-            return self._bury(record, f"does not decode: {error}", headers)
+            is_ours = topics.BY_NAME[record.topic].dead_letters_by == self._service
+            return self._bad(record, f"does not decode: {error}", is_buried=is_ours)
         try:
             outputs = self._core.handle(message)
         except InvalidRecordError as error:
-            return self._bury(record, f"refused: {error}", headers)
+            return self._bad(record, f"refused: {error}", is_buried=True)
         except Exception as error:
             error.add_note(f"while handling {record.topic}/{record.partition}@{record.offset}")
             raise
@@ -113,30 +121,28 @@ class Batch:
     def _write(self, outputs: Sequence[Output], headers: Headers) -> None:
         self.emits.extend(emit_of(output, headers=headers) for output in outputs)
 
-    def _bury(self, record: Record, reason: str, headers: Headers) -> BadRecord:
-        self.emits.append(dead_letter(record, reason))
-        if self._on_bad_record is not None:
-            self._write(self._on_bad_record(record, reason), headers)
-        bad = BadRecord(record, reason)
+    def _bad(self, record: Record, reason: str, *, is_buried: bool) -> BadRecord:
+        if is_buried:
+            self.emits.append(dead_letter(record, reason))
+        bad = BadRecord(record, reason, is_buried)
         self.bad_records.append(bad)
         return bad
 
 
-def dead_letter(record: Record, reason: str) -> Emit:
-    """The bad record's original key and bytes, with headers that say where it stood and why."""
-    where: Headers = (
-        ("reason", reason.encode()),
-        ("topic", record.topic.encode()),
-        ("partition", str(record.partition).encode()),
-        ("offset", str(record.offset).encode()),
-    )
-    return Emit(
-        topic=topics.BY_NAME[record.topic].dlq_name,
-        partition=record.partition,
-        key=record.key,
-        value=record.value,
-        headers=record.headers + where,
-    )
+def stamped(emits: Sequence[Emit], *, task: str, sequence: int) -> list[Emit]:
+    """These records with the header that says which batch of which task wrote them."""
+    header = (BATCH_HEADER, f"{task}/{sequence}".encode())
+    return [dataclasses.replace(emit, headers=(*emit.headers, header)) for emit in emits]
+
+
+def batch_sequence(headers: Headers, *, task: str) -> int | None:
+    """Number of the batch that wrote the record of these headers; None: not of this task.
+
+    A dead letter carries the headers of the record it buries, so the last one counts.
+    """
+    stamps = [value.decode(errors="replace") for name, value in headers if name == BATCH_HEADER]
+    writer, _, number = stamps[-1].rpartition("/") if stamps else ("", "", "")
+    return int(number) if writer == task and number.isdecimal() else None
 
 
 def digest(emits: Sequence[Emit]) -> str:
@@ -150,10 +156,14 @@ def digest(emits: Sequence[Emit]) -> str:
 
 
 def _message(record: Record) -> Message:
+    if record.topic in topics.BY_DLQ_NAME:
+        decoded: msgspec.Struct = letter_of(record)
+    else:
+        decoded = topics.decode(topics.BY_NAME[record.topic], record.value)
     return Message(
         topic=record.topic,
         partition=record.partition,
         offset=record.offset,
         timestamp_ms=record.timestamp_ms,
-        record=topics.decode(topics.BY_NAME[record.topic], record.value),
+        record=decoded,
     )

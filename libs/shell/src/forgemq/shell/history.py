@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 
 import msgspec
 
@@ -21,30 +21,37 @@ class HistoryError(Exception):
 
 
 async def journal(log: Log, place: Place, *, start: int, end: int) -> list[JournalledBatch]:
-    """Batches in [start, end) of one partition of a journal.
+    """Batches in [start, end) of one partition of a journal; raises as `journalled`."""
+    return [batch async for _, batch in journalled(log, place, start=start, end=end)]
+
+
+async def journalled(
+    log: Log, place: Place, *, start: int, end: int
+) -> AsyncGenerator[tuple[int, JournalledBatch], None]:
+    """Offset and batch of everything in [start, end) of one partition of a journal.
 
     Raises:
         HistoryError: a batch is missing.
         LogUnavailableError: the log does not give all it has.
     """
-    batches: list[JournalledBatch] = []
+    before: JournalledBatch | None = None
     reader = await log.reader({place: start})
     try:
         async for records in read_up_to(reader, {place: end}):
             for record in records:
                 if record.offset < end:
-                    batches.append(_following(batches, record))
+                    before = _following(before, record)
+                    yield record.offset, before
     finally:
         await reader.close()
-    return batches
 
 
-def _following(batches: Sequence[JournalledBatch], record: Record) -> JournalledBatch:
+def _following(before: JournalledBatch | None, record: Record) -> JournalledBatch:
     batch = _DECODER.decode(record.value)
-    if batches and batch.sequence != batches[-1].sequence + 1:
+    if before is not None and batch.sequence != before.sequence + 1:
         raise HistoryError(
             f"{record.topic}/{record.partition}: batch {batch.sequence} at {record.offset} "
-            f"follows batch {batches[-1].sequence}"
+            f"follows batch {before.sequence}"
         )
     return batch
 
@@ -53,6 +60,28 @@ def since_newest_snapshot(batches: Sequence[JournalledBatch]) -> list[Journalled
     """The last batches that rebuild the state: from the newest snapshot, or from the first."""
     snapshots = [index for index, batch in enumerate(batches) if batch.snapshot is not None]
     return list(batches[snapshots[-1] :] if snapshots else batches)
+
+
+def input_starts(batches: Sequence[JournalledBatch]) -> dict[Place, int]:
+    """Offset of the first record of each partition that these batches read."""
+    starts: dict[Place, int] = {}
+    for item in (item for batch in batches for item in batch.inputs if item.topic):
+        starts.setdefault(Place(item.topic, item.partition), item.offset)
+    return starts
+
+
+def check_kept(starts: Mapping[Place, int], kept: Mapping[Place, int]) -> None:
+    """Refuse starts before the oldest records that are kept.
+
+    Raises:
+        HistoryError: an input was trimmed away; says which.
+    """
+    for place, start in starts.items():
+        if start < kept[place]:
+            raise HistoryError(
+                f"{place.topic}/{place.partition}: record {start} is needed but the oldest "
+                f"one kept is {kept[place]}"
+            )
 
 
 class InputHistory:
@@ -73,18 +102,10 @@ class InputHistory:
         Raises:
             HistoryError: an input was trimmed away.
         """
-        starts: dict[Place, int] = {}
-        for item in (item for batch in batches for item in batch.inputs if item.topic):
-            starts.setdefault(Place(item.topic, item.partition), item.offset)
+        starts = input_starts(batches)
         if not starts:
             return
-        kept = await self._log.first_positions(list(starts))
-        for place, start in starts.items():
-            if start < kept[place]:
-                raise HistoryError(
-                    f"{place.topic}/{place.partition}: record {start} is needed but the oldest "
-                    f"one kept is {kept[place]}"
-                )
+        check_kept(starts, await self._log.first_positions(list(starts)))
         self._ahead = {place: deque() for place in starts}
         self._reader = await self._log.reader(starts)
         self._reader.pause(list(starts))

@@ -1,13 +1,22 @@
 """Follows a journal: the same inputs in the same order must give the same bytes."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
+
+from msgspec import structs
 
 from forgemq.bus.log import Emit, Log, Place
 from forgemq.contracts.journal import JournalledBatch
 from forgemq.contracts.messages import Core
-from forgemq.shell.batch import BadRecordHook, Batch, digest
-from forgemq.shell.history import HistoryError, InputHistory, journal
+from forgemq.shell.batch import Batch, digest
+from forgemq.shell.history import (
+    HistoryError,
+    InputHistory,
+    check_kept,
+    input_starts,
+    journalled,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,12 +25,14 @@ class ReplayedBatch:
 
     Attributes:
         batch: As journalled.
+        records: Number of input records.
         emits: What the core writes now; already on the log, never written again.
         digest: Of `emits`.
         snapshot: State after the batch, where the journal holds one to compare with.
     """
 
     batch: JournalledBatch
+    records: int
     emits: tuple[Emit, ...]
     digest: str
     snapshot: bytes | None
@@ -44,9 +55,7 @@ def begin(core: Core, batches: Sequence[JournalledBatch]) -> Sequence[Journalled
         core.restore(batches[0].snapshot)
         return batches[1:]
     if batches[0].sequence != 0:
-        raise HistoryError(
-            f"the journal starts with batch {batches[0].sequence} and has no snapshot to begin with"
-        )
+        raise _without_beginning(batches)
     return batches
 
 
@@ -55,7 +64,7 @@ async def replay(
     batches: Sequence[JournalledBatch],
     *,
     inputs: InputHistory,
-    on_bad_record: BadRecordHook | None = None,
+    service: str,
 ) -> AsyncIterator[ReplayedBatch]:
     """Run batches again on a core; it holds the state after the last one at the end.
 
@@ -63,42 +72,119 @@ async def replay(
         core: As `begin` left it.
         batches: Those that `begin` returned.
         inputs: Opened for them.
-        on_bad_record: As in the run.
+        service: Whose journal it is.
     """
     for batch in batches:
-        again = Batch(core, on_bad_record=on_bad_record)
-        for item in batch.inputs:
-            if not item.topic:
-                again.tick(item.tick_ms)
-                continue
-            for record in await inputs.records(item):
-                again.record(record)
-        yield ReplayedBatch(
-            batch=batch,
-            emits=tuple(again.emits),
-            digest=digest(again.emits),
-            snapshot=core.snapshot() if batch.snapshot is not None else None,
-        )
+        yield await _again(core, batch, inputs=inputs, service=service)
+
+
+async def _again(
+    core: Core,
+    batch: JournalledBatch,
+    *,
+    inputs: InputHistory,
+    service: str,
+) -> ReplayedBatch:
+    again = Batch(core, service=service)
+    for item in batch.inputs:
+        if not item.topic:
+            again.tick(item.tick_ms)
+            continue
+        for record in await inputs.records(item):
+            again.record(record)
+    return ReplayedBatch(
+        batch=batch,
+        records=again.records,
+        emits=tuple(again.emits),
+        digest=digest(again.emits),
+        snapshot=core.snapshot() if batch.snapshot is not None else None,
+    )
 
 
 async def replay_task(
-    log: Log, place: Place, core: Core, *, on_bad_record: BadRecordHook | None = None
-) -> AsyncIterator[ReplayedBatch]:
+    log: Log, place: Place, core: Core, *, service: str
+) -> AsyncGenerator[ReplayedBatch, None]:
     """Run everything that is kept of one task's journal again; writes nothing.
+
+    It begins with the first batch, or else behind the oldest snapshot after which every input is
+    kept. One snapshot is held at a time.
 
     Args:
         log: The run's log.
         place: One partition of a journal topic.
         core: Fresh, made as the service makes it for this partition.
-        on_bad_record: As in the run.
+        service: Whose journal it is.
+
+    Raises:
+        HistoryError: a batch is missing, or inputs are and no snapshot is behind them.
     """
     start = (await log.first_positions([place]))[place]
     end = (await log.end_positions([place]))[place]
-    batches = begin(core, await journal(log, place, start=start, end=end))
+    outline = [
+        (offset, _without_state(batch))
+        async for offset, batch in journalled(log, place, start=start, end=end)
+    ]
+    if not outline:
+        return
+    batches = [batch for _, batch in outline]
+    begins = await _oldest_beginning(log, batches)
     inputs = InputHistory(log)
     try:
-        await inputs.open(batches)
-        async for replayed in replay(core, batches, inputs=inputs, on_bad_record=on_bad_record):
-            yield replayed
+        await inputs.open(batches[begins.batches_done :])
+        offset = outline[begins.index][0]
+        async with aclosing(journalled(log, place, start=offset, end=end)) as kept:
+            async for at, batch in kept:
+                if at == offset and begins.is_restored:
+                    assert batch.snapshot is not None
+                    core.restore(batch.snapshot)
+                    continue
+                yield await _again(core, batch, inputs=inputs, service=service)
     finally:
         await inputs.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Beginning:
+    """A batch to begin with: run it on a fresh core, or restore the state behind it."""
+
+    index: int
+    is_restored: bool
+
+    @property
+    def batches_done(self) -> int:
+        return self.index + self.is_restored
+
+
+async def _oldest_beginning(log: Log, batches: Sequence[JournalledBatch]) -> _Beginning:
+    candidates = [_Beginning(index=0, is_restored=False)] if batches[0].sequence == 0 else []
+    candidates += [
+        _Beginning(index=index, is_restored=True)
+        for index, batch in enumerate(batches)
+        if batch.snapshot is not None
+    ]
+    if not candidates:
+        raise _without_beginning(batches)
+    kept = await log.first_positions(list(input_starts(batches)))
+    refused: HistoryError | None = None
+    for candidate in candidates:
+        left = batches[candidate.batches_done :]
+        try:
+            check_kept(input_starts(left), kept)
+        except HistoryError as error:
+            refused = error
+            continue
+        if left or refused is None:
+            return candidate
+    assert refused is not None
+    raise refused
+
+
+def _without_beginning(batches: Sequence[JournalledBatch]) -> HistoryError:
+    return HistoryError(
+        f"the journal starts with batch {batches[0].sequence} and has no snapshot to begin with"
+    )
+
+
+def _without_state(batch: JournalledBatch) -> JournalledBatch:
+    """The batch with its snapshot only marked: snapshots of a whole run may not fit in memory."""
+    return batch if batch.snapshot is None else structs.replace(batch, snapshot=b"")

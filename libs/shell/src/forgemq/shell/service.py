@@ -1,7 +1,6 @@
 """How every service starts and ends: settings, log, run configuration, signals, one clear error."""
 
 import asyncio
-import os
 import signal
 import sys
 import traceback
@@ -12,6 +11,7 @@ from typing import Annotated, TypeAlias
 from msgspec import Meta, Struct
 
 from forgemq.bus.blobs import BlobStore
+from forgemq.bus.errors import AccessError
 from forgemq.bus.kafka import KafkaLog
 from forgemq.bus.log import Log
 from forgemq.contracts.run import RunConfiguration, StartedRun
@@ -19,6 +19,7 @@ from forgemq.settings.environment import SettingsError, parse
 from forgemq.shell.connection import kafka_connection, run_id
 from forgemq.shell.library_logs import library_logs
 from forgemq.shell.started_run import started_run
+from forgemq.telemetry.opening import open_telemetry
 from forgemq.telemetry.settings import TelemetrySettings
 from forgemq.telemetry.telemetry import Telemetry
 
@@ -71,7 +72,7 @@ def run_service(name: str, main: Main, environ: Mapping[str, str]) -> int:
     """Run a service until it ends or is told to stop; returns the exit status.
 
     0: ended or stopped. 1: failed, with one line and a traceback on stderr. 2: its settings were
-    refused, with one line.
+    refused, also by the broker, with one line.
     """
     telemetry = Telemetry(service=name)
     try:
@@ -82,7 +83,7 @@ def run_service(name: str, main: Main, environ: Mapping[str, str]) -> int:
         return EXIT_OK
     except Exception as error:  # noqa: BLE001 - the outermost one: say it once, then die
         causes = _causes(error)
-        if all(isinstance(cause, SettingsError) for cause in causes):
+        if all(isinstance(cause, SettingsError | AccessError) for cause in causes):
             telemetry.event("refused", error="; ".join(map(str, causes)))
             return EXIT_REFUSED
         telemetry.event("failed", error="; ".join(f"{type(c).__name__}: {c}" for c in causes))
@@ -97,15 +98,7 @@ def _telemetry(name: str, environ: Mapping[str, str]) -> Telemetry:
     settings = parse(TelemetrySettings, prefix="FORGEMQ_TELEMETRY_", environ=environ)
     if settings.exporter == "none":
         return Telemetry(service=name)
-    # Imported here: without an exporter the SDK costs neither time nor memory.
-    from forgemq.telemetry.exporters import exporter_of
-
-    resource = {"service.namespace": "forgemq", "service.name": name, "run": run_id(environ)}
-    exporter = exporter_of(settings, resource={**resource, "service.instance.id": str(os.getpid())})
-    assert exporter is not None
-    telemetry = Telemetry(service=name, exporter=exporter)
-    telemetry.event("exporting", exporter=settings.exporter, address=exporter.address)
-    return telemetry
+    return open_telemetry(name, run=run_id(environ), settings=settings)
 
 
 async def _serve(main: Main, environ: Mapping[str, str], telemetry: Telemetry) -> None:

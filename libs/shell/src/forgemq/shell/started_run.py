@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from forgemq.bus.errors import LogError
+from forgemq.bus.errors import AccessError, LogError
 from forgemq.bus.log import Log, Place
 from forgemq.contracts.run import StartedRun
 from forgemq.contracts.topics import STARTED_RUNS
@@ -28,12 +28,15 @@ async def started_run(
 
     Raises:
         RunNotStartedError: none came within `timeout_s`; carries the log's last failure, if any.
+        AccessError: the broker refuses this process.
     """
     deadline_s = clock_s() + timeout_s
     failure: LogError | None = None
     while clock_s() < deadline_s:
         try:
             found = await _newest(log, run)
+        except AccessError:
+            raise  # waiting corrects no setting
         except LogError as error:
             # The topic is made by the launcher, perhaps after this process started.
             found, failure = None, error

@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from forgemq.bus.errors import LogError
 from forgemq.bus.log import Emit, Log, Place, Reader, Record, TransactionWriter
 from forgemq.contracts import topics
 from forgemq.contracts.journal import JournalledBatch
 from forgemq.contracts.messages import Core
 from forgemq.shell.bad_record_limit import BadRecordLimit
-from forgemq.shell.batch import BadRecordHook, Batch
+from forgemq.shell.batch import BadRecord, Batch, stamped
+from forgemq.shell.fan_in import linked_traces
 from forgemq.shell.history import HistoryError, InputHistory, journal, since_newest_snapshot
 from forgemq.shell.replay import begin, replay
 from forgemq.shell.transform_settings import TransformSettings
@@ -44,7 +44,6 @@ class TaskPlan:
         inputs: Every partition it reads.
         tick_s: Between two ticks, in seconds; 0 for a core that needs no time.
         logic_version: Of the run.
-        keeps_journal: The run is kept for replay: the journal is never trimmed.
     """
 
     service: str
@@ -52,9 +51,7 @@ class TaskPlan:
     inputs: tuple[Place, ...]
     tick_s: float
     logic_version: int
-    keeps_journal: bool
     settings: TransformSettings
-    on_bad_record: BadRecordHook | None = None
 
     @property
     def transactional_id(self) -> str:
@@ -69,7 +66,7 @@ class TaskPlan:
     @property
     def needed_group(self) -> str:
         """Where it says which input records a restart still needs, at each snapshot."""
-        return f"{self.service}-needed"
+        return topics.needed_group(self.service)
 
 
 class TransformTask:
@@ -159,7 +156,7 @@ class TransformTask:
         try:
             await inputs.open(left)
             async for replayed in replay(
-                self._core, left, inputs=inputs, on_bad_record=self._plan.on_bad_record
+                self._core, left, inputs=inputs, service=self._plan.service
             ):
                 if not replayed.is_same:
                     raise DivergedError(
@@ -200,7 +197,7 @@ class TransformTask:
             await self._measure_lag(reader)
 
     def _new_batch(self) -> Batch:
-        return Batch(self._core, on_bad_record=self._plan.on_bad_record)
+        return Batch(self._core, service=self._plan.service)
 
     async def _gather(self, reader: Reader) -> list[Record]:
         """The next records, [] when a tick or a stop comes first.
@@ -245,28 +242,36 @@ class TransformTask:
         yielded_s = self._clock_s()
         for record in records:
             with self._telemetry.span(
-                "transform", parent=record.headers, topic=record.topic, offset=record.offset
+                "transform",
+                parent=record.headers,
+                links=linked_traces(record) if self._telemetry.is_exporting else (),
+                topic=record.topic,
+                offset=record.offset,
             ) as span:
                 bad = batch.record(record, headers=span.headers())
             if bad is None:
                 self._limit.good(record.place)
             else:
-                self._report_bad(record, bad.reason)
+                self._report_bad(bad)
             if self._clock_s() - yielded_s > _YIELD_AFTER_S:
                 # Group membership lives in this loop too and must not starve.
                 await asyncio.sleep(0)
                 yielded_s = self._clock_s()
 
-    def _report_bad(self, record: Record, reason: str) -> None:
-        self._telemetry.count("transform.bad_records", topic=record.topic)
+    def _report_bad(self, bad: BadRecord) -> None:
+        record = bad.record
+        if bad.is_buried:
+            self._telemetry.count("transform.bad_records", topic=record.topic)
+        else:
+            self._telemetry.count("transform.bad_records_skipped", topic=record.topic)
         self._telemetry.event(
-            "bad_record",
+            "bad_record" if bad.is_buried else "bad_record_skipped",
             topic=record.topic,
             partition=record.partition,
             offset=record.offset,
-            reason=reason,
+            reason=bad.reason,
         )
-        self._limit.bad(record.place, reason)
+        self._limit.bad(record.place, bad.reason)
 
     async def _commit(self, batch: Batch, writer: TransactionWriter) -> None:
         plan, began_s = self._plan, self._clock_s()
@@ -279,7 +284,10 @@ class TransformTask:
             self._journal_start = (await self._log.end_positions([plan.journal]))[plan.journal]
         self._positions |= batch.positions
         await writer.commit(
-            outputs=[*batch.emits, self._journal_emit(batch, snapshot)],
+            outputs=[
+                *stamped(batch.emits, task=plan.transactional_id, sequence=self._sequence),
+                self._journal_emit(batch, snapshot),
+            ],
             group=plan.positions_group,
             positions={**batch.positions, plan.journal: self._journal_start},
         )
@@ -312,7 +320,7 @@ class TransformTask:
         )
 
     async def _settle_snapshot(self, snapshot: bytes, writer: TransactionWriter) -> None:
-        """Nothing before the snapshot is needed any more: say so, and trim the journal."""
+        """No input before the snapshot is needed any more: say so (`trimming.py` deletes)."""
         plan = self._plan
         self._snapshot_s, self._snapshot_sequence = self._clock_s(), self._sequence
         await writer.commit(outputs=(), group=plan.needed_group, positions=self._positions)
@@ -320,13 +328,6 @@ class TransformTask:
         self._telemetry.gauge(
             "transform.snapshot_bytes", len(snapshot), partition=plan.journal.partition
         )
-        if plan.keeps_journal:
-            return
-        try:
-            await self._log.trim({plan.journal: self._journal_start})
-        except LogError as error:
-            # An untrimmed journal costs space only; the next snapshot tries again.
-            self._telemetry.event("journal_not_trimmed", error=str(error))
 
     async def _measure_lag(self, reader: Reader) -> None:
         if not self._telemetry.is_exporting or self._clock_s() - self._lag_s < _LAG_EVERY_S:

@@ -14,16 +14,16 @@ active process, and any number standing by.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from forgemq.bus.errors import FencedError
 from forgemq.bus.log import Log, Place
+from forgemq.contracts import topics
 from forgemq.contracts.messages import Core
 from forgemq.contracts.run import RunConfiguration
 from forgemq.contracts.topics import Topic, partition_count
 from forgemq.settings.environment import parse
-from forgemq.shell.batch import BadRecordHook
 from forgemq.shell.task import TaskPlan, TransformTask
 from forgemq.shell.transform_settings import TransformSettings
 from forgemq.telemetry.telemetry import Telemetry
@@ -70,7 +70,7 @@ class Transform:
         journal: Its journal topic.
         make_core: Fresh core for a journal partition.
         tick_s: Between two ticks, in seconds; 0: the core gets none.
-        on_bad_record: Pure; what to write for a record that went to the dead letter topic.
+        dead_letters: Topics whose dead letters it reads too, as `DeadLetter`.
     """
 
     def __init__(
@@ -81,10 +81,12 @@ class Transform:
         journal: Topic,
         make_core: Callable[[int], Core],
         tick_s: float = 0.0,
-        on_bad_record: BadRecordHook | None = None,
+        dead_letters: tuple[Topic, ...] = (),
     ) -> None:
         if journal.partitioned_by == "group":
-            strangers = [topic.name for topic in inputs if topic.partitioned_by != "group"]
+            strangers = [
+                topic.name for topic in (*inputs, *dead_letters) if topic.partitioned_by != "group"
+            ]
             if strangers:
                 raise ValueError(f"{service}: not partitioned by group as its journal: {strangers}")
         self._service = service
@@ -92,7 +94,7 @@ class Transform:
         self._journal = journal
         self._make_core = make_core
         self._tick_s = tick_s
-        self._on_bad_record = on_bad_record
+        self._dead_letters = dead_letters
 
     async def run(self, context: TransformContext) -> None:
         """Hold the partitions that the group assigns, until `context.stop`.
@@ -127,33 +129,64 @@ class Transform:
         return TaskPlan(
             service=self._service,
             journal=Place(self._journal.name, partition),
-            inputs=self._places(partition, configuration),
+            inputs=(
+                *self._places(self._inputs, partition, configuration),
+                *self._places(self._dead_letters, partition, configuration, are_dead=True),
+            ),
             tick_s=self._tick_s,
             logic_version=configuration.logic_version,
-            keeps_journal=configuration.log.keep_for_replay,
             settings=settings,
-            on_bad_record=self._on_bad_record,
         )
 
     def core(self, partition: int) -> Core:
         """A fresh core for this journal partition."""
         return self._make_core(partition)
 
-    def _places(self, partition: int, configuration: RunConfiguration) -> tuple[Place, ...]:
+    def partitions(self, configuration: RunConfiguration) -> int:
+        """Number of its tasks in the run: partitions of its journal."""
+        return _count(self._journal, configuration)
+
+    def output_places(
+        self, partition: int, *, configuration: RunConfiguration
+    ) -> tuple[Place, ...]:
+        """Every partition that this task may write to, dead letters included, its journal not."""
+        written = [
+            topic
+            for topic in topics.OF_RUN
+            if topic.producer == self._service and topic.is_transactional and topic != self._journal
+        ]
+        dead = [
+            Place(topics.BY_NAME[place.topic].dlq_name, place.partition)
+            for place in self._places(self._inputs, partition, configuration)
+            if topics.BY_NAME[place.topic].has_dlq
+        ]
+        return (*self._places(written, partition, configuration), *dead)
+
+    def _places(
+        self,
+        of: Sequence[Topic],
+        partition: int,
+        configuration: RunConfiguration,
+        *,
+        are_dead: bool = False,
+    ) -> tuple[Place, ...]:
+        named = [(topic, topic.dlq_name if are_dead else topic.name) for topic in of]
         if self._journal.partitioned_by == "group":
-            return tuple(Place(topic.name, partition) for topic in self._inputs)
+            return tuple(Place(name, partition) for _, name in named)
         return tuple(
-            Place(topic.name, number)
-            for topic in self._inputs
-            for number in range(
-                partition_count(
-                    topic,
-                    group_partitions=configuration.log.group_partitions,
-                    lanes=configuration.log.lanes,
-                    queues=len(configuration.queues),
-                )
-            )
+            Place(name, number)
+            for topic, name in named
+            for number in range(_count(topic, configuration))
         )
+
+
+def _count(topic: Topic, configuration: RunConfiguration) -> int:
+    return partition_count(
+        topic,
+        group_partitions=configuration.log.group_partitions,
+        lanes=configuration.log.lanes,
+        queues=len(configuration.queues),
+    )
 
 
 class _Tasks:

@@ -10,10 +10,12 @@ from typing import Literal, TypeAlias
 CounterName: TypeAlias = Literal[
     "transform.records",
     "transform.bad_records",
+    "transform.bad_records_skipped",
     "transform.batches",
     "transform.outputs",
     "transform.fenced",
     "transform.snapshots",
+    "log.trimmed_records",
     "inference.finished",
     "inference.skipped",
     "inference.output_tokens",
@@ -22,6 +24,7 @@ CounterName: TypeAlias = Literal[
     "inference.weight_loads",
     "inference.fast_path_failures",
     "inference.engine_losses",
+    "console.groups_audited",
     "reward.episodes_graded",
     "reward.episodes_masked",
     "trainer.steps",
@@ -64,6 +67,8 @@ GaugeName: TypeAlias = Literal[
     "trainer.logprob_gap_mean",
     "trainer.branch_loss",
     "trainer.flop_ratio",
+    "trainer.flop_ratio_weights",
+    "trainer.flop_ratio_attention",
     "trainer.token_ratio",
     "trainer.append_ratio",
     "gateway.in_flight",
@@ -104,10 +109,14 @@ class Metric:
 COUNTERS: dict[CounterName, Metric] = {
     "transform.records": Metric("{record}", "Input records handled by a transform task."),
     "transform.bad_records": Metric("{record}", "Input records sent to a dead letter topic."),
+    "transform.bad_records_skipped": Metric(
+        "{record}", "Input records that did not decode and that another service buries."
+    ),
     "transform.batches": Metric("{batch}", "Transactions committed by a transform task."),
     "transform.outputs": Metric("{record}", "Records written by a transform task."),
     "transform.fenced": Metric("{task}", "Tasks that stopped because a newer owner exists."),
     "transform.snapshots": Metric("{snapshot}", "Snapshots of a core written to its journal."),
+    "log.trimmed_records": Metric("{record}", "Records deleted that nobody needs, by topic."),
     "inference.finished": Metric(
         "{completion}", "Completions written by a lane, by finish reason."
     ),
@@ -126,6 +135,7 @@ COUNTERS: dict[CounterName, Metric] = {
         "{failure}", "Fast paths that fell back to the durable copy."
     ),
     "inference.engine_losses": Metric("{loss}", "Times a lane's engine stopped answering."),
+    "console.groups_audited": Metric("{group}", "Retired groups compared with their records."),
     "reward.episodes_graded": Metric("{episode}", "Episodes graded by the grading loop."),
     "reward.episodes_masked": Metric("{episode}", "Graded episodes that count in nothing."),
     "trainer.steps": Metric("{step}", "Optimizer steps trained."),
@@ -176,6 +186,8 @@ GAUGES: dict[GaugeName, Metric] = {
     "trainer.logprob_gap_mean": Metric("{nat}", "Mean |trainer - engine| log-probability."),
     "trainer.branch_loss": Metric("1", "Tree tokens over those of each episode's last sample."),
     "trainer.flop_ratio": Metric("1", "Operations per request over those of the trees."),
+    "trainer.flop_ratio_weights": Metric("1", "trainer.flop_ratio of the weights alone."),
+    "trainer.flop_ratio_attention": Metric("1", "trainer.flop_ratio of attention alone."),
     "trainer.token_ratio": Metric("1", "Tokens of all requests over those of the trees."),
     "trainer.append_ratio": Metric("1", "Tokens merged by appending over those of the trees."),
     "gateway.in_flight": Metric("{request}", "Requests in flight, by lane."),

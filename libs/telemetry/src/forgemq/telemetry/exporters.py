@@ -3,6 +3,9 @@
 The SDK is imported and its threads start only when an exporter is asked for.
 """
 
+import logging
+import threading
+import time
 from collections.abc import Callable, Sequence
 
 from opentelemetry import trace
@@ -28,8 +31,15 @@ from forgemq.telemetry.settings import TelemetrySettings
 from forgemq.telemetry.telemetry import Attribute
 from forgemq.telemetry.traces import Headers, SpanPlace, span_place, traceparent
 
-_SHUTDOWN_MS = 3_000
+_SHUTDOWN_S = 3.0
 _PREFIX = "forgemq."
+# Each says every attempt that failed, several in ten seconds while a collector is away.
+_SENDERS = (
+    "opentelemetry.exporter.otlp.proto.http.trace_exporter",
+    "opentelemetry.exporter.otlp.proto.http.metric_exporter",
+    "opentelemetry.sdk._shared_internal",
+)
+_COMPLAIN_EVERY_S = 60.0
 # Three a decade, from one record's handling to one optimizer step; the SDK's default is in ms.
 _BOUNDS_S = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
@@ -115,10 +125,20 @@ class OpenTelemetryExporter:
         )
 
     def close(self) -> None:
-        """Send what is left and stop the SDK's threads."""
-        self._tracers.force_flush(_SHUTDOWN_MS)
-        self._tracers.shutdown()
-        self._meters.shutdown(_SHUTDOWN_MS)
+        """Send what is left and stop the SDK's threads.
+
+        What a collector does not take within 3 s is lost: the SDK would try it for half a minute,
+        and its own time limits do not hold.
+        """
+        closing = [
+            threading.Thread(target=self._tracers.shutdown, daemon=True),
+            threading.Thread(target=self._meters.shutdown, args=(_SHUTDOWN_S * 1000,), daemon=True),
+        ]
+        deadline_s = time.monotonic() + _SHUTDOWN_S
+        for thread in closing:
+            thread.start()
+        for thread in closing:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
         if self._on_close is not None:
             self._on_close()
 
@@ -163,6 +183,15 @@ def _otlp(settings: TelemetrySettings, resource: dict[str, Attribute]) -> OpenTe
     from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 
     address = settings.endpoint.rstrip("/")
+    loggers = [logging.getLogger(name) for name in _SENDERS]
+    seldom = _Seldom(every_s=_COMPLAIN_EVERY_S)
+    for logger in loggers:
+        logger.addFilter(seldom)
+
+    def speak_freely() -> None:
+        for logger in loggers:
+            logger.removeFilter(seldom)
+
     metrics = OTLPMetricExporter(endpoint=f"{address}/v1/metrics")
     spans = OTLPSpanExporter(endpoint=f"{address}/v1/traces")
     return OpenTelemetryExporter(
@@ -171,7 +200,24 @@ def _otlp(settings: TelemetrySettings, resource: dict[str, Attribute]) -> OpenTe
         processors=[BatchSpanProcessor(spans)],
         settings=settings,
         address=address,
+        on_close=speak_freely,
     )
+
+
+class _Seldom(logging.Filter):
+    """Lets one record of a logger through at a time: a collector may be away for hours."""
+
+    def __init__(self, *, every_s: float) -> None:
+        super().__init__()
+        self._every_s = every_s
+        self._said_s: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        now_s = time.monotonic()
+        if now_s - self._said_s.get(record.name, float("-inf")) < self._every_s:
+            return False
+        self._said_s[record.name] = now_s
+        return True
 
 
 def _scraped(settings: TelemetrySettings, resource: dict[str, Attribute]) -> OpenTelemetryExporter:

@@ -19,6 +19,8 @@ from forgemq.agents.user_code import DomainCode, UserCodeError, load_domains
 from forgemq.contracts.run import RunConfiguration
 from forgemq.contracts.topics import Topic
 from forgemq.settings.environment import SettingsError, parse
+from forgemq.telemetry.opening import open_telemetry
+from forgemq.telemetry.settings import TelemetrySettings
 from forgemq.telemetry.telemetry import Telemetry
 
 CONSUMES: tuple[Topic, ...] = ()
@@ -40,8 +42,10 @@ def run_agents(environ: Mapping[str, str]) -> int:
     telemetry = Telemetry(service="agents")
     try:
         settings = parse(AgentsSettings, prefix="FORGEMQ_AGENTS_", environ=environ)
+        measured = parse(TelemetrySettings, prefix="FORGEMQ_TELEMETRY_", environ=environ)
         configuration = read_configuration(settings.configuration)
         domains = load_domains(configuration)
+        telemetry = open_telemetry("agents", run=configuration.run, settings=measured)
     except (SettingsError, UserCodeError, OSError, msgspec.MsgspecError) as error:
         telemetry.event("refused", error=str(error))
         return EXIT_REFUSED
@@ -51,6 +55,8 @@ def run_agents(environ: Mapping[str, str]) -> int:
     except* GatewayError as errors:
         telemetry.event("failed", error=_first(errors))
         status = EXIT_FAILED
+    finally:
+        telemetry.close()
     return status
 
 

@@ -34,7 +34,11 @@ class Attendance:
     async def attend(self, claim: Claim, play: Play) -> None:
         """Play to the end, or until the episode is no longer ours."""
         episode = Episode(
-            claim, gateway=self._gateway, requests=self._requests, environ=self._environ
+            claim,
+            gateway=self._gateway,
+            requests=self._requests,
+            environ=self._environ,
+            telemetry=self._telemetry,
         )
         async with asyncio.TaskGroup() as tasks:
             playing = tasks.create_task(self._play(episode, play))

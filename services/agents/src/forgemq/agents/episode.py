@@ -8,6 +8,7 @@ from forgemq.agents.completion import Completion, Message, Tool, read_completion
 from forgemq.agents.gateway import Claim, Gateway
 from forgemq.agents.requests import JsonRequests
 from forgemq.settings.user_code import for_user_code
+from forgemq.telemetry.telemetry import Telemetry
 
 
 class Episode:
@@ -37,6 +38,7 @@ class Episode:
         gateway: Gateway,
         requests: JsonRequests,
         environ: Mapping[str, str],
+        telemetry: Telemetry,
     ) -> None:
         self.task: Any = claim.task
         self.episode_id = claim.episode_id
@@ -50,6 +52,7 @@ class Episode:
         self.virtual_s: float | None = None
         self._gateway = gateway
         self._requests = requests
+        self._telemetry = telemetry
 
     async def chat(
         self,
@@ -70,10 +73,18 @@ class Episode:
             fields["tools"] = list(tools)
         if max_tokens is not None:
             fields["max_tokens"] = max_tokens
-        reply = await self._requests.send(
-            "POST", f"{self.base_url}/chat/completions", key=self.key, fields=fields
-        )
-        return read_completion(reply.body)
+        with self._telemetry.span("chat", episode=self.episode_id) as span:
+            # The completion's trace is the gateway's to name; it links this one.
+            reply = await self._requests.send(
+                "POST",
+                f"{self.base_url}/chat/completions",
+                key=self.key,
+                fields=fields,
+                trace=span.headers(),
+            )
+            completion = read_completion(reply.body)
+            span.set(completion=completion.completion_id)
+        return completion
 
     async def report_reward(
         self, name: str, value: float, *, completion: Completion | None = None

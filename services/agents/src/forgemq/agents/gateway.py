@@ -6,7 +6,7 @@ import msgspec
 from msgspec import Struct
 
 from forgemq.agents.errors import EpisodeOverError, TrainingEndedError
-from forgemq.agents.requests import JsonRequests, Method, Reply
+from forgemq.agents.requests import JsonReply, JsonRequests, Method
 from forgemq.contracts.fields import Purpose
 
 
@@ -84,9 +84,10 @@ class Gateway:
             raise TrainingEndedError(str(error), status=410) from error
         return msgspec.json.decode(reply.body, type=GroupStatus)
 
-    async def group(self, group_id: str, *, wait_s: float) -> GroupStatus:
-        """Where the group stands, at the latest after `wait_s`, earlier when that changes."""
-        reply = await self._send("GET", f"/v1/groups/{group_id}?wait_s={wait_s:g}", wait_s=wait_s)
+    async def group(self, known: GroupStatus, *, wait_s: float) -> GroupStatus:
+        """Where the group stands, as soon as it is another state than known, or after `wait_s`."""
+        path = f"/v1/groups/{known.group_id}?wait_s={wait_s:g}&state={known.state}"
+        reply = await self._send("GET", path, wait_s=wait_s)
         return msgspec.json.decode(reply.body, type=GroupStatus)
 
     async def claim(self, group_id: str) -> Claim | None:
@@ -130,7 +131,7 @@ class Gateway:
 
     async def _send(
         self, method: Method, path: str, fields: object = None, *, wait_s: float = 0
-    ) -> Reply:
+    ) -> JsonReply:
         return await self._requests.send(
             method, self._url + path, key=self._admin_key, fields=fields, wait_s=wait_s
         )

@@ -80,7 +80,7 @@ class Groups:
                     self._start(claim, domain=domain, playing=playing)
                     async for claim in self._claims(status.group_id)
                 ]
-                current = await self._status(status.group_id, wait_s=CLAIM_WAIT_S)
+                current = await self._status(current, wait_s=CLAIM_WAIT_S)
             for episode in episodes:
                 episode.cancel()
 
@@ -88,7 +88,7 @@ class Groups:
         """The group once it has a slot; None where it is gone or training ends before."""
         current: GroupStatus | None = status
         while current is not None and current.state == "requested":
-            asking = self._status(status.group_id, wait_s=STATE_WAIT_S)
+            asking = self._status(current, wait_s=STATE_WAIT_S)
             current = await (self._before_end(asking) if is_training else asking)
         return current
 
@@ -104,10 +104,10 @@ class Groups:
             end.cancel()
         return None if answer.cancelled() else answer.result()
 
-    async def _status(self, group_id: str, *, wait_s: float) -> GroupStatus | None:
+    async def _status(self, known: GroupStatus, *, wait_s: float) -> GroupStatus | None:
         """Where the group stands; None where the gateway knows it no longer."""
         try:
-            return await self._gateway.group(group_id, wait_s=wait_s)
+            return await self._gateway.group(known, wait_s=wait_s)
         except EpisodeOverError:
             return None
 

@@ -7,7 +7,7 @@ its episode until the lease lapses.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Annotated, Literal
 
 import aiohttp
@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from forgemq.agents.errors import ContextFullError, EpisodeOverError, GatewayError
+from forgemq.telemetry.traces import Headers, headers_to_http
 
 Method = Literal["GET", "POST"]
 
@@ -45,7 +46,7 @@ class Refusal(Struct, frozen=True):
     error: ErrorBody
 
 
-class Reply(Struct, frozen=True, kw_only=True):
+class JsonReply(Struct, frozen=True, kw_only=True):
     """A 2xx answer."""
 
     status: int
@@ -82,8 +83,15 @@ class JsonRequests:
         self._clock_s = clock_s
 
     async def send(
-        self, method: Method, url: str, *, key: str, fields: object = None, wait_s: float = 0
-    ) -> Reply:
+        self,
+        method: Method,
+        url: str,
+        *,
+        key: str,
+        fields: object = None,
+        wait_s: float = 0,
+        trace: Headers = (),
+    ) -> JsonReply:
         """Send until it is answered with other than 429 or 5xx.
 
         The deadline counts from the first failure of an outage and not from the start: a turn
@@ -95,6 +103,7 @@ class JsonRequests:
             key: Sent as the bearer token.
             fields: Body as JSON; None for none.
             wait_s: Time the gateway was asked to hold the request, added to the read timeout.
+            trace: Context of the work that asks.
 
         Raises:
             EpisodeOverError: 404, 409 or 410.
@@ -102,12 +111,17 @@ class JsonRequests:
             GatewayError: any other refusal, or no answer before the deadline.
         """
         body = b"" if fields is None else msgspec.json.encode(fields)
+        headers = {
+            "Authorization": f"Bearer {key}",
+            "Content-Type": "application/json",
+            **headers_to_http(trace),
+        }
         failing_since_s: float | None = None
         pause_s = self._retry.first_wait_s
         while True:
             began_s = self._clock_s()
-            ended = await self._attempt(method, url, key=key, body=body, wait_s=wait_s)
-            if isinstance(ended, Reply):
+            ended = await self._attempt(method, url, headers=headers, body=body, wait_s=wait_s)
+            if isinstance(ended, JsonReply):
                 return ended
             now_s = self._clock_s()
             # It held the request for long and then was gone: until now the gateway was there.
@@ -121,9 +135,8 @@ class JsonRequests:
             pause_s = min(2 * pause_s, self._retry.wait_max_s)
 
     async def _attempt(
-        self, method: Method, url: str, *, key: str, body: bytes, wait_s: float
-    ) -> Reply | _Failure:
-        headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+        self, method: Method, url: str, *, headers: Mapping[str, str], body: bytes, wait_s: float
+    ) -> JsonReply | _Failure:
         timeout = aiohttp.ClientTimeout(
             total=None,
             sock_connect=CONNECT_TIMEOUT_S,
@@ -135,7 +148,7 @@ class JsonRequests:
             ) as response:
                 content = await response.read()
                 if response.status < 300:
-                    return Reply(status=response.status, body=content)
+                    return JsonReply(status=response.status, body=content)
                 return _Failure(
                     error=_refusal(response.status, content, url=url),
                     wait_s=_seconds(response.headers.get("Retry-After")),

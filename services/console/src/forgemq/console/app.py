@@ -1,4 +1,4 @@
-"""Wiring of the console: a Faust stream into the aggregate, the aggregate onto a page."""
+"""Wiring of the console: a Faust stream into the aggregate, the aggregate onto a page; audits."""
 
 import asyncio
 import os
@@ -10,19 +10,21 @@ import uvicorn
 from tokenizers import Tokenizer
 
 from forgemq.bus.log import Place
+from forgemq.console.auditing import keep_audited
 from forgemq.console.core import GroupView, TokenText, group_view
 from forgemq.console.http import web
 from forgemq.console.settings import ConsoleSettings
 from forgemq.console.stream import stream_app
-from forgemq.contracts.topics import FINISHED_COMPLETIONS, Topic
+from forgemq.contracts.topics import AUDITED_GROUPS, FINISHED_COMPLETIONS, Topic
+from forgemq.run_view import auditing
 from forgemq.run_view.reading import message_of, read_at
 from forgemq.run_view.view import TOPICS, RunView
 from forgemq.settings.environment import parse
 from forgemq.shell.connection import kafka_connection
 from forgemq.shell.service import Context
 
-CONSUMES: tuple[Topic, ...] = TOPICS
-PRODUCES: tuple[Topic, ...] = ()
+CONSUMES: tuple[Topic, ...] = tuple(dict.fromkeys((*TOPICS, *auditing.TOPICS)))
+PRODUCES: tuple[Topic, ...] = (AUDITED_GROUPS,)
 
 STOP_GRACE_S = 2
 
@@ -69,7 +71,10 @@ async def _shown(context: Context, *, datadir: Path) -> None:
     await stream.start()
     try:
         context.telemetry.event("listening", host=settings.host, port=settings.port)
-        await _serve(server, context.stop)
+        async with asyncio.TaskGroup() as group:
+            audits = group.create_task(keep_audited(context, every_s=settings.audit_every_s))
+            await _serve(server, context.stop)
+            audits.cancel()
     finally:
         await stream.stop()
 

@@ -61,7 +61,7 @@ class Claim(Struct, frozen=True, kw_only=True):
     temperature: float
 
 
-class RunView(Struct, frozen=True, kw_only=True):
+class RunStatus(Struct, frozen=True, kw_only=True):
     """The run as agents see it."""
 
     run: str

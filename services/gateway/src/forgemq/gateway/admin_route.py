@@ -1,6 +1,6 @@
 """The admin API in FastAPI: groups, claims, leases, rewards, ends, and the run."""
 
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import msgspec
 from fastapi import FastAPI, Request, Response
@@ -14,6 +14,7 @@ from forgemq.gateway.admin_bodies import (
     RewardRequest,
 )
 from forgemq.gateway.core.errors import RefusedError, field_of, invalid
+from forgemq.gateway.core.registry import GroupState
 from forgemq.gateway.operations import Operations
 from forgemq.gateway.wire import (
     Application,
@@ -76,7 +77,8 @@ def _add_groups(app: FastAPI, operations: Operations) -> None:
         wait_s = _wait_s(request)
         if wait_s == 0:
             return _json(operations.group(group_id))
-        return _json(await operations.changed_group(group_id, wait_s=wait_s))
+        known = _known_state(request)
+        return _json(await operations.changed_group(group_id, wait_s=wait_s, known=known))
 
     @app.post("/v1/groups/{group_id}/claim")
     async def claim(group_id: str, request: Request) -> Response:
@@ -118,6 +120,7 @@ async def _body(request: Request, kind: type[Body]) -> Body:
         if len(data) > _BODY_BYTES_MAX:
             raise RefusedError("the body is too long", status=413, kind="invalid_request_error")
     try:
+        data.decode()  # Task and result are kept as they came, so nothing else decodes them.
         return msgspec.json.decode(data or b"{}", type=kind)
     except msgspec.ValidationError as error:
         raise invalid(str(error), param=field_of(error)) from error
@@ -131,6 +134,15 @@ def _wait_s(request: Request) -> float:
         return max(0.0, float(text))
     except ValueError as error:
         raise invalid(f"wait_s must be a number, got {text!r}", param="wait_s") from error
+
+
+def _known_state(request: Request) -> GroupState | None:
+    text = request.query_params.get("state")
+    try:
+        return None if text is None else msgspec.convert(text, GroupState)
+    except msgspec.ValidationError as error:
+        states = ", ".join(get_args(GroupState))
+        raise invalid(f"state must be one of {states}, got {text!r}", param="state") from error
 
 
 def _json(value: Any, *, status: int = 200) -> Response:  # noqa: ANN401 - a struct or a dict

@@ -27,6 +27,7 @@ from forgemq.gateway.surroundings import Surroundings
 from forgemq.gateway.turn_source import TurnSource
 from forgemq.rendering import Rendering
 from forgemq.settings.environment import parse
+from forgemq.shell.dead_letters import DeadLetters
 from forgemq.shell.service import Context
 from forgemq.telemetry.telemetry import Telemetry
 
@@ -82,12 +83,17 @@ async def serve(
         history=configuration.episodes.history,
     )
     listener = listener or _listener(settings)
+    writer = await log.writer()
     async with asyncio.TaskGroup() as tasks:
         around = Surroundings(
             configuration=configuration,
             settings=settings,
             registry=Registry(),
-            outbox=Outbox(await log.writer(), configuration=configuration),
+            outbox=Outbox(
+                writer,
+                configuration=configuration,
+                dead_letters=DeadLetters(log, writer, service="gateway"),
+            ),
             clock=Clock(),
             changed=Pulse(),
             tasks=tasks,

@@ -96,12 +96,6 @@ class Dispatcher:
         else:
             self._leave(turn)  # Nobody waits: whoever comes back gets another attempt.
 
-    def unreadable(self, request_id: str) -> None:
-        """A lane's result of this request does not decode: its attempt has failed."""
-        found = self._open.get(request_id)
-        if found is not None and found[1].state == "requested":
-            self._attempt_failed(found[1], "the record of its completion does not decode")
-
     def _attempt_failed(self, turn: Turn, error: str) -> None:
         self._telemetry.count("gateway.attempts_failed")
         self._leave(turn)
@@ -152,14 +146,17 @@ class Dispatcher:
         if future is not None and not future.done():
             future.set_exception(error)
 
-    async def abandon(self, turn: Turn) -> None:
+    async def abandon(self, episode: Episode, turn: Turn) -> None:
         """Nobody waits any more: the lane may stop."""
         self._open.pop(turn.request_id, None)
         self._results.pop(turn.request_id, None)
         if turn.state != "requested" or turn.lane < 0:
             return
         record = CancelledCompletion(
-            request_id=turn.request_id, attempt=turn.sent - 1, lane=turn.lane
+            request_id=turn.request_id,
+            attempt=turn.sent - 1,
+            lane=turn.lane,
+            group_id=episode.opened.group_id,
         )
         self._leave(turn)
         self._telemetry.count("gateway.cancelled")
@@ -172,7 +169,7 @@ class Dispatcher:
                 is_open = turn.request_id in self._open
                 self.fail(turn, gone(f"group {group.facts.group_id} is over"))
                 if is_open:
-                    await self.abandon(turn)
+                    await self.abandon(episode, turn)
 
     def _end(self, episode: Episode, turn: Turn) -> None:
         self._leave(turn)

@@ -1,14 +1,19 @@
-"""Reads the gateway's topics: all state once at the start, then every record as it comes.
+"""Reads the gateway's topics: the open groups once at the start, then every record as it comes.
 
 The read-back of finished-completions is the reply: a completion exists for clients when it comes
 back from the log, never earlier.
+
+While it follows, it commits from where a restart has to read: what lies before is of groups that
+are over. Retired groups (a few bytes each) and trained steps are read in full, of heartbeats only
+the newest ones.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 
 import msgspec
 
-from forgemq.bus.log import Log, Place, Record
+from forgemq.bus.errors import FencedError
+from forgemq.bus.log import Log, Place, Reader, Record, TransactionWriter
 from forgemq.bus.reading import read_up_to
 from forgemq.contracts import topics
 from forgemq.contracts.completions import (
@@ -23,6 +28,7 @@ from forgemq.contracts.steps import TrainedStep
 from forgemq.contracts.weights import ReportedEngine
 from forgemq.gateway.core.registry import Parse
 from forgemq.gateway.dispatch import Dispatcher
+from forgemq.gateway.needed import Needed
 from forgemq.gateway.surroundings import Surroundings
 
 CONSUMES = (
@@ -49,8 +55,23 @@ _STAGES = (
     (topics.CANCELLED_COMPLETIONS,),
 )
 
-# Of its own records a serving gateway needs none back: it entered them when it wrote them.
+# Records of a group on these lie behind its first one on `_ENTERING`.
+_BY_GROUP = (
+    topics.REQUESTED_GROUPS,
+    topics.ADMITTED_GROUPS,
+    topics.OPENED_EPISODES,
+    topics.FINISHED_EPISODES,
+    topics.REQUESTED_COMPLETIONS,
+    topics.CANCELLED_COMPLETIONS,
+    topics.FINISHED_COMPLETIONS,
+    topics.DELIVERED_COMPLETIONS,
+)
+_ENTERING = frozenset({topics.REQUESTED_GROUPS.name, topics.ADMITTED_GROUPS.name})
+
+# Of its own records a serving gateway needs back only requested groups, to know which ones it has
+# entered; the others it entered when it wrote them.
 _LIVE = (
+    topics.REQUESTED_GROUPS,
     topics.ADMITTED_GROUPS,
     topics.RETIRED_GROUPS,
     topics.TRAINED_STEPS,
@@ -58,15 +79,11 @@ _LIVE = (
     topics.REPORTED_ENGINES,
 )
 
-# Nobody but the gateway reads these with the duty to bury what does not decode: the others have a
-# transform or a lane that does.
-_BURIED_HERE = frozenset(
-    topic.name
-    for topic in (topics.ADMITTED_GROUPS, topics.OPENED_EPISODES, topics.DELIVERED_COMPLETIONS)
-)
-
+_GROUP = topics.needed_group("gateway")
 _READ_S = 1.0
 _RECORDS_MAX = 500
+_REPORTS_READ_MAX = 200
+"""Heartbeats of each lane that a start reads: some minutes; the log keeps more of them."""
 
 
 class Feed:
@@ -84,10 +101,12 @@ class Feed:
         self._changed = around.changed
         self._outbox = around.outbox
         self._telemetry = around.telemetry
+        self._mark_every_s = around.settings.mark_every_s
         self._positions: dict[Place, int] = {}
+        self._starts: dict[Place, int] = {}
 
     async def restore(self) -> None:
-        """Rebuild all state from the log; on return the registry is as before the last stop."""
+        """Rebuild all open groups from the log; on return they are as before the last stop."""
         started_s = self._clock.now_s()
         for stage in _STAGES:
             async for record in self._until_now(stage):
@@ -105,7 +124,9 @@ class Feed:
     async def _until_now(self, stage: Sequence[topics.Topic]) -> AsyncIterator[Record]:
         places = [place for topic in stage for place in self._places(topic)]
         ends = await self._log.end_positions(places)
-        reader = await self._log.reader(await self._log.first_positions(places))
+        starts = await self._needed_starts(places, ends=ends)
+        self._starts |= starts
+        reader = await self._log.reader(starts)
         try:
             async for records in read_up_to(reader, ends):
                 for record in records:
@@ -113,6 +134,22 @@ class Feed:
             self._positions.update({place: reader.position(place) for place in places})
         finally:
             await reader.close()
+
+    async def _needed_starts(
+        self, places: Sequence[Place], *, ends: Mapping[Place, int]
+    ) -> dict[Place, int]:
+        """From where each partition holds what is still needed."""
+        by_group = {topic.name for topic in _BY_GROUP}
+        starts = await self._log.first_positions(places)
+        needed = await self._log.committed(
+            group=_GROUP, places=[place for place in places if place.topic in by_group]
+        )
+        for place, first in starts.items():
+            start = needed.get(place, first)
+            if place.topic == topics.REPORTED_ENGINES.name:
+                start = ends[place] - _REPORTS_READ_MAX
+            starts[place] = max(first, start)
+        return starts
 
     def _places(self, topic: topics.Topic) -> list[Place]:
         log = self._configuration.log
@@ -129,6 +166,14 @@ class Feed:
         live = {topic.name for topic in _LIVE}
         positions = {p: at for p, at in self._positions.items() if p.topic in live}
         reader = await self._log.reader(positions)
+        marks = _Marks(
+            self._log,
+            await self._log.transaction_writer(_GROUP),
+            places=[place for topic in _BY_GROUP for place in self._places(topic)],
+            starts=self._starts,
+            every_s=self._mark_every_s,
+            now_s=self._clock.now_s(),
+        )
         try:
             while True:
                 records = await reader.read(timeout_s=_READ_S, records_max=_RECORDS_MAX)
@@ -136,8 +181,20 @@ class Feed:
                     await self._apply(record)
                 if records:
                     self._changed.beat()
+                await self._mark(marks, reader)
         finally:
             await reader.close()
+            await marks.close()
+
+    async def _mark(self, marks: "_Marks", reader: Reader) -> None:
+        try:
+            await marks.commit_when_due(
+                reader, open_groups=self._registry.groups, now_s=self._clock.now_s()
+            )
+        except FencedError as error:
+            # A newer gateway says what is needed; this one serves on until it is stopped.
+            self._telemetry.event("needed_fenced", error=str(error))
+            marks.end()
 
     async def _restore(self, record: Record) -> None:
         decoded = await self._decoded(record)
@@ -152,8 +209,6 @@ class Feed:
                 registry.episode_opened(decoded, lease_until_s=self._clock.now_s())
             case FinishedEpisode():
                 registry.episode_finished(decoded)
-            case RequestedGroup():
-                registry.group_requested(decoded)
             case RequestedCompletion():
                 registry.completion_requested(decoded)
             case CancelledCompletion():
@@ -167,6 +222,8 @@ class Feed:
     def _enter(self, decoded: msgspec.Struct, record: Record) -> None:
         """Enter what others wrote."""
         match decoded:
+            case RequestedGroup():
+                self._registry.group_requested(decoded)
             case AdmittedGroup():
                 self._registry.group_admitted(decoded)
             case RetiredGroup():
@@ -204,31 +261,84 @@ class Feed:
                 if group is not None:
                     await self._dispatcher.drop_group(group)
             case None:
-                if record.topic == topics.FINISHED_COMPLETIONS.name:
-                    # No completion came out of it, so the turn goes to a lane again: its group
-                    # need not fail. The key is the request id.
-                    self._dispatcher.unreadable(record.key.decode(errors="replace"))
+                pass
             case _:
                 self._enter(decoded, record)
 
     async def _decoded(self, record: Record) -> msgspec.Struct | None:
-        """The struct; None for a bad record, which has then gone to the dead letter topic.
+        """The struct; None for a bad record, whose group then fails: see `DeadLetters`.
 
-        Every process meets a record once, while it restores or while it follows, so a bad record
-        of `_BURIED_HERE` is buried once in each life of the gateway. One of any other topic is
-        buried by the transform or the lane that reads it too.
+        Nobody is told here: the group's retirement ends its requests, as any other would.
         """
         try:
             return topics.decode(topics.BY_NAME[record.topic], record.value)
         except msgspec.ValidationError as error:
-            if record.topic in _BURIED_HERE:
-                await self._outbox.buried(record, reason=f"does not decode: {error}")
+            is_buried = await self._outbox.buried(record, reason=f"does not decode: {error}")
             self._telemetry.count("gateway.bad_records")
             self._telemetry.event(
-                "bad_record",
+                "bad_record" if is_buried else "bad_record_skipped",
                 topic=record.topic,
                 partition=record.partition,
                 offset=record.offset,
                 error=str(error),
             )
             return None
+
+
+class _Marks:
+    """Commits from where a restart has to read, every now and then.
+
+    A mark counts once the reader has entered every group whose first record lies before it.
+    """
+
+    def __init__(
+        self,
+        log: Log,
+        writer: TransactionWriter,
+        *,
+        places: Sequence[Place],
+        starts: Mapping[Place, int],
+        every_s: float,
+        now_s: float,
+    ) -> None:
+        self._log = log
+        self._writer = writer
+        self._places = places
+        self._needed = Needed({place: starts[place] for place in places})
+        self._every_s = every_s
+        self._taken_s = now_s
+        self._pending: dict[Place, int] | None = None
+        self._committed: dict[Place, int] = {}
+        self._is_ended = False
+
+    async def commit_when_due(
+        self, reader: Reader, *, open_groups: Collection[str], now_s: float
+    ) -> None:
+        """Take a mark when it is time, and commit it as soon as the reader has passed it.
+
+        Raises:
+            FencedError: a newer gateway does this.
+        """
+        if self._is_ended:
+            return
+        if self._pending is None:
+            if now_s - self._taken_s < self._every_s:
+                return
+            self._taken_s = now_s
+            self._pending = await self._log.end_positions(self._places)
+        entering = {p: at for p, at in self._pending.items() if p.topic in _ENTERING}
+        if any(reader.position(place) < at for place, at in entering.items()):
+            return
+        positions = self._needed.advance(self._pending, open_groups=open_groups)
+        self._pending = None
+        if positions != self._committed:
+            await self._writer.commit(outputs=(), group=_GROUP, positions=positions)
+            self._committed = positions
+
+    def end(self) -> None:
+        """Commit no more."""
+        self._is_ended = True
+
+    async def close(self) -> None:
+        """Release the connection."""
+        await self._writer.close()

@@ -15,12 +15,12 @@ from forgemq.gateway.admin_bodies import (
     FinishRequest,
     GroupRequest,
     RewardRequest,
-    RunView,
+    RunStatus,
 )
 from forgemq.gateway.core.episodes import Ending, Episode
 from forgemq.gateway.core.errors import RefusedError, busy, conflict, gone, invalid, unknown
 from forgemq.gateway.core.keys import KeyMint, key_sha256
-from forgemq.gateway.core.registry import Group, GroupView
+from forgemq.gateway.core.registry import Group, GroupState, GroupStatus
 from forgemq.gateway.core.sampling import pinned_sampling
 from forgemq.gateway.dispatch import Dispatcher
 from forgemq.gateway.surroundings import Surroundings
@@ -62,7 +62,7 @@ class Operations:
         self._is_ending = True
         self._changed.beat()
 
-    async def request_group(self, request: GroupRequest) -> GroupView:
+    async def request_group(self, request: GroupRequest) -> GroupStatus:
         """The group of this idempotency key, requested now if it is new.
 
         Raises:
@@ -110,7 +110,7 @@ class Operations:
         if self.held_bytes > self._settings.memory_bytes_max:
             raise busy("the histories of open groups fill the gateway's memory")
 
-    def group(self, group_id: str) -> GroupView:
+    def group(self, group_id: str) -> GroupStatus:
         """The group as it is.
 
         Raises:
@@ -121,18 +121,25 @@ class Operations:
             raise unknown(f"there is no group {group_id}")
         return view
 
-    async def changed_group(self, group_id: str, *, wait_s: float) -> GroupView:
-        """The group, as soon as its state is another than now or the time is over."""
-        before = self.group(group_id)
+    async def changed_group(
+        self, group_id: str, *, wait_s: float, known: GroupState | None
+    ) -> GroupStatus:
+        """The group, as soon as its state is another than `known` or the time is over.
 
-        def look() -> GroupView | None:
-            view = self._registry.view(group_id)
-            has_changed = view is not None and view.state != before.state
-            return view if has_changed or self._is_ending else None
+        Args:
+            group_id: Of a group that was requested.
+            wait_s: At most so long; not at all where the group is retired, its last state.
+            known: The state that the caller knows; None for that of now, which misses a change
+                between the caller's last answer and this question.
+        """
+        before = known or self.group(group_id).state
 
-        changed = None
-        if before.state != "retired":
-            changed = await self._changed.until(look, timeout_s=self._wait_s(wait_s))
+        def look() -> GroupStatus | None:
+            view = self.group(group_id)
+            is_news = view.state != before or view.state == "retired"
+            return view if is_news or self._is_ending else None
+
+        changed = await self._changed.until(look, timeout_s=self._wait_s(wait_s))
         return changed or self.group(group_id)
 
     async def claim(self, group_id: str, *, wait_s: float) -> Claim | None:
@@ -260,7 +267,7 @@ class Operations:
             )
         for turn in list(episode.turns.values()):
             self._dispatcher.fail(turn, conflict(f"episode {episode.episode_id} has ended"))
-            await self._dispatcher.abandon(turn)
+            await self._dispatcher.abandon(episode, turn)
         group = self._registry.groups.get(episode.opened.group_id)
         if group is None:
             raise gone(f"group {episode.opened.group_id} is over")
@@ -286,9 +293,9 @@ class Operations:
                 with suppress(RefusedError):  # The group may retire meanwhile.
                     await self.end(episode, Ending(status="failed", detail=detail))
 
-    def run(self) -> RunView:
+    def run(self) -> RunStatus:
         """What agents need to know of the run."""
-        return RunView(
+        return RunStatus(
             run=self._configuration.run,
             steps=self._configuration.trainer.steps,
             steps_trained=self._registry.steps_trained,

@@ -14,15 +14,18 @@ from forgemq.contracts.groups import RequestedGroup
 from forgemq.contracts.messages import Output
 from forgemq.contracts.partitions import group_partition
 from forgemq.contracts.run import RunConfiguration
-from forgemq.shell.batch import dead_letter
+from forgemq.shell.dead_letters import DeadLetters
 from forgemq.shell.records import emit_of
 
 
 class Outbox:
     """One method per record; each returns when the record is durable."""
 
-    def __init__(self, writer: Writer, *, configuration: RunConfiguration) -> None:
+    def __init__(
+        self, writer: Writer, *, configuration: RunConfiguration, dead_letters: DeadLetters
+    ) -> None:
         self._writer = writer
+        self._dead_letters = dead_letters
         self._group_partitions = configuration.log.group_partitions
         self._queues = {queue.domain: number for number, queue in enumerate(configuration.queues)}
 
@@ -53,9 +56,9 @@ class Outbox:
         """A client has its answer."""
         await self._write(topics.DELIVERED_COMPLETIONS, self._of_group(record.group_id), record)
 
-    async def buried(self, record: Record, *, reason: str) -> None:
-        """A record that does not decode stands in its dead letter topic."""
-        await self._writer.write(dead_letter(record, reason))
+    async def buried(self, record: Record, *, reason: str) -> bool:
+        """A record that does not decode stands in its dead letter topic; False: others bury it."""
+        return await self._dead_letters.bury(record, reason)
 
     def _of_group(self, group_id: str) -> int:
         return group_partition(group_id, partitions=self._group_partitions)

@@ -38,4 +38,7 @@ class GatewaySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     restore_hold_s: Annotated[
         float, Meta(ge=0, description="Requests wait so long for a restart before 503.")
     ] = 30.0
+    mark_every_s: Annotated[
+        float, Meta(gt=0, description="Between two commits of what a restart has to read.")
+    ] = 10.0
     long_poll_s_max: Annotated[float, Meta(gt=0, le=300)] = 60.0

@@ -132,7 +132,7 @@ class TurnSource:
             return
         if turn.state == "preparing":
             episode.withdraw(turn)
-        await self._dispatcher.abandon(turn)
+        await self._dispatcher.abandon(episode, turn)
 
 
 def _done(completion: Completion) -> "asyncio.Future[Completion]":

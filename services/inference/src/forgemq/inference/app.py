@@ -22,6 +22,7 @@ from forgemq.inference.reports import LaneIdentity, Reports, emit_of_report
 from forgemq.inference.requests import LEAVING, LaneLimits, Requests, Spawn
 from forgemq.inference.settings import InferenceSettings
 from forgemq.settings.environment import SettingsError, parse
+from forgemq.shell.dead_letters import DeadLetters
 from forgemq.shell.service import Context
 from forgemq.telemetry import Telemetry
 
@@ -85,7 +86,7 @@ async def _serve(
             requests=parts.requests,
             weights=parts.weights,
             on_published=parts.attachment.follow_weights,
-            writer=writer,
+            dead_letters=DeadLetters(log, writer, service="inference"),
             queued_max=settings.queued_max,
             telemetry=context.telemetry,
         )

@@ -34,7 +34,6 @@ class ModelInfo(msgspec.Struct, frozen=True):
     """Of /model_info: what is loaded."""
 
     weight_version: str
-    model_path: str
 
 
 class ServerInfo(msgspec.Struct, frozen=True):

@@ -11,10 +11,10 @@ from forgemq.contracts import topics
 from forgemq.contracts.weights import LoadedWeights, ReportedEngine
 
 FIRST_EPOCH = 1
-_TAIL_RECORDS = 200
+_TAIL_RECORDS = 200  # Of reported-engines the log keeps more (`Topic.newest_kept`).
 
 
-class Claim(NamedTuple):
+class WonEpoch(NamedTuple):
     """A won epoch, and where reading the lane's reports goes on to notice a successor."""
 
     epoch: int
@@ -30,7 +30,7 @@ class Tail(NamedTuple):
 
 async def claim_epoch(
     log: Log, writer: Writer, *, lane: int, report: Callable[[int], Emit]
-) -> Claim:
+) -> WonEpoch:
     """Take the lane under a new epoch; of two that try at once the later one wins.
 
     Args:
@@ -54,7 +54,7 @@ async def claim_epoch(
                 if record.offset != offset
             ]
             if max(rivals, default=newest) <= newest:
-                return Claim(newest + 1, offset + 1)
+                return WonEpoch(newest + 1, offset + 1)
             # A rival's report stands before ours: ours would look like its successor's heartbeat.
             newest = max(*rivals, newest + 1)
     finally:

@@ -5,14 +5,14 @@ from collections.abc import Callable
 import msgspec
 
 from forgemq.bus.errors import FencedError
-from forgemq.bus.log import Place, Reader, Record, Writer
+from forgemq.bus.log import Place, Reader, Record
 from forgemq.contracts import topics
 from forgemq.contracts.completions import CancelledCompletion, RequestedCompletion
 from forgemq.contracts.weights import PublishedWeights, ReportedEngine
 from forgemq.inference.core.weights import WeightsState
 from forgemq.inference.reports import LaneIdentity
 from forgemq.inference.requests import Requests
-from forgemq.shell.batch import dead_letter
+from forgemq.shell.dead_letters import DeadLetters
 from forgemq.telemetry import Telemetry
 
 _READ_S = 0.25
@@ -29,7 +29,7 @@ class Inbox:
         requests: Requests,
         weights: WeightsState,
         on_published: Callable[[], None],
-        writer: Writer,
+        dead_letters: DeadLetters,
         queued_max: int,
         telemetry: Telemetry,
     ) -> None:
@@ -38,7 +38,7 @@ class Inbox:
         self._requests = requests
         self._weights = weights
         self._on_published = on_published
-        self._writer = writer
+        self._dead_letters = dead_letters
         self._queued_max = queued_max
         self._telemetry = telemetry
         self._requested = Place(topics.REQUESTED_COMPLETIONS.name, identity.lane)
@@ -55,12 +55,13 @@ class Inbox:
                 self._is_paused = is_full
 
     async def take(self, record: Record) -> None:
-        """Pass one record on; one that does not decode goes to its dead letter topic."""
+        """Pass one record on; one that does not decode goes to the dead letters, if it is ours."""
         try:
             decoded = topics.decode(topics.BY_NAME[record.topic], record.value)
-        except msgspec.MsgspecError as error:
-            self._telemetry.event("bad_record", topic=record.topic, error=str(error))
-            await self._writer.write(dead_letter(record, str(error)))
+        except msgspec.ValidationError as error:
+            is_buried = await self._dead_letters.bury(record, f"does not decode: {error}")
+            event = "bad_record" if is_buried else "bad_record_skipped"
+            self._telemetry.event(event, topic=record.topic, error=str(error))
             return
         match decoded:
             case RequestedCompletion():

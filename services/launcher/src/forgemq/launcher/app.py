@@ -45,15 +45,13 @@ from forgemq.launcher.topics_of_run import (
     create_topics,
     last_trained_step,
 )
-from forgemq.run_view import audit, view
+from forgemq.run_view import audit, auditing, view
 from forgemq.run_view.report import Report
 from forgemq.run_view.state import RunState
 from forgemq.sglang_cpu.server import EngineServerError
 
-CONSUMES: tuple[Topic, ...] = (
-    STARTED_RUNS,
-    *(topic for topic in view.TOPICS),
-    *(topic for topic in audit.TOPICS if topic not in view.TOPICS),
+CONSUMES: tuple[Topic, ...] = tuple(
+    dict.fromkeys((STARTED_RUNS, *view.TOPICS, *audit.TOPICS, *auditing.TOPICS))
 )
 PRODUCES: tuple[Topic, ...] = (STARTED_RUNS, ENDED_RUNS)
 
@@ -66,7 +64,19 @@ SIGNAL_ECHO_S = 1.0
 SETTLE_TIMEOUT_S = 120.0
 """After the agents are done, the last groups still pass reward, merger and scheduler."""
 
-FAILURES = (MachineError, ProcessFailedError, EngineServerError, BrokerError, LogError)
+
+class GroupsFailingError(Exception):
+    """No group of a domain comes to anything; the message names the newest and why."""
+
+
+FAILURES = (
+    MachineError,
+    ProcessFailedError,
+    EngineServerError,
+    BrokerError,
+    LogError,
+    GroupsFailingError,
+)
 """What ends a run with one clear line instead of a traceback."""
 
 Reason: TypeAlias = Literal["completed", "interrupted", "failed"]
@@ -155,7 +165,9 @@ class RunningRun:
             await log.close()
 
     async def _started(self, log: Log, started: StartedRun, addresses: Addresses) -> int:
-        reason, detail = await self._watched(Follower(log, started), addresses)
+        limit = self._launch.settings.groups_failed_max
+        follower = Follower(log, started, groups_failed_max=limit)
+        reason, detail = await self._watched(follower, addresses)
         self._screen.say(f"{reason}; stopping services")
         await self._stop_processes()
         ended_ms = now_ms()
@@ -280,6 +292,11 @@ class RunningRun:
             await asyncio.sleep(SHOW_EVERY_S / 2)
 
     async def _show(self, follower: Follower, addresses: Addresses) -> None:
+        """Show the run for ever.
+
+        Raises:
+            GroupsFailingError: its groups fail one after the other.
+        """
         curves = CurveWriter(self._launch.folder.path)
         before: RunState | None = None
         try:
@@ -289,6 +306,8 @@ class RunningRun:
                     self._screen.say(text)
                 self._screen.show(state, self._panel_view(addresses))
                 curves.write(state)
+                if verdict := follower.failing.verdict():
+                    raise GroupsFailingError(verdict)
                 before = state
                 await asyncio.sleep(SHOW_EVERY_S)
         finally:

@@ -8,10 +8,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 
 from forgemq.bus.broker import BrokerError
-from forgemq.bus.errors import LogError
+from forgemq.bus.errors import AccessError, LogError
 from forgemq.contracts.run import RunConfiguration
 from forgemq.launcher.core.configuration import (
     ConfigurationError,
@@ -22,6 +23,7 @@ from forgemq.launcher.core.configuration import (
 )
 from forgemq.launcher.model_folder import check_model_folder
 from forgemq.launcher.run_folder import RunFolder, RunFolderError, run_folders
+from forgemq.launcher.services import TRANSFORMS
 from forgemq.launcher.settings import LauncherSettings
 from forgemq.settings.environment import SettingsError, parse
 
@@ -46,6 +48,9 @@ def run_tool(arguments: Sequence[str], *, environ: Mapping[str, str], console: C
         return _command(options, settings=settings, environ=environ, console=console)
     except (ConfigurationError, RunFolderError, SettingsError) as error:
         console.print(f"forgemq: {error}", markup=False, highlight=False, soft_wrap=True)
+        return EXIT_REFUSED
+    except AccessError as error:
+        console.print(f"forgemq: broker: {error}", markup=False, highlight=False, soft_wrap=True)
         return EXIT_REFUSED
     except (LogError, BrokerError) as error:
         console.print(f"forgemq: broker: {error}", markup=False, highlight=False, soft_wrap=True)
@@ -75,12 +80,27 @@ def _parser() -> argparse.ArgumentParser:
     )
     create.add_argument("file", type=Path, help="run configuration, TOML")
     create.add_argument("overrides", nargs="*", metavar="key=value")
+    resolve = commands.add_parser(
+        "resolve", help="write the checked configuration as JSON, for agents on another machine"
+    )
+    resolve.add_argument("file", type=Path, help="run configuration, TOML")
+    resolve.add_argument("overrides", nargs="*", metavar="key=value")
+    resolve.add_argument("--to", type=Path, required=True, metavar="JSON", help="file to write")
     commands.add_parser("runs", help="list the runs")
     audit = commands.add_parser("audit", help="check the guarantees of a run on its log")
     audit.add_argument("run", metavar="RUN")
     inspect = commands.add_parser("inspect", help="print groups, or what was said in one")
     inspect.add_argument("run", metavar="RUN")
     inspect.add_argument("what", nargs="?", metavar="GROUP|EPISODE", help="default: list groups")
+    replay = commands.add_parser(
+        "replay",
+        help="run the journals of a run's transform services again and compare every byte",
+        description="Exit status: 0 every byte is the same, 1 one is not, 2 refused: inputs are "
+        "gone. A run with log.keep_for_replay = true keeps all of them.",
+    )
+    replay.add_argument("run", metavar="RUN")
+    replay.add_argument("service", nargs="?", choices=TRANSFORMS, help="default: all three")
+    replay.add_argument("--partition", type=int, help="of the journal; default: all of them")
     dlq = commands.add_parser("dlq", help="list records that did not decode")
     dlq.add_argument("run", metavar="RUN")
     return parser
@@ -94,7 +114,7 @@ def _command(
     console: Console,
 ) -> int:
     # Imported here: `forgemq runs` and a refused file need no broker client.
-    from forgemq.launcher import looking
+    from forgemq.launcher import looking, replaying
 
     runs = Path(settings.runs)
     match options.command:
@@ -102,6 +122,8 @@ def _command(
             return _run(options, settings=settings, environ=environ, console=console)
         case "create":
             return _create(options, environ=environ, console=console)
+        case "resolve":
+            return _resolve(options)
         case "runs":
             return looking.list_runs(run_folders(runs), console)
         case "audit":
@@ -109,6 +131,14 @@ def _command(
         case "inspect":
             folder = RunFolder(runs / options.run)
             return asyncio.run(looking.inspect(folder, environ, console, what=options.what))
+        case "replay":
+            services = (options.service,) if options.service else TRANSFORMS
+            folder = RunFolder(runs / options.run)
+            return asyncio.run(
+                replaying.replay(
+                    folder, environ, console, services=services, partition=options.partition
+                )
+            )
         case _:
             return asyncio.run(looking.dlq(RunFolder(runs / options.run), environ, console))
 
@@ -141,17 +171,22 @@ def _folder(options: argparse.Namespace, *, runs: Path) -> tuple[RunFolder, RunC
         folder = RunFolder(runs / options.resume)
         return folder, folder.configuration()
     made = _configuration(options, taken=[each.run for each in run_folders(runs)])
-    if made.trainer.world_size != 1:
-        raise ConfigurationError(
-            f"trainer.world_size is {made.trainer.world_size}: `forgemq run` starts a trainer of "
-            "one rank; announce the run with `forgemq create` and start its ranks yourself"
-        )
     folder = RunFolder(runs / made.run)
     folder.make(made)
     return folder, made
 
 
 def _configuration(options: argparse.Namespace, *, taken: Sequence[str]) -> RunConfiguration:
+    """The configuration in the file, overridden and checked against this machine's folders."""
+    made = _resolved(options, taken=taken)
+    try:
+        _check_paths(made)
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{options.file}: {error}") from error
+    return made
+
+
+def _resolved(options: argparse.Namespace, *, taken: Sequence[str]) -> RunConfiguration:
     """The configuration in the file, overridden and checked; with a run id nobody has."""
     path: Path = options.file
     try:
@@ -164,11 +199,9 @@ def _configuration(options: argparse.Namespace, *, taken: Sequence[str]) -> RunC
     is_exact = any(each.partition("=")[0].strip() == "run" for each in options.overrides)
     run = name if is_exact else next_run(name, taken=taken)
     try:
-        made = configuration(values, run=run, folder=Path.cwd())
-        _check_paths(made)
+        return configuration(values, run=run, folder=Path.cwd())
     except ConfigurationError as error:
         raise ConfigurationError(f"{path}: {error}") from error
-    return made
 
 
 def _check_paths(configuration: RunConfiguration) -> None:
@@ -184,4 +217,10 @@ def _create(options: argparse.Namespace, *, environ: Mapping[str, str], console:
     made = _configuration(options, taken=[])
     asyncio.run(create(made, environ))
     console.print(f"run {made.run} is announced", highlight=False)
+    return 0
+
+
+def _resolve(options: argparse.Namespace) -> int:
+    """Folders are not looked at: they are those of the machines that the services run on."""
+    options.to.write_bytes(msgspec.json.encode(_resolved(options, taken=[])) + b"\n")
     return 0

@@ -3,9 +3,10 @@
 from forgemq.bus.log import Log, Place
 from forgemq.contracts.run import EndedRun, RunConfiguration, StartedRun
 from forgemq.contracts.topics import ENDED_RUNS, STARTED_RUNS
-from forgemq.launcher.follow import Follower, trees
+from forgemq.launcher.follow import Follower
 from forgemq.launcher.report_files import write_json, write_plot
 from forgemq.launcher.run_folder import RunFolder
+from forgemq.run_view.auditing import unaudited
 from forgemq.run_view.reading import message_of, read_all
 from forgemq.run_view.report import Report, report
 
@@ -21,10 +22,13 @@ async def audited(
         reason: completed demands that nothing is left open; interrupted, failed or '' (it is up).
         now_ms: End of the time counted where the log has no end.
     """
+    trees = await unaudited(log, partitions=started.configuration.log.group_partitions)
     follower = Follower(log, started)
     await follower.catch_up()
-    async for facts in trees(log, started.configuration):
-        follower.ledger.add_tree(facts)
+    for group_id, found in trees.items():
+        if not follower.ledger.is_audited(group_id):
+            for facts in found:
+                follower.ledger.add_tree(facts)
     verdicts = follower.ledger.verdicts(is_ended=reason == "completed")
     result = report(
         follower.view.state(now_ms=now_ms),

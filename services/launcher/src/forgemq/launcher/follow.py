@@ -1,37 +1,23 @@
 """Reads a run's topics into its live state; the panel and the report show what is here."""
 
-import asyncio
-import hashlib
 from collections import deque
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable
 
 import msgspec
 
+from forgemq.bus.errors import OutOfRangeError
 from forgemq.bus.log import Log, Place, Reader, Record
-from forgemq.contracts.completions import FinishedCompletion
-from forgemq.contracts.episodes import FinishedEpisode
-from forgemq.contracts.groups import ScoredGroup
-from forgemq.contracts.messages import Message
-from forgemq.contracts.run import RunConfiguration, StartedRun
-from forgemq.contracts.topics import (
-    FINISHED_COMPLETIONS,
-    FINISHED_EPISODES,
-    MERGED_TREES,
-    SCORED_GROUPS,
-)
-from forgemq.contracts.trees import MergedTree
+from forgemq.contracts.groups import RetiredGroup
+from forgemq.contracts.run import StartedRun
+from forgemq.launcher.core.failing import FailingGroups
 from forgemq.run_view import audit, view
 from forgemq.run_view.audit import Ledger
-from forgemq.run_view.reading import message_of, places_of, read_all
-from forgemq.run_view.samples import TreeFacts, first_ends, tree_facts
-from forgemq.run_view.trajectory import chosen
+from forgemq.run_view.reading import message_of, pass_trimmed, places_of, read_all
 from forgemq.run_view.view import RunView
 
 BAD_RECORDS_KEPT_MAX = 100
 _READ_S = 0.25
 _RECORDS_MAX = 2000
-TREE_TOPICS = (FINISHED_COMPLETIONS, FINISHED_EPISODES, SCORED_GROUPS, MERGED_TREES)
-"""What a tree is compared with; one partition of them has all of a group."""
 
 
 class Follower:
@@ -41,11 +27,16 @@ class Follower:
     its awaits. Records that do not decode are counted and skipped: their readers dead-letter them.
     """
 
-    def __init__(self, log: Log, started: StartedRun) -> None:
+    def __init__(self, log: Log, started: StartedRun, *, groups_failed_max: int = 0) -> None:
         self._log = log
         self._configuration = started.configuration
         self.view = RunView(started)
         self.ledger = Ledger(started.configuration)
+        self.failing = FailingGroups(
+            started.configuration.queues,
+            groups_max=groups_failed_max,
+            since_ms=started.started_ms,
+        )
         self.bad_records: deque[str] = deque(maxlen=BAD_RECORDS_KEPT_MAX)
 
     async def follow(self) -> None:
@@ -53,7 +44,10 @@ class Follower:
         reader = await self._reader()
         try:
             while True:
-                self._apply(await reader.read(timeout_s=_READ_S, records_max=_RECORDS_MAX))
+                try:
+                    self._apply(await reader.read(timeout_s=_READ_S, records_max=_RECORDS_MAX))
+                except OutOfRangeError:
+                    await pass_trimmed(self._log, reader, self._places())
         finally:
             await reader.close()
 
@@ -78,50 +72,7 @@ class Follower:
                     f"{record.topic}/{record.partition}@{record.offset}: {error}"
                 )
                 continue
+            if isinstance(message.record, RetiredGroup):
+                self.failing.retired(message.record, at_ms=message.timestamp_ms)
             self.view.apply(message)
             self.ledger.apply(message)
-
-
-async def trees(log: Log, configuration: RunConfiguration) -> AsyncIterator[TreeFacts]:
-    """The facts of every tree on the log, one group partition in memory at a time."""
-    for partition in range(configuration.log.group_partitions):
-        facts = await _trees_of(log, partition)
-        for each in facts:
-            yield each
-
-
-async def _trees_of(log: Log, partition: int) -> list[TreeFacts]:
-    completions: dict[str, list[Message]] = {}
-    scored: dict[str, ScoredGroup] = {}
-    ends: dict[str, list[Message]] = {}
-    found: list[tuple[MergedTree, str]] = []
-    places = [Place(topic.name, partition) for topic in TREE_TOPICS]
-    async for records in read_all(log, places):
-        for record in records:
-            try:
-                message = message_of(record)
-            except msgspec.MsgspecError:
-                continue
-            match message.record:
-                case FinishedCompletion() as each:
-                    completions.setdefault(each.group_id, []).append(message)
-                case FinishedEpisode() as each:
-                    ends.setdefault(each.group_id, []).append(message)
-                case ScoredGroup() as each:
-                    scored[each.group_id] = each
-                case MergedTree() as each:
-                    found.append((each, hashlib.sha256(record.value).hexdigest()))
-                case _:
-                    pass
-        # Unpacking trees is arithmetic of milliseconds each; others get their turn in between.
-        await asyncio.sleep(0)
-    return [
-        tree_facts(
-            tree,
-            sha256=sha256,
-            completions=chosen(completions.get(tree.group_id, ())),
-            scored=scored.get(tree.group_id),
-            ends=first_ends(ends.get(tree.group_id, ())),
-        )
-        for tree, sha256 in found
-    ]

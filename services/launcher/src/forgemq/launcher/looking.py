@@ -81,6 +81,9 @@ async def inspect(
             for each in trajectories(message_of(record) for record in records)
             if each.episode_id.startswith(f"{what}.") or each.episode_id == what
         ]
+    if not found and follower.view.knows(group_id):
+        console.print(f"the turns of {what!r} are not kept (log.keep_for_replay)", highlight=False)
+        return EXIT_FAILED
     if not found:
         console.print(f"nothing is known of {what!r} in run {folder.run}", highlight=False)
         return EXIT_FAILED
@@ -116,11 +119,13 @@ async def dlq(folder: RunFolder, environ: Mapping[str, str], console: Console) -
 
 
 @asynccontextmanager
-async def _log_of(
+async def broker_of(
     folder: RunFolder, environ: Mapping[str, str]
-) -> AsyncIterator[tuple[Log, StartedRun]]:
-    """The log of a run: on the broker that is up, else on its own data, started for this."""
-    configuration = folder.configuration()
+) -> AsyncIterator[tuple[Mapping[str, str], KafkaConnection]]:
+    """The broker of a run, and the environment that names it to a process.
+
+    It is the one that is up, else the run's own, started on its data for this.
+    """
     if not environ.get("FORGEMQ_KAFKA"):
         ports = folder / "kafka" / "ports.json"
         if not ports.is_file():
@@ -132,15 +137,24 @@ async def _log_of(
     broker = RunBroker(folder / "kafka", environ=environ, note=lambda _: None)
     try:
         await broker.start()
-        connection: KafkaConnection = broker.connection
+        yield {**environ, "FORGEMQ_KAFKA": broker.connection.bootstrap}, broker.connection
+    finally:
+        await broker.stop()
+
+
+@asynccontextmanager
+async def _log_of(
+    folder: RunFolder, environ: Mapping[str, str]
+) -> AsyncIterator[tuple[Log, StartedRun]]:
+    """The log of a run, on its broker."""
+    configuration = folder.configuration()
+    async with broker_of(folder, environ) as (_, connection):
         blobs = BlobStore(environ.get("FORGEMQ_BLOBS") or str(folder / "blobs"))
         log = KafkaLog(connection, run=configuration.run, blobs=blobs)
         try:
             yield log, await started_run(log, configuration.run, timeout_s=30.0)
         finally:
             await log.close()
-    finally:
-        await broker.stop()
 
 
 async def _end_of(log: Log, started: StartedRun) -> EndedRun | None:

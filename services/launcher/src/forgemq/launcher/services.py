@@ -27,7 +27,10 @@ SERVICES = (
     "trainer",
 )
 
-TORCHRUN = "torch.distributed.run"
+TRANSFORMS = ("reward", "merger", "scheduler")
+"""Services with a journal, in the order in which a group passes them."""
+
+TORCHRUN = "forgemq.trainer.torchrun"
 """Starts the trainer's ranks on this machine, and ends them all when one dies."""
 
 
@@ -71,7 +74,7 @@ def service_specs(
             name=name,
             module=module,
             arguments=tuple(arguments),
-            environ={**_without_others(shared, service), **own},
+            environ={**service_environ(shared, service), **own},
             log_path=folder / "logs" / f"{name}.log",
             stop_stage=stop_stage,
         )
@@ -113,7 +116,7 @@ def service_specs(
     )
 
 
-def _without_others(environ: Mapping[str, str], service: str) -> dict[str, str]:
+def service_environ(environ: Mapping[str, str], service: str) -> dict[str, str]:
     """Without the settings of other services, which may be secret; agents get no broker either."""
     others = {"launcher", *SERVICES} - {service}
     hidden = tuple(f"FORGEMQ_{other.upper()}_" for other in others)
@@ -127,7 +130,7 @@ def _command(service: str, *, ranks: int) -> tuple[str, ...]:
     module = f"forgemq.{service}"
     if ranks == 1:
         return (module,)
-    return (TORCHRUN, "--standalone", f"--nproc-per-node={ranks}", "-m", module)
+    return (TORCHRUN, str(ranks))
 
 
 def _shared_environ(environ: Mapping[str, str], *, run: str, kafka: str) -> dict[str, str]:

@@ -23,6 +23,14 @@ class LauncherSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         int, Meta(ge=0, description="Of one service within restarts_span_s; then the run fails.")
     ] = 6
     restarts_span_s: Annotated[float, Meta(gt=0)] = 300.0
+    groups_failed_max: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Groups of one domain that fail or expire in a row; then the run fails. "
+            "0: three times the slots of its queue.",
+        ),
+    ] = 0
     host: Annotated[str, Meta(description="Gateway and console listen here.")] = "127.0.0.1"
     gateway_port: Annotated[int, Meta(ge=0, le=65535, description="0: any free port.")] = 0
     console_port: Annotated[

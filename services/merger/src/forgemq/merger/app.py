@@ -1,5 +1,8 @@
 """Wiring of the merger: a transform over group partitions."""
 
+from collections.abc import Mapping
+
+from forgemq.contracts.run import RunConfiguration
 from forgemq.contracts.topics import (
     FINISHED_COMPLETIONS,
     MERGED_GROUPS,
@@ -9,7 +12,6 @@ from forgemq.contracts.topics import (
     SCORED_GROUPS,
     Topic,
 )
-from forgemq.merger.bad_records import FailedGroups
 from forgemq.merger.core.merger import Merger
 from forgemq.merger.settings import MergerSettings
 from forgemq.settings.environment import parse
@@ -20,15 +22,18 @@ CONSUMES: tuple[Topic, ...] = (SCORED_GROUPS, FINISHED_COMPLETIONS, RETIRED_GROU
 PRODUCES: tuple[Topic, ...] = (MERGED_TREES, MERGED_GROUPS)
 
 
-async def main(context: Context) -> None:
-    """Merge groups until the context says stop."""
-    settings = parse(MergerSettings, prefix="FORGEMQ_MERGER_", environ=context.environ)
-    transform = Transform(
+def transform_of(_: RunConfiguration, environ: Mapping[str, str]) -> Transform:
+    """The core over group partitions."""
+    settings = parse(MergerSettings, prefix="FORGEMQ_MERGER_", environ=environ)
+    return Transform(
         service="merger",
         inputs=CONSUMES,
         journal=MERGER_JOURNAL,
         make_core=Merger,
         tick_s=settings.tick_s,
-        on_bad_record=FailedGroups(context.configuration),
     )
-    await transform.run(context)
+
+
+async def main(context: Context) -> None:
+    """Merge groups until the context says stop."""
+    await transform_of(context.configuration, context.environ).run(context)

@@ -1,10 +1,15 @@
-"""`python -m forgemq.reward`."""
+"""`python -m forgemq.reward`; with `replay`, its journal run again and compared."""
 
 import os
 import sys
 
-from forgemq.reward.app import main
-from forgemq.shell.service import run_service
+from forgemq.reward.app import main, transform_of
+from forgemq.shell.replay_command import run_transform_service
 
 if __name__ == "__main__":
-    sys.exit(run_service("reward", main, os.environ))
+    name, arguments = "reward", sys.argv[1:]
+    sys.exit(
+        run_transform_service(
+            name, main, transform_of=transform_of, arguments=arguments, environ=os.environ
+        )
+    )

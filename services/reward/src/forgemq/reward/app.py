@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+from collections.abc import Mapping
 
 from forgemq.contracts.run import RunConfiguration
 from forgemq.contracts.topics import (
@@ -13,7 +14,6 @@ from forgemq.contracts.topics import (
     SCORED_GROUPS,
     Topic,
 )
-from forgemq.reward.bad_records import FailedGroups
 from forgemq.reward.core import RewardCore
 from forgemq.reward.grading import Grading
 from forgemq.reward.settings import RewardSettings
@@ -30,14 +30,14 @@ CONSUMES: tuple[Topic, ...] = (
 PRODUCES: tuple[Topic, ...] = (GRADED_EPISODES, SCORED_GROUPS)
 
 
-def transform_of(configuration: RunConfiguration) -> Transform:
-    """The group core over its partitions."""
+def transform_of(configuration: RunConfiguration, environ: Mapping[str, str]) -> Transform:
+    """The group core over its partitions; nothing of the environment changes it."""
+    del environ
     return Transform(
         service="reward",
         inputs=(GRADED_EPISODES, FINISHED_EPISODES, RETIRED_GROUPS),
         journal=REWARD_JOURNAL,
         make_core=functools.partial(_core, configuration),
-        on_bad_record=FailedGroups(configuration),
     )
 
 
@@ -45,7 +45,7 @@ async def main(context: Context) -> None:
     """Grade episodes and score groups until the context says stop."""
     settings = parse(RewardSettings, prefix="FORGEMQ_REWARD_", environ=context.environ)
     async with asyncio.TaskGroup() as group:
-        group.create_task(transform_of(context.configuration).run(context))
+        group.create_task(transform_of(context.configuration, context.environ).run(context))
         group.create_task(Grading(context, settings).run())
 
 

@@ -19,6 +19,7 @@ from forgemq.contracts.groups import RetiredGroup
 from forgemq.reward.core.pending import PendingEpisode, PendingEpisodes, PendingPositions
 from forgemq.reward.grader import Grader, rendering_of
 from forgemq.reward.settings import RewardSettings
+from forgemq.shell.fan_in import completion_traces
 from forgemq.shell.service import Context
 from forgemq.telemetry.traces import trace_headers
 
@@ -187,7 +188,8 @@ class Grading:
     ) -> None:
         pending, telemetry = self._partitions[partition], self._context.telemetry
         began_s, domain = self._clock_s(), ready.episode.domain
-        with telemetry.span("grade", parent=ready.trace, domain=domain) as span:
+        links = completion_traces(ready.episode) if telemetry.is_exporting else ()
+        with telemetry.span("grade", parent=ready.trace, links=links, domain=domain) as span:
             grade = await grader.grade(ready.episode, pending)
             offset = await writer.write(
                 Emit(

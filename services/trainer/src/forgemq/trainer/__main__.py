@@ -3,12 +3,7 @@
 import os
 import sys
 
-from forgemq.shell.service import run_service
-from forgemq.trainer.app import main
-from forgemq.trainer.follower import run_follower
-from forgemq.trainer.ranks import launch_of
+from forgemq.trainer.rank_process import run_rank
 
 if __name__ == "__main__":
-    if launch_of(os.environ).rank > 0:
-        sys.exit(run_follower(os.environ))
-    sys.exit(run_service("trainer", main, os.environ))
+    sys.exit(run_rank(os.environ))

@@ -27,15 +27,15 @@ from forgemq.contracts.topics import (
 )
 from forgemq.contracts.weights import LoadedWeights, PublishedWeights, ReportedEngine
 from forgemq.settings.environment import parse
-from forgemq.shell.batch import dead_letter
+from forgemq.shell.dead_letters import DeadLetters
 from forgemq.shell.service import Context
-from forgemq.trainer.core.lanes import Lanes
+from forgemq.trainer.core.lanes import LiveLanes
 from forgemq.trainer.fast_path import FastPaths
 from forgemq.trainer.folders import held_folder
 from forgemq.trainer.history import FencedTrainerError, read_history
 from forgemq.trainer.loop import TrainingLoop
 from forgemq.trainer.publisher import Publisher
-from forgemq.trainer.ranks import Ranks, check_world_size, device_of, launch_of
+from forgemq.trainer.ranks import Ranks, check_world_size, launch_of
 from forgemq.trainer.settings import TrainerSettings
 from forgemq.trainer.store import Store
 
@@ -53,24 +53,24 @@ READ_TIMEOUT_S = 0.5
 RECORDS_MAX = 256
 
 
-async def main(context: Context) -> None:
+async def main(context: Context, *, ranks: Ranks | None = None) -> None:
     """Train scheduled steps until the context says stop.
+
+    Args:
+        context: of the service.
+        ranks: of which this is the first; None where it trains alone.
 
     Raises:
         FencedTrainerError: a newer trainer of this run has published.
         FencedError: a newer trainer of this run has started.
         FolderInUseError: another process trains in the folder.
+        RankLostError: another rank is gone.
         SettingsError: the configuration asks for what this trainer does not do.
     """
     settings = parse(TrainerSettings, prefix="FORGEMQ_TRAINER_", environ=context.environ)
     configuration = context.configuration
-    launch = launch_of(context.environ)
-    check_world_size(launch, configured=configuration.trainer.world_size)
-    device = device_of(settings.device, launch=launch)
+    check_world_size(launch_of(context.environ), configured=configuration.trainer.world_size)
     with held_folder(Path(settings.folder)):
-        ranks = None
-        if launch.world_size > 1:
-            ranks = await asyncio.to_thread(Ranks, launch=launch, device=device)
         await _train(context, settings, ranks)
         if ranks is not None:
             ranks.close()
@@ -91,7 +91,7 @@ async def _train(context: Context, settings: TrainerSettings, ranks: Ranks | Non
     async with asyncio.TaskGroup() as tasks:
         publisher = Publisher(
             writer=await context.log.writer(),
-            lanes=Lanes(timeout_s=settings.lane_lapse_s),
+            lanes=LiveLanes(timeout_s=settings.lane_lapse_s),
             fast_paths=_fast_paths(settings),
             group_prefix=f"{configuration.run}-{lineage}",
             deadline_s=settings.transfer_deadline_s,
@@ -129,7 +129,7 @@ async def _watch(context: Context, publisher: Publisher, *, lineage: int) -> Non
     places = [Place(PUBLISHED_WEIGHTS.name, 0)]
     places += [Place(topic.name, n) for topic in (REPORTED_ENGINES, LOADED_WEIGHTS) for n in lanes]
     reader = await context.log.reader(await context.log.end_positions(places))
-    writer = await context.log.writer()
+    dead_letters = DeadLetters(context.log, await context.log.writer(), service="trainer")
     clock = asyncio.get_running_loop()
     try:
         while True:
@@ -137,8 +137,8 @@ async def _watch(context: Context, publisher: Publisher, *, lineage: int) -> Non
             for record in await reader.read(timeout_s=READ_TIMEOUT_S, records_max=RECORDS_MAX):
                 try:
                     fact = topics.decode(topics.BY_NAME[record.topic], record.value)
-                except msgspec.MsgspecError as error:
-                    await writer.write(dead_letter(record, str(error)))
+                except msgspec.ValidationError as error:
+                    await dead_letters.bury(record, f"does not decode: {error}")
                     continue
                 if isinstance(fact, ReportedEngine):
                     publisher.observe_engine(fact, at_s=clock.time())

@@ -5,8 +5,8 @@ fp32 masters, random state) and `trainer.json` (the record below). A checkpoint 
 the disk and its checksums verified before trained-steps names it, and again on loading.
 
 A damaged checkpoint that the log does not name is passed over for the one before it. One that the
-log names stops the trainer (`History.next_lineage`): the trees of its steps may be trimmed already,
-so an older one could not train them again.
+log names stops the trainer (`StepHistory.next_lineage`): the trees of its steps may be trimmed
+already, so an older one could not train them again.
 """
 
 import hashlib

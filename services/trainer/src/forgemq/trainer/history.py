@@ -24,7 +24,7 @@ class LostCheckpointError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class History:
+class StepHistory:
     """What the log says about training so far.
 
     Attributes:
@@ -57,7 +57,7 @@ class History:
         return max(self.lineage, saved) + 1
 
 
-async def read_history(log: Log) -> History:
+async def read_history(log: Log) -> StepHistory:
     """Read trained-steps and published-weights from their beginning to their end.
 
     A record that does not decode says nothing and is left out.
@@ -72,7 +72,7 @@ async def read_history(log: Log) -> History:
         if isinstance(fact, TrainedStep):
             trained.setdefault(fact.step, fact)
             checkpoint_step = max(checkpoint_step, fact.checkpoint_step)
-    return History(lineage=lineage, trained=trained, checkpoint_step=checkpoint_step)
+    return StepHistory(lineage=lineage, trained=trained, checkpoint_step=checkpoint_step)
 
 
 async def _facts(log: Log) -> list[TrainedStep | PublishedWeights]:

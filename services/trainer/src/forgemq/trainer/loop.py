@@ -4,18 +4,20 @@ import asyncio
 import dataclasses
 from collections.abc import Mapping
 
+import msgspec
 from msgspec.structs import replace
 
 from forgemq.bus.log import Emit, Headers, Place, Reader, TransactionWriter
 from forgemq.contracts import topics
 from forgemq.contracts.run import staleness_limit
 from forgemq.contracts.steps import ScheduledStep, TrainedStep, TrainingMetrics
-from forgemq.contracts.topics import SCHEDULED_STEPS, TRAINED_STEPS
+from forgemq.contracts.topics import MERGED_TREES, SCHEDULED_STEPS, TRAINED_STEPS
+from forgemq.shell.dead_letters import DeadLetters
 from forgemq.shell.service import Context
-from forgemq.telemetry.traces import completion_trace
+from forgemq.telemetry.traces import completion_trace, trace_headers
 from forgemq.trainer.checkpoint import Checkpoint
 from forgemq.trainer.core.alarms import Thresholds, alarms
-from forgemq.trainer.history import History
+from forgemq.trainer.history import StepHistory
 from forgemq.trainer.publisher import Publisher
 from forgemq.trainer.ranks import Ranks, device_of, launch_of
 from forgemq.trainer.settings import TrainerSettings
@@ -58,7 +60,7 @@ class TrainingLoop:
         staleness = max(staleness_limit(queue) for queue in configuration.queues)
         self._staleness_max = staleness + configuration.trainer.steps_ahead_max
 
-    async def run(self, checkpoint: Checkpoint | None, history: History) -> None:
+    async def run(self, checkpoint: Checkpoint | None, history: StepHistory) -> None:
         """Publish where training stands, then train what is scheduled until told to stop."""
         configuration = self._context.configuration
         training = await asyncio.to_thread(
@@ -72,12 +74,14 @@ class TrainingLoop:
             self._store.restored_weights, training, checkpoint, lineage=self._lineage
         )
         since: Mapping[int, int] = {}
+        trained: TrainedStep | None = None
         self._accounted = history.trained
         if checkpoint is not None:
             self._checkpoint_step = checkpoint.step
             since = dict(checkpoint.record.tree_positions)
             if checkpoint.step not in history.trained:
-                await self._write_trained(checkpoint.record.trained, headers=())
+                trained = checkpoint.record.trained
+            await self._commit(trained, needed=since, headers=())
         self._context.telemetry.event(
             "restored", lineage=self._lineage, version=training.version, sha256=weights.sha256
         )
@@ -89,16 +93,25 @@ class TrainingLoop:
             telemetry=self._context.telemetry,
         )
         place = Place(SCHEDULED_STEPS.name, 0)
-        steps = await self._context.log.reader(await self._context.log.first_positions([place]))
-        while (scheduled := await self._next(steps, training.version)) is not None:
-            await self._step(scheduled, training, trees)
+        log = self._context.log
+        steps = await log.reader(await log.first_positions([place]))
+        dead_letters = DeadLetters(log, await log.writer(), service="trainer")
+        while found := await self._next(steps, training.version, dead_letters=dead_letters):
+            scheduled, trace = found
+            await self._step(scheduled, training, trees, trace=trace)
         await asyncio.to_thread(training.end)
 
-    async def _next(self, steps: Reader, version: int) -> ScheduledStep | None:
-        """The step that this version trains; None when told to stop."""
+    async def _next(
+        self, steps: Reader, version: int, *, dead_letters: DeadLetters
+    ) -> tuple[ScheduledStep, Headers] | None:
+        """The step that this version trains, and its trace; None when told to stop."""
         while not self._context.stop.is_set():
             for record in await steps.read(timeout_s=READ_TIMEOUT_S, records_max=1):
-                scheduled = topics.decode(SCHEDULED_STEPS, record.value)
+                try:
+                    scheduled = topics.decode(SCHEDULED_STEPS, record.value)
+                except msgspec.ValidationError as error:
+                    await dead_letters.bury(record, f"does not decode: {error}")
+                    continue
                 assert isinstance(scheduled, ScheduledStep)
                 if scheduled.step > version:
                     raise ValueError(
@@ -106,10 +119,12 @@ class TrainingLoop:
                         f"step {version} is missing"
                     )
                 if scheduled.step == version:
-                    return scheduled
+                    return scheduled, trace_headers(record.headers)
         return None
 
-    async def _step(self, scheduled: ScheduledStep, training: Training, trees: TreeSource) -> None:
+    async def _step(
+        self, scheduled: ScheduledStep, training: Training, trees: TreeSource, *, trace: Headers
+    ) -> None:
         telemetry = self._context.telemetry
         clock = asyncio.get_running_loop()
         started_s = clock.time()
@@ -118,7 +133,7 @@ class TrainingLoop:
         for group, reason in step.failed:
             telemetry.event("group_failed", step=scheduled.step, group=group, reason=reason)
         links = [completion_trace(name) for name in step.completion_ids]
-        with telemetry.span("step", links=links, step=scheduled.step) as span:
+        with telemetry.span("step", parent=trace, links=links, step=scheduled.step) as span:
             metrics = await asyncio.to_thread(training.train, step)
             trees.forget(
                 (group.group_id for group in scheduled.groups),
@@ -128,16 +143,19 @@ class TrainingLoop:
                 self._store.save_weights, training, lineage=self._lineage
             )
             trained = self._record(step, metrics, duration_s=clock.time() - started_s)
+            needed: Mapping[int, int] = {}
             if trained.checkpoint_step == scheduled.step:
+                positions = trees.positions()
                 await asyncio.to_thread(
                     self._store.save_checkpoint,
                     training,
                     weights=weights,
                     trained=trained,
-                    tree_positions=trees.positions(),
+                    tree_positions=positions,
                 )
                 self._checkpoint_step = scheduled.step
-            await self._write_trained(trained, headers=span.headers())
+                needed = dict(positions)
+            await self._commit(trained, needed=needed, headers=span.headers())
             self._report(trained)
             await self._publish(weights, version=training.version, headers=span.headers())
 
@@ -235,6 +253,8 @@ class TrainingLoop:
         telemetry.gauge("trainer.logprob_gap_mean", metrics.logprob_gap_mean)
         telemetry.gauge("trainer.branch_loss", metrics.branch_loss)
         telemetry.gauge("trainer.flop_ratio", metrics.flop_ratio)
+        telemetry.gauge("trainer.flop_ratio_weights", metrics.flop_ratio_weights)
+        telemetry.gauge("trainer.flop_ratio_attention", metrics.flop_ratio_attention)
         telemetry.gauge("trainer.token_ratio", metrics.request_tokens / max(1, metrics.tree_tokens))
         telemetry.gauge("trainer.append_ratio", metrics.append_tokens / max(1, metrics.tree_tokens))
         telemetry.count("trainer.route_disagreements", metrics.route_disagreements)
@@ -242,17 +262,33 @@ class TrainingLoop:
         telemetry.observe("trainer.step_s", trained.duration_s)
         telemetry.observe("trainer.forward_backward_s", metrics.forward_backward_s)
 
-    async def _write_trained(self, trained: TrainedStep, *, headers: Headers) -> None:
+    async def _commit(
+        self, trained: TrainedStep | None, *, needed: Mapping[int, int], headers: Headers
+    ) -> None:
         """Through the claim: once a newer trainer has started, the broker refuses this one.
+
+        Args:
+            trained: The step's record; None where the log has it.
+            needed: Where the durable checkpoint that it names reads trees again, by partition:
+                none before that is needed any more.
+            headers: Of the record.
 
         Raises:
             FencedError: a newer trainer of this run has started.
         """
-        record = Emit(
-            topic=TRAINED_STEPS.name,
-            partition=0,
-            key=str(trained.step).encode(),
-            value=topics.encode(trained),
-            headers=headers,
+        outputs = []
+        if trained is not None:
+            outputs.append(
+                Emit(
+                    topic=TRAINED_STEPS.name,
+                    partition=0,
+                    key=str(trained.step).encode(),
+                    value=topics.encode(trained),
+                    headers=headers,
+                )
+            )
+        await self._claim.commit(
+            outputs=outputs,
+            group=topics.needed_group("trainer"),
+            positions={Place(MERGED_TREES.name, n): position for n, position in needed.items()},
         )
-        await self._claim.commit(outputs=[record], group="trainer", positions={})

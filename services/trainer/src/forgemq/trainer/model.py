@@ -25,6 +25,9 @@ ATTENTION_NAME = "forgemq_tree"
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Model types whose tokens depend on their ancestors only, each tested against per-request runs."""
 
+GPU_HEAD_SIZE_MIN = 16
+"""FlexAttention compiles no smaller one."""
+
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -75,6 +78,9 @@ def prepared(model: nn.Module) -> LoadedModel:
     if getattr(head, "bias", None) is not None:
         raise UnsupportedModelError("a head with a bias is not supported")
     shape = model_shape(config, dtype=head.weight.dtype)
+    check_head_size(
+        shape.key_size // int(config.num_key_value_heads), device=head.weight.device.type
+    )
     policy = Policy(
         decoder=model.get_decoder(),  # type: ignore[operator]  # transformers' method
         head_VH=head.weight,
@@ -104,9 +110,24 @@ def check_supported(config: object) -> None:
     layers = getattr(config, "layer_types", None) or []
     if any(layer != "full_attention" for layer in layers):
         raise UnsupportedModelError(f"layer_types must all be full_attention, got {set(layers)}")
+    window = getattr(config, "sliding_window", None)
+    if not layers and window is not None:
+        raise UnsupportedModelError(f"sliding_window must be off, got {window}")
     if getattr(config, "output_router_logits", False):
         raise UnsupportedModelError(
             "output_router_logits must be off: the balance loss would count shared tokens once"
+        )
+
+
+def check_head_size(head_size: int, *, device: str) -> None:
+    """Refuse what the device's kernel does not do; those of a CPU do every size.
+
+    Raises:
+        UnsupportedModelError: naming the size and the rule.
+    """
+    if device == "cuda" and head_size < GPU_HEAD_SIZE_MIN:
+        raise UnsupportedModelError(
+            f"head_dim is {head_size}; attention on a GPU needs at least {GPU_HEAD_SIZE_MIN}"
         )
 
 

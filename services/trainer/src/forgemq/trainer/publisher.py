@@ -11,7 +11,7 @@ from forgemq.contracts import topics
 from forgemq.contracts.topics import PUBLISHED_WEIGHTS
 from forgemq.contracts.weights import LoadedWeights, PublishedWeights, Rendezvous, ReportedEngine
 from forgemq.telemetry.telemetry import Telemetry
-from forgemq.trainer.core.lanes import Lanes
+from forgemq.trainer.core.lanes import LiveLanes
 from forgemq.trainer.fast_path import FastPaths
 from forgemq.trainer.weights import WEIGHTS_FILE, WeightsFolder
 
@@ -23,7 +23,7 @@ class Publisher:
         self,
         *,
         writer: Writer,
-        lanes: Lanes,
+        lanes: LiveLanes,
         fast_paths: FastPaths | None,
         group_prefix: str,
         deadline_s: float,

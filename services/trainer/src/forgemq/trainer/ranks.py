@@ -1,12 +1,14 @@
 """The trainer's ranks: processes that train one step together, and how they talk.
 
-Rank 0 does all that touches the log and the disk; the others follow its commands. Two process
+Rank 0 does all that touches the log and the disk; the others follow its commands. Process
 groups: a control group (gloo, on CPUs) for commands and small records, whose waits may be as long
-as the run has nothing to train, and the group of the computation (gloo, or NCCL on GPUs), in which
-a rank that does not come within the deadline ends the step.
+as the run has nothing to train, and the groups of a step: one for small records, and those of the
+computation (gloo, or NCCL on GPUs). In a step a rank that dies, or does not come within the
+deadline, ends the others too.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -20,8 +22,9 @@ from forgemq.settings.environment import SettingsError
 IDLE_MAX = timedelta(days=30)
 """How long followers wait for a command. A dead rank 0 closes its connections and ends the wait."""
 
-COMPUTE_TIMEOUT = timedelta(minutes=30)
-"""How long a rank waits for another within a step; rounds are balanced, so this is a hang."""
+
+class RankLostError(Exception):
+    """Another rank died, or did not come within the deadline; this one cannot go on alone."""
 
 
 class WorldSizeError(SettingsError):
@@ -70,12 +73,12 @@ def device_of(device: str, *, launch: Launch) -> str:
     """The device of this rank: `cuda` becomes the GPU of its local rank.
 
     Raises:
-        ValueError: several ranks were given one and the same GPU.
+        SettingsError: several ranks were given one and the same GPU.
     """
     if launch.world_size == 1 or device == "cpu":
         return device
     if device != "cuda":
-        raise ValueError(
+        raise SettingsError(
             f"FORGEMQ_TRAINER_DEVICE={device} gives {launch.world_size} ranks one GPU; "
             "set cuda, and each rank takes the GPU of its local rank"
         )
@@ -89,9 +92,21 @@ class Ranks:
     announces, the others receive.
     """
 
-    def __init__(self, *, launch: Launch, device: str) -> None:
-        """Join the others; blocks until all are there."""
+    def __init__(self, *, launch: Launch, device: str, deadline_s: float) -> None:
+        """Join the others; blocks until all are there.
+
+        Args:
+            launch: this process among them.
+            device: that this rank computes on.
+            deadline_s: how long a rank waits for another within a step.
+        """
         self._launch = launch
+        self._deadline_s = deadline_s
+        with self.together():
+            self._join(device, deadline=timedelta(seconds=deadline_s))
+
+    def _join(self, device: str, *, deadline: timedelta) -> None:
+        launch = self._launch
         is_gpu = device != "cpu"
         if is_gpu:
             torch.cuda.set_device(device)
@@ -99,12 +114,13 @@ class Ranks:
             "nccl" if is_gpu else "gloo",
             rank=launch.rank,
             world_size=launch.world_size,
-            timeout=COMPUTE_TIMEOUT,
+            timeout=deadline,
         )
         self._control = _group(backend="gloo", timeout=IDLE_MAX)
+        self._records = _group(backend="gloo", timeout=deadline)
         self.mesh = DeviceMesh("cuda" if is_gpu else "cpu", list(range(launch.world_size)))
         # Keys and values have a group of their own: FSDP issues its gathers from other streams.
-        self._exchange = _group(timeout=COMPUTE_TIMEOUT)
+        self._exchange = _group(timeout=deadline)
 
     @property
     def rank(self) -> int:
@@ -116,9 +132,34 @@ class Ranks:
         """Number of ranks."""
         return self._launch.world_size
 
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What needs the other ranks goes in here.
+
+        Raises:
+            RankLostError: one of them is not there any more.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            # Gloo's errors have no class of their own, but name its source files.
+            if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+                raise
+            said = str(error).partition("] ")[2] or str(error)
+            raise RankLostError(
+                f"rank {self.rank} lost another of {self.world_size} ranks, which died or did not "
+                f"come within {self._deadline_s:g} s: {said.partition('. ')[0]}"
+            ) from error
+
     def announce(self, command: bytes) -> None:
-        """Rank 0: give every other rank a command. Other ranks: nothing, they are at it."""
-        if self.rank == 0:
+        """Rank 0: give every other rank a command. Other ranks: nothing, they are at it.
+
+        Raises:
+            RankLostError: one of them is gone.
+        """
+        if self.rank > 0:
+            return
+        with self.together():
             dist.broadcast(torch.tensor([len(command)]), src=0, group=self._control)
             data = torch.frombuffer(bytearray(command), dtype=torch.uint8)
             dist.broadcast(data, src=0, group=self._control)
@@ -127,18 +168,19 @@ class Ranks:
         """The next command of rank 0; blocks, for days if need be.
 
         Raises:
-            RuntimeError: rank 0 is gone.
+            RankLostError: rank 0 is gone.
         """
         size = torch.zeros(1, dtype=torch.int64)
-        dist.broadcast(size, src=0, group=self._control)
-        data = torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(data, src=0, group=self._control)
+        with self.together():
+            dist.broadcast(size, src=0, group=self._control)
+            data = torch.empty(int(size), dtype=torch.uint8)
+            dist.broadcast(data, src=0, group=self._control)
         return data.numpy().tobytes()
 
     def collected(self, own: bytes) -> list[bytes]:
         """Every rank's bytes, by rank, on rank 0; empty on the others."""
         everyones: list[object] = [None] * self.world_size
-        dist.gather_object(own, everyones if self.rank == 0 else None, 0, group=self._control)
+        dist.gather_object(own, everyones if self.rank == 0 else None, 0, group=self._records)
         return [item for item in everyones if isinstance(item, bytes)] if self.rank == 0 else []
 
     def gathered(self, own: Tensor) -> list[Tensor]:

@@ -30,6 +30,9 @@ class TrainerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     lane_lapse_s: Annotated[
         float, Meta(gt=0, description="A lane without a report for this long is dead.")
     ] = LANE_LAPSE_S
+    rank_deadline_s: Annotated[
+        float, Meta(gt=0, description="How long one rank waits for another within a step.")
+    ] = 1800.0
     alarm_logprob_gap_mean: Annotated[
         float, Meta(ge=0, description="Alarm above: mean |trainer - engine|, nats; 0 is off.")
     ] = 0.05

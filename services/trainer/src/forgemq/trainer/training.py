@@ -7,6 +7,7 @@ import hashlib
 import importlib
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -31,7 +32,7 @@ from forgemq.trainer.core.rounds import forward_backward_rounds, values_bytes, v
 from forgemq.trainer.core.routes import check_routes, token_routes
 from forgemq.trainer.core.step import EntryValues, forward_backward, group_weights, merged
 from forgemq.trainer.core.tree import Forest, InvalidTreeError, read_tree
-from forgemq.trainer.heap import keep_freed_memory
+from forgemq.trainer.heap import keep_freed_memory, suit_heap
 from forgemq.trainer.model import load_model
 from forgemq.trainer.ranks import Ranks
 from forgemq.trainer.sharded_updater import ShardedUpdater
@@ -118,7 +119,8 @@ class Training:
     def optimizer_state(self) -> dict[str, torch.Tensor]:
         """For a checkpoint of `version`."""
         self._announce(commands.GatherOptimizer())
-        return self._updater.state()
+        with self._together():
+            return self._updater.state()
 
     def whole_weights(self) -> dict[str, torch.Tensor] | None:
         """The model's state where ranks hold shards of it, on rank 0; None where `model` has it."""
@@ -126,7 +128,8 @@ class Training:
             return None
         self._announce(commands.GatherWeights())
         dtype = _DTYPES[self._configuration.model.dtype]
-        return whole_state(self._loaded.model, dtype=dtype, is_kept=self._ranks.rank == 0)
+        with self._together():
+            return whole_state(self._loaded.model, dtype=dtype, is_kept=self._ranks.rank == 0)
 
     def end(self) -> None:
         """Let the other ranks go; nothing is called after it."""
@@ -168,13 +171,21 @@ class Training:
 
         Raises:
             NonFiniteGradientError: the weights are unchanged.
+            RankLostError: another rank is gone.
             ValueError: the step is not the next one, or the memory budget is too small.
         """
         if step.scheduled.step != self.version:
             raise ValueError(
                 f"version {self.version} trains step {self.version}, got {step.scheduled.step}"
             )
-        self._announce(commands.TrainStep(scheduled=step.scheduled, values=step.values))
+        # The groups as they are trained here: of a step trained again that may be fewer.
+        scheduled = msgspec.structs.replace(step.scheduled, groups=step.groups)
+        values = {group.group_id: step.values[group.group_id] for group in step.groups}
+        self._announce(commands.TrainStep(scheduled=scheduled, values=values))
+        with self._together():
+            return self._trained(step)
+
+    def _trained(self, step: ReadStep) -> TrainingMetrics:
         started_s = time.perf_counter()
         seen = self._forward_backward(step.forests)
         forward_backward_s = time.perf_counter() - started_s
@@ -203,6 +214,9 @@ class Training:
         if self._ranks is not None:
             self._ranks.announce(commands.encode(command))
 
+    def _together(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._ranks is None else self._ranks.together()
+
     def _route_disagreements(self, forests: tuple[Forest, ...]) -> int:
         policy = self._loaded.policy
         layers, top_k = len(policy.routers), policy.shape.experts_per_token
@@ -224,6 +238,9 @@ class Training:
             )
         except ValueError as error:
             raise SettingsError(str(error)) from error  # a restart has no more memory
+        if policy.head_VH.device.type == "cpu":
+            predicted = max((batch.predicted_bytes for batch in microbatches), default=0)
+            suit_heap(predicted_bytes=predicted, budget_bytes=trainer.memory_budget_bytes)
         return forward_backward(
             policy,
             forests,

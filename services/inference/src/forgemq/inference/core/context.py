@@ -13,7 +13,7 @@ from forgemq.contracts.arrays import unpack_ids
 TOKEN_BYTES = 4
 
 
-class Context(NamedTuple):
+class TokenContext(NamedTuple):
     """Leading token ids of a request or a completion.
 
     Attributes:
@@ -36,14 +36,14 @@ class Context(NamedTuple):
         """Memory of both forms."""
         return len(self.tokens) + len(self.text)
 
-    def extended(self, tokens: bytes) -> "Context":
+    def extended(self, tokens: bytes) -> "TokenContext":
         """With these ids behind; cost of the new ones and a copy."""
         text = msgspec.json.encode(unpack_ids(tokens))[1:-1]
         separator = b"," if self.text and text else b""
-        return Context(self.tokens + tokens, self.text + separator + text)
+        return TokenContext(self.tokens + tokens, self.text + separator + text)
 
-    def first(self, tokens_count: int) -> "Context":
+    def first(self, tokens_count: int) -> "TokenContext":
         """The first ids; free where they are all of them."""
         if tokens_count == self.tokens_count:
             return self
-        return Context().extended(self.tokens[: tokens_count * TOKEN_BYTES])
+        return TokenContext().extended(self.tokens[: tokens_count * TOKEN_BYTES])

@@ -20,7 +20,7 @@ from forgemq.contracts.completions import (
     WeightSpan,
 )
 from forgemq.contracts.episodes import Sampling
-from forgemq.inference.core.context import TOKEN_BYTES, Context
+from forgemq.inference.core.context import TOKEN_BYTES, TokenContext
 from forgemq.inference.core.lane import Refused
 from forgemq.inference.core.weights import Weights, weights_of_name
 
@@ -91,7 +91,7 @@ NOT_STARTED = Timing(0.0, 0.0)
 
 
 def generate_body(
-    request: RequestedCompletion, *, rid: str, context: Context, limits: EngineLimits
+    request: RequestedCompletion, *, rid: str, context: TokenContext, limits: EngineLimits
 ) -> dict[str, Any] | Refused:
     """The body of /generate, or why the engine must not see this request.
 
@@ -236,7 +236,7 @@ def _logprobs(answer: EngineAnswer) -> bytes:
             f"{len(answer.output_ids)} tokens but {len(entries)} log-probabilities"
         )
     values = [entry[0] for entry in entries]
-    if None in values or any(map(math.isnan, values)):  # type: ignore[arg-type]  # None went first
+    if None in values or not all(map(math.isfinite, values)):  # type: ignore[arg-type]  # None first
         raise InvalidAnswerError("a log-probability is no number")
     if [entry[1] for entry in entries] != answer.output_ids:
         raise InvalidAnswerError("log-probabilities are of other tokens than the output")

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from typing import Literal, NamedTuple, TypeAlias
 
 from forgemq.contracts.completions import CancelledCompletion, RequestedCompletion
-from forgemq.inference.core.context import Context
+from forgemq.inference.core.context import TokenContext
 from forgemq.inference.core.remembered import RememberedCompletions
 
 ATTEMPTS_SEEN_MAX = 200_000
@@ -22,7 +22,7 @@ class Run(NamedTuple):
     """The request goes to the engine with this context."""
 
     attempt: Attempt
-    context: Context
+    context: TokenContext
 
 
 class Refused(NamedTuple):
@@ -108,9 +108,9 @@ class LaneState:
             return CANCELLED
         return DEADLINE if now_ms >= deadline_ms else None
 
-    def _context(self, request: RequestedCompletion) -> Context | None:
+    def _context(self, request: RequestedCompletion) -> TokenContext | None:
         if not request.is_delta:
-            return Context().extended(request.context)
+            return TokenContext().extended(request.context)
         if request.parent_id is None:
             return None
         prefix = self.remembered.prefix(

@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 
-from forgemq.inference.core.context import Context
+from forgemq.inference.core.context import TokenContext
 
 
 class RememberedCompletions:
@@ -17,10 +17,10 @@ class RememberedCompletions:
     def __init__(self, *, bytes_max: int) -> None:
         """Nothing remembered yet."""
         self._bytes_max = bytes_max
-        self._held: OrderedDict[str, Context] = OrderedDict()
+        self._held: OrderedDict[str, TokenContext] = OrderedDict()
         self.size_bytes = 0
 
-    def remember(self, completion_id: str, context: Context) -> None:
+    def remember(self, completion_id: str, context: TokenContext) -> None:
         """Hold what a request may continue; evict the least recently used ones above the limit."""
         if completion_id in self._held or context.size_bytes > self._bytes_max:
             return
@@ -30,7 +30,7 @@ class RememberedCompletions:
             _, evicted = self._held.popitem(last=False)
             self.size_bytes -= evicted.size_bytes
 
-    def prefix(self, completion_id: str, *, tokens_count: int) -> Context | None:
+    def prefix(self, completion_id: str, *, tokens_count: int) -> TokenContext | None:
         """First tokens of a completion; None where it is gone or has fewer."""
         held = self._held.get(completion_id)
         if held is None or held.tokens_count < tokens_count:

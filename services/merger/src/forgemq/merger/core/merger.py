@@ -20,9 +20,6 @@ from forgemq.contracts.topics import MERGED_GROUPS, MERGED_TREES
 from forgemq.merger.core.completions import KeptCompletion, OpenGroup
 from forgemq.merger.core.merge import merge_group, not_merged
 
-# Closed groups that are remembered, to ignore completions of zombies. A zombie's record is at most
-# a request deadline late; a partition retires far fewer groups in that time.
-CLOSED_GROUPS_MAX = 4096
 # A scored group waits this long for completions it names after the partition went silent: the
 # record it waits for was bad and went to the dead letters.
 QUIET_MS_MAX = 60_000
@@ -50,8 +47,8 @@ class Merger:
         self._completions_position = 0
         self._groups: dict[str, OpenGroup] = {}
         self._waiting: list[tuple[int, ScoredGroup]] = []
-        self._merged = RetiredIds(ids_max=CLOSED_GROUPS_MAX)
-        self._retired = RetiredIds(ids_max=CLOSED_GROUPS_MAX)
+        self._merged = RetiredIds()
+        self._retired = RetiredIds()
 
     def handle(self, event: Event) -> Sequence[Output]:
         """Consume one event; returns trees and summaries, each tree before its summary."""

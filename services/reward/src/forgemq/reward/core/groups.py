@@ -1,6 +1,6 @@
 """Complete groups become scored groups; one core per group partition."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -18,8 +18,8 @@ from forgemq.reward.core.returns import (
     shuffled,
 )
 
-RETIRED_IDS_MAX = 16_384
-"""Of one partition: episodes that end after their group did are recognised that long."""
+CAUSE_CHARACTERS_MAX = 300
+"""Of what an agent or a grader raised, in the detail of a group that failed by it."""
 
 
 class GroupState(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,7 +50,7 @@ class RewardCore:
         self._rewards = rewards
         self._open: dict[str, GroupState] = {}
         self._scored: set[str] = set()  # not retired
-        self._retired = RetiredIds(ids_max=RETIRED_IDS_MAX)
+        self._retired = RetiredIds()
 
     def handle(self, event: Event) -> Sequence[Output]:
         """Consume one event; return what to write."""
@@ -158,6 +158,7 @@ def scored_group(group: GroupState, *, settings: Rewards) -> ScoredGroup:
     unmasked = _unmasked(scores)
     if len(unmasked) < needed:
         detail = f"{len(unmasked)} of {first.group_size} episodes scored, {needed:g} are needed"
+        detail += _first_cause(group, grades)
         return _untrainable(scored, "failed", detail=detail)
     returns = [
         return_of(
@@ -187,6 +188,16 @@ def _is_complete(group: GroupState) -> bool:
 
 def _unmasked(scores: Sequence[EpisodeScore]) -> list[int]:
     return [place for place, score in enumerate(scores) if not score.is_masked]
+
+
+def _first_cause(group: GroupState, grades: Mapping[str, GradedEpisode]) -> str:
+    """What is known of the first masked episode, to go on with in a sentence."""
+    for episode in group.episodes:
+        grade = grades.get(episode.episode_id)
+        detail = episode.detail or (grade.detail if grade is not None and grade.is_masked else "")
+        if detail:
+            return f"; {episode.episode_id}: {detail[:CAUSE_CHARACTERS_MAX]}"
+    return ""
 
 
 def _untrainable(scored: ScoredGroup, reason: NotTrainable, *, detail: str = "") -> ScoredGroup:

@@ -7,7 +7,6 @@ from msgspec import Struct
 from forgemq.contracts.accounting import CompletionLedger, RetiredIds
 from forgemq.contracts.completions import FinishedCompletion
 from forgemq.contracts.episodes import FinishedEpisode
-from forgemq.reward.core.groups import RETIRED_IDS_MAX
 
 CONTEXT_TAIL_BYTES = 4 * 256
 """Context that parsing a turn may look back at: the opening of the assistant's turn."""
@@ -57,7 +56,7 @@ class PendingEpisodes:
         self._ledger = CompletionLedger()
         self._started: set[str] = set()
         self._grades: dict[str, int] = {}  # offset of the grade, by episode
-        self._retired = RetiredIds(ids_max=RETIRED_IDS_MAX)
+        self._retired = RetiredIds()
         self._episodes_read = 0
         self._completions_read = 0
         self._grades_read = 0

@@ -1,6 +1,9 @@
 """One task domain: requests that wait, groups in generation, groups taken for the next step."""
 
 from collections import deque
+from collections.abc import Iterable, MutableSequence
+
+import msgspec
 
 from forgemq.contracts.groups import MergedGroup, RequestedGroup
 from forgemq.contracts.run import Queue, staleness_limit, window_of
@@ -55,6 +58,17 @@ class DomainQueue:
             )
         )
 
+    def is_taken(self, group: OpenGroup) -> bool:
+        """Whether a step has taken this group of the queue; never true of evaluation groups."""
+        return group.queue_index is not None and not self.fifo.is_untaken(group.queue_index)
+
+    def marked(self, group: OpenGroup, failure: str) -> OpenGroup:
+        """The same train group, with what is known of its bad record."""
+        assert group.queue_index is not None, "evaluation groups are in no queue"
+        marked = msgspec.structs.replace(group, failure=failure)
+        self.groups[group.queue_index] = marked
+        return marked
+
     def lapsed_head(self, *, now_ms: int) -> OpenGroup | None:
         """The head, where it is past its deadline and has not finished."""
         head = self.fifo.head
@@ -89,3 +103,25 @@ class DomainQueue:
             finished=state.finished,
         )
         self.forming = list(state.forming)
+
+    def _check(self, scheduled_ids: set[str]) -> None:
+        """Assert the invariants; the ids are of groups in steps that are not trained."""
+        self.fifo._check()
+        assert len(self.groups) <= self.settings.slots, "more open groups than slots"
+        assert len(self.forming) <= self.settings.groups_per_step
+        taken = scheduled_ids | {group.group_id for group in self.forming}
+        for index, group in self.groups.items():
+            is_taken = group.group_id in taken
+            assert is_taken != self.fifo.is_untaken(index), "taken or in the window's queue"
+
+
+def withdrawn(
+    waiting: Iterable[MutableSequence[RequestedGroup]], *, group_id: str
+) -> RequestedGroup | None:
+    """Take the request of this group out of those that wait; None where none does."""
+    for requests in waiting:
+        for request in requests:
+            if request.group_id == group_id:
+                requests.remove(request)
+                return request
+    return None

@@ -8,7 +8,7 @@ LANE_SILENCE_MAX_MS = round(LANE_LAPSE_S * 1000)
 """A lane without a heartbeat for longer (run time) is dead and holds nobody up."""
 
 
-class LaneState(Struct, frozen=True, kw_only=True):
+class ReportedLane(Struct, frozen=True, kw_only=True):
     """The newest that one lane said; weights never go back within an epoch."""
 
     lane: int
@@ -18,7 +18,7 @@ class LaneState(Struct, frozen=True, kw_only=True):
     heard_ms: int
 
 
-class Lanes:
+class ServedLanes:
     """Lanes by number, and the newest weights that every live lane served at one moment.
 
     `served` never goes back within a lineage: a lane that starts late or on the base model takes
@@ -30,7 +30,7 @@ class Lanes:
     """
 
     def __init__(self) -> None:
-        self._lanes: dict[int, LaneState] = {}
+        self._lanes: dict[int, ReportedLane] = {}
         self._now_ms = 0
         self.served: tuple[int, int] | None = None
 
@@ -47,7 +47,7 @@ class Lanes:
         weights = (report.lineage, report.version)
         if known is not None and report.epoch == known.epoch:
             weights = max(weights, known.weights)
-        self._lanes[report.lane] = LaneState(
+        self._lanes[report.lane] = ReportedLane(
             lane=report.lane,
             epoch=report.epoch,
             is_serving=report.is_serving,
@@ -61,7 +61,7 @@ class Lanes:
         known = self._lanes.get(loaded.lane)
         weights = (loaded.lineage, loaded.version)
         if known is None or loaded.epoch > known.epoch:
-            known = LaneState(
+            known = ReportedLane(
                 lane=loaded.lane,
                 epoch=loaded.epoch,
                 is_serving=False,
@@ -70,7 +70,7 @@ class Lanes:
             )
         elif loaded.epoch < known.epoch:
             return
-        self._lanes[loaded.lane] = LaneState(
+        self._lanes[loaded.lane] = ReportedLane(
             lane=known.lane,
             epoch=known.epoch,
             is_serving=known.is_serving,
@@ -96,19 +96,19 @@ class Lanes:
         newer = (lane.weights[1] for lane in self._live() if lane.weights[0] > lineage)
         return min([version, *newer])
 
-    def states(self) -> tuple[LaneState, ...]:
+    def states(self) -> tuple[ReportedLane, ...]:
         """All lanes by number."""
         return tuple(self._lanes[lane] for lane in sorted(self._lanes))
 
     def restore(
-        self, states: tuple[LaneState, ...], *, served: tuple[int, int] | None, now_ms: int
+        self, states: tuple[ReportedLane, ...], *, served: tuple[int, int] | None, now_ms: int
     ) -> None:
         """Replace all state."""
         self._lanes = {state.lane: state for state in states}
         self.served = served
         self._now_ms = now_ms
 
-    def _live(self) -> list[LaneState]:
+    def _live(self) -> list[ReportedLane]:
         """Lanes that serve and were heard of lately."""
         oldest_ms = self._now_ms - LANE_SILENCE_MAX_MS
         return [

@@ -1,5 +1,6 @@
 """The records about one group that the scheduler writes."""
 
+from forgemq.contracts.dead_letters import DeadLetter
 from forgemq.contracts.fields import DomainName
 from forgemq.contracts.groups import AdmittedGroup, RequestedGroup, RetiredGroup, RetireReason
 from forgemq.scheduler.core.snapshot import OpenGroup
@@ -32,4 +33,22 @@ def retired_group(
         queue_index=group.queue_index,
         step=step,
         detail=detail,
+    )
+
+
+def failure(letter: DeadLetter) -> str:
+    """Why the group of a bad record fails."""
+    return f"{letter.topic} at offset {letter.offset} is no record: {letter.reason}"[:500]
+
+
+def never_admitted(
+    letter: DeadLetter, *, request: RequestedGroup | None, domain: DomainName
+) -> RetiredGroup:
+    """The group is over before it had a slot; `request` is None where it is the bad record."""
+    return RetiredGroup(
+        group_id=letter.group,
+        domain=domain,
+        purpose="train" if request is None else request.purpose,
+        reason="failed",
+        detail=failure(letter),
     )

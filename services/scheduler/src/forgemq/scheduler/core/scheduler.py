@@ -12,15 +12,16 @@ import msgspec
 
 from forgemq.contracts import topics
 from forgemq.contracts.accounting import RetiredIds
+from forgemq.contracts.dead_letters import DeadLetter
 from forgemq.contracts.groups import MergedGroup, RequestedGroup, RetireReason
 from forgemq.contracts.messages import Event, InvalidRecordError, Output, Tick
 from forgemq.contracts.partitions import group_partition
 from forgemq.contracts.run import RunConfiguration, staleness_bound
 from forgemq.contracts.steps import ScheduledStep, TrainedStep
 from forgemq.contracts.weights import LoadedWeights, ReportedEngine
-from forgemq.scheduler.core.domain_queue import DomainQueue
-from forgemq.scheduler.core.lanes import Lanes
-from forgemq.scheduler.core.records import admitted_group, retired_group
+from forgemq.scheduler.core.domain_queue import DomainQueue, withdrawn
+from forgemq.scheduler.core.lanes import ServedLanes
+from forgemq.scheduler.core.records import admitted_group, failure, never_admitted, retired_group
 from forgemq.scheduler.core.snapshot import OpenGroup, SchedulerSnapshot, TakenStep
 
 
@@ -44,7 +45,7 @@ class SchedulerCore:
         self._queues = [DomainQueue(queue) for queue in configuration.queues]
         self._numbers = {queue.domain: n for n, queue in enumerate(configuration.queues)}
         self._now_ms = 0
-        self._lanes = Lanes()
+        self._lanes = ServedLanes()
         self._lineage = 0
         self._steps_scheduled = 0
         self._steps_trained = 0
@@ -133,6 +134,8 @@ class SchedulerCore:
                 self._lanes.on_loaded(record)
             case ReportedEngine():
                 self._lanes.on_report(record)
+            case DeadLetter():
+                self._on_dead_letter(record)
             case _:
                 raise InvalidRecordError(f"the scheduler takes no {type(record).__name__}")
 
@@ -192,11 +195,36 @@ class SchedulerCore:
         for group_id in taken.group_ids:
             group = self._open[group_id]
             if group_id in failed:
-                self._retire(group, "failed", detail="the trainer could not load the tree")
+                detail = group.failure or "the trainer could not load the tree"
+                self._retire(group, "failed", detail=detail)
             else:
                 self._retire(group, "trained", step=trained.step)
         if self.has_ended:
             self._end()
+
+    def _on_dead_letter(self, letter: DeadLetter) -> None:
+        """Let the group of a bad record fail; where a step has taken it, that is the trainer's."""
+        group = self._open.get(letter.group)
+        if group is None:
+            self._withdraw(letter)
+        elif self._queues[group.queue].is_taken(group):
+            self._open[letter.group] = self._queues[group.queue].marked(group, failure(letter))
+        else:
+            self._remove(group, "failed", detail=failure(letter))
+
+    def _withdraw(self, letter: DeadLetter) -> None:
+        """End a request that waits, or that is the bad record itself: who asked is to know."""
+        waiting = (self._evaluations_waiting, *(queue.waiting for queue in self._queues))
+        request = withdrawn(waiting, group_id=letter.group)
+        is_request = letter.topic == topics.REQUESTED_GROUPS.name and bool(letter.group)
+        if letter.group in self._retired or (request is None and not is_request):
+            return
+        self._requested_ids.discard(letter.group)
+        self._retired.add(letter.group)
+        queue = self._queues[letter.partition if request is None else self._numbers[request.domain]]
+        record = never_admitted(letter, request=request, domain=queue.settings.domain)
+        partition = group_partition(letter.group, partitions=self._partitions)
+        self._write(topics.RETIRED_GROUPS, partition=partition, record=record)
 
     def _end(self) -> None:
         for queue in self._queues:
@@ -330,11 +358,10 @@ class SchedulerCore:
         self._write(topics.ADMITTED_GROUPS, partition=group.queue, record=record)
 
     def _remove(self, group: OpenGroup, reason: RetireReason, *, detail: str) -> None:
-        """Retire a train group; an untaken one leaves the window."""
-        assert group.queue_index is not None, "evaluation groups are in no queue"
-        fifo = self._queues[group.queue].fifo
-        if fifo.is_untaken(group.queue_index):
-            fifo.remove(group.queue_index)
+        """Retire a group; an untaken train group leaves the window."""
+        queue = self._queues[group.queue]
+        if group.queue_index is not None and not queue.is_taken(group):
+            queue.fifo.remove(group.queue_index)
         self._retire(group, reason, detail=detail)
 
     def _retire(
@@ -365,14 +392,8 @@ class SchedulerCore:
         opened = sum(len(queue.groups) for queue in self._queues) + len(self._evaluations)
         assert len(self._open) == opened, "every open group is in one queue or an evaluation"
         for queue in self._queues:
-            queue.fifo._check()
-            assert len(queue.groups) <= queue.settings.slots, "more open groups than slots"
-            assert len(queue.forming) <= queue.settings.groups_per_step
+            queue._check(taken_ids)
             assert not self.has_ended or not queue.groups, "open train groups after the end"
-            for index, group in queue.groups.items():
-                forming = {taken.group_id for taken in queue.forming}
-                is_taken = group.group_id in taken_ids or group.group_id in forming
-                assert is_taken != queue.fifo.is_untaken(index), "taken or in the window's queue"
 
 
 _ENCODER = msgspec.msgpack.Encoder()

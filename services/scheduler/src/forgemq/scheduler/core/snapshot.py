@@ -4,16 +4,21 @@ from msgspec import Struct
 
 from forgemq.contracts.groups import MergedGroup, RequestedGroup
 from forgemq.contracts.steps import ScheduledGroup
-from forgemq.scheduler.core.lanes import LaneState
+from forgemq.scheduler.core.lanes import ReportedLane
 
 
 class OpenGroup(Struct, frozen=True, kw_only=True):
-    """An admitted group that is not retired."""
+    """An admitted group that is not retired.
+
+    Attributes:
+        failure: Which of its records is bad, where it was in a step already when that was known.
+    """
 
     group_id: str
     queue: int
     queue_index: int | None
     deadline_ms: int
+    failure: str = ""
 
 
 class TakenStep(Struct, frozen=True, kw_only=True):
@@ -40,7 +45,7 @@ class SchedulerSnapshot(Struct, frozen=True, kw_only=True):
     """All state of the core."""
 
     now_ms: int
-    lanes: tuple[LaneState, ...]
+    lanes: tuple[ReportedLane, ...]
     served: tuple[int, int] | None
     lineage: int
     steps_scheduled: int

@@ -70,13 +70,19 @@ def plan_rounds(
     """
 
     def planned(groups: Sequence[int]) -> list[Microbatch]:
-        (microbatches,) = plan_step(
-            [forests[group] for group in groups],
-            shape=shape,
-            world_size=1,
-            budget_bytes=budget_bytes,
-            head_chunk=head_chunk,
-        )
+        try:
+            (microbatches,) = plan_step(
+                [forests[group] for group in groups],
+                shape=shape,
+                world_size=1,
+                budget_bytes=budget_bytes,
+                head_chunk=head_chunk,
+            )
+        except ValueError as error:
+            raise ValueError(
+                f"{error}; several ranks hold the keys and values of a whole tree, one rank alone "
+                "offloads them"
+            ) from error
         return [
             Microbatch(groups=tuple(groups[index] for index in part.groups), blocks=part.blocks)
             for part in microbatches
@@ -97,7 +103,9 @@ def plan_rounds(
             blocks=_shared_blocks(
                 forests[group],
                 shape=shape,
-                tokens_max=max(end - start for start, end in alone[group].blocks),
+                tokens_max=_shared_tokens(
+                    forests[group], shape=shape, budget_bytes=budget_bytes, head_chunk=head_chunk
+                ),
                 world_size=world_size,
             ),
         )
@@ -151,6 +159,12 @@ def _own_rounds(
         OwnRound(microbatch_of_rank=tuple(rank[n] if n < len(rank) else None for rank in ordered))
         for n in range(max(map(len, ordered)))
     ]
+
+
+def _shared_tokens(forest: Forest, *, shape: ModelShape, budget_bytes: int, head_chunk: int) -> int:
+    """The most tokens of one rank's range, beside the keys and values of the whole tree."""
+    free_bytes = budget_bytes - forest.token_count * shape.carry_bytes_per_token
+    return shape.block_tokens(free_bytes, chunk=head_chunk, is_carried=True)
 
 
 def _shared_blocks(

@@ -25,6 +25,9 @@ from forgemq.trainer.core.plan import AttentionPlan
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 
+UNSUPPORTED = ("sliding_window", "softcap", "s_aux")
+"""What models of transformers may ask of attention, and would be wrong without."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Carry:
@@ -254,7 +257,7 @@ def attention_interface(
     tree_attention: TreeAttention,
     scaling: float | None = None,
     dropout: float = 0.0,
-    **_others: object,
+    **others: object,
 ) -> tuple[Tensor, None]:
     """Tree attention as transformers calls it; the plan arrives as the model's keyword argument.
 
@@ -272,10 +275,14 @@ def attention_interface(
         [1, T, heads, D] and None.
 
     Raises:
-        ValueError: a mask or dropout was asked for, or the batch has several rows.
+        ValueError: a mask, dropout, a window, sinks or a cap of the scores was asked for, or the
+            batch has several rows.
     """
     if attention_mask is not None or dropout:
         raise ValueError("tree attention takes neither a mask nor dropout")
+    for name in UNSUPPORTED:
+        if others.get(name) is not None:
+            raise ValueError(f"tree attention takes no {name}, got {others[name]}")
     rows, heads, count, size = query.shape
     if rows != 1:
         raise ValueError(f"a forest is one row, got {rows}")

@@ -33,12 +33,16 @@ class Savings:
 
     Attributes:
         flop_ratio: operations of training every request alone over those of the trees.
+        flop_ratio_weights: the same of the layers' weights alone: the ratio of tokens.
+        flop_ratio_attention: the same of attention alone: the ratio of visited pairs.
         branch_loss: tokens of the trees over those on the way to each episode's last sample: 1
             where histories only grow; above where they are rewritten (cut, stripped of reasoning,
             rendered anew).
     """
 
     flop_ratio: float
+    flop_ratio_weights: float
+    flop_ratio_attention: float
     branch_loss: float
 
 
@@ -61,7 +65,7 @@ def flops_of_tree(shape: ModelShape, forest: Forest) -> Flops:
 
 def savings(shape: ModelShape, forests: Sequence[Forest]) -> Savings:
     """Of the groups of a step."""
-    trees = sum(flops_of_tree(shape, forest).total for forest in forests)
+    trees = [flops_of_tree(shape, forest) for forest in forests]
     alone = flops(
         shape,
         tokens=sum(forest.request_tokens for forest in forests),
@@ -70,6 +74,13 @@ def savings(shape: ModelShape, forests: Sequence[Forest]) -> Savings:
     )
     trunk = sum(forest.trunk_tokens for forest in forests)
     return Savings(
-        flop_ratio=alone.total / trees if trees and alone.total else 1.0,
+        flop_ratio=_ratio(alone.total, [tree.total for tree in trees]),
+        flop_ratio_weights=_ratio(alone.weights, [tree.weights for tree in trees]),
+        flop_ratio_attention=_ratio(alone.attention, [tree.attention for tree in trees]),
         branch_loss=sum(forest.token_count for forest in forests) / trunk if trunk else 1.0,
     )
+
+
+def _ratio(alone: float, trees: Sequence[float]) -> float:
+    together = sum(trees)
+    return alone / together if together and alone else 1.0

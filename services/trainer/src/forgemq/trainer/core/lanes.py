@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from forgemq.contracts.weights import ReportedEngine
 
 
-class Lanes:
+class LiveLanes:
     """The newest report of each lane.
 
     Example: lane 0 reports at 10.0 s; with a timeout of 5 s it is live until 15.0 s, and gone at

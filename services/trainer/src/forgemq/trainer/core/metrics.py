@@ -133,5 +133,7 @@ def training_metrics(
         gap_entries=entries.gap_entries,
         branch_loss=saved.branch_loss,
         flop_ratio=saved.flop_ratio,
+        flop_ratio_weights=saved.flop_ratio_weights,
+        flop_ratio_attention=saved.flop_ratio_attention,
         route_disagreements=route_disagreements,
     )

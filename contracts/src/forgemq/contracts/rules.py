@@ -1,0 +1,81 @@
+"""Rules of fields that are bytes, which no schema can say: arrays and JSON documents.
+
+Structs call these when they are made and when they are decoded, so a record that breaks one does
+not decode: its reader never meets it. Each raises ValueError that names the field and the rule.
+"""
+
+import math
+import sys
+from array import array
+from typing import Any
+
+import msgspec
+
+ITEM_BYTES = 4
+"""Token ids are int32, log-probabilities float32."""
+
+
+def check_items(field: str, data: bytes, *, count: int | None = None) -> int:
+    """The number of 4-byte items in these bytes, which must be `count` where that is given."""
+    items, rest = divmod(len(data), ITEM_BYTES)
+    if rest:
+        raise ValueError(f"{field}: {len(data)} bytes are no array of {ITEM_BYTES}-byte items")
+    if count is not None and items != count:
+        raise ValueError(f"{field}: must have {count} items, has {items}")
+    return items
+
+
+def check_ids(field: str, data: bytes) -> int:
+    """The number of token ids in these bytes; none may be negative."""
+    count = check_items(field, data)
+    # The sign is the top bit of each fourth byte: ASCII has it clear. Exact, and without unpacking.
+    if not data[ITEM_BYTES - 1 :: ITEM_BYTES].isascii():
+        raise ValueError(f"{field}: a token id is negative")
+    return count
+
+
+def check_finite(field: str, data: bytes, *, count: int) -> None:
+    """These bytes are `count` finite float32."""
+    check_items(field, data, count=count)
+    values = array("f", data)
+    if sys.byteorder == "big":
+        values.byteswap()
+    # float32 added up as float64 cannot overflow: the sum is finite exactly where all items are.
+    if not math.isfinite(sum(values)):
+        raise ValueError(f"{field}: an item is not finite")
+
+
+def check_number(field: str, value: float) -> None:
+    """This is a finite number."""
+    if not math.isfinite(value):
+        raise ValueError(f"{field}: must be finite, got {value}")
+
+
+def check_json(field: str, data: bytes) -> None:
+    """These bytes are one JSON document; what is in it is not built."""
+    _check_document(_ANY, field, data, kind="JSON document")
+
+
+def check_json_objects(field: str, data: bytes) -> None:
+    """These bytes are one JSON array of objects, and Python can hold every value in it."""
+    _check_document(_OBJECTS, field, data, kind="JSON array of objects")
+
+
+def check_json_object(field: str, data: bytes) -> None:
+    """These bytes are one JSON object; its values are not built."""
+    _check_document(_OBJECT, field, data, kind="JSON object")
+
+
+def _check_document(
+    decoder: "msgspec.json.Decoder[object]", field: str, data: bytes, *, kind: str
+) -> None:
+    try:
+        data.decode()  # What is not built is not decoded either.
+        decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{field}: no {kind}: {error}") from error
+
+
+_ANY: "msgspec.json.Decoder[object]" = msgspec.json.Decoder(msgspec.Raw)
+_OBJECTS: "msgspec.json.Decoder[object]" = msgspec.json.Decoder(list[dict[str, Any]])
+_OBJECT: "msgspec.json.Decoder[object]" = msgspec.json.Decoder(dict[str, msgspec.Raw])

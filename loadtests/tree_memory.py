@@ -1,0 +1,204 @@
+"""Does a step stay within the memory that was predicted for it, and what does less memory cost?
+
+Trees of several shapes train within a byte budget, each in a process of its own, set as the trainer
+sets itself. Two peaks are compared with the prediction:
+
+- tensors: what torch's allocator held at once (its profiler counts each allocation);
+- resident: how far the kernel's high-water mark of the process rose above `fixed`, the resident
+  size before the step: interpreter, libraries, parameters, their gradients, the read tree.
+
+Pages of the file that offloaded keys lie in are the kernel's cache; `resident` leaves them out.
+
+`make load NAME=tree_memory JSON=memory.json`
+"""
+
+import multiprocessing
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from measurement import Measurement, arguments
+from transformers import AutoConfig, AutoModelForCausalLM
+from tree_training import HEAD_CHUNK, LOSS, MEBIBYTE, MODEL
+from tree_workloads import SHAPES, Shape, merged_tree, requests
+
+from forgemq.trainer.allocation import peak_allocated_bytes
+from forgemq.trainer.core.memory import Microbatch, ModelShape, plan_step
+from forgemq.trainer.core.step import forward_backward
+from forgemq.trainer.core.tree import Forest, read_tree
+from forgemq.trainer.heap import suit_heap
+from forgemq.trainer.model import LoadedModel, prepared
+
+SAMPLE_EVERY_S = 0.002
+PAGE_BYTES = 4096
+
+Row = tuple[str, float, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A tree, a budget and how it runs.
+
+    Attributes:
+        tree: its shape.
+        budget_share: of the bytes that the tree takes whole.
+        model: changes of the fixed model.
+        is_kept_here: keys that the plan offloads stay in memory after all, to compare.
+        is_counted: torch's allocations are counted too, in a run of their own.
+        threads: of torch.
+    """
+
+    tree: Shape
+    budget_share: float
+    model: dict[str, int] = field(default_factory=dict)
+    is_kept_here: bool = False
+    is_counted: bool = True
+    threads: int = 1
+
+
+DEEP = Shape(rollouts=2, turns=60, prompt=1024, act=40, observe=60)
+WIDE = Shape(rollouts=64, turns=4, prompt=512, act=24, observe=40)
+LONG = Shape(rollouts=8, turns=30, prompt=512, act=40, observe=60)
+PLAN_200K = Shape(rollouts=6, turns=40, prompt=14_000, act=260, observe=525)
+"""Six rollouts of 31,000 tokens after a task of 14,000: the tree of the 8B plan."""
+
+SCALED_8B = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "vocab_size": 4748,
+}
+"""Qwen3-8B with 1/16 of its widths, 1/64 of its heads' size, 1/32 of its vocabulary, 2 layers."""
+
+CASES = {
+    "small, room": Case(tree=SHAPES["A"], budget_share=4.0),
+    "small, whole": Case(tree=SHAPES["A"], budget_share=1.0),
+    "deep, blocks": Case(tree=DEEP, budget_share=0.25),
+    "wide, blocks": Case(tree=WIDE, budget_share=0.15),
+    "long, offloaded": Case(tree=LONG, budget_share=0.045),
+    "long, not offloaded": Case(tree=LONG, budget_share=0.045, is_kept_here=True),
+    "200k, scaled 8B": Case(
+        tree=PLAN_200K, budget_share=0.042, model=SCALED_8B, is_counted=False, threads=2
+    ),
+}
+
+
+def rows_of(case: Case) -> list[Row]:
+    """Train the tree within its budget; runs in a process of its own."""
+    torch.set_num_threads(case.threads)
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("qwen3", **(MODEL | case.model))
+    loaded = prepared(AutoModelForCausalLM.from_config(config))
+    _train(loaded, read_tree(merged_tree(requests(Shape(rollouts=2, turns=2, prompt=64, act=16,
+                                                       observe=16)))))  # fmt: skip
+    forest, shape = read_tree(merged_tree(requests(case.tree))), loaded.policy.shape
+    whole = shape.block_bytes(forest.token_count, chunk=HEAD_CHUNK, is_carried=False)
+    budget = int(whole * case.budget_share)
+    plan = planned(forest, shape, budget=budget)
+    suit_heap(predicted_bytes=plan.predicted_bytes, budget_bytes=budget)
+    run = replace(plan, is_offloaded=plan.is_offloaded and not case.is_kept_here)
+    fixed = _anonymous_bytes()
+    started_s, started_cpu_s = time.perf_counter(), time.process_time()
+    resident = resident_peak_bytes(lambda: _train(loaded, forest, run)) - fixed
+    wall_s, cpu_s = time.perf_counter() - started_s, time.process_time() - started_cpu_s
+    rows: list[Row] = [
+        ("tree_tokens", forest.token_count, "tokens"),
+        ("longest_path", int(forest.position_N.max()) + 1, "tokens"),
+        ("whole", whole / MEBIBYTE, "MiB"),
+        ("budget", budget / MEBIBYTE, "MiB"),
+        ("blocks", len(plan.blocks), "blocks"),
+        ("is_offloaded", float(run.is_offloaded), ""),
+        ("predicted", plan.predicted_bytes / MEBIBYTE, "MiB"),
+        ("fixed", fixed / MEBIBYTE, "MiB"),
+        ("resident", resident / MEBIBYTE, "MiB"),
+        ("resident_over_predicted", resident / plan.predicted_bytes, "x"),
+        ("budget_over_resident", budget / resident, "x"),
+        ("cpu_s", cpu_s, "s"),
+        ("wall_s", wall_s, "s"),
+    ]
+    if case.is_counted:
+        tensors = peak_allocated_bytes(lambda: _train(loaded, forest, run))
+        rows.append(("tensors", tensors / MEBIBYTE, "MiB"))
+        rows.append(("tensors_over_predicted", tensors / plan.predicted_bytes, "x"))
+    return rows
+
+
+def planned(forest: Forest, shape: ModelShape, *, budget: int) -> Microbatch:
+    """The tree's only microbatch, as the trainer plans it."""
+    ((plan,),) = plan_step(
+        [forest],
+        shape=shape,
+        world_size=1,
+        budget_bytes=budget,
+        head_chunk=HEAD_CHUNK,
+        carried="path",
+    )
+    return plan
+
+
+def resident_peak_bytes(run: Callable[[], None]) -> int:
+    """The most resident bytes during `run`, pages of files left out, read every 2 ms."""
+    stopped = threading.Event()
+    peak = 0
+
+    def watch() -> None:
+        nonlocal peak
+        while not stopped.wait(SAMPLE_EVERY_S):
+            peak = max(peak, _anonymous_bytes())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        run()
+    finally:
+        stopped.set()
+        watcher.join()
+    return peak
+
+
+def _anonymous_bytes() -> int:
+    _, resident, of_files, *_ = Path("/proc/self/statm").read_text().split()
+    return (int(resident) - int(of_files)) * PAGE_BYTES
+
+
+def _train(loaded: LoadedModel, forest: Forest, plan: Microbatch | None = None) -> None:
+    whole = Microbatch(groups=(0,), blocks=((0, forest.token_count),))
+    forward_backward(
+        loaded.policy,
+        [forest],
+        [plan or whole],
+        weights=[1 / forest.entry_count],
+        loss=LOSS,
+        head_chunk=HEAD_CHUNK,
+    )
+
+
+def main() -> int:
+    """Measure the cases that were asked for, by default all."""
+    options = arguments(__doc__ or "")
+    measurement = Measurement(
+        name="tree_memory",
+        question="Does a step stay within the memory that was predicted for it?",
+        conditions={
+            "model": ", ".join(f"{key} {value}" for key, value in MODEL.items()),
+            "model of 200k": ", ".join(f"{key} {value}" for key, value in SCALED_8B.items()),
+            "dtype": "float32, one thread; 200k: two",
+            "torch": torch.__version__,
+        },
+    )
+    processes = multiprocessing.get_context("spawn")
+    for name in options.case or CASES:
+        with processes.Pool(1) as pool:
+            for metric, value, unit in pool.apply(rows_of, (CASES[name],)):
+                measurement.row(name, metric, value, unit)
+    return measurement.finish(options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""What the documents name exists: links, files, commands, modules, settings and their defaults."""
+
+import importlib
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from forgemq.contracts.run import Queue, RunConfiguration
+from forgemq.telemetry.catalogue import COUNTERS, GAUGES, HISTOGRAMS
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("contracts", "deploy", "docs", "libs", "loadtests", "services", "tests")
+DOCUMENTS = [
+    ROOT / "README.md",
+    *(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.md"))),
+]
+FILES = {
+    str(path.relative_to(ROOT))
+    for folder in FOLDERS
+    for path in (ROOT / folder).rglob("*")
+    if "__pycache__" not in path.parts
+} | {path.name for path in ROOT.iterdir()}
+# Made by a run or brought by the reader.
+NOT_IN_THE_TREE = {"configuration.json", "report.json", "learning.json", "blobs/weights"}
+OF_THE_READER = re.compile(r"^(\.\.\.|my|my_project)/")
+# Names that no settings struct holds: read by the shell, the launcher or the tests themselves.
+OTHER_VARIABLES = {
+    "FORGEMQ_RUN",
+    "FORGEMQ_KAFKA",
+    "FORGEMQ_BLOBS",
+    "FORGEMQ_ENGINE_URL",
+    "FORGEMQ_TEST_BROKER",
+    "FORGEMQ_ENGINE_WEIGHT_GROUP_TIMEOUT_S",
+}
+SETTINGS = {
+    "FORGEMQ_TELEMETRY_": ("forgemq.telemetry.settings", "TelemetrySettings"),
+    "FORGEMQ_TRANSFORM_": ("forgemq.shell.transform_settings", "TransformSettings"),
+    "FORGEMQ_SERVICE_": ("forgemq.shell.service", "ServiceSettings"),
+    "FORGEMQ_KAFKA_": ("forgemq.shell.connection", "KafkaSecurity"),
+    **{
+        f"FORGEMQ_{path.name.upper()}_": (
+            f"forgemq.{path.name}.settings",
+            f"{path.name.title()}Settings",
+        )
+        for path in (ROOT / "services").iterdir()
+        if (path / "pyproject.toml").exists()
+    },
+}
+
+
+METRICS = {*COUNTERS, *GAUGES, *HISTOGRAMS}
+COMMANDS = set(
+    re.findall(
+        r'add_parser\(\s*"([a-z]+)"',
+        (ROOT / "services/launcher/src/forgemq/launcher/command_line.py").read_text(),
+    )
+)
+SECTIONS = {
+    field.name: field.type
+    for field in msgspec.structs.fields(RunConfiguration)
+    if isinstance(field.type, type)
+} | {"queues": Queue}
+
+
+def identity(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def defaults() -> dict[str, object]:
+    """Default of every environment variable that a settings struct holds; msgspec.NODEFAULT."""
+    found: dict[str, object] = {}
+    for prefix, (module, name) in SETTINGS.items():
+        struct = getattr(importlib.import_module(module), name)
+        for field in msgspec.structs.fields(struct):
+            found[prefix + field.name.upper()] = field.default
+    return found
+
+
+DEFAULTS = defaults()
+
+
+def spans(text: str) -> Iterator[str]:
+    """Whatever a document shows as code: spans and fenced or indented lines."""
+    for block in re.findall(r"^```[^\n]*\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
+        yield from block.splitlines()
+    rest = re.sub(r"^```[^\n]*\n.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    yield from (line for line in rest.splitlines() if line.startswith("    "))
+    yield from re.findall(r"`([^`\n]+)`", rest)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=identity)
+def test_every_relative_link_leads_somewhere(path: Path):
+    links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text())
+    lost = [link for link in links if "://" not in link and not (path.parent / link).exists()]
+    assert lost == []
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=identity)
+def test_every_file_that_is_named_is_in_the_tree(path: Path):
+    """By its path from the root or the document, or by the end of its path."""
+    lost = []
+    for span in re.findall(r"`([^`\n]+)`", path.read_text()):
+        if "://" in span or "<" in span:
+            continue
+        pattern = r"[\w./-]+/[\w./-]*\w|[\w-]+\.(?:py|toml|yaml|json|md|sh|js)\b"
+        for name in re.findall(pattern, span):
+            is_known = name in NOT_IN_THE_TREE or OF_THE_READER.match(name)
+            if is_known or name.startswith(("/", "v1/", "s/")):
+                continue
+            if (path.parent / name).exists() or name in FILES:
+                continue
+            if not any(file.endswith("/" + name) for file in FILES):
+                lost.append(name)
+    assert lost == []
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=identity)
+def test_every_variable_that_is_named_is_a_setting(path: Path):
+    text = path.read_text()
+    named = {name.rstrip("_") for name in re.findall(r"FORGEMQ_[A-Z0-9_]+\b(?!<)", text)}
+    unknown = named - DEFAULTS.keys() - OTHER_VARIABLES
+    # `FORGEMQ_TRAINER_ALARM_*`: the beginning of several.
+    families = {name for name in unknown if any(k.startswith(name + "_") for k in DEFAULTS)}
+    assert unknown - families == set()
+    short = {name for span in spans(text) for name in re.findall(r"^_([A-Z][A-Z0-9_]+)$", span)}
+    endings = {known.removeprefix(prefix) for prefix in SETTINGS for known in DEFAULTS}
+    assert short - {name for name in endings if not name.startswith("FORGEMQ_")} == set()
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=identity)
+def test_a_default_in_a_table_is_that_of_the_setting(path: Path):
+    rows = re.findall(r"^\| `(FORGEMQ_[A-Z0-9_]+)` \| ([^|]+) \|", path.read_text(), re.MULTILINE)
+    for name, said in rows:
+        if name in OTHER_VARIABLES:
+            continue
+        default = DEFAULTS[name]
+        said = said.strip().strip("`")
+        if default is msgspec.NODEFAULT:
+            assert re.search("required|must be set", said), f"{name} has no default, said: {said}"
+        elif isinstance(default, int | float):
+            assert number(said) == default, name
+        elif default:
+            assert said == default, name
+
+
+def number(text: str) -> float:
+    """`4 GB`, `64 MiB`, `30`: as a number."""
+    value, _, unit = text.partition(" ")
+    return float(value.replace(",", "")) * {"": 1, "s": 1, "GB": 10**9, "MiB": 2**20}[unit]
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=identity)
+def test_every_command_that_is_shown_exists(path: Path):
+    verbs = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    lost = []
+    for span in spans(path.read_text()):
+        lost += [name for name in re.findall(r"^\s*make ([a-z-]+)", span) if name not in verbs]
+        shown = re.findall(r"(?:^|[\s/])forgemq ([a-z]+)\b", span.partition("#")[0])
+        lost += [name for name in shown if name not in COMMANDS]
+        for module in re.findall(r"-m (forgemq(?:\.\w+)+)", span):
+            found = importlib.util.find_spec(module)
+            if found is None:
+                lost.append(module)
+    assert lost == []
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=identity)
+def test_every_key_of_a_run_that_is_named_is_a_field(path: Path):
+    lost = []
+    for span in re.findall(r"`([^`\n]+)`", path.read_text()):
+        for section, rest in re.findall(r"(?<![\w./])([a-z]+)\.([a-z_0-9.]+)", span):
+            is_metric = f"{section}.{rest}" in METRICS
+            if section in SECTIONS and not is_metric and not is_key(section, rest):
+                lost.append(f"{section}.{rest}")
+    assert lost == []
+
+
+ENDINGS = {"py", "toml", "md", "safetensors"}
+
+
+def is_key(section: str, rest: str) -> bool:
+    """Whether this is a field of a run's section; the names of files are none of our concern."""
+    parts = [part for part in rest.split(".") if part]
+    if parts[-1] in ENDINGS:
+        return True
+    if section == "queues" and len(parts) > 1:
+        parts = parts[1:]  # after its number or domain
+    return parts[0] in {field.name for field in msgspec.structs.fields(SECTIONS[section])}

@@ -1,0 +1,254 @@
+"""Whatever arrives over HTTP is answered with 200 or a 4xx in OpenAI's shape, and loses nothing."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from forgemq.bus.memory import MemoryLog
+from tests.unit.gateway.scripted_lane import wall_ms
+from tests.unit.gateway.world import ADMIN_KEY, configuration_of, running
+
+FUZZ = settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+HELLO = {"role": "user", "content": "hello"}
+TOOL = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
+CALL = {"id": "c1", "type": "function", "function": {"name": "find", "arguments": "{}"}}
+SOUND: dict[str, Any] = {
+    "model": "m",
+    "messages": [
+        {"role": "system", "content": "be brief"},
+        HELLO,
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "c1", "content": "found"},
+    ],
+    "tools": [TOOL],
+    "tool_choice": "auto",
+    "temperature": 1.0,
+    "max_tokens": 5,
+    "stream": False,
+    "stop": ["x"],
+}
+GROUP: dict[str, Any] = {
+    "domain": "shop",
+    "idempotency_key": "fuzzed",
+    "task": {"n": 1},
+    "purpose": "train",
+    "group_size": 2,
+    "temperature": 1.0,
+}
+
+
+@dataclass(frozen=True)
+class Served:
+    """A gateway in a thread of its own, and an open episode of it."""
+
+    client: httpx.Client
+    url: str
+    key: str
+    group_id: str
+    episode_id: str
+
+    def chat(self, body: bytes) -> httpx.Response:
+        return self.client.post(
+            f"{self.url}/v1/chat/completions", content=body, headers={"x-api-key": self.key}
+        )
+
+    def admin(self, path: str, body: bytes) -> httpx.Response:
+        headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+        return self.client.post(f"{self.url}{path}", content=body, headers=headers)
+
+    def group(self) -> Any:
+        headers = {"authorization": f"Bearer {ADMIN_KEY}"}
+        return self.client.get(f"{self.url}/v1/groups/{self.group_id}", headers=headers).json()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Served]:
+    """One gateway for all examples: what one of them spoils the others would see."""
+    found: list[Any] = []
+    is_ready, is_over = threading.Event(), threading.Event()
+
+    async def serve() -> None:
+        store = MemoryLog(run="r", clock_ms=wall_ms).open
+        async with running(store, configuration_of(model), lambda _: "yes") as (world, _):
+            claim = await world.episode()
+            found.append((world.base_url, claim))
+            is_ready.set()
+            while not is_over.is_set():  # noqa: ASYNC110 - another thread sets it
+                await asyncio.sleep(0.05)
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    try:
+        assert is_ready.wait(20)
+        url, claim = found[0]
+        with httpx.Client(timeout=20) as client:
+            yield Served(
+                client=client,
+                url=url,
+                key=claim["key"],
+                group_id=claim["group_id"],
+                episode_id=claim["episode_id"],
+            )
+    finally:
+        is_over.set()
+        thread.join(20)
+    assert not thread.is_alive()
+
+
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(min_value=2**63, max_value=2**70)
+    | st.floats(allow_nan=True, allow_infinity=True)
+    | st.text(max_size=8)
+    | st.sampled_from(["", "assistant", "tool", "king", "auto", "function", "c1", "\ud800"])
+)
+JUNK = st.recursive(
+    SCALARS,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["role", "content", "type", "function", "name", "id", "text", "x"]),
+            inner,
+            max_size=3,
+        )
+    ),
+    max_leaves=6,
+)
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every place in a JSON value, from the outside in."""
+    yield path
+    if isinstance(value, dict):
+        for name in value:
+            yield from places(value[name], (*path, name))
+    elif isinstance(value, list):
+        for number in range(len(value)):
+            yield from places(value[number], (*path, number))
+
+
+def changed(value: Any, path: tuple[Any, ...], junk: Any) -> Any:
+    """The value with junk at this place."""
+    if not path:
+        return junk
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    copy[path[0]] = changed(copy[path[0]], path[1:], junk)
+    return copy
+
+
+def bodies(sound: dict[str, Any]) -> st.SearchStrategy[bytes]:
+    """The sound body with junk somewhere in it, as JSON or torn."""
+    spoiled = st.builds(
+        lambda path, junk: changed(sound, path, junk),
+        st.sampled_from(list(places(sound))[1:]),
+        JUNK,
+    ) | st.builds(
+        lambda name, junk: {**sound, name: junk},
+        st.sampled_from(["n", "top_logprobs", "stream_options", "seed", "response_format", "x"]),
+        JUNK,
+    )
+    text = spoiled.map(lambda value: json.dumps(value).encode())
+    torn = st.builds(
+        lambda body, at, byte: body[: at % len(body)] + byte + body[at % len(body) + 1 :],
+        text,
+        st.integers(min_value=0, max_value=10_000),
+        st.binary(max_size=2),
+    )
+    return text | torn | st.binary(max_size=40)
+
+
+def check(answer: httpx.Response) -> None:
+    """200, or a refusal that says what is wrong in the protocol's shape."""
+    if answer.status_code in (200, 204):
+        return
+    assert 400 <= answer.status_code < 500, answer.text
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["message"]
+    assert error["type"].endswith("_error")
+
+
+@FUZZ
+@given(body=bodies(SOUND))
+def test_a_chat_request_is_served_or_refused_and_the_next_is_served(
+    served: Served, body: bytes
+) -> None:
+    check(served.chat(body))
+    assert served.group()["state"] == "admitted"
+    answer = served.chat(json.dumps({"messages": [HELLO]}).encode())
+    assert answer.json()["choices"][0]["message"]["content"] == "yes"
+
+
+@FUZZ
+@given(body=bodies(GROUP))
+def test_a_group_request_is_served_or_refused(served: Served, body: bytes) -> None:
+    answer = served.admin("/v1/groups", body)
+    check(answer)
+    if answer.status_code == 200:
+        claim = served.admin(f"/v1/groups/{answer.json()['group_id']}/claim", b"")
+        assert claim.status_code in (200, 204)
+
+
+@FUZZ
+@given(
+    place=st.sampled_from(["groups/g-unknown/claim", "episodes/{episode}/rewards"]),
+    body=bodies({"wait_s": 0, "reward_id": "r", "name": "n", "value": 1.0, "completion_id": None}),
+)
+def test_what_agents_say_of_episodes_is_taken_or_refused(
+    served: Served, place: str, body: bytes
+) -> None:
+    path = place.format(episode=served.episode_id)
+    check(served.admin(f"/v1/{path}", body))
+    assert served.group()["state"] == "admitted"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": -1}', "max_tokens"),
+        (b'{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}', None),
+        (b'{"messages": [{"role": "user", "content": "a"}], "stream": "yes"}', "stream"),
+        (
+            b'{"messages": [{"role": "user", "content": "a"}], "stream_options": 3}',
+            "stream_options",
+        ),
+        (b'{"messages": [{"role": "user", "content": "a"}], "seed": "\xff"}', None),
+        (b'{"messages": [{"role": "assistant", "tool_calls": [{}]}]}', "messages[0].tool_calls[0]"),
+    ],
+)
+def test_the_field_that_is_wrong_is_named(served: Served, body: bytes, param: str | None) -> None:
+    answer = served.chat(body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    if param is not None:
+        assert error["param"].startswith(param)
+
+
+def test_a_prompt_of_10_megabytes_is_too_long_and_others_are_served(served: Served) -> None:
+    long = {**HELLO, "content": "x" * 10_000_000}
+    answer = served.chat(json.dumps({"messages": [long]}).encode())
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert served.chat(json.dumps({"messages": [HELLO]}).encode()).status_code == 200
+
+
+def test_a_task_that_is_no_text_is_refused(served: Served) -> None:
+    """It is kept as it came: nothing else would notice until an agent reads it."""
+    body = b'{"domain": "shop", "idempotency_key": "u", "task": "\xff"}'
+    answer = served.admin("/v1/groups", body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "invalid_request_error"

@@ -1,0 +1,52 @@
+"""Waiting for a group: no change is missed, and nobody waits for a gateway that ends."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from forgemq.bus.memory import MemoryLog
+from tests.unit.gateway.scripted_lane import Asked, wall_ms
+from tests.unit.gateway.world import configuration_of, running
+
+GROUP: dict[str, Any] = {"domain": "shop", "idempotency_key": "k", "task": {}}
+
+
+def log_store() -> Callable[[], MemoryLog]:
+    return MemoryLog(run="r", clock_ms=wall_ms).open
+
+
+def yes(_: Asked) -> str:
+    return "yes"
+
+
+async def test_an_admission_between_two_calls_is_told_at_once(model: Path) -> None:
+    """The caller says which state it knows, so it waits for another one and not for a change."""
+    async with running(log_store(), configuration_of(model), yes) as (world, _):
+        group = await world.open_group()
+        path = f"/v1/groups/{group}?wait_s=20&state="
+        await world.claim(group)  # Admitted, for sure.
+        async with asyncio.timeout(5):
+            admitted = await world.admin("GET", f"{path}requested")
+            waiting = asyncio.ensure_future(world.admin("GET", f"{path}admitted"))
+            await asyncio.sleep(0.2)
+            is_waiting = not waiting.done()
+            await world.retire(group)
+            retired = await waiting
+            over = [await world.admin("GET", f"{path}{state}") for state in ("admitted", "retired")]
+        refused = await world.admin("GET", f"{path}asleep")
+    assert is_waiting
+    assert admitted.json()["state"] == "admitted"
+    assert [answer.json()["state"] for answer in (retired, *over)] == ["retired"] * 3
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "state")
+
+
+async def test_a_gateway_that_ends_answers_who_waits_for_a_group_at_once(model: Path) -> None:
+    async with running(log_store(), configuration_of(model), yes) as (world, _):
+        group = (await world.admin("POST", "/v1/groups", GROUP)).json()["group_id"]
+        waiting = asyncio.ensure_future(world.admin("GET", f"/v1/groups/{group}?wait_s=20"))
+        await asyncio.sleep(0.2)
+        async with asyncio.timeout(3):
+            await world.stop()
+            answer = await waiting
+    assert (answer.status_code, answer.json()["state"]) == (200, "requested")

@@ -1,0 +1,233 @@
+"""Groups are compared when they retire; what was compared may be deleted afterwards."""
+
+from collections.abc import Sequence
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from forgemq.bus.errors import FencedError, OutOfRangeError
+from forgemq.bus.log import Emit, Log, Place
+from forgemq.bus.memory import MemoryLog
+from forgemq.contracts import topics
+from forgemq.contracts.audit import AuditedGroup
+from forgemq.contracts.completions import FinishedCompletion
+from forgemq.contracts.messages import Message
+from forgemq.run_view.auditing import COMPARED, Auditor, unaudited
+from forgemq.run_view.reading import pass_trimmed, read_all, read_at
+from forgemq.run_view.view import RunView
+from tests.unit.run_view.synthetic import SyntheticRun, started
+
+PARTITIONS = 2
+TRIMMED = (topics.FINISHED_COMPLETIONS, topics.MERGED_TREES)
+
+
+async def log_with_topics() -> MemoryLog:
+    log = MemoryLog(run="r")
+    await log.create_topics(
+        {
+            topic.name: topics.partition_count(topic, group_partitions=2, lanes=1, queues=1)
+            for topic in topics.ALL
+        }
+    )
+    return log
+
+
+async def write(log: Log, messages: Sequence[Message]) -> None:
+    writer = await log.writer()
+    for message in messages:
+        await writer.write(
+            Emit(
+                topic=message.topic,
+                partition=message.partition,
+                key=b"",
+                value=topics.encode(message.record),
+            )
+        )
+    await writer.close()
+
+
+def places_of(*which: topics.Topic) -> list[Place]:
+    return [Place(topic.name, n) for topic in which for n in range(PARTITIONS)]
+
+
+async def audited_groups(log: Log) -> list[AuditedGroup]:
+    found = []
+    async for records in read_all(log, places_of(topics.AUDITED_GROUPS)):
+        found += [topics.decode(topics.AUDITED_GROUPS, record.value) for record in records]
+    assert all(isinstance(each, AuditedGroup) for each in found)
+    return sorted(found, key=lambda each: each.group_id)
+
+
+async def audit_once(log: Log) -> int:
+    auditor = await Auditor.open(log, partitions=PARTITIONS)
+    count = await auditor.audit()
+    await auditor.close()
+    return count
+
+
+async def trim(log: Log) -> None:
+    """As far as the auditor allows, at once."""
+    needed = await log.committed(group=topics.needed_group("console"), places=places_of(*TRIMMED))
+    await log.trim(needed)
+
+
+async def kept_ids(log: Log) -> set[str]:
+    """Groups of which finished-completions still has records."""
+    found = set()
+    async for records in read_all(log, places_of(topics.FINISHED_COMPLETIONS)):
+        for record in records:
+            decoded = topics.decode(topics.FINISHED_COMPLETIONS, record.value)
+            assert isinstance(decoded, FinishedCompletion)
+            found.add(decoded.group_id)
+    return found
+
+
+async def whole(run: SyntheticRun) -> list[AuditedGroup]:
+    """What one audit finds that has everything."""
+    log = await log_with_topics()
+    await write(log, run.messages)
+    await audit_once(log)
+    return await audited_groups(log)
+
+
+async def test_a_retired_group_is_audited_with_all_that_was_sampled_for_it():
+    groups = await whole(SyntheticRun().play(steps=2))
+    assert [each.group_id for each in groups] == ["g-0", "g-1", "g-2", "g-3"]
+    assert {(each.completions, each.output_tokens) for each in groups} == {(4, 12)}
+    assert [(each.version_min, each.version_max) for each in groups] == [(0, 0)] * 2 + [(1, 1)] * 2
+    for each in groups:
+        (facts,) = each.trees
+        assert (len(facts.completion_ids), facts.entries) == (4, 12)
+        assert facts.differences == facts.lost == facts.unknown == ()
+
+
+async def test_a_tree_that_is_not_what_was_sampled_is_told_after_everything_is_trimmed():
+    run = SyntheticRun().play(steps=1)
+    log = await log_with_topics()
+
+    def other(tree: msgspec.Struct) -> msgspec.Struct:
+        data = tree.entry_logprob[:-4] + b"\0\0\0\0"
+        return msgspec.structs.replace(tree, entry_logprob=data)
+
+    await write(log, run.changed(topics.MERGED_TREES, other))
+    await audit_once(log)
+    await trim(log)
+    assert await kept_ids(log) == set()
+    told = [text for each in await audited_groups(log) for text in each.trees[0].differences]
+    assert len(told) == 2
+    assert all(text.endswith("log-probabilities are not the engine's") for text in told)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.integers(1, 40), max_size=6), st.randoms(use_true_random=False))
+async def test_wherever_it_is_killed_each_group_is_audited_once_and_none_loses_a_record(
+    pieces, random
+):
+    """Between any two records: a new auditor, then everything goes that it does not need."""
+    run = SyntheticRun().play(steps=3)
+    run.admit("g-6", index=6, version=3)
+    run.episode("g-6", 0, version=3)  # Stays open.
+    log = await log_with_topics()
+    messages = list(run.messages)
+    while messages:
+        size = pieces.pop() if pieces else len(messages)
+        batch, messages = messages[:size], messages[size:]
+        await write(log, batch)
+        if random.random() < 0.8:
+            await audit_once(log)
+            await trim(log)
+    await audit_once(log)
+    await trim(log)
+    assert await audited_groups(log) == await whole(run)
+    assert await kept_ids(log) <= {"g-6", *(f"g-{n}" for n in range(6))}
+    assert "g-6" in await kept_ids(log)
+
+
+async def test_what_comes_late_for_a_group_that_is_over_holds_nothing_back():
+    run = SyntheticRun().play(steps=1)
+    late = run.episode("g-0", 0, version=0)
+    assert late
+    log = await log_with_topics()
+    await write(log, run.messages[:-3])
+    assert await audit_once(log) == 2
+    await write(log, run.messages[-3:])
+    run.admit("g-9", index=9, version=1)
+    run.retire("g-9", reason="cancelled")
+    await write(log, [*run.of(topics.RETIRED_GROUPS)][-1:])
+    await audit_once(log)
+    await trim(log)
+    partition = run.partition("g-9")
+    place = Place(topics.FINISHED_COMPLETIONS.name, partition)
+    assert await log.first_positions([place]) == await log.end_positions([place])
+
+
+async def test_a_second_auditor_ends_the_first():
+    run = SyntheticRun().play(steps=1)
+    log = await log_with_topics()
+    first = await Auditor.open(log, partitions=PARTITIONS)
+    await Auditor.open(log, partitions=PARTITIONS)
+    await write(log, run.messages)
+    with pytest.raises(FencedError):
+        await first.audit()
+    assert await audited_groups(log) == []
+
+
+async def test_trees_of_groups_that_are_open_are_compared_without_an_auditor():
+    run = SyntheticRun().play(steps=2)
+    log = await log_with_topics()
+    await write(log, run.messages)
+    await audit_once(log)
+    await trim(log)
+    written = len(run.messages)
+    run.generate(4, version=2)
+    await write(log, run.messages[written:])
+    found = await unaudited(log, partitions=PARTITIONS)
+    assert set(found) == {"g-4"}
+    assert found["g-4"][0].differences == ()
+
+
+async def test_the_view_of_a_trimmed_run_counts_what_was_sampled_in_it():
+    run = SyntheticRun().play(steps=2)
+    log = await log_with_topics()
+    await write(log, run.messages)
+    before = RunView(started())
+    for message in run.messages:
+        before.apply(message)
+    await audit_once(log)
+    audits = [
+        Message(
+            topic=topics.AUDITED_GROUPS.name, partition=0, offset=n, timestamp_ms=0, record=each
+        )
+        for n, each in enumerate(await audited_groups(log))
+    ]
+    after, both = RunView(started()), RunView(started())
+    left = [m for m in run.messages if m.topic != topics.FINISHED_COMPLETIONS.name]
+    for message in (*left, *audits):
+        after.apply(message)
+    for message in (*audits, *run.messages, *audits):
+        both.apply(message)
+    expected = before.state(now_ms=0)
+    for view in (after, both):
+        state = view.state(now_ms=0)
+        assert (state.completions, state.tokens_generated) == (16, 48)
+        assert (expected.completions, expected.tokens_generated) == (16, 48)
+        assert [row.completions for row in view.rows(rows_max=9)] == [4, 4, 4, 4]
+
+
+async def test_a_reader_that_trimming_overtakes_goes_on_with_what_is_kept():
+    run = SyntheticRun().play(steps=2)
+    log = await log_with_topics()
+    await write(log, run.messages)
+    places = places_of(*COMPARED)
+    reader = await log.reader(dict.fromkeys(places, 0))
+    await log.trim({places[1]: 3})
+    with pytest.raises(OutOfRangeError):
+        await reader.read(timeout_s=0, records_max=1)
+    await pass_trimmed(log, reader, places)
+    assert [reader.position(place) for place in places[:2]] == [0, 3]
+    with pytest.raises(OutOfRangeError):
+        await pass_trimmed(log, reader, places)
+    found = await read_at(log, [(places[1], offset) for offset in (1, 2, 3, 4)])
+    assert [record.offset for record in found] == [3, 4]

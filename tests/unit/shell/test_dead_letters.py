@@ -1,0 +1,137 @@
+"""Dead letters: which group they name, and that an edge buries each bad record once."""
+
+import asyncio
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forgemq.bus.log import Emit, Headers, Place, Record
+from forgemq.bus.memory import MemoryLog
+from forgemq.contracts import topics
+from forgemq.contracts.examples import full
+from forgemq.contracts.messages import Output
+from forgemq.shell.dead_letters import DeadLetters, dead_letter, group_of, letter_of
+from forgemq.shell.records import emit_of
+
+GROUP = "g-0123456789abcdef"
+OPENED = topics.OPENED_EPISODES
+
+
+def torn(
+    topic: topics.Topic,
+    *,
+    key: bytes = b"",
+    value: bytes = b"\xc1",
+    headers: Headers = (),
+    offset: int = 7,
+) -> Record:
+    return Record(
+        topic=topic.name,
+        partition=1,
+        offset=offset,
+        timestamp_ms=0,
+        key=key,
+        value=value,
+        headers=headers,
+    )
+
+
+def read_back(emit: Emit, *, offset: int = 0) -> Record:
+    return Record(
+        topic=emit.topic,
+        partition=emit.partition,
+        offset=offset,
+        timestamp_ms=0,
+        key=emit.key,
+        value=emit.value,
+        headers=emit.headers,
+    )
+
+
+ABOUT_GROUPS = [t for t in topics.OF_RUN if t.has_dlq and "group_id" in t.record.__struct_fields__]
+
+
+@pytest.mark.parametrize("topic", ABOUT_GROUPS, ids=lambda topic: topic.name)
+def test_whatever_is_torn_of_a_record_about_a_group_names_its_group(topic: topics.Topic):
+    """As its own writer writes it, with the value lost."""
+    emit = emit_of(Output(topic=topic.name, partition=1, record=full(topic.record)))
+    bad = torn(topic, key=emit.key, headers=emit.headers)
+    assert group_of(bad) == GROUP
+    letter = letter_of(read_back(dead_letter(bad, "why")))
+    assert (letter.topic, letter.partition, letter.offset) == (topic.name, 1, 7)
+    assert (letter.reason, letter.group) == ("why", GROUP)
+
+
+def test_every_record_that_names_a_group_has_a_topic_whose_records_tell_it():
+    """Else a new topic would lose its groups silently."""
+    assert {topic.name for topic in ABOUT_GROUPS} == {
+        topic.name
+        for topic in topics.OF_RUN
+        if topic.has_dlq and topic.partitioned_by in ("group", "queue", "lane")
+    } - {topics.LOADED_WEIGHTS.name, topics.REPORTED_ENGINES.name}
+
+
+def test_the_bytes_name_the_group_where_neither_header_nor_key_does():
+    value = msgspec.msgpack.encode({"group_id": "g-5", "request_id": 9})
+    assert group_of(torn(topics.FINISHED_COMPLETIONS, key=b"f" * 32, value=value)) == "g-5"
+
+
+def test_a_request_id_is_no_group():
+    """32 hexadecimal digits would pass as the id of a group."""
+    assert group_of(torn(topics.FINISHED_COMPLETIONS, key=b"f" * 32)) == ""
+
+
+@given(
+    topic=st.sampled_from([topic for topic in topics.OF_RUN if topic.has_dlq]),
+    key=st.binary(max_size=40),
+    value=st.binary(max_size=60),
+    headers=st.lists(
+        st.tuples(st.sampled_from(["group", "offset", "reason", "x"]), st.binary(max_size=12)),
+        max_size=4,
+    ).map(tuple),
+)
+def test_whatever_a_bad_record_is_it_can_be_buried_and_read_as_a_letter(
+    topic: topics.Topic, key: bytes, value: bytes, headers: Headers
+):
+    bad = torn(topic, key=key, value=value, headers=headers)
+    emit = dead_letter(bad, "why")
+    assert (emit.topic, emit.partition, emit.key, emit.value) == (topic.dlq_name, 1, key, value)
+    letter = letter_of(read_back(emit))
+    assert (letter.topic, letter.partition, letter.offset) == (topic.name, 1, 7)
+    assert letter.group == group_of(bad)
+    hostile = Emit(topic=topic.dlq_name, partition=1, key=key, value=value, headers=headers)
+    assert letter_of(read_back(hostile)).topic == topic.name
+
+
+async def letters(log: MemoryLog, place: Place) -> list[Record]:
+    reader = await log.reader({place: 0})
+    try:
+        return await reader.read(timeout_s=0, records_max=100)
+    finally:
+        await reader.close()
+
+
+@pytest.fixture
+async def log() -> MemoryLog:
+    log = MemoryLog(run="r")
+    await log.create_topics({OPENED.dlq_name: 2, topics.FINISHED_COMPLETIONS.dlq_name: 2})
+    return log
+
+
+async def test_an_edge_buries_a_record_once_however_often_it_meets_it(log: MemoryLog):
+    for _ in range(2):  # Two lives of the service.
+        dead_letters = DeadLetters(log, await log.writer(), service="gateway")
+        bad = torn(OPENED, key=b"g-1.0.0")
+        assert await dead_letters.bury(bad, "why")
+        await asyncio.gather(*(dead_letters.bury(bad, "why") for _ in range(3)))
+    await dead_letters.bury(torn(OPENED, key=b"g-1.0.0", offset=8), "why")
+    found = await letters(log, Place(OPENED.dlq_name, 1))
+    assert [letter_of(record).offset for record in found] == [7, 8]
+
+
+async def test_an_edge_leaves_the_records_of_others_alone(log: MemoryLog):
+    dead_letters = DeadLetters(log, await log.writer(), service="gateway")
+    assert not await dead_letters.bury(torn(topics.FINISHED_COMPLETIONS, key=b"f" * 32), "why")
+    assert await letters(log, Place(topics.FINISHED_COMPLETIONS.dlq_name, 1)) == []

@@ -1,0 +1,167 @@
+"""What is deleted: only what every reader has said it does not need."""
+
+import asyncio
+import io
+import json
+from dataclasses import dataclass, field
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from forgemq.bus.log import Emit, Log, Place
+from forgemq.bus.memory import MemoryLog
+from forgemq.contracts import topics
+from forgemq.contracts.run import Log as LogSettings
+from forgemq.contracts.run import Model, Queue, RunConfiguration, Trainer
+from forgemq.shell.trimming import keep_trimmed, trim, trim_positions
+from forgemq.telemetry.telemetry import Telemetry
+
+FINISHED = topics.FINISHED_COMPLETIONS
+REPORTED = topics.REPORTED_ENGINES
+COUNTS = {
+    topic.name: topics.partition_count(topic, group_partitions=2, lanes=1, queues=1)
+    for topic in topics.OF_RUN
+}
+
+positions = st.integers(0, 50)
+
+
+@st.composite
+def partitions(draw: st.DrawFn):
+    """Partitions of trimmed topics with first and end, and what their readers committed so far."""
+    topic = st.sampled_from([topic for topic in topics.OF_RUN if topic.needed_by])
+    places = {Place(each.name, 0): each for each in draw(st.lists(topic, max_size=4))}
+    first = {place: draw(positions) for place in places}
+    ends = {place: first[place] + draw(st.integers(0, 2000)) for place in places}
+    needed: dict[str, dict[Place, int]] = {}
+    for place, each in places.items():
+        for group in each.needed_by:
+            known = needed.setdefault(group, {})
+            if draw(st.booleans()):
+                known[place] = draw(st.integers(0, ends[place]))
+    return places, needed, first, ends
+
+
+@given(partitions())
+def test_nothing_that_any_reader_needs_or_that_none_has_spoken_for_is_trimmed(case):
+    places, needed, first, ends = case
+    before = trim_positions(places, needed=needed, first=first, ends=ends)
+    for place, topic in places.items():
+        start = before.get(place, first[place])
+        assert start >= first[place]
+        for group in topic.needed_by:
+            assert start <= max(first[place], needed[group].get(place, 0))
+        assert start <= max(first[place], ends[place] - topic.newest_kept)
+
+
+@given(partitions())
+def test_all_that_no_reader_needs_is_trimmed(case):
+    places, needed, first, ends = case
+    before = trim_positions(places, needed=needed, first=first, ends=ends)
+    for place, topic in places.items():
+        if all(place in needed[group] for group in topic.needed_by):
+            lowest = min(needed[group][place] for group in topic.needed_by)
+            free = min(lowest, ends[place] - topic.newest_kept)
+            assert before.get(place, first[place]) == max(first[place], free)
+
+
+def configuration(*, keep_for_replay: bool = False) -> RunConfiguration:
+    return RunConfiguration(
+        run="r",
+        seed=0,
+        model=Model(path="/model"),
+        queues=(Queue(domain="d", task_source="a:b", agent="a:c"),),
+        trainer=Trainer(steps=1),
+        log=LogSettings(group_partitions=2, keep_for_replay=keep_for_replay),
+    )
+
+
+async def filled(*, records: int) -> MemoryLog:
+    """Every trimmed partition holds so many records."""
+    log = MemoryLog(run="r")
+    await log.create_topics(COUNTS)
+    writer = await log.writer()
+    for topic in topics.OF_RUN:
+        if topic.needed_by:
+            for partition in range(COUNTS[topic.name]):
+                one = Emit(topic=topic.name, partition=partition, key=b"", value=b"v")
+                await writer.write_all([one] * records)
+    return log
+
+
+async def commit(log: Log, group: str, positions: dict[Place, int]) -> None:
+    writer = await log.transaction_writer(group)
+    await writer.commit(outputs=(), group=group, positions=positions)
+    await writer.close()
+
+
+async def test_each_partition_begins_where_its_last_reader_needs_it_once_all_have_spoken():
+    log = await filled(records=20)
+    places = [Place(FINISHED.name, 0), Place(FINISHED.name, 1)]
+    for number, group in enumerate(FINISHED.needed_by):
+        assert await trim(log, configuration()) == {}
+        await commit(log, group, {places[0]: 10 + number})
+    assert await trim(log, configuration()) == {FINISHED.name: 10}
+    assert await log.first_positions(places) == {places[0]: 10, places[1]: 0}
+    assert await trim(log, configuration()) == {}
+
+
+async def test_the_newest_heartbeats_stay_for_a_lane_that_starts_again():
+    log = await filled(records=REPORTED.newest_kept + 7)
+    place = Place(REPORTED.name, 0)
+    await commit(log, "scheduler-needed", {place: REPORTED.newest_kept + 7})
+    assert await trim(log, configuration()) == {REPORTED.name: 7}
+
+
+async def test_a_journal_begins_at_its_newest_snapshot():
+    log = await filled(records=9)
+    place = Place(topics.MERGER_JOURNAL.name, 1)
+    await commit(log, "merger-positions", {place: 6})
+    assert await trim(log, configuration()) == {topics.MERGER_JOURNAL.name: 6}
+    assert await log.first_positions([place]) == {place: 6}
+
+
+@dataclass
+class Context:
+    configuration: RunConfiguration
+    log: Log
+    telemetry: Telemetry
+    stop: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+async def trimmed_for_a_while(log: Log, run: RunConfiguration) -> list[dict]:
+    lines = io.StringIO()
+    context = Context(run, log, Telemetry(service="scheduler", stream=lines))
+    async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+        group.create_task(keep_trimmed(context, every_s=0.01))
+        await asyncio.sleep(0.1)
+        context.stop.set()
+    return [json.loads(line) for line in lines.getvalue().splitlines()]
+
+
+async def test_a_run_kept_for_replay_keeps_everything():
+    log = await filled(records=9)
+    place = Place(topics.MERGER_JOURNAL.name, 1)
+    await commit(log, "merger-positions", {place: 6})
+    assert await trimmed_for_a_while(log, configuration(keep_for_replay=True)) == []
+    assert await log.first_positions([place]) == {place: 0}
+    await trimmed_for_a_while(log, configuration())
+    assert await log.first_positions([place]) == {place: 6}
+
+
+async def test_a_log_that_refuses_ends_no_service_and_is_asked_again():
+    log = MemoryLog(run="r")  # Without topics.
+    lines = await trimmed_for_a_while(log, configuration())
+    assert len(lines) > 1
+    assert {line["event"] for line in lines} == {"not_trimmed"}
+
+
+def test_every_group_that_holds_back_a_topic_is_one_that_a_service_commits():
+    """The names on both sides, so that a renamed group cannot hold records for ever."""
+    from forgemq.reward.grading import GROUP
+
+    groups = {group for topic in topics.OF_RUN for group in topic.needed_by}
+    transforms = {"merger", "reward", "scheduler"}
+    known = {f"{name}-positions" for name in transforms} | {GROUP}
+    known |= {topics.needed_group(name) for name in ("console", "gateway", "merger", "scheduler")}
+    assert groups == known | {topics.needed_group("trainer")}

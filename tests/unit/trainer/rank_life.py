@@ -1,0 +1,121 @@
+"""Lives of a trainer with one or two ranks: steps from one checkpoint to the next."""
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+
+from forgemq.contracts import topics
+from forgemq.contracts.run import RunConfiguration
+from forgemq.contracts.steps import TrainedStep, TrainingMetrics
+from forgemq.contracts.trees import MergedTree
+from forgemq.telemetry.telemetry import Telemetry
+from forgemq.trainer.follower import follow
+from forgemq.trainer.ranks import Ranks
+from forgemq.trainer.store import Store
+from forgemq.trainer.training import Training
+from tests.unit.trainer.scene import (
+    agent_samples,
+    configuration_of,
+    merge,
+    routed,
+    scheduled_step,
+)
+
+
+@dataclass(frozen=True)
+class Life:
+    """One life of a trainer: which steps it trains, in whose folder, of which model.
+
+    Attributes:
+        folder: of the run, with the base model in it.
+        steps: that it trains; the folder's newest checkpoint is of the step before.
+        dtype: of the model.
+        is_routed: the trees bring the experts of each token.
+        rollouts: of each group.
+    """
+
+    folder: Path
+    steps: Sequence[int]
+    dtype: str = "float32"
+    is_routed: bool = False
+    rollouts: int = 3
+
+    def configuration(self, *, world_size: int) -> RunConfiguration:
+        """Of the run."""
+        configuration = configuration_of(self.folder / "base", world_size=world_size)
+        model = msgspec.structs.replace(configuration.model, dtype=self.dtype)
+        return msgspec.structs.replace(configuration, model=model)
+
+    def trees(self, step: int) -> list[MergedTree]:
+        """Of the step's groups, the same in every life."""
+        generator = np.random.default_rng(step)
+        samples = [agent_samples(generator, rollouts=self.rollouts) for _ in range(3)]
+        trees = [merge(each, f"g-{step}-{n}") for n, each in enumerate(samples)]
+        return [routed(t, layers=2, top_k=2, experts=4) for t in trees] if self.is_routed else trees
+
+
+def train(training: Training, life: Life, step: int) -> TrainingMetrics:
+    """One step of a life."""
+    trees = life.trees(step)
+    values = {tree.group_id: topics.encode(tree) for tree in trees}
+    return training.train(training.read(scheduled_step(step, trees), values))
+
+
+def live(ranks: Ranks | None, life: Life) -> list[TrainingMetrics]:
+    """Metrics of a life's steps; it starts at the newest checkpoint, and each step leaves one."""
+    if ranks is not None and ranks.rank > 0:
+        follow(ranks, device="cpu")
+        return []
+    configuration = life.configuration(world_size=1 if ranks is None else ranks.world_size)
+    store = Store(
+        str(life.folder / "trainer"),
+        blobs=str(life.folder / "blobs"),
+        configuration=configuration,
+        telemetry=Telemetry(service="trainer", stream=io.StringIO()),
+    )
+    checkpoint = store.newest_checkpoint()
+    training = Training(configuration, device="cpu", checkpoint=checkpoint, ranks=ranks)
+    seen = []
+    for step in life.steps:
+        metrics = train(training, life, step)
+        trained = TrainedStep(
+            step=step,
+            lineage=1,
+            group_ids=(),
+            failed_group_ids=(),
+            metrics=metrics,
+            checkpoint_step=step,
+            duration_s=0.0,
+        )
+        weights = store.save_weights(training, lineage=1)
+        store.save_checkpoint(training, weights=weights, trained=trained, tree_positions=())
+        seen.append(metrics)
+    training.end()
+    return seen
+
+
+def restored(ranks: Ranks, life: Life) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Weights and optimizer state as ranks hold them that have just read a checkpoint."""
+    if ranks.rank > 0:
+        follow(ranks, device="cpu")
+        return {}, {}
+    configuration = life.configuration(world_size=ranks.world_size)
+    store = Store(
+        str(life.folder / "trainer"),
+        blobs=str(life.folder / "blobs"),
+        configuration=configuration,
+        telemetry=Telemetry(service="trainer", stream=io.StringIO()),
+    )
+    training = Training(
+        configuration, device="cpu", checkpoint=store.newest_checkpoint(), ranks=ranks
+    )
+    weights = training.whole_weights()
+    assert weights is not None
+    state = {name: tensor.clone() for name, tensor in training.optimizer_state().items()}
+    training.end()
+    return weights, state

@@ -1,0 +1,147 @@
+"""Ranks that cannot go on: what is refused, and what the others do when one hangs or dies."""
+
+import os
+import signal
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+
+from forgemq.contracts.run import Loss, RunConfiguration
+from forgemq.settings.environment import SettingsError
+from forgemq.trainer.core.loss import Entries
+from forgemq.trainer.core.memory import least_budget_bytes
+from forgemq.trainer.core.tree import read_tree
+from forgemq.trainer.follower import follow
+from forgemq.trainer.model import prepared
+from forgemq.trainer.ranks import Launch, RankLostError, Ranks, device_of
+from forgemq.trainer.torchrun import said_of
+from forgemq.trainer.training import Training
+from tests.unit.trainer.rank_life import Life, train
+from tests.unit.trainer.rank_scene import (
+    START_DEADLINE_S,
+    WORK_DEADLINE_S,
+    LostRankProcessError,
+    RankPair,
+)
+from tests.unit.trainer.scene import make_model, save_base
+
+pytestmark = pytest.mark.timeout(START_DEADLINE_S + 2 * WORK_DEADLINE_S)
+
+
+def _refusal(ranks: Ranks, configuration: RunConfiguration, life: Life) -> str:
+    try:
+        if ranks.rank > 0:
+            follow(ranks, device="cpu")
+            return ""
+        training = Training(configuration, device="cpu", checkpoint=None, ranks=ranks)
+        train(training, life, 0)
+    except SettingsError as error:
+        return str(error)
+    return ""
+
+
+def test_a_budget_that_holds_no_trees_keys_is_refused_by_name_on_every_rank(
+    tmp_path: Path, rank_pair: RankPair
+) -> None:
+    """One rank trains within it, by offloading; several do not."""
+    life = Life(tmp_path, (0,), rollouts=12)
+    save_base(life.folder / "base")
+    alone = life.configuration(world_size=1)
+    forests = [read_tree(tree) for tree in life.trees(0)]
+    least = least_budget_bytes(
+        prepared(make_model("qwen3", torch.float32)).policy.shape,
+        longest_path=max(int(forest.position_N.max()) + 1 for forest in forests),
+        head_chunk=alone.trainer.head_chunk_tokens,
+    )
+    trainer = msgspec.structs.replace(alone.trainer, memory_budget_bytes=least)
+    small = msgspec.structs.replace(alone, trainer=trainer)
+    assert train(Training(small, device="cpu", checkpoint=None), life, 0).loss_tokens > 0
+    trainer = msgspec.structs.replace(trainer, world_size=2)
+    refusals = rank_pair.run(_refusal, msgspec.structs.replace(small, trainer=trainer), life)
+    assert refusals[0] == refusals[1]
+    assert "trainer.memory_budget_bytes is" in refusals[0]
+    assert "several ranks hold the keys and values of a whole tree" in refusals[0]
+
+
+DEADLINE_S = 3.0
+
+
+@pytest.fixture
+def mortal_pair() -> Iterator[RankPair]:
+    """Two ranks that wait for one another for seconds only."""
+    pair = RankPair(deadline_s=DEADLINE_S)
+    yield pair
+    pair.close()
+
+
+def _hang(ranks: Ranks) -> str:
+    """Rank 1 does not come until rank 0 has given it up."""
+    # What is tried below on one group of a step holds for that of the sharded parameters too.
+    parameters = ranks.mesh.get_group()._get_backend(torch.device("cpu"))
+    assert parameters.options._timeout == timedelta(seconds=DEADLINE_S)
+    if ranks.rank == 1:
+        signal.sigtimedwait([signal.SIGUSR1], DEADLINE_S + 1)
+        return ""
+    try:
+        with ranks.together():
+            ranks.collected(b"own")
+    except RankLostError as error:
+        return str(error)
+    return ""
+
+
+def die_on_rank_0(logprob: torch.Tensor, entries: Entries) -> torch.Tensor:
+    """A loss that kills rank 0 between two collectives of a step."""
+    if dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return -entries.advantage * logprob
+
+
+def _die(ranks: Ranks, life: Life) -> str:
+    try:
+        if ranks.rank > 0:
+            follow(ranks, device="cpu")
+            return ""
+        loss = Loss(kind=f"{__name__}:die_on_rank_0")
+        configuration = msgspec.structs.replace(life.configuration(world_size=2), loss=loss)
+        training = Training(configuration, device="cpu", checkpoint=None, ranks=ranks)
+        train(training, life, 0)
+    except RankLostError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_that_hangs_or_dies_within_a_step_ends_the_others_with_one_line(
+    tmp_path: Path, mortal_pair: RankPair
+) -> None:
+    said, _ = mortal_pair.run(_hang)
+    assert said.startswith("rank 0 lost another of 2 ranks, which died or did not come within 3 s")
+    assert "\n" not in said
+    life = Life(tmp_path, (0,))
+    save_base(life.folder / "base")
+    dead, said = mortal_pair.ends(_die, life)
+    assert isinstance(dead, LostRankProcessError)
+    assert str(dead) == "rank 0 ended with status -9"
+    assert said.startswith("rank 1 lost another of 2 ranks")
+    assert "\n" not in said
+
+
+def test_each_rank_takes_a_gpu_of_its_own() -> None:
+    second = Launch(rank=5, local_rank=1, world_size=8)
+    assert device_of("cuda", launch=second) == "cuda:1"
+    assert device_of("cpu", launch=second) == "cpu"
+    assert device_of("cuda:3", launch=Launch()) == "cuda:3"
+    with pytest.raises(SettingsError, match="FORGEMQ_TRAINER_DEVICE=cuda:0 gives 8 ranks one GPU"):
+        device_of("cuda:0", launch=second)
+
+
+def test_the_rank_that_was_killed_is_named_before_those_that_failed_for_it() -> None:
+    assert said_of({0: 1, 1: -9}) == (
+        "rank 1 was killed by SIGKILL, rank 0 ended with status 1; the trainer ends with all its "
+        "ranks"
+    )
