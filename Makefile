@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 FAST := not integration and not slow and not gpu
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup demo test test-slow test-fast lint contracts load lock clean
+.PHONY: help setup demo test test-fast lint contracts load lock clean
 
 help:  ## List the verbs
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -22,12 +22,9 @@ $(STAMP): requirements.lock $(addsuffix /pyproject.toml,$(PACKAGES))
 demo: $(STAMP)  ## Run the demo: real Kafka, real SGLang, agents, training; RESUME=<run> continues one
 	@$(BIN)/forgemq run deploy/demo/run.toml $(if $(RESUME),--resume $(RESUME)) $(ARGS)
 
-test: $(STAMP)  ## Run the tests, on the real broker and the real engine
+test: $(STAMP)  ## Run every test, on the real broker and the real engine
 	@$(BIN)/python -m pytest -q -n 2 -m "$(FAST)" $(ARGS)
-	@$(BIN)/python -m pytest -q -m "integration and not slow" --durations=10 $(ARGS)
-
-test-slow: $(STAMP)  ## Run whole runs: kills, interruption, resume, learning, ranks, two engines
-	@$(BIN)/python -m pytest -q -m "slow or gpu" --durations=20 $(ARGS)
+	@$(BIN)/python -m pytest -q -m "not ($(FAST))" --durations=15 $(ARGS)
 
 test-fast: $(STAMP)  ## Run the tests that need neither broker nor engine
 	@$(BIN)/python -m pytest -q -n 2 -m "$(FAST)" $(ARGS)

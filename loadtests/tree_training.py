@@ -16,7 +16,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from math import prod
 
 import numpy as np
@@ -31,7 +30,7 @@ from forgemq.trainer.allocation import peak_allocated_bytes
 from forgemq.trainer.core.flops import Flops, flops, flops_of_tree
 from forgemq.trainer.core.logprobs import Edges, edge_logprobs
 from forgemq.trainer.core.loss import Entries, loss_function
-from forgemq.trainer.core.memory import Microbatch, ModelShape, plan_step
+from forgemq.trainer.core.memory import Microbatch, ModelShape
 from forgemq.trainer.core.step import forward_backward
 from forgemq.trainer.core.tree import Forest, read_tree
 from forgemq.trainer.heap import keep_freed_memory
@@ -54,9 +53,6 @@ HEAD_CHUNK = 1024
 ROUNDS = 2
 SAMPLED_REQUESTS = 16
 """Of each case, stratified by length."""
-
-BUDGET_SHARES = (1.0, 0.25, 0.1)
-"""Of the bytes that the tree of C takes whole."""
 
 LOSS = loss_function(Loss())
 MEBIBYTE = 2**20
@@ -224,7 +220,8 @@ def measure(measurement: Measurement, case: str, loaded: LoadedModel) -> float:
     shape = loaded.policy.shape
     alone, appended = (flops_of_sequences(shape, sequences) for sequences in (samples, merged))
     tree = flops_of_tree(shape, forest)
-    memory = _memory(loaded, samples, forest)  # Grows the heap: as in any step but the first.
+    memory = _memory(loaded, samples, forest)
+    train_tree(loaded, forest)  # The heap has its pages: as in any step but the first.
     times = timed(case, loaded, samples, forest)
     speedup = times.per_request.total_s / times.tree_s
     reached = speedup / (alone.total / tree.total)
@@ -272,53 +269,6 @@ def _memory(
     ]
 
 
-def measure_budgets(measurement: Measurement, loaded: LoadedModel) -> None:
-    """The tree of C in shares of the memory that it takes whole: what it costs, what it holds."""
-    forest = read_tree(merged_tree(requests(SHAPES["C"])))
-    shape = loaded.policy.shape
-    whole = shape.block_bytes(forest.token_count, chunk=HEAD_CHUNK, is_carried=False)
-    whole_s = 0.0
-    for share in BUDGET_SHARES:
-        ((plan,),) = plan_step(
-            [forest],
-            shape=shape,
-            world_size=1,
-            budget_bytes=int(whole * share),
-            head_chunk=HEAD_CHUNK,
-            carried="path",
-        )
-        seconds: list[float] = []
-        peak = peak_allocated_bytes(partial(_train_plan, loaded, forest, plan, seconds))
-        whole_s = whole_s or seconds[0]
-        case = f"budget {share:g}"
-        for name, value, unit in [
-            ("blocks", len(plan.blocks), "blocks"),
-            ("is_offloaded", float(plan.is_offloaded), ""),
-            ("budget", whole * share / MEBIBYTE, "MiB"),
-            ("predicted_peak", plan.predicted_bytes / MEBIBYTE, "MiB"),
-            ("measured_peak", peak / MEBIBYTE, "MiB"),
-            ("measured_over_predicted", peak / plan.predicted_bytes, "x"),
-            ("seconds_over_whole", seconds[0] / whole_s, "x"),
-        ]:
-            measurement.row(case, name, value, unit)
-
-
-def _train_plan(
-    loaded: LoadedModel, forest: Forest, plan: Microbatch, seconds: list[float]
-) -> None:
-    loaded.model.set_attn_implementation("forgemq_tree")
-    started_s = time.process_time()
-    forward_backward(
-        loaded.policy,
-        [forest],
-        [plan],
-        weights=[1 / forest.entry_count],
-        loss=LOSS,
-        head_chunk=HEAD_CHUNK,
-    )
-    seconds.append(time.process_time() - started_s)
-
-
 def main() -> int:
     """Measure the cases that were asked for, by default all but the full one."""
     options = arguments(__doc__ or "")
@@ -336,10 +286,7 @@ def main() -> int:
     )
     loaded = made_model()
     train_tree(loaded, read_tree(merged_tree(requests(SHAPES["A"]))))  # Warms the kernels.
-    cases = options.case or [*SHAPES, "budgets"]
-    reached = {case: measure(measurement, case, loaded) for case in cases if case != "budgets"}
-    if "budgets" in cases:
-        measure_budgets(measurement, loaded)
+    reached = {case: measure(measurement, case, loaded) for case in options.case or SHAPES}
     usual = [share for case, share in reached.items() if not case.startswith("headline")]
     if usual:
         measurement.row("A to F", "flop_ratio_reached", prod(usual) ** (1 / len(usual)), "share")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LIGHT = ("gateway", "reward", "scheduler", "merger", "console")
+LIGHT = ("agents", "console", "gateway", "inference", "launcher", "merger", "reward", "scheduler")
 HEAVY = ("torch", "sglang", "transformers", "vllm", "triton", "tensorflow", "jax")
 
 IMPORT_ALL = """
@@ -74,30 +74,57 @@ def own_folders(name: str, known: dict[str, Path]) -> set[Path]:
     return {known[name]}.union(*(own_folders(n, known) for n in sorted(names & set(known))))
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("service", LIGHT)
-def test_a_light_service_installs_and_imports_with_its_own_dependencies_only(
-    service: str, tmp_path: Path
-):
-    """A fresh environment, the locked versions, and nothing the service does not ask for."""
-    python = tmp_path / "venv" / "bin" / "python"
+def environment_of(name: str, folder: Path) -> Path:
+    """A fresh environment in the folder: the locked versions, and only what the service asks for.
+
+    Returns:
+        Its folder of programs.
+    """
+    programs = folder / "venv" / "bin"
     subprocess.run(
-        ["uv", "venv", "--quiet", "--python", sys.executable, str(tmp_path / "venv")],
+        ["uv", "venv", "--quiet", "--python", sys.executable, str(folder / "venv")],
         check=True,
         timeout=120,
     )
     # Without hashes: a constraint says which version, not that everything must be there.
     lock = (ROOT / "requirements.lock").read_text(encoding="utf-8")
     pins = re.findall(r"^([A-Za-z0-9._-]+==[^\s;\\]+)", lock, flags=re.MULTILINE)
-    (tmp_path / "constraints.txt").write_text("\n".join(pins) + "\n", encoding="utf-8")
-    folders = sorted(own_folders(f"forgemq-{service}", workspace()))
+    (folder / "constraints.txt").write_text("\n".join(pins) + "\n", encoding="utf-8")
+    folders = sorted(own_folders(f"forgemq-{name}", workspace()))
     subprocess.run(
-        ["uv", "pip", "install", "--quiet", "--python", str(python)]
-        + ["--constraint", str(tmp_path / "constraints.txt")]
+        ["uv", "pip", "install", "--quiet", "--python", str(programs / "python")]
+        + ["--constraint", str(folder / "constraints.txt")]
         + ["--override", str(ROOT / "overrides.txt")]
         + [argument for folder in folders for argument in ("-e", str(folder))],
         check=True,
         timeout=500,
     )
+    return programs
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("service", sorted({*LIGHT} - {"launcher"}))
+def test_a_light_service_installs_and_imports_with_its_own_dependencies_only(
+    service: str, tmp_path: Path
+):
+    python = environment_of(service, tmp_path) / "python"
     assert re.match(r"imported \d+", import_all(python, service, timeout_s=60))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_launcher_announces_runs_without_an_engine_beside_it(tmp_path: Path):
+    """Its image has no engine: `create` comes as far as the settings it was not given."""
+    tool = environment_of("launcher", tmp_path) / "forgemq"
+    done = subprocess.run(
+        [tool, "create", "deploy/demo/run.toml", "run=r"],
+        cwd=ROOT,
+        env={"PATH": str(tool.parent)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (2, "")
+    assert "FORGEMQ_BLOBS" in done.stdout

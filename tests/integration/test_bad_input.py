@@ -131,6 +131,19 @@ async def dead_letters(kafka: str, run_id: str) -> list[Record]:
         await log.close()
 
 
+def told(run: LaunchedRun, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """What `forgemq` says of a run that stands."""
+    return subprocess.run(
+        [str(FORGEMQ), *arguments],
+        cwd=ROOT,
+        env={**run.environ, "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
 def offset_of(letter: Record) -> int:
     """Where the bad record stood."""
     return int(dict(letter.headers)["offset"])
@@ -144,7 +157,8 @@ def test_bad_records_become_dead_letters_and_cost_their_groups_only(
         environ = {"FORGEMQ_KAFKA": kafka_bootstrap, "FORGEMQ_ENGINE_URL": engine_url}
         run = LaunchedRun(tmp_path, environ)
         try:
-            run.start(DIALOGUE, f"run={run_id}", f"trainer.steps={STEPS}", "evaluation.tasks=0")
+            overrides = (f"trainer.steps={STEPS}", "evaluation.tasks=0", "log.keep_for_replay=true")
+            run.start(DIALOGUE, f"run={run_id}", *overrides)
             run.said("step 0 trained", within_s=180)
             spoiled = asyncio.run(spoil_groups(kafka_bootstrap, run_id))
             run.ended(within_s=240)
@@ -177,19 +191,13 @@ def test_bad_records_become_dead_letters_and_cost_their_groups_only(
     assert set(failed) == {bad.group_id for bad in spoiled}
     for bad in spoiled:
         assert f"{bad.emit.topic} at offset {bad.offset} is no record" in failed[bad.group_id]
-    shown = subprocess.run(
-        [str(FORGEMQ), "dlq", run_id],
-        cwd=ROOT,
-        env={**run.environ, "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    shown = told(run, "dlq", run_id)
     assert shown.returncode == 1
     assert "finished-episodes-v1" in shown.stdout
     assert "scored-groups-v1" in shown.stdout
     assert "finished-completions-v1" in shown.stdout
+    replayed = told(run, "replay", run_id)
+    assert replayed.returncode == 0, replayed.stdout + replayed.stderr
 
 
 def test_a_run_whose_agent_always_fails_ends_and_says_why(kafka_bootstrap, new_run_id, tmp_path):

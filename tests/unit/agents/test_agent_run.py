@@ -221,8 +221,16 @@ async def test_a_busy_gateway_is_asked_again_when_it_says(memory_gateway, refusa
 
 async def test_the_end_of_training_waits_for_no_group_without_a_slot(memory_gateway):
     gateway = await memory_gateway(groups_to_train=1, slots=1)
+
+    async def while_another_waits(episode) -> None:
+        group_id = episode.episode_id.rsplit(".", 2)[0]
+        if gateway.groups[group_id].body["purpose"] == "train":
+            while all(group.state != "requested" for group in gateway.in_order()):
+                await asyncio.sleep(0)
+        await well(episode)
+
     async with asyncio.timeout(10):  # the gateway would hold each question for 20 s
-        await play(gateway, well, slots=3)
+        await play(gateway, while_another_waits, slots=3)
     assert [g.state for g in gateway.in_order()].count("requested") >= 1
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -120,7 +121,9 @@ async def test_train_groups_are_410_after_the_last_step_and_eval_groups_are_not(
     async with running(log_store(), configuration_of(model), yes) as (world, _):
         await world.write(topics.TRAINED_STEPS, 0, last)
         async with asyncio.timeout(10):
-            while not (await world.admin("GET", "/v1/run")).json()["training_ended"]:
+            for _ in itertools.count():
+                if (await world.admin("GET", "/v1/run")).json()["training_ended"]:
+                    break
                 await asyncio.sleep(0.02)
         train = await world.admin("POST", "/v1/groups", GROUP)
         evaluation = await world.admin("POST", "/v1/groups", {**GROUP, "purpose": "eval"})
@@ -382,9 +385,12 @@ async def test_over_the_memory_limit_new_work_is_refused(model: Path) -> None:
         client = world.client(claim)
         await client.chat.completions.create(model="m", messages=HELLO)
         await client.chat.completions.create(model="m", messages=[*HELLO, *HELLO])
-        other = {**GROUP, "idempotency_key": "x"}
         async with asyncio.timeout(10):  # What is held is added up every now and then.
-            while (group := await world.admin("POST", "/v1/groups", other)).status_code == 200:
+            for number in itertools.count():
+                other = {**GROUP, "idempotency_key": f"x-{number}"}
+                group = await world.admin("POST", "/v1/groups", other)
+                if group.status_code != 200:
+                    break
                 await asyncio.sleep(0.02)
         with pytest.raises(openai.InternalServerError) as caught:
             await client.chat.completions.create(model="m", messages=HELLO)

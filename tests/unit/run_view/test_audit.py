@@ -24,13 +24,13 @@ from forgemq.contracts.topics import (
     TRAINED_STEPS,
 )
 from forgemq.contracts.trees import MergedTree
-from forgemq.run_view.audit import Ledger, Verdict
+from forgemq.run_view.audit import GuaranteeVerdict, Ledger
 from forgemq.run_view.samples import first_ends, tree_facts
 from forgemq.run_view.trajectory import chosen
 from tests.unit.run_view.synthetic import SyntheticRun, configuration, metrics
 
 
-def audited(messages: Sequence[Message], *, is_ended: bool = True) -> dict[str, Verdict]:
+def audited(messages: Sequence[Message], *, is_ended: bool = True) -> dict[str, GuaranteeVerdict]:
     ledger = Ledger(configuration())
     completions: dict[str, list[Message]] = {}
     scored: dict[str, ScoredGroup] = {}
@@ -58,7 +58,7 @@ def audited(messages: Sequence[Message], *, is_ended: bool = True) -> dict[str, 
     return {verdict.name: verdict for verdict in ledger.verdicts(is_ended=is_ended)}
 
 
-def broken(verdicts: dict[str, Verdict]) -> set[str]:
+def broken(verdicts: dict[str, GuaranteeVerdict]) -> set[str]:
     return {name for name, verdict in verdicts.items() if not verdict.holds}
 
 

@@ -7,6 +7,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
+from forgemq.trainer.core.attention import TreeAttention, attention_interface
+from forgemq.trainer.core.plan import AttentionPlan
 from forgemq.trainer.core.precision import RmsNorm, RotaryAngles, TopKRouter, make_precise
 from forgemq.trainer.model import (
     UnsupportedModelError,
@@ -45,6 +47,22 @@ def test_what_cannot_be_exact_is_refused_by_name(
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=reason):
         check_supported(AutoConfig.for_model(kind, **changes))
+
+
+@pytest.mark.parametrize("name", ["sliding_window", "softcap", "s_aux"])
+def test_what_attention_would_leave_out_silently_is_refused_by_name(name: str) -> None:
+    one = torch.zeros(1, 1, 1, 4)
+    plan = AttentionPlan(start=0, end=1, triangles=((0, 1),), rectangles=())
+    with pytest.raises(ValueError, match=f"tree attention takes no {name}, got 8"):
+        attention_interface(
+            torch.nn.Module(),
+            one,
+            one,
+            one,
+            None,
+            tree_attention=TreeAttention(plan=plan),
+            **{name: 8},
+        )
 
 
 def test_head_sizes_that_a_gpu_has_no_kernel_for_are_refused_there_only() -> None:

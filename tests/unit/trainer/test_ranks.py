@@ -29,7 +29,7 @@ from tests.unit.trainer.scene import (
     routed,
 )
 
-pytestmark = pytest.mark.timeout(START_DEADLINE_S + 2 * WORK_DEADLINE_S)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(START_DEADLINE_S + 2 * WORK_DEADLINE_S)]
 
 CHUNK = 8
 TOP_K, EXPERTS = 2, 4

@@ -30,7 +30,7 @@ from tests.unit.trainer.rank_scene import (
 )
 from tests.unit.trainer.scene import make_model, save_base
 
-pytestmark = pytest.mark.timeout(START_DEADLINE_S + 2 * WORK_DEADLINE_S)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(START_DEADLINE_S + 2 * WORK_DEADLINE_S)]
 
 
 def _refusal(ranks: Ranks, configuration: RunConfiguration, life: Life) -> str:

@@ -22,7 +22,7 @@ from tests.unit.trainer.rank_life import Life, live, restored
 from tests.unit.trainer.rank_scene import START_DEADLINE_S, WORK_DEADLINE_S, RankPair
 from tests.unit.trainer.scene import save_base, scheduled_step
 
-pytestmark = pytest.mark.timeout(START_DEADLINE_S + 2 * WORK_DEADLINE_S)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(START_DEADLINE_S + 2 * WORK_DEADLINE_S)]
 
 STEPS = (0, 1, 2)
 PEER = Path(__file__).parents[2] / "integration/fast_path_peer.py"

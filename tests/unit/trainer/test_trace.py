@@ -28,7 +28,7 @@ from tests.unit.trainer.bench import memory_bench
 from tests.unit.trainer.scene import save_base, scheduled_step
 
 AGENT = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
-REQUESTS = 300
+REQUESTS = 160
 """More than any fixed number of links that somebody may think is enough for one step."""
 
 

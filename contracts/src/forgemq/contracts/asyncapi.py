@@ -57,6 +57,7 @@ def _channel(topic: Topic) -> dict[str, Any]:
         channel["parameters"] = {"run": {"description": "Id of the run."}}
     if topic.has_dlq:
         channel["x-dead-letters"] = topic.dlq_name
+        channel["x-dead-letters-by"] = topic.dead_letters_by
     return channel
 
 

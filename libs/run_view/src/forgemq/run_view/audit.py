@@ -47,7 +47,7 @@ by whole nats. bfloat16 keeps 8 bits: logits near 10 round to 0.06, and several 
 VIOLATIONS_KEPT_MAX = 20
 
 
-class Verdict(Struct, frozen=True, kw_only=True):
+class GuaranteeVerdict(Struct, frozen=True, kw_only=True):
     """One guarantee: whether it held, over how many things, and what broke it."""
 
     name: Guarantee
@@ -114,7 +114,7 @@ class Ledger:
             for facts in self._trees.get(group_id, ())
         )
 
-    def verdicts(self, *, is_ended: bool) -> tuple[Verdict, ...]:
+    def verdicts(self, *, is_ended: bool) -> tuple[GuaranteeVerdict, ...]:
         """G1 to G5; `is_ended` also demands that nothing is left open or unscheduled."""
         return (
             self._retired_once(is_ended=is_ended),
@@ -124,7 +124,7 @@ class Ledger:
             self._same_logprobs(),
         )
 
-    def _retired_once(self, *, is_ended: bool) -> Verdict:
+    def _retired_once(self, *, is_ended: bool) -> GuaranteeVerdict:
         trained = set(self.trained_group_ids())
         wrong = [
             f"{group_id} was admitted {len(places)} times"
@@ -151,7 +151,7 @@ class Ledger:
             f"{len(still_open)} open",
         )
 
-    def _trained_once(self, *, is_ended: bool) -> Verdict:
+    def _trained_once(self, *, is_ended: bool) -> GuaranteeVerdict:
         kept = surviving(self._trained)
         wrong = []
         if list(kept) != list(range(len(kept))):
@@ -188,7 +188,7 @@ class Ledger:
             return [f"step {step.step}: groups differ from its schedule, lost {lost}"]
         return []
 
-    def _fresh(self) -> Verdict:
+    def _fresh(self) -> GuaranteeVerdict:
         limits = {queue.domain: staleness_limit(queue) for queue in self._configuration.queues}
         wrong = []
         stalest = 0
@@ -213,7 +213,7 @@ class Ledger:
         wrong += self._untold()
         return _verdict("G3", wrong, checked=f"{groups} groups scheduled, stalest {stalest} steps")
 
-    def _as_sampled(self) -> Verdict:
+    def _as_sampled(self) -> GuaranteeVerdict:
         wrong = self._untold()
         samples = 0
         planned = {
@@ -238,7 +238,7 @@ class Ledger:
             if group_id not in self._trees
         )
 
-    def _same_logprobs(self) -> Verdict:
+    def _same_logprobs(self) -> GuaranteeVerdict:
         limit = LOGPROB_GAP_MAX[self._configuration.model.dtype]
         kept = surviving(self._trained)
         measured = [step for step in kept.values() if step.metrics.gap_entries]
@@ -279,7 +279,7 @@ def _gaps(admissions: Iterable[AdmittedGroup]) -> list[str]:
     ]
 
 
-def _verdict(name: Guarantee, wrong: Sequence[str], *, checked: str) -> Verdict:
+def _verdict(name: Guarantee, wrong: Sequence[str], *, checked: str) -> GuaranteeVerdict:
     more = len(wrong) - VIOLATIONS_KEPT_MAX
     kept = tuple(wrong[:VIOLATIONS_KEPT_MAX]) + ((f"and {more} more",) if more > 0 else ())
-    return Verdict(name=name, holds=not wrong, checked=checked, violations=kept)
+    return GuaranteeVerdict(name=name, holds=not wrong, checked=checked, violations=kept)

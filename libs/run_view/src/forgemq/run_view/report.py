@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from msgspec import Struct
 
-from forgemq.run_view.audit import Ledger, Verdict
+from forgemq.run_view.audit import GuaranteeVerdict, Ledger
 from forgemq.run_view.state import EvaluationPoint, RunState, StepPoint, Tally
 
 
@@ -55,7 +55,7 @@ class Report(Struct, frozen=True, kw_only=True):
     logprob_gap_max: float | None
     logprob_gap_mean: float | None
     guarantees: dict[str, bool]
-    guarantees_checked: tuple[Verdict, ...]
+    guarantees_checked: tuple[GuaranteeVerdict, ...]
     evaluations: tuple[EvaluationResult, ...]
     duration_s: float
 
@@ -64,7 +64,7 @@ def report(
     state: RunState,
     *,
     ledger: Ledger,
-    verdicts: Sequence[Verdict],
+    verdicts: Sequence[GuaranteeVerdict],
     duration_s: float,
     reason: str,
 ) -> Report:

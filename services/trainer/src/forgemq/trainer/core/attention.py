@@ -270,6 +270,7 @@ def attention_interface(
         tree_attention: the plan and the carries of this run.
         scaling: of the scores; None is 1 / sqrt(D).
         dropout: must be 0.
+        **others: what else a model passes; `UNSUPPORTED` must be None.
 
     Returns:
         [1, T, heads, D] and None.
@@ -292,13 +293,7 @@ def attention_interface(
     query, key = query.to(value.dtype), key.to(value.dtype)
     carry = tree_attention.carries[layer] if tree_attention.carries else None
     if tree_attention.flex is not None:
-        keys, values = key, value
-        if carry is not None:
-            plan = tree_attention.plan
-            keys = carried(key[0], carry.key_KND, carry.key_grad_KND, start=plan.start)[None]
-            values = carried(value[0], carry.value_KND, carry.value_grad_KND, start=plan.start)[
-                None
-            ]
+        keys, values = _with_carry(key, value, carry, start=tree_attention.plan.start)
         return tree_attention.flex(query, keys, values, scale).transpose(1, 2), None
     key_heads = key.shape[1]
     output_KTQD = attend(
@@ -310,6 +305,17 @@ def attention_interface(
         carry=carry,
     )
     return output_KTQD.transpose(0, 1).reshape(1, count, heads, size), None
+
+
+def _with_carry(
+    key: Tensor, value: Tensor, carry: Carry | None, *, start: int
+) -> tuple[Tensor, Tensor]:
+    """Keys and values of the live path and the block's own behind them; without carry its own."""
+    if carry is None:
+        return key, value
+    keys = carried(key[0], carry.key_KND, carry.key_grad_KND, start=start)
+    values = carried(value[0], carry.value_KND, carry.value_grad_KND, start=start)
+    return keys[None], values[None]
 
 
 def carried(own_KTD: Tensor, whole_KND: Tensor, grad_KND: Tensor, *, start: int) -> Tensor:

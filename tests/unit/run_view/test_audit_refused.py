@@ -1,0 +1,44 @@
+"""G1 over groups that retire and were never admitted."""
+
+from typing import Any
+
+import pytest
+
+from forgemq.contracts.groups import RetiredGroup
+from forgemq.contracts.messages import Message
+from forgemq.contracts.run import Model, Queue, RunConfiguration, Trainer
+from forgemq.contracts.topics import RETIRED_GROUPS
+from forgemq.run_view.audit import Ledger
+
+CONFIGURATION = RunConfiguration(
+    run="r",
+    seed=0,
+    model=Model(path="model"),
+    queues=(Queue(domain="d", task_source="", agent=""),),
+    trainer=Trainer(steps=1),
+)
+
+
+def first_guarantee(**changes: Any) -> tuple[bool, tuple[str, ...]]:
+    fields = {"group_id": "g-1", "domain": "d", "purpose": "train", "reason": "failed"}
+    ledger = Ledger(CONFIGURATION)
+    ledger.apply(
+        Message(
+            topic=RETIRED_GROUPS.name,
+            partition=0,
+            offset=0,
+            timestamp_ms=0,
+            record=RetiredGroup(**(fields | changes)),
+        )
+    )
+    verdict = ledger.verdicts(is_ended=True)[0]
+    return verdict.holds, verdict.violations
+
+
+def test_a_request_that_does_not_decode_may_fail_a_group_without_a_place():
+    assert first_guarantee() == (True, ())
+
+
+@pytest.mark.parametrize("changes", [{"queue_index": 3}, {"reason": "expired"}])
+def test_every_other_end_needs_an_admission(changes: dict[str, Any]):
+    assert first_guarantee(**changes) == (False, ("g-1 was retired and never admitted",))
