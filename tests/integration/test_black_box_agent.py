@@ -227,7 +227,7 @@ async def played(play: Play, url: str, world: World) -> FinishedEpisode:
             )
         )
         while status.state == "requested":
-            status = await gateway.group(status.group_id, wait_s=5)
+            status = await gateway.group(status, wait_s=5)
         claim = await gateway.claim(status.group_id)
         assert claim is not None
         attendance = Attendance(
