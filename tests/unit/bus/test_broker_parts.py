@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from forgemq.bus.broker.jars import KAFKA_VERSION, JarsError, jars_folder, lock_digest, locked_jars
-from forgemq.bus.broker.local import BrokerError, folder_ports
+from forgemq.bus.broker.local import BrokerError, cluster_id, folder_ports
 
 
 def test_all_kafka_jars_of_the_lock_have_one_version() -> None:
@@ -18,6 +18,13 @@ def test_all_kafka_jars_of_the_lock_have_one_version() -> None:
     assert len(jars) == 46
     assert {"kafka_2.13-4.2.0.jar", "kafka-clients-4.2.0.jar"} < jars.keys()
     assert all(len(sha256) == 64 for sha256 in jars.values())
+
+
+def test_a_cluster_id_never_reads_as_an_option_and_differs_by_folder() -> None:
+    ids = {cluster_id(Path(f"/runs/{number}/kafka")) for number in range(1000)}
+    assert len(ids) == 1000
+    assert {len(each) for each in ids} == {22}
+    assert {each[0] for each in ids} == set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdef")
 
 
 def test_a_cache_with_a_jar_missing_says_which(tmp_path: Path) -> None:

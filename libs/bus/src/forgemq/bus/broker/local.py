@@ -47,6 +47,8 @@ OWNED = (
     "exec 3<&-; wait $java; code=$?; kill $watch 2>/dev/null; exit $code"
 )
 
+_LETTERS = 0x7F  # The first six bits stay below 32: "A" to "f".
+
 Progress = Callable[[str], None]
 
 
@@ -159,9 +161,7 @@ class LocalBroker:
     def _format(self, java: list[str]) -> None:
         if (self._folder / "data" / "meta.properties").is_file():
             return
-        # One cluster id per folder: a client that kept the old address notices another cluster.
-        digest = hashlib.sha256(str(self._folder).encode()).digest()[:16]
-        cluster = base64.urlsafe_b64encode(digest).decode().rstrip("=")
+        cluster = cluster_id(self._folder)
         command = [*java, "kafka.tools.StorageTool", "format", "--standalone", "-t", cluster]
         command += ["-c", "server.properties", "--ignore-formatted"]
         with self.log_file.open("ab") as log:
@@ -239,6 +239,17 @@ def _check_memory() -> None:
         raise BrokerError(
             f"a local broker needs {MEMORY_MB_MIN} MB of free memory, {available_mb} MB are free"
         )
+
+
+def cluster_id(folder: Path) -> str:
+    """Kafka's id of the cluster in this folder: 16 bytes in URL-safe base64, no padding.
+
+    Each folder has its own: a client that kept the old address notices another cluster. It begins
+    with a letter, since Kafka's tool takes what begins with "-" for an option.
+    """
+    digest = bytearray(hashlib.sha256(str(folder).encode()).digest()[:16])
+    digest[0] &= _LETTERS
+    return base64.urlsafe_b64encode(digest).decode().rstrip("=")
 
 
 def folder_ports(file: Path) -> tuple[int, int]:
