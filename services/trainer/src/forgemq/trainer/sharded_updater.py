@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from forgemq.contracts.run import Optimizer
-from forgemq.trainer.core.optimizer import NonFiniteGradientError
+from forgemq.trainer.core.optimizer import NonFiniteGradientError, adamw
 from forgemq.trainer.sharding import FsdpShards
 
 
@@ -22,18 +22,7 @@ class ShardedUpdater:
         self._shards = shards
         self._parameters = dict(model.named_parameters())
         self._masters = {name: shards.local(p) for name, p in self._parameters.items()}
-        matrices = [self._masters[name] for name, p in self._parameters.items() if p.dim() > 1]
-        vectors = [self._masters[name] for name, p in self._parameters.items() if p.dim() <= 1]
-        groups = [
-            {"params": matrices, "weight_decay": settings.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
-        self._adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=settings.lr,
-            betas=(settings.beta1, settings.beta2),
-            eps=settings.eps,
-        )
+        self._adamw = adamw(self._masters, self._parameters, settings)
 
     def update(self, *, lr: float) -> float:
         """Clip by the norm over all ranks, step, and drop the gradients; returns that norm.

@@ -26,6 +26,27 @@ def learning_rate(settings: Optimizer, *, step: int, steps: int) -> float:
     return settings.lr * warm * decay
 
 
+def adamw(
+    masters: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter], settings: Optimizer
+) -> torch.optim.AdamW:
+    """AdamW over masters, or a rank's parts of them; matrices decay.
+
+    Norm weights and biases do not: their scale is no complexity to be held down.
+    """
+    matrices = [masters[name] for name, p in parameters.items() if p.dim() > 1]
+    vectors = [masters[name] for name, p in parameters.items() if p.dim() <= 1]
+    groups = [
+        {"params": matrices, "weight_decay": settings.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        lr=settings.lr,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+    )
+
+
 class Updater:
     """Owns the optimizer's state. One step: gradients were added, `update`, gradients are gone."""
 
@@ -37,19 +58,7 @@ class Updater:
             if self._masters[name] is not parameter:
                 add = self._accumulate_into(name)
                 parameter.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
-        matrices = [master for master in self._masters.values() if master.dim() > 1]
-        vectors = [master for master in self._masters.values() if master.dim() <= 1]
-        # Norm weights and biases do not decay: their scale is no complexity to be held down.
-        groups = [
-            {"params": matrices, "weight_decay": settings.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
-        self._adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
-            lr=settings.lr,
-            betas=(settings.beta1, settings.beta2),
-            eps=settings.eps,
-        )
+        self._adamw = adamw(self._masters, self._parameters, settings)
 
     def update(self, *, lr: float) -> float:
         """Clip, step, and drop the gradients; returns the norm before clipping.
