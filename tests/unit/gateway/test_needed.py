@@ -115,3 +115,24 @@ async def test_a_gateway_restarts_where_its_open_groups_begin_and_forgets_none_o
     assert (requested.is_delta, requested.turn.is_fork, requested.turn.sequence) == (True, False, 1)
     assert (gone["state"], gone["retire_reason"]) == ("retired", "zero_variance")
     assert again.json()["state"] == "retired"
+
+
+async def test_a_gateway_whose_place_was_taken_by_one_that_died_goes_on_committing(
+    model: Path,
+) -> None:
+    async with running(log_store(), configuration_of(model), yes) as (world, _):
+        world.settings = msgspec.structs.replace(world.settings, mark_every_s=0.02)
+        await restarted(world)
+        await asyncio.sleep(0.2)
+        newer = await world.log.transaction_writer(topics.needed_group("gateway"))
+        await newer.close()
+        over = await world.claim(await world.open_group("k1"))
+        await say(world, over, "a")
+        await world.admin("POST", f"/v1/episodes/{over['episode_id']}/finish", {})
+        await world.retire(over["group_id"])
+        for _ in range(200):
+            if any(await needed_completions(world)):
+                break
+            await asyncio.sleep(0.05)
+        needed = await needed_completions(world)
+    assert sum(needed) == 1

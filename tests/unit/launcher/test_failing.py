@@ -2,7 +2,7 @@
 
 import pytest
 
-from forgemq.contracts.groups import RetiredGroup, RetireReason
+from forgemq.contracts.groups import MergedGroup, NotTrainable, RetiredGroup, RetireReason
 from forgemq.contracts.run import Queue
 from forgemq.launcher.core.failing import FailingGroups
 
@@ -32,6 +32,23 @@ def retire(
             detail=f"why {number}\n  and how",
         )
         counted.retired(group, at_ms=at_ms)
+
+
+def merge(
+    counted: FailingGroups,
+    not_trainable: NotTrainable = "",
+    *,
+    domain: str = "shop",
+    at_ms: int = 1000,
+) -> None:
+    group = MergedGroup(
+        group_id="g-merged",
+        domain=domain,
+        purpose="train",
+        partition=0,
+        not_trainable=not_trainable,
+    )
+    counted.merged(group, at_ms=at_ms)
 
 
 def test_groups_that_fail_in_a_row_end_the_run_with_the_newest_reason_in_one_line():
@@ -73,6 +90,46 @@ def test_evaluation_groups_and_those_of_an_earlier_start_do_not_count():
     retire(counted, "failed", purpose="eval")
     retire(counted, "failed", at_ms=999)
     assert counted.verdict() == ""
+
+
+def test_a_run_that_trains_goes_on_while_two_of_three_groups_fail():
+    """Those that train retire a step at a time, long after they are merged."""
+    counted = failing()
+    for _ in range(20):
+        retire(counted, "failed", "failed")
+        merge(counted)
+        assert counted.verdict() == ""
+    retire(counted, "failed", "failed", "failed")
+    assert counted.verdict() != ""
+
+
+@pytest.mark.parametrize("reason", ["failed", "zero_variance", "evaluated"])
+def test_a_group_that_merging_leaves_out_does_not_end_the_row(reason: NotTrainable):
+    counted = failing()
+    retire(counted, "failed", "failed")
+    merge(counted, reason)
+    retire(counted, "failed")
+    assert counted.verdict() != ""
+
+
+def test_a_merged_group_ends_the_row_of_its_own_domain_and_start_only():
+    counted = failing()
+    retire(counted, "failed", "failed", "failed")
+    merge(counted, domain="code")
+    merge(counted, domain="of_no_queue")
+    merge(counted, at_ms=999)
+    assert counted.verdict().startswith("3 groups of shop failed in a row")
+
+
+def test_a_row_is_in_log_time_whatever_topic_is_read_first():
+    counted = failing()
+    merge(counted, at_ms=2000)
+    retire(counted, "failed", "failed", "failed", at_ms=1999)
+    assert counted.verdict() == ""
+    retire(counted, "failed", "failed", "failed", at_ms=2000)
+    assert counted.verdict() != ""
+    merge(counted, at_ms=1999)
+    assert counted.verdict() != ""
 
 
 def test_without_a_limit_of_its_own_a_queue_has_three_times_its_slots():

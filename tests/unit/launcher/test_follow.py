@@ -9,9 +9,17 @@ from rich.console import Console
 
 from forgemq.bus.log import Emit
 from forgemq.bus.memory import MemoryLog
+from forgemq.contracts.groups import MergedGroup, RetiredGroup
 from forgemq.contracts.messages import Output
 from forgemq.contracts.run import EndedRun, StartedRun
-from forgemq.contracts.topics import ENDED_RUNS, REPORTED_ENGINES, RETIRED_GROUPS, STARTED_RUNS
+from forgemq.contracts.topics import (
+    ENDED_RUNS,
+    MERGED_GROUPS,
+    REPORTED_ENGINES,
+    RETIRED_GROUPS,
+    STARTED_RUNS,
+    Topic,
+)
 from forgemq.contracts.weights import ReportedEngine
 from forgemq.launcher import ending
 from forgemq.launcher.curves import CurveWriter
@@ -25,7 +33,7 @@ from forgemq.launcher.screen import Screen
 from forgemq.launcher.topics_of_run import create_topics, last_trained_step
 from forgemq.run_view.view import RunView
 from forgemq.shell.records import emit_of
-from tests.unit.run_view.synthetic import SyntheticRun, configuration, started
+from tests.unit.run_view.synthetic import DOMAIN, SyntheticRun, configuration, started
 
 SHOWN = PanelView(
     engine_status="starting",
@@ -118,6 +126,32 @@ async def test_records_that_do_not_decode_are_skipped_and_remembered():
     await follower.catch_up()
     assert len(follower.bad_records) == 1
     assert follower.view.state(now_ms=0).steps_trained == 1
+
+
+def over(number: int, topic: Topic) -> Output:
+    """The record that a group has failed, or that it was merged to train."""
+    fields = {"group_id": f"g-{number}", "domain": DOMAIN, "purpose": "train"}
+    if topic is RETIRED_GROUPS:
+        record = RetiredGroup(**fields, reason="failed", detail="why")
+    else:
+        record = MergedGroup(**fields, partition=0)
+    return Output(topic=topic.name, partition=0, record=record)
+
+
+async def test_failed_groups_between_those_that_train_do_not_end_the_run():
+    """Merged groups retire only when their step has trained: nothing here says `trained`."""
+    failed, merged = RETIRED_GROUPS, MERGED_GROUPS
+    topics = [failed, failed, merged] * 5
+    first = msgspec.structs.replace(started(), started_ms=0)
+    log = await log_of(SyntheticRun(), *(over(n, topic) for n, topic in enumerate(topics)))
+    follower = Follower(log, first, groups_failed_max=3)
+    await follower.catch_up()
+    assert follower.failing.verdict() == ""
+    writer = await log.writer()
+    await writer.write_all([emit_of(over(n, failed)) for n in range(20, 23)])
+    follower = Follower(log, first, groups_failed_max=3)
+    await follower.catch_up()
+    assert follower.failing.verdict().startswith(f"3 groups of {DOMAIN} failed in a row")
 
 
 def state_of(run: SyntheticRun):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from forgemq.contracts import topics
@@ -146,6 +147,8 @@ def test_a_missing_parent_fails_the_group_only_where_it_is_needed():
     ("changes", "detail"),
     [
         ({"temperature": 0.0}, "full support at temperature 0"),
+        ({"temperature": 1e-50}, "temperature 1e-50 is out of float32's range"),
+        ({"temperature": 1e39}, "temperature 1e+39 is out of float32's range"),
         ({"spans": ()}, "no weight spans"),
         ({"context": b""}, "no context before the first sampled token"),
     ],
@@ -155,6 +158,17 @@ def test_a_record_that_cannot_be_loss_fails_its_group(changes, detail):
     summary = only_summary(feed(Merger(4), broken, scored(0)))
     assert summary.not_trainable == "failed"
     assert summary.detail == f"completion {name(0)}: {detail}"
+
+
+@pytest.mark.parametrize("advantage", [1e39, -1e39])
+def test_an_advantage_that_float32_cannot_hold_fails_its_group(advantage):
+    group = scored(0)
+    score = msgspec.structs.replace(group.completions[0], advantage=advantage)
+    group = msgspec.structs.replace(group, completions=(score,))
+    core = Merger(4)
+    summary = only_summary(feed(core, finished(0, None, 0, [1], [2, 3]), group))
+    assert summary.not_trainable == "failed"
+    assert summary.detail == f"completion {name(0)}: advantage {advantage} is no finite float32"
 
 
 def test_more_shared_tokens_than_the_parent_has_fail_the_group():

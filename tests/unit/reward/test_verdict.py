@@ -61,8 +61,12 @@ def test_without_anything_the_outcome_is_zero():
     ("verdict", "detail"),
     [
         (Verdict(error="outcome raised KeyError: 'total'"), "outcome raised KeyError: 'total'"),
-        (Verdict(outcome=math.nan), "the outcome must be finite, got nan"),
-        (Verdict(outcome=1.0, speed=math.inf), "the speed must be finite, got inf"),
+        (Verdict(outcome=math.nan), "the outcome must be from -1e+12 to 1e+12, got nan"),
+        (Verdict(outcome=1e39), "the outcome must be from -1e+12 to 1e+12, got 1e+39"),
+        (
+            Verdict(outcome=1.0, speed=math.inf),
+            "the speed must be from -1e+12 to 1e+12, got inf",
+        ),
         (
             Verdict(process=(1.0,)),
             "process returned 1 values for 2 completions: "
@@ -70,7 +74,7 @@ def test_without_anything_the_outcome_is_zero():
         ),
         (
             Verdict(process=(1.0, -math.inf)),
-            f"process rewards must be finite, got -inf for {completion_id(0, 1)}",
+            f"the process reward of {completion_id(0, 1)} must be from -1e+12 to 1e+12, got -inf",
         ),
     ],
 )
@@ -83,6 +87,37 @@ def test_what_is_no_grade_masks_the_episode_and_says_why(verdict, detail):
 def test_a_reward_for_a_completion_that_did_not_count_masks_the_episode():
     graded = grade(Verdict(outcome=1.0), rewards=[reported("format", 1.0, 5)])
     assert graded.detail == f"a reward names completion {completion_id(0, 5)}, which did not count"
+
+
+@pytest.mark.parametrize("name", ["outcome", "speed"])
+@pytest.mark.parametrize(
+    ("values", "got"),
+    [
+        ((1e308,), "1e+308"),
+        ((1.7e308, 1.6e308), "1.7e+308"),
+        ((math.inf, -math.inf), "inf"),
+        ((1e12, -1e13, 1e12), "-10000000000000.0"),
+        ((1e12, 5e11), "1500000000000.0"),
+    ],
+)
+def test_reported_rewards_out_of_bounds_mask_the_episode_and_name_the_value(name, values, got):
+    graded = grade(Verdict(), rewards=[reported(name, value) for value in values])
+    assert graded.is_masked
+    assert graded.detail == f"the {name} must be from -1e+12 to 1e+12, got {got}"
+
+
+def test_the_largest_rewards_count():
+    graded = grade(Verdict(outcome=1e12, speed=-1e12, process=(1e12, -1e12)))
+    assert not graded.is_masked
+    assert (graded.outcome, graded.speed) == (1e12, -1e12)
+    assert [reward.value for reward in graded.process] == [1e12, -1e12]
+
+
+def test_a_reported_reward_for_a_completion_is_held_to_the_bounds():
+    graded = grade(Verdict(outcome=1.0), rewards=[reported("format", 1e308, 1)])
+    assert graded.detail == (
+        f"the process reward of {completion_id(0, 1)} must be from -1e+12 to 1e+12, got 1e+308"
+    )
 
 
 def test_metrics_count_turns_tokens_and_calls():

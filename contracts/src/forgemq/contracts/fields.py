@@ -65,6 +65,14 @@ TimeMs: TypeAlias = Annotated[
 ]
 JsonBytes: TypeAlias = Annotated[bytes, Meta(description="A UTF-8 JSON document.")]
 
+REWARD_SIZE_MAX = 1e12
+"""Largest size of one reward, and of an episode's weighted rewards together.
+
+Trees and gradients are float32, whose largest number is 3.4e38. An advantage is at most twice
+this, so its square is at most 4e24: the trainer, which squares gradients that an advantage has
+scaled, has room for a factor of 1e13. In float64 the sums over a group are far from overflowing.
+"""
+
 
 class NamedValue(Struct, frozen=True, kw_only=True):
     """One scalar that a user's function reports by name."""

@@ -31,8 +31,10 @@ async def _audit(context: Context, *, every_s: float) -> None:
     auditor = await Auditor.open(context.log, partitions=partitions)
     try:
         while not context.stop.is_set():
-            context.telemetry.count("console.groups_audited", await auditor.audit())
-            await _stopped_within(context, every_s)
+            done = await auditor.audit()
+            context.telemetry.count("console.groups_audited", done.groups)
+            if not done.has_more:
+                await _stopped_within(context, every_s)
     finally:
         await auditor.close()
 

@@ -4,6 +4,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Raw, Struct
 
+from forgemq.contracts.fields import REWARD_SIZE_MAX
+
 
 class GroupRequest(Struct, frozen=True, kw_only=True):
     """Body of POST /v1/groups."""
@@ -28,7 +30,7 @@ class RewardRequest(Struct, frozen=True, kw_only=True):
 
     reward_id: Annotated[str, Meta(min_length=1, max_length=200)]
     name: Annotated[str, Meta(min_length=1, max_length=80)]
-    value: float
+    value: Annotated[float, Meta(ge=-REWARD_SIZE_MAX, le=REWARD_SIZE_MAX)]
     completion_id: str | None = None
 
 

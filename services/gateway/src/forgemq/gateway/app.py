@@ -151,13 +151,14 @@ class Gateway:
         serving = self._around.tasks.create_task(_serve_http(server, listener))
         await self._feed.restore()
         following = self._around.tasks.create_task(self._feed.follow())
+        marking = self._around.tasks.create_task(self._feed.mark())
         ticking = self._around.tasks.create_task(self._tick())
         self._ready.set()
         self._around.telemetry.event("serving", url=self._operations.public_url)
         await serving
         stop.set()
-        following.cancel()
-        ticking.cancel()
+        for task in (following, marking, ticking):
+            task.cancel()
 
     async def _end(self, server: uvicorn.Server, stop: asyncio.Event) -> None:
         await stop.wait()

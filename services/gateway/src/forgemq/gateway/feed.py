@@ -3,17 +3,16 @@
 The read-back of finished-completions is the reply: a completion exists for clients when it comes
 back from the log, never earlier.
 
-While it follows, it commits from where a restart has to read: what lies before is of groups that
-are over. Retired groups (a few bytes each) and trained steps are read in full, of heartbeats only
-the newest ones.
+A restart begins where `marks.py` has committed: what lies before is of groups that are over.
+Retired groups (a few bytes each) and trained steps are read in full, of heartbeats only the newest
+ones.
 """
 
-from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 import msgspec
 
-from forgemq.bus.errors import FencedError
-from forgemq.bus.log import Log, Place, Reader, Record, TransactionWriter
+from forgemq.bus.log import Log, Place, Record
 from forgemq.bus.reading import read_up_to
 from forgemq.contracts import topics
 from forgemq.contracts.completions import (
@@ -28,7 +27,7 @@ from forgemq.contracts.steps import TrainedStep
 from forgemq.contracts.weights import ReportedEngine
 from forgemq.gateway.core.registry import Parse
 from forgemq.gateway.dispatch import Dispatcher
-from forgemq.gateway.needed import Needed
+from forgemq.gateway.marks import ENTERING, NEEDED_GROUP, Marks
 from forgemq.gateway.surroundings import Surroundings
 
 CONSUMES = (
@@ -55,7 +54,7 @@ _STAGES = (
     (topics.CANCELLED_COMPLETIONS,),
 )
 
-# Records of a group on these lie behind its first one on `_ENTERING`.
+# Records of a group on these lie behind its first one on `ENTERING`.
 _BY_GROUP = (
     topics.REQUESTED_GROUPS,
     topics.ADMITTED_GROUPS,
@@ -66,7 +65,6 @@ _BY_GROUP = (
     topics.FINISHED_COMPLETIONS,
     topics.DELIVERED_COMPLETIONS,
 )
-_ENTERING = frozenset({topics.REQUESTED_GROUPS.name, topics.ADMITTED_GROUPS.name})
 
 # Of its own records a serving gateway needs back only requested groups, to know which ones it has
 # entered; the others it entered when it wrote them.
@@ -79,7 +77,6 @@ _LIVE = (
     topics.REPORTED_ENGINES,
 )
 
-_GROUP = topics.needed_group("gateway")
 _READ_S = 1.0
 _RECORDS_MAX = 500
 _REPORTS_READ_MAX = 200
@@ -104,6 +101,7 @@ class Feed:
         self._mark_every_s = around.settings.mark_every_s
         self._positions: dict[Place, int] = {}
         self._starts: dict[Place, int] = {}
+        self._entered: dict[Place, int] = {}
 
     async def restore(self) -> None:
         """Rebuild all open groups from the log; on return they are as before the last stop."""
@@ -115,6 +113,7 @@ class Feed:
             episode.renew(self._clock.now_s())
         for turn in self._registry.restored_turns():
             self._dispatcher.lanes.enter(turn.lane, turn.epoch)
+        self._entered = {p: at for p, at in self._positions.items() if p.topic in ENTERING}
         restore_s = self._clock.now_s() - started_s
         self._telemetry.observe("gateway.restore_s", restore_s)
         self._telemetry.event(
@@ -142,7 +141,7 @@ class Feed:
         by_group = {topic.name for topic in _BY_GROUP}
         starts = await self._log.first_positions(places)
         needed = await self._log.committed(
-            group=_GROUP, places=[place for place in places if place.topic in by_group]
+            group=NEEDED_GROUP, places=[place for place in places if place.topic in by_group]
         )
         for place, first in starts.items():
             start = needed.get(place, first)
@@ -166,35 +165,28 @@ class Feed:
         live = {topic.name for topic in _LIVE}
         positions = {p: at for p, at in self._positions.items() if p.topic in live}
         reader = await self._log.reader(positions)
-        marks = _Marks(
-            self._log,
-            await self._log.transaction_writer(_GROUP),
-            places=[place for topic in _BY_GROUP for place in self._places(topic)],
-            starts=self._starts,
-            every_s=self._mark_every_s,
-            now_s=self._clock.now_s(),
-        )
         try:
             while True:
                 records = await reader.read(timeout_s=_READ_S, records_max=_RECORDS_MAX)
                 for record in records:
                     await self._apply(record)
+                self._entered |= {place: reader.position(place) for place in self._entered}
                 if records:
                     self._changed.beat()
-                await self._mark(marks, reader)
         finally:
             await reader.close()
-            await marks.close()
 
-    async def _mark(self, marks: "_Marks", reader: Reader) -> None:
-        try:
-            await marks.commit_when_due(
-                reader, open_groups=self._registry.groups, now_s=self._clock.now_s()
-            )
-        except FencedError as error:
-            # A newer gateway says what is needed; this one serves on until it is stopped.
-            self._telemetry.event("needed_fenced", error=str(error))
-            marks.end()
+    async def mark(self) -> None:
+        """Commit from where a restart has to read what `follow` enters, for ever."""
+        places = [place for topic in _BY_GROUP for place in self._places(topic)]
+        await Marks(
+            self._log,
+            starts={place: self._starts[place] for place in places},
+            entered=self._entered,
+            open_groups=self._registry.groups,
+            every_s=self._mark_every_s,
+            telemetry=self._telemetry,
+        ).keep()
 
     async def _restore(self, record: Record) -> None:
         decoded = await self._decoded(record)
@@ -283,62 +275,3 @@ class Feed:
                 error=str(error),
             )
             return None
-
-
-class _Marks:
-    """Commits from where a restart has to read, every now and then.
-
-    A mark counts once the reader has entered every group whose first record lies before it.
-    """
-
-    def __init__(
-        self,
-        log: Log,
-        writer: TransactionWriter,
-        *,
-        places: Sequence[Place],
-        starts: Mapping[Place, int],
-        every_s: float,
-        now_s: float,
-    ) -> None:
-        self._log = log
-        self._writer = writer
-        self._places = places
-        self._needed = Needed({place: starts[place] for place in places})
-        self._every_s = every_s
-        self._taken_s = now_s
-        self._pending: dict[Place, int] | None = None
-        self._committed: dict[Place, int] = {}
-        self._is_ended = False
-
-    async def commit_when_due(
-        self, reader: Reader, *, open_groups: Collection[str], now_s: float
-    ) -> None:
-        """Take a mark when it is time, and commit it as soon as the reader has passed it.
-
-        Raises:
-            FencedError: a newer gateway does this.
-        """
-        if self._is_ended:
-            return
-        if self._pending is None:
-            if now_s - self._taken_s < self._every_s:
-                return
-            self._taken_s = now_s
-            self._pending = await self._log.end_positions(self._places)
-        entering = {p: at for p, at in self._pending.items() if p.topic in _ENTERING}
-        if any(reader.position(place) < at for place, at in entering.items()):
-            return
-        positions = self._needed.advance(self._pending, open_groups=open_groups)
-        self._pending = None
-        if positions != self._committed:
-            await self._writer.commit(outputs=(), group=_GROUP, positions=positions)
-            self._committed = positions
-
-    def end(self) -> None:
-        """Commit no more."""
-        self._is_ended = True
-
-    async def close(self) -> None:
-        """Release the connection."""
-        await self._writer.close()

@@ -1,18 +1,19 @@
 """Reads a run's topics into its live state; the panel and the report show what is here."""
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
 from forgemq.bus.errors import OutOfRangeError
 from forgemq.bus.log import Log, Place, Reader, Record
-from forgemq.contracts.groups import RetiredGroup
+from forgemq.contracts.groups import MergedGroup, RetiredGroup
 from forgemq.contracts.run import StartedRun
+from forgemq.contracts.topics import AUDITED_GROUPS
 from forgemq.launcher.core.failing import FailingGroups
 from forgemq.run_view import audit, view
 from forgemq.run_view.audit import Ledger
-from forgemq.run_view.reading import message_of, pass_trimmed, places_of, read_all
+from forgemq.run_view.reading import message_of, pass_trimmed, places_of, read_from
 from forgemq.run_view.view import RunView
 
 BAD_RECORDS_KEPT_MAX = 100
@@ -37,6 +38,7 @@ class Follower:
             groups_max=groups_failed_max,
             since_ms=started.started_ms,
         )
+        self._ends: dict[Place, int] = {}
         self.bad_records: deque[str] = deque(maxlen=BAD_RECORDS_KEPT_MAX)
 
     async def follow(self) -> None:
@@ -52,9 +54,22 @@ class Follower:
             await reader.close()
 
     async def catch_up(self) -> None:
-        """Apply every record that is on the log now, from the first; for a run that stands."""
-        async for records in read_all(self._log, self._places()):
-            self._apply(records)
+        """Apply every record that is on the log now, from the first, and none that comes after.
+
+        All topics end at one moment: what a record speaks of was written before it.
+        """
+        await self._catch_up(await self._log.first_positions(self._places()))
+
+    async def catch_up_on_audits(self) -> None:
+        """Apply the audits that came since `catch_up`, and nothing else."""
+        audits = places_of(AUDITED_GROUPS, self._configuration)
+        await self._catch_up({place: self._ends[place] for place in audits})
+
+    async def _catch_up(self, starts: Mapping[Place, int]) -> None:
+        ends = await self._log.end_positions(list(starts))
+        async for records in read_from(self._log, starts, ends=ends):
+            self._apply(record for record in records if record.offset < ends[record.place])
+        self._ends |= ends
 
     async def _reader(self) -> Reader:
         return await self._log.reader(await self._log.first_positions(self._places()))
@@ -72,7 +87,10 @@ class Follower:
                     f"{record.topic}/{record.partition}@{record.offset}: {error}"
                 )
                 continue
-            if isinstance(message.record, RetiredGroup):
-                self.failing.retired(message.record, at_ms=message.timestamp_ms)
+            match message.record:
+                case RetiredGroup() as retired:
+                    self.failing.retired(retired, at_ms=message.timestamp_ms)
+                case MergedGroup() as merged:
+                    self.failing.merged(merged, at_ms=message.timestamp_ms)
             self.view.apply(message)
             self.ledger.apply(message)

@@ -16,6 +16,8 @@ from forgemq.merger.core.prefix_tree import Delta, PrefixTree, build, kept_lengt
 # The wire is little-endian whatever the machine is.
 INT32 = np.dtype("<i4")
 FLOAT32 = np.dtype("<f4")
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+FLOAT32_MIN = float(np.finfo(np.float32).tiny)
 
 
 class UnmergeableError(Exception):
@@ -120,18 +122,29 @@ def _samples(
     for score in scored.completions:
         index = index_of.get(score.completion_id)
         if index is not None and completions[index].has_entries:
-            _check(completions[index], length=deltas[index].length)
+            _check(completions[index], score, length=deltas[index].length)
             samples.append(Sample(index, deltas[index].length, completions[index], score))
     if not samples:
         raise UnmergeableError("no completion of the group was sampled with full support")
     return samples
 
 
-def _check(completion: KeptCompletion, *, length: int) -> None:
-    """Refuse what cannot be loss, though the record obeys the rules of its contract."""
+def _check(completion: KeptCompletion, score: ScoredCompletion, *, length: int) -> None:
+    """Refuse what cannot be loss, though the records obey the rules of their contracts.
+
+    Records hold float64, the tree holds float32.
+    """
     name = completion.completion_id
     if completion.temperature <= 0:
         raise UnmergeableError(f"completion {name}: full support at temperature 0")
+    if not FLOAT32_MIN <= completion.temperature <= FLOAT32_MAX:
+        raise UnmergeableError(
+            f"completion {name}: temperature {completion.temperature} is out of float32's range"
+        )
+    if abs(score.advantage) > FLOAT32_MAX:
+        raise UnmergeableError(
+            f"completion {name}: advantage {score.advantage} is no finite float32"
+        )
     if length == completion.output_tokens:
         raise UnmergeableError(f"completion {name}: no context before the first sampled token")
     if not completion.spans:

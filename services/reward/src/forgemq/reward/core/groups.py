@@ -11,6 +11,7 @@ from forgemq.contracts.groups import EpisodeScore, NotTrainable, RetiredGroup, S
 from forgemq.contracts.messages import Event, InvalidRecordError, Output, Tick
 from forgemq.contracts.run import Rewards
 from forgemq.reward.core.returns import (
+    grade_fault,
     has_variance,
     return_of,
     score_of,
@@ -158,7 +159,7 @@ def scored_group(group: GroupState, *, settings: Rewards) -> ScoredGroup:
     unmasked = _unmasked(scores)
     if len(unmasked) < needed:
         detail = f"{len(unmasked)} of {first.group_size} episodes scored, {needed:g} are needed"
-        detail += _first_cause(group, grades)
+        detail += _first_cause(group, grades, settings=settings)
         return _untrainable(scored, "failed", detail=detail)
     returns = [
         return_of(
@@ -190,11 +191,15 @@ def _unmasked(scores: Sequence[EpisodeScore]) -> list[int]:
     return [place for place, score in enumerate(scores) if not score.is_masked]
 
 
-def _first_cause(group: GroupState, grades: Mapping[str, GradedEpisode]) -> str:
+def _first_cause(
+    group: GroupState, grades: Mapping[str, GradedEpisode], *, settings: Rewards
+) -> str:
     """What is known of the first masked episode, to go on with in a sentence."""
     for episode in group.episodes:
-        grade = grades.get(episode.episode_id)
-        detail = episode.detail or (grade.detail if grade is not None and grade.is_masked else "")
+        detail, grade = episode.detail, grades.get(episode.episode_id)
+        if not detail and grade is not None:
+            fault = grade_fault(episode, grade, settings=settings)
+            detail = grade.detail if grade.is_masked else fault
         if detail:
             return f"; {episode.episode_id}: {detail[:CAUSE_CHARACTERS_MAX]}"
     return ""

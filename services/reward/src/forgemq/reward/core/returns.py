@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from forgemq.contracts.episodes import FinishedEpisode, GradedEpisode, ManifestEntry
+from forgemq.contracts.fields import REWARD_SIZE_MAX
 from forgemq.contracts.groups import EpisodeScore, ScoredCompletion
 from forgemq.contracts.run import Rewards
+from forgemq.reward.core.bounds import reward_fault
 
 ADVANTAGE_MIN = 1e-6
 """A group whose advantages are all smaller than this in size teaches nothing."""
@@ -52,18 +54,38 @@ def score_of(
     )
     if episode.status != "completed" or grade is None or grade.is_masked:
         return masked
-    known = {entry.completion_id for entry in episode.manifest}
-    process = math.fsum(reward.value for reward in grade.process)
-    total = settings.alpha * process + settings.beta * grade.speed + grade.outcome
-    if not math.isfinite(total) or any(r.completion_id not in known for r in grade.process):
+    if grade_fault(episode, grade, settings=settings):
         return masked
+    process = math.fsum(reward.value for reward in grade.process)
     return EpisodeScore(
         episode_id=episode.episode_id,
         outcome=grade.outcome,
         speed=grade.speed,
         process=process,
-        total=total,
+        total=settings.alpha * process + settings.beta * grade.speed + grade.outcome,
         metrics=grade.metrics,
+    )
+
+
+def grade_fault(episode: FinishedEpisode, grade: GradedEpisode, *, settings: Rewards) -> str:
+    """Why no return follows from this grade of an episode; '' where one does."""
+    known = {entry.completion_id for entry in episode.manifest}
+    for reward in grade.process:
+        if reward.completion_id not in known:
+            return f"a reward names completion {reward.completion_id}, which did not count"
+    parts = [("the outcome", grade.outcome), ("the speed", grade.speed)]
+    parts += [(f"the process reward of {r.completion_id}", r.value) for r in grade.process]
+    for name, value in parts:
+        if fault := reward_fault(name, value):
+            return fault
+    # By size: rewards of both signs may cancel in the total, and overflow on the way to it.
+    sizes = math.fsum(abs(reward.value) for reward in grade.process)
+    size = abs(settings.alpha) * sizes + abs(settings.beta * grade.speed) + abs(grade.outcome)
+    if size <= REWARD_SIZE_MAX:
+        return ""
+    return (
+        f"the sizes of alpha * process, beta * speed and outcome must add up to at most "
+        f"{REWARD_SIZE_MAX:g}, got {size}"
     )
 
 

@@ -13,6 +13,7 @@ from forgemq.contracts.episodes import (
 )
 from forgemq.contracts.fields import NamedValue
 from forgemq.contracts.grading import GradingCompletion
+from forgemq.reward.core.bounds import reward_fault
 
 DETAIL_CHARACTERS_MAX = 500
 
@@ -47,18 +48,21 @@ def graded_episode(
     order = [entry.completion_id for entry in sorted(episode.manifest, key=lambda e: e.sequence)]
     reported = episode.rewards
     process = _process(verdict, order=order, reported=reported)
-    outcome = _reported(reported, "outcome") if verdict.outcome is None else verdict.outcome
-    speed = _reported(reported, "speed") if verdict.speed is None else verdict.speed
-    detail = verdict.error or _fault(
-        outcome=outcome, speed=speed, process=process, verdict=verdict, order=order
+    outcome = _values(verdict.outcome, reported=reported, name="outcome")
+    speed = _values(verdict.speed, reported=reported, name="speed")
+    detail = (
+        verdict.error
+        or _process_fault(process, verdict=verdict, order=order)
+        or _fault("the outcome", outcome)
+        or _fault("the speed", speed)
     )
     return GradedEpisode(
         episode_id=episode.episode_id,
         group_id=episode.group_id,
         grader=grader,
         grader_version=grader_version,
-        outcome=0.0 if detail else outcome,
-        speed=0.0 if detail else speed,
+        outcome=0.0 if detail else math.fsum(outcome),
+        speed=0.0 if detail else math.fsum(speed),
         process=() if detail else process,
         is_masked=bool(detail),
         detail=detail[:DETAIL_CHARACTERS_MAX],
@@ -78,32 +82,38 @@ def _process(
     )
 
 
-def _reported(rewards: Sequence[ReportedReward], name: str) -> float:
-    return math.fsum(r.value for r in rewards if r.name == name and r.completion_id is None)
+def _values(
+    returned: float | None, *, reported: Sequence[ReportedReward], name: str
+) -> list[float]:
+    """What adds up to a reward of the whole episode."""
+    if returned is not None:
+        return [returned]
+    return [r.value for r in reported if r.name == name and r.completion_id is None]
 
 
-def _fault(
-    *,
-    outcome: float,
-    speed: float,
-    process: Sequence[ProcessReward],
-    verdict: Verdict,
-    order: Sequence[str],
+def _fault(name: str, values: Sequence[float]) -> str:
+    """Why these values do not add up to a reward; '' where they do.
+
+    Each is looked at before the sum is: a sum of any float64 may overflow.
+    """
+    faults = (reward_fault(name, value) for value in values)
+    return next(filter(None, faults), "") or reward_fault(name, math.fsum(values))
+
+
+def _process_fault(
+    process: Sequence[ProcessReward], *, verdict: Verdict, order: Sequence[str]
 ) -> str:
-    """Why these values are no grade; '' where they are one."""
+    """Why these are no process rewards of the episode; '' where they are."""
     if verdict.process is not None and len(verdict.process) != len(order):
         return (
             f"process returned {len(verdict.process)} values for {len(order)} completions: "
             "it must return one per completion, in their order"
         )
-    if not math.isfinite(outcome):
-        return f"the outcome must be finite, got {outcome}"
-    if not math.isfinite(speed):
-        return f"the speed must be finite, got {speed}"
     known = set(order)
     for reward in process:
-        if not math.isfinite(reward.value):
-            return f"process rewards must be finite, got {reward.value} for {reward.completion_id}"
+        name = f"the process reward of {reward.completion_id}"
+        if fault := reward_fault(name, reward.value):
+            return fault
         if reward.completion_id not in known:
             return f"a reward names completion {reward.completion_id}, which did not count"
     return ""
