@@ -36,7 +36,7 @@ contracts: $(STAMP)  ## Generate schemas and AsyncAPI from the structs
 	@$(BIN)/python -m forgemq.contracts.generate
 
 load: $(STAMP)  ## Run one load test: NAME=<file without .py> JSON=<file>
-	@$(BIN)/python loadtests/$(NAME).py $(if $(JSON),--json $(JSON))
+	@KINETO_LOG_LEVEL=99 $(BIN)/python loadtests/$(NAME).py $(if $(JSON),--json $(JSON))
 
 lock:  ## Resolve the lock again
 	uv pip compile -q --python-version 3.11 --generate-hashes --no-header --override overrides.txt pyproject.toml -o requirements.lock
