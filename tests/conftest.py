@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from forgemq.bus.blobs import BlobStore
 from forgemq.bus.broker import LocalBroker
@@ -51,6 +52,12 @@ CONDITIONS: dict[str, tuple[Callable[[], bool], str]] = {
     "docker": (docker_answers, "no Docker engine answers"),
     "gpu": (cuda_is_there, "no CUDA device"),
 }
+
+
+# The same cases every time, so that a change is judged by itself; `explore` draws new ones.
+settings.register_profile("repeatable", derandomize=True)
+settings.register_profile("explore", derandomize=False)
+settings.load_profile("repeatable")
 
 
 def pytest_configure(config: pytest.Config) -> None:

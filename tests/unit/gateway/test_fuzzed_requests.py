@@ -1,6 +1,7 @@
 """Whatever arrives over HTTP is answered with 200 or a 4xx in OpenAI's shape, and loses nothing."""
 
 import asyncio
+import itertools
 import json
 import threading
 from collections.abc import Iterator
@@ -14,6 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from forgemq.bus.memory import MemoryLog
+from forgemq.gateway.core.chat import read_chat_request
+from forgemq.gateway.core.errors import RefusedError
 from tests.unit.gateway.scripted_lane import wall_ms
 from tests.unit.gateway.world import ADMIN_KEY, configuration_of, running
 
@@ -179,6 +182,17 @@ def check(answer: httpx.Response) -> None:
     assert set(error) == {"message", "type", "param", "code"}
     assert error["message"]
     assert error["type"].endswith("_error")
+
+
+def test_with_any_one_byte_changed_a_chat_request_is_read_or_refused_with_400():
+    sound = json.dumps(SOUND).encode()
+    statuses = set()
+    for place, byte in itertools.product(range(len(sound)), range(256)):
+        try:
+            read_chat_request(sound[:place] + bytes([byte]) + sound[place + 1 :])
+        except RefusedError as error:
+            statuses.add(error.status)
+    assert statuses == {400}
 
 
 @FUZZ

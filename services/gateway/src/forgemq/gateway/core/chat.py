@@ -145,10 +145,10 @@ def read_chat_request(body: bytes) -> ChatRequest:
         RefusedError: 400, naming the field.
     """
     try:
+        body.decode()  # JSON is UTF-8, also in the parts that are decoded later or only kept.
         raw = _RAW.decode(body)
         fields = _FIELDS.decode(body)
         asked = msgspec.json.encode({n: raw[n] for n in _SAMPLING_FIELDS if n in raw})
-        asked.decode()  # Fields that nobody reads are not decoded above, but these are kept.
     except msgspec.ValidationError as error:
         raise invalid(str(error), param=field_of(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -248,7 +248,7 @@ def _tools(raw: Raw) -> tuple[dict[str, Any], ...]:
     """
     try:
         offered = msgspec.json.decode(raw, type=list[dict[str, Any]])
-    except msgspec.ValidationError as error:
+    except msgspec.DecodeError as error:
         raise invalid(f"tools: {error}", param=f"tools{field_of(error) or ''}") from error
     except RecursionError as error:
         raise invalid(f"tools are nested too deep: {error}", param="tools") from error
