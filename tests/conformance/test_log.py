@@ -155,9 +155,12 @@ class TestPositions:
 
     async def test_writers_go_on_when_all_they_wrote_is_trimmed(self, log: Log) -> None:
         writer, transactions = await log.writer(), await log.transaction_writer("t")
+        ends = await log.end_positions([A0, B0])
         for number in range(3):
             await writer.write(emit(A0, b"%d" % number))
             await transactions.commit(outputs=[emit(B0, b"%d" % number)], group="g", positions={})
+            # The end of committed records moves behind a transaction soon after its commit.
+            assert await read_values(await log.reader(ends), 2) == [b"%d" % number] * 2
             ends = await log.end_positions([A0, B0])
             await log.trim(ends)
             assert await log.first_positions([A0, B0]) == ends
