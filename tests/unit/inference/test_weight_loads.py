@@ -1,7 +1,8 @@
 """Published weights into the stand-in engine, through the whole service."""
 
 import asyncio
-from contextlib import asynccontextmanager
+import socket
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -30,19 +31,26 @@ async def serving_scene(base: Path, engine: StandInEngine, **settings: object):
 
 
 @asynccontextmanager
-async def rendezvous(*, group_name: str = "g", is_new: bool = True, epoch: int = 1):
-    """An offer whose port is open, as that of a publisher which waits."""
-    server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
-    async with server:
-        yield Rendezvous(
+async def rendezvous(
+    *, group_name: str = "g", is_new: bool = True, epoch: int = 1, is_waiting: bool = True
+):
+    """An offer with a port of its own, open where its publisher waits there."""
+    async with AsyncExitStack() as stack:
+        port = stack.enter_context(socket.socket())
+        port.bind(("127.0.0.1", 0))
+        offer = Rendezvous(
             lane=0,
             epoch=epoch,
             host="127.0.0.1",
-            port=server.sockets[0].getsockname()[1],
+            port=port.getsockname()[1],
             group_name=group_name,
             backend="gloo",
             is_new=is_new,
         )
+        if is_waiting:
+            server = await asyncio.start_server(lambda _, writer: writer.close(), sock=port)
+            await stack.enter_async_context(server)
+        yield offer
 
 
 async def test_a_fresh_lane_says_that_it_serves_the_base_model(base: Path) -> None:
@@ -123,10 +131,8 @@ async def test_a_refused_process_group_falls_back_to_the_durable_copy(
 async def test_a_publisher_that_is_gone_falls_back_to_the_durable_copy(
     base: Path, trained: Path
 ) -> None:
-    async with rendezvous() as offer:
-        pass
     engine = StandInEngine(Speed(pretends_groups=True))
-    async with serving_scene(base, engine) as scene:
+    async with serving_scene(base, engine) as scene, rendezvous(is_waiting=False) as offer:
         await scene.publish(trained, version=1, fast_paths=(offer,))
         _, loaded = await scene.loaded(count=2)
     assert loaded.path == "durable"
