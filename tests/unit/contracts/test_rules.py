@@ -99,6 +99,22 @@ def test_weight_spans_decode_exactly_where_they_cover_the_output(bounds: list[tu
             decoded(topics.FINISHED_COMPLETIONS, fields)
 
 
+@given(tokens=st.integers(0, 3), routes=st.binary(max_size=13))
+def test_routes_decode_exactly_with_as_many_experts_for_every_token(tokens: int, routes: bytes):
+    fields = {
+        **COMPLETION,
+        "output": pack_ids([1] * tokens),
+        "logprobs": pack_floats([-1.0] * tokens),
+        "routes": routes,
+    }
+    is_whole = not routes or (tokens > 0 and len(routes) % (2 * tokens) == 0)
+    if is_whole and all(expert >= 0 for (expert,) in struct.iter_unpack("<h", routes)):
+        assert decoded(topics.FINISHED_COMPLETIONS, fields).routes == routes
+    else:
+        with pytest.raises(msgspec.ValidationError, match="routes: "):
+            decoded(topics.FINISHED_COMPLETIONS, fields)
+
+
 def test_shared_tokens_need_a_parent_and_a_whole_context_holds_them():
     with pytest.raises(msgspec.ValidationError, match="shared with no parent"):
         decoded(topics.FINISHED_COMPLETIONS, {**COMPLETION, "shared_prefix_tokens": 1})

@@ -220,6 +220,7 @@ def test_an_answer_becomes_a_record_with_exactly_its_numbers() -> None:
     record = finished(
         request,
         answer([EngineSpan("1.2", 0, 1), EngineSpan("1.3", 1, 2)], cached_tokens=2),
+        limits=LIMITS,
         timing=TIMING,
         is_cancelled=False,
     )
@@ -236,8 +237,8 @@ def test_an_answer_becomes_a_record_with_exactly_its_numbers() -> None:
 
 def test_an_aborted_generation_is_no_completion() -> None:
     aborted = answer(finish_reason=EngineFinish("abort", "out of memory"))
-    ours = finished(requested(), aborted, timing=TIMING, is_cancelled=True)
-    theirs = finished(requested(), aborted, timing=TIMING, is_cancelled=False)
+    ours = finished(requested(), aborted, limits=LIMITS, timing=TIMING, is_cancelled=True)
+    theirs = finished(requested(), aborted, limits=LIMITS, timing=TIMING, is_cancelled=False)
     assert (ours.finish_reason, ours.error, ours.output) == ("abort", "cancelled", b"")
     assert (theirs.finish_reason, theirs.error) == ("abort", "engine: out of memory")
 
@@ -256,7 +257,13 @@ def test_an_aborted_generation_is_no_completion() -> None:
 )
 def test_an_answer_that_contradicts_itself_is_refused(broken: dict[str, object]) -> None:
     with pytest.raises(InvalidAnswerError):
-        finished(requested(), answer(**broken), timing=TIMING, is_cancelled=False)  # type: ignore[arg-type]
+        finished(
+            requested(),
+            answer(**broken),  # type: ignore[arg-type]
+            limits=LIMITS,
+            timing=TIMING,
+            is_cancelled=False,
+        )
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5)), max_size=8))

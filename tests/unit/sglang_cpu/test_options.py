@@ -1,5 +1,6 @@
 """The command line and environment of an engine, and what a server refuses before it starts."""
 
+import json
 import socket
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from forgemq.sglang_cpu.options import EngineOptions, command_line, environment
+from forgemq.sglang_cpu.options import EngineOptions, command_line, environment, is_mixture
 from forgemq.sglang_cpu.server import EngineServer, EngineServerError, free_port
 
 
@@ -32,6 +33,25 @@ def test_a_gpu_engine_leaves_device_and_cache_to_sglang() -> None:
     assert "--dtype bfloat16 --tp-size 4 --enable-fp32-lm-head" in command
     for absent in ("--device", "--max-total-tokens", "--max-running-requests", "torch_native"):
         assert absent not in command
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"num_experts_per_tok": 8}, True),
+        ({"text_config": {"num_experts_per_tok": 2}}, True),
+        ({"num_experts_per_tok": None}, False),
+        ({"hidden_size": 64}, False),
+    ],
+)
+def test_a_mixture_of_experts_is_started_so_that_it_can_say_which_ran(
+    config: dict[str, object], expected: bool
+) -> None:
+    assert is_mixture(json.dumps(config).encode()) == expected
+    command = command_line(
+        EngineOptions(), model_path="m", host="127.0.0.1", port=7, has_experts=expected
+    )
+    assert ("--enable-return-routed-experts" in command) == expected
 
 
 def test_the_environment_keeps_health_checks_shallow_and_logprobs_after_the_temperature() -> None:
@@ -61,6 +81,9 @@ def test_sglang_finds_the_platform_and_the_hooks() -> None:
 
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(EngineServerError, match=r"config\.json is missing"):
+        EngineServer(str(tmp_path), tmp_path, port=free_port()).start()
+    (tmp_path / "config.json").write_text("no model")
+    with pytest.raises(EngineServerError, match=r"no model at .*config\.json: JSON is malformed"):
         EngineServer(str(tmp_path), tmp_path, port=free_port()).start()
 
 

@@ -25,6 +25,7 @@ from forgemq.contracts.rules import (
     check_ids,
     check_json_object,
     check_json_objects,
+    check_routes,
 )
 
 FinishReason: TypeAlias = Annotated[
@@ -149,6 +150,15 @@ class FinishedCompletion(Struct, frozen=True, kw_only=True, omit_defaults=True):
     temperature: Annotated[float, Meta(ge=0)] = 1.0
     support: Support = "full"
     spans: Annotated[tuple[WeightSpan, ...], Meta(description="Cover the output, in order.")] = ()
+    routes: Annotated[
+        bytes,
+        Meta(
+            description="int16[output tokens, layers, top_k], little-endian: experts of the "
+            "engine's newest pass over the token before each output token, which is the pass that "
+            "sampled it unless the engine retracted the request since; b'' for dense models, "
+            "truncated support, or where none were recorded."
+        ),
+    ] = b""
     queued_s: Annotated[Seconds, Meta(description="Requested until the engine took it.")] = 0.0
     engine_s: Annotated[Seconds, Meta(description="In the engine, prefill and decode.")] = 0.0
     cached_tokens: TokenCount = 0
@@ -162,6 +172,7 @@ class FinishedCompletion(Struct, frozen=True, kw_only=True, omit_defaults=True):
         check_ids("context", self.context)
         count = check_ids("output", self.output)
         check_finite("logprobs", self.logprobs, count=count)
+        check_routes("routes", self.routes, count=count)
         _check_prefix(self.parent_id, self.shared_prefix_tokens)
         if self.spans:
             _check_spans(self.spans, count=count)

@@ -13,6 +13,8 @@ import msgspec
 
 ITEM_BYTES = 4
 """Token ids are int32, log-probabilities float32."""
+EXPERT_BYTES = 2
+"""Experts of a mixture are int16."""
 
 
 def check_items(field: str, data: bytes, *, count: int | None = None) -> int:
@@ -43,6 +45,19 @@ def check_finite(field: str, data: bytes, *, count: int) -> None:
     # float32 added up as float64 cannot overflow: the sum is finite exactly where all items are.
     if not math.isfinite(sum(values)):
         raise ValueError(f"{field}: an item is not finite")
+
+
+def check_rows(field: str, data: bytes, *, count: int) -> None:
+    """These bytes are int16 in `count` rows of one length, or there are none."""
+    if data and (not count or len(data) % (EXPERT_BYTES * count)):
+        raise ValueError(f"{field}: {len(data)} bytes are no int16 array of {count} rows")
+
+
+def check_routes(field: str, data: bytes, *, count: int) -> None:
+    """These bytes are experts in `count` rows of one length, or there are none."""
+    check_rows(field, data, count=count)
+    if not data[EXPERT_BYTES - 1 :: EXPERT_BYTES].isascii():  # The sign, as in `check_ids`.
+        raise ValueError(f"{field}: an expert is negative")
 
 
 def check_number(field: str, value: float) -> None:

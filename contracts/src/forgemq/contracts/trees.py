@@ -5,7 +5,7 @@ from typing import Annotated
 from msgspec import Meta, Struct
 
 from forgemq.contracts.fields import DomainName, GroupId
-from forgemq.contracts.rules import check_finite, check_ids, check_items
+from forgemq.contracts.rules import check_finite, check_ids, check_items, check_rows
 
 
 class MergedTree(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -37,8 +37,8 @@ class MergedTree(Struct, frozen=True, kw_only=True, omit_defaults=True):
     entry_route: Annotated[
         bytes,
         Meta(
-            description="int16[E, layers, top_k] experts of the pass that sampled the entry; "
-            "b'' for dense models or where none were recorded."
+            description="int16[E, layers, top_k] experts of the pass that sampled the entry, as "
+            "in FinishedCompletion.routes; b'' for dense models or where a sample has none."
         ),
     ] = b""
     entry_reference_logprob: Annotated[
@@ -59,12 +59,7 @@ class MergedTree(Struct, frozen=True, kw_only=True, omit_defaults=True):
         check_items("entry_version", self.entry_version, count=entries)
         if self.entry_reference_logprob:
             check_finite("entry_reference_logprob", self.entry_reference_logprob, count=entries)
-        # int16, as many of them for every entry.
-        if self.entry_route and (not entries or len(self.entry_route) % (2 * entries)):
-            raise ValueError(
-                f"entry_route: {len(self.entry_route)} bytes are no int16 array over "
-                f"{entries} entries"
-            )
+        check_rows("entry_route", self.entry_route, count=entries)
 
     def _check_samples(self) -> None:
         samples = len(self.sample_ids)

@@ -3,12 +3,21 @@
 import sys
 from collections.abc import Mapping
 
+import msgspec
 from msgspec import Struct
 
 from forgemq.sglang_cpu.plugin import WEIGHT_GROUP_TIMEOUT_VARIABLE
 
 MEMORY_BYTES_MIN = 5 * 2**30
 """Three processes of 1.1-1.3 GB each on a CPU, weights and K/V of a small model included."""
+
+
+class _TextConfig(Struct, frozen=True):
+    num_experts_per_tok: int | None = None
+
+
+class _ModelConfig(_TextConfig, frozen=True):
+    text_config: _TextConfig | None = None
 
 
 class EngineOptions(Struct, frozen=True, kw_only=True):
@@ -37,8 +46,18 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
     extra: tuple[str, ...] = ()
 
 
-def command_line(options: EngineOptions, *, model_path: str, host: str, port: int) -> list[str]:
-    """The whole command, this interpreter first."""
+def command_line(
+    options: EngineOptions, *, model_path: str, host: str, port: int, has_experts: bool = False
+) -> list[str]:
+    """The whole command, this interpreter first.
+
+    Args:
+        options: of the server.
+        model_path: folder in Hugging Face format.
+        host: address to listen on.
+        port: of the HTTP server.
+        has_experts: the model is a mixture of experts; the server then can say which ones ran.
+    """
     command = [sys.executable, "-m", "forgemq.sglang_cpu", "--model-path", model_path]
     command += ["--host", host, "--port", str(port)]
     command += ["--weight-version", options.weight_version]
@@ -50,7 +69,15 @@ def command_line(options: EngineOptions, *, model_path: str, host: str, port: in
     running_max = options.running_requests_max or (None if options.has_gpu else 48)
     if running_max is not None:
         command += ["--max-running-requests", str(running_max)]
+    if has_experts:
+        command += ["--enable-return-routed-experts"]  # SGLang dies of it with a dense model.
     return [*command, *options.extra]
+
+
+def is_mixture(config: bytes) -> bool:
+    """Whether a model's config.json is that of a mixture of experts, as SGLang sees it."""
+    model = msgspec.json.decode(config, type=_ModelConfig)
+    return bool((model.text_config or model).num_experts_per_tok)
 
 
 def _cpu_arguments(options: EngineOptions) -> list[str]:

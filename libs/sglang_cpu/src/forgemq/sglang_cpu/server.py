@@ -16,9 +16,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeAlias
 
+import msgspec
 import psutil
 
-from forgemq.sglang_cpu.options import MEMORY_BYTES_MIN, EngineOptions, command_line, environment
+from forgemq.sglang_cpu.options import (
+    MEMORY_BYTES_MIN,
+    EngineOptions,
+    command_line,
+    environment,
+    is_mixture,
+)
 
 Progress: TypeAlias = Callable[[float, str], None]
 """Called about every 2 s of waiting with seconds waited and the newest line of the log."""
@@ -97,14 +104,18 @@ class EngineServer:
         if self.is_running():
             raise EngineServerError(f"the engine on port {self._port} is running already")
         self.stop()  # what a server that died by itself may have left
-        self._check_model()
+        has_experts = self._is_mixture()
         _check_port(self._host, self._port)
         _check_memory()
         self._folder.mkdir(parents=True, exist_ok=True)
         # A child's environment is that of its parent plus what the engine needs.
         inherited = os.environ if self._inherited is None else self._inherited  # noqa: TID251
         command = command_line(
-            self._options, model_path=self._model_path, host=self._host, port=self._port
+            self._options,
+            model_path=self._model_path,
+            host=self._host,
+            port=self._port,
+            has_experts=has_experts,
         )
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
@@ -189,9 +200,14 @@ class EngineServer:
         """Stop."""
         self.stop()
 
-    def _check_model(self) -> None:
-        if not (Path(self._model_path) / "config.json").is_file():
+    def _is_mixture(self) -> bool:
+        path = Path(self._model_path) / "config.json"
+        if not path.is_file():
             raise EngineServerError(f"no model at {self._model_path}: config.json is missing")
+        try:
+            return is_mixture(path.read_bytes())
+        except msgspec.MsgspecError as error:
+            raise EngineServerError(f"no model at {self._model_path}: {path}: {error}") from error
 
     def _error(self, what: str) -> EngineServerError:
         tail = "\n".join(self.log_tail())

@@ -119,6 +119,9 @@ class Attachment:
             model_path=self._configuration.model.path,
             context_tokens_max=self._configuration.model.context_tokens_max,
         )
+        if limits.experts is not None and not limits.records_routes:
+            # The trainer then routes by itself, and some of the gap to the engine is routing.
+            self._telemetry.event("routes_not_recorded", url=self._engine.url)
         await self._load_newest()
         if self._weights.served.is_dirty:
             raise EngineRefusedError("an update of the engine broke off and nothing is published")

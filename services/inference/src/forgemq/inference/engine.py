@@ -37,12 +37,13 @@ class ModelInfo(msgspec.Struct, frozen=True):
 
 
 class ServerInfo(msgspec.Struct, frozen=True):
-    """Of /server_info: limits of the engine, in tokens."""
+    """Of /server_info: limits of the engine, in tokens, and what it was started to do."""
 
     max_total_num_tokens: int
     max_req_input_len: int
     context_length: int | None = None
     tp_size: int = 1
+    enable_return_routed_experts: bool = False
 
 
 class _Success(msgspec.Struct, frozen=True):

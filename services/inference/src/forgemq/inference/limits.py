@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 
 from forgemq.inference.core.generation import EngineLimits
+from forgemq.inference.core.routes import Experts
 from forgemq.inference.engine import ServerInfo
 
 
@@ -16,6 +17,8 @@ class ModelFolderError(Exception):
 class _TextConfig(msgspec.Struct, frozen=True):
     vocab_size: int | None = None
     max_position_embeddings: int | None = None
+    num_hidden_layers: int | None = None
+    num_experts_per_tok: int | None = None
 
 
 class _ModelConfig(_TextConfig, frozen=True):
@@ -45,8 +48,13 @@ async def engine_limits(
     if vocabulary_size is None:
         raise ModelFolderError(f"{path} names no vocab_size")
     positions = server.context_length or text.max_position_embeddings or server.max_req_input_len
+    experts = None
+    if text.num_experts_per_tok and text.num_hidden_layers:
+        experts = Experts(layers=text.num_hidden_layers, top_k=text.num_experts_per_tok)
     return EngineLimits(
         context_tokens_max=min(positions, server.max_total_num_tokens, context_tokens_max),
         input_tokens_max=server.max_req_input_len,
         vocabulary_size=vocabulary_size,
+        experts=experts,
+        records_routes=server.enable_return_routed_experts,
     )

@@ -188,12 +188,13 @@ class Requests:
             refusal = self._closed.result()
         if refusal is not None:
             return refused(request, refusal, timing=Timing(queued_s, 0.0))
-        assert self._engine_limits is not None, "open() sets the limits"
+        limits = self._engine_limits
+        assert limits is not None, "open() sets the limits"
         body = generate_body(
             request,
             rid=f"{request.request_id}.{request.attempt}.{self._limits.epoch}",
             context=run.context,
-            limits=self._engine_limits,
+            limits=limits,
         )
         if isinstance(body, Refused):
             return refused(request, body, timing=Timing(queued_s, 0.0))
@@ -206,7 +207,9 @@ class Requests:
         timing = _timing(answer.meta_info, queued_s=queued_s, waited_s=waited_s)
         is_cancelled = self._state.is_cancelled(run.attempt)
         try:
-            return finished(request, answer, timing=timing, is_cancelled=is_cancelled)
+            return finished(
+                request, answer, limits=limits, timing=timing, is_cancelled=is_cancelled
+            )
         except InvalidAnswerError as error:
             return refused(request, Refused("error", f"engine: {error}"), timing=timing)
 

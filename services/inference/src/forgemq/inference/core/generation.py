@@ -22,6 +22,7 @@ from forgemq.contracts.completions import (
 from forgemq.contracts.episodes import Sampling
 from forgemq.inference.core.context import TOKEN_BYTES, TokenContext
 from forgemq.inference.core.lane import Refused
+from forgemq.inference.core.routes import Experts, InvalidRoutesError, packed_routes
 from forgemq.inference.core.weights import Weights, weights_of_name
 
 GREEDY_BELOW = 1e-6
@@ -35,11 +36,15 @@ class EngineLimits(Struct, frozen=True, kw_only=True):
         context_tokens_max: Context and output together.
         input_tokens_max: Context alone.
         vocabulary_size: A token id at or above it would end the engine's process.
+        experts: Of the model, None for a dense one.
+        records_routes: The engine can say which experts ran for a token.
     """
 
     context_tokens_max: int
     input_tokens_max: int
     vocabulary_size: int
+    experts: Experts | None = None
+    records_routes: bool = False
 
 
 class EngineSpan(Struct, frozen=True):
@@ -67,6 +72,7 @@ class EngineMeta(Struct, frozen=True):
     cached_tokens: int = 0
     num_retractions: int = 0
     queue_time: float | None = None
+    routed_experts: bytes | None = None
 
 
 class EngineAnswer(Struct, frozen=True):
@@ -117,12 +123,15 @@ def generate_body(
         return Refused(
             "error", f"engine: a token id is outside the vocabulary of {limits.vocabulary_size}"
         )
-    return {
+    body = {
         "rid": rid,
         "input_ids": Raw(b"[" + context.text + b"]"),
         "return_logprob": True,
         "sampling_params": sampling_parameters(request.sampling, tokens_max=room),
     }
+    if _recorded_experts(request.sampling, limits) is not None:
+        body |= {"return_routed_experts": True, "routed_experts_start_len": tokens_count - 1}
+    return body
 
 
 def sampling_parameters(sampling: Sampling, *, tokens_max: int) -> dict[str, Any]:
@@ -152,12 +161,24 @@ def support_of(sampling: Sampling) -> Support:
 
 
 def finished(
-    request: RequestedCompletion, answer: EngineAnswer, *, timing: Timing, is_cancelled: bool
+    request: RequestedCompletion,
+    answer: EngineAnswer,
+    *,
+    limits: EngineLimits,
+    timing: Timing,
+    is_cancelled: bool,
 ) -> FinishedCompletion:
     """The record of a generation.
 
+    Args:
+        request: as it was asked.
+        answer: to the body that `generate_body` made of it.
+        limits: the same as there.
+        timing: of the request.
+        is_cancelled: says why the engine aborted, where it did.
+
     Raises:
-        InvalidAnswerError: tokens, log-probabilities and spans do not fit together.
+        InvalidAnswerError: tokens, log-probabilities, spans and routes do not fit together.
     """
     meta = answer.meta_info
     reason = meta.finish_reason.type
@@ -174,6 +195,7 @@ def finished(
         temperature=0.0 if is_greedy else request.sampling.temperature,
         support=support_of(request.sampling),
         spans=spans_of(meta, tokens_count=len(answer.output_ids)),
+        routes=_routes(answer, _recorded_experts(request.sampling, limits)),
         queued_s=timing.queued_s,
         engine_s=timing.engine_s,
         cached_tokens=meta.cached_tokens,
@@ -241,6 +263,24 @@ def _logprobs(answer: EngineAnswer) -> bytes:
     if [entry[1] for entry in entries] != answer.output_ids:
         raise InvalidAnswerError("log-probabilities are of other tokens than the output")
     return pack_floats(values)  # type: ignore[arg-type]  # no None is left
+
+
+def _recorded_experts(sampling: Sampling, limits: EngineLimits) -> Experts | None:
+    """The model's experts if this request's routes are asked for: only where its tokens train."""
+    may_train = support_of(sampling) == "full"
+    return limits.experts if limits.records_routes and may_train else None
+
+
+def _routes(answer: EngineAnswer, experts: Experts | None) -> bytes:
+    if experts is None or not answer.output_ids:
+        return b""
+    recorded = answer.meta_info.routed_experts
+    if recorded is None:
+        raise InvalidAnswerError("routes were asked for and are not there")
+    try:
+        return packed_routes(recorded, tokens_count=len(answer.output_ids), experts=experts)
+    except InvalidRoutesError as error:
+        raise InvalidAnswerError(str(error)) from error
 
 
 def _aborted(message: str, *, is_cancelled: bool) -> Refused:

@@ -23,11 +23,17 @@ class KeptCompletion(Struct, frozen=True, kw_only=True):
     temperature: float
     support: Support
     spans: tuple[WeightSpan, ...]
+    routes: bytes = b""
 
     @property
     def output_tokens(self) -> int:
         """Number of sampled tokens."""
         return len(self.output) // INT32_BYTES
+
+    @property
+    def route_bytes(self) -> int:
+        """Bytes of one token's route; 0 where none were recorded."""
+        return len(self.routes) // self.output_tokens if self.routes else 0
 
     @property
     def has_entries(self) -> bool:
@@ -60,6 +66,7 @@ class OpenGroup:
             temperature=record.temperature,
             support=record.support,
             spans=record.spans,
+            routes=record.routes,
         )
 
     def in_log_order(self) -> tuple[KeptCompletion, ...]:

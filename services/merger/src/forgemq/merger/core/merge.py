@@ -179,7 +179,26 @@ def _wire(scored: ScoredGroup, samples: Sequence[Sample], tree: PrefixTree) -> M
         sample_turn=_bytes([sample.score.sequence for sample in samples], INT32),
         sample_ids=tuple(sample.completion.completion_id for sample in samples),
         lineage=max(span.lineage for sample in samples for span in sample.completion.spans),
+        entry_route=_entry_routes(samples),
     )
+
+
+def _entry_routes(samples: Sequence[Sample]) -> bytes:
+    """Routes of all entries; none at all where a sample came without: the trainer routes then.
+
+    Raises:
+        UnmergeableError: rows of several lengths, so samples of several models.
+    """
+    if not all(sample.completion.routes for sample in samples):
+        return b""
+    first = samples[0].completion
+    for completion in (sample.completion for sample in samples):
+        if completion.route_bytes != first.route_bytes:
+            raise UnmergeableError(
+                f"completion {completion.completion_id}: routes of {completion.route_bytes} bytes "
+                f"a token, those of {first.completion_id} have {first.route_bytes}"
+            )
+    return b"".join(sample.completion.routes for sample in samples)
 
 
 def _entry_tokens(samples: Sequence[Sample], tree: PrefixTree) -> npt.NDArray[np.int64]:

@@ -1,0 +1,186 @@
+"""Expert routes of a real engine, through inference and merger, replayed by the trainer."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from forgemq.bus.memory import MemoryLog
+from forgemq.contracts.arrays import unpack_ids
+from forgemq.contracts.run import Loss
+from forgemq.contracts.trees import MergedTree
+from forgemq.merger.core.merger import Merger
+from forgemq.sglang_cpu.server import EngineServer, free_port
+from forgemq.trainer.core.loss import loss_function
+from forgemq.trainer.core.memory import Microbatch
+from forgemq.trainer.core.step import forward_backward
+from forgemq.trainer.core.tree import read_tree
+from forgemq.trainer.model import load_model
+from tests.engine_fixture import ENGINE_MODEL, START_TIMEOUT_S, engine_options, reset_engine
+from tests.lane_scene import GROUP, LaneScene, create_topics
+from tests.unit.merger.records import feed, scored
+from tests.unit.trainer.scene import save_base
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+
+LAYERS, TOP_K, EXPERTS = 3, 2, 8
+CONTEXT = [10, 20, 30, 40, 50, 60]
+SAMPLED = 150
+GAP_NATS_MAX = 1e-4
+
+
+def mixture(folder: Path, *, noise: float = 0.0) -> Path:
+    """A tiny mixture of experts with random weights, which the engine can serve."""
+    save_base(
+        folder,
+        kind="qwen3_moe",
+        vocab_size=704,
+        hidden_size=64,
+        head_dim=16,
+        num_hidden_layers=LAYERS,
+        num_experts=EXPERTS,
+        num_experts_per_tok=TOP_K,
+        max_position_embeddings=1024,
+        eos_token_id=2,
+    )
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(ENGINE_MODEL / name, folder / name)
+    if noise:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        torch.manual_seed(1)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter += noise * torch.randn_like(parameter)
+        model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return mixture(tmp_path_factory.mktemp("mixture"))
+
+
+@pytest.fixture(scope="module")
+def url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """An engine of its own: the session's serves a dense model."""
+    server = EngineServer(
+        str(model), tmp_path_factory.mktemp("engine"), port=free_port(), options=engine_options()
+    )
+    server.start()
+    try:
+        server.wait_healthy(timeout_s=START_TIMEOUT_S)
+        yield server.url
+    finally:
+        server.stop()
+
+
+async def scene_on(url: str, model: Path) -> LaneScene:
+    reset_engine(url, model)
+    log = MemoryLog(run="r")
+    await create_topics(log)
+    return LaneScene(log, model=model, engine_url=url)
+
+
+def chosen_by(model: Path, context: list[int], output: list[int]) -> np.ndarray:
+    """The experts that plain transformers chooses at the token before each of the output."""
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    tokens = torch.tensor([[*context, *output]])
+    with torch.no_grad():
+        logits = policy(tokens, output_router_logits=True).router_logits
+    best = torch.stack([layer.topk(TOP_K).indices for layer in logits], dim=1)
+    return best[len(context) - 1 : -1].numpy()
+
+
+def gap_nats(tree: MergedTree, model: Path, *, dtype: str = "float32") -> np.ndarray:
+    """Log-probabilities of the trainer against those of the engine, by entry."""
+    forest = read_tree(tree)
+    values = forward_backward(
+        load_model(model, dtype=dtype).policy,  # type: ignore[arg-type]  # one of two
+        [forest],
+        [Microbatch(groups=(0,), blocks=((0, forest.token_count),))],
+        weights=[1.0],
+        loss=loss_function(Loss()),
+        head_chunk=64,
+    )
+    return np.abs(values.logprob_E - forest.entry_logprob_E)
+
+
+async def group_of_four(scene: LaneScene) -> MergedTree:
+    """Two rollouts of two turns, merged."""
+    async with scene.serving():
+        await scene.report(is_serving=True)
+        for number in (0, 1):
+            await scene.request(number, CONTEXT, max_tokens=SAMPLED)
+        records = await scene.finished(count=2, timeout_s=60)
+        for record in records:
+            parent = int(record.request_id, 16)
+            shared = len(CONTEXT) + len(unpack_ids(record.output))
+            await scene.request(
+                parent + 2,
+                [70, 71],
+                parent=parent,
+                shared=shared,
+                is_delta=True,
+                max_tokens=SAMPLED,
+            )
+        records = await scene.finished(count=4, timeout_s=60)
+    outputs = feed(Merger(0), *records, scored(0, 1, 2, 3, group_id=GROUP))
+    tree = outputs[0].record
+    assert isinstance(tree, MergedTree), outputs
+    return tree
+
+
+async def test_replayed_routes_give_the_trainer_the_engines_log_probabilities(
+    url: str, model: Path
+) -> None:
+    """In float32 both choose alike, so routes of the neighbouring entry would show."""
+    tree = await group_of_four(await scene_on(url, model))
+    routes = np.frombuffer(tree.entry_route, "<i2").reshape(-1, LAYERS * TOP_K)
+    assert len(routes) == len(tree.entry_token) // 4
+    shifted = np.roll(routes, 1, axis=0).tobytes()
+    assert gap_nats(tree, model).max() < GAP_NATS_MAX
+    assert gap_nats(msgspec.structs.replace(tree, entry_route=shifted), model).max() > 0.1
+
+
+async def test_replay_takes_the_routing_out_of_the_gap_of_a_trainer_that_chooses_otherwise(
+    url: str, model: Path
+) -> None:
+    """In bfloat16 the trainer's own router flips near ties; what is left is its rounding."""
+    tree = await group_of_four(await scene_on(url, model))
+    unrouted = msgspec.structs.replace(tree, entry_route=b"")
+    replayed, own = (gap_nats(each, model, dtype="bfloat16") for each in (tree, unrouted))
+    assert replayed.max() < own.max()
+
+
+async def test_new_weights_within_a_completion_leave_the_routes_of_the_newest_pass(
+    url: str, model: Path, tmp_path: Path
+) -> None:
+    """The engine computes context and output so far anew, as what follows is sampled on that."""
+    trained = mixture(tmp_path / "trained", noise=0.05)
+    scene = await scene_on(url, model)
+    async with scene.serving():
+        await scene.report(is_serving=True)
+        await scene.request(0, CONTEXT, max_tokens=900)
+        await scene.until_running()
+        await scene.publish(trained, version=1)
+        (record,) = await scene.finished(count=1, timeout_s=60)
+    assert [span.version for span in record.spans] == [0, 1]
+    output = unpack_ids(record.output)
+    routes = np.frombuffer(record.routes, "<i2").reshape(-1, LAYERS, TOP_K)
+    assert np.array_equal(routes, chosen_by(trained, CONTEXT, output))
+    assert not np.array_equal(routes, chosen_by(model, CONTEXT, output))
+
+
+async def test_routes_are_not_recorded_where_the_output_never_trains(url: str, model: Path) -> None:
+    scene = await scene_on(url, model)
+    async with scene.serving():
+        await scene.report(is_serving=True)
+        await scene.request(0, CONTEXT, max_tokens=8, temperature=0.0)
+        (record,) = await scene.finished(count=1, timeout_s=60)
+    assert record.output
+    assert record.routes == b""
