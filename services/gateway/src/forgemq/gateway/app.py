@@ -104,8 +104,12 @@ async def serve(
 
 
 def _listener(settings: GatewaySettings) -> socket.socket:
-    """The bound socket; accepted connections get TCP_NODELAY from the event loop."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    """The bound socket; the event loop sets TCP_NODELAY on what it accepts.
+
+    It does so only where the protocol is named. Without it an answer's body waits for the client to
+    acknowledge the head: 40 ms on a connection that is kept.
+    """
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((settings.host, settings.port))
     return listener
