@@ -1,4 +1,4 @@
-"""Services that need no torch never import it, and each one's own dependencies are enough."""
+"""Services load no torch and no exporter that they do not need; what they declare is enough."""
 
 import re
 import subprocess
@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 LIGHT = ("agents", "console", "gateway", "inference", "launcher", "merger", "reward", "scheduler")
 HEAVY = ("torch", "sglang", "transformers", "vllm", "triton", "tensorflow", "jax")
+EXPORTING = ("opentelemetry.sdk", "opentelemetry.exporter", "prometheus_client")
 
 IMPORT_ALL = """
 import importlib, pkgutil, sys
@@ -27,13 +28,14 @@ for module in pkgutil.walk_packages(package.__path__, "forgemq.{service}."):
     if not module.name.endswith("__main__"):
         importlib.import_module(module.name)
 loaded = sorted(set({heavy!r}) & set(sys.modules))
+loaded += [name for name in sys.modules if name.startswith({exporting!r})]
 assert not loaded, loaded
 print("imported", len([name for name in sys.modules if name.startswith("forgemq.{service}")]))
 """
 
 
 def import_all(python: Path | str, service: str, *, timeout_s: float) -> str:
-    script = IMPORT_ALL.format(service=service, heavy=HEAVY)
+    script = IMPORT_ALL.format(service=service, heavy=HEAVY, exporting=EXPORTING)
     done = subprocess.run(
         [python, "-c", script], capture_output=True, text=True, timeout=timeout_s, check=False
     )
@@ -42,12 +44,12 @@ def import_all(python: Path | str, service: str, *, timeout_s: float) -> str:
 
 
 @pytest.mark.parametrize("service", LIGHT)
-def test_a_light_service_imports_without_torch(service: str):
+def test_a_light_service_imports_without_torch_and_without_an_exporters_sdk(service: str):
     assert re.match(r"imported \d+", import_all(sys.executable, service, timeout_s=60))
 
 
 def test_a_heavy_import_is_caught():
-    script = IMPORT_ALL.format(service="contracts", heavy=(*HEAVY, "msgspec"))
+    script = IMPORT_ALL.format(service="contracts", heavy=(*HEAVY, "msgspec"), exporting=EXPORTING)
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
     )

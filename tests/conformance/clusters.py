@@ -14,7 +14,13 @@ INLINE_BYTES_MAX = 2_000
 
 
 class Cluster(Protocol):
-    """What the suite needs beyond a `Log`."""
+    """What the suite needs beyond a `Log`.
+
+    Attributes:
+        quiet_s: Long enough for a record that must not come to have come.
+    """
+
+    quiet_s: float
 
     def process(self, *, has_blobs: bool = True) -> Log:
         """Another handle of the same run, as another process has."""
@@ -32,6 +38,8 @@ class Cluster(Protocol):
 
 
 class MemoryCluster:
+    quiet_s = 0.05
+
     def __init__(self, blobs: BlobStore) -> None:
         self._log = MemoryLog(run="r", blobs=blobs, inline_bytes_max=INLINE_BYTES_MAX)
         self._opened = [self._log]
@@ -55,6 +63,8 @@ class MemoryCluster:
 
 
 class KafkaCluster:
+    quiet_s = 0.6
+
     def __init__(self, bootstrap: str, run: str, blobs: BlobStore) -> None:
         self._bootstrap = bootstrap
         self._run = run

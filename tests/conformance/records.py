@@ -8,7 +8,6 @@ from forgemq.bus.log import Emit, Log, Place, Reader, Record
 A0, A1 = Place("a", 0), Place("a", 1)
 B0, B1 = Place("b", 0), Place("b", 1)
 C0 = Place("c", 0)
-QUIET_S = 0.6  # Long enough for a record that must not come to have come.
 PATIENCE_S = 15.0
 
 

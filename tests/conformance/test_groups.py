@@ -156,7 +156,7 @@ async def test_no_record_is_returned_before_the_callback_has_returned(
     log: Log, cluster: Cluster
 ) -> None:
     await (await log.writer()).write_all(emits("a", 40))
-    first, second = Watched(assigning_s=0.5), Watched(assigning_s=0.5)
+    first, second = (Watched(assigning_s=cluster.quiet_s) for _ in range(2))
     await first.join(log, topics=("a",))
     async with reading(first):
         await second.join(cluster.process(), topics=("a",))
@@ -165,14 +165,16 @@ async def test_no_record_is_returned_before_the_callback_has_returned(
     assert first.read_while_assigning == second.read_while_assigning == 0
 
 
-async def test_a_paused_partition_stays_paused_and_others_are_read(log: Log) -> None:
+async def test_a_paused_partition_stays_paused_and_others_are_read(
+    log: Log, cluster: Cluster
+) -> None:
     await (await log.writer()).write_all(emits("a", 10))
     watched = Watched()
     member = await watched.join(log, topics=("a",))
     member.pause([Place("a", 0)])
     async with reading(watched):
         await until(lambda: len(watched.records) == 5)
-        await asyncio.sleep(0.4)
+        await asyncio.sleep(cluster.quiet_s)
         assert {record.partition for record in watched.records} == {1}
         member.resume([Place("a", 0)])
         await until(lambda: len(watched.records) == 10)

@@ -13,7 +13,6 @@ from tests.conformance.records import (
     A0,
     A1,
     B0,
-    QUIET_S,
     emit,
     numbered,
     read_records,
@@ -23,13 +22,15 @@ from tests.conformance.records import (
 
 
 class TestBackPressure:
-    async def test_paused_partitions_give_nothing_and_lose_nothing(self, log: Log) -> None:
+    async def test_paused_partitions_give_nothing_and_lose_nothing(
+        self, log: Log, cluster: Cluster
+    ) -> None:
         await write(log, [*numbered(A0, 5), *numbered(A1, 5)])
         reader = await log.reader({A0: 0, A1: 0})
         assert len(await read_records(reader, 1)) == 1
         reader.pause([A0, A1])
         before = reader.position(A0), reader.position(A1)
-        assert await reader.read(timeout_s=QUIET_S, records_max=100) == []
+        assert await reader.read(timeout_s=cluster.quiet_s, records_max=100) == []
         reader.resume([A1])
         await write(log, [*numbered(A0, 2, start=5), *numbered(A1, 2, start=5)])
         got = await read_records(reader, 7 - before[1])

@@ -16,7 +16,6 @@ from tests.conformance.records import (
     B1,
     C0,
     PATIENCE_S,
-    QUIET_S,
     emit,
     numbered,
     read_values,
@@ -83,7 +82,7 @@ class TestTransactions:
         await write(log, [emit(A0, b"behind")])
         reader = await log.reader({A0: 0})
         assert await read_values(reader, 1) == [b"before"]
-        assert await reader.read(timeout_s=QUIET_S, records_max=10) == []
+        assert await reader.read(timeout_s=cluster.quiet_s, records_max=10) == []
         assert await log.end_positions([A0]) == {A0: 1}
         assert await log.end_positions([A0], isolation="uncommitted") == {A0: 4}
         everything = await log.reader({A0: 0}, isolation="uncommitted")

@@ -10,6 +10,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from tests.autojump import pytest_asyncio_loop_factories  # noqa: F401 - a hook
+
 ADMIN = "admin"
 
 

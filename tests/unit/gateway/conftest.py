@@ -1,9 +1,10 @@
-"""A model folder for all tests of the gateway."""
+"""A model folder for all tests of the gateway; what they would wait for is skipped."""
 
 from pathlib import Path
 
 import pytest
 
+from tests.autojump import pytest_asyncio_loop_factories  # noqa: F401 - a hook
 from tests.unit.rendering.folders import write_model_folder
 
 

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -15,7 +14,7 @@ from forgemq.bus.memory import MemoryLog
 from forgemq.contracts import topics
 from forgemq.contracts.arrays import unpack_ids
 from tests.unit.gateway.scripted_lane import Asked, contexts_of, wall_ms
-from tests.unit.gateway.world import configuration_of, running
+from tests.unit.gateway.world import configuration_of, plain_http, running
 
 TOOLS: list[Any] = [
     {
@@ -209,7 +208,7 @@ async def test_a_waiting_stream_shows_life_before_and_nothing_after_the_answer(
     async with running(log_store(), configuration_of(model), slowly) as (world, _):
         claim = await world.episode()
         body = {"model": "m", "messages": HELLO, "stream": True}
-        async with httpx.AsyncClient() as client:
+        async with plain_http() as client:
             answer = await client.post(
                 f"{claim['session_url']}/chat/completions", json=body, timeout=10
             )
@@ -232,7 +231,7 @@ async def test_unknown_fields_and_tool_kinds_are_accepted(model: Path) -> None:
     }
     async with running(log_store(), configuration_of(model), say(CALL)) as (world, lanes):
         claim = await world.episode()
-        async with httpx.AsyncClient() as client:
+        async with plain_http() as client:
             answer = await client.post(
                 f"{claim['base_url']}/chat/completions",
                 json=body,

@@ -5,14 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
 from forgemq.bus.memory import MemoryLog
 from forgemq.contracts import topics
 from tests.unit.gateway.scripted_lane import Asked, FailAttempt, wall_ms
-from tests.unit.gateway.world import configuration_of, running
+from tests.unit.gateway.world import configuration_of, plain_http, running
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 
@@ -112,6 +111,7 @@ async def test_a_context_that_only_the_engine_finds_too_long_is_the_clients_erro
     assert len(lanes[0].seen) == 1
 
 
+@pytest.mark.wall_clock
 async def test_a_dead_lanes_requests_go_to_another_with_all_their_tokens(model: Path) -> None:
     hold = asyncio.Event()
 
@@ -193,7 +193,7 @@ async def test_bad_input_is_refused_naming_the_field(
 ) -> None:
     async with running(log_store(), configuration_of(model), say("x")) as (world, _):
         claim = await world.episode()
-        async with httpx.AsyncClient() as client:
+        async with plain_http() as client:
             answer = await client.post(
                 f"{claim['base_url']}/chat/completions",
                 content=body,
@@ -217,7 +217,7 @@ async def test_keys_open_only_what_is_theirs(model: Path) -> None:
         answer = await world.admin("GET", "/v1/run", key="wrong")
         assert answer.status_code == 401
         assert [m.id async for m in world.client(claim).models.list()] == ["policy"]
-        async with httpx.AsyncClient() as client:
+        async with plain_http() as client:
             assert (await client.head(world.base_url + "/")).status_code == 200
 
 
@@ -229,7 +229,7 @@ async def test_a_body_over_the_limit_is_refused_while_it_is_read(model: Path) ->
             for _ in range(65):
                 yield b" " * (1024 * 1024)
 
-        async with httpx.AsyncClient(timeout=30) as client:
+        async with plain_http(timeout_s=30) as client:
             answer = await client.post(
                 f"{claim['base_url']}/chat/completions",
                 content=endless(),

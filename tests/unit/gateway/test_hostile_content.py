@@ -16,7 +16,7 @@ from forgemq.contracts import topics
 from forgemq.contracts.episodes import Sampling
 from forgemq.contracts.partitions import group_partition
 from tests.unit.gateway.scripted_lane import GROUP_PARTITIONS, Asked, wall_ms
-from tests.unit.gateway.world import World, configuration_of, running
+from tests.unit.gateway.world import World, configuration_of, plain_http, running
 from tests.unit.rendering.folders import APPENDING_TEMPLATE, write_model_folder
 
 NO_UTF_8 = b"\x81\xaarequest_id\xa4\xff\xff\xff\xff"
@@ -33,7 +33,7 @@ def yes(_: Asked) -> str:
 
 
 async def asked(claim: Any, body: bytes) -> httpx.Response:
-    async with httpx.AsyncClient(timeout=10) as client:
+    async with plain_http(timeout_s=10) as client:
         return await client.post(
             f"{claim['base_url']}/chat/completions",
             content=body,

@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import msgspec
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
 from forgemq.bus.errors import ClosedError
 from forgemq.bus.log import Log, Place
@@ -69,6 +69,11 @@ def partitions_of(configuration: RunConfiguration) -> dict[str, int]:
     }
 
 
+def plain_http(*, timeout_s: float = 5.0) -> httpx.AsyncClient:
+    """A client of http:// alone: to load certificates takes longer than most tests."""
+    return httpx.AsyncClient(timeout=timeout_s, verify=False)
+
+
 class World:
     """A run with a gateway; tests act as agents, scheduler and lanes."""
 
@@ -91,13 +96,13 @@ class World:
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         """A gateway on a free port; the log is all it knows."""
         self.tasks = tasks
-        listener = socket.socket()
+        listener = socket.socket(proto=socket.IPPROTO_TCP)
         listener.bind(("127.0.0.1", 0))
         self.base_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self._stop = asyncio.Event()
         self._log = self.open_log()
         self._gateway = tasks.create_task(self._serve(listener))
-        async with httpx.AsyncClient() as client:
+        async with plain_http() as client:
             while True:
                 answer = await client.get(f"{self.base_url}/health", timeout=5)
                 if answer.status_code == 200:
@@ -106,7 +111,12 @@ class World:
 
     def client(self, claim: Any, *, retries: int = 0) -> AsyncOpenAI:
         """OpenAI's client with the episode's key, closed with the world."""
-        client = AsyncOpenAI(api_key=claim["key"], base_url=claim["base_url"], max_retries=retries)
+        client = AsyncOpenAI(
+            api_key=claim["key"],
+            base_url=claim["base_url"],
+            max_retries=retries,
+            http_client=DefaultAsyncHttpxClient(verify=False),  # As `plain_http`.
+        )
         self.clients.append(client)
         return client
 
@@ -137,7 +147,7 @@ class World:
     async def admin(
         self, method: str, path: str, body: Any = None, *, key: str = ADMIN_KEY
     ) -> httpx.Response:
-        async with httpx.AsyncClient(timeout=30) as client:
+        async with plain_http(timeout_s=30) as client:
             return await client.request(
                 method,
                 self.base_url + path,

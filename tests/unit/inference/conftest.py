@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from tests.autojump import pytest_asyncio_loop_factories  # noqa: F401 - a hook
+
 
 def write_model(folder: Path, *, seed: int) -> Path:
     """A folder that says what a model's folder says, with four small tensors."""

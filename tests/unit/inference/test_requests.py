@@ -132,6 +132,7 @@ async def test_a_cancellation_that_comes_before_its_request_holds(base: Path) ->
     assert record.error == "cancelled"
 
 
+@pytest.mark.wall_clock
 async def test_a_request_past_its_deadline_is_an_error_before_and_in_the_engine(
     base: Path,
 ) -> None:

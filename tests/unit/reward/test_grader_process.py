@@ -80,7 +80,7 @@ async def test_the_functions_that_are_named_are_called(code):
 
 
 async def test_what_user_code_does_wrong_is_an_error_and_the_next_episode_is_graded(code):
-    process = process_of(code, timeout_s=3.0)
+    process = process_of(code, timeout_s=1.0)
     try:
         raised = await process.grade(episode("raise"))
         text = await process.grade(episode("text"))
@@ -95,7 +95,7 @@ async def test_what_user_code_does_wrong_is_an_error_and_the_next_episode_is_gra
     assert nan.outcome is not None
     assert nan.outcome != nan.outcome
     assert died.error == "the grader process ended with status 3"
-    assert hung.error == "the graders took more than 3 s"
+    assert hung.error == "the graders took more than 1 s"
     assert after == Verdict(outcome=1.0)
 
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.autojump import pytest_asyncio_loop_factories  # noqa: F401 - a hook
 from tests.unit.trainer.rank_scene import RankPair
 
 
