@@ -1,4 +1,4 @@
-"""The GPU path as far as a CPU can run it: its block mask, its padding and its carry."""
+"""The block mask of a GPU as far as a CPU can run it: its lists, its padding, its compilations."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -6,18 +6,32 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.nn.attention.flex_attention import create_block_mask
 
 from forgemq.contracts.run import Loss
-from forgemq.trainer.core.flex import BLOCK, BUCKET, block_mask
+from forgemq.trainer.core.attention import AttentionBackend, BlockKeys
+from forgemq.trainer.core.carry import PathKeys
+from forgemq.trainer.core.cpu_attention import CpuAttention
+from forgemq.trainer.core.flex import (
+    BLOCK,
+    BLOCKS_MIN,
+    CompiledFlex,
+    TreeMask,
+    flex_attention_of,
+    tree_mask,
+)
+from forgemq.trainer.core.gpu_attention import GpuAttention
 from forgemq.trainer.core.loss import loss_function
 from forgemq.trainer.core.memory import Microbatch
-from forgemq.trainer.core.plan import AttentionPlan
-from forgemq.trainer.core.step import forward_backward
-from forgemq.trainer.core.tree import Forest, Integers, joined, read_tree
+from forgemq.trainer.core.plan import attention_plan, pieces
+from forgemq.trainer.core.step import Policy, forward_backward
+from forgemq.trainer.core.tree import Forest, joined, read_tree
 from forgemq.trainer.model import prepared
+from tests.unit.trainer.gpu_kernels import eager_flex
 from tests.unit.trainer.scene import adversarial_samples, agent_samples, make_model, merge
+
+SLOTS = 2048
 
 
 def _groups(prompt: int) -> list[Forest]:
@@ -29,71 +43,163 @@ def _groups(prompt: int) -> list[Forest]:
     ]
 
 
-@pytest.mark.parametrize("start_share", [0.0, 0.3, 0.9])
-def test_the_block_mask_visits_what_is_visible_and_full_blocks_are_full(
-    start_share: float,
-) -> None:
-    forest = joined(_groups(200))
-    start = int(start_share * forest.token_count)
-    queries = forest.token_count - start
-    end = torch.zeros(BUCKET, dtype=torch.int32)
+def _end(forest: Forest) -> torch.Tensor:
+    end = torch.zeros(SLOTS, dtype=torch.int32)
     end[: forest.token_count] = torch.from_numpy(forest.subtree_end_N)
-    mask = block_mask(end, start=start, queries=BUCKET, query_count=queries)
-    place = torch.arange(start, start + BUCKET)[:, None]
-    key = torch.arange(BUCKET)[None]
+    return end
+
+
+def _visible_tiles(end: torch.Tensor, *, start: int, mask: TreeMask) -> torch.Tensor:
+    """[query blocks, key blocks, pairs of a block]: which pairs the definition lets see."""
+    blocks = mask.lists[0].shape[-1]
+    place = torch.arange(start, start + blocks * BLOCK)[:, None]
+    key = torch.arange(SLOTS)[None]
     visible = (key <= place) & (place < end[None])
-    tiles = visible.view(BUCKET // BLOCK, BLOCK, BUCKET // BLOCK, BLOCK).transpose(1, 2)
-    blocks = BUCKET // BLOCK
-    seen, full = torch.zeros(2, blocks, blocks, dtype=torch.bool)
-    for row in range(blocks):
-        partial = mask.kv_indices[0, 0, row, : mask.kv_num_blocks[0, 0, row]]
-        whole = mask.full_kv_indices[0, 0, row, : mask.full_kv_num_blocks[0, 0, row]]
-        seen[row, partial] = True
-        seen[row, whole] = full[row, whole] = True
-    assert not (tiles.flatten(2).any(2) & ~seen).any()
-    assert tiles.flatten(2).all(2)[full].all()
-    if start == 0:
-        expected = create_block_mask(
-            lambda _b, _h, q, k: (k <= q) & (q < end[k]), None, None, BUCKET, BUCKET, device="cpu"
-        )
-        assert torch.equal(mask.to_dense() > 0, expected.to_dense() > 0)
+    return visible.view(blocks, BLOCK, SLOTS // BLOCK, BLOCK).transpose(1, 2).flatten(2)
 
 
-def _dense_attention(
-    subtree_end: Integers, plan: AttentionPlan, /, *, device: torch.device
-) -> Callable[[Tensor, Tensor, Tensor, float], Tensor]:
-    """In flex attention's place: a dense mask, which a CPU can run backward."""
-    end = torch.from_numpy(subtree_end[: plan.end]).to(device)
-    place = torch.arange(plan.start, plan.end)[:, None]
-    key = torch.arange(plan.end)[None]
-    mask = (key <= place) & (place < end[None])
-
-    def attend(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        return torch.nn.functional.scaled_dot_product_attention(
-            query, keys, values, attn_mask=mask, scale=scale, enable_gqa=True
-        )
-
-    return attend
+def _listed(counts: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """The lists of blocks as a dense mask; each names its blocks once, in order."""
+    dense = torch.zeros(order.shape[2:], dtype=torch.int64)
+    for row in range(len(dense)):
+        named = order[0, 0, row, : counts[0, 0, row]].long()
+        assert torch.equal(named, named.sort().values)
+        dense[row, named] += 1
+    assert dense.max() <= 1
+    return dense.bool()
 
 
-@pytest.mark.parametrize("block", [None, 50])
-def test_carried_keys_give_the_same_gradients_as_the_pieces(block: int | None) -> None:
-    groups = _groups(20)
+@pytest.mark.parametrize("start_share", [0.0, 0.3, 0.9])
+@pytest.mark.parametrize("prompt", [200, 600])
+def test_lists_name_every_visible_block_once_and_full_ones_are_full(
+    start_share: float, prompt: int
+) -> None:
+    forest = joined(_groups(prompt))
+    start = int(start_share * forest.token_count)
+    end = _end(forest)
+    mask = tree_mask(end, start=start, queries=forest.token_count - start)
+    tiles = _visible_tiles(end, start=start, mask=mask)
+    partial, full = _listed(*mask.lists[:2]), _listed(*mask.lists[2:4])
+    assert not (partial & full).any()
+    assert not (tiles.any(2) & ~(partial | full)).any()
+    assert tiles.all(2)[full].all()
+    assert full.any() == tiles.all(2).any()
+    assert torch.equal(_listed(*mask.lists[4:6]), partial.t())
+    assert torch.equal(_listed(*mask.lists[6:]), full.t())
+
+
+def test_the_mask_of_a_whole_forest_is_what_torch_makes_of_the_definition() -> None:
+    forest = joined(_groups(200))
+    count = forest.token_count
+    end = _end(forest)
+    end = end[: -(-count // BLOCK) * BLOCK]
+    ours = tree_mask(end, start=0, queries=count).block_mask()
+    expected = create_block_mask(
+        lambda _b, _h, q, k: (k <= q) & (q < end[k]), None, None, len(end), len(end), device="cpu"
+    )
+    assert torch.equal(ours.to_dense() > 0, expected.to_dense() > 0)
+
+
+def _gradients(policy: Policy, groups: list[Forest], *, block: int) -> dict[str, torch.Tensor]:
     count = sum(forest.token_count for forest in groups)
-    size = count if block is None else block
-    blocks = tuple((start, min(start + size, count)) for start in range(0, count, size))
-    loaded = prepared(make_model("qwen3", torch.float64))
-    gradients = []
-    for policy in (loaded.policy, replace(loaded.policy, flex=_dense_attention)):
-        forward_backward(
-            policy,
-            groups,
-            [Microbatch(groups=(0, 1), blocks=blocks)],
-            weights=[1.0, 1.0],
-            loss=loss_function(Loss()),
-            head_chunk=64,
+    blocks = tuple((start, min(start + block, count)) for start in range(0, count, block))
+    policy.decoder.zero_grad()
+    forward_backward(
+        policy,
+        groups,
+        [Microbatch(groups=(0, 1), blocks=blocks)],
+        weights=[1.0, 1.0],
+        loss=loss_function(Loss()),
+        head_chunk=64,
+    )
+    return {n: p.grad.clone() for n, p in policy.decoder.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("block", [10_000, 300, 130])
+def test_the_block_mask_gives_the_same_gradients_as_the_pieces(block: int) -> None:
+    groups = _groups(20)
+    policy = prepared(make_model("qwen3", torch.float64, head_dim=16)).policy
+    backend: AttentionBackend = GpuAttention(head_size=16, flex=eager_flex)
+    expected = _gradients(policy, groups, block=block)
+    seen = _gradients(replace(policy, attention=backend), groups, block=block)
+    assert seen.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert float((seen[name] - gradient).norm() / gradient.norm()) < 1e-12
+
+
+class Counted:
+    """A compiler's backend that runs what it is given as it is, and counts it."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(
+        self, graph: torch.fx.GraphModule, _inputs: list[torch.Tensor]
+    ) -> Callable[..., object]:
+        self.graphs += 1
+        return graph.forward
+
+
+def _whole(forest: Forest) -> BlockKeys:
+    plan = attention_plan(pieces(forest), start=0, end=forest.token_count)
+    return BlockKeys(plan=plan, carries=(), subtree_end_S=forest.subtree_end_N)
+
+
+def _drawn(count: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(count)
+    return [torch.randn(count, heads, 16, generator=generator) for heads in (4, 2, 2)]
+
+
+def test_one_compilation_serves_trees_of_every_length_whole_and_in_blocks() -> None:
+    backend, device = Counted(), torch.device("cpu")
+    kernel = CompiledFlex(backend=backend)
+    counts = []
+    for prompt in (1, 150, 300, 700):
+        keys = _whole(joined(_groups(prompt)))
+        tensors = _drawn(keys.plan.end)
+        seen = flex_attention_of(keys, kernel=kernel, device=device)(
+            *tensors, scale=0.3, carry=None
         )
-        gradients.append({n: p.grad.clone() for n, p in loaded.model.named_parameters()})
-        loaded.model.zero_grad()
-    for name, left in gradients[0].items():
-        assert float((left - gradients[1][name]).norm() / left.norm()) < 1e-12
+        exact = CpuAttention().of_run(keys, dtype=torch.float32, device=device)
+        assert torch.allclose(seen, exact(*tensors, scale=0.3, carry=None), atol=1e-5)
+        counts.append(keys.plan.end)
+    assert any(count % BLOCK for count in counts)
+    forest = joined(_groups(150))
+    path = PathKeys(
+        forest,
+        pieces(forest),
+        [(0, 2 * BLOCK), (2 * BLOCK, 3 * BLOCK), (3 * BLOCK, forest.token_count)],
+        layers=1,
+        key_heads=2,
+        head_size=16,
+        dtype=torch.float32,
+        device=device,
+        slot_multiple=BLOCKS_MIN * BLOCK,
+    )
+    for number in range(3):
+        keys = path.enter(number)
+        attend = flex_attention_of(keys, kernel=kernel, device=device)
+        attend(*_drawn(keys.plan.end - keys.plan.start), scale=0.3, carry=keys.carries[0])
+    assert backend.graphs == 1
+
+
+def test_each_model_has_its_own_limit_of_compilations_and_one_too_many_is_refused() -> None:
+    keys = _whole(joined(_groups(1)))
+    tensors = _drawn(keys.plan.end)
+    for _model in range(2):
+        kernel = CompiledFlex(backend=Counted(), kinds_max=1)
+        attend = flex_attention_of(keys, kernel=kernel, device=torch.device("cpu"))
+        first = attend(*tensors, scale=0.3, carry=None)
+        with pytest.raises(FailOnRecompileLimitHit):
+            attend(*(tensor.double() for tensor in tensors), scale=0.3, carry=None)
+        assert torch.equal(attend(*tensors, scale=0.3, carry=None), first)
+
+
+def test_dense_scores_are_refused_where_compilation_is_switched_off() -> None:
+    keys = _whole(joined(_groups(1)))
+    attend = flex_attention_of(keys, kernel=CompiledFlex(), device=torch.device("cpu"))
+    with (
+        torch.compiler.set_stance("force_eager"),
+        pytest.raises(RuntimeError, match="switched off"),
+    ):
+        attend(*_drawn(keys.plan.end), scale=0.3, carry=None)

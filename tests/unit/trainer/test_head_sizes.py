@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forgemq.trainer.core.attention import attend
+from forgemq.trainer.core.cpu_attention import attend
 from forgemq.trainer.core.plan import AttentionPlan
 
 TOKENS, FORK, LIGHT = 100, 40, 70

@@ -2,12 +2,14 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from forgemq.trainer.core.attention import TreeAttention, attention_interface
+from forgemq.trainer.core.attention import BlockKeys, TreeAttention, attention_interface
+from forgemq.trainer.core.cpu_attention import CpuAttention
 from forgemq.trainer.core.plan import AttentionPlan
 from forgemq.trainer.core.precision import RmsNorm, RotaryAngles, TopKRouter, make_precise
 from forgemq.trainer.model import (
@@ -53,6 +55,8 @@ def test_what_cannot_be_exact_is_refused_by_name(
 def test_what_attention_would_leave_out_silently_is_refused_by_name(name: str) -> None:
     one = torch.zeros(1, 1, 1, 4)
     plan = AttentionPlan(start=0, end=1, triangles=((0, 1),), rectangles=())
+    keys = BlockKeys(plan=plan, carries=(), subtree_end_S=np.ones(1, dtype=np.int64))
+    attend = CpuAttention().of_run(keys, dtype=one.dtype, device=one.device)
     with pytest.raises(ValueError, match=f"tree attention takes no {name}, got 8"):
         attention_interface(
             torch.nn.Module(),
@@ -60,7 +64,7 @@ def test_what_attention_would_leave_out_silently_is_refused_by_name(name: str) -
             one,
             one,
             None,
-            tree_attention=TreeAttention(plan=plan),
+            tree_attention=TreeAttention(attend=attend),
             **{name: 8},
         )
 

@@ -14,8 +14,9 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from forgemq.settings.environment import SettingsError
+from forgemq.trainer.core.cpu_attention import CpuAttention
 from forgemq.trainer.core.exchange import shared_attention_interface
-from forgemq.trainer.core.flex import flex_attention_of
+from forgemq.trainer.core.gpu_attention import GpuAttention
 from forgemq.trainer.core.memory import ModelShape
 from forgemq.trainer.core.precision import TopKRouter, make_precise
 from forgemq.trainer.core.step import Policy
@@ -78,17 +79,17 @@ def prepared(model: nn.Module) -> LoadedModel:
     if getattr(head, "bias", None) is not None:
         raise UnsupportedModelError("a head with a bias is not supported")
     shape = model_shape(config, dtype=head.weight.dtype)
-    check_head_size(
-        shape.key_size // int(config.num_key_value_heads), device=head.weight.device.type
-    )
+    device = head.weight.device
+    head_size = shape.key_size // int(config.num_key_value_heads)
+    check_head_size(head_size, device=device.type)
     policy = Policy(
         decoder=model.get_decoder(),  # type: ignore[operator]  # transformers' method
         head_VH=head.weight,
         shape=shape,
         key_heads=int(config.num_key_value_heads),
-        flex=flex_attention_of if head.weight.device.type == "cuda" else None,
+        attention=GpuAttention(head_size=head_size) if device.type == "cuda" else CpuAttention(),
         routers=tuple(module for module in model.modules() if isinstance(module, TopKRouter)),
-        make_store=store_of(head.weight.device),
+        make_store=store_of(device),
     )
     return LoadedModel(model=model, policy=policy)
 

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forgemq.trainer.core.attention import Carry
+from forgemq.trainer.core.attention import BlockKeys, Carry
 from forgemq.trainer.core.plan import AttentionPlan, ForestPieces, attention_plan
 from forgemq.trainer.core.tree import Forest, Integers
 
@@ -31,19 +31,22 @@ MakeStore: TypeAlias = Callable[[tuple[int, ...], torch.dtype], Tensor]
 """(size, dtype) -> a tensor outside the memory budget."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockKeys:
-    """What one block's attention is told.
+def empty_carry(
+    slots: int, *, key_heads: int, head_size: int, dtype: torch.dtype, device: torch.device
+) -> Carry:
+    """A layer's carry; zeros, for a kernel may read a slot that no query sees."""
+    size = (key_heads, slots, head_size)
+    wide = torch.promote_types(dtype, torch.float32)
 
-    Attributes:
-        plan: pieces of its queries, in the coordinates of the carries.
-        carries: one for each layer.
-        subtree_end_S: of each key, in the same coordinates.
-    """
+    def zeros(of: torch.dtype) -> Tensor:
+        return torch.zeros(size, dtype=of, device=device)
 
-    plan: AttentionPlan
-    carries: tuple[Carry, ...]
-    subtree_end_S: Integers
+    return Carry(
+        key_KND=zeros(dtype),
+        value_KND=zeros(dtype),
+        key_grad_KND=zeros(wide),
+        value_grad_KND=zeros(wide),
+    )
 
 
 def path_of(forest: Forest, token: int) -> Integers:
@@ -110,6 +113,7 @@ class PathKeys:
         head_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        slot_multiple: int = 1,
         make_store: MakeStore | None = None,
     ) -> None:
         """Allocate the buffers.
@@ -123,20 +127,20 @@ class PathKeys:
             head_size: D.
             dtype: of keys and values; their gradients are at least fp32.
             device: of the computation.
+            slot_multiple: what the number of slots must be divisible by.
             make_store: where the store goes; None keeps it on the device.
         """
         self._forest, self._pieces, self._device = forest, pieces, device
         self._blocks = [_Block(start, end, path_of(forest, start)) for start, end in blocks]
         self._stored = np.unique(np.concatenate([block.path for block in self._blocks]))
         slots = max(len(block.path) + block.end - block.start for block in self._blocks)
-        size = (key_heads, slots, head_size)
-        wide = torch.promote_types(dtype, torch.float32)
         self._carries = tuple(
-            Carry(
-                key_KND=torch.empty(size, dtype=dtype, device=device),
-                value_KND=torch.empty(size, dtype=dtype, device=device),
-                key_grad_KND=torch.zeros(size, dtype=wide, device=device),
-                value_grad_KND=torch.zeros(size, dtype=wide, device=device),
+            empty_carry(
+                -(-slots // slot_multiple) * slot_multiple,
+                key_heads=key_heads,
+                head_size=head_size,
+                dtype=dtype,
+                device=device,
             )
             for _ in range(layers)
         )

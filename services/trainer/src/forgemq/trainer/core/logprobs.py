@@ -7,6 +7,8 @@ sampled next token. Entries that share a tree token share its edge, siblings sha
 Shapes: R rows, J edges, H hidden size, V vocabulary, E entries.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +83,23 @@ def edge_logprobs(
     return result
 
 
+@contextmanager
+def products_of(dtype: torch.dtype) -> Iterator[None]:
+    """Float32 products on CUDA's tensor cores, within this context, where that rounds no weight.
+
+    TF32 keeps 10 bits of a factor and sums in float32: bfloat16 values, which have 7, stay as they
+    are, so logits are those of float32. In backward the slope of the logits is rounded to 10 bits,
+    before its products are rounded to bfloat16. Other dtypes multiply in full.
+    """
+    settings = torch.backends.cuda.matmul
+    before = settings.fp32_precision
+    settings.fp32_precision = "tf32" if dtype == torch.bfloat16 else "ieee"
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before
+
+
 class _ChunkedHead(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -100,7 +119,8 @@ class _ChunkedHead(torch.autograd.Function):
         logprob_J = torch.empty(row_J.shape, dtype=wide, device=row_J.device)
         bounds = _chunk_bounds(row_J, rows=len(scale_R), chunk=chunk)
         for rows, edges in bounds:
-            logits = (hidden_RH[rows].to(wide) @ head.t()).mul_(scale_R[rows, None])
+            with products_of(hidden_RH.dtype):
+                logits = (hidden_RH[rows].to(wide) @ head.t()).mul_(scale_R[rows, None])
             lse = logits.logsumexp(-1)
             lse_R[rows] = lse
             chosen = logits[row_J[edges] - rows.start, target_J[edges]]
@@ -126,13 +146,15 @@ class _ChunkedHead(torch.autograd.Function):
         owed_R = torch.zeros_like(lse_R).index_add_(0, row_J, grad_J)
         for rows, edges in ctx.bounds:
             hidden = hidden_RH[rows].to(wide)
-            logits = (hidden @ head.t()).mul_(scale_R[rows, None])
+            with products_of(hidden_RH.dtype):
+                logits = (hidden @ head.t()).mul_(scale_R[rows, None])
             slope = logits.sub_(lse_R[rows, None]).exp_().mul_(-owed_R[rows, None])
             local_J = row_J[edges] - rows.start
             slope.index_put_((local_J, target_J[edges]), grad_J[edges], accumulate=True)
             slope.mul_(scale_R[rows, None])
-            hidden_grad[rows] = (slope @ head).to(hidden_grad.dtype)
-            head_grad.addmm_(slope.t(), hidden)
+            with products_of(hidden_RH.dtype):
+                hidden_grad[rows] = (slope @ head).to(hidden_grad.dtype)
+                head_grad.addmm_(slope.t(), hidden)
         return hidden_grad, head_grad.to(head_VH.dtype), None, None, None, None
 
 

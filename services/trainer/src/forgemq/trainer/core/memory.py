@@ -11,17 +11,20 @@ block; without room their keys and values are offloaded. So the least budget fol
 longest path alone: `least_budget_bytes`.
 """
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
-
-from forgemq.trainer.core.carry import path_of
 from forgemq.trainer.core.tree import Forest
 
 BLOCK_TOKENS_MIN = 64
 """Below it the kernels' fixed costs dominate; a budget that forces it is refused."""
+
+
+KEPT_BLOCKS_RATIO = 2
+"""Up to so many times the blocks are taken to spare offloading, which costs 5 % of a step on a CPU;
+beyond it blocks get too short for the matrix products of a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,33 +204,44 @@ def least_budget_bytes(shape: ModelShape, *, longest_path: int, head_chunk: int)
 def path_microbatch(
     group: int, forest: Forest, *, shape: ModelShape, budget_bytes: int, head_chunk: int
 ) -> Microbatch:
-    """The group in few even blocks that fit, offloading only where nothing else fits.
+    """The group in few even blocks that fit; keys and values stay on the device where they can.
+
+    They are offloaded where nothing else fits, and where keeping them would take more than
+    `KEPT_BLOCKS_RATIO` times the blocks.
 
     Raises:
         ValueError: the budget is below the least.
     """
-    tokens = forest.token_count
-    for is_offloaded in (False, True):
-        count = 1
-        while count == 1 or -(-tokens // count) >= BLOCK_TOKENS_MIN:
-            count += 1 + count // 8
-            size = max(BLOCK_TOKENS_MIN, -(-tokens // count))
-            blocks = tuple((start, min(start + size, tokens)) for start in range(0, tokens, size))
-            needed = _path_bytes(forest, blocks, shape=shape, head_chunk=head_chunk)
-            wanted = needed.live if is_offloaded else needed.live + needed.stored
-            if wanted <= budget_bytes:
-                return Microbatch(
-                    groups=(group,),
-                    blocks=blocks,
-                    is_offloaded=is_offloaded,
-                    predicted_bytes=wanted,
-                )
+    offloaded: Microbatch | None = None
+    for blocks in _even_blocks(forest.token_count):
+        if offloaded is not None and len(blocks) > KEPT_BLOCKS_RATIO * len(offloaded.blocks):
+            return offloaded
+        needed = _path_bytes(forest, blocks, shape=shape, head_chunk=head_chunk)
+        if needed.live + needed.stored <= budget_bytes:
+            return Microbatch(
+                groups=(group,), blocks=blocks, predicted_bytes=needed.live + needed.stored
+            )
+        if offloaded is None and needed.live <= budget_bytes:
+            offloaded = Microbatch(
+                groups=(group,), blocks=blocks, is_offloaded=True, predicted_bytes=needed.live
+            )
+    if offloaded is not None:
+        return offloaded
     longest = int(forest.position_N.max()) + 1
     least = least_budget_bytes(shape, longest_path=longest, head_chunk=head_chunk)
     raise ValueError(
-        f"trainer.memory_budget_bytes is {budget_bytes}, but a tree of {tokens} tokens with a "
-        f"longest path of {longest} needs at most {least}; raise it to that"
+        f"trainer.memory_budget_bytes is {budget_bytes}, but a tree of {forest.token_count} tokens "
+        f"with a longest path of {longest} needs at most {least}; raise it to that"
     )
+
+
+def _even_blocks(tokens: int) -> Iterator[tuple[tuple[int, int], ...]]:
+    """The tokens in 2 even blocks, in more and more, down to blocks of the least size."""
+    count = 1
+    while count == 1 or -(-tokens // count) >= BLOCK_TOKENS_MIN:
+        count += 1 + count // 8
+        size = max(BLOCK_TOKENS_MIN, -(-tokens // count))
+        yield tuple((start, min(start + size, tokens)) for start in range(0, tokens, size))
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,12 +255,29 @@ def _path_bytes(
 ) -> _PathBytes:
     size = max(end - start for start, end in blocks)
     slots = max(int(forest.position_N[start]) + end - start for start, end in blocks)
-    stored = np.unique(np.concatenate([path_of(forest, start) for start, _ in blocks]))
     return _PathBytes(
         live=shape.block_bytes(size, chunk=head_chunk, is_carried=True)
         + slots * shape.carry_bytes_per_token,
-        stored=len(stored) * shape.key_bytes_per_token,
+        stored=_path_tokens(forest, [start for start, _ in blocks]) * shape.key_bytes_per_token,
     )
+
+
+def _path_tokens(forest: Forest, starts: Sequence[int]) -> int:
+    """How many tokens are an ancestor of one of the starts, which ascend.
+
+    An ancestor of a start that lies before the last start is an ancestor of that one too, so each
+    start adds those of its ancestors that lie behind it.
+    """
+    first_M, parent_M = forest.segment_start_M.tolist(), forest.segment_parent_M.tolist()
+    counted = before = 0
+    for start in starts:
+        above = int(forest.parent_N[start])
+        segment = bisect_right(first_M, above) - 1
+        while above >= before:
+            counted += above + 1 - max(first_M[segment], before)
+            above, segment = int(forest.parent_N[first_M[segment]]), parent_M[segment]
+        before = start
+    return counted
 
 
 def _whole(

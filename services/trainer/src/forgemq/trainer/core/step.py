@@ -11,33 +11,23 @@ Design: prefix_tree.md, recommendations; architecture.md section 4, Denominator.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from forgemq.trainer.core.assignment import Range
-from forgemq.trainer.core.attention import Carry, TreeAttention
-from forgemq.trainer.core.carry import BlockKeys, CarriedKeys, MakeStore, PathKeys, WholeKeys
+from forgemq.trainer.core.attention import AttentionBackend, BlockKeys, Carry, TreeAttention
+from forgemq.trainer.core.carry import CarriedKeys, MakeStore, PathKeys, WholeKeys, empty_carry
 from forgemq.trainer.core.exchange import KeyExchange, Peers
 from forgemq.trainer.core.logprobs import Edges, edge_logprobs, edges_of
 from forgemq.trainer.core.loss import Entries, EntryLoss, LossFunction
 from forgemq.trainer.core.memory import Microbatch, ModelShape
-from forgemq.trainer.core.plan import AttentionPlan, attention_plan, pieces
+from forgemq.trainer.core.plan import attention_plan, pieces
 from forgemq.trainer.core.precision import TopKRouter
 from forgemq.trainer.core.routes import token_routes
 from forgemq.trainer.core.tree import Floats, Forest, Integers, joined
-
-
-class MakeFlexAttention(Protocol):
-    """Makes the attention of one run of queries, on a GPU."""
-
-    def __call__(
-        self, subtree_end_K: Integers, plan: AttentionPlan, /, *, device: torch.device
-    ) -> Callable[[Tensor, Tensor, Tensor, float], Tensor]:
-        """(query, key, value, scale) -> output, as `TreeAttention.flex`."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +39,7 @@ class Policy:
         head_VH: weights of the head, perhaps tied to the embedding; says dtype and device.
         shape: its sizes.
         key_heads: key/value heads.
-        flex: makes the attention of a run of queries on a GPU; None on a CPU.
+        attention: makes the attention of a run of queries on the model's device.
         routers: of the layers that have one, in order.
         make_store: where keys and values go that a budget has no room for; None: nowhere.
         gather_head: where ranks share the parameters, `head_VH` is empty and this makes it whole.
@@ -59,7 +49,7 @@ class Policy:
     head_VH: Tensor
     shape: ModelShape
     key_heads: int
-    flex: MakeFlexAttention | None = None
+    attention: AttentionBackend
     routers: tuple[TopKRouter, ...] = ()
     make_store: MakeStore | None = None
     gather_head: Callable[[], Tensor] | None = None
@@ -277,15 +267,15 @@ class _Run:
         keys: BlockKeys,
         exchange: KeyExchange | None = None,
     ) -> Tensor:
-        flex = None
-        if self._policy.flex is not None:
-            flex = self._policy.flex(keys.subtree_end_S, keys.plan, device=self._device)
+        attend = self._policy.attention.of_run(
+            keys, dtype=self._policy.head_VH.dtype, device=self._device
+        )
         self._replay(start, end)
         output = self._policy.decoder(
             input_ids=self._tokens_N[None, start:end],
             position_ids=self._position_N[None, start:end],
             use_cache=False,
-            tree_attention=TreeAttention(plan=keys.plan, carries=keys.carries, flex=flex),
+            tree_attention=TreeAttention(attend=attend, carries=keys.carries),
             key_exchange=exchange,
         )
         hidden_TH = output.last_hidden_state[0]
@@ -328,6 +318,7 @@ class _Run:
             head_size=shape.key_size // heads,
             dtype=self._policy.head_VH.dtype,
             device=self._device,
+            slot_multiple=self._policy.attention.slot_multiple,
             make_store=self._policy.make_store if is_offloaded else None,
         )
 
@@ -337,21 +328,14 @@ class _Run:
 
     def _carries(self) -> tuple[Carry, ...]:
         shape, heads = self._policy.shape, self._policy.key_heads
-        size = (heads, self._forest.token_count, shape.key_size // heads)
-        dtype = self._policy.head_VH.dtype
-
-        def values() -> Tensor:
-            return torch.empty(size, dtype=dtype, device=self._device)
-
-        def gradients() -> Tensor:
-            return torch.zeros(size, dtype=self._wide, device=self._device)
-
+        multiple = self._policy.attention.slot_multiple
         return tuple(
-            Carry(
-                key_KND=values(),
-                value_KND=values(),
-                key_grad_KND=gradients(),
-                value_grad_KND=gradients(),
+            empty_carry(
+                -(-self._forest.token_count // multiple) * multiple,
+                key_heads=heads,
+                head_size=shape.key_size // heads,
+                dtype=self._policy.head_VH.dtype,
+                device=self._device,
             )
             for _ in range(shape.layers)
         )

@@ -1,0 +1,46 @@
+"""Which of a GPU's two ways computes a run's attention: flash over pieces, or a block mask."""
+
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+import torch
+
+from forgemq.trainer.core.attention import BlockKeys, RunAttention
+from forgemq.trainer.core.flash_varlen import FlashVarlen, VarlenKernel
+from forgemq.trainer.core.flex import BLOCK, BLOCKS_MIN, CompiledFlex, FlexKernel, flex_attention_of
+from forgemq.trainer.core.plan import AttentionPlan
+from forgemq.trainer.core.varlen import has_few_branches, varlen_attention_of
+
+AttentionKind: TypeAlias = Literal["varlen", "flex"]
+
+
+def attention_kind(plan: AttentionPlan, *, dtype: torch.dtype, head_size: int) -> AttentionKind:
+    """Flash over pieces where branches are few and the kernel has the dtype and size; else flex."""
+    if has_few_branches(plan) and FlashVarlen.is_supported(dtype, head_size=head_size):
+        return "varlen"
+    return "flex"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuAttention:
+    """Makes the attention of runs on a GPU.
+
+    Attributes:
+        head_size: of the model.
+        flex: compiled when it is first needed.
+        varlen: the other kernel.
+        slot_multiple: the block mask is made of whole blocks of keys.
+    """
+
+    head_size: int
+    flex: FlexKernel = field(default_factory=CompiledFlex)
+    varlen: VarlenKernel = field(default_factory=FlashVarlen)
+    slot_multiple: int = BLOCKS_MIN * BLOCK
+
+    def of_run(
+        self, keys: BlockKeys, /, *, dtype: torch.dtype, device: torch.device
+    ) -> RunAttention:
+        """As `AttentionBackend`."""
+        if attention_kind(keys.plan, dtype=dtype, head_size=self.head_size) == "varlen":
+            return varlen_attention_of(keys, kernel=self.varlen, device=device)
+        return flex_attention_of(keys, kernel=self.flex, device=device)

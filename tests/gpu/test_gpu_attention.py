@@ -1,0 +1,212 @@
+"""A GPU's two ways of tree attention against the exact pieces of a CPU, and steps through them."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from forgemq.contracts.run import Loss
+from forgemq.trainer.core.attention import AttentionBackend, BlockKeys, RunAttention
+from forgemq.trainer.core.cpu_attention import CpuAttention
+from forgemq.trainer.core.flash_varlen import FlashVarlen
+from forgemq.trainer.core.flex import BLOCK, BLOCKS_MIN, CompiledFlex, flex_attention_of
+from forgemq.trainer.core.gpu_attention import GpuAttention
+from forgemq.trainer.core.logprobs import Edges, edge_logprobs
+from forgemq.trainer.core.loss import loss_function
+from forgemq.trainer.core.memory import Microbatch
+from forgemq.trainer.core.plan import attention_plan, pieces
+from forgemq.trainer.core.step import Policy, forward_backward
+from forgemq.trainer.core.tree import Forest, joined, read_tree
+from forgemq.trainer.core.varlen import varlen_attention_of
+from forgemq.trainer.model import prepared
+from tests.unit.trainer.scene import agent_samples, make_model, merge
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(600),
+    # torch reads it of every input while it compiles, and hides the warning from users.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
+
+DEVICE = torch.device("cuda", 0)
+HEAD_SIZE = 64
+
+
+class OneWay:
+    """One of the two ways, whatever the tree."""
+
+    slot_multiple = BLOCKS_MIN * BLOCK
+
+    def __init__(self, way: str) -> None:
+        self._flex = CompiledFlex() if way == "flex" else None
+
+    def of_run(
+        self, keys: BlockKeys, /, *, dtype: torch.dtype, device: torch.device
+    ) -> RunAttention:
+        if self._flex is None:
+            return varlen_attention_of(keys, kernel=FlashVarlen(), device=device)
+        return flex_attention_of(keys, kernel=self._flex, device=device)
+
+
+def _groups(*, turns: int = 4, is_stripped: bool = False) -> list[Forest]:
+    generator = np.random.default_rng(turns)
+    return [
+        read_tree(
+            merge(
+                agent_samples(
+                    generator,
+                    rollouts=4,
+                    turns=turns,
+                    prompt=300,
+                    act=40,
+                    observe=70,
+                    is_stripped=is_stripped,
+                ),
+                f"g-{n}",
+            )
+        )
+        for n in range(2)
+    ]
+
+
+def _taken(
+    backend: AttentionBackend, forest: Forest, tensors: list[Tensor], *, device: torch.device
+) -> list[Tensor]:
+    """Output and gradients of attention over the whole forest."""
+    plan = attention_plan(pieces(forest), start=0, end=forest.token_count)
+    keys = BlockKeys(plan=plan, carries=(), subtree_end_S=forest.subtree_end_N)
+    query, key, value, owed = (tensor.to(device) for tensor in tensors)
+    inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
+    attend = backend.of_run(keys, dtype=query.dtype, device=device)
+    output = attend(*inputs, scale=0.125, carry=None)
+    return [output, *torch.autograd.grad(output, inputs, owed)]
+
+
+def _difference(seen: Tensor, expected: Tensor) -> float:
+    wanted = expected.detach().double()
+    return float((seen.detach().double().cpu() - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("is_stripped", [False, True])
+@pytest.mark.parametrize(
+    ("way", "dtype", "rounding"),
+    [
+        ("varlen", torch.bfloat16, 0.01),
+        ("varlen", torch.float16, 0.002),
+        ("flex", torch.bfloat16, 0.01),
+        ("flex", torch.float32, 1e-5),
+    ],
+)
+def test_output_and_gradients_are_those_of_the_exact_pieces(
+    way: str, dtype: torch.dtype, rounding: float, *, is_stripped: bool
+) -> None:
+    forest = joined(_groups(is_stripped=is_stripped))
+    generator = torch.Generator().manual_seed(0)
+    tensors = [
+        torch.randn(forest.token_count, heads, HEAD_SIZE, generator=generator).to(dtype)
+        for heads in (4, 2, 2, 4)
+    ]
+    exact = [tensor.double() for tensor in tensors]
+    expected = _taken(CpuAttention(), forest, exact, device=torch.device("cpu"))
+    seen = _taken(OneWay(way), forest, tensors, device=DEVICE)
+    for ours, wanted in zip(seen, expected, strict=True):
+        assert _difference(ours, wanted) < rounding
+
+
+def _gradients(policy: Policy, groups: list[Forest], blocks: Microbatch) -> dict[str, Tensor]:
+    policy.decoder.zero_grad()
+    forward_backward(
+        policy,
+        groups,
+        [blocks],
+        weights=[1.0, 0.5],
+        loss=loss_function(Loss()),
+        head_chunk=256,
+    )
+    return {
+        name: parameter.grad.clone()
+        for name, parameter in policy.decoder.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def _blocks(groups: list[Forest], size: int, *, is_offloaded: bool = False) -> Microbatch:
+    count = sum(forest.token_count for forest in groups)
+    return Microbatch(
+        groups=(0, 1),
+        blocks=tuple((start, min(start + size, count)) for start in range(0, count, size)),
+        is_offloaded=is_offloaded,
+    )
+
+
+@pytest.mark.parametrize(("size", "is_offloaded"), [(100_000, False), (500, False), (500, True)])
+@pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen3_moe"])
+def test_a_step_has_the_gradients_of_a_cpu_whole_in_blocks_and_offloaded(
+    kind: str, size: int, *, is_offloaded: bool
+) -> None:
+    groups = _groups()
+    model = make_model(kind, torch.float32, head_dim=HEAD_SIZE)
+    expected = _gradients(prepared(model).policy, groups, _blocks(groups, 100_000))
+    policy = prepared(model.to(DEVICE)).policy
+    assert isinstance(policy.attention, GpuAttention)
+    seen = _gradients(policy, groups, _blocks(groups, size, is_offloaded=is_offloaded))
+    assert seen.keys() == expected.keys()
+    for name, wanted in expected.items():
+        assert _difference(seen[name], wanted) < 1e-4
+
+
+@pytest.mark.parametrize("size", [100_000, 500])
+@pytest.mark.parametrize("way", ["varlen", "flex"])
+def test_a_step_in_bfloat16_is_as_near_to_float32_as_rounding_lets(way: str, size: int) -> None:
+    groups = _groups()
+    model = make_model("qwen3", torch.bfloat16, head_dim=HEAD_SIZE)
+    expected = _gradients(
+        prepared(make_model("qwen3", torch.bfloat16, head_dim=HEAD_SIZE).float()).policy,
+        groups,
+        _blocks(groups, 100_000),
+    )
+    policy = replace(prepared(model.to(DEVICE)).policy, attention=OneWay(way))
+    seen = _gradients(policy, groups, _blocks(groups, size))
+    for name, wanted in expected.items():
+        assert _difference(seen[name], wanted) < 0.1
+
+
+def test_nothing_is_compiled_again_for_another_tree() -> None:
+    policy = prepared(make_model("qwen3", torch.float32, head_dim=HEAD_SIZE).to(DEVICE)).policy
+
+    def train(turns: int) -> int:
+        groups = _groups(turns=turns)
+        _gradients(policy, groups, _blocks(groups, 100_000))
+        _gradients(policy, groups, _blocks(groups, 300 + 64 * turns))
+        return int(counters["stats"]["unique_graphs"])
+
+    compiled = train(2)
+    assert [train(turns) for turns in (3, 5, 8)] == [compiled] * 3
+
+
+def test_the_head_of_bfloat16_weights_has_the_logits_of_float32() -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(300, 512, generator=generator).bfloat16()
+    head = (torch.randn(4096, 512, generator=generator) / 20).bfloat16()
+    rows = torch.arange(300)
+
+    def logprobs(device: torch.device, dtype: torch.dtype) -> list[Tensor]:
+        edges = Edges(
+            entry_E=rows,
+            edge_of_entry_E=rows,
+            source_R=rows,
+            temperature_R=torch.ones(300, device=device),
+            row_J=rows.to(device),
+            target_J=(7 * rows).to(device),
+        )
+        inputs = [tensor.to(device, dtype).requires_grad_() for tensor in (hidden, head)]
+        logprob, entropy = edge_logprobs(*inputs, edges, chunk=64)
+        return [logprob, entropy, *torch.autograd.grad(logprob.sum(), inputs)]
+
+    expected = logprobs(torch.device("cpu"), torch.float64)
+    seen = logprobs(DEVICE, torch.bfloat16)
+    for number, (ours, wanted) in enumerate(zip(seen, expected, strict=True)):
+        assert _difference(ours, wanted) < (1e-5 if number < 2 else 0.005)

@@ -1,0 +1,132 @@
+"""A GPU's two kernels, as a CPU computes them: the same arguments, in any dtype, with gradients."""
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch._higher_order_ops.flex_attention import flex_attention
+
+from forgemq.trainer.core.flash_varlen import Lengths
+from forgemq.trainer.core.flex import TreeMask
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+_KERNEL_OPTIONS = {
+    "PRESCALE_QK": False,
+    "ROWS_GUARANTEED_SAFE": False,
+    "BLOCKS_ARE_CONTIGUOUS": False,
+    "WRITE_DQ": True,
+    "OUTPUT_LOGSUMEXP": True,
+    "OUTPUT_MAX": False,
+}
+
+
+def eager_flex(
+    query_HTD: Tensor,
+    key_KSD: Tensor,
+    value_KSD: Tensor,
+    /,
+    *,
+    mask: TreeMask,
+    scale: float,
+) -> Tensor:
+    """FlexAttention's operator without a compiler: it has a backward on a CPU, with dense scores.
+
+    It reads the mask's function, not its lists of blocks.
+    """
+    output, *_ = flex_attention(
+        query_HTD[None],
+        key_KSD[None],
+        value_KSD[None],
+        _unchanged,
+        mask.block_mask().as_tuple(),
+        scale,
+        _KERNEL_OPTIONS,
+    )
+    return output[0]
+
+
+def _unchanged(score: Tensor, *_place: Tensor) -> Tensor:
+    return score
+
+
+class PieceByPiece:
+    """A variable-length kernel: torch's flash attention of a CPU, one piece after another."""
+
+    def forward(
+        self,
+        query_PHD: Tensor,
+        key_CKD: Tensor,
+        value_CKD: Tensor,
+        lengths: Lengths,
+        *,
+        is_causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:
+        """As `VarlenKernel`."""
+        output_PHD = torch.empty_like(query_PHD)
+        wide = torch.promote_types(query_PHD.dtype, torch.float32)
+        lse_HP = torch.empty(query_PHD.shape[1::-1], dtype=wide)
+        for queries, keys in _pieces(lengths):
+            output, lse = _flash(
+                _rows(query_PHD[queries]),
+                _repeated(key_CKD[keys], query_PHD),
+                _repeated(value_CKD[keys], query_PHD),
+                0.0,
+                is_causal,
+                scale=scale,
+            )
+            output_PHD[queries], lse_HP[:, queries] = output[0].transpose(0, 1), lse[0]
+        return output_PHD, lse_HP
+
+    def backward(
+        self,
+        output_grad_PHD: Tensor,
+        query_PHD: Tensor,
+        key_CKD: Tensor,
+        value_CKD: Tensor,
+        output_PHD: Tensor,
+        lse_HP: Tensor,
+        lengths: Lengths,
+        *,
+        is_causal: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `VarlenKernel`."""
+        assert output_grad_PHD.is_contiguous()
+        gradients = [torch.empty_like(tensor) for tensor in (query_PHD, key_CKD, value_CKD)]
+        for queries, keys in _pieces(lengths):
+            parts = _flash_backward(
+                _rows(output_grad_PHD[queries]),
+                _rows(query_PHD[queries]),
+                _repeated(key_CKD[keys], query_PHD),
+                _repeated(value_CKD[keys], query_PHD),
+                _rows(output_PHD[queries]),
+                lse_HP[None, :, queries].contiguous(),
+                0.0,
+                is_causal,
+                scale=scale,
+            )
+            gradients[0][queries] = parts[0][0].transpose(0, 1)
+            for owed, part in zip(gradients[1:], parts[1:], strict=True):
+                heads = owed.shape[1]
+                owed[keys] = part[0].unflatten(0, (heads, -1)).sum(1).transpose(0, 1)
+        return gradients[0], gradients[1], gradients[2]
+
+
+def _pieces(lengths: Lengths) -> list[tuple[slice, slice]]:
+    queries = [slice(*bounds) for bounds in pairwise(lengths.query_bounds.tolist())]
+    keys = [slice(*bounds) for bounds in pairwise(lengths.key_bounds.tolist())]
+    assert max(piece.stop - piece.start for piece in queries) == lengths.query_max
+    assert max(piece.stop - piece.start for piece in keys) == lengths.key_max
+    return list(zip(queries, keys, strict=True))
+
+
+def _rows(values_PHD: Tensor) -> Tensor:
+    return values_PHD.transpose(0, 1)[None].contiguous()
+
+
+def _repeated(values_CKD: Tensor, query_PHD: Tensor) -> Tensor:
+    group = query_PHD.shape[1] // values_CKD.shape[1]
+    return values_CKD.repeat_interleave(group, dim=1).transpose(0, 1)[None].contiguous()

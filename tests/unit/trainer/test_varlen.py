@@ -1,0 +1,163 @@
+"""Flash over the plan's pieces, as a GPU runs it: its calls, and the same gradients on a CPU."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from forgemq.contracts.run import Loss
+from forgemq.trainer.core.attention import BlockKeys, RunAttention
+from forgemq.trainer.core.cpu_attention import CpuAttention
+from forgemq.trainer.core.flash_varlen import FlashVarlen, Lengths
+from forgemq.trainer.core.gpu_attention import attention_kind
+from forgemq.trainer.core.loss import loss_function
+from forgemq.trainer.core.memory import Microbatch
+from forgemq.trainer.core.plan import AttentionPlan, attention_plan, pieces
+from forgemq.trainer.core.step import forward_backward
+from forgemq.trainer.core.tree import Forest, joined, read_tree
+from forgemq.trainer.core.varlen import passes, varlen_attention_of
+from forgemq.trainer.model import prepared
+from tests.unit.trainer.gpu_kernels import PieceByPiece
+from tests.unit.trainer.scene import adversarial_samples, agent_samples, make_model, merge
+
+
+def _forests(seed: int) -> list[Forest]:
+    generator = np.random.default_rng(seed)
+    groups = [
+        agent_samples(generator, rollouts=3, turns=4),
+        adversarial_samples(generator),
+        agent_samples(generator, rollouts=4, is_stripped=True, vocabulary=4),
+    ]
+    return [read_tree(merge(samples, f"g-{n}")) for n, samples in enumerate(groups)]
+
+
+@given(seed=st.integers(0, 50), cut=st.tuples(st.floats(0, 1), st.floats(0, 1)))
+def test_calls_visit_every_visible_pair_once_and_no_query_twice(
+    seed: int, cut: tuple[float, float]
+) -> None:
+    forest = joined(_forests(seed))
+    first, last = sorted(int(share * (forest.token_count - 1)) for share in cut)
+    start, end = first, last + 1
+    visits = np.zeros((forest.token_count, forest.token_count), dtype=int)
+    for call in passes(attention_plan(pieces(forest), start=start, end=end)):
+        is_taken = np.zeros(forest.token_count, dtype=bool)
+        for (q0, q1), (k0, k1) in zip(call.queries, call.keys, strict=True):
+            assert not is_taken[q0:q1].any()
+            is_taken[q0:q1] = True
+            block = np.ones((q1 - q0, k1 - k0), dtype=int)
+            visits[q0:q1, k0:k1] += np.tril(block) if call.is_causal else block
+    query, key = np.indices(visits.shape)
+    visible = (key <= query) & (query < forest.subtree_end_N[None]) & (start <= query)
+    assert np.array_equal(visits, visible & (query < end))
+
+
+def test_rectangles_that_do_not_overlap_share_a_call() -> None:
+    plan = AttentionPlan(
+        start=0,
+        end=50,
+        triangles=((0, 20), (20, 30), (30, 50)),
+        rectangles=((20, 50, 0, 10), (30, 40, 20, 25), (40, 50, 20, 30), (30, 35, 5, 6)),
+    )
+    causal, outer, inner, innermost = passes(plan)
+    assert causal.is_causal
+    assert causal.queries == causal.keys == plan.triangles
+    assert (outer.queries, outer.keys) == (((20, 50),), ((0, 10),))
+    assert (inner.queries, inner.keys) == (((30, 40), (40, 50)), ((20, 25), (20, 30)))
+    assert (innermost.queries, innermost.keys) == (((30, 35),), ((5, 6),))
+
+
+@pytest.mark.parametrize("block", [10_000, 40, 7])
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+def test_calls_give_the_same_gradients_as_the_pieces(kind: str, block: int) -> None:
+    forests = _forests(block)
+    policy = prepared(make_model(kind, torch.float64)).policy
+
+    class Varlen:
+        slot_multiple = 256
+
+        def of_run(
+            self, keys: BlockKeys, /, *, dtype: torch.dtype, device: torch.device
+        ) -> RunAttention:
+            return varlen_attention_of(keys, kernel=PieceByPiece(), device=device)
+
+    count = sum(forest.token_count for forest in forests)
+    blocks = tuple((start, min(start + block, count)) for start in range(0, count, block))
+    gradients = []
+    for backend in (CpuAttention(), Varlen()):
+        policy.decoder.zero_grad()
+        forward_backward(
+            replace(policy, attention=backend),
+            forests,
+            [Microbatch(groups=(0, 1, 2), blocks=blocks)],
+            weights=[1.0, 0.5, 2.0],
+            loss=loss_function(Loss()),
+            head_chunk=64,
+        )
+        gradients.append({n: p.grad for n, p in policy.decoder.named_parameters()})
+    for name, expected in gradients[0].items():
+        seen = gradients[1][name]
+        assert expected is not None
+        assert seen is not None
+        assert float((seen - expected).norm() / expected.norm()) < 1e-12
+
+
+def _keys(forest: Forest) -> BlockKeys:
+    plan = attention_plan(pieces(forest), start=0, end=forest.token_count)
+    return BlockKeys(plan=plan, carries=(), subtree_end_S=forest.subtree_end_N)
+
+
+def _tree(*, rollouts: int, turns: int, is_stripped: bool = False) -> Forest:
+    generator = np.random.default_rng(0)
+    samples = agent_samples(
+        generator,
+        rollouts=rollouts,
+        turns=turns,
+        prompt=200,
+        act=20,
+        observe=20,
+        is_stripped=is_stripped,
+        vocabulary=5000,
+    )
+    return read_tree(merge(samples))
+
+
+def test_rollouts_that_only_share_their_task_take_flash_and_stripped_ones_the_mask() -> None:
+    few = _keys(_tree(rollouts=8, turns=10)).plan
+    many = _keys(_tree(rollouts=8, turns=30, is_stripped=True)).plan
+    assert attention_kind(few, dtype=torch.bfloat16, head_size=128) == "varlen"
+    assert attention_kind(many, dtype=torch.bfloat16, head_size=128) == "flex"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_size"),
+    [(torch.float32, 64), (torch.bfloat16, 20), (torch.bfloat16, 264), (torch.float64, 64)],
+)
+def test_what_the_flash_kernel_does_not_have_takes_the_mask(
+    dtype: torch.dtype, head_size: int
+) -> None:
+    few = _keys(_tree(rollouts=8, turns=10)).plan
+    assert attention_kind(few, dtype=dtype, head_size=head_size) == "flex"
+
+
+def test_the_operators_of_cuda_accept_what_a_call_hands_them() -> None:
+    with FakeTensorMode():  # Shapes and arguments of the real operators: no kernel, no GPU.
+
+        def halves(count: int, heads: int) -> torch.Tensor:
+            return torch.empty(count, heads, 64, dtype=torch.bfloat16, device="cuda:0")
+
+        bounds = torch.tensor([0, 5, 40], dtype=torch.int32, device="cuda:0")
+        lengths = Lengths(query_bounds=bounds, key_bounds=bounds * 2, query_max=35, key_max=70)
+        query, key, value = halves(40, 8), halves(80, 2), halves(80, 2)
+        kernel = FlashVarlen()
+        output, lse = kernel.forward(query, key, value, lengths, is_causal=False, scale=0.125)
+        gradients = kernel.backward(
+            output, query, key, value, output, lse, lengths, is_causal=False, scale=0.125
+        )
+    assert (output.shape, output.dtype) == (query.shape, torch.bfloat16)
+    assert (lse.shape, lse.dtype) == ((8, 40), torch.float32)
+    assert [gradient.shape for gradient in gradients] == [query.shape, key.shape, value.shape]
+    assert output.device.type == gradients[0].device.type == "cuda"
