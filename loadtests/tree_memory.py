@@ -23,7 +23,8 @@ from pathlib import Path
 import torch
 from measurement import Measurement, arguments
 from transformers import AutoConfig, AutoModelForCausalLM
-from tree_training import HEAD_CHUNK, LOSS, MEBIBYTE, MODEL
+from tree_timing import HEAD_CHUNK, LOSS
+from tree_training import MEBIBYTE, MODEL
 from tree_workloads import SHAPES, Shape, merged_tree, requests
 
 from forgemq.trainer.allocation import peak_allocated_bytes

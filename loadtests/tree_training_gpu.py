@@ -1,0 +1,326 @@
+"""What share of its FLOP ratio does tree training reach on a GPU, at which share of its peak?
+
+The same samples of one group, in one run, through layers of a Qwen3-8B in bfloat16: every request
+alone, unpadded, by torch's causal flash attention; rollouts merged while a request extends the one
+before; the prefix tree at once and, where the case says so, in blocks within a byte budget. As many
+layers as the device holds with the whole tree's activations; the vocabulary shrinks with them, so
+the head weighs against the layers what it weighs in all 36.
+
+Every shape runs once before it is timed; rounds interleave the ways. The per-request time is a
+quadratic fit in length over a stratified sample of requests, its error is a row. The case `same
+gradients` compares the ways' gradients on a small tree. The cases `8B, ...`, not among the default
+ones, train the tree of 200k through the unscaled model in blocks; nothing is compared there.
+
+`make load NAME=tree_training_gpu JSON=tree_gpu.json`
+"""
+
+import sys
+from dataclasses import dataclass
+
+import torch
+from measurement import Measurement, arguments
+from scaled_model import Machine, made_model
+from tree_memory import PLAN_200K, planned
+from tree_timing import HEAD_CHUNK, flops_of_sequences
+from tree_ways import (
+    Times,
+    Ways,
+    compilations,
+    gradient_differences,
+    peaks,
+    release,
+    timed,
+)
+from tree_workloads import SHAPES, Shape, merged_tree, requests
+
+from forgemq.trainer.allocation import peak_allocated_bytes
+from forgemq.trainer.core.flops import Flops, flops_of_tree
+from forgemq.trainer.core.gpu_attention import attention_kind
+from forgemq.trainer.core.memory import Microbatch, ModelShape
+from forgemq.trainer.core.plan import attention_plan, pieces
+from forgemq.trainer.core.tree import Forest, read_tree
+
+QWEN3_8B = {
+    "vocab_size": 151_936,
+    "hidden_size": 4096,
+    "intermediate_size": 12_288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 65_536,
+    "tie_word_embeddings": False,
+}
+
+PEAK_FLOPS_PER_S = {
+    "NVIDIA H200": 989.4e12,
+    "NVIDIA H100 80GB HBM3": 989.4e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-PCIE-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+}
+"""Dense bfloat16 products a second by the name that torch gives the device; vendor's data sheets.
+
+The H100 and H200 of this table are the SXM modules; their PCIe and NVL siblings have other names.
+"""
+
+MEMORY_SHARE = 0.75
+"""Of the device's memory: the formula leaves out float32 temporaries of norms and rotations."""
+
+GIBIBYTE = 2**30
+MOST = {"compilations": 0.0, "gradient_difference": 0.05}
+"""What rows of these names may be at most; the gradients' of bfloat16, whose rounding is 0.004."""
+
+NO_DEVICE = 2
+"""The exit status where there is nothing to measure on."""
+
+Row = tuple[str, float, str]
+
+SAME_GRADIENTS = "same gradients"
+SAME_GRADIENTS_LAYERS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A group's shape, and the share of the bytes of its whole tree that its blocks may take.
+
+    Attributes:
+        tree: rollouts of an agent.
+        blocks_share: None where the tree is not cut.
+    """
+
+    tree: Shape
+    blocks_share: float | None = None
+
+    def blocks(self, forest: Forest, shape: ModelShape) -> Microbatch | None:
+        """The tree's blocks, as the trainer plans them within the share."""
+        if self.blocks_share is None:
+            return None
+        budget = int(whole_bytes(forest, shape) * self.blocks_share)
+        return planned(forest, shape, budget=budget)
+
+
+CASES = {
+    "32k": Case(tree=Shape(rollouts=8, turns=10, prompt=2048, act=120, observe=280)),
+    "100k": Case(tree=Shape(rollouts=16, turns=20, prompt=6144, act=120, observe=180)),
+    "100k, stripped": Case(
+        tree=Shape(rollouts=8, turns=13, prompt=6144, act=200, observe=300, think=250)
+    ),
+    "200k": Case(tree=PLAN_200K, blocks_share=0.075),
+}
+"""Short tool use, long tool use, the same with reasoning stripped from histories, software work."""
+
+UNSCALED_CASES = {
+    "8B, 200k": Case(tree=PLAN_200K, blocks_share=0.075),
+    "8B, 200k, offloaded": Case(tree=PLAN_200K, blocks_share=0.042),
+}
+"""All 36 layers: what an H200 has room for, and the written plan, whose keys go to the host."""
+
+GRADIENT_CASE = Case(tree=SHAPES["A"], blocks_share=0.5)
+
+
+def whole_bytes(forest: Forest, shape: ModelShape) -> int:
+    """What the tree takes at once, by the formula."""
+    return shape.block_bytes(forest.token_count, chunk=HEAD_CHUNK, is_carried=False)
+
+
+def measure(measurement: Measurement, name: str, case: Case, machine: Machine) -> None:
+    """All rows of one case; none, and a condition that says why, where no layer fits."""
+    samples = requests(case.tree)
+    forest = read_tree(merged_tree(samples))
+    layers = machine.layers_that_fit(forest.token_count)
+    if layers == 0:
+        measurement.conditions[name] = "left out: not one layer fits into the device's memory"
+        return
+    loaded = made_model(machine, layers=layers)
+    blocks = case.blocks(forest, loaded.policy.shape)
+    ways = Ways(machine, loaded, samples, forest, blocks=blocks)
+    held = peaks(ways)
+    times = timed(ways)
+    rows = [
+        *_speed_rows(ways, times),
+        ("layers", layers, "layers"),
+        ("vocabulary", loaded.policy.shape.vocabulary, "tokens"),
+        ("peak_memory_ratio", held.tree / held.request, "x"),
+        ("peak", held.tree / GIBIBYTE, "GiB"),
+        ("peak_over_predicted", held.tree / whole_bytes(forest, loaded.policy.shape), "x"),
+        ("longest_request_peak", held.request / GIBIBYTE, "GiB"),
+    ]
+    for metric, value, unit in rows:
+        measurement.row(name, metric, value, unit)
+    if blocks is None:
+        return
+    assert times.blocks_s is not None
+    assert held.blocks is not None
+    alone = flops_of_sequences(loaded.policy.shape, samples)
+    tree = flops_of_tree(loaded.policy.shape, forest)
+    speedup = times.per_request.total_s / times.blocks_s
+    rows = [
+        ("flop_ratio_reached", speedup / (alone.total / tree.total), "share"),
+        ("speedup_vs_per_request", speedup, "x"),
+        ("seconds_over_whole", times.blocks_s / times.tree_s, "x"),
+        *_block_rows(machine, blocks, tree, seconds=times.blocks_s, peak_bytes=held.blocks),
+    ]
+    for metric, value, unit in rows:
+        measurement.row(f"{name}, blocks", metric, value, unit)
+
+
+def _speed_rows(ways: Ways, times: Times) -> list[Row]:
+    shape, forest, machine = ways.loaded.policy.shape, ways.forest, ways.machine
+    tree = flops_of_tree(shape, forest)
+    alone, appended = (flops_of_sequences(shape, group) for group in (ways.samples, ways.merged))
+    speedup = times.per_request.total_s / times.tree_s
+    return [
+        ("flop_ratio_reached", speedup / (alone.total / tree.total), "share"),
+        ("speedup_vs_per_request", speedup, "x"),
+        ("speedup_vs_append", times.append_s / times.tree_s, "x"),
+        ("token_ratio", sum(ways.lengths) / forest.token_count, "x"),
+        ("flop_ratio", alone.total / tree.total, "x"),
+        ("flop_ratio_weights", alone.weights / tree.weights, "x"),
+        ("flop_ratio_attention", alone.attention / tree.attention, "x"),
+        ("flop_ratio_vs_append", appended.total / tree.total, "x"),
+        ("attention_share", tree.attention / tree.total, "share"),
+        ("request_tokens", sum(ways.lengths), "tokens"),
+        ("tree_tokens", forest.token_count, "tokens"),
+        ("longest_path", int(forest.position_N.max()) + 1, "tokens"),
+        ("requests", len(ways.samples), "requests"),
+        ("requests_timed", times.requests, "requests"),
+        ("per_request_s", times.per_request.total_s, "s"),
+        ("per_request_error", times.per_request.error, "share"),
+        ("append_s", times.append_s, "s"),
+        ("tree_s", times.tree_s, "s"),
+        ("tree_spread", times.spread, "share"),
+        ("head_s", times.head_s, "s"),
+        ("compilations", times.compilations, "compilations"),
+        ("is_varlen", float(_is_varlen(ways)), ""),
+        *_utilisation("", machine, tree, seconds=times.tree_s),
+        *_utilisation("per_request_", machine, alone, seconds=times.per_request.total_s),
+    ]
+
+
+def _is_varlen(ways: Ways) -> bool:
+    """Whether a GPU takes flash over pieces for the tree at once; else it takes the block mask."""
+    policy, forest = ways.loaded.policy, ways.forest
+    plan = attention_plan(pieces(forest), start=0, end=forest.token_count)
+    head_size = policy.shape.key_size // policy.key_heads
+    return attention_kind(plan, dtype=ways.machine.dtype, head_size=head_size) == "varlen"
+
+
+def _utilisation(prefix: str, machine: Machine, wanted: Flops, *, seconds: float) -> list[Row]:
+    """What the formula counts, in a second and as a share of the device's peak if known."""
+    rate = wanted.total / seconds
+    rows = [(f"{prefix}tflops", rate / 1e12, "TFLOP/s")]
+    if machine.peak_flops_per_s is not None:
+        rows.append((f"{prefix}model_flop_utilisation", rate / machine.peak_flops_per_s, "share"))
+    return rows
+
+
+def _block_rows(
+    machine: Machine, blocks: Microbatch, tree: Flops, *, seconds: float, peak_bytes: int
+) -> list[Row]:
+    return [
+        ("tree_s", seconds, "s"),
+        *_utilisation("", machine, tree, seconds=seconds),
+        ("blocks", len(blocks.blocks), "blocks"),
+        ("is_offloaded", float(blocks.is_offloaded), ""),
+        ("predicted", blocks.predicted_bytes / GIBIBYTE, "GiB"),
+        ("peak", peak_bytes / GIBIBYTE, "GiB"),
+        ("peak_over_predicted", peak_bytes / blocks.predicted_bytes, "x"),
+    ]
+
+
+def compare_gradients(measurement: Measurement, case: Case, machine: Machine) -> None:
+    """Rows of how far the tree's gradients are from the requests', whole and in blocks."""
+    samples = requests(case.tree)
+    forest = read_tree(merged_tree(samples))
+    loaded = made_model(machine, layers=SAME_GRADIENTS_LAYERS)
+    blocks = case.blocks(forest, loaded.policy.shape)
+    assert blocks is not None
+    ways = Ways(machine, loaded, samples, forest, blocks=blocks)
+    whole, cut = gradient_differences(ways, [ways.tree, ways.tree_in_blocks])
+    measurement.row(SAME_GRADIENTS, "blocks", len(blocks.blocks), "blocks")
+    measurement.row(SAME_GRADIENTS, "gradient_difference", whole, "share")
+    measurement.row(f"{SAME_GRADIENTS}, blocks", "gradient_difference", cut, "share")
+
+
+def measure_unscaled(measurement: Measurement, name: str, case: Case, machine: Machine) -> None:
+    """Rows of the whole model on a tree in blocks; the longest requests would not fit at once."""
+    samples = requests(case.tree)
+    forest = read_tree(merged_tree(samples))
+    loaded = made_model(machine, layers=machine.model["num_hidden_layers"])
+    blocks = case.blocks(forest, loaded.policy.shape)
+    assert blocks is not None
+    ways = Ways(machine, loaded, samples, forest, blocks=blocks)
+    peak_bytes = peak_allocated_bytes(ways.tree_in_blocks, device=str(machine.device))
+    compiled = compilations()
+    seconds = ways.tree_in_blocks()
+    tree = flops_of_tree(loaded.policy.shape, forest)
+    for metric, value, unit in [
+        ("tree_tokens", forest.token_count, "tokens"),
+        ("longest_path", int(forest.position_N.max()) + 1, "tokens"),
+        *_block_rows(machine, blocks, tree, seconds=seconds, peak_bytes=peak_bytes),
+        ("compilations", compilations() - compiled, "compilations"),
+    ]:
+        measurement.row(name, metric, value, unit)
+
+
+def cuda_machine() -> Machine:
+    """The default CUDA device and a Qwen3-8B in bfloat16."""
+    properties = torch.cuda.get_device_properties(0)
+    return Machine(
+        device=torch.device("cuda", 0),
+        dtype=torch.bfloat16,
+        model=QWEN3_8B,
+        memory_bytes=int(properties.total_memory * MEMORY_SHARE),
+        peak_flops_per_s=PEAK_FLOPS_PER_S.get(properties.name),
+    )
+
+
+def over_their_most(measurement: Measurement) -> list[str]:
+    """Rows above the most that they may be: what was compiled while timed, unequal gradients."""
+    return [
+        f"{case} {metric} = {value:.4g}, at most {MOST[metric]}"
+        for case, metric, value, _ in measurement.rows
+        if value > MOST.get(metric, float("inf"))
+    ]
+
+
+def main() -> int:
+    """Measure the cases that were asked for, by default all but the unscaled model."""
+    options = arguments(__doc__ or "")
+    if not torch.cuda.is_available():
+        print("tree_training_gpu needs a CUDA device; torch sees none here", file=sys.stderr)
+        return NO_DEVICE
+    machine = cuda_machine()
+    measurement = Measurement(
+        name="tree_training_gpu",
+        question="What share of its FLOP ratio and of a GPU's peak does tree training reach?",
+        conditions={
+            "device": torch.cuda.get_device_name(machine.device),
+            "model": ", ".join(f"{key} {value}" for key, value in QWEN3_8B.items()),
+            "layers": f"as many as fit into {machine.memory_bytes / GIBIBYTE:.0f} GiB",
+            "dtype": f"bfloat16; float32 products: {torch.get_float32_matmul_precision()}",
+            "baseline": "unpadded, torch's flash attention, some requests and a fit",
+            "torch": torch.__version__,
+        },
+    )
+    try:
+        for name in options.case or (SAME_GRADIENTS, *CASES):
+            if name == SAME_GRADIENTS:
+                compare_gradients(measurement, GRADIENT_CASE, machine)
+            elif name in UNSCALED_CASES:
+                measure_unscaled(measurement, name, UNSCALED_CASES[name], machine)
+            else:
+                measure(measurement, name, CASES[name], machine)
+            release()
+    finally:  # What was measured before a failure is not lost with it.
+        status = measurement.finish(options.json)
+    broken = over_their_most(measurement)
+    for line in broken:
+        print(f"above its most: {line}")
+    return 1 if broken else status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
