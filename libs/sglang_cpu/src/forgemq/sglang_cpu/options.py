@@ -30,6 +30,7 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
         running_requests_max: Requests decoded together; None: 48 on a CPU, SGLang's own on a GPU.
         threads: OpenMP threads of each process; one is best for a tiny model on few cores.
         tensor_parallel: GPUs of this server.
+        gpu_first: The first of them, from 0 among those that its environment shows it.
         weight_version: Name of the weights the server starts with.
         weight_group_timeout_s: Longest wait of the scheduler for the trainer's process group.
         extra: More arguments, appended as they are; the last one of a name holds.
@@ -41,6 +42,7 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
     running_requests_max: int | None = None
     threads: int = 1
     tensor_parallel: int = 1
+    gpu_first: int = 0
     weight_version: str = "0.0"
     weight_group_timeout_s: float = 30.0
     extra: tuple[str, ...] = ()
@@ -93,10 +95,10 @@ def _cpu_arguments(options: EngineOptions) -> list[str]:
 def _gpu_arguments(options: EngineOptions) -> list[str]:
     # The language-model head in float32 keeps log-probabilities close to the trainer's
     # (MiniMax-M1, arXiv 2506.13585, section 3.2).
-    return [
-        *("--dtype", "bfloat16", "--tp-size", str(options.tensor_parallel)),
-        "--enable-fp32-lm-head",
-    ]
+    arguments = ["--dtype", "bfloat16", "--tp-size", str(options.tensor_parallel)]
+    if options.gpu_first:
+        arguments += ["--base-gpu-id", str(options.gpu_first)]
+    return [*arguments, "--enable-fp32-lm-head"]
 
 
 def environment(

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from forgemq.contracts.run import RunConfiguration
+from forgemq.launcher.core.gpus import engine_gpus, visible_gpus
 from forgemq.launcher.core.phases import BEFORE_ALL, phase
 from forgemq.launcher.core.restarts import RestartPolicy
-from forgemq.launcher.machine import has_gpu, port
+from forgemq.launcher.machine import MachineError, installed_gpus, port
 from forgemq.launcher.processes import Note
 from forgemq.sglang_cpu.options import EngineOptions
 from forgemq.sglang_cpu.server import EngineServer, EngineServerError
@@ -113,10 +114,12 @@ class Engines:
 def servers(
     configuration: RunConfiguration, *, folder: Path, environ: Mapping[str, str], host: str
 ) -> tuple[EngineServer, ...]:
-    """One server for every lane of the run, on free ports; not started."""
-    # The model's own context limit, not the run's: SGLang keeps a few tokens of its limit back,
-    # and the run's limit is kept by gateway and inference to the token.
-    options = EngineOptions(has_gpu=has_gpu())
+    """One server for every lane of the run, on free ports; not started.
+
+    Raises:
+        MachineError: the machine has GPUs, but not one for each engine, or no free port.
+    """
+    lane_options = options_of_lanes(configuration, gpus=installed_gpus(), environ=environ)
     return tuple(
         EngineServer(
             configuration.model.path,
@@ -126,8 +129,39 @@ def servers(
             host=host,
             inherited=environ,
         )
-        for lane in range(configuration.log.lanes)
+        for lane, options in enumerate(lane_options)
     )
+
+
+def options_of_lanes(
+    configuration: RunConfiguration, *, gpus: int, environ: Mapping[str, str]
+) -> tuple[EngineOptions, ...]:
+    """How the engine of each lane is started: each on a GPU of its own, all on the CPU without one.
+
+    Args:
+        configuration: of the run.
+        gpus: of this machine.
+        environ: of the run, which may hide some of them and says where the trainer computes.
+
+    Raises:
+        MachineError: there are GPUs, but not one for each engine.
+    """
+    # The model's own context limit, not the run's: SGLang keeps a few tokens of its limit back,
+    # and the run's limit is kept by gateway and inference to the token.
+    lanes = configuration.log.lanes
+    seen = visible_gpus(gpus, cuda_visible_devices=environ.get("CUDA_VISIBLE_DEVICES"))
+    if seen == 0:
+        return (EngineOptions(),) * lanes
+    try:
+        places = engine_gpus(
+            lanes=lanes,
+            gpus=seen,
+            trainer_device=environ.get("FORGEMQ_TRAINER_DEVICE", "cpu"),
+            ranks=configuration.trainer.world_size,
+        )
+    except ValueError as error:
+        raise MachineError(str(error)) from error
+    return tuple(EngineOptions(has_gpu=True, gpu_first=gpu) for gpu in places)
 
 
 def _restart(server: EngineServer) -> None:

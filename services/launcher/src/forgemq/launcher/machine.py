@@ -21,9 +21,9 @@ def check_memory(*, bytes_min: int) -> None:
         )
 
 
-def has_gpu() -> bool:
-    """Whether an NVIDIA driver is loaded here."""
-    return Path("/dev/nvidiactl").exists()
+def installed_gpus() -> int:
+    """NVIDIA GPUs whose driver is loaded here."""
+    return sum(path.name[len("nvidia") :].isdigit() for path in Path("/dev").glob("nvidia*"))
 
 
 def port(host: str, *, wanted: int, preferred: int = 0) -> int:

@@ -13,6 +13,7 @@ import asyncio
 from pathlib import Path
 
 import msgspec
+import torch
 
 from forgemq.bus.log import Place
 from forgemq.contracts import topics
@@ -26,7 +27,7 @@ from forgemq.contracts.topics import (
     Topic,
 )
 from forgemq.contracts.weights import LoadedWeights, PublishedWeights, ReportedEngine
-from forgemq.settings.environment import parse
+from forgemq.settings.environment import SettingsError, parse
 from forgemq.shell.dead_letters import DeadLetters
 from forgemq.shell.service import Context
 from forgemq.trainer.core.lanes import LiveLanes
@@ -35,7 +36,13 @@ from forgemq.trainer.folders import held_folder
 from forgemq.trainer.history import FencedTrainerError, read_history
 from forgemq.trainer.loop import TrainingLoop
 from forgemq.trainer.publisher import Publisher
-from forgemq.trainer.ranks import Ranks, check_world_size, launch_of
+from forgemq.trainer.ranks import (
+    Ranks,
+    check_device,
+    check_world_size,
+    device_of,
+    launch_of,
+)
 from forgemq.trainer.settings import TrainerSettings
 from forgemq.trainer.store import Store
 
@@ -69,14 +76,23 @@ async def main(context: Context, *, ranks: Ranks | None = None) -> None:
     """
     settings = parse(TrainerSettings, prefix="FORGEMQ_TRAINER_", environ=context.environ)
     configuration = context.configuration
-    check_world_size(launch_of(context.environ), configured=configuration.trainer.world_size)
+    launch = launch_of(context.environ)
+    check_world_size(launch, configured=configuration.trainer.world_size)
+    device = device_of(settings.device, launch=launch)
+    check_device(device, gpus=torch.cuda.device_count())
+    fast_paths = fast_paths_of(settings, device=device)
     with held_folder(Path(settings.folder)):
-        await _train(context, settings, ranks)
+        await _train(context, settings, fast_paths, ranks)
         if ranks is not None:
             ranks.close()
 
 
-async def _train(context: Context, settings: TrainerSettings, ranks: Ranks | None) -> None:
+async def _train(
+    context: Context,
+    settings: TrainerSettings,
+    fast_paths: FastPaths | None,
+    ranks: Ranks | None,
+) -> None:
     configuration = context.configuration
     claim = await context.log.transaction_writer("trainer")
     store = Store(
@@ -92,7 +108,7 @@ async def _train(context: Context, settings: TrainerSettings, ranks: Ranks | Non
         publisher = Publisher(
             writer=await context.log.writer(),
             lanes=LiveLanes(timeout_s=settings.lane_lapse_s),
-            fast_paths=_fast_paths(settings),
+            fast_paths=fast_paths,
             group_prefix=f"{configuration.run}-{lineage}",
             deadline_s=settings.transfer_deadline_s,
             tasks=tasks,
@@ -115,11 +131,24 @@ async def _train(context: Context, settings: TrainerSettings, ranks: Ranks | Non
             await publisher.close()
 
 
-def _fast_paths(settings: TrainerSettings) -> FastPaths | None:
+def fast_paths_of(settings: TrainerSettings, *, device: str) -> FastPaths | None:
+    """The way into engines that the settings name; None where it is off.
+
+    Raises:
+        SettingsError: NCCL would have no GPU to send from.
+    """
     if settings.fast_path == "off":
         return None
+    if settings.fast_path == "nccl" and device == "cpu":
+        raise SettingsError(
+            "FORGEMQ_TRAINER_FAST_PATH=nccl sends from a GPU to GPUs: set "
+            "FORGEMQ_TRAINER_DEVICE=cuda, or gloo, which reaches every engine"
+        )
     return FastPaths(
-        host=settings.host, backend=settings.fast_path, deadline_s=settings.transfer_deadline_s
+        host=settings.host,
+        backend=settings.fast_path,
+        deadline_s=settings.transfer_deadline_s,
+        device=device,
     )
 
 

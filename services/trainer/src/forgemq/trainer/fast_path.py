@@ -1,16 +1,22 @@
-"""New weights into running engines: one torch process group for each lane, two ranks in it.
+"""New weights into running engines: one torch process group for each lane.
 
-The trainer is rank 0 and only broadcasts; the lane's inference process tells its engine to join
-and to receive. Groups are made without torch's global registry: a lane that dies costs its group
-and nothing else. One deadline holds for a whole transfer, and a lane that is given up is left at
-once, whatever its group is doing: torch's calls cannot be interrupted, so each transfer has a
-thread of its own, which ends by itself at the deadline. Whoever is left loads the durable copy.
+The trainer is rank 0 and only broadcasts; every process of the lane's engine is a rank more, and
+the lane's inference process tells them to join and to receive. Groups are made without torch's
+global registry: a lane that dies costs its group and nothing else. One deadline holds for a whole
+transfer, and a lane that is given up is left at once, whatever its group is doing: torch's calls
+cannot be interrupted, so each transfer has a thread of its own, which ends by itself at the
+deadline. Whoever is left loads the durable copy.
+
+Gloo goes through host memory and reaches engines on CPUs and GPUs alike. NCCL goes from GPU to
+GPU; it refuses two ranks on one GPU. Where an engine dies before NCCL has connected, its thread
+waits on: NCCL has no deadline for that.
 
 The engine derives its end of the group in sglang's `init_custom_process_group`; the nested store
 prefixes here are those it uses.
 """
 
 import functools
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -35,8 +41,11 @@ from forgemq.contracts.weight_buckets import TensorSpec, buckets, header_bytes, 
 from forgemq.contracts.weights import Rendezvous
 
 JOIN_POLL_S = 0.02
-RANKS = 2
 CLOSE_WAIT_S = 5.0
+
+NCCL_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+"""Read by torch when it makes a group: a broken one fails who waits for it. Without it a thread of
+torch ends the whole process at the deadline."""
 
 
 GIVEN_UP = "the lane has the weights already, or is gone"
@@ -52,6 +61,7 @@ class _Link:
 
     epoch: int
     name: str
+    world_size: int
     store: TCPStore
     group: Backend | None = None
     is_given_up: bool = False
@@ -103,25 +113,49 @@ class FastPaths:
     and the next offer has a new one.
     """
 
-    def __init__(self, *, host: str, backend: Literal["gloo", "nccl"], deadline_s: float) -> None:
+    def __init__(
+        self,
+        *,
+        host: str,
+        backend: Literal["gloo", "nccl"],
+        deadline_s: float,
+        device: str = "cuda",
+    ) -> None:
+        """No group yet.
+
+        Args:
+            host: address of this process.
+            backend: of all groups.
+            deadline_s: of one transfer.
+            device: GPU that NCCL sends from; Gloo sends from host memory.
+        """
         self._host = host
         self._backend = backend
         self._deadline_s = deadline_s
+        self._device = torch.device(device if backend == "nccl" else "cpu")
         self._links: dict[int, _Link] = {}
         self._threads: list[threading.Thread] = []
         self._made = 0
 
-    def offer(self, lanes: Mapping[int, int], *, prefix: str) -> tuple[Rendezvous, ...]:
+    def offer(
+        self, lanes: Mapping[int, int], *, prefix: str, ranks: Mapping[int, int] | None = None
+    ) -> tuple[Rendezvous, ...]:
         """A rendezvous for every live lane; groups of others and given up ones are dropped.
 
         Args:
             lanes: lane -> epoch.
             prefix: of new groups' names; distinct for each life of the trainer.
+            ranks: lane -> processes of its engine; 1 where it is not in it.
         """
+        world_sizes = {lane: 1 + (ranks or {}).get(lane, 1) for lane in lanes}
         for lane, link in list(self._links.items()):
-            if lanes.get(lane) != link.epoch or link.is_given_up:
+            is_same = (lanes.get(lane), world_sizes.get(lane)) == (link.epoch, link.world_size)
+            if link.is_given_up or not is_same:
                 self.drop(lane)
-        return tuple(self._offer(lane, lanes[lane], prefix=prefix) for lane in sorted(lanes))
+        return tuple(
+            self._offer(lane, lanes[lane], prefix=prefix, world_size=world_sizes[lane])
+            for lane in sorted(lanes)
+        )
 
     def send(self, offers: tuple[Rendezvous, ...], file: Path) -> dict[int, str]:
         """Broadcast the tensors of a safetensors file to every offered lane; blocks.
@@ -178,7 +212,7 @@ class FastPaths:
         for thread in self._threads:
             thread.join(max(0.0, end_s - time.monotonic()))
 
-    def _offer(self, lane: int, epoch: int, *, prefix: str) -> Rendezvous:
+    def _offer(self, lane: int, epoch: int, *, prefix: str, world_size: int) -> Rendezvous:
         link = self._links.get(lane)
         if link is None:
             self._made += 1
@@ -186,12 +220,12 @@ class FastPaths:
             store = TCPStore(
                 self._host,
                 0,
-                world_size=RANKS,
+                world_size=world_size,
                 is_master=True,
                 timeout=timedelta(seconds=self._deadline_s),
                 wait_for_workers=False,
             )
-            link = _Link(epoch, f"{prefix}-{lane}-{epoch}-{self._made}", store)
+            link = _Link(epoch, f"{prefix}-{lane}-{epoch}-{self._made}", world_size, store)
             self._links[lane] = link
         return Rendezvous(
             lane=lane,
@@ -201,6 +235,7 @@ class FastPaths:
             group_name=link.name,
             backend=self._backend,
             is_new=link.group is None,
+            world_size=world_size,
         )
 
     def _send(self, link: _Link, file: Path, *, end_s: float) -> None:
@@ -233,25 +268,24 @@ class FastPaths:
             time.sleep(JOIN_POLL_S)
 
     def _formed(self, link: _Link, *, left: timedelta) -> Backend:
-        device = "cpu" if self._backend == "gloo" else "cuda"
         store: Store = link.store
-        for prefix in (link.name, f"{link.name}/", f"{device}/"):
+        for prefix in (link.name, f"{link.name}/", f"{self._device.type}/"):
             store = PrefixStore(prefix, store)
         if self._backend == "gloo":
             # The stub does not know these names; torch.distributed uses them itself.
             options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._timeout = left
             options._devices = [ProcessGroupGloo.create_device(hostname=self._host)]
-            return ProcessGroupGloo(store, 0, RANKS, options)
+            return ProcessGroupGloo(store, 0, link.world_size, options)
+        os.environ[NCCL_BLOCKING_WAIT] = "1"  # noqa: TID251 - torch has no argument for it
         nccl_options = ProcessGroupNCCL.Options()
         nccl_options._timeout = left
-        return ProcessGroupNCCL(store, 0, RANKS, nccl_options)
+        return ProcessGroupNCCL(store, 0, link.world_size, nccl_options)
 
     def _broadcast(self, link: _Link, group: Backend, file: Path, *, end_s: float) -> None:
         options = BroadcastOptions()
         options.rootRank = 0
-        device = "cpu" if self._backend == "gloo" else "cuda"
-        with safe_open(file, framework="pt", device=device) as tensors:
+        with safe_open(file, framework="pt", device=str(self._device)) as tensors:
             for bucket in buckets(specs_of(file)):
                 flat = torch.cat(
                     [tensors.get_tensor(spec.name).reshape(-1).view(torch.uint8) for spec in bucket]

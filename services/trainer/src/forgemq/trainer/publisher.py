@@ -102,7 +102,9 @@ class Publisher:
         if self._fast_paths is None or version == 0:
             return ()  # Engines start with the base model.
         lanes = self._lanes.live(at_s=asyncio.get_running_loop().time())
-        return await asyncio.to_thread(self._fast_paths.offer, lanes, prefix=self._group_prefix)
+        return await asyncio.to_thread(
+            self._fast_paths.offer, lanes, prefix=self._group_prefix, ranks=self._lanes.ranks()
+        )
 
     async def _send(
         self, offers: tuple[Rendezvous, ...], weights: WeightsFolder, version: int

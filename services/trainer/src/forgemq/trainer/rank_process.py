@@ -4,13 +4,22 @@ import functools
 import signal
 from collections.abc import Mapping
 
+import torch
+
 from forgemq.settings.environment import SettingsError, parse
 from forgemq.shell.service import EXIT_FAILED, EXIT_OK, EXIT_REFUSED, run_service
 from forgemq.telemetry.telemetry import Telemetry
 from forgemq.trainer.app import main
 from forgemq.trainer.follower import follow
 from forgemq.trainer.lifeline import end_with_torchrun
-from forgemq.trainer.ranks import Launch, RankLostError, Ranks, device_of, launch_of
+from forgemq.trainer.ranks import (
+    Launch,
+    RankLostError,
+    Ranks,
+    check_device,
+    device_of,
+    launch_of,
+)
 from forgemq.trainer.settings import TrainerSettings
 
 
@@ -33,6 +42,7 @@ def run_rank(environ: Mapping[str, str]) -> int:
 def _run_of_several(launch: Launch, environ: Mapping[str, str]) -> int:
     settings = parse(TrainerSettings, prefix="FORGEMQ_TRAINER_", environ=environ)
     device = device_of(settings.device, launch=launch)
+    check_device(device, gpus=torch.cuda.device_count())
     # They join first of all: until then a signal ends each of them at once, and from then on each
     # sees when another is gone.
     ranks = Ranks(launch=launch, device=device, deadline_s=settings.rank_deadline_s)

@@ -85,6 +85,25 @@ def device_of(device: str, *, launch: Launch) -> str:
     return f"cuda:{launch.local_rank}"
 
 
+def check_device(device: str, *, gpus: int) -> None:
+    """Refuse a GPU that is not there.
+
+    Args:
+        device: of this rank.
+        gpus: that this process sees.
+
+    Raises:
+        SettingsError: naming it.
+    """
+    wanted = torch.device(device)
+    if wanted.type == "cuda" and (wanted.index or 0) >= gpus:
+        raise SettingsError(
+            f"this rank's device is {device}, but torch sees {gpus} GPUs: a driver for CUDA "
+            f"{torch.version.cuda} and a GPU for each rank of this machine are needed, "
+            "or FORGEMQ_TRAINER_DEVICE=cpu"
+        )
+
+
 class Ranks:
     """This process among the ranks. Implements `core.exchange.Peers`.
 

@@ -51,17 +51,26 @@ class ShardedUpdater:
         return float(norm)
 
     def state(self) -> dict[str, Tensor]:
-        """All state by name, every tensor whole."""
+        """All state by name, every tensor whole, in rank 0's host memory; nothing on the others.
+
+        No device has room for it: its tensors are made whole and put away one after the other.
+        """
         tensors: dict[str, Tensor] = {}
+
+        def keep(key: str, tensor: Tensor) -> None:
+            if self._shards.keeps_whole:
+                tensors[key] = tensor.detach().cpu()
+
         for name, master in self._masters.items():
             parameter = self._parameters[name]
             if self._shards.are_masters:
-                tensors[f"{name}|master"] = self._shards.whole(master, like=parameter).detach()
+                keep(f"{name}|master", self._shards.whole(master, like=parameter))
             for field, value in self._adamw.state.get(master, {}).items():
                 is_count = field == "step"
-                tensors[f"{name}|{field}"] = (
-                    value.reshape(1) if is_count else self._shards.whole(value, like=parameter)
-                ).detach()
+                keep(
+                    f"{name}|{field}",
+                    value.reshape(1) if is_count else self._shards.whole(value, like=parameter),
+                )
         return tensors
 
     def restore(self, state: Mapping[str, Tensor]) -> None:

@@ -88,6 +88,7 @@ class FsdpShards:
     def __init__(self, ranks: Ranks, *, dtype: torch.dtype) -> None:
         self._ranks = ranks
         self.are_masters = dtype not in (torch.float32, torch.float64)
+        self.keeps_whole = ranks.rank == 0
 
     def local(self, tensor: Tensor) -> Tensor:
         """This rank's part of a parameter or gradient; shares its memory."""

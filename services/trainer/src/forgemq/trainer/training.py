@@ -117,7 +117,7 @@ class Training:
         return self._loaded.model
 
     def optimizer_state(self) -> dict[str, torch.Tensor]:
-        """For a checkpoint of `version`."""
+        """For a checkpoint of `version`; of several ranks on rank 0, empty on the others."""
         self._announce(commands.GatherOptimizer())
         with self._together():
             return self._updater.state()

@@ -29,3 +29,7 @@ class LiveLanes:
             for lane, (report, seen_s) in sorted(self._newest.items())
             if report.is_serving and at_s - seen_s <= self._timeout_s
         }
+
+    def ranks(self) -> Mapping[int, int]:
+        """Lane -> processes of its engine, each of which receives new weights."""
+        return {lane: report.ranks for lane, (report, _) in self._newest.items()}
