@@ -13,6 +13,7 @@ from forgemq.contracts import generate, topics
 from forgemq.contracts.compatibility import (
     breaking_changes,
     breaking_topic_changes,
+    keeps,
     schemas,
     topic_facts,
 )
@@ -53,7 +54,7 @@ def test_every_stored_record_still_decodes_to_the_same_bytes_of_its_fields(path:
     written = msgspec.msgpack.decode(topics.encode(record))
     for field, value in msgspec.msgpack.decode(stored).items():
         default = msgspec.structs.asdict(record)[field]
-        assert written.get(field, value) == value, f"{field} was {value!r}, is {default!r}"
+        assert keeps(value, written.get(field, value)), f"{field} was {value!r}, is {default!r}"
 
 
 @pytest.mark.parametrize("topic", topics.ALL, ids=lambda topic: topic.name)
@@ -101,6 +102,24 @@ def test_a_new_default_is_named_because_it_changes_what_stored_records_mean():
     old = {"G": {"properties": {"n": {"type": "integer", "default": 0}}, "required": []}}
     new = {"G": {"properties": {"n": {"type": "integer", "default": 1}}, "required": []}}
     assert breaking_changes(old, new) == ["G.n: default changed"]
+
+
+@pytest.mark.parametrize(
+    ("after", "is_kept"),
+    [
+        ({"a": 1, "b": [{"c": 2}]}, True),
+        ({"a": 1, "b": [{"c": 2, "new": 3}], "newer": 4}, True),
+        ({"a": 2, "b": [{"c": 2}]}, False),
+        ({"b": [{"c": 2}]}, False),
+        ({"a": 1, "b": [{"c": 3}]}, False),
+        ({"a": 1, "b": []}, False),
+        (None, False),
+    ],
+)
+def test_a_value_is_kept_where_structs_within_it_got_fields_and_nothing_else(
+    *, after: object, is_kept: bool
+):
+    assert keeps({"a": 1, "b": [{"c": 2}]}, after) == is_kept
 
 
 def test_a_new_field_with_a_default_and_new_prose_are_allowed():

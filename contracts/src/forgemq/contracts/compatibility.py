@@ -56,6 +56,19 @@ def breaking_topic_changes(old: Schemas, new: Schemas) -> list[str]:
     ]
 
 
+def keeps(before: object, after: object) -> bool:
+    """Whether a value in wire form still says what it said.
+
+    Structs within it may have got fields: those stand at their defaults, as in what was written
+    before.
+    """
+    if isinstance(before, dict) and isinstance(after, dict):
+        return all(name in after and keeps(value, after[name]) for name, value in before.items())
+    if isinstance(before, list) and isinstance(after, list):
+        return len(before) == len(after) and all(map(keeps, before, after))
+    return before == after
+
+
 def _struct_problems(name: str, old: Schemas, new: Schemas) -> Iterator[str]:
     if name not in new:
         yield f"{name}: removed"
@@ -72,7 +85,7 @@ def _struct_problems(name: str, old: Schemas, new: Schemas) -> Iterator[str]:
             yield f"{name}.{field}: type changed"
         if (field in required_before) != (field in required_after):
             yield f"{name}.{field}: required changed"
-        elif was.get("default") != is_now.get("default"):
+        elif not keeps(was.get("default"), is_now.get("default")):
             # Defaults are left out on the wire: a new one gives stored records a new meaning.
             yield f"{name}.{field}: default changed"
     for field in sorted(required_after - set(fields_before)):

@@ -144,6 +144,14 @@ class Loss(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     mask_low: Annotated[float, Meta(ge=0, description="icepop: ratios below are masked.")] = 0.125
     mask_high: Annotated[float, Meta(gt=0, description="icepop: ratios above are masked.")] = 8.0
     normalisation: Literal["step", "group"] = "step"
+    reference_weight: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Of a k3 KL to the model that the run started from, added to the loss of "
+            "each entry; above 0 the trainer keeps that model in memory too.",
+        ),
+    ] = 0.0
 
 
 class Trainer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -85,6 +85,9 @@ class TrainingMetrics(Struct, frozen=True, kw_only=True, omit_defaults=True):
     route_disagreements: Annotated[
         int, Meta(ge=0, description="Entries whose experts were not those replayed for the token.")
     ] = 0
+    kl_reference: Annotated[
+        float, Meta(description="k3 estimate of KL(policy || reference), nats; 0 without one.")
+    ] = 0.0
 
 
 class TrainedStep(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -61,6 +61,7 @@ GaugeName: TypeAlias = Literal[
     "trainer.grad_norm",
     "trainer.entropy",
     "trainer.kl_k3",
+    "trainer.kl_reference",
     "trainer.ratio_p99",
     "trainer.capped_share",
     "trainer.logprob_gap_max",
@@ -180,6 +181,9 @@ GAUGES: dict[GaugeName, Metric] = {
     "trainer.grad_norm": Metric("1", "Gradient norm of the newest step, before clipping."),
     "trainer.entropy": Metric("{nat}", "Mean entropy of the policy at the sampled tokens."),
     "trainer.kl_k3": Metric("{nat}", "k3 estimate of KL(behaviour || policy) of the newest step."),
+    "trainer.kl_reference": Metric(
+        "{nat}", "k3 estimate of KL(policy || reference) of the newest step; 0 without a reference."
+    ),
     "trainer.ratio_p99": Metric("1", "99th percentile of policy / behaviour probability."),
     "trainer.capped_share": Metric("1", "Share of entries that the loss limited."),
     "trainer.logprob_gap_max": Metric("{nat}", "Largest |trainer - engine| log-probability."),

@@ -247,6 +247,7 @@ class TrainingLoop:
         telemetry.gauge("trainer.grad_norm", metrics.grad_norm)
         telemetry.gauge("trainer.entropy", metrics.entropy)
         telemetry.gauge("trainer.kl_k3", metrics.kl_k3)
+        telemetry.gauge("trainer.kl_reference", metrics.kl_reference)
         telemetry.gauge("trainer.ratio_p99", metrics.ratio_p99)
         telemetry.gauge("trainer.capped_share", metrics.capped_share)
         telemetry.gauge("trainer.logprob_gap_max", metrics.logprob_gap_max)

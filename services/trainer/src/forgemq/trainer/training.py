@@ -28,9 +28,16 @@ from forgemq.trainer.core.loss import LossFunction, UserLoss, loss_function
 from forgemq.trainer.core.memory import plan_step
 from forgemq.trainer.core.metrics import entry_metrics, group_totals, training_metrics
 from forgemq.trainer.core.optimizer import Updater, learning_rate
+from forgemq.trainer.core.reference import with_references
 from forgemq.trainer.core.rounds import forward_backward_rounds, values_bytes, values_of
 from forgemq.trainer.core.routes import check_routes, token_routes
-from forgemq.trainer.core.step import EntryValues, forward_backward, group_weights, merged
+from forgemq.trainer.core.step import (
+    EntryValues,
+    Policy,
+    forward_backward,
+    group_weights,
+    merged,
+)
 from forgemq.trainer.core.tree import Forest, InvalidTreeError, read_tree
 from forgemq.trainer.heap import keep_freed_memory, suit_heap
 from forgemq.trainer.model import load_model
@@ -89,6 +96,7 @@ class Training:
         torch.manual_seed(configuration.seed)
         base = Path(configuration.model.path)
         self._configuration = configuration
+        self._device = torch.device(device)
         dtype = configuration.model.dtype
         self._loaded = load_model(
             base if checkpoint is None else checkpoint.folder,
@@ -105,6 +113,7 @@ class Training:
                 self._loaded.model, configuration.optimizer, shards=shards
             )
         self._loss = _loss_of(configuration)
+        self._reference = _reference_of(configuration, device=device)
         self.version = 0
         if checkpoint is not None:
             self._updater.restore(checkpoint.optimizer_state())
@@ -182,7 +191,7 @@ class Training:
         scheduled = msgspec.structs.replace(step.scheduled, groups=step.groups)
         values = {group.group_id: step.values[group.group_id] for group in step.groups}
         self._announce(commands.TrainStep(scheduled=scheduled, values=values))
-        with self._together():
+        with self._together(), _current(self._device):
             return self._trained(step)
 
     def _trained(self, step: ReadStep) -> TrainingMetrics:
@@ -241,6 +250,10 @@ class Training:
         if policy.head_VH.device.type == "cpu":
             predicted = max((batch.predicted_bytes for batch in microbatches), default=0)
             suit_heap(predicted_bytes=predicted, budget_bytes=trainer.memory_budget_bytes)
+        if self._reference is not None:
+            forests = with_references(
+                self._reference, forests, microbatches, head_chunk=trainer.head_chunk_tokens
+            )
         return forward_backward(
             policy,
             forests,
@@ -287,6 +300,11 @@ class Training:
             raise InvalidTreeError(f"tokens: ids must be in 0..{vocabulary - 1}")
 
 
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a GPU the thread's own: what names no device would wake up the first one instead."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
 def _decoded(group: ScheduledGroup, value: bytes | None) -> MergedTree:
     if value is None:
         raise InvalidTreeError("the tree is not on the log, or its blob is lost")
@@ -299,6 +317,19 @@ def _decoded(group: ScheduledGroup, value: bytes | None) -> MergedTree:
         raise InvalidTreeError(f"the tree does not decode: {error}") from error
     assert isinstance(tree, MergedTree)
     return tree
+
+
+def _reference_of(configuration: RunConfiguration, *, device: str) -> Policy | None:
+    """The model that the run started from, where its loss has a weight for it."""
+    if not configuration.loss.reference_weight:
+        return None
+    if configuration.trainer.world_size > 1:
+        raise SettingsError("loss.reference_weight above 0 needs trainer.world_size 1")
+    loaded = load_model(
+        Path(configuration.model.path), dtype=configuration.model.dtype, device=device
+    )
+    loaded.model.requires_grad_(requires_grad=False)
+    return loaded.policy
 
 
 def _loss_of(configuration: RunConfiguration) -> LossFunction:

@@ -108,8 +108,25 @@ def icepop(logprob: Tensor, entries: Entries, *, mask_low: float, mask_high: flo
     return EntryLoss(-weight * entries.advantage * logprob, is_masked)
 
 
+def near_reference(loss: LossFunction, *, weight: float) -> LossFunction:
+    """The loss plus weight * k3 of KL(policy || reference): x - 1 - log x, x = reference / policy.
+
+    Source: GRPO, arXiv 2402.03300 eq. 4. Entries without a reference add nothing.
+    """
+
+    def with_kl(logprob: Tensor, entries: Entries) -> EntryLoss:
+        result = loss(logprob, entries)
+        if entries.reference is None:
+            return result
+        log_ratio = torch.where(entries.reference.isnan(), logprob, entries.reference) - logprob
+        kl = torch.exp(log_ratio) - 1 - log_ratio
+        return EntryLoss(result.loss + weight * kl, result.is_limited)
+
+    return with_kl
+
+
 def loss_function(settings: Loss, *, user: UserLoss | None = None) -> LossFunction:
-    """The loss that a run's configuration names.
+    """The loss that a run's configuration names, near its reference where it has a weight.
 
     Args:
         settings: of the run.
@@ -133,7 +150,7 @@ def loss_function(settings: Loss, *, user: UserLoss | None = None) -> LossFuncti
         ),
     }
     if settings.kind in known:
-        return known[settings.kind]
+        return _weighed(known[settings.kind], settings)
     if user is None:
         raise ValueError(
             f"loss.kind must be one of {', '.join(known)} or module:function, got {settings.kind}"
@@ -149,7 +166,12 @@ def loss_function(settings: Loss, *, user: UserLoss | None = None) -> LossFuncti
             )
         return EntryLoss(loss, torch.zeros_like(logprob, dtype=torch.bool))
 
-    return of_user
+    return _weighed(of_user, settings)
+
+
+def _weighed(loss: LossFunction, settings: Loss) -> LossFunction:
+    weight = settings.reference_weight
+    return near_reference(loss, weight=weight) if weight else loss
 
 
 def _ratio(logprob: Tensor, entries: Entries) -> Tensor:

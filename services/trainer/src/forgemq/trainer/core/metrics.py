@@ -26,6 +26,8 @@ class EntryMetrics:
         ratio_p99: 99th percentile of r.
         capped_share: entries that the loss limited.
         kl_k3: mean of (r - 1) - log r, an estimate of KL(behaviour || policy), nats.
+        kl_reference: mean of x - 1 - log x of x = reference / policy, an estimate of KL(policy ||
+            reference), nats; 0 where no entry has a reference.
         entropy: mean entropy of the policy where entries were sampled, nats.
         gap_mean: mean |log-probability of the trainer - of the engine| on the current version.
         gap_max: largest of them.
@@ -36,6 +38,7 @@ class EntryMetrics:
     ratio_p99: float
     capped_share: float
     kl_k3: float
+    kl_reference: float
     entropy: float
     gap_mean: float
     gap_max: float
@@ -67,6 +70,7 @@ def entry_metrics(values: EntryValues, *, current_version: int) -> EntryMetrics:
             ratio_p99=0.0,
             capped_share=0.0,
             kl_k3=0.0,
+            kl_reference=0.0,
             entropy=0.0,
             gap_mean=0.0,
             gap_max=0.0,
@@ -81,11 +85,19 @@ def entry_metrics(values: EntryValues, *, current_version: int) -> EntryMetrics:
         ratio_p99=float(np.percentile(ratio, 99)),
         capped_share=float(values.is_limited_E.mean()),
         kl_k3=float((ratio - 1 - log_ratio).mean()),
+        kl_reference=_kl_reference(values),
         entropy=float(values.entropy_E.mean()),
         gap_mean=float(gap.mean()) if len(gap) else 0.0,
         gap_max=float(gap.max()) if len(gap) else 0.0,
         gap_entries=len(gap),
     )
+
+
+def _kl_reference(values: EntryValues) -> float:
+    has_one = ~np.isnan(values.reference_E)
+    log_ratio = (values.reference_E - values.logprob_E)[has_one]
+    log_ratio = np.clip(log_ratio, -RATIO_LOG_MAX, RATIO_LOG_MAX)
+    return float((np.exp(log_ratio) - 1 - log_ratio).mean()) if len(log_ratio) else 0.0
 
 
 def group_totals(groups: tuple[ScheduledGroup, ...]) -> GroupTotals:
@@ -136,4 +148,5 @@ def training_metrics(
         flop_ratio_weights=saved.flop_ratio_weights,
         flop_ratio_attention=saved.flop_ratio_attention,
         route_disagreements=route_disagreements,
+        kl_reference=entries.kl_reference,
     )

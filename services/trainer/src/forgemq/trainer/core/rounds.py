@@ -21,7 +21,15 @@ from forgemq.trainer.core.step import (
 )
 from forgemq.trainer.core.tree import Forest, read_tree
 
-_ENTRY_ARRAYS = ("logprob_E", "behaviour_E", "loss_E", "is_limited_E", "entropy_E", "version_E")
+_ENTRY_ARRAYS = (
+    "logprob_E",
+    "behaviour_E",
+    "loss_E",
+    "is_limited_E",
+    "entropy_E",
+    "version_E",
+    "reference_E",
+)
 """Of `EntryValues`, in the order of its form between ranks."""
 
 
@@ -42,6 +50,7 @@ def values_of(data: bytes) -> EntryValues:
         is_limited_E=columns[3].astype(np.bool_),
         entropy_E=columns[4],
         version_E=columns[5].astype(np.int64),
+        reference_E=columns[6],
         loss=struct.unpack_from("<d", data)[0],
     )
 

@@ -17,12 +17,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from forgemq.contracts.run import Loss
 from forgemq.trainer.core.assignment import Range
 from forgemq.trainer.core.attention import AttentionBackend, BlockKeys, Carry, TreeAttention
 from forgemq.trainer.core.carry import CarriedKeys, MakeStore, PathKeys, WholeKeys, empty_carry
 from forgemq.trainer.core.exchange import KeyExchange, Peers
 from forgemq.trainer.core.logprobs import Edges, edge_logprobs, edges_of
-from forgemq.trainer.core.loss import Entries, EntryLoss, LossFunction
+from forgemq.trainer.core.loss import Entries, EntryLoss, LossFunction, loss_function
 from forgemq.trainer.core.memory import Microbatch, ModelShape
 from forgemq.trainer.core.plan import attention_plan, pieces
 from forgemq.trainer.core.precision import TopKRouter
@@ -66,6 +67,7 @@ class EntryValues:
         is_limited_E: a cap, clip or mask took hold.
         entropy_E: of the policy where the entry was sampled.
         version_E: weight version that sampled it.
+        reference_E: log-probability under the reference, NaN where there is none.
         loss: sum of the weighted losses.
     """
 
@@ -75,6 +77,7 @@ class EntryValues:
     is_limited_E: np.ndarray[tuple[int], np.dtype[np.bool_]]
     entropy_E: Floats
     version_E: Integers
+    reference_E: Floats
     loss: float
 
 
@@ -124,6 +127,17 @@ def forward_backward(
     return merged(parts)
 
 
+def read_logprobs(
+    policy: Policy, forest: Forest, microbatch: Microbatch, *, head_chunk: int
+) -> Floats:
+    """The policy's log-probability of every entry of a microbatch's forest; no gradient."""
+    no_weight_E = np.zeros(forest.entry_count)
+    run = _Run(policy, forest, no_weight_E, loss_function(Loss()), head_chunk)
+    keys = run.path_keys(microbatch.blocks, is_offloaded=microbatch.is_offloaded)
+    logprob_E, _ = run.read(microbatch.blocks, keys)
+    return np.asarray(logprob_E.double().cpu().numpy())
+
+
 def forward_backward_shared(
     policy: Policy,
     forest: Forest,
@@ -169,6 +183,7 @@ def merged(parts: Sequence[EntryValues]) -> EntryValues:
         is_limited_E=all_of("is_limited_E").astype(np.bool_),
         entropy_E=all_of("entropy_E"),
         version_E=all_of("version_E").astype(np.int64),
+        reference_E=all_of("reference_E"),
         loss=float(sum(part.loss for part in parts)),
     )
 
@@ -231,26 +246,14 @@ class _Run:
 
         With an exchange for each block, `blocks` are this rank's ranges of them.
         """
-        between: Sequence[KeyExchange | None] = exchanges or [None] * len(blocks)
-        all_edges = [self._edges(start, end) for start, end in blocks]
-        logprob_E = torch.zeros(self._forest.entry_count, dtype=self._wide, device=self._device)
-        entropy_E = torch.zeros_like(logprob_E)
-        with torch.no_grad():
-            for number, (start, end) in enumerate(blocks):
-                edges = all_edges[number]
-                hidden = self._hidden(start, end, keys=keys.enter(number), exchange=between[number])
-                logprob_J, entropy_R = self._logprobs(hidden, edges, start=start)
-                logprob_E[edges.entry_E] = logprob_J[edges.edge_of_entry_E]
-                entropy_E[edges.entry_E] = entropy_R[edges.row_J[edges.edge_of_entry_E]]
-        if exchanges:  # Each entry was read on one rank and is 0 on the others.
-            logprob_E = exchanges[0].peers.total(logprob_E)
-            entropy_E = exchanges[0].peers.total(entropy_E)
+        logprob_E, entropy_E = self.read(blocks, keys, exchanges)
         logprob_E.requires_grad_()
         result = self._loss(logprob_E, self._entries)
         (owed_E,) = torch.autograd.grad((result.loss * self._weight_E).sum(), logprob_E)
         keys.turn()
+        between: Sequence[KeyExchange | None] = exchanges or [None] * len(blocks)
         for number, (start, end) in reversed(list(enumerate(blocks))):
-            edges = all_edges[number]
+            edges = self._edges(start, end)
             hidden = self._hidden(start, end, keys=keys.enter(number), exchange=between[number])
             logprob_J, _ = self._logprobs(hidden, edges, start=start)
             owed_J = torch.zeros_like(logprob_J)
@@ -258,6 +261,28 @@ class _Run:
             # The zero hidden gradient reaches the keys of a block that no entry continues.
             torch.autograd.backward([logprob_J, hidden], [owed_J, torch.zeros_like(hidden)])
         return self._seen(logprob_E, entropy_E, result)
+
+    @torch.no_grad()
+    def read(
+        self,
+        blocks: Sequence[Range],
+        keys: CarriedKeys,
+        exchanges: Sequence[KeyExchange] = (),
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy of every entry, block by block; arguments as `in_blocks`."""
+        between: Sequence[KeyExchange | None] = exchanges or [None] * len(blocks)
+        logprob_E = torch.zeros(self._forest.entry_count, dtype=self._wide, device=self._device)
+        entropy_E = torch.zeros_like(logprob_E)
+        for number, (start, end) in enumerate(blocks):
+            edges = self._edges(start, end)
+            hidden = self._hidden(start, end, keys=keys.enter(number), exchange=between[number])
+            logprob_J, entropy_R = self._logprobs(hidden, edges, start=start)
+            logprob_E[edges.entry_E] = logprob_J[edges.edge_of_entry_E]
+            entropy_E[edges.entry_E] = entropy_R[edges.row_J[edges.edge_of_entry_E]]
+        if exchanges:  # Each entry was read on one rank and is 0 on the others.
+            logprob_E = exchanges[0].peers.total(logprob_E)
+            entropy_E = exchanges[0].peers.total(entropy_E)
+        return logprob_E, entropy_E
 
     def _hidden(
         self,
@@ -369,5 +394,6 @@ class _Run:
             is_limited_E=result.is_limited.cpu().numpy(),
             entropy_E=array(entropy_E),
             version_E=self._forest.entry_version_E,
+            reference_E=self._forest.entry_reference_E,
             loss=float((result.loss.detach() * self._weight_E).sum()),
         )
