@@ -2,7 +2,8 @@
 
 Arguments: host, port, group name, die after this many files (-1: never; -2: hang after joining,
 as an engine on a machine that is cut off does), the safetensors files
-whose bytes are expected. Prints `equal` or `different` for each.
+whose bytes are expected. Prints `equal` or `different` for each. RANK and WORLD_SIZE say which of
+the engine's processes it is; by default the only one.
 """
 
 import os
@@ -30,7 +31,8 @@ HANGS = -2
 
 def main(host: str, port: str, name: str, dies_after: int, files: list[str]) -> None:
     timeout = timedelta(seconds=60)
-    store, rank, world = next(rendezvous(f"tcp://{host}:{port}", 1, 2, timeout=timeout))
+    rank, world = int(os.environ.get("RANK", "1")), int(os.environ.get("WORLD_SIZE", "2"))
+    store, rank, world = next(rendezvous(f"tcp://{host}:{port}", rank, world, timeout=timeout))
     group, _ = _new_process_group_helper(
         world,
         rank,
@@ -41,7 +43,7 @@ def main(host: str, port: str, name: str, dies_after: int, files: list[str]) -> 
         backend_options=None,
         timeout=timeout,
     )
-    _world.pg_group_ranks[group] = {0: 0, 1: 1}
+    _world.pg_group_ranks[group] = {each: each for each in range(world)}
     if dies_after == HANGS:
         time.sleep(600)
     for number, file in enumerate(files):

@@ -1,5 +1,6 @@
 """The fast path to a peer process that joins and receives as an SGLang engine does."""
 
+import os
 import subprocess
 import sys
 import time
@@ -36,7 +37,9 @@ def _weights(place: Path, seed: int) -> Path:
     return place
 
 
-def _peer(offer: Rendezvous, *files: Path, dies_after: int = -1) -> subprocess.Popen[str]:
+def _peer(
+    offer: Rendezvous, *files: Path, dies_after: int = -1, rank: int = 1
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [
             sys.executable,
@@ -47,9 +50,18 @@ def _peer(offer: Rendezvous, *files: Path, dies_after: int = -1) -> subprocess.P
             str(dies_after),
             *map(str, files),
         ],
+        env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(offer.world_size)},
         stdout=subprocess.PIPE,
         text=True,
     )
+
+
+def test_every_process_of_an_engine_receives_the_weights(tmp_path: Path, paths: FastPaths) -> None:
+    file = _weights(tmp_path / "w.safetensors", 1)
+    (offer,) = paths.offer({0: 3}, prefix="r-1", ranks={0: 2})
+    peers = [_peer(offer, file, rank=rank) for rank in (1, 2)]
+    assert paths.send((offer,), file) == {0: ""}
+    assert [peer.communicate(timeout=30)[0] for peer in peers] == ["equal\n", "equal\n"]
 
 
 def test_two_versions_arrive_through_one_group(tmp_path: Path, paths: FastPaths) -> None:

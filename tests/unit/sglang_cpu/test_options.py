@@ -31,8 +31,28 @@ def test_a_cpu_engine_runs_in_float32_with_a_bounded_cache() -> None:
 def test_a_gpu_engine_leaves_device_and_cache_to_sglang() -> None:
     command = line(EngineOptions(has_gpu=True, tensor_parallel=4))
     assert "--dtype bfloat16 --tp-size 4 --enable-fp32-lm-head" in command
-    for absent in ("--device", "--max-total-tokens", "--max-running-requests", "torch_native"):
-        assert absent not in command
+    absent = ("--device", "--max-total-tokens", "--max-running-requests", "torch_native")
+    for argument in (*absent, "--base-gpu-id"):
+        assert argument not in command
+
+
+def test_a_gpu_engine_that_records_routes_runs_the_kernel_that_is_told_them() -> None:
+    runner = ["--moe-runner-backend", "triton"]
+    for options, has_experts, expected in (
+        (EngineOptions(has_gpu=True), True, runner),
+        (EngineOptions(has_gpu=True), False, []),
+        (EngineOptions(), True, []),
+    ):
+        command = command_line(
+            options, model_path="m", host="127.0.0.1", port=7, has_experts=has_experts
+        )
+        start = command.index(runner[0]) if runner[0] in command else len(command)
+        assert command[start : start + 2] == expected
+
+
+def test_engines_that_share_a_machine_begin_at_gpus_of_their_own() -> None:
+    command = line(EngineOptions(has_gpu=True, tensor_parallel=2, gpu_first=2))
+    assert "--tp-size 2 --base-gpu-id 2" in command
 
 
 @pytest.mark.parametrize(
@@ -64,6 +84,8 @@ def test_the_environment_keeps_health_checks_shallow_and_logprobs_after_the_temp
     assert (cpu["CUDA_VISIBLE_DEVICES"], "CUDA_VISIBLE_DEVICES" in gpu) == ("", False)
     assert "SGLANG_USE_CPU_ENGINE" not in cpu
     assert (cpu["PATH"], cpu["FORGEMQ_ENGINE_PARENT"]) == ("/bin", "5")
+    # Beside the interpreter lies the ninja with which kernels for a GPU are built.
+    assert gpu["PATH"] == f"{Path(sys.executable).parent}:/bin"
 
 
 def test_sglang_finds_the_platform_and_the_hooks() -> None:

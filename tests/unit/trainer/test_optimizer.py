@@ -3,9 +3,10 @@
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 from forgemq.contracts.run import Optimizer
-from forgemq.trainer.core.optimizer import NonFiniteGradientError, Updater, learning_rate
+from forgemq.trainer.core.optimizer import NonFiniteGradientError, Updater, adamw, learning_rate
 
 
 def _model(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -116,3 +117,25 @@ def test_state_of_another_model_is_refused() -> None:
     assert state == {}
     with pytest.raises(ValueError, match="which the model does not have"):
         Updater(_model(), Optimizer()).restore({"9.weight|exp_avg": torch.zeros(1)})
+
+
+def test_a_gpu_steps_in_one_kernel_and_a_restored_count_lies_there_too() -> None:
+    """Shapes and devices of the real operators: no kernel, no GPU."""
+    with FakeTensorMode():
+        weight = nn.Parameter(torch.empty(4, 3, device="cuda:0", dtype=torch.bfloat16))
+        updater = Updater(nn.ParameterDict({"weight": weight}), Optimizer())
+        moments = {f"weight|{name}": torch.empty(4, 3) for name in ("exp_avg", "exp_avg_sq")}
+        state = {"weight|master": torch.empty(4, 3), "weight|step": torch.empty(1), **moments}
+        updater.restore(state)
+        optimizer = updater._adamw
+        (master,) = optimizer.param_groups[0]["params"]
+        master.grad = torch.empty_like(master)
+        optimizer.step()
+        assert optimizer.defaults["fused"] is True
+        found = updater.state()
+    assert found.keys() == state.keys()
+    assert {(tensor.device.type, tensor.dtype) for tensor in found.values()} == {
+        ("cuda", torch.float32)
+    }
+    on_cpu = adamw({"w": torch.zeros(2, 2)}, {"w": nn.Parameter(torch.zeros(2, 2))}, Optimizer())
+    assert on_cpu.defaults["fused"] is None

@@ -1,5 +1,6 @@
 """The command line and environment of one SGLang server, as pure functions."""
 
+import os
 import sys
 from collections.abc import Mapping
 
@@ -73,6 +74,9 @@ def command_line(
         command += ["--max-running-requests", str(running_max)]
     if has_experts:
         command += ["--enable-return-routed-experts"]  # SGLang dies of it with a dense model.
+        if options.has_gpu:
+            # SGLang's own choice on Blackwell routes inside its kernel and records expert 0 only.
+            command += ["--moe-runner-backend", "triton"]
     return [*command, *options.extra]
 
 
@@ -123,5 +127,8 @@ def environment(
     }
     if not options.has_gpu:
         own |= {"OMP_NUM_THREADS": str(options.threads), "CUDA_VISIBLE_DEVICES": ""}
+    elif "PATH" in inherited:
+        # SGLang compiles kernels for GPUs with the ninja that was installed beside it.
+        own["PATH"] = os.pathsep.join((os.path.dirname(sys.executable), inherited["PATH"]))
     kept = {name: value for name, value in inherited.items() if name != "SGLANG_USE_CPU_ENGINE"}
     return kept | own

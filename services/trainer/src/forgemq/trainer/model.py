@@ -45,9 +45,19 @@ class LoadedModel:
 
 
 def load_model(
-    folder: Path, *, dtype: Literal["float32", "bfloat16"], device: str = "cpu"
+    folder: Path,
+    *,
+    dtype: Literal["float32", "bfloat16"],
+    device: str = "cpu",
+    place: str | None = None,
 ) -> LoadedModel:
     """The model in a folder of Hugging Face format, ready to train on trees.
+
+    Args:
+        folder: of the model.
+        dtype: of its parameters.
+        device: that it computes on.
+        place: where its parameters lie, to be moved later; None: on that device.
 
     Raises:
         UnsupportedModelError: its architecture or a setting rules out exact tree training.
@@ -64,11 +74,16 @@ def load_model(
         attn_implementation=ATTENTION_NAME,
         local_files_only=True,
     )
-    return prepared(model.to(device))
+    return prepared(model.to(place or device), device=torch.device(device))
 
 
-def prepared(model: nn.Module) -> LoadedModel:
-    """A model of transformers with our norms, rotary embedding, routers and attention."""
+def prepared(model: nn.Module, *, device: torch.device | None = None) -> LoadedModel:
+    """A model of transformers with our norms, rotary embedding, routers and attention.
+
+    Args:
+        model: of transformers.
+        device: that it computes on; None: where its parameters lie.
+    """
     config: Any = model.config
     check_supported(config)
     AttentionInterface.register(ATTENTION_NAME, shared_attention_interface)
@@ -79,7 +94,7 @@ def prepared(model: nn.Module) -> LoadedModel:
     if getattr(head, "bias", None) is not None:
         raise UnsupportedModelError("a head with a bias is not supported")
     shape = model_shape(config, dtype=head.weight.dtype)
-    device = head.weight.device
+    device = device or head.weight.device
     head_size = shape.key_size // int(config.num_key_value_heads)
     check_head_size(head_size, device=device.type)
     policy = Policy(

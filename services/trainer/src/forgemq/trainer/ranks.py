@@ -121,6 +121,7 @@ class Ranks:
         """
         self._launch = launch
         self._deadline_s = deadline_s
+        self.device = torch.device(device)
         with self.together():
             self._join(device, deadline=timedelta(seconds=deadline_s))
 

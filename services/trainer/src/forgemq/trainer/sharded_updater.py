@@ -88,6 +88,8 @@ class ShardedUpdater:
                 if field == "master":
                     master.copy_(self._shards.part(value, like=parameter))
                 elif field == "step":
-                    self._adamw.state[master][field] = value.reshape(()).clone()
+                    self._adamw.state[master][field] = value.reshape(()).to(
+                        master.device, copy=True
+                    )
                 else:
                     self._adamw.state[master][field] = self._shards.part(value, like=parameter)

@@ -22,7 +22,8 @@ def sharded(loaded: LoadedModel, *, ranks: Ranks, dtype: torch.dtype) -> LoadedM
     """The same model with its parameters spread over the ranks.
 
     Args:
-        loaded: the same on every rank, with parameters at least as wide as fp32.
+        loaded: the same on every rank, with parameters at least as wide as fp32. They may lie in
+            host memory: one layer after the other moves to the ranks' devices.
         ranks: all of them.
         dtype: that the model computes in.
     """
@@ -30,7 +31,7 @@ def sharded(loaded: LoadedModel, *, ranks: Ranks, dtype: torch.dtype) -> LoadedM
     head: Any = model.get_output_embeddings()  # type: ignore[operator]  # transformers' method
     embedding: Any = model.get_input_embeddings()  # type: ignore[operator]  # transformers' method
     is_tied = head.weight is embedding.weight
-    hidden, device = head.weight.shape[1], head.weight.device
+    hidden = head.weight.shape[1]
     wide = torch.promote_types(dtype, torch.float32)
     precision = MixedPrecisionPolicy(
         param_dtype=None if dtype == head.weight.dtype else dtype,
@@ -50,7 +51,7 @@ def sharded(loaded: LoadedModel, *, ranks: Ranks, dtype: torch.dtype) -> LoadedM
         head.weight = nn.Parameter(shards)
     policy = replace(
         loaded.policy,
-        head_VH=torch.empty((0, hidden), dtype=dtype, device=device),
+        head_VH=torch.empty((0, hidden), dtype=dtype, device=ranks.device),
         # The decoder keeps its own parameters, the embedding among them, until backward is over.
         gather_head=(lambda: embedding.weight) if is_tied else _gather(head, ranks, dtype=dtype),
         shape=replace(loaded.policy.shape, value_bytes=dtype.itemsize, wide_bytes=wide.itemsize),

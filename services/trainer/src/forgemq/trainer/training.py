@@ -102,6 +102,7 @@ class Training:
             base if checkpoint is None else checkpoint.folder,
             dtype=dtype if ranks is None else "float32",  # Shards are the fp32 masters.
             device=device,
+            place=device if ranks is None else "cpu",  # A GPU need not hold what it has a part of.
         )
         self._updater: Updater | ShardedUpdater
         if ranks is None:

@@ -32,6 +32,9 @@ def adamw(
     """AdamW over masters, or a rank's parts of them; matrices decay.
 
     Norm weights and biases do not: their scale is no complexity to be held down.
+
+    On a GPU one kernel does it all. Torch's own choice there goes operator by operator over all
+    masters at once, and holds as many bytes again for the roots of the second moments.
     """
     matrices = [masters[name] for name, p in parameters.items() if p.dim() > 1]
     vectors = [masters[name] for name, p in parameters.items() if p.dim() <= 1]
@@ -39,8 +42,10 @@ def adamw(
         {"params": matrices, "weight_decay": settings.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
+    is_on_cpu = all(master.device.type == "cpu" for master in masters.values())
     return torch.optim.AdamW(
         [group for group in groups if group["params"]],
+        fused=None if is_on_cpu else True,
         lr=settings.lr,
         betas=(settings.beta1, settings.beta2),
         eps=settings.eps,
@@ -109,10 +114,11 @@ class Updater:
             with torch.no_grad():
                 if field == "master":
                     master.copy_(value)
-                elif field == "step":
-                    self._adamw.state[master][field] = value.reshape(()).clone()
                 else:
-                    self._adamw.state[master][field] = value.to(master.device).clone()
+                    shape = () if field == "step" else value.shape
+                    self._adamw.state[master][field] = value.reshape(shape).to(
+                        master.device, copy=True
+                    )
 
     def _accumulate_into(self, name: str) -> Callable[[Tensor], None]:
         def accumulate(parameter: Tensor) -> None:

@@ -1,0 +1,45 @@
+"""Which GPUs of a machine a run's engines take: one each, none that the trainer computes on."""
+
+
+def visible_gpus(installed: int, *, cuda_visible_devices: str | None) -> int:
+    """How many of the installed GPUs processes see, as CUDA reads its variable.
+
+    Args:
+        installed: GPUs of this machine.
+        cuda_visible_devices: None where it is not set; an entry below 0 ends the list.
+    """
+    if cuda_visible_devices is None:
+        return installed
+    count = 0
+    for entry in cuda_visible_devices.split(","):
+        if not entry.strip() or entry.strip().startswith("-"):
+            break
+        count += 1
+    return min(count, installed)
+
+
+def engine_gpus(*, lanes: int, gpus: int, trainer_device: str, ranks: int) -> tuple[int, ...]:
+    """The GPU of each lane's engine.
+
+    Args:
+        lanes: of the run, one engine each.
+        gpus: that this machine's processes see, at least 1.
+        trainer_device: `cpu`, `cuda` (one GPU for each rank, from the first) or `cuda:N`.
+        ranks: of the trainer.
+
+    Raises:
+        ValueError: there are too few.
+    """
+    family, _, index = trainer_device.partition(":")
+    taken = range(0)
+    if family == "cuda":
+        taken = range(int(index), int(index) + 1) if index else range(ranks)
+    free = [gpu for gpu in range(gpus) if gpu not in taken]
+    if len(free) < lanes:
+        raise ValueError(
+            f"this machine shows {gpus} GPUs; the engines of log.lanes={lanes} need one each, and "
+            f"a trainer on FORGEMQ_TRAINER_DEVICE={trainer_device} takes {len(taken)} more: lower "
+            "log.lanes, set FORGEMQ_TRAINER_DEVICE=cpu, name engines that run elsewhere with "
+            "FORGEMQ_ENGINE_URL, or hide the GPUs with CUDA_VISIBLE_DEVICES=-1"
+        )
+    return tuple(free[:lanes])

@@ -1,0 +1,97 @@
+"""Training on a GPU, end to end: the steps of a CPU, and a checkpoint that either goes on from."""
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from forgemq.contracts import topics
+from forgemq.contracts.run import RunConfiguration
+from forgemq.contracts.steps import TrainedStep, TrainingMetrics
+from forgemq.telemetry.telemetry import Telemetry
+from forgemq.trainer.checkpoint import Checkpoint
+from forgemq.trainer.store import Store
+from forgemq.trainer.training import Training
+from tests.unit.trainer.scene import (
+    agent_samples,
+    configuration_of,
+    merge,
+    routed,
+    save_base,
+    scheduled_step,
+)
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(600),
+    # torch reads it of every input while it compiles, and hides the warning from users.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
+
+DEVICE = "cuda"
+TOLERANCE = 2e-3
+"""Of losses and norms: sums in other orders, grown by three steps at a rate of 1e-2."""
+
+
+def _trained(training: Training, step: int, *, has_experts: bool) -> TrainingMetrics:
+    tree = merge(agent_samples(np.random.default_rng(step), rollouts=12), f"g-{step}")
+    if has_experts:
+        tree = routed(tree, layers=2, top_k=2, experts=4)
+    values = {tree.group_id: topics.encode(tree)}
+    return training.train(training.read(scheduled_step(step, [tree]), values))
+
+
+def _checkpointed(
+    configuration: RunConfiguration, training: Training, folder: Path, metrics: TrainingMetrics
+) -> Checkpoint:
+    store = Store(
+        str(folder / "t"),
+        blobs=str(folder / "blobs"),
+        configuration=configuration,
+        telemetry=Telemetry(service="trainer", stream=io.StringIO()),
+    )
+    step = training.version - 1
+    trained = TrainedStep(
+        step=step,
+        lineage=1,
+        group_ids=(),
+        failed_group_ids=(),
+        metrics=metrics,
+        checkpoint_step=step,
+        duration_s=0.0,
+    )
+    weights = store.save_weights(training, lineage=1)
+    store.save_checkpoint(training, weights=weights, trained=trained, tree_positions=())
+    found = store.newest_checkpoint()
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("budget_bytes", [8_000_000_000, 700_000], ids=["whole", "blocks"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_moe"])
+def test_a_gpu_trains_as_a_cpu_and_each_goes_on_from_its_checkpoint(
+    tmp_path: Path, kind: str, budget_bytes: int
+) -> None:
+    base = save_base(tmp_path / "base", kind=kind, head_dim=16)
+    configuration = configuration_of(base, memory_budget_bytes=budget_bytes)
+    has_experts = kind == "qwen3_moe"
+    on_gpu = Training(configuration, device=DEVICE, checkpoint=None)
+    on_cpu = Training(configuration, device="cpu", checkpoint=None)
+    seen = []
+    for step in range(2):
+        metrics = _trained(on_gpu, step, has_experts=has_experts)
+        seen.append(metrics)
+        expected = _trained(on_cpu, step, has_experts=has_experts)
+        assert metrics.loss == pytest.approx(expected.loss, rel=TOLERANCE, abs=TOLERANCE)
+        assert metrics.grad_norm == pytest.approx(expected.grad_norm, rel=TOLERANCE)
+    checkpoint = _checkpointed(configuration, on_gpu, tmp_path, seen[-1])
+    wanted = {name: tensor.cpu().clone() for name, tensor in on_gpu.optimizer_state().items()}
+    going_on = _trained(on_gpu, 2, has_experts=has_experts)
+    for device in (DEVICE, "cpu"):
+        restored = Training(configuration, device=device, checkpoint=checkpoint)
+        state = restored.optimizer_state()
+        assert state.keys() == wanted.keys()
+        assert all(tensor.cpu().equal(wanted[name]) for name, tensor in state.items())
+        again = _trained(restored, 2, has_experts=has_experts)
+        assert again.grad_norm == pytest.approx(going_on.grad_norm, rel=TOLERANCE)

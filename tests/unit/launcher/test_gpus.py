@@ -1,0 +1,64 @@
+"""Which GPUs the engines of a run take, and what is refused before one starts."""
+
+import msgspec
+import pytest
+
+from forgemq.contracts.run import Log, Model, Queue, RunConfiguration, Trainer
+from forgemq.launcher.core.gpus import engine_gpus, visible_gpus
+from forgemq.launcher.engines import options_of_lanes
+from forgemq.launcher.machine import MachineError
+from forgemq.sglang_cpu.options import EngineOptions
+
+RUN = RunConfiguration(
+    run="r",
+    seed=0,
+    model=Model(path="m"),
+    queues=(Queue(domain="d", task_source="m:f", agent="m:g"),),
+    trainer=Trainer(steps=1, world_size=2),
+    log=Log(lanes=2),
+)
+
+
+@pytest.mark.parametrize(
+    ("device", "ranks", "expected"),
+    [
+        ("cpu", 1, (0, 1)),
+        ("cpu", 2, (0, 1)),
+        ("cuda", 1, (1, 2)),
+        ("cuda", 2, (2, 3)),
+        ("cuda:1", 1, (0, 2)),
+    ],
+)
+def test_engines_take_the_first_gpus_that_the_trainer_leaves(
+    device: str, ranks: int, expected: tuple[int, ...]
+) -> None:
+    assert engine_gpus(lanes=2, gpus=4, trainer_device=device, ranks=ranks) == expected
+
+
+def test_too_few_gpus_are_refused_with_both_numbers_and_what_to_do() -> None:
+    with pytest.raises(ValueError, match=r"shows 2 GPUs; the engines of log\.lanes=2 .* takes 1"):
+        engine_gpus(lanes=2, gpus=2, trainer_device="cuda", ranks=1)
+    assert engine_gpus(lanes=1, gpus=2, trainer_device="cuda", ranks=1) == (1,)
+
+
+@pytest.mark.parametrize(
+    ("variable", "expected"),
+    [(None, 4), ("", 0), ("-1", 0), ("2", 1), ("0, 3", 2), ("1,-1,2", 1), ("0,1,2,3,4", 4)],
+)
+def test_gpus_are_counted_as_cuda_reads_its_variable(variable: str | None, expected: int) -> None:
+    assert visible_gpus(4, cuda_visible_devices=variable) == expected
+
+
+def test_each_lane_has_a_gpu_of_its_own_and_a_machine_without_one_serves_on_its_cpu() -> None:
+    trainer_on_gpus = {"FORGEMQ_TRAINER_DEVICE": "cuda"}
+    assert options_of_lanes(RUN, gpus=4, environ=trainer_on_gpus) == (
+        EngineOptions(has_gpu=True, gpu_first=2),
+        EngineOptions(has_gpu=True, gpu_first=3),
+    )
+    hidden = {"CUDA_VISIBLE_DEVICES": ""}
+    assert options_of_lanes(RUN, gpus=0, environ={}) == (EngineOptions(),) * 2
+    assert options_of_lanes(RUN, gpus=4, environ=hidden) == (EngineOptions(),) * 2
+    with pytest.raises(MachineError, match="FORGEMQ_TRAINER_DEVICE=cuda takes 2 more"):
+        options_of_lanes(RUN, gpus=3, environ=trainer_on_gpus)
+    one = msgspec.structs.replace(RUN, log=Log(lanes=1))
+    assert options_of_lanes(one, gpus=3, environ=trainer_on_gpus)[0].gpu_first == 2

@@ -1,0 +1,63 @@
+"""Where the trainer computes and sends from: what is refused before a step, and whom it offers."""
+
+import pytest
+
+from forgemq.contracts.weights import ReportedEngine
+from forgemq.settings.environment import SettingsError
+from forgemq.trainer.app import fast_paths_of
+from forgemq.trainer.core.lanes import LiveLanes
+from forgemq.trainer.fast_path import FastPaths
+from forgemq.trainer.ranks import check_device
+from forgemq.trainer.settings import TrainerSettings
+
+
+@pytest.mark.parametrize(("device", "gpus"), [("cuda", 0), ("cuda:0", 0), ("cuda:2", 2)])
+def test_a_gpu_that_is_not_there_is_refused_by_name(device: str, gpus: int) -> None:
+    with pytest.raises(SettingsError, match=f"device is {device}, but torch sees {gpus} GPUs"):
+        check_device(device, gpus=gpus)
+
+
+@pytest.mark.parametrize(("device", "gpus"), [("cpu", 0), ("cuda", 1), ("cuda:1", 2)])
+def test_a_device_that_is_there_is_let_through(device: str, gpus: int) -> None:
+    check_device(device, gpus=gpus)
+
+
+def test_nccl_without_a_gpu_is_refused_and_gloo_sends_from_anywhere() -> None:
+    nccl = TrainerSettings(folder="f", fast_path="nccl")
+    with pytest.raises(SettingsError, match="FORGEMQ_TRAINER_FAST_PATH=nccl sends from a GPU"):
+        fast_paths_of(nccl, device="cpu")
+    gloo = TrainerSettings(folder="f")
+    for device in ("cpu", "cuda:1"):
+        assert fast_paths_of(gloo, device=device) is not None
+    assert fast_paths_of(TrainerSettings(folder="f", fast_path="off"), device="cpu") is None
+
+
+def _report(lane: int, *, ranks: int) -> ReportedEngine:
+    return ReportedEngine(
+        lane=lane,
+        epoch=1,
+        url="http://127.0.0.1:1",
+        is_serving=True,
+        lineage=1,
+        version=0,
+        running=0,
+        queued=0,
+        reported_ms=0,
+        ranks=ranks,
+    )
+
+
+def test_a_lanes_group_has_a_rank_for_each_process_of_its_engine() -> None:
+    lanes = LiveLanes(timeout_s=5)
+    lanes.observe(_report(0, ranks=4), at_s=0)
+    lanes.observe(_report(1, ranks=1), at_s=0)
+    paths = FastPaths(host="127.0.0.1", backend="gloo", deadline_s=1)
+    offers = paths.offer(lanes.live(at_s=0), prefix="r-1", ranks=lanes.ranks())
+    assert [offer.world_size for offer in offers] == [5, 2]
+    # The lane's engine comes back with fewer GPUs under the same epoch.
+    lanes.observe(_report(0, ranks=2), at_s=0)
+    again = paths.offer(lanes.live(at_s=0), prefix="r-1", ranks=lanes.ranks())
+    assert [offer.world_size for offer in again] == [3, 2]
+    assert again[0].group_name != offers[0].group_name
+    assert again[1].group_name == offers[1].group_name
+    paths.close()
