@@ -2,7 +2,7 @@
 
 Token ids are random, so nothing is shared but what the shape shares. Lengths jitter by half around
 their mean. Shapes A to F scale real agent runs to what a core can train per request; turns,
-rollouts and the ratio of prompt to turn stay. Source: prefix_tree.md, B.3.
+rollouts and the ratio of prompt to turn stay.
 """
 
 from collections.abc import Sequence

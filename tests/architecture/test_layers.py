@@ -1,4 +1,4 @@
-"""The layers of architecture.md, checked by import-linter, and that its contracts do catch."""
+"""The layers between packages, checked by import-linter, and that its contracts do catch."""
 
 import tomllib
 from pathlib import Path

@@ -54,6 +54,13 @@ def _unchanged(score: Tensor, *_place: Tensor) -> Tensor:
 class PieceByPiece:
     """A variable-length kernel: torch's flash attention of a CPU, one piece after another."""
 
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def is_supported(self, _dtype: torch.dtype, /, *, head_size: int) -> bool:
+        """Whatever a CPU can do."""
+        return head_size > 0
+
     def forward(
         self,
         query_PHD: Tensor,
@@ -65,6 +72,7 @@ class PieceByPiece:
         scale: float,
     ) -> tuple[Tensor, Tensor]:
         """As `VarlenKernel`."""
+        self.calls += 1
         output_PHD = torch.empty_like(query_PHD)
         wide = torch.promote_types(query_PHD.dtype, torch.float32)
         lse_HP = torch.empty(query_PHD.shape[1::-1], dtype=wide)

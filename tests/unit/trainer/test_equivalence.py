@@ -19,6 +19,7 @@ from tests.unit.trainer.scene import (
     adversarial_samples,
     agent_samples,
     make_model,
+    make_sample,
     merge,
 )
 
@@ -98,10 +99,12 @@ def _tree(
 
 
 def _worst(left: Gradients, right: Gradients) -> float:
-    """Largest ||difference|| / ||gradient|| over the parameters."""
+    """Largest ||difference|| / ||gradient|| over the parameters; a gradient of 0 is all rounding,
+    so no norm counts as less than a thousandth of the largest."""
     assert left.keys() == right.keys()
+    floor = 1e-3 * max(gradient.norm() for gradient in left.values())
     return max(
-        float((left[name] - right[name]).norm() / left[name].norm().clamp(min=1e-12))
+        float((left[name] - right[name]).norm() / torch.maximum(left[name].norm(), floor))
         for name in left
     )
 
@@ -187,6 +190,20 @@ def test_opposite_advantages_of_one_token_cancel() -> None:
     model = _made("qwen3", torch.float64)
     _, gradients = _tree(model, [twins], loss_function(Loss()), None)
     assert max(float(gradient.abs().max()) for gradient in gradients.values()) < 1e-15
+
+
+def test_gradients_that_are_zero_are_zero_in_the_tree_too() -> None:
+    generator = np.random.default_rng(5)  # One token of context: nothing depends on the scores.
+    groups = [[make_sample([3], [token], generator) for token in (4, 5, 6)]]
+    model = _made("qwen3", torch.float64)
+    make_precise(model)
+    _, expected = _per_request(model, groups, loss_function(Loss()))
+    zeros = [name for name, gradient in expected.items() if "q_proj" in name and gradient.norm()
+             < 1e-12]  # fmt: skip
+    assert len(zeros) == 2
+    for block in (None, 1):
+        _, gradients = _tree(model, groups, loss_function(Loss()), block)
+        assert _worst(expected, gradients) < 1e-12
 
 
 def test_changing_a_sibling_changes_no_log_probability() -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from forgemq.trainer.core.logprobs import edge_logprobs, edges_of
+from forgemq.trainer.core.logprobs import edge_logprobs, edges_of, products_of
 from forgemq.trainer.core.tree import read_tree
 from tests.unit.trainer.scene import Sample, adversarial_samples, merge
 
@@ -32,6 +32,19 @@ def test_values_entropy_and_gradients_equal_plain_log_softmax(chunk: int) -> Non
     assert torch.allclose(entropy, -(plain.exp() * plain).sum(-1), rtol=1e-10, atol=0)
     for gradient, wanted in zip(gradients, expected_gradients, strict=True):
         assert torch.allclose(gradient, wanted, rtol=1e-12, atol=1e-14)
+
+
+def test_products_keep_bfloat16_weights_and_other_dtypes_multiply_in_full() -> None:
+    settings = torch.backends.cuda.matmul
+    before = settings.fp32_precision
+    for dtype, precision in (
+        (torch.bfloat16, "tf32"),
+        (torch.float32, "ieee"),
+        (torch.float16, "ieee"),
+    ):
+        with products_of(dtype):
+            assert settings.fp32_precision == precision
+        assert settings.fp32_precision == before
 
 
 def test_entries_of_one_token_share_an_edge_and_siblings_share_a_row() -> None:

@@ -70,10 +70,12 @@ def test_what_attention_would_leave_out_silently_is_refused_by_name(name: str) -
 
 
 def test_head_sizes_that_a_gpu_has_no_kernel_for_are_refused_there_only() -> None:
-    with pytest.raises(UnsupportedModelError, match="head_dim is 8; attention on a GPU needs"):
-        check_head_size(8, device="cuda")
+    for size in (8, 264):
+        with pytest.raises(UnsupportedModelError, match=f"head_dim is {size}; attention on a GPU"):
+            check_head_size(size, device="cuda")
+        check_head_size(size, device="cpu")
     check_head_size(16, device="cuda")
-    check_head_size(8, device="cpu")
+    check_head_size(256, device="cuda")
 
 
 def test_a_rotary_type_that_depends_on_the_sequence_is_refused() -> None:

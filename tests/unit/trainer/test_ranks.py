@@ -177,10 +177,12 @@ def _of_rank(ranks: Ranks, case: Case) -> Seen | None:
 
 
 def _worst(found: Gradients, expected: Gradients) -> float:
-    """Largest ||difference|| / ||gradient|| over the parameters."""
+    """Largest ||difference|| / ||gradient|| over the parameters; a gradient of 0 is all rounding,
+    so no norm counts as less than a thousandth of the largest."""
     assert found.keys() == expected.keys()
+    floor = 1e-3 * max(gradient.norm() for gradient in expected.values())
     return max(
-        float((found[n] - expected[n]).norm() / expected[n].norm().clamp(min=1e-12))
+        float((found[n] - expected[n]).norm() / torch.maximum(expected[n].norm(), floor))
         for n in expected
     )
 

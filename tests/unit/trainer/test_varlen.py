@@ -13,15 +13,16 @@ from forgemq.contracts.run import Loss
 from forgemq.trainer.core.attention import BlockKeys, RunAttention
 from forgemq.trainer.core.cpu_attention import CpuAttention
 from forgemq.trainer.core.flash_varlen import FlashVarlen, Lengths
-from forgemq.trainer.core.gpu_attention import attention_kind
+from forgemq.trainer.core.flex import TreeMask
+from forgemq.trainer.core.gpu_attention import GpuAttention, attention_kind
 from forgemq.trainer.core.loss import loss_function
 from forgemq.trainer.core.memory import Microbatch
 from forgemq.trainer.core.plan import AttentionPlan, attention_plan, pieces
 from forgemq.trainer.core.step import forward_backward
 from forgemq.trainer.core.tree import Forest, joined, read_tree
-from forgemq.trainer.core.varlen import passes, varlen_attention_of
+from forgemq.trainer.core.varlen import has_few_branches, passes, varlen_attention_of
 from forgemq.trainer.model import prepared
-from tests.unit.trainer.gpu_kernels import PieceByPiece
+from tests.unit.trainer.gpu_kernels import PieceByPiece, eager_flex
 from tests.unit.trainer.scene import adversarial_samples, agent_samples, make_model, merge
 
 
@@ -103,6 +104,104 @@ def test_calls_give_the_same_gradients_as_the_pieces(kind: str, block: int) -> N
         assert expected is not None
         assert seen is not None
         assert float((seen - expected).norm() / expected.norm()) < 1e-12
+
+
+class CountedFlex:
+    """The other way, counted."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        /,
+        *,
+        mask: TreeMask,
+        scale: float,
+    ) -> torch.Tensor:
+        self.calls += 1
+        return eager_flex(query, key, value, mask=mask, scale=scale)
+
+
+@pytest.mark.parametrize("is_stripped", [False, True])
+@pytest.mark.parametrize("size", [10_000, 150])
+def test_a_gpu_takes_flash_for_few_branches_and_the_mask_for_many_with_equal_gradients(
+    *, is_stripped: bool, size: int
+) -> None:
+    samples = agent_samples(
+        np.random.default_rng(0), rollouts=4, turns=20, prompt=30, is_stripped=is_stripped
+    )
+    forest = read_tree(merge(samples))
+    policy = prepared(make_model("qwen3", torch.float64, head_dim=16)).policy
+    varlen, flex = PieceByPiece(), CountedFlex()
+    count = forest.token_count
+    blocks = tuple((start, min(start + size, count)) for start in range(0, count, size))
+    gradients = []
+    for backend in (CpuAttention(), GpuAttention(head_size=16, varlen=varlen, flex=flex)):
+        policy.decoder.zero_grad()
+        forward_backward(
+            replace(policy, attention=backend),
+            [forest],
+            [Microbatch(groups=(0,), blocks=blocks)],
+            weights=[1.0],
+            loss=loss_function(Loss()),
+            head_chunk=256,
+        )
+        gradients.append([p.grad for p in policy.decoder.parameters()])
+    for seen, expected in zip(*gradients, strict=True):
+        assert seen is not None
+        assert expected is not None
+        assert float((seen - expected).norm() / expected.norm()) < 1e-12
+    if size > count:
+        assert (varlen.calls > 0) == (not is_stripped)
+        assert (flex.calls > 0) == is_stripped
+
+
+def _error(ours: list[torch.Tensor], exact: list[torch.Tensor]) -> list[float]:
+    return [
+        float((left.double() - right).norm() / right.norm())
+        for left, right in zip(ours, exact, strict=True)
+    ]
+
+
+def test_bfloat16_calls_sum_in_float32_as_the_pieces_do() -> None:
+    keys = _keys(_tree(rollouts=6, turns=12))
+    generator = torch.Generator().manual_seed(0)
+    drawn = [
+        torch.randn(keys.plan.end, heads, 16, generator=generator).bfloat16()
+        for heads in (4, 2, 2, 4)
+    ]
+
+    def taken(attend: RunAttention, dtype: torch.dtype) -> list[torch.Tensor]:
+        *inputs, owed = (tensor.to(dtype, copy=True) for tensor in drawn)
+        for tensor in inputs:
+            tensor.requires_grad_()
+        output = attend(*inputs, scale=0.25, carry=None)
+        return [output.detach(), *torch.autograd.grad(output, inputs, owed)]
+
+    device = torch.device("cpu")
+    pieces_of = CpuAttention().of_run(keys, dtype=torch.bfloat16, device=device)
+    calls = varlen_attention_of(keys, kernel=PieceByPiece(), device=device)
+    exact = taken(pieces_of, torch.float64)
+    ours, theirs = (taken(attend, torch.bfloat16) for attend in (calls, pieces_of))
+    for seen, known in zip(_error(ours, exact), _error(theirs, exact), strict=True):
+        assert seen < 1.5 * known
+
+
+@pytest.mark.parametrize(
+    ("rectangles", "keys", "is_few"),
+    [(64, 1, True), (65, 1, False), (2, 100, True), (2, 101, False), (0, 0, True)],
+)
+def test_branches_are_few_up_to_64_rectangles_and_twice_the_keys(
+    rectangles: int, keys: int, *, is_few: bool
+) -> None:
+    plan = AttentionPlan(
+        start=0, end=100, triangles=((0, 100),), rectangles=((0, 1, 0, keys),) * rectangles
+    )
+    assert has_few_branches(plan) == is_few
 
 
 def _keys(forest: Forest) -> BlockKeys:

@@ -31,7 +31,7 @@ _LOSS_KIND = re.compile(rf"({'|'.join(LOSS_KINDS)}|[A-Za-z_][\w.]*:[A-Za-z_]\w*)
 
 
 class Queue(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One task domain: where its tasks come from, and its windowed FIFO (method.md 3)."""
+    """One task domain: where its tasks come from, and its windowed FIFO."""
 
     domain: DomainName
     task_source: Annotated[
@@ -75,7 +75,7 @@ class Evaluation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Rewards(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """r = alpha * process + beta * speed + outcome; advantages within the group (method.md 6)."""
+    """r = alpha * process + beta * speed + outcome; advantages within the group."""
 
     alpha: float = 1.0
     beta: float = 0.1
@@ -229,7 +229,7 @@ class EndedRun(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def window_of(queue: Queue) -> int:
-    """W of a queue: as configured, else 0.3 N rounded up (method.md 3.7)."""
+    """W of a queue: as configured, else 0.3 N rounded up."""
     return queue.window if queue.window is not None else -(-3 * queue.slots // 10)
 
 

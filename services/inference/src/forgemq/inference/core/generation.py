@@ -4,7 +4,7 @@ SGLang returns the log-probability of each sampled token after dividing the logi
 temperature, penalties included, over the whole vocabulary: exactly the sampling distribution where
 nothing truncates the support. For temperature 0 it returns that of the model's own distribution;
 the record then says temperature 0 and support greedy. Top-p and top-k are not renormalised either;
-such tokens never train (method.md 6).
+such tokens never train.
 """
 
 import math

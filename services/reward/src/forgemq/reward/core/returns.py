@@ -1,4 +1,4 @@
-"""Returns and advantages of one group (method.md 6 and 7).
+"""Returns and advantages of one group.
 
 r = alpha * process + beta * speed + outcome. A process reward belongs to one completion and
 credits it and every one with a smaller sequence number; outcome and speed belong to the last

@@ -22,7 +22,7 @@ class ServedLanes:
     """Lanes by number, and the newest weights that every live lane served at one moment.
 
     `served` never goes back within a lineage: a lane that starts late or on the base model takes
-    no requests until it has caught up (architecture.md 4), so it makes no stale tokens.
+    no requests until it has caught up, so it makes no stale tokens.
 
     Example: lanes 0 and 1 report (1, 3) and (1, 4): served is (1, 3). Lane 0 dies: 5 s later
     served is (1, 4). Lane 0 comes back with (0, 0): served stays (1, 4), and rises again only

@@ -1,4 +1,4 @@
-"""Windowed FIFO over all queues: the only owner of the order Q (method.md 3, architecture.md 4).
+"""Windowed FIFO over all queues: the only owner of the order Q.
 
 Bound (G3), per queue: an item admitted while version v serves has at most P*v + N - 1 counted
 items before it, because slots of a step are held until all live lanes serve its weights; while

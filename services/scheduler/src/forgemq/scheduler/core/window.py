@@ -1,4 +1,7 @@
-"""One generation queue Q and the window in which its groups may be taken (method.md 3)."""
+"""One generation queue Q and the window in which its groups may be taken.
+
+Source: windowed FIFO of MiniMax's Forge, arXiv 2605.26494 section 6.
+"""
 
 from bisect import bisect_left
 

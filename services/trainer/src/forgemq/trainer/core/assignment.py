@@ -8,7 +8,7 @@ one rank's budget does not hold at once. Such a round has K blocks: K forwards w
 then K forwards and backwards in reverse; K is the same on every rank.
 
 Whole groups go to ranks by decreasing cost, each to the rank with the least so far. The cost is
-that of the forward, in multiplications: tokens and attention pairs (prefix_tree.md, GPU 4).
+that of the forward, in multiplications: tokens and attention pairs.
 """
 
 import itertools

@@ -9,7 +9,7 @@ which also collects the gradients they get, to be added when the earlier block r
 Shapes: T queries of this run, N keys, K key/value heads, Q query heads for each of them, D head
 size. The aten kernels are private to torch; the equivalence tests guard the pin.
 
-Design: prefix_tree.md, B.1 and Recommendations/CPU.
+Exactness and speed: docs/tree_training.md.
 """
 
 from dataclasses import dataclass

@@ -33,6 +33,10 @@ class Lengths:
 class VarlenKernel(Protocol):
     """Attention of many pieces, each of its own queries over its own keys; tensors are packed."""
 
+    def is_supported(self, dtype: torch.dtype, /, *, head_size: int) -> bool:
+        """Whether the kernel has this dtype and head size."""
+        ...
+
     def forward(
         self,
         query_PHD: Tensor,
@@ -68,11 +72,10 @@ QUERY_MAX_MIN = 2
 
 
 class FlashVarlen:
-    """The kernel of torch for CUDA: float16 and bfloat16, head sizes that `is_supported` says."""
+    """The kernel of torch for CUDA, compute capability 8.0 and up."""
 
-    @staticmethod
-    def is_supported(dtype: torch.dtype, *, head_size: int) -> bool:
-        """Whether the kernel has this dtype and head size, on compute capability 8.0 and up."""
+    def is_supported(self, dtype: torch.dtype, /, *, head_size: int) -> bool:
+        """As `VarlenKernel`: float16 and bfloat16, multiples of 8 up to 256."""
         is_half = dtype in (torch.float16, torch.bfloat16)
         return is_half and head_size % 8 == 0 and head_size <= 256
 
@@ -93,10 +96,10 @@ class FlashVarlen:
             value_CKD,
             lengths.query_bounds,
             lengths.key_bounds,
-            max(lengths.query_max, QUERY_MAX_MIN),
-            lengths.key_max,
-            0.0,
-            is_causal,
+            max_q=max(lengths.query_max, QUERY_MAX_MIN),
+            max_k=lengths.key_max,
+            dropout_p=0.0,
+            is_causal=is_causal,
             return_debug_mask=False,
             scale=scale,
         )
@@ -127,12 +130,12 @@ class FlashVarlen:
             lse_HP,
             lengths.query_bounds,
             lengths.key_bounds,
-            max(lengths.query_max, QUERY_MAX_MIN),
-            lengths.key_max,
-            0.0,
-            is_causal,
-            no_state,
-            no_state,
+            max_q=max(lengths.query_max, QUERY_MAX_MIN),
+            max_k=lengths.key_max,
+            dropout_p=0.0,
+            is_causal=is_causal,
+            rng_state=no_state,
+            unused=no_state,
             scale=scale,
         )
         return gradients

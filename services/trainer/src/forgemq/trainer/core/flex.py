@@ -11,7 +11,7 @@ of its trees, whole or in blocks.
 Shapes: T queries of this run, H query heads, S slots of keys, K key/value heads, D head size, A
 blocks of queries, B blocks of keys.
 
-Design: prefix_tree.md, recommendations for GPUs.
+What was checked without a GPU: docs/tree_training.md.
 """
 
 from collections.abc import Callable

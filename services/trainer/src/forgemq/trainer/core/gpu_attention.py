@@ -14,11 +14,23 @@ from forgemq.trainer.core.varlen import has_few_branches, varlen_attention_of
 AttentionKind: TypeAlias = Literal["varlen", "flex"]
 
 
-def attention_kind(plan: AttentionPlan, *, dtype: torch.dtype, head_size: int) -> AttentionKind:
-    """Flash over pieces where branches are few and the kernel has the dtype and size; else flex."""
-    if has_few_branches(plan) and FlashVarlen.is_supported(dtype, head_size=head_size):
-        return "varlen"
-    return "flex"
+def attention_kind(
+    plan: AttentionPlan,
+    *,
+    dtype: torch.dtype,
+    head_size: int,
+    kernel: VarlenKernel | None = None,
+) -> AttentionKind:
+    """Flash over pieces where branches are few and the kernel has the dtype and size; else flex.
+
+    Args:
+        plan: of the run.
+        dtype: of queries and keys.
+        head_size: of the model.
+        kernel: None is that of CUDA.
+    """
+    is_supported = (kernel or FlashVarlen()).is_supported(dtype, head_size=head_size)
+    return "varlen" if is_supported and has_few_branches(plan) else "flex"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +53,7 @@ class GpuAttention:
         self, keys: BlockKeys, /, *, dtype: torch.dtype, device: torch.device
     ) -> RunAttention:
         """As `AttentionBackend`."""
-        if attention_kind(keys.plan, dtype=dtype, head_size=self.head_size) == "varlen":
+        kind = attention_kind(keys.plan, dtype=dtype, head_size=self.head_size, kernel=self.varlen)
+        if kind == "varlen":
             return varlen_attention_of(keys, kernel=self.varlen, device=device)
         return flex_attention_of(keys, kernel=self.flex, device=device)

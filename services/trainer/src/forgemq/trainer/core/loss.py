@@ -5,7 +5,7 @@ of them with its own behaviour log-probability and advantage, and only then summ
 weighs each entry's loss by one denominator that is fixed before any backward.
 
 r is exp(policy log-probability - behaviour log-probability). Sources: CISPO arXiv 2506.13585
-eq. 4-5 with the absolute cap of ScaleRL, arXiv 2510.13786; GSPO arXiv 2507.18071; method.md 6.
+eq. 4-5 with the absolute cap of ScaleRL, arXiv 2510.13786; GSPO arXiv 2507.18071.
 """
 
 from collections.abc import Callable

@@ -5,8 +5,6 @@ So the whole tree mask is one triangle for each chain (a maximal run of segments
 another) and one rectangle for each segment with light children: all light subtrees against the
 chain up to the segment's end. Every visible pair lies in exactly one piece, and every piece is a
 contiguous range of queries against a contiguous range of keys.
-
-Design: prefix_tree.md, B.1.
 """
 
 from dataclasses import dataclass

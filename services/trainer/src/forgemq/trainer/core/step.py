@@ -5,8 +5,6 @@ and one backward. One that runs in blocks takes two passes: first every block fo
 gradient, which gives all log-probabilities, hence the loss and what it owes to each of them; then
 every block again in reverse order, forward and backward, with the gradients of keys and values
 carried from later blocks to earlier ones.
-
-Design: prefix_tree.md, recommendations; architecture.md section 4, Denominator.
 """
 
 from collections.abc import Callable, Sequence
@@ -308,11 +306,11 @@ class _Run:
         return hidden_TH
 
     def _replay(self, start: int, end: int) -> None:
+        expert_TLK = None
+        if self._routes is not None:
+            expert_TLK = torch.from_numpy(self._routes.expert_NLK[start:end]).to(self._device)
         for layer, router in enumerate(self._policy.routers):
-            router.replayed_TK = None
-            if self._routes is not None:
-                expert_TK = self._routes.expert_NLK[start:end, layer]
-                router.replayed_TK = torch.from_numpy(expert_TK).to(self._device)
+            router.replayed_TK = None if expert_TLK is None else expert_TLK[:, layer]
 
     def _logprobs(self, hidden: Tensor, edges: Edges, *, start: int) -> tuple[Tensor, Tensor]:
         rows = hidden.index_select(0, edges.source_R - start)

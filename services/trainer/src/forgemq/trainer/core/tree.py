@@ -5,7 +5,7 @@ range [token, subtree_end). So "key is an ancestor of query, or the query itself
 `key <= query < subtree_end[key]`, and nothing of size N x N has to exist.
 
 N tokens, M segments (runs without a branch), E entries (sampling events), S samples, G groups.
-Design: prefix_tree.md, wire layout and B.1.
+The wire form is `contracts.trees.MergedTree`.
 """
 
 from collections.abc import Sequence

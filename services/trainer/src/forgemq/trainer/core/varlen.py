@@ -10,7 +10,7 @@ what "few branches" bounds.
 Shapes: T queries of this run, H query heads, N keys, K key/value heads, D head size; P and C are
 the packed queries and keys of one call.
 
-Design: prefix_tree.md, recommendations for GPUs, 2.
+What was checked without a GPU: docs/tree_training.md.
 """
 
 from collections.abc import Sequence
@@ -26,10 +26,13 @@ from forgemq.trainer.core.flash_varlen import Lengths, VarlenKernel
 from forgemq.trainer.core.plan import AttentionPlan
 
 PACKED_KEYS_MAX = 2.0
-"""Packed keys of all rectangles over the keys of the run; beyond it copies cost more than masks."""
+"""Packed keys of all rectangles over the keys of the run: copies stay below the keys' own reads.
+
+Chosen, not measured: no GPU was at hand.
+"""
 
 RECTANGLES_MAX = 64
-"""Each is cut out and added back by kernels of its own, in every layer, some microseconds each."""
+"""Each is cut out and added back by kernels of its own, in every layer. Chosen, not measured."""
 
 Range = tuple[int, int]
 
