@@ -28,6 +28,31 @@ CAUSAL_FLASH = "pinned_causal"
 VOCABULARY_STEP = 128
 """Rows of a scaled head are a multiple of this, as tensor cores like them and as Qwen3 has them."""
 
+QWEN3_8B = {
+    "vocab_size": 151_936,
+    "hidden_size": 4096,
+    "intermediate_size": 12_288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 65_536,
+    "tie_word_embeddings": False,
+}
+
+PEAK_FLOPS_PER_S = {
+    "NVIDIA H200": 989.4e12,
+    "NVIDIA H100 80GB HBM3": 989.4e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA A100-PCIE-40GB": 312e12,
+    "NVIDIA A100 80GB PCIe": 312e12,
+}
+"""Dense bfloat16 products a second by the name that torch gives the device; vendor's data sheets.
+
+The H100 and H200 of this table are the SXM modules; their PCIe and NVL siblings have other names.
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:

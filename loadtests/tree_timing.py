@@ -38,6 +38,17 @@ def flops_of_sequences(shape: ModelShape, samples: Sequence[Sample]) -> Flops:
     )
 
 
+def forward_twice(once: Flops) -> Flops:
+    """With one forward more, as blocks run it: that is 2 W t, 4 Q L p and 2 H V r of the formula.
+
+    Args:
+        once: by the formula of `forgemq.trainer.core.flops`.
+    """
+    return Flops(
+        weights=once.weights * 8 / 6, attention=once.attention * 18 / 14, head=once.head * 10 / 8
+    )
+
+
 class Sequences:
     """Trains sequences one by one: no padding, no mask, causal attention of the given name."""
 
@@ -115,29 +126,35 @@ def set_attention(loaded: LoadedModel, name: str) -> None:
     loaded.model.set_attn_implementation(name)  # type: ignore[operator]  # transformers' method
 
 
-def at_once(forest: Forest) -> Microbatch:
-    """The whole forest as one block."""
-    return Microbatch(groups=(0,), blocks=((0, forest.token_count),))
+def at_once(forests: Sequence[Forest]) -> Microbatch:
+    """All of them side by side as one block."""
+    tokens = sum(forest.token_count for forest in forests)
+    return Microbatch(groups=tuple(range(len(forests))), blocks=((0, tokens),))
 
 
-def train_tree(
-    loaded: LoadedModel, forest: Forest, *, clock: Clock, microbatch: Microbatch | None = None
+def train_trees(
+    loaded: LoadedModel,
+    forests: Sequence[Forest],
+    *,
+    clock: Clock,
+    microbatch: Microbatch | None = None,
 ) -> float:
-    """Forward and backward of a tree, as the trainer does it; returns its seconds.
+    """Forward and backward of trees side by side, as the trainer does it; returns their seconds.
 
     Args:
         loaded: the model.
-        forest: of one group.
+        forests: one for each group.
         clock: what seconds are read from.
-        microbatch: its blocks; None is the whole tree at once.
+        microbatch: their blocks; None is all at once.
     """
+    entries = sum(forest.entry_count for forest in forests)
     set_attention(loaded, ATTENTION_NAME)
     started_s = clock()
     forward_backward(
         loaded.policy,
-        [forest],
-        [microbatch or at_once(forest)],
-        weights=[1 / forest.entry_count],
+        forests,
+        [microbatch or at_once(forests)],
+        weights=[1 / entries] * len(forests),
         loss=LOSS,
         head_chunk=HEAD_CHUNK,
     )

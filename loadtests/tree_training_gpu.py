@@ -1,32 +1,38 @@
 """What share of its FLOP ratio does tree training reach on a GPU, at which share of its peak?
 
 The same samples of one group, in one run, through layers of a Qwen3-8B in bfloat16: every request
-alone, unpadded, by torch's causal flash attention; rollouts merged while a request extends the one
-before; the prefix tree at once and, where the case says so, in blocks within a byte budget. As many
-layers as the device holds with the whole tree's activations; the vocabulary shrinks with them, so
-the head weighs against the layers what it weighs in all 36.
+alone, unpadded, by torch's causal flash attention; some requests packed side by side; rollouts
+merged while a request extends the one before; the prefix tree at once and, where the case says so,
+in blocks within a byte budget. As many layers as the device holds with the whole tree's
+activations; the vocabulary shrinks with them, so the head weighs against the layers what it weighs
+in all 36.
 
 Every shape runs once before it is timed; rounds interleave the ways. The per-request time is a
 quadratic fit in length over a stratified sample of requests, its error is a row. The case `same
 gradients` compares the ways' gradients on a small tree. The cases `8B, ...`, not among the default
-ones, train the tree of 200k through the unscaled model in blocks; nothing is compared there.
+ones, train the tree of 200k through the unscaled model in blocks; nothing is compared there. A
+case's name with `, both ways` behind it, not among them either, trains its tree by flash over
+pieces and under the block mask in turns.
 
 `make load NAME=tree_training_gpu JSON=tree_gpu.json`
 """
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from measurement import Measurement, arguments
-from scaled_model import Machine, made_model
+from scaled_model import PEAK_FLOPS_PER_S, QWEN3_8B, Machine, made_model
 from tree_memory import PLAN_200K, planned
-from tree_timing import HEAD_CHUNK, flops_of_sequences
+from tree_timing import HEAD_CHUNK, flops_of_sequences, forward_twice, train_trees
 from tree_ways import (
+    OneWay,
     Times,
     Ways,
     compilations,
     gradient_differences,
+    in_turns,
     peaks,
     release,
     timed,
@@ -34,36 +40,13 @@ from tree_ways import (
 from tree_workloads import SHAPES, Shape, merged_tree, requests
 
 from forgemq.trainer.allocation import peak_allocated_bytes
+from forgemq.trainer.core.attention import AttentionBackend
 from forgemq.trainer.core.flops import Flops, flops_of_tree
-from forgemq.trainer.core.gpu_attention import attention_kind
+from forgemq.trainer.core.gpu_attention import AttentionKind, attention_kind
 from forgemq.trainer.core.memory import Microbatch, ModelShape
-from forgemq.trainer.core.plan import attention_plan, pieces
-from forgemq.trainer.core.tree import Forest, read_tree
-
-QWEN3_8B = {
-    "vocab_size": 151_936,
-    "hidden_size": 4096,
-    "intermediate_size": 12_288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "max_position_embeddings": 65_536,
-    "tie_word_embeddings": False,
-}
-
-PEAK_FLOPS_PER_S = {
-    "NVIDIA H200": 989.4e12,
-    "NVIDIA H100 80GB HBM3": 989.4e12,
-    "NVIDIA A100-SXM4-40GB": 312e12,
-    "NVIDIA A100-SXM4-80GB": 312e12,
-    "NVIDIA A100-PCIE-40GB": 312e12,
-    "NVIDIA A100 80GB PCIe": 312e12,
-}
-"""Dense bfloat16 products a second by the name that torch gives the device; vendor's data sheets.
-
-The H100 and H200 of this table are the SXM modules; their PCIe and NVL siblings have other names.
-"""
+from forgemq.trainer.core.plan import AttentionPlan, attention_plan, pieces
+from forgemq.trainer.core.tree import Forest, joined, read_tree
+from forgemq.trainer.model import LoadedModel
 
 MEMORY_SHARE = 0.75
 """Of the device's memory: the formula leaves out float32 temporaries of norms and rotations."""
@@ -79,6 +62,8 @@ Row = tuple[str, float, str]
 
 SAME_GRADIENTS = "same gradients"
 SAME_GRADIENTS_LAYERS = 2
+BOTH_WAYS = ", both ways"
+"""Behind a case's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,23 +114,22 @@ def measure(measurement: Measurement, name: str, case: Case, machine: Machine) -
     """All rows of one case; none, and a condition that says why, where no layer fits."""
     samples = requests(case.tree)
     forest = read_tree(merged_tree(samples))
-    layers = machine.layers_that_fit(forest.token_count)
-    if layers == 0:
-        measurement.conditions[name] = "left out: not one layer fits into the device's memory"
+    loaded = _model_for(measurement, name, forest, machine)
+    if loaded is None:
         return
-    loaded = made_model(machine, layers=layers)
     blocks = case.blocks(forest, loaded.policy.shape)
     ways = Ways(machine, loaded, samples, forest, blocks=blocks)
     held = peaks(ways)
     times = timed(ways)
     rows = [
         *_speed_rows(ways, times),
-        ("layers", layers, "layers"),
+        ("layers", loaded.policy.shape.layers, "layers"),
         ("vocabulary", loaded.policy.shape.vocabulary, "tokens"),
-        ("peak_memory_ratio", held.tree / held.request, "x"),
         ("peak", held.tree / GIBIBYTE, "GiB"),
         ("peak_over_predicted", held.tree / whole_bytes(forest, loaded.policy.shape), "x"),
-        ("longest_request_peak", held.request / GIBIBYTE, "GiB"),
+        ("peak_with_gradients", held.tree_with_gradients / GIBIBYTE, "GiB"),
+        ("request_peak_with_gradients", held.request_with_gradients / GIBIBYTE, "GiB"),
+        ("peak_memory_ratio", held.tree_with_gradients / held.request_with_gradients, "x"),
     ]
     for metric, value, unit in rows:
         measurement.row(name, metric, value, unit)
@@ -160,20 +144,39 @@ def measure(measurement: Measurement, name: str, case: Case, machine: Machine) -
         ("flop_ratio_reached", speedup / (alone.total / tree.total), "share"),
         ("speedup_vs_per_request", speedup, "x"),
         ("seconds_over_whole", times.blocks_s / times.tree_s, "x"),
+        ("flops_over_whole", forward_twice(tree).total / tree.total, "x"),
         *_block_rows(machine, blocks, tree, seconds=times.blocks_s, peak_bytes=held.blocks),
     ]
     for metric, value, unit in rows:
         measurement.row(f"{name}, blocks", metric, value, unit)
 
 
+def _model_for(
+    measurement: Measurement, name: str, forest: Forest, machine: Machine
+) -> LoadedModel | None:
+    """As many layers as fit with the whole tree; None, and a condition that says it, if none."""
+    layers = machine.layers_that_fit(forest.token_count)
+    if layers == 0:
+        measurement.conditions[name] = "left out: not one layer fits into the device's memory"
+        return None
+    return made_model(machine, layers=layers)
+
+
 def _speed_rows(ways: Ways, times: Times) -> list[Row]:
     shape, forest, machine = ways.loaded.policy.shape, ways.forest, ways.machine
     tree = flops_of_tree(shape, forest)
     alone, appended = (flops_of_sequences(shape, group) for group in (ways.samples, ways.merged))
+    packed = flops_of_tree(shape, joined(ways.packed))
+    packed_s = times.packed_s * alone.total / packed.total
     speedup = times.per_request.total_s / times.tree_s
     return [
         ("flop_ratio_reached", speedup / (alone.total / tree.total), "share"),
         ("speedup_vs_per_request", speedup, "x"),
+        (
+            "flop_ratio_reached_vs_packed",
+            packed_s / times.tree_s / (alone.total / tree.total),
+            "share",
+        ),
         ("speedup_vs_append", times.append_s / times.tree_s, "x"),
         ("token_ratio", sum(ways.lengths) / forest.token_count, "x"),
         ("flop_ratio", alone.total / tree.total, "x"),
@@ -188,23 +191,30 @@ def _speed_rows(ways: Ways, times: Times) -> list[Row]:
         ("requests_timed", times.requests, "requests"),
         ("per_request_s", times.per_request.total_s, "s"),
         ("per_request_error", times.per_request.error, "share"),
+        ("requests_packed", len(ways.packed), "requests"),
+        ("packed_s", packed_s, "s"),
         ("append_s", times.append_s, "s"),
         ("tree_s", times.tree_s, "s"),
         ("tree_spread", times.spread, "share"),
         ("head_s", times.head_s, "s"),
         ("compilations", times.compilations, "compilations"),
-        ("is_varlen", float(_is_varlen(ways)), ""),
+        ("is_varlen", float(_is_varlen(ways.loaded, whole_plan(forest))), ""),
         *_utilisation("", machine, tree, seconds=times.tree_s),
         *_utilisation("per_request_", machine, alone, seconds=times.per_request.total_s),
+        *_utilisation("packed_", machine, alone, seconds=packed_s),
     ]
 
 
-def _is_varlen(ways: Ways) -> bool:
-    """Whether a GPU takes flash over pieces for the tree at once; else it takes the block mask."""
-    policy, forest = ways.loaded.policy, ways.forest
-    plan = attention_plan(pieces(forest), start=0, end=forest.token_count)
+def whole_plan(forest: Forest) -> AttentionPlan:
+    """Of the tree at once."""
+    return attention_plan(pieces(forest), start=0, end=forest.token_count)
+
+
+def _is_varlen(loaded: LoadedModel, plan: AttentionPlan) -> bool:
+    """Whether a GPU takes flash over pieces; else it takes the block mask."""
+    policy = loaded.policy
     head_size = policy.shape.key_size // policy.key_heads
-    return attention_kind(plan, dtype=ways.machine.dtype, head_size=head_size) == "varlen"
+    return attention_kind(plan, dtype=policy.head_VH.dtype, head_size=head_size) == "varlen"
 
 
 def _utilisation(prefix: str, machine: Machine, wanted: Flops, *, seconds: float) -> list[Row]:
@@ -244,6 +254,39 @@ def compare_gradients(measurement: Measurement, case: Case, machine: Machine) ->
     measurement.row(f"{SAME_GRADIENTS}, blocks", "gradient_difference", cut, "share")
 
 
+def compare_attention(
+    measurement: Measurement,
+    name: str,
+    case: Case,
+    machine: Machine,
+    *,
+    both: Mapping[AttentionKind, AttentionBackend],
+) -> None:
+    """Rows of the tree at once by each of a GPU's ways, and of what the choice looks at."""
+    forest = read_tree(merged_tree(requests(case.tree)))
+    loaded = _model_for(measurement, name, forest, machine)
+    if loaded is None:
+        return
+    plan = whole_plan(forest)
+
+    def by(attention: AttentionBackend) -> Callable[[], float]:
+        forced = replace(loaded, policy=replace(loaded.policy, attention=attention))
+        return lambda: train_trees(forced, [forest], clock=machine.now_s)
+
+    seconds = in_turns({kind: by(attention) for kind, attention in both.items()})
+    packed_keys = sum(end - start for _, _, start, end in plan.rectangles)
+    for metric, value, unit in [
+        ("tree_s_varlen", seconds["varlen"], "s"),
+        ("tree_s_flex", seconds["flex"], "s"),
+        ("flex_over_varlen", seconds["flex"] / seconds["varlen"], "x"),
+        ("is_varlen", float(_is_varlen(loaded, plan)), ""),
+        ("rectangles", len(plan.rectangles), "rectangles"),
+        ("packed_keys", packed_keys / forest.token_count, "x"),
+        ("layers", loaded.policy.shape.layers, "layers"),
+    ]:
+        measurement.row(name, metric, value, unit)
+
+
 def measure_unscaled(measurement: Measurement, name: str, case: Case, machine: Machine) -> None:
     """Rows of the whole model on a tree in blocks; the longest requests would not fit at once."""
     samples = requests(case.tree)
@@ -252,14 +295,17 @@ def measure_unscaled(measurement: Measurement, name: str, case: Case, machine: M
     blocks = case.blocks(forest, loaded.policy.shape)
     assert blocks is not None
     ways = Ways(machine, loaded, samples, forest, blocks=blocks)
-    peak_bytes = peak_allocated_bytes(ways.tree_in_blocks, device=str(machine.device))
+    ways.tree_in_blocks()  # From here on the parameters' gradients exist and all is compiled.
     compiled = compilations()
-    seconds = ways.tree_in_blocks()
+    seconds: list[float] = []
+    peak_bytes = peak_allocated_bytes(  # A GPU's peak is read at no cost; a run takes a minute.
+        lambda: seconds.append(ways.tree_in_blocks()), device=str(machine.device)
+    )
     tree = flops_of_tree(loaded.policy.shape, forest)
     for metric, value, unit in [
         ("tree_tokens", forest.token_count, "tokens"),
         ("longest_path", int(forest.position_N.max()) + 1, "tokens"),
-        *_block_rows(machine, blocks, tree, seconds=seconds, peak_bytes=peak_bytes),
+        *_block_rows(machine, blocks, tree, seconds=seconds[0], peak_bytes=peak_bytes),
         ("compilations", compilations() - compiled, "compilations"),
     ]:
         measurement.row(name, metric, value, unit)
@@ -275,6 +321,11 @@ def cuda_machine() -> Machine:
         memory_bytes=int(properties.total_memory * MEMORY_SHARE),
         peak_flops_per_s=PEAK_FLOPS_PER_S.get(properties.name),
     )
+
+
+def both_ways() -> dict[AttentionKind, AttentionBackend]:
+    """A GPU's ways of tree attention, each for every tree."""
+    return {"varlen": OneWay(kind="varlen"), "flex": OneWay(kind="flex")}
 
 
 def over_their_most(measurement: Measurement) -> list[str]:
@@ -311,6 +362,9 @@ def main() -> int:
                 compare_gradients(measurement, GRADIENT_CASE, machine)
             elif name in UNSCALED_CASES:
                 measure_unscaled(measurement, name, UNSCALED_CASES[name], machine)
+            elif name.endswith(BOTH_WAYS):
+                case = CASES[name.removesuffix(BOTH_WAYS)]
+                compare_attention(measurement, name, case, machine, both=both_ways())
             else:
                 measure(measurement, name, CASES[name], machine)
             release()

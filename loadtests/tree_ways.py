@@ -1,12 +1,12 @@
-"""One group, ready to train every way on one device: alone, appended, as a tree, in its blocks.
+"""One group, ready to train every way on one device: alone, packed, appended, as a tree, in blocks.
 
 Knows no case and prints nothing. Each method of `Ways` is one measurement; `timed` and `peaks` take
 them in turns.
 """
 
 import gc
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 
 import torch
@@ -20,14 +20,19 @@ from tree_timing import (
     fitted,
     flops_of_sequences,
     stratified,
-    train_tree,
+    train_trees,
 )
-from tree_workloads import Sample, append_merged
+from tree_workloads import Sample, append_merged, merged_tree
 
 from forgemq.trainer.allocation import peak_allocated_bytes
+from forgemq.trainer.core.attention import BlockKeys, RunAttention
+from forgemq.trainer.core.flash_varlen import FlashVarlen, VarlenKernel
+from forgemq.trainer.core.flex import BLOCK, BLOCKS_MIN, CompiledFlex, FlexKernel, flex_attention_of
+from forgemq.trainer.core.gpu_attention import AttentionKind
 from forgemq.trainer.core.logprobs import Edges, edge_logprobs, edges_of
 from forgemq.trainer.core.memory import Microbatch, ModelShape
-from forgemq.trainer.core.tree import Forest
+from forgemq.trainer.core.tree import Forest, read_tree
+from forgemq.trainer.core.varlen import varlen_attention_of
 from forgemq.trainer.model import LoadedModel
 
 ROUNDS = 3
@@ -63,6 +68,7 @@ class Ways:
         self.machine, self.loaded = machine, loaded
         self.samples, self.merged = samples, append_merged(samples)
         self.forest, self.blocks = forest, blocks
+        self.packed = unmerged(samples, tokens_max=forest.token_count)
         self._alone, self._appended = (
             Sequences(
                 loaded,
@@ -88,19 +94,23 @@ class Ways:
         """One request alone."""
         return self._alone.train(index)
 
+    def requests_packed(self) -> float:
+        """Some requests side by side, none merged: to a GPU one causal call a layer."""
+        return train_trees(self.loaded, self.packed, clock=self.machine.now_s)
+
     def requests_appended(self) -> float:
         """The group, merged by appending."""
         return sum(self._appended.train(index) for index in range(len(self.merged)))
 
     def tree(self) -> float:
         """The tree at once."""
-        return train_tree(self.loaded, self.forest, clock=self.machine.now_s)
+        return train_trees(self.loaded, [self.forest], clock=self.machine.now_s)
 
     def tree_in_blocks(self) -> float:
         """The tree in its blocks."""
         assert self.blocks is not None
-        return train_tree(
-            self.loaded, self.forest, clock=self.machine.now_s, microbatch=self.blocks
+        return train_trees(
+            self.loaded, [self.forest], clock=self.machine.now_s, microbatch=self.blocks
         )
 
     def head(self) -> float:
@@ -127,12 +137,60 @@ class Ways:
         return self.machine.now_s() - started_s
 
 
+def unmerged(samples: Sequence[Sample], *, tokens_max: int) -> list[Forest]:
+    """As many requests as fit, evenly spread over their lengths, each a tree of its own.
+
+    Args:
+        samples: the requests.
+        tokens_max: of all that are taken, at least those of the shortest request.
+    """
+    lengths = [len(sample.tokens) for sample in samples]
+    choices = (stratified(lengths, count=count) for count in range(len(samples), 0, -1))
+    chosen = next(c for c in choices if sum(lengths[index] for index in c) <= tokens_max)
+    return [read_tree(merged_tree([samples[index]])) for index in chosen]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OneWay:
+    """One of a GPU's two ways of attention, whatever the tree; an `AttentionBackend`.
+
+    Attributes:
+        kind: which one.
+        flex: compiled when it is first needed.
+        varlen: the other kernel.
+        slot_multiple: the block mask is made of whole blocks of keys.
+    """
+
+    kind: AttentionKind
+    flex: FlexKernel = field(default_factory=CompiledFlex)
+    varlen: VarlenKernel = field(default_factory=FlashVarlen)
+    slot_multiple: int = BLOCKS_MIN * BLOCK
+
+    def of_run(
+        self, keys: BlockKeys, /, *, dtype: torch.dtype, device: torch.device
+    ) -> RunAttention:
+        """As `AttentionBackend`; the kernels refuse a dtype that they do not have."""
+        del dtype
+        if self.kind == "varlen":
+            return varlen_attention_of(keys, kernel=self.varlen, device=device)
+        return flex_attention_of(keys, kernel=self.flex, device=device)
+
+
+def in_turns(trains: Mapping[AttentionKind, Callable[[], float]]) -> dict[AttentionKind, float]:
+    """Median seconds of each, after each ran once; the rounds interleave them."""
+    for train in trains.values():
+        train()
+    rounds = [[train() for train in trains.values()] for _ in range(ROUNDS)]
+    return dict(zip(trains, map(median, zip(*rounds, strict=True)), strict=True))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Times:
     """Seconds of each way: medians of the rounds, and a fit for the requests.
 
     Attributes:
         per_request: of all requests.
+        packed_s: of the requests that were packed.
         append_s: of the merged sequences; that of the requests where nothing merges.
         tree_s: of the tree at once.
         blocks_s: of the tree in blocks, None where it is not cut.
@@ -143,6 +201,7 @@ class Times:
     """
 
     per_request: Fit
+    packed_s: float
     append_s: float
     tree_s: float
     blocks_s: float | None
@@ -156,7 +215,11 @@ def timed(ways: Ways) -> Times:
     """Every way, in turns, after each shape ran once."""
     chosen = requests_to_time(ways.loaded.policy.shape, ways.samples)
     lengths = ways.lengths
-    whole: dict[str, Callable[[], float]] = {"head": ways.head, "tree": ways.tree}
+    whole: dict[str, Callable[[], float]] = {
+        "head": ways.head,
+        "tree": ways.tree,
+        "packed": ways.requests_packed,
+    }
     if ways.blocks is not None:
         whole["blocks"] = ways.tree_in_blocks
     if ways.is_appendable:
@@ -176,6 +239,7 @@ def timed(ways: Ways) -> Times:
     fit = fitted(lengths, of_requests)
     return Times(
         per_request=fit,
+        packed_s=median(seconds["packed"]),
         append_s=median(seconds["append"]) if ways.is_appendable else fit.total_s,
         tree_s=median(seconds["tree"]),
         blocks_s=median(seconds["blocks"]) if ways.blocks is not None else None,
@@ -209,33 +273,44 @@ def compilations() -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Peaks:
-    """The most bytes that torch held at once beyond the parameters, gradients included.
+    """The most bytes that torch held at once beyond the parameters.
 
     Attributes:
-        tree: at once.
-        blocks: the tree in blocks, None where it is not cut.
-        request: the longest one.
+        tree: at once; beyond the parameters' gradients too, as predictions count.
+        blocks: likewise of the tree in blocks, None where it is not cut.
+        tree_with_gradients: at once, every gradient made in this run.
+        request_with_gradients: likewise of the longest request.
     """
 
     tree: int
     blocks: int | None
-    request: int
+    tree_with_gradients: int
+    request_with_gradients: int
 
 
 def peaks(ways: Ways) -> Peaks:
-    """One run of each way by itself, every gradient made anew."""
+    """Each way by itself."""
+    lengths = ways.lengths
+    longest = max(range(len(lengths)), key=lambda index: lengths[index])
 
-    def peak(train: Callable[[], object]) -> int:
+    def with_gradients(train: Callable[[], object]) -> int:
         ways.loaded.model.zero_grad()
         return peak_allocated_bytes(train, device=str(ways.machine.device))
 
-    lengths = ways.lengths
-    longest = max(range(len(lengths)), key=lambda index: lengths[index])
     return Peaks(
-        tree=peak(ways.tree),
-        blocks=peak(ways.tree_in_blocks) if ways.blocks is not None else None,
-        request=peak(lambda: ways.request(longest)),
+        tree=_peak_beyond_gradients(ways.machine, ways.tree),
+        blocks=None
+        if ways.blocks is None
+        else _peak_beyond_gradients(ways.machine, ways.tree_in_blocks),
+        tree_with_gradients=with_gradients(ways.tree),
+        request_with_gradients=with_gradients(lambda: ways.request(longest)),
     )
+
+
+def _peak_beyond_gradients(machine: Machine, train: Callable[[], object]) -> int:
+    """The most bytes in a second run, which finds the parameters' gradients made."""
+    train()
+    return peak_allocated_bytes(train, device=str(machine.device))
 
 
 def gradient_differences(ways: Ways, trains: Sequence[Callable[[], object]]) -> list[float]:
