@@ -133,10 +133,9 @@ def rows_of(case: Case) -> list[Row]:
 
 def planned(forest: Forest, shape: ModelShape, *, budget: int) -> Microbatch:
     """The tree's only microbatch, as the trainer plans it."""
-    ((plan,),) = plan_step(
+    (plan,) = plan_step(
         [forest],
         shape=shape,
-        world_size=1,
         budget_bytes=budget,
         head_chunk=HEAD_CHUNK,
         carried="path",

@@ -115,7 +115,7 @@ def _sizes(rollouts: int, make_store: MakeStore) -> tuple[int, list[tuple[int, .
 def test_live_keys_follow_the_longest_path_and_the_store_holds_paths_only() -> None:
     store = store_of(torch.device("cpu"))
     few, _ = _sizes(2, store)
-    many, ((_, _, _, stored, _),) = _sizes(40, store)
+    many, ((_, _, stored, _, _),) = _sizes(40, store)
     assert many <= few + 16
     generator = np.random.default_rng(0)
     forest = read_tree(merge(agent_samples(generator, rollouts=40, turns=3, prompt=30)))

@@ -109,22 +109,32 @@ def _worst(left: Gradients, right: Gradients) -> float:
     )
 
 
-def _made(kind: str, dtype: torch.dtype) -> nn.Module:
-    model = make_model(kind, dtype)
+def _made(kind: str, dtype: torch.dtype, **changes: object) -> nn.Module:
+    model = make_model(kind, dtype, **changes)
     if kind == "qwen3_moe":
         model.set_experts_implementation("eager")  # The grouped kernel has no float64.
     model.set_attn_implementation("sdpa")
     return model
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen2", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("qwen3", {}),
+        ("llama", {}),
+        ("qwen2", {}),
+        ("qwen3_moe", {}),
+        ("qwen3_moe", {"norm_topk_prob": True}),
+    ],
+    ids=["qwen3", "llama", "qwen2", "qwen3_moe", "qwen3_moe normalised"],
+)
 @pytest.mark.parametrize(
     ("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["fp64", "fp32"]
 )
 def test_tree_and_per_request_gradients_are_equal(
-    kind: str, dtype: torch.dtype, bound: float
+    kind: str, changes: dict[str, object], dtype: torch.dtype, bound: float
 ) -> None:
-    model = _made(kind, dtype)
+    model = _made(kind, dtype, **changes)
     make_precise(model)
     groups, loss = _groups(3), loss_function(Loss())
     expected_loss, expected = _per_request(model, groups, loss)

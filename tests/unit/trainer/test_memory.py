@@ -1,6 +1,6 @@
-"""How a step is cut for ranks and for a budget, and that what runs holds what was predicted."""
+"""How a step is cut for a budget, and that what runs holds what was predicted."""
 
-import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,6 +8,7 @@ import torch
 
 from forgemq.contracts.run import Loss
 from forgemq.trainer.allocation import peak_allocated_bytes
+from forgemq.trainer.core.carry import PathKeys, path_of
 from forgemq.trainer.core.loss import loss_function
 from forgemq.trainer.core.memory import (
     BLOCK_TOKENS_MIN,
@@ -16,6 +17,7 @@ from forgemq.trainer.core.memory import (
     least_budget_bytes,
     plan_step,
 )
+from forgemq.trainer.core.plan import pieces
 from forgemq.trainer.core.step import forward_backward
 from forgemq.trainer.core.tree import Forest, read_tree
 from forgemq.trainer.model import prepared
@@ -39,10 +41,10 @@ def _line(length: int) -> Forest:
     return read_tree(merge([make_sample(context, [7], generator)], f"g-{length}"))
 
 
-def _bush(rollouts: int, *, seed: int = 0) -> Forest:
-    generator = np.random.default_rng(seed)
+def _bush(rollouts: int, *, turns: int = 4) -> Forest:
+    generator = np.random.default_rng(0)
     samples = agent_samples(
-        generator, rollouts=rollouts, turns=4, prompt=60, act=20, observe=30, vocabulary=60
+        generator, rollouts=rollouts, turns=turns, prompt=60, act=20, observe=30, vocabulary=60
     )
     return read_tree(merge(samples, f"g-{rollouts}"))
 
@@ -51,26 +53,41 @@ def _budget(tokens: int) -> int:
     return SHAPE.block_bytes(tokens, chunk=8, is_carried=False)
 
 
-def _in_blocks(forest: Forest, budget: int) -> Microbatch:
-    ((microbatch,),) = plan_step(
-        [forest], shape=SHAPE, world_size=1, budget_bytes=budget, head_chunk=8, carried="path"
+def _in_blocks(forest: Forest, budget: int, *, shape: ModelShape = SHAPE) -> Microbatch:
+    (microbatch,) = plan_step(
+        [forest], shape=shape, budget_bytes=budget, head_chunk=8, carried="path"
     )
     return microbatch
 
 
+def _needed(forest: Forest, count: int, *, shape: ModelShape, is_offloaded: bool) -> int:
+    """Bytes of so many even blocks, token by token."""
+    size = -(-forest.token_count // count)
+    starts = range(0, forest.token_count, size)
+    paths = [path_of(forest, start) for start in starts]
+    slots = max(
+        len(path) + min(size, forest.token_count - start)
+        for start, path in zip(starts, paths, strict=True)
+    )
+    live = shape.block_bytes(size, chunk=8, is_carried=True) + slots * shape.carry_bytes_per_token
+    if is_offloaded:
+        return live
+    return live + len(np.unique(np.concatenate(paths))) * shape.key_bytes_per_token
+
+
 def test_groups_are_packed_while_they_fit() -> None:
     forests = [_line(60), _line(30), _line(50), _line(10)]
-    (rank,) = plan_step(forests, shape=SHAPE, world_size=1, budget_bytes=_budget(100), head_chunk=8)
-    assert [microbatch.groups for microbatch in rank] == [(0, 1), (2, 3)]
-    assert [microbatch.blocks for microbatch in rank] == [((0, 90),), ((0, 60),)]
+    plan = plan_step(forests, shape=SHAPE, budget_bytes=_budget(100), head_chunk=8)
+    assert [microbatch.groups for microbatch in plan] == [(0, 1), (2, 3)]
+    assert [microbatch.blocks for microbatch in plan] == [((0, 90),), ((0, 60),)]
 
 
 def test_a_group_over_the_budget_runs_in_even_blocks_within_it() -> None:
     forests = [_line(1000), _line(50)]
     block = SHAPE.block_bytes(300, chunk=8, is_carried=True)
     budget = block + 1000 * SHAPE.carry_bytes_per_token
-    (rank,) = plan_step(forests, shape=SHAPE, world_size=1, budget_bytes=budget, head_chunk=8)
-    by_groups = {microbatch.groups: microbatch.blocks for microbatch in rank}
+    plan = plan_step(forests, shape=SHAPE, budget_bytes=budget, head_chunk=8)
+    by_groups = {microbatch.groups: microbatch.blocks for microbatch in plan}
     assert by_groups == {
         (0,): ((0, 250), (250, 500), (500, 750), (750, 1000)),
         (1,): ((0, 50),),
@@ -110,65 +127,98 @@ def test_a_budget_below_the_least_is_refused_and_names_the_least() -> None:
         _in_blocks(forest, SHAPE.block_bytes(BLOCK_TOKENS_MIN, chunk=8, is_carried=True))
 
 
-def test_more_budget_never_means_smaller_blocks_and_offloading_is_the_last_resort() -> None:
-    forest = _bush(20)
+def test_keys_are_offloaded_where_keeping_them_would_take_over_twice_the_blocks() -> None:
+    """One budget lets 10 blocks keep their keys, a smaller one 12; offloaded, 5 fit into both."""
+    forest, shape = _bush(2, turns=10), replace(SHAPE, key_size=64)
+    kept_10, kept_12 = (_needed(forest, n, shape=shape, is_offloaded=False) for n in (10, 12))
+    away_4, away_5 = (_needed(forest, n, shape=shape, is_offloaded=True) for n in (4, 5))
+    assert away_5 <= kept_12 < kept_10 < away_4
+    twice = _in_blocks(forest, kept_10, shape=shape)
+    assert (len(twice.blocks), twice.is_offloaded) == (10, False)
+    assert twice.predicted_bytes == kept_10
+    more = _in_blocks(forest, kept_12, shape=shape)
+    assert (len(more.blocks), more.is_offloaded) == (5, True)
+    assert more.predicted_bytes == away_5
+
+
+def test_the_prediction_counts_slots_as_the_carries_have_them() -> None:
+    forest, shape = _bush(20), replace(SHAPE, slot_multiple=256)
     longest = int(forest.position_N.max()) + 1
-    least = least_budget_bytes(SHAPE, longest_path=longest, head_chunk=8)
-    plans = [_in_blocks(forest, int(least * factor)) for factor in (1, 1.5, 2, 3, 6)]
-    sizes = [plan.blocks[0][1] for plan in plans if not plan.is_offloaded]
-    assert sizes == sorted(sizes)
-    offloaded = [plan.is_offloaded for plan in plans]
-    assert offloaded == sorted(offloaded, reverse=True)
-    assert len({plan.is_offloaded for plan in plans}) == 2
+    least = least_budget_bytes(shape, longest_path=longest, head_chunk=8)
+    assert least > least_budget_bytes(SHAPE, longest_path=longest, head_chunk=8)
+    plan = _in_blocks(forest, least, shape=shape)
+    keys = PathKeys(
+        forest,
+        pieces(forest),
+        plan.blocks,
+        layers=SHAPE.layers,
+        key_heads=2,
+        head_size=8,
+        dtype=torch.float32,
+        device=torch.device("cpu"),
+        slot_multiple=256,
+    )
+    carried = sum(
+        tensor.nbytes
+        for carry in keys.enter(0).carries
+        for tensor in (carry.key_KND, carry.value_KND, carry.key_grad_KND, carry.value_grad_KND)
+    )
+    block = shape.block_bytes(plan.blocks[0][1], chunk=8, is_carried=True)
+    assert plan.is_offloaded
+    assert plan.predicted_bytes == block + carried <= least
 
 
-def test_ranks_get_every_group_once_and_similar_cost() -> None:
-    generator = np.random.default_rng(0)
-    forests = [
-        read_tree(merge(agent_samples(generator, rollouts=int(n)), f"g-{i}"))
-        for i, n in enumerate(generator.integers(1, 6, 24))
-    ]
-    ranks = plan_step(forests, shape=SHAPE, world_size=3, budget_bytes=_budget(400), head_chunk=8)
-    groups = [[g for microbatch in rank for g in microbatch.groups] for rank in ranks]
-    assert sorted(itertools.chain(*groups)) == list(range(24))
-    costs = [
-        sum(
-            SHAPE.cost(tokens=forests[g].token_count, attention_pairs=forests[g].attention_pairs)
-            for g in rank
-        )
-        for rank in groups
-    ]
-    assert max(costs) / min(costs) < 1.05
-    again = plan_step(forests, shape=SHAPE, world_size=3, budget_bytes=_budget(400), head_chunk=8)
-    assert again == ranks
-
-
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(
     ("kind", "share", "sizes"),
     [
         ("qwen3", 1.0, {}),
-        ("qwen3", 0.4, {"intermediate_size": 512, "num_hidden_layers": 3}),
-        ("qwen3", 0.3, {"vocab_size": 4096, "num_hidden_layers": 6}),
-        ("llama", 0.2, {}),
+        (
+            "qwen3",
+            0.2,
+            {
+                "num_hidden_layers": 2,
+                "hidden_size": 256,
+                "intermediate_size": 1024,
+                "vocab_size": 1024,
+            },
+        ),
+        ("qwen3", 0.5, {"vocab_size": 4096, "num_hidden_layers": 6}),
+        ("llama", 0.4, {}),
+        (
+            "llama",
+            0.9,
+            {
+                "num_hidden_layers": 2,
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "vocab_size": 8192,
+            },
+        ),
         ("qwen3_moe", 0.4, {"num_experts": 8, "moe_intermediate_size": 96}),
+        (
+            "qwen3_moe",
+            1.0,
+            {"num_experts": 32, "num_experts_per_tok": 8, "moe_intermediate_size": 32},
+        ),
     ],
 )
-def test_the_measured_peak_is_within_a_tenth_of_the_predicted(
-    kind: str, share: float, sizes: dict[str, int]
+def test_the_measured_peak_is_within_a_twentieth_of_the_predicted(
+    kind: str, share: float, sizes: dict[str, int], dtype: torch.dtype
 ) -> None:
     """Allocations of torch's own allocator, the gradients of the parameters apart."""
     changes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 4}
-    loaded = prepared(make_model(kind, torch.float32, **(changes | sizes)))
+    loaded = prepared(make_model(kind, dtype, **(changes | sizes)))
     forest, shape, chunk = _bush(5), loaded.policy.shape, 32
     whole = shape.block_bytes(forest.token_count, chunk=chunk, is_carried=False)
-    ((microbatch,),) = plan_step(
+    (microbatch,) = plan_step(
         [forest],
         shape=shape,
-        world_size=1,
         budget_bytes=int(whole * share),
         head_chunk=chunk,
         carried="path",
     )
+    assert not microbatch.is_offloaded  # torch counts the bytes of a mapped file too
 
     def run() -> None:
         forward_backward(
@@ -182,5 +232,5 @@ def test_the_measured_peak_is_within_a_tenth_of_the_predicted(
 
     run()  # The parameters' gradients exist from here on.
     peak = peak_allocated_bytes(run)
-    assert peak == pytest.approx(microbatch.predicted_bytes, rel=0.1)
+    assert peak == pytest.approx(microbatch.predicted_bytes, rel=0.05)
     assert len(microbatch.blocks) > 1 or share == 1.0

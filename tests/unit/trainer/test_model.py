@@ -42,6 +42,8 @@ from tests.unit.trainer.scene import make_model, save_base
             "sliding_window must be off|layer_types must all be full_attention",
         ),
         ("qwen3_moe", {"output_router_logits": True}, "output_router_logits must be off"),
+        ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers must be empty, got \[0\]"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step must be 1, got 2"),
     ],
 )
 def test_what_cannot_be_exact_is_refused_by_name(
@@ -85,9 +87,21 @@ def test_a_rotary_type_that_depends_on_the_sequence_is_refused() -> None:
         make_precise(model)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen2", "qwen3_moe"])
-def test_every_norm_rotary_embedding_and_router_is_ours(kind: str) -> None:
-    model = make_model(kind, torch.float32)
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("qwen3", {}),
+        ("llama", {}),
+        ("qwen2", {}),
+        ("qwen3_moe", {}),
+        ("qwen3_moe", {"norm_topk_prob": True}),
+    ],
+    ids=["qwen3", "llama", "qwen2", "qwen3_moe", "qwen3_moe normalised"],
+)
+def test_every_norm_rotary_embedding_and_router_is_ours(
+    kind: str, changes: dict[str, object]
+) -> None:
+    model = make_model(kind, torch.float32, **changes)
     names = dict(model.named_parameters())
     tokens = torch.arange(1, 30)[None]
     model.set_attn_implementation("sdpa")
@@ -103,6 +117,15 @@ def test_every_norm_rotary_embedding_and_router_is_ours(kind: str) -> None:
     assert {name: id(p) for name, p in model.named_parameters()} == {
         name: id(p) for name, p in names.items()
     }
+
+
+def test_what_is_precise_already_stays_as_it_is() -> None:
+    model = make_model("qwen3_moe", torch.float32, norm_topk_prob=True)
+    make_precise(model)
+    before = {name: id(module) for name, module in model.named_modules()}
+    routers = prepared(model).policy.routers
+    assert {name: id(module) for name, module in model.named_modules()} == before
+    assert [router.is_normalised for router in routers] == [True, True]
 
 
 def test_a_loaded_model_has_the_asked_dtype_and_its_tied_head(tmp_path: Path) -> None:
@@ -123,6 +146,8 @@ def test_a_stock_forward_without_a_plan_is_an_error_and_not_a_causal_mask() -> N
 def test_shapes_follow_the_configuration() -> None:
     dense = prepared(make_model("llama", torch.float32, head_dim=16)).policy.shape
     assert (dense.query_size, dense.key_size, dense.mlp_size) == (64, 32, 48)
+    assert (dense.is_head_tied, dense.slot_multiple) == (False, 1)
+    assert prepared(make_model("qwen3", torch.float32)).policy.shape.is_head_tied
     sparse = prepared(make_model("qwen3_moe", torch.float32)).policy.shape
     assert sparse.mlp_size == 2 * 24
 

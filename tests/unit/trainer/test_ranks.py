@@ -132,9 +132,7 @@ def _loss(case: Case) -> Loss:
 def _alone(case: Case) -> Seen:
     model, forests = _model(case), _forests(case)
     policy = prepared(model).policy
-    (microbatches,) = plan_step(
-        forests, shape=policy.shape, world_size=1, budget_bytes=10**9, head_chunk=CHUNK
-    )
+    microbatches = plan_step(forests, shape=policy.shape, budget_bytes=10**9, head_chunk=CHUNK)
     seen = forward_backward(
         policy,
         forests,

@@ -43,8 +43,8 @@ def _path(forest: Forest, leaf: int) -> list[int]:
     return path[::-1]
 
 
-def _model() -> nn.Module:
-    model = make_model("qwen3_moe", torch.float64)
+def _model(*, is_normalised: bool) -> nn.Module:
+    model = make_model("qwen3_moe", torch.float64, norm_topk_prob=is_normalised)
     model.set_experts_implementation("eager")
     return model
 
@@ -55,12 +55,15 @@ def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.parametrize("is_normalised", [False, True], ids=["as chosen", "normalised"])
 @pytest.mark.parametrize("block", [None, 19])
-def test_gradients_equal_per_request_training_with_the_same_routes(block: int | None) -> None:
+def test_gradients_equal_per_request_training_with_the_same_routes(
+    *, block: int | None, is_normalised: bool
+) -> None:
     samples = _samples()
     tree = _routed(samples)
     forest = read_tree(tree)
-    model = _model()
+    model = _model(is_normalised=is_normalised)
     policy = prepared(model).policy
     routes = token_routes(forest, layers=LAYERS, top_k=TOP_K)
     assert routes is not None

@@ -4,7 +4,7 @@ Only architectures for which tree training is exact are accepted; everything els
 name before a step is taken.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -98,12 +98,13 @@ def prepared(model: nn.Module, *, device: torch.device | None = None) -> LoadedM
     device = device or head.weight.device
     head_size = shape.key_size // int(config.num_key_value_heads)
     check_head_size(head_size, device=device.type)
+    attention = GpuAttention(head_size=head_size) if device.type == "cuda" else CpuAttention()
     policy = Policy(
         decoder=model.get_decoder(),  # type: ignore[operator]  # transformers' method
         head_VH=head.weight,
-        shape=shape,
+        shape=replace(shape, slot_multiple=attention.slot_multiple),
         key_heads=int(config.num_key_value_heads),
-        attention=GpuAttention(head_size=head_size) if device.type == "cuda" else CpuAttention(),
+        attention=attention,
         routers=tuple(module for module in model.modules() if isinstance(module, TopKRouter)),
         make_store=store_of(device),
     )
@@ -130,6 +131,12 @@ def check_supported(config: object) -> None:
     window = getattr(config, "sliding_window", None)
     if not layers and window is not None:
         raise UnsupportedModelError(f"sliding_window must be off, got {window}")
+    dense = getattr(config, "mlp_only_layers", None) or []
+    if dense:
+        raise UnsupportedModelError(f"mlp_only_layers must be empty, got {list(dense)}")
+    step = getattr(config, "decoder_sparse_step", 1)
+    if step != 1:
+        raise UnsupportedModelError(f"decoder_sparse_step must be 1, got {step}")
     if getattr(config, "output_router_logits", False):
         raise UnsupportedModelError(
             "output_router_logits must be off: the balance loss would count shared tokens once"
@@ -171,4 +178,5 @@ def model_shape(config: object, *, dtype: torch.dtype) -> ModelShape:
         is_head_normed=str(getattr(config, "model_type", "")).startswith("qwen3"),
         experts=size("num_experts") if experts else 0,
         experts_per_token=experts,
+        is_head_tied=bool(getattr(config, "tie_word_embeddings", False)),
     )

@@ -238,10 +238,9 @@ class Training:
             return self._of_ranks(forests, self._ranks)
         trainer, policy = self._configuration.trainer, self._loaded.policy
         try:
-            (microbatches,) = plan_step(
+            microbatches = plan_step(
                 forests,
                 shape=policy.shape,
-                world_size=1,
                 budget_bytes=trainer.memory_budget_bytes,
                 head_chunk=trainer.head_chunk_tokens,
                 carried="path",

@@ -71,10 +71,9 @@ def plan_rounds(
 
     def planned(groups: Sequence[int]) -> list[Microbatch]:
         try:
-            (microbatches,) = plan_step(
+            microbatches = plan_step(
                 [forests[group] for group in groups],
                 shape=shape,
-                world_size=1,
                 budget_bytes=budget_bytes,
                 head_chunk=head_chunk,
             )
@@ -163,7 +162,7 @@ def _own_rounds(
 
 def _shared_tokens(forest: Forest, *, shape: ModelShape, budget_bytes: int, head_chunk: int) -> int:
     """The most tokens of one rank's range, beside the keys and values of the whole tree."""
-    free_bytes = budget_bytes - forest.token_count * shape.carry_bytes_per_token
+    free_bytes = budget_bytes - shape.carry_bytes(forest.token_count)
     return shape.block_tokens(free_bytes, chunk=head_chunk, is_carried=True)
 
 

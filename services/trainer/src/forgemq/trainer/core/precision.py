@@ -105,14 +105,20 @@ class TopKRouter(nn.Module):
         return logits, weights.to(logits.dtype), experts
 
 
+PRECISE = (RmsNorm, RotaryAngles, TopKRouter)
+"""Modules that are ours."""
+
+
 def make_precise(model: nn.Module) -> None:
-    """Replace the model's norms, rotary embedding and routers by those of this module; idempotent.
+    """Replace the model's norms, rotary embedding and routers by those of this module.
+
+    Those that are there already stay, with all that was set on them.
 
     Raises:
         ValueError: a rotary type depends on the sequence, or no norm was found to replace.
     """
     for name, module in list(model.named_modules()):
-        precise = _precise(module)
+        precise = None if isinstance(module, PRECISE) else _precise(module)
         if precise is not None:
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, precise)
