@@ -27,8 +27,8 @@ ROUTE_BYTES = 32
 places in the order of the experts and back."""
 
 KEPT_BLOCKS_RATIO = 2
-"""Up to so many times the blocks are taken to spare offloading, which costs up to 5 % of a step on a CPU;
-beyond it blocks get too short for the matrix products of a GPU."""
+"""Up to so many times the blocks are taken to spare offloading, which costs up to 5 % of a step
+on a CPU; beyond it blocks get too short for the matrix products of a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
