@@ -98,7 +98,7 @@ CASES = {
 
 UNSCALED_CASES = {
     "8B, 200k": Case(tree=PLAN_200K, blocks_share=0.075),
-    "8B, 200k, offloaded": Case(tree=PLAN_200K, blocks_share=0.042),
+    "8B, 200k, offloaded": Case(tree=PLAN_200K, blocks_share=0.0435),
 }
 """All 36 layers: what an H200 has room for, and the written plan, whose keys go to the host."""
 
