@@ -129,11 +129,9 @@ def read_logprobs(
     policy: Policy, forest: Forest, microbatch: Microbatch, *, head_chunk: int
 ) -> Floats:
     """The policy's log-probability of every entry of a microbatch's forest; no gradient."""
-    no_weight_E = np.zeros(forest.entry_count)
-    run = _Run(policy, forest, no_weight_E, loss_function(Loss()), head_chunk)
+    run = _Run(policy, forest, np.zeros(forest.entry_count), loss_function(Loss()), head_chunk)
     keys = run.path_keys(microbatch.blocks, is_offloaded=microbatch.is_offloaded)
-    logprob_E, _ = run.read(microbatch.blocks, keys)
-    return np.asarray(logprob_E.double().cpu().numpy())
+    return np.asarray(run.logprobs(microbatch.blocks, keys).double().cpu().numpy())
 
 
 def forward_backward_shared(
@@ -244,14 +242,15 @@ class _Run:
 
         With an exchange for each block, `blocks` are this rank's ranges of them.
         """
-        logprob_E, entropy_E = self.read(blocks, keys, exchanges)
+        all_edges = [self._edges(start, end) for start, end in blocks]
+        logprob_E, entropy_E = self._read(blocks, all_edges, keys, exchanges)
         logprob_E.requires_grad_()
         result = self._loss(logprob_E, self._entries)
         (owed_E,) = torch.autograd.grad((result.loss * self._weight_E).sum(), logprob_E)
         keys.turn()
         between: Sequence[KeyExchange | None] = exchanges or [None] * len(blocks)
         for number, (start, end) in reversed(list(enumerate(blocks))):
-            edges = self._edges(start, end)
+            edges = all_edges[number]
             hidden = self._hidden(start, end, keys=keys.enter(number), exchange=between[number])
             logprob_J, _ = self._logprobs(hidden, edges, start=start)
             owed_J = torch.zeros_like(logprob_J)
@@ -260,19 +259,23 @@ class _Run:
             torch.autograd.backward([logprob_J, hidden], [owed_J, torch.zeros_like(hidden)])
         return self._seen(logprob_E, entropy_E, result)
 
+    def logprobs(self, blocks: Sequence[Range], keys: CarriedKeys) -> Tensor:
+        """Log-probability of every entry, block by block; no gradient."""
+        return self._read(blocks, [self._edges(*block) for block in blocks], keys)[0]
+
     @torch.no_grad()
-    def read(
+    def _read(
         self,
         blocks: Sequence[Range],
+        all_edges: Sequence[Edges],
         keys: CarriedKeys,
         exchanges: Sequence[KeyExchange] = (),
     ) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy of every entry, block by block; arguments as `in_blocks`."""
         between: Sequence[KeyExchange | None] = exchanges or [None] * len(blocks)
         logprob_E = torch.zeros(self._forest.entry_count, dtype=self._wide, device=self._device)
         entropy_E = torch.zeros_like(logprob_E)
         for number, (start, end) in enumerate(blocks):
-            edges = self._edges(start, end)
+            edges = all_edges[number]
             hidden = self._hidden(start, end, keys=keys.enter(number), exchange=between[number])
             logprob_J, entropy_R = self._logprobs(hidden, edges, start=start)
             logprob_E[edges.entry_E] = logprob_J[edges.edge_of_entry_E]
