@@ -263,3 +263,22 @@ def scheduled_step(
 def reinforce(logprob: torch.Tensor, entries: Entries) -> torch.Tensor:
     """A user's loss: no ratio at all."""
     return -entries.advantage * logprob
+
+
+def sample_entries(
+    sample: Sample, dtype: torch.dtype, *, reference: torch.Tensor | None = None
+) -> Entries:
+    """The loss entries of one sample alone."""
+    behaviour = torch.tensor(sample.behaviour, dtype=dtype)
+    zeros = torch.zeros(len(behaviour), dtype=torch.long)
+    return Entries(
+        behaviour=behaviour,
+        advantage=torch.full_like(behaviour, sample.advantage),
+        temperature=torch.full_like(behaviour, sample.temperature),
+        version=zeros,
+        token=zeros,
+        sample=zeros,
+        group=zeros,
+        sample_count=1,
+        reference=reference,
+    )

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from forgemq.contracts.run import Loss
-from forgemq.trainer.core.loss import Entries, LossFunction, loss_function
+from forgemq.trainer.core.loss import LossFunction, loss_function
 from forgemq.trainer.core.memory import Microbatch
 from forgemq.trainer.core.precision import make_precise
 from forgemq.trainer.core.step import forward_backward, group_weights
@@ -21,6 +21,7 @@ from tests.unit.trainer.scene import (
     make_model,
     make_sample,
     merge,
+    sample_entries,
 )
 
 Gradients = dict[str, torch.Tensor]
@@ -46,21 +47,6 @@ def _taken(model: nn.Module) -> Gradients:
     return gradients
 
 
-def _sample_entries(sample: Sample, dtype: torch.dtype) -> Entries:
-    behaviour = torch.tensor(sample.behaviour, dtype=dtype)
-    zeros = torch.zeros(len(behaviour), dtype=torch.long)
-    return Entries(
-        behaviour=behaviour,
-        advantage=torch.full_like(behaviour, sample.advantage),
-        temperature=torch.full_like(behaviour, sample.temperature),
-        version=zeros,
-        token=zeros,
-        sample=zeros,
-        group=zeros,
-        sample_count=1,
-    )
-
-
 def _per_request(
     model: nn.Module, groups: Sequence[Sequence[Sample]], loss: LossFunction
 ) -> tuple[float, Gradients]:
@@ -72,7 +58,7 @@ def _per_request(
         logits = model(input_ids=tokens, use_cache=False).logits[0] / sample.temperature
         places = torch.arange(sample.first_sampled, len(sample.tokens))
         logprob = logits[places - 1].log_softmax(-1)[torch.arange(len(places)), tokens[0, places]]
-        result = loss(logprob, _sample_entries(sample, logprob.dtype))
+        result = loss(logprob, sample_entries(sample, logprob.dtype))
         part = result.loss.sum() / count
         part.backward()
         total += float(part.detach())

@@ -14,7 +14,7 @@ from forgemq.contracts import topics
 from forgemq.contracts.run import Loss, RunConfiguration
 from forgemq.contracts.steps import TrainingMetrics
 from forgemq.settings.environment import SettingsError
-from forgemq.trainer.core.loss import Entries, loss_function
+from forgemq.trainer.core.loss import loss_function
 from forgemq.trainer.core.memory import Microbatch
 from forgemq.trainer.core.precision import make_precise
 from forgemq.trainer.core.reference import with_references
@@ -29,6 +29,7 @@ from tests.unit.trainer.scene import (
     configuration_of,
     make_model,
     merge,
+    sample_entries,
     save_base,
     scheduled_step,
 )
@@ -39,22 +40,6 @@ NEAR = Loss(reference_weight=0.3)
 def _groups() -> list[list[Sample]]:
     generator = np.random.default_rng(1)
     return [agent_samples(generator), adversarial_samples(generator)]
-
-
-def _entries(sample: Sample, reference: Tensor) -> Entries:
-    behaviour = torch.tensor(sample.behaviour, dtype=torch.float64)
-    zeros = torch.zeros(len(behaviour), dtype=torch.long)
-    return Entries(
-        behaviour=behaviour,
-        advantage=torch.full_like(behaviour, sample.advantage),
-        temperature=torch.full_like(behaviour, sample.temperature),
-        version=zeros,
-        token=zeros,
-        sample=zeros,
-        group=zeros,
-        sample_count=1,
-        reference=reference,
-    )
 
 
 def _logprob(model: nn.Module, sample: Sample) -> Tensor:
@@ -74,7 +59,9 @@ def _per_request(
             near = _logprob(reference, sample)
         ratio = torch.exp(near - logprob)
         kl = ratio - 1 - (near - logprob)
-        (loss(logprob, _entries(sample, near)).loss + 0.3 * kl).sum().backward()
+        (
+            loss(logprob, sample_entries(sample, torch.float64, reference=near)).loss + 0.3 * kl
+        ).sum().backward()
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
@@ -157,7 +144,9 @@ def test_a_reference_adds_the_k3_estimate_and_nothing_where_none_is_known() -> N
     sample = Sample((1, 2, 3, 4), 1, 0.0, (-1.0, -1.0, -1.0))
     logprob = torch.tensor([-2.0, -2.0, -2.0], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([-2.0, -1.0, float("nan")], dtype=torch.float64)
-    loss = loss_function(NEAR)(logprob, _entries(sample, reference)).loss
+    loss = loss_function(NEAR)(
+        logprob, sample_entries(sample, torch.float64, reference=reference)
+    ).loss
     (slope,) = torch.autograd.grad(loss.sum(), logprob)
     assert loss.tolist() == pytest.approx([0.0, 0.3 * (np.e - 2), 0.0])
     assert slope.tolist() == pytest.approx([0.0, 0.3 * (1 - np.e), 0.0])
