@@ -8,12 +8,13 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import msgspec
+import psutil
 import pytest
 from confluent_kafka.admin import (
     AdminClient,
@@ -95,6 +96,26 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureBroker]:
         )
     finally:
         local.stop()
+
+
+@pytest.fixture(autouse=True)
+async def connections_end(broker: SecureBroker) -> AsyncIterator[None]:
+    """No test leaves a connection to the broker open.
+
+    Over TLS a side that closes waits for the other's goodbye: a connection refused in the last
+    line of a test is still open when its log has closed.
+    """
+    yield
+    async with asyncio.timeout(30):
+        while connected(broker.address) or connected(broker.plain_address):  # noqa: ASYNC110 - a socket has no event
+            await asyncio.sleep(0.01)
+
+
+def connected(address: str) -> bool:
+    """Whether this process has a connection to an address."""
+    host, _, port = address.rpartition(":")
+    found = psutil.Process().net_connections(kind="tcp")
+    return any(connection.raddr == (host, int(port)) for connection in found)
 
 
 def secure_options(
