@@ -1,18 +1,14 @@
 """Training on a GPU, end to end: the steps of a CPU, and a checkpoint that either goes on from."""
 
-import io
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from forgemq.contracts import topics
-from forgemq.contracts.run import RunConfiguration
-from forgemq.contracts.steps import TrainedStep, TrainingMetrics
-from forgemq.telemetry.telemetry import Telemetry
-from forgemq.trainer.checkpoint import Checkpoint
-from forgemq.trainer.store import Store
+from forgemq.contracts.steps import TrainingMetrics
 from forgemq.trainer.training import Training
+from tests.unit.trainer.rank_life import save_checkpoint, store_of
 from tests.unit.trainer.scene import (
     agent_samples,
     configuration_of,
@@ -42,32 +38,6 @@ def _trained(training: Training, step: int, *, has_experts: bool) -> TrainingMet
     return training.train(training.read(scheduled_step(step, [tree]), values))
 
 
-def _checkpointed(
-    configuration: RunConfiguration, training: Training, folder: Path, metrics: TrainingMetrics
-) -> Checkpoint:
-    store = Store(
-        str(folder / "t"),
-        blobs=str(folder / "blobs"),
-        configuration=configuration,
-        telemetry=Telemetry(service="trainer", stream=io.StringIO()),
-    )
-    step = training.version - 1
-    trained = TrainedStep(
-        step=step,
-        lineage=1,
-        group_ids=(),
-        failed_group_ids=(),
-        metrics=metrics,
-        checkpoint_step=step,
-        duration_s=0.0,
-    )
-    weights = store.save_weights(training, lineage=1)
-    store.save_checkpoint(training, weights=weights, trained=trained, tree_positions=())
-    found = store.newest_checkpoint()
-    assert found is not None
-    return found
-
-
 @pytest.mark.parametrize("budget_bytes", [8_000_000_000, 700_000], ids=["whole", "blocks"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_moe"])
 def test_a_gpu_trains_as_a_cpu_and_each_goes_on_from_its_checkpoint(
@@ -85,7 +55,10 @@ def test_a_gpu_trains_as_a_cpu_and_each_goes_on_from_its_checkpoint(
         expected = _trained(on_cpu, step, has_experts=has_experts)
         assert metrics.loss == pytest.approx(expected.loss, rel=TOLERANCE, abs=TOLERANCE)
         assert metrics.grad_norm == pytest.approx(expected.grad_norm, rel=TOLERANCE)
-    checkpoint = _checkpointed(configuration, on_gpu, tmp_path, seen[-1])
+    store = store_of(tmp_path, configuration)
+    save_checkpoint(store, on_gpu, seen[-1])
+    checkpoint = store.newest_checkpoint()
+    assert checkpoint is not None
     wanted = {name: tensor.cpu().clone() for name, tensor in on_gpu.optimizer_state().items()}
     going_on = _trained(on_gpu, 2, has_experts=has_experts)
     for device in (DEVICE, "cpu"):

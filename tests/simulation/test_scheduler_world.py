@@ -22,29 +22,10 @@ from forgemq.contracts.run import (
     check,
     staleness_bound,
 )
-from forgemq.contracts.steps import ScheduledStep, TrainedStep, TrainingMetrics
+from forgemq.contracts.steps import ScheduledStep, TrainedStep
 from forgemq.contracts.weights import LoadedWeights, ReportedEngine
 from forgemq.scheduler.core import SchedulerCore
-
-METRICS = TrainingMetrics(
-    loss=0.0,
-    grad_norm=0.0,
-    lr=0.0,
-    loss_tokens=0,
-    tree_tokens=0,
-    request_tokens=0,
-    append_tokens=0,
-    attention_pairs=0,
-    ratio_mean=1.0,
-    ratio_p99=1.0,
-    capped_share=0.0,
-    logprob_gap_mean=0.0,
-    logprob_gap_max=0.0,
-    kl_k3=0.0,
-    entropy=0.0,
-    staleness_max=0,
-    forward_backward_s=0.0,
-)
+from tests.unit.scheduler.scene import METRICS
 
 
 def configuration_of(

@@ -7,7 +7,8 @@ from shop_desk.shop import order_of
 from shop_desk.tasks import HELD_OUT, task
 
 from forgemq.agents.tool_loop import run_tool_loop
-from forgemq.contracts.grading import GradingCompletion, GradingEpisode
+from forgemq.contracts.grading import GradingEpisode
+from tests.unit.demo.grading import graded
 
 torch = pytest.importorskip("torch")
 
@@ -33,35 +34,10 @@ def greedy(rendering, token_policy, base_model):
 
 
 async def episode_of(policy, k: int) -> GradingEpisode:
-    order = task(0, "shop_desk", HELD_OUT + k)
-    desk = ShopDesk(order_of(order))
+    order = order_of(task(0, "shop_desk", HELD_OUT + k))
+    desk = ShopDesk(order)
     await run_tool_loop(policy, desk, turns_max=TURNS_MAX)
-    return GradingEpisode(
-        episode_id=f"g.{k}.0",
-        domain="shop_desk",
-        task=order,
-        result={},
-        completions=tuple(
-            GradingCompletion(
-                completion_id=completion.completion_id,
-                sequence=number,
-                text=policy.rendering.decode(output),
-                message=completion.message,
-                messages_before=[],
-                malformed_tool_calls=0,
-                output_tokens=len(output),
-                finish_reason=completion.finish_reason,
-            )
-            for number, (completion, output) in enumerate(
-                zip(policy.completions, policy.outputs, strict=True)
-            )
-        ),
-        rewards=(),
-        engine_s=0.0,
-        tool_s=0.0,
-        virtual_s=desk.clock_s,
-        duration_s=0.0,
-    )
+    return graded(policy, desk, order)
 
 
 @pytest.mark.slow

@@ -13,7 +13,8 @@ from shop_desk.tasks import HELD_OUT, task
 from shop_desk.warm_start import Examples
 
 from forgemq.agents.tool_loop import CONTEXT_FULL, TOO_MANY_TURNS, TURN_TOO_LONG, run_tool_loop
-from forgemq.contracts.grading import GradingCompletion, GradingEpisode
+from forgemq.contracts.grading import GradingEpisode
+from tests.unit.demo.grading import graded
 
 ORDER = Order((Line(3, "lamp"), Line(2, "mug")), "Order: {order}. What is the total?", 7)
 CLEAN = Habits(0, 1, 1, 0, 0, 0, 0, 0)
@@ -35,37 +36,6 @@ def answer(order: Order = ORDER) -> str:
     return f"The total is {order.total}."
 
 
-def graded(policy, desk, order: Order = ORDER, **changes) -> GradingEpisode:
-    completions = tuple(
-        GradingCompletion(
-            completion_id=completion.completion_id,
-            sequence=number,
-            text=policy.rendering.decode(output),
-            message=completion.message,
-            messages_before=[],
-            malformed_tool_calls=0,
-            output_tokens=len(output),
-            finish_reason=completion.finish_reason,
-        )
-        for number, (completion, output) in enumerate(
-            zip(policy.completions, policy.outputs, strict=True)
-        )
-    )
-    fields = {
-        "episode_id": "g.0.0",
-        "domain": "shop_desk",
-        "task": as_task(order),
-        "result": {},
-        "completions": completions,
-        "rewards": (),
-        "engine_s": 0.0,
-        "tool_s": 0.0,
-        "virtual_s": desk.clock_s,
-        "duration_s": 0.0,
-    }
-    return GradingEpisode(**{**fields, **changes})
-
-
 async def test_a_fast_right_episode_earns_the_outcome_and_the_saved_time(scripted):
     desk, policy = (
         ShopDesk(ORDER),
@@ -74,7 +44,7 @@ async def test_a_fast_right_episode_earns_the_outcome_and_the_saved_time(scripte
     assert await run_tool_loop(policy, desk, turns_max=TURNS_MAX) == ANSWERED
     assert desk.clock_s == pytest.approx(0.4 + 1.0 + 0.4 + 0.3 + 0.4)
     assert desk.prices_at_once_max == 2
-    episode = graded(policy, desk)
+    episode = graded(policy, desk, ORDER)
     assert rewards.outcome(episode) == 1.0
     assert rewards.process(episode) == [0.0, 0.0, 0.0]
     assert rewards.speed(episode) == pytest.approx(1 - 2.5 / (2 * 1.4 + 1.1))
@@ -141,7 +111,7 @@ async def test_a_malformed_call_is_answered_counted_and_costs_a_tenth(scripted, 
     tail = policy.rendering.decode(policy.contexts[1][len(policy.contexts[0]) :])
     assert tail.count("<tool_response>") == replies
     assert tail.count('{"error": "bad call"}') == bad
-    episode = graded(policy, desk)
+    episode = graded(policy, desk, ORDER)
     assert rewards.process(episode) == [pytest.approx(-0.1 * bad), 0.0]
     assert rewards.outcome(episode) == 1.0
 
@@ -150,14 +120,14 @@ async def test_an_unknown_item_is_answered_and_is_no_malformed_call(scripted):
     desk, policy = ShopDesk(ORDER), scripted(price("cheese"), answer())
     await run_tool_loop(policy, desk, turns_max=TURNS_MAX)
     assert '{"error": "no item"}' in policy.rendering.decode(policy.contexts[1])
-    assert rewards.process(graded(policy, desk)) == [0.0, 0.0]
+    assert rewards.process(graded(policy, desk, ORDER)) == [0.0, 0.0]
 
 
 async def test_a_turn_cut_at_its_limit_ends_the_episode_and_counts_as_malformed(scripted):
     desk, policy = ShopDesk(ORDER), scripted(price("lamp"), None)
     assert await run_tool_loop(policy, desk, turns_max=TURNS_MAX) == TURN_TOO_LONG
     assert len(policy.outputs[1]) == 80
-    episode = graded(policy, desk)
+    episode = graded(policy, desk, ORDER)
     assert rewards.process(episode) == [0.0, -0.1]
     assert rewards.outcome(episode) == 0.0
 
@@ -181,7 +151,7 @@ async def test_nine_turns_are_the_limit(scripted):
 async def test_a_wrong_answer_earns_nothing_for_being_fast(scripted):
     desk, policy = ShopDesk(ORDER), scripted("The total is 1.")
     await run_tool_loop(policy, desk, turns_max=TURNS_MAX)
-    episode = graded(policy, desk)
+    episode = graded(policy, desk, ORDER)
     assert (rewards.outcome(episode), rewards.speed(episode)) == (0.0, 0.0)
 
 
@@ -189,13 +159,13 @@ async def test_the_agents_own_claim_changes_no_reward(scripted):
     desk, policy = ShopDesk(ORDER), scripted("The total is 1.")
     await run_tool_loop(policy, desk, turns_max=TURNS_MAX)
     claim = {"end": ANSWERED, "outcome": 1.0, "bad_calls": -5}
-    assert rewards.outcome(graded(policy, desk, result=claim)) == 0.0
+    assert rewards.outcome(graded(policy, desk, ORDER, result=claim)) == 0.0
 
 
 async def test_an_answer_that_is_not_the_last_turn_earns_nothing(scripted):
     desk, policy = ShopDesk(ORDER), scripted(f"{price('mug')} {ORDER.total}", None)
     await run_tool_loop(policy, desk, turns_max=TURNS_MAX)
-    assert rewards.outcome(graded(policy, desk)) == 0.0
+    assert rewards.outcome(graded(policy, desk, ORDER)) == 0.0
 
 
 def test_an_episode_without_completions_has_outcome_zero_and_no_process_rewards():

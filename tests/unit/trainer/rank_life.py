@@ -66,34 +66,45 @@ def train(training: Training, life: Life, step: int) -> TrainingMetrics:
     return training.train(training.read(scheduled_step(step, trees), values))
 
 
+def store_of(folder: Path, configuration: RunConfiguration) -> Store:
+    """The trainer's checkpoints and blobs below a folder."""
+    return Store(
+        str(folder / "trainer"),
+        blobs=str(folder / "blobs"),
+        configuration=configuration,
+        telemetry=Telemetry(service="trainer", stream=io.StringIO()),
+    )
+
+
+def save_checkpoint(store: Store, training: Training, metrics: TrainingMetrics) -> None:
+    """What the trainer leaves after its newest step, which had these metrics."""
+    step = training.version - 1
+    trained = TrainedStep(
+        step=step,
+        lineage=1,
+        group_ids=(),
+        failed_group_ids=(),
+        metrics=metrics,
+        checkpoint_step=step,
+        duration_s=0.0,
+    )
+    weights = store.save_weights(training, lineage=1)
+    store.save_checkpoint(training, weights=weights, trained=trained, tree_positions=())
+
+
 def live(ranks: Ranks | None, life: Life) -> list[TrainingMetrics]:
     """Metrics of a life's steps; it starts at the newest checkpoint, and each step leaves one."""
     if ranks is not None and ranks.rank > 0:
         follow(ranks, device="cpu")
         return []
     configuration = life.configuration(world_size=1 if ranks is None else ranks.world_size)
-    store = Store(
-        str(life.folder / "trainer"),
-        blobs=str(life.folder / "blobs"),
-        configuration=configuration,
-        telemetry=Telemetry(service="trainer", stream=io.StringIO()),
-    )
+    store = store_of(life.folder, configuration)
     checkpoint = store.newest_checkpoint()
     training = Training(configuration, device="cpu", checkpoint=checkpoint, ranks=ranks)
     seen = []
     for step in life.steps:
         metrics = train(training, life, step)
-        trained = TrainedStep(
-            step=step,
-            lineage=1,
-            group_ids=(),
-            failed_group_ids=(),
-            metrics=metrics,
-            checkpoint_step=step,
-            duration_s=0.0,
-        )
-        weights = store.save_weights(training, lineage=1)
-        store.save_checkpoint(training, weights=weights, trained=trained, tree_positions=())
+        save_checkpoint(store, training, metrics)
         seen.append(metrics)
     training.end()
     return seen
@@ -105,12 +116,7 @@ def restored(ranks: Ranks, life: Life) -> tuple[dict[str, torch.Tensor], dict[st
         follow(ranks, device="cpu")
         return {}, {}
     configuration = life.configuration(world_size=ranks.world_size)
-    store = Store(
-        str(life.folder / "trainer"),
-        blobs=str(life.folder / "blobs"),
-        configuration=configuration,
-        telemetry=Telemetry(service="trainer", stream=io.StringIO()),
-    )
+    store = store_of(life.folder, configuration)
     training = Training(
         configuration, device="cpu", checkpoint=store.newest_checkpoint(), ranks=ranks
     )

@@ -16,7 +16,20 @@ from forgemq.contracts.run import Log, Model, Optimizer, Queue, RunConfiguration
 from forgemq.contracts.steps import ScheduledGroup, ScheduledStep
 from forgemq.contracts.trees import MergedTree
 from forgemq.trainer.core.loss import Entries
-from forgemq.trainer.core.tree import read_tree
+from forgemq.trainer.core.memory import ModelShape
+from forgemq.trainer.core.tree import Forest, read_tree
+
+SHAPE = ModelShape(
+    layers=2,
+    hidden=32,
+    query_size=32,
+    key_size=16,
+    mlp_size=48,
+    vocabulary=64,
+    value_bytes=4,
+    wide_bytes=4,
+)
+"""Of a model of a few kilobytes, for what is computed from shapes alone."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +160,13 @@ def make_sample(
         temperature=float(generator.choice([1.0, 0.5])),
         version=int(generator.integers(0, 3)),
     )
+
+
+def line_of(length: int) -> Forest:
+    """A tree of one path, with one loss entry at its end."""
+    generator = np.random.default_rng(length)
+    context = generator.integers(1, 60, length - 1).tolist()
+    return read_tree(merge([make_sample(context, [7], generator)], f"g-{length}"))
 
 
 def agent_samples(

@@ -14,26 +14,8 @@ from forgemq.trainer.core.assignment import (
     plan_rounds,
     query_ranges,
 )
-from forgemq.trainer.core.memory import ModelShape
-from forgemq.trainer.core.tree import Forest, read_tree
-from tests.unit.trainer.scene import agent_samples, make_sample, merge
-
-SHAPE = ModelShape(
-    layers=2,
-    hidden=32,
-    query_size=32,
-    key_size=16,
-    mlp_size=48,
-    vocabulary=64,
-    value_bytes=4,
-    wide_bytes=4,
-)
-
-
-def _line(length: int) -> Forest:
-    generator = np.random.default_rng(length)
-    context = generator.integers(1, 60, length - 1).tolist()
-    return read_tree(merge([make_sample(context, [7], generator)], f"g-{length}"))
+from forgemq.trainer.core.tree import read_tree
+from tests.unit.trainer.scene import SHAPE, agent_samples, line_of, make_sample, merge
 
 
 def _budget(*, tokens: int, carried: int) -> int:
@@ -74,7 +56,7 @@ def test_every_group_runs_once_and_loads_are_even() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_group_over_the_budget_is_split_within_it_and_no_other_is(world_size: int) -> None:
-    forests = [_line(60), _line(500), _line(50)]
+    forests = [line_of(60), line_of(500), line_of(50)]
     budget = _budget(tokens=150, carried=500)
     rounds = plan_rounds(
         forests, shape=SHAPE, world_size=world_size, budget_bytes=budget, head_chunk=8

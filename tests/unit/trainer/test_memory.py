@@ -21,24 +21,7 @@ from forgemq.trainer.core.plan import pieces
 from forgemq.trainer.core.step import forward_backward
 from forgemq.trainer.core.tree import Forest, read_tree
 from forgemq.trainer.model import prepared
-from tests.unit.trainer.scene import agent_samples, make_model, make_sample, merge
-
-SHAPE = ModelShape(
-    layers=2,
-    hidden=32,
-    query_size=32,
-    key_size=16,
-    mlp_size=48,
-    vocabulary=64,
-    value_bytes=4,
-    wide_bytes=4,
-)
-
-
-def _line(length: int) -> Forest:
-    generator = np.random.default_rng(length)
-    context = generator.integers(1, 60, length - 1).tolist()
-    return read_tree(merge([make_sample(context, [7], generator)], f"g-{length}"))
+from tests.unit.trainer.scene import SHAPE, agent_samples, line_of, make_model, merge
 
 
 def _bush(rollouts: int, *, turns: int = 4) -> Forest:
@@ -76,14 +59,14 @@ def _needed(forest: Forest, count: int, *, shape: ModelShape, is_offloaded: bool
 
 
 def test_groups_are_packed_while_they_fit() -> None:
-    forests = [_line(60), _line(30), _line(50), _line(10)]
+    forests = [line_of(60), line_of(30), line_of(50), line_of(10)]
     plan = plan_step(forests, shape=SHAPE, budget_bytes=_budget(100), head_chunk=8)
     assert [microbatch.groups for microbatch in plan] == [(0, 1), (2, 3)]
     assert [microbatch.blocks for microbatch in plan] == [((0, 90),), ((0, 60),)]
 
 
 def test_a_group_over_the_budget_runs_in_even_blocks_within_it() -> None:
-    forests = [_line(1000), _line(50)]
+    forests = [line_of(1000), line_of(50)]
     block = SHAPE.block_bytes(300, chunk=8, is_carried=True)
     budget = block + 1000 * SHAPE.carry_bytes_per_token
     plan = plan_step(forests, shape=SHAPE, budget_bytes=budget, head_chunk=8)
@@ -121,7 +104,7 @@ def test_the_least_budget_follows_from_the_longest_path_however_many_rollouts(
 
 
 def test_a_budget_below_the_least_is_refused_and_names_the_least() -> None:
-    forest = _line(1000)
+    forest = line_of(1000)
     least = least_budget_bytes(SHAPE, longest_path=1000, head_chunk=8)
     with pytest.raises(ValueError, match=f"longest path of 1000 needs at most {least}"):
         _in_blocks(forest, SHAPE.block_bytes(BLOCK_TOKENS_MIN, chunk=8, is_carried=True))

@@ -1,0 +1,39 @@
+"""What the reward service would be handed of an episode that a test has played."""
+
+from shop_desk.environment import ShopDesk
+from shop_desk.shop import Order, as_task
+
+from forgemq.contracts.grading import GradingCompletion, GradingEpisode
+from tests.unit.demo.conftest import TokenPolicy
+
+
+def graded(policy: TokenPolicy, desk: ShopDesk, order: Order, **changes: object) -> GradingEpisode:
+    """The episode that `policy` played at `desk`, with `changes` to its fields."""
+    completions = tuple(
+        GradingCompletion(
+            completion_id=completion.completion_id,
+            sequence=number,
+            text=policy.rendering.decode(output),
+            message=completion.message,
+            messages_before=[],
+            malformed_tool_calls=0,
+            output_tokens=len(output),
+            finish_reason=completion.finish_reason,
+        )
+        for number, (completion, output) in enumerate(
+            zip(policy.completions, policy.outputs, strict=True)
+        )
+    )
+    fields = {
+        "episode_id": "g.0.0",
+        "domain": "shop_desk",
+        "task": as_task(order),
+        "result": {},
+        "completions": completions,
+        "rewards": (),
+        "engine_s": 0.0,
+        "tool_s": 0.0,
+        "virtual_s": desk.clock_s,
+        "duration_s": 0.0,
+    }
+    return GradingEpisode(**{**fields, **changes})
