@@ -13,12 +13,13 @@ from forgemq.trainer.core.attention import AttentionBackend, BlockKeys, RunAtten
 from forgemq.trainer.core.cpu_attention import CpuAttention
 from forgemq.trainer.core.flash_varlen import FlashVarlen
 from forgemq.trainer.core.flex import BLOCK, BLOCKS_MIN, CompiledFlex, flex_attention_of
+from forgemq.trainer.core.forward import Policy
 from forgemq.trainer.core.gpu_attention import GpuAttention
 from forgemq.trainer.core.logprobs import Edges, edge_logprobs
 from forgemq.trainer.core.loss import loss_function
 from forgemq.trainer.core.memory import Microbatch
 from forgemq.trainer.core.plan import attention_plan, pieces
-from forgemq.trainer.core.step import Policy, forward_backward
+from forgemq.trainer.core.step import forward_backward
 from forgemq.trainer.core.tree import Forest, joined, read_tree
 from forgemq.trainer.core.varlen import varlen_attention_of
 from forgemq.trainer.model import prepared

@@ -7,10 +7,11 @@ import torch
 
 from forgemq.contracts.run import Loss
 from forgemq.trainer.core.carry import MakeStore, PathKeys, path_of
+from forgemq.trainer.core.forward import Policy
 from forgemq.trainer.core.loss import Entries, loss_function
 from forgemq.trainer.core.memory import Microbatch
 from forgemq.trainer.core.plan import pieces
-from forgemq.trainer.core.step import Policy, forward_backward
+from forgemq.trainer.core.step import forward_backward
 from forgemq.trainer.core.tree import Forest, joined, read_tree
 from forgemq.trainer.model import prepared
 from forgemq.trainer.offload import store_of

@@ -21,11 +21,12 @@ from forgemq.trainer.core.flex import (
     flex_attention_of,
     tree_mask,
 )
+from forgemq.trainer.core.forward import Policy
 from forgemq.trainer.core.gpu_attention import GpuAttention
 from forgemq.trainer.core.loss import loss_function
 from forgemq.trainer.core.memory import Microbatch
 from forgemq.trainer.core.plan import attention_plan, pieces
-from forgemq.trainer.core.step import Policy, forward_backward
+from forgemq.trainer.core.step import forward_backward
 from forgemq.trainer.core.tree import Forest, joined, read_tree
 from forgemq.trainer.model import prepared
 from tests.unit.trainer.gpu_kernels import eager_flex

@@ -16,10 +16,10 @@ from transformers.utils.logging import disable_progress_bar
 from forgemq.settings.environment import SettingsError
 from forgemq.trainer.core.cpu_attention import CpuAttention
 from forgemq.trainer.core.exchange import shared_attention_interface
+from forgemq.trainer.core.forward import Policy
 from forgemq.trainer.core.gpu_attention import GpuAttention
 from forgemq.trainer.core.memory import ModelShape
 from forgemq.trainer.core.precision import TopKRouter, make_precise
-from forgemq.trainer.core.step import Policy
 from forgemq.trainer.offload import store_of
 
 ATTENTION_NAME = "forgemq_tree"

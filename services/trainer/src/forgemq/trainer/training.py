@@ -24,6 +24,7 @@ from forgemq.trainer import commands
 from forgemq.trainer.checkpoint import Checkpoint
 from forgemq.trainer.core.assignment import plan_rounds
 from forgemq.trainer.core.flops import savings
+from forgemq.trainer.core.forward import Policy
 from forgemq.trainer.core.loss import LossFunction, UserLoss, loss_function
 from forgemq.trainer.core.memory import plan_step
 from forgemq.trainer.core.metrics import entry_metrics, group_totals, training_metrics
@@ -33,7 +34,6 @@ from forgemq.trainer.core.rounds import forward_backward_rounds, values_bytes, v
 from forgemq.trainer.core.routes import check_routes, token_routes
 from forgemq.trainer.core.step import (
     EntryValues,
-    Policy,
     forward_backward,
     group_weights,
     merged,

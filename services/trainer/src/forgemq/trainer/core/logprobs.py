@@ -39,6 +39,17 @@ class Edges:
     row_J: Tensor
     target_J: Tensor
 
+    def to(self, device: torch.device) -> "Edges":
+        """The same on a device."""
+        return Edges(
+            entry_E=self.entry_E.to(device),
+            edge_of_entry_E=self.edge_of_entry_E.to(device),
+            source_R=self.source_R.to(device),
+            temperature_R=self.temperature_R.to(device),
+            row_J=self.row_J.to(device),
+            target_J=self.target_J.to(device),
+        )
+
 
 def edges_of(forest: Forest, *, start: int, end: int) -> Edges:
     """Edges that leave the tokens [start, end): those are the rows this run can compute."""

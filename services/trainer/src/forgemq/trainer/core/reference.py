@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from forgemq.trainer.core.forward import Policy, TreeForward
 from forgemq.trainer.core.memory import Microbatch
-from forgemq.trainer.core.step import Policy, read_logprobs
-from forgemq.trainer.core.tree import Forest, joined
+from forgemq.trainer.core.tree import Floats, Forest, joined
 
 
 def with_references(
@@ -31,12 +31,20 @@ def with_references(
     for microbatch in microbatches:
         groups = [_without_routes(forests[group]) for group in microbatch.groups]
         forest = joined(groups)
-        read_E = read_logprobs(reference, forest, microbatch, head_chunk=head_chunk)
+        read_E = _logprobs(reference, forest, microbatch, head_chunk=head_chunk)
         for place, group in enumerate(microbatch.groups):
             own_E, known_E = read_E[forest.entry_group_E == place], groups[place].entry_reference_E
             reference_E = np.where(np.isnan(known_E), own_E, known_E)
             filled[group] = replace(forests[group], entry_reference_E=reference_E)
     return tuple(filled)
+
+
+def _logprobs(policy: Policy, forest: Forest, microbatch: Microbatch, *, head_chunk: int) -> Floats:
+    forward = TreeForward(policy, forest, head_chunk=head_chunk)
+    edges = [forward.edges(start, end) for start, end in microbatch.blocks]
+    keys = forward.path_keys(microbatch.blocks, is_offloaded=microbatch.is_offloaded)
+    logprob_E, _ = forward.read(microbatch.blocks, edges, keys)
+    return np.asarray(logprob_E.double().cpu().numpy())
 
 
 def _without_routes(forest: Forest) -> Forest:

@@ -10,11 +10,11 @@ from torch import Tensor
 from forgemq.contracts.trees import MergedTree
 from forgemq.trainer.core.assignment import OwnRound, Round
 from forgemq.trainer.core.exchange import Peers
+from forgemq.trainer.core.forward import Policy
 from forgemq.trainer.core.loss import Entries, EntryLoss, LossFunction
 from forgemq.trainer.core.memory import Microbatch
 from forgemq.trainer.core.step import (
     EntryValues,
-    Policy,
     forward_backward,
     forward_backward_shared,
     merged,
