@@ -86,7 +86,7 @@ CASES = {
     "long, offloaded": Case(tree=LONG, budget_share=0.045, is_counted=False),
     "long, not offloaded": Case(tree=LONG, budget_share=0.045, is_kept_here=True, is_counted=False),
     "200k, scaled 8B": Case(
-        tree=PLAN_200K, budget_share=0.042, model=SCALED_8B, is_counted=False, threads=2
+        tree=PLAN_200K, budget_share=0.043, model=SCALED_8B, is_counted=False, threads=2
     ),
 }
 

@@ -83,9 +83,10 @@ class ModelShape:
     def block_bytes(self, tokens: int, *, chunk: int, is_carried: bool) -> int:
         """Most bytes of a block's forward and backward, carries apart.
 
-        At each peak there are, beside what autograd keeps, three rows of the residual stream's size
-        for each token: the embedding, the decoder's output and its gradient. Backward starts with
-        everything kept; the peaks come one after another, so the largest counts:
+        At each peak there are, beside what autograd keeps, rows of the residual stream's size for
+        each token: the embedding, the gradient of the decoder's output and, in a block, which owes
+        its keys one too, that output. Backward starts with everything kept; the peaks come one
+        after another, so the largest counts:
 
         - the head's: a chunk, the rows that entries continue and their gradients;
         - a module of the decoder's: `inner_bytes_per_token`;
@@ -102,7 +103,7 @@ class ModelShape:
 
     def _peaks(self, chunk: int, *, is_carried: bool) -> "tuple[_Peak, ...]":
         row = self.hidden * self.value_bytes
-        kept = self.saved_bytes_per_token(is_carried=is_carried) + 3 * row
+        kept = self.saved_bytes_per_token(is_carried=is_carried) + (3 if is_carried else 2) * row
         head_grad = self.vocabulary * row if self.is_head_tied else 0
         input_grad = self.mlp_size * self.value_bytes
         width = self.mlp_size
