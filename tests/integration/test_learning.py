@@ -10,14 +10,16 @@ from tests.integration.launched_run import DEMO, LaunchedRun
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(1200)]
 
-STEPS = 16
-AT_EACH_END = 3
+STEPS = 20
+FIRST, LAST = 4, 6
+"""Versions compared. Each has about 48 episodes, so the means differ by chance by about 0.05. Seen
+were a rise of 0.31 and, with returns shuffled, a fall of 0.05."""
 
 
 def success_at_both_ends(
     folder: Path, run_id: str, *overrides: str, environ: dict[str, str]
 ) -> tuple[float, float]:
-    """Mean success on training tasks over the first and over the last three steps."""
+    """Mean success on training tasks under the first and under the last weight versions."""
     run = LaunchedRun(folder, environ)
     try:
         run.start(DEMO, f"run={run_id}", f"trainer.steps={STEPS}", "evaluation.tasks=0", *overrides)
@@ -25,16 +27,16 @@ def success_at_both_ends(
     finally:
         run.close()
     lines = (run.runs / run_id / "curves.jsonl").read_text().splitlines()
-    # A version that no training group was sampled under has no success.
+    # A version that few training groups were sampled under has no success.
     success = [row["success"] for row in map(json.loads, lines) if "success" in row]
-    assert len(success) >= STEPS - 2
-    return statistics.mean(success[:AT_EACH_END]), statistics.mean(success[-AT_EACH_END:])
+    assert len(success) >= STEPS - 4
+    return statistics.mean(success[:FIRST]), statistics.mean(success[-LAST:])
 
 
-def test_success_rises_within_sixteen_steps(kafka_bootstrap, base_engine_url, new_run_id, tmp_path):
+def test_success_rises_within_twenty_steps(kafka_bootstrap, base_engine_url, new_run_id, tmp_path):
     environ = {"FORGEMQ_KAFKA": kafka_bootstrap, "FORGEMQ_ENGINE_URL": base_engine_url}
     first, last = success_at_both_ends(tmp_path, new_run_id(), environ=environ)
-    assert last > first + 0.1
+    assert last > first + 0.05
 
 
 def test_with_returns_shuffled_inside_each_group_success_does_not_rise(
@@ -43,5 +45,4 @@ def test_with_returns_shuffled_inside_each_group_success_does_not_rise(
     environ = {"FORGEMQ_KAFKA": kafka_bootstrap, "FORGEMQ_ENGINE_URL": base_engine_url}
     shuffle = "rewards.shuffle_returns=true"
     first, last = success_at_both_ends(tmp_path, new_run_id(), shuffle, environ=environ)
-    # Six groups of eight: one step's mean success has a standard error of about 0.06.
     assert last < first + 0.1

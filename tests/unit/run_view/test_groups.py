@@ -29,7 +29,7 @@ def totals(book: GroupBook) -> tuple[object, ...]:
         dict(book.retired),
         book.episodes_finished,
         book.forks,
-        book.versions(),
+        book.versions([queue]),
         book.evaluations(),
         book.queue(queue).waiting,
         book.queue(queue).in_flight,

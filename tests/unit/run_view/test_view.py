@@ -59,17 +59,37 @@ def test_success_is_counted_under_the_version_at_admission(run):
     assert versions[0].tally.episodes == 4
 
 
+def test_a_version_counts_once_half_as_many_episodes_have_ended_as_a_step_trains(run):
+    settled = state_of(run.messages).versions
+    for index in (5, 6, 7):
+        run.admit(f"g-{index}", index=index, version=3)
+    scores = [
+        EpisodeScore(episode_id=f"e-{i}", outcome=0, speed=0, process=0, total=0) for i in "ab"
+    ]
+    for group_id, ended in (("g-5", scores[:1]), ("g-6", scores[1:])):
+        assert state_of(run.messages).versions == settled
+        scored = ScoredGroup(
+            group_id=group_id, domain=DOMAIN, purpose="train", episodes=tuple(ended)
+        )
+        run.put(SCORED_GROUPS, scored)
+    newest = state_of(run.messages).versions[-1]
+    assert (newest.version, newest.tally.episodes, newest.tally.success) == (3, 2, 0.0)
+
+
 def test_masked_episodes_count_nowhere():
     run = SyntheticRun()
     run.admit("g-0", index=0, version=0)
     scores = [
-        EpisodeScore(episode_id="g-0.0.0", outcome=1, speed=0, process=0, total=1),
-        EpisodeScore(episode_id="g-0.1.0", outcome=0, speed=0, process=0, total=0, is_masked=True),
+        EpisodeScore(episode_id=f"g-0.{i}.0", outcome=1, speed=0, process=0, total=1)
+        for i in range(2)
     ]
+    scores.append(
+        EpisodeScore(episode_id="g-0.2.0", outcome=0, speed=0, process=0, total=0, is_masked=True)
+    )
     scored = ScoredGroup(group_id="g-0", domain=DOMAIN, purpose="train", episodes=tuple(scores))
     run.put(SCORED_GROUPS, scored)
     tally = state_of(run.messages).versions[0].tally
-    assert (tally.episodes, tally.success) == (1, 1.0)
+    assert (tally.episodes, tally.success) == (2, 1.0)
 
 
 def test_the_head_is_the_oldest_group_not_taken_and_the_window_skips_groups_retired_untrained():

@@ -1,6 +1,7 @@
 """Groups of a run: where each stands, what its episodes scored, and the window over them."""
 
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from forgemq.contracts.accounting import RetiredIds
@@ -34,6 +35,9 @@ GROUPS_KEPT_MAX = 20_000
 RETIRED_SHOWN_MAX = 24
 """Positions behind the head that are still shown."""
 FORGET_LOOKS_MAX = 8
+SETTLED_SHARE = 0.5
+"""Episodes that a version needs before its mean is shown, as a share of a step's: less is a few
+quick groups, noise that looks like the run's newest result."""
 
 _BROKEN_OFF = ("expired", "cancelled", "failed")
 _UNTAKEN: tuple[Position, ...] = ("playing", "complete", "ready")
@@ -130,11 +134,13 @@ class GroupBook:
         known = [self._entries[group_id] for group_id in newest if group_id in self._entries]
         return tuple(row(entry) for entry in known[:rows_max])
 
-    def versions(self) -> tuple[VersionPoint, ...]:
-        """Training results by the version at admission."""
+    def versions(self, queues: Sequence[Queue]) -> tuple[VersionPoint, ...]:
+        """Training results by the version at admission, where enough episodes have ended."""
+        of_a_step = sum(queue.groups_per_step * queue.group_size for queue in queues)
         return tuple(
             VersionPoint(version=version, tally=sums.tally())
             for version, sums in sorted(self._versions.items())
+            if sums.episodes >= SETTLED_SHARE * of_a_step
         )
 
     def evaluations(self) -> tuple[EvaluationPoint, ...]:

@@ -21,7 +21,11 @@ class Tally(Struct, frozen=True, kw_only=True):
 
 
 class VersionPoint(Struct, frozen=True, kw_only=True):
-    """Training episodes of the groups admitted while this version was the newest."""
+    """Training episodes of the groups admitted while this version was the newest.
+
+    There is none while fewer have ended than half as many as a step trains: the first to end are
+    the quick ones, and a run's last groups are cancelled when it has trained its steps.
+    """
 
     version: int
     tally: Tally

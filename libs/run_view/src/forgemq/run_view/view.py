@@ -114,7 +114,7 @@ class RunView:
             merge_ratio_append=sum(p.append_tokens for p in points) / tree_tokens,
             logprob_gap_max=max((point.logprob_gap_max for point in points), default=0.0),
             points=points,
-            versions=self._groups.versions(),
+            versions=self._groups.versions(configuration.queues),
             rates=self._engines.rates(),
             evaluations=self._groups.evaluations(),
             queues=tuple(self._groups.queue(queue) for queue in configuration.queues),
