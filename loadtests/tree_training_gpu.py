@@ -27,7 +27,6 @@ from scaled_model import PEAK_FLOPS_PER_S, QWEN3_8B, Machine, made_model
 from tree_memory import PLAN_200K, planned
 from tree_timing import HEAD_CHUNK, flops_of_sequences, forward_twice, train_trees
 from tree_ways import (
-    OneWay,
     Times,
     Ways,
     compilations,
@@ -42,7 +41,7 @@ from tree_workloads import SHAPES, Shape, merged_tree, requests
 from forgemq.trainer.allocation import peak_allocated_bytes
 from forgemq.trainer.core.attention import AttentionBackend
 from forgemq.trainer.core.flops import Flops, flops_of_tree
-from forgemq.trainer.core.gpu_attention import AttentionKind, attention_kind
+from forgemq.trainer.core.gpu_attention import AttentionKind, GpuAttention, attention_kind
 from forgemq.trainer.core.memory import Microbatch, ModelShape
 from forgemq.trainer.core.plan import AttentionPlan, attention_plan, pieces
 from forgemq.trainer.core.tree import Forest, joined, read_tree
@@ -323,9 +322,13 @@ def cuda_machine() -> Machine:
     )
 
 
-def both_ways() -> dict[AttentionKind, AttentionBackend]:
+def both_ways(machine: Machine) -> dict[AttentionKind, AttentionBackend]:
     """A GPU's ways of tree attention, each for every tree."""
-    return {"varlen": OneWay(kind="varlen"), "flex": OneWay(kind="flex")}
+    head_size = machine.model["head_dim"]
+    return {
+        "varlen": GpuAttention(head_size=head_size, kind="varlen"),
+        "flex": GpuAttention(head_size=head_size, kind="flex"),
+    }
 
 
 def over_their_most(measurement: Measurement) -> list[str]:
@@ -364,7 +367,7 @@ def main() -> int:
                 measure_unscaled(measurement, name, UNSCALED_CASES[name], machine)
             elif name.endswith(BOTH_WAYS):
                 case = CASES[name.removesuffix(BOTH_WAYS)]
-                compare_attention(measurement, name, case, machine, both=both_ways())
+                compare_attention(measurement, name, case, machine, both=both_ways(machine))
             else:
                 measure(measurement, name, CASES[name], machine)
             release()

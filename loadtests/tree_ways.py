@@ -6,7 +6,7 @@ them in turns.
 
 import gc
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 
 import torch
@@ -25,14 +25,10 @@ from tree_timing import (
 from tree_workloads import Sample, append_merged, merged_tree
 
 from forgemq.trainer.allocation import peak_allocated_bytes
-from forgemq.trainer.core.attention import BlockKeys, RunAttention
-from forgemq.trainer.core.flash_varlen import FlashVarlen, VarlenKernel
-from forgemq.trainer.core.flex import BLOCK, BLOCKS_MIN, CompiledFlex, FlexKernel, flex_attention_of
 from forgemq.trainer.core.gpu_attention import AttentionKind
 from forgemq.trainer.core.logprobs import Edges, edge_logprobs, edges_of
 from forgemq.trainer.core.memory import Microbatch, ModelShape
 from forgemq.trainer.core.tree import Forest, read_tree
-from forgemq.trainer.core.varlen import varlen_attention_of
 from forgemq.trainer.model import LoadedModel
 
 ROUNDS = 3
@@ -148,32 +144,6 @@ def unmerged(samples: Sequence[Sample], *, tokens_max: int) -> list[Forest]:
     choices = (stratified(lengths, count=count) for count in range(len(samples), 0, -1))
     chosen = next(c for c in choices if sum(lengths[index] for index in c) <= tokens_max)
     return [read_tree(merged_tree([samples[index]])) for index in chosen]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OneWay:
-    """One of a GPU's two ways of attention, whatever the tree; an `AttentionBackend`.
-
-    Attributes:
-        kind: which one.
-        flex: compiled when it is first needed.
-        varlen: the other kernel.
-        slot_multiple: the block mask is made of whole blocks of keys.
-    """
-
-    kind: AttentionKind
-    flex: FlexKernel = field(default_factory=CompiledFlex)
-    varlen: VarlenKernel = field(default_factory=FlashVarlen)
-    slot_multiple: int = BLOCKS_MIN * BLOCK
-
-    def of_run(
-        self, keys: BlockKeys, /, *, dtype: torch.dtype, device: torch.device
-    ) -> RunAttention:
-        """As `AttentionBackend`; the kernels refuse a dtype that they do not have."""
-        del dtype
-        if self.kind == "varlen":
-            return varlen_attention_of(keys, kernel=self.varlen, device=device)
-        return flex_attention_of(keys, kernel=self.flex, device=device)
 
 
 def in_turns(trains: Mapping[AttentionKind, Callable[[], float]]) -> dict[AttentionKind, float]:

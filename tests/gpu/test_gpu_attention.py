@@ -9,19 +9,16 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from forgemq.contracts.run import Loss
-from forgemq.trainer.core.attention import AttentionBackend, BlockKeys, RunAttention
+from forgemq.trainer.core.attention import AttentionBackend, BlockKeys
 from forgemq.trainer.core.cpu_attention import CpuAttention
-from forgemq.trainer.core.flash_varlen import FlashVarlen
-from forgemq.trainer.core.flex import BLOCK, BLOCKS_MIN, CompiledFlex, flex_attention_of
 from forgemq.trainer.core.forward import Policy
-from forgemq.trainer.core.gpu_attention import GpuAttention
+from forgemq.trainer.core.gpu_attention import AttentionKind, GpuAttention
 from forgemq.trainer.core.logprobs import Edges, edge_logprobs
 from forgemq.trainer.core.loss import loss_function
 from forgemq.trainer.core.memory import Microbatch
 from forgemq.trainer.core.plan import attention_plan, pieces
 from forgemq.trainer.core.step import forward_backward
 from forgemq.trainer.core.tree import Forest, joined, read_tree
-from forgemq.trainer.core.varlen import varlen_attention_of
 from forgemq.trainer.model import prepared
 from tests.unit.trainer.scene import agent_samples, make_model, merge
 
@@ -34,22 +31,6 @@ pytestmark = [
 
 DEVICE = torch.device("cuda", 0)
 HEAD_SIZE = 64
-
-
-class OneWay:
-    """One of the two ways, whatever the tree."""
-
-    slot_multiple = BLOCKS_MIN * BLOCK
-
-    def __init__(self, way: str) -> None:
-        self._flex = CompiledFlex() if way == "flex" else None
-
-    def of_run(
-        self, keys: BlockKeys, /, *, dtype: torch.dtype, device: torch.device
-    ) -> RunAttention:
-        if self._flex is None:
-            return varlen_attention_of(keys, kernel=FlashVarlen(), device=device)
-        return flex_attention_of(keys, kernel=self._flex, device=device)
 
 
 def _groups(*, turns: int = 4, is_stripped: bool = False) -> list[Forest]:
@@ -102,7 +83,7 @@ def _difference(seen: Tensor, expected: Tensor) -> float:
     ],
 )
 def test_output_and_gradients_are_those_of_the_exact_pieces(
-    way: str, dtype: torch.dtype, rounding: float, *, is_stripped: bool
+    way: AttentionKind, dtype: torch.dtype, rounding: float, *, is_stripped: bool
 ) -> None:
     forest = joined(_groups(is_stripped=is_stripped))
     generator = torch.Generator().manual_seed(0)
@@ -112,7 +93,7 @@ def test_output_and_gradients_are_those_of_the_exact_pieces(
     ]
     exact = [tensor.double() for tensor in tensors]
     expected = _taken(CpuAttention(), forest, exact, device=torch.device("cpu"))
-    seen = _taken(OneWay(way), forest, tensors, device=DEVICE)
+    seen = _taken(GpuAttention(head_size=HEAD_SIZE, kind=way), forest, tensors, device=DEVICE)
     for ours, wanted in zip(seen, expected, strict=True):
         assert _difference(ours, wanted) < rounding
 
@@ -161,7 +142,9 @@ def test_a_step_has_the_gradients_of_a_cpu_whole_in_blocks_and_offloaded(
 
 @pytest.mark.parametrize("size", [100_000, 500])
 @pytest.mark.parametrize("way", ["varlen", "flex"])
-def test_a_step_in_bfloat16_is_as_near_to_float32_as_rounding_lets(way: str, size: int) -> None:
+def test_a_step_in_bfloat16_is_as_near_to_float32_as_rounding_lets(
+    way: AttentionKind, size: int
+) -> None:
     groups = _groups()
     model = make_model("qwen3", torch.bfloat16, head_dim=HEAD_SIZE)
     expected = _gradients(
@@ -169,7 +152,9 @@ def test_a_step_in_bfloat16_is_as_near_to_float32_as_rounding_lets(way: str, siz
         groups,
         _blocks(groups, 100_000),
     )
-    policy = replace(prepared(model.to(DEVICE)).policy, attention=OneWay(way))
+    policy = replace(
+        prepared(model.to(DEVICE)).policy, attention=GpuAttention(head_size=HEAD_SIZE, kind=way)
+    )
     seen = _gradients(policy, groups, _blocks(groups, size))
     for name, wanted in expected.items():
         assert _difference(seen[name], wanted) < 0.1

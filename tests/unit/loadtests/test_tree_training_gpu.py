@@ -20,16 +20,17 @@ from tree_training_gpu import (
     over_their_most,
     whole_plan,
 )
-from tree_ways import ROUNDS, OneWay
+from tree_ways import ROUNDS
 from tree_workloads import merged_tree, requests
 
 from forgemq.trainer.core.attention import AttentionBackend
 from forgemq.trainer.core.flops import Flops, flops, flops_of_tree
-from forgemq.trainer.core.gpu_attention import AttentionKind
+from forgemq.trainer.core.gpu_attention import AttentionKind, GpuAttention
 from forgemq.trainer.core.tree import read_tree
 from forgemq.trainer.core.varlen import passes
 from tests.unit.loadtests.tiny import (
     CASE,
+    HEAD_SIZE,
     LARGE,
     ROUNDING,
     SMALL_CASE,
@@ -136,8 +137,8 @@ def test_blocks_of_the_unscaled_model_take_the_bytes_that_were_predicted() -> No
 def test_a_tree_trains_both_ways_whichever_would_be_chosen() -> None:
     measurement, kernel = made(), PieceByPiece()
     both: dict[AttentionKind, AttentionBackend] = {
-        "varlen": OneWay(kind="varlen", varlen=kernel),
-        "flex": OneWay(kind="flex", flex=eager_flex),
+        "varlen": GpuAttention(head_size=HEAD_SIZE, kind="varlen", varlen=kernel),
+        "flex": GpuAttention(head_size=HEAD_SIZE, kind="flex", flex=eager_flex),
     }
     compare_attention(measurement, "small, both ways", SMALL_CASE, TINY, both=both)
     rows = rows_of(measurement, "small, both ways")
@@ -212,6 +213,6 @@ def test_a_gpu_compiles_nothing_while_timed_and_has_equal_gradients() -> None:
     measure(measurement, "tiny", CASE, machine)
     assert rows_of(measurement, SAME_GRADIENTS)["gradient_difference"] > 0
     assert rows_of(measurement, "tiny, blocks")["blocks"] >= 2
-    compare_attention(measurement, "tiny, both ways", CASE, machine, both=both_ways())
+    compare_attention(measurement, "tiny, both ways", CASE, machine, both=both_ways(machine))
     assert rows_of(measurement, "tiny, both ways")["flex_over_varlen"] > 0
     assert over_their_most(measurement) == []

@@ -11,7 +11,6 @@ from tree_timing import fitted, flops_of_sequences, forward_twice, stratified
 from tree_ways import (
     SAMPLED_MAX,
     SAMPLED_MIN,
-    OneWay,
     Ways,
     compilations,
     gradient_differences,
@@ -22,10 +21,11 @@ from tree_ways import (
 from tree_workloads import Sample, Shape, append_merged, merged_tree, requests
 
 from forgemq.trainer.core.flops import Flops, flops, flops_of_tree
-from forgemq.trainer.core.gpu_attention import AttentionKind
+from forgemq.trainer.core.gpu_attention import AttentionKind, GpuAttention
 from forgemq.trainer.core.tree import joined, read_tree
 from tests.unit.loadtests.tiny import (
     CASE,
+    HEAD_SIZE,
     LARGE,
     ROUNDING,
     SMALL_CASE,
@@ -58,7 +58,7 @@ def test_each_forced_way_of_a_gpu_has_the_gradients_of_every_request_alone(
     kind: AttentionKind,
 ) -> None:
     ways = ways_of(TINY, SMALL_CASE, layers=1)
-    forced = OneWay(kind=kind, flex=eager_flex, varlen=PieceByPiece())
+    forced = GpuAttention(head_size=HEAD_SIZE, kind=kind, flex=eager_flex, varlen=PieceByPiece())
     ways.loaded = replace(ways.loaded, policy=replace(ways.loaded.policy, attention=forced))
     (difference,) = gradient_differences(ways, [ways.tree])
     assert 0 < difference < ROUNDING[torch.float32]

@@ -13,6 +13,7 @@ from forgemq.trainer.core.memory import ModelShape
 from forgemq.trainer.core.tree import read_tree
 from forgemq.trainer.model import model_shape
 
+HEAD_SIZE = 16
 TINY = Machine(
     device=torch.device("cpu"),
     dtype=torch.float32,
@@ -23,7 +24,7 @@ TINY = Machine(
         "num_hidden_layers": 4,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 16,
+        "head_dim": HEAD_SIZE,
         "max_position_embeddings": 512,
         "tie_word_embeddings": False,
     },

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -211,6 +212,20 @@ def adversarial_samples(generator: np.random.Generator) -> list[Sample]:
         make_sample([5], [6, 7, 8], generator),
         make_sample([40, 41], [42], generator),
     ]
+
+
+of_every_kind = pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("qwen3", {}),
+        ("llama", {}),
+        ("qwen2", {}),
+        ("qwen3_moe", {}),
+        ("qwen3_moe", {"norm_topk_prob": True}),
+    ],
+    ids=["qwen3", "llama", "qwen2", "qwen3_moe", "qwen3_moe normalised"],
+)
+"""Every architecture that is supported, as `make_model` takes it."""
 
 
 def make_model(kind: str, dtype: torch.dtype, **changes: object) -> torch.nn.Module:

@@ -21,6 +21,7 @@ from tests.unit.trainer.scene import (
     make_model,
     make_sample,
     merge,
+    of_every_kind,
     sample_entries,
 )
 
@@ -103,17 +104,7 @@ def _made(kind: str, dtype: torch.dtype, **changes: object) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes"),
-    [
-        ("qwen3", {}),
-        ("llama", {}),
-        ("qwen2", {}),
-        ("qwen3_moe", {}),
-        ("qwen3_moe", {"norm_topk_prob": True}),
-    ],
-    ids=["qwen3", "llama", "qwen2", "qwen3_moe", "qwen3_moe normalised"],
-)
+@of_every_kind
 @pytest.mark.parametrize(
     ("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["fp64", "fp32"]
 )

@@ -20,7 +20,7 @@ from forgemq.trainer.model import (
     prepared,
 )
 from forgemq.trainer.weights import write_weights
-from tests.unit.trainer.scene import make_model, save_base
+from tests.unit.trainer.scene import make_model, of_every_kind, save_base
 
 
 @pytest.mark.parametrize(
@@ -87,17 +87,7 @@ def test_a_rotary_type_that_depends_on_the_sequence_is_refused() -> None:
         make_precise(model)
 
 
-@pytest.mark.parametrize(
-    ("kind", "changes"),
-    [
-        ("qwen3", {}),
-        ("llama", {}),
-        ("qwen2", {}),
-        ("qwen3_moe", {}),
-        ("qwen3_moe", {"norm_topk_prob": True}),
-    ],
-    ids=["qwen3", "llama", "qwen2", "qwen3_moe", "qwen3_moe normalised"],
-)
+@of_every_kind
 def test_every_norm_rotary_embedding_and_router_is_ours(
     kind: str, changes: dict[str, object]
 ) -> None:

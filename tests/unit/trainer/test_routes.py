@@ -8,7 +8,7 @@ from torch import nn
 
 from forgemq.contracts.run import Loss
 from forgemq.contracts.trees import MergedTree
-from forgemq.trainer.core.loss import Entries, cispo, loss_function
+from forgemq.trainer.core.loss import cispo, loss_function
 from forgemq.trainer.core.memory import Microbatch
 from forgemq.trainer.core.routes import ROUTED_HERE, check_routes, token_routes
 from forgemq.trainer.core.step import forward_backward
@@ -21,6 +21,7 @@ from tests.unit.trainer.scene import (
     make_model,
     merge,
     routed,
+    sample_entries,
 )
 
 LAYERS, TOP_K, EXPERTS = 2, 2, 4
@@ -77,18 +78,7 @@ def test_gradients_equal_per_request_training_with_the_same_routes(
         logits = model(input_ids=tokens, use_cache=False).logits[0] / sample.temperature
         places = torch.arange(sample.first_sampled, len(sample.tokens))
         logprob = logits[places - 1].log_softmax(-1)[torch.arange(len(places)), tokens[0, places]]
-        behaviour = torch.tensor(sample.behaviour, dtype=torch.float64)
-        zeros = torch.zeros(len(places), dtype=torch.long)
-        entries = Entries(
-            behaviour=behaviour,
-            advantage=torch.full_like(behaviour, sample.advantage),
-            temperature=torch.full_like(behaviour, sample.temperature),
-            version=zeros,
-            token=zeros,
-            sample=zeros,
-            group=zeros,
-            sample_count=1,
-        )
+        entries = sample_entries(sample, torch.float64)
         cispo(logprob, entries, ratio_cap=Loss().ratio_cap).loss.sum().backward()
     expected = _gradients(model)
     model.set_attn_implementation("forgemq_tree")

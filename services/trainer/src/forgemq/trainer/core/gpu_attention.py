@@ -42,18 +42,22 @@ class GpuAttention:
         flex: compiled when it is first needed.
         varlen: the other kernel.
         slot_multiple: the block mask is made of whole blocks of keys.
+        kind: of every run, for who compares the two; None: what suits each run.
     """
 
     head_size: int
     flex: FlexKernel = field(default_factory=CompiledFlex)
     varlen: VarlenKernel = field(default_factory=FlashVarlen)
     slot_multiple: int = BLOCKS_MIN * BLOCK
+    kind: AttentionKind | None = None
 
     def of_run(
         self, keys: BlockKeys, /, *, dtype: torch.dtype, device: torch.device
     ) -> RunAttention:
-        """As `AttentionBackend`."""
-        kind = attention_kind(keys.plan, dtype=dtype, head_size=self.head_size, kernel=self.varlen)
+        """As `AttentionBackend`; of a given kind, its kernel refuses a dtype that it lacks."""
+        kind = self.kind or attention_kind(
+            keys.plan, dtype=dtype, head_size=self.head_size, kernel=self.varlen
+        )
         if kind == "varlen":
             return varlen_attention_of(keys, kernel=self.varlen, device=device)
         return flex_attention_of(keys, kernel=self.flex, device=device)
