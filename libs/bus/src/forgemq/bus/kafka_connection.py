@@ -128,9 +128,18 @@ async def repeated(call: Callable[[], Awaitable[T]]) -> T:
 
 
 async def connect(
-    connection: KafkaConnection, start: Callable[[], Awaitable[None]], *, doing: str
+    connection: KafkaConnection,
+    start: Callable[[], Awaitable[None]],
+    *stops: Callable[[], Awaitable[None]],
+    doing: str,
 ) -> None:
     """Start a client, again and again while the brokers do not answer.
+
+    Args:
+        connection: to which brokers.
+        start: the client's own.
+        stops: as `stop_client` takes them; called where the client did not start.
+        doing: what for.
 
     Raises:
         AccessError: they refuse this process, or it does not trust them.
@@ -146,8 +155,11 @@ async def connect(
                 except (kafka_errors.KafkaConnectionError, kafka_errors.NodeNotReadyError):
                     hint = await _check_access(connection)
                     await asyncio.sleep(RECONNECT_PAUSE_S)
-    except LogUnavailableError as error:
-        raise LogUnavailableError(f"{error}{hint}") from error
+    except BaseException as error:
+        await stop_client(*stops)
+        if isinstance(error, LogUnavailableError):
+            raise LogUnavailableError(f"{error}{hint}") from error
+        raise
 
 
 async def _check_access(connection: KafkaConnection) -> str:
@@ -214,23 +226,20 @@ def _refusal(connection: KafkaConnection, error: Exception) -> str | None:
     return None
 
 
-async def stop_client(
-    stop: Callable[[], Awaitable[None]], release: Callable[[], Awaitable[None]] | None = None
-) -> None:
+async def stop_client(*stops: Callable[[], Awaitable[None]]) -> None:
     """Stop a client; what the brokers cannot take any more within 5 s is given up.
 
     Args:
-        stop: the client's own; where the brokers are gone it may fail before it has closed its
-            connections, even with the CancelledError of a task of its own.
-        release: closes the connections whatever happened to `stop`.
+        stops: the client's own; where the brokers are gone it may fail before it has closed its
+            connections, even with the CancelledError of a task of its own. So then, where there is
+            one, what closes the connections whatever happened to the first.
     """
-    for close in (stop, release):
-        if close is not None:
-            task = asyncio.ensure_future(close())
+    for stop in stops:
+        task = asyncio.ensure_future(stop())
+        await asyncio.wait([task], timeout=CLOSE_TIMEOUT_S)
+        if not task.done():
+            task.cancel()
             await asyncio.wait([task], timeout=CLOSE_TIMEOUT_S)
-            if not task.done():
-                task.cancel()
-                await asyncio.wait([task], timeout=CLOSE_TIMEOUT_S)
-            if task.done() and not task.cancelled():
-                # Marks it as seen: the broker is gone or has fenced us, nothing is left to do.
-                task.exception()
+        if task.done() and not task.cancelled():
+            # Marks it as seen: the broker is gone or has fenced us, nothing is left to do.
+            task.exception()

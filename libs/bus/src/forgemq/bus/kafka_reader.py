@@ -188,11 +188,8 @@ async def open_reader(
         LogUnavailableError: the brokers do not answer.
     """
     consumer = fetching_consumer(connection, isolation=isolation)
-    try:
-        await connect(connection, consumer.start, doing="open a reader")
-    except BaseException:
-        await stop_client(consumer.stop, consumer._client.close)
-        raise
+    stops = consumer.stop, consumer._client.close
+    await connect(connection, consumer.start, *stops, doing="open a reader")
     return KafkaReader(consumer, positions, connection=connection, run=run, blobs=blobs)
 
 

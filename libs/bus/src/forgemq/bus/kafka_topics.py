@@ -200,7 +200,8 @@ class KafkaTopics:
         async with self._opening:
             if self._admin is None:
                 admin = AIOKafkaAdminClient(**client_settings(self._connection))
-                await connect(self._connection, admin.start, doing="open the admin connection")
+                doing = "open the admin connection"
+                await connect(self._connection, admin.start, admin.close, doing=doing)
                 self._admin = admin
             return self._admin
 
@@ -208,7 +209,7 @@ class KafkaTopics:
         async with self._opening:
             if self._client is None:
                 client = AIOKafkaClient(**client_settings(self._connection))
-                await connect(self._connection, client.bootstrap, doing="connect")
+                await connect(self._connection, client.bootstrap, client.close, doing="connect")
                 self._client = client
             return self._client
 
@@ -216,11 +217,8 @@ class KafkaTopics:
         async with self._opening:
             if isolation not in self._consumers:
                 consumer = fetching_consumer(self._connection, isolation=isolation)
-                try:
-                    await connect(self._connection, consumer.start, doing="connect")
-                except BaseException:
-                    await stop_client(consumer.stop, consumer._client.close)
-                    raise
+                stops = consumer.stop, consumer._client.close
+                await connect(self._connection, consumer.start, *stops, doing="connect")
                 self._consumers[isolation] = consumer
             return self._consumers[isolation]
 

@@ -243,9 +243,7 @@ async def open_producer(
         max_request_size=RECORD_BYTES_MAX + 64 * 1024,  # Keys, headers and framing.
         **settings,
     )
-    try:
-        await connect(connection, producer.start, doing=f"open writer {transactional_id or ''}")
-    except BaseException:
-        await stop_client(producer.stop, producer.client.close)
-        raise
+    stops = producer.stop, producer.client.close
+    doing = f"open writer {transactional_id or ''}"
+    await connect(connection, producer.start, *stops, doing=doing)
     return producer
