@@ -96,6 +96,11 @@ def chosen_by(model: Path, context: list[int], output: list[int]) -> np.ndarray:
     return best[len(context) - 1 : -1].numpy()
 
 
+def differing(left: np.ndarray, right: np.ndarray) -> list[int]:
+    """Tokens with other experts in some layer; rounding decides where two experts are equal."""
+    return np.flatnonzero((np.sort(left) != np.sort(right)).any(axis=(1, 2))).tolist()
+
+
 def gap_nats(tree: MergedTree, model: Path, *, dtype: str = "float32") -> np.ndarray:
     """Log-probabilities of the trainer against those of the engine, by entry."""
     forest = read_tree(tree)
@@ -172,8 +177,11 @@ async def test_new_weights_within_a_completion_leave_the_routes_of_the_newest_pa
     assert [span.version for span in record.spans] == [0, 1]
     output = unpack_ids(record.output)
     routes = np.frombuffer(record.routes, "<i2").reshape(-1, LAYERS, TOP_K)
-    assert np.array_equal(routes, chosen_by(trained, CONTEXT, output))
-    assert not np.array_equal(routes, chosen_by(model, CONTEXT, output))
+    others = differing(routes, chosen_by(trained, CONTEXT, output))
+    before = record.spans[0].end
+    assert len(others) <= len(output) // 50, (before, others)
+    assert sum(token < before for token in others) <= 1 < before, (before, others)
+    assert len(differing(routes, chosen_by(model, CONTEXT, output))) > len(output) // 2
 
 
 async def test_routes_are_not_recorded_where_the_output_never_trains(url: str, model: Path) -> None:
