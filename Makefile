@@ -33,7 +33,7 @@ lint: $(STAMP)  ## Check format, lint, types and layers
 	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/lint-imports
 
 contracts: $(STAMP)  ## Generate schemas and AsyncAPI from the structs
-	@$(BIN)/python -m forgemq.contracts.generate
+	@$(BIN)/python -m forgemq_contracts.generate
 
 load: $(STAMP)  ## Run one load test: NAME=<file without .py> JSON=<file>
 	@KINETO_LOG_LEVEL=99 $(BIN)/python loadtests/$(NAME).py $(if $(JSON),--json $(JSON))

@@ -23,13 +23,13 @@ from data_path_system import SERVICES, STAND_INS, RunningSystem, Workload, runni
 from measurement import Measurement, arguments
 from msgspec import Struct
 
-from forgemq.bus.broker import BrokerError
-from forgemq.bus.errors import LogError
-from forgemq.bus.log import Log, Place, Record
-from forgemq.contracts import topics
-from forgemq.contracts.groups import MergedGroup, ScoredGroup
-from forgemq.launcher.machine import MachineError
-from forgemq.launcher.processes import ProcessFailedError
+from forgemq_bus.broker import BrokerError
+from forgemq_bus.errors import LogError
+from forgemq_bus.log import Log, Place, Record
+from forgemq_contracts import topics
+from forgemq_contracts.groups import MergedGroup, ScoredGroup
+from forgemq_launcher.machine import MachineError
+from forgemq_launcher.processes import ProcessFailedError
 
 WORKLOADS = {
     "small": Workload(

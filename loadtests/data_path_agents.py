@@ -18,7 +18,7 @@ import aiohttp
 import msgspec
 from msgspec import Struct
 
-from forgemq.settings.environment import parse
+from forgemq_settings.environment import parse
 
 DOMAIN = "data_path"
 _CLAIM_WAIT_S = 20

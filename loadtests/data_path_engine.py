@@ -6,7 +6,7 @@ from contextlib import suppress
 
 from stand_in_engine import Speed, StandInEngine, serving
 
-from forgemq.settings.environment import parse
+from forgemq_settings.environment import parse
 
 
 class EngineSettings(Speed, frozen=True, kw_only=True, forbid_unknown_fields=True):

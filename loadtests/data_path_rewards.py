@@ -1,6 +1,6 @@
 """The reward function of the data path's load test: what the agent reported."""
 
-from forgemq.contracts.grading import GradingEpisode
+from forgemq_contracts.grading import GradingEpisode
 
 
 def outcome(episode: GradingEpisode) -> float:

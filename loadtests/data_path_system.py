@@ -15,19 +15,19 @@ from data_path_agents import DOMAIN
 from msgspec import Struct
 from stand_in_trainer import StandInTrainer
 
-from forgemq.bus.blobs import BlobStore
-from forgemq.bus.kafka import KafkaLog
-from forgemq.bus.log import Log
-from forgemq.contracts.episodes import Sampling
-from forgemq.contracts.run import Episodes, Model, Queue, RunConfiguration, StartedRun, Trainer
-from forgemq.contracts.run import Log as LogCounts
-from forgemq.launcher.broker import RunBroker
-from forgemq.launcher.core.restarts import RestartPolicy
-from forgemq.launcher.machine import port
-from forgemq.launcher.processes import ServiceSpec, Supervisor
-from forgemq.launcher.run_folder import RunFolder
-from forgemq.launcher.services import Addresses, service_specs
-from forgemq.launcher.topics_of_run import announce, create_topics
+from forgemq_bus.blobs import BlobStore
+from forgemq_bus.kafka import KafkaLog
+from forgemq_bus.log import Log
+from forgemq_contracts.episodes import Sampling
+from forgemq_contracts.run import Episodes, Model, Queue, RunConfiguration, StartedRun, Trainer
+from forgemq_contracts.run import Log as LogCounts
+from forgemq_launcher.broker import RunBroker
+from forgemq_launcher.core.restarts import RestartPolicy
+from forgemq_launcher.machine import port
+from forgemq_launcher.processes import ServiceSpec, Supervisor
+from forgemq_launcher.run_folder import RunFolder
+from forgemq_launcher.services import Addresses, service_specs
+from forgemq_launcher.topics_of_run import announce, create_topics
 
 LOADTESTS = Path(__file__).parent
 DEMO_MODEL = LOADTESTS.parent / "deploy" / "demo" / "model"

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 import numpy as np
 from measurement import Measurement, arguments
 
-from forgemq.contracts import topics
-from forgemq.contracts.completions import FinishedCompletion, TurnPart, WeightSpan
-from forgemq.contracts.groups import EpisodeScore, MergedGroup, ScoredCompletion, ScoredGroup
-from forgemq.contracts.messages import Message, Output
-from forgemq.merger.core.merger import Merger
+from forgemq_contracts import topics
+from forgemq_contracts.completions import FinishedCompletion, TurnPart, WeightSpan
+from forgemq_contracts.groups import EpisodeScore, MergedGroup, ScoredCompletion, ScoredGroup
+from forgemq_contracts.messages import Message, Output
+from forgemq_merger.core.merger import Merger
 
 VOCABULARY = 150_000
 REPEATS = 9

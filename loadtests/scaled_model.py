@@ -18,9 +18,9 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from tree_timing import HEAD_CHUNK
 from tree_workloads import VOCABULARY
 
-from forgemq.trainer.core.flops import flops
-from forgemq.trainer.core.memory import ModelShape
-from forgemq.trainer.model import LoadedModel, model_shape, prepared
+from forgemq_trainer.core.flops import flops
+from forgemq_trainer.core.memory import ModelShape
+from forgemq_trainer.model import LoadedModel, model_shape, prepared
 
 CAUSAL_FLASH = "pinned_causal"
 """What transformers knows `causal_flash` by; it loads a kernel of its own for names with flash."""

@@ -11,12 +11,12 @@ from hashlib import sha256
 from pathlib import Path
 from shutil import copytree
 
-from forgemq.bus.log import Log, Place, TransactionWriter, Writer
-from forgemq.contracts import topics
-from forgemq.contracts.messages import Output
-from forgemq.contracts.steps import ScheduledStep, TrainedStep, TrainingMetrics
-from forgemq.contracts.weights import PublishedWeights
-from forgemq.shell.records import emit_of
+from forgemq_bus.log import Log, Place, TransactionWriter, Writer
+from forgemq_contracts import topics
+from forgemq_contracts.messages import Output
+from forgemq_contracts.steps import ScheduledStep, TrainedStep, TrainingMetrics
+from forgemq_contracts.weights import PublishedWeights
+from forgemq_shell.records import emit_of
 
 _LINEAGE = 1
 _READ_S = 0.25

@@ -27,12 +27,12 @@ from tree_timing import HEAD_CHUNK, LOSS
 from tree_training import MEBIBYTE, MODEL
 from tree_workloads import SHAPES, Shape, merged_tree, requests
 
-from forgemq.trainer.allocation import peak_allocated_bytes
-from forgemq.trainer.core.memory import Microbatch, ModelShape, plan_step
-from forgemq.trainer.core.step import forward_backward
-from forgemq.trainer.core.tree import Forest, read_tree
-from forgemq.trainer.heap import suit_heap
-from forgemq.trainer.model import LoadedModel, prepared
+from forgemq_trainer.allocation import peak_allocated_bytes
+from forgemq_trainer.core.memory import Microbatch, ModelShape, plan_step
+from forgemq_trainer.core.step import forward_backward
+from forgemq_trainer.core.tree import Forest, read_tree
+from forgemq_trainer.heap import suit_heap
+from forgemq_trainer.model import LoadedModel, prepared
 
 SAMPLE_EVERY_S = 0.002
 PAGE_BYTES = 4096

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 from tree_workloads import Sample
 
-from forgemq.contracts.run import Loss
-from forgemq.trainer.core.flops import Flops, flops
-from forgemq.trainer.core.logprobs import Edges, edge_logprobs
-from forgemq.trainer.core.loss import Entries, loss_function
-from forgemq.trainer.core.memory import Microbatch, ModelShape
-from forgemq.trainer.core.step import forward_backward
-from forgemq.trainer.core.tree import Forest
-from forgemq.trainer.model import ATTENTION_NAME, LoadedModel
+from forgemq_contracts.run import Loss
+from forgemq_trainer.core.flops import Flops, flops
+from forgemq_trainer.core.logprobs import Edges, edge_logprobs
+from forgemq_trainer.core.loss import Entries, loss_function
+from forgemq_trainer.core.memory import Microbatch, ModelShape
+from forgemq_trainer.core.step import forward_backward
+from forgemq_trainer.core.tree import Forest
+from forgemq_trainer.model import ATTENTION_NAME, LoadedModel
 
 HEAD_CHUNK = 1024
 LOSS = loss_function(Loss())
@@ -42,7 +42,7 @@ def forward_twice(once: Flops) -> Flops:
     """With one forward more, as blocks run it: that is 2 W t, 4 Q L p and 2 H V r of the formula.
 
     Args:
-        once: by the formula of `forgemq.trainer.core.flops`.
+        once: by the formula of `forgemq_trainer.core.flops`.
     """
     return Flops(
         weights=once.weights * 8 / 6, attention=once.attention * 18 / 14, head=once.head * 10 / 8

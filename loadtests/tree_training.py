@@ -7,7 +7,7 @@ Rounds interleave the three; times are CPU seconds of this process, one thread. 
 time is a quadratic fit in length over a stratified sample of requests, its error is a row;
 `--case headline_full` trains every request instead.
 
-The FLOP formula is `forgemq.trainer.core.flops`; the head counts on loss entries only.
+The FLOP formula is `forgemq_trainer.core.flops`; the head counts on loss entries only.
 
 `make load NAME=tree_training JSON=tree.json`
 """
@@ -24,11 +24,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tree_timing import Fit, Sequences, fitted, flops_of_sequences, stratified, train_trees
 from tree_workloads import SHAPES, VOCABULARY, Sample, append_merged, merged_tree, requests
 
-from forgemq.trainer.allocation import peak_allocated_bytes
-from forgemq.trainer.core.flops import flops_of_tree
-from forgemq.trainer.core.tree import Forest, read_tree
-from forgemq.trainer.heap import keep_freed_memory
-from forgemq.trainer.model import LoadedModel, prepared
+from forgemq_trainer.allocation import peak_allocated_bytes
+from forgemq_trainer.core.flops import flops_of_tree
+from forgemq_trainer.core.tree import Forest, read_tree
+from forgemq_trainer.heap import keep_freed_memory
+from forgemq_trainer.model import LoadedModel, prepared
 
 MODEL = {
     "vocab_size": VOCABULARY,

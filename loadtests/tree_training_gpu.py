@@ -38,14 +38,14 @@ from tree_ways import (
 )
 from tree_workloads import SHAPES, Shape, merged_tree, requests
 
-from forgemq.trainer.allocation import peak_allocated_bytes
-from forgemq.trainer.core.attention import AttentionBackend
-from forgemq.trainer.core.flops import Flops, flops_of_tree
-from forgemq.trainer.core.gpu_attention import AttentionKind, GpuAttention, attention_kind
-from forgemq.trainer.core.memory import Microbatch, ModelShape
-from forgemq.trainer.core.plan import AttentionPlan, attention_plan, pieces
-from forgemq.trainer.core.tree import Forest, joined, read_tree
-from forgemq.trainer.model import LoadedModel
+from forgemq_trainer.allocation import peak_allocated_bytes
+from forgemq_trainer.core.attention.attention import AttentionBackend
+from forgemq_trainer.core.attention.gpu_attention import AttentionKind, GpuAttention, attention_kind
+from forgemq_trainer.core.attention.plan import AttentionPlan, attention_plan, pieces
+from forgemq_trainer.core.flops import Flops, flops_of_tree
+from forgemq_trainer.core.memory import Microbatch, ModelShape
+from forgemq_trainer.core.tree import Forest, joined, read_tree
+from forgemq_trainer.model import LoadedModel
 
 MEMORY_SHARE = 0.75
 """Of the device's memory: the formula leaves out float32 temporaries of norms and rotations."""

@@ -24,12 +24,12 @@ from tree_timing import (
 )
 from tree_workloads import Sample, append_merged, merged_tree
 
-from forgemq.trainer.allocation import peak_allocated_bytes
-from forgemq.trainer.core.gpu_attention import AttentionKind
-from forgemq.trainer.core.logprobs import Edges, edge_logprobs, edges_of
-from forgemq.trainer.core.memory import Microbatch, ModelShape
-from forgemq.trainer.core.tree import Forest, read_tree
-from forgemq.trainer.model import LoadedModel
+from forgemq_trainer.allocation import peak_allocated_bytes
+from forgemq_trainer.core.attention.gpu_attention import AttentionKind
+from forgemq_trainer.core.logprobs import Edges, edge_logprobs, edges_of
+from forgemq_trainer.core.memory import Microbatch, ModelShape
+from forgemq_trainer.core.tree import Forest, read_tree
+from forgemq_trainer.model import LoadedModel
 
 ROUNDS = 3
 SAMPLED_MAX = 24

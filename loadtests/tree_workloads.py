@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from forgemq.contracts.trees import MergedTree
-from forgemq.merger.core.prefix_tree import Delta, build
+from forgemq_contracts.trees import MergedTree
+from forgemq_merger.core.prefix_tree import Delta, build
 
 VOCABULARY = 2048
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from forgemq.bus.blobs import BlobStore
-from forgemq.bus.broker import LocalBroker
-from forgemq.bus.broker.jars import jars_folder
-from forgemq.bus.kafka import KafkaConnection, KafkaLog
+from forgemq_bus.blobs import BlobStore
+from forgemq_bus.broker import LocalBroker
+from forgemq_bus.broker.jars import jars_folder
+from forgemq_bus.kafka import KafkaConnection, KafkaLog
 
 pytest_plugins = ["tests.engine_fixture"]
 

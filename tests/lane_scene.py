@@ -11,27 +11,27 @@ from typing import Any
 
 import msgspec
 
-from forgemq.bus.blobs import BlobStore
-from forgemq.bus.log import Headers, Log, Place
-from forgemq.contracts import topics
-from forgemq.contracts.arrays import pack_ids
-from forgemq.contracts.completions import (
+from forgemq_bus.blobs import BlobStore
+from forgemq_bus.log import Headers, Log, Place
+from forgemq_contracts import topics
+from forgemq_contracts.arrays import pack_ids
+from forgemq_contracts.completions import (
     CancelledCompletion,
     FinishedCompletion,
     RequestedCompletion,
     TurnPart,
 )
-from forgemq.contracts.episodes import Sampling
-from forgemq.contracts.messages import Output
-from forgemq.contracts.partitions import group_partition
-from forgemq.contracts.run import Log as LogConfiguration
-from forgemq.contracts.run import Model, Queue, RunConfiguration, StartedRun, Trainer
-from forgemq.contracts.weights import LoadedWeights, PublishedWeights, Rendezvous, ReportedEngine
-from forgemq.inference.app import main
-from forgemq.inference.clock import now_ms
-from forgemq.shell.records import emit_of
-from forgemq.shell.service import Context
-from forgemq.telemetry import Telemetry
+from forgemq_contracts.episodes import Sampling
+from forgemq_contracts.messages import Output
+from forgemq_contracts.partitions import group_partition
+from forgemq_contracts.run import Log as LogConfiguration
+from forgemq_contracts.run import Model, Queue, RunConfiguration, StartedRun, Trainer
+from forgemq_contracts.weights import LoadedWeights, PublishedWeights, Rendezvous, ReportedEngine
+from forgemq_inference.app import main
+from forgemq_inference.clock import now_ms
+from forgemq_shell.records import emit_of
+from forgemq_shell.service import Context
+from forgemq_telemetry import Telemetry
 
 PARTITIONS = 4
 GROUP = "g-0123456789abcdef"

@@ -16,11 +16,11 @@ import yaml
 from fsspec.core import split_protocol
 from rich.console import Console
 
-from forgemq.agents.app import read_configuration
-from forgemq.launcher.command_line import run_tool
-from forgemq.settings.environment import parse
-from forgemq.sglang_cpu.options import EngineOptions, command_line, environment
-from forgemq.shell.service import ServiceSettings
+from forgemq_agents.app import read_configuration
+from forgemq_launcher.command_line import run_tool
+from forgemq_settings.environment import parse
+from forgemq_sglang_cpu.options import EngineOptions, command_line, environment
+from forgemq_shell.service import ServiceSettings
 
 ROOT = Path(__file__).parents[2]
 SERVICES = sorted(path.name for path in (ROOT / "services").iterdir() if path.is_dir())
@@ -70,8 +70,8 @@ def test_the_image_starts_the_service(service: str):
         assert 'ENTRYPOINT ["forgemq"]' in text
         assert "forgemq" in scripts["project"]["scripts"]
     else:
-        assert f'"forgemq.{service}"]' in text
-        assert (ROOT / f"services/{service}/src/forgemq/{service}/__main__.py").exists()
+        assert f'"forgemq_{service}"]' in text
+        assert (ROOT / f"services/{service}/src/forgemq_{service}/__main__.py").exists()
 
 
 @functools.cache
@@ -158,7 +158,7 @@ def test_every_service_accepts_the_settings_of_its_manifest(overlay: Path):
     for service in sorted(set(SERVICES) - {"launcher"}):
         (container,) = (c for c in pods(overlay)[service]["containers"] if c["name"] == service)
         given = environ(overlay, container)
-        module = importlib.import_module(f"forgemq.{service}.settings")
+        module = importlib.import_module(f"forgemq_{service}.settings")
         settings = getattr(module, f"{service.title()}Settings")
         parse(settings, prefix=f"FORGEMQ_{service.upper()}_", environ=given)
         shared = parse(ServiceSettings, prefix="FORGEMQ_SERVICE_", environ=given)

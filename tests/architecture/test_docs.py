@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from forgemq.contracts.run import Queue, RunConfiguration
-from forgemq.telemetry.catalogue import COUNTERS, GAUGES, HISTOGRAMS
+from forgemq_contracts.run import Queue, RunConfiguration
+from forgemq_telemetry.catalogue import COUNTERS, GAUGES, HISTOGRAMS
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("contracts", "deploy", "docs", "libs", "loadtests", "services", "tests")
@@ -37,13 +37,13 @@ OTHER_VARIABLES = {
     "FORGEMQ_ENGINE_WEIGHT_GROUP_TIMEOUT_S",
 }
 SETTINGS = {
-    "FORGEMQ_TELEMETRY_": ("forgemq.telemetry.settings", "TelemetrySettings"),
-    "FORGEMQ_TRANSFORM_": ("forgemq.shell.transform_settings", "TransformSettings"),
-    "FORGEMQ_SERVICE_": ("forgemq.shell.service", "ServiceSettings"),
-    "FORGEMQ_KAFKA_": ("forgemq.shell.connection", "KafkaSecurity"),
+    "FORGEMQ_TELEMETRY_": ("forgemq_telemetry.settings", "TelemetrySettings"),
+    "FORGEMQ_TRANSFORM_": ("forgemq_shell.transform_settings", "TransformSettings"),
+    "FORGEMQ_SERVICE_": ("forgemq_shell.service", "ServiceSettings"),
+    "FORGEMQ_KAFKA_": ("forgemq_shell.connection", "KafkaSecurity"),
     **{
         f"FORGEMQ_{path.name.upper()}_": (
-            f"forgemq.{path.name}.settings",
+            f"forgemq_{path.name}.settings",
             f"{path.name.title()}Settings",
         )
         for path in (ROOT / "services").iterdir()
@@ -56,7 +56,7 @@ METRICS = {*COUNTERS, *GAUGES, *HISTOGRAMS}
 COMMANDS = set(
     re.findall(
         r'add_parser\(\s*"([a-z]+)"',
-        (ROOT / "services/launcher/src/forgemq/launcher/command_line.py").read_text(),
+        (ROOT / "services/launcher/src/forgemq_launcher/command_line.py").read_text(),
     )
 )
 SECTIONS = {

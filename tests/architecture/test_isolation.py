@@ -23,14 +23,14 @@ class Refused:
         return None
 
 sys.meta_path.insert(0, Refused())
-package = importlib.import_module("forgemq.{service}")
-for module in pkgutil.walk_packages(package.__path__, "forgemq.{service}."):
+package = importlib.import_module("forgemq_{service}")
+for module in pkgutil.walk_packages(package.__path__, "forgemq_{service}."):
     if not module.name.endswith("__main__"):
         importlib.import_module(module.name)
 loaded = sorted(set({heavy!r}) & set(sys.modules))
 loaded += [name for name in sys.modules if name.startswith({exporting!r})]
 assert not loaded, loaded
-print("imported", len([name for name in sys.modules if name.startswith("forgemq.{service}")]))
+print("imported", len([name for name in sys.modules if name.startswith("forgemq_{service}")]))
 """
 
 

@@ -24,5 +24,5 @@ def test_no_import_is_ignored_and_every_service_is_independent():
     assert len(contracts()) >= 4
     assert [c["name"] for c in contracts() if c.get("ignore_imports")] == []
     independent = next(c for c in contracts() if c["type"] == "independence")
-    services = {f"forgemq.{path.name}" for path in (ROOT / "services").iterdir() if path.is_dir()}
+    services = {f"forgemq_{path.name}" for path in (ROOT / "services").iterdir() if path.is_dir()}
     assert set(independent["modules"]) == services

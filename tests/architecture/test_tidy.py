@@ -132,7 +132,7 @@ def test_a_class_name_means_one_thing():
 
 @pytest.mark.parametrize("folder", SERVICES, ids=lambda path: path.name)
 def test_every_service_has_the_same_anatomy(folder: Path):
-    package = folder / "src" / "forgemq" / folder.name
+    package = folder / "src" / f"forgemq_{folder.name}"
     names = {path.name for path in package.iterdir()}
     missing = {"__main__.py", "settings.py", "app.py", "py.typed"} - names
     if not names & {"core.py", "core"}:

@@ -5,10 +5,10 @@ from typing import Protocol
 
 from aiokafka import AIOKafkaProducer
 
-from forgemq.bus.blobs import BlobStore
-from forgemq.bus.kafka import KafkaConnection, KafkaLog
-from forgemq.bus.log import Emit, Log
-from forgemq.bus.memory import MemoryLog
+from forgemq_bus.blobs import BlobStore
+from forgemq_bus.kafka import KafkaConnection, KafkaLog
+from forgemq_bus.log import Emit, Log
+from forgemq_bus.memory import MemoryLog
 
 INLINE_BYTES_MAX = 2_000
 

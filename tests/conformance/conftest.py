@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from forgemq.bus.blobs import BlobStore
-from forgemq.bus.log import Log
+from forgemq_bus.blobs import BlobStore
+from forgemq_bus.log import Log
 from tests.conformance.clusters import Cluster, KafkaCluster, MemoryCluster
 
 

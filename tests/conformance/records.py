@@ -3,7 +3,7 @@
 import asyncio
 import time
 
-from forgemq.bus.log import Emit, Log, Place, Reader, Record
+from forgemq_bus.log import Emit, Log, Place, Reader, Record
 
 A0, A1 = Place("a", 0), Place("a", 1)
 B0, B1 = Place("b", 0), Place("b", 1)

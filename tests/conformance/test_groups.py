@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from forgemq.bus.log import Emit, Log, Member, Place, Record
+from forgemq_bus.log import Emit, Log, Member, Place, Record
 from tests.conformance.clusters import Cluster
 
 PATIENCE_S = 30.0

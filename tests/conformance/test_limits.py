@@ -2,12 +2,12 @@
 
 import pytest
 
-from forgemq.bus.errors import (
+from forgemq_bus.errors import (
     BlobError,
     ClosedError,
     RecordTooLargeError,
 )
-from forgemq.bus.log import Emit, Log
+from forgemq_bus.log import Emit, Log
 from tests.conformance.clusters import Cluster
 from tests.conformance.records import (
     A0,

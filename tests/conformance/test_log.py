@@ -5,11 +5,11 @@ import time
 
 import pytest
 
-from forgemq.bus.errors import (
+from forgemq_bus.errors import (
     OutOfRangeError,
     UnknownPlaceError,
 )
-from forgemq.bus.log import Emit, Log, Place
+from forgemq_bus.log import Emit, Log, Place
 from tests.conformance.records import (
     A0,
     A1,

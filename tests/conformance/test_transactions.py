@@ -4,10 +4,10 @@ import time
 
 import pytest
 
-from forgemq.bus.errors import (
+from forgemq_bus.errors import (
     FencedError,
 )
-from forgemq.bus.log import Log
+from forgemq_bus.log import Log
 from tests.conformance.clusters import Cluster
 from tests.conformance.records import (
     A0,

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from jsonschema import Draft7Validator
 
-from forgemq.contracts import topics
-from forgemq.contracts.asyncapi import document
+from forgemq_contracts import topics
+from forgemq_contracts.asyncapi import document
 
 OFFICIAL = Path(__file__).parent / "asyncapi-3.0.0.schema.json"
 

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgemq.contracts import generate, topics
-from forgemq.contracts.compatibility import (
+from forgemq_contracts import generate, topics
+from forgemq_contracts.compatibility import (
     breaking_changes,
     breaking_topic_changes,
     keeps,
     schemas,
     topic_facts,
 )
-from forgemq.contracts.examples import full, minimal
+from forgemq_contracts.examples import full, minimal
 
 CONTRACTS = Path(__file__).parents[2] / "contracts"
 RELEASES = sorted((CONTRACTS / "released").glob("*.json"))

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from forgemq.contracts import topics
-from forgemq.contracts.journal import JournalledBatch
+from forgemq_contracts import topics
+from forgemq_contracts.journal import JournalledBatch
 
 SERVICES = sorted({name for topic in topics.ALL for name in (topic.producer, *topic.consumers)})
 FOLDERS = Path(__file__).parents[2] / "services"
@@ -68,7 +68,7 @@ BY_THE_SHELL = JOURNALS | {topics.STARTED_RUNS.name}
 @pytest.mark.parametrize("service", SERVICES)
 def test_a_service_declares_the_topics_that_the_registry_gives_it(service: str):
     assert (FOLDERS / service / "pyproject.toml").exists(), "the registry names no such service"
-    app = importlib.import_module(f"forgemq.{service}.app")
+    app = importlib.import_module(f"forgemq_{service}.app")
     read = {topic.name for topic in topics.ALL if service in topic.consumers}
     written = {topic.name for topic in topics.ALL if topic.producer == service}
     assert {topic.name for topic in app.CONSUMES} - BY_THE_SHELL == read - BY_THE_SHELL

@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from forgemq.contracts.run import Loss
-from forgemq.trainer.core.attention import AttentionBackend, BlockKeys
-from forgemq.trainer.core.cpu_attention import CpuAttention
-from forgemq.trainer.core.forward import Policy
-from forgemq.trainer.core.gpu_attention import AttentionKind, GpuAttention
-from forgemq.trainer.core.logprobs import Edges, edge_logprobs
-from forgemq.trainer.core.loss import loss_function
-from forgemq.trainer.core.memory import Microbatch
-from forgemq.trainer.core.plan import attention_plan, pieces
-from forgemq.trainer.core.step import forward_backward
-from forgemq.trainer.core.tree import Forest, joined, read_tree
-from forgemq.trainer.model import prepared
+from forgemq_contracts.run import Loss
+from forgemq_trainer.core.attention.attention import AttentionBackend, BlockKeys
+from forgemq_trainer.core.attention.cpu_attention import CpuAttention
+from forgemq_trainer.core.attention.gpu_attention import AttentionKind, GpuAttention
+from forgemq_trainer.core.attention.plan import attention_plan, pieces
+from forgemq_trainer.core.forward import Policy
+from forgemq_trainer.core.logprobs import Edges, edge_logprobs
+from forgemq_trainer.core.loss import loss_function
+from forgemq_trainer.core.memory import Microbatch
+from forgemq_trainer.core.step import forward_backward
+from forgemq_trainer.core.tree import Forest, joined, read_tree
+from forgemq_trainer.model import prepared
 from tests.unit.trainer.scene import agent_samples, make_model, merge
 
 pytestmark = [

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from forgemq.contracts import topics
-from forgemq.contracts.steps import TrainingMetrics
-from forgemq.trainer.training import Training
+from forgemq_contracts import topics
+from forgemq_contracts.steps import TrainingMetrics
+from forgemq_trainer.training import Training
 from tests.unit.trainer.rank_life import save_checkpoint, store_of
 from tests.unit.trainer.scene import (
     agent_samples,

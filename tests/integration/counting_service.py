@@ -4,9 +4,9 @@ import asyncio
 import os
 import sys
 
-from forgemq.contracts import topics
-from forgemq.shell.service import Context, run_service
-from forgemq.shell.transform import Transform
+from forgemq_contracts import topics
+from forgemq_shell.service import Context, run_service
+from forgemq_shell.transform import Transform
 from tests.simulation.counting_core import CountingCore
 
 

@@ -23,8 +23,8 @@ from torch.distributed.distributed_c10d import (
     rendezvous,
 )
 
-from forgemq.contracts.weight_buckets import buckets
-from forgemq.trainer.fast_path import specs_of
+from forgemq_contracts.weight_buckets import buckets
+from forgemq_trainer.fast_path import specs_of
 
 HANGS = -2
 

@@ -184,7 +184,7 @@ class LaunchedRun:
 
 def _is_service(process: psutil.Process, service: str) -> bool:
     try:
-        return process.cmdline()[-1:] == [f"forgemq.{service}"]
+        return process.cmdline()[-1:] == [f"forgemq_{service}"]
     except psutil.NoSuchProcess:
         return False
 

@@ -8,14 +8,14 @@ from typing import TypeVar
 
 import msgspec
 
-from forgemq.bus.blobs import BlobStore
-from forgemq.bus.kafka import KafkaConnection, KafkaLog
-from forgemq.bus.log import Place, Record
-from forgemq.contracts import topics
-from forgemq.contracts.audit import AuditedGroup
-from forgemq.contracts.groups import AdmittedGroup, MergedGroup, RetiredGroup, ScoredGroup
-from forgemq.contracts.steps import ScheduledStep, TrainedStep
-from forgemq.contracts.trees import MergedTree
+from forgemq_bus.blobs import BlobStore
+from forgemq_bus.kafka import KafkaConnection, KafkaLog
+from forgemq_bus.log import Place, Record
+from forgemq_contracts import topics
+from forgemq_contracts.audit import AuditedGroup
+from forgemq_contracts.groups import AdmittedGroup, MergedGroup, RetiredGroup, ScoredGroup
+from forgemq_contracts.steps import ScheduledStep, TrainedStep
+from forgemq_contracts.trees import MergedTree
 
 GROUP_PARTITIONS = 2
 READ_S = 0.25

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
-from forgemq.bus.kafka import KafkaConnection, KafkaLog
-from forgemq.bus.log import Emit, Headers, Place, Record
-from forgemq.contracts import topics
-from forgemq.contracts.groups import AdmittedGroup
-from forgemq.contracts.partitions import group_partition
+from forgemq_bus.kafka import KafkaConnection, KafkaLog
+from forgemq_bus.log import Emit, Headers, Place, Record
+from forgemq_contracts import topics
+from forgemq_contracts.groups import AdmittedGroup
+from forgemq_contracts.partitions import group_partition
 from tests.integration.launched_run import DIALOGUE, FORGEMQ, ROOT, LaunchedRun
 from tests.integration.run_log import GROUP_PARTITIONS, accounts, records_of
 from tests.integration.stand_in import stand_in_engine

@@ -23,27 +23,27 @@ from shop_desk.demonstrator import call_text
 from shop_desk.shop import Line, Order, as_task
 from tokenizers import Tokenizer
 
-from forgemq.agents.attendance import Attendance
-from forgemq.agents.gateway import Gateway, GroupRequest
-from forgemq.agents.requests import JsonRequests, Retry
-from forgemq.agents.user_code import Play
-from forgemq.bus.log import Place
-from forgemq.bus.memory import MemoryLog
-from forgemq.contracts import topics
-from forgemq.contracts.arrays import pack_floats, pack_ids, unpack_ids
-from forgemq.contracts.completions import FinishedCompletion, RequestedCompletion, WeightSpan
-from forgemq.contracts.episodes import FinishedEpisode, Sampling
-from forgemq.contracts.groups import AdmittedGroup, RequestedGroup
-from forgemq.contracts.messages import Output
-from forgemq.contracts.partitions import group_partition
-from forgemq.contracts.run import Episodes, Model, Queue, RunConfiguration, Trainer
-from forgemq.contracts.run import Log as LogSettings
-from forgemq.contracts.weights import LoadedWeights, ReportedEngine
-from forgemq.gateway.app import serve
-from forgemq.gateway.settings import GatewaySettings
-from forgemq.rendering import Rendering
-from forgemq.shell.records import emit_of
-from forgemq.telemetry.telemetry import Telemetry
+from forgemq_agents.attendance import Attendance
+from forgemq_agents.gateway import Gateway, GroupRequest
+from forgemq_agents.requests import JsonRequests, Retry
+from forgemq_agents.user_code import Play
+from forgemq_bus.log import Place
+from forgemq_bus.memory import MemoryLog
+from forgemq_contracts import topics
+from forgemq_contracts.arrays import pack_floats, pack_ids, unpack_ids
+from forgemq_contracts.completions import FinishedCompletion, RequestedCompletion, WeightSpan
+from forgemq_contracts.episodes import FinishedEpisode, Sampling
+from forgemq_contracts.groups import AdmittedGroup, RequestedGroup
+from forgemq_contracts.messages import Output
+from forgemq_contracts.partitions import group_partition
+from forgemq_contracts.run import Episodes, Model, Queue, RunConfiguration, Trainer
+from forgemq_contracts.run import Log as LogSettings
+from forgemq_contracts.weights import LoadedWeights, ReportedEngine
+from forgemq_gateway.app import serve
+from forgemq_gateway.settings import GatewaySettings
+from forgemq_rendering import Rendering
+from forgemq_shell.records import emit_of
+from forgemq_telemetry.telemetry import Telemetry
 
 pytestmark = pytest.mark.integration
 

@@ -11,21 +11,21 @@ import httpx
 import msgspec
 import pytest
 
-from forgemq.bus.blobs import BlobStore
-from forgemq.bus.kafka import KafkaConnection, KafkaLog
-from forgemq.bus.log import Place
-from forgemq.contracts.audit import AuditedGroup
-from forgemq.contracts.messages import Output
-from forgemq.contracts.topics import (
+from forgemq_bus.blobs import BlobStore
+from forgemq_bus.kafka import KafkaConnection, KafkaLog
+from forgemq_bus.log import Place
+from forgemq_contracts.audit import AuditedGroup
+from forgemq_contracts.messages import Output
+from forgemq_contracts.topics import (
     AUDITED_GROUPS,
     BY_NAME,
     FINISHED_COMPLETIONS,
     MERGED_TREES,
     decode,
 )
-from forgemq.launcher.topics_of_run import announce, create_topics
-from forgemq.shell.records import emit_of
-from forgemq.shell.trimming import trim
+from forgemq_launcher.topics_of_run import announce, create_topics
+from forgemq_shell.records import emit_of
+from forgemq_shell.trimming import trim
 from tests.unit.run_view.synthetic import SyntheticRun, started
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
@@ -115,7 +115,7 @@ async def test_the_page_follows_a_run_and_shows_its_tokens(kafka_bootstrap, new_
     run = SyntheticRun(run=run_id).play(steps=1)
     await write(log, run, first=0)
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "forgemq.console", env=environ
+        sys.executable, "-m", "forgemq_console", env=environ
     )
     try:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=10) as http:

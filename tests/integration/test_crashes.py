@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 import pytest
 
-from forgemq.contracts.topics import CANCELLED_COMPLETIONS, REPORTED_ENGINES
+from forgemq_contracts.topics import CANCELLED_COMPLETIONS, REPORTED_ENGINES
 from tests.integration.launched_run import DIALOGUE, LaunchedRun
 from tests.integration.run_log import accounts, first_offsets
 from tests.integration.stand_in import stand_in_engine

@@ -10,17 +10,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from forgemq.bus.memory import MemoryLog
-from forgemq.contracts.arrays import unpack_ids
-from forgemq.contracts.run import Loss
-from forgemq.contracts.trees import MergedTree
-from forgemq.merger.core.merger import Merger
-from forgemq.sglang_cpu.server import EngineServer, free_port
-from forgemq.trainer.core.loss import loss_function
-from forgemq.trainer.core.memory import Microbatch
-from forgemq.trainer.core.step import forward_backward
-from forgemq.trainer.core.tree import read_tree
-from forgemq.trainer.model import load_model
+from forgemq_bus.memory import MemoryLog
+from forgemq_contracts.arrays import unpack_ids
+from forgemq_contracts.run import Loss
+from forgemq_contracts.trees import MergedTree
+from forgemq_merger.core.merger import Merger
+from forgemq_sglang_cpu.server import EngineServer, free_port
+from forgemq_trainer.core.loss import loss_function
+from forgemq_trainer.core.memory import Microbatch
+from forgemq_trainer.core.step import forward_backward
+from forgemq_trainer.core.tree import read_tree
+from forgemq_trainer.model import load_model
 from tests.engine_fixture import ENGINE_MODEL, START_TIMEOUT_S, engine_options, reset_engine
 from tests.lane_scene import GROUP, LaneScene, create_topics
 from tests.unit.merger.records import feed, scored

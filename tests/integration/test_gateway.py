@@ -13,10 +13,10 @@ from typing import Any
 import httpx
 import pytest
 
-from forgemq.bus.blobs import BlobStore
-from forgemq.bus.kafka import KafkaConnection, KafkaLog
-from forgemq.contracts import topics
-from forgemq.contracts.run import RunConfiguration, StartedRun
+from forgemq_bus.blobs import BlobStore
+from forgemq_bus.kafka import KafkaConnection, KafkaLog
+from forgemq_contracts import topics
+from forgemq_contracts.run import RunConfiguration, StartedRun
 from tests.unit.gateway.scripted_lane import Asked, ScriptedLane, contexts_of, wall_ms
 from tests.unit.gateway.world import ADMIN_KEY, World, configuration_of, partitions_of
 from tests.unit.rendering.folders import write_model_folder
@@ -27,7 +27,7 @@ HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 
 
 class GatewayProcess:
-    """`python -m forgemq.gateway` with its settings in the environment."""
+    """`python -m forgemq_gateway` with its settings in the environment."""
 
     def __init__(self, environ: dict[str, str]) -> None:
         self._environ = {**os.environ, **environ}
@@ -35,7 +35,7 @@ class GatewayProcess:
 
     async def start(self, world: World) -> None:
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "forgemq.gateway", env=self._environ
+            sys.executable, "-m", "forgemq_gateway", env=self._environ
         )
         async with httpx.AsyncClient() as client:
             for _ in range(300):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from forgemq.bus.kafka import KafkaLog
-from forgemq.gateway.marks import NEEDED_GROUP
+from forgemq_bus.kafka import KafkaLog
+from forgemq_gateway.marks import NEEDED_GROUP
 from tests.unit.gateway.test_marks import (
     FINISHED,
     TOPICS,

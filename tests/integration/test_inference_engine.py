@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from forgemq.bus.memory import MemoryLog
-from forgemq.contracts.arrays import unpack_floats, unpack_ids
-from forgemq.inference.engine import Engine
+from forgemq_bus.memory import MemoryLog
+from forgemq_contracts.arrays import unpack_floats, unpack_ids
+from forgemq_inference.engine import Engine
 from tests.lane_scene import LaneScene, create_topics
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]

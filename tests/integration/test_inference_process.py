@@ -1,4 +1,4 @@
-"""`python -m forgemq.inference` on the real broker, beside the stand-in engine."""
+"""`python -m forgemq_inference` on the real broker, beside the stand-in engine."""
 
 import asyncio
 import os
@@ -10,10 +10,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from forgemq.bus.kafka import KafkaConnection, KafkaLog
-from forgemq.contracts import topics
-from forgemq.contracts.arrays import unpack_ids
-from forgemq.contracts.run import StartedRun
+from forgemq_bus.kafka import KafkaConnection, KafkaLog
+from forgemq_contracts import topics
+from forgemq_contracts.arrays import unpack_ids
+from forgemq_contracts.run import StartedRun
 from loadtests.stand_in_engine import Speed, StandInEngine, sampled, serving
 from tests.lane_scene import LaneScene, configuration, create_topics
 
@@ -49,7 +49,7 @@ async def test_the_process_serves_its_lane_from_the_environment_and_ends_on_a_si
                 "FORGEMQ_INFERENCE_ENGINE_URL": url,
             }
             process = await asyncio.create_subprocess_exec(
-                sys.executable, *("-m", "forgemq.inference"), env={**os.environ, **variables}
+                sys.executable, *("-m", "forgemq_inference"), env={**os.environ, **variables}
             )
             try:
                 await scene.report(is_serving=True, timeout_s=60)

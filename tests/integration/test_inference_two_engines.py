@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from forgemq.bus.memory import MemoryLog
-from forgemq.sglang_cpu.server import EngineServer, EngineServerError, free_port
+from forgemq_bus.memory import MemoryLog
+from forgemq_sglang_cpu.server import EngineServer, EngineServerError, free_port
 from tests.engine_fixture import engine_options
 from tests.lane_scene import LaneScene, create_topics
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from forgemq.bus.broker import LocalBroker
+from forgemq_bus.broker import LocalBroker
 from tests.integration.launched_run import DIALOGUE, LaunchedRun
 from tests.integration.run_log import Accounts, accounts
 from tests.integration.stand_in import stand_in_engine

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from forgemq.bus.broker import BrokerError, LocalBroker
-from forgemq.bus.kafka import KafkaConnection, KafkaLog
-from forgemq.bus.log import Emit, Place
+from forgemq_bus.broker import BrokerError, LocalBroker
+from forgemq_bus.kafka import KafkaConnection, KafkaLog
+from forgemq_bus.log import Emit, Place
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
@@ -22,7 +22,7 @@ PLACE = Place("a", 0)
 OWNER = """
 import sys, time
 from pathlib import Path
-from forgemq.bus.broker import LocalBroker
+from forgemq_bus.broker import LocalBroker
 print(LocalBroker(Path(sys.argv[1])).start(), flush=True)
 time.sleep(60)
 """
@@ -135,7 +135,7 @@ def test_a_broker_ends_when_its_owner_is_killed(tmp_path: Path) -> None:
 def test_the_foreground_program_prints_its_address_and_ends_cleanly_on_sigterm(
     tmp_path: Path,
 ) -> None:
-    command = [sys.executable, "-m", "forgemq.bus.broker", "--folder", str(tmp_path)]
+    command = [sys.executable, "-m", "forgemq_bus.broker", "--folder", str(tmp_path)]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     ) as program:

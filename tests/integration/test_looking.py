@@ -8,16 +8,16 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from forgemq.bus.blobs import BlobStore
-from forgemq.bus.kafka import KafkaConnection, KafkaLog
-from forgemq.bus.log import Emit
-from forgemq.contracts.messages import Output
-from forgemq.contracts.run import EndedRun
-from forgemq.contracts.topics import RETIRED_GROUPS
-from forgemq.launcher.command_line import run_tool
-from forgemq.launcher.run_folder import RunFolder
-from forgemq.launcher.topics_of_run import announce, conclude, create_topics
-from forgemq.shell.records import emit_of
+from forgemq_bus.blobs import BlobStore
+from forgemq_bus.kafka import KafkaConnection, KafkaLog
+from forgemq_bus.log import Emit
+from forgemq_contracts.messages import Output
+from forgemq_contracts.run import EndedRun
+from forgemq_contracts.topics import RETIRED_GROUPS
+from forgemq_launcher.command_line import run_tool
+from forgemq_launcher.run_folder import RunFolder
+from forgemq_launcher.topics_of_run import announce, conclude, create_topics
+from forgemq_shell.records import emit_of
 from tests.unit.run_view.synthetic import SyntheticRun, started
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]

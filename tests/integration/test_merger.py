@@ -11,12 +11,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from forgemq.bus.kafka import KafkaConnection, KafkaLog
-from forgemq.bus.log import Place
-from forgemq.contracts import topics
-from forgemq.contracts.messages import Output
-from forgemq.contracts.run import Log, Model, Queue, RunConfiguration, StartedRun, Trainer
-from forgemq.shell.records import emit_of
+from forgemq_bus.kafka import KafkaConnection, KafkaLog
+from forgemq_bus.log import Place
+from forgemq_contracts import topics
+from forgemq_contracts.messages import Output
+from forgemq_contracts.run import Log, Model, Queue, RunConfiguration, StartedRun, Trainer
+from forgemq_shell.records import emit_of
 from tests.unit.merger.records import GROUP, finished, read_back, retired, scored
 
 pytestmark = pytest.mark.integration
@@ -64,7 +64,7 @@ class Scene:
 
     async def start(self) -> None:
         self.merger = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "forgemq.merger", env=self.environ
+            sys.executable, "-m", "forgemq_merger", env=self.environ
         )
 
     async def kill(self) -> None:

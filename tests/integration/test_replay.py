@@ -14,17 +14,17 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from forgemq.bus.broker import LocalBroker
-from forgemq.bus.kafka import KafkaConnection, KafkaLog
-from forgemq.bus.log import Place
-from forgemq.contracts import topics
-from forgemq.contracts.messages import Output
-from forgemq.contracts.run import Log, Model, Queue, RunConfiguration, StartedRun, Trainer
-from forgemq.launcher.command_line import run_tool
-from forgemq.launcher.run_folder import RunFolder
-from forgemq.launcher.topics_of_run import announce, create_topics
-from forgemq.run_view.reading import places_of
-from forgemq.shell.records import emit_of
+from forgemq_bus.broker import LocalBroker
+from forgemq_bus.kafka import KafkaConnection, KafkaLog
+from forgemq_bus.log import Place
+from forgemq_contracts import topics
+from forgemq_contracts.messages import Output
+from forgemq_contracts.run import Log, Model, Queue, RunConfiguration, StartedRun, Trainer
+from forgemq_launcher.command_line import run_tool
+from forgemq_launcher.run_folder import RunFolder
+from forgemq_launcher.topics_of_run import announce, create_topics
+from forgemq_run_view.reading import places_of
+from forgemq_shell.records import emit_of
 from tests.integration.launched_run import DIALOGUE, LaunchedRun
 from tests.integration.run_log import GROUP_PARTITIONS, Accounts, accounts, records_of
 from tests.integration.stand_in import stand_in_engine
@@ -246,7 +246,7 @@ async def merged_by_a_merger(run: EndedRun) -> None:
             ),
         )
         merger = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "forgemq.merger"),
+            *(sys.executable, "-m", "forgemq_merger"),
             env={**environ, "FORGEMQ_MERGER_TICK_S": "30"},
             stderr=asyncio.subprocess.DEVNULL,
         )

@@ -11,17 +11,17 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from forgemq.bus.kafka import KafkaConnection, KafkaLog
-from forgemq.bus.log import Place
-from forgemq.contracts import topics
-from forgemq.contracts.episodes import FinishedEpisode, ManifestEntry
-from forgemq.contracts.groups import MergedGroup, RequestedGroup
-from forgemq.contracts.messages import Output
-from forgemq.contracts.partitions import group_partition
-from forgemq.contracts.run import Log, Model, Queue, RunConfiguration, StartedRun, Trainer
-from forgemq.contracts.steps import TrainedStep
-from forgemq.contracts.weights import ReportedEngine
-from forgemq.shell.records import emit_of
+from forgemq_bus.kafka import KafkaConnection, KafkaLog
+from forgemq_bus.log import Place
+from forgemq_contracts import topics
+from forgemq_contracts.episodes import FinishedEpisode, ManifestEntry
+from forgemq_contracts.groups import MergedGroup, RequestedGroup
+from forgemq_contracts.messages import Output
+from forgemq_contracts.partitions import group_partition
+from forgemq_contracts.run import Log, Model, Queue, RunConfiguration, StartedRun, Trainer
+from forgemq_contracts.steps import TrainedStep
+from forgemq_contracts.weights import ReportedEngine
+from forgemq_shell.records import emit_of
 from tests.unit.reward.records import completion_id, finished_completion
 from tests.unit.scheduler.scene import METRICS
 
@@ -72,7 +72,7 @@ class Run:
     async def start(self, *services: str) -> None:
         for service in services:
             self.processes[service] = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", f"forgemq.{service}", env=self.environ
+                sys.executable, "-m", f"forgemq_{service}", env=self.environ
             )
 
     async def kill(self, *services: str) -> None:

@@ -27,14 +27,14 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from forgemq.bus.blobs import BlobStore
-from forgemq.bus.broker import LocalBroker
-from forgemq.bus.broker.local import folder_ports
-from forgemq.bus.errors import AccessError, LogUnavailableError
-from forgemq.bus.kafka import KafkaConnection, KafkaLog
-from forgemq.bus.log import Emit, Place
-from forgemq.launcher.topics_of_run import announce, create_topics
-from forgemq.shell.connection import kafka_connection
+from forgemq_bus.blobs import BlobStore
+from forgemq_bus.broker import LocalBroker
+from forgemq_bus.broker.local import folder_ports
+from forgemq_bus.errors import AccessError, LogUnavailableError
+from forgemq_bus.kafka import KafkaConnection, KafkaLog
+from forgemq_bus.log import Emit, Place
+from forgemq_launcher.topics_of_run import announce, create_topics
+from forgemq_shell.connection import kafka_connection
 from tests.integration.test_console import state_when, write
 from tests.unit.run_view.synthetic import SyntheticRun, started
 
@@ -264,7 +264,7 @@ async def test_the_console_follows_a_run_over_tls_with_a_user(
         await announce(broker.connection(), begin)
         await write(log, SyntheticRun().play(steps=1), first=0)
         console = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "forgemq.console"), env=environ, cwd=tmp_path
+            *(sys.executable, "-m", "forgemq_console"), env=environ, cwd=tmp_path
         )
         try:
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
@@ -333,7 +333,7 @@ async def test_a_door_of_another_protocol_is_unavailable_with_a_hint(
 def test_a_service_with_a_wrong_password_ends_at_once_with_one_line(broker: SecureBroker) -> None:
     environ = {**os.environ, **broker.environ(SASL_PASSWORD="wrong"), "FORGEMQ_RUN": "r"}
     done = subprocess.run(
-        [sys.executable, "-m", "forgemq.merger"],
+        [sys.executable, "-m", "forgemq_merger"],
         env=environ,
         capture_output=True,
         text=True,

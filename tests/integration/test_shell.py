@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
-from forgemq.bus.kafka import KafkaLog
-from forgemq.bus.log import Place
-from forgemq.contracts import topics
-from forgemq.contracts.groups import ScoredGroup
-from forgemq.contracts.messages import Output
-from forgemq.contracts.run import Log, Model, Queue, RunConfiguration, StartedRun, Trainer
-from forgemq.shell.records import emit_of
+from forgemq_bus.kafka import KafkaLog
+from forgemq_bus.log import Place
+from forgemq_contracts import topics
+from forgemq_contracts.groups import ScoredGroup
+from forgemq_contracts.messages import Output
+from forgemq_contracts.run import Log, Model, Queue, RunConfiguration, StartedRun, Trainer
+from forgemq_shell.records import emit_of
 from tests.simulation.harness import records_of
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from forgemq.bus.kafka import KafkaConnection, KafkaLog
-from forgemq.contracts import topics
-from forgemq.contracts.completions import FinishedCompletion
-from forgemq.telemetry.traces import completion_trace, span_place
+from forgemq_bus.kafka import KafkaConnection, KafkaLog
+from forgemq_contracts import topics
+from forgemq_contracts.completions import FinishedCompletion
+from forgemq_telemetry.traces import completion_trace, span_place
 from tests.integration.launched_run import DIALOGUE, LaunchedRun
 from tests.integration.otlp_receiver import OtlpReceiver, ReceivedSpan, otlp_receiver
 from tests.integration.run_log import GROUP_PARTITIONS, Accounts, accounts, records_of

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from forgemq.bus.kafka import KafkaLog
-from forgemq.bus.log import Place
-from forgemq.contracts import topics
-from forgemq.contracts.weights import PublishedWeights, ReportedEngine
+from forgemq_bus.kafka import KafkaLog
+from forgemq_bus.log import Place
+from forgemq_contracts import topics
+from forgemq_contracts.weights import PublishedWeights, ReportedEngine
 from tests.unit.trainer.bench import Bench, create_topics
 from tests.unit.trainer.scene import (
     agent_samples,

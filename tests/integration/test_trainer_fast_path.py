@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from forgemq.contracts.weights import Rendezvous
-from forgemq.trainer.fast_path import FastPaths
+from forgemq_contracts.weights import Rendezvous
+from forgemq_trainer.fast_path import FastPaths
 
 PEER = Path(__file__).with_name("fast_path_peer.py")
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from forgemq.bus.blobs import BlobStore
-from forgemq.bus.kafka import KafkaConnection, KafkaLog
-from forgemq.bus.log import Emit
-from forgemq.contracts import topics
-from forgemq.contracts.run import StartedRun
+from forgemq_bus.blobs import BlobStore
+from forgemq_bus.kafka import KafkaConnection, KafkaLog
+from forgemq_bus.log import Emit
+from forgemq_contracts import topics
+from forgemq_contracts.run import StartedRun
 from tests.unit.trainer.bench import Bench, create_topics, memory_bench
 from tests.unit.trainer.scene import (
     agent_samples,
@@ -27,8 +27,8 @@ from tests.unit.trainer.scene import (
 )
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
-ALONE = ("forgemq.trainer",)
-TWO_RANKS = ("forgemq.trainer.torchrun", "2")
+ALONE = ("forgemq_trainer",)
+TWO_RANKS = ("forgemq_trainer.ranks.torchrun", "2")
 
 
 async def _start(

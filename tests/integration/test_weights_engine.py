@@ -16,10 +16,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from forgemq.bus.memory import MemoryLog
-from forgemq.contracts.arrays import unpack_floats, unpack_ids
-from forgemq.contracts.completions import FinishedCompletion
-from forgemq.contracts.weights import Rendezvous
+from forgemq_bus.memory import MemoryLog
+from forgemq_contracts.arrays import unpack_floats, unpack_ids
+from forgemq_contracts.completions import FinishedCompletion
+from forgemq_contracts.weights import Rendezvous
 from tests.lane_scene import LaneScene, create_topics
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from forgemq.trainer.fast_path import FastPaths
+from forgemq_trainer.fast_path import FastPaths
 
 DEADLINE_S = 20.0
 

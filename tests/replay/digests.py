@@ -7,9 +7,9 @@ import hashlib
 import itertools
 import sys
 
-from forgemq.bus.log import Emit, Record
-from forgemq.contracts.messages import Core
-from forgemq.shell.batch import Batch, digest
+from forgemq_bus.log import Emit, Record
+from forgemq_contracts.messages import Core
+from forgemq_shell.batch import Batch, digest
 from tests.simulation.cases import CASES
 from tests.simulation.harness import CoreCase
 

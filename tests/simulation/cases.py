@@ -5,12 +5,12 @@ from collections.abc import Iterable
 
 import msgspec
 
-from forgemq.bus.log import Emit
-from forgemq.contracts import topics
-from forgemq.contracts.arrays import pack_floats, pack_ids
-from forgemq.contracts.completions import FinishedCompletion, TurnPart, WeightSpan
-from forgemq.contracts.episodes import FinishedEpisode, GradedEpisode, ManifestEntry
-from forgemq.contracts.groups import (
+from forgemq_bus.log import Emit
+from forgemq_contracts import topics
+from forgemq_contracts.arrays import pack_floats, pack_ids
+from forgemq_contracts.completions import FinishedCompletion, TurnPart, WeightSpan
+from forgemq_contracts.episodes import FinishedEpisode, GradedEpisode, ManifestEntry
+from forgemq_contracts.groups import (
     EpisodeScore,
     MergedGroup,
     RequestedGroup,
@@ -18,14 +18,14 @@ from forgemq.contracts.groups import (
     ScoredCompletion,
     ScoredGroup,
 )
-from forgemq.contracts.messages import Message, Output
-from forgemq.contracts.run import Log, Model, Queue, Rewards, RunConfiguration, Trainer
-from forgemq.contracts.steps import ScheduledStep, TrainedStep, TrainingMetrics
-from forgemq.contracts.weights import LoadedWeights, ReportedEngine
-from forgemq.merger.core.merger import Merger
-from forgemq.reward.core import RewardCore
-from forgemq.scheduler.core import SchedulerCore
-from forgemq.shell.records import emit_of
+from forgemq_contracts.messages import Message, Output
+from forgemq_contracts.run import Log, Model, Queue, Rewards, RunConfiguration, Trainer
+from forgemq_contracts.steps import ScheduledStep, TrainedStep, TrainingMetrics
+from forgemq_contracts.weights import LoadedWeights, ReportedEngine
+from forgemq_merger.core.merger import Merger
+from forgemq_reward.core import RewardCore
+from forgemq_scheduler.core import SchedulerCore
+from forgemq_shell.records import emit_of
 from tests.simulation.counting_core import CountingCore
 from tests.simulation.harness import CoreCase
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from forgemq.contracts import topics
-from forgemq.contracts.groups import MergedGroup, RetiredGroup, ScoredGroup
-from forgemq.contracts.messages import Event, InvalidRecordError, Output, Tick
+from forgemq_contracts import topics
+from forgemq_contracts.groups import MergedGroup, RetiredGroup, ScoredGroup
+from forgemq_contracts.messages import Event, InvalidRecordError, Output, Tick
 
 
 class Counts(msgspec.Struct):

@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from forgemq.bus.log import Emit, Log, Place, Reader, Record
-from forgemq.bus.memory import MemoryLog, MemoryTransactionWriter
-from forgemq.contracts import topics
-from forgemq.contracts.messages import Core
-from forgemq.shell.task import TaskPlan, TransformTask
-from forgemq.shell.transform_settings import TransformSettings
-from forgemq.telemetry import Telemetry
+from forgemq_bus.log import Emit, Log, Place, Reader, Record
+from forgemq_bus.memory import MemoryLog, MemoryTransactionWriter
+from forgemq_contracts import topics
+from forgemq_contracts.messages import Core
+from forgemq_shell.task import TaskPlan, TransformTask
+from forgemq_shell.transform_settings import TransformSettings
+from forgemq_telemetry import Telemetry
 
 CrashPoint = Literal["read", "before", "middle", "after"]
 CRASH_POINTS: tuple[CrashPoint, ...] = ("read", "before", "middle", "after")

@@ -4,16 +4,16 @@ import random
 
 import msgspec
 
-from forgemq.bus.log import Emit, Record
-from forgemq.contracts import topics
-from forgemq.contracts.dead_letters import DeadLetter
-from forgemq.contracts.groups import AdmittedGroup
-from forgemq.contracts.messages import Output
-from forgemq.contracts.run import Log, Model, Queue, RunConfiguration, Trainer
-from forgemq.reward.core import RewardCore
-from forgemq.scheduler.core import SchedulerCore
-from forgemq.shell.dead_letters import dead_letter
-from forgemq.shell.records import emit_of
+from forgemq_bus.log import Emit, Record
+from forgemq_contracts import topics
+from forgemq_contracts.dead_letters import DeadLetter
+from forgemq_contracts.groups import AdmittedGroup
+from forgemq_contracts.messages import Output
+from forgemq_contracts.run import Log, Model, Queue, RunConfiguration, Trainer
+from forgemq_reward.core import RewardCore
+from forgemq_scheduler.core import SchedulerCore
+from forgemq_shell.dead_letters import dead_letter
+from forgemq_shell.records import emit_of
 from tests.simulation.harness import CoreCase
 from tests.unit.reward.records import finished_episode, graded_episode
 from tests.unit.scheduler.scene import Scene

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from forgemq.contracts import topics
-from forgemq.contracts.messages import Message
+from forgemq_contracts import topics
+from forgemq_contracts.messages import Message
 from tests.simulation.harness import CoreCase
 from tests.simulation.scheduling_cases import TORN, reward, scheduler
 

@@ -11,9 +11,9 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from forgemq.contracts.groups import AdmittedGroup, MergedGroup, RequestedGroup, RetiredGroup
-from forgemq.contracts.messages import Message, Tick
-from forgemq.contracts.run import (
+from forgemq_contracts.groups import AdmittedGroup, MergedGroup, RequestedGroup, RetiredGroup
+from forgemq_contracts.messages import Message, Tick
+from forgemq_contracts.run import (
     Log,
     Model,
     Queue,
@@ -22,9 +22,9 @@ from forgemq.contracts.run import (
     check,
     staleness_bound,
 )
-from forgemq.contracts.steps import ScheduledStep, TrainedStep
-from forgemq.contracts.weights import LoadedWeights, ReportedEngine
-from forgemq.scheduler.core import SchedulerCore
+from forgemq_contracts.steps import ScheduledStep, TrainedStep
+from forgemq_contracts.weights import LoadedWeights, ReportedEngine
+from forgemq_scheduler.core import SchedulerCore
 from tests.unit.scheduler.scene import METRICS
 
 

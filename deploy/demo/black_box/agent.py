@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from forgemq.agents.black_box import black_box
+from forgemq_agents.black_box import black_box
 
 play = black_box(
     (sys.executable, "-m", "black_box.desk_agent", "{task_file}", "{result_file}"),

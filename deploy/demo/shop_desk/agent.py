@@ -1,7 +1,7 @@
 """The agent: the white-box tool loop at the shop desk."""
 
-from forgemq.agents import Episode
-from forgemq.agents.tool_loop import run_tool_loop
+from forgemq_agents import Episode
+from forgemq_agents.tool_loop import run_tool_loop
 from shop_desk.environment import TURNS_MAX, ShopDesk
 from shop_desk.shop import order_of
 

@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from forgemq.agents import Completion, Message, Tool
-from forgemq.agents.tool_loop import Append, Move, Restart, Stop, answer_calls
+from forgemq_agents import Completion, Message, Tool
+from forgemq_agents.tool_loop import Append, Move, Restart, Stop, answer_calls
 from shop_desk.calls import BAD_CALL, TOOLS, Call, call_of, is_bad, reply_to, unread_calls
 from shop_desk.shop import Order
 

@@ -4,7 +4,7 @@ The agent's own report is not believed: the outcome and the malformed calls are 
 tokens the model sampled, and the right answer follows from the task.
 """
 
-from forgemq.contracts.grading import GradingCompletion, GradingEpisode
+from forgemq_contracts.grading import GradingCompletion, GradingEpisode
 from shop_desk.calls import final_number, is_bad, read_calls
 from shop_desk.shop import Order, order_of
 

@@ -9,8 +9,8 @@ import hashlib
 from collections.abc import Sequence
 from typing import Any
 
-from forgemq.agents import Episode
-from forgemq.contracts.grading import GradingEpisode
+from forgemq_agents import Episode
+from forgemq_contracts.grading import GradingEpisode
 
 TURNS = 3
 TOOL_S = 0.02

@@ -6,10 +6,10 @@ from contextlib import suppress
 
 import pytest
 
-from forgemq.agents.app import play_run
-from forgemq.agents.settings import AgentsSettings
-from forgemq.agents.user_code import DomainCode
-from forgemq.contracts.run import (
+from forgemq_agents.app import play_run
+from forgemq_agents.settings import AgentsSettings
+from forgemq_agents.user_code import DomainCode
+from forgemq_contracts.run import (
     Episodes,
     Evaluation,
     Model,
@@ -17,7 +17,7 @@ from forgemq.contracts.run import (
     RunConfiguration,
     Trainer,
 )
-from forgemq.telemetry.telemetry import Telemetry
+from forgemq_telemetry.telemetry import Telemetry
 
 
 def configuration(*, slots: int = 2, evaluation: Evaluation | None = None, concurrent_max: int = 8):

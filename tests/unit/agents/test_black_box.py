@@ -8,12 +8,12 @@ from pathlib import Path
 import aiohttp
 import pytest
 
-from forgemq.agents.black_box import black_box
-from forgemq.agents.episode import Episode
-from forgemq.agents.errors import AgentFailedError
-from forgemq.agents.gateway import Claim, Gateway
-from forgemq.agents.requests import JsonRequests, Retry
-from forgemq.telemetry import Telemetry
+from forgemq_agents.black_box import black_box
+from forgemq_agents.episode import Episode
+from forgemq_agents.errors import AgentFailedError
+from forgemq_agents.gateway import Claim, Gateway
+from forgemq_agents.requests import JsonRequests, Retry
+from forgemq_telemetry import Telemetry
 
 CLAIM = Claim(
     episode_id="g.0.0",

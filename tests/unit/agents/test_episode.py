@@ -7,13 +7,13 @@ import aiohttp
 import aiohttp.test_utils
 import pytest
 
-from forgemq.agents.completion import Completion, ToolCall
-from forgemq.agents.episode import Episode
-from forgemq.agents.errors import ContextFullError, EpisodeOverError, GatewayError
-from forgemq.agents.gateway import Claim, Gateway, GroupRequest
-from forgemq.agents.requests import JsonRequests, Retry
-from forgemq.agents.tool_loop import Append, Stop, answer_calls, run_tool_loop
-from forgemq.telemetry import Telemetry
+from forgemq_agents.completion import Completion, ToolCall
+from forgemq_agents.episode import Episode
+from forgemq_agents.errors import ContextFullError, EpisodeOverError, GatewayError
+from forgemq_agents.gateway import Claim, Gateway, GroupRequest
+from forgemq_agents.requests import JsonRequests, Retry
+from forgemq_agents.tool_loop import Append, Stop, answer_calls, run_tool_loop
+from forgemq_telemetry import Telemetry
 
 ENVIRON = {"A": "b", "FORGEMQ_AGENTS_ADMIN_KEY": "secret", "FORGEMQ_KAFKA": "broker:9092"}
 ASKED = [{"role": "user", "content": "hello"}]

@@ -10,10 +10,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from forgemq.agents.app import read_configuration
-from forgemq.agents.core.schedule import evaluation_groups, groups_ahead, round_due
-from forgemq.agents.user_code import UserCodeError, load_domains
-from forgemq.contracts.run import Evaluation, Model, Queue, RunConfiguration, Trainer
+from forgemq_agents.app import read_configuration
+from forgemq_agents.core.schedule import evaluation_groups, groups_ahead, round_due
+from forgemq_agents.user_code import UserCodeError, load_domains
+from forgemq_contracts.run import Evaluation, Model, Queue, RunConfiguration, Trainer
 
 
 def configuration(*domains: str, code: str = "m", **changes) -> RunConfiguration:
@@ -108,7 +108,7 @@ def test_the_configuration_is_read_as_the_launcher_writes_it(tmp_path):
 def agents(environ: dict[str, str]) -> subprocess.CompletedProcess[str]:
     clean = {name: value for name, value in os.environ.items() if "FORGEMQ" not in name}
     return subprocess.run(
-        [sys.executable, "-m", "forgemq.agents"],
+        [sys.executable, "-m", "forgemq_agents"],
         env={**clean, **{f"FORGEMQ_AGENTS_{name}": value for name, value in environ.items()}},
         capture_output=True,
         text=True,

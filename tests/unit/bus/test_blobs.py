@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from forgemq.bus.blobs import BlobStore
-from forgemq.bus.errors import BlobError, RecordTooLargeError
-from forgemq.bus.log import Emit, Record
-from forgemq.bus.payloads import fetched, offloaded
+from forgemq_bus.blobs import BlobStore
+from forgemq_bus.errors import BlobError, RecordTooLargeError
+from forgemq_bus.log import Emit, Record
+from forgemq_bus.payloads import fetched, offloaded
 
 
 def stored_files(folder: Path) -> list[str]:

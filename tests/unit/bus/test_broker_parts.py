@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from forgemq.bus.broker.jars import KAFKA_VERSION, JarsError, jars_folder, lock_digest, locked_jars
-from forgemq.bus.broker.local import BrokerError, cluster_id, folder_ports
+from forgemq_bus.broker.jars import KAFKA_VERSION, JarsError, jars_folder, lock_digest, locked_jars
+from forgemq_bus.broker.local import BrokerError, cluster_id, folder_ports
 
 
 def test_all_kafka_jars_of_the_lock_have_one_version() -> None:

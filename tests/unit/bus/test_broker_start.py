@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from forgemq.bus.broker import BrokerError, LocalBroker
+from forgemq_bus.broker import BrokerError, LocalBroker
 
 
 def test_a_first_start_is_given_up_while_it_fetches_the_jars(tmp_path: Path) -> None:

@@ -9,11 +9,11 @@ from aiokafka import errors as kafka_errors
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgemq.bus.errors import FencedError, LogError, LogUnavailableError
-from forgemq.bus.kafka import KafkaConnection, KafkaLog
-from forgemq.bus.kafka_connection import answered, client_settings, repeated, stop_client
-from forgemq.bus.kafka_writer import firsts_first
-from forgemq.bus.log import Emit, Place
+from forgemq_bus.errors import FencedError, LogError, LogUnavailableError
+from forgemq_bus.kafka import KafkaConnection, KafkaLog
+from forgemq_bus.kafka_connection import answered, client_settings, repeated, stop_client
+from forgemq_bus.kafka_writer import firsts_first
+from forgemq_bus.log import Emit, Place
 
 
 @pytest.mark.parametrize("bootstrap", ["", "localhost", "a:1,b", "host:port"])

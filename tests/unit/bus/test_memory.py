@@ -3,10 +3,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgemq.bus.log import Emit, Place
-from forgemq.bus.memory import MemoryLog
-from forgemq.bus.memory_groups import assigned_range
-from forgemq.contracts import topics
+from forgemq_bus.log import Emit, Place
+from forgemq_bus.memory import MemoryLog
+from forgemq_bus.memory_groups import assigned_range
+from forgemq_contracts import topics
 
 
 def emit(value: bytes, *, topic: str = "a", partition: int = 0) -> Emit:

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgemq.bus.blobs import BlobStore
-from forgemq.bus.errors import BlobError
-from forgemq.bus.log import Emit, Record
-from forgemq.bus.payloads import BLOB_HEADER, CODEC_HEADER, fetched, offloaded
-from forgemq.contracts.fields import BlobReference
+from forgemq_bus.blobs import BlobStore
+from forgemq_bus.errors import BlobError
+from forgemq_bus.log import Emit, Record
+from forgemq_bus.payloads import BLOB_HEADER, CODEC_HEADER, fetched, offloaded
+from forgemq_contracts.fields import BlobReference
 
 TRACE = ("traceparent", b"00-1")
 

@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgemq.bus.log import Place, Record
-from forgemq.bus.read_ahead import ReadAhead
+from forgemq_bus.log import Place, Record
+from forgemq_bus.read_ahead import ReadAhead
 
 PLACES = [Place("a", 0), Place("a", 1), Place("b", 0)]
 

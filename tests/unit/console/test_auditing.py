@@ -3,12 +3,12 @@
 import asyncio
 import io
 
-from forgemq.bus.blobs import BlobStore
-from forgemq.console.auditing import keep_audited
-from forgemq.contracts.topics import AUDITED_GROUPS
-from forgemq.run_view.group_records import GROUPS_PER_ROUND_MAX
-from forgemq.shell.service import Context
-from forgemq.telemetry.telemetry import Telemetry
+from forgemq_bus.blobs import BlobStore
+from forgemq_console.auditing import keep_audited
+from forgemq_contracts.topics import AUDITED_GROUPS
+from forgemq_run_view.group_records import GROUPS_PER_ROUND_MAX
+from forgemq_shell.service import Context
+from forgemq_telemetry.telemetry import Telemetry
 from tests.unit.run_view.synthetic import SyntheticRun, started
 from tests.unit.run_view.test_auditing import PARTITIONS, log_with_topics, places_of, write
 

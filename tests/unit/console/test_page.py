@@ -6,10 +6,10 @@ import httpx
 import msgspec
 import pytest
 
-from forgemq.console.core import CURVE_POINTS_MAX, bounded, group_view
-from forgemq.console.http import web
-from forgemq.contracts.topics import AUDITED_GROUPS, FINISHED_COMPLETIONS
-from forgemq.run_view.view import RunView
+from forgemq_console.core import CURVE_POINTS_MAX, bounded, group_view
+from forgemq_console.http import web
+from forgemq_contracts.topics import AUDITED_GROUPS, FINISHED_COMPLETIONS
+from forgemq_run_view.view import RunView
 from tests.unit.run_view.synthetic import SyntheticRun, started
 
 
@@ -113,7 +113,7 @@ async def test_plotly_is_sent_compressed_and_cacheable(view, run):
 
 
 def test_the_console_writes_only_what_it_audited_and_reads_only_what_names_it():
-    from forgemq.console.app import CONSUMES, PRODUCES
+    from forgemq_console.app import CONSUMES, PRODUCES
 
     assert PRODUCES == (AUDITED_GROUPS,)
     assert all("console" in topic.consumers for topic in CONSUMES)

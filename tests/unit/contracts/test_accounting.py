@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgemq.contracts.accounting import CompletionLedger, RetiredIds, is_candidate
-from forgemq.contracts.completions import FinishedCompletion, TurnPart
+from forgemq_contracts.accounting import CompletionLedger, RetiredIds, is_candidate
+from forgemq_contracts.completions import FinishedCompletion, TurnPart
 
 
 def finished(request: int, reason: str = "stop", attempt: int = 0) -> FinishedCompletion:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgemq.contracts import topics
+from forgemq_contracts import topics
 
 NO_UTF_8 = b"\x81\xaarequest_id\xa4\xff\xff\xff\xff"
 TOO_DEEP = b"\x81\xa1a" + b"\x91" * 100_000

@@ -1,10 +1,10 @@
 """One idea of when a lane is dead: services that differ would wait for each other's lanes."""
 
-from forgemq.contracts.weights import LANE_LAPSE_S
-from forgemq.gateway.settings import GatewaySettings
-from forgemq.inference.settings import InferenceSettings
-from forgemq.scheduler.core.lanes import LANE_SILENCE_MAX_MS
-from forgemq.trainer.settings import TrainerSettings
+from forgemq_contracts.weights import LANE_LAPSE_S
+from forgemq_gateway.settings import GatewaySettings
+from forgemq_inference.settings import InferenceSettings
+from forgemq_scheduler.core.lanes import LANE_SILENCE_MAX_MS
+from forgemq_trainer.settings import TrainerSettings
 
 
 def test_gateway_trainer_and_scheduler_give_a_silent_lane_up_at_the_same_age():

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgemq.contracts import topics
-from forgemq.contracts.arrays import pack_floats, pack_ids, unpack_floats, unpack_ids
-from forgemq.contracts.examples import full, minimal
+from forgemq_contracts import topics
+from forgemq_contracts.arrays import pack_floats, pack_ids, unpack_floats, unpack_ids
+from forgemq_contracts.examples import full, minimal
 
 IDS = st.lists(st.integers(min_value=0, max_value=2**31 - 1), max_size=20)
 FLOATS = st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), max_size=20)

@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from forgemq.contracts.episodes import Sampling
-from forgemq.contracts.run import (
+from forgemq_contracts.episodes import Sampling
+from forgemq_contracts.run import (
     LOSS_KINDS,
     MODEL_TYPES,
     Episodes,
@@ -15,8 +15,8 @@ from forgemq.contracts.run import (
     Trainer,
     check,
 )
-from forgemq.trainer.core.loss import loss_function
-from forgemq.trainer.model import ARCHITECTURES
+from forgemq_trainer.core.loss import loss_function
+from forgemq_trainer.model import ARCHITECTURES
 
 SOUND = RunConfiguration(
     run="r",

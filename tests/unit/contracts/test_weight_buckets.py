@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgemq.contracts.weight_buckets import TensorSpec, buckets, header_bytes, tensor_specs
+from forgemq_contracts.weight_buckets import TensorSpec, buckets, header_bytes, tensor_specs
 
 SPECS = st.lists(
     st.builds(

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from forgemq.agents.completion import Completion
-from forgemq.agents.errors import ContextFullError
-from forgemq.rendering import Rendering
+from forgemq_agents.completion import Completion
+from forgemq_agents.errors import ContextFullError
+from forgemq_rendering import Rendering
 
 MODEL = Path(__file__).parents[3] / "deploy" / "demo" / "model"
 CONTEXT_TOKENS_MAX = 372

@@ -3,7 +3,7 @@
 from shop_desk.environment import ShopDesk
 from shop_desk.shop import Order, as_task
 
-from forgemq.contracts.grading import GradingCompletion, GradingEpisode
+from forgemq_contracts.grading import GradingCompletion, GradingEpisode
 from tests.unit.demo.conftest import TokenPolicy
 
 

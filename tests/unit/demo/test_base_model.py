@@ -6,8 +6,8 @@ from shop_desk.environment import TURNS_MAX, ShopDesk
 from shop_desk.shop import order_of
 from shop_desk.tasks import HELD_OUT, task
 
-from forgemq.agents.tool_loop import run_tool_loop
-from forgemq.contracts.grading import GradingEpisode
+from forgemq_agents.tool_loop import run_tool_loop
+from forgemq_contracts.grading import GradingEpisode
 from tests.unit.demo.grading import graded
 
 torch = pytest.importorskip("torch")

@@ -12,8 +12,8 @@ from shop_desk.shop import Line, Order, as_task, order_of
 from shop_desk.tasks import HELD_OUT, task
 from shop_desk.warm_start import Examples
 
-from forgemq.agents.tool_loop import CONTEXT_FULL, TOO_MANY_TURNS, TURN_TOO_LONG, run_tool_loop
-from forgemq.contracts.grading import GradingEpisode
+from forgemq_agents.tool_loop import CONTEXT_FULL, TOO_MANY_TURNS, TURN_TOO_LONG, run_tool_loop
+from forgemq_contracts.grading import GradingEpisode
 from tests.unit.demo.grading import graded
 
 ORDER = Order((Line(3, "lamp"), Line(2, "mug")), "Order: {order}. What is the total?", 7)

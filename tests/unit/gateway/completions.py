@@ -1,9 +1,9 @@
 """Completions of one history, for tests of the core."""
 
-from forgemq.contracts.arrays import pack_ids
-from forgemq.gateway.core.digests import EMPTY_PATH, message_digest
-from forgemq.gateway.core.history import Completion, History
-from forgemq.gateway.core.replies import Reply, ReplyCall
+from forgemq_contracts.arrays import pack_ids
+from forgemq_gateway.core.digests import EMPTY_PATH, message_digest
+from forgemq_gateway.core.history import Completion, History
+from forgemq_gateway.core.replies import Reply, ReplyCall
 
 
 def user(text: str) -> str:

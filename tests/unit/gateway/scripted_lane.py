@@ -11,15 +11,15 @@ from typing import Any
 
 import msgspec
 
-from forgemq.bus.log import Log, Place
-from forgemq.contracts import topics
-from forgemq.contracts.arrays import pack_floats, pack_ids, unpack_ids
-from forgemq.contracts.completions import FinishedCompletion, RequestedCompletion
-from forgemq.contracts.messages import Output
-from forgemq.contracts.partitions import group_partition
-from forgemq.contracts.weights import ReportedEngine
-from forgemq.rendering import Rendering
-from forgemq.shell.records import emit_of
+from forgemq_bus.log import Log, Place
+from forgemq_contracts import topics
+from forgemq_contracts.arrays import pack_floats, pack_ids, unpack_ids
+from forgemq_contracts.completions import FinishedCompletion, RequestedCompletion
+from forgemq_contracts.messages import Output
+from forgemq_contracts.partitions import group_partition
+from forgemq_contracts.weights import ReportedEngine
+from forgemq_rendering import Rendering
+from forgemq_shell.records import emit_of
 
 GROUP_PARTITIONS = 3
 

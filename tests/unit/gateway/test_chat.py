@@ -10,9 +10,9 @@ from typing import Any
 import openai
 import pytest
 
-from forgemq.bus.memory import MemoryLog
-from forgemq.contracts import topics
-from forgemq.contracts.arrays import unpack_ids
+from forgemq_bus.memory import MemoryLog
+from forgemq_contracts import topics
+from forgemq_contracts.arrays import unpack_ids
 from tests.unit.gateway.scripted_lane import Asked, contexts_of, wall_ms
 from tests.unit.gateway.world import configuration_of, plain_http, running
 

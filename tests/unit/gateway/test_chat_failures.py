@@ -8,8 +8,8 @@ from typing import Any
 import openai
 import pytest
 
-from forgemq.bus.memory import MemoryLog
-from forgemq.contracts import topics
+from forgemq_bus.memory import MemoryLog
+from forgemq_contracts import topics
 from tests.unit.gateway.scripted_lane import Asked, FailAttempt, wall_ms
 from tests.unit.gateway.world import configuration_of, plain_http, running
 

@@ -5,17 +5,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgemq.contracts.completions import TurnPart
-from forgemq.contracts.episodes import OpenedEpisode, Sampling
-from forgemq.contracts.weights import ReportedEngine
-from forgemq.gateway.core.chat import read_chat_request
-from forgemq.gateway.core.episodes import Episode
-from forgemq.gateway.core.errors import RefusedError
-from forgemq.gateway.core.keys import KeyMint, key_sha256
-from forgemq.gateway.core.lanes import Lanes
-from forgemq.gateway.core.manifest import counted, critical_path_s, manifest
-from forgemq.gateway.core.sampling import pinned_sampling, used_sampling
-from forgemq.gateway.core.turns import requested, restored
+from forgemq_contracts.completions import TurnPart
+from forgemq_contracts.episodes import OpenedEpisode, Sampling
+from forgemq_contracts.weights import ReportedEngine
+from forgemq_gateway.core.chat import read_chat_request
+from forgemq_gateway.core.episodes import Episode
+from forgemq_gateway.core.errors import RefusedError
+from forgemq_gateway.core.keys import KeyMint, key_sha256
+from forgemq_gateway.core.lanes import Lanes
+from forgemq_gateway.core.manifest import counted, critical_path_s, manifest
+from forgemq_gateway.core.sampling import pinned_sampling, used_sampling
+from forgemq_gateway.core.turns import requested, restored
 from tests.unit.gateway.completions import completion_of
 
 

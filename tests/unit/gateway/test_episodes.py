@@ -10,9 +10,9 @@ from typing import Any
 import openai
 import pytest
 
-from forgemq.bus.memory import MemoryLog
-from forgemq.contracts import topics
-from forgemq.contracts.steps import TrainedStep, TrainingMetrics
+from forgemq_bus.memory import MemoryLog
+from forgemq_contracts import topics
+from forgemq_contracts.steps import TrainedStep, TrainingMetrics
 from tests.unit.gateway.scripted_lane import Asked, wall_ms
 from tests.unit.gateway.world import World, configuration_of, running
 

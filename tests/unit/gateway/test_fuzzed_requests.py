@@ -14,9 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from forgemq.bus.memory import MemoryLog
-from forgemq.gateway.core.chat import read_chat_request
-from forgemq.gateway.core.errors import RefusedError
+from forgemq_bus.memory import MemoryLog
+from forgemq_gateway.core.chat import read_chat_request
+from forgemq_gateway.core.errors import RefusedError
 from tests.unit.gateway.scripted_lane import wall_ms
 from tests.unit.gateway.world import ADMIN_KEY, configuration_of, running
 

@@ -3,9 +3,9 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgemq.contracts.arrays import pack_ids, unpack_ids
-from forgemq.gateway.core.digests import EMPTY_PATH, message_digest
-from forgemq.gateway.core.history import (
+from forgemq_contracts.arrays import pack_ids, unpack_ids
+from forgemq_gateway.core.digests import EMPTY_PATH, message_digest
+from forgemq_gateway.core.history import (
     Completion,
     History,
     cached_tokens,

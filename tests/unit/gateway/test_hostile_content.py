@@ -10,11 +10,11 @@ import httpx
 import msgspec
 import pytest
 
-from forgemq.bus.log import Emit, Place, Record
-from forgemq.bus.memory import MemoryLog
-from forgemq.contracts import topics
-from forgemq.contracts.episodes import Sampling
-from forgemq.contracts.partitions import group_partition
+from forgemq_bus.log import Emit, Place, Record
+from forgemq_bus.memory import MemoryLog
+from forgemq_contracts import topics
+from forgemq_contracts.episodes import Sampling
+from forgemq_contracts.partitions import group_partition
 from tests.unit.gateway.scripted_lane import GROUP_PARTITIONS, Asked, wall_ms
 from tests.unit.gateway.world import World, configuration_of, plain_http, running
 from tests.unit.rendering.folders import APPENDING_TEMPLATE, write_model_folder

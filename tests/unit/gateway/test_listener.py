@@ -3,8 +3,8 @@
 import asyncio
 import socket
 
-from forgemq.gateway.app import _listener
-from forgemq.gateway.settings import GatewaySettings
+from forgemq_gateway.app import _listener
+from forgemq_gateway.settings import GatewaySettings
 from tests.unit.gateway.world import ADMIN_KEY
 
 

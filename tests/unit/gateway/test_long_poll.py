@@ -5,7 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from forgemq.bus.memory import MemoryLog
+from forgemq_bus.memory import MemoryLog
 from tests.unit.gateway.scripted_lane import Asked, wall_ms
 from tests.unit.gateway.world import configuration_of, running
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgemq.bus.log import Emit, Log, Place
-from forgemq.bus.memory import MemoryLog
-from forgemq.contracts import topics
-from forgemq.gateway.marks import NEEDED_GROUP, Marks, take_mark
-from forgemq.gateway.needed import Needed
-from forgemq.telemetry.telemetry import Telemetry
+from forgemq_bus.log import Emit, Log, Place
+from forgemq_bus.memory import MemoryLog
+from forgemq_contracts import topics
+from forgemq_gateway.marks import NEEDED_GROUP, Marks, take_mark
+from forgemq_gateway.needed import Needed
+from forgemq_telemetry.telemetry import Telemetry
 
 REQUESTED = Place(topics.REQUESTED_GROUPS.name, 0)
 FINISHED = Place(topics.FINISHED_COMPLETIONS.name, 0)

@@ -9,9 +9,9 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgemq.bus.log import Place
-from forgemq.contracts import topics
-from forgemq.gateway.needed import Needed
+from forgemq_bus.log import Place
+from forgemq_contracts import topics
+from forgemq_gateway.needed import Needed
 from tests.unit.gateway.test_episodes import HELLO, log_store, restarted, yes
 from tests.unit.gateway.test_hostile_content import asked
 from tests.unit.gateway.world import World, configuration_of, partitions_of, running

@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from forgemq.contracts.arrays import pack_ids
-from forgemq.gateway.core.chat import ChatRequest, read_chat_request
-from forgemq.gateway.core.errors import RefusedError
-from forgemq.gateway.prompts import INLINE_CHARACTERS_MAX, Prompts
-from forgemq.rendering import Rendered, Rendering
+from forgemq_contracts.arrays import pack_ids
+from forgemq_gateway.core.chat import ChatRequest, read_chat_request
+from forgemq_gateway.core.errors import RefusedError
+from forgemq_gateway.prompts import INLINE_CHARACTERS_MAX, Prompts
+from forgemq_rendering import Rendered, Rendering
 
 MODEL = Path(__file__).parents[3] / "deploy" / "demo" / "model"
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}

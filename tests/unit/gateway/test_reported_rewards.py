@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from forgemq.bus.memory import MemoryLog
+from forgemq_bus.memory import MemoryLog
 from tests.unit.gateway.scripted_lane import wall_ms
 from tests.unit.gateway.world import configuration_of, running
 

@@ -11,20 +11,20 @@ import httpx
 import msgspec
 from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 
-from forgemq.bus.errors import ClosedError
-from forgemq.bus.log import Log, Place
-from forgemq.contracts import topics
-from forgemq.contracts.episodes import Sampling
-from forgemq.contracts.groups import AdmittedGroup, RequestedGroup, RetiredGroup
-from forgemq.contracts.messages import Output
-from forgemq.contracts.partitions import group_partition
-from forgemq.contracts.run import Episodes, Model, Queue, RunConfiguration, Trainer
-from forgemq.contracts.run import Log as LogSettings
-from forgemq.gateway.app import serve
-from forgemq.gateway.settings import GatewaySettings
-from forgemq.rendering import Rendering
-from forgemq.shell.records import emit_of
-from forgemq.telemetry.telemetry import Telemetry
+from forgemq_bus.errors import ClosedError
+from forgemq_bus.log import Log, Place
+from forgemq_contracts import topics
+from forgemq_contracts.episodes import Sampling
+from forgemq_contracts.groups import AdmittedGroup, RequestedGroup, RetiredGroup
+from forgemq_contracts.messages import Output
+from forgemq_contracts.partitions import group_partition
+from forgemq_contracts.run import Episodes, Model, Queue, RunConfiguration, Trainer
+from forgemq_contracts.run import Log as LogSettings
+from forgemq_gateway.app import serve
+from forgemq_gateway.settings import GatewaySettings
+from forgemq_rendering import Rendering
+from forgemq_shell.records import emit_of
+from forgemq_telemetry.telemetry import Telemetry
 from tests.unit.gateway.scripted_lane import GROUP_PARTITIONS, Script, ScriptedLane
 
 ADMIN_KEY = "an-admin-key-of-some-length"

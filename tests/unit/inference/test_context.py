@@ -4,9 +4,9 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgemq.contracts.arrays import pack_ids
-from forgemq.inference.core.context import TokenContext
-from forgemq.inference.core.remembered import RememberedCompletions
+from forgemq_contracts.arrays import pack_ids
+from forgemq_inference.core.context import TokenContext
+from forgemq_inference.core.remembered import RememberedCompletions
 
 
 def context_of(ids: list[int]) -> TokenContext:

@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgemq.contracts.arrays import pack_ids, unpack_floats, unpack_ids
-from forgemq.contracts.completions import CancelledCompletion, RequestedCompletion, WeightSpan
-from forgemq.contracts.episodes import Sampling
-from forgemq.contracts.weights import PublishedWeights, Rendezvous
-from forgemq.inference.core.context import TokenContext
-from forgemq.inference.core.generation import (
+from forgemq_contracts.arrays import pack_ids, unpack_floats, unpack_ids
+from forgemq_contracts.completions import CancelledCompletion, RequestedCompletion, WeightSpan
+from forgemq_contracts.episodes import Sampling
+from forgemq_contracts.weights import PublishedWeights, Rendezvous
+from forgemq_inference.core.context import TokenContext
+from forgemq_inference.core.generation import (
     EngineAnswer,
     EngineFinish,
     EngineLimits,
@@ -27,7 +27,7 @@ from forgemq.inference.core.generation import (
     spans_of,
     support_of,
 )
-from forgemq.inference.core.lane import (
+from forgemq_inference.core.lane import (
     CANCELLED,
     CONTEXT_MISSING,
     DEADLINE,
@@ -37,7 +37,7 @@ from forgemq.inference.core.lane import (
     Run,
     Skipped,
 )
-from forgemq.inference.core.weights import (
+from forgemq_inference.core.weights import (
     BASE,
     DurableLoad,
     FastLoad,

@@ -7,8 +7,8 @@ from pathlib import Path
 import fsspec
 import pytest
 
-from forgemq.contracts.weights import PublishedWeights
-from forgemq.inference.durable import DurableCopies, DurableCopyError, file_sha256
+from forgemq_contracts.weights import PublishedWeights
+from forgemq_inference.durable import DurableCopies, DurableCopyError, file_sha256
 
 
 @pytest.fixture

@@ -1,10 +1,10 @@
 """The epoch that a lane starts under, whatever stands among its reports."""
 
-from forgemq.bus.log import Emit, Place
-from forgemq.bus.memory import MemoryLog
-from forgemq.contracts import topics
-from forgemq.contracts.weights import ReportedEngine
-from forgemq.inference.epoch import claim_epoch
+from forgemq_bus.log import Emit, Place
+from forgemq_bus.memory import MemoryLog
+from forgemq_contracts import topics
+from forgemq_contracts.weights import ReportedEngine
+from forgemq_inference.epoch import claim_epoch
 
 LANE = 1
 BAD = b"\x81\xaarequest_id\xa4\xff\xff\xff\xff"

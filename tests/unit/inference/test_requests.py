@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from forgemq.bus.log import Emit
-from forgemq.bus.memory import MemoryLog
-from forgemq.contracts import topics
-from forgemq.contracts.arrays import pack_ids, unpack_floats, unpack_ids
-from forgemq.contracts.weights import ReportedEngine
+from forgemq_bus.log import Emit
+from forgemq_bus.memory import MemoryLog
+from forgemq_contracts import topics
+from forgemq_contracts.arrays import pack_ids, unpack_floats, unpack_ids
+from forgemq_contracts.weights import ReportedEngine
 from loadtests.stand_in_engine import Speed, StandInEngine, sampled, serving
 from tests.lane_scene import LaneScene, create_topics, request_id
 

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgemq.bus.memory import MemoryLog
-from forgemq.contracts.arrays import pack_ids
-from forgemq.contracts.completions import FinishedCompletion, RequestedCompletion
-from forgemq.contracts.episodes import Sampling
-from forgemq.inference.core.context import TokenContext
-from forgemq.inference.core.generation import (
+from forgemq_bus.memory import MemoryLog
+from forgemq_contracts.arrays import pack_ids
+from forgemq_contracts.completions import FinishedCompletion, RequestedCompletion
+from forgemq_contracts.episodes import Sampling
+from forgemq_inference.core.context import TokenContext
+from forgemq_inference.core.generation import (
     EngineAnswer,
     EngineLimits,
     InvalidAnswerError,
@@ -23,10 +23,10 @@ from forgemq.inference.core.generation import (
     finished,
     generate_body,
 )
-from forgemq.inference.core.lane import Refused
-from forgemq.inference.core.routes import Experts, InvalidRoutesError, packed_routes
-from forgemq.inference.engine import ServerInfo
-from forgemq.inference.limits import engine_limits
+from forgemq_inference.core.lane import Refused
+from forgemq_inference.core.routes import Experts, InvalidRoutesError, packed_routes
+from forgemq_inference.engine import ServerInfo
+from forgemq_inference.limits import engine_limits
 from loadtests.stand_in_engine import Speed, StandInEngine, serving
 from tests.lane_scene import TURN, LaneScene, create_topics, request_id
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from forgemq.bus.memory import MemoryLog
-from forgemq.contracts.weights import Rendezvous
+from forgemq_bus.memory import MemoryLog
+from forgemq_contracts.weights import Rendezvous
 from loadtests.stand_in_engine import Speed, StandInEngine, serving
 from tests.lane_scene import LaneScene, create_topics
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from forgemq.launcher.command_line import run_tool
+from forgemq_launcher.command_line import run_tool
 
 DEMO = Path(__file__).parents[3] / "deploy" / "demo"
 

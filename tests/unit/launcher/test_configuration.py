@@ -4,7 +4,7 @@ from pathlib import PurePath
 
 import pytest
 
-from forgemq.launcher.core.configuration import (
+from forgemq_launcher.core.configuration import (
     ConfigurationError,
     configuration,
     document,

@@ -2,9 +2,9 @@
 
 import pytest
 
-from forgemq.contracts.groups import MergedGroup, NotTrainable, RetiredGroup, RetireReason
-from forgemq.contracts.run import Queue
-from forgemq.launcher.core.failing import FailingGroups
+from forgemq_contracts.groups import MergedGroup, NotTrainable, RetiredGroup, RetireReason
+from forgemq_contracts.run import Queue
+from forgemq_launcher.core.failing import FailingGroups
 
 QUEUES = tuple(
     Queue(domain=domain, task_source="", agent="", slots=2, groups_per_step=1)

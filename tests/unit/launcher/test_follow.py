@@ -7,12 +7,12 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from forgemq.bus.log import Emit
-from forgemq.bus.memory import MemoryLog
-from forgemq.contracts.groups import MergedGroup, RetiredGroup
-from forgemq.contracts.messages import Output
-from forgemq.contracts.run import EndedRun, StartedRun
-from forgemq.contracts.topics import (
+from forgemq_bus.log import Emit
+from forgemq_bus.memory import MemoryLog
+from forgemq_contracts.groups import MergedGroup, RetiredGroup
+from forgemq_contracts.messages import Output
+from forgemq_contracts.run import EndedRun, StartedRun
+from forgemq_contracts.topics import (
     ENDED_RUNS,
     MERGED_GROUPS,
     REPORTED_ENGINES,
@@ -20,19 +20,19 @@ from forgemq.contracts.topics import (
     STARTED_RUNS,
     Topic,
 )
-from forgemq.contracts.weights import ReportedEngine
-from forgemq.launcher import ending
-from forgemq.launcher.curves import CurveWriter
-from forgemq.launcher.follow import Follower
-from forgemq.launcher.news import news
-from forgemq.launcher.panel import PanelView, line, panel
-from forgemq.launcher.processes import ServiceStatus
-from forgemq.launcher.report_files import table
-from forgemq.launcher.run_folder import RunFolder, RunFolderError
-from forgemq.launcher.screen import Screen
-from forgemq.launcher.topics_of_run import create_topics, last_trained_step
-from forgemq.run_view.view import RunView
-from forgemq.shell.records import emit_of
+from forgemq_contracts.weights import ReportedEngine
+from forgemq_launcher import ending
+from forgemq_launcher.curves import CurveWriter
+from forgemq_launcher.follow import Follower
+from forgemq_launcher.news import news
+from forgemq_launcher.panel import PanelView, line, panel
+from forgemq_launcher.processes import ServiceStatus
+from forgemq_launcher.report_files import table
+from forgemq_launcher.run_folder import RunFolder, RunFolderError
+from forgemq_launcher.screen import Screen
+from forgemq_launcher.topics_of_run import create_topics, last_trained_step
+from forgemq_run_view.view import RunView
+from forgemq_shell.records import emit_of
 from tests.unit.run_view.synthetic import DOMAIN, SyntheticRun, configuration, started
 
 SHOWN = PanelView(

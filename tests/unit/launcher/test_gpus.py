@@ -3,11 +3,11 @@
 import msgspec
 import pytest
 
-from forgemq.contracts.run import Log, Model, Queue, RunConfiguration, Trainer
-from forgemq.launcher.core.gpus import engine_gpus, visible_gpus
-from forgemq.launcher.engines import options_of_lanes
-from forgemq.launcher.machine import MachineError
-from forgemq.sglang_cpu.options import EngineOptions
+from forgemq_contracts.run import Log, Model, Queue, RunConfiguration, Trainer
+from forgemq_launcher.core.gpus import engine_gpus, visible_gpus
+from forgemq_launcher.engines import options_of_lanes
+from forgemq_launcher.machine import MachineError
+from forgemq_sglang_cpu.options import EngineOptions
 
 RUN = RunConfiguration(
     run="r",

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgemq.bus.log import Isolation, Log, Place, Reader
-from forgemq.bus.memory import MemoryLog
-from forgemq.launcher import ending
-from forgemq.launcher.follow import Follower
-from forgemq.launcher.topics_of_run import create_topics
+from forgemq_bus.log import Isolation, Log, Place, Reader
+from forgemq_bus.memory import MemoryLog
+from forgemq_launcher import ending
+from forgemq_launcher.follow import Follower
+from forgemq_launcher.topics_of_run import create_topics
 from tests.unit.run_view.synthetic import SyntheticRun, configuration, started
 from tests.unit.run_view.test_auditing import audit_once, trim, write
 

@@ -5,8 +5,8 @@ import socket
 import psutil
 import pytest
 
-from forgemq.launcher.core.phases import phase
-from forgemq.launcher.machine import MachineError, check_memory, port
+from forgemq_launcher.core.phases import phase
+from forgemq_launcher.machine import MachineError, check_memory, port
 
 HOST = "127.0.0.1"
 

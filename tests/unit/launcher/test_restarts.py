@@ -1,6 +1,6 @@
 """When a service is started again, and when the run is given up."""
 
-from forgemq.launcher.core.restarts import RestartPolicy
+from forgemq_launcher.core.restarts import RestartPolicy
 
 POLICY = RestartPolicy(restarts_max=3, span_s=100, delay_first_s=0.5, delay_max_s=1.5)
 

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from forgemq.contracts.run import Model, Queue, RunConfiguration, Trainer
-from forgemq.launcher.run_folder import RunFolder
-from forgemq.launcher.services import SERVICES, Addresses, service_specs
+from forgemq_contracts.run import Model, Queue, RunConfiguration, Trainer
+from forgemq_launcher.run_folder import RunFolder
+from forgemq_launcher.services import SERVICES, Addresses, service_specs
 
 GIVEN = {
     "PATH": "/bin",
@@ -34,7 +34,7 @@ def environs(folder: Path) -> dict[str, dict[str, str]]:
     specs = service_specs(
         configuration, folder=RunFolder(folder), addresses=addresses, environ=GIVEN
     )
-    return {spec.module.removeprefix("forgemq."): dict(spec.environ) for spec in specs}
+    return {spec.module.removeprefix("forgemq_"): dict(spec.environ) for spec in specs}
 
 
 def test_a_service_sees_its_own_settings_and_no_others(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """A run whose bulk topics are trimmed is reported as one that keeps everything."""
 
-from forgemq.bus.memory import MemoryLog
-from forgemq.launcher import ending
-from forgemq.launcher.topics_of_run import create_topics
+from forgemq_bus.memory import MemoryLog
+from forgemq_launcher import ending
+from forgemq_launcher.topics_of_run import create_topics
 from tests.unit.run_view.synthetic import SyntheticRun, configuration, started
 from tests.unit.run_view.test_auditing import TRIMMED, audit_once, kept_ids, places_of, trim, write
 

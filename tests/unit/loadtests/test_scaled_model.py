@@ -8,7 +8,7 @@ import pytest
 import torch
 from scaled_model import Machine, causal_flash, trained_bytes
 
-from forgemq.trainer.core.flops import flops
+from forgemq_trainer.core.flops import flops
 from tests.unit.loadtests.tiny import LARGE, shape_of
 
 

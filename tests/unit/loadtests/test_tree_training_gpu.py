@@ -23,11 +23,11 @@ from tree_training_gpu import (
 from tree_ways import ROUNDS
 from tree_workloads import merged_tree, requests
 
-from forgemq.trainer.core.attention import AttentionBackend
-from forgemq.trainer.core.flops import Flops, flops, flops_of_tree
-from forgemq.trainer.core.gpu_attention import AttentionKind, GpuAttention
-from forgemq.trainer.core.tree import read_tree
-from forgemq.trainer.core.varlen import passes
+from forgemq_trainer.core.attention.attention import AttentionBackend
+from forgemq_trainer.core.attention.gpu_attention import AttentionKind, GpuAttention
+from forgemq_trainer.core.attention.varlen import passes
+from forgemq_trainer.core.flops import Flops, flops, flops_of_tree
+from forgemq_trainer.core.tree import read_tree
 from tests.unit.loadtests.tiny import (
     CASE,
     HEAD_SIZE,

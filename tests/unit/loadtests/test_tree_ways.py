@@ -20,9 +20,9 @@ from tree_ways import (
 )
 from tree_workloads import Sample, Shape, append_merged, merged_tree, requests
 
-from forgemq.trainer.core.flops import Flops, flops, flops_of_tree
-from forgemq.trainer.core.gpu_attention import AttentionKind, GpuAttention
-from forgemq.trainer.core.tree import joined, read_tree
+from forgemq_trainer.core.attention.gpu_attention import AttentionKind, GpuAttention
+from forgemq_trainer.core.flops import Flops, flops, flops_of_tree
+from forgemq_trainer.core.tree import joined, read_tree
 from tests.unit.loadtests.tiny import (
     CASE,
     HEAD_SIZE,

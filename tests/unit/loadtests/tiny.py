@@ -9,9 +9,9 @@ from tree_training_gpu import Case
 from tree_ways import Ways
 from tree_workloads import Shape, merged_tree, requests
 
-from forgemq.trainer.core.memory import ModelShape
-from forgemq.trainer.core.tree import read_tree
-from forgemq.trainer.model import model_shape
+from forgemq_trainer.core.memory import ModelShape
+from forgemq_trainer.core.tree import read_tree
+from forgemq_trainer.model import model_shape
 
 HEAD_SIZE = 16
 TINY = Machine(

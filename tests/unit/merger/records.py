@@ -2,18 +2,18 @@
 
 import numpy as np
 
-from forgemq.contracts.arrays import pack_floats, pack_ids, unpack_floats, unpack_ids
-from forgemq.contracts.completions import FinishedCompletion, TurnPart, WeightSpan
-from forgemq.contracts.groups import (
+from forgemq_contracts.arrays import pack_floats, pack_ids, unpack_floats, unpack_ids
+from forgemq_contracts.completions import FinishedCompletion, TurnPart, WeightSpan
+from forgemq_contracts.groups import (
     EpisodeScore,
     MergedGroup,
     RetiredGroup,
     ScoredCompletion,
     ScoredGroup,
 )
-from forgemq.contracts.messages import Message, Output
-from forgemq.contracts.trees import MergedTree
-from forgemq.merger.core.merger import Merger
+from forgemq_contracts.messages import Message, Output
+from forgemq_contracts.trees import MergedTree
+from forgemq_merger.core.merger import Merger
 
 GROUP = "g-1"
 

@@ -9,13 +9,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from forgemq.contracts import topics
-from forgemq.contracts.accounting import RETIRED_IDS_MAX
-from forgemq.contracts.arrays import unpack_ids
-from forgemq.contracts.completions import WeightSpan
-from forgemq.contracts.groups import MergedGroup, ScoredCompletion
-from forgemq.contracts.messages import Output, Tick
-from forgemq.merger.core.merger import QUIET_MS_MAX, Merger
+from forgemq_contracts import topics
+from forgemq_contracts.accounting import RETIRED_IDS_MAX
+from forgemq_contracts.arrays import unpack_ids
+from forgemq_contracts.completions import WeightSpan
+from forgemq_contracts.groups import MergedGroup, ScoredCompletion
+from forgemq_contracts.messages import Output, Tick
+from forgemq_merger.core.merger import QUIET_MS_MAX, Merger
 from tests.unit.merger.records import (
     GROUP,
     feed,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgemq.merger.core.prefix_tree import Delta, PrefixTree, build, common_prefix, kept_lengths
+from forgemq_merger.core.prefix_tree import Delta, PrefixTree, build, common_prefix, kept_lengths
 
 
 def full_sequences(deltas: list[Delta]) -> list[list[int]]:

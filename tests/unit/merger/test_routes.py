@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from forgemq.contracts.messages import Output
-from forgemq.contracts.trees import MergedTree
-from forgemq.merger.core.merger import Merger
+from forgemq_contracts.messages import Output
+from forgemq_contracts.trees import MergedTree
+from forgemq_merger.core.merger import Merger
 from tests.unit.merger.records import feed, finished, message, name, only_summary, scored
 
 LAYERS, TOP_K = 3, 2

@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgemq.contracts.arrays import unpack_floats, unpack_ids
-from forgemq.merger.core.merger import Merger
+from forgemq_contracts.arrays import unpack_floats, unpack_ids
+from forgemq_merger.core.merger import Merger
 from tests.unit.merger.records import feed, finished, name, only_summary, read_back, scored
 
 

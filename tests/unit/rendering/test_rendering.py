@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgemq.rendering import Rendering
+from forgemq_rendering import Rendering
 from tests.unit.rendering.folders import REWRITING_TEMPLATE, write_model_folder
 
 TOOLS = [
@@ -284,7 +284,7 @@ def test_systems_at_the_head_are_one_and_later_ones_are_user_turns(rendering: Re
 
 def test_importing_needs_neither_torch_nor_transformers() -> None:
     program = (
-        "import sys, forgemq.rendering;"
+        "import sys, forgemq_rendering;"
         "sys.exit(sum(name in sys.modules for name in ('torch', 'transformers', 'sglang')))"
     )
     assert subprocess.run([sys.executable, "-c", program], timeout=50, check=False).returncode == 0

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from forgemq.contracts.arrays import pack_floats, pack_ids
-from forgemq.contracts.completions import FinishedCompletion, TurnPart
-from forgemq.contracts.episodes import (
+from forgemq_contracts.arrays import pack_floats, pack_ids
+from forgemq_contracts.completions import FinishedCompletion, TurnPart
+from forgemq_contracts.episodes import (
     FinishedEpisode,
     GradedEpisode,
     ManifestEntry,

@@ -6,14 +6,14 @@ import msgspec
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from forgemq.contracts.episodes import GradedEpisode, ReportedReward
-from forgemq.contracts.fields import REWARD_SIZE_MAX
-from forgemq.contracts.groups import MergedGroup, ScoredCompletion, ScoredGroup
-from forgemq.contracts.messages import Message
-from forgemq.contracts.run import Rewards
-from forgemq.merger.core.merger import Merger
-from forgemq.reward.core import RewardCore
-from forgemq.reward.core.verdict import Verdict, graded_episode
+from forgemq_contracts.episodes import GradedEpisode, ReportedReward
+from forgemq_contracts.fields import REWARD_SIZE_MAX
+from forgemq_contracts.groups import MergedGroup, ScoredCompletion, ScoredGroup
+from forgemq_contracts.messages import Message
+from forgemq_contracts.run import Rewards
+from forgemq_merger.core.merger import Merger
+from forgemq_reward.core import RewardCore
+from forgemq_reward.core.verdict import Verdict, graded_episode
 from tests.unit.merger.records import finished, message
 from tests.unit.reward import records
 from tests.unit.reward.records import completion_id, finished_episode

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from forgemq.contracts.grading import GradingEpisode
-from forgemq.reward.core.verdict import Verdict
-from forgemq.reward.grader_process import GraderProcess, GraderRefusedError
-from forgemq.reward.grader_wire import Load, QueueFunctions
+from forgemq_contracts.grading import GradingEpisode
+from forgemq_reward.core.verdict import Verdict
+from forgemq_reward.grader_process import GraderProcess, GraderRefusedError
+from forgemq_reward.grader_wire import Load, QueueFunctions
 
 ENVIRON = {**os.environ, "FORGEMQ_KAFKA_SASL_PASSWORD": "secret"}
 CODE = """

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgemq.contracts.groups import RetiredGroup, ScoredGroup
-from forgemq.contracts.messages import InvalidRecordError, Message, Tick
-from forgemq.contracts.run import Rewards
-from forgemq.reward.core import RewardCore
-from forgemq.reward.core.groups import GroupState, scored_group
+from forgemq_contracts.groups import RetiredGroup, ScoredGroup
+from forgemq_contracts.messages import InvalidRecordError, Message, Tick
+from forgemq_contracts.run import Rewards
+from forgemq_reward.core import RewardCore
+from forgemq_reward.core.groups import GroupState, scored_group
 from tests.unit.reward.records import completion_id, finished_episode, graded_episode
 
 OUTCOME_ONLY = Rewards(alpha=1.0, beta=1.0)

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from forgemq.reward.core.pending import PendingEpisodes, PendingPositions
+from forgemq_reward.core.pending import PendingEpisodes, PendingPositions
 from tests.unit.reward.records import completion_id, finished_completion, finished_episode
 
 TOOLS = b'[{"type":"function","function":{"name":"price"}}]'

@@ -10,13 +10,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from forgemq.bus.blobs import BlobStore
-from forgemq.bus.log import Emit, Place
-from forgemq.bus.memory import MemoryLog
-from forgemq.contracts import topics
-from forgemq.contracts.episodes import FinishedEpisode, GradedEpisode
-from forgemq.contracts.groups import RetiredGroup, ScoredGroup
-from forgemq.contracts.run import (
+from forgemq_bus.blobs import BlobStore
+from forgemq_bus.log import Emit, Place
+from forgemq_bus.memory import MemoryLog
+from forgemq_contracts import topics
+from forgemq_contracts.episodes import FinishedEpisode, GradedEpisode
+from forgemq_contracts.groups import RetiredGroup, ScoredGroup
+from forgemq_contracts.run import (
     Log,
     Model,
     Queue,
@@ -25,13 +25,13 @@ from forgemq.contracts.run import (
     StartedRun,
     Trainer,
 )
-from forgemq.rendering.tokenizer import FolderTokenizer
-from forgemq.reward.app import CONSUMES, PRODUCES, main
-from forgemq.reward.grader_process import GraderRefusedError
-from forgemq.settings.environment import SettingsError
-from forgemq.shell.dead_letters import letter_of
-from forgemq.shell.service import Context
-from forgemq.telemetry import Telemetry
+from forgemq_rendering.tokenizer import FolderTokenizer
+from forgemq_reward.app import CONSUMES, PRODUCES, main
+from forgemq_reward.grader_process import GraderRefusedError
+from forgemq_settings.environment import SettingsError
+from forgemq_shell.dead_letters import letter_of
+from forgemq_shell.service import Context
+from forgemq_telemetry import Telemetry
 from tests.unit.reward.records import finished_completion, finished_episode
 
 MODEL = Path("deploy/demo/model")

@@ -4,9 +4,9 @@ import math
 
 import pytest
 
-from forgemq.contracts.episodes import ReportedReward
-from forgemq.contracts.grading import GradingCompletion
-from forgemq.reward.core.verdict import Verdict, graded_episode
+from forgemq_contracts.episodes import ReportedReward
+from forgemq_contracts.grading import GradingCompletion
+from forgemq_reward.core.verdict import Verdict, graded_episode
 from tests.unit.reward.records import completion_id, finished_episode
 
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from forgemq.contracts.arrays import pack_floats, pack_ids
-from forgemq.contracts.completions import FinishedCompletion, TurnPart, WeightSpan
-from forgemq.contracts.episodes import FinishedEpisode, ManifestEntry
-from forgemq.contracts.groups import (
+from forgemq_contracts.arrays import pack_floats, pack_ids
+from forgemq_contracts.completions import FinishedCompletion, TurnPart, WeightSpan
+from forgemq_contracts.episodes import FinishedEpisode, ManifestEntry
+from forgemq_contracts.groups import (
     AdmittedGroup,
     EpisodeScore,
     RequestedGroup,
@@ -19,11 +19,11 @@ from forgemq.contracts.groups import (
     ScoredCompletion,
     ScoredGroup,
 )
-from forgemq.contracts.messages import Message
-from forgemq.contracts.partitions import group_partition
-from forgemq.contracts.run import Log, Model, Queue, RunConfiguration, StartedRun, Trainer
-from forgemq.contracts.steps import ScheduledGroup, ScheduledStep, TrainedStep, TrainingMetrics
-from forgemq.contracts.topics import (
+from forgemq_contracts.messages import Message
+from forgemq_contracts.partitions import group_partition
+from forgemq_contracts.run import Log, Model, Queue, RunConfiguration, StartedRun, Trainer
+from forgemq_contracts.steps import ScheduledGroup, ScheduledStep, TrainedStep, TrainingMetrics
+from forgemq_contracts.topics import (
     ADMITTED_GROUPS,
     FINISHED_COMPLETIONS,
     FINISHED_EPISODES,
@@ -39,8 +39,8 @@ from forgemq.contracts.topics import (
     TRAINED_STEPS,
     Topic,
 )
-from forgemq.contracts.weights import LoadedWeights, PublishedWeights, ReportedEngine
-from forgemq.merger.core.merger import Merger
+from forgemq_contracts.weights import LoadedWeights, PublishedWeights, ReportedEngine
+from forgemq_merger.core.merger import Merger
 
 DOMAIN = "shop_desk"
 GROUP_SIZE = 2

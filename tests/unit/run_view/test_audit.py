@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from forgemq.contracts import topics
-from forgemq.contracts.arrays import pack_floats, pack_ids, unpack_ids
-from forgemq.contracts.completions import FinishedCompletion
-from forgemq.contracts.episodes import FinishedEpisode
-from forgemq.contracts.groups import ScoredGroup
-from forgemq.contracts.messages import Message
-from forgemq.contracts.topics import (
+from forgemq_contracts import topics
+from forgemq_contracts.arrays import pack_floats, pack_ids, unpack_ids
+from forgemq_contracts.completions import FinishedCompletion
+from forgemq_contracts.episodes import FinishedEpisode
+from forgemq_contracts.groups import ScoredGroup
+from forgemq_contracts.messages import Message
+from forgemq_contracts.topics import (
     ADMITTED_GROUPS,
     FINISHED_COMPLETIONS,
     FINISHED_EPISODES,
@@ -23,10 +23,10 @@ from forgemq.contracts.topics import (
     SCORED_GROUPS,
     TRAINED_STEPS,
 )
-from forgemq.contracts.trees import MergedTree
-from forgemq.run_view.audit import GuaranteeVerdict, Ledger
-from forgemq.run_view.samples import first_ends, tree_facts
-from forgemq.run_view.trajectory import chosen
+from forgemq_contracts.trees import MergedTree
+from forgemq_run_view.audit import GuaranteeVerdict, Ledger
+from forgemq_run_view.samples import first_ends, tree_facts
+from forgemq_run_view.trajectory import chosen
 from tests.unit.run_view.synthetic import SyntheticRun, configuration, metrics
 
 

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgemq.bus.log import Log
-from forgemq.bus.memory import MemoryLog
-from forgemq.contracts import topics
-from forgemq.contracts.audit import TreeFacts
-from forgemq.contracts.completions import FinishedCompletion
-from forgemq.run_view.auditing import Auditor, AuditRound, unaudited
-from forgemq.run_view.group_records import ROUND_LIMITS, RoundLimits
+from forgemq_bus.log import Log
+from forgemq_bus.memory import MemoryLog
+from forgemq_contracts import topics
+from forgemq_contracts.audit import TreeFacts
+from forgemq_contracts.completions import FinishedCompletion
+from forgemq_run_view.auditing import Auditor, AuditRound, unaudited
+from forgemq_run_view.group_records import ROUND_LIMITS, RoundLimits
 from tests.unit.run_view.synthetic import SyntheticRun
 from tests.unit.run_view.test_auditing import (
     PARTITIONS,

@@ -7,17 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgemq.bus.errors import FencedError, OutOfRangeError
-from forgemq.bus.log import Emit, Log, Place
-from forgemq.bus.memory import MemoryLog
-from forgemq.contracts import topics
-from forgemq.contracts.audit import AuditedGroup
-from forgemq.contracts.completions import FinishedCompletion
-from forgemq.contracts.messages import Message
-from forgemq.run_view.auditing import Auditor, unaudited
-from forgemq.run_view.group_records import COMPARED
-from forgemq.run_view.reading import pass_trimmed, read_all, read_at
-from forgemq.run_view.view import RunView
+from forgemq_bus.errors import FencedError, OutOfRangeError
+from forgemq_bus.log import Emit, Log, Place
+from forgemq_bus.memory import MemoryLog
+from forgemq_contracts import topics
+from forgemq_contracts.audit import AuditedGroup
+from forgemq_contracts.completions import FinishedCompletion
+from forgemq_contracts.messages import Message
+from forgemq_run_view.auditing import Auditor, unaudited
+from forgemq_run_view.group_records import COMPARED
+from forgemq_run_view.reading import pass_trimmed, read_all, read_at
+from forgemq_run_view.view import RunView
 from tests.unit.run_view.synthetic import SyntheticRun, started
 
 PARTITIONS = 2

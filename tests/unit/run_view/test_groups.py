@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from forgemq.contracts.messages import Message
-from forgemq.run_view.groups import GroupBook
+from forgemq_contracts.messages import Message
+from forgemq_run_view.groups import GroupBook
 from tests.unit.run_view.synthetic import SyntheticRun, configuration
 
 

@@ -6,11 +6,11 @@ import random
 import msgspec
 import pytest
 
-from forgemq.contracts.groups import AdmittedGroup, EpisodeScore, ScoredGroup
-from forgemq.contracts.run import EndedRun
-from forgemq.contracts.topics import ADMITTED_GROUPS, ENDED_RUNS, SCORED_GROUPS, TRAINED_STEPS
-from forgemq.run_view.state import RunState
-from forgemq.run_view.view import RunView
+from forgemq_contracts.groups import AdmittedGroup, EpisodeScore, ScoredGroup
+from forgemq_contracts.run import EndedRun
+from forgemq_contracts.topics import ADMITTED_GROUPS, ENDED_RUNS, SCORED_GROUPS, TRAINED_STEPS
+from forgemq_run_view.state import RunState
+from forgemq_run_view.view import RunView
 from tests.unit.run_view.synthetic import DOMAIN, SyntheticRun, metrics, started
 
 

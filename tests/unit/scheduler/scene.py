@@ -4,12 +4,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from forgemq.contracts.groups import AdmittedGroup, MergedGroup, RequestedGroup, RetiredGroup
-from forgemq.contracts.messages import Message, Tick
-from forgemq.contracts.run import Log, Model, Queue, RunConfiguration, Trainer, check
-from forgemq.contracts.steps import ScheduledStep, TrainedStep, TrainingMetrics
-from forgemq.contracts.weights import LoadedWeights, ReportedEngine
-from forgemq.scheduler.core import SchedulerCore
+from forgemq_contracts.groups import AdmittedGroup, MergedGroup, RequestedGroup, RetiredGroup
+from forgemq_contracts.messages import Message, Tick
+from forgemq_contracts.run import Log, Model, Queue, RunConfiguration, Trainer, check
+from forgemq_contracts.steps import ScheduledStep, TrainedStep, TrainingMetrics
+from forgemq_contracts.weights import LoadedWeights, ReportedEngine
+from forgemq_scheduler.core import SchedulerCore
 
 METRICS = TrainingMetrics(
     loss=0.0,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from forgemq.contracts.dead_letters import DeadLetter
+from forgemq_contracts.dead_letters import DeadLetter
 from tests.unit.scheduler.scene import Scene, configuration_of, queue_of
 
 DETAIL = "finished-completions-v1 at offset 7 is no record: does not decode: torn"

@@ -2,12 +2,12 @@
 
 import pytest
 
-from forgemq.contracts import topics
-from forgemq.contracts.groups import MergedGroup
-from forgemq.contracts.messages import InvalidRecordError
-from forgemq.contracts.partitions import group_partition
-from forgemq.contracts.weights import LANE_LAPSE_S
-from forgemq.scheduler.core import SchedulerCore
+from forgemq_contracts import topics
+from forgemq_contracts.groups import MergedGroup
+from forgemq_contracts.messages import InvalidRecordError
+from forgemq_contracts.partitions import group_partition
+from forgemq_contracts.weights import LANE_LAPSE_S
+from forgemq_scheduler.core import SchedulerCore
 from tests.unit.scheduler.scene import Scene, configuration_of, queue_of
 
 DEMO = queue_of(slots=12, per_step=6, window=4)

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgemq.contracts.groups import MergedGroup
-from forgemq.contracts.run import staleness_bound
-from forgemq.scheduler.core.window import WindowedFifo
+from forgemq_contracts.groups import MergedGroup
+from forgemq_contracts.run import staleness_bound
+from forgemq_scheduler.core.window import WindowedFifo
 from tests.unit.scheduler.scene import Scene, configuration_of, queue_of
 
 

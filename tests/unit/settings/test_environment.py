@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Meta, Struct
 
-from forgemq.settings.environment import SettingsError, parse
+from forgemq_settings.environment import SettingsError, parse
 
 
 class Example(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from forgemq.sglang_cpu.options import EngineOptions, command_line, environment, is_mixture
-from forgemq.sglang_cpu.server import EngineServer, EngineServerError, free_port
+from forgemq_sglang_cpu.options import EngineOptions, command_line, environment, is_mixture
+from forgemq_sglang_cpu.server import EngineServer, EngineServerError, free_port
 
 
 def line(options: EngineOptions) -> str:
@@ -21,7 +21,7 @@ def line(options: EngineOptions) -> str:
 
 def test_a_cpu_engine_runs_in_float32_with_a_bounded_cache() -> None:
     command = line(EngineOptions(context_tokens_max=1024, extra=("--tp", "2")))
-    assert command.startswith("-m forgemq.sglang_cpu --model-path m --host 127.0.0.1 --port 7")
+    assert command.startswith("-m forgemq_sglang_cpu --model-path m --host 127.0.0.1 --port 7")
     assert "--device cpu --dtype float32" in command
     assert "--max-total-tokens 40000 --max-running-requests 48" in command
     assert "--context-length 1024" in command
@@ -94,10 +94,10 @@ def test_sglang_finds_the_platform_and_the_hooks() -> None:
         for group in ("sglang.srt.platforms", "sglang.srt.plugins")
         for point in entry_points(group=group)
     }
-    assert found["sglang.srt.platforms", "forgemq_cpu"] == "forgemq.sglang_cpu.plugin:activate"
+    assert found["sglang.srt.platforms", "forgemq_cpu"] == "forgemq_sglang_cpu.plugin:activate"
     assert (
         found["sglang.srt.plugins", "forgemq_cpu_hooks"]
-        == "forgemq.sglang_cpu.plugin:register_hooks"
+        == "forgemq_sglang_cpu.plugin:register_hooks"
     )
 
 
@@ -123,7 +123,7 @@ def test_an_engine_ends_with_the_process_that_started_it(tmp_path: Path) -> None
     """A child in a group of its own watches a parent, which is killed."""
     pids = tmp_path / "pid"
     child = (
-        "import os, time, pathlib; from forgemq.sglang_cpu.orphan import end_with_parent; "
+        "import os, time, pathlib; from forgemq_sglang_cpu.orphan import end_with_parent; "
         f"end_with_parent(os.getppid()); pathlib.Path({str(pids)!r}).write_text(str(os.getpid())); "
         "time.sleep(60)"
     )

@@ -1,8 +1,8 @@
 import pytest
 
-from forgemq.bus.log import Place
-from forgemq.shell.bad_record_limit import BadRecordLimit, TooManyBadRecordsError
-from forgemq.shell.transform_settings import TransformSettings
+from forgemq_bus.log import Place
+from forgemq_shell.bad_record_limit import BadRecordLimit, TooManyBadRecordsError
+from forgemq_shell.transform_settings import TransformSettings
 
 PLACE, OTHER = Place("scored-groups-v1", 0), Place("scored-groups-v1", 1)
 SETTINGS = TransformSettings(

@@ -2,11 +2,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgemq.bus.log import Emit, Place, Record
-from forgemq.contracts import topics
-from forgemq.contracts.groups import RetiredGroup, ScoredGroup
-from forgemq.contracts.journal import JournalInput
-from forgemq.shell.batch import Batch, digest
+from forgemq_bus.log import Emit, Place, Record
+from forgemq_contracts import topics
+from forgemq_contracts.groups import RetiredGroup, ScoredGroup
+from forgemq_contracts.journal import JournalInput
+from forgemq_shell.batch import Batch, digest
 from tests.simulation.counting_core import CountingCore
 
 SCORED = topics.SCORED_GROUPS.name

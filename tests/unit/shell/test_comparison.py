@@ -5,17 +5,17 @@ from collections.abc import AsyncIterator, Callable, Sequence
 import msgspec
 import pytest
 
-from forgemq.bus.log import Emit, Place
-from forgemq.contracts import topics
-from forgemq.contracts.groups import MergedGroup
-from forgemq.contracts.messages import Core, Event, Output
-from forgemq.contracts.run import Log, Model, Queue, RunConfiguration, Trainer
-from forgemq.settings.environment import SettingsError
-from forgemq.shell.comparison import Comparison, compare
-from forgemq.shell.difference import difference_lines
-from forgemq.shell.history import HistoryError
-from forgemq.shell.replay_command import replay_transform
-from forgemq.shell.transform import Transform
+from forgemq_bus.log import Emit, Place
+from forgemq_contracts import topics
+from forgemq_contracts.groups import MergedGroup
+from forgemq_contracts.messages import Core, Event, Output
+from forgemq_contracts.run import Log, Model, Queue, RunConfiguration, Trainer
+from forgemq_settings.environment import SettingsError
+from forgemq_shell.comparison import Comparison, compare
+from forgemq_shell.difference import difference_lines
+from forgemq_shell.history import HistoryError
+from forgemq_shell.replay_command import replay_transform
+from forgemq_shell.transform import Transform
 from tests.simulation.counting_core import CountingCore
 from tests.unit.shell.test_task import MERGED, QUIET, SCORED, World
 

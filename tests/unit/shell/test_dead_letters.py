@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgemq.bus.log import Emit, Headers, Place, Record
-from forgemq.bus.memory import MemoryLog
-from forgemq.contracts import topics
-from forgemq.contracts.examples import full
-from forgemq.contracts.messages import Output
-from forgemq.shell.dead_letters import DeadLetters, dead_letter, group_of, letter_of
-from forgemq.shell.records import emit_of
+from forgemq_bus.log import Emit, Headers, Place, Record
+from forgemq_bus.memory import MemoryLog
+from forgemq_contracts import topics
+from forgemq_contracts.examples import full
+from forgemq_contracts.messages import Output
+from forgemq_shell.dead_letters import DeadLetters, dead_letter, group_of, letter_of
+from forgemq_shell.records import emit_of
 
 GROUP = "g-0123456789abcdef"
 OPENED = topics.OPENED_EPISODES

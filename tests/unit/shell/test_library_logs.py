@@ -4,8 +4,8 @@ import io
 import json
 import logging
 
-from forgemq.shell.library_logs import library_logs
-from forgemq.telemetry.telemetry import Telemetry
+from forgemq_shell.library_logs import library_logs
+from forgemq_telemetry.telemetry import Telemetry
 
 
 def logged_inside(*records: logging.LogRecord) -> list[dict[str, object]]:

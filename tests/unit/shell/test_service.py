@@ -9,16 +9,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from forgemq.bus.memory import MemoryLog
-from forgemq.contracts import topics
-from forgemq.contracts.examples import minimal
-from forgemq.contracts.messages import Output
-from forgemq.contracts.run import StartedRun
-from forgemq.settings.environment import SettingsError
-from forgemq.shell.connection import kafka_connection
-from forgemq.shell.records import emit_of
-from forgemq.shell.service import EXIT_REFUSED, Context, add_code_paths, run_service
-from forgemq.shell.started_run import RunNotStartedError, started_run
+from forgemq_bus.memory import MemoryLog
+from forgemq_contracts import topics
+from forgemq_contracts.examples import minimal
+from forgemq_contracts.messages import Output
+from forgemq_contracts.run import StartedRun
+from forgemq_settings.environment import SettingsError
+from forgemq_shell.connection import kafka_connection
+from forgemq_shell.records import emit_of
+from forgemq_shell.service import EXIT_REFUSED, Context, add_code_paths, run_service
+from forgemq_shell.started_run import RunNotStartedError, started_run
 
 BROKER = {"FORGEMQ_KAFKA": "127.0.0.1:9092"}
 
@@ -135,7 +135,7 @@ async def test_a_run_that_never_starts_is_named_with_what_the_log_said(log: Memo
 
 def test_main_files_are_all_a_service_needs_to_start():
     services = Path(__file__).parents[3] / "services"
-    for path in services.glob("*/src/forgemq/*/__main__.py"):
+    for path in services.glob("*/src/forgemq_*/__main__.py"):
         text = path.read_text(encoding="utf-8")
         if "run_service" in text:
-            assert f'run_service("{path.parent.name}"' in text, path
+            assert f'run_service("{path.parent.name.removeprefix("forgemq_")}"' in text, path

@@ -7,21 +7,21 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from forgemq.bus.errors import FencedError
-from forgemq.bus.log import Emit, Place, Record
-from forgemq.bus.memory import MemoryLog
-from forgemq.contracts import topics
-from forgemq.contracts.groups import ScoredGroup
-from forgemq.contracts.journal import JournalInput, JournalledBatch
-from forgemq.contracts.messages import Core, Output
-from forgemq.shell.bad_record_limit import TooManyBadRecordsError
-from forgemq.shell.batch import digest
-from forgemq.shell.history import HistoryError
-from forgemq.shell.records import emit_of
-from forgemq.shell.replay import replay_task
-from forgemq.shell.task import DivergedError, TaskPlan, TransformTask
-from forgemq.shell.transform_settings import TransformSettings
-from forgemq.telemetry import Telemetry
+from forgemq_bus.errors import FencedError
+from forgemq_bus.log import Emit, Place, Record
+from forgemq_bus.memory import MemoryLog
+from forgemq_contracts import topics
+from forgemq_contracts.groups import ScoredGroup
+from forgemq_contracts.journal import JournalInput, JournalledBatch
+from forgemq_contracts.messages import Core, Output
+from forgemq_shell.bad_record_limit import TooManyBadRecordsError
+from forgemq_shell.batch import digest
+from forgemq_shell.history import HistoryError
+from forgemq_shell.records import emit_of
+from forgemq_shell.replay import replay_task
+from forgemq_shell.task import DivergedError, TaskPlan, TransformTask
+from forgemq_shell.transform_settings import TransformSettings
+from forgemq_telemetry import Telemetry
 from tests.simulation.counting_core import CountingCore
 from tests.simulation.harness import records_of
 

@@ -7,18 +7,18 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from forgemq.bus.log import Log, Place
-from forgemq.bus.memory import MemoryLog
-from forgemq.contracts import topics
-from forgemq.contracts.groups import ScoredGroup
-from forgemq.contracts.messages import Output
-from forgemq.contracts.run import Log as LogConfiguration
-from forgemq.contracts.run import Model, Queue, RunConfiguration, Trainer
-from forgemq.settings.environment import SettingsError
-from forgemq.shell.records import emit_of
-from forgemq.shell.transform import Transform
-from forgemq.shell.transform_settings import TransformSettings
-from forgemq.telemetry import Telemetry
+from forgemq_bus.log import Log, Place
+from forgemq_bus.memory import MemoryLog
+from forgemq_contracts import topics
+from forgemq_contracts.groups import ScoredGroup
+from forgemq_contracts.messages import Output
+from forgemq_contracts.run import Log as LogConfiguration
+from forgemq_contracts.run import Model, Queue, RunConfiguration, Trainer
+from forgemq_settings.environment import SettingsError
+from forgemq_shell.records import emit_of
+from forgemq_shell.transform import Transform
+from forgemq_shell.transform_settings import TransformSettings
+from forgemq_telemetry import Telemetry
 from tests.simulation.counting_core import CountingCore
 from tests.simulation.harness import records_of
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgemq.bus.log import Emit, Log, Place
-from forgemq.bus.memory import MemoryLog
-from forgemq.contracts import topics
-from forgemq.contracts.run import Log as LogSettings
-from forgemq.contracts.run import Model, Queue, RunConfiguration, Trainer
-from forgemq.shell.trimming import keep_trimmed, trim, trim_positions
-from forgemq.telemetry.telemetry import Telemetry
+from forgemq_bus.log import Emit, Log, Place
+from forgemq_bus.memory import MemoryLog
+from forgemq_contracts import topics
+from forgemq_contracts.run import Log as LogSettings
+from forgemq_contracts.run import Model, Queue, RunConfiguration, Trainer
+from forgemq_shell.trimming import keep_trimmed, trim, trim_positions
+from forgemq_telemetry.telemetry import Telemetry
 
 FINISHED = topics.FINISHED_COMPLETIONS
 REPORTED = topics.REPORTED_ENGINES
@@ -158,7 +158,7 @@ async def test_a_log_that_refuses_ends_no_service_and_is_asked_again():
 
 def test_every_group_that_holds_back_a_topic_is_one_that_a_service_commits():
     """The names on both sides, so that a renamed group cannot hold records for ever."""
-    from forgemq.reward.grading import GROUP
+    from forgemq_reward.grading import GROUP
 
     groups = {group for topic in topics.OF_RUN for group in topic.needed_by}
     transforms = {"merger", "reward", "scheduler"}

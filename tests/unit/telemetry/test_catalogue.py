@@ -6,7 +6,7 @@ from typing import get_args
 
 import pytest
 
-from forgemq.telemetry.catalogue import (
+from forgemq_telemetry.catalogue import (
     COUNTERS,
     GAUGES,
     HISTOGRAMS,
@@ -16,7 +16,7 @@ from forgemq.telemetry.catalogue import (
 )
 
 ROOT = Path(__file__).parents[3]
-CATALOGUE = ROOT / "libs/telemetry/src/forgemq/telemetry/catalogue.py"
+CATALOGUE = ROOT / "libs/telemetry/src/forgemq_telemetry/catalogue.py"
 KINDS = [("count", COUNTERS), ("gauge", GAUGES), ("observe", HISTOGRAMS)]
 
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from forgemq.telemetry.curves import Curves, read_curves
+from forgemq_telemetry.curves import Curves, read_curves
 
 
 def test_values_come_back_by_step(tmp_path: Path):

@@ -16,10 +16,10 @@ from opentelemetry.sdk.metrics.export import InMemoryMetricReader
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from forgemq.telemetry import Telemetry
-from forgemq.telemetry.exporters import OpenTelemetryExporter, exporter_of
-from forgemq.telemetry.settings import TelemetrySettings
-from forgemq.telemetry.traces import (
+from forgemq_telemetry import Telemetry
+from forgemq_telemetry.exporters import OpenTelemetryExporter, exporter_of
+from forgemq_telemetry.settings import TelemetrySettings
+from forgemq_telemetry.traces import (
     completion_trace,
     headers_from_http,
     headers_to_http,
@@ -73,7 +73,7 @@ def test_without_an_exporter_a_span_passes_its_parents_context_on():
 def test_without_an_exporter_no_sdk_is_imported_and_no_thread_started():
     script = (
         "import sys, threading\n"
-        "from forgemq.telemetry import Telemetry\n"
+        "from forgemq_telemetry import Telemetry\n"
         "t = Telemetry(service='x'); t.count('transform.batches'); t.close()\n"
         "assert not [m for m in sys.modules if m.startswith('opentelemetry')]\n"
         "assert threading.active_count() == 1\n"
@@ -210,8 +210,8 @@ def collector() -> Iterator[tuple[str, list[tuple[str, bytes]]]]:
 
 AWAY = """
 import json, sys, time
-from forgemq.telemetry.opening import open_telemetry
-from forgemq.telemetry.settings import TelemetrySettings
+from forgemq_telemetry.opening import open_telemetry
+from forgemq_telemetry.settings import TelemetrySettings
 
 settings = TelemetrySettings(exporter="otlp", endpoint=sys.argv[1], export_every_s=0.2)
 telemetry = open_telemetry("merger", run="r", settings=settings)

@@ -6,17 +6,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from forgemq.bus.blobs import BlobStore
-from forgemq.bus.log import Emit, Log, Place
-from forgemq.bus.memory import MemoryLog
-from forgemq.contracts import topics
-from forgemq.contracts.run import RunConfiguration, StartedRun
-from forgemq.contracts.steps import ScheduledStep, TrainedStep
-from forgemq.contracts.trees import MergedTree
-from forgemq.contracts.weights import PublishedWeights, ReportedEngine
-from forgemq.shell.service import Context
-from forgemq.telemetry.telemetry import Telemetry
-from forgemq.trainer.app import CONSUMES, PRODUCES, main
+from forgemq_bus.blobs import BlobStore
+from forgemq_bus.log import Emit, Log, Place
+from forgemq_bus.memory import MemoryLog
+from forgemq_contracts import topics
+from forgemq_contracts.run import RunConfiguration, StartedRun
+from forgemq_contracts.steps import ScheduledStep, TrainedStep
+from forgemq_contracts.trees import MergedTree
+from forgemq_contracts.weights import PublishedWeights, ReportedEngine
+from forgemq_shell.service import Context
+from forgemq_telemetry.telemetry import Telemetry
+from forgemq_trainer.app import CONSUMES, PRODUCES, main
 from tests.unit.trainer.scene import configuration_of, save_base, scheduled_step
 
 POLL_S = 0.01

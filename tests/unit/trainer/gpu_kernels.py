@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 from torch._higher_order_ops.flex_attention import flex_attention
 
-from forgemq.trainer.core.flash_varlen import Lengths
-from forgemq.trainer.core.flex import TreeMask
+from forgemq_trainer.core.attention.flash_varlen import Lengths
+from forgemq_trainer.core.attention.flex import TreeMask
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default

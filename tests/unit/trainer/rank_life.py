@@ -9,15 +9,15 @@ import msgspec
 import numpy as np
 import torch
 
-from forgemq.contracts import topics
-from forgemq.contracts.run import RunConfiguration
-from forgemq.contracts.steps import TrainedStep, TrainingMetrics
-from forgemq.contracts.trees import MergedTree
-from forgemq.telemetry.telemetry import Telemetry
-from forgemq.trainer.follower import follow
-from forgemq.trainer.ranks import Ranks
-from forgemq.trainer.store import Store
-from forgemq.trainer.training import Training
+from forgemq_contracts import topics
+from forgemq_contracts.run import RunConfiguration
+from forgemq_contracts.steps import TrainedStep, TrainingMetrics
+from forgemq_contracts.trees import MergedTree
+from forgemq_telemetry.telemetry import Telemetry
+from forgemq_trainer.follower import follow
+from forgemq_trainer.ranks.ranks import Ranks
+from forgemq_trainer.store import Store
+from forgemq_trainer.training import Training
 from tests.unit.trainer.scene import (
     agent_samples,
     configuration_of,

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from forgemq.trainer.ranks import Launch, Ranks
+from forgemq_trainer.ranks.ranks import Launch, Ranks
 
 WORLD = 2
 START_DEADLINE_S = 90.0

@@ -11,14 +11,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from forgemq.contracts import topics
-from forgemq.contracts.partitions import group_partition
-from forgemq.contracts.run import Log, Model, Optimizer, Queue, RunConfiguration, Trainer
-from forgemq.contracts.steps import ScheduledGroup, ScheduledStep
-from forgemq.contracts.trees import MergedTree
-from forgemq.trainer.core.loss import Entries
-from forgemq.trainer.core.memory import ModelShape
-from forgemq.trainer.core.tree import Forest, read_tree
+from forgemq_contracts import topics
+from forgemq_contracts.partitions import group_partition
+from forgemq_contracts.run import Log, Model, Optimizer, Queue, RunConfiguration, Trainer
+from forgemq_contracts.steps import ScheduledGroup, ScheduledStep
+from forgemq_contracts.trees import MergedTree
+from forgemq_trainer.core.loss import Entries
+from forgemq_trainer.core.memory import ModelShape
+from forgemq_trainer.core.tree import Forest, read_tree
 
 SHAPE = ModelShape(
     layers=2,

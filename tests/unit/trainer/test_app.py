@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from forgemq.bus.log import Emit, Place
-from forgemq.contracts import topics
-from forgemq.contracts.steps import ScheduledStep
-from forgemq.contracts.trees import MergedTree
-from forgemq.contracts.weights import PublishedWeights
-from forgemq.telemetry.telemetry import Telemetry
-from forgemq.trainer.history import FencedTrainerError, LostCheckpointError
+from forgemq_bus.log import Emit, Place
+from forgemq_contracts import topics
+from forgemq_contracts.steps import ScheduledStep
+from forgemq_contracts.trees import MergedTree
+from forgemq_contracts.weights import PublishedWeights
+from forgemq_telemetry.telemetry import Telemetry
+from forgemq_trainer.history import FencedTrainerError, LostCheckpointError
 from tests.unit.trainer.bench import memory_bench
 from tests.unit.trainer.scene import (
     agent_samples,

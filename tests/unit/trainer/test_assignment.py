@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgemq.trainer.core.assignment import (
+from forgemq_trainer.core.assignment import (
     OwnRound,
     SharedRound,
     balanced,
     plan_rounds,
     query_ranges,
 )
-from forgemq.trainer.core.tree import read_tree
+from forgemq_trainer.core.tree import read_tree
 from tests.unit.trainer.scene import SHAPE, agent_samples, line_of, make_sample, merge
 
 

@@ -5,16 +5,16 @@ import numpy as np
 import pytest
 import torch
 
-from forgemq.contracts.run import Loss
-from forgemq.trainer.core.carry import MakeStore, PathKeys, path_of
-from forgemq.trainer.core.forward import Policy
-from forgemq.trainer.core.loss import Entries, loss_function
-from forgemq.trainer.core.memory import Microbatch
-from forgemq.trainer.core.plan import pieces
-from forgemq.trainer.core.step import forward_backward
-from forgemq.trainer.core.tree import Forest, joined, read_tree
-from forgemq.trainer.model import prepared
-from forgemq.trainer.offload import store_of
+from forgemq_contracts.run import Loss
+from forgemq_trainer.core.attention.carry import MakeStore, PathKeys, path_of
+from forgemq_trainer.core.attention.plan import pieces
+from forgemq_trainer.core.forward import Policy
+from forgemq_trainer.core.loss import Entries, loss_function
+from forgemq_trainer.core.memory import Microbatch
+from forgemq_trainer.core.step import forward_backward
+from forgemq_trainer.core.tree import Forest, joined, read_tree
+from forgemq_trainer.model import prepared
+from forgemq_trainer.offload import store_of
 from tests.unit.trainer.scene import adversarial_samples, agent_samples, make_model, merge
 
 

@@ -9,18 +9,18 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from forgemq.contracts import topics
-from forgemq.contracts.steps import TrainedStep
-from forgemq.telemetry.telemetry import Telemetry
-from forgemq.trainer.checkpoint import (
+from forgemq_contracts import topics
+from forgemq_contracts.steps import TrainedStep
+from forgemq_telemetry.telemetry import Telemetry
+from forgemq_trainer.storage.checkpoint import (
     Checkpoint,
     DamagedCheckpointError,
     OtherRunError,
     checkpoints,
 )
-from forgemq.trainer.folders import write_folder
-from forgemq.trainer.store import Store
-from forgemq.trainer.training import Training
+from forgemq_trainer.storage.folders import write_folder
+from forgemq_trainer.store import Store
+from forgemq_trainer.training import Training
 from tests.unit.trainer.scene import (
     agent_samples,
     configuration_of,

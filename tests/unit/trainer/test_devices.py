@@ -2,13 +2,13 @@
 
 import pytest
 
-from forgemq.contracts.weights import ReportedEngine
-from forgemq.settings.environment import SettingsError
-from forgemq.trainer.app import fast_paths_of
-from forgemq.trainer.core.lanes import LiveLanes
-from forgemq.trainer.fast_path import FastPaths
-from forgemq.trainer.ranks import check_device
-from forgemq.trainer.settings import TrainerSettings
+from forgemq_contracts.weights import ReportedEngine
+from forgemq_settings.environment import SettingsError
+from forgemq_trainer.app import fast_paths_of
+from forgemq_trainer.core.lanes import LiveLanes
+from forgemq_trainer.fast_path import FastPaths
+from forgemq_trainer.ranks.ranks import check_device
+from forgemq_trainer.settings import TrainerSettings
 
 
 @pytest.mark.parametrize(("device", "gpus"), [("cuda", 0), ("cuda:0", 0), ("cuda:2", 2)])

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from forgemq.contracts.trees import MergedTree
-from forgemq.inference.durable import DurableCopies
-from forgemq.trainer.durable import DurableWeights
+from forgemq_contracts.trees import MergedTree
+from forgemq_inference.durable import DurableCopies
+from forgemq_trainer.storage.durable import DurableWeights
 from tests.unit.trainer.bench import memory_bench
 from tests.unit.trainer.scene import agent_samples, merge, scheduled_step
 

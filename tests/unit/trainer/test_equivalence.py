@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from forgemq.contracts.run import Loss
-from forgemq.trainer.core.loss import LossFunction, loss_function
-from forgemq.trainer.core.memory import Microbatch
-from forgemq.trainer.core.precision import make_precise
-from forgemq.trainer.core.step import forward_backward, group_weights
-from forgemq.trainer.core.tree import joined, read_tree
-from forgemq.trainer.model import prepared
+from forgemq_contracts.run import Loss
+from forgemq_trainer.core.loss import LossFunction, loss_function
+from forgemq_trainer.core.memory import Microbatch
+from forgemq_trainer.core.precision import make_precise
+from forgemq_trainer.core.step import forward_backward, group_weights
+from forgemq_trainer.core.tree import joined, read_tree
+from forgemq_trainer.model import prepared
 from tests.unit.trainer.scene import (
     Sample,
     adversarial_samples,

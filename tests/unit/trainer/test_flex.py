@@ -9,11 +9,11 @@ import torch
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.nn.attention.flex_attention import create_block_mask
 
-from forgemq.contracts.run import Loss
-from forgemq.trainer.core.attention import AttentionBackend, BlockKeys
-from forgemq.trainer.core.carry import PathKeys
-from forgemq.trainer.core.cpu_attention import CpuAttention
-from forgemq.trainer.core.flex import (
+from forgemq_contracts.run import Loss
+from forgemq_trainer.core.attention.attention import AttentionBackend, BlockKeys
+from forgemq_trainer.core.attention.carry import PathKeys
+from forgemq_trainer.core.attention.cpu_attention import CpuAttention
+from forgemq_trainer.core.attention.flex import (
     BLOCK,
     BLOCKS_MIN,
     CompiledFlex,
@@ -21,14 +21,14 @@ from forgemq.trainer.core.flex import (
     flex_attention_of,
     tree_mask,
 )
-from forgemq.trainer.core.forward import Policy
-from forgemq.trainer.core.gpu_attention import GpuAttention
-from forgemq.trainer.core.loss import loss_function
-from forgemq.trainer.core.memory import Microbatch
-from forgemq.trainer.core.plan import attention_plan, pieces
-from forgemq.trainer.core.step import forward_backward
-from forgemq.trainer.core.tree import Forest, joined, read_tree
-from forgemq.trainer.model import prepared
+from forgemq_trainer.core.attention.gpu_attention import GpuAttention
+from forgemq_trainer.core.attention.plan import attention_plan, pieces
+from forgemq_trainer.core.forward import Policy
+from forgemq_trainer.core.loss import loss_function
+from forgemq_trainer.core.memory import Microbatch
+from forgemq_trainer.core.step import forward_backward
+from forgemq_trainer.core.tree import Forest, joined, read_tree
+from forgemq_trainer.model import prepared
 from tests.unit.trainer.gpu_kernels import eager_flex
 from tests.unit.trainer.scene import adversarial_samples, agent_samples, make_model, merge
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from forgemq.trainer.core.cpu_attention import attend
-from forgemq.trainer.core.plan import AttentionPlan
+from forgemq_trainer.core.attention.cpu_attention import attend
+from forgemq_trainer.core.attention.plan import AttentionPlan
 
 TOKENS, FORK, LIGHT = 100, 40, 70
 PLAN = AttentionPlan(

@@ -10,7 +10,7 @@ import pytest
 
 LIFE = """
 import ctypes
-from forgemq.trainer.heap import suit_heap
+from forgemq_trainer.heap import suit_heap
 
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * 4096

@@ -2,12 +2,12 @@
 
 import msgspec
 
-from forgemq.bus.log import Emit
-from forgemq.bus.memory import MemoryLog
-from forgemq.contracts import topics
-from forgemq.contracts.examples import minimal
-from forgemq.contracts.steps import TrainedStep
-from forgemq.trainer.history import read_history
+from forgemq_bus.log import Emit
+from forgemq_bus.memory import MemoryLog
+from forgemq_contracts import topics
+from forgemq_contracts.examples import minimal
+from forgemq_contracts.steps import TrainedStep
+from forgemq_trainer.history import read_history
 
 BAD = b"\x81\xaarequest_id\xa4\xff\xff\xff\xff"
 

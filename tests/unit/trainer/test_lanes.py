@@ -1,7 +1,7 @@
 """Which engines count as alive."""
 
-from forgemq.contracts.weights import ReportedEngine
-from forgemq.trainer.core.lanes import LiveLanes
+from forgemq_contracts.weights import ReportedEngine
+from forgemq_trainer.core.lanes import LiveLanes
 
 
 def _report(lane: int, epoch: int, *, is_serving: bool = True) -> ReportedEngine:

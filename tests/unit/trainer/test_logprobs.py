@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from forgemq.trainer.core.logprobs import edge_logprobs, edges_of, products_of
-from forgemq.trainer.core.tree import read_tree
+from forgemq_trainer.core.logprobs import edge_logprobs, edges_of, products_of
+from forgemq_trainer.core.tree import read_tree
 from tests.unit.trainer.scene import Sample, adversarial_samples, merge
 
 VOCABULARY = 43

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from forgemq.contracts.run import Loss
-from forgemq.trainer.core.loss import Entries, EntryLoss, loss_function
+from forgemq_contracts.run import Loss
+from forgemq_trainer.core.loss import Entries, EntryLoss, loss_function
 
 
 def _entries(behaviour: list[float], advantage: list[float], sample: list[int]) -> Entries:

@@ -6,21 +6,21 @@ import numpy as np
 import pytest
 import torch
 
-from forgemq.contracts.run import Loss
-from forgemq.trainer.allocation import peak_allocated_bytes
-from forgemq.trainer.core.carry import PathKeys, path_of
-from forgemq.trainer.core.loss import loss_function
-from forgemq.trainer.core.memory import (
+from forgemq_contracts.run import Loss
+from forgemq_trainer.allocation import peak_allocated_bytes
+from forgemq_trainer.core.attention.carry import PathKeys, path_of
+from forgemq_trainer.core.attention.plan import pieces
+from forgemq_trainer.core.loss import loss_function
+from forgemq_trainer.core.memory import (
     BLOCK_TOKENS_MIN,
     Microbatch,
     ModelShape,
     least_budget_bytes,
     plan_step,
 )
-from forgemq.trainer.core.plan import pieces
-from forgemq.trainer.core.step import forward_backward
-from forgemq.trainer.core.tree import Forest, read_tree
-from forgemq.trainer.model import prepared
+from forgemq_trainer.core.step import forward_backward
+from forgemq_trainer.core.tree import Forest, read_tree
+from forgemq_trainer.model import prepared
 from tests.unit.trainer.scene import SHAPE, agent_samples, line_of, make_model, merge
 
 

@@ -8,18 +8,18 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
-from forgemq.trainer.core.attention import BlockKeys, TreeAttention, attention_interface
-from forgemq.trainer.core.cpu_attention import CpuAttention
-from forgemq.trainer.core.plan import AttentionPlan
-from forgemq.trainer.core.precision import RmsNorm, RotaryAngles, TopKRouter, make_precise
-from forgemq.trainer.model import (
+from forgemq_trainer.core.attention.attention import BlockKeys, TreeAttention, attention_interface
+from forgemq_trainer.core.attention.cpu_attention import CpuAttention
+from forgemq_trainer.core.attention.plan import AttentionPlan
+from forgemq_trainer.core.precision import RmsNorm, RotaryAngles, TopKRouter, make_precise
+from forgemq_trainer.model import (
     UnsupportedModelError,
     check_head_size,
     check_supported,
     load_model,
     prepared,
 )
-from forgemq.trainer.weights import write_weights
+from forgemq_trainer.storage.weights import write_weights
 from tests.unit.trainer.scene import make_model, of_every_kind, save_base
 
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from forgemq.contracts.run import Optimizer
-from forgemq.trainer.core.optimizer import NonFiniteGradientError, Updater, adamw, learning_rate
+from forgemq_contracts.run import Optimizer
+from forgemq_trainer.core.optimizer import NonFiniteGradientError, Updater, adamw, learning_rate
 
 
 def _model(dtype: torch.dtype = torch.float32) -> nn.Module:

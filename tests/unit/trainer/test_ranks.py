@@ -9,16 +9,16 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from forgemq.contracts.run import Loss
-from forgemq.trainer.core.assignment import OwnRound, Round, SharedRound, plan_rounds
-from forgemq.trainer.core.loss import loss_function
-from forgemq.trainer.core.memory import BLOCK_TOKENS_MIN, ModelShape, plan_step
-from forgemq.trainer.core.rounds import forward_backward_rounds, values_bytes, values_of
-from forgemq.trainer.core.step import EntryValues, forward_backward, group_weights, merged
-from forgemq.trainer.core.tree import Forest, read_tree
-from forgemq.trainer.model import prepared
-from forgemq.trainer.ranks import Ranks
-from forgemq.trainer.sharding import sharded
+from forgemq_contracts.run import Loss
+from forgemq_trainer.core.assignment import OwnRound, Round, SharedRound, plan_rounds
+from forgemq_trainer.core.loss import loss_function
+from forgemq_trainer.core.memory import BLOCK_TOKENS_MIN, ModelShape, plan_step
+from forgemq_trainer.core.rounds import forward_backward_rounds, values_bytes, values_of
+from forgemq_trainer.core.step import EntryValues, forward_backward, group_weights, merged
+from forgemq_trainer.core.tree import Forest, read_tree
+from forgemq_trainer.model import prepared
+from forgemq_trainer.ranks.ranks import Ranks
+from forgemq_trainer.ranks.sharding import sharded
 from tests.unit.trainer.rank_scene import START_DEADLINE_S, WORK_DEADLINE_S, WORLD, RankPair
 from tests.unit.trainer.scene import (
     adversarial_samples,

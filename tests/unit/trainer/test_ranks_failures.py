@@ -11,16 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from forgemq.contracts.run import Loss, RunConfiguration
-from forgemq.settings.environment import SettingsError
-from forgemq.trainer.core.loss import Entries
-from forgemq.trainer.core.memory import least_budget_bytes
-from forgemq.trainer.core.tree import read_tree
-from forgemq.trainer.follower import follow
-from forgemq.trainer.model import prepared
-from forgemq.trainer.ranks import Launch, RankLostError, Ranks, device_of
-from forgemq.trainer.torchrun import said_of
-from forgemq.trainer.training import Training
+from forgemq_contracts.run import Loss, RunConfiguration
+from forgemq_settings.environment import SettingsError
+from forgemq_trainer.core.loss import Entries
+from forgemq_trainer.core.memory import least_budget_bytes
+from forgemq_trainer.core.tree import read_tree
+from forgemq_trainer.follower import follow
+from forgemq_trainer.model import prepared
+from forgemq_trainer.ranks.ranks import Launch, RankLostError, Ranks, device_of
+from forgemq_trainer.ranks.torchrun import said_of
+from forgemq_trainer.training import Training
 from tests.unit.trainer.rank_life import Life, train
 from tests.unit.trainer.rank_scene import (
     START_DEADLINE_S,

@@ -10,14 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from forgemq.contracts import topics
-from forgemq.trainer.checkpoint import OPTIMIZER_FILE
-from forgemq.trainer.fast_path import FastPaths
-from forgemq.trainer.folders import file_sha256
-from forgemq.trainer.follower import follow
-from forgemq.trainer.ranks import Ranks
-from forgemq.trainer.training import Training
-from forgemq.trainer.weights import WEIGHTS_FILE
+from forgemq_contracts import topics
+from forgemq_trainer.fast_path import FastPaths
+from forgemq_trainer.follower import follow
+from forgemq_trainer.ranks.ranks import Ranks
+from forgemq_trainer.storage.checkpoint import OPTIMIZER_FILE
+from forgemq_trainer.storage.folders import file_sha256
+from forgemq_trainer.storage.weights import WEIGHTS_FILE
+from forgemq_trainer.training import Training
 from tests.unit.trainer.rank_life import Life, live, restored
 from tests.unit.trainer.rank_scene import START_DEADLINE_S, WORK_DEADLINE_S, RankPair
 from tests.unit.trainer.scene import save_base, scheduled_step

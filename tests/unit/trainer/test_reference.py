@@ -10,18 +10,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from forgemq.contracts import topics
-from forgemq.contracts.run import Loss, RunConfiguration
-from forgemq.contracts.steps import TrainingMetrics
-from forgemq.settings.environment import SettingsError
-from forgemq.trainer.core.loss import loss_function
-from forgemq.trainer.core.memory import Microbatch
-from forgemq.trainer.core.precision import make_precise
-from forgemq.trainer.core.reference import with_references
-from forgemq.trainer.core.step import forward_backward
-from forgemq.trainer.core.tree import read_tree
-from forgemq.trainer.model import prepared
-from forgemq.trainer.training import Training
+from forgemq_contracts import topics
+from forgemq_contracts.run import Loss, RunConfiguration
+from forgemq_contracts.steps import TrainingMetrics
+from forgemq_settings.environment import SettingsError
+from forgemq_trainer.core.loss import loss_function
+from forgemq_trainer.core.memory import Microbatch
+from forgemq_trainer.core.precision import make_precise
+from forgemq_trainer.core.reference import with_references
+from forgemq_trainer.core.step import forward_backward
+from forgemq_trainer.core.tree import read_tree
+from forgemq_trainer.model import prepared
+from forgemq_trainer.training import Training
 from tests.unit.trainer.scene import (
     Sample,
     adversarial_samples,

@@ -4,12 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from forgemq.contracts.run import Loss, Model, Queue, RunConfiguration, Trainer
-from forgemq.settings.environment import SettingsError
-from forgemq.trainer.checkpoint import OtherConfigurationError, OtherRunError
-from forgemq.trainer.model import check_supported
-from forgemq.trainer.ranks import Launch, check_world_size
-from forgemq.trainer.training import _loss_of
+from forgemq_contracts.run import Loss, Model, Queue, RunConfiguration, Trainer
+from forgemq_settings.environment import SettingsError
+from forgemq_trainer.model import check_supported
+from forgemq_trainer.ranks.ranks import Launch, check_world_size
+from forgemq_trainer.storage.checkpoint import OtherConfigurationError, OtherRunError
+from forgemq_trainer.training import _loss_of
 
 
 def test_a_model_that_cannot_be_trained_is_refused():

@@ -8,16 +8,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from forgemq.bus.blobs import BlobStore
-from forgemq.bus.errors import FencedError
-from forgemq.bus.log import Emit, Place
-from forgemq.bus.memory import MemoryLog
-from forgemq.contracts import topics
-from forgemq.contracts.trees import MergedTree
-from forgemq.trainer.checkpoint import OtherConfigurationError
-from forgemq.trainer.folders import FolderInUseError
-from forgemq.trainer.history import LostCheckpointError
-from forgemq.trainer.loop import LostTreeError
+from forgemq_bus.blobs import BlobStore
+from forgemq_bus.errors import FencedError
+from forgemq_bus.log import Emit, Place
+from forgemq_bus.memory import MemoryLog
+from forgemq_contracts import topics
+from forgemq_contracts.trees import MergedTree
+from forgemq_trainer.history import LostCheckpointError
+from forgemq_trainer.loop import LostTreeError
+from forgemq_trainer.storage.checkpoint import OtherConfigurationError
+from forgemq_trainer.storage.folders import FolderInUseError
 from tests.unit.trainer.bench import Bench, create_topics, memory_bench
 from tests.unit.trainer.scene import (
     agent_samples,

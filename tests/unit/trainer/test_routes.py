@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from forgemq.contracts.run import Loss
-from forgemq.contracts.trees import MergedTree
-from forgemq.trainer.core.loss import cispo, loss_function
-from forgemq.trainer.core.memory import Microbatch
-from forgemq.trainer.core.routes import ROUTED_HERE, check_routes, token_routes
-from forgemq.trainer.core.step import forward_backward
-from forgemq.trainer.core.tree import Forest, InvalidTreeError, read_tree
-from forgemq.trainer.model import prepared
+from forgemq_contracts.run import Loss
+from forgemq_contracts.trees import MergedTree
+from forgemq_trainer.core.loss import cispo, loss_function
+from forgemq_trainer.core.memory import Microbatch
+from forgemq_trainer.core.routes import ROUTED_HERE, check_routes, token_routes
+from forgemq_trainer.core.step import forward_backward
+from forgemq_trainer.core.tree import Forest, InvalidTreeError, read_tree
+from forgemq_trainer.model import prepared
 from tests.unit.trainer.scene import (
     Sample,
     adversarial_samples,

@@ -4,12 +4,12 @@ import msgspec
 import numpy as np
 import pytest
 
-from forgemq.contracts.steps import TrainingMetrics
-from forgemq.contracts.trees import MergedTree
-from forgemq.trainer.core.alarms import Alarm, Thresholds, alarms
-from forgemq.trainer.core.flops import flops, savings
-from forgemq.trainer.core.memory import ModelShape
-from forgemq.trainer.core.tree import read_tree
+from forgemq_contracts.steps import TrainingMetrics
+from forgemq_contracts.trees import MergedTree
+from forgemq_trainer.core.alarms import Alarm, Thresholds, alarms
+from forgemq_trainer.core.flops import flops, savings
+from forgemq_trainer.core.memory import ModelShape
+from forgemq_trainer.core.tree import read_tree
 from tests.unit.trainer.scene import Sample, agent_samples, merge
 
 SHAPE = ModelShape(

@@ -9,18 +9,18 @@ from msgspec import structs
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from forgemq.bus.log import Place
-from forgemq.bus.memory import MemoryLog
-from forgemq.contracts import topics
-from forgemq.contracts.completions import FinishedCompletion, WeightSpan
-from forgemq.contracts.groups import EpisodeScore, ScoredCompletion, ScoredGroup
-from forgemq.contracts.messages import Message
-from forgemq.contracts.trees import MergedTree
-from forgemq.merger.core.merger import Merger
-from forgemq.telemetry import Telemetry
-from forgemq.telemetry.exporters import OpenTelemetryExporter
-from forgemq.telemetry.settings import TelemetrySettings
-from forgemq.telemetry.traces import span_place
+from forgemq_bus.log import Place
+from forgemq_bus.memory import MemoryLog
+from forgemq_contracts import topics
+from forgemq_contracts.completions import FinishedCompletion, WeightSpan
+from forgemq_contracts.groups import EpisodeScore, ScoredCompletion, ScoredGroup
+from forgemq_contracts.messages import Message
+from forgemq_contracts.trees import MergedTree
+from forgemq_merger.core.merger import Merger
+from forgemq_telemetry import Telemetry
+from forgemq_telemetry.exporters import OpenTelemetryExporter
+from forgemq_telemetry.settings import TelemetrySettings
+from forgemq_telemetry.traces import span_place
 from tests.unit.gateway.scripted_lane import wall_ms
 from tests.unit.gateway.world import configuration_of, running
 from tests.unit.rendering.folders import write_model_folder

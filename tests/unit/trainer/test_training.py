@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from forgemq.contracts import topics
-from forgemq.contracts.run import Loss, RunConfiguration
-from forgemq.contracts.trees import MergedTree
-from forgemq.trainer.core.optimizer import NonFiniteGradientError
-from forgemq.trainer.training import ReadStep, Training
+from forgemq_contracts import topics
+from forgemq_contracts.run import Loss, RunConfiguration
+from forgemq_contracts.trees import MergedTree
+from forgemq_trainer.core.optimizer import NonFiniteGradientError
+from forgemq_trainer.training import ReadStep, Training
 from tests.unit.trainer.scene import (
     agent_samples,
     configuration_of,

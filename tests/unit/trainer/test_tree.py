@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from forgemq.trainer.core.plan import attention_plan, pieces
-from forgemq.trainer.core.tree import Forest, joined, read_tree
+from forgemq_trainer.core.attention.plan import attention_plan, pieces
+from forgemq_trainer.core.tree import Forest, joined, read_tree
 from tests.unit.trainer.scene import adversarial_samples, agent_samples, make_sample, merge
 
 

@@ -9,19 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from forgemq.contracts.run import Loss
-from forgemq.trainer.core.attention import BlockKeys, RunAttention
-from forgemq.trainer.core.cpu_attention import CpuAttention
-from forgemq.trainer.core.flash_varlen import FlashVarlen, Lengths
-from forgemq.trainer.core.flex import TreeMask
-from forgemq.trainer.core.gpu_attention import GpuAttention, attention_kind
-from forgemq.trainer.core.loss import loss_function
-from forgemq.trainer.core.memory import Microbatch
-from forgemq.trainer.core.plan import AttentionPlan, attention_plan, pieces
-from forgemq.trainer.core.step import forward_backward
-from forgemq.trainer.core.tree import Forest, joined, read_tree
-from forgemq.trainer.core.varlen import has_few_branches, passes, varlen_attention_of
-from forgemq.trainer.model import prepared
+from forgemq_contracts.run import Loss
+from forgemq_trainer.core.attention.attention import BlockKeys, RunAttention
+from forgemq_trainer.core.attention.cpu_attention import CpuAttention
+from forgemq_trainer.core.attention.flash_varlen import FlashVarlen, Lengths
+from forgemq_trainer.core.attention.flex import TreeMask
+from forgemq_trainer.core.attention.gpu_attention import GpuAttention, attention_kind
+from forgemq_trainer.core.attention.plan import AttentionPlan, attention_plan, pieces
+from forgemq_trainer.core.attention.varlen import has_few_branches, passes, varlen_attention_of
+from forgemq_trainer.core.loss import loss_function
+from forgemq_trainer.core.memory import Microbatch
+from forgemq_trainer.core.step import forward_backward
+from forgemq_trainer.core.tree import Forest, joined, read_tree
+from forgemq_trainer.model import prepared
 from tests.unit.trainer.gpu_kernels import PieceByPiece, eager_flex
 from tests.unit.trainer.scene import adversarial_samples, agent_samples, make_model, merge
 

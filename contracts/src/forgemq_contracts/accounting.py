@@ -1,0 +1,97 @@
+"""What counts exactly once: the one completion of a request id, and groups that are over.
+
+Gateway, reward and merger decide with these functions, so they never disagree about which of
+several attempts trained or was delivered.
+"""
+
+import hashlib
+import sys
+from array import array
+from collections import OrderedDict
+
+from forgemq_contracts.completions import FinishedCompletion
+
+RETIRED_IDS_MAX = 131_072
+"""Retired groups that each holder of them remembers, of the run (gateway, scheduler) or of one
+partition (reward, merger): 1 MiB of digests in a snapshot, and at least three weeks of groups at
+a million completions a day (16 rollouts of 10 turns). Far more than lateness needs, which is a
+request deadline; but agents that start over ask for every group of the run again."""
+
+_DIGEST_BYTES = 8
+
+
+def is_candidate(completion: FinishedCompletion) -> bool:
+    """Whether this record can be the completion: error and abort never are."""
+    return completion.finish_reason not in ("error", "abort")
+
+
+class CompletionLedger:
+    """Which record of finished-completions is the completion of its request id.
+
+    Retries, redispatch and zombies can finish one request several times. The candidate with the
+    lowest offset in the group's partition counts; one ledger sees one partition, in offset order
+    from at or below the lowest record that anybody still needs.
+
+    Example: attempt 0 finishes with `error` at offset 7, attempt 1 with `stop` at 9, a zombie
+    with `stop` at 12. `observe` answers False, True, False.
+    """
+
+    def __init__(self) -> None:
+        self._offsets: dict[str, int] = {}
+
+    def observe(self, completion: FinishedCompletion, *, offset: int) -> bool:
+        """Note one record; True where it is the completion of its request id."""
+        if not is_candidate(completion):
+            return False
+        return self._offsets.setdefault(completion.request_id, offset) == offset
+
+    def forget(self, request_id: str) -> None:
+        """Drop a request id of a retired group; idempotent."""
+        self._offsets.pop(request_id, None)
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+
+class RetiredIds:
+    """The newest ids that are over, as 8-byte digests, at most `ids_max` of them.
+
+    Two ids share a digest with probability 2**-64; at `ids_max` ids a new id is mistaken for an
+    old one with probability below 1e-14. The oldest id is forgotten first.
+    """
+
+    def __init__(self, *, ids_max: int = RETIRED_IDS_MAX) -> None:
+        self._ids_max = ids_max
+        self._digests: OrderedDict[int, None] = OrderedDict()  # a dict would scan tombstones
+
+    def add(self, identifier: str) -> None:
+        """Remember an id; idempotent: its age is that of the first time."""
+        self._digests.setdefault(_digest(identifier), None)
+        if len(self._digests) > self._ids_max:
+            self._digests.popitem(last=False)
+
+    def __contains__(self, identifier: str) -> bool:
+        return _digest(identifier) in self._digests
+
+    def __len__(self) -> int:
+        return len(self._digests)
+
+    def to_bytes(self) -> bytes:
+        """Digests from oldest to newest, 8 little-endian bytes each."""
+        values = array("Q", self._digests)
+        if sys.byteorder == "big":
+            values.byteswap()
+        return values.tobytes()
+
+    def restore(self, data: bytes) -> None:
+        """Replace the memory with that of `to_bytes`."""
+        values = array("Q")
+        values.frombytes(data)
+        if sys.byteorder == "big":
+            values.byteswap()
+        self._digests = OrderedDict.fromkeys(values)
+
+
+def _digest(identifier: str) -> int:
+    digest = hashlib.blake2b(identifier.encode(), digest_size=_DIGEST_BYTES).digest()
+    return int.from_bytes(digest, "little")

@@ -1,0 +1,102 @@
+"""Which changes of the contracts old and new services, and stored records, survive together.
+
+Within a major only new structs, new topics and new fields with defaults are allowed; everything
+else needs a new topic, because during a rollout both versions read and write the same log.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeAlias
+
+import msgspec
+
+from forgemq_contracts import topics
+
+Schemas: TypeAlias = Mapping[str, Mapping[str, Any]]
+"""JSON Schema of each struct by name, as `schemas()` returns it."""
+
+_PROSE = frozenset({"description", "title"})
+
+
+def schemas(*, ref_template: str = "#/$defs/{name}") -> dict[str, dict[str, Any]]:
+    """JSON Schema of every struct that a topic carries, by name, in alphabetical order."""
+    records = [topic.record for topic in topics.ALL]
+    _, components = msgspec.json.schema_components(records, ref_template=ref_template)
+    # Through JSON once, so that defaults look here as they do in a released file.
+    plain = msgspec.json.decode(msgspec.json.encode(components), type=dict[str, dict[str, Any]])
+    return dict(sorted(plain.items()))
+
+
+def topic_facts() -> dict[str, dict[str, Any]]:
+    """What readers and writers of each topic rely on, besides its schema."""
+    return {
+        topic.name: {
+            "record": topic.record.__name__,
+            "key": topic.key,
+            "partitioned_by": topic.partitioned_by,
+            "is_transactional": topic.is_transactional,
+        }
+        for topic in sorted(topics.ALL, key=lambda topic: topic.name)
+    }
+
+
+def breaking_changes(old: Schemas, new: Schemas) -> list[str]:
+    """Name every change of a struct that breaks a deployed reader or a stored record."""
+    return [problem for name in old for problem in _struct_problems(name, old, new)]
+
+
+def breaking_topic_changes(old: Schemas, new: Schemas) -> list[str]:
+    """Name every change of a topic that breaks a deployed service or a stored log."""
+    removed = [f"{name}: removed or renamed" for name in old if name not in new]
+    return removed + [
+        f"{name}: {fact} was {value!r}, is {new[name].get(fact)!r}"
+        for name in old
+        if name in new
+        for fact, value in old[name].items()
+        if new[name].get(fact) != value
+    ]
+
+
+def keeps(before: object, after: object) -> bool:
+    """Whether a value in wire form still says what it said.
+
+    Structs within it may have got fields: those stand at their defaults, as in what was written
+    before.
+    """
+    if isinstance(before, dict) and isinstance(after, dict):
+        return all(name in after and keeps(value, after[name]) for name, value in before.items())
+    if isinstance(before, list) and isinstance(after, list):
+        return len(before) == len(after) and all(map(keeps, before, after))
+    return before == after
+
+
+def _struct_problems(name: str, old: Schemas, new: Schemas) -> Iterator[str]:
+    if name not in new:
+        yield f"{name}: removed"
+        return
+    before, after = old[name], new[name]
+    fields_before, fields_after = before.get("properties", {}), after.get("properties", {})
+    required_before, required_after = set(before["required"]), set(after["required"])
+    for field, was in fields_before.items():
+        if field not in fields_after:
+            yield f"{name}.{field}: removed or renamed"
+            continue
+        is_now = fields_after[field]
+        if _wire_type(was) != _wire_type(is_now):
+            yield f"{name}.{field}: type changed"
+        if (field in required_before) != (field in required_after):
+            yield f"{name}.{field}: required changed"
+        elif not keeps(was.get("default"), is_now.get("default")):
+            # Defaults are left out on the wire: a new one gives stored records a new meaning.
+            yield f"{name}.{field}: default changed"
+    for field in sorted(required_after - set(fields_before)):
+        yield f"{name}.{field}: added without a default"
+
+
+def _wire_type(schema: object) -> object:
+    """The schema without prose, at any depth, and without its own default."""
+    if isinstance(schema, dict):
+        kept = {key: value for key, value in schema.items() if key not in _PROSE | {"default"}}
+        return {key: _wire_type(value) for key, value in kept.items()}
+    if isinstance(schema, list):
+        return [_wire_type(item) for item in schema]
+    return schema

@@ -1,0 +1,205 @@
+"""Completions: one request to the policy and what it sampled."""
+
+from typing import Annotated, Literal, TypeAlias
+
+from msgspec import Meta, Struct
+
+from forgemq_contracts.episodes import Sampling
+from forgemq_contracts.fields import (
+    CompletionId,
+    EpisodeId,
+    Epoch,
+    GroupId,
+    JsonBytes,
+    Lane,
+    Lineage,
+    LogProbabilities,
+    Seconds,
+    TimeMs,
+    TokenCount,
+    TokenIds,
+    Version,
+)
+from forgemq_contracts.rules import (
+    check_finite,
+    check_ids,
+    check_json_object,
+    check_json_objects,
+    check_routes,
+)
+
+FinishReason: TypeAlias = Annotated[
+    Literal["stop", "length", "abort", "error"],
+    Meta(description="abort and error never are the completion: another attempt follows."),
+]
+Support: TypeAlias = Annotated[
+    Literal["full", "top_p", "top_k", "grammar", "penalty", "greedy"],
+    Meta(description="Anything but full: truncated support, so context and not loss (G4)."),
+]
+
+
+class TurnPart(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a new owner of the episode needs to rebuild its message tree, as a delta."""
+
+    sequence: Annotated[int, Meta(ge=0, description="Admission order within the episode.")]
+    protocol: Literal["chat_completions", "messages", "responses", "completions"]
+    body_digest: Annotated[str, Meta(description="blake2b of the body without stream fields.")]
+    ordinal: Annotated[
+        int, Meta(ge=0, description="Same body sent again after full delivery counts up.")
+    ] = 0
+    is_fork: Annotated[
+        bool,
+        Meta(
+            description="The history was rendered anew: `messages` is the whole list and the "
+            "parent is only where the tokens part."
+        ),
+    ] = False
+    tools_digest: str = ""
+    tools: Annotated[bytes, Meta(description="JSON array, where it differs from the parent.")] = b""
+    messages: Annotated[
+        JsonBytes, Meta(description="JSON array of the messages after the parent's reply.")
+    ] = b"[]"
+    message_digests: Annotated[
+        tuple[str, ...], Meta(description="Match key of each message in `messages`.")
+    ] = ()
+    message_ends: Annotated[
+        tuple[int, ...],
+        Meta(description="Token boundary after each message of `messages`, in the context."),
+    ] = ()
+    asked: Annotated[bytes, Meta(description="Sampling fields as the client sent them, JSON.")] = (
+        b""
+    )
+
+    def __post_init__(self) -> None:
+        if self.tools:
+            check_json_objects("tools", self.tools)
+        check_json_objects("messages", self.messages)
+        if self.asked:
+            check_json_object("asked", self.asked)
+
+
+class RequestedCompletion(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One request for one lane; several attempts may share the request id."""
+
+    request_id: CompletionId
+    attempt: Annotated[int, Meta(ge=0)]
+    episode_id: EpisodeId
+    group_id: GroupId
+    lane: Lane
+    epoch: Epoch
+    sampling: Sampling
+    deadline_ms: TimeMs
+    requested_ms: TimeMs
+    turn: TurnPart
+    parent_id: CompletionId | None = None
+    shared_prefix_tokens: Annotated[
+        TokenCount, Meta(description="Leading tokens shared with the parent's context + output.")
+    ] = 0
+    context: Annotated[
+        TokenIds, Meta(description="All context tokens, or those after the shared prefix.")
+    ] = b""
+    is_delta: Annotated[
+        bool, Meta(description="True: `context` starts after the shared prefix of the parent.")
+    ] = False
+
+    def __post_init__(self) -> None:
+        count = check_ids("context", self.context)
+        _check_prefix(self.parent_id, self.shared_prefix_tokens)
+        if not self.is_delta and count < self.shared_prefix_tokens:
+            raise ValueError(
+                f"context: has {count} tokens, {self.shared_prefix_tokens} are shared already"
+            )
+
+
+class CancelledCompletion(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The client went away; the lane may stop."""
+
+    request_id: CompletionId
+    attempt: Annotated[int, Meta(ge=0)]
+    lane: Lane
+    group_id: GroupId | None = None
+
+
+class WeightSpan(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Output tokens [start, end) were sampled by one version of the weights."""
+
+    start: Annotated[int, Meta(ge=0)]
+    end: Annotated[int, Meta(ge=0)]
+    lineage: Lineage
+    version: Version
+
+
+class FinishedCompletion(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the engine sampled. Of one request id, the lowest offset that is no error counts."""
+
+    request_id: CompletionId
+    attempt: Annotated[int, Meta(ge=0)]
+    episode_id: EpisodeId
+    group_id: GroupId
+    lane: Lane
+    epoch: Epoch
+    finish_reason: FinishReason
+    turn: TurnPart
+    parent_id: CompletionId | None = None
+    shared_prefix_tokens: TokenCount = 0
+    context: Annotated[TokenIds, Meta(description="Context tokens after the shared prefix.")] = b""
+    output: Annotated[TokenIds, Meta(description="Sampled tokens.")] = b""
+    logprobs: Annotated[
+        LogProbabilities, Meta(description="Behaviour log-probability of each output token.")
+    ] = b""
+    temperature: Annotated[float, Meta(ge=0)] = 1.0
+    support: Support = "full"
+    spans: Annotated[tuple[WeightSpan, ...], Meta(description="Cover the output, in order.")] = ()
+    routes: Annotated[
+        bytes,
+        Meta(
+            description="int16[output tokens, layers, top_k], little-endian: experts of the "
+            "engine's newest pass over the token before each output token, which is the pass that "
+            "sampled it unless the engine retracted the request since; b'' for dense models, "
+            "truncated support, or where none were recorded."
+        ),
+    ] = b""
+    queued_s: Annotated[Seconds, Meta(description="Requested until the engine took it.")] = 0.0
+    engine_s: Annotated[Seconds, Meta(description="In the engine, prefill and decode.")] = 0.0
+    cached_tokens: TokenCount = 0
+    retractions: Annotated[int, Meta(ge=0)] = 0
+    error: Annotated[
+        str,
+        Meta(description="context_missing, deadline, context_overflow: ..., engine: ..., or ''."),
+    ] = ""
+
+    def __post_init__(self) -> None:
+        check_ids("context", self.context)
+        count = check_ids("output", self.output)
+        check_finite("logprobs", self.logprobs, count=count)
+        check_routes("routes", self.routes, count=count)
+        _check_prefix(self.parent_id, self.shared_prefix_tokens)
+        if self.spans:
+            _check_spans(self.spans, count=count)
+
+
+class DeliveredCompletion(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The last byte of this completion was written to the client."""
+
+    request_id: CompletionId
+    episode_id: EpisodeId
+    group_id: GroupId
+    delivered_ms: TimeMs
+
+
+def _check_prefix(parent_id: str | None, shared_prefix_tokens: int) -> None:
+    if shared_prefix_tokens and parent_id is None:
+        raise ValueError(
+            f"shared_prefix_tokens: {shared_prefix_tokens} tokens are shared with no parent"
+        )
+
+
+def _check_spans(spans: tuple[WeightSpan, ...], *, count: int) -> None:
+    """The spans follow one another from the first token of the output to its last."""
+    end = 0
+    for span in spans:
+        if span.start != end or span.end <= span.start:
+            raise ValueError(f"spans: [{span.start}, {span.end}) does not follow token {end}")
+        end = span.end
+    if end != count:
+        raise ValueError(f"spans: cover {end} of {count} output tokens")

@@ -1,0 +1,144 @@
+"""Episodes: one rollout of one agent, from opened to graded."""
+
+from typing import Annotated, Literal, TypeAlias
+
+from msgspec import Meta, Struct
+
+from forgemq_contracts.fields import (
+    CompletionId,
+    DomainName,
+    EpisodeId,
+    GroupId,
+    NamedValue,
+    Offset,
+    Purpose,
+    Seconds,
+    TimeMs,
+    TokenCount,
+)
+from forgemq_contracts.groups import GroupSize
+from forgemq_contracts.rules import check_number
+
+HistoryPolicy: TypeAlias = Annotated[
+    Literal["append_only", "template"],
+    Meta(description="Serve sampled turns from stored ids, or as the vendor template renders."),
+]
+EpisodeStatus: TypeAlias = Annotated[
+    Literal["completed", "aborted", "failed"],
+    Meta(
+        description="completed: the agent finished it. aborted: the agent gave it up; masked. "
+        "failed: infrastructure (leases lapsed, engine gone); masked."
+    ),
+]
+
+
+class Sampling(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Sampling parameters as used, after the episode's pins are applied."""
+
+    temperature: Annotated[float, Meta(ge=0, le=10)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1, description="-1 switches it off.")] = -1
+    max_tokens: Annotated[int, Meta(ge=1)] = 1024
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+
+
+class ReportedReward(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A reward that the agent itself posted; idempotent by reward_id."""
+
+    reward_id: Annotated[str, Meta(min_length=1, max_length=200)]
+    name: Annotated[str, Meta(min_length=1, max_length=80)]
+    value: float
+    completion_id: Annotated[
+        CompletionId | None, Meta(description="None credits the whole episode.")
+    ] = None
+
+
+class OpenedEpisode(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An agent holds this episode; a later attempt replaces an earlier one.
+
+    Written again, with all rewards so far, when the agent posts a reward: the newest record of an
+    episode holds.
+    """
+
+    episode_id: EpisodeId
+    group_id: GroupId
+    index: Annotated[int, Meta(ge=0)]
+    attempt: Annotated[int, Meta(ge=0)]
+    key_sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$", description="Of the episode key.")]
+    sampling: Sampling
+    history: HistoryPolicy
+    lease_s: Seconds
+    opened_ms: TimeMs
+    rewards: tuple[ReportedReward, ...] = ()
+
+
+class ManifestEntry(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One completion of the episode that counts: delivered, or echoed by a later request."""
+
+    completion_id: CompletionId
+    offset: Annotated[Offset, Meta(description="In the group's partition of finished-completions.")]
+    sequence: Annotated[int, Meta(ge=0)]
+    output_tokens: TokenCount
+    parent_id: CompletionId | None = None
+
+
+class FinishedEpisode(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The episode's final end; exactly one counts per (group, index): the first in the log."""
+
+    episode_id: EpisodeId
+    group_id: GroupId
+    domain: DomainName
+    purpose: Purpose
+    group_size: GroupSize
+    index: Annotated[int, Meta(ge=0)]
+    attempt: Annotated[int, Meta(ge=0)]
+    status: EpisodeStatus
+    manifest: tuple[ManifestEntry, ...]
+    task: Annotated[bytes, Meta(description="The group's task, JSON.")]
+    result: Annotated[
+        bytes, Meta(description="What the agent reported at the end, JSON; b'' if nothing.")
+    ] = b""
+    rewards: tuple[ReportedReward, ...] = ()
+    engine_s: Annotated[Seconds, Meta(description="Decode time on the critical path.")] = 0.0
+    tool_s: Annotated[Seconds, Meta(description="Tool time as the agent reported it.")] = 0.0
+    virtual_s: Annotated[
+        Seconds | None, Meta(description="The environment's own clock where it has one.")
+    ] = None
+    duration_s: Annotated[Seconds, Meta(description="Wall clock, opened to finished.")] = 0.0
+    forks: Annotated[int, Meta(ge=0, description="Histories that left the recorded tokens.")] = 0
+    temperature: float | None = None
+    round_name: str = ""
+    detail: str = ""
+
+
+class ProcessReward(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A dense reward on one completion; it credits that one and those before it."""
+
+    completion_id: CompletionId
+    value: float
+
+
+class GradedEpisode(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The reward parts of one finished episode; idempotent by episode_id."""
+
+    episode_id: EpisodeId
+    group_id: GroupId
+    grader: Annotated[str, Meta(description="module:function names that graded.")]
+    grader_version: str
+    outcome: float
+    speed: float
+    process: tuple[ProcessReward, ...] = ()
+    is_masked: Annotated[bool, Meta(description="Counts in no baseline and no denominator.")] = (
+        False
+    )
+    detail: str = ""
+    metrics: tuple[NamedValue, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_number("outcome", self.outcome)
+        check_number("speed", self.speed)
+        for reward in self.process:
+            check_number("process", reward.value)

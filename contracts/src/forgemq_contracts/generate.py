@@ -1,0 +1,95 @@
+"""Writes what follows from the structs: schemas, AsyncAPI, missing examples; a release if asked.
+
+    python -m forgemq_contracts.generate [--folder contracts] [--release]
+
+Idempotent. Examples are never rewritten: a record that was stored once must decode for ever.
+`--release` freezes the present contracts as `released/<next number>.json`; the compatibility gate
+holds every later change against all of them.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from forgemq_contracts import topics
+from forgemq_contracts.asyncapi import document
+from forgemq_contracts.compatibility import schemas, topic_facts
+from forgemq_contracts.examples import full, minimal
+
+_FOLDER = Path(__file__).parents[3]
+VERSION = "1.0.0"
+
+
+def write_all(folder: Path) -> list[Path]:
+    """Write every generated file below this folder; returns those that changed."""
+    texts = {
+        folder / "schemas.json": schemas_text(),
+        folder / "asyncapi.yaml": asyncapi_text(),
+    }
+    changed = [path for path, text in texts.items() if not _holds(path, text)]
+    for path in changed:
+        path.write_text(texts[path], encoding="utf-8")
+    return changed + write_missing_examples(folder)
+
+
+def schemas_text() -> str:
+    """Content of `schemas.json`."""
+    return _json(schemas())
+
+
+def asyncapi_text() -> str:
+    """Content of `asyncapi.yaml`."""
+    return yaml.safe_dump(document(version=VERSION), sort_keys=False, width=100, allow_unicode=True)
+
+
+def write_missing_examples(folder: Path) -> list[Path]:
+    """Store the examples that are not there yet; returns their paths."""
+    written = []
+    for topic in topics.ALL:
+        for name, record in (("minimal", minimal(topic.record)), ("full", full(topic.record))):
+            path = folder / "examples" / topic.name / f"{name}.msgpack"
+            if path.exists():
+                continue
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(topics.encode(record))
+            written.append(path)
+    return written
+
+
+def release(folder: Path) -> Path:
+    """Freeze the present contracts under the next number."""
+    released = folder / "released"
+    released.mkdir(exist_ok=True)
+    number = len(list(released.glob("*.json"))) + 1
+    path = released / f"{number:04d}.json"
+    path.write_text(_json({"topics": topic_facts(), "schemas": schemas()}), encoding="utf-8")
+    return path
+
+
+def _holds(path: Path, text: str) -> bool:
+    return path.exists() and path.read_text(encoding="utf-8") == text
+
+
+def _json(value: dict[str, Any]) -> str:
+    return json.dumps(value, indent=1, ensure_ascii=True) + "\n"
+
+
+def _main() -> int:
+    parser = argparse.ArgumentParser(prog="forgemq_contracts.generate", description=__doc__)
+    parser.add_argument("--folder", type=Path, default=_FOLDER)
+    parser.add_argument("--release", action="store_true", help="freeze the present contracts")
+    arguments = parser.parse_args()
+    written = write_all(arguments.folder)
+    if arguments.release:
+        written.append(release(arguments.folder))
+    for path in written:
+        sys.stdout.write(f"wrote {path}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

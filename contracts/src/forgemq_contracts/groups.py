@@ -1,0 +1,157 @@
+"""Groups of sibling rollouts, from requested to retired."""
+
+from typing import Annotated, Literal, TypeAlias
+
+from msgspec import Meta, Struct
+
+from forgemq_contracts.fields import (
+    CompletionId,
+    DomainName,
+    EpisodeId,
+    GroupId,
+    JsonBytes,
+    NamedValue,
+    Offset,
+    Partition,
+    Purpose,
+    Sha256,
+    Step,
+    TimeMs,
+    TokenCount,
+    Version,
+)
+from forgemq_contracts.rules import check_json, check_number
+
+GroupSize: TypeAlias = Annotated[
+    int, Meta(ge=1, le=4096, description="G, the number of rollouts of one task.")
+]
+QueueIndex: TypeAlias = Annotated[
+    int, Meta(ge=0, description="Place in the generation queue Q of the domain; gap-free.")
+]
+NotTrainable: TypeAlias = Literal["", "zero_variance", "failed", "evaluated"]
+RetireReason: TypeAlias = Literal[
+    "trained", "zero_variance", "stale", "failed", "expired", "cancelled", "evaluated"
+]
+
+
+class RequestedGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A group wants to start; written once per idempotency key and never refused afterwards."""
+
+    group_id: GroupId
+    domain: DomainName
+    purpose: Purpose
+    group_size: GroupSize
+    task: Annotated[JsonBytes, Meta(description="The task as its source made it; opaque to us.")]
+    idempotency_key: Annotated[str, Meta(min_length=1, max_length=200)]
+    requested_ms: TimeMs
+    temperature: Annotated[
+        float | None, Meta(description="Overrides the run's pinned temperature (0 = greedy).")
+    ] = None
+    round_name: Annotated[
+        str, Meta(max_length=80, description="Evaluation round the group belongs to.")
+    ] = ""
+
+    def __post_init__(self) -> None:
+        check_json("task", self.task)
+
+
+class AdmittedGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The group has a slot; the order of these records is the generation queue Q."""
+
+    group_id: GroupId
+    domain: DomainName
+    purpose: Purpose
+    group_size: GroupSize
+    task: JsonBytes
+    version_at_admission: Annotated[
+        Version, Meta(description="Newest version that every live lane served.")
+    ]
+    queue_index: Annotated[
+        QueueIndex | None, Meta(description="None for evaluation groups: they take no slot.")
+    ] = None
+    temperature: float | None = None
+    round_name: str = ""
+
+    def __post_init__(self) -> None:
+        check_json("task", self.task)
+
+
+class ScoredCompletion(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One trainable completion with its return-to-go and its advantage."""
+
+    completion_id: CompletionId
+    offset: Annotated[Offset, Meta(description="In the group's partition of finished-completions.")]
+    episode_index: Annotated[int, Meta(ge=0)]
+    sequence: Annotated[int, Meta(ge=0, description="Admission order within the episode.")]
+    return_to_go: float
+    advantage: float
+    parent_id: CompletionId | None = None
+
+    def __post_init__(self) -> None:
+        check_number("return_to_go", self.return_to_go)
+        check_number("advantage", self.advantage)
+
+
+class EpisodeScore(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How one episode of the group ended, for people and for the evaluation report."""
+
+    episode_id: EpisodeId
+    outcome: float
+    speed: float
+    process: Annotated[float, Meta(description="Sum over the episode's completions.")]
+    total: Annotated[float, Meta(description="alpha * process + beta * speed + outcome.")]
+    is_masked: bool = False
+    metrics: tuple[NamedValue, ...] = ()
+
+
+class ScoredGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Every episode of the group has ended and is graded; exactly one per admitted group."""
+
+    group_id: GroupId
+    domain: DomainName
+    purpose: Purpose
+    episodes: tuple[EpisodeScore, ...]
+    completions: Annotated[
+        tuple[ScoredCompletion, ...], Meta(description="By episode index, then sequence.")
+    ] = ()
+    not_trainable: NotTrainable = ""
+    detail: str = ""
+    temperature: float | None = None
+    round_name: str = ""
+
+
+class MergedGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the scheduler decides on; exactly one per scored group."""
+
+    group_id: GroupId
+    domain: DomainName
+    purpose: Purpose
+    partition: Annotated[Partition, Meta(description="Of merged-trees, where the tree is.")]
+    tree_sha256: Annotated[Sha256 | None, Meta(description="None where there is no tree.")] = None
+    tree_tokens: TokenCount = 0
+    loss_tokens: Annotated[TokenCount, Meta(description="Number of loss entries.")] = 0
+    attention_pairs: Annotated[int, Meta(ge=0, description="Sum of depth + 1 over the tree.")] = 0
+    request_tokens: Annotated[
+        TokenCount, Meta(description="Tokens if each request were one training sample.")
+    ] = 0
+    append_tokens: Annotated[
+        TokenCount, Meta(description="Tokens after append-only merging of each episode.")
+    ] = 0
+    version_min: Annotated[Version, Meta(description="Oldest version over loss tokens.")] = 0
+    not_trainable: NotTrainable = ""
+    detail: str = ""
+
+
+class RetiredGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The group's slot has ended; exactly one per admitted group (G1).
+
+    And one for a group that never had a slot, where its request does not decode.
+    """
+
+    group_id: GroupId
+    domain: DomainName
+    purpose: Purpose
+    reason: RetireReason
+    queue_index: QueueIndex | None = None
+    step: Annotated[Step | None, Meta(description="Only where reason is trained.")] = None
+    detail: str = ""

@@ -1,0 +1,30 @@
+"""The journal of a transform task: what it handled, in which order, and its snapshots."""
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from forgemq_contracts.fields import Offset, Partition
+
+
+class JournalInput(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One step of the core: records [offset, offset + count) of a partition, or a tick."""
+
+    topic: Annotated[str, Meta(description="'' for a tick.")] = ""
+    partition: Partition = 0
+    offset: Offset = 0
+    count: Annotated[int, Meta(ge=0)] = 0
+    tick_ms: Annotated[int, Meta(ge=0, description="Run time of a tick, milliseconds.")] = 0
+
+
+class JournalledBatch(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One committed batch, in the same transaction as its outputs."""
+
+    sequence: Annotated[int, Meta(ge=0, description="Gap-free per task.")]
+    inputs: tuple[JournalInput, ...]
+    outputs: Annotated[int, Meta(ge=0, description="Number of records written.")]
+    outputs_digest: Annotated[str, Meta(description="blake2b over the outputs' bytes, in order.")]
+    snapshot: Annotated[
+        bytes | None, Meta(description="State after this batch, where one was taken.")
+    ] = None
+    logic_version: Annotated[int, Meta(ge=1)] = 1

@@ -1,0 +1,300 @@
+"""A run: its whole configuration as data, and how it ended.
+
+The defaults are the method's (design: CISPO, arXiv 2506.13585; windowed FIFO, arXiv 2605.26494);
+a run's file overrides them. Combinations that cannot work are refused by `check`.
+"""
+
+import re
+from typing import Annotated, Literal, TypeAlias
+
+from msgspec import Meta, Struct
+
+from forgemq_contracts.episodes import HistoryPolicy, Sampling
+from forgemq_contracts.fields import DomainName, NamedValue, TimeMs
+
+RunId: TypeAlias = Annotated[
+    str, Meta(pattern=r"^[a-z0-9-]{1,40}$", description="Prefix of the run's topics and blobs.")
+]
+FunctionName: TypeAlias = Annotated[
+    str,
+    Meta(
+        pattern=r"^([A-Za-z_][\w.]*:[A-Za-z_]\w*)?$",
+        description="module:function on the run's code paths; '' for none.",
+    ),
+]
+
+MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
+"""`model_type` of the model's config.json: architectures that train exactly on trees."""
+
+LOSS_KINDS = ("cispo", "tis", "ppo_clip", "gspo", "icepop")
+_LOSS_KIND = re.compile(rf"({'|'.join(LOSS_KINDS)}|[A-Za-z_][\w.]*:[A-Za-z_]\w*)")
+
+
+class Queue(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One task domain: where its tasks come from, and its windowed FIFO."""
+
+    domain: DomainName
+    task_source: Annotated[
+        FunctionName, Meta(description="(seed, domain, k) -> task as JSON-able value; pure.")
+    ]
+    agent: Annotated[FunctionName, Meta(description="async (Episode) -> None; plays one episode.")]
+    outcome: Annotated[FunctionName, Meta(description="Grader of the outcome.")] = ""
+    process: Annotated[FunctionName, Meta(description="Grader of each completion.")] = ""
+    speed: Annotated[FunctionName, Meta(description="Grader of the completion time.")] = ""
+    group_size: Annotated[int, Meta(ge=1, le=4096, description="G, rollouts per task.")] = 16
+    groups_per_step: Annotated[int, Meta(ge=1, description="P, groups an optimizer step.")] = 32
+    slots: Annotated[int, Meta(ge=1, description="N, groups in generation at once.")] = 64
+    window: (
+        Annotated[int, Meta(ge=1, description="W, in queue indices; None: 0.3 N rounded up.")]
+        | None
+    ) = None
+    staleness_max: (
+        Annotated[int, Meta(ge=0, description="Groups staler than this retire; None: G3's bound.")]
+        | None
+    ) = None
+    group_deadline_s: Annotated[
+        float, Meta(gt=0, description="A head older than this expires so that it can move.")
+    ] = 3600.0
+    groups_requested_max: Annotated[
+        int, Meta(ge=1, description="Requested, not yet admitted; above it: 429.")
+    ] = 4096
+
+
+class Evaluation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A fixed set of held-out tasks, played sampled and greedy."""
+
+    tasks: Annotated[int, Meta(ge=0, description="Per domain; 0 switches evaluation off.")] = 0
+    task_offset: Annotated[
+        int, Meta(ge=0, description="First task number of the held-out range.")
+    ] = 1_000_000
+    every_steps: Annotated[
+        int, Meta(ge=0, description="0: only before the first and after the last step.")
+    ] = 0
+    sampled: bool = True
+    greedy: bool = True
+
+
+class Rewards(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """r = alpha * process + beta * speed + outcome; advantages within the group."""
+
+    alpha: float = 1.0
+    beta: float = 0.1
+    baseline: Literal["mean", "leave_one_out"] = "mean"
+    group_min_fraction: Annotated[
+        float, Meta(gt=0, le=1, description="Scored episodes below max(2, this * G): failed.")
+    ] = 0.5
+    shuffle_returns: Annotated[
+        bool, Meta(description="Control experiment: deal the group's returns out at random.")
+    ] = False
+    grader_timeout_s: Annotated[float, Meta(gt=0)] = 60.0
+
+
+class Episodes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Leases, attempts and what every episode pins."""
+
+    sampling: Sampling = Sampling()
+    history: HistoryPolicy = "append_only"
+    lease_s: Annotated[
+        float, Meta(gt=0, description="Renewed by traffic or heartbeat; lapsed: next attempt.")
+    ] = 60.0
+    attempts_max: Annotated[int, Meta(ge=1, le=100)] = 3
+    request_deadline_s: Annotated[float, Meta(gt=0)] = 900.0
+    concurrent_max: Annotated[int, Meta(ge=1, description="Episodes at once, agents side.")] = 64
+
+
+class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The policy."""
+
+    path: Annotated[str, Meta(min_length=1, description="Folder in Hugging Face format.")]
+    context_tokens_max: Annotated[int, Meta(ge=2, description="Context and output together.")] = (
+        196_608
+    )
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    renderer: Annotated[
+        str, Meta(description="Name in the `renderers` package; auto: by the tokenizer's folder.")
+    ] = "auto"
+
+
+class Optimizer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """AdamW; M1's practice (arXiv 2506.13585, section 5)."""
+
+    lr: Annotated[float, Meta(gt=0)] = 1e-6
+    lr_final_fraction: Annotated[
+        float, Meta(ge=0, le=1, description="Linear decay to this share at the last step.")
+    ] = 1.0
+    warmup_steps: Annotated[int, Meta(ge=0)] = 0
+    beta1: Annotated[float, Meta(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Meta(ge=0, lt=1)] = 0.95
+    eps: Annotated[float, Meta(gt=0)] = 1e-15
+    weight_decay: Annotated[float, Meta(ge=0)] = 0.0
+    grad_norm_max: Annotated[float, Meta(gt=0)] = 1.0
+
+
+class Loss(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A function of loss entries; CISPO by default."""
+
+    kind: Annotated[
+        str, Meta(description="cispo, ppo_clip, gspo, tis, icepop, or module:function.")
+    ] = "cispo"
+    ratio_cap: Annotated[
+        float, Meta(gt=0, description="CISPO: absolute cap on policy / behaviour.")
+    ] = 5.0
+    clip_low: Annotated[float, Meta(ge=0, description="ppo_clip, gspo: 1 - this.")] = 0.2
+    clip_high: Annotated[float, Meta(ge=0, description="ppo_clip, gspo: 1 + this.")] = 0.2
+    mask_low: Annotated[float, Meta(ge=0, description="icepop: ratios below are masked.")] = 0.125
+    mask_high: Annotated[float, Meta(gt=0, description="icepop: ratios above are masked.")] = 8.0
+    normalisation: Literal["step", "group"] = "step"
+    reference_weight: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Of a k3 KL to the model that the run started from, added to the loss of "
+            "each entry; above 0 the trainer keeps that model in memory too.",
+        ),
+    ] = 0.0
+
+
+class Trainer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Steps, checkpoints and memory of the trainer."""
+
+    steps: Annotated[int, Meta(ge=1)]
+    steps_ahead_max: Annotated[
+        int, Meta(ge=0, le=8, description="Steps scheduled ahead of the one in training.")
+    ] = 1
+    checkpoint_every_steps: Annotated[int, Meta(ge=1)] = 1
+    checkpoints_kept: Annotated[int, Meta(ge=1)] = 3
+    memory_budget_bytes: Annotated[
+        int, Meta(ge=1, description="Activations, K/V and gradients of a forest; blocks follow.")
+    ] = 8_000_000_000
+    head_chunk_tokens: Annotated[
+        int, Meta(ge=1, description="Rows of logits that exist at once; 1-4k is the usual range.")
+    ] = 1024
+    world_size: Annotated[int, Meta(ge=1)] = 1
+    threads: Annotated[int, Meta(ge=1, description="CPU threads of each rank.")] = 1
+
+
+class Log(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Partition counts, frozen for the run's life, and limits of the log."""
+
+    group_partitions: Annotated[int, Meta(ge=1, le=4096)] = 16
+    lanes: Annotated[int, Meta(ge=1, le=4096, description="Partitions of the lane topics.")] = 1
+    inline_bytes_max: Annotated[
+        int, Meta(ge=1024, description="Above it the payload goes to the blob store.")
+    ] = 900_000
+    keep_for_replay: Annotated[
+        bool, Meta(description="Trim nothing: inspect and replay reach back to the first record.")
+    ] = False
+
+
+class RunConfiguration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that decides what a run does; travels on started-runs, so replays have it."""
+
+    run: RunId
+    seed: Annotated[int, Meta(ge=0)]
+    model: Model
+    queues: Annotated[tuple[Queue, ...], Meta(min_length=1)]
+    trainer: Trainer
+    rewards: Rewards = Rewards()
+    episodes: Episodes = Episodes()
+    evaluation: Evaluation = Evaluation()
+    optimizer: Optimizer = Optimizer()
+    loss: Loss = Loss()
+    log: Log = Log()
+    code_paths: Annotated[
+        tuple[str, ...], Meta(description="Folders with the user's modules, on sys.path.")
+    ] = ()
+    logic_version: Annotated[int, Meta(ge=1)] = 1
+
+
+class StartedRun(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A run began; the newest record of a run id holds."""
+
+    run: RunId
+    configuration: RunConfiguration
+    blobs: Annotated[str, Meta(description="fsspec address of the run's blob store.")]
+    started_ms: TimeMs
+    resumed_from_step: Annotated[
+        int, Meta(ge=-1, description="Last step trained before this start; -1 for none.")
+    ] = -1
+
+
+class EndedRun(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A run ended, and how."""
+
+    run: RunId
+    reason: Literal["completed", "interrupted", "failed"]
+    ended_ms: TimeMs
+    detail: str = ""
+    results: tuple[NamedValue, ...] = ()
+
+
+def window_of(queue: Queue) -> int:
+    """W of a queue: as configured, else 0.3 N rounded up."""
+    return queue.window if queue.window is not None else -(-3 * queue.slots // 10)
+
+
+def staleness_bound(queue: Queue) -> int:
+    """G3: no trained token of the queue is staler than floor((N + W - 2) / P) steps."""
+    return (queue.slots + window_of(queue) - 2) // queue.groups_per_step
+
+
+def staleness_limit(queue: Queue) -> int:
+    """The staler a group may not be: `staleness_max` where set, else G3's bound."""
+    bound = staleness_bound(queue)
+    return bound if queue.staleness_max is None else min(bound, queue.staleness_max)
+
+
+def check(configuration: RunConfiguration) -> None:
+    """Refuse combinations that cannot work.
+
+    Raises:
+        ValueError: naming the field and the rule.
+    """
+    domains = [queue.domain for queue in configuration.queues]
+    if len(set(domains)) != len(domains):
+        raise ValueError(f"queues: every domain may have one queue, got {domains}")
+    for queue in configuration.queues:
+        if queue.slots < queue.groups_per_step:
+            raise ValueError(
+                f"queues.{queue.domain}.slots (N) must be at least groups_per_step (P): "
+                f"a step needs P groups in generation, got N={queue.slots} "
+                f"P={queue.groups_per_step}"
+            )
+        if window_of(queue) > queue.slots:
+            raise ValueError(
+                f"queues.{queue.domain}.window (W) must be at most slots (N), "
+                f"got W={window_of(queue)} N={queue.slots}"
+            )
+        if queue.group_size < 2:
+            raise ValueError(
+                f"queues.{queue.domain}.group_size (G) must be at least 2: an advantage compares "
+                f"the rollouts of a group, got {queue.group_size}"
+            )
+    _check_sampling(configuration)
+    if not _LOSS_KIND.fullmatch(configuration.loss.kind):
+        raise ValueError(
+            f"loss.kind must be one of {', '.join(LOSS_KINDS)} or module:function, "
+            f"got {configuration.loss.kind!r}"
+        )
+
+
+def _check_sampling(configuration: RunConfiguration) -> None:
+    sampling = configuration.episodes.sampling
+    if sampling.max_tokens >= configuration.model.context_tokens_max:
+        raise ValueError(
+            "episodes.sampling.max_tokens must be below model.context_tokens_max, got "
+            f"{sampling.max_tokens} and {configuration.model.context_tokens_max}"
+        )
+    full = {
+        "temperature": sampling.temperature > 0,
+        "top_p": sampling.top_p == 1,
+        "top_k": sampling.top_k < 1,
+        "frequency_penalty": sampling.frequency_penalty == 0,
+        "presence_penalty": sampling.presence_penalty == 0,
+    }
+    for name, is_full in full.items():
+        if not is_full:
+            raise ValueError(
+                f"episodes.sampling.{name} is {getattr(sampling, name):g}: tokens of a truncated "
+                "support are context and not loss (G4), so nothing would train"
+            )

@@ -1,0 +1,107 @@
+"""Optimizer steps, scheduled and trained."""
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+from forgemq_contracts.fields import (
+    DomainName,
+    GroupId,
+    Lineage,
+    Partition,
+    Seconds,
+    Sha256,
+    Step,
+    TokenCount,
+    Version,
+)
+from forgemq_contracts.groups import QueueIndex
+
+
+class ScheduledGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A group taken into a step, and where its tree is."""
+
+    group_id: GroupId
+    domain: DomainName
+    queue_index: QueueIndex
+    partition: Annotated[Partition, Meta(description="Of merged-trees.")]
+    tree_sha256: Sha256
+    tree_tokens: TokenCount
+    loss_tokens: TokenCount
+    attention_pairs: Annotated[int, Meta(ge=0)]
+    version_min: Version
+    staleness: Annotated[int, Meta(ge=0, description="Step - version_min, in steps.")]
+    request_tokens: TokenCount = 0
+    append_tokens: TokenCount = 0
+
+
+class ScheduledStep(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Which groups train in step k, in order. Immutable: a restarted trainer re-executes it."""
+
+    step: Step
+    groups: Annotated[tuple[ScheduledGroup, ...], Meta(min_length=1)]
+    staleness_bound: Annotated[int, Meta(ge=0, description="G3's bound over the step's queues.")]
+    is_last: bool = False
+
+
+class TrainingMetrics(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one optimizer step measured."""
+
+    loss: float
+    grad_norm: Annotated[float, Meta(ge=0, description="Before clipping.")]
+    lr: Annotated[float, Meta(ge=0)]
+    loss_tokens: TokenCount
+    tree_tokens: TokenCount
+    request_tokens: TokenCount
+    append_tokens: TokenCount
+    attention_pairs: Annotated[int, Meta(ge=0)]
+    ratio_mean: float
+    ratio_p99: float
+    capped_share: Annotated[float, Meta(ge=0, le=1, description="Entries at the ratio cap.")]
+    logprob_gap_mean: Annotated[
+        float, Meta(ge=0, description="Mean |trainer - engine| on tokens of the current version.")
+    ]
+    logprob_gap_max: Annotated[float, Meta(ge=0)]
+    kl_k3: Annotated[float, Meta(description="k3 estimate of KL(behaviour || policy), nats.")]
+    entropy: float
+    staleness_max: Annotated[int, Meta(ge=0)]
+    forward_backward_s: Seconds
+    gap_entries: Annotated[
+        int, Meta(ge=0, description="Entries the log-probability gap was taken over.")
+    ] = 0
+    branch_loss: Annotated[
+        float,
+        Meta(ge=0, description="Tree tokens over those on the way to each episode's last sample."),
+    ] = 1.0
+    flop_ratio: Annotated[
+        float, Meta(ge=0, description="Operations per request over those of the trees.")
+    ] = 1.0
+    flop_ratio_weights: Annotated[
+        float, Meta(ge=0, description="flop_ratio of the layers' weights alone.")
+    ] = 1.0
+    flop_ratio_attention: Annotated[
+        float, Meta(ge=0, description="flop_ratio of attention alone.")
+    ] = 1.0
+    route_disagreements: Annotated[
+        int, Meta(ge=0, description="Entries whose experts were not those replayed for the token.")
+    ] = 0
+    kl_reference: Annotated[
+        float, Meta(description="k3 estimate of KL(policy || reference), nats; 0 without one.")
+    ] = 0.0
+
+
+class TrainedStep(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Step k is done and version k + 1 exists; idempotent by step."""
+
+    step: Step
+    lineage: Lineage
+    group_ids: Annotated[tuple[GroupId, ...], Meta(description="Trained, in order.")]
+    failed_group_ids: Annotated[
+        tuple[GroupId, ...], Meta(description="Trees that could not be loaded; not trained.")
+    ]
+    metrics: TrainingMetrics
+    checkpoint_step: Annotated[
+        int, Meta(ge=-1, description="Last step in a durable checkpoint; -1 before the first.")
+    ]
+    duration_s: Seconds
+    is_last: bool = False

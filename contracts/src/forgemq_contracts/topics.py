@@ -1,0 +1,396 @@
+"""The topic registry: the only place a topic's name is written down.
+
+Names are participle + plural noun + major; a record is a fact that happened, never a command.
+On the broker a topic of a run is `<run>.<name>`; the two shared topics have no prefix.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import msgspec
+
+from forgemq_contracts.audit import AuditedGroup
+from forgemq_contracts.completions import (
+    CancelledCompletion,
+    DeliveredCompletion,
+    FinishedCompletion,
+    RequestedCompletion,
+)
+from forgemq_contracts.episodes import FinishedEpisode, GradedEpisode, OpenedEpisode
+from forgemq_contracts.groups import (
+    AdmittedGroup,
+    MergedGroup,
+    RequestedGroup,
+    RetiredGroup,
+    ScoredGroup,
+)
+from forgemq_contracts.journal import JournalledBatch
+from forgemq_contracts.run import EndedRun, StartedRun
+from forgemq_contracts.steps import ScheduledStep, TrainedStep
+from forgemq_contracts.trees import MergedTree
+from forgemq_contracts.weights import LoadedWeights, PublishedWeights, ReportedEngine
+
+PartitionedBy: TypeAlias = Literal["shared", "run", "queue", "group", "lane"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topic:
+    """A topic and the one record type it carries.
+
+    Attributes:
+        name: On the wire, behind the run's prefix.
+        record: The struct every value decodes to.
+        key: Field whose text is the record key.
+        partitioned_by: What picks the partition; `queue` is the queue's place in the run's
+            configuration, `shared` and `run` have one partition.
+        is_transactional: Always or never written in transactions.
+        producer: The only service that writes it.
+        consumers: Services that read it; checked against what they declare.
+        dead_letters_by: The one consumer that sends records which do not decode to `<name>-dlq`;
+            the others skip them. "" for a topic without dead letters.
+        needed_by: Consumer groups whose positions say what their readers may still read again;
+            records below the lowest of them are trimmed, none where a group has no position yet.
+            () keeps everything for the run's life.
+        newest_kept: Of a trimmed topic, records of each partition that stay whatever is needed:
+            for readers that look back from the end.
+    """
+
+    name: str
+    record: type[msgspec.Struct]
+    key: str
+    partitioned_by: PartitionedBy
+    is_transactional: bool
+    producer: str
+    consumers: tuple[str, ...]
+    dead_letters_by: str = ""
+    needed_by: tuple[str, ...] = ()
+    newest_kept: int = 0
+
+    @property
+    def has_dlq(self) -> bool:
+        """Whether records that do not decode go to a topic of their own."""
+        return bool(self.dead_letters_by)
+
+    @property
+    def dlq_name(self) -> str:
+        """Where a record that does not decode goes, with its original bytes."""
+        return f"{self.name}-dlq"
+
+
+def needed_group(service: str) -> str:
+    """The consumer group that holds from where a service may read its inputs again."""
+    return f"{service}-needed"
+
+
+STARTED_RUNS = Topic(
+    name="started-runs-v1",
+    record=StartedRun,
+    key="run",
+    partitioned_by="shared",
+    is_transactional=False,
+    producer="launcher",
+    consumers=(
+        "console",
+        "gateway",
+        "inference",
+        "launcher",
+        "merger",
+        "reward",
+        "scheduler",
+        "trainer",
+    ),
+)
+ENDED_RUNS = Topic(
+    name="ended-runs-v1",
+    record=EndedRun,
+    key="run",
+    partitioned_by="shared",
+    is_transactional=False,
+    producer="launcher",
+    consumers=("console", "launcher"),
+)
+REQUESTED_GROUPS = Topic(
+    name="requested-groups-v1",
+    record=RequestedGroup,
+    key="group_id",
+    partitioned_by="queue",
+    is_transactional=False,
+    producer="gateway",
+    consumers=("scheduler", "gateway", "console", "launcher"),
+    dead_letters_by="scheduler",
+)
+ADMITTED_GROUPS = Topic(
+    name="admitted-groups-v1",
+    record=AdmittedGroup,
+    key="group_id",
+    partitioned_by="queue",
+    is_transactional=True,
+    producer="scheduler",
+    consumers=("gateway", "console", "launcher"),
+    dead_letters_by="gateway",
+)
+OPENED_EPISODES = Topic(
+    name="opened-episodes-v1",
+    record=OpenedEpisode,
+    key="episode_id",
+    partitioned_by="group",
+    is_transactional=False,
+    producer="gateway",
+    consumers=("gateway",),
+    dead_letters_by="gateway",
+)
+REQUESTED_COMPLETIONS = Topic(
+    name="requested-completions-v1",
+    record=RequestedCompletion,
+    key="request_id",
+    partitioned_by="lane",
+    is_transactional=False,
+    producer="gateway",
+    consumers=("gateway", "inference"),
+    dead_letters_by="inference",
+    needed_by=(needed_group("gateway"),),
+)
+CANCELLED_COMPLETIONS = Topic(
+    name="cancelled-completions-v1",
+    record=CancelledCompletion,
+    key="request_id",
+    partitioned_by="lane",
+    is_transactional=False,
+    producer="gateway",
+    consumers=("gateway", "inference"),
+    dead_letters_by="inference",
+    needed_by=(needed_group("gateway"),),
+)
+FINISHED_COMPLETIONS = Topic(
+    name="finished-completions-v1",
+    record=FinishedCompletion,
+    key="request_id",
+    partitioned_by="group",
+    is_transactional=False,
+    producer="inference",
+    consumers=("gateway", "reward", "merger", "console", "launcher"),
+    dead_letters_by="merger",
+    needed_by=(
+        needed_group("console"),
+        needed_group("gateway"),
+        needed_group("merger"),
+        "reward-grading",
+    ),
+)
+DELIVERED_COMPLETIONS = Topic(
+    name="delivered-completions-v1",
+    record=DeliveredCompletion,
+    key="request_id",
+    partitioned_by="group",
+    is_transactional=False,
+    producer="gateway",
+    consumers=("gateway",),
+    dead_letters_by="gateway",
+    needed_by=(needed_group("gateway"),),
+)
+FINISHED_EPISODES = Topic(
+    name="finished-episodes-v1",
+    record=FinishedEpisode,
+    key="episode_id",
+    partitioned_by="group",
+    is_transactional=False,
+    producer="gateway",
+    consumers=("gateway", "reward", "console", "launcher"),
+    dead_letters_by="reward",
+)
+GRADED_EPISODES = Topic(
+    name="graded-episodes-v1",
+    record=GradedEpisode,
+    key="episode_id",
+    partitioned_by="group",
+    is_transactional=False,
+    producer="reward",
+    consumers=("reward", "console", "launcher"),
+    dead_letters_by="reward",
+)
+SCORED_GROUPS = Topic(
+    name="scored-groups-v1",
+    record=ScoredGroup,
+    key="group_id",
+    partitioned_by="group",
+    is_transactional=True,
+    producer="reward",
+    consumers=("merger", "console", "launcher"),
+    dead_letters_by="merger",
+)
+MERGED_TREES = Topic(
+    name="merged-trees-v1",
+    record=MergedTree,
+    key="group_id",
+    partitioned_by="group",
+    is_transactional=True,
+    producer="merger",
+    consumers=("trainer", "console", "launcher"),
+    dead_letters_by="trainer",
+    needed_by=(needed_group("console"), needed_group("trainer")),
+)
+MERGED_GROUPS = Topic(
+    name="merged-groups-v1",
+    record=MergedGroup,
+    key="group_id",
+    partitioned_by="group",
+    is_transactional=True,
+    producer="merger",
+    consumers=("scheduler", "console", "launcher"),
+    dead_letters_by="scheduler",
+)
+SCHEDULED_STEPS = Topic(
+    name="scheduled-steps-v1",
+    record=ScheduledStep,
+    key="step",
+    partitioned_by="run",
+    is_transactional=True,
+    producer="scheduler",
+    consumers=("trainer", "console", "launcher"),
+    dead_letters_by="trainer",
+)
+RETIRED_GROUPS = Topic(
+    name="retired-groups-v1",
+    record=RetiredGroup,
+    key="group_id",
+    partitioned_by="group",
+    is_transactional=True,
+    producer="scheduler",
+    consumers=("gateway", "reward", "merger", "console", "launcher"),
+    dead_letters_by="reward",
+)
+AUDITED_GROUPS = Topic(
+    name="audited-groups-v1",
+    record=AuditedGroup,
+    key="group_id",
+    partitioned_by="group",
+    is_transactional=True,
+    producer="console",
+    consumers=("console", "launcher"),
+)
+TRAINED_STEPS = Topic(
+    name="trained-steps-v1",
+    record=TrainedStep,
+    key="step",
+    partitioned_by="run",
+    is_transactional=True,
+    producer="trainer",
+    consumers=("scheduler", "trainer", "gateway", "console", "launcher"),
+    dead_letters_by="scheduler",
+)
+PUBLISHED_WEIGHTS = Topic(
+    name="published-weights-v1",
+    record=PublishedWeights,
+    key="version",
+    partitioned_by="run",
+    is_transactional=False,
+    producer="trainer",
+    consumers=("inference", "trainer", "console", "launcher"),
+    dead_letters_by="trainer",
+)
+LOADED_WEIGHTS = Topic(
+    name="loaded-weights-v1",
+    record=LoadedWeights,
+    key="lane",
+    partitioned_by="lane",
+    is_transactional=False,
+    producer="inference",
+    consumers=("scheduler", "trainer", "console", "launcher", "inference"),
+    dead_letters_by="scheduler",
+)
+REPORTED_ENGINES = Topic(
+    name="reported-engines-v1",
+    record=ReportedEngine,
+    key="lane",
+    partitioned_by="lane",
+    is_transactional=False,
+    producer="inference",
+    consumers=("gateway", "inference", "scheduler", "trainer", "console", "launcher"),
+    dead_letters_by="scheduler",
+    needed_by=(needed_group("scheduler"),),
+    newest_kept=1000,
+)
+
+
+def _journal(service: str, partitioned_by: PartitionedBy) -> Topic:
+    return Topic(
+        name=f"{service}-journal-v1",
+        record=JournalledBatch,
+        key="sequence",
+        partitioned_by=partitioned_by,
+        is_transactional=True,
+        producer=service,
+        consumers=(service,),
+        needed_by=(f"{service}-positions",),
+    )
+
+
+REWARD_JOURNAL = _journal("reward", "group")
+MERGER_JOURNAL = _journal("merger", "group")
+SCHEDULER_JOURNAL = _journal("scheduler", "run")
+
+SHARED: tuple[Topic, ...] = (STARTED_RUNS, ENDED_RUNS)
+OF_RUN: tuple[Topic, ...] = (
+    REQUESTED_GROUPS,
+    ADMITTED_GROUPS,
+    OPENED_EPISODES,
+    REQUESTED_COMPLETIONS,
+    CANCELLED_COMPLETIONS,
+    FINISHED_COMPLETIONS,
+    DELIVERED_COMPLETIONS,
+    FINISHED_EPISODES,
+    GRADED_EPISODES,
+    SCORED_GROUPS,
+    MERGED_TREES,
+    MERGED_GROUPS,
+    SCHEDULED_STEPS,
+    RETIRED_GROUPS,
+    AUDITED_GROUPS,
+    TRAINED_STEPS,
+    PUBLISHED_WEIGHTS,
+    LOADED_WEIGHTS,
+    REPORTED_ENGINES,
+    REWARD_JOURNAL,
+    MERGER_JOURNAL,
+    SCHEDULER_JOURNAL,
+)
+ALL: tuple[Topic, ...] = SHARED + OF_RUN
+BY_NAME: dict[str, Topic] = {topic.name: topic for topic in ALL}
+BY_DLQ_NAME: dict[str, Topic] = {topic.dlq_name: topic for topic in ALL if topic.has_dlq}
+
+
+def partition_count(topic: Topic, *, group_partitions: int, lanes: int, queues: int) -> int:
+    """Number of partitions of a topic in a run with these counts."""
+    counts = {
+        "shared": 1,
+        "run": 1,
+        "queue": queues,
+        "group": group_partitions,
+        "lane": lanes,
+    }
+    return counts[topic.partitioned_by]
+
+
+def encode(record: msgspec.Struct) -> bytes:
+    """Wire bytes of a record: MessagePack with field names."""
+    return _ENCODER.encode(record)
+
+
+def decode(topic: Topic, value: bytes) -> msgspec.Struct:
+    """The record in these wire bytes.
+
+    Raises:
+        msgspec.ValidationError: the bytes are no record of this topic, whatever is wrong with them;
+            says which field and rule where there is one.
+    """
+    try:
+        return _DECODERS[topic.name].decode(value)
+    except msgspec.ValidationError:
+        raise
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        # Cut short, text that is no UTF-8, or nested too deep: msgspec lets the last two through.
+        raise msgspec.ValidationError(f"no {topic.record.__name__}: {error}") from error
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODERS = {topic.name: msgspec.msgpack.Decoder(topic.record) for topic in ALL}

@@ -1,0 +1,73 @@
+"""Weights: published by the trainer, loaded by lanes; and what lanes report about themselves."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from forgemq_contracts.fields import Epoch, Lane, Lineage, Seconds, Sha256, TimeMs, Version
+
+LANE_LAPSE_S = 5.0
+"""A lane without a heartbeat for longer is dead until it is heard again: five heartbeats, so that
+one garbage collection or a broker's change of leader kills nobody, and agents wait little. Gateway
+(sends elsewhere), trainer (offers no fast path) and scheduler (frees slots) all go by it."""
+
+
+class Rendezvous(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where one lane's engine meets the trainer for the fast path: one process group a lane."""
+
+    lane: Lane
+    epoch: Epoch
+    host: str
+    port: Annotated[int, Meta(ge=1, le=65535)]
+    group_name: str
+    backend: Literal["gloo", "nccl"]
+    is_new: Annotated[bool, Meta(description="The group must be formed before this transfer.")]
+    world_size: Annotated[
+        int, Meta(ge=2, description="The trainer as rank 0 and every rank of the engine.")
+    ] = 2
+
+
+class PublishedWeights(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A version exists durably; the fast path is an offer with a deadline, never a promise."""
+
+    lineage: Lineage
+    version: Version
+    sha256: Annotated[Sha256, Meta(description="Of the safetensors file.")]
+    uri: Annotated[str, Meta(min_length=1, description="Folder in Hugging Face format.")]
+    size_bytes: Annotated[int, Meta(ge=0)]
+    kind: Annotated[
+        Literal["full", "delta", "adapter"], Meta(description="Only full is published today.")
+    ] = "full"
+    fast_paths: tuple[Rendezvous, ...] = ()
+    deadline_s: Annotated[Seconds, Meta(description="For every phase of the fast path.")] = 30.0
+
+
+class LoadedWeights(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A lane serves this version from now on."""
+
+    lane: Lane
+    epoch: Epoch
+    lineage: Lineage
+    version: Version
+    path: Annotated[
+        Literal["start", "fast", "durable"], Meta(description="How the weights arrived.")
+    ]
+    duration_s: Seconds
+    paused_s: Annotated[Seconds, Meta(description="Generation stood still this long.")] = 0.0
+
+
+class ReportedEngine(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A lane's heartbeat, about one a second and on change."""
+
+    lane: Lane
+    epoch: Epoch
+    url: str
+    is_serving: Annotated[bool, Meta(description="False while starting, dead or leaving.")]
+    lineage: Lineage
+    version: Version
+    running: Annotated[int, Meta(ge=0)]
+    queued: Annotated[int, Meta(ge=0)]
+    reported_ms: TimeMs
+    context_tokens_max: Annotated[int, Meta(ge=0)] = 0
+    output_tokens_total: Annotated[int, Meta(ge=0)] = 0
+    ranks: Annotated[int, Meta(ge=1, description="Tensor-parallel processes of the engine.")] = 1

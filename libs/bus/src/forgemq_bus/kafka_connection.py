@@ -1,0 +1,245 @@
+"""How a process reaches the brokers, and how a failure there is told.
+
+Every call to a broker is bounded by `retry_s`: aiokafka itself retries some requests without end.
+"""
+
+import asyncio
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Annotated, Any, Literal, TypeVar
+
+from aiokafka import errors as kafka_errors
+from aiokafka.conn import create_conn
+from aiokafka.helpers import create_ssl_context
+from aiokafka.protocol.metadata import MetadataRequest
+from msgspec import Meta, Struct
+
+from forgemq_bus.errors import AccessError, FencedError, LogError, LogUnavailableError
+
+SecurityProtocol = Literal["PLAINTEXT", "SSL", "SASL_PLAINTEXT", "SASL_SSL"]
+SaslMechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"]
+
+T = TypeVar("T")
+
+RECONNECT_PAUSE_S = 0.25
+RETRY_PAUSE_S = 0.05
+REQUEST_TIMEOUT_MS = 10_000
+CLOSE_TIMEOUT_S = 5.0
+
+_CLOSED = (ConnectionResetError, ConnectionAbortedError, kafka_errors.KafkaConnectionError)
+"""After TCP connected; also what a broker does that is about to stop."""
+
+_FENCED = (kafka_errors.ProducerFenced, kafka_errors.InvalidProducerEpoch)
+
+
+class KafkaConnection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The brokers of a cluster and how to speak to them."""
+
+    bootstrap: Annotated[str, Meta(min_length=1, description="host:port[,host:port].")]
+    security_protocol: SecurityProtocol = "PLAINTEXT"
+    sasl_mechanism: SaslMechanism = "PLAIN"
+    sasl_username: str = ""
+    sasl_password: str = ""
+    tls_ca_file: Annotated[str, Meta(description="PEM; empty: the system's authorities.")] = ""
+    retry_s: Annotated[
+        float, Meta(gt=0, description="How long a call tries before LogUnavailableError.")
+    ] = 30.0
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot work, naming the field."""
+        for name, choices in (
+            ("security_protocol", SecurityProtocol.__args__),  # type: ignore[attr-defined]
+            ("sasl_mechanism", SaslMechanism.__args__),  # type: ignore[attr-defined]
+        ):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name} must be one of {choices}, got {getattr(self, name)!r}")
+        for address in self.bootstrap.split(","):
+            host, _, port = address.strip().rpartition(":")
+            if not host or not port.isdigit():
+                raise ValueError(f"bootstrap must be host:port[,host:port], got {self.bootstrap!r}")
+
+    def __repr__(self) -> str:
+        """Without the password."""
+        return f"KafkaConnection({self.bootstrap}, {self.security_protocol})"
+
+
+def client_settings(connection: KafkaConnection) -> dict[str, Any]:
+    """What every aiokafka client is made with."""
+    settings: dict[str, Any] = {
+        "bootstrap_servers": [address.strip() for address in connection.bootstrap.split(",")],
+        "security_protocol": connection.security_protocol,
+        "request_timeout_ms": REQUEST_TIMEOUT_MS,
+        "retry_backoff_ms": 50,
+    }
+    if connection.security_protocol.endswith("SSL"):
+        settings["ssl_context"] = _ssl_context(connection)
+    if connection.security_protocol.startswith("SASL"):
+        settings["sasl_mechanism"] = connection.sasl_mechanism
+        settings["sasl_plain_username"] = connection.sasl_username
+        settings["sasl_plain_password"] = connection.sasl_password
+    return settings
+
+
+def _ssl_context(connection: KafkaConnection) -> ssl.SSLContext:
+    try:
+        context: ssl.SSLContext = create_ssl_context(cafile=connection.tls_ca_file or None)
+    except OSError as error:  # also what ssl raises for a file without certificates
+        raise AccessError(
+            f"FORGEMQ_KAFKA_TLS_CA_FILE: no certificates in {connection.tls_ca_file}: {error}"
+        ) from error
+    return context
+
+
+@asynccontextmanager
+async def answered(connection: KafkaConnection, doing: str) -> AsyncIterator[None]:
+    """Bound what is inside by `retry_s` and translate its errors.
+
+    Raises:
+        LogUnavailableError: no answer in time.
+        FencedError: a newer writer exists.
+        LogError: the brokers refuse; says what they said.
+    """
+    try:
+        async with asyncio.timeout(connection.retry_s):
+            yield
+    except (TimeoutError, kafka_errors.KafkaTimeoutError) as error:
+        raise LogUnavailableError(
+            f"{doing}: {connection.bootstrap} did not answer within {connection.retry_s:g} s"
+        ) from error
+    except _FENCED as error:
+        raise FencedError(f"{doing}: a newer writer took over") from error
+    except kafka_errors.KafkaError as error:
+        raise LogError(f"{doing}: {connection.bootstrap} answered {error!r}") from error
+
+
+async def repeated(call: Callable[[], Awaitable[T]]) -> T:
+    """What a request answers, once it no longer fails in a way that passes by itself.
+
+    Call it inside `answered`, which bounds it.
+    """
+    while True:
+        try:
+            return await call()
+        except kafka_errors.KafkaError as error:
+            if not error.retriable:
+                raise
+            await asyncio.sleep(RETRY_PAUSE_S)
+
+
+async def connect(
+    connection: KafkaConnection,
+    start: Callable[[], Awaitable[None]],
+    *stops: Callable[[], Awaitable[None]],
+    doing: str,
+) -> None:
+    """Start a client, again and again while the brokers do not answer.
+
+    Args:
+        connection: to which brokers.
+        start: the client's own.
+        stops: as `stop_client` takes them; called where the client did not start.
+        doing: what for.
+
+    Raises:
+        AccessError: they refuse this process, or it does not trust them.
+        LogUnavailableError: they did not answer in time.
+        LogError: they refuse.
+    """
+    hint = ""
+    try:
+        async with answered(connection, doing):
+            while True:
+                try:
+                    return await start()
+                except (kafka_errors.KafkaConnectionError, kafka_errors.NodeNotReadyError):
+                    hint = await _check_access(connection)
+                    await asyncio.sleep(RECONNECT_PAUSE_S)
+    except BaseException as error:
+        await stop_client(*stops)
+        if isinstance(error, LogUnavailableError):
+            raise LogUnavailableError(f"{error}{hint}") from error
+        raise
+
+
+async def _check_access(connection: KafkaConnection) -> str:
+    """Find out whether a connection failed for good; aiokafka keeps what it was to itself.
+
+    Returns:
+        What may be wrong where that is not certain, to be added to a message; else "".
+
+    Raises:
+        AccessError: names the setting that is wrong.
+    """
+    settings, hint = client_settings(connection), ""
+    of_client = ("bootstrap_servers", "retry_backoff_ms")
+    of_connection = {name: value for name, value in settings.items() if name not in of_client}
+    for address in settings["bootstrap_servers"]:
+        host, _, port = address.rpartition(":")
+        try:
+            probe = await create_conn(host, int(port), **of_connection)
+            try:
+                # A broker that wants a user lets one in without, up to the first real request.
+                await probe.send(MetadataRequest([]))
+            finally:
+                probe.close()
+        except (OSError, kafka_errors.KafkaError) as error:
+            if (reason := _refusal(connection, error)) is not None:
+                raise AccessError(f"{address}: {reason}") from error
+            if isinstance(error, _CLOSED):
+                hint = (
+                    f"; {address} closed the connection: is FORGEMQ_KAFKA_SECURITY_PROTOCOL "
+                    f"({connection.security_protocol}) right?"
+                )
+    return hint
+
+
+def _refusal(connection: KafkaConnection, error: Exception) -> str | None:
+    """What the user has to correct; None where the failure may pass by itself."""
+    match error:
+        case ssl.SSLCertVerificationError():
+            named = connection.tls_ca_file or "empty, so the system's authorities count"
+            return (
+                f"the broker's certificate is not trusted: {error.verify_message}: check "
+                f"FORGEMQ_KAFKA_TLS_CA_FILE ({named})"
+            )
+        case ssl.SSLError():
+            return (
+                f"no TLS there: {error.reason}: check FORGEMQ_KAFKA_SECURITY_PROTOCOL "
+                f"({connection.security_protocol})"
+            )
+        case kafka_errors.UnsupportedSaslMechanismError():
+            return (
+                "the broker does not take this mechanism: check FORGEMQ_KAFKA_SASL_MECHANISM "
+                f"({connection.sasl_mechanism})"
+            )
+        case kafka_errors.SaslAuthenticationFailed():
+            return (
+                f"the broker refuses user {connection.sasl_username!r}: check "
+                "FORGEMQ_KAFKA_SASL_USERNAME and FORGEMQ_KAFKA_SASL_PASSWORD"
+            )
+        case kafka_errors.IllegalSaslStateError():
+            return (
+                "the broker takes no user here: check FORGEMQ_KAFKA_SECURITY_PROTOCOL "
+                f"({connection.security_protocol})"
+            )
+    return None
+
+
+async def stop_client(*stops: Callable[[], Awaitable[None]]) -> None:
+    """Stop a client; what the brokers cannot take any more within 5 s is given up.
+
+    Args:
+        stops: the client's own; where the brokers are gone it may fail before it has closed its
+            connections, even with the CancelledError of a task of its own. So then, where there is
+            one, what closes the connections whatever happened to the first.
+    """
+    for stop in stops:
+        task = asyncio.ensure_future(stop())
+        await asyncio.wait([task], timeout=CLOSE_TIMEOUT_S)
+        if not task.done():
+            task.cancel()
+            await asyncio.wait([task], timeout=CLOSE_TIMEOUT_S)
+        if task.done() and not task.cancelled():
+            # Marks it as seen: the broker is gone or has fenced us, nothing is left to do.
+            task.exception()

@@ -1,0 +1,261 @@
+"""A member of a consumer group: aiokafka keeps the membership, an own reader reads.
+
+aiokafka alone would not do: it hands out records of new partitions while the callback for them is
+still running, and it sends no heartbeats while it waits for that callback. So its consumer is
+paused for good and only says what is assigned; reading starts when the callback has returned.
+"""
+
+import asyncio
+from collections.abc import Iterable, Sequence
+
+from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener, TopicPartition
+from aiokafka import errors as kafka_errors
+from aiokafka.coordinator.assignors.range import RangePartitionAssignor
+
+from forgemq_bus.blobs import BlobStore
+from forgemq_bus.errors import ClosedError, LogError
+from forgemq_bus.kafka_connection import KafkaConnection, client_settings, connect, stop_client
+from forgemq_bus.kafka_reader import KafkaReader, open_reader
+from forgemq_bus.kafka_topics import KafkaTopics
+from forgemq_bus.log import AssignmentCallback, Place, Record
+from forgemq_bus.names import broker_place, broker_topic
+
+SESSION_TIMEOUT_MS = 10_000
+HEARTBEAT_MS = 1_000  # Also how soon a member hears that another one joined.
+REBALANCE_TIMEOUT_MS = 60_000  # How long `on_assigned` and `on_revoked` may take together.
+
+
+class Membership(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka has no types here.
+    """What aiokafka calls; every rebalance takes all partitions and gives the new ones."""
+
+    def __init__(self, member: "KafkaMember") -> None:
+        """Passes on to this member."""
+        self._member = member
+
+    async def on_partitions_revoked(self, revoked: Iterable[TopicPartition]) -> None:
+        """Nobody else gets the partitions before this returns."""
+        del revoked
+        await self._member.revoke()
+
+    async def on_partitions_assigned(self, assigned: Iterable[TopicPartition]) -> None:
+        """Must return at once: no heartbeat is sent before."""
+        self._member.assign(frozenset(partition.partition for partition in assigned))
+
+
+class KafkaMember:
+    """Implements `log.Member`; for one task at a time. `join` comes before everything."""
+
+    def __init__(
+        self,
+        *,
+        connection: KafkaConnection,
+        topics: KafkaTopics,
+        run: str,
+        group: str,
+        names: Sequence[str],
+        on_assigned: AssignmentCallback,
+        on_revoked: AssignmentCallback,
+        blobs: BlobStore | None,
+    ) -> None:
+        """Not a member yet; `group` is a name on the broker, `names` are topics' names."""
+        self._connection = connection
+        self._topics = topics
+        self._run = run
+        self._group = group
+        self._names = tuple(names)
+        self._on_assigned = on_assigned
+        self._on_revoked = on_revoked
+        self._blobs = blobs
+        self._consumer: AIOKafkaConsumer | None = None
+        self._reader: KafkaReader | None = None
+        self._taking: asyncio.Task[None] | None = None
+        self._changed = asyncio.Event()
+        self._revoking = asyncio.Lock()
+        self._assigned: frozenset[int] = frozenset()
+        self._told: frozenset[int] = frozenset()
+        self._paused: set[Place] = set()
+        self._failure: BaseException | None = None
+        self.is_closed = False
+
+    async def join(self) -> None:
+        """Join; returns after the first assignment and its callback.
+
+        Raises:
+            ValueError: the topics have different numbers of partitions.
+            LogUnavailableError: the brokers do not answer.
+        """
+        wanted = [broker_topic(name, run=self._run) for name in self._names]
+        counts = await self._topics.counts(wanted)
+        if len(set(counts.values())) != 1:
+            raise ValueError(f"topics of group {self._group} are not co-partitioned: {counts}")
+        self._consumer = AIOKafkaConsumer(
+            **client_settings(self._connection),
+            group_id=self._group,
+            enable_auto_commit=False,
+            auto_offset_reset="earliest",  # Never used: the consumer is paused.
+            partition_assignment_strategy=(RangePartitionAssignor,),
+            session_timeout_ms=SESSION_TIMEOUT_MS,
+            heartbeat_interval_ms=HEARTBEAT_MS,
+            rebalance_timeout_ms=REBALANCE_TIMEOUT_MS,
+            max_partition_fetch_bytes=1,
+        )
+        self._consumer.subscribe(topics=wanted, listener=Membership(self))
+        try:
+            await connect(self._connection, self._consumer.start, doing=f"join {self._group}")
+            await self._changed.wait()
+            self._raise_failure()
+        except BaseException:
+            await self.close()
+            raise
+
+    def assigned(self) -> frozenset[int]:
+        """Partition numbers that this member owns now."""
+        return self._assigned
+
+    async def revoke(self) -> None:
+        """Stop reading, then call back; called before other members get the partitions."""
+        async with self._revoking:
+            if self._taking is not None:
+                await asyncio.wait([self._taking])
+                self._taking = None
+            self._changed.clear()
+            told, self._told, self._assigned = self._told, frozenset(), frozenset()
+            await self._close_reader()
+            if told:
+                try:
+                    await self._on_revoked(told)
+                except BaseException as error:
+                    self._fail(error)
+                    raise
+
+    def assign(self, numbers: frozenset[int]) -> None:
+        """Start reading these partitions once the callback has returned."""
+        if self.is_closed or self._consumer is None:
+            return
+        self._consumer.pause(*self._consumer.assignment())
+        # Not in a task group: it belongs to aiokafka's rebalance, and `revoke` awaits it.
+        self._taking = asyncio.create_task(self._take(numbers))  # noqa: TID251
+
+    async def _take(self, numbers: frozenset[int]) -> None:
+        try:
+            if numbers:
+                await self._on_assigned(numbers)
+                self._told = numbers
+                self._reader = await self._open_reader(numbers)
+            self._assigned = numbers
+        except BaseException as error:
+            self._fail(error)
+            if isinstance(error, asyncio.CancelledError):
+                raise
+        self._changed.set()
+
+    async def _open_reader(self, numbers: frozenset[int]) -> KafkaReader:
+        places = [Place(name, number) for name in self._names for number in sorted(numbers)]
+        on_broker = [broker_place(place, run=self._run) for place in places]
+        first = await self._topics.first(on_broker)
+        committed = await self._topics.committed(self._group, on_broker)
+        reader = await open_reader(
+            self._connection,
+            {
+                place: committed.get(there, first[there])
+                for place, there in zip(places, on_broker, strict=True)
+            },
+            run=self._run,
+            isolation="committed",
+            blobs=self._blobs,
+        )
+        reader.pause([place for place in places if place in self._paused])
+        return reader
+
+    def _fail(self, error: BaseException) -> None:
+        """Keep what a callback or the brokers raised for the next `read`."""
+        self._failure = error
+        self._changed.set()
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    async def read(self, *, timeout_s: float, records_max: int) -> list[Record]:
+        """Records in offset order per partition; [] when none came within the time.
+
+        Raises:
+            LogError: as `KafkaReader.read`; also what a callback raised.
+        """
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + timeout_s
+        while True:
+            if self.is_closed or self._consumer is None:
+                raise ClosedError("read after close")
+            left_s = max(0.0, deadline_s - loop.time())
+            try:
+                async with asyncio.timeout(left_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                return []
+            self._raise_failure()
+            await self._stay()
+            reader = self._reader
+            if reader is None:
+                await asyncio.sleep(min(left_s, 0.05))
+                if left_s == 0:
+                    return []
+                continue
+            try:
+                records = await reader.read(timeout_s=left_s, records_max=records_max)
+            except ClosedError:
+                continue  # Revoked while reading: wait for the next assignment.
+            return records if reader is self._reader else []
+
+    async def _stay(self) -> None:
+        """Tell aiokafka that this member is alive, and hear of what ended its membership."""
+        assert self._consumer is not None
+        try:
+            await self._consumer.getmany(timeout_ms=0)
+        except kafka_errors.KafkaError as error:
+            raise LogError(f"member of {self._group}: {error!r}") from error
+
+    def position(self, place: Place) -> int:
+        """Offset of the next record that `read` returns for the partition."""
+        return self._owned().position(place)
+
+    def seek(self, place: Place, position: int) -> None:
+        """Continue from this position; records read ahead are dropped."""
+        self._owned().seek(place, position)
+
+    def pause(self, places: Sequence[Place]) -> None:
+        """Return no records of these partitions until `resume`, whatever is reassigned."""
+        self._paused.update(places)
+        if self._reader is not None:
+            self._reader.pause([place for place in places if self._owns(place)])
+
+    def resume(self, places: Sequence[Place]) -> None:
+        """Undo `pause`."""
+        self._paused.difference_update(places)
+        if self._reader is not None:
+            self._reader.resume([place for place in places if self._owns(place)])
+
+    def _owns(self, place: Place) -> bool:
+        return place.topic in self._names and place.partition in self._assigned
+
+    def _owned(self) -> KafkaReader:
+        if self._reader is None:
+            raise KeyError("no partition is assigned")
+        return self._reader
+
+    async def close(self) -> None:
+        """Leave the group, after `on_revoked`; idempotent."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        self._changed.set()
+        if self._consumer is not None:
+            try:
+                await self.revoke()
+            finally:
+                await stop_client(self._consumer.stop, self._consumer._client.close)
+
+    async def _close_reader(self) -> None:
+        reader, self._reader = self._reader, None
+        if reader is not None:
+            await reader.close()

@@ -1,0 +1,205 @@
+"""Reads fixed partitions of a cluster; a position is always explicit, never reset silently."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
+from aiokafka import errors as kafka_errors
+
+from forgemq_bus.blobs import BlobStore
+from forgemq_bus.errors import ClosedError, LogError, OutOfRangeError
+from forgemq_bus.kafka_connection import (
+    KafkaConnection,
+    answered,
+    client_settings,
+    connect,
+    stop_client,
+)
+from forgemq_bus.log import Isolation, Place, Record
+from forgemq_bus.names import broker_topic
+from forgemq_bus.payloads import fetched
+from forgemq_bus.read_ahead import ReadAhead
+
+# A fetch that waits at the broker does not cover a partition that is resumed or sought meanwhile:
+# this is the longest such a partition waits. An arriving record ends the wait at once.
+FETCH_WAIT_MS_MAX = 250
+FETCH_BYTES_MAX = 16 * 1024 * 1024
+PARTITION_FETCH_BYTES_MAX = 2 * 1024 * 1024
+# An idle fetcher retries a dead broker without end and without a word: ask it now and then.
+PROBE_AFTER_S = 10.0
+
+
+def fetching_consumer(connection: KafkaConnection, *, isolation: Isolation) -> AIOKafkaConsumer:
+    """An aiokafka consumer without a group that raises where a position does not exist."""
+    return AIOKafkaConsumer(
+        **client_settings(connection),
+        enable_auto_commit=False,
+        auto_offset_reset="none",
+        isolation_level=f"read_{isolation}",
+        fetch_max_wait_ms=FETCH_WAIT_MS_MAX,
+        fetch_max_bytes=FETCH_BYTES_MAX,
+        max_partition_fetch_bytes=PARTITION_FETCH_BYTES_MAX,
+    )
+
+
+class KafkaReader:
+    """Implements `log.Reader`; for one task at a time. `open_reader` makes one.
+
+    Memory: at most one fetch handed over and one in aiokafka, 16 MiB each before decompression.
+    """
+
+    def __init__(
+        self,
+        consumer: AIOKafkaConsumer,
+        positions: Mapping[Place, int],
+        *,
+        connection: KafkaConnection,
+        run: str,
+        blobs: BlobStore | None,
+    ) -> None:
+        """The consumer is started and this reader's own."""
+        self._consumer = consumer
+        self._connection = connection
+        self._blobs = blobs
+        self._partitions = {
+            place: TopicPartition(broker_topic(place.topic, run=run), place.partition)
+            for place in positions
+        }
+        self._places = {partition: place for place, partition in self._partitions.items()}
+        self._positions = dict(positions)
+        self._ahead = ReadAhead(list(positions))
+        self._paused: set[Place] = set()
+        self._seeks = 0
+        self._heard_s = asyncio.get_running_loop().time()
+        self.is_closed = False
+        if positions:
+            consumer.assign(list(self._places))
+            for place, position in positions.items():
+                consumer.seek(self._partitions[place], position)
+
+    async def read(self, *, timeout_s: float, records_max: int) -> list[Record]:
+        """Records in offset order per partition; [] when none came within the time.
+
+        Raises:
+            OutOfRangeError: a position that its partition does not have; names the place.
+            BlobError: a value's blob is gone; the record is returned by a later call, if at all.
+            LogUnavailableError: the brokers do not answer.
+        """
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + timeout_s
+        has_fetched = False
+        while True:
+            if self.is_closed:
+                raise ClosedError("read after close")
+            taken, seeks = self._ahead.peek(records_max, without=self._paused), self._seeks
+            if taken:
+                records = await fetched(taken, blobs=self._blobs)
+                if seeks == self._seeks:
+                    self._ahead.drop(taken)
+                    return records
+                continue  # Sought while the blobs came.
+            left_s = deadline_s - loop.time()
+            if left_s <= 0 and has_fetched:
+                return []
+            await self._fetch(max(left_s, 0.0))
+            has_fetched = True
+
+    def position(self, place: Place) -> int:
+        """Offset of the next record that `read` returns for the partition."""
+        ahead = self._ahead.first_offset(place)
+        return self._positions[place] if ahead is None else ahead
+
+    def seek(self, place: Place, position: int) -> None:
+        """Continue from this position; records read ahead are dropped."""
+        self._consumer.seek(self._partitions[place], position)
+        self._positions[place] = position
+        self._ahead.clear(place)
+        self._seeks += 1
+
+    def pause(self, places: Sequence[Place]) -> None:
+        """Return no records of these partitions until `resume`; keep their positions."""
+        self._paused.update(places)
+        self._consumer.pause(*(self._partitions[place] for place in places))
+
+    def resume(self, places: Sequence[Place]) -> None:
+        """Undo `pause`."""
+        self._paused.difference_update(places)
+        self._consumer.resume(*(self._partitions[place] for place in places))
+
+    async def close(self) -> None:
+        """Release the connection; idempotent."""
+        if not self.is_closed:
+            self.is_closed = True
+            await stop_client(self._consumer.stop, self._consumer._client.close)
+
+    async def _fetch(self, wait_s: float) -> None:
+        """Wait for records and keep them in `_ahead`."""
+        if not self._partitions:
+            await asyncio.sleep(wait_s)
+            return
+        try:
+            batches = await self._consumer.getmany(timeout_ms=wait_s * 1000)
+        except kafka_errors.OffsetOutOfRangeError as error:
+            raise await self._out_of_range(error) from error
+        except kafka_errors.ConsumerStoppedError as error:
+            raise ClosedError("closed while reading") from error
+        except kafka_errors.KafkaError as error:
+            raise LogError(f"read from {self._connection.bootstrap}: {error!r}") from error
+        for partition, batch in batches.items():
+            place = self._places[partition]
+            self._ahead.add(place, [_record(place, message) for message in batch])
+        # Also of partitions without records: markers and aborted records move positions on.
+        for place, partition in self._partitions.items():
+            self._positions[place] = await self._consumer.position(partition)
+        await self._probe(has_heard=bool(batches))
+
+    async def _probe(self, *, has_heard: bool) -> None:
+        now_s = asyncio.get_running_loop().time()
+        if not has_heard and now_s - self._heard_s > PROBE_AFTER_S:
+            async with answered(self._connection, "read"):
+                await self._consumer.end_offsets([next(iter(self._places))])
+            has_heard = True
+        if has_heard:
+            self._heard_s = now_s
+
+    async def _out_of_range(self, error: kafka_errors.OffsetOutOfRangeError) -> OutOfRangeError:
+        partition, position = next(iter(error.args[0].items()))
+        place = self._places[partition]
+        async with answered(self._connection, "read"):
+            first = await self._consumer.beginning_offsets([partition])
+            end = await self._consumer.end_offsets([partition])
+        return OutOfRangeError(
+            f"{place.topic}/{place.partition}: position {position} is outside "
+            f"{first[partition]}..{end[partition]}"
+        )
+
+
+async def open_reader(
+    connection: KafkaConnection,
+    positions: Mapping[Place, int],
+    *,
+    run: str,
+    isolation: Isolation,
+    blobs: BlobStore | None,
+) -> KafkaReader:
+    """A connected reader of exactly these partitions.
+
+    Raises:
+        LogUnavailableError: the brokers do not answer.
+    """
+    consumer = fetching_consumer(connection, isolation=isolation)
+    stops = consumer.stop, consumer._client.close
+    await connect(connection, consumer.start, *stops, doing="open a reader")
+    return KafkaReader(consumer, positions, connection=connection, run=run, blobs=blobs)
+
+
+def _record(place: Place, message: ConsumerRecord) -> Record:
+    return Record(
+        topic=place.topic,
+        partition=place.partition,
+        offset=message.offset,
+        timestamp_ms=message.timestamp,
+        key=message.key or b"",
+        value=message.value or b"",
+        headers=tuple(message.headers),
+    )

@@ -1,0 +1,229 @@
+"""Topics of a cluster: creation, what exists, where it begins and ends, what is committed."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence, Set
+
+from aiokafka import AIOKafkaConsumer, TopicPartition
+from aiokafka import errors as kafka_errors
+from aiokafka.admin import AIOKafkaAdminClient, NewTopic, RecordsToDelete
+from aiokafka.client import AIOKafkaClient, ConnectionGroup, CoordinationType
+
+from forgemq_bus.errors import LogError, OutOfRangeError, UnknownPlaceError
+from forgemq_bus.kafka_connection import (
+    RETRY_PAUSE_S,
+    KafkaConnection,
+    answered,
+    client_settings,
+    connect,
+    repeated,
+    stop_client,
+)
+from forgemq_bus.kafka_reader import fetching_consumer
+from forgemq_bus.log import Isolation, Place
+from forgemq_bus.stable_positions import UNSTABLE_OFFSET_COMMIT, StablePositionsRequest
+
+RECORD_BYTES_MAX = 8 * 1024 * 1024  # A value of a topic that has no blob store behind it.
+TOPIC_CONFIGURATION = {
+    "cleanup.policy": "delete",
+    "retention.ms": "-1",  # Kept until it is trimmed.
+    "retention.bytes": "-1",
+    "max.message.bytes": str(RECORD_BYTES_MAX + 128 * 1024),
+    "message.timestamp.type": "CreateTime",
+}
+BROKER_DEFAULT = -1  # Replication factor: what the cluster is set up for.
+
+_ALREADY_EXISTS = kafka_errors.TopicAlreadyExistsError.errno
+
+
+class KafkaTopics:
+    """One connection of each kind, opened on first use; places carry names on the broker."""
+
+    def __init__(self, connection: KafkaConnection) -> None:
+        """Nothing is connected yet."""
+        self._connection = connection
+        self._admin: AIOKafkaAdminClient | None = None
+        self._client: AIOKafkaClient | None = None
+        self._consumers: dict[Isolation, AIOKafkaConsumer] = {}
+        self._counts: dict[str, int] = {}
+        self._opening = asyncio.Lock()
+
+    async def create(self, partitions: Mapping[str, int]) -> None:
+        """Create what does not exist.
+
+        Raises:
+            ValueError: a topic exists with another number of partitions.
+            LogError: the cluster refuses.
+        """
+        existing = await self._describe(partitions)
+        _check_counts(existing, partitions)
+        missing = {topic: partitions[topic] for topic in partitions if topic not in existing}
+        if not missing:
+            return
+        admin = await self._admin_client()
+        new = [
+            # NewTopic takes the default factor only beside (no) explicit assignments.
+            NewTopic(topic, count, BROKER_DEFAULT, {}, TOPIC_CONFIGURATION)
+            for topic, count in missing.items()
+        ]
+        async with answered(self._connection, "create topics"):
+            response = await repeated(lambda: admin.create_topics(new))
+            for topic, code, *rest in response.topic_errors:
+                if code not in (0, _ALREADY_EXISTS):
+                    message = next(iter(rest), "")
+                    raise LogError(
+                        f"create topic {topic}: {kafka_errors.for_code(code).__name__} {message}"
+                    )
+            # The answer comes before every broker knows the topics.
+            known: dict[str, int] = {}
+            while partitions.keys() - known.keys():
+                known = await self._describe(partitions)
+                await asyncio.sleep(RETRY_PAUSE_S if partitions.keys() - known.keys() else 0)
+        _check_counts(known, partitions)
+
+    async def check(self, places: Set[Place]) -> None:
+        """Refuse places that do not exist; counts never change, so they are asked for once.
+
+        Raises:
+            UnknownPlaceError: naming the place.
+        """
+        unknown = {place.topic for place in places} - self._counts.keys()
+        if unknown:
+            self._counts |= await self._describe(unknown)
+        for place in places:
+            if not 0 <= place.partition < self._counts.get(place.topic, 0):
+                raise UnknownPlaceError(
+                    f"{place.topic}/{place.partition} does not exist on "
+                    f"{self._connection.bootstrap}; the topic has "
+                    f"{self._counts.get(place.topic, 0)} partitions"
+                )
+
+    async def counts(self, topics: Sequence[str]) -> dict[str, int]:
+        """Number of partitions of topics that exist; UnknownPlaceError for others."""
+        await self.check({Place(topic, 0) for topic in topics})
+        return {topic: self._counts[topic] for topic in topics}
+
+    async def first(self, places: Sequence[Place]) -> dict[Place, int]:
+        """Offset of the oldest record that is kept."""
+        await self.check(set(places))
+        consumer = await self._consumer("committed")
+        async with answered(self._connection, "first positions"):
+            found = await consumer.beginning_offsets([TopicPartition(*place) for place in places])
+        return {Place(*partition): offset for partition, offset in found.items()}
+
+    async def end(self, places: Sequence[Place], *, isolation: Isolation) -> dict[Place, int]:
+        """Offset of the next record; committed: of the first one in an open transaction."""
+        await self.check(set(places))
+        consumer = await self._consumer(isolation)
+        async with answered(self._connection, "end positions"):
+            found = await consumer.end_offsets([TopicPartition(*place) for place in places])
+        return {Place(*partition): offset for partition, offset in found.items()}
+
+    async def committed(self, group: str, places: Sequence[Place]) -> dict[Place, int]:
+        """Committed positions of a group; waits for transactions in their last phase."""
+        await self.check(set(places))
+        if not places:
+            return {}
+        client = await self._plain_client()
+        async with answered(self._connection, f"committed positions of {group}"):
+            found = None
+            while found is None:
+                found = await repeated(lambda: self._committed(client, group, places))
+                await asyncio.sleep(RETRY_PAUSE_S if found is None else 0)
+        return {place: offset for place, offset in found.items() if offset >= 0}
+
+    async def _committed(
+        self, client: AIOKafkaClient, group: str, places: Sequence[Place]
+    ) -> dict[Place, int] | None:
+        """None while a transaction's positions are not settled."""
+        numbers: dict[str, list[int]] = defaultdict(list)
+        for place in places:
+            numbers[place.topic].append(place.partition)
+        node = await client.coordinator_lookup(CoordinationType.GROUP, group)
+        response = await client.send(
+            node, StablePositionsRequest(group, numbers), group=ConnectionGroup.COORDINATION
+        )
+        codes = {response.error_code}
+        found: dict[Place, int] = {}
+        for topic, partitions, _ in response.topics:
+            for partition, offset, _epoch, _metadata, code, _tags in partitions:
+                codes.add(code)
+                found[Place(topic, partition)] = offset
+        if UNSTABLE_OFFSET_COMMIT in codes:
+            return None
+        for code in codes - {0}:
+            raise kafka_errors.for_code(code)()
+        return found
+
+    async def trim(self, before: Mapping[Place, int]) -> None:
+        """Delete records below these offsets.
+
+        Raises:
+            OutOfRangeError: an offset above the end of its partition.
+        """
+        await self.check(before.keys())
+        if not before:
+            return
+        admin = await self._admin_client()
+        requests = {
+            TopicPartition(*place): RecordsToDelete(offset) for place, offset in before.items()
+        }
+        async with answered(self._connection, "trim"):
+            try:
+                await repeated(lambda: admin.delete_records(requests))
+            except kafka_errors.OffsetOutOfRangeError as error:
+                raise OutOfRangeError(f"cannot trim above the end: {dict(before)}") from error
+
+    async def close(self) -> None:
+        """Release the connections; idempotent."""
+        admin, client, consumers = self._admin, self._client, list(self._consumers.values())
+        self._admin, self._client = None, None
+        self._consumers.clear()
+        for consumer in consumers:
+            await stop_client(consumer.stop, consumer._client.close)
+        if admin is not None:
+            await stop_client(admin.close)
+        if client is not None:
+            await stop_client(client.close)
+
+    async def _describe(self, topics: Iterable[str]) -> dict[str, int]:
+        admin = await self._admin_client()
+        async with answered(self._connection, "describe topics"):
+            described = await repeated(lambda: admin.describe_topics(sorted(topics)))
+        return {
+            found["topic"]: len(found["partitions"])
+            for found in described
+            if found["error_code"] == 0
+        }
+
+    async def _admin_client(self) -> AIOKafkaAdminClient:
+        async with self._opening:
+            if self._admin is None:
+                admin = AIOKafkaAdminClient(**client_settings(self._connection))
+                doing = "open the admin connection"
+                await connect(self._connection, admin.start, admin.close, doing=doing)
+                self._admin = admin
+            return self._admin
+
+    async def _plain_client(self) -> AIOKafkaClient:
+        async with self._opening:
+            if self._client is None:
+                client = AIOKafkaClient(**client_settings(self._connection))
+                await connect(self._connection, client.bootstrap, client.close, doing="connect")
+                self._client = client
+            return self._client
+
+    async def _consumer(self, isolation: Isolation) -> AIOKafkaConsumer:
+        async with self._opening:
+            if isolation not in self._consumers:
+                consumer = fetching_consumer(self._connection, isolation=isolation)
+                stops = consumer.stop, consumer._client.close
+                await connect(self._connection, consumer.start, *stops, doing="connect")
+                self._consumers[isolation] = consumer
+            return self._consumers[isolation]
+
+
+def _check_counts(existing: Mapping[str, int], wanted: Mapping[str, int]) -> None:
+    for topic, count in wanted.items():
+        if existing.get(topic, count) != count:
+            raise ValueError(f"topic {topic} has {existing[topic]} partitions, not {count}")

@@ -1,0 +1,249 @@
+"""Writes to a cluster: idempotent and acknowledged by all replicas, alone or in transactions."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from aiokafka import AIOKafkaProducer, TopicPartition
+from aiokafka import errors as kafka_errors
+
+from forgemq_bus.blobs import BlobStore
+from forgemq_bus.errors import ClosedError, LogError, RecordTooLargeError
+from forgemq_bus.kafka_connection import (
+    KafkaConnection,
+    answered,
+    client_settings,
+    connect,
+    stop_client,
+)
+from forgemq_bus.kafka_topics import RECORD_BYTES_MAX, KafkaTopics
+from forgemq_bus.log import Emit, Place
+from forgemq_bus.names import broker_place, broker_topic, in_run
+from forgemq_bus.payloads import offloaded
+
+TRANSACTION_TIMEOUT_MS = 10_000  # How long a killed writer holds up committed readers at most.
+BATCH_BYTES_MAX = 256 * 1024  # Per partition; larger records go alone.
+
+
+class KafkaOutbox:
+    """What both writers share: large values to the blob store, places that exist, one producer."""
+
+    def __init__(
+        self,
+        producer: AIOKafkaProducer,
+        *,
+        topics: KafkaTopics,
+        connection: KafkaConnection,
+        run: str,
+        blobs: BlobStore | None,
+        inline_bytes_max: int,
+    ) -> None:
+        """The producer is started and this writer's own."""
+        self.producer = producer
+        self.topics = topics
+        self.connection = connection
+        self.run = run
+        self._blobs = blobs
+        self._inline_bytes_max = inline_bytes_max
+
+    async def prepared(self, emits: Sequence[Emit]) -> list[Emit]:
+        """The records as they will be sent.
+
+        Raises:
+            UnknownPlaceError: a partition that does not exist.
+            RecordTooLargeError: above what a topic takes, with no blob store to put it in.
+        """
+        await self.topics.check({broker_place(emit.place, run=self.run) for emit in emits})
+        for emit in emits:
+            if self._blobs is None and len(emit.value) > RECORD_BYTES_MAX:
+                raise RecordTooLargeError(
+                    f"{emit.topic}/{emit.partition}: a value of {len(emit.value)} bytes is above "
+                    f"{RECORD_BYTES_MAX} and this log has no blob store"
+                )
+        return await offloaded(emits, blobs=self._blobs, inline_bytes_max=self._inline_bytes_max)
+
+    async def send(self, emits: Sequence[Emit]) -> list[asyncio.Future[Any]]:
+        """Hand records to the producer in this order; a future each for the acknowledgement."""
+        names = [broker_topic(emit.topic, run=self.run) for emit in emits]
+        # Fetched before, so that nothing suspends between the first sends below.
+        for name in set(names):
+            await self.producer.partitions_for(name)
+        waiting = []
+        for emit, name in zip(emits, names, strict=True):
+            future = await self.producer.send(
+                name,
+                value=emit.value,
+                key=emit.key,
+                partition=emit.partition,
+                headers=list(emit.headers),
+            )
+            # Of several that fail only one is awaited: the others are not lost exceptions.
+            future.add_done_callback(_retrieve)
+            waiting.append(future)
+        return waiting
+
+    async def stop(self) -> None:
+        """Flush and release the connection."""
+        await stop_client(self.producer.stop, self.producer.client.close)
+
+
+class KafkaWriter:
+    """Implements `log.Writer`; any number of tasks may write at once."""
+
+    def __init__(self, outbox: KafkaOutbox) -> None:
+        """A writer over a started producer."""
+        self._outbox = outbox
+        self.is_closed = False
+
+    async def write(self, emit: Emit) -> int:
+        """Write one record; returns its offset once it is durable.
+
+        Raises:
+            LogUnavailableError: no answer in time; the record may still be written later.
+        """
+        return (await self.write_all([emit]))[0]
+
+    async def write_all(self, emits: Sequence[Emit]) -> list[int]:
+        """Write several, in order per partition and without waiting in between."""
+        if self.is_closed:
+            raise ClosedError("write after close")
+        async with answered(self._outbox.connection, "write"):
+            ready = await self._outbox.prepared(emits)
+            written = await asyncio.gather(*await self._outbox.send(ready))
+        return [metadata.offset for metadata in written]
+
+    async def close(self) -> None:
+        """Flush and release the connection; idempotent."""
+        if not self.is_closed:
+            self.is_closed = True
+            await self._outbox.stop()
+
+
+class KafkaTransactionWriter:
+    """Implements `log.TransactionWriter`; one commit at a time.
+
+    A commit that fails for any reason leaves the writer dead: what became of the transaction is
+    known once a new writer of the same id is open, for opening waits until it has ended.
+    """
+
+    def __init__(self, outbox: KafkaOutbox, *, transactional_id: str) -> None:
+        """A writer over a started producer with this transactional id."""
+        self._outbox = outbox
+        self._transactional_id = transactional_id
+        self._death: LogError | None = None
+        self.is_closed = False
+
+    async def commit(
+        self, *, outputs: Sequence[Emit], group: str, positions: Mapping[Place, int]
+    ) -> None:
+        """Publish all outputs and commit all positions of the group, or do neither.
+
+        Raises:
+            FencedError: a newer writer with this id exists; this one is dead.
+            LogUnavailableError: no answer in time; this one is dead too.
+        """
+        if self.is_closed:
+            raise ClosedError("commit after close")
+        if self._death is not None:
+            raise self._death
+        run = self._outbox.run
+        offsets = {
+            TopicPartition(*broker_place(place, run=run)): position
+            for place, position in positions.items()
+        }
+        await self._outbox.topics.check({Place(*partition) for partition in offsets})
+        ready = await self._outbox.prepared(outputs)
+        if not ready and not offsets:
+            return
+        try:
+            async with answered(self._outbox.connection, f"commit of {self._transactional_id}"):
+                await self._commit(ready, offsets, in_run(group, run=run))
+        except LogError as error:
+            self._death = error
+            raise
+        except asyncio.CancelledError:
+            self._death = ClosedError(f"a commit of {self._transactional_id} was cancelled halfway")
+            raise
+
+    async def _commit(
+        self, ready: Sequence[Emit], offsets: Mapping[TopicPartition, int], group: str
+    ) -> None:
+        producer = self._outbox.producer
+        try:
+            await producer.begin_transaction()
+            # One step after the other: while the coordinator takes one request of a transaction,
+            # the brokers refuse its other ones and aiokafka pauses before it repeats them.
+            await asyncio.gather(*await self._outbox.send(firsts_first(ready)))
+            if offsets:
+                await producer.send_offsets_to_transaction(offsets, group)
+            await producer.commit_transaction()
+        except kafka_errors.KafkaError as error:
+            _bury(producer)
+            raise _cause(error) from error
+
+    async def close(self) -> None:
+        """Release the connection; idempotent."""
+        if not self.is_closed:
+            self.is_closed = True
+            await self._outbox.stop()
+
+
+def firsts_first(emits: Sequence[Emit]) -> list[Emit]:
+    """The same records, order kept per partition, with the first one of each partition in front.
+
+    So all partitions join a transaction in one request, before large batches make senders wait.
+    """
+    seen: set[Place] = set()
+    firsts: list[Emit] = []
+    rest: list[Emit] = []
+    for emit in emits:
+        (rest if emit.place in seen else firsts).append(emit)
+        seen.add(emit.place)
+    return firsts + rest
+
+
+def _retrieve(future: asyncio.Future[Any]) -> None:
+    """Mark a failure as seen; it is told where it is awaited."""
+    if future.done() and not future.cancelled():
+        future.exception()
+
+
+def _bury(producer: AIOKafkaProducer) -> None:
+    """Mark the futures of a dead transaction as seen; aiokafka keeps them where nobody awaits."""
+    _retrieve(producer._txn_manager.wait_for_transaction_end())
+    for batches in producer._message_accumulator._batches.values():
+        for batch in batches:
+            _retrieve(batch._drain_waiter)
+
+
+def _cause(error: kafka_errors.KafkaError) -> kafka_errors.KafkaError:
+    """The error that aiokafka wrapped on its way out of the sender's task."""
+    cause = error.__cause__
+    return cause if isinstance(cause, kafka_errors.KafkaError) else error
+
+
+async def open_producer(
+    connection: KafkaConnection, *, transactional_id: str | None
+) -> AIOKafkaProducer:
+    """A started producer; with an id: older ones are fenced and their transactions have ended.
+
+    Raises:
+        LogUnavailableError: the brokers do not answer.
+    """
+    settings: dict[str, Any] = {}
+    if transactional_id is not None:
+        settings["transactional_id"] = transactional_id
+        settings["transaction_timeout_ms"] = TRANSACTION_TIMEOUT_MS
+    producer = AIOKafkaProducer(
+        **client_settings(connection),
+        acks="all",
+        enable_idempotence=True,
+        compression_type="zstd",
+        max_batch_size=BATCH_BYTES_MAX,
+        max_request_size=RECORD_BYTES_MAX + 64 * 1024,  # Keys, headers and framing.
+        **settings,
+    )
+    stops = producer.stop, producer.client.close
+    doing = f"open writer {transactional_id or ''}"
+    await connect(connection, producer.start, *stops, doing=doing)
+    return producer

@@ -1,0 +1,261 @@
+"""The log in memory: the same behaviour as `KafkaLog` without a broker.
+
+For unit tests and simulations: deterministic (time is a counter unless a clock is passed in), many
+handles over one store, and a writer can be left hanging in the middle of a transaction as a killed
+process leaves it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
+
+from forgemq_bus.blobs import BlobStore
+from forgemq_bus.errors import ClosedError
+from forgemq_bus.log import AssignmentCallback, Emit, Isolation, Place
+from forgemq_bus.memory_groups import MemoryGroups, MemoryMember
+from forgemq_bus.memory_reader import MemoryReader
+from forgemq_bus.memory_store import MemoryStore, Transaction
+from forgemq_bus.names import broker_place, broker_topic, in_run
+from forgemq_bus.payloads import offloaded
+
+
+class MemoryWriter:
+    """Implements `log.Writer`."""
+
+    def __init__(
+        self, store: MemoryStore, *, run: str, blobs: BlobStore | None, inline_bytes_max: int
+    ) -> None:
+        """A writer into the store."""
+        self._store = store
+        self._run = run
+        self._blobs = blobs
+        self._inline_bytes_max = inline_bytes_max
+        self.is_closed = False
+
+    async def write(self, emit: Emit) -> int:
+        """Write one record; returns its offset."""
+        return (await self.write_all([emit]))[0]
+
+    async def write_all(self, emits: Sequence[Emit]) -> list[int]:
+        """Write several, in order; returns their offsets."""
+        if self.is_closed:
+            raise ClosedError("write after close")
+        ready = await offloaded(emits, blobs=self._blobs, inline_bytes_max=self._inline_bytes_max)
+        return self._store.append(ready, run=self._run)
+
+    async def close(self) -> None:
+        """Nothing is written after this; idempotent."""
+        self.is_closed = True
+
+
+class MemoryTransactionWriter:
+    """Implements `log.TransactionWriter`."""
+
+    def __init__(
+        self,
+        store: MemoryStore,
+        *,
+        transactional_id: str,
+        run: str,
+        blobs: BlobStore | None,
+        inline_bytes_max: int,
+    ) -> None:
+        """A writer that has fenced the older ones of its id (a name on the broker)."""
+        self._store = store
+        self._transactional_id = transactional_id
+        self._run = run
+        self._blobs = blobs
+        self._inline_bytes_max = inline_bytes_max
+        self._epoch = store.fence(transactional_id)
+        self.is_closed = False
+
+    async def commit(
+        self, *, outputs: Sequence[Emit], group: str, positions: Mapping[Place, int]
+    ) -> None:
+        """Publish all outputs and commit all positions of the group, or do neither.
+
+        Raises:
+            FencedError: a newer writer with this id exists; this one is dead.
+        """
+        places = {broker_place(place, run=self._run): at for place, at in positions.items()}
+        for place in places:
+            self._store.partition(place)
+        transaction = await self._begin(outputs)
+        for place, position in places.items():
+            self._store.positions[in_run(group, run=self._run), place] = position
+        self._store.end(transaction, state="committed")
+
+    async def abandon(self, *, outputs: Sequence[Emit]) -> None:
+        """Write the outputs and die before the commit, as a killed process does.
+
+        The transaction hangs until a newer writer of this id fences, and so aborts, it.
+        """
+        await self._begin(outputs)
+        self.is_closed = True
+
+    async def abort(self, *, outputs: Sequence[Emit]) -> None:
+        """Write the outputs and take them back; committed readers never see them."""
+        self._store.end(await self._begin(outputs), state="aborted")
+
+    async def _begin(self, outputs: Sequence[Emit]) -> Transaction:
+        if self.is_closed:
+            raise ClosedError("commit after close")
+        ready = await offloaded(outputs, blobs=self._blobs, inline_bytes_max=self._inline_bytes_max)
+        for emit in ready:
+            self._store.partition(broker_place(emit.place, run=self._run))
+        transaction = self._store.begin(self._transactional_id, epoch=self._epoch)
+        self._store.append(ready, run=self._run, transaction=transaction)
+        return transaction
+
+    async def close(self) -> None:
+        """Nothing is committed after this; idempotent."""
+        self.is_closed = True
+
+
+Opened: TypeAlias = MemoryReader | MemoryMember | MemoryWriter | MemoryTransactionWriter
+
+
+class MemoryLog:
+    """Implements `log.Log`; one handle stands for one process.
+
+    Example:
+        `first = MemoryLog(run="r")`; `second = first.open()` reads what `first` wrote.
+    """
+
+    def __init__(
+        self,
+        *,
+        run: str,
+        clock_ms: Callable[[], int] | None = None,
+        blobs: BlobStore | None = None,
+        inline_bytes_max: int = 900_000,
+    ) -> None:
+        """An empty cluster; without a clock the n-th record of all has the timestamp n."""
+        self._run = run
+        self._blobs = blobs
+        self._inline_bytes_max = inline_bytes_max
+        self._store = MemoryStore(clock_ms)
+        self._groups = MemoryGroups()
+        self._opened: list[Opened] = []
+        self.is_closed = False
+
+    def open(self, *, run: str | None = None, has_blobs: bool = True) -> "MemoryLog":
+        """Another handle on the same cluster, as another process has; maybe of another run."""
+        other = MemoryLog(
+            run=self._run if run is None else run,
+            blobs=self._blobs if has_blobs else None,
+            inline_bytes_max=self._inline_bytes_max,
+        )
+        other._store = self._store
+        other._groups = self._groups
+        return other
+
+    async def create_topics(self, partitions: Mapping[str, int]) -> None:
+        """Create what does not exist; ValueError where a count differs."""
+        self._check_open()
+        self._store.create(
+            {broker_topic(topic, run=self._run): count for topic, count in partitions.items()}
+        )
+
+    async def reader(
+        self, positions: Mapping[Place, int], *, isolation: Isolation = "committed"
+    ) -> MemoryReader:
+        """A reader of exactly these partitions, from these positions."""
+        self._check_open()
+        for place in positions:
+            self._store.partition(broker_place(place, run=self._run))
+        reader = MemoryReader(
+            self._store, positions, run=self._run, isolation=isolation, blobs=self._blobs
+        )
+        self._keep(reader)
+        return reader
+
+    async def member(
+        self,
+        *,
+        group: str,
+        topics: Sequence[str],
+        on_assigned: AssignmentCallback,
+        on_revoked: AssignmentCallback,
+    ) -> MemoryMember:
+        """Join a consumer group; returns after the first assignment."""
+        self._check_open()
+        member = MemoryMember(
+            MemoryReader(self._store, {}, run=self._run, blobs=self._blobs),
+            group=in_run(group, run=self._run),
+            topics=topics,
+            on_assigned=on_assigned,
+            on_revoked=on_revoked,
+            groups=self._groups,
+        )
+        await self._groups.join(member)
+        self._keep(member)
+        return member
+
+    async def writer(self) -> MemoryWriter:
+        """A writer outside transactions."""
+        self._check_open()
+        writer = MemoryWriter(
+            self._store,
+            run=self._run,
+            blobs=self._blobs,
+            inline_bytes_max=self._inline_bytes_max,
+        )
+        self._keep(writer)
+        return writer
+
+    async def transaction_writer(self, transactional_id: str) -> MemoryTransactionWriter:
+        """A transactional writer; has fenced the older ones with this id."""
+        self._check_open()
+        writer = MemoryTransactionWriter(
+            self._store,
+            transactional_id=in_run(transactional_id, run=self._run),
+            run=self._run,
+            blobs=self._blobs,
+            inline_bytes_max=self._inline_bytes_max,
+        )
+        self._keep(writer)
+        return writer
+
+    async def committed(self, *, group: str, places: Sequence[Place]) -> dict[Place, int]:
+        """Committed positions of the group; a place without one is absent."""
+        name = in_run(group, run=self._run)
+        keys = {place: (name, broker_place(place, run=self._run)) for place in places}
+        known = self._store.positions
+        return {place: known[key] for place, key in keys.items() if key in known}
+
+    async def first_positions(self, places: Sequence[Place]) -> dict[Place, int]:
+        """Offset of the oldest record that is kept."""
+        return {
+            place: self._store.partition(broker_place(place, run=self._run)).first
+            for place in places
+        }
+
+    async def end_positions(
+        self, places: Sequence[Place], *, isolation: Isolation = "committed"
+    ) -> dict[Place, int]:
+        """Offset that the next record will get (committed: the last stable offset)."""
+        return {
+            place: self._store.end_position(broker_place(place, run=self._run), isolation=isolation)
+            for place in places
+        }
+
+    async def trim(self, before: Mapping[Place, int]) -> None:
+        """Delete records below these offsets."""
+        for place, offset in before.items():
+            self._store.trim(broker_place(place, run=self._run), offset)
+
+    async def close(self) -> None:
+        """Close everything this log opened; idempotent."""
+        self.is_closed = True
+        for opened in reversed(self._opened):
+            await opened.close()
+        self._opened.clear()
+
+    def _keep(self, opened: Opened) -> None:
+        """Close it with the log, unless its user does so first."""
+        self._opened = [other for other in self._opened if not other.is_closed]
+        self._opened.append(opened)
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise ClosedError("the log is closed")

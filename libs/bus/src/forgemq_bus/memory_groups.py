@@ -1,0 +1,143 @@
+"""Consumer groups of a `MemoryStore`: a join or leave reassigns all partitions, as on Kafka."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from forgemq_bus.errors import UnknownPlaceError
+from forgemq_bus.log import AssignmentCallback, Place, Record
+from forgemq_bus.memory_reader import MemoryReader
+from forgemq_bus.memory_store import MemoryStore
+from forgemq_bus.names import broker_place, broker_topic
+
+
+@dataclass(slots=True)
+class MemoryGroups:
+    """All groups of a store, by their name on the broker."""
+
+    members: dict[str, list["MemoryMember"]] = field(default_factory=dict)
+    gate: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def join(self, member: "MemoryMember") -> None:
+        """Add a member; returns when every member has its new partitions."""
+        async with self.gate:
+            self.members.setdefault(member.group, []).append(member)
+            try:
+                await self._reassign(member.group)
+            except BaseException:
+                self.members[member.group].remove(member)
+                raise
+
+    async def leave(self, member: "MemoryMember") -> None:
+        """Remove a member; its partitions go to the others."""
+        async with self.gate:
+            await member.revoke()
+            self.members[member.group].remove(member)
+            await self._reassign(member.group)
+
+    async def _reassign(self, group: str) -> None:
+        members = self.members[group]
+        for member in members:
+            await member.revoke()
+        for index, member in enumerate(members):
+            numbers = assigned_range(member.partition_count(), index=index, members=len(members))
+            await member.assign(numbers)
+
+
+def assigned_range(partitions: int, *, index: int, members: int) -> frozenset[int]:
+    """Numbers that the range assignor gives to one of the members, in join order."""
+    share, rest = divmod(partitions, members)
+    start = index * share + min(index, rest)
+    return frozenset(range(start, start + share + (index < rest)))
+
+
+class MemoryMember:
+    """One member of a group; implements `log.Member`."""
+
+    def __init__(
+        self,
+        reader: MemoryReader,
+        *,
+        group: str,
+        topics: Sequence[str],
+        on_assigned: AssignmentCallback,
+        on_revoked: AssignmentCallback,
+        groups: MemoryGroups,
+    ) -> None:
+        """Not a member yet: `MemoryGroups.join` makes it one."""
+        self.group = group
+        self._reader = reader
+        self._topics = tuple(topics)
+        self._on_assigned = on_assigned
+        self._on_revoked = on_revoked
+        self._groups = groups
+        self._assigned: frozenset[int] = frozenset()
+        self.is_closed = False
+
+    @property
+    def _store(self) -> MemoryStore:
+        return self._reader.store
+
+    def assigned(self) -> frozenset[int]:
+        """Partition numbers that this member owns now."""
+        return self._assigned
+
+    def partition_count(self) -> int:
+        """Partitions of the topics; UnknownPlaceError where one does not exist."""
+        run = self._reader.run
+        counts = {
+            topic: self._store.partition_count(broker_topic(topic, run=run))
+            for topic in self._topics
+        }
+        if 0 in counts.values():
+            raise UnknownPlaceError(f"a topic of group {self.group} does not exist: {counts}")
+        if len(set(counts.values())) != 1:
+            raise ValueError(f"topics of group {self.group} are not co-partitioned: {counts}")
+        return next(iter(counts.values()))
+
+    async def revoke(self) -> None:
+        """Give up all partitions; the callback has returned when this returns."""
+        revoked, self._assigned = self._assigned, frozenset()
+        self._reader.assign({})
+        if revoked:
+            await self._on_revoked(revoked)
+
+    async def assign(self, numbers: frozenset[int]) -> None:
+        """Own these partitions; the first record is read after the callback has returned."""
+        if numbers:
+            await self._on_assigned(numbers)
+        self._assigned = numbers
+        places = [Place(topic, number) for topic in self._topics for number in sorted(numbers)]
+        self._reader.assign({place: self._start(place) for place in places})
+
+    def _start(self, place: Place) -> int:
+        on_broker = broker_place(place, run=self._reader.run)
+        committed = self._store.positions.get((self.group, on_broker))
+        return self._store.partition(on_broker).first if committed is None else committed
+
+    async def read(self, *, timeout_s: float, records_max: int) -> list[Record]:
+        """Records in offset order per partition; [] when none came within the time."""
+        return await self._reader.read(timeout_s=timeout_s, records_max=records_max)
+
+    def position(self, place: Place) -> int:
+        """Offset of the next record that `read` returns for the partition."""
+        return self._reader.position(place)
+
+    def seek(self, place: Place, position: int) -> None:
+        """Continue from this position."""
+        self._reader.seek(place, position)
+
+    def pause(self, places: Sequence[Place]) -> None:
+        """Return no records of these partitions until `resume`."""
+        self._reader.pause(places)
+
+    def resume(self, places: Sequence[Place]) -> None:
+        """Undo `pause`."""
+        self._reader.resume(places)
+
+    async def close(self) -> None:
+        """Leave the group; idempotent."""
+        if not self.is_closed:
+            self.is_closed = True
+            await self._groups.leave(self)
+            await self._reader.close()

@@ -1,0 +1,100 @@
+"""Reads partitions of a `MemoryStore`; a position is always explicit."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+from forgemq_bus.blobs import BlobStore
+from forgemq_bus.errors import ClosedError
+from forgemq_bus.log import Isolation, Place, Record
+from forgemq_bus.memory_store import MemoryStore
+from forgemq_bus.names import broker_place
+from forgemq_bus.payloads import fetched
+
+
+class MemoryReader:
+    """Implements `log.Reader`."""
+
+    def __init__(
+        self,
+        store: MemoryStore,
+        positions: Mapping[Place, int],
+        *,
+        run: str,
+        isolation: Isolation = "committed",
+        blobs: BlobStore | None = None,
+    ) -> None:
+        """A reader of exactly these partitions."""
+        self.store = store
+        self.run = run
+        self._positions = dict(positions)
+        self._isolation = isolation
+        self._blobs = blobs
+        self._paused: set[Place] = set()
+        self.is_closed = False
+
+    def assign(self, positions: Mapping[Place, int]) -> None:
+        """Read other partitions from now on; what is paused stays paused."""
+        self._positions = dict(positions)
+        self.store.wake()
+
+    async def read(self, *, timeout_s: float, records_max: int) -> list[Record]:
+        """Records in offset order per partition; [] when none came within the time."""
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        while True:
+            if self.is_closed:
+                raise ClosedError("read after close")
+            found, positions = self._collect(records_max)
+            before = {place: self._positions[place] for place in positions}
+            records = await fetched(found, blobs=self._blobs)
+            if any(self._positions.get(place) != before[place] for place in before):
+                continue  # Sought or reassigned while the blobs came.
+            self._positions.update(positions)
+            if records:
+                return records
+            left_s = deadline - asyncio.get_running_loop().time()
+            if left_s <= 0:
+                return []
+            await self.store.wait_for_arrival(left_s)
+
+    def _collect(self, records_max: int) -> tuple[list[Record], dict[Place, int]]:
+        """Records and the positions after them; a partition that had some goes to the back."""
+        found: list[Record] = []
+        positions: dict[Place, int] = {}
+        for place, position in list(self._positions.items()):
+            if place in self._paused or len(found) == records_max:
+                continue
+            records, positions[place] = self.store.collect(
+                broker_place(place, run=self.run),
+                position,
+                isolation=self._isolation,
+                records_max=records_max - len(found),
+            )
+            found += records
+            if records:
+                self._positions[place] = self._positions.pop(place)
+        return found, positions
+
+    def position(self, place: Place) -> int:
+        """Offset of the next record that `read` returns for the partition."""
+        return self._positions[place]
+
+    def seek(self, place: Place, position: int) -> None:
+        """Continue from this position."""
+        if place not in self._positions:
+            raise KeyError(place)
+        self._positions[place] = position
+        self.store.wake()
+
+    def pause(self, places: Sequence[Place]) -> None:
+        """Return no records of these partitions until `resume`."""
+        self._paused.update(places)
+
+    def resume(self, places: Sequence[Place]) -> None:
+        """Undo `pause`."""
+        self._paused.difference_update(places)
+        self.store.wake()
+
+    async def close(self) -> None:
+        """Release what it holds; idempotent."""
+        self.is_closed = True
+        self.store.wake()

@@ -1,0 +1,206 @@
+"""What a broker keeps: partitions with real offsets, transactions, committed positions, groups.
+
+One store stands for one cluster; every `MemoryLog` over it stands for one process. Places here
+carry names on the broker, records the contracts' names. Offsets behave as on Kafka: a commit or
+abort writes a marker that takes an offset and is never read.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from forgemq_bus.errors import FencedError, OutOfRangeError, UnknownPlaceError
+from forgemq_bus.log import Emit, Isolation, Place, Record
+from forgemq_bus.names import broker_place
+
+TransactionState = Literal["open", "committed", "aborted"]
+
+
+@dataclass(slots=True)
+class Transaction:
+    """One transaction; its entries are visible to committed readers once it is committed."""
+
+    transactional_id: str
+    state: TransactionState = "open"
+    firsts: dict[Place, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One offset of a partition: a record, or the marker that ended a transaction (None)."""
+
+    record: Record | None
+    transaction: Transaction | None
+
+
+@dataclass(slots=True)
+class Partition:
+    """Entries from `first` on, without holes."""
+
+    first: int = 0
+    entries: list[Entry] = field(default_factory=list)
+
+    @property
+    def end(self) -> int:
+        """Offset that the next entry gets."""
+        return self.first + len(self.entries)
+
+
+class MemoryStore:
+    """A cluster in one process, for tests and simulations; not thread-safe."""
+
+    def __init__(self, clock_ms: Callable[[], int] | None = None) -> None:
+        """An empty cluster; without a clock the n-th record of all is written at n ms."""
+        self.partitions: dict[Place, Partition] = {}
+        self.positions: dict[tuple[str, Place], int] = {}
+        self._open: dict[str, Transaction] = {}
+        self._epochs: dict[str, int] = {}
+        self._waiters: set[asyncio.Future[None]] = set()
+        self._written = 0
+        self._clock_ms = clock_ms or self._count
+
+    def _count(self) -> int:
+        return self._written
+
+    def create(self, partitions: Mapping[str, int]) -> None:
+        """Create what is missing; ValueError, and nothing created, where a count differs."""
+        for topic, count in partitions.items():
+            existing = self.partition_count(topic)
+            if existing not in (0, count):
+                raise ValueError(f"topic {topic} has {existing} partitions, not {count}")
+        for topic, count in partitions.items():
+            for number in range(count):
+                self.partitions.setdefault(Place(topic, number), Partition())
+
+    def partition_count(self, topic: str) -> int:
+        """Number of partitions; 0 where the topic does not exist."""
+        return sum(place.topic == topic for place in self.partitions)
+
+    def partition(self, place: Place) -> Partition:
+        """The partition; UnknownPlaceError where there is none."""
+        if place not in self.partitions:
+            raise UnknownPlaceError(f"{place.topic}/{place.partition} does not exist")
+        return self.partitions[place]
+
+    def end_position(self, place: Place, *, isolation: Isolation) -> int:
+        """The end; for committed readers the first offset of an open transaction, if any."""
+        end = self.partition(place).end
+        if isolation == "uncommitted":
+            return end
+        firsts = (transaction.firsts.get(place, end) for transaction in self._open.values())
+        return min(firsts, default=end)
+
+    def append(
+        self, emits: Sequence[Emit], *, run: str, transaction: Transaction | None = None
+    ) -> list[int]:
+        """Append in order; returns the offsets. Nothing is appended where a place is unknown."""
+        places = [broker_place(emit.place, run=run) for emit in emits]
+        for place in places:
+            self.partition(place)
+        if transaction is not None:
+            for place in places:
+                transaction.firsts.setdefault(place, self.partitions[place].end)
+        offsets = [
+            self._append(self.partitions[place], emit, transaction)
+            for place, emit in zip(places, emits, strict=True)
+        ]
+        self.wake()
+        return offsets
+
+    def _append(self, partition: Partition, emit: Emit, transaction: Transaction | None) -> int:
+        self._written += 1
+        record = Record(
+            topic=emit.topic,
+            partition=emit.partition,
+            offset=partition.end,
+            timestamp_ms=self._clock_ms(),
+            key=emit.key,
+            value=emit.value,
+            headers=emit.headers,
+        )
+        partition.entries.append(Entry(record, transaction))
+        return record.offset
+
+    def fence(self, transactional_id: str) -> int:
+        """Abort what an older writer of this id left open; returns the new writer's epoch."""
+        left_open = self._open.pop(transactional_id, None)
+        if left_open is not None:
+            self.end(left_open, state="aborted")
+        self._epochs[transactional_id] = self._epochs.get(transactional_id, 0) + 1
+        return self._epochs[transactional_id]
+
+    def begin(self, transactional_id: str, *, epoch: int) -> Transaction:
+        """Open a transaction; FencedError where a newer writer of the id exists."""
+        newest = self._epochs[transactional_id]
+        if epoch != newest:
+            raise FencedError(f"{transactional_id}: epoch {epoch} was fenced by epoch {newest}")
+        self._open[transactional_id] = Transaction(transactional_id)
+        return self._open[transactional_id]
+
+    def end(self, transaction: Transaction, *, state: Literal["committed", "aborted"]) -> None:
+        """Write the markers; the entries are stable from now on."""
+        transaction.state = state
+        self._open.pop(transaction.transactional_id, None)
+        for place in sorted(transaction.firsts):
+            self.partition(place).entries.append(Entry(None, transaction))
+        self.wake()
+
+    def collect(
+        self, place: Place, position: int, *, isolation: Isolation, records_max: int
+    ) -> tuple[list[Record], int]:
+        """Records from a position on, and the position after them.
+
+        Raises:
+            OutOfRangeError: the partition has no such position.
+        """
+        partition = self.partition(place)
+        if not partition.first <= position <= partition.end:
+            raise OutOfRangeError(
+                f"{place.topic}/{place.partition}: position {position} is outside "
+                f"{partition.first}..{partition.end}"
+            )
+        stop = self.end_position(place, isolation=isolation)
+        found: list[Record] = []
+        while position < stop:
+            entry = partition.entries[position - partition.first]
+            if _is_visible(entry, isolation=isolation) and entry.record is not None:
+                if len(found) == records_max:
+                    break
+                found.append(entry.record)
+            position += 1
+        return found, position
+
+    def trim(self, place: Place, before: int) -> None:
+        """Delete the entries below an offset; OutOfRangeError where it is above the end."""
+        partition = self.partition(place)
+        if before > partition.end:
+            raise OutOfRangeError(
+                f"{place.topic}/{place.partition}: cannot trim before {before}, "
+                f"the end is {partition.end}"
+            )
+        count = max(0, before - partition.first)
+        del partition.entries[:count]
+        partition.first += count
+
+    async def wait_for_arrival(self, timeout_s: float) -> None:
+        """Return when something was appended or ended, or after the time."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.add(waiter)
+        try:
+            await asyncio.wait([waiter], timeout=timeout_s)
+        finally:
+            self._waiters.discard(waiter)
+
+    def wake(self) -> None:
+        """Let every waiting reader look again."""
+        for waiter in self._waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+
+def _is_visible(entry: Entry, *, isolation: Isolation) -> bool:
+    if entry.record is None:
+        return False
+    is_aborted = entry.transaction is not None and entry.transaction.state == "aborted"
+    return isolation == "uncommitted" or not is_aborted

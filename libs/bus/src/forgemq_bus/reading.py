@@ -1,0 +1,61 @@
+"""Reading what is on the log now, with a bound on how long it may stand still."""
+
+import time
+from collections.abc import AsyncIterator, Mapping
+
+from forgemq_bus.errors import LogUnavailableError
+from forgemq_bus.log import Log, Place, Reader, Record
+
+STALLED_S = 60.0
+"""A broker that is being restarted answers again within this time; one that lost data never."""
+
+_READ_S = 0.5
+_RECORDS_MAX = 500
+
+
+async def read_to_end(
+    log: Log, starts: Mapping[Place, int], *, stalled_s: float = STALLED_S
+) -> AsyncIterator[list[Record]]:
+    """Batches of every committed record from these positions up to the ends of now.
+
+    Raises:
+        LogUnavailableError: as `read_up_to`.
+    """
+    ends = await log.end_positions(list(starts))
+    reader = await log.reader(starts)
+    try:
+        async for records in read_up_to(reader, ends, stalled_s=stalled_s):
+            yield records
+    finally:
+        await reader.close()
+
+
+async def read_up_to(
+    reader: Reader, ends: Mapping[Place, int], *, stalled_s: float = STALLED_S
+) -> AsyncIterator[list[Record]]:
+    """Batches of a reader until its position is at or behind every end.
+
+    The last batches may hold records behind an end; no record is lost by leaving them in.
+
+    Args:
+        reader: Reads all places of `ends`, none of them paused.
+        ends: Positions to reach.
+        stalled_s: No position may stand still for longer than this while an end is not reached.
+
+    Raises:
+        LogUnavailableError: nothing came for `stalled_s`; names the place that is furthest behind.
+    """
+    before: dict[Place, int] = {}
+    moved_s = time.monotonic()
+    while behind := {p: reader.position(p) for p, end in ends.items() if reader.position(p) < end}:
+        if behind != before:
+            before, moved_s = behind, time.monotonic()
+        elif time.monotonic() - moved_s >= stalled_s:
+            place = max(behind, key=lambda place: ends[place] - behind[place])
+            raise LogUnavailableError(
+                f"{place.topic}/{place.partition}: nothing came for {stalled_s:g} s at position "
+                f"{behind[place]}, the end is {ends[place]}"
+            )
+        records = await reader.read(timeout_s=min(_READ_S, stalled_s), records_max=_RECORDS_MAX)
+        if records:
+            yield records

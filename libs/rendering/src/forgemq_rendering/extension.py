@@ -1,0 +1,99 @@
+"""Extends a sampled turn under an opaque chat template, without re-rendering what was sampled.
+
+`renderers` bridges turns only for the families it knows. For any other template the same thing
+follows from the template itself: render a stand-in conversation (one user turn, one assistant
+turn) alone and with the new messages behind it. Where the longer text starts with the shorter,
+the difference is what the template puts after an assistant turn, whatever came before it. Where it
+does not, the template rewrites history and there is no extension: the caller renders everything.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+
+from forgemq_rendering.chat_template import RenderText
+from forgemq_rendering.tokenizer import FolderTokenizer
+
+# No template treats this text specially and no tokenizer sees it: only its place matters.
+_STAND_IN = "stand-in-for-the-sampled-turn"
+_QUESTION: Mapping[str, Any] = {"role": "user", "content": "stand-in-for-the-conversation"}
+
+
+class TemplateExtension:
+    """Text that follows an assistant turn, as tokens.
+
+    Args:
+        tokenizer: Whose template is asked.
+        stop_token_ids: An output that ends with one of them has closed its turn.
+    """
+
+    def __init__(self, tokenizer: FolderTokenizer, *, stop_token_ids: frozenset[int]) -> None:
+        self._tokenizer = tokenizer
+        self._stop_token_ids = stop_token_ids
+        self._close = self._turn_close()
+
+    def _turn_close(self) -> tuple[str, str] | None:
+        """(stop token, text behind it) that end an assistant turn; None where unclear."""
+        render_text = self._tokenizer.render_text
+        if render_text is None:
+            return None
+        try:
+            text = render_text([_QUESTION, {"role": "assistant", "content": _STAND_IN}])
+        except TemplateError:
+            return None
+        close = text.partition(_STAND_IN)[2]
+        for token_id in self._stop_token_ids:
+            stop = self._tokenizer.decode([token_id], skip_special_tokens=False)
+            if stop and close.startswith(stop):
+                return stop, close[len(stop) :]
+        return None
+
+    def after(
+        self,
+        output: Sequence[int],
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+    ) -> list[int] | None:
+        """Tokens from the end of `output` to the next assistant turn's first place.
+
+        An output that was cut before its stop token gets the turn's close first.
+        """
+        render_text = self._tokenizer.render_text
+        if self._close is None or render_text is None:
+            return None
+        text = _difference(render_text, messages, tools)
+        if text is None:
+            return None
+        stop, behind_stop = self._close
+        is_closed = bool(output) and output[-1] in self._stop_token_ids
+        return self._tokenizer.encode(("" if is_closed else stop) + behind_stop + text)
+
+
+def _difference(
+    render_text: RenderText,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+) -> str | None:
+    turn: dict[str, Any] = {"role": "assistant", "content": _STAND_IN}
+    answered = [message for message in messages if message["role"] == "tool"]
+    if answered:
+        turn["tool_calls"] = [_stand_in_call(message) for message in answered]
+    # One tool shows whether tools stand in the head or move with the conversation; all of them
+    # would only make the head of both texts longer.
+    shown = list(tools)[:1] if tools else None
+    before = [_QUESTION, turn]
+    try:
+        shorter = render_text(before, tools=shown)
+        longer = render_text([*before, *messages], tools=shown, add_generation_prompt=True)
+    except TemplateError:
+        return None
+    return longer[len(shorter) :] if longer.startswith(shorter) else None
+
+
+def _stand_in_call(message: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "id": message.get("tool_call_id", ""),
+        "type": "function",
+        "function": {"name": message.get("name") or "tool", "arguments": {}},
+    }

@@ -1,0 +1,353 @@
+"""`Rendering`: messages to token ids, the tokens a next turn adds, and sampled ids to a message."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import msgspec
+from jinja2 import TemplateError
+from msgspec import Struct
+from renderers import DefaultRenderer
+from renderers.base import ParsedResponse, ParsedToolCall, Renderer, ToolCallParseStatus
+
+from forgemq_rendering.choice import HistoryPolicy, choose_renderer
+from forgemq_rendering.extension import TemplateExtension
+from forgemq_rendering.tokenizer import FolderTokenizer, read_json
+
+Message: TypeAlias = Mapping[str, Any]
+Tool: TypeAlias = Mapping[str, Any]
+
+# Renderers look back to the start of the open turn only; so many tokens before it are enough and
+# a long history is not copied for every turn.
+CONTEXT_TAIL_TOKENS = 8192
+
+# A template is opaque: the end of each message costs one more rendering, so long lists go without.
+_ENDS_MESSAGES_MAX = 16
+_ENDS_TOKENS_MAX = 8192
+
+# Reading these calls as the agent's own: the arguments were not typed as JSON, but they arrived.
+_USABLE = frozenset({ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL})
+
+# What templates, tokenizers and the parsers of `renderers` raise over content that nobody has
+# foreseen: brackets nested deeper than the JSON parser goes (RecursionError), integers of over 4300
+# digits (ValueError), text with half a surrogate pair (TypeError), a list where they look for an
+# object (the others). The policy may sample anything, and a client may send anything.
+_UNFORESEEN = (RecursionError, ValueError, TypeError, LookupError, AttributeError)
+
+
+class Rendered(Struct, frozen=True, kw_only=True):
+    """Token ids, and the number of ids after each message; `message_ends` may be ()."""
+
+    ids: list[int]
+    message_ends: tuple[int, ...] = ()
+
+
+class ToolCall(Struct, frozen=True, kw_only=True):
+    """One call the model made; the id is unique over the whole run."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class Parsed(Struct, frozen=True, kw_only=True):
+    """What the agent sees of sampled tokens."""
+
+    content: str
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    malformed: int = 0
+
+
+class Rendering:
+    """Messages and tokens of one model.
+
+    Example: `rendering.render(messages)` gives the context of a first turn; after the engine
+    sampled `output`, `rendering.extend(context, output, [tool_result])` gives what follows, so
+    that context + output + extension is the next context and the sampled ids stay as they were.
+    """
+
+    def __init__(
+        self,
+        tokenizer: FolderTokenizer,
+        *,
+        renderer: Renderer,
+        stop_token_ids: tuple[int, ...],
+        history: HistoryPolicy,
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._renderer = renderer
+        self._history = history
+        self._is_opaque = isinstance(renderer, DefaultRenderer)
+        self._extension = TemplateExtension(tokenizer, stop_token_ids=frozenset(stop_token_ids))
+        self.stop_token_ids = stop_token_ids
+        self.name = type(renderer).__name__
+
+    @classmethod
+    def load(
+        cls, model_path: str, *, renderer: str = "auto", history: HistoryPolicy = "append_only"
+    ) -> "Rendering":
+        """The rendering of the model in this folder.
+
+        Args:
+            model_path: Folder in Hugging Face format.
+            renderer: Name in the `renderers` package, or `auto`.
+            history: `template` re-renders sampled turns as the vendor's template would.
+
+        Raises:
+            FileNotFoundError: the folder has no fast tokenizer.
+            ValueError: no such renderer, or no way to tell where a turn stops.
+        """
+        folder = Path(model_path)
+        tokenizer = FolderTokenizer(folder)
+        chosen = choose_renderer(tokenizer, folder=folder, name=renderer, history=history)
+        stops = dict.fromkeys([*chosen.get_stop_token_ids(), *_generation_stops(folder)])
+        if not stops:
+            raise ValueError(f"{folder}: no end-of-turn token in tokenizer_config.json")
+        return cls(tokenizer, renderer=chosen, stop_token_ids=tuple(stops), history=history)
+
+    def render(self, messages: Sequence[Message], *, tools: Sequence[Tool] = ()) -> Rendered:
+        """All messages and the opening of the assistant's turn.
+
+        Raises:
+            ValueError: these messages or tools cannot be rendered; says why.
+        """
+        try:
+            return self._rendered(messages, tools)
+        except (TemplateError, *_UNFORESEEN) as error:
+            raise _unrenderable(error) from error
+
+    def _rendered(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Rendered:
+        given = plain_messages(messages)
+        if self._is_opaque:
+            ids = self._renderer.render_ids(
+                given, tools=list(tools) or None, add_generation_prompt=True
+            )
+            return Rendered(ids=ids, message_ends=self._template_ends(given, tools, ids))
+        rendered = self._renderer.render(
+            given, tools=list(tools) or None, add_generation_prompt=True
+        )
+        if len(given) != len(messages):
+            return Rendered(ids=rendered.token_ids)
+        ends = _ends(rendered.message_indices, count=len(messages))
+        return Rendered(ids=rendered.token_ids, message_ends=ends)
+
+    def _template_ends(
+        self, messages: list[dict[str, Any]], tools: Sequence[Tool], ids: list[int]
+    ) -> tuple[int, ...]:
+        if len(messages) > _ENDS_MESSAGES_MAX or len(ids) > _ENDS_TOKENS_MAX:
+            return ()
+        ends = []
+        for count in range(1, len(messages) + 1):
+            try:
+                prefix = self._renderer.render_ids(messages[:count], tools=list(tools) or None)
+            except TemplateError:
+                return ()
+            if ids[: len(prefix)] != prefix:
+                return ()
+            ends.append(len(prefix))
+        return tuple(ends)
+
+    def extend(
+        self,
+        context: Sequence[int],
+        output: Sequence[int],
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Tool] = (),
+    ) -> Rendered | None:
+        """Tokens that follow context + output up to the next assistant turn, or None.
+
+        Args:
+            context: What the output was sampled from; its last CONTEXT_TAIL_TOKENS are enough.
+            output: Sampled ids, kept as they are.
+            messages: New messages, none of them the assistant's.
+            tools: As in the render of the context.
+
+        Returns:
+            Only the new ids, with message ends counted from the first of them. None where the
+            history must be rendered again: the policy or the template wants it so.
+
+        Raises:
+            ValueError: these messages or tools cannot be rendered; says why.
+        """
+        try:
+            return self._extended(context, output, messages, tools)
+        except (TemplateError, *_UNFORESEEN) as error:
+            raise _unrenderable(error) from error
+
+    def _extended(
+        self,
+        context: Sequence[int],
+        output: Sequence[int],
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+    ) -> Rendered | None:
+        given = plain_messages(messages, is_head=False)
+        if not given or not output or any(m["role"] == "assistant" for m in given):
+            return None
+        if self._history == "template" and self._is_opaque:
+            return None
+        if self._is_opaque:
+            ids = self._extension.after(output, given, tools)
+            return None if ids is None else Rendered(ids=ids)
+        before = [*context[-CONTEXT_TAIL_TOKENS:], *output]
+        bridged = self._renderer.bridge_to_next_turn(
+            before[: -len(output)], list(output), given, tools=list(tools) or None
+        )
+        if bridged is None or bridged.token_ids[: len(before)] != before:
+            return None
+        ends = _ends(bridged.message_indices, count=len(given))
+        return Rendered(
+            ids=bridged.token_ids[len(before) :],
+            message_ends=tuple(max(0, end - len(before)) for end in ends),
+        )
+
+    def parse(
+        self,
+        output: Sequence[int],
+        *,
+        completion_id: str,
+        tools: Sequence[Tool] = (),
+        context: Sequence[int] = (),
+    ) -> Parsed:
+        """The assistant message in sampled ids; the same ids and id give the same message.
+
+        Any ids give a message: what cannot be a call of a name with JSON arguments counts as
+        malformed and stays text. All text is encodable as UTF-8.
+
+        Args:
+            output: Sampled ids, stop token included or not.
+            completion_id: Tool call ids are derived from it.
+            tools: Without tools nothing is read as a tool call and markup stays text.
+            context: Ids before the output (their tail is enough): reasoning may be open there.
+        """
+        ids = list(output)
+        before = list(context[-CONTEXT_TAIL_TOKENS:]) or None
+        try:
+            parsed = self._renderer.parse_response(
+                ids, tools=list(tools) or None, prompt_ids=before
+            )
+        except _UNFORESEEN:
+            return Parsed(content=self._tokenizer.decode(self._without_stop(ids)), malformed=1)
+        attempts = parsed.tool_calls if tools else []
+        read = [(call, _arguments_text(call)) for call in attempts]
+        bad = [call for call, arguments in read if arguments is None]
+        good = [(call.name or "", arguments) for call, arguments in read if arguments is not None]
+        return Parsed(
+            content=self._content(ids, parsed, bad, has_tools=bool(tools)),
+            reasoning=(parsed.reasoning_content or "").strip("\n"),
+            tool_calls=tuple(
+                ToolCall(id=f"call_{completion_id}_{place}", name=name, arguments=arguments)
+                for place, (name, arguments) in enumerate(good)
+            ),
+            malformed=len(bad),
+        )
+
+    def _content(
+        self,
+        ids: list[int],
+        parsed: ParsedResponse,
+        bad: Sequence[ParsedToolCall],
+        *,
+        has_tools: bool,
+    ) -> str:
+        """The text of the turn; what looked like a call and is none is text, so nothing is lost."""
+        if not has_tools and parsed.tool_calls:
+            text = self._tokenizer.decode(self._without_stop(ids))
+            return text.partition("</think>")[2] if parsed.reasoning_content else text
+        content = parsed.content.rstrip("\n") if parsed.tool_calls else parsed.content
+        leftovers = [self._block_text(ids, call) for call in bad]
+        return "\n".join([part for part in (content, *leftovers) if part])
+
+    def _block_text(self, ids: list[int], call: ParsedToolCall) -> str:
+        if call.token_span is None:
+            return str(call.raw)
+        start, end = call.token_span
+        return self._tokenizer.decode(self._without_stop(ids)[start:end])
+
+    def _without_stop(self, ids: list[int]) -> list[int]:
+        end = len(ids)
+        while end and ids[end - 1] in self.stop_token_ids:
+            end -= 1
+        return ids[:end]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens included."""
+        return self._tokenizer.decode(ids)
+
+
+def plain_messages(messages: Sequence[Message], *, is_head: bool = True) -> list[dict[str, Any]]:
+    """Messages as every template takes them: text content, and one system message at the head.
+
+    `developer` is `system`. System messages after the head become user turns: most templates
+    ignore or refuse them there.
+
+    Args:
+        messages: In OpenAI chat form.
+        is_head: False where other messages stand before these.
+    """
+    plain: list[dict[str, Any]] = []
+    for message in messages:
+        role = "system" if message["role"] == "developer" else message["role"]
+        text = text_of(message.get("content"))
+        if role == "system" and is_head and len(plain) == 1 and plain[0]["role"] == "system":
+            plain[0]["content"] += "\n\n" + text
+            continue
+        if role == "system" and (plain or not is_head):
+            role = "user"
+        kept = {key: value for key, value in message.items() if value is not None}
+        plain.append({**kept, "role": role, "content": text})
+    return plain
+
+
+def text_of(content: object) -> str:
+    """The text of a message's content: a string, blocks with text, or nothing."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, Sequence):
+        parts = [block.get("text", "") for block in content if isinstance(block, Mapping)]
+        return "".join(part for part in parts if isinstance(part, str))
+    raise TypeError(f"content must be a string or a list of blocks, got {type(content).__name__}")
+
+
+def _ends(indices: Sequence[int], *, count: int) -> tuple[int, ...]:
+    """Ids up to and with each message's last one; a message without ids ends where the last did."""
+    last = dict.fromkeys(range(count), 0)
+    for place, index in enumerate(indices):
+        if index >= 0:
+            last[index] = place + 1
+    ends: list[int] = []
+    for index in range(count):
+        ends.append(max(last[index], ends[-1] if ends else 0))
+    return tuple(ends)
+
+
+def _arguments_text(call: ParsedToolCall) -> str | None:
+    """The call's arguments as JSON text; None where it is no call that a client can be given."""
+    if call.status not in _USABLE or not isinstance(call.name, str) or not call.name:
+        return None
+    given = call.arguments
+    try:
+        call.name.encode()
+        if isinstance(given, str):
+            msgspec.json.decode(given)
+            return given
+        return msgspec.json.encode(given if given is not None else {}).decode()
+    except (msgspec.DecodeError, *_UNFORESEEN):
+        return None
+
+
+def _unrenderable(error: Exception) -> ValueError:
+    if isinstance(error, TemplateError):
+        return ValueError(f"the model's chat template refuses the messages: {error}")
+    return ValueError(f"the messages cannot be rendered: {type(error).__name__}: {error}")
+
+
+def _generation_stops(folder: Path) -> list[int]:
+    stops = read_json(folder / "generation_config.json").get("eos_token_id")
+    if isinstance(stops, int):
+        return [stops]
+    return [int(token_id) for token_id in stops or []]

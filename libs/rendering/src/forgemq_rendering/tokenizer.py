@@ -1,0 +1,134 @@
+"""A tokenizer over the `tokenizers` package that the renderers accept; no transformers, no torch.
+
+It satisfies three structural types of `renderers`: Tokenizer, OffsetTokenizer (character offsets
+beside ids) and ChatTemplateTokenizer.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from forgemq_rendering.chat_template import RenderText, compile_chat_template
+
+# The batch call lets other threads run meanwhile and leaves out offsets; below this length its
+# set-up costs more than that gains.
+_BATCH_CHARACTERS_MIN = 4096
+
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
+
+
+class FolderTokenizer:
+    """The tokenizer in a Hugging Face folder.
+
+    Args:
+        folder: Holds tokenizer.json; tokenizer_config.json and chat_template.jinja where the
+            model has them.
+
+    Raises:
+        FileNotFoundError: there is no tokenizer.json.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{path} is missing: the gateway needs the fast tokenizer's file; save the "
+                "tokenizer again with a fast tokenizer class"
+            )
+        self.name_or_path = str(folder)
+        self._tokenizer = Tokenizer.from_file(str(path))
+        config = read_json(folder / "tokenizer_config.json")
+        tokens = {name: _token_text(config.get(name)) for name in _NAMED_TOKENS}
+        self.named_tokens = {name: text for name, text in tokens.items() if text}
+        self.eos_token_id = self._id_of(self.named_tokens.get("eos_token"))
+        self.unk_token_id = self._id_of(self.named_tokens.get("unk_token"))
+        self.all_special_tokens = [
+            token.content
+            for token in self._tokenizer.get_added_tokens_decoder().values()
+            if token.special
+        ]
+        self.chat_template = _chat_template(folder, config)
+        self.render_text: RenderText | None = (
+            compile_chat_template(self.chat_template, tokens=self.named_tokens)
+            if self.chat_template
+            else None
+        )
+
+    def _id_of(self, token: str | None) -> int | None:
+        return None if token is None else self._tokenizer.token_to_id(token)
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
+        """Token ids of a text; markers in the text become special tokens, none are added."""
+        if len(text) < _BATCH_CHARACTERS_MIN:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[
+            0
+        ].ids
+
+    def decode(self, token_ids: Sequence[int] | int, *, skip_special_tokens: bool = False) -> str:
+        """Text of token ids; an id that no vocabulary has, negative ones too, has no text."""
+        given = [token_ids] if isinstance(token_ids, int) else token_ids
+        ids = [token_id for token_id in given if token_id >= 0]
+        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:  # noqa: ANN401 - theirs
+        """Id of one token (None where unknown), or a list of ids."""
+        if isinstance(tokens, str):
+            found = self._tokenizer.token_to_id(tokens)
+            return self.unk_token_id if found is None else found
+        return [self.convert_tokens_to_ids(token) for token in tokens]
+
+    def __call__(
+        self, text: str, *, add_special_tokens: bool = False, **_asked: object
+    ) -> Mapping[str, list[Any]]:
+        """Ids and the half-open character span of each."""
+        encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return {"input_ids": encoding.ids, "offset_mapping": encoding.offsets}
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = False,
+        tokenize: bool = True,
+        **settings: object,
+    ) -> Any:  # noqa: ANN401 - ids or text, as transformers has it
+        """Messages through the tokenizer's own template, as ids or as text."""
+        if self.render_text is None:
+            raise ValueError(f"{self.name_or_path}: the tokenizer has no chat template")
+        settings.pop("return_dict", None)
+        text = self.render_text(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, **settings
+        )
+        return self.encode(text) if tokenize else text
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; {} where the file is missing."""
+    if not path.is_file():
+        return {}
+    loaded = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(loaded, dict):
+        raise TypeError(f"{path} must hold a JSON object")
+    return loaded
+
+
+def _token_text(value: object) -> str | None:
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _chat_template(folder: Path, config: Mapping[str, Any]) -> str:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = config.get("chat_template", "")
+    if isinstance(template, list):
+        named = {entry["name"]: entry["template"] for entry in template}
+        template = named.get("tool_use", named.get("default", ""))
+    return str(template)

@@ -1,0 +1,285 @@
+"""Whether the guarantees held, from the log alone (architecture, section 5).
+
+Lifecycle: `apply` every accounting record, `add_tree` the facts of trees that are not audited yet,
+then `verdicts`. The order does not matter; a record read twice changes nothing.
+
+What is no longer on the log cannot be checked. A verdict says so as `unknown` and does not hold:
+a guarantee counts as kept only where everything it speaks of was compared.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Literal, TypeAlias
+
+from msgspec import Struct
+
+from forgemq_contracts.audit import AuditedGroup, TreeFacts
+from forgemq_contracts.groups import AdmittedGroup, RetiredGroup
+from forgemq_contracts.messages import Message
+from forgemq_contracts.run import RunConfiguration, staleness_limit
+from forgemq_contracts.steps import ScheduledStep, TrainedStep
+from forgemq_contracts.topics import (
+    ADMITTED_GROUPS,
+    AUDITED_GROUPS,
+    RETIRED_GROUPS,
+    SCHEDULED_STEPS,
+    TRAINED_STEPS,
+    Topic,
+)
+from forgemq_run_view.steps import surviving
+
+TOPICS: tuple[Topic, ...] = (
+    ADMITTED_GROUPS,
+    RETIRED_GROUPS,
+    AUDITED_GROUPS,
+    SCHEDULED_STEPS,
+    TRAINED_STEPS,
+)
+
+Guarantee: TypeAlias = Literal["G1", "G2", "G3", "G4", "G5"]
+
+LOGPROB_GAP_MAX = {"float32": 1e-2, "bfloat16": 0.5}
+"""Largest |trainer - engine| on tokens of the current version that rounding explains.
+
+In float32 engine and trainer agree within about 1e-4 here; a wrong mask, position or token is off
+by whole nats. bfloat16 keeps 8 bits: logits near 10 round to 0.06, and several roundings add up.
+"""
+VIOLATIONS_KEPT_MAX = 20
+
+
+class GuaranteeVerdict(Struct, frozen=True, kw_only=True):
+    """One guarantee: whether it held, over how many things, and what broke it."""
+
+    name: Guarantee
+    holds: bool
+    checked: str
+    violations: tuple[str, ...] = ()
+
+
+class Ledger:
+    """The accounting records of one run."""
+
+    def __init__(self, configuration: RunConfiguration) -> None:
+        self._configuration = configuration
+        self._admitted: dict[str, list[tuple[int, int]]] = {}
+        self._admissions: dict[str, AdmittedGroup] = {}
+        self._retired: dict[str, dict[tuple[int, int], RetiredGroup]] = {}
+        self._scheduled: dict[int, dict[int, ScheduledStep]] = {}
+        self._trained: list[TrainedStep] = []
+        self._trees: dict[str, list[TreeFacts]] = {}
+        self._audited: set[str] = set()
+
+    def apply(self, message: Message) -> None:
+        """Take in one record; records of other kinds are ignored."""
+        place = (message.partition, message.offset)
+        match message.record:
+            case AdmittedGroup() as record:
+                places = self._admitted.setdefault(record.group_id, [])
+                if place not in places:
+                    places.append(place)
+                self._admissions[record.group_id] = record
+            case RetiredGroup() as record:
+                self._retired.setdefault(record.group_id, {})[place] = record
+            case ScheduledStep() as record:
+                self._scheduled.setdefault(record.step, {})[message.offset] = record
+            case TrainedStep() as record:
+                self._trained.append(record)
+            case AuditedGroup() as record:
+                self._audited.add(record.group_id)
+                for facts in record.trees:
+                    self.add_tree(facts)
+            case _:
+                pass
+
+    def is_audited(self, group_id: str) -> bool:
+        """Whether the group was compared when it retired; its own records may be trimmed."""
+        return group_id in self._audited
+
+    def add_tree(self, facts: TreeFacts) -> None:
+        """Take in the facts of one tree."""
+        trees = self._trees.setdefault(facts.group_id, [])
+        if facts not in trees:
+            trees.append(facts)
+
+    def trained_group_ids(self) -> tuple[str, ...]:
+        """Groups in the weights that survive, in training order."""
+        kept = surviving(self._trained).values()
+        return tuple(group_id for step in kept for group_id in step.group_ids)
+
+    def trained_trees(self) -> tuple[TreeFacts, ...]:
+        """Trees of the trained groups, as far as they were compared."""
+        return tuple(
+            facts
+            for group_id in self.trained_group_ids()
+            for facts in self._trees.get(group_id, ())
+        )
+
+    def verdicts(self, *, is_ended: bool) -> tuple[GuaranteeVerdict, ...]:
+        """G1 to G5; `is_ended` also demands that nothing is left open or unscheduled."""
+        return (
+            self._retired_once(is_ended=is_ended),
+            self._trained_once(is_ended=is_ended),
+            self._fresh(),
+            self._as_sampled(),
+            self._same_logprobs(),
+        )
+
+    def _retired_once(self, *, is_ended: bool) -> GuaranteeVerdict:
+        trained = set(self.trained_group_ids())
+        wrong = [
+            f"{group_id} was admitted {len(places)} times"
+            for group_id, places in self._admitted.items()
+            if len(places) > 1
+        ]
+        wrong += _gaps(self._admissions.values())
+        for group_id, records in self._retired.items():
+            if len(records) > 1:
+                reasons = [record.reason for record in records.values()]
+                wrong.append(f"{group_id} was retired {len(records)} times: {reasons}")
+            if group_id not in self._admitted and not _is_refused(records.values()):
+                wrong.append(f"{group_id} was retired and never admitted")
+            is_called_trained = any(r.reason == "trained" for r in records.values())
+            if is_called_trained != (group_id in trained) and (is_ended or is_called_trained):
+                wrong.append(f"{group_id}: trained and retired as trained disagree")
+        still_open = [group_id for group_id in self._admitted if group_id not in self._retired]
+        if is_ended:
+            wrong += [f"{group_id} was never retired" for group_id in still_open]
+        return _verdict(
+            "G1",
+            wrong,
+            checked=f"{len(self._admitted)} groups admitted, {len(self._retired)} retired, "
+            f"{len(still_open)} open",
+        )
+
+    def _trained_once(self, *, is_ended: bool) -> GuaranteeVerdict:
+        kept = surviving(self._trained)
+        wrong = []
+        if list(kept) != list(range(len(kept))):
+            wrong.append(f"trained steps are not gap-free from 0: {list(kept)}")
+        for step in self._trained:
+            wrong += self._against_schedule(step)
+        for step_number, versions in self._scheduled.items():
+            if len({record.groups for record in versions.values()}) > 1:
+                wrong.append(f"step {step_number} was scheduled {len(versions)} different ways")
+            if is_ended and step_number not in kept:
+                wrong.append(f"step {step_number} was scheduled and never trained")
+        groups = Counter(self.trained_group_ids())
+        wrong += [f"{g} was trained {n} times" for g, n in groups.items() if n > 1]
+        completions = Counter(c for facts in self.trained_trees() for c in facts.completion_ids)
+        wrong += [f"completion {c} was trained {n} times" for c, n in completions.items() if n > 1]
+        for facts in self.trained_trees():
+            wrong += facts.lost
+            wrong += _unknown(facts.unknown)
+        wrong += self._untold()
+        return _verdict(
+            "G2",
+            wrong,
+            checked=f"{len(kept)} steps, {len(groups)} groups, {len(completions)} samples",
+        )
+
+    def _against_schedule(self, step: TrainedStep) -> list[str]:
+        scheduled = self._scheduled.get(step.step)
+        if not scheduled:
+            return [f"step {step.step} was trained and never scheduled"]
+        planned = [group.group_id for group in next(iter(scheduled.values())).groups]
+        done = Counter(step.group_ids) + Counter(step.failed_group_ids)
+        if done != Counter(planned):
+            lost = sorted(set(planned) - set(done))
+            return [f"step {step.step}: groups differ from its schedule, lost {lost}"]
+        return []
+
+    def _fresh(self) -> GuaranteeVerdict:
+        limits = {queue.domain: staleness_limit(queue) for queue in self._configuration.queues}
+        wrong = []
+        stalest = 0
+        groups = 0
+        for step, records in sorted(self._scheduled.items()):
+            for group in next(iter(records.values())).groups:
+                groups += 1
+                stalest = max(stalest, group.staleness)
+                if group.staleness != step - group.version_min:
+                    wrong.append(f"{group.group_id}: staleness is not step - oldest version")
+                if group.staleness > limits[group.domain]:
+                    wrong.append(
+                        f"{group.group_id}: {group.staleness} steps stale in step {step}, "
+                        f"limit {limits[group.domain]}"
+                    )
+                wrong += [
+                    f"{group.group_id}: oldest version in the tree is {facts.version_min}, "
+                    f"scheduled as {group.version_min}"
+                    for facts in self._trees.get(group.group_id, ())
+                    if facts.sha256 == group.tree_sha256 and facts.version_min != group.version_min
+                ]
+        wrong += self._untold()
+        return _verdict("G3", wrong, checked=f"{groups} groups scheduled, stalest {stalest} steps")
+
+    def _as_sampled(self) -> GuaranteeVerdict:
+        wrong = self._untold()
+        samples = 0
+        planned = {
+            group.group_id: group.tree_sha256
+            for records in self._scheduled.values()
+            for group in next(iter(records.values())).groups
+        }
+        for group_id in self.trained_group_ids():
+            trees = [f for f in self._trees.get(group_id, ()) if f.sha256 == planned.get(group_id)]
+            if not trees and self._trees.get(group_id):
+                wrong.append(f"{group_id}: no tree has the scheduled checksum")
+            for facts in trees:
+                samples += len(facts.completion_ids)
+                wrong += facts.differences
+        return _verdict("G4", wrong, checked=f"{samples} samples against the log")
+
+    def _untold(self) -> list[str]:
+        """Trained groups whose tree cannot be looked at."""
+        return _unknown(
+            f"the tree of {group_id} is not on the log"
+            for group_id in self.trained_group_ids()
+            if group_id not in self._trees
+        )
+
+    def _same_logprobs(self) -> GuaranteeVerdict:
+        limit = LOGPROB_GAP_MAX[self._configuration.model.dtype]
+        kept = surviving(self._trained)
+        measured = [step for step in kept.values() if step.metrics.gap_entries]
+        entries = sum(step.metrics.gap_entries for step in measured)
+        wrong = [
+            f"step {step.step}: gap {step.metrics.logprob_gap_max:.2g} nats, limit {limit:g}"
+            for step in measured
+            if not step.metrics.logprob_gap_max <= limit
+        ]
+        if kept and not entries:
+            wrong.append("no token of the current version was trained, so nothing was measured")
+        return _verdict(
+            "G5",
+            wrong,
+            checked=f"{entries} tokens of the current version: the tree's log-probabilities "
+            f"against the engine's, which computed each request on its own; limit {limit:g} nats",
+        )
+
+
+def _is_refused(records: Iterable[RetiredGroup]) -> bool:
+    """Whether the group failed before it had a place: its request did not decode."""
+    return all(each.reason == "failed" and each.queue_index is None for each in records)
+
+
+def _unknown(texts: Iterable[str]) -> list[str]:
+    return [f"unknown: {text}" for text in texts]
+
+
+def _gaps(admissions: Iterable[AdmittedGroup]) -> list[str]:
+    by_domain: dict[str, list[int]] = {}
+    for record in admissions:
+        if record.queue_index is not None:
+            by_domain.setdefault(record.domain, []).append(record.queue_index)
+    return [
+        f"queue {domain}: indices are not gap-free from 0"
+        for domain, indices in by_domain.items()
+        if sorted(indices) != list(range(len(indices)))
+    ]
+
+
+def _verdict(name: Guarantee, wrong: Sequence[str], *, checked: str) -> GuaranteeVerdict:
+    more = len(wrong) - VIOLATIONS_KEPT_MAX
+    kept = tuple(wrong[:VIOLATIONS_KEPT_MAX]) + ((f"and {more} more",) if more > 0 else ())
+    return GuaranteeVerdict(name=name, holds=not wrong, checked=checked, violations=kept)

@@ -1,0 +1,191 @@
+"""Compares every group with its records while they are all there: once it has retired.
+
+What it finds stays on audited-groups for the run's life; the records it was found in may then be
+trimmed. A partition is audited in rounds of a bounded size, each with a commit of its own: however
+long nobody audited, a round fits in memory, and a process that dies loses one round.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Mapping
+
+import msgspec
+
+from forgemq_bus.log import Emit, Log, Place, Record, TransactionWriter
+from forgemq_bus.reading import read_to_end
+from forgemq_contracts.accounting import RetiredIds
+from forgemq_contracts.audit import AuditedGroup, TreeFacts
+from forgemq_contracts.groups import RetiredGroup
+from forgemq_contracts.topics import AUDITED_GROUPS, RETIRED_GROUPS, Topic, encode, needed_group
+from forgemq_run_view.group_records import COMPARED, ROUND_LIMITS, GroupIndex, RoundLimits
+from forgemq_run_view.reading import message_of, read_from
+
+TOPICS: tuple[Topic, ...] = (*COMPARED, RETIRED_GROUPS)
+
+_GROUP = needed_group("console")
+
+
+class AuditRound(msgspec.Struct, frozen=True, kw_only=True):
+    """What one round has done."""
+
+    groups: int
+    has_more: bool
+
+
+class _Backlog:
+    """What one partition has for an auditor: groups that retired, and where their records are."""
+
+    def __init__(self, log: Log, partition: int, positions: Mapping[Place, int]) -> None:
+        self.retiring = Place(RETIRED_GROUPS.name, partition)
+        self.index = GroupIndex(
+            log, {place: positions[place] for place in _places(COMPARED, partition)}
+        )
+        self._log = log
+        self._waiting: dict[str, int] = {}  # Each with the position behind its retirement.
+        self._next = positions[self.retiring]
+
+    async def read_on(self, over: RetiredIds) -> None:
+        """Take in what is new."""
+        ends = await self._log.end_positions([self.retiring])
+        async for records in read_from(self._log, {self.retiring: self._next}, ends=ends):
+            for record in records:
+                group_id = _retired_id(record)
+                if group_id and group_id not in over and record.offset < ends[self.retiring]:
+                    self._waiting.setdefault(group_id, record.offset + 1)
+        self._next = ends[self.retiring]
+        # All of a group was written before its retirement, so what is waiting is indexed in full.
+        await self.index.read_on(over=over)
+
+    def fitting(self, limits: RoundLimits) -> list[str]:
+        """The groups of the next round, in the order they retired."""
+        return self.index.fitting(self._waiting, limits)
+
+    def positions(self, taken: list[str]) -> dict[Place, int]:
+        """Where an auditor begins that comes after these were audited."""
+        is_all = len(taken) == len(self._waiting)
+        behind = self._next if is_all else self._waiting[taken[-1]]
+        return {self.retiring: behind, **self.index.needed(without=taken)}
+
+    def forget(self, group_ids: Iterable[str]) -> None:
+        """These are audited."""
+        for group_id in group_ids:
+            del self._waiting[group_id]
+        self.index.forget(group_ids)
+
+    def __len__(self) -> int:
+        """Groups that are not audited yet."""
+        return len(self._waiting)
+
+
+class Auditor:
+    """Audits the groups of one run as they retire.
+
+    Lifecycle: `open`, then `audit` every now and then, at once where it has more; after an error
+    another one goes on from what was committed. A second auditor of the run fences this one.
+    """
+
+    def __init__(self, log: Log, writer: TransactionWriter, *, limits: RoundLimits) -> None:
+        self._log = log
+        self._writer = writer
+        self._limits = limits
+        self._over = RetiredIds()
+        self._committed: dict[Place, int] = {}
+        self._backlogs: list[_Backlog] = []
+
+    @classmethod
+    async def open(
+        cls, log: Log, *, partitions: int, limits: RoundLimits = ROUND_LIMITS
+    ) -> "Auditor":
+        """The only auditor from now on; knows what the ones before it have done."""
+        self = cls(log, await log.transaction_writer(_GROUP), limits=limits)
+        places = [place for n in range(partitions) for place in _places(TOPICS, n)]
+        positions = await log.first_positions(places)
+        retired = {p: at for p, at in positions.items() if p.topic == RETIRED_GROUPS.name}
+        self._committed = await log.committed(group=_GROUP, places=places)
+        async for records in read_to_end(log, retired):
+            for record in records:
+                if record.offset < self._committed.get(record.place, 0):
+                    self._over.add(_retired_id(record))
+        positions |= self._committed
+        self._backlogs = [_Backlog(log, n, positions) for n in range(partitions)]
+        return self
+
+    async def audit(self) -> AuditRound:
+        """One round in each partition: compare what has retired, as far as it fits.
+
+        Raises:
+            FencedError: another auditor of the run has started.
+            LogUnavailableError: the log does not give all it has.
+        """
+        groups = sum([await self._audit(backlog) for backlog in self._backlogs])
+        return AuditRound(groups=groups, has_more=any(self._backlogs))
+
+    async def close(self) -> None:
+        """Release the connection."""
+        await self._writer.close()
+
+    async def _audit(self, backlog: _Backlog) -> int:
+        await backlog.read_on(self._over)
+        taken = backlog.fitting(self._limits)
+        positions = backlog.positions(taken)
+        if positions[backlog.retiring] == self._committed.get(backlog.retiring, 0):
+            return 0
+        groups = await backlog.index.records_of(taken)
+        outputs: list[Emit] = []
+        for group_id in taken:
+            audited = groups.pop(group_id).audited(group_id)
+            outputs.append(_emit(audited, backlog.retiring.partition))
+            # Unpacking trees is arithmetic of milliseconds each; others get their turn in between.
+            await asyncio.sleep(0)
+        await self._writer.commit(outputs=outputs, group=_GROUP, positions=positions)
+        self._committed |= positions
+        for group_id in taken:
+            self._over.add(group_id)
+        backlog.forget(taken)
+        return len(taken)
+
+
+async def unaudited(
+    log: Log, *, partitions: int, limits: RoundLimits = ROUND_LIMITS
+) -> AsyncIterator[TreeFacts]:
+    """Facts of the trees that no auditor has passed yet, and of some that one has.
+
+    For a group that is on audited-groups once this has ended, that record holds: its own records
+    may have been trimmed meanwhile. Reads only; one round's records are in memory at a time.
+    """
+    for partition in range(partitions):
+        places = _places(COMPARED, partition)
+        starts = await log.first_positions(places)
+        starts |= await log.committed(group=_GROUP, places=places)
+        index = GroupIndex(log, starts)
+        await index.read_on(over=RetiredIds())
+        waiting = index.merged()
+        while waiting:
+            taken = index.fitting(waiting, limits)
+            groups = await index.records_of(taken)
+            for group_id in taken:
+                for facts in groups.pop(group_id).tree_facts():
+                    yield facts
+            waiting = waiting[len(taken) :]
+
+
+def _places(topics: Iterable[Topic], partition: int) -> list[Place]:
+    return [Place(topic.name, partition) for topic in topics]
+
+
+def _retired_id(record: Record) -> str:
+    """The group that this record retires; "" where it does not decode."""
+    try:
+        retired = message_of(record).record
+    except msgspec.ValidationError:
+        return ""
+    assert isinstance(retired, RetiredGroup)
+    return retired.group_id
+
+
+def _emit(audited: AuditedGroup, partition: int) -> Emit:
+    return Emit(
+        topic=AUDITED_GROUPS.name,
+        partition=partition,
+        key=audited.group_id.encode(),
+        value=encode(audited),
+    )

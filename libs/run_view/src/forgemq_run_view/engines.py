@@ -1,0 +1,127 @@
+"""Lanes, generated tokens, and which service wrote when."""
+
+from collections import deque
+
+from forgemq_contracts import topics
+from forgemq_contracts.accounting import RetiredIds, is_candidate
+from forgemq_contracts.audit import AuditedGroup
+from forgemq_contracts.completions import FinishedCompletion
+from forgemq_contracts.messages import Message
+from forgemq_contracts.weights import LoadedWeights, PublishedWeights, ReportedEngine
+from forgemq_run_view.state import Activity, EngineState, RatePoint
+
+RATE_SPAN_MS = 20_000
+"""Tokens per second are taken over this long: shorter is noise of single turns."""
+
+BUCKET_MS = 10_000
+BUCKETS_KEPT_MAX = 720
+
+
+class EngineBook:
+    """The generation side of a run, and the pulse of its services.
+
+    Completions of a group count one by one until the group is audited; from then on its audit says
+    how many there were, for they may be trimmed.
+    """
+
+    def __init__(self) -> None:
+        self._reported: dict[int, ReportedEngine] = {}
+        self._loaded: dict[int, tuple[int, LoadedWeights]] = {}
+        self._recent: deque[tuple[int, int]] = deque()
+        self._activity: dict[str, tuple[int, int]] = {}
+        self._buckets: dict[int, int] = {}
+        self._unaudited: dict[str, tuple[int, int]] = {}
+        self._audited = RetiredIds()
+        self.tokens_generated = 0
+        self.completions = 0
+        self.version = 0
+
+    def apply(self, message: Message) -> None:
+        """Take in one record; every record counts as activity of its topic's producer."""
+        producer = topics.BY_NAME[message.topic].producer
+        records, last_ms = self._activity.get(producer, (0, 0))
+        self._activity[producer] = (records + 1, max(last_ms, message.timestamp_ms))
+        match message.record:
+            case ReportedEngine() as record:
+                self._report(record)
+            case LoadedWeights() as record:
+                self._load(record, time_ms=message.timestamp_ms)
+            case PublishedWeights() as record:
+                self.version = max(self.version, record.version)
+            case FinishedCompletion() as record if is_candidate(record):
+                self._sampled(record, time_ms=message.timestamp_ms)
+            case AuditedGroup() as record:
+                self._audit(record)
+            case _:
+                pass
+
+    def tokens_per_s(self, *, now_ms: int) -> float:
+        """Generated tokens per second over the last `RATE_SPAN_MS`."""
+        while self._recent and self._recent[0][0] < now_ms - RATE_SPAN_MS:
+            self._recent.popleft()
+        return sum(tokens for _, tokens in self._recent) * 1000 / RATE_SPAN_MS
+
+    def rates(self) -> tuple[RatePoint, ...]:
+        """Tokens per second over the last two hours, oldest first; silence is left out."""
+        return tuple(
+            RatePoint(time_ms=bucket * BUCKET_MS, tokens_per_s=tokens * 1000 / BUCKET_MS)
+            for bucket, tokens in sorted(self._buckets.items())
+        )
+
+    def _audit(self, record: AuditedGroup) -> None:
+        if record.group_id in self._audited:
+            return
+        self._audited.add(record.group_id)
+        completions, tokens = self._unaudited.pop(record.group_id, (0, 0))
+        self.completions += record.completions - completions
+        self.tokens_generated += record.output_tokens - tokens
+
+    def _sampled(self, record: FinishedCompletion, *, time_ms: int) -> None:
+        tokens = len(record.output) // 4
+        if record.group_id not in self._audited:
+            completions, before = self._unaudited.get(record.group_id, (0, 0))
+            self._unaudited[record.group_id] = (completions + 1, before + tokens)
+            self.completions += 1
+            self.tokens_generated += tokens
+        self._recent.append((time_ms, tokens))
+        bucket = time_ms // BUCKET_MS
+        self._buckets[bucket] = self._buckets.get(bucket, 0) + tokens
+        if len(self._buckets) > BUCKETS_KEPT_MAX:
+            del self._buckets[min(self._buckets)]
+
+    def engines(self) -> tuple[EngineState, ...]:
+        """Every lane that ever reported itself, by number."""
+        return tuple(self._engine(record) for _, record in sorted(self._reported.items()))
+
+    def activity(self) -> tuple[Activity, ...]:
+        """Services by name."""
+        return tuple(
+            Activity(service=service, records=records, last_ms=last_ms)
+            for service, (records, last_ms) in sorted(self._activity.items())
+        )
+
+    def _report(self, record: ReportedEngine) -> None:
+        last = self._reported.get(record.lane)
+        if last is None or (record.epoch, record.reported_ms) >= (last.epoch, last.reported_ms):
+            self._reported[record.lane] = record
+
+    def _load(self, record: LoadedWeights, *, time_ms: int) -> None:
+        last = self._loaded.get(record.lane)
+        if last is None or time_ms >= last[0]:
+            self._loaded[record.lane] = (time_ms, record)
+
+    def _engine(self, record: ReportedEngine) -> EngineState:
+        loaded = self._loaded.get(record.lane)
+        return EngineState(
+            lane=record.lane,
+            epoch=record.epoch,
+            url=record.url,
+            is_serving=record.is_serving,
+            lineage=record.lineage,
+            version=record.version,
+            running=record.running,
+            queued=record.queued,
+            reported_ms=record.reported_ms,
+            path=loaded[1].path if loaded else "",
+            paused_s=loaded[1].paused_s if loaded else 0.0,
+        )

@@ -1,0 +1,205 @@
+"""What one partition of the log holds of its groups: where, and for a few groups at a time, all."""
+
+import hashlib
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+
+from forgemq_bus.log import Log, Place, Record
+from forgemq_contracts.accounting import RetiredIds, is_candidate
+from forgemq_contracts.audit import AuditedGroup, TreeFacts
+from forgemq_contracts.completions import FinishedCompletion
+from forgemq_contracts.episodes import FinishedEpisode
+from forgemq_contracts.groups import ScoredGroup
+from forgemq_contracts.messages import Message
+from forgemq_contracts.topics import (
+    FINISHED_COMPLETIONS,
+    FINISHED_EPISODES,
+    MERGED_TREES,
+    SCORED_GROUPS,
+    Topic,
+)
+from forgemq_contracts.trees import MergedTree
+from forgemq_run_view.reading import message_of, read_from
+from forgemq_run_view.samples import first_ends, tree_facts
+from forgemq_run_view.trajectory import chosen
+
+COMPARED: tuple[Topic, ...] = (FINISHED_COMPLETIONS, FINISHED_EPISODES, SCORED_GROUPS, MERGED_TREES)
+"""What a tree is compared with; one partition of them has all of a group."""
+
+GROUPS_PER_ROUND_MAX = 100
+BYTES_PER_ROUND_MAX = 64 * 1024 * 1024
+
+
+class RoundLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """How much of a backlog is in memory at a time.
+
+    Attributes:
+        groups_max: Groups compared in one round. A hundred make what a round costs beside its
+            records (a reader and a transaction, milliseconds) small, and what they found fits in
+            one transaction by far.
+        bytes_max: Size of their records on the wire; a group that alone is larger is a round of
+            its own. Groups differ by orders of magnitude, so their number alone bounds nothing.
+    """
+
+    groups_max: int = GROUPS_PER_ROUND_MAX
+    bytes_max: int = BYTES_PER_ROUND_MAX
+
+
+ROUND_LIMITS = RoundLimits()
+
+
+@dataclass(slots=True)
+class GroupRecords:
+    """What the log holds of one group, in the order it was read."""
+
+    completions: list[Message] = field(default_factory=list)
+    ends: list[Message] = field(default_factory=list)
+    scored: ScoredGroup | None = None
+    trees: list[tuple[MergedTree, str]] = field(default_factory=list)
+
+    def add(self, message: Message, record: Record) -> None:
+        """Take in one decoded record, and the record it came from."""
+        match message.record:
+            case FinishedCompletion():
+                self.completions.append(message)
+            case FinishedEpisode():
+                self.ends.append(message)
+            case ScoredGroup() as scored:
+                self.scored = scored
+            case MergedTree() as tree:
+                self.trees.append((tree, hashlib.sha256(record.value).hexdigest()))
+
+    def tree_facts(self) -> tuple[TreeFacts, ...]:
+        """Each tree compared with the completions, the scores and the manifests."""
+        completions, ends = chosen(self.completions), first_ends(self.ends)
+        return tuple(
+            tree_facts(tree, sha256=sha256, completions=completions, scored=self.scored, ends=ends)
+            for tree, sha256 in self.trees
+        )
+
+    def audited(self, group_id: str) -> AuditedGroup:
+        """What stays of the group."""
+        sampled = [
+            message.record
+            for message in self.completions
+            if isinstance(message.record, FinishedCompletion) and is_candidate(message.record)
+        ]
+        versions = [span.version for completion in sampled for span in completion.spans]
+        return AuditedGroup(
+            group_id=group_id,
+            completions=len(sampled),
+            output_tokens=sum(len(completion.output) // 4 for completion in sampled),
+            version_min=min(versions, default=None),
+            version_max=max(versions, default=None),
+            trees=self.tree_facts(),
+        )
+
+
+@dataclass(slots=True)
+class GroupSpan:
+    """Where a partition holds a group: its first and its last offset in each topic."""
+
+    offsets: dict[Place, tuple[int, int]] = field(default_factory=dict)
+    size_bytes: int = 0
+
+    def add(self, record: Record) -> None:
+        """One more record of the group, behind the ones before."""
+        first, _ = self.offsets.get(record.place, (record.offset, 0))
+        self.offsets[record.place] = (first, record.offset)
+        self.size_bytes += len(record.value)
+
+
+class GroupIndex:
+    """Where one partition holds its groups; offsets alone, so it stays small for any backlog.
+
+    With it a round reads only the part of the partition that its own groups are in.
+
+    Lifecycle: `read_on` takes in what is new, `records_of` reads some groups in full, `forget`
+    drops groups that are over.
+    """
+
+    def __init__(self, log: Log, starts: Mapping[Place, int]) -> None:
+        self._log = log
+        self._next = dict(starts)
+        self._spans: dict[str, GroupSpan] = {}
+
+    async def read_on(self, *, over: RetiredIds) -> None:
+        """Take in every record up to the present end but those of groups that are over."""
+        ends = await self._log.end_positions(list(self._next))
+        async for records in read_from(self._log, self._next, ends=ends):
+            for record in records:
+                group_id = _group_id(_decoded(record))
+                if group_id and group_id not in over and record.offset < ends[record.place]:
+                    self._spans.setdefault(group_id, GroupSpan()).add(record)
+        self._next = ends
+
+    def merged(self) -> list[str]:
+        """Groups that have a tree, oldest group first."""
+        return [
+            group_id
+            for group_id, span in self._spans.items()
+            if any(place.topic == MERGED_TREES.name for place in span.offsets)
+        ]
+
+    def fitting(self, group_ids: Iterable[str], limits: RoundLimits) -> list[str]:
+        """The first of these groups that fit in one round; at least one."""
+        taken: list[str] = []
+        size_bytes = 0
+        for group_id in group_ids:
+            size_bytes += self._spans.get(group_id, GroupSpan()).size_bytes
+            is_full = len(taken) == limits.groups_max or size_bytes > limits.bytes_max
+            if taken and is_full:
+                break
+            taken.append(group_id)
+        return taken
+
+    async def records_of(self, group_ids: Collection[str]) -> dict[str, GroupRecords]:
+        """All that was read on of these groups, by group; what is trimmed is left out."""
+        found = {group_id: GroupRecords() for group_id in group_ids}
+        starts: dict[Place, int] = {}
+        ends: dict[Place, int] = {}
+        for group_id in group_ids:
+            for place, (first, last) in self._spans.get(group_id, GroupSpan()).offsets.items():
+                starts[place] = min(starts.get(place, first), first)
+                ends[place] = max(ends.get(place, 0), last + 1)
+        if not starts:
+            return found
+        async for records in read_from(self._log, starts, ends=ends):
+            for record in records:
+                message = _decoded(record)
+                group_id = _group_id(message)
+                if message and group_id in found and record.offset < ends[record.place]:
+                    found[group_id].add(message, record)
+        return found
+
+    def needed(self, *, without: Collection[str]) -> dict[Place, int]:
+        """From where groups other than these hold records; at most what was read on to."""
+        needed = dict(self._next)
+        for group_id, span in self._spans.items():
+            if group_id not in without:
+                for place, (first, _) in span.offsets.items():
+                    needed[place] = min(needed[place], first)
+        return needed
+
+    def forget(self, group_ids: Iterable[str]) -> None:
+        """Drop groups that are over."""
+        for group_id in group_ids:
+            self._spans.pop(group_id, None)
+
+
+def _decoded(record: Record) -> Message | None:
+    """None where it is none of its topic: its readers send it to the dead letters."""
+    try:
+        return message_of(record)
+    except msgspec.ValidationError:
+        return None
+
+
+def _group_id(message: Message | None) -> str:
+    if message is None:
+        return ""
+    record = message.record
+    assert isinstance(record, FinishedCompletion | FinishedEpisode | ScoredGroup | MergedTree)
+    return record.group_id

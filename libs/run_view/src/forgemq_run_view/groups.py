@@ -1,0 +1,330 @@
+"""Groups of a run: where each stands, what its episodes scored, and the window over them."""
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from forgemq_contracts.accounting import RetiredIds
+from forgemq_contracts.audit import AuditedGroup
+from forgemq_contracts.completions import FinishedCompletion
+from forgemq_contracts.episodes import FinishedEpisode
+from forgemq_contracts.groups import (
+    AdmittedGroup,
+    MergedGroup,
+    RequestedGroup,
+    RetiredGroup,
+    ScoredGroup,
+)
+from forgemq_contracts.messages import Message
+from forgemq_contracts.run import Queue, staleness_bound, staleness_limit, window_of
+from forgemq_contracts.steps import ScheduledStep, TrainedStep
+from forgemq_run_view.group_entry import GroupEntry, row, window_positions
+from forgemq_run_view.state import (
+    EvaluationPoint,
+    GroupRow,
+    Position,
+    QueueState,
+    VersionPoint,
+)
+from forgemq_run_view.tally import Sums
+
+PLACES_KEPT_GROUPS_MAX = 4000
+"""Groups whose completions can be looked up later; older ones are dropped from the index."""
+GROUPS_KEPT_MAX = 20_000
+"""Groups known one by one, about 1 kB each; of older ones that are over only the totals remain."""
+RETIRED_SHOWN_MAX = 24
+"""Positions behind the head that are still shown."""
+FORGET_LOOKS_MAX = 8
+SETTLED_SHARE = 0.5
+"""Episodes that a version needs before its mean is shown, as a share of a step's: less is a few
+quick groups, noise that looks like the run's newest result."""
+
+_BROKEN_OFF = ("expired", "cancelled", "failed")
+_UNTAKEN: tuple[Position, ...] = ("playing", "complete", "ready")
+
+
+@dataclass(slots=True)
+class _Round:
+    sums: Sums = field(default_factory=Sums)
+    groups: int = 0
+    groups_ended: int = 0
+    version_min: int = 1 << 62
+    version_max: int = 0
+
+
+class GroupBook:
+    """All groups of a run.
+
+    Lifecycle: `apply` every record; read the values at any time. A group requested, admitted at
+    index 3 and scored counts once in `versions()` under its version at admission. Of more than
+    `groups_kept_max` groups the oldest that are over are forgotten one by one, and still counted.
+    """
+
+    def __init__(self, *, groups_kept_max: int = GROUPS_KEPT_MAX) -> None:
+        self._groups_kept_max = groups_kept_max
+        self._forgotten = RetiredIds()
+        self._by_age: deque[str] = deque()
+        self._entries: dict[str, GroupEntry] = {}
+        self._open: dict[str, set[str]] = {}
+        self._behind: dict[str, deque[str]] = {}
+        self._waiting: Counter[str] = Counter()
+        self._versions: dict[int, Sums] = {}
+        self._rounds: dict[tuple[str, bool], _Round] = {}
+        self._places_kept: deque[str] = deque()
+        self.retired: Counter[str] = Counter()
+        self.admitted = 0
+        self.episodes_finished = 0
+        self.forks = 0
+
+    def apply(self, message: Message) -> None:
+        """Take in one record; records of other kinds, and of forgotten groups, are ignored."""
+        group_id = getattr(message.record, "group_id", None)
+        if group_id is not None and not self._is_kept(group_id):
+            return
+        match message.record:
+            case RequestedGroup() as record:
+                self._requested(record)
+            case AdmittedGroup() as record:
+                self._admitted(record)
+            case FinishedCompletion() as record:
+                self._completion(record, partition=message.partition, offset=message.offset)
+            case FinishedEpisode() as record:
+                self._episode(record)
+            case AuditedGroup() as record:
+                self._audited(record)
+            case _:
+                self._apply_outcome(message)
+
+    def _apply_outcome(self, message: Message) -> None:
+        match message.record:
+            case ScoredGroup() as record:
+                self._scored(record)
+            case MergedGroup() as record:
+                self._entry(record.group_id).is_ready = not record.not_trainable
+            case ScheduledStep() as record:
+                for group in record.groups:
+                    if self._is_kept(group.group_id):
+                        self._entry(group.group_id).scheduled_step = record.step
+            case TrainedStep() as record:
+                for group_id in record.group_ids:
+                    if self._is_kept(group_id):
+                        self._entry(group_id).is_trained = True
+            case RetiredGroup() as record:
+                self._retired(record)
+            case _:
+                pass
+
+    @property
+    def open(self) -> int:
+        """Groups admitted and not retired."""
+        return sum(len(ids) for ids in self._open.values())
+
+    def knows(self, group_id: str) -> bool:
+        """Whether any record named this group, and it is not forgotten."""
+        return group_id in self._entries
+
+    def places(self, group_id: str) -> tuple[tuple[int, int], ...]:
+        """(partition, offset) of the group's finished completions; () if no longer indexed."""
+        entry = self._entries.get(group_id)
+        return tuple(entry.places) if entry else ()
+
+    def rows(self, *, rows_max: int) -> tuple[GroupRow, ...]:
+        """The groups last heard of, newest first."""
+        newest = reversed(self._places_kept)
+        known = [self._entries[group_id] for group_id in newest if group_id in self._entries]
+        return tuple(row(entry) for entry in known[:rows_max])
+
+    def versions(self, queues: Sequence[Queue]) -> tuple[VersionPoint, ...]:
+        """Training results by the version at admission, where enough episodes have ended."""
+        of_a_step = sum(queue.groups_per_step * queue.group_size for queue in queues)
+        return tuple(
+            VersionPoint(version=version, tally=sums.tally())
+            for version, sums in sorted(self._versions.items())
+            if sums.episodes >= SETTLED_SHARE * of_a_step
+        )
+
+    def evaluations(self) -> tuple[EvaluationPoint, ...]:
+        """Evaluation rounds, oldest weights first."""
+        points = (
+            EvaluationPoint(
+                round_name=name,
+                is_greedy=is_greedy,
+                version_min=min(each.version_min, each.version_max),
+                version_max=each.version_max,
+                groups=each.groups,
+                groups_ended=each.groups_ended,
+                tally=each.sums.tally(),
+            )
+            for (name, is_greedy), each in self._rounds.items()
+        )
+        return tuple(sorted(points, key=lambda p: (p.version_min, p.round_name, p.is_greedy)))
+
+    def queue(self, queue: Queue) -> QueueState:
+        """The window of one queue as the log shows it: scheduled groups are taken."""
+        entries = sorted(
+            (self._entries[group_id] for group_id in self._shown(queue.domain)),
+            key=lambda entry: entry.queue_index or 0,
+        )
+        untaken = [
+            entry.queue_index
+            for entry in entries
+            if entry.queue_index is not None and entry.position() in _UNTAKEN
+        ]
+        head = min(untaken, default=None)
+        return QueueState(
+            domain=queue.domain,
+            slots=queue.slots,
+            window=window_of(queue),
+            groups_per_step=queue.groups_per_step,
+            staleness_bound=staleness_bound(queue),
+            staleness_limit=staleness_limit(queue),
+            head=head,
+            in_flight=sum(
+                self._entries[each].queue_index is not None
+                for each in self._open.get(queue.domain, ())
+            ),
+            waiting=self._waiting[queue.domain],
+            positions=window_positions(entries, head=head, window=window_of(queue)),
+        )
+
+    def _shown(self, domain: str) -> list[str]:
+        shown = {*self._open.get(domain, ()), *self._behind.get(domain, ())}
+        kept = shown & self._entries.keys()
+        return [g for g in kept if self._entries[g].queue_index is not None]
+
+    def _is_kept(self, group_id: str) -> bool:
+        return group_id in self._entries or group_id not in self._forgotten
+
+    def _entry(self, group_id: str) -> GroupEntry:
+        entry = self._entries.get(group_id)
+        if entry is None:
+            entry = self._entries[group_id] = GroupEntry(group_id=group_id)
+            self._places_kept.append(group_id)
+            if len(self._places_kept) > PLACES_KEPT_GROUPS_MAX:
+                without = self._entries.get(self._places_kept.popleft())
+                if without:
+                    without.places.clear()
+            self._by_age.append(group_id)
+            self._forget()
+        return entry
+
+    def _forget(self) -> None:
+        """Forget the oldest groups that are over, looking at a few at a time.
+
+        What is over may lack records that are still to come, for topics are read in any order; a
+        group that was broken off never gets all of them and is passed over once.
+        """
+        for _ in range(FORGET_LOOKS_MAX):
+            if len(self._by_age) <= self._groups_kept_max:
+                return
+            group_id = self._by_age.popleft()
+            entry = self._entries[group_id]
+            is_broken_off = entry.is_admitted and entry.reason in _BROKEN_OFF
+            if entry.is_complete() or (is_broken_off and entry.is_passed_over):
+                del self._entries[group_id]
+                self._forgotten.add(group_id)
+            else:
+                entry.is_passed_over = is_broken_off
+                self._by_age.append(group_id)
+
+    def _requested(self, record: RequestedGroup) -> None:
+        entry = self._entry(record.group_id)
+        if not entry.is_requested:
+            entry.is_requested = True
+            self._waiting[record.domain] += record.purpose == "train" and not entry.is_admitted
+
+    def _admitted(self, record: AdmittedGroup) -> None:
+        entry = self._entry(record.group_id)
+        if entry.is_admitted:
+            return
+        self._waiting[record.domain] -= record.purpose == "train" and entry.is_requested
+        entry.is_admitted = True
+        entry.domain, entry.purpose = record.domain, record.purpose
+        entry.group_size, entry.queue_index = record.group_size, record.queue_index
+        entry.version, entry.round_name = record.version_at_admission, record.round_name
+        entry.is_greedy = record.temperature == 0
+        self.admitted += 1
+        if not entry.reason:
+            self._open.setdefault(entry.domain, set()).add(entry.group_id)
+        if entry.purpose == "eval":
+            each = self._round(entry)
+            each.groups += 1
+            for version in (entry.version_min, entry.version_max):
+                _widen(each, version)
+        self._count_score(entry)
+
+    def _completion(self, record: FinishedCompletion, *, partition: int, offset: int) -> None:
+        entry = self._entry(record.group_id)
+        entry.places.append((partition, offset))
+        versions = [span.version for span in record.spans]
+        if not versions:
+            return
+        self._sampled_by(entry, min(versions), max(versions))
+
+    def _sampled_by(self, entry: GroupEntry, low: int, high: int) -> None:
+        entry.version_min = low if entry.version_min is None else min(low, entry.version_min)
+        entry.version_max = high if entry.version_max is None else max(high, entry.version_max)
+        if entry.purpose == "eval":
+            _widen(self._round(entry), low)
+            _widen(self._round(entry), high)
+
+    def _episode(self, record: FinishedEpisode) -> None:
+        entry = self._entry(record.group_id)
+        if record.index not in entry.finished:
+            entry.finished.add(record.index)
+            self.episodes_finished += 1
+            self.forks += record.forks
+
+    def _audited(self, record: AuditedGroup) -> None:
+        """Its completions may be trimmed: what they said stands in the audit."""
+        entry = self._entry(record.group_id)
+        entry.completions = record.completions
+        if record.version_min is not None and record.version_max is not None:
+            self._sampled_by(entry, record.version_min, record.version_max)
+
+    def _scored(self, record: ScoredGroup) -> None:
+        entry = self._entry(record.group_id)
+        if entry.is_scored:
+            return
+        entry.is_scored = True
+        entry.scored = record
+        self._count_score(entry)
+
+    def _count_score(self, entry: GroupEntry) -> None:
+        # The version at admission and the score come on different topics, in either order.
+        if not entry.is_admitted or entry.scored is None:
+            return
+        own = Sums()
+        target = (
+            self._round(entry).sums
+            if entry.purpose == "eval"
+            else self._versions.setdefault(entry.version, Sums())
+        )
+        for score in entry.scored.episodes:
+            own.add(score)
+            target.add(score)
+        if entry.purpose == "eval":
+            self._round(entry).groups_ended += 1
+        entry.success = own.tally().success if own.episodes else None
+        entry.scored = None
+
+    def _retired(self, record: RetiredGroup) -> None:
+        entry = self._entry(record.group_id)
+        if entry.reason:
+            return
+        entry.reason = record.reason
+        self.retired[record.reason] += 1
+        self._open.setdefault(record.domain, set()).discard(record.group_id)
+        if record.queue_index is not None:
+            behind = self._behind.setdefault(record.domain, deque(maxlen=RETIRED_SHOWN_MAX))
+            entry.queue_index = record.queue_index
+            behind.append(record.group_id)
+
+    def _round(self, entry: GroupEntry) -> _Round:
+        return self._rounds.setdefault((entry.round_name, entry.is_greedy), _Round())
+
+
+def _widen(each: _Round, version: int | None) -> None:
+    if version is not None:
+        each.version_min = min(each.version_min, version)
+        each.version_max = max(each.version_max, version)

@@ -1,0 +1,158 @@
+"""The report of a run: `report.json`, and what the closing table shows."""
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from forgemq_run_view.audit import GuaranteeVerdict, Ledger
+from forgemq_run_view.state import EvaluationPoint, RunState, StepPoint, Tally
+
+
+class EvaluationResult(Struct, frozen=True, kw_only=True):
+    """One evaluation round at one temperature."""
+
+    round_name: str
+    is_greedy: bool
+    version_min: int
+    version_max: int
+    groups: int
+    parts: Tally
+
+
+class Report(Struct, frozen=True, kw_only=True):
+    """How a run went. Success is the share of episodes with an outcome of at least 0.5.
+
+    `merge_ratio_per_request` and `merge_ratio_append` are training tokens of one sample per
+    request, and of append-only merging, over tree tokens; `merge_ratio_attention` is attention
+    pairs of one sample per request over those of the trees. None: not measured.
+    """
+
+    run: str
+    reason: str
+    seed: int
+    success_start: float | None
+    success_end: float | None
+    success_start_greedy: float | None
+    success_end_greedy: float | None
+    reward_parts_start: Tally | None
+    reward_parts_end: Tally | None
+    reward_parts_start_greedy: Tally | None
+    reward_parts_end_greedy: Tally | None
+    steps: int
+    samples: int
+    episodes: int
+    completions: int
+    tokens_generated: int
+    tokens_trained: int
+    merge_ratio_per_request: float | None
+    merge_ratio_append: float | None
+    merge_ratio_attention: float | None
+    staleness_max: int
+    staleness_bound: int
+    groups_admitted: int
+    groups_open: int
+    groups_retired: dict[str, int]
+    logprob_gap_max: float | None
+    logprob_gap_mean: float | None
+    guarantees: dict[str, bool]
+    guarantees_checked: tuple[GuaranteeVerdict, ...]
+    evaluations: tuple[EvaluationResult, ...]
+    duration_s: float
+
+
+def report(
+    state: RunState,
+    *,
+    ledger: Ledger,
+    verdicts: Sequence[GuaranteeVerdict],
+    duration_s: float,
+    reason: str,
+) -> Report:
+    """Everything the run is judged by.
+
+    Args:
+        state: At the end of the run.
+        ledger: With the trees added.
+        verdicts: Of that ledger.
+        duration_s: Time the run was up, over all its starts.
+        reason: completed, interrupted or failed.
+    """
+    start, end = _outer(state, is_greedy=False)
+    start_greedy, end_greedy = _outer(state, is_greedy=True)
+    has_steps = bool(state.points)
+    return Report(
+        run=state.run,
+        reason=reason,
+        seed=state.seed,
+        success_start=_success(start),
+        success_end=_success(end),
+        success_start_greedy=_success(start_greedy),
+        success_end_greedy=_success(end_greedy),
+        reward_parts_start=start,
+        reward_parts_end=end,
+        reward_parts_start_greedy=start_greedy,
+        reward_parts_end_greedy=end_greedy,
+        steps=state.steps_trained,
+        samples=sum(len(facts.completion_ids) for facts in ledger.trained_trees()),
+        episodes=state.episodes_finished,
+        completions=state.completions,
+        tokens_generated=state.tokens_generated,
+        tokens_trained=state.tokens_trained,
+        merge_ratio_per_request=state.merge_ratio_per_request if has_steps else None,
+        merge_ratio_append=state.merge_ratio_append if has_steps else None,
+        merge_ratio_attention=_attention_ratio(state, ledger),
+        staleness_max=state.staleness_max,
+        staleness_bound=max(queue.staleness_limit for queue in state.queues),
+        groups_admitted=state.groups_admitted,
+        groups_open=state.groups_open,
+        groups_retired={each.reason: each.groups for each in state.retired},
+        logprob_gap_max=max((p.logprob_gap_max for p in _measured(state)), default=None),
+        logprob_gap_mean=_gap_mean(state),
+        guarantees={verdict.name: verdict.holds for verdict in verdicts},
+        guarantees_checked=tuple(verdicts),
+        evaluations=tuple(_result(point) for point in state.evaluations),
+        duration_s=duration_s,
+    )
+
+
+def _success(parts: Tally | None) -> float | None:
+    return parts.success if parts else None
+
+
+def _measured(state: RunState) -> list[StepPoint]:
+    return [point for point in state.points if point.gap_entries]
+
+
+def _gap_mean(state: RunState) -> float | None:
+    entries = sum(point.gap_entries for point in _measured(state))
+    total = sum(point.logprob_gap_mean * point.gap_entries for point in _measured(state))
+    return total / entries if entries else None
+
+
+def _attention_ratio(state: RunState, ledger: Ledger) -> float | None:
+    pairs = sum(point.attention_pairs for point in state.points)
+    alone = sum(facts.request_pairs for facts in ledger.trained_trees())
+    return alone / pairs if alone and pairs else None
+
+
+def _outer(state: RunState, *, is_greedy: bool) -> tuple[Tally | None, Tally | None]:
+    """The first evaluation of the base model, and the last of the final weights."""
+    rounds = [
+        point
+        for point in state.evaluations
+        if point.is_greedy == is_greedy and point.tally.episodes
+    ]
+    start = [point for point in rounds if point.version_min == 0]
+    end = [point for point in rounds if point.version_min and point.version_max >= state.steps]
+    return (start[0].tally if start else None, end[-1].tally if end else None)
+
+
+def _result(point: EvaluationPoint) -> EvaluationResult:
+    return EvaluationResult(
+        round_name=point.round_name,
+        is_greedy=point.is_greedy,
+        version_min=point.version_min,
+        version_max=point.version_max,
+        groups=point.groups,
+        parts=point.tally,
+    )

@@ -1,0 +1,83 @@
+"""Optimizer steps of the lineage that survives."""
+
+from collections.abc import Iterable
+
+from forgemq_contracts.messages import Message
+from forgemq_contracts.steps import ScheduledStep, TrainedStep
+from forgemq_run_view.state import StepPoint
+
+
+def surviving(steps: Iterable[TrainedStep]) -> dict[int, TrainedStep]:
+    """The steps that the newest weights contain, by step number.
+
+    A trainer that starts again raises the lineage and re-executes every step after its
+    checkpoint, so of an older lineage only the steps below the newer one's first step survive.
+    """
+    by_lineage: dict[int, dict[int, TrainedStep]] = {}
+    for step in steps:
+        by_lineage.setdefault(step.lineage, {}).setdefault(step.step, step)
+    kept: dict[int, TrainedStep] = {}
+    limit: int | None = None
+    for lineage in sorted(by_lineage, reverse=True):
+        own = by_lineage[lineage]
+        kept.update({k: own[k] for k in own if limit is None or k < limit})
+        limit = min(own) if limit is None else min(limit, min(own))
+    return dict(sorted(kept.items()))
+
+
+class StepBook:
+    """Steps as scheduled and as trained."""
+
+    def __init__(self) -> None:
+        self._bounds: dict[int, int] = {}
+        self._trained: dict[tuple[int, int], tuple[TrainedStep, int]] = {}
+
+    def apply(self, message: Message) -> None:
+        """Take in one record; records of other kinds are ignored."""
+        match message.record:
+            case ScheduledStep() as record:
+                self._bounds[record.step] = record.staleness_bound
+            case TrainedStep() as record:
+                key = (record.step, record.lineage)
+                self._trained.setdefault(key, (record, message.timestamp_ms))
+            case _:
+                pass
+
+    def points(self) -> tuple[StepPoint, ...]:
+        """One point for every surviving step, in order."""
+        kept = surviving(record for record, _ in self._trained.values())
+        return tuple(
+            _point(
+                record,
+                time_ms=self._trained[(record.step, record.lineage)][1],
+                bound=self._bounds.get(record.step),
+            )
+            for record in kept.values()
+        )
+
+
+def _point(record: TrainedStep, *, time_ms: int, bound: int | None) -> StepPoint:
+    metrics = record.metrics
+    return StepPoint(
+        step=record.step,
+        lineage=record.lineage,
+        time_ms=time_ms,
+        loss=metrics.loss,
+        grad_norm=metrics.grad_norm,
+        lr=metrics.lr,
+        loss_tokens=metrics.loss_tokens,
+        tree_tokens=metrics.tree_tokens,
+        request_tokens=metrics.request_tokens,
+        append_tokens=metrics.append_tokens,
+        attention_pairs=metrics.attention_pairs,
+        staleness_max=metrics.staleness_max,
+        staleness_bound=bound,
+        logprob_gap_mean=metrics.logprob_gap_mean,
+        logprob_gap_max=metrics.logprob_gap_max,
+        gap_entries=metrics.gap_entries,
+        kl_k3=metrics.kl_k3,
+        entropy=metrics.entropy,
+        capped_share=metrics.capped_share,
+        ratio_p99=metrics.ratio_p99,
+        duration_s=record.duration_s,
+    )

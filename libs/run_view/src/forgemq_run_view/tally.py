@@ -1,0 +1,44 @@
+"""Running sums of reward parts."""
+
+from dataclasses import dataclass
+
+from forgemq_contracts.groups import EpisodeScore
+from forgemq_run_view.state import Tally
+
+SUCCESS_OUTCOME_MIN = 0.5
+"""An outcome grader returns 1 for success and 0 for failure; partial credit counts from half."""
+
+
+@dataclass(slots=True)
+class Sums:
+    """Sums of reward parts; masked episodes count nowhere."""
+
+    episodes: int = 0
+    successes: int = 0
+    reward: float = 0.0
+    outcome: float = 0.0
+    speed: float = 0.0
+    process: float = 0.0
+
+    def add(self, score: EpisodeScore) -> None:
+        """Count one episode."""
+        if score.is_masked:
+            return
+        self.episodes += 1
+        self.successes += score.outcome >= SUCCESS_OUTCOME_MIN
+        self.reward += score.total
+        self.outcome += score.outcome
+        self.speed += score.speed
+        self.process += score.process
+
+    def tally(self) -> Tally:
+        """Means of what was counted; zeros where nothing was."""
+        count = max(1, self.episodes)
+        return Tally(
+            episodes=self.episodes,
+            success=self.successes / count,
+            reward=self.reward / count,
+            outcome=self.outcome / count,
+            speed=self.speed / count,
+            process=self.process / count,
+        )

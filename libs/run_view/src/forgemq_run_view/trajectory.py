@@ -1,0 +1,116 @@
+"""What was said in a group: its completions with tokens, log-probabilities and weights."""
+
+from collections.abc import Iterable, Mapping
+
+from msgspec import Struct
+
+from forgemq_contracts.accounting import is_candidate
+from forgemq_contracts.arrays import unpack_floats, unpack_ids
+from forgemq_contracts.completions import FinishedCompletion
+from forgemq_contracts.messages import Message
+
+
+class Turn(Struct, frozen=True, kw_only=True):
+    """One completion: the tokens new in its context, and what was sampled."""
+
+    completion_id: str
+    episode_id: str
+    sequence: int
+    parent_id: str | None
+    shared_prefix_tokens: int
+    context: tuple[int, ...]
+    output: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    temperature: float
+    support: str
+    finish_reason: str
+    queued_s: float
+    engine_s: float
+    cached_tokens: int
+    messages: str
+
+
+class Trajectory(Struct, frozen=True, kw_only=True):
+    """One attempt at one episode, turns in order of admission."""
+
+    episode_id: str
+    turns: tuple[Turn, ...]
+
+
+def chosen(messages: Iterable[Message]) -> dict[str, FinishedCompletion]:
+    """The completion of each request id: its lowest offset that is no error."""
+    best: dict[str, tuple[int, FinishedCompletion]] = {}
+    for message in messages:
+        record = message.record
+        if not isinstance(record, FinishedCompletion) or not is_candidate(record):
+            continue
+        known = best.get(record.request_id)
+        if known is None or message.offset < known[0]:
+            best[record.request_id] = (message.offset, record)
+    return {request_id: record for request_id, (_, record) in best.items()}
+
+
+def context_bytes(
+    completion: FinishedCompletion, completions: Mapping[str, FinishedCompletion]
+) -> bytes:
+    """The whole context of a completion as int32 bytes, rebuilt through its parents.
+
+    Raises:
+        KeyError: a parent is not among `completions`.
+    """
+    wanted = 4 * completion.shared_prefix_tokens
+    pieces = [completion.context]
+    at = completion
+    # Walk up: of each ancestor only the part below what its child shares is still needed.
+    while wanted:
+        if at.parent_id is None:
+            raise KeyError(f"{at.request_id} shares {wanted // 4} tokens with no parent")
+        parent = completions[at.parent_id]
+        own = parent.context + parent.output
+        start = 4 * parent.shared_prefix_tokens
+        if wanted > start:
+            pieces.append(own[: wanted - start])
+            wanted = start
+        at = parent
+    return b"".join(reversed(pieces))
+
+
+def versions(completion: FinishedCompletion) -> tuple[int, ...]:
+    """The weight version that sampled each output token."""
+    return tuple(span.version for span in completion.spans for _ in range(span.start, span.end))
+
+
+def trajectories(messages: Iterable[Message]) -> tuple[Trajectory, ...]:
+    """Episodes of these completions, by episode id; turns in order of admission."""
+    by_episode: dict[str, list[FinishedCompletion]] = {}
+    for completion in chosen(messages).values():
+        by_episode.setdefault(completion.episode_id, []).append(completion)
+    return tuple(
+        Trajectory(
+            episode_id=episode_id,
+            turns=tuple(_turn(each) for each in sorted(found, key=lambda c: c.turn.sequence)),
+        )
+        for episode_id, found in sorted(by_episode.items())
+    )
+
+
+def _turn(completion: FinishedCompletion) -> Turn:
+    return Turn(
+        completion_id=completion.request_id,
+        episode_id=completion.episode_id,
+        sequence=completion.turn.sequence,
+        parent_id=completion.parent_id,
+        shared_prefix_tokens=completion.shared_prefix_tokens,
+        context=tuple(unpack_ids(completion.context)),
+        output=tuple(unpack_ids(completion.output)),
+        logprobs=tuple(unpack_floats(completion.logprobs)),
+        versions=versions(completion),
+        temperature=completion.temperature,
+        support=completion.support,
+        finish_reason=completion.finish_reason,
+        queued_s=completion.queued_s,
+        engine_s=completion.engine_s,
+        cached_tokens=completion.cached_tokens,
+        messages=completion.turn.messages.decode(errors="replace"),
+    )

@@ -1,0 +1,123 @@
+"""One run's live state: apply every record, ask for the state when it is shown.
+
+view = RunView(started)
+view.apply(message)          # any record of the run, topics in any order
+view.state(now_ms=...)       # what the panel and the page show
+"""
+
+from forgemq_contracts.messages import Message
+from forgemq_contracts.run import EndedRun, StartedRun
+from forgemq_contracts.topics import (
+    ADMITTED_GROUPS,
+    AUDITED_GROUPS,
+    ENDED_RUNS,
+    FINISHED_COMPLETIONS,
+    FINISHED_EPISODES,
+    GRADED_EPISODES,
+    LOADED_WEIGHTS,
+    MERGED_GROUPS,
+    PUBLISHED_WEIGHTS,
+    REPORTED_ENGINES,
+    REQUESTED_GROUPS,
+    RETIRED_GROUPS,
+    SCHEDULED_STEPS,
+    SCORED_GROUPS,
+    TRAINED_STEPS,
+    Topic,
+)
+from forgemq_run_view.engines import EngineBook
+from forgemq_run_view.groups import GroupBook
+from forgemq_run_view.state import GroupRow, RetiredCount, RunState
+from forgemq_run_view.steps import StepBook
+
+TOPICS: tuple[Topic, ...] = (
+    REQUESTED_GROUPS,
+    ADMITTED_GROUPS,
+    FINISHED_COMPLETIONS,
+    FINISHED_EPISODES,
+    GRADED_EPISODES,
+    SCORED_GROUPS,
+    MERGED_GROUPS,
+    SCHEDULED_STEPS,
+    RETIRED_GROUPS,
+    AUDITED_GROUPS,
+    TRAINED_STEPS,
+    PUBLISHED_WEIGHTS,
+    LOADED_WEIGHTS,
+    REPORTED_ENGINES,
+    ENDED_RUNS,
+)
+"""Topics whose records change the state; those of other topics may be left unread."""
+
+
+class RunView:
+    """The state of one run, built from its records alone."""
+
+    def __init__(self, started: StartedRun) -> None:
+        self._started = started
+        self._groups = GroupBook()
+        self._steps = StepBook()
+        self._engines = EngineBook()
+        self._ended = ""
+
+    def apply(self, message: Message) -> None:
+        """Take in one record of this run."""
+        if isinstance(message.record, EndedRun):
+            if message.record.run == self._started.run:
+                is_of_this_start = message.record.ended_ms >= self._started.started_ms
+                self._ended = message.record.reason if is_of_this_start else self._ended
+            return
+        self._groups.apply(message)
+        self._steps.apply(message)
+        self._engines.apply(message)
+
+    def knows(self, group_id: str) -> bool:
+        """Whether any record named this group."""
+        return self._groups.knows(group_id)
+
+    def places(self, group_id: str) -> tuple[tuple[int, int], ...]:
+        """(partition, offset) of the group's finished completions."""
+        return self._groups.places(group_id)
+
+    def rows(self, *, rows_max: int) -> tuple[GroupRow, ...]:
+        """The groups last heard of, newest first."""
+        return self._groups.rows(rows_max=rows_max)
+
+    def state(self, *, now_ms: int) -> RunState:
+        """Everything there is to show at this moment."""
+        configuration = self._started.configuration
+        points = self._steps.points()
+        tree_tokens = max(1, sum(point.tree_tokens for point in points))
+        return RunState(
+            run=self._started.run,
+            seed=configuration.seed,
+            steps=configuration.trainer.steps,
+            steps_trained=len(points),
+            version=self._engines.version,
+            started_ms=self._started.started_ms,
+            now_ms=now_ms,
+            ended=self._ended,
+            tokens_generated=self._engines.tokens_generated,
+            tokens_per_s=self._engines.tokens_per_s(now_ms=now_ms),
+            tokens_trained=sum(point.loss_tokens for point in points),
+            completions=self._engines.completions,
+            episodes_finished=self._groups.episodes_finished,
+            episodes_forks=self._groups.forks,
+            groups_admitted=self._groups.admitted,
+            groups_open=self._groups.open,
+            retired=tuple(
+                RetiredCount(reason=reason, groups=groups)
+                for reason, groups in sorted(self._groups.retired.items())
+            ),
+            staleness_max=max((point.staleness_max for point in points), default=0),
+            merge_ratio_per_request=sum(p.request_tokens for p in points) / tree_tokens,
+            merge_ratio_append=sum(p.append_tokens for p in points) / tree_tokens,
+            logprob_gap_max=max((point.logprob_gap_max for point in points), default=0.0),
+            points=points,
+            versions=self._groups.versions(configuration.queues),
+            rates=self._engines.rates(),
+            evaluations=self._groups.evaluations(),
+            queues=tuple(self._groups.queue(queue) for queue in configuration.queues),
+            engines=self._engines.engines(),
+            services=self._engines.activity(),
+        )

@@ -1,0 +1,134 @@
+"""The command line and environment of one SGLang server, as pure functions."""
+
+import os
+import sys
+from collections.abc import Mapping
+
+import msgspec
+from msgspec import Struct
+
+from forgemq_sglang_cpu.plugin import WEIGHT_GROUP_TIMEOUT_VARIABLE
+
+MEMORY_BYTES_MIN = 5 * 2**30
+"""Three processes of 1.1-1.3 GB each on a CPU, weights and K/V of a small model included."""
+
+
+class _TextConfig(Struct, frozen=True):
+    num_experts_per_tok: int | None = None
+
+
+class _ModelConfig(_TextConfig, frozen=True):
+    text_config: _TextConfig | None = None
+
+
+class EngineOptions(Struct, frozen=True, kw_only=True):
+    """What distinguishes one server from another; the defaults serve a small model.
+
+    Attributes:
+        has_gpu: Serve on the machine's GPUs; False: on the CPU, in float32.
+        context_tokens_max: Longest context and output together; None: the model's own limit.
+        cached_tokens_max: Tokens of K/V cache on a CPU; on a GPU the free memory decides.
+        running_requests_max: Requests decoded together; None: 48 on a CPU, SGLang's own on a GPU.
+        threads: OpenMP threads of each process; one is best for a tiny model on few cores.
+        tensor_parallel: GPUs of this server.
+        gpu_first: The first of them, from 0 among those that its environment shows it.
+        weight_version: Name of the weights the server starts with.
+        weight_group_timeout_s: Longest wait of the scheduler for the trainer's process group.
+        extra: More arguments, appended as they are; the last one of a name holds.
+    """
+
+    has_gpu: bool = False
+    context_tokens_max: int | None = None
+    cached_tokens_max: int = 40_000
+    running_requests_max: int | None = None
+    threads: int = 1
+    tensor_parallel: int = 1
+    gpu_first: int = 0
+    weight_version: str = "0.0"
+    weight_group_timeout_s: float = 30.0
+    extra: tuple[str, ...] = ()
+
+
+def command_line(
+    options: EngineOptions, *, model_path: str, host: str, port: int, has_experts: bool = False
+) -> list[str]:
+    """The whole command, this interpreter first.
+
+    Args:
+        options: of the server.
+        model_path: folder in Hugging Face format.
+        host: address to listen on.
+        port: of the HTTP server.
+        has_experts: the model is a mixture of experts; the server then can say which ones ran.
+    """
+    command = [sys.executable, "-m", "forgemq_sglang_cpu", "--model-path", model_path]
+    command += ["--host", host, "--port", str(port)]
+    command += ["--weight-version", options.weight_version]
+    command += ["--sleep-on-idle", "--skip-server-warmup", "--enable-metrics"]
+    command += ["--log-level", "info", "--log-level-http", "warning"]
+    if options.context_tokens_max is not None:
+        command += ["--context-length", str(options.context_tokens_max)]
+    command += _gpu_arguments(options) if options.has_gpu else _cpu_arguments(options)
+    running_max = options.running_requests_max or (None if options.has_gpu else 48)
+    if running_max is not None:
+        command += ["--max-running-requests", str(running_max)]
+    if has_experts:
+        command += ["--enable-return-routed-experts"]  # SGLang dies of it with a dense model.
+        if options.has_gpu:
+            # SGLang's own choice on Blackwell routes inside its kernel and records expert 0 only.
+            command += ["--moe-runner-backend", "triton"]
+    return [*command, *options.extra]
+
+
+def is_mixture(config: bytes) -> bool:
+    """Whether a model's config.json is that of a mixture of experts, as SGLang sees it."""
+    model = msgspec.json.decode(config, type=_ModelConfig)
+    return bool((model.text_config or model).num_experts_per_tok)
+
+
+def _cpu_arguments(options: EngineOptions) -> list[str]:
+    # Without --max-total-tokens the K/V cache would be sized from all free memory.
+    return [
+        *("--device", "cpu", "--dtype", "float32"),
+        *("--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+        *("--disable-cuda-graph",),
+        *("--max-total-tokens", str(options.cached_tokens_max)),
+    ]
+
+
+def _gpu_arguments(options: EngineOptions) -> list[str]:
+    # The language-model head in float32 keeps log-probabilities close to the trainer's
+    # (MiniMax-M1, arXiv 2506.13585, section 3.2).
+    arguments = ["--dtype", "bfloat16", "--tp-size", str(options.tensor_parallel)]
+    if options.gpu_first:
+        arguments += ["--base-gpu-id", str(options.gpu_first)]
+    return [*arguments, "--enable-fp32-lm-head"]
+
+
+def environment(
+    options: EngineOptions, inherited: Mapping[str, str], *, pid: int
+) -> dict[str, str]:
+    """Environment of the server's processes, from the caller's.
+
+    Args:
+        options: threads and device follow from them.
+        inherited: the caller's environment.
+        pid: the caller's process id; the server ends with it.
+    """
+    own = {
+        "FORGEMQ_ENGINE_PARENT": str(pid),
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONUNBUFFERED": "1",
+        # A health check that generates would hang while generation is paused for new weights.
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
+        # Log-probabilities must be those of the sampling distribution, after the temperature.
+        "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
+        WEIGHT_GROUP_TIMEOUT_VARIABLE: str(options.weight_group_timeout_s),
+    }
+    if not options.has_gpu:
+        own |= {"OMP_NUM_THREADS": str(options.threads), "CUDA_VISIBLE_DEVICES": ""}
+    elif "PATH" in inherited:
+        # SGLang compiles kernels for GPUs with the ninja that was installed beside it.
+        own["PATH"] = os.pathsep.join((os.path.dirname(sys.executable), inherited["PATH"]))
+    kept = {name: value for name, value in inherited.items() if name != "SGLANG_USE_CPU_ENGINE"}
+    return kept | own

@@ -1,0 +1,278 @@
+"""One SGLang server as a child process: start, wait until healthy, stop without remains.
+
+The caller owns the schedule: nothing here retries or restarts. All calls block; an async caller
+runs them in a thread.
+"""
+
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TypeAlias
+
+import msgspec
+import psutil
+
+from forgemq_sglang_cpu.options import (
+    MEMORY_BYTES_MIN,
+    EngineOptions,
+    command_line,
+    environment,
+    is_mixture,
+)
+
+Progress: TypeAlias = Callable[[float, str], None]
+"""Called about every 2 s of waiting with seconds waited and the newest line of the log."""
+
+LOG_TAIL_LINES = 15
+_LOG_TAIL_BYTES = 64 * 1024
+_POLL_S = 0.5
+_PROGRESS_EVERY_S = 2.0
+_KILLED_WITHIN_S = 10.0
+
+
+class EngineServerError(Exception):
+    """The server could not start or stop; one line, with the log's last lines behind it."""
+
+
+class EngineServer:
+    """One server in a process group of its own, writing to `<folder>/engine.log`.
+
+    Lifecycle: `start`, `wait_healthy`, any time `is_running`, `stop`; a stopped one can be started
+    again. Also a context manager that waits with the default deadline.
+
+    Example:
+        with EngineServer("model", Path("logs"), port=31000) as engine:
+            urllib.request.urlopen(engine.url + "/model_info")
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        folder: Path,
+        *,
+        port: int,
+        options: EngineOptions | None = None,
+        host: str = "127.0.0.1",
+        inherited: Mapping[str, str] | None = None,
+    ) -> None:
+        """Describe a server; nothing is started.
+
+        Args:
+            model_path: folder in Hugging Face format.
+            folder: where the log goes; made if it does not exist.
+            port: TCP port of the HTTP server.
+            options: see `EngineOptions`.
+            host: address to listen on.
+            inherited: environment to pass on; None: this process's own.
+        """
+        self._model_path = model_path
+        self._folder = folder
+        self._port = port
+        self._options = options or EngineOptions()
+        self._host = host
+        self._inherited = inherited
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        """Base address of the server."""
+        return f"http://{self._host}:{self._port}"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id, which is the id of the process group too; None unless started."""
+        return self._process.pid if self._process else None
+
+    @property
+    def log_path(self) -> Path:
+        """The server's standard output and error."""
+        return self._folder / "engine.log"
+
+    def start(self) -> None:
+        """Start the processes; returns before the server answers.
+
+        Raises:
+            EngineServerError: no model, no free port, too little memory, or already running.
+        """
+        if self.is_running():
+            raise EngineServerError(f"the engine on port {self._port} is running already")
+        self.stop()  # what a server that died by itself may have left
+        has_experts = self._is_mixture()
+        _check_port(self._host, self._port)
+        _check_memory()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        # A child's environment is that of its parent plus what the engine needs.
+        inherited = os.environ if self._inherited is None else self._inherited  # noqa: TID251
+        command = command_line(
+            self._options,
+            model_path=self._model_path,
+            host=self._host,
+            port=self._port,
+            has_experts=has_experts,
+        )
+        with self.log_path.open("wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=environment(self._options, inherited, pid=os.getpid()),
+                start_new_session=True,
+            )
+
+    def is_running(self) -> bool:
+        """Whether the server's main process lives."""
+        return self._process is not None and self._process.poll() is None
+
+    def wait_healthy(self, *, timeout_s: float = 600.0, progress: Progress | None = None) -> float:
+        """Wait until /health answers; returns the seconds waited.
+
+        Takes 36-160 s on two CPU cores, most of it imports.
+
+        Raises:
+            EngineServerError: the server ended, or did not answer in time.
+        """
+        started_s = time.monotonic()
+        reported_s = started_s
+        while True:
+            waited_s = time.monotonic() - started_s
+            if self._process is None or self._process.poll() is not None:
+                code = self._process.returncode if self._process else None
+                raise self._error(f"ended with status {code} after {waited_s:.0f} s")
+            if _answers(self.url + "/health"):
+                return waited_s
+            if waited_s > timeout_s:
+                raise self._error(f"did not answer /health within {timeout_s:.0f} s")
+            if progress and time.monotonic() - reported_s >= _PROGRESS_EVERY_S:
+                reported_s = time.monotonic()
+                progress(waited_s, (self.log_tail(lines_max=1) or [""])[0])
+            time.sleep(_POLL_S)
+
+    def stop(self) -> None:
+        """End the whole process group; idempotent.
+
+        It is killed and not asked: SGLang looks for a request to end every 5 s only, and an engine
+        holds nothing that a kill could lose.
+
+        Raises:
+            EngineServerError: a process of the group is still there.
+        """
+        process, self._process = self._process, None
+        if process is None:
+            return
+        _signal_group(process.pid, signal.SIGKILL)
+        if not _wait_gone(process, timeout_s=_KILLED_WITHIN_S):
+            left = [member.pid for member in _members(process.pid)]
+            raise EngineServerError(f"processes {left} of the engine survived SIGKILL")
+
+    def log_tail(self, *, lines_max: int = LOG_TAIL_LINES) -> list[str]:
+        """The log's last lines without blank ones, oldest first."""
+        if not self.log_path.exists():
+            return []
+        with self.log_path.open("rb") as log:
+            log.seek(max(0, self.log_path.stat().st_size - _LOG_TAIL_BYTES))
+            lines = log.read().decode(errors="replace").splitlines()
+        return [line for line in lines if line.strip()][-lines_max:]
+
+    def __enter__(self) -> "EngineServer":
+        """Start and wait until healthy."""
+        self.start()
+        try:
+            self.wait_healthy()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Stop."""
+        self.stop()
+
+    def _is_mixture(self) -> bool:
+        path = Path(self._model_path) / "config.json"
+        if not path.is_file():
+            raise EngineServerError(f"no model at {self._model_path}: config.json is missing")
+        try:
+            return is_mixture(path.read_bytes())
+        except msgspec.MsgspecError as error:
+            raise EngineServerError(f"no model at {self._model_path}: {path}: {error}") from error
+
+    def _error(self, what: str) -> EngineServerError:
+        tail = "\n".join(self.log_tail())
+        return EngineServerError(
+            f"the engine on port {self._port} {what}; {self.log_path}:\n{tail}"
+        )
+
+
+def _wait_gone(process: "subprocess.Popen[bytes]", *, timeout_s: float) -> bool:
+    deadline_s = time.monotonic() + timeout_s
+    while process.poll() is None or _members(process.pid):
+        if time.monotonic() > deadline_s:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def _check_memory() -> None:
+    available_bytes = psutil.virtual_memory().available
+    if available_bytes < MEMORY_BYTES_MIN:
+        raise EngineServerError(
+            f"an engine needs about {MEMORY_BYTES_MIN / 2**30:.0f} GB of free memory, "
+            f"{available_bytes / 2**30:.1f} GB are there"
+        )
+
+
+def _check_port(host: str, port: int) -> None:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise EngineServerError(
+                f"port {port} of {host} cannot be used: {error.strerror}"
+            ) from error
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5.0) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, TimeoutError, ConnectionError):
+        return False
+
+
+def _signal_group(group: int, number: int) -> None:
+    try:
+        os.killpg(group, number)
+    except ProcessLookupError:
+        return
+
+
+def _members(group: int) -> list[psutil.Process]:
+    members = []
+    for process in psutil.process_iter():
+        try:
+            if os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE:
+                members.append(process)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return members

@@ -1,0 +1,169 @@
+"""One batch of a transform task: feeds the core, gathers what is to be written and journalled.
+
+Live handling, restore and replay all go through this class, so they cannot differ.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from forgemq_bus.log import Emit, Headers, Place, Record
+from forgemq_contracts import topics
+from forgemq_contracts.journal import JournalInput, JournalledBatch
+from forgemq_contracts.messages import Core, InvalidRecordError, Message, Output, Tick
+from forgemq_shell.dead_letters import dead_letter, letter_of
+from forgemq_shell.records import emit_of
+
+BATCH_HEADER = "batch"
+"""On every output: the task and the number of its batch, `merger-0/17`."""
+
+
+@dataclass(frozen=True, slots=True)
+class BadRecord:
+    """A record that does not decode, or that the core refuses.
+
+    Attributes:
+        is_buried: It went to its dead letter topic; else another service sends it there.
+    """
+
+    record: Record
+    reason: str
+    is_buried: bool
+
+
+class Batch:
+    """Inputs handled since the last commit, in order, and everything they caused.
+
+    Args:
+        core: Changed by every input.
+        service: Whose batch it is; it buries what does not decode where the registry says so, and
+            whatever its core refuses.
+    """
+
+    def __init__(self, core: Core, *, service: str) -> None:
+        self.emits: list[Emit] = []
+        self.bad_records: list[BadRecord] = []
+        self.records = 0
+        self._core = core
+        self._service = service
+        self._inputs: list[JournalInput] = []
+        self._positions: dict[Place, int] = {}
+
+    @property
+    def inputs(self) -> tuple[JournalInput, ...]:
+        """What was fed, in order; neighbouring records of a partition as one range."""
+        return tuple(self._inputs)
+
+    @property
+    def positions(self) -> dict[Place, int]:
+        """Next position of every partition that was read."""
+        return dict(self._positions)
+
+    def tick(self, run_ms: int) -> None:
+        """Let the core know the time."""
+        self._inputs.append(JournalInput(tick_ms=run_ms))
+        self._write(self._core.handle(Tick(run_ms=run_ms)), ())
+
+    def record(self, record: Record, *, headers: Headers = ()) -> BadRecord | None:
+        """Let the core handle a record; its outputs carry `headers`.
+
+        Returns:
+            The record and its reason where it was a bad one.
+        """
+        self._note(record)
+        try:
+            message = _message(record)
+        except msgspec.ValidationError as error:
+            is_ours = topics.BY_NAME[record.topic].dead_letters_by == self._service
+            return self._bad(record, f"does not decode: {error}", is_buried=is_ours)
+        try:
+            outputs = self._core.handle(message)
+        except InvalidRecordError as error:
+            return self._bad(record, f"refused: {error}", is_buried=True)
+        except Exception as error:
+            error.add_note(f"while handling {record.topic}/{record.partition}@{record.offset}")
+            raise
+        self._write(outputs, headers)
+        return None
+
+    def journalled(
+        self, *, sequence: int, logic_version: int, snapshot: bytes | None
+    ) -> JournalledBatch:
+        """The journal's record of this batch."""
+        return JournalledBatch(
+            sequence=sequence,
+            inputs=self.inputs,
+            outputs=len(self.emits),
+            outputs_digest=digest(self.emits),
+            snapshot=snapshot,
+            logic_version=logic_version,
+        )
+
+    def _note(self, record: Record) -> None:
+        self.records += 1
+        self._positions[record.place] = record.offset + 1
+        last = self._inputs[-1] if self._inputs else None
+        if last is not None and (last.topic, last.partition) == record.place:
+            # Offsets between two records of one partition belong to no record (transaction
+            # markers, aborted records), so the range still names exactly what was fed.
+            count = record.offset + 1 - last.offset
+            self._inputs[-1] = msgspec.structs.replace(last, count=count)
+            return
+        self._inputs.append(
+            JournalInput(
+                topic=record.topic, partition=record.partition, offset=record.offset, count=1
+            )
+        )
+
+    def _write(self, outputs: Sequence[Output], headers: Headers) -> None:
+        self.emits.extend(emit_of(output, headers=headers) for output in outputs)
+
+    def _bad(self, record: Record, reason: str, *, is_buried: bool) -> BadRecord:
+        if is_buried:
+            self.emits.append(dead_letter(record, reason))
+        bad = BadRecord(record, reason, is_buried)
+        self.bad_records.append(bad)
+        return bad
+
+
+def stamped(emits: Sequence[Emit], *, task: str, sequence: int) -> list[Emit]:
+    """These records with the header that says which batch of which task wrote them."""
+    header = (BATCH_HEADER, f"{task}/{sequence}".encode())
+    return [dataclasses.replace(emit, headers=(*emit.headers, header)) for emit in emits]
+
+
+def batch_sequence(headers: Headers, *, task: str) -> int | None:
+    """Number of the batch that wrote the record of these headers; None: not of this task.
+
+    A dead letter carries the headers of the record it buries, so the last one counts.
+    """
+    stamps = [value.decode(errors="replace") for name, value in headers if name == BATCH_HEADER]
+    writer, _, number = stamps[-1].rpartition("/") if stamps else ("", "", "")
+    return int(number) if writer == task and number.isdecimal() else None
+
+
+def digest(emits: Sequence[Emit]) -> str:
+    """blake2b over topic, partition, key and value of each record, in order, in hexadecimal."""
+    state = hashlib.blake2b(digest_size=16)
+    for emit in emits:
+        for part in (emit.topic.encode(), str(emit.partition).encode(), emit.key, emit.value):
+            state.update(len(part).to_bytes(8, "big"))
+            state.update(part)
+    return state.hexdigest()
+
+
+def _message(record: Record) -> Message:
+    if record.topic in topics.BY_DLQ_NAME:
+        decoded: msgspec.Struct = letter_of(record)
+    else:
+        decoded = topics.decode(topics.BY_NAME[record.topic], record.value)
+    return Message(
+        topic=record.topic,
+        partition=record.partition,
+        offset=record.offset,
+        timestamp_ms=record.timestamp_ms,
+        record=decoded,
+    )

@@ -1,0 +1,137 @@
+"""Compares what a task's replay writes with what stands on the log, and finds where they part."""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from forgemq_bus.log import Emit, Log, Place, Record
+from forgemq_contracts.messages import Core
+from forgemq_shell.replay import ReplayedBatch, replay_task
+from forgemq_shell.task import TaskPlan
+from forgemq_shell.written_outputs import WrittenBatch, WrittenOutputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """The first thing that is not the same.
+
+    Attributes:
+        sequence: Number of the batch in the journal.
+        place: Of the record that differs; None where the records are the same and the state or
+            the digest in the journal is not.
+        written: On the log; None where the log has no such record.
+        replayed: What the core writes; None where it writes no such record.
+        detail: What differs, where it is no record.
+    """
+
+    sequence: int
+    place: Place | None = None
+    written: Record | None = None
+    replayed: Emit | None = None
+    detail: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class Comparison:
+    """One task's replay beside the log, up to the first difference.
+
+    Attributes:
+        batches: Replayed ones; the numbers of the first and the last are below.
+        outputs: Records that the core wrote again.
+        outputs_trimmed: Those of them that are trimmed away; the journal's digest covers them.
+    """
+
+    journal: Place
+    batches: int = 0
+    batch_first: int = 0
+    batch_last: int = 0
+    inputs: int = 0
+    ticks: int = 0
+    outputs: int = 0
+    outputs_trimmed: int = 0
+    difference: Difference | None = None
+
+    def add(self, replayed: ReplayedBatch, written: Mapping[Place, WrittenBatch]) -> None:
+        """Count this batch and compare it."""
+        batch = replayed.batch
+        if not self.batches:
+            self.batch_first = batch.sequence
+        self.batches += 1
+        self.batch_last = batch.sequence
+        self.ticks += sum(1 for item in batch.inputs if not item.topic)
+        self.inputs += replayed.records
+        self.outputs += len(replayed.emits)
+        self.difference = self._record_difference(replayed, written) or _other(replayed)
+
+    def _record_difference(
+        self, replayed: ReplayedBatch, written: Mapping[Place, WrittenBatch]
+    ) -> Difference | None:
+        emits: dict[Place, list[Emit]] = defaultdict(list)
+        for emit in replayed.emits:
+            emits[emit.place].append(emit)
+        for place in (*emits, *(place for place in written if place not in emits)):
+            there = written.get(place, _NOTHING)
+            again: Sequence[Emit] = emits.get(place, ())
+            if there.is_partial and len(again) > len(there.records):
+                gone = len(again) - len(there.records)
+                self.outputs_trimmed += gone
+                again = again[gone:]
+            for record, emit in zip_longest(there.records, again):
+                if record is None or emit is None or not _is_same(record, emit):
+                    return Difference(
+                        sequence=replayed.batch.sequence, place=place, written=record, replayed=emit
+                    )
+        return None
+
+
+_NOTHING = WrittenBatch(records=(), is_partial=False)
+
+
+def _is_same(record: Record, emit: Emit) -> bool:
+    return (record.key, record.value) == (emit.key, emit.value)
+
+
+def _other(replayed: ReplayedBatch) -> Difference | None:
+    """What differs of a batch whose records that are kept are the same."""
+    batch = replayed.batch
+    if replayed.digest != batch.outputs_digest:
+        detail = (
+            f"the journal says {batch.outputs} records with digest {batch.outputs_digest}, "
+            f"the replay writes {len(replayed.emits)} with {replayed.digest}"
+        )
+        return Difference(sequence=batch.sequence, detail=detail)
+    if replayed.snapshot != batch.snapshot:
+        detail = "the state after it is not the snapshot in the journal"
+        return Difference(sequence=batch.sequence, detail=detail)
+    return None
+
+
+async def compare(log: Log, plan: TaskPlan, core: Core, *, outputs: Sequence[Place]) -> Comparison:
+    """Replay all that is kept of a task's journal, up to the first difference; writes nothing.
+
+    Args:
+        log: The run's log; the run may be up.
+        plan: Of the task.
+        core: Fresh, made as the service makes it for this partition.
+        outputs: Every partition that the task may write to, its journal left out.
+
+    Raises:
+        HistoryError: see `replay_task`.
+    """
+    result = Comparison(journal=plan.journal)
+    written = WrittenOutputs(log, task=plan.transactional_id)
+    again = replay_task(log, plan.journal, core, service=plan.service)
+    try:
+        async with aclosing(again):
+            async for replayed in again:
+                if not result.batches:
+                    # Once the replay has taken the journal's end: what it names is written by then.
+                    await written.open(outputs)
+                result.add(replayed, await written.batch(replayed.batch.sequence))
+                if result.difference is not None:
+                    break
+    finally:
+        await written.close()
+    return result

@@ -1,0 +1,77 @@
+"""A difference in words: where it is, and both records decoded."""
+
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from forgemq_contracts import topics
+from forgemq_shell.comparison import Difference
+
+BYTES_SHOWN_MAX = 24
+TEXT_SHOWN_MAX = 1500
+
+
+def difference_lines(difference: Difference) -> Sequence[str]:
+    """Where it is first; then the record on the log and the replayed one, if it is about any."""
+    batch = f"batch {difference.sequence}"
+    if difference.place is None:
+        return (f"differs in {batch}: {difference.detail}",)
+    topic, partition = difference.place
+    written, replayed = difference.written, difference.replayed
+    on_log = None if written is None else _decoded(topic, written.value)
+    again = None if replayed is None else _decoded(topic, replayed.value)
+    at = f"{topic}/{partition}" + (f"@{written.offset}" if written else "")
+    if written is None or replayed is None:
+        less_or_more = "less" if replayed is None else "more"
+        where = f"first difference at {at} ({batch}): the replay writes one record {less_or_more}"
+    else:
+        fields = next(_paths(on_log, again), "the key" if on_log == again else "the bytes")
+        where = f"first difference at {at} ({batch}) in {fields}"
+    return (where, f"on the log: {_shown(on_log)}", f"replayed:   {_shown(again)}")
+
+
+def _decoded(topic: str, value: bytes) -> object:
+    """Fields by name; the bytes themselves of a record that is none, as dead letters are."""
+    if topic not in topics.BY_NAME:
+        return _short(value)
+    try:
+        record = topics.decode(topics.BY_NAME[topic], value)
+    except msgspec.ValidationError:
+        return _short(value)
+    return msgspec.to_builtins(record, builtin_types=(bytes,))
+
+
+def _paths(left: object, right: object, at: str = "") -> Iterator[str]:
+    """Every field where they differ, with both values, in the order of the record."""
+    if isinstance(left, dict) and isinstance(right, dict):
+        for name in (*left, *(name for name in right if name not in left)):
+            yield from _paths(left.get(name), right.get(name), f"{at}.{name}" if at else str(name))
+    elif isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        if len(left) != len(right):
+            yield f"{at} ({len(left)} on the log, {len(right)} replayed)"
+        for number, (a, b) in enumerate(zip(left, right, strict=False)):
+            yield from _paths(a, b, f"{at}.{number}")
+    elif left != right:
+        yield f"{at} ({_shown(left)} on the log, {_shown(right)} replayed)"
+
+
+def _shown(value: object) -> str:
+    if value is None:
+        return "no such record"
+    text = msgspec.json.encode(_without_bytes(value)).decode()
+    return text if len(text) <= TEXT_SHOWN_MAX else f"{text[:TEXT_SHOWN_MAX]}..."
+
+
+def _without_bytes(value: object) -> object:
+    if isinstance(value, bytes):
+        return _short(value)
+    if isinstance(value, dict):
+        return {name: _without_bytes(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_bytes(item) for item in value]
+    return value
+
+
+def _short(value: bytes) -> str:
+    shown = value[:BYTES_SHOWN_MAX].hex()
+    return shown if len(value) <= BYTES_SHOWN_MAX else f"{shown}... ({len(value)} bytes)"

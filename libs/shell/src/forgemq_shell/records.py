@@ -1,0 +1,30 @@
+"""From structs to log records: the key, the wire bytes, the group and the trace context."""
+
+import msgspec
+
+from forgemq_bus.log import Emit, Headers
+from forgemq_contracts import topics
+from forgemq_contracts.messages import Output
+
+GROUP_HEADER = "group"
+"""Id of the group that a record is about, where the key is another id: so that the group can fail
+when the record does not decode."""
+
+
+def emit_of(output: Output, *, headers: Headers = ()) -> Emit:
+    """The log record of an output; its key is the text of the field that the registry names."""
+    field = topics.BY_NAME[output.topic].key
+    key = str(getattr(output.record, field))
+    return Emit(
+        topic=output.topic,
+        partition=output.partition,
+        key=key.encode(),
+        value=topics.encode(output.record),
+        headers=headers if field == "group_id" else (*headers, *_group(output.record)),
+    )
+
+
+def _group(record: msgspec.Struct) -> Headers:
+    fields = record.__struct_fields__
+    group = getattr(record, "group_id") if "group_id" in fields else None  # noqa: B009 - any struct
+    return () if group is None else ((GROUP_HEADER, str(group).encode()),)

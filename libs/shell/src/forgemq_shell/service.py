@@ -1,0 +1,190 @@
+"""How every service starts and ends: settings, log, run configuration, signals, one clear error."""
+
+import asyncio
+import signal
+import sys
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, TypeAlias
+
+from msgspec import Meta, Struct
+
+from forgemq_bus.blobs import BlobStore
+from forgemq_bus.errors import AccessError
+from forgemq_bus.kafka import KafkaLog
+from forgemq_bus.log import Log
+from forgemq_contracts.run import RunConfiguration, StartedRun
+from forgemq_settings.environment import SettingsError, parse
+from forgemq_shell.connection import kafka_connection, run_id
+from forgemq_shell.library_logs import library_logs
+from forgemq_shell.started_run import started_run
+from forgemq_telemetry.opening import open_telemetry
+from forgemq_telemetry.settings import TelemetrySettings
+from forgemq_telemetry.telemetry import Telemetry
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_REFUSED = 2
+
+
+class ServiceSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Read from `FORGEMQ_SERVICE_*`, the same for every service."""
+
+    start_timeout_s: Annotated[
+        float, Meta(gt=0, description="Wait this long for the run's record.")
+    ] = 120.0
+    stop_grace_s: Annotated[
+        float, Meta(gt=0, description="After a signal, `main` is cancelled when it takes longer.")
+    ] = 15.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """What `main` of a service gets.
+
+    Attributes:
+        started: The run's newest record on started-runs.
+        log: Of this run; closed by the shell after `main`.
+        blobs: Of this run.
+        telemetry: Events, metrics and spans under the service's name.
+        stop: Set by SIGTERM and SIGINT; `main` then finishes what it holds and returns.
+        environ: For the service's own settings.
+    """
+
+    started: StartedRun
+    log: Log
+    blobs: BlobStore
+    telemetry: Telemetry
+    stop: asyncio.Event
+    environ: Mapping[str, str]
+
+    @property
+    def configuration(self) -> RunConfiguration:
+        """Everything that decides what the run does."""
+        return self.started.configuration
+
+
+Main: TypeAlias = Callable[[Context], Awaitable[None]]
+
+
+def run_service(name: str, main: Main, environ: Mapping[str, str]) -> int:
+    """Run a service until it ends or is told to stop; returns the exit status.
+
+    0: ended or stopped. 1: failed, with one line and a traceback on stderr. 2: its settings were
+    refused, also by the broker, with one line.
+    """
+    telemetry = Telemetry(service=name)
+    try:
+        telemetry = _telemetry(name, environ)
+        with library_logs(telemetry):
+            asyncio.run(_serve(main, environ, telemetry))
+    except KeyboardInterrupt:
+        return EXIT_OK
+    except Exception as error:  # noqa: BLE001 - the outermost one: say it once, then die
+        causes = _causes(error)
+        if all(isinstance(cause, SettingsError | AccessError) for cause in causes):
+            telemetry.event("refused", error="; ".join(map(str, causes)))
+            return EXIT_REFUSED
+        telemetry.event("failed", error="; ".join(f"{type(c).__name__}: {c}" for c in causes))
+        traceback.print_exception(error)
+        return EXIT_FAILED
+    finally:
+        telemetry.close()
+    return EXIT_OK
+
+
+def _telemetry(name: str, environ: Mapping[str, str]) -> Telemetry:
+    settings = parse(TelemetrySettings, prefix="FORGEMQ_TELEMETRY_", environ=environ)
+    if settings.exporter == "none":
+        return Telemetry(service=name)
+    return open_telemetry(name, run=run_id(environ), settings=settings)
+
+
+async def _serve(main: Main, environ: Mapping[str, str], telemetry: Telemetry) -> None:
+    settings = parse(ServiceSettings, prefix="FORGEMQ_SERVICE_", environ=environ)
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with asyncio.TaskGroup() as group:
+        work = group.create_task(_connected(main, environ, telemetry, stop, settings))
+        stopping = group.create_task(_stopped(stop, work, settings.stop_grace_s, telemetry))
+        work.add_done_callback(lambda _: stopping.cancel())
+
+
+async def _stopped(
+    stop: asyncio.Event, work: "asyncio.Task[None]", grace_s: float, telemetry: Telemetry
+) -> None:
+    """Give `work` its grace once a signal came, then end it."""
+    await stop.wait()
+    telemetry.event("stopping")
+    await asyncio.wait([work], timeout=grace_s)
+    if not work.done():
+        telemetry.event("stopped_late", grace_s=grace_s)
+        work.cancel()
+
+
+async def _connected(
+    main: Main,
+    environ: Mapping[str, str],
+    telemetry: Telemetry,
+    stop: asyncio.Event,
+    settings: ServiceSettings,
+) -> None:
+    started = await _unless_stopped(_started(environ, settings.start_timeout_s), stop)
+    if started is None:
+        return
+    configuration = started.configuration
+    add_code_paths(configuration.code_paths)
+    blobs = BlobStore(environ.get("FORGEMQ_BLOBS") or started.blobs)
+    log = KafkaLog(
+        kafka_connection(environ),
+        run=configuration.run,
+        blobs=blobs,
+        inline_bytes_max=configuration.log.inline_bytes_max,
+    )
+    context = Context(
+        started=started, log=log, blobs=blobs, telemetry=telemetry, stop=stop, environ=environ
+    )
+    telemetry.event("started", run=configuration.run)
+    try:
+        await main(context)
+    finally:
+        await log.close()
+    telemetry.event("ended", run=configuration.run)
+
+
+async def _started(environ: Mapping[str, str], timeout_s: float) -> StartedRun:
+    run = run_id(environ)
+    log = KafkaLog(kafka_connection(environ), run=run)
+    try:
+        return await started_run(log, run, timeout_s=timeout_s)
+    finally:
+        await log.close()
+
+
+async def _unless_stopped(
+    work: Coroutine[None, None, StartedRun], stop: asyncio.Event
+) -> StartedRun | None:
+    """The result of `work`; None where the stop came first."""
+    async with asyncio.TaskGroup() as group:
+        waiting, working = group.create_task(stop.wait()), group.create_task(work)
+        await asyncio.wait([waiting, working], return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if not working.done():
+            working.cancel()
+            return None
+    return working.result()
+
+
+def add_code_paths(paths: Sequence[str]) -> None:
+    """Make the user's modules importable, in front of nothing that is already there."""
+    sys.path.extend(path for path in paths if path not in sys.path)
+
+
+def _causes(error: BaseException) -> list[BaseException]:
+    """The errors themselves, out of the groups that task groups wrap them in."""
+    if isinstance(error, BaseExceptionGroup):
+        return [cause for inner in error.exceptions for cause in _causes(inner)]
+    return [error]

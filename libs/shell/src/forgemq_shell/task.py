@@ -1,0 +1,338 @@
+"""One task of a transform service: one partition of its journal, its inputs and its core.
+
+Life of a task: fence older owners by the transactional id -> newest snapshot and the journalled
+inputs after it, outputs suppressed -> live batches, each in one transaction with its outputs, its
+journal record and its positions. Whatever kills it, the next owner continues with the same bytes.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from forgemq_bus.log import Emit, Log, Place, Reader, Record, TransactionWriter
+from forgemq_contracts import topics
+from forgemq_contracts.journal import JournalledBatch
+from forgemq_contracts.messages import Core
+from forgemq_shell.bad_record_limit import BadRecordLimit
+from forgemq_shell.batch import BadRecord, Batch, stamped
+from forgemq_shell.fan_in import linked_traces
+from forgemq_shell.history import HistoryError, InputHistory, journal, since_newest_snapshot
+from forgemq_shell.replay import begin, replay
+from forgemq_shell.transform_settings import TransformSettings
+from forgemq_telemetry.telemetry import Telemetry
+
+_STOP_POLL_S = 0.25
+_YIELD_AFTER_S = 0.02
+_LAG_EVERY_S = 15.0
+
+
+class DivergedError(Exception):
+    """The core does not write again what its journal says it wrote.
+
+    It is not deterministic, or its logic changed without a new `logic_version`.
+    """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskPlan:
+    """What a task is, fixed for its life.
+
+    Attributes:
+        service: Prefix of the transactional id and of the groups that hold its positions.
+        journal: Its partition of the service's journal.
+        inputs: Every partition it reads.
+        tick_s: Between two ticks, in seconds; 0 for a core that needs no time.
+        logic_version: Of the run.
+    """
+
+    service: str
+    journal: Place
+    inputs: tuple[Place, ...]
+    tick_s: float
+    logic_version: int
+    settings: TransformSettings
+
+    @property
+    def transactional_id(self) -> str:
+        """Owner of the partition: a newer one of the same id fences the older."""
+        return f"{self.service}-{self.journal.partition}"
+
+    @property
+    def positions_group(self) -> str:
+        """Where its positions are committed, in the transaction of each batch."""
+        return f"{self.service}-positions"
+
+    @property
+    def needed_group(self) -> str:
+        """Where it says which input records a restart still needs, at each snapshot."""
+        return topics.needed_group(self.service)
+
+
+class TransformTask:
+    """Runs one core over the log until told to stop.
+
+    Args:
+        plan: What it reads and how.
+        log: The run's log.
+        core: Fresh.
+        telemetry: Of the service.
+        stop: Ends the task after the batch it is in.
+        clock_s: Monotonic.
+    """
+
+    def __init__(
+        self,
+        plan: TaskPlan,
+        *,
+        log: Log,
+        core: Core,
+        telemetry: Telemetry,
+        stop: asyncio.Event,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._plan = plan
+        self._log = log
+        self._core = core
+        self._telemetry = telemetry
+        self._stop = stop
+        self._clock_s = clock_s
+        self._limit = BadRecordLimit(plan.settings)
+        self._sequence = 0
+        self._positions: dict[Place, int] = {}
+        self._journal_start = 0
+        self._run_ms_start = 0
+        self._live_since_s = 0.0
+        self._ticked_s = float("-inf")
+        self._lag_s = float("-inf")
+        self._snapshot_s = 0.0
+        self._snapshot_sequence = 0
+
+    async def run(self) -> None:
+        """Restore, then handle batches until stopped.
+
+        Raises:
+            FencedError: a newer owner exists.
+            HistoryError: the state cannot be rebuilt.
+            DivergedError: the core is not the one that wrote the journal.
+            TooManyBadRecordsError: see `BadRecordLimit`.
+        """
+        writer = await self._log.transaction_writer(self._plan.transactional_id)
+        try:
+            await self._restore()
+            reader = await self._log.reader(self._positions)
+            try:
+                await self._live(reader, writer)
+            finally:
+                await reader.close()
+        finally:
+            await writer.close()
+
+    async def _restore(self) -> None:
+        began_s, plan = self._clock_s(), self._plan
+        places = (plan.journal, *plan.inputs)
+        first = await self._log.first_positions(places)
+        committed = await self._log.committed(group=plan.positions_group, places=places)
+        self._positions = {place: committed.get(place, first[place]) for place in plan.inputs}
+        self._journal_start = committed.get(plan.journal, first[plan.journal])
+        end = (await self._log.end_positions([plan.journal]))[plan.journal]
+        kept = await journal(self._log, plan.journal, start=self._journal_start, end=end)
+        await self._replay(since_newest_snapshot(kept), committed)
+        ticks = [item.tick_ms for batch in kept for item in batch.inputs if not item.topic]
+        self._run_ms_start = max(ticks, default=0)
+        self._sequence = kept[-1].sequence + 1 if kept else 0
+        self._snapshot_sequence = self._sequence
+        self._live_since_s = self._snapshot_s = self._clock_s()
+        self._telemetry.observe(
+            "transform.restore_s", self._live_since_s - began_s, partition=plan.journal.partition
+        )
+
+    async def _replay(
+        self, batches: Sequence[JournalledBatch], committed: dict[Place, int]
+    ) -> None:
+        """Bring the core to the last journalled batch; write nothing."""
+        left = begin(self._core, batches)
+        inputs = InputHistory(self._log)
+        try:
+            await inputs.open(left)
+            async for replayed in replay(
+                self._core, left, inputs=inputs, service=self._plan.service
+            ):
+                if not replayed.is_same:
+                    raise DivergedError(
+                        f"{self._plan.transactional_id}: batch {replayed.batch.sequence} wrote "
+                        f"{replayed.batch.outputs} records with digest "
+                        f"{replayed.batch.outputs_digest}, its replay {len(replayed.emits)} with "
+                        f"{replayed.digest}"
+                    )
+        finally:
+            await inputs.close()
+        self._check_positions(left, committed)
+
+    def _check_positions(
+        self, batches: Sequence[JournalledBatch], committed: dict[Place, int]
+    ) -> None:
+        """Journal and positions were committed together, so they must agree."""
+        for batch in batches:
+            for item in batch.inputs:
+                place = Place(item.topic, item.partition)
+                if item.topic and item.offset + item.count > committed.get(place, 0):
+                    raise HistoryError(
+                        f"{self._plan.transactional_id}: the journal has handled {place.topic}/"
+                        f"{place.partition} up to {item.offset + item.count}, committed is "
+                        f"{committed.get(place)}"
+                    )
+
+    async def _live(self, reader: Reader, writer: TransactionWriter) -> None:
+        batch = self._new_batch()
+        while not self._stop.is_set():
+            records = await self._gather(reader)
+            began_s = self._clock_s()
+            self._tick_when_due(batch)
+            await self._feed(batch, records)
+            if records or batch.emits or len(batch.inputs) >= self._plan.settings.ticks_pending_max:
+                await self._commit(batch, writer)
+                batch = self._new_batch()
+                self._telemetry.observe("transform.batch_s", self._clock_s() - began_s)
+            await self._measure_lag(reader)
+
+    def _new_batch(self) -> Batch:
+        return Batch(self._core, service=self._plan.service)
+
+    async def _gather(self, reader: Reader) -> list[Record]:
+        """The next records, [] when a tick or a stop comes first.
+
+        Nothing more is read while a batch is in work: that is the back-pressure, and a task holds
+        at most `batch_records_max` records and about `batch_bytes_max` bytes.
+        """
+        settings = self._plan.settings
+        wait_s = _STOP_POLL_S
+        if self._plan.tick_s > 0:
+            wait_s = min(wait_s, max(0.0, self._ticked_s + self._plan.tick_s - self._clock_s()))
+        records = await self._read(reader, timeout_s=wait_s, room=settings.batch_records_max)
+        if not records:
+            return records
+        if len(records) < settings.read_records_max:
+            # Asleep, for each read of a few records costs the brokers another fetch.
+            await asyncio.sleep(settings.batch_linger_s)
+        size = sum(len(record.value) for record in records)
+        while len(records) < settings.batch_records_max and size < settings.batch_bytes_max:
+            room = settings.batch_records_max - len(records)
+            more = await self._read(reader, timeout_s=0.0, room=room)
+            if not more:
+                break
+            records.extend(more)
+            size += sum(len(record.value) for record in more)
+        return records
+
+    async def _read(self, reader: Reader, *, timeout_s: float, room: int) -> list[Record]:
+        records_max = min(room, self._plan.settings.read_records_max)
+        return await reader.read(timeout_s=timeout_s, records_max=records_max)
+
+    def _tick_when_due(self, batch: Batch) -> None:
+        if 0 < self._plan.tick_s <= self._clock_s() - self._ticked_s:
+            self._tick(batch)
+
+    def _tick(self, batch: Batch) -> None:
+        self._ticked_s = self._clock_s()
+        live_ms = int((self._ticked_s - self._live_since_s) * 1000)
+        batch.tick(self._run_ms_start + live_ms)
+
+    async def _feed(self, batch: Batch, records: Sequence[Record]) -> None:
+        yielded_s = self._clock_s()
+        for record in records:
+            with self._telemetry.span(
+                "transform",
+                parent=record.headers,
+                links=linked_traces(record) if self._telemetry.is_exporting else (),
+                topic=record.topic,
+                offset=record.offset,
+            ) as span:
+                bad = batch.record(record, headers=span.headers())
+            if bad is None:
+                self._limit.good(record.place)
+            else:
+                self._report_bad(bad)
+            if self._clock_s() - yielded_s > _YIELD_AFTER_S:
+                # Group membership lives in this loop too and must not starve.
+                await asyncio.sleep(0)
+                yielded_s = self._clock_s()
+
+    def _report_bad(self, bad: BadRecord) -> None:
+        record = bad.record
+        if bad.is_buried:
+            self._telemetry.count("transform.bad_records", topic=record.topic)
+        else:
+            self._telemetry.count("transform.bad_records_skipped", topic=record.topic)
+        self._telemetry.event(
+            "bad_record" if bad.is_buried else "bad_record_skipped",
+            topic=record.topic,
+            partition=record.partition,
+            offset=record.offset,
+            reason=bad.reason,
+        )
+        self._limit.bad(record.place, bad.reason)
+
+    async def _commit(self, batch: Batch, writer: TransactionWriter) -> None:
+        plan, began_s = self._plan, self._clock_s()
+        snapshot = None
+        if self._is_snapshot_due():
+            if plan.tick_s > 0:
+                # Run time goes on from the journal's last tick; a snapshot may be all that is left.
+                self._tick(batch)
+            snapshot = self._core.snapshot()
+            self._journal_start = (await self._log.end_positions([plan.journal]))[plan.journal]
+        self._positions |= batch.positions
+        await writer.commit(
+            outputs=[
+                *stamped(batch.emits, task=plan.transactional_id, sequence=self._sequence),
+                self._journal_emit(batch, snapshot),
+            ],
+            group=plan.positions_group,
+            positions={**batch.positions, plan.journal: self._journal_start},
+        )
+        self._sequence += 1
+        self._telemetry.observe("transform.commit_s", self._clock_s() - began_s)
+        self._telemetry.count("transform.batches")
+        self._telemetry.count("transform.records", batch.records)
+        self._telemetry.count("transform.outputs", len(batch.emits))
+        if snapshot is not None:
+            await self._settle_snapshot(snapshot, writer)
+
+    def _journal_emit(self, batch: Batch, snapshot: bytes | None) -> Emit:
+        journalled = batch.journalled(
+            sequence=self._sequence,
+            logic_version=self._plan.logic_version,
+            snapshot=snapshot,
+        )
+        return Emit(
+            topic=self._plan.journal.topic,
+            partition=self._plan.journal.partition,
+            key=str(self._sequence).encode(),
+            value=topics.encode(journalled),
+        )
+
+    def _is_snapshot_due(self) -> bool:
+        settings = self._plan.settings
+        return (
+            self._sequence + 1 - self._snapshot_sequence >= settings.snapshot_every_batches
+            or self._clock_s() - self._snapshot_s >= settings.snapshot_every_s
+        )
+
+    async def _settle_snapshot(self, snapshot: bytes, writer: TransactionWriter) -> None:
+        """No input before the snapshot is needed any more: say so (`trimming.py` deletes)."""
+        plan = self._plan
+        self._snapshot_s, self._snapshot_sequence = self._clock_s(), self._sequence
+        await writer.commit(outputs=(), group=plan.needed_group, positions=self._positions)
+        self._telemetry.count("transform.snapshots")
+        self._telemetry.gauge(
+            "transform.snapshot_bytes", len(snapshot), partition=plan.journal.partition
+        )
+
+    async def _measure_lag(self, reader: Reader) -> None:
+        if not self._telemetry.is_exporting or self._clock_s() - self._lag_s < _LAG_EVERY_S:
+            return
+        self._lag_s = self._clock_s()
+        ends = await self._log.end_positions(self._plan.inputs)
+        lag = sum(max(0, end - reader.position(place)) for place, end in ends.items())
+        self._telemetry.gauge("transform.lag_records", lag, partition=self._plan.journal.partition)

@@ -1,0 +1,119 @@
+"""What a task wrote, batch by batch, read from the log again."""
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from forgemq_bus.errors import LogUnavailableError
+from forgemq_bus.log import Log, Place, Reader, Record
+from forgemq_bus.reading import STALLED_S
+from forgemq_shell.batch import batch_sequence
+
+_READ_S = 0.5
+_RECORDS_MAX = 200
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenBatch:
+    """What one batch wrote to one partition.
+
+    Attributes:
+        records: In order; the last ones of the batch where it `is_partial`.
+        is_partial: Records before these may have been trimmed away.
+    """
+
+    records: tuple[Record, ...]
+    is_partial: bool
+
+
+class WrittenOutputs:
+    """Outputs of one task, in the order of its batches.
+
+    Lifecycle: `open`, `batch` with rising numbers, `close`. One read ahead of each partition is
+    held; records of other writers (a dead letter topic has several) are left out.
+
+    Args:
+        log: The run's log.
+        task: As its records are stamped, `merger-0`.
+    """
+
+    def __init__(
+        self, log: Log, *, task: str, clock_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._log = log
+        self._task = task
+        self._clock_s = clock_s
+        self._reader: Reader | None = None
+        self._ends: Mapping[Place, int] = MappingProxyType({})
+        self._trimmed: set[Place] = set()
+        self._ahead: dict[Place, deque[tuple[int, Record]]] = {}
+
+    async def open(self, places: Sequence[Place]) -> None:
+        """Begin with the oldest records that are kept; what is written later is left out.
+
+        A batch that stands in the journal stands below these ends: they count open transactions,
+        for markers of one commit do not reach all partitions at the same moment.
+        """
+        if not places:
+            return
+        first = await self._log.first_positions(places)
+        self._ends = await self._log.end_positions(places, isolation="uncommitted")
+        self._trimmed = {place for place in places if first[place] > 0}
+        self._ahead = {place: deque() for place in places}
+        self._reader = await self._log.reader(first)
+        self._reader.pause(list(places))
+
+    async def batch(self, sequence: int) -> dict[Place, WrittenBatch]:
+        """What this batch wrote, by partition; only where there is or may have been something.
+
+        Raises:
+            LogUnavailableError: the log does not give all it has.
+        """
+        found: dict[Place, WrittenBatch] = {}
+        for place in self._ahead:
+            records = await self._of_place(place, sequence)
+            is_partial = place in self._trimmed
+            if records or is_partial:
+                found[place] = WrittenBatch(records=tuple(records), is_partial=is_partial)
+            if records:
+                self._trimmed.discard(place)
+        return found
+
+    async def _of_place(self, place: Place, sequence: int) -> list[Record]:
+        ahead, found = self._ahead[place], list[Record]()
+        while await self._filled(place) and ahead[0][0] <= sequence:
+            number, record = ahead.popleft()
+            if number < sequence:
+                self._trimmed.discard(place)
+            else:
+                found.append(record)
+        return found
+
+    async def _filled(self, place: Place) -> bool:
+        """Read until a record of this task is at the front; False where there is none left."""
+        ahead, reader = self._ahead[place], self._reader
+        assert reader is not None, "open comes first"
+        deadline_s = self._clock_s() + STALLED_S
+        reader.resume([place])
+        try:
+            while not ahead and reader.position(place) < self._ends[place]:
+                records = await reader.read(timeout_s=_READ_S, records_max=_RECORDS_MAX)
+                for record in records:
+                    number = batch_sequence(record.headers, task=self._task)
+                    if number is not None and record.offset < self._ends[place]:
+                        ahead.append((number, record))
+                if not records and self._clock_s() > deadline_s:
+                    raise LogUnavailableError(
+                        f"{place.topic}/{place.partition}: nothing came at position "
+                        f"{reader.position(place)}, the end is {self._ends[place]}"
+                    )
+        finally:
+            reader.pause([place])
+        return bool(ahead)
+
+    async def close(self) -> None:
+        """Release the connection; idempotent."""
+        if self._reader is not None:
+            await self._reader.close()

@@ -1,5 +1,0 @@
-"""Traces, metrics and log lines with one catalogue of names."""
-
-from forgemq.telemetry.telemetry import Span, Telemetry
-
-__all__ = ["Span", "Telemetry"]

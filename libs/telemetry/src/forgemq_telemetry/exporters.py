@@ -1,0 +1,276 @@
+"""Telemetry that leaves the process: OpenTelemetry's SDK, to OTLP over HTTP or for Prometheus.
+
+The SDK is imported and its threads start only when an exporter is asked for.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.metrics import Counter, Histogram, Meter
+from opentelemetry.metrics import _Gauge as Gauge
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import MetricReader, PeriodicExportingMetricReader
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import SpanLimits, SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
+
+from forgemq_telemetry.catalogue import (
+    COUNTERS,
+    GAUGES,
+    HISTOGRAMS,
+    CounterName,
+    GaugeName,
+    HistogramName,
+)
+from forgemq_telemetry.settings import TelemetrySettings
+from forgemq_telemetry.telemetry import Attribute
+from forgemq_telemetry.traces import Headers, SpanPlace, span_place, traceparent
+
+_SHUTDOWN_S = 3.0
+_PREFIX = "forgemq."
+# Each says every attempt that failed, several in ten seconds while a collector is away.
+_SENDERS = (
+    "opentelemetry.exporter.otlp.proto.http.trace_exporter",
+    "opentelemetry.exporter.otlp.proto.http.metric_exporter",
+    "opentelemetry.sdk._shared_internal",
+)
+_COMPLAIN_EVERY_S = 60.0
+# Three a decade, from one record's handling to one optimizer step; the SDK's default is in ms.
+_BOUNDS_S = (
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
+    *(1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0),
+)
+
+
+class OpenTelemetryExporter:
+    """Measurements and spans through OpenTelemetry's SDK.
+
+    Args:
+        resource: What every exported item says about its origin: service, run, process.
+        readers: Take the metrics; () drops them.
+        processors: Take the spans; () drops them, and the context still goes on.
+        settings: Sampling and limits.
+        address: Where the measurements go, or where they can be fetched.
+        on_close: Called last, e.g. to free a port.
+    """
+
+    def __init__(
+        self,
+        *,
+        resource: dict[str, Attribute],
+        readers: Sequence[MetricReader],
+        processors: Sequence[SpanProcessor],
+        settings: TelemetrySettings,
+        address: str = "",
+        on_close: Callable[[], None] | None = None,
+    ) -> None:
+        self.address = address
+        self._meters = MeterProvider(readers, Resource.create(resource), shutdown_on_exit=False)
+        self._tracers = TracerProvider(
+            # By trace id and not by the parent's flag, so that every service keeps the same ones.
+            sampler=TraceIdRatioBased(settings.sampled_fraction),
+            resource=Resource.create(resource),
+            shutdown_on_exit=False,
+            span_limits=SpanLimits(max_links=settings.links_max),
+        )
+        for processor in processors:
+            self._tracers.add_span_processor(processor)
+        self._tracer = self._tracers.get_tracer("forgemq")
+        meter = self._meters.get_meter("forgemq")
+        self._counters = _counters(meter)
+        self._gauges = _gauges(meter)
+        self._histograms = _histograms(meter)
+        self._on_close = on_close
+
+    def count(self, metric: CounterName, value: float, attributes: dict[str, Attribute]) -> None:
+        """Add to a counter."""
+        self._counters[metric].add(value, attributes)
+
+    def gauge(self, metric: GaugeName, value: float, attributes: dict[str, Attribute]) -> None:
+        """Set a gauge."""
+        self._gauges[metric].set(value, attributes)
+
+    def observe(
+        self, metric: HistogramName, value: float, attributes: dict[str, Attribute]
+    ) -> None:
+        """Add one observation to a histogram."""
+        self._histograms[metric].record(value, attributes)
+
+    def start_span(
+        self,
+        name: str,
+        *,
+        parent: Headers,
+        links: Sequence[Headers],
+        attributes: dict[str, Attribute],
+    ) -> "_ExportedSpan":
+        """Begin a span; a root where `parent` has no trace context."""
+        context = Context()
+        if (place := span_place(parent)) is not None:
+            context = trace.set_span_in_context(
+                trace.NonRecordingSpan(_span_context(place)), context
+            )
+        linked = [
+            trace.Link(_span_context(place))
+            for headers in links
+            if (place := span_place(headers)) is not None
+        ]
+        return _ExportedSpan(
+            self._tracer.start_span(name, context=context, links=linked, attributes=attributes)
+        )
+
+    def close(self) -> None:
+        """Send what is left and stop the SDK's threads.
+
+        What a collector does not take within 3 s is lost: the SDK would try it for half a minute,
+        and its own time limits do not hold.
+        """
+        closing = [
+            threading.Thread(target=self._tracers.shutdown, daemon=True),
+            threading.Thread(target=self._meters.shutdown, args=(_SHUTDOWN_S * 1000,), daemon=True),
+        ]
+        deadline_s = time.monotonic() + _SHUTDOWN_S
+        for thread in closing:
+            thread.start()
+        for thread in closing:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        if self._on_close is not None:
+            self._on_close()
+
+
+class _ExportedSpan:
+    """One span of the SDK."""
+
+    def __init__(self, span: trace.Span) -> None:
+        self._span = span
+
+    def headers(self) -> Headers:
+        context = self._span.get_span_context()
+        return traceparent(SpanPlace(context.trace_id, context.span_id, int(context.trace_flags)))
+
+    def set(self, **attributes: Attribute) -> None:
+        self._span.set_attributes(attributes)
+
+    def end(self, error: BaseException | None) -> None:
+        if error is not None:
+            self._span.record_exception(error)
+            self._span.set_status(trace.StatusCode.ERROR, type(error).__name__)
+        self._span.end()
+
+
+def exporter_of(
+    settings: TelemetrySettings, *, resource: dict[str, Attribute]
+) -> OpenTelemetryExporter | None:
+    """The exporter that the settings ask for; None for `none`.
+
+    Raises:
+        OSError: the Prometheus port is taken.
+    """
+    if settings.exporter == "none":
+        return None
+    return (
+        _otlp(settings, resource) if settings.exporter == "otlp" else _scraped(settings, resource)
+    )
+
+
+def _otlp(settings: TelemetrySettings, resource: dict[str, Attribute]) -> OpenTelemetryExporter:
+    from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+    address = settings.endpoint.rstrip("/")
+    loggers = [logging.getLogger(name) for name in _SENDERS]
+    seldom = _Seldom(every_s=_COMPLAIN_EVERY_S)
+    for logger in loggers:
+        logger.addFilter(seldom)
+
+    def speak_freely() -> None:
+        for logger in loggers:
+            logger.removeFilter(seldom)
+
+    metrics = OTLPMetricExporter(endpoint=f"{address}/v1/metrics")
+    spans = OTLPSpanExporter(endpoint=f"{address}/v1/traces")
+    return OpenTelemetryExporter(
+        resource=resource,
+        readers=[PeriodicExportingMetricReader(metrics, settings.export_every_s * 1000)],
+        processors=[BatchSpanProcessor(spans)],
+        settings=settings,
+        address=address,
+        on_close=speak_freely,
+    )
+
+
+class _Seldom(logging.Filter):
+    """Lets one record of a logger through at a time: a collector may be away for hours."""
+
+    def __init__(self, *, every_s: float) -> None:
+        super().__init__()
+        self._every_s = every_s
+        self._said_s: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        now_s = time.monotonic()
+        if now_s - self._said_s.get(record.name, float("-inf")) < self._every_s:
+            return False
+        self._said_s[record.name] = now_s
+        return True
+
+
+def _scraped(settings: TelemetrySettings, resource: dict[str, Attribute]) -> OpenTelemetryExporter:
+    from opentelemetry.exporter.prometheus import PrometheusMetricReader
+    from prometheus_client import CollectorRegistry, start_http_server
+
+    registry = CollectorRegistry()
+    reader = PrometheusMetricReader(registry=registry)
+    server, thread = start_http_server(settings.port, addr=settings.host, registry=registry)
+
+    def stop() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return OpenTelemetryExporter(
+        resource=resource,
+        readers=[reader],
+        processors=[],
+        settings=settings,
+        address=f"http://{settings.host}:{server.server_port}/metrics",
+        on_close=stop,
+    )
+
+
+def _span_context(place: SpanPlace) -> trace.SpanContext:
+    return trace.SpanContext(
+        place.trace_id, place.span_id, is_remote=True, trace_flags=trace.TraceFlags(place.flags)
+    )
+
+
+def _counters(meter: Meter) -> dict[CounterName, Counter]:
+    return {
+        name: meter.create_counter(_PREFIX + name, metric.unit, metric.description)
+        for name, metric in COUNTERS.items()
+    }
+
+
+def _gauges(meter: Meter) -> dict[GaugeName, Gauge]:
+    return {
+        name: meter.create_gauge(_PREFIX + name, metric.unit, metric.description)
+        for name, metric in GAUGES.items()
+    }
+
+
+def _histograms(meter: Meter) -> dict[HistogramName, Histogram]:
+    return {
+        name: meter.create_histogram(
+            _PREFIX + name,
+            metric.unit,
+            metric.description,
+            # Only durations have bounds of their own; other histograms take the SDK's.
+            explicit_bucket_boundaries_advisory=_BOUNDS_S if metric.unit == "s" else None,
+        )
+        for name, metric in HISTOGRAMS.items()
+    }

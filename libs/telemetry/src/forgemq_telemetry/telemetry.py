@@ -1,0 +1,179 @@
+"""What a service says about itself: events, metrics and spans.
+
+Telemetry belongs to shells and edges, never to a core. Without exporters an event is still one
+JSON line on stderr, a metric costs one comparison, and a span only passes its parent's context on.
+
+    telemetry = Telemetry(service="gateway")
+    telemetry.event("listening", port=8000)
+    telemetry.count("transform.records", 3, topic="scored-groups-v1")
+    with telemetry.span("generate", parent=record.headers, lane=0) as span:
+        emit = Emit(..., headers=span.headers())
+"""
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol, TextIO, TypeAlias
+
+import msgspec
+
+from forgemq_telemetry.catalogue import CounterName, GaugeName, HistogramName
+from forgemq_telemetry.traces import Headers, trace_headers
+
+Attribute: TypeAlias = str | int | float | bool
+
+
+class Span(Protocol):
+    """Work in progress, as part of one trace."""
+
+    def headers(self) -> Headers:
+        """Trace context for the records and HTTP requests that this work causes."""
+        ...
+
+    def set(self, **attributes: Attribute) -> None:
+        """Add attributes that were not known at the start."""
+        ...
+
+
+class Exporter(Protocol):
+    """Takes measurements and spans away; `forgemq_telemetry.exporters` has the real one."""
+
+    def count(self, metric: CounterName, value: float, attributes: dict[str, Attribute]) -> None:
+        """Add to a counter."""
+        ...
+
+    def gauge(self, metric: GaugeName, value: float, attributes: dict[str, Attribute]) -> None:
+        """Set a gauge."""
+        ...
+
+    def observe(
+        self, metric: HistogramName, value: float, attributes: dict[str, Attribute]
+    ) -> None:
+        """Add one observation to a histogram."""
+        ...
+
+    def start_span(
+        self,
+        name: str,
+        *,
+        parent: Headers,
+        links: Sequence[Headers],
+        attributes: dict[str, Attribute],
+    ) -> "StartedSpan":
+        """Begin a span; a root where `parent` has no trace context."""
+        ...
+
+    def close(self) -> None:
+        """Send what is left, within a few seconds, and stop."""
+        ...
+
+
+class StartedSpan(Span, Protocol):
+    """A span that its exporter began and `Telemetry.span` ends."""
+
+    def end(self, error: BaseException | None) -> None:
+        """Finish it; with an error where the work failed."""
+        ...
+
+
+class _PassingSpan:
+    """No exporter: the parent's context goes on unchanged, so that traces pass through."""
+
+    __slots__ = ("_parent",)
+
+    def __init__(self, parent: Headers) -> None:
+        self._parent = parent
+
+    def headers(self) -> Headers:
+        return trace_headers(self._parent)
+
+    def set(self, **attributes: Attribute) -> None:
+        del attributes
+
+
+class Telemetry:
+    """Events, metrics and spans of one service.
+
+    Args:
+        service: Name on every line and in every exported resource.
+        exporter: None exports nothing.
+        stream: Events go here, one JSON object a line.
+        clock_ns: Wall clock of the events, nanoseconds since the Unix epoch.
+    """
+
+    def __init__(
+        self,
+        *,
+        service: str,
+        exporter: Exporter | None = None,
+        stream: TextIO | None = None,
+        clock_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self.service = service
+        self._exporter = exporter
+        self._stream = stream if stream is not None else sys.stderr
+        self._clock_ns = clock_ns
+
+    @property
+    def is_exporting(self) -> bool:
+        """Whether anything measured here leaves the process."""
+        return self._exporter is not None
+
+    def event(self, name: str, /, **fields: object) -> None:
+        """Write one JSON line: what happened and its values."""
+        line = {"at_ms": self._clock_ns() // 1_000_000, "service": self.service, "event": name}
+        text = msgspec.json.encode({**line, **fields}, enc_hook=str).decode()
+        self._stream.write(text + "\n")
+        self._stream.flush()
+
+    def count(self, metric: CounterName, /, value: float = 1, **attributes: Attribute) -> None:
+        """Add to a counter; `value` is at least 0."""
+        if self._exporter is not None:
+            self._exporter.count(metric, value, attributes)
+
+    def gauge(self, metric: GaugeName, /, value: float, **attributes: Attribute) -> None:
+        """Set a gauge to its present value."""
+        if self._exporter is not None:
+            self._exporter.gauge(metric, value, attributes)
+
+    def observe(self, metric: HistogramName, /, value: float, **attributes: Attribute) -> None:
+        """Add one observation to a histogram."""
+        if self._exporter is not None:
+            self._exporter.observe(metric, value, attributes)
+
+    @contextmanager
+    def span(
+        self,
+        name: str,
+        /,
+        *,
+        parent: Headers = (),
+        links: Sequence[Headers] = (),
+        **attributes: Attribute,
+    ) -> Iterator[Span]:
+        """Measure the work inside; an exception that leaves it marks the span failed.
+
+        Args:
+            name: What is done, the same for every item.
+            parent: Headers of the record or request that caused it; () starts a trace.
+            links: Headers of other traces this work used, e.g. `completion_trace(id)` of every
+                completion in an optimizer step.
+            attributes: Known values, searchable in the trace store.
+        """
+        if self._exporter is None:
+            yield _PassingSpan(parent)
+            return
+        span = self._exporter.start_span(name, parent=parent, links=links, attributes=attributes)
+        try:
+            yield span
+        except BaseException as error:
+            span.end(error)
+            raise
+        span.end(None)
+
+    def close(self) -> None:
+        """Send what is left and stop the exporter; events still work."""
+        if self._exporter is not None:
+            self._exporter.close()
+            self._exporter = None

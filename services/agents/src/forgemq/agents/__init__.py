@@ -1,6 +1,0 @@
-"""The agent side: task sources, the white-box loop, launchers for black-box agents."""
-
-from forgemq.agents.completion import Completion, Message, Tool, ToolCall
-from forgemq.agents.episode import Episode
-
-__all__ = ["Completion", "Episode", "Message", "Tool", "ToolCall"]

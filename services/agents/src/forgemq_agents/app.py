@@ -1,0 +1,117 @@
+"""Wiring of the agents process: HTTP only, no topics."""
+
+import asyncio
+import signal
+from collections.abc import Coroutine, Mapping
+from pathlib import Path
+
+import aiohttp
+import msgspec
+
+from forgemq_agents.attendance import Attendance
+from forgemq_agents.errors import GatewayError
+from forgemq_agents.gateway import Gateway
+from forgemq_agents.groups import Groups
+from forgemq_agents.requests import JsonRequests, Retry
+from forgemq_agents.run import AgentRun
+from forgemq_agents.settings import AgentsSettings
+from forgemq_agents.user_code import DomainCode, UserCodeError, load_domains
+from forgemq_contracts.run import RunConfiguration
+from forgemq_contracts.topics import Topic
+from forgemq_settings.environment import SettingsError, parse
+from forgemq_telemetry.opening import open_telemetry
+from forgemq_telemetry.settings import TelemetrySettings
+from forgemq_telemetry.telemetry import Telemetry
+
+CONSUMES: tuple[Topic, ...] = ()
+PRODUCES: tuple[Topic, ...] = ()
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_REFUSED = 2
+# The gateway is silent for as long as a completion may take; then some.
+READ_SLACK_S = 30.0
+
+
+def run_agents(environ: Mapping[str, str]) -> int:
+    """Play the run of the settings; returns the exit status.
+
+    0: played to the end, or told to stop. 1: the gateway refused or was away for too long.
+    2: settings, configuration or user code cannot be used, with one line.
+    """
+    telemetry = Telemetry(service="agents")
+    try:
+        settings = parse(AgentsSettings, prefix="FORGEMQ_AGENTS_", environ=environ)
+        measured = parse(TelemetrySettings, prefix="FORGEMQ_TELEMETRY_", environ=environ)
+        configuration = read_configuration(settings.configuration)
+        domains = load_domains(configuration)
+        telemetry = open_telemetry("agents", run=configuration.run, settings=measured)
+    except (SettingsError, UserCodeError, OSError, msgspec.MsgspecError) as error:
+        telemetry.event("refused", error=str(error))
+        return EXIT_REFUSED
+    status = EXIT_OK
+    try:
+        asyncio.run(_until_told(play_run(configuration, settings, domains, environ, telemetry)))
+    except* GatewayError as errors:
+        telemetry.event("failed", error=_first(errors))
+        status = EXIT_FAILED
+    finally:
+        telemetry.close()
+    return status
+
+
+def _first(error: BaseException) -> str:
+    """The message at the bottom of nested groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return str(error)
+
+
+def read_configuration(path: str) -> RunConfiguration:
+    """The run configuration in this JSON file."""
+    return msgspec.json.decode(Path(path).read_bytes(), type=RunConfiguration)
+
+
+async def play_run(
+    configuration: RunConfiguration,
+    settings: AgentsSettings,
+    domains: Mapping[str, DomainCode],
+    environ: Mapping[str, str],
+    telemetry: Telemetry,
+) -> None:
+    """Play a run through its gateway, from the first round to the last."""
+    retry = Retry(
+        deadline_s=settings.retry_deadline_s,
+        read_timeout_s=configuration.episodes.request_deadline_s + READ_SLACK_S,
+    )
+    # No limit on connections: episodes at once are bounded, and a long poll must not hold up one.
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
+    async with aiohttp.ClientSession(connector=connector) as http:
+        requests = JsonRequests(http, retry=retry)
+        gateway = Gateway(requests, url=settings.gateway_url, admin_key=settings.admin_key)
+        groups = Groups(
+            gateway=gateway,
+            attendance=Attendance(
+                gateway=gateway, requests=requests, environ=environ, telemetry=telemetry
+            ),
+            domains=domains,
+            seed=configuration.seed,
+            episodes_max=configuration.episodes.concurrent_max,
+        )
+        run = AgentRun(
+            configuration,
+            gateway=gateway,
+            groups=groups,
+            telemetry=telemetry,
+            poll_s=settings.poll_s,
+        )
+        await run.play()
+
+
+async def _until_told(playing: Coroutine[None, None, None]) -> None:
+    """Play until the end or a signal; what is open then lapses and is played again later."""
+    loop = asyncio.get_running_loop()
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(playing)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, task.cancel)

@@ -1,0 +1,147 @@
+"""Any program as an agent: it finds the model under the base URL and key in its environment.
+
+    play = black_box(("python", "my_agent.py", "--task", "{task_file}"), timeout_s=600)
+
+The program sees, and `{name}` in its arguments is replaced by:
+
+    OPENAI_BASE_URL, OPENAI_API_KEY         base_url, key
+    ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY   the same door in the other protocol
+    FORGEMQ_TASK_FILE                       task_file: the task, JSON
+    FORGEMQ_RESULT_FILE                     result_file: where it may leave its result, JSON
+
+It runs in a folder of its own, which is removed afterwards. Status 0 is a finished episode,
+whatever it achieved; anything else masks the episode.
+"""
+
+import asyncio
+import os
+import signal
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from forgemq_agents.episode import Episode
+from forgemq_agents.errors import AgentFailedError
+
+# Enough of the last output to see why a program failed.
+OUTPUT_BYTES_KEPT = 4000
+KILL_GRACE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlackBox:
+    """Plays an episode by running a command; use `black_box` to make one."""
+
+    command: tuple[str, ...]
+    timeout_s: float
+    environ: Mapping[str, str]
+
+    async def __call__(self, episode: Episode) -> None:
+        """Run the command to its end.
+
+        Raises:
+            AgentFailedError: it ended with another status than 0, or ran out of time.
+        """
+        with tempfile.TemporaryDirectory(prefix="episode-") as name:
+            folder = Path(name)
+            files = {"task_file": folder / "task.json", "result_file": folder / "result.json"}
+            files["task_file"].write_bytes(msgspec.json.encode(episode.task))
+            values = {
+                "base_url": episode.base_url,
+                "session_url": episode.session_url,
+                "key": episode.key,
+                **{key: str(path) for key, path in files.items()},
+            }
+            output = await self._run(
+                [_filled(part, values) for part in self.command],
+                environ={**_environ(episode, values), **self.environ},
+                folder=folder,
+            )
+            episode.result = _result(files["result_file"], output)
+
+    async def _run(
+        self, command: Sequence[str], *, environ: Mapping[str, str], folder: Path
+    ) -> bytes:
+        with (folder / "output.txt").open("w+b") as output:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                cwd=folder,
+                env=environ,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                status = await asyncio.wait_for(process.wait(), self.timeout_s)
+            except TimeoutError as error:
+                raise AgentFailedError(f"no end after {self.timeout_s:g} s") from error
+            finally:
+                await _stop(process)
+            size = output.seek(0, os.SEEK_END)
+            output.seek(max(0, size - OUTPUT_BYTES_KEPT))
+            last = output.read()
+        if status != 0:
+            raise AgentFailedError(f"status {status}: {last.decode(errors='replace')}")
+        return last
+
+
+def black_box(
+    command: Sequence[str], *, timeout_s: float, environ: Mapping[str, str] | None = None
+) -> BlackBox:
+    """An agent function that runs this command for every episode.
+
+    Args:
+        command: Program and arguments.
+        timeout_s: It is stopped after this.
+        environ: Variables of its environment, beside the inherited ones.
+    """
+    if not command:
+        raise ValueError("command must name a program, got none")
+    return BlackBox(command=tuple(command), timeout_s=timeout_s, environ=dict(environ or {}))
+
+
+def _filled(part: str, values: Mapping[str, str]) -> str:
+    for name, value in values.items():
+        part = part.replace("{" + name + "}", value)
+    return part
+
+
+def _environ(episode: Episode, values: Mapping[str, str]) -> dict[str, str]:
+    return {
+        **episode.environ,
+        "OPENAI_BASE_URL": values["base_url"],
+        "OPENAI_API_KEY": values["key"],
+        "ANTHROPIC_BASE_URL": values["base_url"].removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": values["key"],
+        "FORGEMQ_TASK_FILE": values["task_file"],
+        "FORGEMQ_RESULT_FILE": values["result_file"],
+    }
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    """End the program and all it started: nothing may sample for an episode that is over."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            break
+        if process.returncode is not None:
+            # The program has ended; what it left behind gets no grace.
+            continue
+        try:
+            await asyncio.wait_for(process.wait(), KILL_GRACE_S)
+        except TimeoutError:
+            continue
+
+
+def _result(path: Path, output: bytes) -> object:
+    if not path.exists():
+        return {"output": output.decode(errors="replace")}
+    try:
+        return msgspec.json.decode(path.read_bytes())
+    except msgspec.DecodeError as error:
+        raise AgentFailedError(f"its result is no JSON: {error}") from error

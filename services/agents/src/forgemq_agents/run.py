@@ -1,0 +1,124 @@
+"""The phases of a run on the agent side: round `start`, training, round `end`.
+
+Groups are asked for by idempotency keys, so a process that was killed starts over: what is done
+answers `retired` and is skipped, and what its predecessor held is claimed when the leases lapse.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Iterator
+
+from forgemq_agents.core.schedule import (
+    END,
+    START,
+    EvaluationGroup,
+    evaluation_groups,
+    groups_ahead,
+    round_due,
+)
+from forgemq_agents.errors import GatewayError, TrainingEndedError
+from forgemq_agents.gateway import Gateway, GroupStatus
+from forgemq_agents.groups import Groups
+from forgemq_contracts.run import Queue, RunConfiguration
+from forgemq_telemetry.telemetry import Telemetry
+
+
+class AgentRun:
+    """Plays one run to its end."""
+
+    def __init__(
+        self,
+        configuration: RunConfiguration,
+        *,
+        gateway: Gateway,
+        groups: Groups,
+        telemetry: Telemetry,
+        poll_s: float,
+    ) -> None:
+        self._configuration = configuration
+        self._gateway = gateway
+        self._groups = groups
+        self._telemetry = telemetry
+        self._poll_s = poll_s
+
+    async def play(self) -> None:
+        """Everything the run needs from agents; returns when there is nothing left to play."""
+        status = await self._gateway.run()
+        if status.steps_trained == 0:
+            await self._round(START)
+        if not status.training_ended:
+            await self._training()
+        await self._round(END)
+        self._telemetry.event("played", run=self._configuration.run)
+
+    async def _training(self) -> None:
+        self._telemetry.event("training", run=self._configuration.run)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._watch())
+            for queue in self._configuration.queues:
+                tasks.create_task(self._train(queue))
+
+    async def _watch(self) -> None:
+        """Follow the run: play periodic rounds, one at a time, and notice the end of training."""
+        last_round: str | None = None
+        playing: asyncio.Task[None] | None = None
+        async with asyncio.TaskGroup() as rounds:
+            while not self._groups.training_ended.is_set():
+                status = await self._gateway.run()
+                if status.training_ended:
+                    self._groups.training_ended.set()
+                    return
+                due = round_due(
+                    self._configuration.evaluation,
+                    steps_trained=status.steps_trained,
+                    steps=status.steps,
+                )
+                is_free = playing is None or playing.done()
+                if due is not None and due != last_round and is_free:
+                    last_round = due
+                    playing = rounds.create_task(self._round(due))
+                await asyncio.sleep(self._poll_s)
+
+    async def _train(self, queue: Queue) -> None:
+        """Keep the queue supplied with groups until training ends."""
+        ahead = asyncio.Semaphore(groups_ahead(queue))
+        async with asyncio.TaskGroup() as playing:
+            for number in itertools.count():
+                await ahead.acquire()
+                try:
+                    status = await self._requested(queue.domain, number)
+                except TrainingEndedError:
+                    self._groups.training_ended.set()
+                    return
+                task = playing.create_task(
+                    self._groups.play(status, domain=queue.domain, is_training=True)
+                )
+                task.add_done_callback(lambda _: ahead.release())
+
+    async def _requested(self, domain: str, number: int) -> GroupStatus:
+        """Ask as long as the gateway has no room for one more group."""
+        while True:
+            try:
+                return await self._groups.request_training(domain, number)
+            except GatewayError as error:
+                if error.status != 429:
+                    raise
+                self._telemetry.event("no_room", domain=domain, task_number=number)
+
+    async def _round(self, name: str) -> None:
+        """Play every held-out task once, sampled and greedy."""
+        queue = list(evaluation_groups(self._configuration, round_name=name))
+        if not queue:
+            return
+        self._telemetry.event("evaluating", round=name, episodes=len(queue))
+        waiting = iter(queue)
+        workers = min(len(queue), self._configuration.episodes.concurrent_max)
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(workers):
+                tasks.create_task(self._evaluate(waiting))
+        self._telemetry.event("evaluated", round=name)
+
+    async def _evaluate(self, waiting: Iterator[EvaluationGroup]) -> None:
+        for group in waiting:
+            status = await self._groups.request_evaluation(group)
+            await self._groups.play(status, domain=group.domain, is_training=False)

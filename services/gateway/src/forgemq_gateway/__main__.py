@@ -1,0 +1,10 @@
+"""`python -m forgemq_gateway`: see the README for its settings."""
+
+import os
+import sys
+
+from forgemq_gateway.app import main
+from forgemq_shell.service import run_service
+
+if __name__ == "__main__":
+    sys.exit(run_service("gateway", main, os.environ))

@@ -1,0 +1,85 @@
+"""Who may do what: admin keys open the admin API, episode keys open their episode, neither both."""
+
+import hmac
+import re
+from collections.abc import Mapping
+
+from forgemq_gateway.core.episodes import Episode
+from forgemq_gateway.core.errors import RefusedError, conflict, gone, unauthorized, unknown
+from forgemq_gateway.core.keys import KeyMint
+from forgemq_gateway.core.registry import Registry
+
+_EPISODE_ID = re.compile(r"[a-z0-9-]{1,64}\.[0-9]{1,9}\.[0-9]{1,9}")
+_KEY_HEADERS = ("authorization", "x-api-key", "api-key")
+
+
+class Access:
+    """Checks keys against the registry."""
+
+    def __init__(self, *, admin_key: str, mint: KeyMint, registry: Registry) -> None:
+        self._admin_key = admin_key.encode()
+        self._mint = mint
+        self._registry = registry
+
+    def check_admin(self, headers: Mapping[str, str]) -> None:
+        """Return for the admin key.
+
+        Raises:
+            RefusedError: 401.
+        """
+        key = key_in(headers) or ""
+        if not hmac.compare_digest(key.encode(), self._admin_key):
+            raise unauthorized("the admin API needs the admin key as a bearer token")
+
+    def is_episode_key(self, key: str | None) -> bool:
+        """Whether this is the key of any episode, open or over."""
+        return key is not None and self._mint.episode_of(key) is not None
+
+    def episode(self, key: str | None) -> Episode:
+        """The open episode that this key belongs to.
+
+        Raises:
+            RefusedError: 401 wrong key, 409 ended or replaced, 410 group over.
+        """
+        episode_id = None if key is None else self._mint.episode_of(key)
+        if episode_id is None:
+            raise unauthorized("no valid episode key: send it as bearer token, x-api-key or in /s/")
+        episode = self.known_episode(episode_id)
+        if episode.state in ("finishing", "ended"):
+            raise conflict(f"episode {episode_id} has ended")
+        return episode
+
+    def known_episode(self, episode_id: str) -> Episode:
+        """The episode with this id, whatever its state.
+
+        Raises:
+            RefusedError: 404 unknown, 409 replaced, 410 group over.
+        """
+        if _EPISODE_ID.fullmatch(episode_id) is None:
+            raise unknown(f"there is no episode {episode_id}")
+        episode = self._registry.episode(episode_id)
+        if episode is not None:
+            return episode
+        raise self._why_not(episode_id)
+
+    def _why_not(self, episode_id: str) -> RefusedError:
+        group_id, index, attempt = episode_id.rsplit(".", 2)
+        if group_id in self._registry.retired:
+            return gone(f"group {group_id} is over")
+        group = self._registry.groups.get(group_id)
+        newest = None if group is None else group.episodes.get(int(index))
+        if newest is None:
+            return unknown(f"there is no episode {episode_id}")
+        if newest.opened.attempt > int(attempt):
+            return conflict(f"episode {episode_id} was replaced by {newest.episode_id}")
+        return unknown(f"there is no episode {episode_id}")
+
+
+def key_in(headers: Mapping[str, str]) -> str | None:
+    """The key of a request, in any of the places where clients put it."""
+    for name in _KEY_HEADERS:
+        value = headers.get(name)
+        if value:
+            scheme, _, rest = value.partition(" ")
+            return rest.strip() if rest and scheme.lower() == "bearer" else value
+    return None

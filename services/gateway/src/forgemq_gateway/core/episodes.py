@@ -1,0 +1,177 @@
+"""One attempt at one episode: its lease, its history and its requests in flight."""
+
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+from msgspec import Struct
+
+from forgemq_contracts.episodes import FinishedEpisode, OpenedEpisode, ReportedReward
+from forgemq_contracts.partitions import request_id
+from forgemq_gateway.core.history import History
+from forgemq_gateway.core.manifest import counted, critical_path_s, manifest
+from forgemq_gateway.core.turns import Turn
+
+EpisodeState: TypeAlias = Literal["open", "lapsed", "finishing", "ended"]
+
+
+class Ending(Struct, frozen=True, kw_only=True):
+    """How an episode ended, as the agent or its lease said."""
+
+    status: Literal["completed", "aborted", "failed"]
+    result: bytes = b""
+    tool_s: float = 0.0
+    virtual_s: float | None = None
+    detail: str = ""
+
+
+class GroupFacts(Struct, frozen=True, kw_only=True):
+    """What never changes about a group."""
+
+    group_id: str
+    domain: str
+    purpose: Literal["train", "eval"]
+    group_size: int
+    task: bytes
+    temperature: float | None = None
+    round_name: str = ""
+
+
+class KnownBody(Struct, frozen=True, kw_only=True):
+    """The newest request with one body digest."""
+
+    request_id: str
+    ordinal: int
+
+
+class Episode:
+    """What the gateway knows of one attempt.
+
+    Lifecycle: open -> (lapsed -> open again with its next sign of life) -> finishing -> ended; a
+    later attempt replaces it whatever its state. `clients` counts the connections that wait for
+    an answer.
+    """
+
+    def __init__(self, opened: OpenedEpisode, *, lease_until_s: float) -> None:
+        self.opened = opened
+        self.lease_until_s = lease_until_s
+        self.state: EpisodeState = "open"
+        self.history = History()
+        self.turns: dict[str, Turn] = {}
+        self.delivered: set[str] = set()
+        self.tools: dict[str, tuple[dict[str, Any], ...]] = {}
+        self.clients = 0
+        self.failed_attempts: dict[str, int] = {}
+        self.next_sequence = 0
+        self.forks = 0
+        self._bodies: dict[str, KnownBody] = {}
+
+    @property
+    def episode_id(self) -> str:
+        """Group, index and attempt in one."""
+        return self.opened.episode_id
+
+    def renew(self, now_s: float) -> None:
+        """A sign of life: the lease runs from now."""
+        self.lease_until_s = now_s + self.opened.lease_s
+        if self.state == "lapsed":
+            self.state = "open"
+
+    def has_lapsed(self, now_s: float) -> bool:
+        """No sign of life for a whole lease and nobody waits for an answer."""
+        return self.state == "open" and not self.clients and now_s >= self.lease_until_s
+
+    def known(self, body_digest: str) -> str | None:
+        """Request that this body means: in flight, or answered but not delivered; else None.
+
+        The same body after a full delivery is a wish for another sample.
+        """
+        body = self._bodies.get(body_digest)
+        if body is None or body.request_id in self.delivered:
+            return None
+        return body.request_id
+
+    def begin(
+        self, body_digest: str, *, matched: str | None, requested_ms: int, deadline_ms: int
+    ) -> Turn:
+        """A new turn for this body, the next in the episode.
+
+        Args:
+            body_digest: Of the request.
+            matched: The sampled turn it extends, None where it is rendered anew.
+            requested_ms: Wall clock.
+            deadline_ms: Wall clock; nobody samples for it afterwards.
+        """
+        before = self._bodies.get(body_digest)
+        ordinal = 0 if before is None else before.ordinal + 1
+        turn = Turn(
+            request_id=request_id(
+                episode=self.episode_id, parent=matched, body_digest=body_digest, ordinal=ordinal
+            ),
+            body_digest=body_digest,
+            ordinal=ordinal,
+            sequence=self.next_sequence,
+            requested_ms=requested_ms,
+            deadline_ms=deadline_ms,
+            before=None if before is None else before.request_id,
+        )
+        self.next_sequence += 1
+        self.note_body(body_digest, request=turn.request_id, ordinal=ordinal)
+        self.turns[turn.request_id] = turn
+        return turn
+
+    def withdraw(self, turn: Turn) -> None:
+        """Forget a turn that never reached a lane; its body is new again."""
+        self.turns.pop(turn.request_id, None)
+        turn.state = "ended"
+        body = self._bodies.get(turn.body_digest)
+        if body is None or body.request_id != turn.request_id:
+            return
+        if turn.before is None:
+            del self._bodies[turn.body_digest]
+        else:
+            self._bodies[turn.body_digest] = KnownBody(
+                request_id=turn.before, ordinal=turn.ordinal - 1
+            )
+
+    def note_body(self, body_digest: str, *, request: str, ordinal: int) -> None:
+        """Remember which request a body led to; the highest ordinal holds."""
+        known = self._bodies.get(body_digest)
+        if known is None or ordinal >= known.ordinal:
+            self._bodies[body_digest] = KnownBody(request_id=request, ordinal=ordinal)
+
+    def note_sequence(self, sequence: int) -> None:
+        """A sequence number that is taken, read back from the log."""
+        self.next_sequence = max(self.next_sequence, sequence + 1)
+
+    def with_reward(self, reward: ReportedReward) -> OpenedEpisode | None:
+        """The record that adds this reward; None where the reward id is known."""
+        if any(known.reward_id == reward.reward_id for known in self.opened.rewards):
+            return None
+        return msgspec.structs.replace(self.opened, rewards=(*self.opened.rewards, reward))
+
+    def finished(self, ending: Ending, *, group: GroupFacts, finished_ms: int) -> FinishedEpisode:
+        """The final record of this episode."""
+        opened = self.opened
+        kept = counted(self.history.completions.values(), delivered=self.delivered)
+        return FinishedEpisode(
+            episode_id=opened.episode_id,
+            group_id=opened.group_id,
+            domain=group.domain,
+            purpose=group.purpose,
+            group_size=group.group_size,
+            index=opened.index,
+            attempt=opened.attempt,
+            status=ending.status,
+            manifest=manifest(kept),
+            task=group.task,
+            result=ending.result,
+            rewards=opened.rewards,
+            engine_s=critical_path_s(kept),
+            tool_s=ending.tool_s,
+            virtual_s=ending.virtual_s,
+            duration_s=max(0, finished_ms - opened.opened_ms) / 1000,
+            forks=self.forks,
+            temperature=opened.sampling.temperature,
+            round_name=group.round_name,
+            detail=ending.detail,
+        )

@@ -1,0 +1,206 @@
+"""One episode's completions: a tree of message paths over a tree of tokens.
+
+A request whose messages start with a path that ends in a sampled turn extends that turn: its
+tokens are kept as they were sampled. Anything else is rendered anew and forks: its parent is then
+the completion with which it shares most leading tokens, so that the log still carries deltas.
+"""
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from forgemq_gateway.core.digests import EMPTY_PATH, path_after
+from forgemq_gateway.core.replies import Reply, echo_key
+
+TOKEN_BYTES = 4
+
+# Renderers look back to the start of the assistant's open turn; these tokens reach it.
+TAIL_TOKENS = 1024
+
+
+class Completion(Struct, kw_only=True, eq=False):
+    """One finished completion; tokens as int32 bytes.
+
+    Attributes:
+        context: Context tokens after the `shared_tokens` it has in common with its parent.
+        context_tokens: Length of the whole context.
+        path: Digest of the message path up to and with this turn.
+        echoed: Whether a later request of the client has built on it.
+    """
+
+    request_id: str
+    offset: int
+    sequence: int
+    parent: "Completion | None"
+    shared_tokens: int
+    context: bytes
+    output: bytes
+    context_tokens: int
+    path: bytes
+    reply: Reply
+    tools_digest: str
+    lane: int
+    epoch: int
+    sampled_end: str
+    engine_s: float
+    cached_tokens: int
+    requested_ms: int
+    finished_ms: int
+    temperature: float
+    logprobs: bytes = b""
+    is_fork: bool = False
+    echoed: bool = False
+    children: "list[Completion]" = []
+
+    @property
+    def output_tokens(self) -> int:
+        """Number of sampled tokens."""
+        return len(self.output) // TOKEN_BYTES
+
+    @property
+    def total_tokens(self) -> int:
+        """Context and output."""
+        return self.context_tokens + self.output_tokens
+
+
+class Match(Struct, frozen=True, kw_only=True):
+    """The longest known path that a list of messages starts with.
+
+    Attributes:
+        completion: The sampled turn at its end.
+        consumed: Number of leading messages that are known.
+        path: Digest of the known path.
+    """
+
+    completion: Completion
+    consumed: int
+    path: bytes
+
+
+class History:
+    """Completions of one attempt at one episode, in the order of the log."""
+
+    def __init__(self) -> None:
+        self.completions: dict[str, Completion] = {}
+        self.size_bytes = 0
+        self._roots: list[Completion] = []
+        self._by_path: dict[bytes, Completion] = {}
+        self._turn_of_call: dict[str, str] = {}
+
+    def keys(self, digests: Sequence[str], call_ids: Sequence[str]) -> tuple[str, ...]:
+        """Match keys of messages: a sampled turn is known by the id of its first tool call.
+
+        Args:
+            digests: Of each message.
+            call_ids: Id of each message's first tool call, '' where it has none.
+        """
+        turns = self._turn_of_call
+        return tuple(
+            turns.get(call_id, digest) if call_id else digest
+            for digest, call_id in zip(digests, call_ids, strict=True)
+        )
+
+    def match(self, keys: Sequence[str]) -> Match | None:
+        """The deepest sampled turn on this path, if any; cost O(messages)."""
+        path, best = EMPTY_PATH, None
+        for place, key in enumerate(keys):
+            path = path_after(path, key)
+            found = self._by_path.get(path)
+            if found is not None:
+                best = Match(completion=found, consumed=place + 1, path=path)
+        return best
+
+    def add(self, completion: Completion, *, keys: Sequence[str], after: bytes) -> None:
+        """Enter a finished completion.
+
+        Args:
+            completion: Its `path` is set here.
+            keys: Match keys of the request's messages behind `after`.
+            after: Path digest those messages follow.
+        """
+        path = after
+        for key in keys:
+            path = path_after(path, key)
+        completion.path = path_after(
+            path, echo_key(completion.reply, request_id=completion.request_id)
+        )
+        self.completions[completion.request_id] = completion
+        self._by_path[completion.path] = completion
+        for call in completion.reply.calls:
+            self._turn_of_call[call.id] = f"turn:{completion.request_id}"
+        siblings = self._roots if completion.parent is None else completion.parent.children
+        siblings.append(completion)
+        self.size_bytes += len(completion.context) + len(completion.output)
+        self.size_bytes += len(completion.logprobs) + len(completion.reply.content) + 1024
+
+    def nearest(self, tokens: bytes) -> tuple[Completion | None, int]:
+        """The completion that shares most leading tokens with these, and how many.
+
+        Descends only where a child parts from its parent exactly where these tokens do, so the
+        cost is that of the tokens plus the number of completions looked at.
+        """
+        best: Completion | None = None
+        shared = 0
+        level, prefix = self._roots, 0
+        while level:
+            ahead: Completion | None = None
+            for node in level:
+                if node.shared_tokens != prefix:
+                    continue
+                length = prefix + common_tokens(
+                    node.context + node.output, tokens[prefix * TOKEN_BYTES :]
+                )
+                if length > shared:
+                    best, shared, ahead = node, length, node
+            if ahead is None:
+                break
+            level, prefix = ahead.children, shared
+        return best, shared
+
+
+def tokens_of(completion: Completion, *, count: int | None = None, skip: int = 0) -> bytes:
+    """Tokens [skip, count) of a completion's context and output.
+
+    Args:
+        completion: Whose tokens.
+        count: End, exclusive; None for all.
+        skip: Leading tokens that are not wanted; ancestors that hold only those are not visited.
+    """
+    limit = completion.total_tokens if count is None else count
+    parts: list[bytes] = []
+    node: Completion | None = completion
+    while node is not None and limit > skip:
+        first = max(node.shared_tokens, skip)
+        if limit > first:
+            own = node.context + node.output
+            start = (first - node.shared_tokens) * TOKEN_BYTES
+            parts.append(own[start : (limit - node.shared_tokens) * TOKEN_BYTES])
+            limit = first
+        limit = min(limit, node.shared_tokens)
+        node = node.parent
+    return b"".join(reversed(parts))
+
+
+def cached_tokens(completion: Completion | None, *, shared: int, lane: int, epoch: int) -> int:
+    """Leading tokens that this lane has computed already, at most `shared`."""
+    limit = shared
+    while completion is not None and limit > 0:
+        if completion.lane == lane and completion.epoch == epoch:
+            return limit
+        limit = min(limit, completion.shared_tokens)
+        completion = completion.parent
+    return 0
+
+
+def common_tokens(left: bytes, right: bytes) -> int:
+    """Number of leading tokens that both have; O(n) and without a loop over tokens."""
+    size = min(len(left), len(right)) // TOKEN_BYTES
+    low, high = 0, size
+    while low < high:
+        middle = (low + high + 1) // 2
+        start, end = low * TOKEN_BYTES, middle * TOKEN_BYTES
+        if left[start:end] == right[start:end]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

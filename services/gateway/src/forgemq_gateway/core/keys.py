@@ -1,0 +1,44 @@
+"""Episode keys: derived, so that they outlive the gateway; only their hash is on the log."""
+
+import hashlib
+import hmac
+
+from forgemq_contracts.fields import EpisodeId
+
+_MAC_HEX = 32
+
+
+class KeyMint:
+    """Makes and checks episode keys.
+
+    A key is `<episode id>.<mac>`: a client needs nothing else, and a gateway that has just
+    started can tell a wrong key from the key of an episode that is over.
+
+    Args:
+        secret: The admin key; the data keys cannot be computed without it and do not reveal it.
+        run: Keys of one run do not open another.
+    """
+
+    def __init__(self, secret: str, *, run: str) -> None:
+        self._secret = hashlib.blake2b(
+            secret.encode(),
+            key=b"forgemq episode keys",
+            salt=hashlib.sha256(run.encode()).digest()[:16],
+        ).digest()
+
+    def key_of(self, episode_id: EpisodeId) -> str:
+        """The key of this episode."""
+        mac = hmac.new(self._secret, episode_id.encode(), hashlib.sha256).hexdigest()
+        return f"{episode_id}.{mac[:_MAC_HEX]}"
+
+    def episode_of(self, key: str) -> EpisodeId | None:
+        """The episode whose key this is, None for a wrong key; takes the same time for both."""
+        episode_id = key.rpartition(".")[0]
+        if not key.isascii() or not hmac.compare_digest(key, self.key_of(episode_id)):
+            return None
+        return episode_id
+
+
+def key_sha256(key: str) -> str:
+    """What the log carries of a key."""
+    return hashlib.sha256(key.encode()).hexdigest()

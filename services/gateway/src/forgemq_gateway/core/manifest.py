@@ -1,0 +1,44 @@
+"""What of an episode counts, and how long its engine work took on the critical path."""
+
+from bisect import bisect_right
+from collections.abc import Iterable, Set
+
+from forgemq_contracts.episodes import ManifestEntry
+from forgemq_gateway.core.history import Completion
+
+
+def counted(completions: Iterable[Completion], *, delivered: Set[str]) -> list[Completion]:
+    """Completions that were delivered or that a later request built on, by sequence."""
+    return sorted(
+        (c for c in completions if c.echoed or c.request_id in delivered),
+        key=lambda completion: completion.sequence,
+    )
+
+
+def manifest(completions: Iterable[Completion]) -> tuple[ManifestEntry, ...]:
+    """One entry per completion, in the given order."""
+    return tuple(
+        ManifestEntry(
+            completion_id=completion.request_id,
+            offset=completion.offset,
+            sequence=completion.sequence,
+            output_tokens=completion.output_tokens,
+            parent_id=None if completion.parent is None else completion.parent.request_id,
+        )
+        for completion in completions
+    )
+
+
+def critical_path_s(completions: Iterable[Completion]) -> float:
+    """Engine time of the heaviest chain of completions that did not overlap, seconds.
+
+    Two completions follow one another where one was requested after the other had finished;
+    parallel ones (sub-agents) count once. Weighted interval scheduling, O(n log n).
+    """
+    ordered = sorted(completions, key=lambda completion: completion.finished_ms)
+    ends = [completion.finished_ms for completion in ordered]
+    best = [0.0]
+    for place, completion in enumerate(ordered):
+        before = bisect_right(ends, completion.requested_ms, 0, place)
+        best.append(max(best[-1], best[before] + completion.engine_s))
+    return best[-1]

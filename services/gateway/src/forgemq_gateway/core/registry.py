@@ -1,0 +1,375 @@
+"""All groups and their episodes, as the log tells them.
+
+Everything here follows from records: the same class is fed on a restart and while serving.
+Requests of clients change it through the same records, written first and applied at once.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+from msgspec import Struct
+
+from forgemq_contracts.accounting import RETIRED_IDS_MAX, is_candidate
+from forgemq_contracts.completions import (
+    CancelledCompletion,
+    DeliveredCompletion,
+    FinishedCompletion,
+    RequestedCompletion,
+    TurnPart,
+)
+from forgemq_contracts.episodes import FinishedEpisode, OpenedEpisode
+from forgemq_contracts.groups import AdmittedGroup, RequestedGroup, RetiredGroup
+from forgemq_contracts.steps import TrainedStep
+from forgemq_gateway.core.digests import EMPTY_PATH
+from forgemq_gateway.core.episodes import Episode, GroupFacts
+from forgemq_gateway.core.history import TAIL_TOKENS, TOKEN_BYTES, Completion, tokens_of
+from forgemq_gateway.core.replies import Reply
+from forgemq_gateway.core.turns import Turn, restored
+
+GroupState: TypeAlias = Literal["requested", "admitted", "retired"]
+
+# (output, request id, tools, tail of the context) -> what the policy said.
+Parse: TypeAlias = Callable[[bytes, str, Sequence[Mapping[str, Any]], bytes], Reply]
+
+
+# Of an index in a group. Python refuses to read numbers of thousands of digits.
+_INDEX_DIGITS_MAX = 9
+
+
+class Group:
+    """A group that has not retired.
+
+    Attributes:
+        episodes: Newest attempt by index.
+        finished: Final record's episode id by index; the first in the log counts.
+        claiming: Indices that are being given to an agent right now.
+    """
+
+    def __init__(self, facts: GroupFacts) -> None:
+        self.facts = facts
+        self.state: GroupState = "requested"
+        self.queue_index: int | None = None
+        self.episodes: dict[int, Episode] = {}
+        self.finished: dict[int, str] = {}
+        self.claiming: set[int] = set()
+
+    def claimable(self) -> tuple[int, int] | None:
+        """(index, attempt) that an agent may take now, the lowest index first."""
+        if self.state != "admitted":
+            return None
+        for index in range(self.facts.group_size):
+            if index in self.finished or index in self.claiming:
+                continue
+            episode = self.episodes.get(index)
+            if episode is None:
+                return index, 0
+            if episode.state == "lapsed":
+                return index, episode.opened.attempt + 1
+        return None
+
+    def open_count(self) -> int:
+        """Episodes that an agent holds."""
+        return sum(
+            episode.state in ("open", "finishing") and index not in self.finished
+            for index, episode in self.episodes.items()
+        )
+
+
+class GroupStatus(Struct, frozen=True, kw_only=True):
+    """A group as the admin API shows it."""
+
+    group_id: str
+    state: GroupState
+    retire_reason: str
+    group_size: int
+    queue_index: int | None
+    open: int
+    finished: int
+
+
+class Finish(Struct, frozen=True, kw_only=True):
+    """What a FinishedCompletion meant: an answer, or an attempt that failed."""
+
+    episode: Episode
+    request_id: str
+    attempt: int
+    completion: Completion | None
+    error: str = ""
+
+
+class Registry:
+    """Groups by id, and what the run has come to."""
+
+    def __init__(self) -> None:
+        self.groups: dict[str, Group] = {}
+        self.retired: dict[str, GroupStatus] = {}
+        self.steps_trained = 0
+        self.training_ended = False
+        self._restored: dict[str, Turn] = {}
+
+    def group_requested(self, record: RequestedGroup) -> None:
+        """A group waits for its slot; idempotent."""
+        self._enter(record)
+
+    def group_admitted(self, record: AdmittedGroup) -> None:
+        """The group's episodes may be claimed."""
+        group = self._enter(record)
+        if group is not None:
+            group.state, group.queue_index = "admitted", record.queue_index
+
+    def _enter(self, record: RequestedGroup | AdmittedGroup) -> Group | None:
+        if record.group_id in self.retired:
+            return None
+        group = self.groups.get(record.group_id)
+        if group is None:
+            group = self.groups[record.group_id] = Group(
+                GroupFacts(
+                    group_id=record.group_id,
+                    domain=record.domain,
+                    purpose=record.purpose,
+                    group_size=record.group_size,
+                    task=record.task,
+                    temperature=record.temperature,
+                    round_name=record.round_name,
+                )
+            )
+        return group
+
+    def group_retired(self, record: RetiredGroup) -> Group | None:
+        """The group is over and its trees are dropped; returns it for its requests in flight."""
+        group = self.groups.pop(record.group_id, None)
+        if record.group_id not in self.retired:
+            self.retired[record.group_id] = GroupStatus(
+                group_id=record.group_id,
+                state="retired",
+                retire_reason=record.reason,
+                group_size=0 if group is None else group.facts.group_size,
+                queue_index=record.queue_index,
+                open=0,
+                finished=0 if group is None else len(group.finished),
+            )
+        if len(self.retired) > RETIRED_IDS_MAX:
+            del self.retired[next(iter(self.retired))]
+        return group
+
+    def episode_opened(self, record: OpenedEpisode, *, lease_until_s: float) -> Episode | None:
+        """An attempt begins, or is known with more rewards; an older attempt changes nothing."""
+        group = self.groups.get(record.group_id)
+        if group is None:
+            return None
+        episode = group.episodes.get(record.index)
+        if episode is not None and episode.opened.attempt > record.attempt:
+            return None
+        if episode is None or episode.opened.attempt < record.attempt:
+            episode = group.episodes[record.index] = Episode(record, lease_until_s=lease_until_s)
+        elif len(record.rewards) >= len(episode.opened.rewards):
+            episode.opened = record
+        return episode
+
+    def episode_finished(self, record: FinishedEpisode) -> None:
+        """The end of (group, index); the first in the log counts."""
+        group = self.groups.get(record.group_id)
+        if group is None:
+            return
+        group.finished.setdefault(record.index, record.episode_id)
+        episode = group.episodes.get(record.index)
+        if episode is not None:
+            episode.state = "ended"
+
+    def completion_requested(self, record: RequestedCompletion) -> None:
+        """A turn went to a lane; read back on a restart so that a retry gets the same id."""
+        episode = self.episode(record.episode_id)
+        if episode is None:
+            return
+        self._note(episode, record.turn, record.request_id)
+        parent = self._note_echo(episode, record)
+        if record.request_id in episode.history.completions:
+            return
+        if record.parent_id is not None and parent is None:
+            return
+        known = episode.turns.get(record.request_id)
+        if known is None or known.sent <= record.attempt:
+            turn = restored(record, parent=parent)
+            episode.turns[record.request_id] = self._restored[record.request_id] = turn
+            if episode.failed_attempts.get(record.request_id, -1) >= record.attempt:
+                turn.lane = -1
+
+    def completion_cancelled(self, record: CancelledCompletion) -> None:
+        """Nobody works on this attempt any more; read back on a restart."""
+        turn = self._restored.get(record.request_id)
+        if turn is not None and turn.sent == record.attempt + 1:
+            turn.lane = -1
+
+    def restored_turns(self) -> list[Turn]:
+        """Turns that lanes may still hold after a restart; asked once, when all is read."""
+        turns = [turn for turn in self._restored.values() if turn.lane >= 0]
+        self._restored = {}
+        return turns
+
+    def completion_finished(
+        self, record: FinishedCompletion, *, offset: int, finished_ms: int, parse: Parse
+    ) -> Finish | None:
+        """A lane's result; None where it is about nothing that is open, or a zombie's."""
+        episode = self.episode(record.episode_id)
+        if episode is None or record.request_id in episode.history.completions:
+            return None
+        self._note(episode, record.turn, record.request_id)
+        if not is_candidate(record):
+            # On a restart this comes before the request itself is read back.
+            episode.failed_attempts[record.request_id] = record.attempt
+            return Finish(
+                episode=episode,
+                request_id=record.request_id,
+                attempt=record.attempt,
+                completion=None,
+                error=record.error or record.finish_reason,
+            )
+        completion = self._completion(
+            episode, record, offset=offset, finished_ms=finished_ms, parse=parse
+        )
+        return Finish(
+            episode=episode,
+            request_id=record.request_id,
+            attempt=record.attempt,
+            completion=completion,
+            error="" if completion is not None else "the parent completion is unknown",
+        )
+
+    def completion_delivered(self, record: DeliveredCompletion) -> None:
+        """The client has it all."""
+        episode = self.episode(record.episode_id)
+        if episode is not None:
+            episode.delivered.add(record.request_id)
+
+    def step_trained(self, record: TrainedStep) -> None:
+        """Training went on, or has ended."""
+        self.steps_trained = max(self.steps_trained, record.step + 1)
+        self.training_ended = self.training_ended or record.is_last
+
+    def episode(self, episode_id: str) -> Episode | None:
+        """The episode with this id, where it is the newest attempt of an open group."""
+        group_id, index, _ = episode_id.rsplit(".", 2)
+        group = self.groups.get(group_id)
+        if group is None or len(index) > _INDEX_DIGITS_MAX:
+            return None
+        episode = group.episodes.get(int(index))
+        return episode if episode is not None and episode.episode_id == episode_id else None
+
+    def episodes(self) -> Iterator[tuple[Group, Episode]]:
+        """Newest attempts of all open groups."""
+        for group in self.groups.values():
+            for episode in group.episodes.values():
+                yield group, episode
+
+    def waiting_count(self, domain: str) -> int:
+        """Groups of the domain that are requested and not admitted."""
+        return sum(
+            group.state == "requested" and group.facts.domain == domain
+            for group in self.groups.values()
+        )
+
+    def size_bytes(self) -> int:
+        """Memory that histories and tasks hold, about."""
+        return sum(
+            len(group.facts.task) + sum(e.history.size_bytes for e in group.episodes.values())
+            for group in self.groups.values()
+        )
+
+    def view(self, group_id: str) -> GroupStatus | None:
+        """The group as the admin API shows it, None where it was never requested."""
+        group = self.groups.get(group_id)
+        if group is None:
+            return self.retired.get(group_id)
+        return GroupStatus(
+            group_id=group_id,
+            state=group.state,
+            retire_reason="",
+            group_size=group.facts.group_size,
+            queue_index=group.queue_index,
+            open=group.open_count(),
+            finished=len(group.finished),
+        )
+
+    def _note(self, episode: Episode, part: TurnPart, request_id: str) -> None:
+        episode.note_sequence(part.sequence)
+        episode.note_body(part.body_digest, request=request_id, ordinal=part.ordinal)
+        if part.tools and part.tools_digest not in episode.tools:
+            episode.tools[part.tools_digest] = tuple(msgspec.json.decode(part.tools))
+
+    def _note_echo(
+        self, episode: Episode, record: RequestedCompletion | FinishedCompletion
+    ) -> Completion | None:
+        """A request that extends a turn shows that the client has that turn."""
+        if record.parent_id is None:
+            return None
+        parent = episode.history.completions.get(record.parent_id)
+        if parent is not None and not record.turn.is_fork:
+            parent.echoed = True
+        return parent
+
+    def _completion(
+        self,
+        episode: Episode,
+        record: FinishedCompletion,
+        *,
+        offset: int,
+        finished_ms: int,
+        parse: Parse,
+    ) -> Completion | None:
+        parent = self._note_echo(episode, record)
+        if record.parent_id is not None and parent is None:
+            return None
+        part = record.turn
+        context = (
+            b""
+            if parent is None
+            else tokens_of(
+                parent,
+                count=record.shared_prefix_tokens,
+                skip=record.shared_prefix_tokens - TAIL_TOKENS,
+            )
+        ) + record.context
+        tools = episode.tools.get(part.tools_digest, ()) if _parses_tools(part) else ()
+        took_ms = round((record.queued_s + record.engine_s) * 1000)
+        completion = Completion(
+            request_id=record.request_id,
+            offset=offset,
+            sequence=part.sequence,
+            parent=parent,
+            shared_tokens=record.shared_prefix_tokens,
+            context=record.context,
+            output=record.output,
+            context_tokens=record.shared_prefix_tokens + len(record.context) // TOKEN_BYTES,
+            path=EMPTY_PATH,
+            reply=parse(
+                record.output, record.request_id, tools, context[-TAIL_TOKENS * TOKEN_BYTES :]
+            ),
+            tools_digest=part.tools_digest,
+            lane=record.lane,
+            epoch=record.epoch,
+            sampled_end=record.finish_reason,
+            engine_s=record.engine_s,
+            cached_tokens=record.cached_tokens,
+            requested_ms=finished_ms - took_ms,
+            finished_ms=finished_ms,
+            temperature=record.temperature,
+            logprobs=record.logprobs,
+            is_fork=part.is_fork,
+        )
+        follows = parent is not None and not part.is_fork
+        episode.history.add(
+            completion,
+            keys=part.message_digests,
+            after=parent.path if parent is not None and follows else EMPTY_PATH,
+        )
+        episode.forks += part.is_fork
+        return completion
+
+
+class _Asked(Struct):
+    tool_choice: Any = None
+
+
+def _parses_tools(part: TurnPart) -> bool:
+    return not part.asked or msgspec.json.decode(part.asked, type=_Asked).tool_choice != "none"

@@ -1,0 +1,277 @@
+"""Reads the gateway's topics: the open groups once at the start, then every record as it comes.
+
+The read-back of finished-completions is the reply: a completion exists for clients when it comes
+back from the log, never earlier.
+
+A restart begins where `marks.py` has committed: what lies before is of groups that are over.
+Retired groups (a few bytes each) and trained steps are read in full, of heartbeats only the newest
+ones.
+"""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+
+import msgspec
+
+from forgemq_bus.log import Log, Place, Record
+from forgemq_bus.reading import read_up_to
+from forgemq_contracts import topics
+from forgemq_contracts.completions import (
+    CancelledCompletion,
+    DeliveredCompletion,
+    FinishedCompletion,
+    RequestedCompletion,
+)
+from forgemq_contracts.episodes import FinishedEpisode, OpenedEpisode
+from forgemq_contracts.groups import AdmittedGroup, RequestedGroup, RetiredGroup
+from forgemq_contracts.steps import TrainedStep
+from forgemq_contracts.weights import ReportedEngine
+from forgemq_gateway.core.registry import Parse
+from forgemq_gateway.dispatch import Dispatcher
+from forgemq_gateway.marks import ENTERING, NEEDED_GROUP, Marks
+from forgemq_gateway.surroundings import Surroundings
+
+CONSUMES = (
+    topics.REQUESTED_GROUPS,
+    topics.ADMITTED_GROUPS,
+    topics.RETIRED_GROUPS,
+    topics.TRAINED_STEPS,
+    topics.OPENED_EPISODES,
+    topics.FINISHED_EPISODES,
+    topics.REQUESTED_COMPLETIONS,
+    topics.CANCELLED_COMPLETIONS,
+    topics.FINISHED_COMPLETIONS,
+    topics.DELIVERED_COMPLETIONS,
+    topics.REPORTED_ENGINES,
+)
+
+# Each stage needs what the ones before it have entered; within a stage the order is free.
+_STAGES = (
+    (topics.REQUESTED_GROUPS, topics.ADMITTED_GROUPS, topics.RETIRED_GROUPS, topics.TRAINED_STEPS),
+    (topics.OPENED_EPISODES,),
+    (topics.FINISHED_EPISODES,),
+    (topics.FINISHED_COMPLETIONS,),
+    (topics.REQUESTED_COMPLETIONS, topics.DELIVERED_COMPLETIONS, topics.REPORTED_ENGINES),
+    (topics.CANCELLED_COMPLETIONS,),
+)
+
+# Records of a group on these lie behind its first one on `ENTERING`.
+_BY_GROUP = (
+    topics.REQUESTED_GROUPS,
+    topics.ADMITTED_GROUPS,
+    topics.OPENED_EPISODES,
+    topics.FINISHED_EPISODES,
+    topics.REQUESTED_COMPLETIONS,
+    topics.CANCELLED_COMPLETIONS,
+    topics.FINISHED_COMPLETIONS,
+    topics.DELIVERED_COMPLETIONS,
+)
+
+# Of its own records a serving gateway needs back only requested groups, to know which ones it has
+# entered; the others it entered when it wrote them.
+_LIVE = (
+    topics.REQUESTED_GROUPS,
+    topics.ADMITTED_GROUPS,
+    topics.RETIRED_GROUPS,
+    topics.TRAINED_STEPS,
+    topics.FINISHED_COMPLETIONS,
+    topics.REPORTED_ENGINES,
+)
+
+_READ_S = 1.0
+_RECORDS_MAX = 500
+_REPORTS_READ_MAX = 200
+"""Heartbeats of each lane that a start reads: some minutes; the log keeps more of them."""
+
+
+class Feed:
+    """Applies records to the registry and wakes those who wait for them."""
+
+    def __init__(
+        self, log: Log, *, dispatcher: Dispatcher, parse: Parse, around: Surroundings
+    ) -> None:
+        self._log = log
+        self._dispatcher = dispatcher
+        self._parse = parse
+        self._configuration = around.configuration
+        self._registry = around.registry
+        self._clock = around.clock
+        self._changed = around.changed
+        self._outbox = around.outbox
+        self._telemetry = around.telemetry
+        self._mark_every_s = around.settings.mark_every_s
+        self._positions: dict[Place, int] = {}
+        self._starts: dict[Place, int] = {}
+        self._entered: dict[Place, int] = {}
+
+    async def restore(self) -> None:
+        """Rebuild all open groups from the log; on return they are as before the last stop."""
+        started_s = self._clock.now_s()
+        for stage in _STAGES:
+            async for record in self._until_now(stage):
+                await self._restore(record)
+        for _, episode in self._registry.episodes():
+            episode.renew(self._clock.now_s())
+        for turn in self._registry.restored_turns():
+            self._dispatcher.lanes.enter(turn.lane, turn.epoch)
+        self._entered = {p: at for p, at in self._positions.items() if p.topic in ENTERING}
+        restore_s = self._clock.now_s() - started_s
+        self._telemetry.observe("gateway.restore_s", restore_s)
+        self._telemetry.event(
+            "restored", seconds=round(restore_s, 3), groups=len(self._registry.groups)
+        )
+
+    async def _until_now(self, stage: Sequence[topics.Topic]) -> AsyncIterator[Record]:
+        places = [place for topic in stage for place in self._places(topic)]
+        ends = await self._log.end_positions(places)
+        starts = await self._needed_starts(places, ends=ends)
+        self._starts |= starts
+        reader = await self._log.reader(starts)
+        try:
+            async for records in read_up_to(reader, ends):
+                for record in records:
+                    yield record
+            self._positions.update({place: reader.position(place) for place in places})
+        finally:
+            await reader.close()
+
+    async def _needed_starts(
+        self, places: Sequence[Place], *, ends: Mapping[Place, int]
+    ) -> dict[Place, int]:
+        """From where each partition holds what is still needed."""
+        by_group = {topic.name for topic in _BY_GROUP}
+        starts = await self._log.first_positions(places)
+        needed = await self._log.committed(
+            group=NEEDED_GROUP, places=[place for place in places if place.topic in by_group]
+        )
+        for place, first in starts.items():
+            start = needed.get(place, first)
+            if place.topic == topics.REPORTED_ENGINES.name:
+                start = ends[place] - _REPORTS_READ_MAX
+            starts[place] = max(first, start)
+        return starts
+
+    def _places(self, topic: topics.Topic) -> list[Place]:
+        log = self._configuration.log
+        count = topics.partition_count(
+            topic,
+            group_partitions=log.group_partitions,
+            lanes=log.lanes,
+            queues=len(self._configuration.queues),
+        )
+        return [Place(topic.name, partition) for partition in range(count)]
+
+    async def follow(self) -> None:
+        """Apply every new record, for ever."""
+        live = {topic.name for topic in _LIVE}
+        positions = {p: at for p, at in self._positions.items() if p.topic in live}
+        reader = await self._log.reader(positions)
+        try:
+            while True:
+                records = await reader.read(timeout_s=_READ_S, records_max=_RECORDS_MAX)
+                for record in records:
+                    await self._apply(record)
+                self._entered |= {place: reader.position(place) for place in self._entered}
+                if records:
+                    self._changed.beat()
+        finally:
+            await reader.close()
+
+    async def mark(self) -> None:
+        """Commit from where a restart has to read what `follow` enters, for ever."""
+        places = [place for topic in _BY_GROUP for place in self._places(topic)]
+        await Marks(
+            self._log,
+            starts={place: self._starts[place] for place in places},
+            entered=self._entered,
+            open_groups=self._registry.groups,
+            every_s=self._mark_every_s,
+            telemetry=self._telemetry,
+        ).keep()
+
+    async def _restore(self, record: Record) -> None:
+        decoded = await self._decoded(record)
+        if decoded is not None and not self._restore_own(decoded):
+            self._enter(decoded, record)
+
+    def _restore_own(self, decoded: msgspec.Struct) -> bool:
+        """Enter what this service wrote before it stopped."""
+        registry = self._registry
+        match decoded:
+            case OpenedEpisode():
+                registry.episode_opened(decoded, lease_until_s=self._clock.now_s())
+            case FinishedEpisode():
+                registry.episode_finished(decoded)
+            case RequestedCompletion():
+                registry.completion_requested(decoded)
+            case CancelledCompletion():
+                registry.completion_cancelled(decoded)
+            case DeliveredCompletion():
+                registry.completion_delivered(decoded)
+            case _:
+                return False
+        return True
+
+    def _enter(self, decoded: msgspec.Struct, record: Record) -> None:
+        """Enter what others wrote."""
+        match decoded:
+            case RequestedGroup():
+                self._registry.group_requested(decoded)
+            case AdmittedGroup():
+                self._registry.group_admitted(decoded)
+            case RetiredGroup():
+                self._registry.group_retired(decoded)
+            case TrainedStep():
+                self._registry.step_trained(decoded)
+            case FinishedCompletion():
+                self._registry.completion_finished(
+                    decoded,
+                    offset=record.offset,
+                    finished_ms=record.timestamp_ms,
+                    parse=self._parse,
+                )
+            case ReportedEngine():
+                age_s = max(0, self._clock.wall_ms() - decoded.reported_ms) / 1000
+                self._dispatcher.lanes.report(decoded, heard_s=self._clock.now_s() - age_s)
+
+    async def _apply(self, record: Record) -> None:
+        """Enter a new record and pass on what it means for open requests."""
+        decoded = await self._decoded(record)
+        match decoded:
+            case FinishedCompletion():
+                finish = self._registry.completion_finished(
+                    decoded,
+                    offset=record.offset,
+                    finished_ms=record.timestamp_ms,
+                    parse=self._parse,
+                )
+                if finish is not None:
+                    self._dispatcher.finished(finish)
+            case ReportedEngine():
+                self._dispatcher.engine_reported(decoded, heard_s=self._clock.now_s())
+            case RetiredGroup():
+                group = self._registry.group_retired(decoded)
+                if group is not None:
+                    await self._dispatcher.drop_group(group)
+            case None:
+                pass
+            case _:
+                self._enter(decoded, record)
+
+    async def _decoded(self, record: Record) -> msgspec.Struct | None:
+        """The struct; None for a bad record, whose group then fails: see `DeadLetters`.
+
+        Nobody is told here: the group's retirement ends its requests, as any other would.
+        """
+        try:
+            return topics.decode(topics.BY_NAME[record.topic], record.value)
+        except msgspec.ValidationError as error:
+            is_buried = await self._outbox.buried(record, reason=f"does not decode: {error}")
+            self._telemetry.count("gateway.bad_records")
+            self._telemetry.event(
+                "bad_record" if is_buried else "bad_record_skipped",
+                topic=record.topic,
+                partition=record.partition,
+                offset=record.offset,
+                error=str(error),
+            )
+            return None

@@ -1,0 +1,319 @@
+"""What agents ask of the admin API: groups, claims, leases, rewards and ends."""
+
+from contextlib import suppress
+
+from msgspec import Raw, Struct
+
+from forgemq_contracts.episodes import OpenedEpisode, ReportedReward
+from forgemq_contracts.groups import RequestedGroup
+from forgemq_contracts.partitions import episode_id, group_id
+from forgemq_contracts.run import Queue
+from forgemq_gateway.access import Access
+from forgemq_gateway.admin_bodies import (
+    AbortRequest,
+    Claim,
+    FinishRequest,
+    GroupRequest,
+    RewardRequest,
+    RunStatus,
+)
+from forgemq_gateway.core.episodes import Ending, Episode
+from forgemq_gateway.core.errors import RefusedError, busy, conflict, gone, invalid, unknown
+from forgemq_gateway.core.keys import KeyMint, key_sha256
+from forgemq_gateway.core.registry import Group, GroupState, GroupStatus
+from forgemq_gateway.core.sampling import pinned_sampling
+from forgemq_gateway.dispatch import Dispatcher
+from forgemq_gateway.surroundings import Surroundings
+
+# Found instead of a slot where no agent is needed any more.
+_OVER = "over"
+
+
+class Slot(Struct, frozen=True):
+    """A place in a group that an agent may take."""
+
+    group: Group
+    index: int
+    attempt: int
+
+
+class Operations:
+    """The admin API's verbs over the registry; every change is a record first."""
+
+    def __init__(
+        self, *, access: Access, mint: KeyMint, dispatcher: Dispatcher, around: Surroundings
+    ) -> None:
+        self._access = access
+        self._mint = mint
+        self._dispatcher = dispatcher
+        self._configuration = around.configuration
+        self._settings = around.settings
+        self._registry = around.registry
+        self._outbox = around.outbox
+        self._clock = around.clock
+        self._changed = around.changed
+        self._telemetry = around.telemetry
+        self.public_url = around.settings.public_url
+        self.held_bytes = 0
+        self._is_ending = False
+
+    def answer_long_polls(self) -> None:
+        """Whoever waits for a group to change is told how it is: this gateway is about to end."""
+        self._is_ending = True
+        self._changed.beat()
+
+    async def request_group(self, request: GroupRequest) -> GroupStatus:
+        """The group of this idempotency key, requested now if it is new.
+
+        Raises:
+            RefusedError: 400 unknown domain, 410 training has ended, 429 too many wait.
+        """
+        queue = self._queue(request.domain)
+        group = group_id(
+            run=self._configuration.run,
+            domain=request.domain,
+            idempotency_key=request.idempotency_key,
+        )
+        known = self._registry.view(group)
+        if known is not None:
+            return known
+        self._check_room(queue, is_train=request.purpose == "train")
+        record = RequestedGroup(
+            group_id=group,
+            domain=request.domain,
+            purpose=request.purpose,
+            group_size=request.group_size or queue.group_size,
+            task=bytes(request.task),
+            idempotency_key=request.idempotency_key,
+            requested_ms=self._clock.wall_ms(),
+            temperature=request.temperature,
+            round_name=request.round_name,
+        )
+        await self._outbox.group_requested(record)
+        self._registry.group_requested(record)
+        self._telemetry.count("gateway.groups_requested")
+        return self.group(group)
+
+    def _queue(self, domain: str) -> Queue:
+        for queue in self._configuration.queues:
+            if queue.domain == domain:
+                return queue
+        domains = ", ".join(queue.domain for queue in self._configuration.queues)
+        raise invalid(f"there is no domain {domain!r}; there are {domains}", param="domain")
+
+    def _check_room(self, queue: Queue, *, is_train: bool) -> None:
+        if is_train and self._registry.training_ended:
+            raise gone("training has ended")
+        waiting = self._registry.waiting_count(queue.domain)
+        if waiting >= queue.groups_requested_max:
+            raise busy(f"{waiting} groups of {queue.domain} wait for a slot already")
+        if self.held_bytes > self._settings.memory_bytes_max:
+            raise busy("the histories of open groups fill the gateway's memory")
+
+    def group(self, group_id: str) -> GroupStatus:
+        """The group as it is.
+
+        Raises:
+            RefusedError: 404.
+        """
+        view = self._registry.view(group_id)
+        if view is None:
+            raise unknown(f"there is no group {group_id}")
+        return view
+
+    async def changed_group(
+        self, group_id: str, *, wait_s: float, known: GroupState | None
+    ) -> GroupStatus:
+        """The group, as soon as its state is another than `known` or the time is over.
+
+        Args:
+            group_id: Of a group that was requested.
+            wait_s: At most so long; not at all where the group is retired, its last state.
+            known: The state that the caller knows; None for that of now, which misses a change
+                between the caller's last answer and this question.
+        """
+        before = known or self.group(group_id).state
+
+        def look() -> GroupStatus | None:
+            view = self.group(group_id)
+            is_news = view.state != before or view.state == "retired"
+            return view if is_news or self._is_ending else None
+
+        changed = await self._changed.until(look, timeout_s=self._wait_s(wait_s))
+        return changed or self.group(group_id)
+
+    async def claim(self, group_id: str, *, wait_s: float) -> Claim | None:
+        """An episode of the group for this agent, None where none is free.
+
+        Raises:
+            RefusedError: 404 unknown group, 410 group over.
+        """
+        self.group(group_id)
+
+        def look() -> Slot | str | None:
+            group = self._registry.groups.get(group_id)
+            if group is None:
+                return _OVER
+            free = group.claimable()
+            if free is not None:
+                return Slot(group, *free)
+            return _OVER if len(group.finished) >= group.facts.group_size else None
+
+        found: Slot | str | None = await self._changed.until(look, timeout_s=self._wait_s(wait_s))
+        if found is None:
+            return None
+        if isinstance(found, str):
+            raise gone(f"group {group_id} is over")
+        return await self._open(found)
+
+    async def _open(self, slot: Slot) -> Claim:
+        group, index, attempt = slot.group, slot.index, slot.attempt
+        facts = group.facts
+        identifier = episode_id(group=facts.group_id, index=index, attempt=attempt)
+        key = self._mint.key_of(identifier)
+        episodes = self._configuration.episodes
+        record = OpenedEpisode(
+            episode_id=identifier,
+            group_id=facts.group_id,
+            index=index,
+            attempt=attempt,
+            key_sha256=key_sha256(key),
+            sampling=pinned_sampling(episodes.sampling, temperature=facts.temperature),
+            history=episodes.history,
+            lease_s=episodes.lease_s,
+            opened_ms=self._clock.wall_ms(),
+        )
+        group.claiming.add(index)
+        try:
+            await self._outbox.episode_opened(record)
+        finally:
+            group.claiming.discard(index)
+        self._registry.episode_opened(record, lease_until_s=self._clock.now_s() + record.lease_s)
+        self._telemetry.count("gateway.episodes_opened")
+        return Claim(
+            episode_id=identifier,
+            group_id=facts.group_id,
+            index=index,
+            attempt=attempt,
+            key=key,
+            base_url=f"{self.public_url}/v1",
+            session_url=f"{self.public_url}/s/{key}/v1",
+            lease_s=record.lease_s,
+            task=Raw(facts.task),
+            temperature=record.sampling.temperature,
+        )
+
+    def heartbeat(self, episode_id: str) -> float:
+        """The agent lives; returns the length of its lease, seconds."""
+        episode = self._access.known_episode(episode_id)
+        if episode.state == "ended":
+            raise conflict(f"episode {episode_id} has ended")
+        episode.renew(self._clock.now_s())
+        return episode.opened.lease_s
+
+    async def reward(self, episode_id: str, request: RewardRequest) -> None:
+        """Keep a reward of the agent's own; idempotent by its id."""
+        episode = self._access.known_episode(episode_id)
+        reward = _reward(request)
+        record = episode.with_reward(reward)
+        if record is None:
+            return
+        if episode.state in ("finishing", "ended"):
+            raise conflict(f"episode {episode_id} has ended")
+        if (
+            reward.completion_id is not None
+            and reward.completion_id not in episode.history.completions
+        ):
+            raise invalid(
+                f"{reward.completion_id} is no completion of this episode", param="completion_id"
+            )
+        # Entered before it is written, so that two rewards at once do not lose one another.
+        self._registry.episode_opened(record, lease_until_s=episode.lease_until_s)
+        await self._outbox.episode_opened(record)
+        episode.renew(self._clock.now_s())
+
+    async def finish(self, episode_id: str, request: FinishRequest) -> None:
+        """The agent is done: wait for its open requests, then write the final record."""
+        ending = Ending(
+            status="completed",
+            result=bytes(request.result),
+            tool_s=request.tool_s,
+            virtual_s=request.virtual_s,
+        )
+        await self._end(episode_id, ending)
+
+    async def abort(self, episode_id: str, request: AbortRequest) -> None:
+        """The agent gives the episode up; it counts for nothing."""
+        await self._end(episode_id, Ending(status="aborted", detail=request.detail))
+
+    async def _end(self, episode_id: str, ending: Ending) -> None:
+        episode = self._access.known_episode(episode_id)
+        if episode.state not in ("finishing", "ended"):
+            await self.end(episode, ending)
+            return
+        # A retry of the same wish: it is true as soon as the final record is written.
+        await self._changed.until(
+            lambda: True if episode.state == "ended" else None,
+            timeout_s=self._settings.drain_s + 5.0,
+        )
+
+    async def end(self, episode: Episode, ending: Ending) -> None:
+        """Write the final record of an episode; its open requests get a while to come back."""
+        episode.state = "finishing"
+        if ending.status == "completed":
+            await self._changed.until(
+                lambda: None if episode.clients else True,
+                timeout_s=self._settings.drain_s,
+            )
+        for turn in list(episode.turns.values()):
+            self._dispatcher.fail(turn, conflict(f"episode {episode.episode_id} has ended"))
+            await self._dispatcher.abandon(episode, turn)
+        group = self._registry.groups.get(episode.opened.group_id)
+        if group is None:
+            raise gone(f"group {episode.opened.group_id} is over")
+        record = episode.finished(ending, group=group.facts, finished_ms=self._clock.wall_ms())
+        await self._outbox.episode_finished(record)
+        self._registry.episode_finished(record)
+        self._changed.beat()
+        self._telemetry.count("gateway.episodes_finished", status=ending.status)
+
+    async def lapse(self) -> None:
+        """Free the episodes whose lease has lapsed; fail those without another attempt left."""
+        now_s = self._clock.now_s()
+        lapsed = [e for _, e in self._registry.episodes() if e.has_lapsed(now_s)]
+        for episode in lapsed:
+            self._telemetry.count("gateway.leases_lapsed")
+            self._telemetry.event("lease_lapsed", episode=episode.episode_id)
+            if episode.opened.attempt + 1 < self._configuration.episodes.attempts_max:
+                episode.state = "lapsed"
+                self._changed.beat()
+            else:
+                attempts = episode.opened.attempt + 1
+                detail = f"the lease of attempt {attempts} of {attempts} lapsed"
+                with suppress(RefusedError):  # The group may retire meanwhile.
+                    await self.end(episode, Ending(status="failed", detail=detail))
+
+    def run(self) -> RunStatus:
+        """What agents need to know of the run."""
+        return RunStatus(
+            run=self._configuration.run,
+            steps=self._configuration.trainer.steps,
+            steps_trained=self._registry.steps_trained,
+            training_ended=self._registry.training_ended,
+            domains=tuple(queue.domain for queue in self._configuration.queues),
+        )
+
+    def _wait_s(self, wait_s: float) -> float:
+        return min(max(wait_s, 0.0), self._settings.long_poll_s_max)
+
+
+def _reward(request: RewardRequest) -> ReportedReward:
+    completion = request.completion_id
+    if completion is not None:
+        completion = completion.removeprefix("chatcmpl-")
+    return ReportedReward(
+        reward_id=request.reward_id,
+        name=request.name,
+        value=request.value,
+        completion_id=completion,
+    )

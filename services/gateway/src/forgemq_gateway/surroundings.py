@@ -1,0 +1,33 @@
+"""What all parts of one gateway process share."""
+
+import asyncio
+from dataclasses import dataclass
+
+from forgemq_contracts.run import RunConfiguration
+from forgemq_gateway.clock import Clock
+from forgemq_gateway.core.registry import Registry
+from forgemq_gateway.outbox import Outbox
+from forgemq_gateway.pulse import Pulse
+from forgemq_gateway.settings import GatewaySettings
+from forgemq_telemetry.telemetry import Telemetry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """One of each per process.
+
+    Attributes:
+        registry: Groups and episodes, as the log tells them.
+        outbox: Where records go.
+        changed: Beats when a group or an episode may have changed.
+        tasks: Owns everything that runs beside a request; an error in it ends the gateway.
+    """
+
+    configuration: RunConfiguration
+    settings: GatewaySettings
+    registry: Registry
+    outbox: Outbox
+    clock: Clock
+    changed: Pulse
+    tasks: asyncio.TaskGroup
+    telemetry: Telemetry

@@ -1,0 +1,85 @@
+"""Plain ASGI: reading a body, writing a JSON answer, and errors in OpenAI's shape."""
+
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any, TypeAlias
+
+import orjson
+
+from forgemq_gateway.core.errors import RefusedError
+from forgemq_gateway.core.replies import error_body
+
+Scope: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+Application: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection before its request was complete."""
+
+
+def headers_of(scope: Scope) -> dict[str, str]:
+    """Request headers, names in lower case; of a repeated one the last."""
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+
+
+async def read_body(receive: Receive, *, bytes_max: int, headers: Mapping[str, str]) -> bytes:
+    """The whole body.
+
+    Raises:
+        RefusedError: 413: it is longer than the limit; nothing beyond it is kept.
+        ClientGoneError: the connection closed.
+    """
+    too_long = RefusedError(
+        f"the body is over the limit of {bytes_max} bytes",
+        status=413,
+        kind="invalid_request_error",
+    )
+    declared = headers.get("content-length", "0")
+    if declared.isdigit() and int(declared) > bytes_max:
+        raise too_long
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        part = message.get("body", b"")
+        size += len(part)
+        if size > bytes_max:
+            raise too_long
+        parts.append(part)
+        if not message.get("more_body", False):
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+async def send_json(
+    send: Send, body: object, *, status: int = 200, headers: Mapping[str, str] | None = None
+) -> None:
+    """One JSON answer in one piece."""
+    data = orjson.dumps(body)
+    named = {
+        "content-type": "application/json",
+        "content-length": str(len(data)),
+        **(headers or {}),
+    }
+    await send(
+        {
+            "type": "http.response.start",
+            "status": status,
+            "headers": [(n.encode(), v.encode("latin-1")) for n, v in named.items()],
+        }
+    )
+    await send({"type": "http.response.body", "body": data})
+
+
+async def send_refusal(send: Send, error: RefusedError) -> None:
+    """The refusal with its status, its field and when to come back."""
+    retry = {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
+    await send_json(send, refusal_body(error), status=error.status, headers=retry)
+
+
+def refusal_body(error: RefusedError) -> dict[str, Any]:
+    """The refusal as OpenAI's clients read it."""
+    return error_body(error.message, kind=error.kind, param=error.param, code=error.code)

@@ -1,0 +1,220 @@
+"""Keeps one engine attached to its lane: wait for it, tidy it up, load, watch, and start over.
+
+The engine is another process with a past that is unknown here: it may be fresh, paused in the
+middle of an update of an earlier inference process, or restarted between two health checks.
+"""
+
+import asyncio
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from forgemq_contracts.run import RunConfiguration
+from forgemq_inference.clock import PauseClock
+from forgemq_inference.core.weights import (
+    BASE,
+    BROKEN_NAME,
+    WeightsState,
+    served_by,
+    weights_of_name,
+)
+from forgemq_inference.durable import WEIGHTS_FILE, DurableCopyError, file_sha256
+from forgemq_inference.engine import (
+    Engine,
+    EngineError,
+    EngineRefusedError,
+    EngineUnreachableError,
+)
+from forgemq_inference.limits import engine_limits
+from forgemq_inference.loading import Loading, WeightLoader
+from forgemq_inference.reports import Reports
+from forgemq_inference.requests import NOT_SERVING, Requests
+from forgemq_inference.settings import InferenceSettings
+from forgemq_telemetry import Telemetry
+
+_POLL_S = 0.5
+_RETRY_S = 0.2
+_LOAD_RETRY_S = 1.0
+_RESUME_TIMEOUT_S = 30.0
+
+
+class Attachment:
+    """`run` serves the lane for as long as the process lives; losing the engine is no failure.
+
+    `follow_weights` after a publication; `suspected` is set after an unanswered request.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        configuration: RunConfiguration,
+        settings: InferenceSettings,
+        weights: WeightsState,
+        loader: WeightLoader,
+        pauses: PauseClock,
+        requests: Requests,
+        reports: Reports,
+        suspected: asyncio.Event,
+        telemetry: Telemetry,
+    ) -> None:
+        """Not attached."""
+        self._engine = engine
+        self._configuration = configuration
+        self._settings = settings
+        self._weights = weights
+        self._loader = loader
+        self._pauses = pauses
+        self._requests = requests
+        self._reports = reports
+        self._telemetry = telemetry
+        self._published = asyncio.Event()
+        self._suspected = suspected
+        self._is_loading = False
+
+    def follow_weights(self) -> None:
+        """There may be newer weights."""
+        self._published.set()
+
+    async def run(self) -> None:
+        """Attach, serve until the engine is lost, again and again.
+
+        Raises:
+            EngineError: the engine did not come up, or cannot be brought to published weights.
+            DurableCopyError: the durable copy stays unusable.
+            ModelFolderError: the model's folder is not one.
+        """
+        while True:
+            await self._wait_healthy()
+            try:
+                await self._attach()
+                await self._serve()
+            except* EngineUnreachableError as lost:
+                error = str(lost.exceptions[0])
+                self._telemetry.event("engine_lost", url=self._engine.url, error=error)
+                self._telemetry.count("inference.engine_losses")
+            finally:
+                self._requests.close(NOT_SERVING)
+                self._reports.stop_serving()
+
+    async def _wait_healthy(self) -> None:
+        deadline_s = time.monotonic() + self._settings.engine_start_timeout_s
+        while True:
+            try:
+                return await self._engine.check_health(timeout_s=self._settings.health_timeout_s)
+            except EngineError as error:
+                if time.monotonic() > deadline_s:
+                    raise EngineRefusedError(
+                        f"no healthy engine at {self._engine.url} within "
+                        f"{self._settings.engine_start_timeout_s:.0f} s: {error}"
+                    ) from error
+            await asyncio.sleep(_POLL_S)
+
+    async def _attach(self) -> None:
+        started_s, paused_s = time.monotonic(), self._pauses.total_s
+        await self._tidy()
+        server = await self._engine.server_info()
+        limits = await engine_limits(
+            server,
+            model_path=self._configuration.model.path,
+            context_tokens_max=self._configuration.model.context_tokens_max,
+        )
+        if limits.experts is not None and not limits.records_routes:
+            # The trainer then routes by itself, and some of the gap to the engine is routing.
+            self._telemetry.event("routes_not_recorded", url=self._engine.url)
+        await self._load_newest()
+        if self._weights.served.is_dirty:
+            raise EngineRefusedError("an update of the engine broke off and nothing is published")
+        await self._engine.resume(timeout_s=_RESUME_TIMEOUT_S)
+        self._pauses.resume()
+        self._requests.open(limits)
+        self._reports.serve(context_tokens_max=limits.context_tokens_max, ranks=server.tp_size)
+        await self._reports.write_loaded(
+            Loading(
+                path="start",
+                duration_s=time.monotonic() - started_s,
+                paused_s=self._pauses.total_s - paused_s,
+            )
+        )
+
+    async def _tidy(self) -> None:
+        """End what an earlier process left running, and find out what the engine holds."""
+        with suppress(EngineRefusedError):
+            # Refused where no update is open, which is the usual case.
+            await self._engine.end_update(timeout_s=self._settings.durable_timeout_s)
+        await self._engine.abort_all()
+        name = (await self._engine.model_info()).weight_version
+        base = Path(self._configuration.model.path) / WEIGHTS_FILE
+        is_base = name != BROKEN_NAME and (weights_of_name(name) or BASE) == BASE
+        served = served_by(name, base_sha256=await file_sha256(base) if is_base else None)
+        if is_base and name != BASE.name:
+            await self._engine.name_weights(BASE.name)
+        self._weights.restarted(served)
+
+    async def _serve(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._watch())
+            group.create_task(self._follow())
+
+    async def _follow(self) -> None:
+        while True:
+            await self._published.wait()
+            self._published.clear()
+            for loading in await self._load_newest():
+                await self._reports.write_loaded(loading)
+
+    async def _load_newest(self) -> list[Loading]:
+        """Load until nothing newer is published; usually one load."""
+        loadings: list[Loading] = []
+        failures = 0
+        self._is_loading = True
+        try:
+            while (load := self._weights.next_load()) is not None:
+                try:
+                    loadings.append(await self._loader.load(load))
+                    failures = 0
+                except (EngineRefusedError, DurableCopyError) as error:
+                    failures += 1
+                    self._telemetry.event("load_failed", failures=failures, error=str(error))
+                    if failures >= self._settings.load_attempts_max:
+                        raise
+                    await asyncio.sleep(_LOAD_RETRY_S * failures)
+        finally:
+            self._is_loading = False
+        return loadings
+
+    async def _watch(self) -> None:
+        """Return never.
+
+        Raises:
+            EngineUnreachableError: the engine stopped answering, or is another process.
+        """
+        failures = 0
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._settings.heartbeat_s):
+                    await self._suspected.wait()
+            self._suspected.clear()
+            if self._is_loading:
+                continue  # the load has its own deadlines; some health checks wait for generation
+            try:
+                await self._check()
+                failures = 0
+            except EngineError as error:
+                failures += 1
+                await self._give_up(failures, error)
+                self._suspected.set()
+
+    async def _give_up(self, failures: int, error: EngineError) -> None:
+        if failures >= self._settings.health_failures_max:
+            raise EngineUnreachableError(str(error)) from error
+        await asyncio.sleep(_RETRY_S)
+
+    async def _check(self) -> None:
+        await self._engine.check_health(timeout_s=self._settings.health_timeout_s)
+        served = self._weights.served
+        name = (await self._engine.model_info()).weight_version
+        if not self._is_loading and served == self._weights.served:
+            expected = served.weights.name
+            if name != expected:
+                raise EngineUnreachableError(f"restarted: its weights are {name}, were {expected}")

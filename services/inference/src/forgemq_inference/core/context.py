@@ -1,0 +1,49 @@
+"""Token ids of a context in the two forms that a lane needs: as they travel, and as JSON.
+
+A history of 200,000 tokens comes back every turn with a few hundred more behind it. Writing it out
+as JSON again each time cost more than everything else a lane does, so the text grows with it.
+"""
+
+from typing import NamedTuple
+
+import msgspec
+
+from forgemq_contracts.arrays import unpack_ids
+
+TOKEN_BYTES = 4
+
+
+class TokenContext(NamedTuple):
+    """Leading token ids of a request or a completion.
+
+    Attributes:
+        tokens: int32 bytes.
+        text: The same ids as JSON numbers with commas between them, without brackets.
+
+    Example: ids 7 and 12 are 8 bytes of tokens and the text `7,12`.
+    """
+
+    tokens: bytes = b""
+    text: bytes = b""
+
+    @property
+    def tokens_count(self) -> int:
+        """Number of ids."""
+        return len(self.tokens) // TOKEN_BYTES
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of both forms."""
+        return len(self.tokens) + len(self.text)
+
+    def extended(self, tokens: bytes) -> "TokenContext":
+        """With these ids behind; cost of the new ones and a copy."""
+        text = msgspec.json.encode(unpack_ids(tokens))[1:-1]
+        separator = b"," if self.text and text else b""
+        return TokenContext(self.tokens + tokens, self.text + separator + text)
+
+    def first(self, tokens_count: int) -> "TokenContext":
+        """The first ids; free where they are all of them."""
+        if tokens_count == self.tokens_count:
+            return self
+        return TokenContext().extended(self.tokens[: tokens_count * TOKEN_BYTES])

@@ -1,0 +1,304 @@
+"""What the engine is asked for one request, and what its answer says on the log.
+
+SGLang returns the log-probability of each sampled token after dividing the logits by the
+temperature, penalties included, over the whole vocabulary: exactly the sampling distribution where
+nothing truncates the support. For temperature 0 it returns that of the model's own distribution;
+the record then says temperature 0 and support greedy. Top-p and top-k are not renormalised either;
+such tokens never train.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+from msgspec import Raw, Struct
+
+from forgemq_contracts.arrays import pack_floats, pack_ids, unpack_ids
+from forgemq_contracts.completions import (
+    FinishedCompletion,
+    RequestedCompletion,
+    Support,
+    WeightSpan,
+)
+from forgemq_contracts.episodes import Sampling
+from forgemq_inference.core.context import TOKEN_BYTES, TokenContext
+from forgemq_inference.core.lane import Refused
+from forgemq_inference.core.routes import Experts, InvalidRoutesError, packed_routes
+from forgemq_inference.core.weights import Weights, weights_of_name
+
+GREEDY_BELOW = 1e-6
+"""SGLang takes the most likely token at temperatures below this (its `_SAMPLING_EPS`)."""
+
+
+class EngineLimits(Struct, frozen=True, kw_only=True):
+    """What the engine can take; beyond it a request is refused here.
+
+    Attributes:
+        context_tokens_max: Context and output together.
+        input_tokens_max: Context alone.
+        vocabulary_size: A token id at or above it would end the engine's process.
+        experts: Of the model, None for a dense one.
+        records_routes: The engine can say which experts ran for a token.
+    """
+
+    context_tokens_max: int
+    input_tokens_max: int
+    vocabulary_size: int
+    experts: Experts | None = None
+    records_routes: bool = False
+
+
+class EngineSpan(Struct, frozen=True):
+    """Output tokens [start, end) and the name of the weights that sampled them."""
+
+    version: str
+    start: int
+    end: int
+
+
+class EngineFinish(Struct, frozen=True):
+    """Why the engine stopped; `message` where it did not want to."""
+
+    type: str
+    message: str | None = None
+
+
+class EngineMeta(Struct, frozen=True):
+    """What SGLang 0.5.23 says about a generation; fields we do not use are left out."""
+
+    finish_reason: EngineFinish
+    weight_version: str = ""
+    weight_versions: list[EngineSpan] | None = None
+    output_token_logprobs: list[tuple[float | None, int, str | None]] = []
+    cached_tokens: int = 0
+    num_retractions: int = 0
+    queue_time: float | None = None
+    routed_experts: bytes | None = None
+
+
+class EngineAnswer(Struct, frozen=True):
+    """The body of a successful /generate."""
+
+    output_ids: list[int]
+    meta_info: EngineMeta
+
+
+class InvalidAnswerError(Exception):
+    """The engine's answer contradicts itself; says how."""
+
+
+class Timing(NamedTuple):
+    """Seconds a request waited before the engine took it, and seconds in the engine."""
+
+    queued_s: float
+    engine_s: float
+
+
+NOT_STARTED = Timing(0.0, 0.0)
+
+
+def generate_body(
+    request: RequestedCompletion, *, rid: str, context: TokenContext, limits: EngineLimits
+) -> dict[str, Any] | Refused:
+    """The body of /generate, or why the engine must not see this request.
+
+    Args:
+        request: Its own tokens are checked against the vocabulary.
+        rid: The engine's name for the request.
+        context: Everything that the engine reads.
+        limits: Of the engine.
+    """
+    tokens_count = context.tokens_count
+    room = limits.context_tokens_max - tokens_count
+    if not tokens_count:
+        return Refused("error", "engine: the context is empty")
+    if room < 1 or tokens_count > limits.input_tokens_max:
+        return Refused(
+            "error",
+            f"context_overflow: a context of {tokens_count} tokens is over the engine's limit of "
+            f"{min(limits.input_tokens_max, limits.context_tokens_max - 1)}",
+        )
+    # What a delta continues was checked when it came, or sampled by the engine itself.
+    brought = unpack_ids(request.context)
+    if brought and (min(brought) < 0 or max(brought) >= limits.vocabulary_size):
+        return Refused(
+            "error", f"engine: a token id is outside the vocabulary of {limits.vocabulary_size}"
+        )
+    body = {
+        "rid": rid,
+        "input_ids": Raw(b"[" + context.text + b"]"),
+        "return_logprob": True,
+        "sampling_params": sampling_parameters(request.sampling, tokens_max=room),
+    }
+    if _recorded_experts(request.sampling, limits) is not None:
+        body |= {"return_routed_experts": True, "routed_experts_start_len": tokens_count - 1}
+    return body
+
+
+def sampling_parameters(sampling: Sampling, *, tokens_max: int) -> dict[str, Any]:
+    """SGLang's parameters for one request of at most `tokens_max` output tokens."""
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k if sampling.top_k > 0 else -1,
+        "max_new_tokens": min(sampling.max_tokens, tokens_max),
+        "stop": list(sampling.stop),
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "frequency_penalty": sampling.frequency_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "skip_special_tokens": False,
+    }
+
+
+def support_of(sampling: Sampling) -> Support:
+    """Full, or what makes the recorded log-probabilities unusable for training."""
+    if sampling.temperature < GREEDY_BELOW:
+        return "greedy"
+    if sampling.frequency_penalty != 0 or sampling.presence_penalty != 0:
+        return "penalty"
+    if sampling.top_k > 0:
+        return "top_k"
+    return "top_p" if sampling.top_p < 1 else "full"
+
+
+def finished(
+    request: RequestedCompletion,
+    answer: EngineAnswer,
+    *,
+    limits: EngineLimits,
+    timing: Timing,
+    is_cancelled: bool,
+) -> FinishedCompletion:
+    """The record of a generation.
+
+    Args:
+        request: as it was asked.
+        answer: to the body that `generate_body` made of it.
+        limits: the same as there.
+        timing: of the request.
+        is_cancelled: says why the engine aborted, where it did.
+
+    Raises:
+        InvalidAnswerError: tokens, log-probabilities, spans and routes do not fit together.
+    """
+    meta = answer.meta_info
+    reason = meta.finish_reason.type
+    if reason not in ("stop", "length"):
+        message = meta.finish_reason.message or "aborted"
+        return refused(request, _aborted(message, is_cancelled=is_cancelled), timing=timing)
+    logprobs = _logprobs(answer)
+    is_greedy = request.sampling.temperature < GREEDY_BELOW
+    return _record(
+        request,
+        finish_reason="stop" if reason == "stop" else "length",
+        output=pack_ids(answer.output_ids),
+        logprobs=logprobs,
+        temperature=0.0 if is_greedy else request.sampling.temperature,
+        support=support_of(request.sampling),
+        spans=spans_of(meta, tokens_count=len(answer.output_ids)),
+        routes=_routes(answer, _recorded_experts(request.sampling, limits)),
+        queued_s=timing.queued_s,
+        engine_s=timing.engine_s,
+        cached_tokens=meta.cached_tokens,
+        retractions=meta.num_retractions,
+    )
+
+
+def refused(
+    request: RequestedCompletion, reason: Refused, *, timing: Timing = NOT_STARTED
+) -> FinishedCompletion:
+    """The record of a request that gave no completion; it never is the completion."""
+    return _record(
+        request,
+        finish_reason=reason.finish_reason,
+        error=reason.error,
+        queued_s=timing.queued_s,
+        engine_s=timing.engine_s,
+    )
+
+
+def spans_of(meta: EngineMeta, *, tokens_count: int) -> tuple[WeightSpan, ...]:
+    """Weight versions over the output, without gaps, neighbours of one version joined.
+
+    Raises:
+        InvalidAnswerError: the spans have gaps, or a name is not one of ours.
+    """
+    if tokens_count == 0:
+        return ()
+    spans = meta.weight_versions or [EngineSpan(meta.weight_version, 0, tokens_count)]
+    joined: list[WeightSpan] = []
+    position = 0
+    for span in spans:
+        if span.start != position or span.end < span.start:
+            raise InvalidAnswerError(f"weight spans have a gap at {position}: {spans}")
+        position = span.end
+        if span.end == span.start:
+            continue
+        weights = _weights(span.version)
+        if joined and (joined[-1].lineage, joined[-1].version) == weights:
+            start = joined.pop().start
+        else:
+            start = span.start
+        joined.append(WeightSpan(start=start, end=span.end, lineage=weights[0], version=weights[1]))
+    if position != tokens_count:
+        raise InvalidAnswerError(f"weight spans cover {position} of {tokens_count} tokens")
+    return tuple(joined)
+
+
+def _weights(name: str) -> Weights:
+    weights = weights_of_name(name)
+    if weights is None:
+        raise InvalidAnswerError(f"weights are named {name!r}, not <lineage>.<version>")
+    return weights
+
+
+def _logprobs(answer: EngineAnswer) -> bytes:
+    entries = answer.meta_info.output_token_logprobs
+    if len(entries) != len(answer.output_ids):
+        raise InvalidAnswerError(
+            f"{len(answer.output_ids)} tokens but {len(entries)} log-probabilities"
+        )
+    values = [entry[0] for entry in entries]
+    if None in values or not all(map(math.isfinite, values)):  # type: ignore[arg-type]  # None first
+        raise InvalidAnswerError("a log-probability is no number")
+    if [entry[1] for entry in entries] != answer.output_ids:
+        raise InvalidAnswerError("log-probabilities are of other tokens than the output")
+    return pack_floats(values)  # type: ignore[arg-type]  # no None is left
+
+
+def _recorded_experts(sampling: Sampling, limits: EngineLimits) -> Experts | None:
+    """The model's experts if this request's routes are asked for: only where its tokens train."""
+    may_train = support_of(sampling) == "full"
+    return limits.experts if limits.records_routes and may_train else None
+
+
+def _routes(answer: EngineAnswer, experts: Experts | None) -> bytes:
+    if experts is None or not answer.output_ids:
+        return b""
+    recorded = answer.meta_info.routed_experts
+    if recorded is None:
+        raise InvalidAnswerError("routes were asked for and are not there")
+    try:
+        return packed_routes(recorded, tokens_count=len(answer.output_ids), experts=experts)
+    except InvalidRoutesError as error:
+        raise InvalidAnswerError(str(error)) from error
+
+
+def _aborted(message: str, *, is_cancelled: bool) -> Refused:
+    return Refused("abort", "cancelled" if is_cancelled else f"engine: {message}")
+
+
+def _record(request: RequestedCompletion, **fields: object) -> FinishedCompletion:
+    skipped_bytes = 0 if request.is_delta else request.shared_prefix_tokens * TOKEN_BYTES
+    return FinishedCompletion(
+        request_id=request.request_id,
+        attempt=request.attempt,
+        episode_id=request.episode_id,
+        group_id=request.group_id,
+        lane=request.lane,
+        epoch=request.epoch,
+        turn=request.turn,
+        parent_id=request.parent_id,
+        shared_prefix_tokens=request.shared_prefix_tokens,
+        context=request.context[skipped_bytes:],
+        **fields,  # type: ignore[arg-type]  # each caller names fields of the record
+    )

@@ -1,0 +1,158 @@
+"""Which weights a lane loads next, and how: newest lineage first, then newest version."""
+
+import re
+from typing import NamedTuple, TypeAlias
+
+from msgspec import Struct, structs
+
+from forgemq_contracts.weights import PublishedWeights, Rendezvous
+
+_NAME = re.compile(r"(0|[1-9][0-9]*)\.(0|[1-9][0-9]*)")
+
+
+class Weights(NamedTuple):
+    """A published state of the policy; compares as the newer lineage, then the newer version."""
+
+    lineage: int
+    version: int
+
+    @property
+    def name(self) -> str:
+        """The engine's name for it."""
+        return f"{self.lineage}.{self.version}"
+
+
+BROKEN_NAME = "broken"
+"""The engine's name for its weights while an update is under way or after it broke off."""
+
+BASE = Weights(0, 0)
+"""The model the engine started with, before any trainer."""
+
+
+def weights_of_name(name: str) -> Weights | None:
+    """The weights behind an engine's name for them; None where it is no such name."""
+    matched = _NAME.fullmatch(name)
+    return Weights(int(matched[1]), int(matched[2])) if matched else None
+
+
+class Served(Struct, frozen=True, kw_only=True):
+    """What the engine holds.
+
+    Attributes:
+        weights: The name it samples under.
+        sha256: Of the bytes, where known.
+        is_dirty: The bytes are not those of the name: an update broke off.
+    """
+
+    weights: Weights
+    sha256: str | None = None
+    is_dirty: bool = False
+
+
+def served_by(name: str, *, base_sha256: str | None) -> Served:
+    """What an engine holds that names its weights so.
+
+    Args:
+        name: as the engine says it; a name that is none of ours is the base model's.
+        base_sha256: of the model the engine was started with, None where unknown.
+    """
+    if name == BROKEN_NAME:
+        return Served(weights=BASE, is_dirty=True)
+    weights = weights_of_name(name) or BASE
+    return Served(weights=weights, sha256=base_sha256 if weights == BASE else None)
+
+
+class Rename(NamedTuple):
+    """The engine holds these bytes already; only the name changes."""
+
+    published: PublishedWeights
+
+
+class FastLoad(NamedTuple):
+    """Receive the weights from the trainer, or fall back to the durable copy."""
+
+    published: PublishedWeights
+    rendezvous: Rendezvous
+
+
+class DurableLoad(NamedTuple):
+    """Read the durable copy."""
+
+    published: PublishedWeights
+
+
+Load: TypeAlias = Rename | FastLoad | DurableLoad
+
+
+class WeightsState:
+    """Published against served weights of one lane under one epoch.
+
+    `observe` every record of published-weights; `next_load` says what to do; then either
+    `loaded` or `broken`. Process groups are remembered by name as long as they work.
+
+    Example: serving 1.4, a restarted trainer publishes 2.3: `next_load` gives 2.3, because a new
+    lineage fences the old one even with fewer steps.
+    """
+
+    def __init__(self, *, lane: int, epoch: int, served: Served) -> None:
+        """Nothing published yet."""
+        self._lane = lane
+        self._epoch = epoch
+        self._newest: PublishedWeights | None = None
+        self._groups: set[str] = set()
+        self.served = served
+
+    def observe(self, published: PublishedWeights) -> bool:
+        """Note a publication; True where it is the newest so far."""
+        if published.kind != "full":
+            return False
+        if self._newest is not None and _key(published) <= _key(self._newest):
+            return False
+        self._newest = published
+        return True
+
+    def next_load(self) -> Load | None:
+        """What to load now, None where the engine holds the newest."""
+        newest = self._newest
+        if newest is None:
+            return None
+        if self.served.is_dirty:
+            return DurableLoad(newest)
+        if _key(newest) <= self.served.weights:
+            return None
+        if newest.sha256 == self.served.sha256:
+            return Rename(newest)
+        rendezvous = self._rendezvous(newest)
+        return DurableLoad(newest) if rendezvous is None else FastLoad(newest, rendezvous)
+
+    def joined(self, group_name: str) -> None:
+        """The engine is in this process group."""
+        self._groups.add(group_name)
+
+    def left(self, group_name: str) -> None:
+        """The process group is gone; idempotent."""
+        self._groups.discard(group_name)
+
+    def loaded(self, published: PublishedWeights) -> None:
+        """The engine holds these weights, complete."""
+        self.served = Served(weights=_key(published), sha256=published.sha256)
+
+    def broken(self) -> None:
+        """An update broke off; what the engine holds is unknown until the next load."""
+        self.served = structs.replace(self.served, is_dirty=True, sha256=None)
+
+    def restarted(self, served: Served) -> None:
+        """The engine is a new process: it holds these weights and is in no process group."""
+        self.served = served
+        self._groups.clear()
+
+    def _rendezvous(self, published: PublishedWeights) -> Rendezvous | None:
+        for offer in published.fast_paths:
+            is_ours = (offer.lane, offer.epoch) == (self._lane, self._epoch)
+            if is_ours and (offer.is_new or offer.group_name in self._groups):
+                return offer
+        return None
+
+
+def _key(published: PublishedWeights) -> Weights:
+    return Weights(published.lineage, published.version)

@@ -1,0 +1,227 @@
+"""The HTTP side of one SGLang server (0.5.23); every call has a deadline."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import aiohttp
+import msgspec
+
+from forgemq_contracts.weight_buckets import TensorSpec
+from forgemq_contracts.weights import Rendezvous
+from forgemq_inference.core.generation import EngineAnswer
+
+Decoded = TypeVar("Decoded", bound=msgspec.Struct)
+
+_CONTROL_TIMEOUT_S = 30.0
+_MESSAGE_CHARACTERS_MAX = 300
+# The server closes idle connections after 5 s; one that is closed as it is reused fails a request.
+_KEEPALIVE_S = 2.0
+
+
+class EngineError(Exception):
+    """The engine did not do what it was asked."""
+
+
+class EngineRefusedError(EngineError):
+    """It answered with an error; says which and why."""
+
+
+class EngineUnreachableError(EngineError):
+    """It did not answer: gone, or not in time."""
+
+
+class ModelInfo(msgspec.Struct, frozen=True):
+    """Of /model_info: what is loaded."""
+
+    weight_version: str
+
+
+class ServerInfo(msgspec.Struct, frozen=True):
+    """Of /server_info: limits of the engine, in tokens, and what it was started to do."""
+
+    max_total_num_tokens: int
+    max_req_input_len: int
+    context_length: int | None = None
+    tp_size: int = 1
+    enable_return_routed_experts: bool = False
+
+
+class _Success(msgspec.Struct, frozen=True):
+    success: bool
+    message: str = ""
+
+
+class Engine:
+    """One engine at one address.
+
+    Example:
+        async with Engine("http://127.0.0.1:31000") as engine:
+            await engine.generate(body, timeout_s=60.0)
+    """
+
+    def __init__(self, url: str) -> None:
+        """No connection is made yet."""
+        self.url = url.rstrip("/")
+        self._session: aiohttp.ClientSession | None = None
+        self._answer = msgspec.json.Decoder(EngineAnswer)
+
+    async def __aenter__(self) -> "Engine":
+        """Open the connection pool."""
+        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S)
+        self._session = aiohttp.ClientSession(connector=connector)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Close the connection pool."""
+        if self._session is not None:
+            await self._session.close()
+
+    async def generate(self, body: Mapping[str, Any], *, timeout_s: float) -> EngineAnswer:
+        """One completion.
+
+        Raises:
+            EngineRefusedError: the engine does not take the request, or its answer is unreadable.
+            EngineUnreachableError: no answer in time.
+        """
+        data = await self._request("POST", "/generate", body, timeout_s=timeout_s)
+        try:
+            return self._answer.decode(data)
+        except msgspec.MsgspecError as error:
+            raise EngineRefusedError(f"/generate: unreadable answer: {error}") from error
+
+    async def abort(self, rid: str) -> None:
+        """End one request; its `generate` then returns with reason abort."""
+        await self._request("POST", "/abort_request", {"rid": rid})
+
+    async def abort_all(self) -> None:
+        """End every request, whoever sent it."""
+        await self._request("POST", "/abort_request", {"abort_all": True})
+
+    async def check_health(self, *, timeout_s: float) -> None:
+        """Return if the server's main process answers; generation may be paused."""
+        await self._request("GET", "/health", None, timeout_s=timeout_s)
+
+    async def model_info(self) -> ModelInfo:
+        """What is loaded."""
+        return _decoded(await self._request("GET", "/model_info", None), ModelInfo)
+
+    async def server_info(self) -> ServerInfo:
+        """Limits of the engine."""
+        return _decoded(await self._request("GET", "/server_info", None), ServerInfo)
+
+    async def pause(self, *, timeout_s: float) -> None:
+        """Stop generating; running requests keep their tokens and are computed again later."""
+        body = {"mode": "retract"}
+        await self._request("POST", "/pause_generation", body, timeout_s=timeout_s)
+
+    async def resume(self, *, timeout_s: float) -> None:
+        """Go on generating; harmless where it was not paused."""
+        await self._request("POST", "/continue_generation", {}, timeout_s=timeout_s)
+
+    async def name_weights(self, name: str) -> None:
+        """Change the name of the weights, not the weights."""
+        body = {"new_version": name, "abort_all_requests": False}
+        await self._succeed("/update_weight_version", body, timeout_s=_CONTROL_TIMEOUT_S)
+
+    async def join_group(self, rendezvous: Rendezvous, *, timeout_s: float) -> None:
+        """Form the process group with the trainer as rank 0."""
+        body = {
+            "master_address": rendezvous.host,
+            "master_port": rendezvous.port,
+            "rank_offset": 1,
+            "world_size": rendezvous.world_size,
+            "group_name": rendezvous.group_name,
+            "backend": rendezvous.backend,
+        }
+        await self._succeed("/init_weights_update_group", body, timeout_s=timeout_s)
+
+    async def leave_group(self, group_name: str) -> None:
+        """Drop a process group; a group that is not there is refused."""
+        body = {"group_name": group_name}
+        await self._succeed("/destroy_weights_update_group", body, timeout_s=_CONTROL_TIMEOUT_S)
+
+    async def begin_update(self, *, timeout_s: float) -> None:
+        """Open the session that updates over a process group need."""
+        await self._succeed("/begin_weight_update", {}, timeout_s=timeout_s)
+
+    async def end_update(self, *, timeout_s: float) -> None:
+        """Close the session; refused where none is open."""
+        await self._succeed("/end_weight_update", {}, timeout_s=timeout_s)
+
+    async def receive_bucket(
+        self,
+        bucket: Sequence[TensorSpec],
+        *,
+        group_name: str,
+        final_name: str | None,
+        timeout_s: float,
+    ) -> None:
+        """Receive one flat broadcast from rank 0 and load the tensors in it.
+
+        Args:
+            bucket: names, dtypes and shapes, in the order of their bytes.
+            group_name: process group to receive from.
+            final_name: for the last bucket the name of the weights; the cache is flushed too.
+            timeout_s: for the broadcast and the load.
+        """
+        body: dict[str, Any] = {
+            "names": [tensor.name for tensor in bucket],
+            "dtypes": [tensor.dtype for tensor in bucket],
+            "shapes": [tensor.shape for tensor in bucket],
+            "group_name": group_name,
+            "load_format": "flattened_bucket",
+            "flush_cache": final_name is not None,
+        }
+        if final_name is not None:
+            body["weight_version"] = final_name
+        await self._succeed("/update_weights_from_distributed", body, timeout_s=timeout_s)
+
+    async def load_folder(self, folder: str, *, name: str, timeout_s: float) -> None:
+        """Load weights from a folder that the engine can read, and flush the cache."""
+        body = {
+            "model_path": folder,
+            "load_format": "safetensors",
+            "weight_version": name,
+            "flush_cache": True,
+        }
+        await self._succeed("/update_weights_from_disk", body, timeout_s=timeout_s)
+
+    async def _succeed(self, path: str, body: Mapping[str, Any], *, timeout_s: float) -> None:
+        answer = _decoded(await self._request("POST", path, body, timeout_s=timeout_s), _Success)
+        if not answer.success:
+            raise EngineRefusedError(f"{path}: {answer.message[:_MESSAGE_CHARACTERS_MAX]}")
+
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        *,
+        timeout_s: float = _CONTROL_TIMEOUT_S,
+    ) -> bytes:
+        assert self._session is not None, "an Engine is used inside `async with`"
+        data = None if body is None else msgspec.json.encode(body)
+        try:
+            async with self._session.request(
+                method,
+                self.url + path,
+                data=data,
+                headers={"Content-Type": "application/json"},
+                timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONTROL_TIMEOUT_S),
+            ) as response:
+                content = await response.read()
+        except TimeoutError as error:
+            raise EngineUnreachableError(f"{path}: no answer within {timeout_s:.0f} s") from error
+        except aiohttp.ClientError as error:
+            raise EngineUnreachableError(f"{path}: {type(error).__name__}: {error}") from error
+        if response.status != 200:
+            text = content.decode(errors="replace")[:_MESSAGE_CHARACTERS_MAX]
+            raise EngineRefusedError(f"{path}: HTTP {response.status}: {text}")
+        return content
+
+
+def _decoded(data: bytes, kind: type[Decoded]) -> Decoded:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except msgspec.MsgspecError as error:
+        raise EngineRefusedError(f"unreadable {kind.__name__}: {error}") from error

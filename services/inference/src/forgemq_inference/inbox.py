@@ -1,0 +1,82 @@
+"""Reads what concerns one lane and passes it on."""
+
+from collections.abc import Callable
+
+import msgspec
+
+from forgemq_bus.errors import FencedError
+from forgemq_bus.log import Place, Reader, Record
+from forgemq_contracts import topics
+from forgemq_contracts.completions import CancelledCompletion, RequestedCompletion
+from forgemq_contracts.weights import PublishedWeights, ReportedEngine
+from forgemq_inference.core.weights import WeightsState
+from forgemq_inference.reports import LaneIdentity
+from forgemq_inference.requests import Requests
+from forgemq_shell.dead_letters import DeadLetters
+from forgemq_telemetry import Telemetry
+
+_READ_S = 0.25
+_RECORDS_MAX = 500
+
+
+class Inbox:
+    """Requests, cancellations, publications and reports of the lane's own partitions."""
+
+    def __init__(
+        self,
+        identity: LaneIdentity,
+        *,
+        requests: Requests,
+        weights: WeightsState,
+        on_published: Callable[[], None],
+        dead_letters: DeadLetters,
+        queued_max: int,
+        telemetry: Telemetry,
+    ) -> None:
+        """Nothing read yet; `on_published` is called when newer weights are known."""
+        self._identity = identity
+        self._requests = requests
+        self._weights = weights
+        self._on_published = on_published
+        self._dead_letters = dead_letters
+        self._queued_max = queued_max
+        self._telemetry = telemetry
+        self._requested = Place(topics.REQUESTED_COMPLETIONS.name, identity.lane)
+        self._is_paused = False
+
+    async def run(self, reader: Reader) -> None:
+        """Read for ever; too many waiting requests stop the reading of requests alone."""
+        while True:
+            for record in await reader.read(timeout_s=_READ_S, records_max=_RECORDS_MAX):
+                await self.take(record)
+            is_full = self._requests.queued >= self._queued_max
+            if is_full != self._is_paused:
+                (reader.pause if is_full else reader.resume)([self._requested])
+                self._is_paused = is_full
+
+    async def take(self, record: Record) -> None:
+        """Pass one record on; one that does not decode goes to the dead letters, if it is ours."""
+        try:
+            decoded = topics.decode(topics.BY_NAME[record.topic], record.value)
+        except msgspec.ValidationError as error:
+            is_buried = await self._dead_letters.bury(record, f"does not decode: {error}")
+            event = "bad_record" if is_buried else "bad_record_skipped"
+            self._telemetry.event(event, topic=record.topic, error=str(error))
+            return
+        match decoded:
+            case RequestedCompletion():
+                self._requests.take(decoded, record.headers)
+            case CancelledCompletion():
+                self._requests.cancel(decoded)
+            case PublishedWeights():
+                if self._weights.observe(decoded):
+                    self._on_published()
+            case ReportedEngine():
+                self._check_epoch(decoded)
+
+    def _check_epoch(self, report: ReportedEngine) -> None:
+        if report.epoch > self._identity.epoch:
+            raise FencedError(
+                f"lane {report.lane} belongs to a newer process: epoch {report.epoch}, "
+                f"ours was {self._identity.epoch}"
+            )

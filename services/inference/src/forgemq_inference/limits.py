@@ -1,0 +1,60 @@
+"""What the engine can take, from its own report and the model's configuration file."""
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+
+from forgemq_inference.core.generation import EngineLimits
+from forgemq_inference.core.routes import Experts
+from forgemq_inference.engine import ServerInfo
+
+
+class ModelFolderError(Exception):
+    """The model's folder does not say what the engine's limits are."""
+
+
+class _TextConfig(msgspec.Struct, frozen=True):
+    vocab_size: int | None = None
+    max_position_embeddings: int | None = None
+    num_hidden_layers: int | None = None
+    num_experts_per_tok: int | None = None
+
+
+class _ModelConfig(_TextConfig, frozen=True):
+    text_config: _TextConfig | None = None
+
+
+async def engine_limits(
+    server: ServerInfo, *, model_path: str, context_tokens_max: int
+) -> EngineLimits:
+    """Limits for every request of the lane.
+
+    Args:
+        server: the engine's own report.
+        model_path: folder with the model's config.json.
+        context_tokens_max: the run's own bound on context and output together.
+
+    Raises:
+        ModelFolderError: there is no config.json, or it names no vocabulary size.
+    """
+    path = Path(model_path) / "config.json"
+    try:
+        config = msgspec.json.decode(await asyncio.to_thread(path.read_bytes), type=_ModelConfig)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ModelFolderError(f"{path}: {error}") from error
+    text = config.text_config or config
+    vocabulary_size = text.vocab_size or config.vocab_size
+    if vocabulary_size is None:
+        raise ModelFolderError(f"{path} names no vocab_size")
+    positions = server.context_length or text.max_position_embeddings or server.max_req_input_len
+    experts = None
+    if text.num_experts_per_tok and text.num_hidden_layers:
+        experts = Experts(layers=text.num_hidden_layers, top_k=text.num_experts_per_tok)
+    return EngineLimits(
+        context_tokens_max=min(positions, server.max_total_num_tokens, context_tokens_max),
+        input_tokens_max=server.max_req_input_len,
+        vocabulary_size=vocabulary_size,
+        experts=experts,
+        records_routes=server.enable_return_routed_experts,
+    )

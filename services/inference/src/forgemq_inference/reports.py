@@ -1,0 +1,132 @@
+"""What a lane says about itself: heartbeats, changes, and the weights it serves."""
+
+import asyncio
+from contextlib import suppress
+
+from msgspec import Struct
+
+from forgemq_bus.log import Emit, Writer
+from forgemq_contracts import topics
+from forgemq_contracts.messages import Output
+from forgemq_contracts.weights import LoadedWeights, ReportedEngine
+from forgemq_inference.clock import now_ms
+from forgemq_inference.core.weights import WeightsState
+from forgemq_inference.loading import Loading
+from forgemq_inference.requests import Requests
+from forgemq_shell.records import emit_of
+from forgemq_telemetry import Telemetry
+
+
+class LaneIdentity(Struct, frozen=True, kw_only=True):
+    """Which lane, under which epoch, with which engine."""
+
+    lane: int
+    epoch: int
+    url: str
+
+
+class Reports:
+    """Writes reported-engines about every `heartbeat_s` and on change, and loaded-weights.
+
+    `serve` and `stop_serving` set what the next report says; `write` sends it at once.
+    """
+
+    def __init__(
+        self,
+        identity: LaneIdentity,
+        *,
+        writer: Writer,
+        weights: WeightsState,
+        requests: Requests,
+        heartbeat_s: float,
+        telemetry: Telemetry,
+    ) -> None:
+        """Not serving."""
+        self._identity = identity
+        self._writer = writer
+        self._weights = weights
+        self._requests = requests
+        self._heartbeat_s = heartbeat_s
+        self._telemetry = telemetry
+        self._changed = asyncio.Event()
+        self._is_serving = False
+        self._context_tokens_max = 0
+        self._ranks = 1
+
+    def serve(self, *, context_tokens_max: int, ranks: int) -> None:
+        """The engine takes requests from now on."""
+        self._is_serving = True
+        self._context_tokens_max = context_tokens_max
+        self._ranks = ranks
+        self._changed.set()
+
+    def stop_serving(self) -> None:
+        """The engine is lost, or the lane leaves."""
+        self._is_serving = False
+        self._changed.set()
+
+    async def run(self) -> None:
+        """Report for ever."""
+        while True:
+            self._changed.clear()
+            await self.write()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._heartbeat_s):
+                    await self._changed.wait()
+
+    async def write(self) -> None:
+        """Report once."""
+        weights, requests = self._weights.served.weights, self._requests
+        lane = self._identity.lane
+        report = ReportedEngine(
+            lane=lane,
+            epoch=self._identity.epoch,
+            url=self._identity.url,
+            is_serving=self._is_serving,
+            lineage=weights.lineage,
+            version=weights.version,
+            running=requests.running,
+            queued=requests.queued,
+            reported_ms=now_ms(),
+            context_tokens_max=self._context_tokens_max,
+            output_tokens_total=requests.output_tokens_total,
+            ranks=self._ranks,
+        )
+        self._telemetry.gauge("inference.running", report.running, lane=lane)
+        self._telemetry.gauge("inference.queued", report.queued, lane=lane)
+        self._telemetry.gauge("inference.weight_version", report.version, lane=lane)
+        self._telemetry.gauge("inference.remembered_bytes", requests.remembered_bytes, lane=lane)
+        await self._writer.write(emit_of_report(report))
+
+    async def write_loaded(self, loading: Loading) -> None:
+        """Say which weights the lane serves now, and how they came."""
+        weights = self._weights.served.weights
+        loaded = LoadedWeights(
+            lane=self._identity.lane,
+            epoch=self._identity.epoch,
+            lineage=weights.lineage,
+            version=weights.version,
+            path=loading.path,
+            duration_s=loading.duration_s,
+            paused_s=loading.paused_s,
+        )
+        topic = topics.LOADED_WEIGHTS.name
+        await self._writer.write(emit_of(Output(topic=topic, partition=loaded.lane, record=loaded)))
+        self._telemetry.event(
+            "loaded_weights",
+            lane=loaded.lane,
+            weights=weights.name,
+            path=loading.path,
+            duration_s=round(loading.duration_s, 3),
+            paused_s=round(loading.paused_s, 3),
+        )
+        self._telemetry.count("inference.weight_loads", path=loading.path)
+        self._telemetry.observe("inference.load_s", loading.duration_s)
+        self._telemetry.observe("inference.paused_s", loading.paused_s)
+        self._changed.set()
+
+
+def emit_of_report(report: ReportedEngine) -> Emit:
+    """The log record of one report."""
+    topic = topics.REPORTED_ENGINES.name
+    return emit_of(Output(topic=topic, partition=report.lane, record=report))

@@ -1,0 +1,280 @@
+"""Requests of one lane through the engine: bounded, cancellable, each answered by one record."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any, TypeAlias
+
+from msgspec import Struct
+
+from forgemq_bus.log import Headers, Writer
+from forgemq_contracts import topics
+from forgemq_contracts.accounting import is_candidate
+from forgemq_contracts.completions import (
+    CancelledCompletion,
+    FinishedCompletion,
+    RequestedCompletion,
+)
+from forgemq_contracts.messages import Output
+from forgemq_contracts.partitions import group_partition
+from forgemq_inference.clock import PauseClock, now_ms
+from forgemq_inference.core.generation import (
+    EngineAnswer,
+    EngineLimits,
+    EngineMeta,
+    InvalidAnswerError,
+    Timing,
+    finished,
+    generate_body,
+    refused,
+)
+from forgemq_inference.core.lane import (
+    CANCELLED,
+    DEADLINE,
+    Attempt,
+    LaneState,
+    Refused,
+    Run,
+    Skipped,
+)
+from forgemq_inference.engine import Engine, EngineError, EngineUnreachableError
+from forgemq_shell.records import emit_of
+from forgemq_telemetry import Telemetry
+
+Spawn: TypeAlias = Callable[[Coroutine[None, None, None]], object]
+
+NOT_SERVING = Refused("error", "engine: not serving")
+LEAVING = Refused("error", "engine: the lane is leaving")
+
+_ABORTED_WITHIN_S = 2.0
+
+
+class LaneLimits(Struct, frozen=True, kw_only=True):
+    """What bounds and addresses the requests of a lane."""
+
+    epoch: int
+    concurrent_max: int
+    group_partitions: int
+
+
+class Requests:
+    """Takes requests and cancellations of one lane; every taken request ends as one record.
+
+    `open` when the engine serves, `close` when it is lost or the lane leaves: what waits or runs
+    then ends with an error at once, so that the gateway redispatches it.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        state: LaneState,
+        *,
+        limits: LaneLimits,
+        writer: Writer,
+        spawn: Spawn,
+        pauses: PauseClock,
+        on_unreachable: Callable[[], None],
+        telemetry: Telemetry,
+    ) -> None:
+        """Closed at first.
+
+        Args:
+            engine: where requests run.
+            state: decides which of them run.
+            limits: of the lane.
+            writer: for finished-completions.
+            spawn: starts a coroutine whose failure ends the service.
+            pauses: counts the time generation stands still.
+            on_unreachable: called when the engine did not answer a request.
+            telemetry: of the service.
+        """
+        self._engine = engine
+        self._state = state
+        self._limits = limits
+        self._writer = writer
+        self._spawn = spawn
+        self._pauses = pauses
+        self._on_unreachable = on_unreachable
+        self._telemetry = telemetry
+        self._turns = asyncio.Semaphore(limits.concurrent_max)
+        self._engine_limits: EngineLimits | None = None
+        self._closed = _future()
+        self._closed.set_result(NOT_SERVING)
+        self._cancels: dict[Attempt, asyncio.Future[Refused]] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self.queued = 0
+        self.running = 0
+        self.output_tokens_total = 0
+
+    @property
+    def remembered_bytes(self) -> int:
+        """Token ids kept of finished completions."""
+        return self._state.remembered.size_bytes
+
+    async def wait_idle(self) -> None:
+        """Return once no request waits or runs."""
+        await self._idle.wait()
+
+    def open(self, engine_limits: EngineLimits) -> None:
+        """The engine serves."""
+        self._engine_limits = engine_limits
+        self._closed = _future()
+
+    def close(self, reason: Refused) -> None:
+        """End everything that waits or runs, and answer what comes with `reason`."""
+        if self._closed.done():
+            self._closed = _future()
+        self._closed.set_result(reason)
+
+    def take(self, request: RequestedCompletion, headers: Headers) -> None:
+        """Answer a request, now or when its turn comes, unless it is not ours to answer."""
+        decision = self._state.take(request, now_ms=now_ms())
+        match decision:
+            case Skipped(reason):
+                self._telemetry.count("inference.skipped", reason=reason)
+            case Refused():
+                self._spawn(self._write(refused(request, decision), headers))
+            case Run():
+                # Counted here: a burst must be visible to the reader before any of it has begun.
+                self.queued += 1
+                self._idle.clear()
+                self._spawn(self._answer(request, decision, headers))
+
+    def cancel(self, cancelled: CancelledCompletion) -> None:
+        """End the open attempts of a request whose client went away."""
+        for attempt in self._state.cancel(cancelled):
+            cancel = self._cancels.get(attempt)
+            if cancel is not None and not cancel.done():
+                cancel.set_result(CANCELLED)
+
+    async def _answer(self, request: RequestedCompletion, run: Run, headers: Headers) -> None:
+        lane = request.lane
+        with self._telemetry.span(
+            "inference.generate", parent=headers, request_id=request.request_id, lane=lane
+        ) as span:
+            async with self._turn():
+                record = await self._generate(request, run)
+            self._state.end(run.attempt)
+            if is_candidate(record):
+                # Before the write: the next request may name this one as soon as it is on the log.
+                whole = run.context.extended(record.output)
+                self._state.remembered.remember(request.request_id, whole)
+            span.set(finish_reason=record.finish_reason, cached_tokens=record.cached_tokens)
+            await self._write(record, span.headers())
+
+    @asynccontextmanager
+    async def _turn(self) -> AsyncIterator[None]:
+        try:
+            await self._turns.acquire()
+        finally:
+            self.queued -= 1
+        self.running += 1
+        try:
+            yield
+        finally:
+            self.running -= 1
+            self._turns.release()
+            if self.queued == self.running == 0:
+                self._idle.set()
+
+    async def _generate(self, request: RequestedCompletion, run: Run) -> FinishedCompletion:
+        queued_s = max(0.0, (now_ms() - request.requested_ms) / 1000)
+        refusal = self._state.before_start(
+            run.attempt, deadline_ms=request.deadline_ms, now_ms=now_ms()
+        )
+        if refusal is None and self._closed.done():
+            refusal = self._closed.result()
+        if refusal is not None:
+            return refused(request, refusal, timing=Timing(queued_s, 0.0))
+        limits = self._engine_limits
+        assert limits is not None, "open() sets the limits"
+        body = generate_body(
+            request,
+            rid=f"{request.request_id}.{request.attempt}.{self._limits.epoch}",
+            context=run.context,
+            limits=limits,
+        )
+        if isinstance(body, Refused):
+            return refused(request, body, timing=Timing(queued_s, 0.0))
+        self._telemetry.count("inference.context_tokens", run.context.tokens_count)
+        started_s, paused_s = time.monotonic(), self._pauses.total_s
+        answer = await self._ask(body, run.attempt, deadline_ms=request.deadline_ms)
+        waited_s = time.monotonic() - started_s - (self._pauses.total_s - paused_s)
+        if isinstance(answer, Refused):
+            return refused(request, answer, timing=Timing(queued_s, max(0.0, waited_s)))
+        timing = _timing(answer.meta_info, queued_s=queued_s, waited_s=waited_s)
+        is_cancelled = self._state.is_cancelled(run.attempt)
+        try:
+            return finished(
+                request, answer, limits=limits, timing=timing, is_cancelled=is_cancelled
+            )
+        except InvalidAnswerError as error:
+            return refused(request, Refused("error", f"engine: {error}"), timing=timing)
+
+    async def _ask(
+        self, body: dict[str, object], attempt: Attempt, *, deadline_ms: int
+    ) -> EngineAnswer | Refused:
+        timeout_s = max(0.001, (deadline_ms - now_ms()) / 1000)
+        cancel = self._cancels[attempt] = _future()
+        call = asyncio.ensure_future(self._engine.generate(body, timeout_s=timeout_s))
+        try:
+            ends: list[asyncio.Future[Any]] = [call, cancel, self._closed]
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if not call.done() and not cancel.done():
+                return self._closed.result()
+            if not call.done():
+                await self._abort(str(body["rid"]), call)
+            return await self._result(call, str(body["rid"]), deadline_ms=deadline_ms)
+        finally:
+            call.cancel()
+            del self._cancels[attempt]
+
+    async def _abort(self, rid: str, call: "asyncio.Future[EngineAnswer]") -> None:
+        """End the request in the engine; twice, for it may not have known the request yet."""
+        for _ in range(2):
+            try:
+                await self._engine.abort(rid)
+            except EngineError as error:
+                self._telemetry.event("abort_failed", rid=rid, error=str(error))
+            if (await asyncio.wait([call], timeout=_ABORTED_WITHIN_S))[0]:
+                return
+
+    async def _result(
+        self, call: "asyncio.Future[EngineAnswer]", rid: str, *, deadline_ms: int
+    ) -> EngineAnswer | Refused:
+        if not call.done():
+            return CANCELLED
+        try:
+            return call.result()
+        except EngineUnreachableError as error:
+            if now_ms() >= deadline_ms:
+                await self._abort(rid, call)
+                return DEADLINE
+            self._on_unreachable()
+            return Refused("error", f"engine: {error}")
+        except EngineError as error:
+            return Refused("error", f"engine: {error}")
+
+    async def _write(self, record: FinishedCompletion, headers: Headers) -> None:
+        partition = group_partition(record.group_id, partitions=self._limits.group_partitions)
+        output = Output(topic=topics.FINISHED_COMPLETIONS.name, partition=partition, record=record)
+        await self._writer.write(emit_of(output, headers=headers))
+        tokens = len(record.output) // 4
+        self.output_tokens_total += tokens
+        self._telemetry.count("inference.finished", reason=record.finish_reason)
+        self._telemetry.count("inference.output_tokens", tokens)
+        self._telemetry.count("inference.cached_tokens", record.cached_tokens)
+        self._telemetry.observe("inference.queued_s", record.queued_s)
+        self._telemetry.observe("inference.engine_s", record.engine_s)
+
+
+def _timing(meta: EngineMeta, *, queued_s: float, waited_s: float) -> Timing:
+    """Moves the wait inside the engine, before its prefill, to the queue's side."""
+    inside_s = min(max(0.0, waited_s), meta.queue_time or 0.0)
+    return Timing(queued_s + inside_s, max(0.0, waited_s - inside_s))
+
+
+def _future() -> "asyncio.Future[Refused]":
+    return asyncio.get_running_loop().create_future()

@@ -1,0 +1,148 @@
+"""A run's configuration from its TOML file and `key=value` overrides.
+
+Keys are dotted paths: `trainer.steps=10`, `queues.0.slots=3` or, by domain,
+`queues.shop_desk.slots=3`. Values are TOML; what is no TOML value is taken as text.
+"""
+
+import difflib
+import re
+import tomllib
+from collections.abc import Sequence
+from pathlib import PurePath
+from typing import Any, TypeAlias
+
+import msgspec
+
+from forgemq_contracts.run import RunConfiguration, check
+
+_UNKNOWN = re.compile(r"^Object contains unknown field `(?P<field>.*?)`(?: - at `(?P<path>.*)`)?$")
+_RULE = re.compile(r"^(?P<rule>.*?)(?: - at `(?P<path>.*)`)?$", re.DOTALL)
+
+
+Document: TypeAlias = dict[str, Any]
+"""A TOML document: what the decoder makes of it is checked once, against RunConfiguration."""
+TomlValue: TypeAlias = object
+
+
+class ConfigurationError(Exception):
+    """The run's file or an override cannot be used; the text names the key and the rule."""
+
+
+def document(text: str, *, overrides: Sequence[str]) -> Document:
+    """The TOML document with the overrides put in.
+
+    Raises:
+        ConfigurationError: not TOML, or an override that is no `key=value` or leads nowhere.
+    """
+    try:
+        values = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigurationError(f"not a TOML file: {error}") from error
+    for override in overrides:
+        key, separator, value = override.partition("=")
+        if not separator or not key.strip():
+            raise ConfigurationError(f"{override!r}: an override is written key=value")
+        _put(values, key.strip(), _value(value.strip()))
+    return values
+
+
+def configuration(values: Document, *, run: str, folder: PurePath) -> RunConfiguration:
+    """The checked configuration.
+
+    Args:
+        values: As from `document`.
+        run: Id of the run.
+        folder: Absolute; relative paths of the model and of code start there.
+
+    Raises:
+        ConfigurationError: naming the key and the rule.
+    """
+    try:
+        parsed = msgspec.convert({**values, "run": run}, RunConfiguration, strict=True)
+        check(parsed)
+    except msgspec.ValidationError as error:
+        raise ConfigurationError(_explained(str(error))) from error
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
+    model = msgspec.structs.replace(parsed.model, path=str(folder / parsed.model.path))
+    code_paths = tuple(str(folder / path) for path in parsed.code_paths)
+    return msgspec.structs.replace(parsed, model=model, code_paths=code_paths)
+
+
+def name_of(values: Document, *, default: str) -> str:
+    """What the file calls the run: its `run`, else the default.
+
+    Raises:
+        ConfigurationError: it cannot begin a run id.
+    """
+    name = values.get("run", default)
+    if not isinstance(name, str) or not re.fullmatch(r"[a-z0-9-]{1,32}", name):
+        raise ConfigurationError(f"run: up to 32 of a-z, 0-9 and -, got {name!r}")
+    return name
+
+
+def next_run(name: str, *, taken: Sequence[str]) -> str:
+    """`<name>-<n>` with the lowest n above all taken ones, from 1."""
+    pattern = re.compile(re.escape(name) + r"-(\d+)")
+    numbers = [int(match[1]) for match in map(pattern.fullmatch, taken) if match]
+    return f"{name}-{max(numbers, default=0) + 1}"
+
+
+def _value(text: str) -> TomlValue:
+    try:
+        value: TomlValue = tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+    return value
+
+
+def _put(values: Document, key: str, value: TomlValue) -> None:
+    *parents, last = key.split(".")
+    at: TomlValue = values
+    for depth, part in enumerate(parents):
+        if isinstance(at, dict):
+            at = at.setdefault(part, {})
+        else:
+            at = _element(at, part, key=".".join(parents[: depth + 1]))
+    if not isinstance(at, dict):
+        raise ConfigurationError(f"{key}: {'.'.join(parents)} is no table")
+    at[last] = value
+
+
+def _element(at: TomlValue, part: str, *, key: str) -> TomlValue:
+    """An element of an array of tables, by index or by its domain."""
+    if not isinstance(at, list):
+        raise ConfigurationError(f"{key}: leads through a value that is no table")
+    for index, element in enumerate(at):
+        if part == str(index) or (isinstance(element, dict) and element.get("domain") == part):
+            return element
+    names = [element.get("domain", "?") for element in at if isinstance(element, dict)]
+    raise ConfigurationError(f"{key}: no such element; there are {', '.join(names)}")
+
+
+def _explained(text: str) -> str:
+    """A decoding error as `key: rule`, with the nearest known key for an unknown one."""
+    unknown = _UNKNOWN.match(text)
+    if unknown:
+        key = _dotted(unknown["path"] or "$", unknown["field"])
+        near = difflib.get_close_matches(unknown["field"], _known_fields(), n=1)
+        return f"{key}: no such key" + (f"; did you mean {near[0]}?" if near else "")
+    missing = re.match(r"^Object missing required field `(.*?)`(?: - at `(.*)`)?$", text)
+    if missing:
+        return f"{_dotted(missing[2] or '$', missing[1])}: must be given"
+    rule = _RULE.match(text)
+    if rule and rule["path"]:
+        return f"{_dotted(rule['path'])}: {rule['rule']}"
+    return text
+
+
+def _dotted(path: str, *fields: str) -> str:
+    parts = re.sub(r"\[(\d+|\.\.\.)\]", r".\1", path).removeprefix("$").strip(".")
+    return ".".join(part for part in (parts, *fields) if part)
+
+
+def _known_fields() -> list[str]:
+    schema = msgspec.json.schema(RunConfiguration)
+    return sorted(
+        {name for each in schema["$defs"].values() for name in each.get("properties", ())}
+    )

@@ -1,0 +1,229 @@
+"""Commands that look at runs: list them, audit one, print a trajectory, list dead letters."""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from tokenizers import Tokenizer
+
+from forgemq_bus.blobs import BlobStore
+from forgemq_bus.kafka import KafkaConnection, KafkaLog
+from forgemq_bus.log import Log, Place
+from forgemq_contracts.run import EndedRun, StartedRun
+from forgemq_contracts.topics import ENDED_RUNS, FINISHED_COMPLETIONS, OF_RUN
+from forgemq_launcher import ending
+from forgemq_launcher.broker import RunBroker
+from forgemq_launcher.follow import Follower
+from forgemq_launcher.report_files import table
+from forgemq_launcher.run_folder import RunFolder, RunFolderError
+from forgemq_run_view.reading import message_of, places_of, read_all, read_at
+from forgemq_run_view.report import Report
+from forgemq_run_view.trajectory import Trajectory, Turn, trajectories
+from forgemq_shell.started_run import started_run
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_REFUSED = 2
+LETTER_BYTES_SHOWN_MAX = 60
+
+
+def list_runs(folders: Sequence[RunFolder], console: Console) -> int:
+    """Print every run: what it is and how far it came."""
+    shown = Table("run", "state", "steps", "success sampled", "success greedy", "seed")
+    for folder in folders:
+        configuration = folder.configuration()
+        report = _report_of(folder)
+        state = "up" if folder.is_up() else "stopped"
+        shown.add_row(
+            folder.run,
+            report.reason if report else state,
+            f"{report.steps if report else '?'}/{configuration.trainer.steps}",
+            _pair(report.success_start, report.success_end) if report else "-",
+            _pair(report.success_start_greedy, report.success_end_greedy) if report else "-",
+            str(configuration.seed),
+        )
+    console.print(shown if folders else "no runs yet: `make demo` makes the first")
+    return EXIT_OK
+
+
+async def audit(folder: RunFolder, environ: Mapping[str, str], console: Console) -> int:
+    """Check the guarantees of a run on its log; the status is 1 where one does not hold."""
+    async with _log_of(folder, environ) as (log, started):
+        ended = await _end_of(log, started)
+        reason = ended.reason if ended else ""
+        now_ms = ended.ended_ms if ended else started.started_ms
+        result, _ = await ending.audited(log, started, reason=reason, now_ms=now_ms)
+    console.print(table(result))
+    return EXIT_OK if all(result.guarantees.values()) else EXIT_FAILED
+
+
+async def inspect(
+    folder: RunFolder, environ: Mapping[str, str], console: Console, *, what: str | None
+) -> int:
+    """Print the groups of a run, or every turn of a group or an episode with its tokens."""
+    async with _log_of(folder, environ) as (log, started):
+        follower = Follower(log, started)
+        await follower.catch_up()
+        if what is None:
+            _print_groups(follower, console)
+            return EXIT_OK
+        group_id = what.split(".", maxsplit=1)[0]
+        places = follower.view.places(group_id)
+        records = await read_at(
+            log, ((Place(FINISHED_COMPLETIONS.name, p), offset) for p, offset in places)
+        )
+        found = [
+            each
+            for each in trajectories(message_of(record) for record in records)
+            if each.episode_id.startswith(f"{what}.") or each.episode_id == what
+        ]
+    if not found and follower.view.knows(group_id):
+        console.print(f"the turns of {what!r} are not kept (log.keep_for_replay)", highlight=False)
+        return EXIT_FAILED
+    if not found:
+        console.print(f"nothing is known of {what!r} in run {folder.run}", highlight=False)
+        return EXIT_FAILED
+    tokenizer = _tokenizer(Path(started.configuration.model.path))
+    for trajectory in found:
+        _print_trajectory(trajectory, tokenizer, console)
+    return EXIT_OK
+
+
+async def dlq(folder: RunFolder, environ: Mapping[str, str], console: Console) -> int:
+    """Print every dead letter with its reason; the status is 1 where there are any."""
+    shown = Table("topic", "place", "reason", "first bytes")
+    async with _log_of(folder, environ) as (log, started):
+        for topic in OF_RUN:
+            if not topic.has_dlq:
+                continue
+            places = [
+                Place(topic.dlq_name, place.partition)
+                for place in places_of(topic, started.configuration)
+            ]
+            async for records in read_all(log, places):
+                for record in records:
+                    headers = {
+                        name: value.decode(errors="replace") for name, value in record.headers
+                    }
+                    reason = headers.pop("reason", "")
+                    at = " ".join(f"{name}={value}" for name, value in headers.items())
+                    shown.add_row(
+                        topic.name, at, reason, repr(record.value[:LETTER_BYTES_SHOWN_MAX])
+                    )
+    console.print(shown if shown.row_count else "no dead letters")
+    return EXIT_FAILED if shown.row_count else EXIT_OK
+
+
+@asynccontextmanager
+async def broker_of(
+    folder: RunFolder, environ: Mapping[str, str]
+) -> AsyncIterator[tuple[Mapping[str, str], KafkaConnection]]:
+    """The broker of a run, and the environment that names it to a process.
+
+    It is the one that is up, else the run's own, started on its data for this.
+    """
+    if not environ.get("FORGEMQ_KAFKA"):
+        ports = folder / "kafka" / "ports.json"
+        if not ports.is_file():
+            raise RunFolderError(f"run {folder.run} has no broker of its own: set FORGEMQ_KAFKA")
+        if folder.is_up():
+            # Its broker belongs to the launcher that holds the run.
+            port = msgspec.json.decode(ports.read_bytes(), type=dict[str, int])["broker"]
+            environ = {**environ, "FORGEMQ_KAFKA": f"127.0.0.1:{port}"}
+    broker = RunBroker(folder / "kafka", environ=environ, note=lambda _: None)
+    try:
+        await broker.start()
+        yield {**environ, "FORGEMQ_KAFKA": broker.connection.bootstrap}, broker.connection
+    finally:
+        await broker.stop()
+
+
+@asynccontextmanager
+async def _log_of(
+    folder: RunFolder, environ: Mapping[str, str]
+) -> AsyncIterator[tuple[Log, StartedRun]]:
+    """The log of a run, on its broker."""
+    configuration = folder.configuration()
+    async with broker_of(folder, environ) as (_, connection):
+        blobs = BlobStore(environ.get("FORGEMQ_BLOBS") or str(folder / "blobs"))
+        log = KafkaLog(connection, run=configuration.run, blobs=blobs)
+        try:
+            yield log, await started_run(log, configuration.run, timeout_s=30.0)
+        finally:
+            await log.close()
+
+
+async def _end_of(log: Log, started: StartedRun) -> EndedRun | None:
+    """How the newest start of the run ended; None while it is up or after a crash."""
+    newest: EndedRun | None = None
+    async for records in read_all(log, [Place(ENDED_RUNS.name, 0)]):
+        for record in records:
+            ended = message_of(record).record
+            if isinstance(ended, EndedRun) and ended.run == started.run:
+                newest = ended
+    is_of_this_start = newest is not None and newest.ended_ms >= started.started_ms
+    return newest if is_of_this_start else None
+
+
+def _print_groups(follower: Follower, console: Console) -> None:
+    shown = Table("group", "queue index", "state", "step", "completions", "success")
+    for row in reversed(follower.view.rows(rows_max=2000)):
+        shown.add_row(
+            row.group_id,
+            "-" if row.queue_index is None else str(row.queue_index),
+            row.reason or row.position,
+            "-" if row.step is None else str(row.step),
+            str(row.completions),
+            "-" if row.success is None else f"{row.success:.2f}",
+        )
+    console.print(shown)
+
+
+def _print_trajectory(
+    trajectory: Trajectory, tokenizer: Tokenizer | None, console: Console
+) -> None:
+    console.rule(f"episode {trajectory.episode_id}")
+    for turn in trajectory.turns:
+        console.print(_header(turn), style="bold", highlight=False)
+        console.print(Text(_decoded(turn.context, tokenizer), style="dim"), soft_wrap=True)
+        console.print(Text(_decoded(turn.output, tokenizer), style="green"), soft_wrap=True)
+        pairs = zip(turn.output, turn.logprobs, strict=False)
+        console.print(
+            Text(" ".join(f"{token}:{logprob:.3f}" for token, logprob in pairs), style="cyan"),
+            soft_wrap=True,
+        )
+
+
+def _header(turn: Turn) -> str:
+    versions = sorted(set(turn.versions))
+    parent = f"after {turn.parent_id[:8]}, " if turn.parent_id else ""
+    return (
+        f"turn {turn.sequence} {turn.completion_id} ({parent}"
+        f"{turn.shared_prefix_tokens} tokens shared, {len(turn.context)} new, "
+        f"{len(turn.output)} sampled at T={turn.temperature:g} by version "
+        f"{'-'.join(map(str, versions)) or '?'}; {turn.finish_reason}, {turn.engine_s:.2f} s)"
+    )
+
+
+def _decoded(ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
+    if tokenizer is None:
+        return " ".join(map(str, ids))
+    return str(tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+def _tokenizer(folder: Path) -> Tokenizer | None:
+    path = folder / "tokenizer.json"
+    return Tokenizer.from_file(str(path)) if path.is_file() else None
+
+
+def _report_of(folder: RunFolder) -> Report | None:
+    path = folder / "report.json"
+    return msgspec.json.decode(path.read_bytes(), type=Report) if path.is_file() else None
+
+
+def _pair(start: float | None, end: float | None) -> str:
+    return " -> ".join("-" if value is None else f"{value:.2f}" for value in (start, end))

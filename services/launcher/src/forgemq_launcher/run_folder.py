@@ -1,0 +1,100 @@
+"""The folder of one run: where everything it leaves behind lies."""
+
+import fcntl
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+
+from forgemq_contracts.run import RunConfiguration
+
+
+class RunFolderError(Exception):
+    """The folder cannot be used; the text says why and what to do."""
+
+
+class RunFolder:
+    """`runs/<run>/` and the names in it.
+
+    configuration.json, blobs/, kafka/ (the broker's data), engine/, logs/<process>.log,
+    checkpoints/, report.json, report.png, curves.jsonl.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+
+    @property
+    def run(self) -> str:
+        """Id of the run."""
+        return self.path.name
+
+    def __truediv__(self, name: str) -> Path:
+        return self.path / name
+
+    def make(self, configuration: RunConfiguration) -> None:
+        """Create the folder of a new run; raises RunFolderError where it exists."""
+        if self.path.exists():
+            raise RunFolderError(
+                f"{self.path} exists: choose another run id, "
+                f"or continue it with --resume {self.run}"
+            )
+        for name in ("blobs", "kafka", "engine", "logs", "checkpoints"):
+            (self.path / name).mkdir(parents=True)
+        text = msgspec.json.format(msgspec.json.encode(configuration), indent=2)
+        (self.path / "configuration.json").write_bytes(text + b"\n")
+
+    def configuration(self) -> RunConfiguration:
+        """The configuration the run was made with; raises RunFolderError where there is none."""
+        path = self.path / "configuration.json"
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=RunConfiguration)
+        except FileNotFoundError as error:
+            raise RunFolderError(f"there is no run {self.run!r} in {self.path.parent}") from error
+        except msgspec.MsgspecError as error:
+            raise RunFolderError(f"{path}: {error}") from error
+
+    def admin_key(self) -> str:
+        """The gateway's admin key; the same at every start, for episode keys come from it."""
+        path = self.path / "admin.key"
+        if not path.is_file():
+            path.touch(mode=0o600)
+            path.write_text(secrets.token_urlsafe(24))
+        return path.read_text()
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the run: a second launcher of the same run is refused."""
+        with (self.path / "lock").open("a+") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                file.seek(0)
+                raise RunFolderError(
+                    f"run {self.run} is already up (process {file.read().strip()})"
+                ) from error
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
+            yield
+
+    def is_up(self) -> bool:
+        """Whether a launcher holds the run now."""
+        try:
+            with self.locked():
+                return False
+        except RunFolderError:
+            return True
+
+
+def run_folders(runs: Path) -> tuple[RunFolder, ...]:
+    """All runs, by name."""
+    if not runs.is_dir():
+        return ()
+    return tuple(
+        RunFolder(path)
+        for path in sorted(runs.iterdir())
+        if (path / "configuration.json").is_file()
+    )

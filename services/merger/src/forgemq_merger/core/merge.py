@@ -1,0 +1,275 @@
+"""From a scored group and its completions to the tree on the wire and its summary."""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from forgemq_contracts import topics
+from forgemq_contracts.groups import MergedGroup, NotTrainable, ScoredCompletion, ScoredGroup
+from forgemq_contracts.trees import MergedTree
+from forgemq_merger.core.completions import KeptCompletion
+from forgemq_merger.core.prefix_tree import Delta, PrefixTree, build, kept_lengths
+
+# The wire is little-endian whatever the machine is.
+INT32 = np.dtype("<i4")
+FLOAT32 = np.dtype("<f4")
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+FLOAT32_MIN = float(np.finfo(np.float32).tiny)
+
+
+class UnmergeableError(Exception):
+    """The group cannot train; the message says why. An infrastructure failure, never a reward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One completion that trains: its place among the deltas, its length and its score."""
+
+    index: int
+    length: int
+    completion: KeptCompletion
+    score: ScoredCompletion
+
+
+def merge_group(
+    scored: ScoredGroup, completions: Sequence[KeptCompletion], *, partition: int
+) -> tuple[MergedTree | None, MergedGroup]:
+    """The group's tree and its summary, or no tree and why.
+
+    Args:
+        scored: the group with one advantage per completion.
+        completions: of the group, in log order.
+        partition: of the group's topics.
+    """
+    if scored.not_trainable:
+        return None, not_merged(
+            scored, partition=partition, reason=scored.not_trainable, detail=scored.detail
+        )
+    try:
+        needed = _needed(scored, completions)
+        deltas = _deltas(needed)
+        samples = _samples(scored, needed, deltas)
+        tree = build(deltas, kept=_kept(samples, deltas))
+        merged = _wire(scored, samples, tree)
+    except UnmergeableError as error:
+        return None, not_merged(scored, partition=partition, reason="failed", detail=str(error))
+    return merged, _summary(scored, samples, tree, merged=merged, partition=partition)
+
+
+def not_merged(
+    scored: ScoredGroup, *, partition: int, reason: NotTrainable, detail: str
+) -> MergedGroup:
+    """The summary of a group without a tree."""
+    return MergedGroup(
+        group_id=scored.group_id,
+        domain=scored.domain,
+        purpose=scored.purpose,
+        partition=partition,
+        not_trainable=reason,
+        detail=detail,
+    )
+
+
+def _needed(scored: ScoredGroup, completions: Sequence[KeptCompletion]) -> list[KeptCompletion]:
+    """The completions that train and all they hang on, in log order."""
+    by_id = {completion.completion_id: completion for completion in completions}
+    needed: set[str] = set()
+    for score in scored.completions:
+        if score.completion_id not in by_id:
+            raise UnmergeableError(f"completion {score.completion_id} is not in the log")
+        completion = by_id[score.completion_id]
+        if not completion.has_entries:
+            continue
+        while completion.completion_id not in needed:
+            needed.add(completion.completion_id)
+            if completion.parent_id is None:
+                break
+            if completion.parent_id not in by_id:
+                raise UnmergeableError(
+                    f"completion {completion.parent_id}, parent of {completion.completion_id}, "
+                    "is not in the log"
+                )
+            completion = by_id[completion.parent_id]
+    return [completion for completion in completions if completion.completion_id in needed]
+
+
+def _deltas(completions: Sequence[KeptCompletion]) -> list[Delta]:
+    """Completions with their parents as indices."""
+    index_of: dict[str, int] = {}
+    deltas: list[Delta] = []
+    for index, completion in enumerate(completions):
+        name, shared = completion.completion_id, completion.shared_prefix_tokens
+        parent = -1 if completion.parent_id is None else index_of.get(completion.parent_id, -1)
+        shareable = deltas[parent].length if parent >= 0 else 0
+        if shared > shareable:
+            raise UnmergeableError(
+                f"completion {name} shares {shared} tokens where {shareable} came before it"
+            )
+        tokens = np.frombuffer(completion.context + completion.output, INT32)
+        deltas.append(Delta(parent, shared, tokens))
+        index_of[name] = index
+    return deltas
+
+
+def _samples(
+    scored: ScoredGroup, completions: Sequence[KeptCompletion], deltas: Sequence[Delta]
+) -> list[Sample]:
+    index_of = {completion.completion_id: index for index, completion in enumerate(completions)}
+    samples = []
+    for score in scored.completions:
+        index = index_of.get(score.completion_id)
+        if index is not None and completions[index].has_entries:
+            _check(completions[index], score, length=deltas[index].length)
+            samples.append(Sample(index, deltas[index].length, completions[index], score))
+    if not samples:
+        raise UnmergeableError("no completion of the group was sampled with full support")
+    return samples
+
+
+def _check(completion: KeptCompletion, score: ScoredCompletion, *, length: int) -> None:
+    """Refuse what cannot be loss, though the records obey the rules of their contracts.
+
+    Records hold float64, the tree holds float32.
+    """
+    name = completion.completion_id
+    if completion.temperature <= 0:
+        raise UnmergeableError(f"completion {name}: full support at temperature 0")
+    if not FLOAT32_MIN <= completion.temperature <= FLOAT32_MAX:
+        raise UnmergeableError(
+            f"completion {name}: temperature {completion.temperature} is out of float32's range"
+        )
+    if abs(score.advantage) > FLOAT32_MAX:
+        raise UnmergeableError(
+            f"completion {name}: advantage {score.advantage} is no finite float32"
+        )
+    if length == completion.output_tokens:
+        raise UnmergeableError(f"completion {name}: no context before the first sampled token")
+    if not completion.spans:
+        raise UnmergeableError(f"completion {name}: no weight spans")
+
+
+def _kept(samples: Sequence[Sample], deltas: Sequence[Delta]) -> list[int]:
+    wanted = [False] * len(deltas)
+    for sample in samples:
+        wanted[sample.index] = True
+    return kept_lengths(deltas, wanted=wanted)
+
+
+def _wire(scored: ScoredGroup, samples: Sequence[Sample], tree: PrefixTree) -> MergedTree:
+    counts = [sample.completion.output_tokens for sample in samples]
+    leaves = [tree.leaf(sample.index, sample.length) for sample in samples]
+    return MergedTree(
+        group_id=scored.group_id,
+        domain=scored.domain,
+        tokens=_bytes(tree.tokens, INT32),
+        segment_start=_bytes(tree.segment_start, INT32),
+        segment_length=_bytes(tree.segment_length, INT32),
+        segment_parent=_bytes(tree.segment_parent, INT32),
+        entry_token=_bytes(_entry_tokens(samples, tree), INT32),
+        entry_logprob=b"".join(sample.completion.logprobs for sample in samples),
+        entry_version=_bytes(_entry_versions(samples), INT32),
+        sample_first_entry=_bytes(np.cumsum([0, *counts]), INT32),
+        sample_advantage=_bytes([sample.score.advantage for sample in samples], FLOAT32),
+        sample_temperature=_bytes([sample.completion.temperature for sample in samples], FLOAT32),
+        sample_leaf=_bytes(leaves, INT32),
+        sample_episode=_bytes([sample.score.episode_index for sample in samples], INT32),
+        sample_turn=_bytes([sample.score.sequence for sample in samples], INT32),
+        sample_ids=tuple(sample.completion.completion_id for sample in samples),
+        lineage=max(span.lineage for sample in samples for span in sample.completion.spans),
+        entry_route=_entry_routes(samples),
+    )
+
+
+def _entry_routes(samples: Sequence[Sample]) -> bytes:
+    """Routes of all entries; none at all where a sample came without: the trainer routes then.
+
+    Raises:
+        UnmergeableError: rows of several lengths, so samples of several models.
+    """
+    if not all(sample.completion.routes for sample in samples):
+        return b""
+    first = samples[0].completion
+    for completion in (sample.completion for sample in samples):
+        if completion.route_bytes != first.route_bytes:
+            raise UnmergeableError(
+                f"completion {completion.completion_id}: routes of {completion.route_bytes} bytes "
+                f"a token, those of {first.completion_id} have {first.route_bytes}"
+            )
+    return b"".join(sample.completion.routes for sample in samples)
+
+
+def _entry_tokens(samples: Sequence[Sample], tree: PrefixTree) -> npt.NDArray[np.int64]:
+    """Layout index of every sampled token: few contiguous ranges per sample."""
+    ranges = [
+        span
+        for sample in samples
+        for span in tree.ranges(
+            sample.index, sample.length - sample.completion.output_tokens, sample.length
+        )
+    ]
+    starts = np.array([start for start, _ in ranges], np.int64)
+    sizes = np.array([stop - start for start, stop in ranges], np.int64)
+    shift: npt.NDArray[np.int64] = np.repeat(starts - (np.cumsum(sizes) - sizes), sizes)
+    return np.arange(len(shift), dtype=np.int64) + shift
+
+
+def _entry_versions(samples: Sequence[Sample]) -> npt.NDArray[np.int64]:
+    spans = [span for sample in samples for span in sample.completion.spans]
+    versions = np.array([span.version for span in spans], np.int64)
+    counts = np.array([span.end - span.start for span in spans], np.int64)
+    repeated: npt.NDArray[np.int64] = np.repeat(versions, counts)
+    return repeated
+
+
+def _summary(
+    scored: ScoredGroup,
+    samples: Sequence[Sample],
+    tree: PrefixTree,
+    *,
+    merged: MergedTree,
+    partition: int,
+) -> MergedGroup:
+    spans = [span for sample in samples for span in sample.completion.spans]
+    return MergedGroup(
+        group_id=scored.group_id,
+        domain=scored.domain,
+        purpose=scored.purpose,
+        partition=partition,
+        tree_sha256=hashlib.sha256(topics.encode(merged)).hexdigest(),
+        tree_tokens=len(tree.tokens),
+        loss_tokens=sum(sample.completion.output_tokens for sample in samples),
+        attention_pairs=tree.attention_pairs,
+        request_tokens=sum(sample.length for sample in samples),
+        append_tokens=_append_tokens(samples, tree),
+        version_min=min(span.version for span in spans),
+    )
+
+
+def _append_tokens(samples: Sequence[Sample], tree: PrefixTree) -> int:
+    """Tokens when, per episode, a sequence that another one continues is trained within it.
+
+    In layout order a subtree is one interval, so a sample is continued by another of its episode
+    exactly where the next leaf of that episode lies inside its own subtree.
+    """
+    leaves = sorted(
+        (sample.score.episode_index, tree.leaf(sample.index, sample.length), position)
+        for position, sample in enumerate(samples)
+    )
+    total = 0
+    for rank, (episode, _, position) in enumerate(leaves):
+        sample = samples[position]
+        following = leaves[rank + 1] if rank + 1 < len(leaves) else None
+        is_continued = (
+            following is not None
+            and following[0] == episode
+            and following[1] < tree.subtree_end(sample.index, sample.length)
+        )
+        total += 0 if is_continued else sample.length
+    return total
+
+
+def _bytes(values: npt.ArrayLike, dtype: "np.dtype[np.int32] | np.dtype[np.float32]") -> bytes:
+    return np.asarray(values).astype(dtype, copy=False).tobytes()

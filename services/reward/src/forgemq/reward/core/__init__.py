@@ -1,5 +1,0 @@
-"""The reward service's decisions, pure: returns, advantages, and when an episode can be graded."""
-
-from forgemq.reward.core.groups import RewardCore
-
-__all__ = ["RewardCore"]

@@ -1,0 +1,53 @@
+"""Wiring of the reward service: the group core as a transform, and the grading loop beside it."""
+
+import asyncio
+import functools
+from collections.abc import Mapping
+
+from forgemq_contracts.run import RunConfiguration
+from forgemq_contracts.topics import (
+    FINISHED_COMPLETIONS,
+    FINISHED_EPISODES,
+    GRADED_EPISODES,
+    RETIRED_GROUPS,
+    REWARD_JOURNAL,
+    SCORED_GROUPS,
+    Topic,
+)
+from forgemq_reward.core import RewardCore
+from forgemq_reward.grading import Grading
+from forgemq_reward.settings import RewardSettings
+from forgemq_settings.environment import parse
+from forgemq_shell.service import Context
+from forgemq_shell.transform import Transform
+
+CONSUMES: tuple[Topic, ...] = (
+    FINISHED_EPISODES,
+    FINISHED_COMPLETIONS,
+    GRADED_EPISODES,
+    RETIRED_GROUPS,
+)
+PRODUCES: tuple[Topic, ...] = (GRADED_EPISODES, SCORED_GROUPS)
+
+
+def transform_of(configuration: RunConfiguration, environ: Mapping[str, str]) -> Transform:
+    """The group core over its partitions; nothing of the environment changes it."""
+    del environ
+    return Transform(
+        service="reward",
+        inputs=(GRADED_EPISODES, FINISHED_EPISODES, RETIRED_GROUPS),
+        journal=REWARD_JOURNAL,
+        make_core=functools.partial(_core, configuration),
+    )
+
+
+async def main(context: Context) -> None:
+    """Grade episodes and score groups until the context says stop."""
+    settings = parse(RewardSettings, prefix="FORGEMQ_REWARD_", environ=context.environ)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(transform_of(context.configuration, context.environ).run(context))
+        group.create_task(Grading(context, settings).run())
+
+
+def _core(configuration: RunConfiguration, partition: int) -> RewardCore:
+    return RewardCore(partition=partition, rewards=configuration.rewards)

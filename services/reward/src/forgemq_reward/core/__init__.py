@@ -1,0 +1,5 @@
+"""The reward service's decisions, pure: returns, advantages, and when an episode can be graded."""
+
+from forgemq_reward.core.groups import RewardCore
+
+__all__ = ["RewardCore"]

@@ -1,0 +1,177 @@
+"""Which finished episodes can be graded now, and from where a restart has to read again."""
+
+from collections.abc import Iterable, Iterator
+
+from msgspec import Struct
+
+from forgemq_contracts.accounting import CompletionLedger, RetiredIds
+from forgemq_contracts.completions import FinishedCompletion
+from forgemq_contracts.episodes import FinishedEpisode
+
+CONTEXT_TAIL_BYTES = 4 * 256
+"""Context that parsing a turn may look back at: the opening of the assistant's turn."""
+
+_NO_TOOL_CHOICE = b'"tool_choice":"none"'
+
+
+class HeldCompletion(Struct, frozen=True, kw_only=True):
+    """What graders see of a completion: no context, no log-probabilities."""
+
+    completion_id: str
+    offset: int
+    output: bytes
+    context_tail: bytes
+    messages: bytes
+    tools: bytes
+    finish_reason: str
+
+
+class PendingEpisode(Struct, frozen=True, kw_only=True):
+    """A finished episode and, once read, the completions of its manifest in its order."""
+
+    episode: FinishedEpisode
+    offset: int
+    trace: tuple[tuple[str, bytes], ...] = ()
+
+
+class PendingPositions(Struct, frozen=True, kw_only=True):
+    """Where a restart has to read from; None where nothing was read yet."""
+
+    episodes: int | None
+    completions: int | None
+    grades: int | None
+
+
+class PendingEpisodes:
+    """Episodes of one partition between finished and graded, and the completions they need.
+
+    An episode is ready when finished-completions was read beyond its manifest. What belongs to a
+    graded episode or a retired group is dropped, so memory is that of the open groups.
+    """
+
+    def __init__(self) -> None:
+        self._episodes: dict[str, PendingEpisode] = {}  # in log order
+        self._held: dict[str, dict[str, HeldCompletion]] = {}  # by episode, by completion
+        self._tools: dict[str, dict[str, bytes]] = {}  # by episode, by digest
+        self._ledger = CompletionLedger()
+        self._started: set[str] = set()
+        self._grades: dict[str, int] = {}  # offset of the grade, by episode
+        self._retired = RetiredIds()
+        self._episodes_read = 0
+        self._completions_read = 0
+        self._grades_read = 0
+
+    def __len__(self) -> int:
+        return len(self._episodes)
+
+    def on_completion(self, completion: FinishedCompletion, *, offset: int) -> None:
+        """Hold a completion until its episode is graded."""
+        self.on_completions_read(offset + 1)
+        over = completion.group_id in self._retired or completion.episode_id in self._grades
+        if over or not self._ledger.observe(completion, offset=offset):
+            return
+        turn = completion.turn
+        tools = self._tools.setdefault(completion.episode_id, {})
+        if turn.tools:
+            tools[turn.tools_digest] = turn.tools
+        self._held.setdefault(completion.episode_id, {})[completion.request_id] = HeldCompletion(
+            completion_id=completion.request_id,
+            offset=offset,
+            output=completion.output,
+            context_tail=completion.context[-CONTEXT_TAIL_BYTES:],
+            messages=turn.messages,
+            # Read as the gateway read it for the agent: without tools markup stays text.
+            tools=b"[]" if _NO_TOOL_CHOICE in turn.asked else tools.get(turn.tools_digest, b"[]"),
+            finish_reason=completion.finish_reason,
+        )
+
+    def on_completions_read(self, position: int) -> None:
+        """Everything below this offset of finished-completions was seen."""
+        self._completions_read = max(self._completions_read, position)
+
+    def on_episode(
+        self, episode: FinishedEpisode, *, offset: int, trace: tuple[tuple[str, bytes], ...] = ()
+    ) -> None:
+        """An episode ended; one that is graded, over or masked anyway needs no grader."""
+        self._episodes_read = max(self._episodes_read, offset + 1)
+        episode_id = episode.episode_id
+        if (
+            episode.status != "completed"
+            or episode.group_id in self._retired
+            or episode_id in self._grades
+        ):
+            self._forget(episode_id)
+        elif episode_id not in self._episodes:
+            self._episodes[episode_id] = PendingEpisode(episode=episode, offset=offset, trace=trace)
+
+    def on_graded(self, episode_id: str, *, offset: int) -> None:
+        """The grade of this episode stands on the log."""
+        self._grades_read = max(self._grades_read, offset + 1)
+        self._forget(episode_id)
+        if episode_id.rsplit(".", 2)[0] not in self._retired:
+            self._grades.setdefault(episode_id, offset)
+
+    def on_retired(self, group_id: str) -> None:
+        """Nobody needs grades of this group any more."""
+        self._retired.add(group_id)
+        for episode_id in _of_group((*self._held, *self._episodes), group_id):
+            self._forget(episode_id)
+        for episode_id in _of_group(self._grades, group_id):
+            self._grades.pop(episode_id)
+
+    def take_ready(self) -> PendingEpisode | None:
+        """The oldest episode that can be graded and was not taken; None: there is none."""
+        for episode_id, pending in self._episodes.items():
+            if episode_id not in self._started and self._is_ready(pending):
+                self._started.add(episode_id)
+                return pending
+        return None
+
+    def completions_of(self, episode: FinishedEpisode) -> tuple[HeldCompletion, ...]:
+        """The completions of its manifest, by sequence.
+
+        Raises:
+            LookupError: one is not on the log, or another record of it counts.
+        """
+        held = self._held.get(episode.episode_id, {})
+        entries = sorted(episode.manifest, key=lambda entry: entry.sequence)
+        for entry in entries:
+            known = held.get(entry.completion_id)
+            if known is None:
+                raise LookupError(f"completion {entry.completion_id} is not on the log")
+            if known.offset != entry.offset:
+                raise LookupError(
+                    f"completion {entry.completion_id} counts at offset {known.offset}, "
+                    f"the manifest says {entry.offset}"
+                )
+        return tuple(held[entry.completion_id] for entry in entries)
+
+    def positions(self) -> PendingPositions:
+        """Where a restart has to read from so that it grades what is not graded, and only that."""
+        episodes = min(
+            (pending.offset for pending in self._episodes.values()), default=self._episodes_read
+        )
+        completions = min(self._held_offsets(), default=self._completions_read)
+        grades = min(self._grades.values(), default=self._grades_read)
+        return PendingPositions(
+            episodes=episodes or None, completions=completions or None, grades=grades or None
+        )
+
+    def _held_offsets(self) -> Iterator[int]:
+        return (one.offset for held in self._held.values() for one in held.values())
+
+    def _is_ready(self, pending: PendingEpisode) -> bool:
+        last = max((entry.offset for entry in pending.episode.manifest), default=-1)
+        return last < self._completions_read
+
+    def _forget(self, episode_id: str) -> None:
+        self._episodes.pop(episode_id, None)
+        self._started.discard(episode_id)
+        self._tools.pop(episode_id, None)
+        for completion_id in self._held.pop(episode_id, {}):
+            self._ledger.forget(completion_id)
+
+
+def _of_group(episode_ids: Iterable[str], group_id: str) -> list[str]:
+    prefix = group_id + "."  # a group id holds no dot
+    return [episode_id for episode_id in episode_ids if episode_id.startswith(prefix)]

@@ -1,0 +1,111 @@
+"""Grades one episode at a time: transcript, the user's functions in their process, the verdict."""
+
+import asyncio
+from collections.abc import Mapping
+
+import msgspec
+
+from forgemq_contracts.episodes import FinishedEpisode, GradedEpisode
+from forgemq_contracts.grading import GradingCompletion
+from forgemq_contracts.run import RunConfiguration
+from forgemq_rendering import Rendering
+from forgemq_reward.core.pending import HeldCompletion, PendingEpisodes
+from forgemq_reward.core.verdict import Verdict, graded_episode
+from forgemq_reward.grader_process import GraderProcess
+from forgemq_reward.grader_wire import Load, QueueFunctions
+from forgemq_reward.transcript import grading_episode
+
+REPORTED = "reported"
+"""Name of the grader where the run names no function: the agent's own rewards count."""
+
+
+class Grader:
+    """One grader process and what it needs; used by one task at a time.
+
+    Args:
+        configuration: Of the run.
+        rendering: Shared by all graders of this process; None where no queue names a function.
+        environ: Of the grader process.
+    """
+
+    def __init__(
+        self,
+        configuration: RunConfiguration,
+        *,
+        rendering: Rendering | None,
+        environ: Mapping[str, str],
+    ) -> None:
+        self._functions = functions_of(configuration)
+        self._rendering = rendering
+        self._process = GraderProcess(
+            Load(
+                code_paths=configuration.code_paths,
+                queues=tuple(one for one in self._functions.values() if one.names),
+            ),
+            timeout_s=configuration.rewards.grader_timeout_s,
+            environ=environ,
+        )
+
+    async def start(self) -> None:
+        """Load the user's functions, so that a wrong name ends the service at its start."""
+        if self._rendering is not None:
+            await self._process.start()
+
+    async def grade(self, episode: FinishedEpisode, pending: PendingEpisodes) -> GradedEpisode:
+        """The grade; an episode that cannot be graded honestly is masked."""
+        functions = self._functions.get(episode.domain)
+        if functions is None:
+            verdict = Verdict(error=f"domain {episode.domain!r} has no queue in the run")
+            return graded_episode(episode, verdict, grader="", grader_version="")
+        if not functions.names or self._rendering is None:
+            return graded_episode(episode, Verdict(), grader=REPORTED, grader_version="")
+        completions: tuple[GradingCompletion, ...] = ()
+        try:
+            held = pending.completions_of(episode)
+            completions, verdict = await self._ask(episode, held, rendering=self._rendering)
+        except (LookupError, ValueError, RecursionError, msgspec.DecodeError) as error:
+            # The agent's result and messages may be text that is no UTF-8, or nested too deep.
+            verdict = Verdict(error=f"no transcript: {error}")
+        return graded_episode(
+            episode,
+            verdict,
+            grader=",".join(functions.names),
+            grader_version=self._process.version(episode.domain),
+            completions=completions,
+        )
+
+    async def _ask(
+        self,
+        episode: FinishedEpisode,
+        held: tuple[HeldCompletion, ...],
+        *,
+        rendering: Rendering,
+    ) -> tuple[tuple[GradingCompletion, ...], Verdict]:
+        transcript = grading_episode(episode, held, rendering=rendering)
+        return transcript.completions, await self._process.grade(transcript)
+
+    async def close(self) -> None:
+        """End the process; idempotent."""
+        await self._process.close()
+
+
+def functions_of(configuration: RunConfiguration) -> dict[str, QueueFunctions]:
+    """The functions of every queue, by domain."""
+    return {
+        queue.domain: QueueFunctions(
+            domain=queue.domain, outcome=queue.outcome, process=queue.process, speed=queue.speed
+        )
+        for queue in configuration.queues
+    }
+
+
+async def rendering_of(configuration: RunConfiguration) -> Rendering | None:
+    """The model's rendering, where any queue has a function that wants a transcript."""
+    if not any(functions.names for functions in functions_of(configuration).values()):
+        return None
+    return await asyncio.to_thread(
+        Rendering.load,
+        configuration.model.path,
+        renderer=configuration.model.renderer,
+        history=configuration.episodes.history,
+    )

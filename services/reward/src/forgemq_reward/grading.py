@@ -1,0 +1,239 @@
+"""The grading loop: finished episodes and their completions in, graded episodes out.
+
+Idempotent by episode id: a crash between a grade and the committed positions at worst grades an
+episode again, and the group core counts the first grade.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from forgemq_bus.log import Emit, Member, Place, Record, TransactionWriter, Writer
+from forgemq_bus.reading import read_to_end
+from forgemq_contracts import topics
+from forgemq_contracts.completions import FinishedCompletion
+from forgemq_contracts.episodes import FinishedEpisode, GradedEpisode
+from forgemq_contracts.groups import RetiredGroup
+from forgemq_reward.core.pending import PendingEpisode, PendingEpisodes, PendingPositions
+from forgemq_reward.grader import Grader, rendering_of
+from forgemq_reward.settings import RewardSettings
+from forgemq_shell.fan_in import completion_traces
+from forgemq_shell.service import Context
+from forgemq_telemetry.traces import trace_headers
+
+GROUP = "reward-grading"
+INPUTS = (topics.FINISHED_EPISODES, topics.FINISHED_COMPLETIONS, topics.RETIRED_GROUPS)
+_READ_S = 0.2
+
+
+class Grading:
+    """Grades the episodes of every group partition that this process is assigned."""
+
+    def __init__(
+        self,
+        context: Context,
+        settings: RewardSettings,
+        *,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._context = context
+        self._settings = settings
+        self._clock_s = clock_s
+        self._partitions: dict[int, PendingEpisodes] = {}
+        self._committed: dict[int, PendingPositions] = {}
+        self._committers: dict[int, TransactionWriter] = {}
+        self._arrived = asyncio.Event()
+
+    async def run(self) -> None:
+        """Grade until the context says stop.
+
+        Raises:
+            GraderRefusedError: a reward function of the configuration cannot be loaded.
+        """
+        rendering = await rendering_of(self._context.configuration)
+        graders = [
+            Grader(self._context.configuration, rendering=rendering, environ=self._context.environ)
+            for _ in range(self._settings.graders)
+        ]
+        try:
+            for grader in graders:
+                await grader.start()
+            await self._run_with(graders)
+        finally:
+            for grader in graders:
+                await grader.close()
+
+    async def _run_with(self, graders: Sequence[Grader]) -> None:
+        writer = await self._context.log.writer()
+        member = await self._context.log.member(
+            group=GROUP,
+            topics=[topic.name for topic in INPUTS],
+            on_assigned=self._take_over,
+            on_revoked=self._give_up,
+        )
+        try:
+            async with asyncio.TaskGroup() as group:
+                working = [group.create_task(self._work(grader, writer)) for grader in graders]
+                await self._read(member)
+                for task in working:
+                    task.cancel()
+            await self._commit()
+        finally:
+            await member.close()
+            await writer.close()
+            for committer in self._committers.values():
+                await committer.close()
+
+    async def _take_over(self, partitions: frozenset[int]) -> None:
+        """Learn what is graded and what is over, before the first episode comes."""
+        for partition in sorted(partitions):
+            pending = PendingEpisodes()
+            graded = Place(topics.GRADED_EPISODES.name, partition)
+            retired = Place(topics.RETIRED_GROUPS.name, partition)
+            starts = await self._context.log.first_positions([graded, retired])
+            # Retired groups are read from the first: one that is forgotten would hold its
+            # completions for good.
+            starts |= await self._context.log.committed(group=GROUP, places=[graded])
+            async for records in read_to_end(self._context.log, starts):
+                for record in records:
+                    match _decoded(record):
+                        case GradedEpisode() as grade:
+                            pending.on_graded(grade.episode_id, offset=record.offset)
+                        case RetiredGroup() as group:
+                            pending.on_retired(group.group_id)
+            self._partitions[partition] = pending
+        self._context.telemetry.event("grading_assigned", partitions=sorted(partitions))
+
+    async def _give_up(self, partitions: frozenset[int]) -> None:
+        for partition in partitions:
+            self._partitions.pop(partition, None)
+            self._committed.pop(partition, None)
+            committer = self._committers.pop(partition, None)
+            if committer is not None:
+                await committer.close()
+
+    async def _read(self, member: Member) -> None:
+        is_paused = False
+        committed_s = self._clock_s()
+        while not self._context.stop.is_set():
+            waiting = sum(map(len, self._partitions.values()))
+            if is_paused != (waiting >= self._settings.episodes_waiting_max):
+                is_paused = not is_paused
+                places = [
+                    Place(topics.FINISHED_EPISODES.name, number)
+                    for number in sorted(member.assigned())
+                ]
+                (member.pause if is_paused else member.resume)(places)
+                self._context.telemetry.gauge("reward.episodes_waiting", waiting)
+            for record in await member.read(
+                timeout_s=_READ_S, records_max=self._settings.records_max
+            ):
+                self._take_in(record)
+            self._note_positions(member)
+            if any(map(len, self._partitions.values())):
+                self._arrived.set()
+            if self._clock_s() - committed_s >= self._settings.commit_every_s:
+                await self._commit()
+                committed_s = self._clock_s()
+
+    def _take_in(self, record: Record) -> None:
+        pending = self._partitions.get(record.partition)
+        if pending is None:
+            return
+        match _decoded(record):
+            case FinishedCompletion() as completion:
+                pending.on_completion(completion, offset=record.offset)
+            case FinishedEpisode() as episode:
+                trace = trace_headers(record.headers)
+                pending.on_episode(episode, offset=record.offset, trace=trace)
+            case RetiredGroup() as group:
+                pending.on_retired(group.group_id)
+            case None:
+                # The transform over the same topic writes the dead letter and fails the group.
+                self._context.telemetry.event(
+                    "bad_record_skipped",
+                    topic=record.topic,
+                    partition=record.partition,
+                    offset=record.offset,
+                )
+
+    def _note_positions(self, member: Member) -> None:
+        """A manifest whose completions were trimmed away must not wait for them."""
+        for partition in member.assigned():
+            if partition in self._partitions:
+                place = Place(topics.FINISHED_COMPLETIONS.name, partition)
+                self._partitions[partition].on_completions_read(member.position(place))
+
+    async def _work(self, grader: Grader, writer: Writer) -> None:
+        while True:
+            taken = self._take_ready()
+            if taken is None:
+                self._arrived.clear()
+                await self._arrived.wait()
+                continue
+            partition, ready = taken
+            await self._grade(grader, writer, partition, ready)
+
+    def _take_ready(self) -> tuple[int, PendingEpisode] | None:
+        for partition, pending in self._partitions.items():
+            ready = pending.take_ready()
+            if ready is not None:
+                return partition, ready
+        return None
+
+    async def _grade(
+        self, grader: Grader, writer: Writer, partition: int, ready: PendingEpisode
+    ) -> None:
+        pending, telemetry = self._partitions[partition], self._context.telemetry
+        began_s, domain = self._clock_s(), ready.episode.domain
+        links = completion_traces(ready.episode) if telemetry.is_exporting else ()
+        with telemetry.span("grade", parent=ready.trace, links=links, domain=domain) as span:
+            grade = await grader.grade(ready.episode, pending)
+            offset = await writer.write(
+                Emit(
+                    topic=topics.GRADED_EPISODES.name,
+                    partition=partition,
+                    key=grade.episode_id.encode(),
+                    value=topics.encode(grade),
+                    headers=span.headers(),
+                )
+            )
+        pending.on_graded(grade.episode_id, offset=offset)
+        telemetry.count("reward.episodes_graded", domain=domain)
+        telemetry.observe("reward.grade_s", self._clock_s() - began_s, domain=domain)
+        if grade.is_masked:
+            telemetry.count("reward.episodes_masked", domain=domain)
+            telemetry.event("masked", episode=grade.episode_id, detail=grade.detail)
+
+    async def _commit(self) -> None:
+        """Say from where a restart has to read; only what changed."""
+        for partition, pending in list(self._partitions.items()):
+            positions = pending.positions()
+            if self._committed.get(partition) == positions:
+                continue
+            places = {
+                Place(topic.name, partition): position
+                for topic, position in (
+                    (topics.FINISHED_EPISODES, positions.episodes),
+                    (topics.FINISHED_COMPLETIONS, positions.completions),
+                    (topics.GRADED_EPISODES, positions.grades),
+                )
+                if position is not None
+            }
+            if not places:
+                continue
+            committer = self._committers.get(partition)
+            if committer is None:
+                committer = await self._context.log.transaction_writer(f"{GROUP}-{partition}")
+                self._committers[partition] = committer
+            await committer.commit(outputs=(), group=GROUP, positions=places)
+            self._committed[partition] = positions
+
+
+def _decoded(record: Record) -> msgspec.Struct | None:
+    try:
+        return topics.decode(topics.BY_NAME[record.topic], record.value)
+    except msgspec.ValidationError:
+        return None

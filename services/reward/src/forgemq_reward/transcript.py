@@ -1,0 +1,79 @@
+"""What graders see of an episode: its token ids as text and as the messages the agent got."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from forgemq_contracts.arrays import unpack_ids
+from forgemq_contracts.episodes import FinishedEpisode
+from forgemq_contracts.grading import GradingCompletion, GradingEpisode
+from forgemq_rendering import Parsed, Rendering
+from forgemq_reward.core.pending import HeldCompletion
+
+
+def grading_episode(
+    episode: FinishedEpisode, completions: Sequence[HeldCompletion], *, rendering: Rendering
+) -> GradingEpisode:
+    """The episode with its completions in the order of their sequence.
+
+    Raises:
+        msgspec.DecodeError: the task, the result or a turn's messages are no JSON.
+    """
+    sequences = {entry.completion_id: entry.sequence for entry in episode.manifest}
+    return GradingEpisode(
+        episode_id=episode.episode_id,
+        domain=episode.domain,
+        task=msgspec.json.decode(episode.task),
+        result=msgspec.json.decode(episode.result) if episode.result else None,
+        completions=tuple(
+            _completion(held, sequence=sequences[held.completion_id], rendering=rendering)
+            for held in completions
+        ),
+        rewards=episode.rewards,
+        engine_s=episode.engine_s,
+        tool_s=episode.tool_s,
+        virtual_s=episode.virtual_s,
+        duration_s=episode.duration_s,
+    )
+
+
+def _completion(held: HeldCompletion, *, sequence: int, rendering: Rendering) -> GradingCompletion:
+    output = unpack_ids(held.output)
+    parsed = rendering.parse(
+        output,
+        completion_id=held.completion_id,
+        tools=msgspec.json.decode(held.tools, type=list[Any]),
+        context=unpack_ids(held.context_tail),
+    )
+    return GradingCompletion(
+        completion_id=held.completion_id,
+        sequence=sequence,
+        text=rendering.decode(output),
+        message=_message(parsed),
+        messages_before=msgspec.json.decode(held.messages),
+        malformed_tool_calls=parsed.malformed,
+        output_tokens=len(output),
+        finish_reason=held.finish_reason,
+    )
+
+
+def _message(parsed: Parsed) -> dict[str, Any]:
+    """The assistant's turn in OpenAI chat form, as the gateway sent it."""
+    calls = [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for call in parsed.tool_calls
+    ]
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": parsed.content if parsed.content or not calls else None,
+    }
+    if parsed.reasoning:
+        message["reasoning_content"] = parsed.reasoning
+    if calls:
+        message["tool_calls"] = calls
+    return message

@@ -1,5 +1,0 @@
-"""The scheduler's decisions, pure: who is admitted, what trains in which step, how it ends."""
-
-from forgemq.scheduler.core.scheduler import SchedulerCore
-
-__all__ = ["SchedulerCore"]

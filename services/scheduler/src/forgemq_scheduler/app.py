@@ -1,0 +1,64 @@
+"""Wiring of the scheduler: one active core for the run, any number of processes standing by.
+
+Beside the core each process trims the run's topics: the scheduler is there in every deployment,
+and two that trim at once do no harm.
+"""
+
+import asyncio
+from collections.abc import Mapping
+
+from forgemq_contracts.run import RunConfiguration
+from forgemq_contracts.topics import (
+    ADMITTED_GROUPS,
+    LOADED_WEIGHTS,
+    MERGED_GROUPS,
+    OF_RUN,
+    REPORTED_ENGINES,
+    REQUESTED_GROUPS,
+    RETIRED_GROUPS,
+    SCHEDULED_STEPS,
+    SCHEDULER_JOURNAL,
+    TRAINED_STEPS,
+    Topic,
+)
+from forgemq_scheduler.core import SchedulerCore
+from forgemq_scheduler.settings import SchedulerSettings
+from forgemq_settings.environment import parse
+from forgemq_shell.service import Context
+from forgemq_shell.transform import Transform
+from forgemq_shell.trimming import keep_trimmed
+
+CONSUMES: tuple[Topic, ...] = (
+    REQUESTED_GROUPS,
+    MERGED_GROUPS,
+    TRAINED_STEPS,
+    LOADED_WEIGHTS,
+    REPORTED_ENGINES,
+)
+PRODUCES: tuple[Topic, ...] = (ADMITTED_GROUPS, SCHEDULED_STEPS, RETIRED_GROUPS)
+
+# The bad records that may be about a group, whoever buried them.
+DEAD_LETTERS: tuple[Topic, ...] = tuple(
+    topic for topic in OF_RUN if topic.has_dlq and topic.partitioned_by != "run"
+)
+
+
+def transform_of(configuration: RunConfiguration, environ: Mapping[str, str]) -> Transform:
+    """The core over all partitions of its inputs; the journal has one partition."""
+    settings = parse(SchedulerSettings, prefix="FORGEMQ_SCHEDULER_", environ=environ)
+    return Transform(
+        service="scheduler",
+        inputs=CONSUMES,
+        journal=SCHEDULER_JOURNAL,
+        make_core=lambda _: SchedulerCore(configuration),
+        tick_s=settings.tick_s,
+        dead_letters=DEAD_LETTERS,
+    )
+
+
+async def main(context: Context) -> None:
+    """Schedule until the context says stop."""
+    settings = parse(SchedulerSettings, prefix="FORGEMQ_SCHEDULER_", environ=context.environ)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(transform_of(context.configuration, context.environ).run(context))
+        group.create_task(keep_trimmed(context, every_s=settings.trim_every_s))

@@ -1,0 +1,127 @@
+"""One task domain: requests that wait, groups in generation, groups taken for the next step."""
+
+from collections import deque
+from collections.abc import Iterable, MutableSequence
+
+import msgspec
+
+from forgemq_contracts.groups import MergedGroup, RequestedGroup
+from forgemq_contracts.run import Queue, staleness_limit, window_of
+from forgemq_contracts.steps import ScheduledGroup
+from forgemq_scheduler.core.snapshot import OpenGroup, QueueSnapshot
+from forgemq_scheduler.core.window import WindowedFifo
+
+
+class DomainQueue:
+    """State of one queue; the scheduler decides when each change happens."""
+
+    def __init__(self, settings: Queue) -> None:
+        self.settings = settings
+        self.staleness_limit = staleness_limit(settings)
+        self.waiting: deque[RequestedGroup] = deque()
+        self.groups: dict[int, OpenGroup] = {}  # by queue index, ascending
+        self.fifo = WindowedFifo(window=window_of(settings))
+        self.forming: list[ScheduledGroup] = []
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the step that forms has its P groups of this queue."""
+        return len(self.forming) == self.settings.groups_per_step
+
+    def admit(self, group_id: str, *, queue: int, deadline_ms: int) -> OpenGroup:
+        """Give the group the next queue index."""
+        index = self.fifo.append()
+        group = OpenGroup(
+            group_id=group_id, queue=queue, queue_index=index, deadline_ms=deadline_ms
+        )
+        self.groups[index] = group
+        return group
+
+    def take(self, index: int, merged: MergedGroup, *, step: int) -> None:
+        """Put a finished group into the step that forms."""
+        assert merged.tree_sha256 is not None, "finished groups have a tree"
+        self.fifo.take(index)
+        self.forming.append(
+            ScheduledGroup(
+                group_id=merged.group_id,
+                domain=merged.domain,
+                queue_index=index,
+                partition=merged.partition,
+                tree_sha256=merged.tree_sha256,
+                tree_tokens=merged.tree_tokens,
+                loss_tokens=merged.loss_tokens,
+                attention_pairs=merged.attention_pairs,
+                version_min=merged.version_min,
+                staleness=max(0, step - merged.version_min),
+                request_tokens=merged.request_tokens,
+                append_tokens=merged.append_tokens,
+            )
+        )
+
+    def is_taken(self, group: OpenGroup) -> bool:
+        """Whether a step has taken this group of the queue; never true of evaluation groups."""
+        return group.queue_index is not None and not self.fifo.is_untaken(group.queue_index)
+
+    def marked(self, group: OpenGroup, failure: str) -> OpenGroup:
+        """The same train group, with what is known of its bad record."""
+        assert group.queue_index is not None, "evaluation groups are in no queue"
+        marked = msgspec.structs.replace(group, failure=failure)
+        self.groups[group.queue_index] = marked
+        return marked
+
+    def lapsed_head(self, *, now_ms: int) -> OpenGroup | None:
+        """The head, where it is past its deadline and has not finished."""
+        head = self.fifo.head
+        if head is None or self.fifo.is_finished(head):
+            return None
+        group = self.groups[head]
+        return group if group.deadline_ms <= now_ms else None
+
+    def snapshot(self) -> QueueSnapshot:
+        """All state of the queue."""
+        next_index, order, taken, finished = self.fifo.snapshot()
+        return QueueSnapshot(
+            waiting=tuple(self.waiting),
+            groups=tuple(self.groups[index] for index in sorted(self.groups)),
+            next_index=next_index,
+            order=order,
+            taken=taken,
+            finished=finished,
+            forming=tuple(self.forming),
+        )
+
+    def restore(self, state: QueueSnapshot) -> None:
+        """Replace all state with that of `snapshot`."""
+        self.waiting = deque(state.waiting)
+        self.groups = {
+            group.queue_index: group for group in state.groups if group.queue_index is not None
+        }
+        self.fifo.restore(
+            next_index=state.next_index,
+            order=state.order,
+            taken=state.taken,
+            finished=state.finished,
+        )
+        self.forming = list(state.forming)
+
+    def _check(self, scheduled_ids: set[str]) -> None:
+        """Assert the invariants; the ids are of groups in steps that are not trained."""
+        self.fifo._check()
+        assert len(self.groups) <= self.settings.slots, "more open groups than slots"
+        assert len(self.forming) <= self.settings.groups_per_step
+        taken = scheduled_ids | {group.group_id for group in self.forming}
+        for index, group in self.groups.items():
+            is_taken = group.group_id in taken
+            assert is_taken != self.fifo.is_untaken(index), "taken or in the window's queue"
+
+
+def withdrawn(
+    waiting: Iterable[MutableSequence[RequestedGroup]], *, group_id: str
+) -> RequestedGroup | None:
+    """Take the request of this group out of those that wait; None where none does."""
+    for requests in waiting:
+        for request in requests:
+            if request.group_id == group_id:
+                requests.remove(request)
+                return request
+    return None

@@ -1,0 +1,400 @@
+"""Windowed FIFO over all queues: the only owner of the order Q.
+
+Bound (G3), per queue: an item admitted while version v serves has at most P*v + N - 1 counted
+items before it, because slots of a step are held until all live lanes serve its weights; while
+it waits, nothing beyond its position + W - 1 is taken; so its own step k has
+P*k <= P*v + N + W - 2, and no token of it is staler than floor((N + W - 2) / P) steps.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from forgemq_contracts import topics
+from forgemq_contracts.accounting import RetiredIds
+from forgemq_contracts.dead_letters import DeadLetter
+from forgemq_contracts.groups import MergedGroup, RequestedGroup, RetireReason
+from forgemq_contracts.messages import Event, InvalidRecordError, Output, Tick
+from forgemq_contracts.partitions import group_partition
+from forgemq_contracts.run import RunConfiguration, staleness_bound
+from forgemq_contracts.steps import ScheduledStep, TrainedStep
+from forgemq_contracts.weights import LoadedWeights, ReportedEngine
+from forgemq_scheduler.core.domain_queue import DomainQueue, withdrawn
+from forgemq_scheduler.core.lanes import ServedLanes
+from forgemq_scheduler.core.records import admitted_group, failure, never_admitted, retired_group
+from forgemq_scheduler.core.snapshot import OpenGroup, SchedulerSnapshot, TakenStep
+
+
+class SchedulerCore:
+    """Admits groups into N slots, forms steps inside the window, retires every group once.
+
+    Life of a train group: waiting -> open (has a queue index and a slot) -> finished (merged,
+    trainable) -> taken (scheduled into the step that forms) -> retired. Its slot is free when it
+    retires untrained, or when all live lanes serve the version its step made.
+
+    Example, one queue with N=12, W=4, P=6 and one step ahead: 12 groups are admitted at version
+    0. Six finish inside the window: step 0. Six more: step 1, though step 0 still trains. Step 0
+    is trained and version 1 is loaded by all lanes: six slots are free, six groups are admitted.
+    """
+
+    def __init__(self, configuration: RunConfiguration) -> None:
+        self._steps = configuration.trainer.steps
+        self._steps_ahead_max = configuration.trainer.steps_ahead_max
+        self._partitions = configuration.log.group_partitions
+        self._bound = max(staleness_bound(queue) for queue in configuration.queues)
+        self._queues = [DomainQueue(queue) for queue in configuration.queues]
+        self._numbers = {queue.domain: n for n, queue in enumerate(configuration.queues)}
+        self._now_ms = 0
+        self._lanes = ServedLanes()
+        self._lineage = 0
+        self._steps_scheduled = 0
+        self._steps_trained = 0
+        self._checkpoint_step = -1
+        self._scheduled: dict[int, TakenStep] = {}  # not trained
+        self._holding: dict[int, TakenStep] = {}  # trained, slots held until all lanes serve it
+        self._requested_ids: set[str] = set()  # not admitted, any purpose
+        self._open: dict[str, OpenGroup] = {}  # admitted, not retired, any purpose
+        self._evaluations_waiting: list[RequestedGroup] = []
+        self._evaluations: dict[str, OpenGroup] = {}
+        self._retired = RetiredIds()
+        self._outputs: list[Output] = []
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the last step is trained."""
+        return self._steps_trained >= self._steps
+
+    def handle(self, event: Event) -> Sequence[Output]:
+        """Consume one event; return what to write, in order."""
+        self._outputs = []
+        if isinstance(event, Tick):
+            self._on_tick(event)
+        else:
+            self._on_record(event.record)
+        self._advance()
+        return self._outputs
+
+    def snapshot(self) -> bytes:
+        """All state; equal states give equal bytes."""
+        return _ENCODER.encode(
+            SchedulerSnapshot(
+                now_ms=self._now_ms,
+                lanes=self._lanes.states(),
+                served=self._lanes.served,
+                lineage=self._lineage,
+                steps_scheduled=self._steps_scheduled,
+                steps_trained=self._steps_trained,
+                checkpoint_step=self._checkpoint_step,
+                scheduled=tuple(self._scheduled[step] for step in sorted(self._scheduled)),
+                holding=tuple(self._holding[step] for step in sorted(self._holding)),
+                queues=tuple(queue.snapshot() for queue in self._queues),
+                evaluations_waiting=tuple(self._evaluations_waiting),
+                evaluations=tuple(self._evaluations.values()),
+                retired=self._retired.to_bytes(),
+            )
+        )
+
+    def restore(self, snapshot: bytes) -> None:
+        """Replace all state with an earlier `snapshot()`."""
+        state = _DECODER.decode(snapshot)
+        self._now_ms = state.now_ms
+        self._lanes.restore(state.lanes, served=state.served, now_ms=state.now_ms)
+        self._lineage = state.lineage
+        self._steps_scheduled = state.steps_scheduled
+        self._steps_trained = state.steps_trained
+        self._checkpoint_step = state.checkpoint_step
+        self._scheduled = {taken.step: taken for taken in state.scheduled}
+        self._holding = {taken.step: taken for taken in state.holding}
+        for queue, queue_state in zip(self._queues, state.queues, strict=True):
+            queue.restore(queue_state)
+        self._evaluations_waiting = list(state.evaluations_waiting)
+        self._evaluations = {group.group_id: group for group in state.evaluations}
+        waiting = [*self._evaluations_waiting, *(r for q in self._queues for r in q.waiting)]
+        self._requested_ids = {request.group_id for request in waiting}
+        train = (group for queue in self._queues for group in queue.groups.values())
+        self._open = self._evaluations | {group.group_id: group for group in train}
+        self._retired.restore(state.retired)
+
+    def _on_tick(self, tick: Tick) -> None:
+        self._now_ms = max(self._now_ms, tick.run_ms)
+        self._lanes.on_time(self._now_ms)
+        for group in list(self._evaluations.values()):
+            if group.deadline_ms <= self._now_ms:
+                self._retire(group, "expired", detail="past the group's deadline")
+
+    def _on_record(self, record: msgspec.Struct) -> None:
+        match record:
+            case RequestedGroup():
+                self._on_requested(record)
+            case MergedGroup():
+                self._on_merged(record)
+            case TrainedStep():
+                self._on_trained(record)
+            case LoadedWeights():
+                self._lanes.on_loaded(record)
+            case ReportedEngine():
+                self._lanes.on_report(record)
+            case DeadLetter():
+                self._on_dead_letter(record)
+            case _:
+                raise InvalidRecordError(f"the scheduler takes no {type(record).__name__}")
+
+    def _on_requested(self, request: RequestedGroup) -> None:
+        number = self._numbers.get(request.domain)
+        if number is None:
+            raise InvalidRecordError(
+                f"domain {request.domain!r} has no queue in the run's configuration"
+            )
+        group_id = request.group_id
+        if group_id in self._requested_ids or group_id in self._open or group_id in self._retired:
+            return
+        if request.purpose == "eval":
+            self._evaluations_waiting.append(request)
+        elif self.has_ended:
+            return
+        else:
+            self._queues[number].waiting.append(request)
+        self._requested_ids.add(group_id)
+
+    def _on_merged(self, merged: MergedGroup) -> None:
+        group = self._open.get(merged.group_id)
+        if group is None:
+            return
+        if not merged.not_trainable and merged.tree_sha256 is None:
+            raise InvalidRecordError(f"group {merged.group_id} can train but has no tree")
+        if group.queue_index is None:
+            self._retire(group, merged.not_trainable or "evaluated", detail=merged.detail)
+            return
+        fifo = self._queues[group.queue].fifo
+        if fifo.is_finished(group.queue_index) or not fifo.is_untaken(group.queue_index):
+            return
+        if merged.not_trainable:
+            self._remove(group, merged.not_trainable, detail=merged.detail)
+        else:
+            fifo.finish(group.queue_index, merged)
+
+    def _on_trained(self, trained: TrainedStep) -> None:
+        if trained.lineage < self._lineage:
+            return
+        if trained.step < self._steps_trained:  # a restarted trainer executes it again
+            self._lineage = trained.lineage
+            return
+        if trained.step > self._steps_trained or trained.step not in self._scheduled:
+            raise InvalidRecordError(
+                f"step {trained.step} is trained, but the next one is step {self._steps_trained} "
+                f"and {self._steps_scheduled} steps are scheduled"
+            )
+        taken = self._scheduled[trained.step]
+        if sorted((*trained.group_ids, *trained.failed_group_ids)) != sorted(taken.group_ids):
+            raise InvalidRecordError(f"step {trained.step} trained other groups than scheduled")
+        self._lineage = trained.lineage
+        self._checkpoint_step = max(self._checkpoint_step, trained.checkpoint_step)
+        self._steps_trained += 1
+        self._holding[trained.step] = self._scheduled.pop(trained.step)
+        failed = set(trained.failed_group_ids)
+        for group_id in taken.group_ids:
+            group = self._open[group_id]
+            if group_id in failed:
+                detail = group.failure or "the trainer could not load the tree"
+                self._retire(group, "failed", detail=detail)
+            else:
+                self._retire(group, "trained", step=trained.step)
+        if self.has_ended:
+            self._end()
+
+    def _on_dead_letter(self, letter: DeadLetter) -> None:
+        """Let the group of a bad record fail; where a step has taken it, that is the trainer's."""
+        group = self._open.get(letter.group)
+        if group is None:
+            self._withdraw(letter)
+        elif self._queues[group.queue].is_taken(group):
+            self._open[letter.group] = self._queues[group.queue].marked(group, failure(letter))
+        else:
+            self._remove(group, "failed", detail=failure(letter))
+
+    def _withdraw(self, letter: DeadLetter) -> None:
+        """End a request that waits, or that is the bad record itself: who asked is to know."""
+        waiting = (self._evaluations_waiting, *(queue.waiting for queue in self._queues))
+        request = withdrawn(waiting, group_id=letter.group)
+        is_request = letter.topic == topics.REQUESTED_GROUPS.name and bool(letter.group)
+        if letter.group in self._retired or (request is None and not is_request):
+            return
+        self._requested_ids.discard(letter.group)
+        self._retired.add(letter.group)
+        queue = self._queues[letter.partition if request is None else self._numbers[request.domain]]
+        record = never_admitted(letter, request=request, domain=queue.settings.domain)
+        partition = group_partition(letter.group, partitions=self._partitions)
+        self._write(topics.RETIRED_GROUPS, partition=partition, record=record)
+
+    def _end(self) -> None:
+        for queue in self._queues:
+            self._requested_ids.difference_update(request.group_id for request in queue.waiting)
+            queue.waiting.clear()
+            for group in list(queue.groups.values()):
+                self._remove(group, "cancelled", detail="the last step is trained")
+
+    def _advance(self) -> None:
+        self._release_slots()
+        self._form_steps()
+        while self._expire():
+            self._form_steps()
+        self._admit_evaluations()
+        for number in range(len(self._queues)):
+            self._admit(number)
+
+    def _release_slots(self) -> None:
+        """Forget steps whose weights serve and that no trainer restart can take back."""
+        version = self._lanes.version()
+        if version is None:
+            return
+        for step in [step for step in self._holding if step <= self._checkpoint_step]:
+            if step < version:
+                del self._holding[step]
+
+    def _form_steps(self) -> None:
+        while True:
+            step = self._steps_scheduled
+            if step >= self._steps or step > self._steps_trained + self._steps_ahead_max:
+                return
+            for queue in self._queues:
+                self._take(queue, step=step)
+            if not all(queue.is_full for queue in self._queues):
+                return
+            self._schedule(step)
+
+    def _take(self, queue: DomainQueue, *, step: int) -> None:
+        version = self._lanes.version()
+        if version is None or step - version > queue.staleness_limit:
+            # Even a group generated now would be too stale for this step: taking would only
+            # retire groups, so wait for the weights.
+            return
+        while not queue.is_full:
+            takeable = queue.fifo.next_takeable()
+            if takeable is None:
+                return
+            index, merged = takeable
+            if step - merged.version_min > queue.staleness_limit:
+                self._remove(
+                    queue.groups[index],
+                    "stale",
+                    detail=f"version {merged.version_min} is too old for step {step}: "
+                    f"at most {queue.staleness_limit} steps",
+                )
+            else:
+                queue.take(index, merged, step=step)
+
+    def _schedule(self, step: int) -> None:
+        groups = tuple(group for queue in self._queues for group in queue.forming)
+        self._scheduled[step] = TakenStep(
+            step=step,
+            group_ids=tuple(group.group_id for group in groups),
+            slots=tuple(len(queue.forming) for queue in self._queues),
+        )
+        for queue in self._queues:
+            queue.forming.clear()
+        self._steps_scheduled += 1
+        record = ScheduledStep(
+            step=step,
+            groups=groups,
+            staleness_bound=self._bound,
+            is_last=step + 1 == self._steps,
+        )
+        self._write(topics.SCHEDULED_STEPS, partition=0, record=record)
+
+    def _expire(self) -> bool:
+        """Retire heads past their deadline; whether a head moved."""
+        has_moved = False
+        for queue in self._queues:
+            while (group := queue.lapsed_head(now_ms=self._now_ms)) is not None:
+                self._remove(group, "expired", detail="the head ran past the group's deadline")
+                has_moved = True
+        return has_moved
+
+    def _admit_evaluations(self) -> None:
+        version = self._lanes.version()
+        if version is None or not self._lanes.is_any_live:
+            return
+        if self.has_ended and version < self._steps:  # the final weights are to be evaluated
+            return
+        for request in self._evaluations_waiting:
+            number = self._numbers[request.domain]
+            group = OpenGroup(
+                group_id=request.group_id,
+                queue=number,
+                queue_index=None,
+                deadline_ms=self._deadline_ms(number),
+            )
+            self._evaluations[group.group_id] = group
+            self._open_group(request, group, version=version)
+        self._evaluations_waiting.clear()
+
+    def _admit(self, number: int) -> None:
+        queue = self._queues[number]
+        version = self._lanes.version()
+        if version is None or not self._lanes.is_any_live:
+            return
+        slots_free = queue.settings.slots - self._slots_used(number, version=version)
+        while queue.waiting and slots_free > 0:
+            request = queue.waiting.popleft()
+            group = queue.admit(
+                request.group_id, queue=number, deadline_ms=self._deadline_ms(number)
+            )
+            self._open_group(request, group, version=version)
+            slots_free -= 1
+
+    def _slots_used(self, number: int, *, version: int) -> int:
+        # A group that the trainer could not load holds its slot like its step's others: it was
+        # taken, so a group in its place would have one more item before it than the bound counts.
+        held = sum(taken.slots[number] for taken in self._holding.values() if taken.step >= version)
+        return len(self._queues[number].groups) + held
+
+    def _deadline_ms(self, number: int) -> int:
+        return self._now_ms + round(1000 * self._queues[number].settings.group_deadline_s)
+
+    def _open_group(self, request: RequestedGroup, group: OpenGroup, *, version: int) -> None:
+        self._requested_ids.remove(request.group_id)
+        self._open[group.group_id] = group
+        record = admitted_group(request, group=group, version=version)
+        self._write(topics.ADMITTED_GROUPS, partition=group.queue, record=record)
+
+    def _remove(self, group: OpenGroup, reason: RetireReason, *, detail: str) -> None:
+        """Retire a group; an untaken train group leaves the window."""
+        queue = self._queues[group.queue]
+        if group.queue_index is not None and not queue.is_taken(group):
+            queue.fifo.remove(group.queue_index)
+        self._retire(group, reason, detail=detail)
+
+    def _retire(
+        self, group: OpenGroup, reason: RetireReason, *, step: int | None = None, detail: str = ""
+    ) -> None:
+        del self._open[group.group_id]
+        if group.queue_index is None:
+            del self._evaluations[group.group_id]
+        else:
+            del self._queues[group.queue].groups[group.queue_index]
+        self._retired.add(group.group_id)
+        domain = self._queues[group.queue].settings.domain
+        record = retired_group(group, domain=domain, reason=reason, step=step, detail=detail)
+        partition = group_partition(group.group_id, partitions=self._partitions)
+        self._write(topics.RETIRED_GROUPS, partition=partition, record=record)
+
+    def _write(self, topic: topics.Topic, *, partition: int, record: msgspec.Struct) -> None:
+        self._outputs.append(Output(topic=topic.name, partition=partition, record=record))
+
+    def _check(self) -> None:
+        """Assert the invariants; the simulation calls it after every event."""
+        assert self._steps_scheduled == self._steps_trained + len(self._scheduled)
+        assert len(self._scheduled) <= self._steps_ahead_max + 1, "too many steps ahead"
+        taken_ids = {group_id for step in self._scheduled.values() for group_id in step.group_ids}
+        assert taken_ids <= self._open.keys(), "a scheduled group must be open"
+        assert not self._requested_ids & self._open.keys(), "admitted groups do not wait"
+        assert not any(group_id in self._retired for group_id in self._open), "retired and open"
+        opened = sum(len(queue.groups) for queue in self._queues) + len(self._evaluations)
+        assert len(self._open) == opened, "every open group is in one queue or an evaluation"
+        for queue in self._queues:
+            queue._check(taken_ids)
+            assert not self.has_ended or not queue.groups, "open train groups after the end"
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(SchedulerSnapshot)

@@ -1,0 +1,59 @@
+"""The scheduler's state as bytes: plain tuples in an order that the state alone decides."""
+
+from msgspec import Struct
+
+from forgemq_contracts.groups import MergedGroup, RequestedGroup
+from forgemq_contracts.steps import ScheduledGroup
+from forgemq_scheduler.core.lanes import ReportedLane
+
+
+class OpenGroup(Struct, frozen=True, kw_only=True):
+    """An admitted group that is not retired.
+
+    Attributes:
+        failure: Which of its records is bad, where it was in a step already when that was known.
+    """
+
+    group_id: str
+    queue: int
+    queue_index: int | None
+    deadline_ms: int
+    failure: str = ""
+
+
+class TakenStep(Struct, frozen=True, kw_only=True):
+    """A scheduled step: what it trains, and the slots it holds in each queue until it serves."""
+
+    step: int
+    group_ids: tuple[str, ...]
+    slots: tuple[int, ...]
+
+
+class QueueSnapshot(Struct, frozen=True, kw_only=True):
+    """One queue; groups by queue index, waiting requests and finished groups oldest first."""
+
+    waiting: tuple[RequestedGroup, ...]
+    groups: tuple[OpenGroup, ...]
+    next_index: int
+    order: tuple[int, ...]
+    taken: tuple[int, ...]
+    finished: tuple[tuple[int, MergedGroup], ...]
+    forming: tuple[ScheduledGroup, ...]
+
+
+class SchedulerSnapshot(Struct, frozen=True, kw_only=True):
+    """All state of the core."""
+
+    now_ms: int
+    lanes: tuple[ReportedLane, ...]
+    served: tuple[int, int] | None
+    lineage: int
+    steps_scheduled: int
+    steps_trained: int
+    checkpoint_step: int
+    scheduled: tuple[TakenStep, ...]
+    holding: tuple[TakenStep, ...]
+    queues: tuple[QueueSnapshot, ...]
+    evaluations_waiting: tuple[RequestedGroup, ...]
+    evaluations: tuple[OpenGroup, ...]
+    retired: bytes

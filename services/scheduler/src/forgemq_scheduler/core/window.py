@@ -1,0 +1,120 @@
+"""One generation queue Q and the window in which its groups may be taken.
+
+Source: windowed FIFO of MiniMax's Forge, arXiv 2605.26494 section 6.
+"""
+
+from bisect import bisect_left
+
+from forgemq_contracts.groups import MergedGroup
+
+
+class WindowedFifo:
+    """Queue indices in submission order; any finished one of the first W may be taken.
+
+    The window starts at the head H, the oldest index that is neither taken nor retired. Indices
+    that retire untrained leave the queue and count as no position; taken ones count until the
+    head has passed them, so at most W - 1 groups overtake a head.
+
+    Example: W=3, indices 0..4, all but 0 finished. 1 and 2 are taken; 3 is finished and waits:
+    positions 0, 1, 2 are the window. 0 retires: H jumps to 3, and 3 and 4 may be taken.
+    """
+
+    def __init__(self, *, window: int) -> None:
+        if window < 1:
+            raise ValueError(f"window must be at least 1, got {window}")
+        self._window = window
+        self.next_index = 0
+        self._order: list[int] = []  # ascending; from H on, taken ones included
+        self._taken: set[int] = set()  # members of _order
+        self._finished: dict[int, MergedGroup] = {}  # untaken members of _order, oldest first
+
+    @property
+    def head(self) -> int | None:
+        """Oldest index that is neither taken nor retired; None: there is none."""
+        return self._order[0] if self._order else None
+
+    def append(self) -> int:
+        """Admit a group; returns its queue index."""
+        index = self.next_index
+        self.next_index += 1
+        self._order.append(index)
+        return index
+
+    def finish(self, index: int, merged: MergedGroup) -> None:
+        """The group may be taken once it is in the window."""
+        self._finished[index] = merged
+
+    def is_finished(self, index: int) -> bool:
+        """Whether the untaken group has ended and could train."""
+        return index in self._finished
+
+    def is_untaken(self, index: int) -> bool:
+        """Whether the index is in the queue, finished or not, and no step has taken it."""
+        position = bisect_left(self._order, index)
+        is_here = position < len(self._order) and self._order[position] == index
+        return is_here and index not in self._taken
+
+    def next_takeable(self) -> tuple[int, MergedGroup] | None:
+        """The group in the window that finished first; None: nothing may be taken."""
+        if not self._finished:
+            return None
+        last = self._order[min(self._window, len(self._order)) - 1]
+        return next(
+            ((index, merged) for index, merged in self._finished.items() if index <= last), None
+        )
+
+    def take(self, index: int) -> None:
+        """The group is scheduled; the head moves when it was the head."""
+        del self._finished[index]
+        self._taken.add(index)
+        self._drop_taken_head()
+
+    def remove(self, index: int) -> None:
+        """The group retired without being taken."""
+        self._finished.pop(index, None)
+        position = bisect_left(self._order, index)
+        assert self._order[position] == index, f"index {index} is not in the queue"
+        del self._order[position]
+        self._drop_taken_head()
+
+    def snapshot(
+        self,
+    ) -> tuple[int, tuple[int, ...], tuple[int, ...], tuple[tuple[int, MergedGroup], ...]]:
+        """next_index, order, taken, finished (oldest-finished first)."""
+        return (
+            self.next_index,
+            tuple(self._order),
+            tuple(sorted(self._taken)),
+            tuple(self._finished.items()),
+        )
+
+    def restore(
+        self,
+        *,
+        next_index: int,
+        order: tuple[int, ...],
+        taken: tuple[int, ...],
+        finished: tuple[tuple[int, MergedGroup], ...],
+    ) -> None:
+        """Replace all state with that of `snapshot`."""
+        self.next_index = next_index
+        self._order = list(order)
+        self._taken = set(taken)
+        self._finished = dict(finished)
+
+    def _drop_taken_head(self) -> None:
+        passed = 0
+        while passed < len(self._order) and self._order[passed] in self._taken:
+            self._taken.remove(self._order[passed])
+            passed += 1
+        del self._order[:passed]
+
+    def _check(self) -> None:
+        assert self._order == sorted(set(self._order)), "queue order must ascend"
+        assert not self._order or self._order[-1] < self.next_index, "an index before its turn"
+        assert self.head not in self._taken, "the head must not be taken"
+        assert self._taken <= set(self._order), "taken indices behind the head must be dropped"
+        assert set(self._finished) <= set(self._order) - self._taken, "finished implies untaken"
+        if self._taken:
+            reach = self._order.index(max(self._taken))
+            assert reach < self._window, f"position {reach} taken with window {self._window}"

@@ -1,9 +1,0 @@
-"""`python -m forgemq.trainer`."""
-
-import os
-import sys
-
-from forgemq.trainer.rank_process import run_rank
-
-if __name__ == "__main__":
-    sys.exit(run_rank(os.environ))

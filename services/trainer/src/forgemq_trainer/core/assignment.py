@@ -1,0 +1,196 @@
+"""Which rank trains what, in which round: a pure function of the step's trees and of the ranks.
+
+Ranks share the parameters' shards, so all of them must gather them equally often and in the same
+order. A step is therefore a list of rounds that every rank goes through. In a round of its own each
+rank runs one microbatch forward and backward, or an empty one where it has none left. In a shared
+round all ranks run one group together, each on its own part of the queries: that is for groups that
+one rank's budget does not hold at once. Such a round has K blocks: K forwards without gradient,
+then K forwards and backwards in reverse; K is the same on every rank.
+
+Whole groups go to ranks by decreasing cost, each to the rank with the least so far. The cost is
+that of the forward, in multiplications: tokens and attention pairs.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+
+from forgemq_trainer.core.memory import Microbatch, ModelShape, plan_step
+from forgemq_trainer.core.tree import Forest, Integers
+
+Range: TypeAlias = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnRound:
+    """Every rank runs what is its own.
+
+    Attributes:
+        microbatch_of_rank: of one block each; None where the rank only keeps the others company.
+    """
+
+    microbatch_of_rank: tuple[Microbatch | None, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedRound:
+    """All ranks run one group together.
+
+    Attributes:
+        group: index into the step's forests.
+        blocks: of the group's layout, in order; for each of them the ranks' query ranges, in order,
+            at least one token each.
+    """
+
+    group: int
+    blocks: tuple[tuple[Range, ...], ...]
+
+
+Round: TypeAlias = OwnRound | SharedRound
+
+
+def plan_rounds(
+    forests: Sequence[Forest],
+    *,
+    shape: ModelShape,
+    world_size: int,
+    budget_bytes: int,
+    head_chunk: int,
+) -> tuple[Round, ...]:
+    """The rounds of a step, the same on every rank.
+
+    Example: two ranks, groups of cost 5, 4 and 3 that fit: rank 0 runs the first, rank 1 the other
+    two; a group over the budget comes last, half of its cost on each rank.
+
+    Raises:
+        ValueError: the budget is below the least that a group needs.
+    """
+
+    def planned(groups: Sequence[int]) -> list[Microbatch]:
+        try:
+            microbatches = plan_step(
+                [forests[group] for group in groups],
+                shape=shape,
+                budget_bytes=budget_bytes,
+                head_chunk=head_chunk,
+            )
+        except ValueError as error:
+            raise ValueError(
+                f"{error}; several ranks hold the keys and values of a whole tree, one rank alone "
+                "offloads them"
+            ) from error
+        return [
+            Microbatch(groups=tuple(groups[index] for index in part.groups), blocks=part.blocks)
+            for part in microbatches
+        ]
+
+    # A group without entries owes no gradient to anything.
+    trained = [group for group, forest in enumerate(forests) if forest.entry_count]
+    alone = {group: planned([group])[0] for group in trained}
+    split = [group for group in trained if len(alone[group].blocks) > 1]
+    costs = {group: _cost(forests[group], shape=shape) for group in trained}
+    whole = [group for group in trained if len(alone[group].blocks) == 1]
+    microbatches = [
+        planned(groups) for groups in balanced(whole, costs=costs, world_size=world_size)
+    ]
+    shared = (
+        SharedRound(
+            group=group,
+            blocks=_shared_blocks(
+                forests[group],
+                shape=shape,
+                tokens_max=_shared_tokens(
+                    forests[group], shape=shape, budget_bytes=budget_bytes, head_chunk=head_chunk
+                ),
+                world_size=world_size,
+            ),
+        )
+        for group in split
+    )
+    return (*_own_rounds(microbatches, costs=costs), *shared)
+
+
+def balanced(
+    groups: Sequence[int], *, costs: dict[int, int], world_size: int
+) -> tuple[tuple[int, ...], ...]:
+    """Groups of every rank, ascending: the costliest first, each to the rank with the least."""
+    loads = [0] * world_size
+    ranks: list[list[int]] = [[] for _ in range(world_size)]
+    for group in sorted(groups, key=lambda group: (-costs[group], group)):
+        rank = loads.index(min(loads))
+        ranks[rank].append(group)
+        loads[rank] += costs[group]
+    return tuple(tuple(sorted(rank)) for rank in ranks)
+
+
+def query_ranges(cost_T: Integers, *, start: int, parts: int) -> tuple[Range, ...]:
+    """Contiguous ranges of about equal cost, at least one token each.
+
+    Args:
+        cost_T: of each token, at least `parts` of them.
+        start: layout index of the first.
+        parts: how many ranges.
+    """
+    count = len(cost_T)
+    before_T = np.cumsum(cost_T) - cost_T
+    wanted = [before_T[-1] + cost_T[-1]] * parts
+    bounds = [0]
+    for part in range(1, parts):
+        cut = int(np.searchsorted(before_T, wanted[part] * part // parts))
+        bounds.append(min(max(cut, bounds[-1] + 1), count - parts + part))
+    bounds.append(count)
+    return tuple((start + a, start + b) for a, b in itertools.pairwise(bounds))
+
+
+def _own_rounds(
+    microbatches: Sequence[Sequence[Microbatch]], *, costs: dict[int, int]
+) -> list[OwnRound]:
+    """The ranks' microbatches side by side, the costliest first: a round waits for its slowest."""
+
+    def cost(microbatch: Microbatch) -> int:
+        return sum(costs[group] for group in microbatch.groups)
+
+    ordered = [sorted(rank, key=lambda part: (-cost(part), part.groups)) for rank in microbatches]
+    return [
+        OwnRound(microbatch_of_rank=tuple(rank[n] if n < len(rank) else None for rank in ordered))
+        for n in range(max(map(len, ordered)))
+    ]
+
+
+def _shared_tokens(forest: Forest, *, shape: ModelShape, budget_bytes: int, head_chunk: int) -> int:
+    """The most tokens of one rank's range, beside the keys and values of the whole tree."""
+    free_bytes = budget_bytes - shape.carry_bytes(forest.token_count)
+    return shape.block_tokens(free_bytes, chunk=head_chunk, is_carried=True)
+
+
+def _shared_blocks(
+    forest: Forest, *, shape: ModelShape, tokens_max: int, world_size: int
+) -> tuple[tuple[Range, ...], ...]:
+    """The fewest even blocks in which no rank gets more than `tokens_max` tokens at once."""
+    tokens = forest.token_count
+    if tokens < world_size:
+        raise ValueError(f"a tree of {tokens} tokens cannot be split between {world_size} ranks")
+    per_token = shape.cost(tokens=1, attention_pairs=0)
+    per_pair = shape.cost(tokens=0, attention_pairs=1)
+    cost_N = per_token + per_pair * (forest.position_N + 1)
+    for count in range(1, tokens // world_size + 1):
+        size = -(-tokens // count)
+        blocks = tuple(
+            query_ranges(cost_N[start : start + size], start=start, parts=world_size)
+            for start in range(0, tokens, size)
+            if tokens - start >= world_size
+        )
+        rest = blocks[-1][-1][1]
+        if rest < tokens:  # the last few tokens join the block before them
+            last = blocks[-1]
+            blocks = (*blocks[:-1], (*last[:-1], (last[-1][0], tokens)))
+        if max(end - start for ranges in blocks for start, end in ranges) <= tokens_max:
+            return blocks
+    raise ValueError(f"no block of {tokens} tokens leaves each of {world_size} ranks {tokens_max}")
+
+
+def _cost(forest: Forest, *, shape: ModelShape) -> int:
+    return shape.cost(tokens=forest.token_count, attention_pairs=forest.attention_pairs)

@@ -1,0 +1,180 @@
+"""Attention over a prefix tree, as transformers calls it.
+
+What computes it is a backend: `cpu_attention`, or on a GPU `varlen` or `flex`. All take the same
+arguments and give the same output and gradients; keys of earlier blocks come from a `Carry`.
+
+Shapes: T queries of this run, H query heads, N tokens, K key/value heads, S slots, D head size.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from forgemq_trainer.core.attention.plan import AttentionPlan
+from forgemq_trainer.core.tree import Integers
+
+UNSUPPORTED = ("sliding_window", "softcap", "s_aux")
+"""What models of transformers may ask of attention, and would be wrong without."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Carry:
+    """Keys and values of one layer for a whole forest, and the gradients collected for them.
+
+    Blocks run forward in layout order, each writing its range of `key_KND` and `value_KND`, and
+    backward in reverse order: when a block runs backward, every later block has added what its
+    queries owe to this block's keys.
+    """
+
+    key_KND: Tensor
+    value_KND: Tensor
+    key_grad_KND: Tensor
+    value_grad_KND: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockKeys:
+    """What the attention of one run of queries is told.
+
+    Attributes:
+        plan: pieces of its queries, in the coordinates of the carries.
+        carries: one for each layer; empty where the run is the whole forest.
+        subtree_end_S: of each key, in the same coordinates.
+    """
+
+    plan: AttentionPlan
+    carries: tuple[Carry, ...]
+    subtree_end_S: Integers
+
+
+class RunAttention(Protocol):
+    """Attention of one run of queries, each over its ancestors and itself; any layer's."""
+
+    def __call__(
+        self,
+        query_THD: Tensor,
+        key_TKD: Tensor,
+        value_TKD: Tensor,
+        /,
+        *,
+        scale: float,
+        carry: Carry | None,
+    ) -> Tensor:
+        """[T, H, D], of the queries' dtype; query heads h * (H / K) and on read key head h."""
+        ...
+
+
+class AttentionBackend(Protocol):
+    """Makes the attention of runs on one kind of device."""
+
+    @property
+    def slot_multiple(self) -> int:
+        """What a carry's number of slots must be divisible by."""
+        ...
+
+    def of_run(
+        self, keys: BlockKeys, /, *, dtype: torch.dtype, device: torch.device
+    ) -> RunAttention:
+        """The attention of one run; what it derives from the plan is shared by all layers."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeAttention:
+    """What every layer is told: its attention, and the carries of a forest in blocks.
+
+    Attributes:
+        attend: of this run of queries.
+        carries: one for each layer; empty where the run is the whole forest.
+    """
+
+    attend: RunAttention
+    carries: tuple[Carry, ...] = ()
+
+
+def attention_interface(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    tree_attention: TreeAttention,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **others: object,
+) -> tuple[Tensor, None]:
+    """Tree attention as transformers calls it; the plan arrives as the model's keyword argument.
+
+    Args:
+        module: the layer's attention; its `layer_idx` picks the carry.
+        query: [1, H, T, D] after rotary embedding; perhaps wider than `value`'s dtype.
+        key: [1, K, T, D].
+        value: [1, K, T, D].
+        attention_mask: must be None; the plan says who sees whom.
+        tree_attention: of this run.
+        scaling: of the scores; None is 1 / sqrt(D).
+        dropout: must be 0.
+        **others: what else a model passes; `UNSUPPORTED` must be None.
+
+    Returns:
+        [1, T, H, D] and None.
+
+    Raises:
+        ValueError: a mask, dropout, a window, sinks or a cap of the scores was asked for, or the
+            batch has several rows.
+    """
+    if attention_mask is not None or dropout:
+        raise ValueError("tree attention takes neither a mask nor dropout")
+    for name in UNSUPPORTED:
+        if others.get(name) is not None:
+            raise ValueError(f"tree attention takes no {name}, got {others[name]}")
+    if len(query) != 1:
+        raise ValueError(f"a forest is one row, got {len(query)}")
+    layer = module.layer_idx
+    assert isinstance(layer, int)
+    output_THD = tree_attention.attend(
+        query[0].transpose(0, 1).to(value.dtype),
+        key[0].transpose(0, 1).to(value.dtype),
+        value[0].transpose(0, 1),
+        scale=1 / math.sqrt(query.shape[-1]) if scaling is None else scaling,
+        carry=tree_attention.carries[layer] if tree_attention.carries else None,
+    )
+    return output_THD[None], None
+
+
+def carried(own_KTD: Tensor, whole_KSD: Tensor, grad_KSD: Tensor, *, start: int) -> Tensor:
+    """A carry's keys (or values) with this block's own among them, for attention by autograd.
+
+    Forward writes the block's own into the carry, whose slots the result shares: nothing is copied
+    for backward. Backward adds what the block owes to all keys into the carry's gradients, and
+    returns those of its own together with what later blocks left.
+
+    Returns:
+        [K, S, D]: all slots, those beyond the block as they are.
+    """
+    output = _Carried.apply(own_KTD, whole_KSD, grad_KSD, start)
+    assert isinstance(output, Tensor)
+    return output
+
+
+class _Carried(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401  # torch's context has no public type
+        own_KTD: Tensor,
+        whole_KSD: Tensor,
+        grad_KSD: Tensor,
+        start: int,
+    ) -> Tensor:
+        whole_KSD[:, start : start + own_KTD.shape[1]] = own_KTD
+        ctx.grad_KSD, ctx.own = grad_KSD, slice(start, start + own_KTD.shape[1])
+        return whole_KSD.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad_KSD: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401  # as forward
+        ctx.grad_KSD += grad_KSD
+        return ctx.grad_KSD[:, ctx.own].to(grad_KSD.dtype, copy=True), None, None, None

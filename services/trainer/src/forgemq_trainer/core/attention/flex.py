@@ -1,0 +1,269 @@
+"""Tree attention on a GPU where many branches exist: compiled FlexAttention over a block mask.
+
+The mask of a tree is one integer for each key: key <= query < subtree_end[key]. Which blocks of
+128 are empty, partial or full follows from the least and the largest end in each key block, so
+nothing of size N x N exists: the mask is O(N), the lists of blocks are N/128 x N/128.
+
+Queries and keys are padded to whole blocks, and their numbers of blocks are symbols to the
+compiler: a model's attention is compiled once with gradient and once without, whatever the lengths
+of its trees, whole or in blocks.
+
+Shapes: T queries of this run, H query heads, S slots of keys, K key/value heads, D head size, A
+blocks of queries, B blocks of keys.
+
+What was checked without a GPU: docs/tree_training.md.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+from forgemq_trainer.core.attention.attention import BlockKeys, Carry, RunAttention, carried
+
+BLOCK = 128
+"""FlexAttention's own tile; nodes are not aligned to it, which would cost more than it saves."""
+
+BLOCKS_MIN = 2
+"""A compiler takes a length of 1 for a constant, and would compile again for it."""
+
+KINDS_MAX = 8
+"""Kernels that one model may need; with and without gradient are the two that it does need."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeMask:
+    """Who sees whom in one run: query `t` at place `start + t` sees `key <= place < end[key]`.
+
+    Attributes:
+        end_BS: int32, subtree end of each key by block; 0 for keys that nobody sees.
+        start: int32 scalar, slot of the first query.
+        lists: of blocks, as BlockMask has them: for each block of queries the number of partial
+            blocks of keys, int32 [1, 1, A], and which, [1, 1, A, B]; the same of full ones; then
+            both for each block of keys.
+    """
+
+    end_BS: Tensor
+    start: Tensor
+    lists: tuple[Tensor, ...]
+
+    def block_mask(self) -> BlockMask:
+        """The mask as FlexAttention takes it."""
+        return _block_mask(self.end_BS, self.start, self.lists)
+
+
+class FlexKernel(Protocol):
+    """Attention under a mask."""
+
+    def __call__(
+        self,
+        query_HTD: Tensor,
+        key_KSD: Tensor,
+        value_KSD: Tensor,
+        /,
+        *,
+        mask: TreeMask,
+        scale: float,
+    ) -> Tensor:
+        """[H, T, D]; T and S are whole blocks of the mask."""
+        ...
+
+
+def flex_attention_of(keys: BlockKeys, *, kernel: FlexKernel, device: torch.device) -> RunAttention:
+    """Attention of one run of queries under a block mask.
+
+    Args:
+        keys: of the run; carries have whole blocks of slots.
+        kernel: of the device.
+        device: of the computation.
+    """
+    plan = keys.plan
+    queries = plan.end - plan.start
+    slots = keys.carries[0].key_KND.shape[1] if keys.carries else _padded(queries)
+    # Slots of padding, and those that an earlier block left behind, end at 0: nobody sees them.
+    end_S = torch.zeros(slots, dtype=torch.int32)
+    end_S[: plan.end] = torch.from_numpy(keys.subtree_end_S[: plan.end])
+    mask = tree_mask(end_S.to(device), start=plan.start, queries=queries)
+
+    def attend(
+        query_THD: Tensor,
+        key_TKD: Tensor,
+        value_TKD: Tensor,
+        /,
+        *,
+        scale: float,
+        carry: Carry | None,
+    ) -> Tensor:
+        key_KTD, value_KTD = key_TKD.transpose(0, 1), value_TKD.transpose(0, 1)
+        if carry is None:
+            key_KSD, value_KSD = _in_blocks(key_KTD), _in_blocks(value_KTD)
+        else:
+            start = plan.start
+            key_KSD = carried(key_KTD, carry.key_KND, carry.key_grad_KND, start=start)
+            value_KSD = carried(value_KTD, carry.value_KND, carry.value_grad_KND, start=start)
+        query_HTD = _in_blocks(query_THD.transpose(0, 1))
+        output_HTD = kernel(query_HTD, key_KSD, value_KSD, mask=mask, scale=scale)
+        return output_HTD[:, :queries].transpose(0, 1)
+
+    return attend
+
+
+def tree_mask(end_S: Tensor, *, start: int, queries: int) -> TreeMask:
+    """The mask of `key <= start + query < end[key]`, in O(N) and the lists of blocks.
+
+    Args:
+        end_S: int32, subtree end of each key, 0 for padding; a multiple of BLOCK.
+        start: slot of the first query.
+        queries: number of queries; those that fill the last block see nothing.
+    """
+    device = end_S.device
+    end_BS = end_S.clamp(max=start + queries).view(-1, BLOCK)
+    largest_B, least_B = end_BS.amax(1), end_BS.amin(1)
+    key_start_B = torch.arange(len(end_BS), device=device) * BLOCK
+    query_start_A = torch.arange(start, start + _padded(queries), BLOCK, device=device)[:, None]
+    query_last_A = query_start_A + BLOCK - 1
+    is_seen_AB = (key_start_B <= query_last_A) & (query_start_A < largest_B)
+    is_full_AB = (key_start_B + BLOCK - 1 <= query_start_A) & (query_last_A < least_B)
+    is_partial_AB = is_seen_AB & ~is_full_AB
+    lists = [
+        _listed(is_visited)
+        for is_visited in (is_partial_AB, is_full_AB, is_partial_AB.t(), is_full_AB.t())
+    ]
+    return TreeMask(
+        end_BS=end_BS,
+        start=torch.tensor(start, device=device, dtype=torch.int32),
+        lists=tuple(tensor for pair in lists for tensor in pair),
+    )
+
+
+class CompiledFlex:
+    """FlexAttention, compiled at its first call; a `FlexKernel`."""
+
+    def __init__(
+        self, backend: Callable[..., Any] | str = "inductor", *, kinds_max: int = KINDS_MAX
+    ) -> None:
+        """Compile nothing yet.
+
+        Args:
+            backend: of `torch.compile`.
+            kinds_max: the call that would need one kind more is refused.
+        """
+        # It is refused because of fullgraph; else torch would go the way without a compiled kernel,
+        # which has scores of size N x N.
+        self._attend = torch.compile(  # type: ignore[call-overload]  # torch's stubs lack two names
+            _attend,
+            fullgraph=True,
+            dynamic=False,
+            recompile_limit=kinds_max,
+            isolate_recompiles=True,
+            backend=backend,
+        )
+
+    def __call__(
+        self,
+        query_HTD: Tensor,
+        key_KSD: Tensor,
+        value_KSD: Tensor,
+        /,
+        *,
+        mask: TreeMask,
+        scale: float,
+    ) -> Tensor:
+        """As `FlexKernel`."""
+        arguments = (
+            _marked(_by_block(query_HTD), 2),
+            _marked(_by_block(key_KSD), 2),
+            _marked(_by_block(value_KSD), 2),
+            _marked(mask.end_BS, 0),
+        )
+        lists = tuple(_marked(tensor, *range(2, tensor.dim())) for tensor in mask.lists)
+        output = self._attend(*arguments, mask.start, lists, scale)
+        assert isinstance(output, Tensor)
+        return output[0]
+
+
+def _marked(tensor: Tensor, *dimensions: int) -> Tensor:
+    """The tensor, with sizes that the compiler takes for symbols."""
+    torch._dynamo.mark_dynamic(tensor, dimensions)
+    return tensor
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    end_BS: Tensor,
+    start: Tensor,
+    lists: tuple[Tensor, ...],
+    scale: float,
+) -> Tensor:
+    if not torch.compiler.is_compiling():
+        raise RuntimeError(
+            "torch.compile is switched off (TORCH_COMPILE_DISABLE, TORCHDYNAMO_DISABLE): tree "
+            "attention on a GPU would hold scores of every pair of tokens"
+        )
+    # Lengths of 128 * blocks: the compiler sees that tiles divide them, and masks no load.
+    query, key, value = query.flatten(2, 3), key.flatten(2, 3), value.flatten(2, 3)
+    output = flex_attention(
+        query,
+        key,
+        value,
+        block_mask=_block_mask(end_BS, start, lists),
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(output, Tensor)
+    return output
+
+
+def _block_mask(end_BS: Tensor, start: Tensor, lists: tuple[Tensor, ...]) -> BlockMask:
+    end_S = end_BS.flatten()
+
+    def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        place = query + start
+        return (key <= place) & (place < end_S[key])
+
+    keys, key_order, full_keys, full_key_order, *of_keys = lists
+    queries, query_order, full_queries, full_query_order = of_keys
+    return BlockMask(
+        (keys.shape[-1] * BLOCK, len(end_S)),
+        keys,
+        key_order,
+        full_keys,
+        full_key_order,
+        queries,
+        query_order,
+        full_queries,
+        full_query_order,
+        BLOCK_SIZE=(BLOCK, BLOCK),
+        mask_mod=visible,
+    )
+
+
+def _by_block(values_HTD: Tensor) -> Tensor:
+    heads, count, size = values_HTD.shape
+    return values_HTD[None].view(1, heads, count // BLOCK, BLOCK, size)
+
+
+def _listed(is_visited: Tensor) -> tuple[Tensor, Tensor]:
+    """For each row, the number of its visited columns, and which: in order, zeros behind them."""
+    order = torch.zeros(is_visited.shape, dtype=torch.int32, device=is_visited.device)
+    rows, columns = is_visited.nonzero(as_tuple=True)
+    rank = is_visited.cumsum(1, dtype=torch.int32)[rows, columns] - 1
+    order[rows, rank.long()] = columns.to(torch.int32)
+    return is_visited.sum(1, dtype=torch.int32)[None, None], order[None, None]
+
+
+def _padded(count: int) -> int:
+    return max(BLOCKS_MIN, -(-count // BLOCK)) * BLOCK
+
+
+def _in_blocks(values_HTD: Tensor) -> Tensor:
+    count = values_HTD.shape[1]
+    missing = _padded(count) - count
+    # One layout in memory, as every layout would be compiled by itself.
+    return functional.pad(values_HTD, (0, 0, 0, missing)) if missing else values_HTD.contiguous()

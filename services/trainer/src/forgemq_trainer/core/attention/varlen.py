@@ -1,0 +1,265 @@
+"""Tree attention on a GPU where few branches exist: variable-length flash over the plan's pieces.
+
+All triangles are one causal call of the kernel: the chains lie side by side and tile the run's
+queries. Rectangles whose queries do not overlap are one call more; as rectangles nest no deeper
+than the branches of the tree, a few calls do. Partial outputs merge by their log-sum-exp, and
+backward hands every piece the global output and log-sum-exp, as on a CPU. A call wants its queries
+and keys packed side by side, so keys that several rectangles read are copied for each: that is
+what "few branches" bounds.
+
+Shapes: T queries of this run, H query heads, N keys, K key/value heads, D head size; P and C are
+the packed queries and keys of one call.
+
+What was checked without a GPU: docs/tree_training.md.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from forgemq_trainer.core.attention.attention import BlockKeys, Carry, RunAttention
+from forgemq_trainer.core.attention.flash_varlen import Lengths, VarlenKernel
+from forgemq_trainer.core.attention.plan import AttentionPlan
+
+PACKED_KEYS_MAX = 2.0
+"""Packed keys of all rectangles over the keys of the run: copies stay below the keys' own reads.
+
+Chosen, not measured: no GPU was at hand.
+"""
+
+RECTANGLES_MAX = 64
+"""Each is cut out and added back by kernels of its own, in every layer. Chosen, not measured."""
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """Pieces whose queries do not overlap: one call of the kernel.
+
+    Attributes:
+        is_causal: triangles; else every query of a piece sees every key of it.
+        queries: (start, end) of each piece, in layout order.
+        keys: (start, end) of each piece.
+    """
+
+    is_causal: bool
+    queries: tuple[Range, ...]
+    keys: tuple[Range, ...]
+
+
+def passes(plan: AttentionPlan) -> tuple[Pass, ...]:
+    """The plan as calls: the triangles, then the rectangles, as few calls as their nesting lets."""
+    calls = [Pass(is_causal=True, queries=plan.triangles, keys=plan.triangles)]
+    levels: list[list[tuple[int, int, int, int]]] = []
+    for row in sorted(plan.rectangles, key=lambda row: (row[0], -row[1])):
+        free = (level for level in levels if level[-1][1] <= row[0])
+        level = next(free, None)
+        if level is None:
+            levels.append([row])
+        else:
+            level.append(row)
+    for level in levels:
+        queries = tuple((q0, q1) for q0, q1, _, _ in level)
+        keys = tuple((k0, k1) for _, _, k0, k1 in level)
+        calls.append(Pass(is_causal=False, queries=queries, keys=keys))
+    return tuple(calls)
+
+
+def has_few_branches(plan: AttentionPlan) -> bool:
+    """Whether packing the rectangles' keys is cheap."""
+    packed = sum(k1 - k0 for _, _, k0, k1 in plan.rectangles)
+    return len(plan.rectangles) <= RECTANGLES_MAX and packed <= PACKED_KEYS_MAX * plan.end
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A pass in the coordinates of the run: queries from 0, keys from the first one there is."""
+
+    is_causal: bool
+    queries: tuple[slice, ...]
+    keys: tuple[slice, ...]
+    lengths: Lengths
+
+
+def varlen_attention_of(
+    keys: BlockKeys, *, kernel: VarlenKernel, device: torch.device
+) -> RunAttention:
+    """Attention of one run of queries by calls of a variable-length kernel.
+
+    Args:
+        keys: of the run.
+        kernel: of the device.
+        device: of the computation.
+    """
+    plan = keys.plan
+    key_start = 0 if keys.carries else plan.start
+    calls = tuple(
+        _Call(
+            is_causal=call.is_causal,
+            queries=_shifted(call.queries, plan.start),
+            keys=_shifted(call.keys, key_start),
+            lengths=_lengths(call, device=device),
+        )
+        for call in passes(plan)
+    )
+    own = slice(plan.start - key_start, plan.end - key_start)
+
+    def attend(
+        query_THD: Tensor,
+        key_TKD: Tensor,
+        value_TKD: Tensor,
+        /,
+        *,
+        scale: float,
+        carry: Carry | None,
+    ) -> Tensor:
+        output = _TreeVarlen.apply(
+            query_THD, key_TKD, value_TKD, _Run(calls, kernel, own, scale, carry)
+        )
+        assert isinstance(output, Tensor)
+        return output
+
+    return attend
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    calls: tuple[_Call, ...]
+    kernel: VarlenKernel
+    own: slice
+    scale: float
+    carry: Carry | None
+
+
+class _TreeVarlen(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401  # torch's context has no public type
+        query_THD: Tensor,
+        key_TKD: Tensor,
+        value_TKD: Tensor,
+        run: _Run,
+    ) -> Tensor:
+        keys, values = key_TKD, value_TKD
+        if run.carry is not None:
+            keys, values = run.carry.key_KND.transpose(0, 1), run.carry.value_KND.transpose(0, 1)
+            keys[run.own], values[run.own] = key_TKD, value_TKD
+        wide = torch.promote_types(query_THD.dtype, torch.float32)
+        output_THD = torch.empty_like(query_THD, dtype=wide)
+        lse_HT = output_THD.new_empty(output_THD.shape[1::-1])
+        for call in run.calls:
+            piece_PHD, lse_HP = run.kernel.forward(
+                _packed(query_THD, call.queries),
+                _packed(keys, call.keys),
+                _packed(values, call.keys),
+                call.lengths,
+                is_causal=call.is_causal,
+                scale=run.scale,
+            )
+            if call.is_causal:  # The chains are all queries, in order.
+                output_THD.copy_(piece_PHD)
+                lse_HT.copy_(lse_HP)
+            else:
+                _merge(output_THD, lse_HT, piece_PHD, lse_HP, queries=call.queries)
+        output = output_THD.to(query_THD.dtype)
+        ctx.save_for_backward(query_THD, keys, values, output, lse_HT)
+        ctx.run = run
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, output_grad_THD: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401  # as forward
+        query_THD, keys, values, output_THD, lse_HT = ctx.saved_tensors
+        run: _Run = ctx.run
+        wide = lse_HT.dtype
+        query_grad = torch.zeros_like(query_THD, dtype=wide)
+        if run.carry is None:
+            key_grad = torch.zeros_like(keys, dtype=wide)
+            value_grad = torch.zeros_like(values, dtype=wide)
+        else:
+            key_grad = run.carry.key_grad_KND.transpose(0, 1)
+            value_grad = run.carry.value_grad_KND.transpose(0, 1)
+        for call in run.calls:
+            parts = run.kernel.backward(
+                _packed(output_grad_THD, call.queries).contiguous(),
+                _packed(query_THD, call.queries),
+                _packed(keys, call.keys),
+                _packed(values, call.keys),
+                _packed(output_THD, call.queries),
+                torch.cat([lse_HT[:, queries] for queries in call.queries], dim=1),
+                call.lengths,
+                is_causal=call.is_causal,
+                scale=run.scale,
+            )
+            for owed, part, places in zip(
+                (query_grad, key_grad, value_grad),
+                parts,
+                (call.queries, call.keys, call.keys),
+                strict=True,
+            ):
+                _add(owed, part, places)
+        return (
+            query_grad.to(query_THD.dtype),
+            key_grad[run.own].to(keys.dtype, copy=True),
+            value_grad[run.own].to(values.dtype, copy=True),
+            None,
+        )
+
+
+def _merge(
+    output_THD: Tensor,
+    lse_HT: Tensor,
+    piece_PHD: Tensor,
+    lse_HP: Tensor,
+    *,
+    queries: Sequence[slice],
+) -> None:
+    """Bring a call's partial outputs into those of its queries, in place."""
+    start = 0
+    for place in queries:
+        packed = slice(start, start + place.stop - place.start)
+        old, new = lse_HT[:, place], lse_HP[:, packed]
+        # w = sigmoid(new - old) is the piece's share of the merged softmax.
+        share_TH = torch.sigmoid(new - old).t()
+        output_THD[place].lerp_(piece_PHD[packed].to(output_THD.dtype), share_TH[..., None])
+        lse_HT[:, place] = torch.logaddexp(old, new)
+        start = packed.stop
+
+
+def _add(owed: Tensor, part: Tensor, places: Sequence[slice]) -> None:
+    """Add packed gradients to where they belong; one after another, for places may overlap."""
+    start = 0
+    for place in places:
+        end = start + place.stop - place.start
+        owed[place] += part[start:end]
+        start = end
+
+
+def _packed(values: Tensor, places: Sequence[slice]) -> Tensor:
+    """The places side by side; a view where they are so already."""
+    if all(left.stop == right.start for left, right in pairwise(places)):
+        return values[places[0].start : places[-1].stop]
+    return torch.cat([values[place] for place in places])
+
+
+def _shifted(ranges: Sequence[Range], by: int) -> tuple[slice, ...]:
+    return tuple(slice(start - by, end - by) for start, end in ranges)
+
+
+def _lengths(call: Pass, *, device: torch.device) -> Lengths:
+    query_sizes = [end - start for start, end in call.queries]
+    key_sizes = [end - start for start, end in call.keys]
+
+    def bounds(sizes: Sequence[int]) -> Tensor:
+        return torch.tensor([0, *accumulate(sizes)], dtype=torch.int32, device=device)
+
+    return Lengths(
+        query_bounds=bounds(query_sizes),
+        key_bounds=bounds(key_sizes),
+        query_max=max(query_sizes),
+        key_max=max(key_sizes),
+    )

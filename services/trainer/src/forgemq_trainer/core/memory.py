@@ -1,0 +1,376 @@
+"""How many bytes a run of tokens needs, and how a step is cut to fit a budget.
+
+A pure function of the step's trees and the budget. Groups are packed side by side while their
+activations fit; a group that does not fit runs in blocks. A block of T tokens whose first token has
+P ancestors needs
+
+    block_bytes(T) + carry_bytes(P + T)
+
+and, to keep keys and values in memory, U * key_bytes_per_token for the U tokens that lie on the
+path of some block. Where that has no room, or would take over `KEPT_BLOCKS_RATIO` times the blocks,
+they are offloaded. So what always suffices follows from the longest path alone:
+`least_budget_bytes`.
+"""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from forgemq_trainer.core.tree import Forest
+
+BLOCK_TOKENS_MIN = 64
+"""Below it the kernels' fixed costs dominate; a budget that forces it is refused."""
+
+ROUTE_BYTES = 32
+"""Of one expert chosen for a token: four int64, which are the expert, the token, and the pair's
+places in the order of the experts and back."""
+
+KEPT_BLOCKS_RATIO = 2
+"""Up to so many times the blocks are taken to spare offloading, which costs up to 5 % of a step
+on a CPU; beyond it blocks get too short for the matrix products of a GPU."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """Sizes that decide memory and cost.
+
+    Attributes:
+        layers: decoder layers.
+        hidden: size of the residual stream.
+        query_size: query heads times head size.
+        key_size: key/value heads times head size.
+        mlp_size: intermediate size that a token uses (experts chosen times theirs).
+        vocabulary: rows of the head.
+        value_bytes: of one activation.
+        wide_bytes: of one accumulated gradient or logit.
+        is_head_normed: queries and keys go through norms of their own.
+        experts: routed to, 0 in a dense model.
+        experts_per_token: chosen for each token, 0 in a dense model.
+        is_head_tied: the head's weights are the embedding's.
+        slot_multiple: what a carry's slots are rounded up to, as the attention's backend asks.
+    """
+
+    layers: int
+    hidden: int
+    query_size: int
+    key_size: int
+    mlp_size: int
+    vocabulary: int
+    value_bytes: int
+    wide_bytes: int
+    is_head_normed: bool = True
+    experts: int = 0
+    experts_per_token: int = 0
+    is_head_tied: bool = False
+    slot_multiple: int = 1
+
+    def saved_bytes_per_token(self, *, is_carried: bool) -> int:
+        """What autograd keeps of one token between forward and backward, all layers.
+
+        Each norm's input and output and the residual stream; queries, output and its copy for the
+        projection; keys and values, unless they lie in a carry; gate, its activation, up, product.
+        With experts also the shares of all; for each chosen one its input, output, weight (and once
+        more in the order of the experts) and places.
+        """
+        heads = 3 * self.query_size + (0 if is_carried else 2 * self.key_size)
+        heads += self.query_size + self.key_size if self.is_head_normed else 0
+        chosen = self.experts_per_token * (2 * self.hidden + 2)
+        values = 4 * self.hidden + heads + 4 * self.mlp_size + chosen
+        routes = self.experts * self.wide_bytes + self.experts_per_token * ROUTE_BYTES
+        return self.layers * (values * self.value_bytes + routes)
+
+    def block_bytes(self, tokens: int, *, chunk: int, is_carried: bool) -> int:
+        """Most bytes of a block's forward and backward, carries apart.
+
+        At each peak there are, beside what autograd keeps, rows of the residual stream's size for
+        each token: the embedding, the gradient of the decoder's output and, in a block, which owes
+        its keys one too, that output. Backward starts with everything kept; the peaks come one
+        after another, so the largest counts:
+
+        - the head's: a chunk, the rows that entries continue and their gradients;
+        - a module of the decoder's: `inner_bytes_per_token`;
+        - the last layer's down projection: the gradients of its weights and of its input.
+
+        During the last two a tied head's gradient waits for the embedding's.
+        """
+        return max(peak.bytes_of(tokens) for peak in self._peaks(chunk, is_carried=is_carried))
+
+    def block_tokens(self, free_bytes: int, *, chunk: int, is_carried: bool) -> int:
+        """The longest block that `block_bytes` lets into so many bytes; 0 where none fits."""
+        peaks = self._peaks(chunk, is_carried=is_carried)
+        return max(0, min(peak.tokens_in(free_bytes) for peak in peaks))
+
+    def _peaks(self, chunk: int, *, is_carried: bool) -> "tuple[_Peak, ...]":
+        row = self.hidden * self.value_bytes
+        kept = self.saved_bytes_per_token(is_carried=is_carried) + (3 if is_carried else 2) * row
+        head_grad = self.vocabulary * row if self.is_head_tied else 0
+        input_grad = self.mlp_size * self.value_bytes
+        width = self.mlp_size
+        if self.experts:
+            width = self.mlp_size // self.experts_per_token * self.experts
+        return (
+            _Peak(fixed_bytes=self.head_bytes(chunk=chunk), token_bytes=kept + 2 * row),
+            _Peak(fixed_bytes=head_grad, token_bytes=kept + self.inner_bytes_per_token),
+            _Peak(fixed_bytes=head_grad + width * row, token_bytes=kept + input_grad),
+        )
+
+    @property
+    def inner_bytes_per_token(self) -> int:
+        """The most that one token's backward holds inside a module of the decoder.
+
+        - The last norm: the gradient it got and two wide tensors; in a narrow dtype its widened
+          gradient and its result too.
+        - The last layer's MLP: the gradients of its activation and of up.
+        - Experts: for each chosen one the gradient of its output in the order of the tokens, in the
+          order of the experts, and its product with that output.
+        """
+        is_narrow = self.value_bytes < self.wide_bytes
+        norm = self.value_bytes + 2 * self.wide_bytes
+        norm += self.wide_bytes + self.value_bytes if is_narrow else 0
+        experts = 3 * self.experts_per_token * self.value_bytes
+        return max(self.hidden * max(norm, experts), 2 * self.mlp_size * self.value_bytes)
+
+    @property
+    def key_bytes_per_token(self) -> int:
+        """Keys and values of all layers."""
+        return 2 * self.layers * self.key_size * self.value_bytes
+
+    @property
+    def carry_bytes_per_token(self) -> int:
+        """Keys and values of all layers, and their gradients."""
+        return self.key_bytes_per_token + 2 * self.layers * self.key_size * self.wide_bytes
+
+    def carry_bytes(self, slots: int) -> int:
+        """Of the carries of all layers, whose slots are whole multiples."""
+        return -(-slots // self.slot_multiple) * self.slot_multiple * self.carry_bytes_per_token
+
+    def head_bytes(self, *, chunk: int) -> int:
+        """Most bytes of the head's forward and backward.
+
+        Forward: logits of a chunk and two temporaries. Backward: the weights' gradient and slopes
+        of two chunks, for one is dropped only when the next is made. A narrow dtype adds the
+        widened weights throughout and, when one chunk's slopes are left, the gradient rounded.
+        """
+        logits = chunk * self.vocabulary * self.wide_bytes
+        weights = self.hidden * self.vocabulary * self.wide_bytes
+        if self.value_bytes == self.wide_bytes:
+            return max(3 * logits, 2 * logits + weights)
+        narrowed = self.hidden * self.vocabulary * self.value_bytes
+        return weights + max(3 * logits, weights + logits + max(logits, narrowed))
+
+    def cost(self, *, tokens: int, attention_pairs: int) -> int:
+        """Forward multiplications of a tree without its head, for balancing ranks."""
+        linear = (
+            2 * self.hidden * (self.query_size + self.key_size) + 3 * self.hidden * self.mlp_size
+        )
+        return self.layers * (tokens * linear + 2 * attention_pairs * self.query_size)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Peak:
+    fixed_bytes: int
+    token_bytes: int
+
+    def bytes_of(self, tokens: int) -> int:
+        return self.fixed_bytes + tokens * self.token_bytes
+
+    def tokens_in(self, free_bytes: int) -> int:
+        return (free_bytes - self.fixed_bytes) // self.token_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Microbatch:
+    """Groups that run side by side, and the blocks of their joint layout.
+
+    Attributes:
+        groups: indices into the step's forests, ascending.
+        blocks: (start, end) over the joint layout, in order; one where everything fits.
+        is_offloaded: keys and values off the live path go where the policy's store lies.
+        predicted_bytes: most that it holds at once, parameters and their gradients apart; 0 where
+            ranks share the group.
+    """
+
+    groups: tuple[int, ...]
+    blocks: tuple[tuple[int, int], ...]
+    is_offloaded: bool = False
+    predicted_bytes: int = 0
+
+
+def plan_step(
+    forests: Sequence[Forest],
+    *,
+    shape: ModelShape,
+    budget_bytes: int,
+    head_chunk: int,
+    carried: Literal["forest", "path"] = "forest",
+) -> tuple[Microbatch, ...]:
+    """The microbatches of one process.
+
+    With `carried="path"` blocks hold the keys of the live path only, as a process that runs a group
+    by itself does; with "forest" those of all tokens, as ranks that run one group together do.
+
+    Example: budget for 100 tokens, groups of 60, 30 and 150 tokens give the microbatches (0, 1) in
+    one block and (2) in several.
+
+    Raises:
+        ValueError: the budget is below the least that a group needs.
+    """
+
+    def in_blocks(group: int) -> Microbatch:
+        if carried == "forest":
+            blocks = _blocks(
+                forests[group].token_count,
+                shape=shape,
+                budget_bytes=budget_bytes,
+                head_chunk=head_chunk,
+            )
+            return Microbatch(groups=(group,), blocks=blocks)
+        return path_microbatch(
+            group, forests[group], shape=shape, budget_bytes=budget_bytes, head_chunk=head_chunk
+        )
+
+    tokens = [forest.token_count for forest in forests]
+    capacity = shape.block_tokens(budget_bytes, chunk=head_chunk, is_carried=False)
+    return tuple(
+        in_blocks(groups[0])
+        if sum(tokens[group] for group in groups) > capacity
+        else _whole(groups, tokens=tokens, shape=shape, head_chunk=head_chunk)
+        for groups in packed(range(len(forests)), tokens=tokens, capacity=capacity)
+    )
+
+
+def least_budget_bytes(shape: ModelShape, *, longest_path: int, head_chunk: int) -> int:
+    """The least budget in which every tree whose deepest token has this depth trains.
+
+    A tree whose blocks start higher up may do with a little less.
+
+    Args:
+        shape: of the model.
+        longest_path: tokens from a root to the deepest leaf.
+        head_chunk: rows of logits at once.
+    """
+    return shape.block_bytes(
+        BLOCK_TOKENS_MIN, chunk=head_chunk, is_carried=True
+    ) + shape.carry_bytes(longest_path + BLOCK_TOKENS_MIN)
+
+
+def path_microbatch(
+    group: int, forest: Forest, *, shape: ModelShape, budget_bytes: int, head_chunk: int
+) -> Microbatch:
+    """The group in few even blocks that fit; keys and values stay on the device where they can.
+
+    They are offloaded where nothing else fits, and where keeping them would take more than
+    `KEPT_BLOCKS_RATIO` times the blocks.
+
+    Raises:
+        ValueError: the budget is below the least.
+    """
+    offloaded: Microbatch | None = None
+    for blocks in _even_blocks(forest.token_count):
+        if offloaded is not None and len(blocks) > KEPT_BLOCKS_RATIO * len(offloaded.blocks):
+            return offloaded
+        needed = _path_bytes(forest, blocks, shape=shape, head_chunk=head_chunk)
+        if needed.live + needed.stored <= budget_bytes:
+            return Microbatch(
+                groups=(group,), blocks=blocks, predicted_bytes=needed.live + needed.stored
+            )
+        if offloaded is None and needed.live <= budget_bytes:
+            offloaded = Microbatch(
+                groups=(group,), blocks=blocks, is_offloaded=True, predicted_bytes=needed.live
+            )
+    if offloaded is not None:
+        return offloaded
+    longest = int(forest.position_N.max()) + 1
+    least = least_budget_bytes(shape, longest_path=longest, head_chunk=head_chunk)
+    raise ValueError(
+        f"trainer.memory_budget_bytes is {budget_bytes}, but a tree of {forest.token_count} tokens "
+        f"with a longest path of {longest} needs at most {least}; raise it to that"
+    )
+
+
+def _even_blocks(tokens: int) -> Iterator[tuple[tuple[int, int], ...]]:
+    """The tokens in 2 even blocks, in more and more, down to blocks of the least size."""
+    count = 1
+    while count == 1 or -(-tokens // count) >= BLOCK_TOKENS_MIN:
+        count += 1 + count // 8
+        size = max(BLOCK_TOKENS_MIN, -(-tokens // count))
+        yield tuple((start, min(start + size, tokens)) for start in range(0, tokens, size))
+
+
+@dataclass(frozen=True, slots=True)
+class _PathBytes:
+    live: int
+    stored: int
+
+
+def _path_bytes(
+    forest: Forest, blocks: tuple[tuple[int, int], ...], *, shape: ModelShape, head_chunk: int
+) -> _PathBytes:
+    size = max(end - start for start, end in blocks)
+    slots = max(int(forest.position_N[start]) + end - start for start, end in blocks)
+    return _PathBytes(
+        live=shape.block_bytes(size, chunk=head_chunk, is_carried=True) + shape.carry_bytes(slots),
+        stored=_path_tokens(forest, [start for start, _ in blocks]) * shape.key_bytes_per_token,
+    )
+
+
+def _path_tokens(forest: Forest, starts: Sequence[int]) -> int:
+    """How many tokens are an ancestor of one of the starts, which ascend.
+
+    An ancestor of a start that lies before the last start is an ancestor of that one too, so each
+    start adds those of its ancestors that lie behind it.
+    """
+    first_M, parent_M = forest.segment_start_M.tolist(), forest.segment_parent_M.tolist()
+    counted = before = 0
+    for start in starts:
+        above = int(forest.parent_N[start])
+        segment = bisect_right(first_M, above) - 1
+        while above >= before:
+            counted += above + 1 - max(first_M[segment], before)
+            above, segment = int(forest.parent_N[first_M[segment]]), parent_M[segment]
+        before = start
+    return counted
+
+
+def _whole(
+    groups: Sequence[int], *, tokens: Sequence[int], shape: ModelShape, head_chunk: int
+) -> Microbatch:
+    count = sum(tokens[group] for group in groups)
+    return Microbatch(
+        groups=tuple(groups),
+        blocks=((0, count),),
+        predicted_bytes=shape.block_bytes(count, chunk=head_chunk, is_carried=False),
+    )
+
+
+def packed(groups: Sequence[int], *, tokens: Sequence[int], capacity: int) -> list[tuple[int, ...]]:
+    """Groups side by side while their tokens fit; one that does not fit is by itself."""
+    runs: list[tuple[int, ...]] = []
+    waiting: tuple[int, ...] = ()
+    for group in groups:
+        if tokens[group] > capacity:
+            runs.append((group,))
+            continue
+        if sum(tokens[other] for other in waiting) + tokens[group] > capacity:
+            runs.append(waiting)
+            waiting = ()
+        waiting = (*waiting, group)
+    return [*runs, waiting] if waiting else runs
+
+
+def _blocks(
+    tokens: int, *, shape: ModelShape, budget_bytes: int, head_chunk: int
+) -> tuple[tuple[int, int], ...]:
+    carry_bytes = shape.carry_bytes(tokens)
+    free_bytes = budget_bytes - carry_bytes
+    size = shape.block_tokens(free_bytes, chunk=head_chunk, is_carried=True)
+    if size < BLOCK_TOKENS_MIN:
+        least = shape.block_bytes(BLOCK_TOKENS_MIN, chunk=head_chunk, is_carried=True)
+        raise ValueError(
+            f"trainer.memory_budget_bytes is {carry_bytes + least - budget_bytes} bytes too small "
+            f"for a tree of {tokens} tokens"
+        )
+    count = -(-tokens // size)
+    even = -(-tokens // count)
+    return tuple((start, min(start + even, tokens)) for start in range(0, tokens, even))

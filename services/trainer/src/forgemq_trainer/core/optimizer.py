@@ -1,0 +1,137 @@
+"""AdamW with a warm-up and a linear decay; fp32 master weights where the model is narrower.
+
+Gradients of a bfloat16 model are added up in fp32, and the update is applied to fp32 masters, from
+which the model's weights are rounded anew each step: a small learning rate is never lost.
+"""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from forgemq_contracts.run import Optimizer
+
+
+class NonFiniteGradientError(Exception):
+    """The gradient norm is infinite or no number: training on would destroy the weights."""
+
+
+def learning_rate(settings: Optimizer, *, step: int, steps: int) -> float:
+    """Rate of a step: linear warm-up, times a linear decay to `lr_final_fraction` at the last.
+
+    Example: lr 1, no warm-up, final fraction 0.2, 5 steps give 1, 0.8, 0.6, 0.4, 0.2.
+    """
+    warm = min(1.0, (step + 1) / max(1, settings.warmup_steps))
+    decay = 1 - (1 - settings.lr_final_fraction) * min(1.0, step / max(1, steps - 1))
+    return settings.lr * warm * decay
+
+
+def adamw(
+    masters: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter], settings: Optimizer
+) -> torch.optim.AdamW:
+    """AdamW over masters, or a rank's parts of them; matrices decay.
+
+    Norm weights and biases do not: their scale is no complexity to be held down.
+
+    On a GPU one kernel does it all. Torch's own choice there goes operator by operator over all
+    masters at once, and holds as many bytes again for the roots of the second moments.
+    """
+    matrices = [masters[name] for name, p in parameters.items() if p.dim() > 1]
+    vectors = [masters[name] for name, p in parameters.items() if p.dim() <= 1]
+    groups = [
+        {"params": matrices, "weight_decay": settings.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    is_on_cpu = all(master.device.type == "cpu" for master in masters.values())
+    return torch.optim.AdamW(
+        [group for group in groups if group["params"]],
+        fused=None if is_on_cpu else True,
+        lr=settings.lr,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+    )
+
+
+class Updater:
+    """Owns the optimizer's state. One step: gradients were added, `update`, gradients are gone."""
+
+    def __init__(self, model: nn.Module, settings: Optimizer) -> None:
+        self._settings = settings
+        self._parameters = dict(model.named_parameters())
+        self._masters = {name: _master(parameter) for name, parameter in self._parameters.items()}
+        for name, parameter in self._parameters.items():
+            if self._masters[name] is not parameter:
+                add = self._accumulate_into(name)
+                parameter.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
+        self._adamw = adamw(self._masters, self._parameters, settings)
+
+    def update(self, *, lr: float) -> float:
+        """Clip, step, and drop the gradients; returns the norm before clipping.
+
+        Raises:
+            NonFiniteGradientError: nothing was changed.
+        """
+        with_grad = [master for master in self._masters.values() if master.grad is not None]
+        try:
+            norm = nn.utils.clip_grad_norm_(
+                with_grad, self._settings.grad_norm_max, error_if_nonfinite=True
+            )
+        except RuntimeError as error:
+            raise NonFiniteGradientError(
+                "the gradient norm is not finite; the step was not applied"
+            ) from error
+        for group in self._adamw.param_groups:
+            group["lr"] = lr
+        self._adamw.step()
+        self._adamw.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for name, parameter in self._parameters.items():
+                if self._masters[name] is not parameter:
+                    parameter.copy_(self._masters[name])
+        return float(norm)
+
+    def state(self) -> dict[str, Tensor]:
+        """All state by name: moments, counts, and masters that are not the model's own weights."""
+        tensors: dict[str, Tensor] = {}
+        for name, master in self._masters.items():
+            if master is not self._parameters[name]:
+                tensors[f"{name}|master"] = master.detach()
+            for field, value in self._adamw.state.get(master, {}).items():
+                tensors[f"{name}|{field}"] = value.detach().reshape(value.shape or (1,))
+        return tensors
+
+    def restore(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from an earlier `state()` of the same model.
+
+        Raises:
+            ValueError: the state is of another model.
+        """
+        for key, value in state.items():
+            name, _, field = key.rpartition("|")
+            if name not in self._masters:
+                raise ValueError(f"optimizer state for {name}, which the model does not have")
+            master = self._masters[name]
+            with torch.no_grad():
+                if field == "master":
+                    master.copy_(value)
+                else:
+                    shape = () if field == "step" else value.shape
+                    self._adamw.state[master][field] = value.reshape(shape).to(
+                        master.device, copy=True
+                    )
+
+    def _accumulate_into(self, name: str) -> Callable[[Tensor], None]:
+        def accumulate(parameter: Tensor) -> None:
+            assert parameter.grad is not None
+            master = self._masters[name]
+            grad = parameter.grad.to(master.dtype)
+            master.grad = grad if master.grad is None else master.grad.add_(grad)
+            parameter.grad = None
+
+        return accumulate
+
+
+def _master(parameter: nn.Parameter) -> Tensor:
+    if torch.finfo(parameter.dtype).bits >= torch.finfo(torch.float32).bits:
+        return parameter
+    return parameter.detach().to(torch.float32).clone()

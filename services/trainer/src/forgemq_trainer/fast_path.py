@@ -1,0 +1,306 @@
+"""New weights into running engines: one torch process group for each lane.
+
+The trainer is rank 0 and only broadcasts; every process of the lane's engine is a rank more, and
+the lane's inference process tells them to join and to receive. Groups are made without torch's
+global registry: a lane that dies costs its group and nothing else. One deadline holds for a whole
+transfer, and a lane that is given up is left at once, whatever its group is doing: torch's calls
+cannot be interrupted, so each transfer has a thread of its own, which ends by itself at the
+deadline. Whoever is left loads the durable copy.
+
+Gloo goes through host memory and reaches engines on CPUs and GPUs alike. NCCL goes from GPU to
+GPU; it refuses two ranks on one GPU. Where an engine dies before NCCL has connected, its thread
+waits on: NCCL has no deadline for that.
+
+The engine derives its end of the group in sglang's `init_custom_process_group`; the nested store
+prefixes here are those it uses.
+"""
+
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Literal
+
+import torch
+from safetensors import safe_open
+from torch._C._distributed_c10d import (
+    Backend,
+    BroadcastOptions,
+    PrefixStore,
+    ProcessGroupGloo,
+    ProcessGroupNCCL,
+    Store,
+    TCPStore,
+)
+
+from forgemq_contracts.weight_buckets import TensorSpec, buckets, header_bytes, tensor_specs
+from forgemq_contracts.weights import Rendezvous
+
+JOIN_POLL_S = 0.02
+CLOSE_WAIT_S = 5.0
+
+NCCL_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
+"""Read by torch when it makes a group: a broken one fails who waits for it. Without it a thread of
+torch ends the whole process at the deadline."""
+
+
+GIVEN_UP = "the lane has the weights already, or is gone"
+
+
+class TransferError(Exception):
+    """A lane missed the deadline or left; it has the durable copy."""
+
+
+@dataclass(slots=True)
+class _Link:
+    """One lane's process group; `group` is None until the engine has joined."""
+
+    epoch: int
+    name: str
+    world_size: int
+    store: TCPStore
+    group: Backend | None = None
+    is_given_up: bool = False
+    changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def give_up(self) -> None:
+        with self.changed:
+            self.is_given_up = True
+            self.changed.notify_all()
+
+
+class _Transfer:
+    """One lane's transfer in a thread of its own, left behind when its lane is given up."""
+
+    def __init__(self, link: _Link, send: Callable[[], None]) -> None:
+        self._link = link
+        self._send = send
+        self._error: BaseException | None = None
+        self._is_done = False
+        # A daemon: torch may hold it until the deadline, and the process need not wait for that.
+        self.thread = threading.Thread(target=self._run, name=f"fast-path-{link.name}", daemon=True)
+        self.thread.start()
+
+    def failure(self) -> str:
+        """What went wrong, "" for nothing; waits until the transfer is over or given up."""
+        with self._link.changed:
+            self._link.changed.wait_for(lambda: self._is_done or self._link.is_given_up)
+            if not self._is_done:
+                return GIVEN_UP
+        if self._error is not None and not isinstance(self._error, TransferError):
+            raise self._error
+        return "" if self._error is None else str(self._error)
+
+    def _run(self) -> None:
+        try:
+            self._send()
+        except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
+            self._error = error
+        with self._link.changed:
+            self._is_done = True
+            self._link.changed.notify_all()
+
+
+class FastPaths:
+    """The process groups of all lanes. `offer`, then `send` what was offered, one at a time.
+
+    Example: lane 0 appears under epoch 3: `offer` lists it with is_new, `send` forms the group.
+    Next version: `offer` lists the same group. The lane misses a deadline: its group is dropped,
+    and the next offer has a new one.
+    """
+
+    def __init__(
+        self,
+        *,
+        host: str,
+        backend: Literal["gloo", "nccl"],
+        deadline_s: float,
+        device: str = "cuda",
+    ) -> None:
+        """No group yet.
+
+        Args:
+            host: address of this process.
+            backend: of all groups.
+            deadline_s: of one transfer.
+            device: GPU that NCCL sends from; Gloo sends from host memory.
+        """
+        self._host = host
+        self._backend = backend
+        self._deadline_s = deadline_s
+        self._device = torch.device(device if backend == "nccl" else "cpu")
+        self._links: dict[int, _Link] = {}
+        self._threads: list[threading.Thread] = []
+        self._made = 0
+
+    def offer(
+        self, lanes: Mapping[int, int], *, prefix: str, ranks: Mapping[int, int] | None = None
+    ) -> tuple[Rendezvous, ...]:
+        """A rendezvous for every live lane; groups of others and given up ones are dropped.
+
+        Args:
+            lanes: lane -> epoch.
+            prefix: of new groups' names; distinct for each life of the trainer.
+            ranks: lane -> processes of its engine; 1 where it is not in it.
+        """
+        world_sizes = {lane: 1 + (ranks or {}).get(lane, 1) for lane in lanes}
+        for lane, link in list(self._links.items()):
+            is_same = (lanes.get(lane), world_sizes.get(lane)) == (link.epoch, link.world_size)
+            if link.is_given_up or not is_same:
+                self.drop(lane)
+        return tuple(
+            self._offer(lane, lanes[lane], prefix=prefix, world_size=world_sizes[lane])
+            for lane in sorted(lanes)
+        )
+
+    def send(self, offers: tuple[Rendezvous, ...], file: Path) -> dict[int, str]:
+        """Broadcast the tensors of a safetensors file to every offered lane; blocks.
+
+        Returns:
+            lane -> what went wrong, "" where all of it was sent. A failed lane's group is dropped.
+        """
+        end_s = time.monotonic() + self._deadline_s
+        transfers: dict[int, _Transfer] = {}
+        failures: dict[int, str] = {}
+        for offer in offers:
+            link = self._links.get(offer.lane)
+            if link is None or link.name != offer.group_name:
+                failures[offer.lane] = GIVEN_UP
+                continue
+            send = functools.partial(self._send, link, file, end_s=end_s)
+            transfers[offer.lane] = _Transfer(link, send)
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        self._threads += [transfer.thread for transfer in transfers.values()]
+        for lane, transfer in transfers.items():
+            failures[lane] = transfer.failure()
+        for lane, failure in failures.items():
+            if failure:
+                self.drop(lane)
+        return failures
+
+    def give_up(self, lane: int) -> None:
+        """Stop waiting for a lane: it has the weights, or it is gone."""
+        link = self._links.get(lane)
+        if link is not None:
+            link.give_up()
+
+    def keep_only(self, lanes: Mapping[int, int]) -> None:
+        """Give up every lane that is not among these (lane -> epoch)."""
+        for lane, link in list(self._links.items()):
+            if lanes.get(lane) != link.epoch:
+                link.give_up()
+
+    def drop(self, lane: int) -> None:
+        """Forget a lane's group; idempotent."""
+        link = self._links.pop(lane, None)
+        if link is not None:
+            link.give_up()
+
+    def close(self) -> None:
+        """Drop all groups; blocks a few seconds at most, for transfers to end.
+
+        A thread that torch wakes up while the process exits would end it with an abort: transfers
+        to living engines stop after their bucket, and one to a dead engine is not woken up.
+        """
+        for lane in list(self._links):
+            self.drop(lane)
+        end_s = time.monotonic() + CLOSE_WAIT_S
+        for thread in self._threads:
+            thread.join(max(0.0, end_s - time.monotonic()))
+
+    def _offer(self, lane: int, epoch: int, *, prefix: str, world_size: int) -> Rendezvous:
+        link = self._links.get(lane)
+        if link is None:
+            self._made += 1
+            # wait_for_workers would block here until the engine comes.
+            store = TCPStore(
+                self._host,
+                0,
+                world_size=world_size,
+                is_master=True,
+                timeout=timedelta(seconds=self._deadline_s),
+                wait_for_workers=False,
+            )
+            link = _Link(epoch, f"{prefix}-{lane}-{epoch}-{self._made}", world_size, store)
+            self._links[lane] = link
+        return Rendezvous(
+            lane=lane,
+            epoch=epoch,
+            host=self._host,
+            port=link.store.port,
+            group_name=link.name,
+            backend=self._backend,
+            is_new=link.group is None,
+            world_size=world_size,
+        )
+
+    def _send(self, link: _Link, file: Path, *, end_s: float) -> None:
+        try:
+            if link.group is None:
+                self._wait_for_engine(link, end_s=end_s)
+                link.group = self._formed(link, left=self._left(end_s))
+            self._broadcast(link, link.group, file, end_s=end_s)
+        except RuntimeError as error:
+            raise TransferError(f"{type(error).__name__}: {error}") from error
+
+    def _left(self, end_s: float) -> timedelta:
+        """Of the transfer's time.
+
+        Raises:
+            TransferError: nothing is left.
+        """
+        left_s = end_s - time.monotonic()
+        if left_s <= 0:
+            raise TransferError(f"the transfer took longer than {self._deadline_s} s")
+        return timedelta(seconds=left_s)
+
+    def _wait_for_engine(self, link: _Link, *, end_s: float) -> None:
+        """Until the engine has left its address in the store."""
+        while link.store.num_keys() == 0:
+            if link.is_given_up:
+                raise TransferError(GIVEN_UP)
+            if time.monotonic() > end_s:
+                raise TransferError(f"the engine did not join within {self._deadline_s} s")
+            time.sleep(JOIN_POLL_S)
+
+    def _formed(self, link: _Link, *, left: timedelta) -> Backend:
+        store: Store = link.store
+        for prefix in (link.name, f"{link.name}/", f"{self._device.type}/"):
+            store = PrefixStore(prefix, store)
+        if self._backend == "gloo":
+            # The stub does not know these names; torch.distributed uses them itself.
+            options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            options._timeout = left
+            options._devices = [ProcessGroupGloo.create_device(hostname=self._host)]
+            return ProcessGroupGloo(store, 0, link.world_size, options)
+        os.environ[NCCL_BLOCKING_WAIT] = "1"  # noqa: TID251 - torch has no argument for it
+        nccl_options = ProcessGroupNCCL.Options()
+        nccl_options._timeout = left
+        return ProcessGroupNCCL(store, 0, link.world_size, nccl_options)
+
+    def _broadcast(self, link: _Link, group: Backend, file: Path, *, end_s: float) -> None:
+        options = BroadcastOptions()
+        options.rootRank = 0
+        with safe_open(file, framework="pt", device=str(self._device)) as tensors:
+            for bucket in buckets(specs_of(file)):
+                flat = torch.cat(
+                    [tensors.get_tensor(spec.name).reshape(-1).view(torch.uint8) for spec in bucket]
+                )
+                if link.is_given_up:
+                    raise TransferError(GIVEN_UP)
+                left = self._left(end_s)
+                options.timeout = left
+                work = group.broadcast([flat], options)  # type: ignore[attr-defined]  # not in the stub
+                if not work.wait(left):
+                    raise TransferError(f"the transfer took longer than {self._deadline_s} s")
+
+
+def specs_of(file: Path) -> tuple[TensorSpec, ...]:
+    """The tensors of a safetensors file, sorted by name."""
+    with file.open("rb") as opened:
+        start = opened.read(8)
+        return tensor_specs(start + opened.read(header_bytes(start) - len(start)))

@@ -1,0 +1,36 @@
+"""Every rank but the first: no log, no folder of its own; it does what rank 0 announces."""
+
+from pathlib import Path
+
+from forgemq_shell.service import add_code_paths
+from forgemq_trainer.ranks import commands
+from forgemq_trainer.ranks.ranks import Ranks
+from forgemq_trainer.storage.checkpoint import checkpoint_at
+from forgemq_trainer.training import Training
+
+
+def follow(ranks: Ranks, *, device: str) -> None:
+    """Carry out rank 0's commands until it ends.
+
+    Raises:
+        RankLostError: rank 0 is gone, or another one within a step.
+    """
+    begin = commands.decode(ranks.received())
+    if isinstance(begin, commands.End):
+        return
+    assert isinstance(begin, commands.Begin), f"{begin} before the model was loaded"
+    add_code_paths(begin.configuration.code_paths)
+    checkpoint = checkpoint_at(Path(begin.checkpoint)) if begin.checkpoint else None
+    training = Training(begin.configuration, device=device, checkpoint=checkpoint, ranks=ranks)
+    while True:
+        match commands.decode(ranks.received()):
+            case commands.TrainStep(scheduled=scheduled, values=values):
+                training.train(training.read(scheduled, values))
+            case commands.GatherWeights():
+                training.whole_weights()
+            case commands.GatherOptimizer():
+                training.optimizer_state()
+            case commands.End():
+                return
+            case commands.Begin():
+                raise ValueError("rank 0 began twice")

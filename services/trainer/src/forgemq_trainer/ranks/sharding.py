@@ -1,0 +1,166 @@
+"""Parameters in shards over the ranks (FSDP2): each keeps a part, and gathers a layer at a time.
+
+The shards are the fp32 masters; a bfloat16 model is gathered in bfloat16, and its gradients are
+added up in fp32. Gradients are summed over the ranks, not averaged: every entry already carries its
+weight in the step's one denominator.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from forgemq_trainer.model import LoadedModel
+from forgemq_trainer.ranks.ranks import Ranks
+
+
+def sharded(loaded: LoadedModel, *, ranks: Ranks, dtype: torch.dtype) -> LoadedModel:
+    """The same model with its parameters spread over the ranks.
+
+    Args:
+        loaded: the same on every rank, with parameters at least as wide as fp32. They may lie in
+            host memory: one layer after the other moves to the ranks' devices.
+        ranks: all of them.
+        dtype: that the model computes in.
+    """
+    model, decoder = loaded.model, loaded.policy.decoder
+    head: Any = model.get_output_embeddings()  # type: ignore[operator]  # transformers' method
+    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]  # transformers' method
+    is_tied = head.weight is embedding.weight
+    hidden = head.weight.shape[1]
+    wide = torch.promote_types(dtype, torch.float32)
+    precision = MixedPrecisionPolicy(
+        param_dtype=None if dtype == head.weight.dtype else dtype,
+        reduce_dtype=wide,
+        cast_forward_inputs=False,  # Cosines and sines stay in fp32.
+    )
+    layers: Any = decoder.layers
+    for part in (*layers, decoder):
+        fully_shard(part, mesh=ranks.mesh, mp_policy=precision)
+        assert isinstance(part, FSDPModule)
+        part.set_gradient_divide_factor(1.0)
+        part.set_force_sum_reduction_for_comms(True)
+    if is_tied:
+        head.weight = embedding.weight
+    else:
+        shards = distribute_tensor(head.weight.detach(), ranks.mesh, [Shard(0)], src_data_rank=None)
+        head.weight = nn.Parameter(shards)
+    policy = replace(
+        loaded.policy,
+        head_VH=torch.empty((0, hidden), dtype=dtype, device=ranks.device),
+        # The decoder keeps its own parameters, the embedding among them, until backward is over.
+        gather_head=(lambda: embedding.weight) if is_tied else _gather(head, ranks, dtype=dtype),
+        shape=replace(loaded.policy.shape, value_bytes=dtype.itemsize, wide_bytes=wide.itemsize),
+    )
+    return LoadedModel(model=model, policy=policy)
+
+
+def whole_state(model: nn.Module, *, dtype: torch.dtype, is_kept: bool) -> dict[str, Tensor]:
+    """The model's state with every tensor whole, in `dtype`; collective.
+
+    Args:
+        model: sharded.
+        dtype: of the floating-point tensors.
+        is_kept: False returns nothing, on the ranks that only give their part.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    whole: dict[int, Tensor] = {}  # Tied parameters stay one tensor, which is saved once.
+    state: dict[str, Tensor] = {}
+    for name, value in model.state_dict().items():
+        tensor = parameters.get(name, value)
+        if id(tensor) not in whole:
+            full = tensor.detach()
+            full = full.full_tensor() if isinstance(full, DTensor) else full
+            is_float = full.is_floating_point()
+            whole[id(tensor)] = (
+                (full.to(dtype) if is_float else full).cpu() if is_kept else full.new_empty(0)
+            )
+        state[name] = whole[id(tensor)]
+    return state if is_kept else {}
+
+
+class FsdpShards:
+    """Implements `core.optimizer.Shards` for parameters that FSDP2 has spread over the ranks."""
+
+    def __init__(self, ranks: Ranks, *, dtype: torch.dtype) -> None:
+        self._ranks = ranks
+        self.are_masters = dtype not in (torch.float32, torch.float64)
+        self.keeps_whole = ranks.rank == 0
+
+    def local(self, tensor: Tensor) -> Tensor:
+        """This rank's part of a parameter or gradient; shares its memory."""
+        assert isinstance(tensor, DTensor)
+        with torch.no_grad():
+            local = tensor.to_local()
+        return local.detach()
+
+    def part(self, whole: Tensor, *, like: Tensor) -> Tensor:
+        """This rank's part of a tensor that is laid out as the parameter `like`."""
+        assert isinstance(like, DTensor)
+        parts = distribute_tensor(
+            whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None
+        )
+        return self.local(parts).clone()
+
+    def whole(self, local: Tensor, *, like: Tensor) -> Tensor:
+        """All ranks' parts of a tensor that is laid out as the parameter `like`; collective."""
+        assert isinstance(like, DTensor)
+        return DTensor.from_local(
+            local,
+            like.device_mesh,
+            like.placements,
+            run_check=False,
+            shape=like.shape,
+            stride=like.stride(),
+        ).full_tensor()
+
+    def total(self, own: Tensor) -> Tensor:
+        """The sum over the ranks; collective."""
+        return self._ranks.total(own)
+
+
+def _gather(head: nn.Linear, ranks: Ranks, *, dtype: torch.dtype) -> Callable[[], Tensor]:
+    """Makes the head whole; its gradient goes back to the shards, summed over the ranks."""
+
+    def gather() -> Tensor:
+        weight = head.weight
+        assert isinstance(weight, DTensor)
+        result: Tensor = _GatheredHead.apply(weight.to_local(), weight.shape[0], ranks, dtype)
+        return result
+
+    return gather
+
+
+class _GatheredHead(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401  # torch's context has no public type
+        local: Tensor,
+        rows: int,
+        ranks: Ranks,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        each = -(-rows // ranks.world_size)  # as Shard(0) cuts
+        padded = local.new_zeros((each, local.shape[1]), dtype=dtype)
+        padded[: len(local)] = local
+        ctx.ranks, ctx.each, ctx.own = ranks, each, local
+        return torch.cat(ranks.gathered(padded))[:rows]
+
+    @staticmethod
+    def backward(
+        ctx: Any,  # noqa: ANN401
+        grad: Tensor,
+    ) -> tuple[Tensor | None, ...]:
+        own: Tensor = ctx.own
+        parts = torch.split(grad.to(own.dtype), ctx.each)
+        padded = []
+        for n in range(ctx.ranks.world_size):
+            part = own.new_zeros((ctx.each, own.shape[1]))
+            if n < len(parts):
+                part[: len(parts[n])] = parts[n]
+            padded.append(part)
+        return ctx.ranks.scattered_sum(padded)[: len(own)], None, None, None

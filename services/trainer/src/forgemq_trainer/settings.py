@@ -1,0 +1,47 @@
+"""Settings of the trainer process; hyperparameters are the run's configuration."""
+
+from typing import Annotated, Literal
+
+from msgspec import Meta, Struct
+
+from forgemq_contracts.weights import LANE_LAPSE_S
+
+
+class TrainerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Read from `FORGEMQ_TRAINER_*`."""
+
+    folder: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="Checkpoints of one run; only the trainer reads it.",
+        ),
+    ]
+    device: Annotated[str, Meta(pattern=r"^(cpu|cuda(:[0-9]+)?)$")] = "cpu"
+    host: Annotated[
+        str, Meta(min_length=1, description="Address of this process for the fast path.")
+    ] = "127.0.0.1"
+    fast_path: Annotated[
+        Literal["gloo", "nccl", "off"], Meta(description="How new weights reach engines.")
+    ] = "gloo"
+    transfer_deadline_s: Annotated[
+        float, Meta(gt=0, description="Of one transfer to a lane, its joining included.")
+    ] = 30.0
+    lane_lapse_s: Annotated[
+        float, Meta(gt=0, description="A lane without a report for this long is dead.")
+    ] = LANE_LAPSE_S
+    rank_deadline_s: Annotated[
+        float, Meta(gt=0, description="How long one rank waits for another within a step.")
+    ] = 1800.0
+    alarm_logprob_gap_mean: Annotated[
+        float, Meta(ge=0, description="Alarm above: mean |trainer - engine|, nats; 0 is off.")
+    ] = 0.05
+    alarm_kl_k3: Annotated[
+        float, Meta(ge=0, description="Alarm above: k3 KL of behaviour and policy; 0 is off.")
+    ] = 0.1
+    alarm_ratio_p99: Annotated[
+        float, Meta(ge=0, description="Alarm above: 99th percentile of the ratio; 0 is off.")
+    ] = 4.0
+    alarm_capped_share: Annotated[
+        float, Meta(ge=0, description="Alarm above: share of limited entries; 0 is off.")
+    ] = 0.1

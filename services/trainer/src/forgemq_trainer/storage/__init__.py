@@ -1,0 +1,1 @@
+"""What the trainer writes to disk: checkpoints, and weights that engines read."""

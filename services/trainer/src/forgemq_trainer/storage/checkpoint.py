@@ -1,0 +1,230 @@
+"""Checkpoints: a model in Hugging Face format, and all that continues training to the same bytes.
+
+One folder a step, `step-00000041`: the model's files, `optimizer.safetensors` (moments, counts,
+fp32 masters, random state) and `trainer.json` (the record below). A checkpoint is read back from
+the disk and its checksums verified before trained-steps names it, and again on loading.
+
+A damaged checkpoint that the log does not name is passed over for the one before it. One that the
+log names stops the trainer (`StepHistory.next_lineage`): the trees of its steps may be trimmed
+already, so an older one could not train them again.
+"""
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from forgemq_contracts.run import RunConfiguration
+from forgemq_contracts.steps import TrainedStep
+from forgemq_settings.environment import SettingsError
+from forgemq_trainer.storage.folders import file_sha256, forget_cached, remove_folder, write_folder
+from forgemq_trainer.storage.weights import WEIGHTS_FILE, WeightsFolder, link_model
+
+OPTIMIZER_FILE = "optimizer.safetensors"
+RECORD_FILE = "trainer.json"
+RANDOM_STATE = "torch|random"
+
+MAY_CHANGE = frozenset(
+    {
+        "code_paths",
+        "episodes.concurrent_max",
+        "log.keep_for_replay",
+        "trainer.checkpoint_every_steps",
+        "trainer.checkpoints_kept",
+        "trainer.head_chunk_tokens",
+        "trainer.memory_budget_bytes",
+        "trainer.threads",
+        "trainer.world_size",
+    }
+)
+"""Fields that decide on what a run is trained, and how often it is saved, but not what it trains.
+
+Another budget, chunk or number of ranks adds numbers up in another order: equal within rounding,
+not to the byte.
+"""
+
+
+class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint says about itself.
+
+    Attributes:
+        run: id of the run it belongs to.
+        trained: the record of its step, to be written again if the log lacks it.
+        configuration: of the run at that time.
+        tree_positions: (partition, offset) of merged-trees from which to read on.
+        weights_sha256: of the model's file.
+        optimizer_sha256: of the optimizer's file.
+    """
+
+    run: str
+    trained: TrainedStep
+    configuration: RunConfiguration
+    tree_positions: tuple[tuple[int, int], ...]
+    weights_sha256: str
+    optimizer_sha256: str
+
+
+class _SealedRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The record with its own checksum, over its JSON without white space."""
+
+    record: CheckpointRecord
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """One checkpoint on disk whose checksums hold."""
+
+    folder: Path
+    record: CheckpointRecord
+
+    @property
+    def step(self) -> int:
+        """The last step in it."""
+        return self.record.trained.step
+
+    def optimizer_state(self) -> dict[str, Tensor]:
+        """State of the optimizer, without the random state."""
+        tensors = load_file(self.folder / OPTIMIZER_FILE)
+        return {name: tensor for name, tensor in tensors.items() if name != RANDOM_STATE}
+
+    def random_state(self) -> Tensor:
+        """State of torch's generator."""
+        return load_file(self.folder / OPTIMIZER_FILE)[RANDOM_STATE]
+
+
+class OtherRunError(SettingsError):
+    """The folder holds checkpoints of another run."""
+
+
+class OtherConfigurationError(SettingsError):
+    """The run has another configuration than the checkpoint was trained with."""
+
+
+class DamagedCheckpointError(OSError):
+    """What was written does not read back; the disk is failing."""
+
+
+def check_configuration(was: RunConfiguration, now: RunConfiguration) -> None:
+    """Refuse to go on with another configuration, except in `MAY_CHANGE`.
+
+    Raises:
+        OtherConfigurationError: naming the first field that differs, and both values.
+    """
+    for name, before, after in _differences(was, now, path=""):
+        if name.partition("[")[0] not in MAY_CHANGE:
+            raise OtherConfigurationError(
+                f"{name} was {before!r} when this run was trained, and is {after!r} now: set it "
+                f"back, or start a new run; only these may change: {', '.join(sorted(MAY_CHANGE))}"
+            )
+
+
+def write_checkpoint(
+    root: Path,
+    *,
+    weights: WeightsFolder,
+    optimizer: dict[str, Tensor],
+    trained: TrainedStep,
+    configuration: RunConfiguration,
+    tree_positions: tuple[tuple[int, int], ...],
+) -> Path:
+    """Write the checkpoint of a step durably, read it back, and return its folder.
+
+    Raises:
+        DamagedCheckpointError: the disk holds other bytes than were written.
+    """
+    place = root / f"step-{trained.step:08d}"
+
+    def fill(draft: Path) -> None:
+        link_model(weights.folder, draft)
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in optimizer.items()}
+        save_file({**tensors, RANDOM_STATE: torch.get_rng_state()}, draft / OPTIMIZER_FILE)
+        record = CheckpointRecord(
+            run=configuration.run,
+            trained=trained,
+            configuration=configuration,
+            tree_positions=tree_positions,
+            weights_sha256=weights.sha256,
+            optimizer_sha256=file_sha256(draft / OPTIMIZER_FILE),
+        )
+        sealed = _SealedRecord(record=record, sha256=_record_sha256(record))
+        (draft / RECORD_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(sealed)))
+
+    write_folder(place, fill)
+    for file in (WEIGHTS_FILE, OPTIMIZER_FILE, RECORD_FILE):
+        forget_cached(place / file)
+    if _intact(place) is None:
+        raise DamagedCheckpointError(f"{place} does not read back as it was written")
+    return place
+
+
+def checkpoints(root: Path, *, run: str) -> Iterator[Checkpoint | Path]:
+    """Checkpoints, newest first; the folder alone where one is damaged.
+
+    Raises:
+        OtherRunError: one belongs to another run.
+    """
+    if not root.exists():
+        return
+    for folder in sorted(root.glob("step-*"), reverse=True):
+        found = _intact(folder)
+        if found is not None and found.record.run != run:
+            raise OtherRunError(
+                f"{root} holds checkpoints of run {found.record.run}, this is {run}"
+            )
+        yield folder if found is None else found
+
+
+def checkpoint_at(folder: Path) -> Checkpoint:
+    """The checkpoint in a folder that another rank named.
+
+    Raises:
+        DamagedCheckpointError: this rank cannot read it whole.
+    """
+    found = _intact(folder)
+    if found is None:
+        raise DamagedCheckpointError(f"rank 0 reads the checkpoint {folder}, this rank does not")
+    return found
+
+
+def remove_older(root: Path, *, kept: int, pattern: str) -> None:
+    """Keep the newest `kept` folders that match; names sort by age."""
+    for folder in sorted(root.glob(pattern), reverse=True)[kept:]:
+        remove_folder(folder)
+
+
+def _intact(folder: Path) -> Checkpoint | None:
+    """The checkpoint if its checksums hold."""
+    try:
+        sealed = msgspec.json.decode((folder / RECORD_FILE).read_bytes(), type=_SealedRecord)
+        record = sealed.record
+        is_whole = (
+            sealed.sha256 == _record_sha256(record)
+            and file_sha256(folder / WEIGHTS_FILE) == record.weights_sha256
+            and file_sha256(folder / OPTIMIZER_FILE) == record.optimizer_sha256
+        )
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
+        return None
+    return Checkpoint(folder=folder, record=record) if is_whole else None
+
+
+def _record_sha256(record: CheckpointRecord) -> str:
+    return hashlib.sha256(msgspec.json.encode(record)).hexdigest()
+
+
+def _differences(was: object, now: object, *, path: str) -> Iterator[tuple[str, object, object]]:
+    """(dotted path, value then, value now) of every field that differs, in order of declaration."""
+    if isinstance(was, msgspec.Struct) and type(was) is type(now):
+        for name in was.__struct_fields__:
+            inner = f"{path}.{name}" if path else name
+            yield from _differences(getattr(was, name), getattr(now, name), path=inner)
+    elif isinstance(was, tuple) and isinstance(now, tuple) and len(was) == len(now):
+        for index, (before, after) in enumerate(zip(was, now, strict=True)):
+            yield from _differences(before, after, path=f"{path}[{index}]")
+    elif was != now:
+        yield path, was, now

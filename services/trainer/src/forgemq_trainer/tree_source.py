@@ -1,0 +1,162 @@
+"""Reads merged-trees as steps need them, and remembers from where a restart has to read."""
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from forgemq_bus.errors import BlobError, LostBlobError
+from forgemq_bus.log import Log, Place, Reader, Record, Writer
+from forgemq_contracts import topics
+from forgemq_contracts.steps import ScheduledStep
+from forgemq_contracts.topics import MERGED_TREES
+from forgemq_contracts.trees import MergedTree
+from forgemq_shell.dead_letters import DeadLetters
+from forgemq_telemetry.telemetry import Telemetry
+
+READ_TIMEOUT_S = 0.2
+RECORDS_MAX = 64
+BLOB_RETRIES_MAX = 30
+"""In a row, one a second: a store that is away for longer ends the process and fails no group."""
+BLOB_RETRY_S = 1.0
+WAITING_EVENT_S = 10.0
+"""A wait for trees is said so often; a broker with a transaction left open needs up to 10 s."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    place: Place
+    offset: int
+    value: bytes
+    version_min: int
+
+
+class TreeSource:
+    """Trees that are read and not yet trained.
+
+    A tree leaves when its group was in a trained step, or when it is too stale for any later one.
+    `positions` are the oldest offsets still needed, so a restart loses none.
+    """
+
+    def __init__(
+        self,
+        log: Log,
+        reader: Reader,
+        writer: Writer,
+        places: Iterable[Place],
+        telemetry: Telemetry,
+    ) -> None:
+        self._log = log
+        self._reader = reader
+        self._writer = writer
+        self._dead_letters = DeadLetters(log, writer, service="trainer")
+        self._places = tuple(places)
+        self._telemetry = telemetry
+        self._waiting: dict[str, _Waiting] = {}
+        self._blob_failures = 0
+
+    @classmethod
+    async def open(
+        cls, log: Log, *, partitions: int, since: Mapping[int, int], telemetry: Telemetry
+    ) -> "TreeSource":
+        """Read on from these offsets by partition, or from the first that is kept."""
+        places = [Place(MERGED_TREES.name, number) for number in range(partitions)]
+        first = await log.first_positions(places)
+        start = {place: max(first[place], since.get(place.partition, 0)) for place in places}
+        return cls(log, await log.reader(start), await log.writer(), places, telemetry)
+
+    async def collect(self, scheduled: ScheduledStep) -> dict[str, bytes]:
+        """Wire bytes of the step's trees by group id; those that are lost are absent.
+
+        A tree was written before its step was scheduled. So it is lost only when everything that
+        its partition holds by now was read: slowness fails no group, however long it takes.
+
+        Raises:
+            BlobError: the blob store does not answer for half a minute.
+        """
+        wanted = {group.group_id: group.partition for group in scheduled.groups}
+        places = [Place(MERGED_TREES.name, partition) for partition in {*wanted.values()}]
+        # Uncommitted: the end of what is committed may lie before a tree while markers are written.
+        ends = await self._log.end_positions(places, isolation="uncommitted")
+        loop = asyncio.get_running_loop()
+        event_s = loop.time() + WAITING_EVENT_S
+        while any(
+            group not in self._waiting and self._reader.position(place) < ends[place]
+            for group, place in ((g, Place(MERGED_TREES.name, p)) for g, p in wanted.items())
+        ):
+            for record in await self._read():
+                await self._keep(record)
+            if loop.time() >= event_s:
+                self._telemetry.event("waiting_for_trees", step=scheduled.step)
+                event_s = loop.time() + WAITING_EVENT_S
+        return {group: self._waiting[group].value for group in wanted if group in self._waiting}
+
+    def forget(self, group_ids: Iterable[str], *, version_min: int) -> None:
+        """Drop these groups, and all whose oldest entry is below `version_min`."""
+        for group in group_ids:
+            self._waiting.pop(group, None)
+        for group, tree in list(self._waiting.items()):
+            if tree.version_min < version_min:
+                del self._waiting[group]
+
+    def positions(self) -> tuple[tuple[int, int], ...]:
+        """(partition, offset) from which a restart has to read."""
+        oldest = {place: self._reader.position(place) for place in self._places}
+        for tree in self._waiting.values():
+            oldest[tree.place] = min(oldest[tree.place], tree.offset)
+        return tuple((place.partition, offset) for place, offset in sorted(oldest.items()))
+
+    async def close(self) -> None:
+        """Release the connections."""
+        await self._reader.close()
+        await self._writer.close()
+
+    async def _read(self) -> list[Record]:
+        try:
+            records = await self._reader.read(timeout_s=READ_TIMEOUT_S, records_max=RECORDS_MAX)
+        except LostBlobError as error:
+            self._telemetry.event("tree_lost", error=str(error))
+            await self._pass_over_lost_blobs()
+            return []
+        except BlobError as error:
+            self._blob_failures += 1
+            if self._blob_failures > BLOB_RETRIES_MAX:
+                raise
+            self._telemetry.event("blob_unreadable", error=str(error))
+            await asyncio.sleep(BLOB_RETRY_S)
+            return []
+        self._blob_failures = 0
+        return records
+
+    async def _pass_over_lost_blobs(self) -> None:
+        """Move each partition past a next record whose blob is gone; its group fails later."""
+        for place in self._places:
+            position = self._reader.position(place)
+            probe = await self._log.reader({place: position})
+            try:
+                await probe.read(timeout_s=0, records_max=1)
+            except LostBlobError:
+                self._reader.seek(place, position + 1)
+            except BlobError:
+                pass  # Not known to be lost; the next read meets it again.
+            finally:
+                await probe.close()
+
+    async def _keep(self, record: Record) -> None:
+        try:
+            tree = topics.decode(MERGED_TREES, record.value)
+        except msgspec.ValidationError as error:
+            await self._refuse(record, reason=f"does not decode: {error}")
+            return
+        assert isinstance(tree, MergedTree)
+        versions = np.frombuffer(tree.entry_version[: len(tree.entry_version) // 4 * 4], "<i4")
+        self._waiting[tree.group_id] = _Waiting(
+            record.place, record.offset, record.value, int(versions.min()) if len(versions) else 0
+        )
+
+    async def _refuse(self, record: Record, *, reason: str) -> None:
+        place = f"{record.topic}/{record.partition}@{record.offset}"
+        self._telemetry.event("bad_record", place=place, reason=reason)
+        await self._dead_letters.bury(record, reason)
