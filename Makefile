@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PACKAGES := contracts $(wildcard libs/*) $(wildcard services/*)
 STAMP := $(VENV)/.installed
+GROUPS := build lint demo test
 FAST := not integration and not slow and not gpu
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -38,8 +39,9 @@ contracts: $(STAMP)  ## Generate schemas and AsyncAPI from the structs
 load: $(STAMP)  ## Run one load test: NAME=<file without .py> JSON=<file>
 	@KINETO_LOG_LEVEL=99 $(BIN)/python loadtests/$(NAME).py $(if $(JSON),--json $(JSON))
 
-lock:  ## Resolve the lock again
-	uv pip compile -q --python-version 3.11 --generate-hashes --no-header --override overrides.txt pyproject.toml -o requirements.lock
+lock: $(STAMP)  ## Resolve the lock again
+	$(BIN)/uv pip compile -q --python-version 3.11 --generate-hashes --no-header --override overrides.txt \
+		pyproject.toml $(addprefix --group ,$(GROUPS)) -o requirements.lock
 
 clean:  ## Remove the environment and caches
 	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache

@@ -13,9 +13,12 @@ say() { printf 'setup: %s\n' "$*"; }
 }
 [ -x "$venv/bin/python" ] || { say "making $venv"; "$python" -m venv "$venv"; }
 "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$venv/bin/python" -m ensurepip -q
-command -v uv >/dev/null || "$venv/bin/python" -m pip install -q uv
-uv=$(command -v uv || echo "$venv/bin/uv")
-export VIRTUAL_ENV=$PWD/$venv
+# uv itself comes from the lock too, so that a uv of the machine's owner neither helps nor harms.
+sed -n '/^uv==/,/^[^ ]/{/^uv==/p;/^ .*--hash/p}' requirements.lock >"$venv/uv.lock"
+"$venv/bin/python" -m pip install -q --no-deps --require-hashes -r "$venv/uv.lock"
+uv=$venv/bin/uv
+VIRTUAL_ENV=$(cd "$venv" && pwd)
+export VIRTUAL_ENV
 say "installing $(grep -cE '^[a-z0-9]' requirements.lock) locked packages (about 4 GB to download the first time)"
 "$uv" pip install --quiet --no-deps --require-hashes --compile-bytecode -r requirements.lock
 say "installing the workspace"

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+# The one that `make setup` installed, never one of the machine.
+UV = Path(sys.executable).with_name("uv")
 LIGHT = ("agents", "console", "gateway", "inference", "launcher", "merger", "reward", "scheduler")
 HEAVY = ("torch", "sglang", "transformers", "vllm", "triton", "tensorflow", "jax")
 EXPORTING = ("opentelemetry.sdk", "opentelemetry.exporter", "prometheus_client")
@@ -84,7 +86,7 @@ def environment_of(name: str, folder: Path) -> Path:
     """
     programs = folder / "venv" / "bin"
     subprocess.run(
-        ["uv", "venv", "--quiet", "--python", sys.executable, str(folder / "venv")],
+        [UV, "venv", "--quiet", "--python", sys.executable, str(folder / "venv")],
         check=True,
         timeout=120,
     )
@@ -94,7 +96,7 @@ def environment_of(name: str, folder: Path) -> Path:
     (folder / "constraints.txt").write_text("\n".join(pins) + "\n", encoding="utf-8")
     folders = sorted(own_folders(f"forgemq-{name}", workspace()))
     subprocess.run(
-        ["uv", "pip", "install", "--quiet", "--python", str(programs / "python")]
+        [UV, "pip", "install", "--quiet", "--python", str(programs / "python")]
         + ["--constraint", str(folder / "constraints.txt")]
         + ["--override", str(ROOT / "overrides.txt")]
         + [argument for folder in folders for argument in ("-e", str(folder))],

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import socket
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from io import StringIO
@@ -293,7 +294,7 @@ async def test_a_black_box_that_fails_is_masked():
     def endless(context: str) -> str:
         return "x"
 
-    broken = black_box_agent.black_box(("python3", "-c", "raise SystemExit(4)"), timeout_s=20)
+    broken = black_box_agent.black_box((sys.executable, "-c", "raise SystemExit(4)"), timeout_s=20)
     async with running(endless) as (url, world):
         episode = await played(broken, url, world)
     assert episode.status == "aborted"
