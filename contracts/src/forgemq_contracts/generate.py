@@ -20,7 +20,7 @@ from forgemq_contracts.asyncapi import document
 from forgemq_contracts.compatibility import schemas, topic_facts
 from forgemq_contracts.examples import full, minimal
 
-_FOLDER = Path(__file__).parents[3]
+_FOLDER = Path(__file__).parents[2]
 VERSION = "1.0.0"
 
 
