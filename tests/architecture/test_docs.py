@@ -1,7 +1,9 @@
-"""What the documents name exists: links, files, commands, modules, settings and their defaults."""
+"""What the documents name exists: links, files, functions, commands, settings, defaults."""
 
+import ast
 import importlib
 import importlib.util
+import itertools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,6 +68,12 @@ SECTIONS = {
 } | {"queues": Queue}
 
 
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+# `core/window.py:WindowedFifo.take`, linked or not; a link says which file is meant.
+FUNCTION = re.compile(r"(\[)?`([\w./-]+\.py):([A-Za-z_][\w.]*)`(?(1)\]\(([^)#\s]+)\))")
+BEHAVIOURS_MIN = 20
+
+
 def identity(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
@@ -116,6 +124,61 @@ def test_every_file_that_is_named_is_in_the_tree(path: Path):
             if not any(file.endswith("/" + name) for file in FILES):
                 lost.append(name)
     assert lost == []
+
+
+def definitions(path: Path) -> set[str]:
+    """Functions and classes of a module by their names, methods as `Class.method`."""
+    found: set[str] = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            methods = (ast.FunctionDef, ast.AsyncFunctionDef)
+            found |= {f"{node.name}.{each.name}" for each in node.body if isinstance(each, methods)}
+    return found
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=identity)
+def test_every_function_that_is_named_exists(path: Path):
+    """`file.py:function` and `file.py:Class.method`, in the linked file or in one of that name."""
+    lost = []
+    for _, name, function, link in FUNCTION.findall(path.read_text()):
+        if link:
+            files = [(path.parent / link).resolve()]
+        else:
+            files = [ROOT / file for file in FILES if f"/{file}".endswith(f"/{name}")]
+        is_there = any(
+            f"/{file}".endswith(f"/{name}") and function in definitions(file)
+            for file in files
+            if file.exists()
+        )
+        if not is_there:
+            lost.append(f"{name}:{function}")
+    assert lost == []
+
+
+def behaviour_rows() -> list[str]:
+    """Rows of all tables under "Where is ..." of the architecture page, without their heads."""
+    _, _, section = ARCHITECTURE.read_text().partition("\n## Where is ...\n")
+    lines = section.splitlines()
+    rows = [line for line in lines if line.startswith("| ")]
+    heads = [line for line, below in itertools.pairwise(lines) if below.startswith("|--")]
+    return [row for row in rows if row not in heads]
+
+
+def test_the_architecture_page_says_where_at_least_20_behaviours_are():
+    assert len(behaviour_rows()) >= BEHAVIOURS_MIN
+
+
+def test_every_behaviour_is_linked_to_the_file_of_its_function():
+    linked = {row: [link for *_, link in FUNCTION.findall(row) if link] for row in behaviour_rows()}
+    assert [row for row, links in linked.items() if not links] == []
+    assert [link for links in linked.values() for link in links if not link.startswith("../")] == []
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "services").glob("*/README.md")), ids=identity)
+def test_every_service_leads_to_the_architecture_page(path: Path):
+    assert "](../../docs/architecture.md)" in path.read_text()
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=identity)
