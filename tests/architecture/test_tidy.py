@@ -2,6 +2,7 @@
 
 import ast
 import re
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -128,6 +129,16 @@ def test_a_class_name_means_one_thing():
                 packages.setdefault(node.name, set()).add(package)
     shared = {name: sorted(found) for name, found in packages.items() if len(found) > 1}
     assert shared.keys() == SHARED_WORDS.keys(), shared
+
+
+def test_every_package_names_the_licence_of_the_repository():
+    assert "Apache License" in (ROOT / "LICENSE").read_text(encoding="utf-8").splitlines()[1]
+    licences = {
+        identity(path): tomllib.loads(path.read_text(encoding="utf-8"))["project"].get("license")
+        for folder in ("contracts", "libs", "services")
+        for path in (ROOT / folder).rglob("pyproject.toml")
+    }
+    assert {path: name for path, name in licences.items() if name != "Apache-2.0"} == {}
 
 
 @pytest.mark.parametrize("folder", SERVICES, ids=lambda path: path.name)
