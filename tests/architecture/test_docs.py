@@ -17,7 +17,7 @@ from forgemq_telemetry.catalogue import COUNTERS, GAUGES, HISTOGRAMS
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("contracts", "deploy", "docs", "libs", "loadtests", "services", "tests")
 DOCUMENTS = [
-    ROOT / "README.md",
+    *sorted(ROOT.glob("*.md")),
     *(path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.md"))),
 ]
 FILES = {
