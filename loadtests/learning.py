@@ -1,9 +1,10 @@
 """Does the whole system learn the demo task, on the real broker and the real engine?
 
 Plays the demo once for each of five seeds fixed in advance, one after the other, and keeps every
-curve, good or bad; then three controls whose returns are dealt out at random inside each group,
-which must not learn. `make load NAME=learning JSON=learning.json`; about six minutes a run on two
-cores. Curves go to docs/learning/.
+curve, good or bad. Then plays three controls whose returns are dealt out at random inside each
+group, so they must not learn. Curves go to docs/learning/.
+
+    make load NAME=learning JSON=learning.json      # about six minutes a run on two cores
 """
 
 import json
@@ -27,7 +28,7 @@ METRICS = ("success_start", "success_end", "success_start_greedy", "success_end_
 
 
 def play(name: str, *overrides: str) -> Path:
-    """Run the demo under this name, or take the run that is there; returns its folder."""
+    """Run the demo under this name unless such a run exists; returns its folder."""
     folder = ROOT / "runs" / f"learning-{name}"
     if not (folder / "report.json").exists():
         shutil.rmtree(folder, ignore_errors=True)
@@ -38,13 +39,13 @@ def play(name: str, *overrides: str) -> Path:
 
 
 def curve(folder: Path) -> list[tuple[int, float]]:
-    """(step, success on training tasks) of a run."""
+    """(step, success on training tasks) of each step of a run."""
     rows = [json.loads(line) for line in (folder / "curves.jsonl").read_text().splitlines()]
     return [(row["step"], row["success"]) for row in rows if row.get("success") is not None]
 
 
 def draw(folders: dict[str, Path]) -> None:
-    """Success on training tasks over the steps, one line a run; controls in grey."""
+    """Draw success on training tasks over the steps: one line for each run, controls in grey."""
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     for name, folder in folders.items():
         style = {"color": "0.6", "linestyle": "--"} if name.startswith("shuffled") else {}
@@ -56,7 +57,7 @@ def draw(folders: dict[str, Path]) -> None:
 
 
 def main() -> int:
-    """Play every seed and control, keep the curves, print the table."""
+    """Play every seed and control, copy their curves, and print the table."""
     options = arguments(__doc__ or "")
     measurement = Measurement(
         name="learning",

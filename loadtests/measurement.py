@@ -1,4 +1,4 @@
-"""A load test's answer: one question, its conditions, and rows of measured values."""
+"""The result of a load test: one question, its conditions, and rows of measured values."""
 
 import argparse
 import json
@@ -17,8 +17,8 @@ class Measurement:
     """Collects rows; `finish` prints the table and writes the JSON.
 
     Attributes:
-        name: The load test's file without .py; its section in thresholds.toml.
-        question: What the rows answer, one sentence.
+        name: Name of the load test's file without .py, and of its section in thresholds.toml.
+        question: The sentence that the rows answer.
         conditions: The workload and the machine, as text by name.
         rows: (case, metric, value, unit).
     """
@@ -33,7 +33,7 @@ class Measurement:
         self.rows.append((case, metric, value, unit))
 
     def finish(self, json_path: str | None) -> int:
-        """Print the table, write the JSON; the exit status is 1 if a threshold does not hold."""
+        """Print the table and write the JSON; returns 1 if a value is below its threshold."""
         self.conditions |= {
             "cores": str(len(os.sched_getaffinity(0))),
             "machine": platform.machine(),
@@ -48,7 +48,7 @@ class Measurement:
         return 1 if broken else 0
 
     def document(self) -> dict[str, object]:
-        """The JSON form."""
+        """The measurement as a value that JSON can hold."""
         names = ("case", "metric", "value", "unit")
         return {
             "question": self.question,
@@ -75,7 +75,7 @@ class Measurement:
         return "\n".join([*head, "", *lines, ""])
 
     def broken_thresholds(self) -> list[str]:
-        """Rows below the least value that thresholds.toml states for them."""
+        """One line for each row below its least value in thresholds.toml."""
         wanted = tomllib.loads(THRESHOLDS.read_text()).get(self.name, {})
         return [
             f"{case} {metric} = {value:.4g}, at least {wanted[case][metric]}"
@@ -85,7 +85,7 @@ class Measurement:
 
 
 def arguments(description: str) -> argparse.Namespace:
-    """The arguments every load test takes: --json FILE and --case NAME (may repeat)."""
+    """Parse what every load test takes: --json FILE, and --case NAME any number of times."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", help="write the rows to this file")
     parser.add_argument("--case", action="append", help="run only this case")

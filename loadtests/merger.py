@@ -1,13 +1,13 @@
 """How fast does the merger turn decoded records into prefix trees on the wire, on one core?
 
-Linear tokens are what the group would be with every request as its own sample. The clock runs over
+Linear tokens are those of the group with every request as a sample by itself. The clock runs over
 `Merger.handle` of every decoded completion and of the scored group, and over the encoding of what
 comes out: the tree, its checksum and its summary. It is CPU time of this one thread; decoding the
 records and drawing their tokens happen before.
 
 Case `records_to_wire` is 16 rollouts of 40 turns after a prompt of 16k tokens. The others are
-smaller, or share less; `worst_` cases are what the merger is slowest at: a turn of a few tokens,
-and requests that share nothing.
+smaller, or share less. The slowest cases begin with `worst_`: turns of a few tokens, and requests
+that share nothing.
 """
 
 import statistics
@@ -32,10 +32,11 @@ GROUP = "group-0"
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A group of agents: `reasoning` is sampled each turn and not in the history after it.
+    """The shape of a group's episodes; lengths in tokens.
 
-    With `cut_every` the history is cut to the prompt after so many turns. `is_shared` False gives
-    every request a history of its own, so that nothing merges. Lengths in tokens.
+    `reasoning` tokens are sampled in each turn and left out of the history after it. With
+    `cut_every` the history is cut to the prompt after that many turns. If `is_shared` is False,
+    every request has its own history, so nothing merges.
     """
 
     rollouts: int
@@ -67,7 +68,7 @@ WORKLOADS = {
 
 
 def records(workload: Workload) -> tuple[list[FinishedCompletion], ScoredGroup]:
-    """The group's completions in the order agents finish them, and its score."""
+    """The group's completions in the order in which they finish, and its scored group."""
     generator = np.random.default_rng(0)
 
     def draw(count: int) -> bytes:
@@ -88,7 +89,7 @@ def records(workload: Workload) -> tuple[list[FinishedCompletion], ScoredGroup]:
             elif is_cut:
                 shared, context = workload.prompt, draw(workload.observe)
             elif workload.reasoning:
-                # The answer stays, the reasoning before it goes: re-rendered after the context.
+                # Reasoning leaves the history, so the answer after it is rendered again as context.
                 shared = lengths[rollout] - workload.act - workload.reasoning
                 context = parent.output[4 * workload.reasoning :] + draw(workload.observe)
             else:
@@ -155,7 +156,7 @@ def _scored(completions: Sequence[FinishedCompletion], *, rollouts: int) -> Scor
 
 
 def measure(workload: Workload, report: Callable[[str, float, str], None]) -> None:
-    """Merge the group several times; the median counts."""
+    """Merge the group REPEATS times and add rows with the medians."""
     completions, scored = records(workload)
     inputs = [_message(record, offset) for offset, record in enumerate(completions)]
     inputs.append(_message(scored, 0))
@@ -186,7 +187,7 @@ def _message(record: FinishedCompletion | ScoredGroup, offset: int) -> Message:
 
 
 def main() -> int:
-    """Measure every workload, or those named."""
+    """Measure all workloads, or those that --case names."""
     options = arguments(__doc__ or "")
     measurement = Measurement(
         name="merger",

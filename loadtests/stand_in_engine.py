@@ -1,8 +1,9 @@
 """A server with SGLang's interface and a fixed speed, for load tests and tests without a model.
 
-It answers every context with tokens that are a function of the context, after a fixed time in
-which nothing was paused. What it cannot do it refuses as SGLang does: it forms no process groups
-unless told to pretend. `tests/integration/test_inference_stand_in.py` holds it to the real one.
+It answers every context with tokens that are a function of the context, after a fixed time; pauses
+do not count. It refuses what it cannot do, as SGLang does: it forms no process groups, unless
+`pretends_groups` is set. `tests/integration/test_inference_stand_in.py` compares it with a
+real engine.
 
     python loadtests/stand_in_engine.py --port 31000 --latency-s 0.5 --tokens 64
 """
@@ -26,16 +27,17 @@ NOT_BEGUN = (
 
 
 class Speed(msgspec.Struct, frozen=True, kw_only=True):
-    """What the stand-in does with a request.
+    """How fast the stand-in answers, and with what.
 
     Attributes:
         latency_s: From the request to its answer, pauses not counted.
-        tokens: Sampled for each request, at most its max_new_tokens.
-        slices: A request notices pauses and new weights this often.
+        tokens: Number sampled for each request, if its max_new_tokens is not lower.
+        slices: How often in its time a request looks for pauses and new weights.
         vocabulary_size: Token ids are below it.
         context_tokens_max: Context and output together.
-        pretends_groups: Accept process groups and receive nothing; otherwise refuse them.
-        seed: Another seed samples other tokens.
+        pretends_groups: Whether it accepts process groups, without receiving anything; else it
+            refuses them.
+        seed: Other seeds sample other tokens.
     """
 
     latency_s: float = 0.0
@@ -48,13 +50,13 @@ class Speed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """The part of a request's sampling that a stand-in heeds."""
+    """The part of a request's sampling parameters that the stand-in uses."""
 
     max_new_tokens: int = 128
 
 
 class Generation(msgspec.Struct, frozen=True):
-    """Body of /generate, as far as it matters."""
+    """The fields of a /generate body that the stand-in uses."""
 
     input_ids: msgspec.Raw
     sampling_params: Sampling = Sampling()
@@ -62,7 +64,7 @@ class Generation(msgspec.Struct, frozen=True):
 
 
 class Context(msgspec.Struct, frozen=True):
-    """Number of tokens and the last ones."""
+    """Number of tokens of a context, and its last ones."""
 
     tokens: int
     end: list[int]
@@ -73,7 +75,7 @@ _CONTEXT_END_TOKENS = 64
 
 
 class _Request:
-    """One generation under way."""
+    """A request that is being answered."""
 
     def __init__(self, rid: str) -> None:
         self.rid = rid
@@ -82,10 +84,10 @@ class _Request:
 
 
 class StandInEngine:
-    """The state behind the endpoints."""
+    """The engine's state and its HTTP endpoints."""
 
     def __init__(self, speed: Speed, *, weight_version: str = "0.0") -> None:
-        """An idle engine."""
+        """Start idle, not paused, with the weights named `weight_version`."""
         self.speed = speed
         self.weight_version = weight_version
         self.received: list[Mapping[str, Any]] = []
@@ -97,7 +99,7 @@ class StandInEngine:
         self._count = 0
 
     def app(self) -> web.Application:
-        """The web application."""
+        """The web application with SGLang's endpoints."""
         app = web.Application(client_max_size=256 * 2**20)
         app.add_routes(
             [
@@ -197,7 +199,7 @@ class StandInEngine:
         }
 
     async def _pass(self, request: _Request, duration_s: float) -> None:
-        """Let so much unpaused time pass, or less where the request is aborted."""
+        """Wait until this much unpaused time has passed or the request is aborted."""
         waits = [
             asyncio.ensure_future(request.aborted.wait()),
             asyncio.ensure_future(self._unpaused(duration_s)),
@@ -279,7 +281,7 @@ class StandInEngine:
 
 
 def context_of(input_ids: msgspec.Raw) -> Context:
-    """What decides the answer, without reading every id."""
+    """The part of a context that decides the answer; does not decode every id."""
     text = bytes(input_ids).strip(b"[] \n")
     end = text.rsplit(b",", _CONTEXT_END_TOKENS)[-_CONTEXT_END_TOKENS:]
     return Context(tokens=text.count(b",") + bool(text), end=[int(token) for token in end if token])
@@ -292,7 +294,7 @@ def sampled(context: list[int], *, count: int, speed: Speed) -> tuple[list[int],
 
 
 def sampled_after(context: Context, *, count: int, speed: Speed) -> tuple[list[int], list[float]]:
-    """The same, of the part of a context that decides them."""
+    """Tokens and log-probabilities that depend on this part of a context and the seed alone."""
     key = json.dumps([speed.seed, context.end, context.tokens]).encode()
     noise = hashlib.shake_128(key).digest(4 * count)
     tokens, logprobs = [], []
@@ -306,7 +308,7 @@ def sampled_after(context: Context, *, count: int, speed: Speed) -> tuple[list[i
 
 @asynccontextmanager
 async def serving(engine: StandInEngine, *, port: int = 0) -> AsyncIterator[str]:
-    """The engine on a TCP port of this machine; gives its URL."""
+    """Serve the engine on a TCP port of this machine; yields its URL."""
     runner = web.AppRunner(engine.app(), handler_cancellation=True, shutdown_timeout=1.0)
     await runner.setup()
     try:

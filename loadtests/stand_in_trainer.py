@@ -1,7 +1,7 @@
-"""A trainer that computes nothing, so that slots become free.
+"""A trainer that computes nothing; its new versions let slots become free.
 
-It takes every scheduled step, checks that the trees it names arrived, and publishes the model's
-weights as the next version.
+It takes every scheduled step, waits for the trees that the step names, and publishes the model's
+weights again as the next version.
 """
 
 import asyncio
@@ -27,18 +27,12 @@ _WEIGHTS = "model.safetensors"
 class StandInTrainer:
     """Reads scheduled-steps and merged-trees from their starts.
 
-    `run` ends when it is cancelled. `trees` counts what arrived, `steps` what was trained.
+    `run` ends when it is cancelled. `trees` counts the trees that arrived, `steps` the steps.
+    Every version has the weights of the folder `model`; versions are written below `folder`.
     """
 
     def __init__(self, log: Log, *, model: Path, folder: Path, group_partitions: int) -> None:
-        """Nothing read yet.
-
-        Args:
-            log: Of the run.
-            model: Whose weights every version has.
-            folder: For the versions.
-            group_partitions: Of the run.
-        """
+        """Read nothing yet."""
         self._log = log
         self._model = model
         self._folder = folder
@@ -104,7 +98,7 @@ class StandInTrainer:
         self.steps += 1
 
     def _copy(self, version: int) -> Path:
-        """The model's folder with its weights under another checksum."""
+        """A copy of the model's folder whose weights have another checksum."""
         target = self._folder / str(version)
         copytree(self._model, target)
         data = (self._model / _WEIGHTS).read_bytes()
@@ -131,7 +125,7 @@ class StandInTrainer:
 
 
 def _nothing_computed(step: ScheduledStep) -> TrainingMetrics:
-    """Metrics of a step that has only its sizes."""
+    """Metrics of a step: its sizes, all else 0."""
     return TrainingMetrics(
         loss=0.0,
         grad_norm=0.0,

@@ -22,12 +22,12 @@ async def main(context: Context) -> None:
 
 
 async def broken(context: Context) -> None:
-    """Fails as a service with a broken invariant does."""
+    """Fail as a service with a broken invariant does."""
     raise RuntimeError(f"the invariant of {context.configuration.run} is broken")
 
 
 async def deaf(context: Context) -> None:
-    """Never looks at `context.stop`."""
+    """Run without ever looking at `context.stop`."""
     context.telemetry.event("deaf")
     await asyncio.sleep(600)
 

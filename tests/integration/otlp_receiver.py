@@ -38,7 +38,7 @@ class ReceivedSpan:
 
     @property
     def linked_traces(self) -> frozenset[str]:
-        """Trace ids of everything it links."""
+        """Trace ids of all spans that it links."""
         return frozenset(link.trace for link in self.links)
 
 
@@ -53,12 +53,12 @@ class OtlpReceiver:
 
     @property
     def spans(self) -> Sequence[ReceivedSpan]:
-        """Everything that came so far."""
+        """All spans received so far."""
         with self._lock:
             return tuple(self._spans)
 
     def take(self, path: str, body: bytes) -> None:
-        """One request of an exporter."""
+        """Take one request of an exporter."""
         with self._lock:
             if path == "/v1/traces":
                 self._take_spans(ExportTraceServiceRequest.FromString(body))
@@ -112,7 +112,7 @@ def otlp_receiver() -> Iterator[OtlpReceiver]:
             self.end_headers()
 
         def log_message(self, *arguments: object) -> None:
-            """Keep the test's output clean."""
+            """Log nothing, so that the test's output stays clean."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Requests)
     thread = threading.Thread(target=server.serve_forever)

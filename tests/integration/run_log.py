@@ -1,4 +1,4 @@
-"""The accounting of one run, read from its log record by record and not through the product."""
+"""The accounting of one run, read from its log record by record, without the product's reports."""
 
 import asyncio
 from collections import Counter
@@ -26,7 +26,7 @@ Struct = TypeVar("Struct", bound=msgspec.Struct)
 
 @dataclass(frozen=True, kw_only=True)
 class Accounts:
-    """Every accounting record of a run, committed ones only, in the order of the log."""
+    """All committed accounting records of a run, in the order of the log."""
 
     admitted: Sequence[AdmittedGroup]
     scored: Sequence[ScoredGroup]
@@ -38,26 +38,26 @@ class Accounts:
     audited: Sequence[AuditedGroup]
 
     def sample_ids(self) -> dict[str, tuple[str, ...]]:
-        """Samples in the tree of each group; of a trimmed one as its audit found them."""
+        """Samples in the tree of each group; if the tree is trimmed, those that its audit found."""
         found = {
             group.group_id: facts.completion_ids for group in self.audited for facts in group.trees
         }
         return found | {tree.group_id: tree.sample_ids for tree in self.trees}
 
     def surviving_steps(self) -> dict[int, TrainedStep]:
-        """Steps in the final weights: of each number the one of the newest lineage."""
+        """Steps that made the final weights: for each number the one of the newest lineage."""
         steps: dict[int, TrainedStep] = {}
         for step in sorted(self.trained, key=lambda each: each.lineage):
             steps[step.step] = step
         return dict(sorted(steps.items()))
 
     def open_group_ids(self) -> frozenset[str]:
-        """Admitted and not retired."""
+        """Ids of the groups that are admitted and not retired."""
         retired = {group.group_id for group in self.retired}
         return frozenset(group.group_id for group in self.admitted) - retired
 
     def assert_exactly_once(self) -> None:
-        """G1 and G2: each group retired once, and each scheduled one in exactly one step."""
+        """Assert G1 and G2: each group retired once, each scheduled one in exactly one step."""
         admitted = Counter(group.group_id for group in self.admitted)
         assert set(admitted.values()) == {1}, [g for g, n in admitted.items() if n > 1]
         retired = Counter(group.group_id for group in self.retired)
@@ -72,7 +72,7 @@ class Accounts:
         assert [step.step for step in self.scheduled] == list(steps)
         for scheduled in self.scheduled:
             planned = [group.group_id for group in scheduled.groups]
-            for trained in self.trained:  # of whatever lineage: a step is immutable
+            for trained in self.trained:  # of any lineage: a step is immutable
                 if trained.step == scheduled.step:
                     assert [*trained.group_ids, *trained.failed_group_ids] == planned
 
@@ -99,13 +99,13 @@ class Accounts:
 def accounts(
     bootstrap: str, *, run: str, blobs: str, bad: frozenset[tuple[Place, int]] = frozenset()
 ) -> Accounts:
-    """Read a run that stands; it has one queue, one lane and GROUP_PARTITIONS.
+    """Read the log of a run that has one queue, one lane and GROUP_PARTITIONS.
 
     Args:
-        bootstrap: Of the broker.
-        run: Its id.
-        blobs: Address of its blob store.
-        bad: Place and offset of the records that are none; every other one must decode.
+        bootstrap: Address of the broker.
+        run: Id of the run.
+        blobs: Address of the run's blob store.
+        bad: Partition and offset of the bad records; all others must decode.
     """
 
     async def read() -> Accounts:
@@ -153,7 +153,7 @@ async def records_of(log: KafkaLog, name: str, *, partitions: int) -> list[Recor
 
 
 def first_offsets(bootstrap: str, *, run: str) -> dict[Place, int]:
-    """Where each partition of each topic that is trimmed begins."""
+    """First offset of each partition of the topics that are trimmed."""
     places = [
         Place(topic.name, number)
         for topic in topics.OF_RUN

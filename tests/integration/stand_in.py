@@ -1,4 +1,4 @@
-"""A stand-in engine as a process of its own, so that a run's services may die around it."""
+"""A stand-in engine in its own process, so that it outlives a run's services."""
 
 import re
 import subprocess
@@ -11,7 +11,7 @@ from tests.integration.launched_run import ROOT
 
 @contextmanager
 def stand_in_engine(*, latency_s: float, tokens: int) -> Iterator[str]:
-    """Gives its URL; ended by process id."""
+    """Run a stand-in engine; yields its URL, and ends the process by its id."""
     arguments = ("--port", "0", "--latency-s", str(latency_s), "--tokens", str(tokens))
     process = subprocess.Popen(
         [sys.executable, "loadtests/stand_in_engine.py", *arguments],

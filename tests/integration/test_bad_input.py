@@ -1,4 +1,4 @@
-"""Bad records during a run, and starts that cannot work: said once, clearly, nothing left."""
+"""Bad records during a run, and starts that cannot work: one clear message, no process left."""
 
 import asyncio
 import re
@@ -29,7 +29,7 @@ REQUEST_ID = "0" * 32
 
 @dataclass(frozen=True)
 class BadRecord:
-    """What the test wrote, and the group it is about."""
+    """A bad record that the test wrote, and the group that it names."""
 
     group_id: str
     emit: Emit
@@ -37,17 +37,17 @@ class BadRecord:
 
 
 def torn_episode(group_id: str) -> Emit:
-    """Read by gateway, reward (twice), console and launcher; its key names the group."""
+    """An episode whose bytes are torn; its key names the group. Five readers meet it."""
     return bad_emit(topics.FINISHED_EPISODES, group_id, key=f"{group_id}.0.0", value=TORN)
 
 
 def broken_score(group_id: str) -> Emit:
-    """It can be read but breaks a rule; its bytes name another group than its key."""
+    """A score in valid MessagePack that breaks a rule; its bytes and key name different groups."""
     return bad_emit(topics.SCORED_GROUPS, group_id, key=group_id, value=BROKEN_RULE)
 
 
 def torn_completion(group_id: str) -> Emit:
-    """Its key is a request id: a header names the group, as the inference service writes it."""
+    """A completion whose bytes are torn. Its key is a request id; a header names the group."""
     header = ("group", group_id.encode())
     return bad_emit(
         topics.FINISHED_COMPLETIONS, group_id, key=REQUEST_ID, value=TORN, headers=(header,)
@@ -55,7 +55,7 @@ def torn_completion(group_id: str) -> Emit:
 
 
 def completion_of_no_tokens(group_id: str) -> Emit:
-    """Arrays that do not fit together would end every reader that unpacks them."""
+    """A completion whose arrays do not fit together: unchecked, it would end every reader."""
     record = {
         "request_id": REQUEST_ID,
         "attempt": 0,
@@ -85,7 +85,7 @@ SPOILERS = (torn_episode, broken_score, torn_completion, completion_of_no_tokens
 
 
 async def spoil_groups(kafka: str, run_id: str) -> list[BadRecord]:
-    """A bad record about each of the next groups that get a slot, while they are played."""
+    """Write one bad record for each of the next groups that get a slot, while they are played."""
     log = KafkaLog(KafkaConnection(bootstrap=kafka), run=run_id)
     try:
         writer = await log.writer()
@@ -112,7 +112,7 @@ async def _next_admitted(log: KafkaLog, *, count: int):
 
 
 async def dead_letters(kafka: str, run_id: str) -> list[Record]:
-    """Everything in the dead letter topics of the run."""
+    """All records of the run's dead letter topics."""
     log = KafkaLog(KafkaConnection(bootstrap=kafka), run=run_id)
     try:
         return [
@@ -132,7 +132,7 @@ async def dead_letters(kafka: str, run_id: str) -> list[Record]:
 
 
 def told(run: LaunchedRun, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    """What `forgemq` says of a run that stands."""
+    """Output of a `forgemq` command about an ended run."""
     return subprocess.run(
         [str(FORGEMQ), *arguments],
         cwd=ROOT,
@@ -145,7 +145,7 @@ def told(run: LaunchedRun, *arguments: str) -> "subprocess.CompletedProcess[str]
 
 
 def offset_of(letter: Record) -> int:
-    """Where the bad record stood."""
+    """Topic, partition and offset of the bad record."""
     return int(dict(letter.headers)["offset"])
 
 
@@ -201,7 +201,7 @@ def test_bad_records_become_dead_letters_and_cost_their_groups_only(
 
 
 def test_a_run_whose_agent_always_fails_ends_and_says_why(kafka_bootstrap, new_run_id, tmp_path):
-    """Three times the four slots fail, one after the other, and none is ever trained."""
+    """Twelve groups fail in a row, three for each of the four slots, and none trains."""
     run_id = new_run_id()
     with stand_in_engine(latency_s=0.1, tokens=4) as engine_url:
         environ = {"FORGEMQ_KAFKA": kafka_bootstrap, "FORGEMQ_ENGINE_URL": engine_url}
@@ -229,7 +229,7 @@ def test_a_run_whose_agent_always_fails_ends_and_says_why(kafka_bootstrap, new_r
 
 @pytest.fixture
 def taken_port() -> Iterator[int]:
-    """A port of this machine that somebody else listens on."""
+    """A port of this machine that is taken by another listener."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -238,14 +238,14 @@ def taken_port() -> Iterator[int]:
 
 @pytest.fixture
 def refused_run(kafka_bootstrap, new_run_id, tmp_path) -> Iterator[LaunchedRun]:
-    """A run on the session's broker that a setting will spoil."""
+    """A run on the session's broker; each test starts it with a setting that cannot work."""
     run = LaunchedRun(tmp_path, {"FORGEMQ_KAFKA": kafka_bootstrap})
     yield run
     run.close()
 
 
 def refusal(run: LaunchedRun, run_id: str, **settings: str) -> str:
-    """What a start with these settings says last; it fails with 1 and leaves no process."""
+    """Last line of a start with these settings, which fails with 1 and leaves no process."""
     run.start(DIALOGUE, f"run={run_id}", environ=settings)
     assert run.ended(within_s=120) == 1
     assert run.left_behind() == []

@@ -1,7 +1,7 @@
-"""Agents through the real gateway: ours, and a third party's that knows nothing of ForgeMQ.
+"""Agents through the real gateway: the demo's, and a third party's that knows nothing of ForgeMQ.
 
-The log is in memory; the scheduler's admission and the lane are played here. The lane decides by
-the decoded context, and answers with the model's own tool-call text.
+The log is in memory. The test admits groups in the scheduler's stead and answers as the lane: it
+decides by the decoded context, and answers with tool-call text in the model's form.
 """
 
 import asyncio
@@ -66,7 +66,7 @@ def configuration() -> RunConfiguration:
 
 
 def skilled(context: str) -> str:
-    """All prices at once, then the total, then the answer."""
+    """The policy's text: all prices at once, then the total, then the answer."""
     lines = re.findall(r"(\d+) ([a-z]+)", context.rpartition("Order: ")[2].partition(".")[0])
     prices = dict(re.findall(r"<tool_response>\n([a-z]+) (\d+), color", context))
     if not prices:
@@ -78,7 +78,7 @@ def skilled(context: str) -> str:
 
 
 class World:
-    """The rest of the system: admits every group, and serves one lane."""
+    """The other services, as far as the gateway needs them: admits every group, serves one lane."""
 
     def __init__(self, log: MemoryLog, say: Callable[[str], str]) -> None:
         self.log, self.say = log, say
@@ -174,7 +174,7 @@ class World:
 
 @asynccontextmanager
 async def running(say: Callable[[str], str]) -> AsyncIterator[tuple[str, World]]:
-    """The gateway on a free port, and the world behind it."""
+    """The gateway on a free port, with `World` behind it."""
     log = MemoryLog(run="r")
     settings = configuration()
     names = {
@@ -215,7 +215,7 @@ async def finished_episode(world: World, group_id: str) -> FinishedEpisode:
 
 
 async def played(play: Play, url: str, world: World) -> FinishedEpisode:
-    """One episode of ORDER, attended by the agents' side to its end."""
+    """Play one episode of ORDER to its end with the agents' service code."""
     async with aiohttp.ClientSession() as http:
         requests = JsonRequests(http, retry=Retry(deadline_s=20))
         gateway = Gateway(requests, url=url, admin_key=ADMIN_KEY)

@@ -31,14 +31,14 @@ ALL_THE_TIME = {
 
 
 def kill_one_after_another(run: LaunchedRun, services: Sequence[str]) -> None:
-    """One kill after every second step, so that each finds the run at work again."""
+    """Kill one service after every second step, so that each kill meets a run that trains again."""
     for number, service in enumerate(services):
         run.said(rf"step {STEPS_BETWEEN_KILLS * number} trained", within_s=180)
         os.kill(run.pid_of(service, within_s=60), signal.SIGKILL)
 
 
 def deaths(story: str) -> Counter[str]:
-    """Every death of a service that the launcher saw, with its manner."""
+    """Number of deaths that the launcher saw, by service and cause."""
     lines = re.findall(r"s  (\S+) (was killed by \S+|ended with status \d+);", story)
     return Counter(f"{name.removesuffix('-0')} {how}" for name, how in lines)
 
@@ -53,7 +53,7 @@ def play_with_kills(
     overrides: Sequence[str] = (),
     environ: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[LaunchedRun, int]:
-    """A run in which each of the services dies once, and no other; returns its exit status."""
+    """Play a run and kill each of the services once; returns the run and its exit status."""
     where = {"FORGEMQ_KAFKA": kafka, "FORGEMQ_ENGINE_URL": engine_url}
     run = LaunchedRun(folder, {**where, **environ})
     steps = STEPS_BETWEEN_KILLS * len(services)
@@ -85,7 +85,7 @@ def test_a_run_survives_one_kill_of_every_service(kafka_bootstrap, new_run_id, t
     assert set(first_offsets(kafka_bootstrap, run=run_id).values()) == {0}
     report = run.report(run_id)
     held = {guarantee for guarantee, holds in report["guarantees"].items() if holds}
-    # The stand-in's log-probabilities are noise: G5 fails, and with it the exit status.
+    # The stand-in's log-probabilities are noise, so G5 fails and the exit status is 1.
     assert held == {"G1", "G2", "G3", "G4"}, report["guarantees_checked"]
     assert status == 1
     assert report["groups_open"] == 0
@@ -107,7 +107,7 @@ def test_a_run_that_is_trimmed_all_the_time_survives_one_kill_of_every_service(
         )
     first = first_offsets(kafka_bootstrap, run=run_id)
     untouched = {place.topic for place, offset in first.items() if offset == 0}
-    # Fewer heartbeats were written than are kept, and hardly a request was cancelled.
+    # These may be untouched: fewer heartbeats were written than are kept, and few cancellations.
     assert untouched <= {REPORTED_ENGINES.name, CANCELLED_COMPLETIONS.name}, first
     report = run.report(run_id)
     held = {guarantee for guarantee, holds in report["guarantees"].items() if holds}

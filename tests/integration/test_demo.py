@@ -1,4 +1,4 @@
-"""The demo with everything real: own broker, own engine, agents, gradients; broken off, resumed."""
+"""The whole demo on its own broker and engine, interrupted and resumed."""
 
 import re
 import urllib.request
@@ -38,12 +38,12 @@ def page_of(run: LaunchedRun) -> str:
 
 
 def last_stamp_s(output: str) -> float:
-    """Seconds since its start at which a launcher said its last line."""
+    """Seconds from a launcher's start to its last line."""
     return float(re.findall(r"^ *([\d.]+) s  ", output, flags=re.MULTILINE)[-1])
 
 
 def assert_sane(report) -> None:
-    """Every field the report promises, with values that can be."""
+    """Check that every field of the report is there with a possible value."""
     assert {name for name in NUMBERS | SHARES if not isinstance(report[name], int | float)} == set()
     assert all(0 <= report[name] <= 1 for name in SHARES)
     assert (report["steps"], report["groups_open"]) == (STEPS, 0)
@@ -54,7 +54,7 @@ def assert_sane(report) -> None:
     assert report["staleness_max"] <= report["staleness_bound"] == 2
     assert report["merge_ratio_per_request"] > report["merge_ratio_append"] > 1
     assert 0 < report["logprob_gap_max"] < 1e-2
-    # An episode has two turns or more; what evaluation sampled is never trained.
+    # An episode has two turns or more, and evaluations never train.
     assert report["samples"] >= 2 * retired["trained"] * GROUP_SIZE * 0.9
     assert report["tokens_generated"] > report["tokens_trained"] > report["samples"]
     assert report["guarantees"] == dict.fromkeys(("G1", "G2", "G3", "G4", "G5"), True)

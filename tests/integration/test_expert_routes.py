@@ -1,4 +1,4 @@
-"""Expert routes of a real engine, through inference and merger, replayed by the trainer."""
+"""Expert routes from a real engine, through inference and merger, to the trainer."""
 
 import shutil
 from collections.abc import Iterator
@@ -67,7 +67,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """An engine of its own: the session's serves a dense model."""
+    """An engine for this file: the session's engine serves a dense model."""
     server = EngineServer(
         str(model), tmp_path_factory.mktemp("engine"), port=free_port(), options=engine_options()
     )
@@ -87,7 +87,7 @@ async def scene_on(url: str, model: Path) -> LaneScene:
 
 
 def chosen_by(model: Path, context: list[int], output: list[int]) -> np.ndarray:
-    """The experts that plain transformers chooses at the token before each of the output."""
+    """Experts that transformers' own model chooses at the token before each output token."""
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     tokens = torch.tensor([[*context, *output]])
     with torch.no_grad():
@@ -97,12 +97,12 @@ def chosen_by(model: Path, context: list[int], output: list[int]) -> np.ndarray:
 
 
 def differing(left: np.ndarray, right: np.ndarray) -> list[int]:
-    """Tokens with other experts in some layer; rounding decides where two experts are equal."""
+    """Indices of the tokens whose experts differ in some layer, in whatever order they are listed."""
     return np.flatnonzero((np.sort(left) != np.sort(right)).any(axis=(1, 2))).tolist()
 
 
 def gap_nats(tree: MergedTree, model: Path, *, dtype: str = "float32") -> np.ndarray:
-    """Log-probabilities of the trainer against those of the engine, by entry."""
+    """Log-probabilities of the trainer minus those of the engine, by entry."""
     forest = read_tree(tree)
     values = forward_backward(
         load_model(model, dtype=dtype).policy,  # type: ignore[arg-type]  # one of two
@@ -143,7 +143,7 @@ async def group_of_four(scene: LaneScene) -> MergedTree:
 async def test_replayed_routes_give_the_trainer_the_engines_log_probabilities(
     url: str, model: Path
 ) -> None:
-    """In float32 both choose alike, so routes of the neighbouring entry would show."""
+    """In float32 both choose the same experts, so an off-by-one in the routes would show."""
     tree = await group_of_four(await scene_on(url, model))
     routes = np.frombuffer(tree.entry_route, "<i2").reshape(-1, LAYERS * TOP_K)
     assert len(routes) == len(tree.entry_token) // 4
@@ -155,7 +155,7 @@ async def test_replayed_routes_give_the_trainer_the_engines_log_probabilities(
 async def test_replay_takes_the_routing_out_of_the_gap_of_a_trainer_that_chooses_otherwise(
     url: str, model: Path
 ) -> None:
-    """In bfloat16 the trainer's own router flips near ties; what is left is its rounding."""
+    """In bfloat16 the trainer's own router flips near ties; recorded routes leave only rounding."""
     tree = await group_of_four(await scene_on(url, model))
     unrouted = msgspec.structs.replace(tree, entry_route=b"")
     replayed, own = (gap_nats(each, model, dtype="bfloat16") for each in (tree, unrouted))
@@ -165,7 +165,7 @@ async def test_replay_takes_the_routing_out_of_the_gap_of_a_trainer_that_chooses
 async def test_new_weights_within_a_completion_leave_the_routes_of_the_newest_pass(
     url: str, model: Path, tmp_path: Path
 ) -> None:
-    """The engine computes context and output so far anew, as what follows is sampled on that."""
+    """After a retraction the engine recomputes context and output so far, and samples on that."""
     trained = mixture(tmp_path / "trained", noise=0.05)
     scene = await scene_on(url, model)
     async with scene.serving():

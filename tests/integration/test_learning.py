@@ -27,7 +27,7 @@ def success_at_both_ends(
     finally:
         run.close()
     lines = (run.runs / run_id / "curves.jsonl").read_text().splitlines()
-    # A version that few training groups were sampled under has no success.
+    # Versions that sampled few training groups have no success.
     success = [row["success"] for row in map(json.loads, lines) if "success" in row]
     assert len(success) >= STEPS - 4
     return statistics.mean(success[:FIRST]), statistics.mean(success[-LAST:])

@@ -34,7 +34,7 @@ def configuration(run: str) -> RunConfiguration:
 
 
 class Scene:
-    """A run with one partition, the merger beside it, and what its neighbours write."""
+    """A run with one partition and the merger; the test writes what other services would."""
 
     def __init__(self, log: KafkaLog, environ: dict[str, str]) -> None:
         self.log = log
@@ -78,7 +78,7 @@ class Scene:
         return await self.merger.wait()
 
     async def records(self, topic: topics.Topic, *, count: int) -> list[msgspec.Struct]:
-        """All committed records once there are `count`; a moment later there are no more."""
+        """All committed records, read until there are `count` and no more arrive."""
         reader = await self.log.reader({Place(topic.name, 0): 0})
         found: list[msgspec.Struct] = []
         async with asyncio.timeout(60):

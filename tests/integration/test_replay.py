@@ -1,4 +1,4 @@
-"""`forgemq replay` over a whole run: the same bytes, or where they are others."""
+"""`forgemq replay` over a whole run: the same bytes, or the first difference."""
 
 import asyncio
 import io
@@ -41,7 +41,7 @@ LINE = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class EndedRun:
-    """A run that has ended, and the tool pointed at it."""
+    """A run that has ended, and the command line tool for it."""
 
     runs: Path
     run_id: str
@@ -59,7 +59,7 @@ class EndedRun:
         return accounts(self.kafka, run=self.run_id, blobs=self.blobs)
 
     def replay(self, *arguments: str, is_up: bool = True) -> tuple[int, list[str]]:
-        """Status and lines of `forgemq replay`; without its broker it has to start the run's."""
+        """Exit status and lines of `forgemq replay`; if no broker is up it starts the run's own."""
         environ = {"FORGEMQ_LAUNCHER_RUNS": str(self.runs), "PATH": os.environ["PATH"]}
         if is_up:
             environ["FORGEMQ_KAFKA"] = self.kafka
@@ -68,7 +68,7 @@ class EndedRun:
         return status, console.file.getvalue().splitlines()
 
     def ends(self) -> dict[Place, int]:
-        """Where every partition of the run ends."""
+        """End position of every partition of the run."""
 
         async def read() -> dict[Place, int]:
             log = KafkaLog(KafkaConnection(bootstrap=self.kafka), run=self.run_id)
@@ -88,8 +88,8 @@ class EndedRun:
         asyncio.run(announce(KafkaConnection(bootstrap=self.kafka), started))
 
 
-def told(lines: Sequence[str]) -> Mapping[str, re.Match[str]]:
-    """What was said of each task that had something to replay."""
+def lines_by_task(lines: Sequence[str]) -> Mapping[str, re.Match[str]]:
+    """The result line of each task that had something to replay."""
     return {found["task"]: found for line in lines if (found := LINE.fullmatch(line))}
 
 
@@ -97,7 +97,7 @@ def told(lines: Sequence[str]) -> Mapping[str, re.Match[str]]:
 def run(
     kafka_bootstrap: str, new_run_id: Callable[[], str], tmp_path_factory: pytest.TempPathFactory
 ) -> EndedRun:
-    """A dialogue of which all is kept, with a snapshot after every fifth batch."""
+    """A dialogue run that keeps everything, with a snapshot after every fifth batch."""
     run_id = new_run_id()
     launched = LaunchedRun(
         tmp_path_factory.mktemp("replay"),
@@ -120,7 +120,7 @@ def test_every_service_writes_the_bytes_that_stand_on_the_log_and_adds_none(run:
     before = run.ends()
     status, lines = run.replay()
     assert status == 0, lines
-    tasks = told(lines)
+    tasks = lines_by_task(lines)
     assert {found["verdict"] for found in tasks.values()} == {"equal"}
     idle = [line for line in lines if line.endswith("nothing journalled that could be replayed")]
     assert len(tasks) + len(idle) == len(lines) == 2 * GROUP_PARTITIONS + 1
@@ -146,7 +146,7 @@ def test_one_partition_of_one_service_is_replayed_alone(run: EndedRun):
 
 
 def test_another_core_is_told_by_the_first_record_that_differs_with_both_values(run: EndedRun):
-    """Another baseline makes the reward's core another one, and leaves the merger's as it is."""
+    """Another baseline changes what reward's core writes, and nothing in the merger's output."""
     right = run.configuration
     rewards = msgspec.structs.replace(right.rewards, baseline="leave_one_out")
     run.announce(msgspec.structs.replace(right, rewards=rewards))
@@ -222,7 +222,7 @@ def test_inputs_that_are_gone_are_named_and_a_run_that_is_down_gets_its_own_brok
 
 
 async def merged_by_a_merger(run: EndedRun) -> None:
-    """A run of one completion, merged by the service in a process of its own."""
+    """A run of one completion, merged by the service in its own process."""
     log = KafkaLog(KafkaConnection(bootstrap=run.kafka), run=run.run_id)
 
     async def write(topic: topics.Topic, record: msgspec.Struct) -> int:

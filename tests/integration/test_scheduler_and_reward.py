@@ -38,7 +38,7 @@ def process(episode):
 
 
 class Run:
-    """One run on the broker, its two services, and what their neighbours write."""
+    """One run on the broker with its two services; the test writes what other services would."""
 
     def __init__(self, log: KafkaLog, configuration: RunConfiguration, bootstrap: str) -> None:
         self.log = log
@@ -94,7 +94,7 @@ class Run:
         )
 
     async def records(self, topic: topics.Topic, *, count: int) -> list[msgspec.Struct]:
-        """All records of the topic once there are `count`; a moment later there are no more."""
+        """All records of the topic, read until there are `count` and no more arrive."""
         partitions = topics.partition_count(topic, group_partitions=PARTITIONS, lanes=1, queues=1)
         reader = await self.log.reader({Place(topic.name, p): 0 for p in range(partitions)})
         found: list[msgspec.Struct] = []

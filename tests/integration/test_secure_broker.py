@@ -1,4 +1,4 @@
-"""A broker that asks for TLS and a user: SASL_SSL with an authority made here, PLAIN and SCRAM."""
+"""A broker that requires TLS and a user: SASL_SSL with a test authority, PLAIN and SCRAM."""
 
 import asyncio
 import datetime
@@ -46,7 +46,7 @@ IN, OUT = Place("in", 0), Place("out", 0)
 
 @dataclass(frozen=True, kw_only=True)
 class SecureBroker:
-    """One broker with two doors: SASL_SSL, and PLAINTEXT for its own use."""
+    """One broker with two listeners: SASL_SSL for clients, PLAINTEXT for itself."""
 
     address: str
     plain_address: str
@@ -54,7 +54,7 @@ class SecureBroker:
     other_ca_file: Path
 
     def environ(self, **changed: str) -> dict[str, str]:
-        """What a service is started with."""
+        """Environment of a service that connects to this broker."""
         return {
             "FORGEMQ_KAFKA": self.address,
             "FORGEMQ_KAFKA_SECURITY_PROTOCOL": "SASL_SSL",
@@ -66,7 +66,7 @@ class SecureBroker:
         }
 
     def connection(self, **changed: str) -> KafkaConnection:
-        """As a service makes it from its environment."""
+        """The connection that a service makes from that environment."""
         return kafka_connection(self.environ(**changed))
 
 
@@ -100,10 +100,10 @@ def broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SecureBroker]:
 
 @pytest.fixture(autouse=True)
 async def connections_end(broker: SecureBroker) -> AsyncIterator[None]:
-    """No test leaves a connection to the broker open.
+    """Fail a test that leaves a connection to the broker open.
 
-    Over TLS a side that closes waits for the other's goodbye: a connection refused in the last
-    line of a test is still open when its log has closed.
+    Closing over TLS waits for the other side's close message, so a connection that was refused in
+    the last line of a test may stay open for a moment after its log has closed.
     """
     yield
     async with asyncio.timeout(30):
@@ -153,7 +153,7 @@ def authority(name: str) -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
 
 
 def server_identity(ca_key: ec.EllipticCurvePrivateKey, ca: x509.Certificate) -> bytes:
-    """Key and certificate of a broker at 127.0.0.1, as Kafka's PEM keystore wants them."""
+    """Key and certificate of a broker at 127.0.0.1, in the form of Kafka's PEM keystore."""
     key = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "broker")])
     address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
@@ -249,7 +249,7 @@ async def test_everything_of_the_log_works_over_tls_with_a_user(
 async def test_the_console_follows_a_run_over_tls_with_a_user(
     broker: SecureBroker, tmp_path: Path
 ) -> None:
-    """Its live view reads with faust, which has clients of its own."""
+    """The live view reads with faust, which makes its own clients."""
     begin = msgspec.structs.replace(started(run="seen"), blobs=str(tmp_path / "blobs"))
     port = free_port()
     log = KafkaLog(broker.connection(), run="seen", blobs=BlobStore(begin.blobs))
@@ -306,7 +306,7 @@ async def test_what_the_broker_or_its_client_refuses_is_said_at_once_naming_the_
     named = {name: value.format(other=broker.other_ca_file) for name, value in changed.items()}
     log = KafkaLog(broker.connection(**named), run="r")
     try:
-        async with asyncio.timeout(10):  # the log tries 30 s where a broker may yet answer
+        async with asyncio.timeout(10):  # the log keeps trying for 30 s if no broker answers
             with pytest.raises(AccessError, match=said) as raised:
                 await log.create_topics({"a": 1})
     finally:

@@ -1,4 +1,4 @@
-"""The shell in processes of its own on a real broker: start, kill -9, stop, and clear failures."""
+"""The shell in its own processes on a real broker: start, kill -9, stop, and clear failures."""
 
 import asyncio
 import json
@@ -74,7 +74,7 @@ def killed_at_the_end(*processes: Process):
 
 @pytest.fixture
 async def run(kafka_log: KafkaLog, kafka_bootstrap: str, tmp_path: Path) -> dict:
-    """Environment of a service of a run that was started."""
+    """Environment of a service whose run is on the log."""
     name = kafka_log._run
     names = [topics.SCORED_GROUPS.name, topics.SCORED_GROUPS.dlq_name]
     names += [topics.MERGED_GROUPS.name, topics.MERGER_JOURNAL.name]

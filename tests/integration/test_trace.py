@@ -1,4 +1,4 @@
-"""One run with every exporter on: a completion's trace, from the agent's call to its step."""
+"""One run with every exporter on: a completion's trace from the agent's call to its step."""
 
 import asyncio
 from collections import defaultdict
@@ -25,7 +25,7 @@ SENDERS = {"agents", "gateway", "inference", "reward", "merger", "scheduler", "t
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredRun:
-    """A run that has ended: what its services sent, and what stands on its log."""
+    """A run that has ended: the telemetry of its services, and the records on its log."""
 
     run_id: str
     kafka: str
@@ -89,7 +89,7 @@ def play(folder: Path, run_id: str, environ: Mapping[str, str]) -> LaunchedRun:
     finally:
         run.close()
     held = {name for name, holds in report["guarantees"].items() if holds}
-    assert held >= {"G1", "G2", "G3", "G4"}, run.story()  # the stand-in engine's G5 is noise
+    assert held >= {"G1", "G2", "G3", "G4"}, run.story()  # not G5: a stand-in's are noise
     assert report["steps"] == STEPS
     return run
 

@@ -1,1 +1,1 @@
-"""The shop desk served by an agent we did not write: the OpenAI Agents SDK, unmodified."""
+"""The shop desk served by a third-party agent: the OpenAI Agents SDK, unmodified."""

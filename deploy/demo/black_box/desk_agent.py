@@ -29,7 +29,10 @@ CONTEXTS_MAX = 3
 
 
 async def serve(order: Order) -> dict[str, Any]:
-    """One customer; a note ends a run of the SDK's loop and starts the next with the notes."""
+    """Serve one customer; returns the agent's result.
+
+    A note ends a run of the SDK's loop; the next run starts with the notes.
+    """
     model = OpenAIChatCompletionsModel(model="policy", openai_client=AsyncOpenAI(max_retries=8))
     agent = Agent(
         name="shop desk",
@@ -58,7 +61,7 @@ async def serve(order: Order) -> dict[str, Any]:
 
 
 class Noted(str):
-    """The text of a note, as the tool returns it."""
+    """A tool result that ends the SDK's loop; its text is the note."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""The desk's tools, and reading tool calls out of what the model wrote. Pure."""
+"""The desk's tools, and how calls are read from the model's text. Pure."""
 
 import json
 import re
@@ -31,7 +31,7 @@ TOOLS = (
 
 
 class Call(NamedTuple):
-    """One call of a tool that exists, with its one argument."""
+    """A call of an existing tool with its one argument."""
 
     name: str
     argument: str
@@ -42,7 +42,7 @@ _MARKUP = re.compile(r"</?tool_call>")
 
 
 def call_of(name: object, arguments: object) -> Call | None:
-    """The call, or None: no such tool, or not exactly its one argument as text."""
+    """The call; None if there is no such tool, or if `arguments` is not its one text argument."""
     if not isinstance(name, str) or name not in ARGUMENT or not isinstance(arguments, dict):
         return None
     if set(arguments) != {ARGUMENT[name]}:
@@ -52,7 +52,7 @@ def call_of(name: object, arguments: object) -> Call | None:
 
 
 def read_calls(text: str) -> list[Call | None]:
-    """Calls in a sampled turn, None for each malformed one; [] where it is an answer."""
+    """Calls in a sampled turn, None for each malformed one; [] if the turn is an answer."""
     if not _MARKUP.search(text):
         return []
     calls = [_call_in(block) for block in _BLOCK.findall(text)]
@@ -62,14 +62,14 @@ def read_calls(text: str) -> list[Call | None]:
 
 
 def unread_calls(text: str, *, has_calls: bool) -> int:
-    """Malformed calls in the text that came beside the calls the gateway could read."""
+    """Number of malformed calls in the text that the gateway did not read as calls."""
     if not has_calls:
         return len(read_calls(text))
     return len(_BLOCK.findall(text)) + bool(_BLOCK.sub("", text).strip())
 
 
 def add_up(lines: str) -> int | None:
-    """Total of "count item price, count item price"; None where a line is not of that form."""
+    """Total of "count item price, count item price"; None if a line has another form."""
     total = 0
     for line in lines.split(", "):
         parts = line.split(" ")
@@ -85,7 +85,7 @@ def is_bad(call: Call | None) -> bool:
 
 
 def reply_to(call: Call | None, order: Order) -> str:
-    """What the desk answers to a price or total call."""
+    """The desk's reply to a price or total call."""
     if call is None or is_bad(call):
         return BAD_CALL
     if call.name == "total":
@@ -94,7 +94,7 @@ def reply_to(call: Call | None, order: Order) -> str:
 
 
 def final_number(text: str) -> int | None:
-    """The last number of an answer."""
+    """The last number in an answer; None if it has no number."""
     numbers = re.findall(r"\d+", text)
     return int(numbers[-1]) if numbers else None
 

@@ -35,7 +35,7 @@ class Demonstration:
 
 
 def demonstrations(order: Order, choose: random.Random, habits: Habits) -> Iterator[Demonstration]:
-    """The contexts of one demonstrated episode; a note starts the next."""
+    """The contexts of one demonstrated episode; each note starts another context."""
     notes: list[str] = []
     turns: list[tuple[str, tuple[str, ...]]] = []
     for count, text in enumerate(_turns(order, choose, habits), start=1):
@@ -52,18 +52,18 @@ def demonstrations(order: Order, choose: random.Random, habits: Habits) -> Itera
 
 
 def question_text(order: Order, notes: list[str]) -> str:
-    """The user's message."""
+    """The user's message: the question, and the notes so far."""
     return order.question + (f"\nNotes: {', '.join(notes)}" if notes else "")
 
 
 def call_text(name: str, argument: str) -> str:
-    """A well-formed call."""
+    """A well-formed call of this tool, as the model writes it."""
     fields = json.dumps({"name": name, "arguments": {ARGUMENT[name]: argument}})
     return f"<tool_call>\n{fields}\n</tool_call>"
 
 
 class _Demonstrator:
-    """What the demonstrator knows while it works on one order."""
+    """The demonstrator at work on one order: the prices it has seen, and its turns so far."""
 
     def __init__(self, order: Order, choose: random.Random, habits: Habits) -> None:
         self.order, self.choose, self.habits = order, choose, habits
@@ -76,17 +76,17 @@ class _Demonstrator:
     def chance(self, probability: float) -> bool:
         return self.choose.random() < probability
 
-    def said(self, call: str) -> str:
+    def perhaps_spoiled(self, call: str) -> str:
         return _spoiled(call, self.choose) if self.chance(self.habits.bad_call) else call
 
-    def insisted(self, call: str) -> Iterator[str]:
-        """Say it until it comes out right."""
-        while (said := self.said(call)) != call:
-            yield said
+    def repeated(self, call: str) -> Iterator[str]:
+        """Repeat the call until it is written without a mistake."""
+        while (text := self.perhaps_spoiled(call)) != call:
+            yield text
         yield call
 
     def note(self) -> Iterator[str]:
-        """Perhaps note the prices on the pages, once per number of pages."""
+        """Perhaps note the prices on the pages; decided once for each number of pages."""
         new = [
             line.item
             for line in self.order.lines
@@ -102,7 +102,7 @@ class _Demonstrator:
         for item in new:
             if self.chance(habits.notes_wrong_price):
                 self.known[item] = self.choose.randint(2, 99)
-        yield from self.insisted(
+        yield from self.repeated(
             call_text("note", ", ".join(f"{item} {self.known[item]}" for item in new))
         )
         self.noted.update(new)
@@ -116,7 +116,9 @@ class _Demonstrator:
         count = 1
         if len(self.to_do) > 1 and self.chance(self.habits.looks_up_several_at_once):
             count = self.choose.randint(2, len(self.to_do))
-        text = "\n".join(self.said(call_text("price", item)) for item in self.to_do[:count])
+        text = "\n".join(
+            self.perhaps_spoiled(call_text("price", item)) for item in self.to_do[:count]
+        )
         yield text
         shown = [c.argument for c in read_calls(text) if isinstance(c, Call) and c.name == "price"]
         prices = self.order.prices
@@ -125,7 +127,7 @@ class _Demonstrator:
         self.to_do = [item for item in self.to_do if item not in shown]
 
     def conclude(self) -> Iterator[str]:
-        """Add up and answer, or answer out of thin air."""
+        """Add up and answer, or answer with an invented total."""
         if self.chance(self.habits.answers_without_total):
             yield f"The total is {self.choose.randint(20, 999)}."
             return
@@ -135,7 +137,7 @@ class _Demonstrator:
             count = self.choose.randint(1, 9) if is_wrong else line.count
             lines.append(f"{count} {line.item} {self.known[line.item]}")
         text = ", ".join(lines)
-        yield from self.insisted(call_text("total", text))
+        yield from self.repeated(call_text("total", text))
         yield f"The total is {add_up(text)}."
 
 

@@ -9,7 +9,7 @@ from shop_desk.calls import BAD_CALL, TOOLS, Call, call_of, is_bad, reply_to, un
 from shop_desk.shop import Order
 
 TURNS_MAX = 9
-# Virtual seconds. Calls of one turn run in parallel: a turn takes as long as its longest call.
+# Virtual seconds. Calls of one turn run in parallel, so its longest call decides its duration.
 TURN_S = 0.4
 BAD_CALL_S = 0.1
 TOOL_S = {"price": 1.0, "total": 0.3, "note": 0.1}
@@ -18,7 +18,7 @@ ANSWERED = "answered"
 
 
 class ShopDesk:
-    """One customer at the desk."""
+    """The desk with one customer; `clock_s` is its virtual clock."""
 
     def __init__(self, order: Order) -> None:
         self._order = order
@@ -30,16 +30,16 @@ class ShopDesk:
 
     @property
     def tools(self) -> Sequence[Tool]:
-        """The same tools in every turn."""
+        """Tools offered to the model, the same in every turn."""
         return TOOLS
 
     @property
     def notes(self) -> int:
-        """Notes taken so far."""
+        """Number of notes taken so far."""
         return len(self._notes)
 
     def opening(self) -> list[Message]:
-        """The customer's question, and what was noted."""
+        """The first messages of a context: the customer's question and the notes so far."""
         notes = f"\nNotes: {', '.join(self._notes)}" if self._notes else ""
         return [{"role": "user", "content": self._order.question + notes}]
 
@@ -76,5 +76,5 @@ class ShopDesk:
 
 
 def _answer_unread(number: int) -> Message:
-    """What could not be read as a call has no id; the model sees an answer all the same."""
+    """The answer to text that could not be read as a call, under a made-up call id."""
     return {"role": "tool", "tool_call_id": f"unread-{number}", "content": BAD_CALL}

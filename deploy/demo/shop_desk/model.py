@@ -48,8 +48,8 @@ def _initialise(model: Qwen3ForCausalLM) -> None:
 def _look_back(model: Qwen3ForCausalLM, *, frequencies: int = 3, gain: float = 2.0) -> None:
     """Let two heads of the first layer look one and two tokens back.
 
-    Through a constant channel of the embedding and the phases of the rotary embedding. Only an
-    initialisation: it spares the long plateau before induction heads form.
+    This uses a constant channel of the embedding and the phases of the rotary embedding. It is only
+    an initialisation, which avoids the long plateau before induction heads form.
     """
     config = model.config
     size, half = config.head_dim, config.head_dim // 2

@@ -1,7 +1,7 @@
-"""The rewards: right, fast, and without malformed calls. Graders look at what was sampled.
+"""The rewards: for the right total, for speed, and against malformed calls.
 
-The agent's own report is not believed: the outcome and the malformed calls are read again from the
-tokens the model sampled, and the right answer follows from the task.
+Graders do not use what the agent reports about itself: they read outcome and malformed calls from
+the sampled text, and the right total follows from the task.
 """
 
 from forgemq_contracts.grading import GradingCompletion, GradingEpisode
@@ -13,7 +13,7 @@ BAD_CALLS_COUNTED_MAX = 3
 SPEED_MIN = -0.5
 END_OF_TURN = "<|im_end|>"
 
-# One look-up at a time, the total and the answer; a big order needs one note.
+# Virtual time of serial work: one look-up at a time, the total, the answer; big orders need a note.
 SERIAL_LOOK_UP_S = 1.4
 SERIAL_TOTAL_S = 0.7
 SERIAL_ANSWER_S = 0.4
@@ -22,7 +22,7 @@ LINES_WITHOUT_NOTE_MAX = 3
 
 
 def outcome(episode: GradingEpisode) -> float:
-    """1 where the last turn is an answer and its last number is the right total, else 0."""
+    """1 if the last turn is an answer and its last number is the right total, else 0."""
     if not episode.completions:
         return 0.0
     last = episode.completions[-1]
@@ -38,10 +38,10 @@ def process(episode: GradingEpisode) -> list[float]:
 
 
 def speed(episode: GradingEpisode) -> float:
-    """1 - virtual time / time of serial work, between -0.5 and 1; only for right answers.
+    """1 - virtual time / time of serial work, between -0.5 and 1; 0 for wrong answers.
 
-    A fixed reference for each task: one relative to the group's own times was measured to reward
-    haste over truth.
+    The reference is fixed for each task. One taken from the group's own times rewarded haste:
+    agents became fast, and success did not rise.
     """
     if outcome(episode) == 0.0:
         return 0.0

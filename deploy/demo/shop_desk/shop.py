@@ -28,7 +28,7 @@ LINES = (2, 3, 4)
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """So many of one item."""
+    """One order line: a count of one item."""
 
     count: int
     item: str
@@ -44,7 +44,7 @@ class Order:
 
     @property
     def question(self) -> str:
-        """The customer's words."""
+        """The customer's question."""
         return self.phrase.format(
             order=", ".join(f"{line.count} {line.item}" for line in self.lines)
         )

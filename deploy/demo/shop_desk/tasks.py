@@ -12,7 +12,7 @@ HELD_OUT_SEED = 10_000
 
 
 def task(seed: int, domain: str, k: int) -> dict[str, Any]:
-    """Order k. Training orders have 2, 3, 4, 2, 3, 4... lines, so every batch mixes them."""
+    """Order k. Training orders have 2, 3, 4, 2, 3, 4... lines, so every step mixes them."""
     if k >= HELD_OUT:
         return as_task(draw_order(random.Random(HELD_OUT_SEED + k - HELD_OUT)))
     choose = random.Random(f"{seed}/{domain}/{k}")

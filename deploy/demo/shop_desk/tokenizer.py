@@ -14,7 +14,7 @@ from shop_desk.shop import ITEMS, draw_order
 
 VOCABULARY = 642
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-# Tokens of their own, and text all the same: kept when special tokens are skipped, as in Qwen.
+# Single tokens, but not special ones: decoding that skips special tokens keeps them, as in Qwen.
 MARKUP = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 # Letters, one or two digits, or anything else: merges never cross these.
 WORDS = r"[A-Za-z]+|[0-9]{1,2}|[^A-Za-z0-9]+"

@@ -1,9 +1,9 @@
 """Make a base model for the demo: `python -m shop_desk.warm_start --out FOLDER`.
 
-Two phases of next-token prediction: copy drills without the chat frame, then episodes of the
-sloppy demonstrator, with loss on what the assistant says. About a quarter of an hour on one core.
+It trains next-token prediction in two phases: copy drills without the chat frame, then episodes of
+the sloppy demonstrator, with loss on the assistant's turns. About a quarter of an hour on one core.
 `deploy/demo/model` is the result of one such run (success 0.38 sampled, 0.69 greedy); another run
-gives a model of that kind, not the same bits.
+gives a model of the same kind, but not the same bits.
 """
 
 import argparse
@@ -28,21 +28,21 @@ WARMUP_STEPS = 50
 CONTEXT_TOKENS_MAX = 372
 DRILLS_PER_STEP = 64
 EPISODES_PER_STEP = 12
-# The first drills repeat random tokens: copying before meaning.
+# The first drills repeat random tokens, so that copying is learned before the words.
 REPEATING_STEPS = 300
 REPEATING_SHARE = 0.1
 FIRST_PLAIN_TOKEN = 7
 
 
 class Example(NamedTuple):
-    """Token ids, and for each whether it is to be predicted."""
+    """Token ids, and for each whether the loss counts it."""
 
     ids: list[int]
     is_target: list[bool]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Train and write the model and its tokenizer."""
+    """Train the model and its tokenizer, and write them to --out."""
     parser = argparse.ArgumentParser(prog="shop_desk.warm_start", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument("--drill-steps", type=int, default=1000)
@@ -71,7 +71,7 @@ class Examples:
         self._choose = choose
 
     def drills(self, step: int) -> list[Example]:
-        """Copy drills."""
+        """A batch of copy drills."""
         return [self._drill(step) for _ in range(DRILLS_PER_STEP)]
 
     def episodes(self, step: int) -> list[Example]:
@@ -88,7 +88,7 @@ class Examples:
         return found
 
     def context_example(self, context: Demonstration) -> Example:
-        """The context as the gateway renders it; targets are what the assistant says."""
+        """The context as the gateway renders it; targets are the assistant's turns."""
         opening = self._tokenizer.apply_chat_template(
             [{"role": "user", "content": context.question}],
             tools=list(TOOLS),
@@ -98,10 +98,10 @@ class Examples:
         ids = self._encode(opening)
         is_target = [False] * len(ids)
         for text, replies in context.turns:
-            said = [*self._encode(text), self._tokenizer.eos_token_id]
+            sampled = [*self._encode(text), self._tokenizer.eos_token_id]
             given = self._encode(replies_text(replies)) if replies else []
-            ids += said + given
-            is_target += [True] * len(said) + [False] * len(given)
+            ids += sampled + given
+            is_target += [True] * len(sampled) + [False] * len(given)
         return Example(ids[:CONTEXT_TOKENS_MAX], is_target[:CONTEXT_TOKENS_MAX])
 
     def _drill(self, step: int) -> Example:
