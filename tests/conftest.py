@@ -54,14 +54,14 @@ CONDITIONS: dict[str, tuple[Callable[[], bool], str]] = {
 }
 
 
-# The same cases every time, so that a change is judged by itself; `explore` draws new ones.
+# Property tests draw the same cases every time, so that runs compare; `explore` draws new ones.
 settings.register_profile("repeatable", derandomize=True)
 settings.register_profile("explore", derandomize=False)
 settings.load_profile("repeatable")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Count what this machine makes it skip."""
+    """Count the tests that this machine cannot run."""
     config.stash[_SKIPPED] = {}
 
 
@@ -70,7 +70,7 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what this machine cannot run, and remember how much that was."""
+    """Skip a test that this machine cannot run, and count it."""
     for marker, (is_there, reason) in CONDITIONS.items():
         marked = [item for item in items if item.get_closest_marker(marker)]
         if marked and not is_there():
@@ -80,7 +80,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Fetch the jars before the first test's clock runs."""
+    """Fetch the jars before the first test, whose timeout they would exceed."""
     is_needed = any(item.get_closest_marker("integration") for item in session.items)
     if is_needed and broker_kind().startswith("Apache") and not session.config.option.collectonly:
         jars_folder(Path.home() / ".cache" / "forgemq", progress=print)
@@ -98,7 +98,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.fixture(scope="session")
 def kafka_bootstrap(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of a real broker that lasts for the session."""
+    """Address of a real broker that runs during the whole session."""
     if os.environ.get("FORGEMQ_KAFKA"):
         yield os.environ["FORGEMQ_KAFKA"]
     elif os.environ.get("FORGEMQ_TEST_BROKER") == "testcontainers":
@@ -125,7 +125,7 @@ def _container_bootstrap() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def new_run_id() -> Callable[[], str]:
-    """Gives run ids that no test of any session had before."""
+    """Makes run ids that no earlier test or session used."""
     session, numbers = secrets.token_hex(4), itertools.count()
     return lambda: f"t-{session}-{next(numbers)}"
 

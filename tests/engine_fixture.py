@@ -1,4 +1,4 @@
-"""One real SGLang server for the whole test session, and a way back to its base weights."""
+"""One real SGLang server for the whole test session, and its return to the base weights."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-# SGLang on a CPU, for a cluster without GPUs: the locked packages and our platform plug-in.
+# SGLang on a CPU, for a cluster without GPUs: the locked packages and ForgeMQ's platform plug-in.
 # Build from the root: docker build -f deploy/engine/cpu.Dockerfile .
 FROM python:3.11-slim-bookworm AS build
 RUN pip install --no-cache-dir uv==0.13.8

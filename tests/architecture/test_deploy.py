@@ -40,7 +40,7 @@ TILT = (
 
 
 def own_dependencies(folder: Path) -> set[str]:
-    """Folders of the workspace that this package needs, its dependencies' included."""
+    """Workspace folders that this package needs, directly or through its dependencies."""
     project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
     names = {
         re.split(r"[\[<>= ]", dependency)[0].removeprefix("forgemq-").replace("-", "_")
@@ -85,7 +85,7 @@ def manifests(overlay: Path) -> list[dict]:
 
 
 def pods(overlay: Path) -> dict[str, dict]:
-    """Pod specification of every workload and job, by its name."""
+    """Pod specification of every workload and job, by name."""
     return {
         manifest["metadata"]["name"]: manifest["spec"]["template"]["spec"]
         for manifest in manifests(overlay)
@@ -112,7 +112,7 @@ def secret(overlay: Path, name: str) -> dict[str, str]:
 
 
 def environ(overlay: Path, container: dict) -> dict[str, str]:
-    """The container's variables, those from maps and secrets included."""
+    """All variables of the container, including those from config maps and secrets."""
     found: dict[str, str] = {}
     for source in container.get("envFrom", ()):
         if "configMapRef" in source:
@@ -129,7 +129,7 @@ def environ(overlay: Path, container: dict) -> dict[str, str]:
             value = FIELDS[source["fieldRef"]["fieldPath"]]
         else:
             value = variable["value"]
-        # Kubernetes puts in the variables that stand before this one.
+        # Kubernetes expands only variables that are defined before this one.
         for name, known in found.items():
             value = value.replace(f"$({name})", known)
         found[variable["name"]] = value
@@ -168,7 +168,7 @@ def test_every_service_accepts_the_settings_of_its_manifest(overlay: Path):
 
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
 def test_what_creates_the_run_and_what_joins_it_mean_the_same_run(overlay: Path, tmp_path: Path):
-    """The command of each launcher container is run, on the files that its pod would see."""
+    """Runs the command of each launcher container on the files that its pod would see."""
     (creating,) = pods(overlay)["create-run"]["containers"]
     (resolving,) = pods(overlay)["agents"]["initContainers"]
     file = tmp_path / "run.toml"
@@ -214,7 +214,7 @@ def test_a_pod_runs_as_nobody_special_and_its_volumes_are_writable(overlay: Path
 
 @pytest.mark.parametrize("overlay", OVERLAYS, ids=lambda path: path.name)
 def test_who_reads_the_log_reaches_the_blobs_and_agents_reach_neither(overlay: Path):
-    """A record's value may lie in the blob store; every reader and writer needs it."""
+    """A record's value may be in the blob store, so every reader and writer needs it."""
     path = split_protocol(config_map(overlay, "forgemq-run")["FORGEMQ_BLOBS"])[1]
     for service in sorted(set(SERVICES) - {"launcher"}):
         (container,) = (c for c in pods(overlay)[service]["containers"] if c["name"] == service)
@@ -270,7 +270,7 @@ def test_the_engine_is_started_as_the_launcher_would(overlay: Path):
         flag = rest.pop(0)
         has_value = rest and not rest[0].startswith("--")
         wanted.add(f"{flag}={rest.pop(0)}" if has_value else flag)
-    # An engine with a GPU of its own need not make room for others.
+    # Not compared: only an engine that shares its cores needs to sleep while it is idle.
     assert given | {"--sleep-on-idle"} == wanted | {"--sleep-on-idle"}
     variables = {each["name"]: each["value"] for each in engine["env"]}
     expected = environment(options, {}, pid=1)
@@ -282,7 +282,7 @@ def test_the_engine_is_started_as_the_launcher_would(overlay: Path):
 def test_published_weights_lie_where_trainer_inference_and_engine_mount_the_same_volume(
     overlay: Path,
 ):
-    """The trainer publishes paths below FORGEMQ_BLOBS; who loads them must see them there."""
+    """Published paths are below FORGEMQ_BLOBS, so engines must mount it at the same path."""
     rendered = manifests(overlay)
     (blobs,) = {
         manifest["data"]["FORGEMQ_BLOBS"]
@@ -291,7 +291,7 @@ def test_published_weights_lie_where_trainer_inference_and_engine_mount_the_same
     }
     protocol, path = split_protocol(blobs)
     if protocol not in (None, "file"):
-        return  # An object store: weights are downloaded, nothing has to be mounted.
+        return  # With an object store weights are downloaded, so nothing has to be mounted.
     claims, mounts = {}, {}
     for manifest in rendered:
         if manifest["kind"] != "StatefulSet":
@@ -314,7 +314,7 @@ def test_published_weights_lie_where_trainer_inference_and_engine_mount_the_same
         if manifest["kind"] == "PersistentVolumeClaim"
         and manifest["metadata"]["name"] == claims["trainer"]
     )
-    # The storage of a local cluster gives a claim to one node, and all pods are on it.
+    # A local cluster's storage gives a claim to one node, so all pods run on that node.
     mode = "ReadWriteOnce" if overlay.name == "local" else "ReadWriteMany"
     assert volume["spec"]["accessModes"] == [mode]
 

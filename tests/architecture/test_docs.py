@@ -26,10 +26,10 @@ FILES = {
     for path in (ROOT / folder).rglob("*")
     if "__pycache__" not in path.parts
 } | {path.name for path in ROOT.iterdir()}
-# Made by a run or brought by the reader.
+# Files that a run makes or the reader brings.
 NOT_IN_THE_TREE = {"configuration.json", "report.json", "learning.json", "blobs/weights"}
 OF_THE_READER = re.compile(r"^(\.\.\.|my|my_project)/")
-# Names that no settings struct holds: read by the shell, the launcher or the tests themselves.
+# Variables outside all settings structs: the shell, the launcher or the tests read them.
 OTHER_VARIABLES = {
     "FORGEMQ_RUN",
     "FORGEMQ_KAFKA",
@@ -79,7 +79,7 @@ def identity(path: Path) -> str:
 
 
 def defaults() -> dict[str, object]:
-    """Default of every environment variable that a settings struct holds; msgspec.NODEFAULT."""
+    """Default of each environment variable of a settings struct; NODEFAULT if it must be set."""
     found: dict[str, object] = {}
     for prefix, (module, name) in SETTINGS.items():
         struct = getattr(importlib.import_module(module), name)
@@ -92,7 +92,7 @@ DEFAULTS = defaults()
 
 
 def spans(text: str) -> Iterator[str]:
-    """Whatever a document shows as code: spans and fenced or indented lines."""
+    """All that a document shows as code: spans, and fenced or indented lines."""
     for block in re.findall(r"^```[^\n]*\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
         yield from block.splitlines()
     rest = re.sub(r"^```[^\n]*\n.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
@@ -109,7 +109,7 @@ def test_every_relative_link_leads_somewhere(path: Path):
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=identity)
 def test_every_file_that_is_named_is_in_the_tree(path: Path):
-    """By its path from the root or the document, or by the end of its path."""
+    """A file is named by its path from the root or the document, or by the end of its path."""
     lost = []
     for span in re.findall(r"`([^`\n]+)`", path.read_text()):
         if "://" in span or "<" in span:
@@ -186,7 +186,7 @@ def test_every_variable_that_is_named_is_a_setting(path: Path):
     text = path.read_text()
     named = {name.rstrip("_") for name in re.findall(r"FORGEMQ_[A-Z0-9_]+\b(?!<)", text)}
     unknown = named - DEFAULTS.keys() - OTHER_VARIABLES
-    # `FORGEMQ_TRAINER_ALARM_*`: the beginning of several.
+    # `FORGEMQ_TRAINER_ALARM_*` names all variables that begin like this.
     families = {name for name in unknown if any(k.startswith(name + "_") for k in DEFAULTS)}
     assert unknown - families == set()
     short = {name for span in spans(text) for name in re.findall(r"^_([A-Z][A-Z0-9_]+)$", span)}
@@ -211,7 +211,7 @@ def test_a_default_in_a_table_is_that_of_the_setting(path: Path):
 
 
 def number(text: str) -> float:
-    """`4 GB`, `64 MiB`, `30`: as a number."""
+    """The number in `4 GB`, `64 MiB` or `30`, in bytes if the unit says so."""
     value, _, unit = text.partition(" ")
     return float(value.replace(",", "")) * {"": 1, "s": 1, "GB": 10**9, "MiB": 2**20}[unit]
 
@@ -246,10 +246,10 @@ ENDINGS = {"py", "toml", "md", "safetensors"}
 
 
 def is_key(section: str, rest: str) -> bool:
-    """Whether this is a field of a run's section; the names of files are none of our concern."""
+    """Whether this is a field of a run's section, or a file name, which is not checked here."""
     parts = [part for part in rest.split(".") if part]
     if parts[-1] in ENDINGS:
         return True
     if section == "queues" and len(parts) > 1:
-        parts = parts[1:]  # after its number or domain
+        parts = parts[1:]  # leave out the queue's number or domain
     return parts[0] in {field.name for field in msgspec.structs.fields(SECTIONS[section])}

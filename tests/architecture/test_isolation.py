@@ -1,4 +1,4 @@
-"""Services load no torch and no exporter that they do not need; what they declare is enough."""
+"""Services load neither torch nor exporters without need, and declare all that they import."""
 
 import re
 import subprocess
@@ -60,7 +60,7 @@ def test_a_heavy_import_is_caught():
 
 
 def workspace() -> dict[str, Path]:
-    """Folder of every distribution of the workspace, by its name."""
+    """Folder of every distribution of the workspace, by name."""
     folders = [ROOT / "contracts", *(ROOT / "libs").iterdir(), *(ROOT / "services").iterdir()]
     return {
         tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"][
@@ -72,14 +72,14 @@ def workspace() -> dict[str, Path]:
 
 
 def own_folders(name: str, known: dict[str, Path]) -> set[Path]:
-    """The distribution and all of the workspace that it depends on."""
+    """The distribution and all workspace distributions that it depends on."""
     project = tomllib.loads((known[name] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     names = {re.split(r"[\[<>=!~; ]", need)[0] for need in project["dependencies"]}
     return {known[name]}.union(*(own_folders(n, known) for n in sorted(names & set(known))))
 
 
 def environment_of(name: str, folder: Path) -> Path:
-    """A fresh environment in the folder: the locked versions, and only what the service asks for.
+    """Make an environment with only what the service declares, in the locked versions.
 
     Returns:
         Its folder of programs.
@@ -90,7 +90,7 @@ def environment_of(name: str, folder: Path) -> Path:
         check=True,
         timeout=120,
     )
-    # Without hashes: a constraint says which version, not that everything must be there.
+    # Constraints fix versions without requiring every package, so the hashes are left out.
     lock = (ROOT / "requirements.lock").read_text(encoding="utf-8")
     pins = re.findall(r"^([A-Za-z0-9._-]+==[^\s;\\]+)", lock, flags=re.MULTILINE)
     (folder / "constraints.txt").write_text("\n".join(pins) + "\n", encoding="utf-8")
@@ -119,7 +119,7 @@ def test_a_light_service_installs_and_imports_with_its_own_dependencies_only(
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_launcher_announces_runs_without_an_engine_beside_it(tmp_path: Path):
-    """Its image has no engine: `create` comes as far as the settings it was not given."""
+    """The launcher's image has no engine; `create` gets as far as the settings that are missing."""
     tool = environment_of("launcher", tmp_path) / "forgemq"
     done = subprocess.run(
         [tool, "create", "deploy/demo/run.toml", "run=r"],

@@ -1,4 +1,4 @@
-"""The layers between packages, checked by import-linter, and that its contracts do catch."""
+"""The layers between packages, and that each import-linter contract catches a violation."""
 
 import tomllib
 from pathlib import Path

@@ -24,7 +24,7 @@ BANNED_STEM = re.compile(
     r"utils?|helpers?|common|misc|base|manager|factory|types|wrappers?|handlers?"
 )
 BANNED_CLASS = re.compile(r"(Manager|Factory|Helper|Utils?|Impl|Wrapper|Handler)$")
-# Words that say when instead of what; documents and comments describe the present.
+# Markers of unfinished work; allowed only with an issue number.
 LEFT_OVER = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b(?!\(\d+\))")
 PURE_DATA_OR_TYPES = {"Struct", "Protocol"}
 # One word, one meaning: these stand in two packages because both mean the same by them.

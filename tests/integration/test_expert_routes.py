@@ -97,7 +97,7 @@ def chosen_by(model: Path, context: list[int], output: list[int]) -> np.ndarray:
 
 
 def differing(left: np.ndarray, right: np.ndarray) -> list[int]:
-    """Indices of the tokens whose experts differ in some layer, in whatever order they are listed."""
+    """Indices of the tokens whose experts differ in some layer; their order does not count."""
     return np.flatnonzero((np.sort(left) != np.sort(right)).any(axis=(1, 2))).tolist()
 
 

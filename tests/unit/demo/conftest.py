@@ -1,4 +1,4 @@
-"""A policy in token space: the gateway's rendering around any function from context to output."""
+"""A policy in token space: the gateway's rendering around a function from context to output."""
 
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -84,7 +84,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture
 def scripted(rendering, tokenizer) -> Callable[..., TokenPolicy]:
-    """A policy that says these texts, one a turn; a text of None never stops."""
+    """A policy that writes these texts, one a turn; for None it writes until the token limit."""
 
     def make(*texts: str | None) -> TokenPolicy:
         left = iter(texts)

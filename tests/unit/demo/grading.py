@@ -1,4 +1,4 @@
-"""What the reward service would be handed of an episode that a test has played."""
+"""What the reward service would give to graders for an episode that a test has played."""
 
 from shop_desk.environment import ShopDesk
 from shop_desk.shop import Order, as_task

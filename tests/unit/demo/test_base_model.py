@@ -1,4 +1,4 @@
-"""The committed base model, played by the demo's own agent: as good as it was measured to be."""
+"""The committed base model plays the demo's agent as well as was measured."""
 
 import pytest
 from shop_desk import rewards
@@ -43,7 +43,7 @@ async def episode_of(policy, k: int) -> GradingEpisode:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 async def test_the_base_model_solves_about_two_thirds_of_the_held_out_tasks_greedily(greedy):
-    """The prototype's own sampler measured 0.69 on these tasks."""
+    """docs/learning.md: greedy success before training is 0.69."""
     episodes = [await episode_of(greedy(), k) for k in range(TASKS)]
     success = sum(rewards.outcome(episode) for episode in episodes) / TASKS
     assert success == pytest.approx(0.69, abs=0.04)

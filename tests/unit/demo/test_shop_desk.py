@@ -64,7 +64,7 @@ async def test_pages_come_back_in_one_user_block_as_the_model_was_trained(script
 
 @pytest.mark.parametrize("seed", range(12))
 async def test_played_contexts_have_the_tokens_of_the_warm_start(scripted, tokenizer, seed):
-    """The gateway's rendering and the recipe's examples agree token for token."""
+    """The gateway's rendering and the warm start's examples agree token for token."""
     choose = random.Random(seed)
     order = order_of(task(seed, "shop_desk", seed))
     contexts = list(demonstrations(order, choose, Habits(bad_call=0.0, notes_when_full=1.0)))

@@ -1,4 +1,4 @@
-"""How many layers fit, what they weigh, and the attention that the baseline is pinned to."""
+"""How many layers fit, how many bytes they take, and the attention of the baseline."""
 
 import math
 import warnings

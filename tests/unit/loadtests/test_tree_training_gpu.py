@@ -51,7 +51,7 @@ def made() -> Measurement:
 
 
 def work_of_tree(machine: Machine, layers: int) -> Flops:
-    """By hand: the rollouts' first turns continue one token, so they share a row of the head."""
+    """By hand. The rollouts' first turns continue one token, so they share a row of the head."""
     forest = read_tree(merged_tree(requests(CASE.tree)))
     return flops(
         shape_of(machine, layers),
@@ -148,7 +148,7 @@ def test_a_tree_trains_both_ways_whichever_would_be_chosen() -> None:
     assert kernel.calls == (1 + ROUNDS) * layers * len(passes(plan))
     assert (rows["layers"], rows["is_varlen"]) == (layers, 0)
     assert rows["rectangles"] == len(plan.rectangles) == 1
-    # The later rollout's one chain reads the prompt: the only keys that are packed.
+    # The later rollout's chain reads the prompt, so only the prompt's keys are packed.
     assert rows["packed_keys"] == pytest.approx(SMALL_CASE.tree.prompt / forest.token_count)
     assert rows["flex_over_varlen"] == pytest.approx(rows["tree_s_flex"] / rows["tree_s_varlen"])
 

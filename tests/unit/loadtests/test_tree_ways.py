@@ -1,4 +1,4 @@
-"""Every way of training one group, and what is read from its clock."""
+"""Every way of training one group, and the times that are taken of it."""
 
 import math
 from dataclasses import replace
@@ -39,7 +39,7 @@ from tests.unit.trainer.gpu_kernels import PieceByPiece, eager_flex
 
 
 def test_measured_peaks_count_the_gradients_of_parameters_only_where_they_say_so() -> None:
-    """They are a twelfth of the tree's bytes: a peak with them would not be as near."""
+    """Gradients are a twelfth of the tree's bytes: a peak that counts them fails this bound."""
     ways = ways_of(WIDE, WIDE_CASE, layers=1)
     shape = ways.loaded.policy.shape
     predicted = shape.block_bytes(ways.forest.token_count, chunk=1024, is_carried=False)
