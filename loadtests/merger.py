@@ -25,8 +25,8 @@ from forgemq_contracts.groups import EpisodeScore, MergedGroup, ScoredCompletion
 from forgemq_contracts.messages import Message, Output
 from forgemq_merger.core.merger import Merger
 
-VOCABULARY = 150_000
-REPEATS = 9
+VOCABULARY = 150_000  # about that of Qwen3
+REPEATS = 9  # odd, so that the median is one of them
 GROUP = "group-0"
 
 

@@ -71,6 +71,7 @@ class Context(msgspec.Struct, frozen=True):
 
 
 _GENERATION = msgspec.json.Decoder(Generation)
+# Decoding every id of a long context would cost more time than the answer takes.
 _CONTEXT_END_TOKENS = 64
 
 

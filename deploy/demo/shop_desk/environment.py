@@ -8,6 +8,7 @@ from forgemq_agents.tool_loop import Append, Move, Restart, Stop, answer_calls
 from shop_desk.calls import BAD_CALL, TOOLS, Call, call_of, is_bad, reply_to, unread_calls
 from shop_desk.shop import Order
 
+# Four lines, looked up one by one, take 7: four look-ups, a note, the total, the answer.
 TURNS_MAX = 9
 # Virtual seconds. Calls of one turn run in parallel, so its longest call decides its duration.
 TURN_S = 0.4

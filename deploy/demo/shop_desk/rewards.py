@@ -10,14 +10,16 @@ from shop_desk.shop import Order, order_of
 
 BAD_CALL_COST = 0.1
 BAD_CALLS_COUNTED_MAX = 3
+# With `beta` at 1 a right answer stays worth at least 0.5, however slow it was.
 SPEED_MIN = -0.5
 END_OF_TURN = "<|im_end|>"
 
-# Virtual time of serial work: one look-up at a time, the total, the answer; big orders need a note.
+# Virtual time of serial work: a turn of the model (0.4 s) and its one call, as in environment.py.
 SERIAL_LOOK_UP_S = 1.4
 SERIAL_TOTAL_S = 0.7
 SERIAL_ANSWER_S = 0.4
 SERIAL_NOTE_S = 0.5
+# Pages of three lines fit into the context window; a fourth needs a note.
 LINES_WITHOUT_NOTE_MAX = 3
 
 

@@ -25,13 +25,13 @@ from shop_desk.tokenizer import train_tokenizer
 
 LR = 3e-3
 WARMUP_STEPS = 50
-CONTEXT_TOKENS_MAX = 372
+CONTEXT_TOKENS_MAX = 372  # as in run.toml
 DRILLS_PER_STEP = 64
 EPISODES_PER_STEP = 12
 # The first drills repeat random tokens, so that copying is learned before the words.
 REPEATING_STEPS = 300
 REPEATING_SHARE = 0.1
-FIRST_PLAIN_TOKEN = 7
+FIRST_PLAIN_TOKEN = 7  # after three special tokens and four of markup
 
 
 class Example(NamedTuple):
