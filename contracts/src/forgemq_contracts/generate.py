@@ -1,4 +1,4 @@
-"""Writes what follows from the structs: schemas, AsyncAPI, missing examples; a release if asked.
+"""Write what follows from the structs: schemas, AsyncAPI, OpenAPI, examples; a release if asked.
 
     python -m forgemq_contracts.generate [--folder contracts] [--release]
 
@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from forgemq_contracts import topics
+from forgemq_contracts import openapi, topics
 from forgemq_contracts.asyncapi import document
 from forgemq_contracts.compatibility import schemas, topic_facts
 from forgemq_contracts.examples import full, minimal
@@ -29,6 +29,7 @@ def write_all(folder: Path) -> list[Path]:
     texts = {
         folder / "schemas.json": schemas_text(),
         folder / "asyncapi.yaml": asyncapi_text(),
+        folder / "openapi.json": openapi.text(),
     }
     changed = [path for path, text in texts.items() if not _holds(path, text)]
     for path in changed:

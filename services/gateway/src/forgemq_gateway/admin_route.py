@@ -1,23 +1,35 @@
-"""The admin API in FastAPI: groups, claims, leases, rewards, ends, and the run."""
+"""The group and episode API in FastAPI: the routes of the contract over `Operations`."""
 
-from typing import Any, TypeVar, get_args
+from collections.abc import Awaitable, Callable
+from functools import wraps
+from typing import Annotated, ParamSpec, TypeVar
 
 import msgspec
-from fastapi import FastAPI, Request, Response
+from fastapi import Depends, FastAPI, Request, Response
+from starlette.exceptions import HTTPException
 
-from forgemq_gateway.access import Access
-from forgemq_gateway.admin_bodies import (
+from forgemq_contracts import admin_routes, openapi
+from forgemq_contracts.admin import (
     AbortRequest,
+    Claim,
     ClaimRequest,
     FinishRequest,
+    GroupQuery,
     GroupRequest,
+    GroupStatus,
+    Lease,
+    Recorded,
     RewardRequest,
+    RunStatus,
 )
-from forgemq_gateway.core.errors import RefusedError, field_of, invalid
-from forgemq_gateway.core.registry import GroupState
+from forgemq_contracts.admin_routes import Route
+from forgemq_gateway.access import Access
+from forgemq_gateway.admin_input import body_of, query_of
+from forgemq_gateway.core.errors import RefusedError, unknown
 from forgemq_gateway.operations import Operations
 from forgemq_gateway.wire import (
     Application,
+    ClientGoneError,
     Receive,
     Scope,
     Send,
@@ -26,126 +38,141 @@ from forgemq_gateway.wire import (
     send_refusal,
 )
 
-Body = TypeVar("Body", bound=msgspec.Struct)
+OPENAPI_PATH = "/openapi.json"
 
-_BODY_BYTES_MAX = 16 * 1024 * 1024
+Parameters = ParamSpec("Parameters")
+Serve = Callable[Parameters, Awaitable[msgspec.Struct | None]]
+Served = TypeVar("Served", bound=Callable[..., Awaitable[msgspec.Struct | None]])
 
 
 def admin_app(operations: Operations, *, access: Access) -> Application:
-    """The application of the admin API; every route needs the admin key."""
-    app = FastAPI(title="ForgeMQ gateway", docs_url=None, redoc_url=None, openapi_url=None)
-
-    @app.exception_handler(RefusedError)
-    async def refused(_: Request, error: RefusedError) -> Response:
-        return _refusal(error)
-
-    _add_groups(app, operations)
-    _add_episodes(app, operations)
-
-    @app.get("/v1/run")
-    async def run() -> Response:
-        return _json(operations.run())
-
-    return _for_admins(app, access=access)
-
-
-def _for_admins(app: FastAPI, *, access: Access) -> Application:
-    """The application behind the admin key.
+    """The API behind the admin key; its OpenAPI document is open to all.
 
     Plain ASGI: FastAPI's own middleware starts tasks and streams for every request.
     """
+    api = admin_api(operations)
 
     async def checked(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
+        if scope["type"] == "http" and scope["path"] != OPENAPI_PATH:
             try:
                 access.check_admin(headers_of(scope))
             except RefusedError as error:
                 await send_refusal(send, error)
                 return
-        await app(scope, receive, send)
+        await api(scope, receive, send)
 
     return checked
 
 
+def admin_api(operations: Operations) -> FastAPI:
+    """All routes of the contract, without a check of keys.
+
+    FastAPI's generated document is off: it knows no msgspec structs. The contract's is served.
+    """
+    app = FastAPI(title="ForgeMQ gateway", docs_url=None, redoc_url=None, openapi_url=None)
+    _add_refusals(app)
+    _add_groups(app, operations)
+    _add_episodes(app, operations)
+
+    @app.get(OPENAPI_PATH)
+    async def read_document() -> Response:
+        return Response(openapi.text(), media_type="application/json")
+
+    return app
+
+
 def _add_groups(app: FastAPI, operations: Operations) -> None:
-    @app.post("/v1/groups")
-    async def request_group(request: Request) -> Response:
-        return _json(await operations.request_group(await _body(request, GroupRequest)))
+    @_serve(app, admin_routes.REQUEST_GROUP)
+    async def request_group(
+        asked: Annotated[GroupRequest, Depends(body_of(GroupRequest))],
+    ) -> GroupStatus:
+        return await operations.request_group(asked)
 
-    @app.get("/v1/groups/{group_id}")
-    async def group(group_id: str, request: Request) -> Response:
-        wait_s = _wait_s(request)
-        if wait_s == 0:
-            return _json(operations.group(group_id))
-        known = _known_state(request)
-        return _json(await operations.changed_group(group_id, wait_s=wait_s, known=known))
+    @_serve(app, admin_routes.READ_GROUP)
+    async def read_group(
+        group_id: str, asked: Annotated[GroupQuery, Depends(query_of(GroupQuery))]
+    ) -> GroupStatus:
+        if asked.wait_s == 0:
+            return operations.group(group_id)
+        return await operations.changed_group(group_id, wait_s=asked.wait_s, known=asked.state)
 
-    @app.post("/v1/groups/{group_id}/claim")
-    async def claim(group_id: str, request: Request) -> Response:
-        asked = await _body(request, ClaimRequest)
-        claimed = await operations.claim(group_id, wait_s=asked.wait_s)
-        return Response(status_code=204) if claimed is None else _json(claimed)
+    @_serve(app, admin_routes.CLAIM_EPISODE)
+    async def claim_episode(
+        group_id: str, asked: Annotated[ClaimRequest, Depends(body_of(ClaimRequest))]
+    ) -> Claim | None:
+        return await operations.claim(group_id, wait_s=asked.wait_s)
+
+    @_serve(app, admin_routes.READ_RUN)
+    async def read_run() -> RunStatus:
+        return operations.run()
 
 
 def _add_episodes(app: FastAPI, operations: Operations) -> None:
-    @app.post("/v1/episodes/{episode_id}/heartbeat")
-    async def heartbeat(episode_id: str) -> Response:
-        return _json({"lease_s": operations.heartbeat(episode_id)})
+    @_serve(app, admin_routes.RENEW_LEASE)
+    async def renew_lease(episode_id: str) -> Lease:
+        return operations.renew_lease(episode_id)
 
-    @app.post("/v1/episodes/{episode_id}/rewards")
-    async def reward(episode_id: str, request: Request) -> Response:
-        await operations.reward(episode_id, await _body(request, RewardRequest))
-        return _json({})
+    @_serve(app, admin_routes.REPORT_REWARD)
+    async def report_reward(
+        episode_id: str, asked: Annotated[RewardRequest, Depends(body_of(RewardRequest))]
+    ) -> Recorded:
+        await operations.reward(episode_id, asked)
+        return Recorded()
 
-    @app.post("/v1/episodes/{episode_id}/finish")
-    async def finish(episode_id: str, request: Request) -> Response:
-        await operations.finish(episode_id, await _body(request, FinishRequest))
-        return _json({})
+    @_serve(app, admin_routes.FINISH_EPISODE)
+    async def finish_episode(
+        episode_id: str, asked: Annotated[FinishRequest, Depends(body_of(FinishRequest))]
+    ) -> Recorded:
+        await operations.finish(episode_id, asked)
+        return Recorded()
 
-    @app.post("/v1/episodes/{episode_id}/abort")
-    async def abort(episode_id: str, request: Request) -> Response:
-        await operations.abort(episode_id, await _body(request, AbortRequest))
-        return _json({})
-
-
-async def _body(request: Request, kind: type[Body]) -> Body:
-    """The request's body as this struct.
-
-    Raises:
-        RefusedError: 400, naming the field; 413.
-    """
-    data = b""
-    async for part in request.stream():
-        data += part
-        if len(data) > _BODY_BYTES_MAX:
-            raise RefusedError("the body is too long", status=413, kind="invalid_request_error")
-    try:
-        data.decode()  # Task and result are kept as they came, so nothing else decodes them.
-        return msgspec.json.decode(data or b"{}", type=kind)
-    except msgspec.ValidationError as error:
-        raise invalid(str(error), param=field_of(error)) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise invalid(f"the body is not valid JSON: {error}", param=None) from error
+    @_serve(app, admin_routes.ABORT_EPISODE)
+    async def abort_episode(
+        episode_id: str, asked: Annotated[AbortRequest, Depends(body_of(AbortRequest))]
+    ) -> Recorded:
+        await operations.abort(episode_id, asked)
+        return Recorded()
 
 
-def _wait_s(request: Request) -> float:
-    text = request.query_params.get("wait_s", "0")
-    try:
-        return max(0.0, float(text))
-    except ValueError as error:
-        raise invalid(f"wait_s must be a number, got {text!r}", param="wait_s") from error
+def _serve(app: FastAPI, route: Route) -> Callable[[Served], Served]:
+    """Register a function under a route of the contract; its struct is the answer, None a 204."""
+
+    def register(serve: Served) -> Served:
+        @wraps(serve)  # FastAPI reads the parameters of the function within.
+        async def answer(**values: object) -> Response:
+            answered = await serve(**values)
+            return Response(status_code=204) if answered is None else _json(answered)
+
+        app.add_api_route(
+            route.path, answer, methods=[route.method], name=route.name, response_model=None
+        )
+        return serve
+
+    return register
 
 
-def _known_state(request: Request) -> GroupState | None:
-    text = request.query_params.get("state")
-    try:
-        return None if text is None else msgspec.convert(text, GroupState)
-    except msgspec.ValidationError as error:
-        states = ", ".join(get_args(GroupState))
-        raise invalid(f"state must be one of {states}, got {text!r}", param="state") from error
+def _add_refusals(app: FastAPI) -> None:
+    """Give every refusal the one shape of an error, FastAPI's own included."""
+
+    @app.exception_handler(RefusedError)
+    async def refused(_: Request, error: RefusedError) -> Response:
+        return _refusal(error)
+
+    @app.exception_handler(HTTPException)
+    async def not_routed(request: Request, error: HTTPException) -> Response:
+        refusal = unknown(f"there is no {request.method} {request.url.path}")
+        if error.status_code != refusal.status:
+            refusal = RefusedError(
+                error.detail, status=error.status_code, kind="invalid_request_error"
+            )
+        return _refusal(refusal)
+
+    @app.exception_handler(ClientGoneError)
+    async def gone(_: Request, __: ClientGoneError) -> Response:
+        return Response(status_code=499)  # As nginx counts it; nobody is there to read it.
 
 
-def _json(value: Any, *, status: int = 200) -> Response:  # noqa: ANN401 - a struct or a dict
+def _json(value: object, *, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status_code=status, media_type="application/json")
 
 

@@ -4,23 +4,26 @@ from contextlib import suppress
 
 from msgspec import Raw, Struct
 
+from forgemq_contracts.admin import (
+    AbortRequest,
+    Claim,
+    FinishRequest,
+    GroupRequest,
+    GroupState,
+    GroupStatus,
+    Lease,
+    RewardRequest,
+    RunStatus,
+)
 from forgemq_contracts.episodes import OpenedEpisode, ReportedReward
 from forgemq_contracts.groups import RequestedGroup
 from forgemq_contracts.partitions import episode_id, group_id
 from forgemq_contracts.run import Queue
 from forgemq_gateway.access import Access
-from forgemq_gateway.admin_bodies import (
-    AbortRequest,
-    Claim,
-    FinishRequest,
-    GroupRequest,
-    RewardRequest,
-    RunStatus,
-)
 from forgemq_gateway.core.episodes import Ending, Episode
 from forgemq_gateway.core.errors import RefusedError, busy, conflict, gone, invalid, unknown
 from forgemq_gateway.core.keys import KeyMint, key_sha256
-from forgemq_gateway.core.registry import Group, GroupState, GroupStatus
+from forgemq_gateway.core.registry import Group
 from forgemq_gateway.core.sampling import pinned_sampling
 from forgemq_gateway.dispatch import Dispatcher
 from forgemq_gateway.surroundings import Surroundings
@@ -203,13 +206,13 @@ class Operations:
             temperature=record.sampling.temperature,
         )
 
-    def heartbeat(self, episode_id: str) -> float:
-        """The agent lives; returns the length of its lease, seconds."""
+    def renew_lease(self, episode_id: str) -> Lease:
+        """Keep the episode for its agent, which has given a sign of life."""
         episode = self._access.known_episode(episode_id)
         if episode.state == "ended":
             raise conflict(f"episode {episode_id} has ended")
         episode.renew(self._clock.now_s())
-        return episode.opened.lease_s
+        return Lease(lease_s=episode.opened.lease_s)
 
     async def reward(self, episode_id: str, request: RewardRequest) -> None:
         """Keep a reward of the agent's own; idempotent by its id."""

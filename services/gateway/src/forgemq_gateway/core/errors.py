@@ -1,17 +1,8 @@
 """Refusals as every protocol can tell them: a status, a type, and the field that is wrong."""
 
 import re
-from typing import Literal, TypeAlias
 
-ErrorType: TypeAlias = Literal[
-    "invalid_request_error",
-    "authentication_error",
-    "not_found_error",
-    "conflict_error",
-    "gone_error",
-    "rate_limit_error",
-    "server_error",
-]
+from forgemq_contracts.admin import ErrorType
 
 
 class RefusedError(Exception):

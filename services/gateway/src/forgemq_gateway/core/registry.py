@@ -5,12 +5,13 @@ Requests of clients change it through the same records, written first and applie
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 from msgspec import Struct
 
 from forgemq_contracts.accounting import RETIRED_IDS_MAX, is_candidate
+from forgemq_contracts.admin import GroupState, GroupStatus
 from forgemq_contracts.completions import (
     CancelledCompletion,
     DeliveredCompletion,
@@ -26,8 +27,6 @@ from forgemq_gateway.core.episodes import Episode, GroupFacts
 from forgemq_gateway.core.history import TAIL_TOKENS, TOKEN_BYTES, Completion, tokens_of
 from forgemq_gateway.core.replies import Reply
 from forgemq_gateway.core.turns import Turn, restored
-
-GroupState: TypeAlias = Literal["requested", "admitted", "retired"]
 
 # (output, request id, tools, tail of the context) -> what the policy said.
 Parse: TypeAlias = Callable[[bytes, str, Sequence[Mapping[str, Any]], bytes], Reply]
@@ -74,18 +73,6 @@ class Group:
             episode.state in ("open", "finishing") and index not in self.finished
             for index, episode in self.episodes.items()
         )
-
-
-class GroupStatus(Struct, frozen=True, kw_only=True):
-    """A group as the admin API shows it."""
-
-    group_id: str
-    state: GroupState
-    retire_reason: str
-    group_size: int
-    queue_index: int | None
-    open: int
-    finished: int
 
 
 class Finish(Struct, frozen=True, kw_only=True):

@@ -1,0 +1,201 @@
+"""The group and episode API over HTTP: what agents send to the gateway, and what it answers.
+
+The gateway, the agents and the load tests decode and encode these structs and no others;
+`admin_routes.py` says which route carries which. Tasks and results are JSON that only the user
+reads: `Raw` keeps their bytes as they came.
+"""
+
+from typing import Annotated, Literal, TypeAlias
+
+from msgspec import Meta, Raw, Struct, field
+
+from forgemq_contracts.fields import (
+    REWARD_SIZE_MAX,
+    DomainName,
+    EpisodeId,
+    GroupId,
+    Purpose,
+    Seconds,
+)
+from forgemq_contracts.groups import GroupSize, QueueIndex, RetireReason
+
+BODY_BYTES_MAX = 16 * 1024 * 1024
+"""Longest body of a request. The gateway keeps the task of every open group in memory."""
+
+DETAIL_CHARACTERS_MAX = 2000
+"""Longest reason of an abort: the end of a traceback. It is read by people."""
+
+GroupState: TypeAlias = Annotated[
+    Literal["requested", "admitted", "retired"],
+    Meta(description="requested: waits for a slot. admitted: may be claimed. retired: is over."),
+]
+Temperature: TypeAlias = Annotated[
+    float, Meta(ge=0, le=10, description="Sampling temperature; 0 is greedy.")
+]
+ErrorType: TypeAlias = Literal[
+    "invalid_request_error",
+    "authentication_error",
+    "not_found_error",
+    "conflict_error",
+    "gone_error",
+    "rate_limit_error",
+    "server_error",
+]
+_WAIT = "Answer after at most so many seconds; the gateway waits at most its LONG_POLL_S_MAX."
+
+
+class GroupRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Body of POST /v1/groups: a group of episodes of one task."""
+
+    domain: DomainName
+    idempotency_key: Annotated[
+        str,
+        Meta(min_length=1, max_length=200, description="The same key asks for the same group."),
+    ]
+    task: Annotated[Raw, Meta(description="Any JSON value; agents and graders get it as it is.")]
+    purpose: Purpose = "train"
+    group_size: Annotated[
+        GroupSize | None, Meta(description="null: as the domain's queue is configured.")
+    ] = None
+    temperature: Annotated[
+        Temperature | None, Meta(description="null: as the run is configured.")
+    ] = None
+    round_name: Annotated[
+        str, Meta(max_length=80, description="Evaluation round that the group belongs to.")
+    ] = ""
+
+
+class GroupStatus(Struct, frozen=True, kw_only=True):
+    """How far a group is."""
+
+    group_id: GroupId
+    state: GroupState
+    retire_reason: Annotated[
+        Literal[RetireReason, ""], Meta(description="'' until the group retires.")
+    ]
+    group_size: Annotated[
+        int,
+        Meta(ge=0, le=4096, description="0 if the group retired before this gateway started."),
+    ]
+    queue_index: Annotated[
+        QueueIndex | None, Meta(description="null until a slot is given; evaluation takes none.")
+    ]
+    open: Annotated[int, Meta(ge=0, description="Episodes that agents hold.")]
+    finished: Annotated[int, Meta(ge=0, description="Episodes that have ended.")]
+
+
+class GroupQuery(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Query of GET /v1/groups/{group_id}."""
+
+    wait_s: Annotated[Seconds, Meta(description=f"Wait for a change of state. {_WAIT}")] = 0.0
+    state: Annotated[
+        GroupState | None,
+        Meta(
+            description="The state that the caller knows: any other one is answered at once. "
+            "Without it the gateway waits for a change from the present state, and so misses a "
+            "change between the caller's previous answer and this question."
+        ),
+    ] = None
+
+
+class ClaimRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Body of POST /v1/groups/{group_id}/claim."""
+
+    wait_s: Annotated[Seconds, Meta(description=f"Wait for a free episode. {_WAIT}")] = 0.0
+
+
+class Claim(Struct, frozen=True, kw_only=True):
+    """One episode that the agent holds until its lease lapses."""
+
+    episode_id: EpisodeId
+    group_id: GroupId
+    index: Annotated[int, Meta(ge=0, description="Index of the episode in its group.")]
+    attempt: Annotated[int, Meta(ge=0, description="Earlier attempts whose lease has lapsed.")]
+    key: Annotated[
+        str, Meta(min_length=1, description="API key for chat completions of this episode alone.")
+    ]
+    base_url: Annotated[str, Meta(description="OpenAI base URL for that key.")]
+    session_url: Annotated[
+        str, Meta(description="Base URL with the key in its path, if a client cannot send one.")
+    ]
+    lease_s: Annotated[
+        float, Meta(gt=0, description="The episode is free again after so long a silence.")
+    ]
+    task: Annotated[Raw, Meta(description="The task as it was requested.")]
+    temperature: Temperature
+
+
+class Lease(Struct, frozen=True, kw_only=True):
+    """The lease is renewed."""
+
+    lease_s: Annotated[float, Meta(gt=0, description="Its length from this answer on.")]
+
+
+class RewardRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Body of POST /v1/episodes/{episode_id}/rewards."""
+
+    reward_id: Annotated[
+        str,
+        Meta(min_length=1, max_length=200, description="Only the first reward of an id counts."),
+    ]
+    name: Annotated[str, Meta(min_length=1, max_length=80)]
+    value: Annotated[float, Meta(ge=-REWARD_SIZE_MAX, le=REWARD_SIZE_MAX)]
+    completion_id: Annotated[
+        Annotated[str, Meta(pattern=r"^(chatcmpl-)?[0-9a-f]{32}$")] | None,
+        Meta(description="Id of a chat completion of this episode; null rewards the episode."),
+    ] = None
+
+
+def _null() -> Raw:
+    return Raw(b"null")
+
+
+class FinishRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Body of POST /v1/episodes/{episode_id}/finish."""
+
+    result: Annotated[Raw, Meta(description="Any JSON value, for graders; null if left out.")] = (
+        field(default_factory=_null)
+    )
+    tool_s: Annotated[Seconds, Meta(description="Time spent in tools.")] = 0.0
+    virtual_s: Annotated[
+        Seconds | None, Meta(description="Time on the environment's own clock, if it has one.")
+    ] = None
+
+
+class AbortRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Body of POST /v1/episodes/{episode_id}/abort."""
+
+    detail: Annotated[
+        str, Meta(max_length=DETAIL_CHARACTERS_MAX, description="Why, for people.")
+    ] = ""
+
+
+class Recorded(Struct, frozen=True):
+    """The log holds it; there is nothing else to say."""
+
+
+class RunStatus(Struct, frozen=True, kw_only=True):
+    """How far the run is."""
+
+    run: str
+    steps: Annotated[int, Meta(ge=0, description="Steps that the run is to train.")]
+    steps_trained: Annotated[int, Meta(ge=0)]
+    training_ended: Annotated[bool, Meta(description="No further training group is taken.")]
+    domains: tuple[DomainName, ...]
+
+
+class ErrorBody(Struct, frozen=True, kw_only=True):
+    """What is wrong, in OpenAI's shape."""
+
+    message: Annotated[str, Meta(description="Names the field and the rule, for people.")]
+    type: ErrorType
+    param: Annotated[
+        str | None, Meta(description="Path of the field that is wrong; null if it is none.")
+    ] = None
+    code: Annotated[str | None, Meta(description="Reason for programs, if it has a name.")] = None
+
+
+class Refusal(Struct, frozen=True, kw_only=True):
+    """Body of every 4xx and 5xx: nothing has changed."""
+
+    error: ErrorBody

@@ -1,0 +1,69 @@
+"""Bodies and queries of requests as structs, for FastAPI; a bad field is refused by its name."""
+
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import msgspec
+from fastapi import Request
+from msgspec import Struct, inspect
+
+from forgemq_contracts.admin import BODY_BYTES_MAX
+from forgemq_gateway.core.errors import RefusedError, field_of, invalid
+from forgemq_gateway.wire import read_body
+
+Input = TypeVar("Input", bound=Struct)
+
+
+def body_of(kind: type[Input]) -> Callable[[Request], Awaitable[Input]]:
+    """A dependency that reads the body as this struct; an empty body is an empty object.
+
+    The dependency raises RefusedError: 400 naming the field and its rule, 413.
+    """
+
+    async def read(request: Request) -> Input:
+        data = await read_body(request.receive, bytes_max=BODY_BYTES_MAX, headers=request.headers)
+        try:
+            data.decode()  # The decoder takes a Raw field as it is, valid UTF-8 or not.
+            return msgspec.json.decode(data or b"{}", type=kind)
+        except msgspec.ValidationError as error:
+            raise _refused(error, kind) from error
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise invalid(f"the body is not valid JSON: {error}", param=None) from error
+
+    return read
+
+
+def query_of(kind: type[Input]) -> Callable[[Request], Awaitable[Input]]:
+    """A dependency that reads the query as this struct.
+
+    The dependency raises RefusedError: 400 naming the parameter and its rule.
+    """
+
+    async def read(request: Request) -> Input:
+        try:
+            return msgspec.convert(dict(request.query_params), kind, strict=False)
+        except msgspec.ValidationError as error:
+            raise _refused(error, kind) from error
+
+    return read
+
+
+def _refused(error: msgspec.ValidationError, kind: type[Struct]) -> RefusedError:
+    param = field_of(error)
+    # The decoder names the word that is wrong; this adds those that are right.
+    words = [
+        word
+        for field in msgspec.structs.fields(kind)
+        if field.name == param
+        for word in _words(inspect.type_info(field.type))
+    ]
+    rule = f"; must be one of {', '.join(words)}" if words else ""
+    return invalid(f"{error}{rule}", param=param)
+
+
+def _words(kind: inspect.Type) -> tuple[str, ...]:
+    if isinstance(kind, inspect.Metadata):
+        return _words(kind.type)
+    if isinstance(kind, inspect.UnionType):
+        return tuple(word for option in kind.types for word in _words(option))
+    return tuple(map(str, kind.values)) if isinstance(kind, inspect.LiteralType) else ()
