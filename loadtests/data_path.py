@@ -1,11 +1,12 @@
 """How many completions a second pass through all topics on this machine?
 
-Real broker, gateway, inference, reward, merger and scheduler, each a process of its own. Three
-stand-ins: the engine answers after a fixed time with a fixed number of tokens, the trainer takes
-steps without computing, and agents do nothing between two turns. `make load NAME=data_path`.
+Broker, gateway, inference, reward, merger and scheduler are real, each in its own process. Three
+parts are stand-ins: the engine answers after a fixed time with a fixed number of tokens, the
+trainer takes steps without computing, and agents do nothing between two turns.
+`make load NAME=data_path`.
 
-`small`: contexts of about 200 tokens. `context_196k`: histories of 196,608 tokens, sent again as a
-whole every turn; 12 a second are a million a day.
+`small`: contexts of about 200 tokens. `context_196k`: contexts of 196,608 tokens, sent again as a
+whole every turn; 12 completions a second are a million a day.
 """
 
 import asyncio
@@ -63,6 +64,7 @@ WORKLOADS = {
         measure_s=40.0,
     ),
 }
+# Kafka, five services and the first group, on a machine that others use too.
 START_TIMEOUT_S = 120.0
 FAILURES = (ProcessFailedError, BrokerError, LogError, MachineError, TimeoutError)
 _READ_S = 0.5
@@ -70,14 +72,14 @@ _PROCESSES = (*SERVICES, "broker", "trainer", *STAND_INS)
 
 
 class Window(Struct, frozen=True, kw_only=True):
-    """What was seen between two moments.
+    """The time of the measurement, and what the system used in it.
 
     Attributes:
         wall_ms: Start and end, Unix time.
-        monotonic_s: Start and end, as the agents' process reads it.
+        monotonic_s: Start and end on the monotonic clock, which the agents' process shares.
         cpu_s: CPU time by process.
-        stored_bytes: Written to segments and blobs.
-        steps: Trained.
+        stored_bytes: Bytes written to segments and blobs.
+        steps: Steps trained.
         load: One-minute load average at start and end.
     """
 
@@ -90,12 +92,12 @@ class Window(Struct, frozen=True, kw_only=True):
 
     @property
     def duration_s(self) -> float:
-        """Its length."""
+        """Length of the window."""
         return self.monotonic_s[1] - self.monotonic_s[0]
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
-    """What a case gave: completions delivered and merged within the window."""
+    """Results of a case: completions delivered and merged within the window."""
 
     window: Window
     delivered: int
@@ -104,14 +106,14 @@ class Outcome(Struct, frozen=True, kw_only=True):
 
 
 async def measure(name: str, workload: Workload, *, folder: Path) -> Outcome:
-    """Bring the system up, let it warm up, watch it, and read from the log what passed."""
+    """Start the system, let it warm up, measure it, and count its completions on the log."""
     async with running(name, workload, folder=folder) as system:
-        await _until_serving(system)
+        await _wait_for_first_completion(system)
         await asyncio.sleep(workload.warm_up_s)
-        window = await _watch(system, workload.measure_s)
-        delivered = await _records(system, topics.DELIVERED_COMPLETIONS)
-        scored = await _records(system, topics.SCORED_GROUPS)
-        merged = await _records(system, topics.MERGED_GROUPS)
+        window = await _measure_window(system, workload.measure_s)
+        delivered = await _read_records(system, topics.DELIVERED_COMPLETIONS)
+        scored = await _read_records(system, topics.SCORED_GROUPS)
+        merged = await _read_records(system, topics.MERGED_GROUPS)
         await system.supervisor.stop()
         lines = await asyncio.to_thread(system.played.read_bytes)
     started_s, ended_s = window.monotonic_s
@@ -127,11 +129,11 @@ async def measure(name: str, workload: Workload, *, folder: Path) -> Outcome:
     )
 
 
-async def _until_serving(system: RunningSystem) -> None:
-    """Return at the first delivered completion.
+async def _wait_for_first_completion(system: RunningSystem) -> None:
+    """Wait until the first completion is delivered.
 
     Raises:
-        TimeoutError: there is none in time.
+        TimeoutError: none was delivered in time.
     """
     places = _places(system, topics.DELIVERED_COMPLETIONS)
     async with asyncio.timeout(START_TIMEOUT_S):
@@ -143,7 +145,7 @@ async def _until_serving(system: RunningSystem) -> None:
             await reader.close()
 
 
-async def _watch(system: RunningSystem, duration_s: float) -> Window:
+async def _measure_window(system: RunningSystem, duration_s: float) -> Window:
     cpu_s, stored, steps = system.cpu_s(), system.stored_bytes(), system.trainer.steps
     wall_ms, began_s, load = time.time_ns() // 1_000_000, time.monotonic(), os.getloadavg()[0]
     await asyncio.sleep(duration_s)
@@ -158,8 +160,8 @@ async def _watch(system: RunningSystem, duration_s: float) -> Window:
     )
 
 
-async def _records(system: RunningSystem, topic: topics.Topic) -> list[Record]:
-    """Every record of the topic up to now."""
+async def _read_records(system: RunningSystem, topic: topics.Topic) -> list[Record]:
+    """Read every record of the topic up to its present end."""
     places = _places(system, topic)
     return await _read_all(system.log, places)
 
@@ -186,7 +188,7 @@ def _is_within(record: Record, window: Window) -> bool:
 
 
 def _merged_completions(scored: Sequence[Record], merged: Sequence[Record]) -> int:
-    """Completions of the merged groups that have a tree."""
+    """Number of completions in the merged groups that have a tree."""
     counts: dict[str, int] = {}
     for record in scored:
         group = topics.decode(topics.SCORED_GROUPS, record.value)
@@ -201,7 +203,7 @@ def _merged_completions(scored: Sequence[Record], merged: Sequence[Record]) -> i
 
 
 def report(measurement: Measurement, case: str, outcome: Outcome, *, engine_s: float) -> None:
-    """The rows of one case."""
+    """Add the rows of one case to the measurement."""
     window, delivered = outcome.window, outcome.delivered
     added_ms = sorted(1000 * (played.took_s - engine_s) for played in outcome.played)
     rows = [
@@ -227,7 +229,7 @@ def report(measurement: Measurement, case: str, outcome: Outcome, *, engine_s: f
 
 
 def _lines_of(error: BaseException) -> list[str]:
-    """What went wrong, out of the groups that task groups wrap it in."""
+    """Messages of all errors inside nested exception groups."""
     if isinstance(error, BaseExceptionGroup):
         return [line for inner in error.exceptions for line in _lines_of(inner)]
     return [str(error) or type(error).__name__]
@@ -246,7 +248,7 @@ def _percentile(ordered: Sequence[float], percent: int) -> float:
 
 
 def main() -> int:
-    """Measure every case, or those named."""
+    """Measure the named cases, or all of them."""
     options = arguments(__doc__ or "")
     measurement = Measurement(
         name="data_path",

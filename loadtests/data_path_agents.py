@@ -1,29 +1,42 @@
 """Agents of the data path's load test: many episodes at once over plain HTTP, nothing computed.
 
-Every turn sends the whole history again, as agents do. A process of its own, so that its CPU time
-can be told apart; on SIGTERM it writes one line a completion and ends.
+Every turn sends all messages so far again, as agents do. They run in their own process, so that
+their CPU time is measured apart; on SIGTERM it writes one line for each completion and ends.
 """
 
 import asyncio
+import itertools
 import os
 import random
 import signal
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
 import aiohttp
 import msgspec
-from msgspec import Struct
+from msgspec import Raw, Struct
 
+from forgemq_contracts import admin_routes
+from forgemq_contracts.admin import (
+    Claim,
+    ClaimRequest,
+    FinishRequest,
+    GroupRequest,
+    GroupStatus,
+    Recorded,
+    RewardRequest,
+)
+from forgemq_contracts.admin_routes import Route
 from forgemq_settings.environment import parse
 
 DOMAIN = "data_path"
-_CLAIM_WAIT_S = 20
+# A group is admitted when a slot is free, which takes as long as a step of the stand-in trainer.
+_CLAIM_WAIT_S = 20.0
+# Short beside the time of a completion, so that a refusal costs no throughput.
 _RETRY_S = 0.1
-# Each is one token of the demo's model, and so is the space behind it.
+# Each word is one token of the demo's model, and so is the space after it.
 _WORDS = (
     *("description", "parameters", "properties", "arguments", "assistant", "function", "product"),
     *("medium", "object", "string", "system", "price", "total", "color", "stock", "shelf", "lines"),
@@ -34,14 +47,14 @@ Answer = TypeVar("Answer")
 
 
 class AgentsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How agents play; the history grows by a reply and `turn_words` each turn.
+    """How agents play; each turn adds a reply and `turn_words` to the messages.
 
     Attributes:
         agents: Episodes at once.
         prompt_messages: Messages before the first turn, the same for all episodes of a group.
-        message_words: In each of them.
-        turn_words: Of every later message of the user.
-        out: One JSON line a completion: when it ended (monotonic, s), how long it took, its tokens.
+        message_words: Length of each of them.
+        turn_words: Length of every later message of the user.
+        out: File for one JSON line (`Played`) for each completion.
     """
 
     url: str
@@ -57,51 +70,33 @@ class AgentsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class Usage(Struct, frozen=True):
-    """Of a reply."""
+    """Tokens of one chat completion."""
 
     prompt_tokens: int
     completion_tokens: int
 
 
 class ReplyMessage(Struct, frozen=True):
-    """Of a reply; what the policy said."""
+    """The text that the stand-in engine made."""
 
     content: str | None = None
 
 
 class Choice(Struct, frozen=True):
-    """Of a reply."""
+    """One choice of a chat completion."""
 
     message: ReplyMessage
 
 
 class Reply(Struct, frozen=True):
-    """The part of a chat completion that goes back into the history."""
+    """The parts of a chat completion that an agent reads."""
 
     choices: list[Choice]
     usage: Usage
 
 
-class Claimed(Struct, frozen=True):
-    """The part of a claim that an agent needs."""
-
-    episode_id: str
-    index: int
-    key: str
-
-
-class Done(Struct, frozen=True):
-    """An answer with nothing in it."""
-
-
-class OpenedGroup(Struct, frozen=True):
-    """The part of a group that an agent needs."""
-
-    group_id: str
-
-
 class Played(Struct, frozen=True):
-    """One completion, as the client saw it."""
+    """One completion, as the client saw it; `ended_s` is monotonic time."""
 
     ended_s: float
     took_s: float
@@ -110,12 +105,12 @@ class Played(Struct, frozen=True):
 
 
 def message(role: str, content: str) -> bytes:
-    """One message of a history, as JSON."""
+    """One message of a chat, as JSON."""
     return msgspec.json.encode({"role": role, "content": content})
 
 
 class Agents:
-    """Plays groups without end."""
+    """Plays one group after the other until it is cancelled."""
 
     def __init__(self, settings: AgentsSettings, session: aiohttp.ClientSession) -> None:
         self._settings = settings
@@ -128,10 +123,10 @@ class Agents:
         self.refused = 0
 
     async def run(self) -> None:
-        """Wait for the gateway, then open groups and play their episodes until cancelled."""
+        """Wait for the gateway, then request groups and play their episodes."""
         await self._wait_for_gateway()
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._open_groups())
+            tasks.create_task(self._request_groups())
             for _ in range(self._settings.agents):
                 tasks.create_task(self._play_on())
 
@@ -143,56 +138,51 @@ class Agents:
                         return
             await asyncio.sleep(_RETRY_S)
 
-    async def _open_groups(self) -> None:
-        for number in self._numbers():
-            asked = {"domain": DOMAIN, "idempotency_key": str(number), "task": {"k": number}}
-            group = await self._ask("/v1/groups", asked, OpenedGroup)
+    async def _request_groups(self) -> None:
+        for number in itertools.count():
+            task = Raw(msgspec.json.encode({"k": number}))
+            asked = GroupRequest(domain=DOMAIN, idempotency_key=str(number), task=task)
+            group = await self._ask(admin_routes.REQUEST_GROUP, "", asked, GroupStatus)
             prompt = self._prompt(number)
             for _ in range(self._settings.group_size):
                 await self._free.put((group.group_id, prompt))
-
-    def _numbers(self) -> Iterator[int]:
-        number = 0
-        while True:
-            yield number
-            number += 1
 
     def _prompt(self, number: int) -> list[bytes]:
         dice = random.Random(number)
         settings = self._settings
         return [
-            message("assistant" if place % 2 else "user", text(dice, settings.message_words))
-            for place in range(settings.prompt_messages)
+            message("assistant" if index % 2 else "user", text(dice, settings.message_words))
+            for index in range(settings.prompt_messages)
         ]
 
     async def _play_on(self) -> None:
         while True:
             group_id, prompt = await self._free.get()
-            asked = {"wait_s": _CLAIM_WAIT_S}  # Until the group is admitted.
-            claimed = await self._ask(f"/v1/groups/{group_id}/claim", asked, Claimed)
-            await self._play(claimed, list(prompt))
+            asked = ClaimRequest(wait_s=_CLAIM_WAIT_S)
+            claim = await self._ask(admin_routes.CLAIM_EPISODE, group_id, asked, Claim)
+            await self._play(claim, list(prompt))
 
-    async def _play(self, claimed: Claimed, history: list[bytes]) -> None:
-        dice = random.Random(claimed.episode_id)
+    async def _play(self, claim: Claim, messages: list[bytes]) -> None:
+        dice = random.Random(claim.episode_id)
         for turn in range(self._settings.turns):
             if turn:
-                history.append(message("user", text(dice, self._settings.turn_words)))
-            reply = await self._complete(claimed, b",".join(history))
-            history.append(message("assistant", reply.choices[0].message.content or ""))
-        path = f"/v1/episodes/{claimed.episode_id}"
+                messages.append(message("user", text(dice, self._settings.turn_words)))
+            reply = await self._complete(claim, b",".join(messages))
+            messages.append(message("assistant", reply.choices[0].message.content or ""))
         # Half of a group passes, so that its advantages are not all zero.
-        reward = {"reward_id": "passed", "name": "passed", "value": claimed.index % 2}
-        await self._ask(f"{path}/rewards", reward, Done)
-        await self._ask(f"{path}/finish", {"result": {"turns": self._settings.turns}}, Done)
+        reward = RewardRequest(reward_id="passed", name="passed", value=claim.index % 2)
+        await self._ask(admin_routes.REPORT_REWARD, claim.episode_id, reward, Recorded)
+        finish = FinishRequest(result=Raw(b'{"turns":%d}' % self._settings.turns))
+        await self._ask(admin_routes.FINISH_EPISODE, claim.episode_id, finish, Recorded)
 
-    async def _complete(self, claimed: Claimed, history: bytes) -> Reply:
+    async def _complete(self, claim: Claim, messages: bytes) -> Reply:
         body = b'{"model":"policy","max_tokens":%d,"messages":[%s]}'
-        headers = {"authorization": f"Bearer {claimed.key}", "content-type": "application/json"}
+        headers = {"authorization": f"Bearer {claim.key}", "content-type": "application/json"}
         while True:
             began_s = time.monotonic()
             async with self._session.post(
                 f"{self._settings.url}/v1/chat/completions",
-                data=body % (self._settings.tokens_max, history),
+                data=body % (self._settings.tokens_max, messages),
                 headers=headers,
             ) as response:
                 answer = await response.read()
@@ -210,13 +200,14 @@ class Agents:
         )
         return reply
 
-    async def _ask(self, path: str, body: object, kind: type[Answer]) -> Answer:
-        """POST the body to the admin API, or GET where there is none; waits out what is busy."""
+    async def _ask(self, route: Route, identity: str, body: Struct, kind: type[Answer]) -> Answer:
+        """Call a route on a group or an episode; repeat while the gateway refuses for now."""
+        path = route.path.format(group_id=identity, episode_id=identity)
         while True:
             async with self._session.request(
-                "GET" if body is None else "POST",
+                route.method,
                 self._settings.url + path,
-                data=None if body is None else msgspec.json.encode(body),
+                data=msgspec.json.encode(body),
                 headers=self._admin,
             ) as response:
                 answer = await response.read()
@@ -228,7 +219,7 @@ class Agents:
 
 
 def text(dice: random.Random, words: int) -> str:
-    """So many words."""
+    """Random words, separated by spaces."""
     return " ".join(dice.choices(_WORDS, k=words))
 
 

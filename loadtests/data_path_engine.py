@@ -1,4 +1,4 @@
-"""The stand-in engine as a process of the load test, set by `FORGEMQ_LOAD_ENGINE_*`."""
+"""Runs the stand-in engine as a process; its settings are `FORGEMQ_LOAD_ENGINE_*`."""
 
 import asyncio
 import os
@@ -10,7 +10,7 @@ from forgemq_settings.environment import parse
 
 
 class EngineSettings(Speed, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How fast it is, and where."""
+    """How fast the engine answers, and on which port."""
 
     port: int
 

@@ -1,4 +1,4 @@
-"""Brings a whole run up around stand-ins, keeps it up while it is measured, and takes it down."""
+"""Starts a whole run with stand-ins, keeps it up while it is measured, and stops it."""
 
 import asyncio
 import json
@@ -34,27 +34,27 @@ DEMO_MODEL = LOADTESTS.parent / "deploy" / "demo" / "model"
 HOST = "127.0.0.1"
 SERVICES = ("gateway", "inference-0", "reward", "merger", "scheduler")
 STAND_INS = ("engine", "agents")
-# Agents first, so that no request is cut off in the middle.
+# Agents stop first, so that no request is cut off.
 _AGENTS_STAGE, _ENGINE_STAGE = 0, 3
 
 
 class Workload(Struct, frozen=True, kw_only=True):
-    """What agents and engine do in a case.
+    """What agents and engine do in one case.
 
     Attributes:
         agents: Episodes at once.
-        turns: Completions an episode.
-        prompt_messages: Before the first turn, the same for all episodes of a group.
-        message_words: In each of them; a word is two tokens.
-        turn_words: In every later message of the user.
-        output_tokens: Of every completion.
-        engine_s: From a request to its answer.
-        context_tokens_max: Of the model.
-        group_size: G.
-        groups_per_step: P.
-        slots: N.
-        warm_up_s: Before the measurement.
-        measure_s: How long the measurement is.
+        turns: Completions of each episode.
+        prompt_messages: Messages before the first turn, the same for all episodes of a group.
+        message_words: Length of each of them; a word is two tokens.
+        turn_words: Length of every later message of the user.
+        output_tokens: Length of every completion.
+        engine_s: Time from a request to its answer.
+        context_tokens_max: Longest context of the model.
+        group_size: G, episodes of a group.
+        groups_per_step: P, groups that a step trains.
+        slots: N, groups at once.
+        warm_up_s: Time before the measurement.
+        measure_s: Length of the measurement.
     """
 
     agents: int
@@ -76,12 +76,9 @@ class RunningSystem(Struct, frozen=True, kw_only=True):
     """A run that is up.
 
     Attributes:
-        log: Of the run.
-        configuration: Of the run.
-        folder: Everything the run leaves behind.
-        supervisor: Of services and stand-ins.
-        broker: Of the run's own broker, None where a setting names one.
-        played: The agents write what they played to this file when they end.
+        supervisor: Keeps services and stand-ins running.
+        broker: The broker that the run started; None if a setting names another one.
+        played: File that the agents write when they end.
     """
 
     log: Log
@@ -114,7 +111,7 @@ class RunningSystem(Struct, frozen=True, kw_only=True):
 
 @asynccontextmanager
 async def running(name: str, workload: Workload, *, folder: Path) -> AsyncIterator[RunningSystem]:
-    """The system under load, from its first request on; everything is stopped at the end."""
+    """Start everything, yield the system, and stop everything."""
     run = RunFolder(folder / name.replace("_", "-"))
     model = _model(folder / "model", context_tokens_max=workload.context_tokens_max)
     configuration = run_configuration(run.run, workload, model=model)
@@ -247,7 +244,7 @@ def _specs(
 
 
 def _model(folder: Path, *, context_tokens_max: int) -> Path:
-    """The demo's model with room for longer contexts; nobody computes with it."""
+    """Copy the demo's model with a longer context; only its tokenizer is used."""
     shutil.copytree(DEMO_MODEL, folder)
     path = folder / "config.json"
     config = json.loads(path.read_text())
@@ -265,7 +262,7 @@ def _java() -> psutil.Process:
 
 
 def _cpu_s(process: psutil.Process) -> float:
-    """Of the process and its children, those that ended included."""
+    """CPU time of the process and its children, ended ones included."""
     times = process.cpu_times()
     own = times.user + times.system + times.children_user + times.children_system
     return float(own) + sum(_cpu_s(child) for child in process.children())

@@ -29,19 +29,12 @@ LEFT_OVER = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b(?!\(\d+\))")
 PURE_DATA_OR_TYPES = {"Struct", "Protocol"}
 # One word, one meaning: these stand in two packages because both mean the same by them.
 SHARED_WORDS = {
-    "Claim": "an episode in an agent's hands: the gateway's answer, and what the agent reads",
     "Completion": "a sampled turn: what the gateway keeps of it, and what an agent gets",
     "Episode": "one attempt at a task: as the gateway keeps it, and as an agent plays it",
-    "Gateway": "the gateway, and the agents' client of it",
-    "GroupRequest": "body of POST /v1/groups, at both ends",
-    "GroupStatus": "answer of GET /v1/groups, at both ends",
     "Launch": "how a run is launched, and how a trainer's rank was",
     "Log": "the log, and the section of a run's configuration about it",
     "OpenGroup": "a group that is not over: what the merger and the scheduler keep of it",
-    "Policy": "what answers: to an agent's loop, and as the trainer computes it",
-    "RunStatus": "answer of GET /v1/run, at both ends",
     "Sample": "one request that was trained: to be merged, and rebuilt for the audit",
-    "ToolCall": "a call in an assistant's message: read from tokens, and read from HTTP",
     "Turn": "one request for a completion: in flight, and shown afterwards",
 }
 

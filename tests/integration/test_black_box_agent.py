@@ -16,21 +16,24 @@ from io import StringIO
 from pathlib import Path
 
 import aiohttp
+import msgspec
 import pytest
 from black_box import agent as black_box_agent
+from msgspec import Raw
 from shop_desk import agent as white_box_agent
 from shop_desk.calls import add_up
 from shop_desk.demonstrator import call_text
 from shop_desk.shop import Line, Order, as_task
 from tokenizers import Tokenizer
 
-from forgemq_agents.attendance import Attendance
-from forgemq_agents.gateway import Gateway, GroupRequest
+from forgemq_agents.episode_player import EpisodePlayer
+from forgemq_agents.gateway_client import GatewayClient
 from forgemq_agents.requests import JsonRequests, Retry
 from forgemq_agents.user_code import Play
 from forgemq_bus.log import Place
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
+from forgemq_contracts.admin import GroupRequest
 from forgemq_contracts.arrays import pack_floats, pack_ids, unpack_ids
 from forgemq_contracts.completions import FinishedCompletion, RequestedCompletion, WeightSpan
 from forgemq_contracts.episodes import FinishedEpisode, Sampling
@@ -218,26 +221,25 @@ async def played(play: Play, url: str, world: World) -> FinishedEpisode:
     """Play one episode of ORDER to its end with the agents' service code."""
     async with aiohttp.ClientSession() as http:
         requests = JsonRequests(http, retry=Retry(deadline_s=20))
-        gateway = Gateway(requests, url=url, admin_key=ADMIN_KEY)
+        gateway = GatewayClient(requests, url=url, admin_key=ADMIN_KEY)
         status = await gateway.request_group(
             GroupRequest(
                 domain="shop_desk",
                 idempotency_key="shop_desk/0",
-                task=as_task(ORDER),
-                purpose="train",
+                task=Raw(msgspec.json.encode(as_task(ORDER))),
             )
         )
         while status.state == "requested":
-            status = await gateway.group(status, wait_s=5)
+            status = await gateway.read_group(status, wait_s=5)
         claim = await gateway.claim(status.group_id)
         assert claim is not None
-        attendance = Attendance(
+        player = EpisodePlayer(
             gateway=gateway,
             requests=requests,
             environ=dict(os.environ),
             telemetry=Telemetry(service="agents", stream=StringIO()),
         )
-        await attendance.attend(claim, play)
+        await player.play(claim, play)
         return await finished_episode(world, status.group_id)
 
 

@@ -4,11 +4,13 @@ import asyncio
 import itertools
 from contextlib import suppress
 
+import msgspec
 import pytest
 
 from forgemq_agents.app import play_run
 from forgemq_agents.settings import AgentsSettings
 from forgemq_agents.user_code import DomainCode
+from forgemq_contracts.admin import AbortRequest, FinishRequest
 from forgemq_contracts.run import (
     Episodes,
     Evaluation,
@@ -18,6 +20,7 @@ from forgemq_contracts.run import (
     Trainer,
 )
 from forgemq_telemetry.telemetry import Telemetry
+from tests.memory_gateway import Group, MemoryGateway
 
 
 def configuration(*, slots: int = 2, evaluation: Evaluation | None = None, concurrent_max: int = 8):
@@ -45,6 +48,21 @@ def numbered(seed: int, domain: str, k: int) -> dict[str, object]:
     return {"seed": seed, "domain": domain, "k": k}
 
 
+def rounds(gateway: MemoryGateway) -> list[str]:
+    """Evaluation rounds in the order of their first groups."""
+    evaluated = [g for g in gateway.in_order() if g.request.purpose == "eval"]
+    return list(dict.fromkeys(g.request.round_name for g in evaluated))
+
+
+def task_of(group: Group) -> dict[str, object]:
+    return msgspec.json.decode(group.request.task)
+
+
+def attempts(group: Group) -> dict[int, int]:
+    """Number of the newest attempt by index."""
+    return {index: attempt.number for index, attempt in group.attempts.items()}
+
+
 async def well(episode) -> None:
     completion = await episode.chat([{"role": "user", "content": str(episode.task["k"])}])
     episode.result = {"said": completion.text}
@@ -65,18 +83,19 @@ async def play(gateway, agent, **changes) -> None:
 async def test_a_run_is_evaluated_trained_and_evaluated_again(memory_gateway):
     gateway = await memory_gateway()
     await play(gateway, well)
-    assert gateway.rounds() == ["start-sampled", "start-greedy", "end-sampled", "end-greedy"]
-    evaluated = [g for g in gateway.in_order() if g.body["purpose"] == "eval"]
-    assert [g.body["task"]["k"] for g in evaluated] == [1_000_000, 1_000_001] * 4
-    assert {g.body["temperature"] for g in evaluated if "greedy" in g.body["round_name"]} == {0.0}
+    assert rounds(gateway) == ["start-sampled", "start-greedy", "end-sampled", "end-greedy"]
+    evaluated = [g for g in gateway.in_order() if g.request.purpose == "eval"]
+    assert [task_of(g)["k"] for g in evaluated] == [1_000_000, 1_000_001] * 4
+    assert {g.request.temperature for g in evaluated if "greedy" in g.request.round_name} == {0.0}
     # Not named: sampled rounds are played at the temperature that the run pins.
-    assert not any("temperature" in g.body for g in evaluated if "sampled" in g.body["round_name"])
-    trained = [g for g in gateway.in_order() if g.body["purpose"] == "train"]
-    assert [g.body["idempotency_key"] for g in trained[:4]] == [f"count/{k}" for k in range(4)]
-    assert [g.body["task"] for g in trained[:2]] == [numbered(3, "count", k) for k in range(2)]
-    verb, body = trained[0].ended[0]
-    assert (verb, body["virtual_s"]) == ("finish", 1.5)
-    assert body["result"]["said"] == "key-g-count-0.0.0 speaking"
+    assert {g.request.temperature for g in evaluated if "sampled" in g.request.round_name} == {None}
+    trained = [g for g in gateway.in_order() if g.request.purpose == "train"]
+    assert [g.request.idempotency_key for g in trained[:4]] == [f"count/{k}" for k in range(4)]
+    assert [task_of(g) for g in trained[:2]] == [numbered(3, "count", k) for k in range(2)]
+    end = trained[0].ended[0]
+    assert isinstance(end, FinishRequest)
+    assert end.virtual_s == 1.5
+    assert msgspec.json.decode(end.result) == {"said": "key-g-count-0.0.0 speaking"}
 
 
 async def test_groups_asked_for_stay_near_the_number_of_slots(memory_gateway):
@@ -86,7 +105,7 @@ async def test_groups_asked_for_stay_near_the_number_of_slots(memory_gateway):
         await asyncio.sleep(0.3)
 
     await play(gateway, slowly, slots=3)
-    assert gateway.outstanding_max == 3 + 1
+    assert gateway.scheduler.outstanding_max == 3 + 1
 
 
 async def test_no_more_episodes_are_open_than_configured(memory_gateway):
@@ -96,7 +115,7 @@ async def test_no_more_episodes_are_open_than_configured(memory_gateway):
         await asyncio.sleep(0.05)
 
     await play(gateway, slowly, slots=3, concurrent_max=4)
-    assert gateway.open_max == 4
+    assert gateway.scheduler.open_max == 4
 
 
 async def test_periodic_rounds_are_played_during_training(memory_gateway):
@@ -108,7 +127,7 @@ async def test_periodic_rounds_are_played_during_training(memory_gateway):
     await play(
         gateway, slowly, slots=1, evaluation=Evaluation(tasks=1, every_steps=2, greedy=False)
     )
-    assert gateway.rounds() == ["start-sampled", "step-2-sampled", "end-sampled"]
+    assert rounds(gateway) == ["start-sampled", "step-2-sampled", "end-sampled"]
 
 
 async def test_the_run_is_watched_during_a_periodic_round(memory_gateway):
@@ -116,10 +135,10 @@ async def test_the_run_is_watched_during_a_periodic_round(memory_gateway):
     polls: list[int] = []
 
     async def slowly(episode) -> None:
-        before = gateway.run_polls
+        before = gateway.requests.count("read_run")
         await asyncio.sleep(0.3)
         if "step-2" in episode.episode_id:
-            polls.append(gateway.run_polls - before)
+            polls.append(gateway.requests.count("read_run") - before)
 
     await play(
         gateway, slowly, slots=1, evaluation=Evaluation(tasks=1, every_steps=2, greedy=False)
@@ -136,8 +155,25 @@ async def test_an_agent_that_raises_is_aborted_with_what_it_raised(memory_gatewa
 
     await play(gateway, broken)
     ends = [end for group in gateway.in_order() for end in group.ended.values()]
-    assert {verb for verb, _ in ends} == {"abort"}
-    assert {body["detail"] for _, body in ends} == {"LookupError: no such shelf"}
+    assert set(ends) == {AbortRequest(detail="LookupError: no such shelf")}
+
+
+@pytest.mark.parametrize(
+    ("left", "detail"),
+    [
+        ({"result": object()}, "TypeError: Encoding objects of type object is unsupported"),
+        ({"virtual_s": -1.0}, "ValidationError: Expected `float` >= 0.0 - at `$.virtual_s`"),
+    ],
+)
+async def test_an_end_that_cannot_be_reported_masks_the_episode(memory_gateway, left, detail):
+    gateway = await memory_gateway(groups_to_train=1, slots=1, group_size=1)
+
+    async def odd(episode) -> None:
+        for name, value in left.items():
+            setattr(episode, name, value)
+
+    await play(gateway, odd, slots=1, evaluation=Evaluation())
+    assert gateway.groups["g-count-0"].ended == {0: AbortRequest(detail=detail)}
 
 
 async def test_a_long_episode_keeps_its_lease_by_heartbeats(memory_gateway):
@@ -167,7 +203,7 @@ async def test_an_episode_that_was_replaced_is_stopped_and_reports_nothing(memor
     await play(gateway, stubborn, slots=1, evaluation=Evaluation())
     assert played[:2] == ["g-count-0.0.0", "g-count-0.0.1"]
     assert cancelled == ["g-count-0.0.0"]
-    assert gateway.groups["g-count-0"].claimed == {0: 1}
+    assert attempts(gateway.groups["g-count-0"]) == {0: 1}
 
 
 async def test_a_killed_process_is_continued_without_asking_twice(memory_gateway):
@@ -186,14 +222,14 @@ async def test_a_killed_process_is_continued_without_asking_twice(memory_gateway
     with suppress(asyncio.CancelledError):
         await first
     for group in gateway.in_order():
-        for index, attempt in group.claimed.items():
+        for index, attempt in group.attempts.items():
             if index not in group.ended:
-                gateway.lapse(f"{group.group_id}.{index}.{attempt}")
+                gateway.lapse(attempt.episode_id)
     await play(gateway, well)
-    keys = [group.body["idempotency_key"] for group in gateway.in_order()]
+    keys = [group.request.idempotency_key for group in gateway.in_order()]
     assert len(set(keys)) == len(keys)
-    assert gateway.rounds() == ["start-sampled", "start-greedy", "end-sampled", "end-greedy"]
-    assert gateway.groups["g-count-3"].claimed == {0: 1, 1: 1}
+    assert rounds(gateway) == ["start-sampled", "start-greedy", "end-sampled", "end-greedy"]
+    assert attempts(gateway.groups["g-count-3"]) == {0: 1, 1: 1}
 
 
 async def test_two_processes_share_one_run(memory_gateway):
@@ -215,9 +251,9 @@ async def test_two_processes_share_one_run(memory_gateway):
 
 async def test_a_busy_gateway_is_asked_again_when_it_says(memory_gateway, refusal):
     gateway = await memory_gateway(groups_to_train=1, slots=1)
-    gateway.refusals = [refusal(429, "busy", Retry_After="0.1"), refusal(503, "moving")]
+    gateway.answers = [refusal(429, "busy", Retry_After="0.1"), refusal(503, "moving")]
     await play(gateway, well, slots=1)
-    assert gateway.is_over
+    assert gateway.run.training_ended
 
 
 async def test_the_end_of_training_waits_for_no_group_without_a_slot(memory_gateway):
@@ -225,7 +261,7 @@ async def test_the_end_of_training_waits_for_no_group_without_a_slot(memory_gate
 
     async def while_another_waits(episode) -> None:
         group_id = episode.episode_id.rsplit(".", 2)[0]
-        if gateway.groups[group_id].body["purpose"] == "train":
+        if gateway.groups[group_id].request.purpose == "train":
             for _ in itertools.count():
                 if any(group.state == "requested" for group in gateway.in_order()):
                     break
@@ -239,6 +275,6 @@ async def test_the_end_of_training_waits_for_no_group_without_a_slot(memory_gate
 
 async def test_a_refused_key_ends_the_process(memory_gateway, refusal):
     gateway = await memory_gateway()
-    gateway.refusals = [refusal(401, "wrong key")] * 20
+    gateway.answers = [refusal(401, "wrong key")] * 20
     with pytest.raises(ExceptionGroup, match="unhandled"):
         await play(gateway, well)

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from msgspec import Raw
 
 from forgemq_agents.black_box import black_box
 from forgemq_agents.episode import Episode
 from forgemq_agents.errors import AgentFailedError
-from forgemq_agents.gateway import Claim, Gateway
+from forgemq_agents.gateway_client import GatewayClient
 from forgemq_agents.requests import JsonRequests, Retry
+from forgemq_contracts.admin import Claim
 from forgemq_telemetry import Telemetry
 
 CLAIM = Claim(
@@ -24,7 +26,8 @@ CLAIM = Claim(
     base_url="http://127.0.0.1:9/v1",
     session_url="http://127.0.0.1:9/s/sk-episode/v1",
     lease_s=60,
-    task={"word": "hello"},
+    task=Raw(b'{"word":"hello"}'),
+    temperature=1.0,
 )
 
 SILENT = Telemetry(service="agents")
@@ -34,7 +37,7 @@ SILENT = Telemetry(service="agents")
 async def episode():
     async with aiohttp.ClientSession() as http:
         requests = JsonRequests(http, retry=Retry())
-        gateway = Gateway(requests, url="http://127.0.0.1:9", admin_key="secret")
+        gateway = GatewayClient(requests, url="http://127.0.0.1:9", admin_key="secret")
         environ = {"PATH": os.environ["PATH"], "FORGEMQ_AGENTS_ADMIN_KEY": "secret", "HOME": "/h"}
         yield Episode(CLAIM, gateway=gateway, requests=requests, environ=environ, telemetry=SILENT)
 
@@ -73,8 +76,8 @@ async def test_a_program_that_fails_masks_the_episode_with_its_last_words(episod
         await python("import sys; print('no luck'); sys.exit(3)")(episode)
 
 
-async def test_a_result_that_is_no_json_masks_the_episode(episode):
-    with pytest.raises(AgentFailedError, match="no JSON"):
+async def test_a_result_that_is_not_json_masks_the_episode(episode):
+    with pytest.raises(AgentFailedError, match="not JSON"):
         await python("open({!r}, 'w').write('{')".replace("{!r}", "'{result_file}'"))(episode)
 
 

@@ -6,14 +6,17 @@ from collections.abc import AsyncIterator
 import aiohttp
 import aiohttp.test_utils
 import pytest
+from msgspec import Raw
 
-from forgemq_agents.completion import Completion, ToolCall
+from forgemq_agents.completion import Completion, FunctionCall
 from forgemq_agents.episode import Episode
 from forgemq_agents.errors import ContextFullError, EpisodeOverError, GatewayError
-from forgemq_agents.gateway import Claim, Gateway, GroupRequest
+from forgemq_agents.gateway_client import GatewayClient
 from forgemq_agents.requests import JsonRequests, Retry
 from forgemq_agents.tool_loop import Append, Stop, answer_calls, run_tool_loop
+from forgemq_contracts.admin import Claim, GroupRequest
 from forgemq_telemetry import Telemetry
+from tests.memory_gateway_http import ADMIN_KEY, app_of
 
 ENVIRON = {"A": "b", "FORGEMQ_AGENTS_ADMIN_KEY": "secret", "FORGEMQ_KAFKA": "broker:9092"}
 ASKED = [{"role": "user", "content": "hello"}]
@@ -37,9 +40,9 @@ async def opened(memory_gateway, http):
         waits.append(seconds)
 
     requests = JsonRequests(http, retry=Retry(deadline_s=60), sleep=sleep)
-    gateway = Gateway(requests, url=server.url, admin_key="admin")
+    gateway = GatewayClient(requests, url=server.url, admin_key=ADMIN_KEY)
     group = await gateway.request_group(
-        GroupRequest(domain="count", idempotency_key="count/0", task={"k": 0}, purpose="train")
+        GroupRequest(domain="count", idempotency_key="count/0", task=Raw(b'{"k":0}'))
     )
     claim = await gateway.claim(group.group_id)
     assert claim is not None
@@ -61,7 +64,7 @@ async def test_chat_speaks_with_the_episodes_key(opened):
 
 async def test_a_retry_sends_the_same_bytes(opened, refusal):
     server, episode, waits = opened
-    server.refusals = [
+    server.answers = [
         refusal(429, "slow down", Retry_After="3"),
         refusal(500, "oh"),
         refusal(503, "oh", Retry_After="not a number"),
@@ -74,7 +77,7 @@ async def test_a_retry_sends_the_same_bytes(opened, refusal):
 
 async def test_a_full_context_is_an_error_of_its_own_and_not_retried(opened, refusal):
     server, episode, _ = opened
-    server.refusals = [refusal(400, "too long", code="context_length_exceeded")]
+    server.answers = [refusal(400, "too long", code="context_length_exceeded")]
     with pytest.raises(ContextFullError):
         await episode.chat(ASKED)
     assert len(server.chats) == 1
@@ -83,7 +86,7 @@ async def test_a_full_context_is_an_error_of_its_own_and_not_retried(opened, ref
 @pytest.mark.parametrize("status", [404, 409, 410])
 async def test_an_episode_that_is_over_says_so(opened, refusal, status):
     server, episode, _ = opened
-    server.refusals = [refusal(status, "over")]
+    server.answers = [refusal(status, "over")]
     with pytest.raises(EpisodeOverError) as caught:
         await episode.chat(ASKED)
     assert caught.value.status == status
@@ -91,14 +94,14 @@ async def test_an_episode_that_is_over_says_so(opened, refusal, status):
 
 async def test_any_other_refusal_is_raised_with_its_message(opened, refusal):
     server, episode, _ = opened
-    server.refusals = [refusal(422, "temperature must be a number")]
+    server.answers = [refusal(422, "temperature must be a number")]
     with pytest.raises(GatewayError, match="temperature must be a number"):
         await episode.chat(ASKED)
 
 
 async def test_retries_end_at_the_deadline(http, memory_gateway, refusal):
     server = await memory_gateway()
-    server.refusals = [refusal(429, "busy", Retry_After="100")]
+    server.answers = [refusal(429, "busy", Retry_After="100")]
     requests = JsonRequests(http, retry=Retry(deadline_s=5))
     with pytest.raises(GatewayError, match="busy"):
         await requests.send("POST", f"{server.url}/v1/chat/completions", key="k", fields={})
@@ -117,14 +120,14 @@ async def test_a_gateway_that_is_away_is_asked_again_until_it_is_back(http, memo
         if attempts == 2:
             dead.close()
             await dead.wait_closed()
-            server_back = aiohttp.web.AppRunner(server.app)
+            server_back = aiohttp.web.AppRunner(app_of(server))
             await server_back.setup()
             await aiohttp.web.TCPSite(server_back, "127.0.0.1", port).start()
             runners.append(server_back)
 
     runners: list[aiohttp.web.AppRunner] = []
     requests = JsonRequests(http, retry=Retry(), sleep=sleep)
-    reply = await requests.send("GET", f"http://127.0.0.1:{port}/v1/run", key="k")
+    reply = await requests.send("GET", f"http://127.0.0.1:{port}/v1/run", key=ADMIN_KEY)
     assert reply.status == 200
     assert attempts >= 2
     await runners[0].cleanup()
@@ -190,9 +193,9 @@ async def test_a_reward_is_reported_under_an_id_that_a_retry_repeats(opened):
     await episode.report_reward("style", 0.5, completion=completion)
     await episode.report_reward("style", 0.25)
     first, again, whole = server.rewards
-    assert first["reward_id"] == again["reward_id"] != whole["reward_id"]
-    assert first["completion_id"] == "a" * 32
-    assert "completion_id" not in whole
+    assert first.reward_id == again.reward_id != whole.reward_id
+    assert first.completion_id == "a" * 32
+    assert whole.completion_id is None
 
 
 def completion_with(arguments: object, *, content: str | None = None) -> Completion:
@@ -206,7 +209,9 @@ def completion_with(arguments: object, *, content: str | None = None) -> Complet
     [('{"a": 1}', {"a": 1}), ({"a": 1}, {"a": 1}), ("[1]", None), ('{"a"', None), ("", None)],
 )
 def test_arguments_are_an_object_or_nothing(arguments, expected):
-    assert completion_with(arguments).calls == (ToolCall(id="c1", name="f", arguments=expected),)
+    assert completion_with(arguments).calls == (
+        FunctionCall(id="c1", name="f", arguments=expected),
+    )
 
 
 async def test_calls_of_one_turn_run_at_the_same_time():
@@ -216,10 +221,10 @@ async def test_calls_of_one_turn_run_at_the_same_time():
         await asyncio.wait_for(together.wait(), 5)
         return f"met {arguments['n']}"
 
-    calls = [ToolCall(id=str(n), name="meet", arguments={"n": n}) for n in range(3)]
+    calls = [FunctionCall(id=str(n), name="meet", arguments={"n": n}) for n in range(3)]
     odd = [
-        ToolCall(id="x", name="none", arguments={}),
-        ToolCall(id="y", name="meet", arguments=None),
+        FunctionCall(id="x", name="none", arguments={}),
+        FunctionCall(id="y", name="meet", arguments=None),
     ]
     answers = await answer_calls([*calls, *odd], {"meet": meet}, bad_call="bad")
     assert [answer["content"] for answer in answers] == ["met 0", "met 1", "met 2", "bad", "bad"]
@@ -229,7 +234,7 @@ async def test_calls_of_one_turn_run_at_the_same_time():
 async def test_the_loop_appends_the_message_as_it_came():
     heard: list[list[dict]] = []
 
-    class Policy:
+    class Model:
         async def chat(self, messages, *, tools=()) -> Completion:
             heard.append(list(messages))
             return completion_with("{}", content="odd  text ")
@@ -245,7 +250,7 @@ async def test_the_loop_appends_the_message_as_it_came():
                 return Stop("done")
             return Append([{"role": "tool", "tool_call_id": "c1", "content": "x"}])
 
-    assert await run_tool_loop(Policy(), Once(), turns_max=5) == "done"
+    assert await run_tool_loop(Model(), Once(), turns_max=5) == "done"
     assert heard[1] == [
         *ASKED,
         completion_with("{}", content="odd  text ").message,

@@ -15,7 +15,7 @@ from forgemq_bus.errors import ClosedError
 from forgemq_bus.log import Log, Place
 from forgemq_contracts import topics
 from forgemq_contracts.episodes import Sampling
-from forgemq_contracts.groups import AdmittedGroup, RequestedGroup, RetiredGroup
+from forgemq_contracts.groups import AdmittedGroup, RequestedGroup, RetiredGroup, RetireReason
 from forgemq_contracts.messages import Output
 from forgemq_contracts.partitions import group_partition
 from forgemq_contracts.run import Episodes, Model, Queue, RunConfiguration, Trainer
@@ -224,7 +224,7 @@ class World:
             ),
         )
 
-    async def retire(self, group_id: str) -> None:
+    async def retire(self, group_id: str, *, reason: RetireReason = "zero_variance") -> None:
         await self.write(
             topics.RETIRED_GROUPS,
             group_partition(group_id, partitions=GROUP_PARTITIONS),
@@ -232,7 +232,7 @@ class World:
                 group_id=group_id,
                 domain="shop",
                 purpose="train",
-                reason="zero_variance",
+                reason=reason,
                 queue_index=0,
             ),
         )

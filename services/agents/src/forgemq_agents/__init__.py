@@ -1,6 +1,6 @@
-"""The agent side: task sources, the white-box loop, launchers for black-box agents."""
+"""What a user's agent imports: the episode and its messages."""
 
-from forgemq_agents.completion import Completion, Message, Tool, ToolCall
+from forgemq_agents.completion import Completion, FunctionCall, Message, Tool
 from forgemq_agents.episode import Episode
 
-__all__ = ["Completion", "Episode", "Message", "Tool", "ToolCall"]
+__all__ = ["Completion", "Episode", "FunctionCall", "Message", "Tool"]

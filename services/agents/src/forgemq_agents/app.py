@@ -8,9 +8,9 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
-from forgemq_agents.attendance import Attendance
+from forgemq_agents.episode_player import EpisodePlayer
 from forgemq_agents.errors import GatewayError
-from forgemq_agents.gateway import Gateway
+from forgemq_agents.gateway_client import GatewayClient
 from forgemq_agents.groups import Groups
 from forgemq_agents.requests import JsonRequests, Retry
 from forgemq_agents.run import AgentRun
@@ -29,15 +29,16 @@ PRODUCES: tuple[Topic, ...] = ()
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
-# The gateway is silent for as long as a completion may take; then some.
+# The gateway is silent while a completion is sampled, and answers by its deadline at the latest.
+# The slack is for the answer's way here; a shorter one would ask again for what is on its way.
 READ_SLACK_S = 30.0
 
 
 def run_agents(environ: Mapping[str, str]) -> int:
-    """Play the run of the settings; returns the exit status.
+    """Play the run that the settings name; returns the exit status.
 
-    0: played to the end, or told to stop. 1: the gateway refused or was away for too long.
-    2: settings, configuration or user code cannot be used, with one line.
+    0: played to the end, or stopped by a signal. 1: the gateway refused or was away for too long.
+    2: settings, configuration or user code cannot be used; one line says why.
     """
     telemetry = Telemetry(service="agents")
     try:
@@ -51,24 +52,26 @@ def run_agents(environ: Mapping[str, str]) -> int:
         return EXIT_REFUSED
     status = EXIT_OK
     try:
-        asyncio.run(_until_told(play_run(configuration, settings, domains, environ, telemetry)))
+        asyncio.run(
+            _run_until_signal(play_run(configuration, settings, domains, environ, telemetry))
+        )
     except* GatewayError as errors:
-        telemetry.event("failed", error=_first(errors))
+        telemetry.event("failed", error=_innermost_message(errors))
         status = EXIT_FAILED
     finally:
         telemetry.close()
     return status
 
 
-def _first(error: BaseException) -> str:
-    """The message at the bottom of nested groups."""
+def _innermost_message(error: BaseException) -> str:
+    """The message of the first error inside nested exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return str(error)
 
 
 def read_configuration(path: str) -> RunConfiguration:
-    """The run configuration in this JSON file."""
+    """Read the run configuration from this JSON file."""
     return msgspec.json.decode(Path(path).read_bytes(), type=RunConfiguration)
 
 
@@ -79,19 +82,20 @@ async def play_run(
     environ: Mapping[str, str],
     telemetry: Telemetry,
 ) -> None:
-    """Play a run through its gateway, from the first round to the last."""
+    """Play a run through its gateway, from the round `start` to the round `end`."""
     retry = Retry(
         deadline_s=settings.retry_deadline_s,
         read_timeout_s=configuration.episodes.request_deadline_s + READ_SLACK_S,
     )
-    # No limit on connections: episodes at once are bounded, and a long poll must not hold up one.
+    # No limit on connections: episodes at once are bounded already, and long polls would use up
+    # a limit that episodes need.
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
     async with aiohttp.ClientSession(connector=connector) as http:
         requests = JsonRequests(http, retry=retry)
-        gateway = Gateway(requests, url=settings.gateway_url, admin_key=settings.admin_key)
+        gateway = GatewayClient(requests, url=settings.gateway_url, admin_key=settings.admin_key)
         groups = Groups(
             gateway=gateway,
-            attendance=Attendance(
+            player=EpisodePlayer(
                 gateway=gateway, requests=requests, environ=environ, telemetry=telemetry
             ),
             domains=domains,
@@ -108,8 +112,8 @@ async def play_run(
         await run.play()
 
 
-async def _until_told(playing: Coroutine[None, None, None]) -> None:
-    """Play until the end or a signal; what is open then lapses and is played again later."""
+async def _run_until_signal(playing: Coroutine[None, None, None]) -> None:
+    """Play until the end or a signal; open episodes then lapse and are played again later."""
     loop = asyncio.get_running_loop()
     async with asyncio.TaskGroup() as tasks:
         task = tasks.create_task(playing)

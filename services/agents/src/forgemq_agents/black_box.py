@@ -1,16 +1,16 @@
-"""Any program as an agent: it finds the model under the base URL and key in its environment.
+"""Runs any program as an agent: base URL and key of the model are in its environment.
 
     play = black_box(("python", "my_agent.py", "--task", "{task_file}"), timeout_s=600)
 
 The program sees, and `{name}` in its arguments is replaced by:
 
     OPENAI_BASE_URL, OPENAI_API_KEY         base_url, key
-    ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY   the same door in the other protocol
+    ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY   the same address and key for Anthropic's clients
     FORGEMQ_TASK_FILE                       task_file: the task, JSON
-    FORGEMQ_RESULT_FILE                     result_file: where it may leave its result, JSON
+    FORGEMQ_RESULT_FILE                     result_file: where it may write its result, JSON
 
-It runs in a folder of its own, which is removed afterwards. Status 0 is a finished episode,
-whatever it achieved; anything else masks the episode.
+It runs in an empty folder, which is removed afterwards. Exit status 0 finishes the episode,
+whatever the program achieved; any other status masks it.
 """
 
 import asyncio
@@ -26,14 +26,15 @@ import msgspec
 from forgemq_agents.episode import Episode
 from forgemq_agents.errors import AgentFailedError
 
-# Enough of the last output to see why a program failed.
+# Enough of the last output to see why a program failed: the end of a traceback.
 OUTPUT_BYTES_KEPT = 4000
+# Between SIGTERM and SIGKILL: time to close connections and files.
 KILL_GRACE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlackBox:
-    """Plays an episode by running a command; use `black_box` to make one."""
+    """An agent that runs a command; make it with `black_box`."""
 
     command: tuple[str, ...]
     timeout_s: float
@@ -43,7 +44,7 @@ class BlackBox:
         """Run the command to its end.
 
         Raises:
-            AgentFailedError: it ended with another status than 0, or ran out of time.
+            AgentFailedError: its exit status was not 0, or it ran out of time.
         """
         with tempfile.TemporaryDirectory(prefix="episode-") as name:
             folder = Path(name)
@@ -56,7 +57,7 @@ class BlackBox:
                 **{key: str(path) for key, path in files.items()},
             }
             output = await self._run(
-                [_filled(part, values) for part in self.command],
+                [_fill(part, values) for part in self.command],
                 environ={**_environ(episode, values), **self.environ},
                 folder=folder,
             )
@@ -92,19 +93,19 @@ class BlackBox:
 def black_box(
     command: Sequence[str], *, timeout_s: float, environ: Mapping[str, str] | None = None
 ) -> BlackBox:
-    """An agent function that runs this command for every episode.
+    """Make an agent that runs this command for every episode.
 
     Args:
         command: Program and arguments.
-        timeout_s: It is stopped after this.
-        environ: Variables of its environment, beside the inherited ones.
+        timeout_s: The program is stopped after so long.
+        environ: Environment variables to add to the inherited ones.
     """
     if not command:
         raise ValueError("command must name a program, got none")
     return BlackBox(command=tuple(command), timeout_s=timeout_s, environ=dict(environ or {}))
 
 
-def _filled(part: str, values: Mapping[str, str]) -> str:
+def _fill(part: str, values: Mapping[str, str]) -> str:
     for name, value in values.items():
         part = part.replace("{" + name + "}", value)
     return part
@@ -123,14 +124,14 @@ def _environ(episode: Episode, values: Mapping[str, str]) -> dict[str, str]:
 
 
 async def _stop(process: asyncio.subprocess.Process) -> None:
-    """End the program and all it started: nothing may sample for an episode that is over."""
+    """Kill the program and its children: nothing may sample for an episode that is over."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)
         except ProcessLookupError:
             break
         if process.returncode is not None:
-            # The program has ended; what it left behind gets no grace.
+            # The program has ended; children that it left are killed at once.
             continue
         try:
             await asyncio.wait_for(process.wait(), KILL_GRACE_S)
@@ -144,4 +145,4 @@ def _result(path: Path, output: bytes) -> object:
     try:
         return msgspec.json.decode(path.read_bytes())
     except msgspec.DecodeError as error:
-        raise AgentFailedError(f"its result is no JSON: {error}") from error
+        raise AgentFailedError(f"its result is not JSON: {error}") from error

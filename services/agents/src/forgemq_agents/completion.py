@@ -1,4 +1,4 @@
-"""One answer of the policy, as an OpenAI chat completion."""
+"""One answer of the model, read from an OpenAI chat completion."""
 
 from typing import Annotated, Any, TypeAlias
 
@@ -9,18 +9,18 @@ Message: TypeAlias = dict[str, Any]
 Tool: TypeAlias = dict[str, Any]
 
 
-class ToolCall(Struct, frozen=True, kw_only=True):
-    """One tool call the policy made."""
+class FunctionCall(Struct, frozen=True, kw_only=True):
+    """One tool call of the model, its arguments decoded."""
 
     id: str
     name: str
     arguments: Annotated[
-        dict[str, Any] | None, Meta(description="None where they are no JSON object.")
+        dict[str, Any] | None, Meta(description="None if they are not a JSON object.")
     ]
 
 
 class Completion(Struct, frozen=True, kw_only=True):
-    """One answer; `message` goes into the history exactly as it is."""
+    """One answer of the model; append `message` to the messages exactly as it is."""
 
     id: str
     message: Message
@@ -28,20 +28,20 @@ class Completion(Struct, frozen=True, kw_only=True):
 
     @property
     def completion_id(self) -> str:
-        """Id by which rewards name this completion."""
+        """Id by which a reward names this completion."""
         return self.id.rpartition("-")[2]
 
     @property
     def text(self) -> str:
-        """Text beside the tool calls, "" where there is none."""
+        """Text of the answer beside its tool calls, "" if there is none."""
         content = self.message.get("content")
         return content if isinstance(content, str) else ""
 
     @property
-    def calls(self) -> tuple[ToolCall, ...]:
-        """Tool calls in order."""
+    def calls(self) -> tuple[FunctionCall, ...]:
+        """Tool calls in the model's order."""
         return tuple(
-            ToolCall(
+            FunctionCall(
                 id=call["id"],
                 name=call["function"]["name"],
                 arguments=_object(call["function"]["arguments"]),
@@ -61,7 +61,7 @@ class _ChatCompletion(Struct, frozen=True):
 
 
 def read_completion(body: bytes) -> Completion:
-    """The first choice of a chat completion's body."""
+    """Decode a chat completion's body; of its choices the first."""
     decoded = msgspec.json.decode(body, type=_ChatCompletion)
     choice = decoded.choices[0]
     return Completion(

@@ -1,46 +1,49 @@
-"""`Episode`: what a user's `async def play(episode)` gets."""
+"""`Episode`: the argument of a user's `async def play(episode)`."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from forgemq_agents.completion import Completion, Message, Tool, read_completion
-from forgemq_agents.gateway import Claim, Gateway
+from forgemq_agents.gateway_client import GatewayClient
 from forgemq_agents.requests import JsonRequests
+from forgemq_contracts.admin import Claim, RewardRequest
 from forgemq_settings.user_code import for_user_code
 from forgemq_telemetry.telemetry import Telemetry
 
 
 class Episode:
-    """One rollout of one task: the model's door, and what the agent says at the end.
+    """One attempt at one task: the way to the model, and what to report at the end.
 
-    Any OpenAI or Anthropic client may be used instead of `chat`: point it at `base_url` with `key`
-    or at `session_url`. Whatever `play` raises masks the episode; it is never a reward of zero.
+    Any OpenAI client may be used instead of `chat`: point it at `base_url` with `key`, or at
+    `session_url`. An exception out of `play` masks the episode; it is never a reward of zero.
 
     Attributes:
         task: As the task source made it.
         episode_id: `<group>.<index>.<attempt>`.
-        temperature: Pinned by the gateway, whatever a request says; None: as the run says.
-        key: API key; it names the episode and opens nothing else.
+        temperature: The gateway samples with it, whatever a request asks for.
+        key: API key for chat completions of this episode alone.
         base_url: OpenAI base URL for that key.
         session_url: The same with the key in its path, for clients whose key cannot be set.
-        environ: Environment of the agents process without our own variables, which hold the admin
-            key; for launchers of other programs.
+        environ: Environment for programs that the agent starts: that of the agents process
+            without ForgeMQ's variables, which hold the admin key.
         result: Reported at the end; any JSON value. Graders see it as `episode.result`.
         tool_s: Seconds spent in tools; add to it.
-        virtual_s: The environment's own clock, where it has one.
+        virtual_s: Time on the environment's own clock, if it has one.
     """
 
     def __init__(
         self,
         claim: Claim,
         *,
-        gateway: Gateway,
+        gateway: GatewayClient,
         requests: JsonRequests,
         environ: Mapping[str, str],
         telemetry: Telemetry,
     ) -> None:
-        self.task: Any = claim.task
+        self.task: Any = msgspec.json.decode(claim.task)
         self.episode_id = claim.episode_id
         self.temperature = claim.temperature
         self.key = claim.key
@@ -61,11 +64,11 @@ class Episode:
         tools: Sequence[Tool] = (),
         max_tokens: int | None = None,
     ) -> Completion:
-        """The policy's next message; retried on 429, 5xx and lost connections.
+        """Ask the model for the next message; retried on 429, 5xx and lost connections.
 
         Raises:
             ContextFullError: the messages do not fit into the context window.
-            EpisodeOverError: the episode is no longer ours.
+            EpisodeOverError: a later attempt replaced the episode, or its group is over.
             GatewayError: refused, or no answer in time.
         """
         fields: dict[str, object] = {"model": "policy", "messages": list(messages)}
@@ -74,7 +77,7 @@ class Episode:
         if max_tokens is not None:
             fields["max_tokens"] = max_tokens
         with self._telemetry.span("chat", episode=self.episode_id) as span:
-            # The completion's trace is the gateway's to name; it links this one.
+            # The gateway starts a trace for each completion and links it to this span.
             reply = await self._requests.send(
                 "POST",
                 f"{self.base_url}/chat/completions",
@@ -95,10 +98,11 @@ class Episode:
         """
         completion_id = None if completion is None else completion.completion_id
         text = f"{self.episode_id}\0{name}\0{completion_id or ''}".encode()
-        await self._gateway.report_reward(
-            self.episode_id,
+        # The id follows from what is rewarded, so a repeated call is the same reward.
+        reward = RewardRequest(
             reward_id=hashlib.blake2b(text, digest_size=16).hexdigest(),
             name=name,
             value=value,
             completion_id=completion_id,
         )
+        await self._gateway.report_reward(self.episode_id, reward)

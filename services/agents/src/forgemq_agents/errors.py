@@ -1,12 +1,12 @@
-"""What can go wrong between an agent and the gateway."""
+"""Errors between an agent and the gateway, and of the agent itself."""
 
 
 class GatewayError(Exception):
     """The gateway refused a request, or could not be reached in time.
 
     Attributes:
-        status: HTTP status; 0 where no answer came.
-        code: Machine-readable reason from the error body, "" where it names none.
+        status: HTTP status; 0 if no answer came.
+        code: Reason for programs from the error body, "" if it has none.
     """
 
     def __init__(self, message: str, *, status: int = 0, code: str = "") -> None:
@@ -16,7 +16,7 @@ class GatewayError(Exception):
 
 
 class EpisodeOverError(GatewayError):
-    """The episode is no longer ours: replaced by a later attempt, or its group is over."""
+    """404, 409 or 410: the episode has ended or was replaced, or its group is over or unknown."""
 
 
 class ContextFullError(GatewayError):
@@ -24,7 +24,7 @@ class ContextFullError(GatewayError):
 
 
 class TrainingEndedError(GatewayError):
-    """No more training groups are taken."""
+    """Training has ended: the gateway takes no further training group."""
 
 
 class AgentFailedError(Exception):

@@ -1,8 +1,7 @@
-"""One JSON request with bounded retries: what every call to the gateway goes through.
+"""One JSON request with bounded retries: every call to the gateway goes through it.
 
 A retry sends the same bytes again. The gateway derives its ids from them, so a completion or a
-group that it had already taken is answered and not done twice. A claim whose answer was lost holds
-its episode until the lease lapses.
+group that it had already taken is answered again and not made twice.
 """
 
 import asyncio
@@ -15,35 +14,23 @@ import msgspec
 from msgspec import Meta, Struct
 
 from forgemq_agents.errors import ContextFullError, EpisodeOverError, GatewayError
+from forgemq_contracts.admin import Refusal
 from forgemq_telemetry.traces import Headers, headers_to_http
 
 Method = Literal["GET", "POST"]
 
 
 class Retry(Struct, frozen=True, kw_only=True):
-    """How long to insist when the gateway is away or busy."""
+    """How long to retry while the gateway is away or busy."""
 
     deadline_s: Annotated[
-        float, Meta(gt=0, description="No new attempt after this much of one outage.")
+        float, Meta(gt=0, description="No new attempt after so long an outage.")
     ] = 300.0
     first_wait_s: Annotated[float, Meta(gt=0)] = 0.2
     wait_max_s: Annotated[float, Meta(gt=0)] = 5.0
-    read_timeout_s: Annotated[float, Meta(gt=0, description="Silence that means it is gone.")] = (
-        930.0
-    )
-
-
-class ErrorBody(Struct, frozen=True):
-    """The `error` object of a refusal."""
-
-    message: str = ""
-    code: str | None = None
-
-
-class Refusal(Struct, frozen=True):
-    """Body of every 4xx and 5xx."""
-
-    error: ErrorBody
+    read_timeout_s: Annotated[
+        float, Meta(gt=0, description="So long a silence ends an attempt.")
+    ] = 930.0
 
 
 class JsonReply(Struct, frozen=True, kw_only=True):
@@ -63,7 +50,10 @@ class _Failure(Struct, frozen=True, kw_only=True):
 
 Sleep = Callable[[float], Awaitable[None]]
 
+# A host that is up accepts within milliseconds; one that is gone may never refuse.
 CONNECT_TIMEOUT_S = 5.0
+# Enough of a foreign error page to tell who answered.
+REASON_BYTES_MAX = 200
 
 
 class JsonRequests:
@@ -92,18 +82,18 @@ class JsonRequests:
         wait_s: float = 0,
         trace: Headers = (),
     ) -> JsonReply:
-        """Send until it is answered with other than 429 or 5xx.
+        """Send until the answer is neither 429 nor 5xx.
 
-        The deadline counts from the first failure of an outage and not from the start: a turn
-        that generates for ten minutes is asked for again when its gateway dies.
+        The deadline counts from the first failure of an outage and not from the first attempt: a
+        completion that takes ten minutes is asked for again if its gateway dies.
 
         Args:
             method: GET or POST.
             url: Full address.
             key: Sent as the bearer token.
-            fields: Body as JSON; None for none.
+            fields: Body as JSON; without it the body is empty.
             wait_s: Time the gateway was asked to hold the request, added to the read timeout.
-            trace: Context of the work that asks.
+            trace: Trace context to send along.
 
         Raises:
             EpisodeOverError: 404, 409 or 410.
@@ -124,12 +114,13 @@ class JsonRequests:
             if isinstance(ended, JsonReply):
                 return ended
             now_s = self._clock_s()
-            # It held the request for long and then was gone: until now the gateway was there.
+            # A connection that is cut after a long wait shows that the gateway was up until then:
+            # a new outage begins.
             if failing_since_s is None or (ended.is_cut and now_s - began_s > CONNECT_TIMEOUT_S):
                 failing_since_s, pause_s = now_s, self._retry.first_wait_s
             wait = pause_s if ended.wait_s is None else ended.wait_s
             deadline_s = failing_since_s + self._retry.deadline_s
-            if not _may_pass(ended.error.status) or now_s + wait > deadline_s:
+            if not _is_temporary(ended.error.status) or now_s + wait > deadline_s:
                 raise ended.error
             await self._sleep(wait)
             pause_s = min(2 * pause_s, self._retry.wait_max_s)
@@ -160,17 +151,18 @@ class JsonRequests:
             )
 
 
-def _may_pass(status: int) -> bool:
+def _is_temporary(status: int) -> bool:
     return status in (0, 429) or status >= 500
 
 
 def _refusal(status: int, content: bytes, *, url: str) -> GatewayError:
     try:
         error = msgspec.json.decode(content, type=Refusal).error
+        reason, code = error.message, error.code or ""
     except msgspec.MsgspecError:
-        error = ErrorBody(message=content[:200].decode(errors="replace"))
-    code = error.code or ""
-    message = f"{status} from {url}: {error.message}"
+        # A proxy between us and the gateway answers in its own words.
+        reason, code = content[:REASON_BYTES_MAX].decode(errors="replace"), ""
+    message = f"{status} from {url}: {reason}"
     if status in (404, 409, 410):
         return EpisodeOverError(message, status=status, code=code)
     if status == 400 and code == "context_length_exceeded":
@@ -179,7 +171,7 @@ def _refusal(status: int, content: bytes, *, url: str) -> GatewayError:
 
 
 def _seconds(retry_after: str | None) -> float | None:
-    """Seconds of a Retry-After header; dates and nonsense count as none."""
+    """Seconds of a Retry-After header; None if it is absent, a date or malformed."""
     try:
         return None if retry_after is None else max(0.0, float(retry_after))
     except ValueError:

@@ -1,7 +1,8 @@
 """The phases of a run on the agent side: round `start`, training, round `end`.
 
-Groups are asked for by idempotency keys, so a process that was killed starts over: what is done
-answers `retired` and is skipped, and what its predecessor held is claimed when the leases lapse.
+Idempotency keys name the groups, so a process that was killed simply starts over: groups that are
+done answer `retired` and are skipped, and episodes that the killed process held are claimed when
+their leases have lapsed.
 """
 
 import asyncio
@@ -17,8 +18,9 @@ from forgemq_agents.core.schedule import (
     round_due,
 )
 from forgemq_agents.errors import GatewayError, TrainingEndedError
-from forgemq_agents.gateway import Gateway, GroupStatus
+from forgemq_agents.gateway_client import GatewayClient
 from forgemq_agents.groups import Groups
+from forgemq_contracts.admin import GroupStatus
 from forgemq_contracts.run import Queue, RunConfiguration
 from forgemq_telemetry.telemetry import Telemetry
 
@@ -30,7 +32,7 @@ class AgentRun:
         self,
         configuration: RunConfiguration,
         *,
-        gateway: Gateway,
+        gateway: GatewayClient,
         groups: Groups,
         telemetry: Telemetry,
         poll_s: float,
@@ -42,29 +44,29 @@ class AgentRun:
         self._poll_s = poll_s
 
     async def play(self) -> None:
-        """Everything the run needs from agents; returns when there is nothing left to play."""
-        status = await self._gateway.run()
+        """Play everything the run needs from agents; returns when nothing is left to play."""
+        status = await self._gateway.read_run()
         if status.steps_trained == 0:
-            await self._round(START)
+            await self._play_round(START)
         if not status.training_ended:
-            await self._training()
-        await self._round(END)
+            await self._play_training()
+        await self._play_round(END)
         self._telemetry.event("played", run=self._configuration.run)
 
-    async def _training(self) -> None:
+    async def _play_training(self) -> None:
         self._telemetry.event("training", run=self._configuration.run)
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._watch())
+            tasks.create_task(self._watch_run())
             for queue in self._configuration.queues:
-                tasks.create_task(self._train(queue))
+                tasks.create_task(self._play_queue(queue))
 
-    async def _watch(self) -> None:
-        """Follow the run: play periodic rounds, one at a time, and notice the end of training."""
+    async def _watch_run(self) -> None:
+        """Poll the run: start periodic rounds, one at a time, and note the end of training."""
         last_round: str | None = None
         playing: asyncio.Task[None] | None = None
         async with asyncio.TaskGroup() as rounds:
             while not self._groups.training_ended.is_set():
-                status = await self._gateway.run()
+                status = await self._gateway.read_run()
                 if status.training_ended:
                     self._groups.training_ended.set()
                     return
@@ -76,17 +78,17 @@ class AgentRun:
                 is_free = playing is None or playing.done()
                 if due is not None and due != last_round and is_free:
                     last_round = due
-                    playing = rounds.create_task(self._round(due))
+                    playing = rounds.create_task(self._play_round(due))
                 await asyncio.sleep(self._poll_s)
 
-    async def _train(self, queue: Queue) -> None:
+    async def _play_queue(self, queue: Queue) -> None:
         """Keep the queue supplied with groups until training ends."""
         ahead = asyncio.Semaphore(groups_ahead(queue))
         async with asyncio.TaskGroup() as playing:
             for number in itertools.count():
                 await ahead.acquire()
                 try:
-                    status = await self._requested(queue.domain, number)
+                    status = await self._request_group(queue.domain, number)
                 except TrainingEndedError:
                     self._groups.training_ended.set()
                     return
@@ -95,8 +97,8 @@ class AgentRun:
                 )
                 task.add_done_callback(lambda _: ahead.release())
 
-    async def _requested(self, domain: str, number: int) -> GroupStatus:
-        """Ask as long as the gateway has no room for one more group."""
+    async def _request_group(self, domain: str, number: int) -> GroupStatus:
+        """Ask until the gateway has room for the group, however long that takes."""
         while True:
             try:
                 return await self._groups.request_training(domain, number)
@@ -105,7 +107,7 @@ class AgentRun:
                     raise
                 self._telemetry.event("no_room", domain=domain, task_number=number)
 
-    async def _round(self, name: str) -> None:
+    async def _play_round(self, name: str) -> None:
         """Play every held-out task once, sampled and greedy."""
         queue = list(evaluation_groups(self._configuration, round_name=name))
         if not queue:

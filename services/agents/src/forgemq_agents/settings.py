@@ -1,4 +1,4 @@
-"""Settings of the agents process; what is played is the run's configuration."""
+"""Settings of the agents process; the run's configuration says what to play."""
 
 from typing import Annotated
 
@@ -6,7 +6,7 @@ from msgspec import Meta, Struct
 
 
 class AgentsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Read from `FORGEMQ_AGENTS_*`."""
+    """Parsed from `FORGEMQ_AGENTS_*`."""
 
     configuration: Annotated[
         str, Meta(min_length=1, description="File with the resolved run configuration, JSON.")
@@ -15,5 +15,5 @@ class AgentsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     admin_key: Annotated[str, Meta(min_length=1)]
     poll_s: Annotated[float, Meta(gt=0, description="How often the run's progress is read.")] = 2.0
     retry_deadline_s: Annotated[
-        float, Meta(gt=0, description="An unreachable gateway is given up after this.")
+        float, Meta(gt=0, description="After so long an outage of the gateway the process ends.")
     ] = 300.0

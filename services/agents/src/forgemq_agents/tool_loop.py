@@ -1,8 +1,8 @@
-"""A white-box agent loop: ask the policy, answer its tool calls, manage the context, repeat.
+"""A white-box agent loop: ask the model, answer its tool calls, manage the context, repeat.
 
-The environment decides what follows an answer: `Append` messages to the history, `Restart` from
-new ones (context management is part of the environment's dynamics: Forge, arXiv 2605.26494,
-section 6), or `Stop`.
+The environment decides what follows an answer: `Append` messages to the history, `Restart` with
+new ones, or `Stop`. So context management is part of the environment, as in Forge (arXiv
+2605.26494, section 6).
 """
 
 import asyncio
@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
-from forgemq_agents.completion import Completion, Message, Tool, ToolCall
+from forgemq_agents.completion import Completion, FunctionCall, Message, Tool
 from forgemq_agents.errors import ContextFullError
 
 CONTEXT_FULL = "context full"
@@ -20,21 +20,21 @@ TOO_MANY_TURNS = "too many turns"
 
 @dataclass(frozen=True, slots=True)
 class Append:
-    """The history goes on with these messages behind the policy's own."""
+    """Add the model's message and these to the history."""
 
     messages: Sequence[Message]
 
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """The history is dropped; a new one starts with these messages."""
+    """Drop the history and start with these messages."""
 
     messages: Sequence[Message]
 
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """The episode is over, and why."""
+    """End the episode, for this reason."""
 
     reason: str
 
@@ -43,40 +43,40 @@ Move: TypeAlias = Append | Restart | Stop
 
 
 class Environment(Protocol):
-    """The side of the loop that is not the policy."""
+    """What the model acts on: it offers tools and answers their calls."""
 
     @property
     def tools(self) -> Sequence[Tool]:
-        """Tools offered to the policy, in OpenAI form."""
+        """Tools offered to the model, in OpenAI form."""
         ...
 
     def opening(self) -> Sequence[Message]:
-        """The first messages."""
+        """The messages before the first completion."""
         ...
 
     async def answer(self, completion: Completion) -> Move:
-        """What follows this answer of the policy."""
+        """Act on the model's answer; returns how the episode goes on."""
         ...
 
 
-class Policy(Protocol):
-    """Whoever answers; `Episode` is one."""
+class ChatModel(Protocol):
+    """The model as the loop needs it; `Episode` is one."""
 
     async def chat(self, messages: Sequence[Message], *, tools: Sequence[Tool] = ()) -> Completion:
-        """The next message."""
+        """Ask the model for the next message."""
         ...
 
 
-async def run_tool_loop(policy: Policy, environment: Environment, *, turns_max: int) -> str:
+async def run_tool_loop(model: ChatModel, environment: Environment, *, turns_max: int) -> str:
     """Play until the environment stops; returns why it ended.
 
-    Ends by itself after `turns_max` turns, where the context is full, and where a turn was cut at
-    its token limit (a cut turn is no message the policy meant to send).
+    The loop also ends after `turns_max` turns, if the context is full, and if a turn was cut at
+    its token limit: half a message is not what the model meant to send.
     """
     messages = list(environment.opening())
     for _ in range(turns_max):
         try:
-            completion = await policy.chat(messages, tools=environment.tools)
+            completion = await model.chat(messages, tools=environment.tools)
         except ContextFullError:
             return CONTEXT_FULL
         if completion.finish_reason == "length":
@@ -95,17 +95,17 @@ ToolFunction: TypeAlias = Callable[[Mapping[str, Any]], Awaitable[str]]
 
 
 async def answer_calls(
-    calls: Sequence[ToolCall], functions: Mapping[str, ToolFunction], *, bad_call: str
+    calls: Sequence[FunctionCall], functions: Mapping[str, ToolFunction], *, bad_call: str
 ) -> list[Message]:
-    """Run all calls at once; one tool message for each, in the order of the calls.
+    """Run all calls at once; returns one tool message for each, in the order of the calls.
 
     Args:
-        calls: Of one completion.
+        calls: The calls of one completion.
         functions: By tool name; each takes the arguments object.
-        bad_call: Answer to a call of no such tool, or with arguments that are no JSON object.
+        bad_call: Answer to a call of an unknown tool, or whose arguments are not a JSON object.
     """
 
-    async def content(call: ToolCall) -> str:
+    async def content(call: FunctionCall) -> str:
         function = functions.get(call.name)
         if function is None or call.arguments is None:
             return bad_call

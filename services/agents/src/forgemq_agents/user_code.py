@@ -1,4 +1,4 @@
-"""The user's functions, by the names in the run's configuration."""
+"""Loads the user's functions by the names in the run's configuration."""
 
 import importlib
 import sys
@@ -14,19 +14,19 @@ Play = Callable[[Episode], Awaitable[None]]
 
 
 class UserCodeError(ValueError):
-    """A name in the configuration leads to no function."""
+    """A name in the configuration does not lead to a function."""
 
 
 @dataclass(frozen=True, slots=True)
 class DomainCode:
-    """What the user wrote for one domain."""
+    """The user's functions for one domain."""
 
     task_source: TaskSource
     play: Play
 
 
 def load_domains(configuration: RunConfiguration) -> dict[str, DomainCode]:
-    """Task source and agent of every queue.
+    """Import the task source and the agent of every queue.
 
     Raises:
         UserCodeError: naming the field, the name and what is wrong.
@@ -36,7 +36,7 @@ def load_domains(configuration: RunConfiguration) -> dict[str, DomainCode]:
 
 
 def add_code_paths(code_paths: Sequence[str]) -> None:
-    """Make the user's modules importable, in the order given, before everything else."""
+    """Put these folders, in their order, before all others that Python imports from."""
     for path in reversed(code_paths):
         if path not in sys.path:
             sys.path.insert(0, path)
@@ -57,5 +57,5 @@ def _function(name: str, *, field: str) -> Callable[..., Any]:
     except (ImportError, AttributeError, ValueError) as error:
         raise UserCodeError(f"{field}: cannot load {name!r}: {error}") from error
     if not callable(found):
-        raise UserCodeError(f"{field}: {name!r} is no function")
-    return found  # type: ignore[no-any-return]  # what the user wrote; its calls are checked
+        raise UserCodeError(f"{field}: {name!r} is not a function")
+    return found  # type: ignore[no-any-return]  # any callable of the user; a wrong call raises

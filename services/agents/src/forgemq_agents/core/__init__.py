@@ -1,1 +1,1 @@
-"""What the agents process decides: pure functions of configuration and progress."""
+"""Decisions of the agents process, without I/O."""

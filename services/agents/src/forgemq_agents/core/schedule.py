@@ -1,4 +1,4 @@
-"""Which groups to ask for, and when: pure functions of the run's configuration and progress."""
+"""Which groups to ask for, and when, by the run's configuration and progress."""
 
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
@@ -14,7 +14,7 @@ Mode = Literal["sampled", "greedy"]
 class EvaluationGroup(NamedTuple):
     """One held-out task in one round: a group of a single episode.
 
-    `temperature` None is the one that the run pins for every episode.
+    A `temperature` of None stands for the run's own.
     """
 
     domain: str
@@ -24,19 +24,19 @@ class EvaluationGroup(NamedTuple):
 
     @property
     def idempotency_key(self) -> str:
-        """The same for every process and after every restart."""
+        """The same in every process and after every restart."""
         return f"eval/{self.round_name}/{self.domain}/{self.task_number}"
 
 
 def training_key(domain: str, task_number: int) -> str:
-    """Idempotency key of a training group: task k of a domain is one group."""
+    """Idempotency key of a training group: each task of a domain is one group."""
     return f"{domain}/{task_number}"
 
 
 def groups_ahead(queue: Queue) -> int:
-    """Training groups asked for and not over: N in their slots and a few waiting for one.
+    """Number of training groups that are requested and not over: N in slots, P waiting for one.
 
-    The waiting ones let a freed slot be given at once; a step frees P of them together.
+    A step frees P slots at once; each then goes to a waiting group without a round trip to us.
     """
     return queue.slots + queue.groups_per_step
 
@@ -44,7 +44,7 @@ def groups_ahead(queue: Queue) -> int:
 def evaluation_groups(
     configuration: RunConfiguration, *, round_name: str
 ) -> Iterator[EvaluationGroup]:
-    """All groups of a round, by domain, mode and task."""
+    """All groups of a round, ordered by domain, mode and task."""
     evaluation = configuration.evaluation
     for queue in configuration.queues:
         for mode, temperature in _modes(evaluation):
@@ -58,9 +58,10 @@ def evaluation_groups(
 
 
 def round_due(evaluation: Evaluation, *, steps_trained: int, steps: int) -> str | None:
-    """The periodic round of the newest multiple of `every_steps`, None where there is none.
+    """Name of the periodic round to play now, None if there is none.
 
-    Before the first and after the last step the rounds `start` and `end` are played instead.
+    It is due at each multiple of `every_steps`, except before the first step and after the last:
+    there the rounds `start` and `end` are played.
     """
     every = evaluation.every_steps
     if evaluation.tasks == 0 or every == 0 or steps_trained >= steps:

@@ -1,0 +1,97 @@
+"""Plays one claimed episode, renews its lease meanwhile, and reports how it ended."""
+
+import asyncio
+from collections.abc import Mapping
+
+import msgspec
+
+from forgemq_agents.episode import Episode
+from forgemq_agents.errors import EpisodeOverError, GatewayError
+from forgemq_agents.gateway_client import GatewayClient
+from forgemq_agents.requests import JsonRequests
+from forgemq_agents.user_code import Play
+from forgemq_contracts.admin import DETAIL_CHARACTERS_MAX, AbortRequest, Claim, FinishRequest
+from forgemq_telemetry.telemetry import Telemetry
+
+# Two heartbeats may be lost before the lease lapses.
+HEARTBEATS_PER_LEASE = 3
+
+
+class EpisodePlayer:
+    """Plays the episodes of one process."""
+
+    def __init__(
+        self,
+        *,
+        gateway: GatewayClient,
+        requests: JsonRequests,
+        environ: Mapping[str, str],
+        telemetry: Telemetry,
+    ) -> None:
+        self._gateway = gateway
+        self._requests = requests
+        self._environ = environ
+        self._telemetry = telemetry
+
+    async def play(self, claim: Claim, play: Play) -> None:
+        """Play to the end, or until the gateway says that the episode is over."""
+        episode = Episode(
+            claim,
+            gateway=self._gateway,
+            requests=self._requests,
+            environ=self._environ,
+            telemetry=self._telemetry,
+        )
+        async with asyncio.TaskGroup() as tasks:
+            playing = tasks.create_task(self._play_and_report(episode, play))
+            renewing = tasks.create_task(self._renew_lease(claim, playing))
+            playing.add_done_callback(lambda _: renewing.cancel())
+
+    async def _play_and_report(self, episode: Episode, play: Play) -> None:
+        """Report how the user's code ended; its failure masks the episode."""
+        try:
+            end = await _play_to_end(episode, play)
+            if isinstance(end, AbortRequest):
+                self._telemetry.event("aborted", episode=episode.episode_id, detail=end.detail)
+                await self._gateway.abort(episode.episode_id, end)
+            else:
+                await self._gateway.finish(episode.episode_id, end)
+        except EpisodeOverError as error:
+            self._telemetry.event("superseded", episode=episode.episode_id, detail=str(error))
+        except GatewayError as error:
+            # The lease lapses, and this or another process plays the episode again.
+            self._telemetry.event("unreported", episode=episode.episode_id, detail=str(error))
+
+    async def _renew_lease(self, claim: Claim, playing: "asyncio.Task[None]") -> None:
+        """Send heartbeats; stop the agent if the episode is over."""
+        while True:
+            await asyncio.sleep(claim.lease_s / HEARTBEATS_PER_LEASE)
+            try:
+                await self._gateway.renew_lease(claim.episode_id)
+            except EpisodeOverError as error:
+                self._telemetry.event("superseded", episode=claim.episode_id, detail=str(error))
+                playing.cancel()
+                return
+            except GatewayError as error:
+                self._telemetry.event("unheard", episode=claim.episode_id, detail=str(error))
+
+
+async def _play_to_end(episode: Episode, play: Play) -> FinishRequest | AbortRequest:
+    """Run the user's code; returns what to report.
+
+    Raises:
+        EpisodeOverError: the gateway refused a request of the agent; there is nothing to report.
+    """
+    try:
+        await play(episode)
+        return _finish_of(episode)
+    except EpisodeOverError:
+        raise
+    except Exception as error:  # noqa: BLE001 - user code: whatever it raises masks its episode
+        return AbortRequest(detail=f"{type(error).__name__}: {error}"[:DETAIL_CHARACTERS_MAX])
+
+
+def _finish_of(episode: Episode) -> FinishRequest:
+    """What the user's code left in the episode, which may be no JSON or out of bounds."""
+    fields = {"result": episode.result, "tool_s": episode.tool_s, "virtual_s": episode.virtual_s}
+    return msgspec.json.decode(msgspec.json.encode(fields), type=FinishRequest)
