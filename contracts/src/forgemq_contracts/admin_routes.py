@@ -57,7 +57,7 @@ RETRIED: tuple[RefusalStatus, ...] = (429, 503)
 
 _EVERYWHERE: dict[RefusalStatus, str] = {
     401: "The admin key is missing or wrong.",
-    503: "The gateway is rebuilding its state after a start.",
+    503: "Not yet: the gateway rebuilds its state after a start, or still writes the record.",
 }
 _EPISODE_REFUSALS: tuple[tuple[RefusalStatus, str], ...] = (
     (404, "There is no such episode."),

@@ -1,4 +1,4 @@
-"""Who may do what: admin keys open the admin API, episode keys open their episode, neither both."""
+"""Checks keys: the admin key opens the admin API, an episode key opens its episode."""
 
 import hmac
 import re
@@ -10,6 +10,7 @@ from forgemq_gateway.core.keys import KeyMint
 from forgemq_gateway.core.registry import Registry
 
 _EPISODE_ID = re.compile(r"[a-z0-9-]{1,64}\.[0-9]{1,9}\.[0-9]{1,9}")
+# Clients of OpenAI, Anthropic and Azure send keys in these; the first one that is set counts.
 _KEY_HEADERS = ("authorization", "x-api-key", "api-key")
 
 
@@ -22,24 +23,24 @@ class Access:
         self._registry = registry
 
     def check_admin(self, headers: Mapping[str, str]) -> None:
-        """Return for the admin key.
+        """Return if the request carries the admin key.
 
         Raises:
-            RefusedError: 401.
+            RefusedError: 401, it does not.
         """
         key = key_in(headers) or ""
         if not hmac.compare_digest(key.encode(), self._admin_key):
             raise unauthorized("the admin API needs the admin key as a bearer token")
 
     def is_episode_key(self, key: str | None) -> bool:
-        """Whether this is the key of any episode, open or over."""
+        """Whether this is the key of an episode, open or ended."""
         return key is not None and self._mint.episode_of(key) is not None
 
     def episode(self, key: str | None) -> Episode:
         """The open episode that this key belongs to.
 
         Raises:
-            RefusedError: 401 wrong key, 409 ended or replaced, 410 group over.
+            RefusedError: 401 wrong key, 404 unknown, 409 ended or replaced, 410 group over.
         """
         episode_id = None if key is None else self._mint.episode_of(key)
         if episode_id is None:
@@ -50,7 +51,7 @@ class Access:
         return episode
 
     def known_episode(self, episode_id: str) -> Episode:
-        """The episode with this id, whatever its state.
+        """The episode with this id, ended or not.
 
         Raises:
             RefusedError: 404 unknown, 409 replaced, 410 group over.
@@ -60,9 +61,10 @@ class Access:
         episode = self._registry.episode(episode_id)
         if episode is not None:
             return episode
-        raise self._why_not(episode_id)
+        raise self._refusal_of(episode_id)
 
-    def _why_not(self, episode_id: str) -> RefusedError:
+    def _refusal_of(self, episode_id: str) -> RefusedError:
+        """Why there is no such attempt now; its id is well-formed."""
         group_id, index, attempt = episode_id.rsplit(".", 2)
         if group_id in self._registry.retired:
             return gone(f"group {group_id} is over")
@@ -76,7 +78,7 @@ class Access:
 
 
 def key_in(headers: Mapping[str, str]) -> str | None:
-    """The key of a request, in any of the places where clients put it."""
+    """The key in the headers of a request; None if there is none."""
     for name in _KEY_HEADERS:
         value = headers.get(name)
         if value:

@@ -1,4 +1,4 @@
-"""What agents ask of the admin API: groups, claims, leases, rewards and ends."""
+"""What the routes of the admin API do: groups, claims, leases, rewards and ends of episodes."""
 
 from contextlib import suppress
 
@@ -28,12 +28,16 @@ from forgemq_gateway.core.sampling import pinned_sampling
 from forgemq_gateway.dispatch import Dispatcher
 from forgemq_gateway.surroundings import Surroundings
 
-# Found instead of a slot where no agent is needed any more.
+# Found by a claim if every episode of the group has ended.
 _OVER = "over"
 
+# A second request to end an episode waits for the first one this much longer than its drain: the
+# final record is still to be written then.
+_WRITE_S = 5.0
 
-class Slot(Struct, frozen=True):
-    """A place in a group that an agent may take."""
+
+class FreeEpisode(Struct, frozen=True):
+    """An episode that an agent may claim, and the number of its next attempt."""
 
     group: Group
     index: int
@@ -41,7 +45,7 @@ class Slot(Struct, frozen=True):
 
 
 class Operations:
-    """The admin API's verbs over the registry; every change is a record first."""
+    """One method for each route. A change is a record on the log before the registry has it."""
 
     def __init__(
         self, *, access: Access, mint: KeyMint, dispatcher: Dispatcher, around: Surroundings
@@ -61,12 +65,12 @@ class Operations:
         self._is_ending = False
 
     def answer_long_polls(self) -> None:
-        """Whoever waits for a group to change is told how it is: this gateway is about to end."""
+        """Answer every long poll with the present state, because this gateway is about to end."""
         self._is_ending = True
         self._changed.beat()
 
     async def request_group(self, request: GroupRequest) -> GroupStatus:
-        """The group of this idempotency key, requested now if it is new.
+        """Request the group of this idempotency key, unless it is known; returns its status.
 
         Raises:
             RefusedError: 400 unknown domain, 410 training has ended, 429 too many wait.
@@ -114,7 +118,7 @@ class Operations:
             raise busy("the histories of open groups fill the gateway's memory")
 
     def group(self, group_id: str) -> GroupStatus:
-        """The group as it is.
+        """The group's present status.
 
         Raises:
             RefusedError: 404.
@@ -127,13 +131,13 @@ class Operations:
     async def changed_group(
         self, group_id: str, *, wait_s: float, known: GroupState | None
     ) -> GroupStatus:
-        """The group, as soon as its state is another than `known` or the time is over.
+        """Wait until the group's state differs from `known`, at most `wait_s`; returns its status.
 
         Args:
-            group_id: Of a group that was requested.
-            wait_s: At most so long; not at all where the group is retired, its last state.
-            known: The state that the caller knows; None for that of now, which misses a change
-                between the caller's last answer and this question.
+            group_id: Id of a requested group.
+            wait_s: A retired group is answered at once: it changes no further.
+            known: The state that the caller knows. None stands for the present one, and so misses
+                a change between the caller's previous answer and this question.
         """
         before = known or self.group(group_id).state
 
@@ -146,31 +150,33 @@ class Operations:
         return changed or self.group(group_id)
 
     async def claim(self, group_id: str, *, wait_s: float) -> Claim | None:
-        """An episode of the group for this agent, None where none is free.
+        """Open an episode of the group for this agent; None if none is free.
 
         Raises:
             RefusedError: 404 unknown group, 410 group over.
         """
         self.group(group_id)
 
-        def look() -> Slot | str | None:
+        def look() -> FreeEpisode | str | None:
             group = self._registry.groups.get(group_id)
             if group is None:
                 return _OVER
             free = group.claimable()
             if free is not None:
-                return Slot(group, *free)
+                return FreeEpisode(group, *free)
             return _OVER if len(group.finished) >= group.facts.group_size else None
 
-        found: Slot | str | None = await self._changed.until(look, timeout_s=self._wait_s(wait_s))
+        found: FreeEpisode | str | None = await self._changed.until(
+            look, timeout_s=self._wait_s(wait_s)
+        )
         if found is None:
             return None
         if isinstance(found, str):
             raise gone(f"group {group_id} is over")
         return await self._open(found)
 
-    async def _open(self, slot: Slot) -> Claim:
-        group, index, attempt = slot.group, slot.index, slot.attempt
+    async def _open(self, free: FreeEpisode) -> Claim:
+        group, index, attempt = free.group, free.index, free.attempt
         facts = group.facts
         identifier = episode_id(group=facts.group_id, index=index, attempt=attempt)
         key = self._mint.key_of(identifier)
@@ -215,7 +221,7 @@ class Operations:
         return Lease(lease_s=episode.opened.lease_s)
 
     async def reward(self, episode_id: str, request: RewardRequest) -> None:
-        """Keep a reward of the agent's own; idempotent by its id."""
+        """Add a reward to the episode's record; a known id changes nothing."""
         episode = self._access.known_episode(episode_id)
         reward = _reward(request)
         record = episode.with_reward(reward)
@@ -230,13 +236,13 @@ class Operations:
             raise invalid(
                 f"{reward.completion_id} is no completion of this episode", param="completion_id"
             )
-        # Entered before it is written, so that two rewards at once do not lose one another.
+        # Applied before it is written: a second reward at the same time must contain this one.
         self._registry.episode_opened(record, lease_until_s=episode.lease_until_s)
         await self._outbox.episode_opened(record)
         episode.renew(self._clock.now_s())
 
     async def finish(self, episode_id: str, request: FinishRequest) -> None:
-        """The agent is done: wait for its open requests, then write the final record."""
+        """Wait for the episode's open requests, then write its final record as completed."""
         ending = Ending(
             status="completed",
             result=bytes(request.result),
@@ -246,7 +252,7 @@ class Operations:
         await self._end(episode_id, ending)
 
     async def abort(self, episode_id: str, request: AbortRequest) -> None:
-        """The agent gives the episode up; it counts for nothing."""
+        """Write the episode's final record as aborted: it is masked."""
         await self._end(episode_id, Ending(status="aborted", detail=request.detail))
 
     async def _end(self, episode_id: str, ending: Ending) -> None:
@@ -254,14 +260,16 @@ class Operations:
         if episode.state not in ("finishing", "ended"):
             await self.end(episode, ending)
             return
-        # A retry of the same wish: it is true as soon as the final record is written.
-        await self._changed.until(
+        # A repeated request: answer when the first one has written the final record.
+        is_written = await self._changed.until(
             lambda: True if episode.state == "ended" else None,
-            timeout_s=self._settings.drain_s + 5.0,
+            timeout_s=self._settings.drain_s + _WRITE_S,
         )
+        if not is_written:
+            raise busy(f"the end of episode {episode_id} is not written yet", status=503)
 
     async def end(self, episode: Episode, ending: Ending) -> None:
-        """Write the final record of an episode; its open requests get a while to come back."""
+        """Write the final record of an episode; if completed, its open requests may end before."""
         episode.state = "finishing"
         if ending.status == "completed":
             await self._changed.until(
@@ -281,7 +289,7 @@ class Operations:
         self._telemetry.count("gateway.episodes_finished", status=ending.status)
 
     async def lapse(self) -> None:
-        """Free the episodes whose lease has lapsed; fail those without another attempt left."""
+        """Free the episodes whose lease has lapsed; fail those at their last attempt."""
         now_s = self._clock.now_s()
         lapsed = [e for _, e in self._registry.episodes() if e.has_lapsed(now_s)]
         for episode in lapsed:
@@ -297,7 +305,7 @@ class Operations:
                     await self.end(episode, Ending(status="failed", detail=detail))
 
     def run(self) -> RunStatus:
-        """What agents need to know of the run."""
+        """How far the run is."""
         return RunStatus(
             run=self._configuration.run,
             steps=self._configuration.trainer.steps,
