@@ -135,9 +135,9 @@ async def _wait_for_first_completion(system: RunningSystem) -> None:
     Raises:
         TimeoutError: none was delivered in time.
     """
-    places = _places(system, topics.DELIVERED_COMPLETIONS)
+    partitions = _partitions(system, topics.DELIVERED_COMPLETIONS)
     async with asyncio.timeout(START_TIMEOUT_S):
-        reader = await system.log.reader(await system.log.first_positions(places))
+        reader = await system.log.reader(await system.log.first_positions(partitions))
         try:
             while not await reader.read(timeout_s=_READ_S, records_max=1):
                 pass
@@ -162,23 +162,22 @@ async def _measure_window(system: RunningSystem, duration_s: float) -> Window:
 
 async def _read_records(system: RunningSystem, topic: topics.Topic) -> list[Record]:
     """Read every record of the topic up to its present end."""
-    places = _places(system, topic)
-    return await _read_all(system.log, places)
+    return await _read_all(system.log, _partitions(system, topic))
 
 
-async def _read_all(log: Log, places: Sequence[Place]) -> list[Record]:
-    ends = await log.end_positions(places)
-    reader = await log.reader(await log.first_positions(places))
+async def _read_all(log: Log, partitions: Sequence[Place]) -> list[Record]:
+    ends = await log.end_positions(partitions)
+    reader = await log.reader(await log.first_positions(partitions))
     found: list[Record] = []
     try:
-        while any(reader.position(place) < end for place, end in ends.items()):
+        while any(reader.position(partition) < end for partition, end in ends.items()):
             found += await reader.read(timeout_s=_READ_S, records_max=10_000)
     finally:
         await reader.close()
     return found
 
 
-def _places(system: RunningSystem, topic: topics.Topic) -> list[Place]:
+def _partitions(system: RunningSystem, topic: topics.Topic) -> list[Place]:
     count = system.configuration.log.group_partitions
     return [Place(topic.name, partition) for partition in range(count)]
 

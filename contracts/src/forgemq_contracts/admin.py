@@ -190,7 +190,7 @@ class ErrorBody(Struct, frozen=True, kw_only=True):
     message: Annotated[str, Meta(description="Names the field and the rule, for people.")]
     type: ErrorType
     param: Annotated[
-        str | None, Meta(description="Path of the field that is wrong; null if it is none.")
+        str | None, Meta(description="Path of the field that is wrong; null if no single one is.")
     ] = None
     code: Annotated[str | None, Meta(description="Reason for programs, if it has a name.")] = None
 

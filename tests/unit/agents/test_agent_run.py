@@ -1,4 +1,4 @@
-"""A whole run from the agents' side, over HTTP."""
+"""Whole runs of the agents process against the gateway in memory."""
 
 import asyncio
 import itertools
@@ -87,7 +87,7 @@ async def test_a_run_is_evaluated_trained_and_evaluated_again(memory_gateway):
     evaluated = [g for g in gateway.in_order() if g.request.purpose == "eval"]
     assert [task_of(g)["k"] for g in evaluated] == [1_000_000, 1_000_001] * 4
     assert {g.request.temperature for g in evaluated if "greedy" in g.request.round_name} == {0.0}
-    # Not named: sampled rounds are played at the temperature that the run pins.
+    # Sampled rounds leave the temperature to the run.
     assert {g.request.temperature for g in evaluated if "sampled" in g.request.round_name} == {None}
     trained = [g for g in gateway.in_order() if g.request.purpose == "train"]
     assert [g.request.idempotency_key for g in trained[:4]] == [f"count/{k}" for k in range(4)]
@@ -98,7 +98,7 @@ async def test_a_run_is_evaluated_trained_and_evaluated_again(memory_gateway):
     assert msgspec.json.decode(end.result) == {"said": "key-g-count-0.0.0 speaking"}
 
 
-async def test_groups_asked_for_stay_near_the_number_of_slots(memory_gateway):
+async def test_one_step_of_groups_more_than_slots_is_requested(memory_gateway):
     gateway = await memory_gateway(groups_to_train=12, slots=3)
 
     async def slowly(episode) -> None:
@@ -147,7 +147,7 @@ async def test_the_run_is_watched_during_a_periodic_round(memory_gateway):
     assert polls[0] >= 2
 
 
-async def test_an_agent_that_raises_is_aborted_with_what_it_raised(memory_gateway):
+async def test_an_agent_that_raises_aborts_its_episode_with_the_error(memory_gateway):
     gateway = await memory_gateway()
 
     async def broken(episode) -> None:
@@ -206,7 +206,7 @@ async def test_an_episode_that_was_replaced_is_stopped_and_reports_nothing(memor
     assert attempts(gateway.groups["g-count-0"]) == {0: 1}
 
 
-async def test_a_killed_process_is_continued_without_asking_twice(memory_gateway):
+async def test_a_killed_process_is_continued_without_a_second_group_for_a_task(memory_gateway):
     gateway = await memory_gateway(groups_to_train=6, slots=2)
     reached = asyncio.Event()
 
@@ -249,7 +249,7 @@ async def test_two_processes_share_one_run(memory_gateway):
     assert not players["one"] & players["two"]
 
 
-async def test_a_busy_gateway_is_asked_again_when_it_says(memory_gateway, refusal):
+async def test_a_busy_gateway_is_asked_again_after_its_retry_after(memory_gateway, refusal):
     gateway = await memory_gateway(groups_to_train=1, slots=1)
     gateway.answers = [refusal(429, "busy", Retry_After="0.1"), refusal(503, "moving")]
     await play(gateway, well, slots=1)
@@ -268,7 +268,7 @@ async def test_the_end_of_training_waits_for_no_group_without_a_slot(memory_gate
                 await asyncio.sleep(0)
         await well(episode)
 
-    async with asyncio.timeout(10):  # the gateway would hold each question for 20 s
+    async with asyncio.timeout(10):  # The gateway holds each long poll for 20 s.
         await play(gateway, while_another_waits, slots=3)
     assert [g.state for g in gateway.in_order()].count("requested") >= 1
 

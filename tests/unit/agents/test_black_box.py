@@ -1,4 +1,4 @@
-"""Any program as an agent."""
+"""Programs as agents: environment, result, failures, and their end."""
 
 import asyncio
 import os
@@ -71,7 +71,7 @@ async def test_a_program_never_sees_the_admin_key(episode):
     assert "'HOME', '/h'" in episode.result["output"]
 
 
-async def test_a_program_that_fails_masks_the_episode_with_its_last_words(episode):
+async def test_a_program_that_fails_masks_the_episode_with_its_last_output(episode):
     with pytest.raises(AgentFailedError, match=r"status 3: .*no luck"):
         await python("import sys; print('no luck'); sys.exit(3)")(episode)
 
@@ -111,7 +111,7 @@ async def test_a_cancelled_episode_stops_its_program(episode, tmp_path):
 
 
 async def is_alive(pid: int) -> bool:
-    """Whether it still runs a second later."""
+    """Whether the process still runs a second later."""
     for _ in range(50):
         if not is_running(pid):
             return False
@@ -120,7 +120,7 @@ async def is_alive(pid: int) -> bool:
 
 
 def is_running(pid: int) -> bool:
-    """A zombie that nobody waited for does not run."""
+    """Whether the process runs; a zombie does not."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

@@ -1,4 +1,4 @@
-"""What a user's agent gets, and how it behaves when the gateway does not."""
+"""`Episode` as a user's agent calls it, and its requests while the gateway fails."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -32,7 +32,7 @@ async def http() -> AsyncIterator[aiohttp.ClientSession]:
 
 @pytest.fixture
 async def opened(memory_gateway, http):
-    """(the gateway, an episode on it, the waits it made)."""
+    """(a gateway, an episode of it, seconds of each wait between two attempts)."""
     server = await memory_gateway()
     waits: list[float] = []
 
@@ -50,12 +50,12 @@ async def opened(memory_gateway, http):
     return server, episode, waits
 
 
-async def test_an_agent_sees_none_of_our_own_variables(opened):
+async def test_the_environment_of_an_agent_has_no_variable_of_forgemq(opened):
     _, episode, _ = opened
     assert episode.environ == {"A": "b"}
 
 
-async def test_chat_speaks_with_the_episodes_key(opened):
+async def test_chat_sends_the_key_of_the_episode(opened):
     _, episode, _ = opened
     completion = await episode.chat(ASKED)
     assert completion.text == f"{episode.key} speaking"
@@ -75,7 +75,7 @@ async def test_a_retry_sends_the_same_bytes(opened, refusal):
     assert waits == [3.0, 0.4, 0.8]
 
 
-async def test_a_full_context_is_an_error_of_its_own_and_not_retried(opened, refusal):
+async def test_a_full_context_raises_its_own_error_and_is_not_retried(opened, refusal):
     server, episode, _ = opened
     server.answers = [refusal(400, "too long", code="context_length_exceeded")]
     with pytest.raises(ContextFullError):
@@ -84,7 +84,7 @@ async def test_a_full_context_is_an_error_of_its_own_and_not_retried(opened, ref
 
 
 @pytest.mark.parametrize("status", [404, 409, 410])
-async def test_an_episode_that_is_over_says_so(opened, refusal, status):
+async def test_a_request_for_an_episode_that_is_over_raises(opened, refusal, status):
     server, episode, _ = opened
     server.answers = [refusal(status, "over")]
     with pytest.raises(EpisodeOverError) as caught:
@@ -134,7 +134,7 @@ async def test_a_gateway_that_is_away_is_asked_again_until_it_is_back(http, memo
 
 
 class Clock:
-    """A clock that stands still unless it is told to go on."""
+    """A clock that only `sleep` moves."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -147,7 +147,7 @@ class Clock:
 
 
 async def cutting(clock: Clock, *, held_s: float, cuts: int) -> aiohttp.test_utils.TestServer:
-    """A gateway that holds the first requests for so long and then is gone, connection and all."""
+    """A gateway that holds each of the first `cuts` requests, then cuts its connection."""
     asked = 0
 
     async def answer(request: aiohttp.web.Request) -> aiohttp.web.Response:
@@ -166,7 +166,7 @@ async def cutting(clock: Clock, *, held_s: float, cuts: int) -> aiohttp.test_uti
     return server
 
 
-async def test_a_turn_longer_than_the_deadline_is_asked_again_when_its_gateway_dies(http):
+async def test_a_completion_slower_than_the_deadline_is_asked_again_if_its_gateway_dies(http):
     clock = Clock()
     server = await cutting(clock, held_s=400.0, cuts=3)
     requests = JsonRequests(http, retry=Retry(), sleep=clock.sleep, clock_s=clock)
@@ -176,7 +176,7 @@ async def test_a_turn_longer_than_the_deadline_is_asked_again_when_its_gateway_d
     await server.close()
 
 
-async def test_a_gateway_that_drops_every_request_at_once_is_given_up_at_the_deadline(http):
+async def test_requests_that_are_all_cut_at_once_end_at_the_deadline(http):
     clock = Clock()
     server = await cutting(clock, held_s=1.0, cuts=1_000)
     requests = JsonRequests(http, retry=Retry(), sleep=clock.sleep, clock_s=clock)
@@ -208,7 +208,7 @@ def completion_with(arguments: object, *, content: str | None = None) -> Complet
     ("arguments", "expected"),
     [('{"a": 1}', {"a": 1}), ({"a": 1}, {"a": 1}), ("[1]", None), ('{"a"', None), ("", None)],
 )
-def test_arguments_are_an_object_or_nothing(arguments, expected):
+def test_arguments_are_an_object_or_none(arguments, expected):
     assert completion_with(arguments).calls == (
         FunctionCall(id="c1", name="f", arguments=expected),
     )
@@ -231,7 +231,7 @@ async def test_calls_of_one_turn_run_at_the_same_time():
     assert [answer["tool_call_id"] for answer in answers] == ["0", "1", "2", "x", "y"]
 
 
-async def test_the_loop_appends_the_message_as_it_came():
+async def test_the_loop_appends_the_message_unchanged():
     heard: list[list[dict]] = []
 
     class Model:

@@ -1,4 +1,4 @@
-"""Which groups are asked for, and the user's code by name."""
+"""Which groups are requested, the user's code by name, and exit statuses of the process."""
 
 import json
 import os
@@ -65,7 +65,7 @@ def test_periodic_rounds_fall_on_multiples_but_not_on_the_ends(every, trained, d
     assert round_due(evaluation, steps_trained=trained, steps=10) == due
 
 
-def test_groups_ahead_are_the_slots_and_one_step_more():
+def test_groups_ahead_are_the_slots_and_one_step():
     queue = Queue(domain="a", task_source="", agent="", slots=12, groups_per_step=6)
     assert groups_ahead(queue) == 18
 

@@ -234,7 +234,7 @@ class Operations:
             and reward.completion_id not in episode.history.completions
         ):
             raise invalid(
-                f"{reward.completion_id} is no completion of this episode", param="completion_id"
+                f"{reward.completion_id} is not a completion of this episode", param="completion_id"
             )
         # Applied before it is written: a second reward at the same time must contain this one.
         self._registry.episode_opened(record, lease_until_s=episode.lease_until_s)
