@@ -26,8 +26,11 @@ class Retry(Struct, frozen=True, kw_only=True):
     deadline_s: Annotated[
         float, Meta(gt=0, description="No new attempt after so long an outage.")
     ] = 300.0
+    # Doubles up to `wait_max_s`: a gateway that restarts is back within seconds, and one that is
+    # away for longer must not meet all agents at once.
     first_wait_s: Annotated[float, Meta(gt=0)] = 0.2
     wait_max_s: Annotated[float, Meta(gt=0)] = 5.0
+    # The default deadline of a completion, and 30 s for the answer's way.
     read_timeout_s: Annotated[
         float, Meta(gt=0, description="So long a silence ends an attempt.")
     ] = 930.0

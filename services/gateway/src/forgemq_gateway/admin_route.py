@@ -6,7 +6,6 @@ from typing import Annotated, ParamSpec, TypeVar
 
 import msgspec
 from fastapi import Depends, FastAPI, Request, Response
-from starlette.exceptions import HTTPException
 
 from forgemq_contracts import admin_routes, openapi
 from forgemq_contracts.admin import (
@@ -158,14 +157,14 @@ def _add_refusals(app: FastAPI) -> None:
     async def refused(_: Request, error: RefusedError) -> Response:
         return _refusal(error)
 
-    @app.exception_handler(HTTPException)
-    async def not_routed(request: Request, error: HTTPException) -> Response:
-        refusal = unknown(f"there is no {request.method} {request.url.path}")
-        if error.status_code != refusal.status:
-            refusal = RefusedError(
-                error.detail, status=error.status_code, kind="invalid_request_error"
-            )
-        return _refusal(refusal)
+    @app.exception_handler(404)
+    async def no_path(request: Request, _: Exception) -> Response:
+        return _refusal(unknown(f"there is no {request.method} {request.url.path}"))
+
+    @app.exception_handler(405)
+    async def no_method(request: Request, _: Exception) -> Response:
+        message = f"{request.url.path} takes no {request.method}"
+        return _refusal(RefusedError(message, status=405, kind="invalid_request_error"))
 
     @app.exception_handler(ClientGoneError)
     async def gone(_: Request, __: ClientGoneError) -> Response:
