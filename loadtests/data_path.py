@@ -228,7 +228,7 @@ def report(measurement: Measurement, case: str, outcome: Outcome, *, engine_s: f
 
 
 def _lines_of(error: BaseException) -> list[str]:
-    """Messages of all errors inside nested exception groups."""
+    """What went wrong, out of the groups that task groups wrap it in."""
     if isinstance(error, BaseExceptionGroup):
         return [line for inner in error.exceptions for line in _lines_of(inner)]
     return [str(error) or type(error).__name__]

@@ -1,4 +1,4 @@
-"""Write what follows from the structs: schemas, AsyncAPI, OpenAPI, examples; a release if asked.
+"""Writes what follows from the structs: schemas, AsyncAPI, missing examples; a release if asked.
 
     python -m forgemq_contracts.generate [--folder contracts] [--release]
 

@@ -56,15 +56,15 @@ def run_agents(environ: Mapping[str, str]) -> int:
             _run_until_signal(play_run(configuration, settings, domains, environ, telemetry))
         )
     except* GatewayError as errors:
-        telemetry.event("failed", error=_innermost_message(errors))
+        telemetry.event("failed", error=_first(errors))
         status = EXIT_FAILED
     finally:
         telemetry.close()
     return status
 
 
-def _innermost_message(error: BaseException) -> str:
-    """The message of the first error inside nested exception groups."""
+def _first(error: BaseException) -> str:
+    """The message at the bottom of nested groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return str(error)

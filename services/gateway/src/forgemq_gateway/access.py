@@ -51,7 +51,7 @@ class Access:
         return episode
 
     def known_episode(self, episode_id: str) -> Episode:
-        """The episode with this id, ended or not.
+        """The episode with this id, whatever its state.
 
         Raises:
             RefusedError: 404 unknown, 409 replaced, 410 group over.
