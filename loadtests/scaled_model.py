@@ -1,8 +1,8 @@
-"""A Qwen3 with fewer layers, on one device, and attention of single sequences that is only flash.
+"""A Qwen3 with fewer layers on one device; single sequences attend by the flash kernel only.
 
-The vocabulary shrinks with the layers: the head weighs against them what it weighs in the whole
-model. On any device the attention of single sequences is pinned to torch's flash kernel: where that
-cannot run, torch raises instead of taking a slower one.
+The vocabulary shrinks with the layers, so that the head has the share of the work that it has in
+the whole model. Attention of single sequences is pinned to torch's flash kernel on every device: if
+that kernel cannot run, torch raises an error instead of choosing a slower one.
 """
 
 import time
@@ -20,13 +20,13 @@ from tree_workloads import VOCABULARY
 
 from forgemq_trainer.core.flops import flops
 from forgemq_trainer.core.memory import ModelShape
-from forgemq_trainer.model import LoadedModel, model_shape, prepared
+from forgemq_trainer.model import LoadedModel, model_shape, prepare
 
 CAUSAL_FLASH = "pinned_causal"
-"""What transformers knows `causal_flash` by; it loads a kernel of its own for names with flash."""
+"""Name of `causal_flash` in transformers; for a name with "flash" it would load another kernel."""
 
 VOCABULARY_STEP = 128
-"""Rows of a scaled head are a multiple of this, as tensor cores like them and as Qwen3 has them."""
+"""A scaled head has a multiple of so many rows, as Qwen3's: tensor cores compute whole tiles."""
 
 QWEN3_8B = {
     "vocab_size": 151_936,
@@ -48,22 +48,22 @@ PEAK_FLOPS_PER_S = {
     "NVIDIA A100-PCIE-40GB": 312e12,
     "NVIDIA A100 80GB PCIe": 312e12,
 }
-"""Dense bfloat16 products a second by the name that torch gives the device; vendor's data sheets.
+"""Dense bfloat16 operations a second, from the vendor's data sheets, by torch's name of the device.
 
-The H100 and H200 of this table are the SXM modules; their PCIe and NVL siblings have other names.
+The H100 and H200 of this table are the SXM modules; the PCIe and NVL versions have other names.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What trains.
+    """A device and the unscaled model that is measured on it.
 
     Attributes:
-        device: where.
-        dtype: of the parameters.
-        model: configuration of the unscaled Qwen3.
-        memory_bytes: that parameters, their gradients and a tree's activations may take.
-        peak_flops_per_s: of dense products of the dtype, by the vendor; None where unknown.
+        device: That trains.
+        dtype: Of the parameters.
+        model: Configuration of the unscaled Qwen3.
+        memory_bytes: That parameters, their gradients and a tree's activations may take.
+        peak_flops_per_s: Of dense products of the dtype, by the vendor; None if unknown.
     """
 
     device: torch.device
@@ -73,13 +73,13 @@ class Machine:
     peak_flops_per_s: float | None
 
     def now_s(self) -> float:
-        """Seconds, once the device has done all that it was given."""
+        """Wait until the device has finished its queued work; returns the clock, in seconds."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
     def scaled(self, layers: int) -> dict[str, int]:
-        """The model with fewer layers, and its vocabulary shrunk with them."""
+        """The model's configuration with fewer layers and a vocabulary that shrinks with them."""
         share = layers / self.model["num_hidden_layers"]
         wanted = max(VOCABULARY, round(self.model["vocab_size"] * share))
         rows = -(-wanted // VOCABULARY_STEP) * VOCABULARY_STEP
@@ -103,19 +103,19 @@ class Machine:
 
 
 def trained_bytes(shape: ModelShape) -> int:
-    """Parameters and their gradients."""
+    """Bytes of the parameters and their gradients."""
     layers = flops(shape, tokens=1, pairs=0, rows=0).weights / 6
     return int(layers + 2 * shape.hidden * shape.vocabulary) * 2 * shape.value_bytes
 
 
 def made_model(machine: Machine, *, layers: int) -> LoadedModel:
-    """The scaled model with random weights."""
+    """Make the scaled model with random weights."""
     AttentionInterface.register(CAUSAL_FLASH, causal_flash)
     torch.manual_seed(0)
     config = AutoConfig.for_model("qwen3", **machine.scaled(layers))
     with torch.device(machine.device):
         model = AutoModelForCausalLM.from_config(config, dtype=machine.dtype)
-    return prepared(model)
+    return prepare(model)
 
 
 def causal_flash(
@@ -128,16 +128,16 @@ def causal_flash(
     scaling: float | None = None,
     **others: object,
 ) -> tuple[Tensor, None]:
-    """Causal attention of one sequence by torch's flash kernel, and by no other.
+    """Causal attention of one sequence by torch's flash kernel only, as transformers calls it.
 
     Args:
-        _layer: unused.
+        _layer: Unused.
         query: [1, heads, T, D], perhaps wider than `value`'s dtype.
-        key: [1, key/value heads, T, D], likewise.
+        key: [1, key/value heads, T, D], perhaps wider than `value`'s dtype.
         value: [1, key/value heads, T, D].
-        attention_mask: must be None.
-        scaling: of the scores; None is 1 / sqrt(D).
-        **others: what else a layer passes; dropout and a window must be off.
+        attention_mask: Must be None.
+        scaling: Multiplies the scores; None is 1 / sqrt(D).
+        **others: Other arguments of the layer; dropout and a window must be off.
 
     Returns:
         [1, T, heads, D] and None.

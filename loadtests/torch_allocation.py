@@ -1,7 +1,7 @@
-"""How many bytes torch holds at most during a call: what a memory budget is checked against.
+"""The most bytes that torch holds at once during a call, to compare with a predicted budget.
 
 Counts every allocation and release of torch's own allocator, so neither the interpreter nor the
-heap's fragments blur it; parameters and whatever else lives before the call are not counted.
+heap's fragments blur it. Tensors that exist before the call, as parameters do, are not counted.
 """
 
 from collections.abc import Callable
@@ -14,9 +14,9 @@ def peak_allocated_bytes(run: Callable[[], object], *, device: str = "cpu") -> i
     """The most bytes that torch held at once during `run`, beyond those it held before.
 
     Args:
-        run: may allocate on one device and should run a few thousand operators at most: on a CPU
+        run: May allocate on one device, and should run a few thousand operators at most: on a CPU
             each one is recorded.
-        device: `cpu` or that of the allocations.
+        device: Of the allocations.
     """
     if torch.device(device).type == "cuda":
         before = torch.cuda.memory_allocated(device)
@@ -35,6 +35,6 @@ def peak_allocated_bytes(run: Callable[[], object], *, device: str = "cpu") -> i
 
 
 def _changes(results: object) -> list[tuple[int, int]]:
-    """(nanoseconds, bytes allocated or, below zero, released)."""
+    """(nanoseconds, bytes) of each change; bytes are below zero if released."""
     events = getattr(results, "events")()  # noqa: B009  # torch's result has no public type
     return [(event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]"]

@@ -1,13 +1,13 @@
 """Does a step stay within the memory that was predicted for it, and what does less memory cost?
 
-Trees of several shapes train within a byte budget, each in a process of its own, set as the trainer
-sets itself. Two peaks are compared with the prediction:
+Trees of several shapes train within a byte budget, each in a new process with the trainer's heap
+settings. Two peaks are compared with the prediction:
 
 - tensors: what torch's allocator held at once (its profiler counts each allocation);
-- resident: how far the kernel's high-water mark of the process rose above `fixed`, the resident
-  size before the step: interpreter, libraries, parameters, their gradients, the read tree.
+- resident: the growth of the process's resident memory over `fixed`, its size before the step:
+  interpreter, libraries, parameters, their gradients, the read tree.
 
-Pages of the file that offloaded keys lie in are the kernel's cache; `resident` leaves them out.
+`resident` does not count the file of offloaded keys, whose pages are the kernel's cache.
 
 `make load NAME=tree_memory JSON=memory.json`
 """
@@ -22,20 +22,23 @@ from pathlib import Path
 
 import torch
 from measurement import Measurement, arguments
+from torch_allocation import peak_allocated_bytes
 from transformers import AutoConfig, AutoModelForCausalLM
 from tree_timing import HEAD_CHUNK, LOSS
 from tree_training import MEBIBYTE, MODEL
 from tree_workloads import SHAPES, Shape, merged_tree, requests
 
-from forgemq_trainer.allocation import peak_allocated_bytes
 from forgemq_trainer.core.memory import Microbatch, ModelShape, plan_step
-from forgemq_trainer.core.step import forward_backward
+from forgemq_trainer.core.step import Objective, forward_backward
 from forgemq_trainer.core.tree import Forest, read_tree
 from forgemq_trainer.heap import suit_heap
-from forgemq_trainer.model import LoadedModel, prepared
+from forgemq_trainer.model import LoadedModel, prepare
 
 SAMPLE_EVERY_S = 0.002
+"""Between two reads of the resident size; a step takes seconds."""
+
 PAGE_BYTES = 4096
+"""Of the page size in /proc/self/statm on x86-64."""
 
 Row = tuple[str, float, str]
 
@@ -45,13 +48,13 @@ class Case:
     """A tree, a budget and how it runs.
 
     Attributes:
-        tree: its shape.
-        budget_share: of the bytes that the tree takes whole.
-        model: changes of the fixed model.
-        is_kept_here: keys that the plan offloads stay in memory after all, to compare.
-        is_counted: torch's allocations are counted too, in a run of their own; not where keys lie
-            in a file, whose bytes torch counts as well.
-        threads: of torch.
+        tree: Its shape.
+        budget_share: Of the bytes that the tree takes whole.
+        model: Changes to the fixed model.
+        is_kept_here: True keeps the keys in memory that the plan offloads, for comparison.
+        is_counted: True counts torch's allocations too, in a further run; False if keys lie in a
+            file, for torch counts the file's bytes as well.
+        threads: Of torch.
     """
 
     tree: Shape
@@ -76,7 +79,7 @@ SCALED_8B = {
     "head_dim": 32,
     "vocab_size": 4748,
 }
-"""Qwen3-8B with 1/16 of its widths, 1/64 of its heads' size, 1/32 of its vocabulary, 2 layers."""
+"""Qwen3-8B with 1/16 of its widths, 1/64 of its query size, 1/32 of its vocabulary, 2 layers."""
 
 CASES = {
     "small, room": Case(tree=SHAPES["A"], budget_share=4.0),
@@ -92,11 +95,11 @@ CASES = {
 
 
 def rows_of(case: Case) -> list[Row]:
-    """Train the tree within its budget; runs in a process of its own."""
+    """Train the tree within its budget, in a new process; returns the case's rows."""
     torch.set_num_threads(case.threads)
     torch.manual_seed(0)
     config = AutoConfig.for_model("qwen3", **(MODEL | case.model))
-    loaded = prepared(AutoModelForCausalLM.from_config(config))
+    loaded = prepare(AutoModelForCausalLM.from_config(config))
     _train(loaded, read_tree(merged_tree(requests(Shape(rollouts=2, turns=2, prompt=64, act=16,
                                                        observe=16)))))  # fmt: skip
     forest, shape = read_tree(merged_tree(requests(case.tree))), loaded.policy.shape
@@ -144,7 +147,7 @@ def planned(forest: Forest, shape: ModelShape, *, budget: int) -> Microbatch:
 
 
 def resident_peak_bytes(run: Callable[[], None]) -> int:
-    """The most resident bytes during `run`, pages of files left out, read every 2 ms."""
+    """The most resident bytes during `run` without pages of files, read every 2 ms."""
     stopped = threading.Event()
     peak = 0
 
@@ -172,16 +175,14 @@ def _train(loaded: LoadedModel, forest: Forest, plan: Microbatch | None = None) 
     whole = Microbatch(groups=(0,), blocks=((0, forest.token_count),))
     forward_backward(
         loaded.policy,
-        [forest],
+        Objective(forests=[forest], loss_weights=[1 / forest.entry_count], loss=LOSS),
         [plan or whole],
-        weights=[1 / forest.entry_count],
-        loss=LOSS,
         head_chunk=HEAD_CHUNK,
     )
 
 
 def main() -> int:
-    """Measure the cases that were asked for, by default all."""
+    """Measure the cases that the arguments name, by default all."""
     options = arguments(__doc__ or "")
     measurement = Measurement(
         name="tree_memory",

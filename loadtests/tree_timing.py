@@ -1,4 +1,4 @@
-"""Trains the same samples one by one and as a tree, by any clock: what tree benchmarks share.
+"""Trains the same samples one by one and as a tree, timed by a given clock.
 
 All ways use the same model, norms, chunked head and loss; only attention and sharing differ.
 """
@@ -16,19 +16,21 @@ from forgemq_trainer.core.flops import Flops, flops
 from forgemq_trainer.core.logprobs import Edges, edge_logprobs
 from forgemq_trainer.core.loss import Entries, loss_function
 from forgemq_trainer.core.memory import Microbatch, ModelShape
-from forgemq_trainer.core.step import forward_backward
+from forgemq_trainer.core.step import Objective, forward_backward
 from forgemq_trainer.core.tree import Forest
 from forgemq_trainer.model import ATTENTION_NAME, LoadedModel
 
 HEAD_CHUNK = 1024
+"""Rows of logits at once, the default of `trainer.head_chunk_tokens`."""
+
 LOSS = loss_function(Loss())
 
 Clock = Callable[[], float]
-"""Seconds since some moment; of a GPU only once it has done all that it was given."""
+"""Seconds since some moment; a GPU's clock first waits until its queued work is finished."""
 
 
 def flops_of_sequences(shape: ModelShape, samples: Sequence[Sample]) -> Flops:
-    """Every sequence alone."""
+    """FLOPs of training every sequence alone."""
     lengths = [len(sample.tokens) for sample in samples]
     return flops(
         shape,
@@ -39,10 +41,10 @@ def flops_of_sequences(shape: ModelShape, samples: Sequence[Sample]) -> Flops:
 
 
 def forward_twice(once: Flops) -> Flops:
-    """With one forward more, as blocks run it: that is 2 W t, 4 Q L p and 2 H V r of the formula.
+    """FLOPs with the second forward of blocks, which is 2 W t, 4 Q L p and 2 H V r of the formula.
 
     Args:
-        once: by the formula of `forgemq_trainer.core.flops`.
+        once: By the formula of `forgemq_trainer.core.flops`.
     """
     return Flops(
         weights=once.weights * 8 / 6, attention=once.attention * 18 / 14, head=once.head * 10 / 8
@@ -61,14 +63,14 @@ class Sequences:
         attention: str,
         clock: Clock,
     ) -> None:
-        """Set what trains.
+        """Train nothing yet.
 
         Args:
-            loaded: the model; its device is where sequences go.
-            samples: the sequences.
-            entries: of the whole group, the loss's denominator.
-            attention: as `set_attn_implementation` of transformers knows it.
-            clock: what seconds are read from.
+            loaded: The model; sequences are moved to its device.
+            samples: The sequences.
+            entries: Of the whole group, the loss's denominator.
+            attention: A name for `set_attn_implementation` of transformers.
+            clock: Gives the seconds.
         """
         self._loaded = loaded
         self._samples = samples
@@ -78,7 +80,7 @@ class Sequences:
         self._device = loaded.policy.head_VH.device
 
     def train(self, index: int) -> float:
-        """Forward and backward of one sequence; returns its seconds."""
+        """Run one sequence forward and backward; returns its seconds."""
         sample, policy = self._samples[index], self._loaded.policy
         tokens = torch.from_numpy(sample.tokens.astype(np.int64)).to(self._device)
         edges, entries = self._edges(sample, tokens), self._loss_entries(sample)
@@ -95,15 +97,15 @@ class Sequences:
         return self._clock() - started_s
 
     def _edges(self, sample: Sample, tokens: Tensor) -> Edges:
-        places = torch.from_numpy(sample.sampled).to(self._device)
-        order = torch.arange(len(places), device=self._device)
+        sampled = torch.from_numpy(sample.sampled).to(self._device)
+        order = torch.arange(len(sampled), device=self._device)
         return Edges(
             entry_E=order,
             edge_of_entry_E=order,
-            source_R=places - 1,
-            temperature_R=torch.ones(len(places), dtype=torch.float64, device=self._device),
+            source_R=sampled - 1,
+            temperature_R=torch.ones(len(sampled), dtype=torch.float64, device=self._device),
             row_J=order,
-            target_J=tokens[places],
+            target_J=tokens[sampled],
         )
 
     def _loss_entries(self, sample: Sample) -> Entries:
@@ -122,12 +124,12 @@ class Sequences:
 
 
 def set_attention(loaded: LoadedModel, name: str) -> None:
-    """From here on every layer attends by the function registered under this name."""
+    """Make every layer attend by the function registered under this name."""
     loaded.model.set_attn_implementation(name)  # type: ignore[operator]  # transformers' method
 
 
 def at_once(forests: Sequence[Forest]) -> Microbatch:
-    """All of them side by side as one block."""
+    """One microbatch with all forests side by side in one block."""
     tokens = sum(forest.token_count for forest in forests)
     return Microbatch(groups=tuple(range(len(forests))), blocks=((0, tokens),))
 
@@ -139,23 +141,21 @@ def train_trees(
     clock: Clock,
     microbatch: Microbatch | None = None,
 ) -> float:
-    """Forward and backward of trees side by side, as the trainer does it; returns their seconds.
+    """Run trees side by side forward and backward, as the trainer does; returns their seconds.
 
     Args:
-        loaded: the model.
-        forests: one for each group.
-        clock: what seconds are read from.
-        microbatch: their blocks; None is all at once.
+        loaded: The model.
+        forests: One for each group.
+        clock: Gives the seconds.
+        microbatch: Their blocks; None runs all at once.
     """
     entries = sum(forest.entry_count for forest in forests)
     set_attention(loaded, ATTENTION_NAME)
     started_s = clock()
     forward_backward(
         loaded.policy,
-        forests,
+        Objective(forests=forests, loss_weights=[1 / entries] * len(forests), loss=LOSS),
         [microbatch or at_once(forests)],
-        weights=[1 / entries] * len(forests),
-        loss=LOSS,
         head_chunk=HEAD_CHUNK,
     )
     return clock() - started_s
@@ -166,8 +166,8 @@ class Fit:
     """Seconds of a sequence as a quadratic of its length, fitted to measured ones.
 
     Attributes:
-        total_s: predicted for all sequences.
-        error: standard error of `total_s`, as a share of it.
+        total_s: Predicted for all sequences.
+        error: Standard error of `total_s`, as a share of it.
     """
 
     total_s: float
@@ -175,7 +175,7 @@ class Fit:
 
 
 def fitted(lengths: Sequence[int], timed: Sequence[tuple[int, float]]) -> Fit:
-    """The time of all sequences from a sample of them."""
+    """Estimate the time of all sequences from the times of some, by least squares."""
 
     def powers(values: Sequence[int]) -> np.ndarray:
         length = np.asarray(values, dtype=np.float64) / 1000
@@ -194,5 +194,5 @@ def fitted(lengths: Sequence[int], timed: Sequence[tuple[int, float]]) -> Fit:
 def stratified(lengths: Sequence[int], *, count: int) -> list[int]:
     """Indices of sequences evenly spread over the order of their lengths."""
     order = np.argsort(lengths, kind="stable")
-    places = np.unique(np.linspace(0, len(order) - 1, min(count, len(order))).astype(int))
-    return [int(index) for index in order[places]]
+    ranks = np.unique(np.linspace(0, len(order) - 1, min(count, len(order))).astype(int))
+    return [int(index) for index in order[ranks]]

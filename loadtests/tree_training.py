@@ -1,10 +1,10 @@
-"""What does tree training save over per-request and append-merged training, and is it all reached?
+"""How much faster is tree training than per-request and append-merged training?
 
-The same samples of one group, in one run, three ways: every request alone, unpadded, through
-torch's causal flash attention; rollouts merged while a request extends the one before; the prefix
-tree. All three use the same model, norms, chunked head and loss; the optimizer is excluded.
+The same samples of one group train in three ways, in one run: every request alone, unpadded,
+through torch's causal flash attention; requests merged with the previous one if they extend it; the
+prefix tree. All three use the same model, norms, chunked head and loss; the optimizer is excluded.
 Rounds interleave the three; times are CPU seconds of this process, one thread. The per-request
-time is a quadratic fit in length over a stratified sample of requests, its error is a row;
+time is a quadratic fit in length over a stratified sample of requests, and its error is a row;
 `--case headline_full` trains every request instead.
 
 The FLOP formula is `forgemq_trainer.core.flops`; the head counts on loss entries only.
@@ -20,15 +20,15 @@ from math import prod
 
 import torch
 from measurement import Measurement, arguments
+from torch_allocation import peak_allocated_bytes
 from transformers import AutoConfig, AutoModelForCausalLM
 from tree_timing import Fit, Sequences, fitted, flops_of_sequences, stratified, train_trees
 from tree_workloads import SHAPES, VOCABULARY, Sample, append_merged, merged_tree, requests
 
-from forgemq_trainer.allocation import peak_allocated_bytes
 from forgemq_trainer.core.flops import flops_of_tree
 from forgemq_trainer.core.tree import Forest, read_tree
 from forgemq_trainer.heap import keep_freed_memory
-from forgemq_trainer.model import LoadedModel, prepared
+from forgemq_trainer.model import LoadedModel, prepare
 
 MODEL = {
     "vocab_size": VOCABULARY,
@@ -41,37 +41,39 @@ MODEL = {
     "max_position_embeddings": 8192,
     "tie_word_embeddings": False,
 }
-"""The fixed shape: a Qwen3 of width 512. The head weighs as much against the layers as in an 8B."""
+"""A Qwen3 of width 512 whose head has about the share of the work that it has in an 8B model."""
 
 ROUNDS = 2
+"""Measurements of each way, whose mean is reported: chosen for a run of minutes, not an hour."""
+
 SAMPLED_REQUESTS = 16
-"""Of each case, stratified by length."""
+"""Timed requests of each case, stratified by length: the fit's error is then below 1 %."""
 
 A_TO_F = ("A", "B", "C", "D", "E", "F")
-"""The shapes of real agent runs; the headline is made to share more."""
+"""The shapes of real agent runs; the headline case shares more than they do."""
 
 MEBIBYTE = 2**20
 
 
 def made_model() -> LoadedModel:
-    """The fixed shape with random weights."""
+    """Make the model with random weights."""
     torch.manual_seed(0)
-    return prepared(AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **MODEL)))
+    return prepare(AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **MODEL)))
 
 
 def sequences(loaded: LoadedModel, samples: list[Sample], *, entries: int) -> Sequences:
-    """Trained one by one through torch's own causal attention, by this process's CPU seconds."""
+    """Sequences that train one by one through torch's causal attention, in CPU seconds."""
     return Sequences(loaded, samples, entries=entries, attention="sdpa", clock=time.process_time)
 
 
 def whole(loaded: LoadedModel, forest: Forest) -> float:
-    """Trains the tree at once; returns this process's CPU seconds."""
+    """Train the tree at once; returns this process's CPU seconds."""
     return train_trees(loaded, [forest], clock=time.process_time)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Times:
-    """CPU seconds of the three ways, and what the estimate of the first may be off by."""
+    """CPU seconds of the three ways; that of the requests with its standard error."""
 
     per_request: Fit
     append_s: float
@@ -79,7 +81,7 @@ class Times:
 
 
 def timed(case: str, loaded: LoadedModel, samples: list[Sample], forest: Forest) -> Times:
-    """The three ways in turns, until each was measured in every round."""
+    """Time the three ways in interleaved rounds."""
     merged = append_merged(samples)
     is_full = case.endswith("_full")
     lengths = [len(sample.tokens) for sample in samples]
@@ -89,9 +91,9 @@ def timed(case: str, loaded: LoadedModel, samples: list[Sample], forest: Forest)
     nothing_merges = len(merged) == len(samples)
     seconds: list[tuple[int, float]] = []
     append_s = tree_s = 0.0
-    for turn in range(ROUNDS):
+    for number in range(ROUNDS):
         tree_s += whole(loaded, forest) / ROUNDS
-        seconds += [(lengths[i], alone.train(i)) for i in list(chosen)[turn::ROUNDS]]
+        seconds += [(lengths[i], alone.train(i)) for i in list(chosen)[number::ROUNDS]]
         if not nothing_merges:
             append_s += sum(appended.train(i) for i in range(len(merged))) / ROUNDS
         loaded.model.zero_grad()
@@ -104,14 +106,16 @@ def timed(case: str, loaded: LoadedModel, samples: list[Sample], forest: Forest)
 
 
 def measure(measurement: Measurement, case: str, loaded: LoadedModel) -> float:
-    """All rows of one case; returns the share of the FLOP ratio that was reached."""
+    """Measure all rows of one case; returns the share of the FLOP ratio that was reached."""
     samples = requests(SHAPES[case.removesuffix("_full")])
     merged, forest = append_merged(samples), read_tree(merged_tree(samples))
     shape = loaded.policy.shape
     alone, appended = (flops_of_sequences(shape, sequences) for sequences in (samples, merged))
     tree = flops_of_tree(shape, forest)
     memory = _memory(loaded, samples, forest)
-    whole(loaded, forest)  # The heap has its pages: as in any step but the first.
+    whole(
+        loaded, forest
+    )  # Fills the heap: the first step of a process is slower than all later ones.
     times = timed(case, loaded, samples, forest)
     speedup = times.per_request.total_s / times.tree_s
     reached = speedup / (alone.total / tree.total)
@@ -143,7 +147,7 @@ def measure(measurement: Measurement, case: str, loaded: LoadedModel) -> float:
 def _memory(
     loaded: LoadedModel, samples: list[Sample], forest: Forest
 ) -> list[tuple[str, float, str]]:
-    """Peaks of what torch allocates beyond the weights, gradients included."""
+    """Peaks of what torch holds beyond the weights, gradients included."""
     longest = max(range(len(samples)), key=lambda index: len(samples[index].tokens))
     alone = sequences(loaded, samples, entries=forest.entry_count)
 
@@ -167,10 +171,10 @@ def reached_from_a_to_f(reached: Mapping[str, float]) -> float | None:
 
 
 def main() -> int:
-    """Measure the cases that were asked for, by default all but the full one."""
+    """Measure the cases that the arguments name, by default all but `headline_full`."""
     options = arguments(__doc__ or "")
     torch.set_num_threads(1)
-    keep_freed_memory()  # As the trainer does; the baselines run in the same heap.
+    keep_freed_memory()  # As the trainer does; the baselines use the same heap.
     measurement = Measurement(
         name="tree_training",
         question="What does tree training save, and how much of its FLOP ratio is reached?",
@@ -182,7 +186,7 @@ def main() -> int:
         },
     )
     loaded = made_model()
-    whole(loaded, read_tree(merged_tree(requests(SHAPES["A"]))))  # Warms the kernels.
+    whole(loaded, read_tree(merged_tree(requests(SHAPES["A"]))))  # Loads the kernels.
     reached = {case: measure(measurement, case, loaded) for case in options.case or SHAPES}
     usual = reached_from_a_to_f(reached)
     if usual is not None:

@@ -1,18 +1,18 @@
 """What share of its FLOP ratio does tree training reach on a GPU, at which share of its peak?
 
-The same samples of one group, in one run, through layers of a Qwen3-8B in bfloat16: every request
-alone, unpadded, by torch's causal flash attention; some requests packed side by side; rollouts
-merged while a request extends the one before; the prefix tree at once and, where the case says so,
-in blocks within a byte budget. As many layers as the device holds with the whole tree's
-activations; the vocabulary shrinks with them, so the head weighs against the layers what it weighs
-in all 36.
+The same samples of one group train in several ways, in one run, through layers of a Qwen3-8B in
+bfloat16: every request alone, unpadded, by torch's causal flash attention; some requests packed
+side by side; requests merged with the previous one if they extend it; the prefix tree at once and,
+in some cases, in blocks within a byte budget. The model has as many layers as the device holds with
+the whole tree's activations; the vocabulary shrinks with them, so that the head has the share of
+the work that it has with all 36.
 
 Every shape runs once before it is timed; rounds interleave the ways. The per-request time is a
-quadratic fit in length over a stratified sample of requests, its error is a row. The case `same
-gradients` compares the ways' gradients on a small tree. The cases `8B, ...`, not among the default
-ones, train the tree of 200k through the unscaled model in blocks; nothing is compared there. A
-case's name with `, both ways` behind it, not among them either, trains its tree by flash over
-pieces and under the block mask in turns.
+quadratic fit in length over a stratified sample of requests, and its error is a row. The case `same
+gradients` compares the ways' gradients on a small tree. Two kinds of cases run only if they are
+named: `8B, ...` train the tree of 200k through the unscaled model in blocks, without a comparison;
+a case's name followed by `, both ways` trains its tree by flash over pieces and under the block
+mask in interleaved rounds.
 
 `make load NAME=tree_training_gpu JSON=tree_gpu.json`
 """
@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 import torch
 from measurement import Measurement, arguments
 from scaled_model import PEAK_FLOPS_PER_S, QWEN3_8B, Machine, made_model
+from torch_allocation import peak_allocated_bytes
 from tree_memory import PLAN_200K, planned
 from tree_timing import HEAD_CHUNK, flops_of_sequences, forward_twice, train_trees
 from tree_ways import (
@@ -31,14 +32,13 @@ from tree_ways import (
     Ways,
     compilations,
     gradient_differences,
-    in_turns,
+    interleaved,
     peaks,
     release,
     timed,
 )
 from tree_workloads import SHAPES, Shape, merged_tree, requests
 
-from forgemq_trainer.allocation import peak_allocated_bytes
 from forgemq_trainer.core.attention.attention import AttentionBackend
 from forgemq_trainer.core.attention.gpu_attention import AttentionKind, GpuAttention, attention_kind
 from forgemq_trainer.core.attention.plan import AttentionPlan, attention_plan, pieces
@@ -48,21 +48,25 @@ from forgemq_trainer.core.tree import Forest, joined, read_tree
 from forgemq_trainer.model import LoadedModel
 
 MEMORY_SHARE = 0.75
-"""Of the device's memory: the formula leaves out float32 temporaries of norms and rotations."""
+"""Of the device's memory, for what the formula predicts: it leaves out float32 temporaries of norms
+and rotations."""
 
 GIBIBYTE = 2**30
-MOST = {"compilations": 0.0, "gradient_difference": 0.05}
-"""What rows of these names may be at most; the gradients' of bfloat16, whose rounding is 0.004."""
+LIMITS = {"compilations": 0.0, "gradient_difference": 0.05}
+"""The largest allowed value of these rows. Nothing may compile while it is timed. Gradients are
+sums of bfloat16 values, each rounded by up to 0.004 of itself."""
 
-NO_DEVICE = 2
-"""The exit status where there is nothing to measure on."""
+EXIT_NO_DEVICE = 2
+"""Exit status if torch sees no GPU."""
 
 Row = tuple[str, float, str]
 
 SAME_GRADIENTS = "same gradients"
 SAME_GRADIENTS_LAYERS = 2
+"""The fewest in which one layer's input depends on another's attention."""
+
 BOTH_WAYS = ", both ways"
-"""Behind a case's name."""
+"""Suffix of a case's name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,8 +74,8 @@ class Case:
     """A group's shape, and the share of the bytes of its whole tree that its blocks may take.
 
     Attributes:
-        tree: rollouts of an agent.
-        blocks_share: None where the tree is not cut.
+        tree: Rollouts of an agent.
+        blocks_share: None if the tree is not cut.
     """
 
     tree: Shape
@@ -93,24 +97,25 @@ CASES = {
     ),
     "200k": Case(tree=PLAN_200K, blocks_share=0.075),
 }
-"""Short tool use, long tool use, the same with reasoning stripped from histories, software work."""
+"""Short tool use; long tool use; tool use with reasoning stripped from histories; software work."""
 
 UNSCALED_CASES = {
     "8B, 200k": Case(tree=PLAN_200K, blocks_share=0.075),
     "8B, 200k, offloaded": Case(tree=PLAN_200K, blocks_share=0.0435),
 }
-"""All 36 layers: what an H200 has room for, and the written plan, whose keys go to the host."""
+"""All 36 layers: a budget that an H200 has room for, and the plan of docs/tree_training.md, whose
+keys go to the host."""
 
 GRADIENT_CASE = Case(tree=SHAPES["A"], blocks_share=0.5)
 
 
 def whole_bytes(forest: Forest, shape: ModelShape) -> int:
-    """What the tree takes at once, by the formula."""
+    """Bytes that the tree takes at once, by the formula."""
     return shape.block_bytes(forest.token_count, chunk=HEAD_CHUNK, is_carried=False)
 
 
 def measure(measurement: Measurement, name: str, case: Case, machine: Machine) -> None:
-    """All rows of one case; none, and a condition that says why, where no layer fits."""
+    """Measure all rows of one case; if no layer fits, note that as a condition instead."""
     samples = requests(case.tree)
     forest = read_tree(merged_tree(samples))
     loaded = _model_for(measurement, name, forest, machine)
@@ -153,7 +158,7 @@ def measure(measurement: Measurement, name: str, case: Case, machine: Machine) -
 def _model_for(
     measurement: Measurement, name: str, forest: Forest, machine: Machine
 ) -> LoadedModel | None:
-    """As many layers as fit with the whole tree; None, and a condition that says it, if none."""
+    """Make a model of as many layers as fit with the whole tree; None and a condition if 0 do."""
     layers = machine.layers_that_fit(forest.token_count)
     if layers == 0:
         measurement.conditions[name] = "left out: not one layer fits into the device's memory"
@@ -205,19 +210,19 @@ def _speed_rows(ways: Ways, times: Times) -> list[Row]:
 
 
 def whole_plan(forest: Forest) -> AttentionPlan:
-    """Of the tree at once."""
+    """The attention plan of the tree at once."""
     return attention_plan(pieces(forest), start=0, end=forest.token_count)
 
 
 def _is_varlen(loaded: LoadedModel, plan: AttentionPlan) -> bool:
-    """Whether a GPU takes flash over pieces; else it takes the block mask."""
+    """True if a GPU runs flash over pieces, False if it runs the block mask."""
     policy = loaded.policy
     head_size = policy.shape.key_size // policy.key_heads
     return attention_kind(plan, dtype=policy.head_VH.dtype, head_size=head_size) == "varlen"
 
 
 def _utilisation(prefix: str, machine: Machine, wanted: Flops, *, seconds: float) -> list[Row]:
-    """What the formula counts, in a second and as a share of the device's peak if known."""
+    """The formula's operations per second, and their share of the device's peak if it is known."""
     rate = wanted.total / seconds
     rows = [(f"{prefix}tflops", rate / 1e12, "TFLOP/s")]
     if machine.peak_flops_per_s is not None:
@@ -240,7 +245,7 @@ def _block_rows(
 
 
 def compare_gradients(measurement: Measurement, case: Case, machine: Machine) -> None:
-    """Rows of how far the tree's gradients are from the requests', whole and in blocks."""
+    """Measure how far the tree's gradients are from the requests', whole and in blocks."""
     samples = requests(case.tree)
     forest = read_tree(merged_tree(samples))
     loaded = made_model(machine, layers=SAME_GRADIENTS_LAYERS)
@@ -261,7 +266,7 @@ def compare_attention(
     *,
     both: Mapping[AttentionKind, AttentionBackend],
 ) -> None:
-    """Rows of the tree at once by each of a GPU's ways, and of what the choice looks at."""
+    """Time the tree at once by each of a GPU's ways, with the numbers that choose between them."""
     forest = read_tree(merged_tree(requests(case.tree)))
     loaded = _model_for(measurement, name, forest, machine)
     if loaded is None:
@@ -272,7 +277,7 @@ def compare_attention(
         forced = replace(loaded, policy=replace(loaded.policy, attention=attention))
         return lambda: train_trees(forced, [forest], clock=machine.now_s)
 
-    seconds = in_turns({kind: by(attention) for kind, attention in both.items()})
+    seconds = interleaved({kind: by(attention) for kind, attention in both.items()})
     packed_keys = sum(end - start for _, _, start, end in plan.rectangles)
     for metric, value, unit in [
         ("tree_s_varlen", seconds["varlen"], "s"),
@@ -287,17 +292,18 @@ def compare_attention(
 
 
 def measure_unscaled(measurement: Measurement, name: str, case: Case, machine: Machine) -> None:
-    """Rows of the whole model on a tree in blocks; the longest requests would not fit at once."""
+    """Measure the unscaled model on a tree in blocks; its longest requests would not fit whole."""
     samples = requests(case.tree)
     forest = read_tree(merged_tree(samples))
     loaded = made_model(machine, layers=machine.model["num_hidden_layers"])
     blocks = case.blocks(forest, loaded.policy.shape)
     assert blocks is not None
     ways = Ways(machine, loaded, samples, forest, blocks=blocks)
-    ways.tree_in_blocks()  # From here on the parameters' gradients exist and all is compiled.
+    ways.tree_in_blocks()  # Makes the parameters' gradients and compiles.
     compiled = compilations()
     seconds: list[float] = []
-    peak_bytes = peak_allocated_bytes(  # A GPU's peak is read at no cost; a run takes a minute.
+    # One run, which takes a minute, gives both time and peak: a GPU counts its peak at no cost.
+    peak_bytes = peak_allocated_bytes(
         lambda: seconds.append(ways.tree_in_blocks()), device=str(machine.device)
     )
     tree = flops_of_tree(loaded.policy.shape, forest)
@@ -311,7 +317,7 @@ def measure_unscaled(measurement: Measurement, name: str, case: Case, machine: M
 
 
 def cuda_machine() -> Machine:
-    """The default CUDA device and a Qwen3-8B in bfloat16."""
+    """The first CUDA device and a Qwen3-8B in bfloat16."""
     properties = torch.cuda.get_device_properties(0)
     return Machine(
         device=torch.device("cuda", 0),
@@ -323,7 +329,7 @@ def cuda_machine() -> Machine:
 
 
 def both_ways(machine: Machine) -> dict[AttentionKind, AttentionBackend]:
-    """A GPU's ways of tree attention, each for every tree."""
+    """A GPU's two ways of tree attention, each fixed for all trees."""
     head_size = machine.model["head_dim"]
     return {
         "varlen": GpuAttention(head_size=head_size, kind="varlen"),
@@ -331,21 +337,21 @@ def both_ways(machine: Machine) -> dict[AttentionKind, AttentionBackend]:
     }
 
 
-def over_their_most(measurement: Measurement) -> list[str]:
-    """Rows above the most that they may be: what was compiled while timed, unequal gradients."""
+def above_limits(measurement: Measurement) -> list[str]:
+    """Rows above their limits: compilations while timed, unequal gradients."""
     return [
-        f"{case} {metric} = {value:.4g}, at most {MOST[metric]}"
+        f"{case} {metric} = {value:.4g}, at most {LIMITS[metric]}"
         for case, metric, value, _ in measurement.rows
-        if value > MOST.get(metric, float("inf"))
+        if value > LIMITS.get(metric, float("inf"))
     ]
 
 
 def main() -> int:
-    """Measure the cases that were asked for, by default all but the unscaled model."""
+    """Measure the cases that the arguments name, by default all of the scaled model."""
     options = arguments(__doc__ or "")
     if not torch.cuda.is_available():
         print("tree_training_gpu needs a CUDA device; torch sees none here", file=sys.stderr)
-        return NO_DEVICE
+        return EXIT_NO_DEVICE
     machine = cuda_machine()
     measurement = Measurement(
         name="tree_training_gpu",
@@ -371,11 +377,11 @@ def main() -> int:
             else:
                 measure(measurement, name, CASES[name], machine)
             release()
-    finally:  # What was measured before a failure is not lost with it.
+    finally:  # A failure must not lose the rows measured before it.
         status = measurement.finish(options.json)
-    broken = over_their_most(measurement)
+    broken = above_limits(measurement)
     for line in broken:
-        print(f"above its most: {line}")
+        print(f"above its limit: {line}")
     return 1 if broken else status
 
 

@@ -1,7 +1,7 @@
-"""One group, ready to train every way on one device: alone, packed, appended, as a tree, in blocks.
+"""One group that trains in several ways: alone, packed, appended, as a tree, in blocks.
 
-Knows no case and prints nothing. Each method of `Ways` is one measurement; `timed` and `peaks` take
-them in turns.
+Knows no case and prints nothing. Each method of `Ways` is one measurement; `timed` and `peaks` run
+them in rounds.
 """
 
 import gc
@@ -13,6 +13,7 @@ import torch
 from scaled_model import CAUSAL_FLASH, Machine
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch_allocation import peak_allocated_bytes
 from tree_timing import (
     HEAD_CHUNK,
     Fit,
@@ -24,7 +25,6 @@ from tree_timing import (
 )
 from tree_workloads import Sample, append_merged, merged_tree
 
-from forgemq_trainer.allocation import peak_allocated_bytes
 from forgemq_trainer.core.attention.gpu_attention import AttentionKind
 from forgemq_trainer.core.logprobs import Edges, edge_logprobs, edges_of
 from forgemq_trainer.core.memory import Microbatch, ModelShape
@@ -32,16 +32,20 @@ from forgemq_trainer.core.tree import Forest, read_tree
 from forgemq_trainer.model import LoadedModel
 
 ROUNDS = 3
+"""Measurements of each way: the fewest that have a median."""
+
 SAMPLED_MAX = 24
+"""Requests that are timed at most; with 16 the fit's error was below 1 % on a CPU."""
+
 SAMPLED_MIN = 6
-"""Requests that are timed, stratified by length; a quadratic has three coefficients."""
+"""Requests that are timed at least: a quadratic has three coefficients, and an error needs more."""
 
 SAMPLED_FLOPS_MAX = 6e15
-"""Of the timed requests of one group: 20 s at 300 TFLOP/s, and once more to warm up."""
+"""Operations of the timed requests of one group: 20 s at 300 TFLOP/s, and as long to warm up."""
 
 
 class Ways:
-    """Trains one group every way; each method returns its seconds and adds to the gradients."""
+    """Trains one group in every way; each method returns its seconds and adds to the gradients."""
 
     def __init__(
         self,
@@ -55,11 +59,11 @@ class Ways:
         """Prepare the ways.
 
         Args:
-            machine: gives the clock.
-            loaded: the model.
-            samples: the requests.
-            forest: their tree.
-            blocks: as the trainer planned them; None where the tree is not cut.
+            machine: Gives the clock.
+            loaded: The model.
+            samples: The requests.
+            forest: Their tree.
+            blocks: As the trainer planned them; None if the tree is not cut.
         """
         self.machine, self.loaded = machine, loaded
         self.samples, self.merged = samples, append_merged(samples)
@@ -83,34 +87,34 @@ class Ways:
 
     @property
     def is_appendable(self) -> bool:
-        """Whether any request extends the one before it."""
+        """True if any request extends the previous one."""
         return len(self.merged) < len(self.samples)
 
     def request(self, index: int) -> float:
-        """One request alone."""
+        """Train one request alone."""
         return self._alone.train(index)
 
     def requests_packed(self) -> float:
-        """Some requests side by side, none merged: to a GPU one causal call a layer."""
+        """Train some requests side by side, none merged: on a GPU one causal call per layer."""
         return train_trees(self.loaded, self.packed, clock=self.machine.now_s)
 
     def requests_appended(self) -> float:
-        """The group, merged by appending."""
+        """Train the group, merged by appending."""
         return sum(self._appended.train(index) for index in range(len(self.merged)))
 
     def tree(self) -> float:
-        """The tree at once."""
+        """Train the tree at once."""
         return train_trees(self.loaded, [self.forest], clock=self.machine.now_s)
 
     def tree_in_blocks(self) -> float:
-        """The tree in its blocks."""
+        """Train the tree in its blocks."""
         assert self.blocks is not None
         return train_trees(
             self.loaded, [self.forest], clock=self.machine.now_s, microbatch=self.blocks
         )
 
     def head(self) -> float:
-        """The head of the whole tree by itself, which costs every way about the same."""
+        """Run the head of the whole tree alone, whose time is about the same in every way."""
         weight = self.loaded.policy.head_VH
         edges = edges_of(self.forest, start=0, end=self.forest.token_count)
         rows = torch.randn(
@@ -134,11 +138,11 @@ class Ways:
 
 
 def unmerged(samples: Sequence[Sample], *, tokens_max: int) -> list[Forest]:
-    """As many requests as fit, evenly spread over their lengths, each a tree of its own.
+    """As many requests as fit, evenly spread over their lengths, one tree for each.
 
     Args:
-        samples: the requests.
-        tokens_max: of all that are taken, at least those of the shortest request.
+        samples: The requests.
+        tokens_max: Of all chosen requests; at least the tokens of the shortest one.
     """
     lengths = [len(sample.tokens) for sample in samples]
     choices = (stratified(lengths, count=count) for count in range(len(samples), 0, -1))
@@ -146,8 +150,8 @@ def unmerged(samples: Sequence[Sample], *, tokens_max: int) -> list[Forest]:
     return [read_tree(merged_tree([samples[index]])) for index in chosen]
 
 
-def in_turns(trains: Mapping[AttentionKind, Callable[[], float]]) -> dict[AttentionKind, float]:
-    """Median seconds of each, after each ran once; the rounds interleave them."""
+def interleaved(trains: Mapping[AttentionKind, Callable[[], float]]) -> dict[AttentionKind, float]:
+    """Median seconds of each; each runs once before, and the rounds interleave them."""
     for train in trains.values():
         train()
     rounds = [[train() for train in trains.values()] for _ in range(ROUNDS)]
@@ -159,15 +163,15 @@ class Times:
     """Seconds of each way: medians of the rounds, and a fit for the requests.
 
     Attributes:
-        per_request: of all requests.
-        packed_s: of the requests that were packed.
-        append_s: of the merged sequences; that of the requests where nothing merges.
-        tree_s: of the tree at once.
-        blocks_s: of the tree in blocks, None where it is not cut.
-        head_s: of the tree's head by itself.
-        spread: of the tree at once, slowest round over fastest, less 1.
-        requests: that were timed.
-        compilations: in the timed part.
+        per_request: Of all requests.
+        packed_s: Of the requests that were packed.
+        append_s: Of the merged sequences; of the requests if none can be merged.
+        tree_s: Of the tree at once.
+        blocks_s: Of the tree in blocks; None if it is not cut.
+        head_s: Of the tree's head alone.
+        spread: Of the tree at once: slowest round over fastest, minus 1.
+        requests: Number of requests that were timed.
+        compilations: In the timed part.
     """
 
     per_request: Fit
@@ -182,7 +186,7 @@ class Times:
 
 
 def timed(ways: Ways) -> Times:
-    """Every way, in turns, after each shape ran once."""
+    """Time every way in interleaved rounds, after each shape ran once."""
     chosen = requests_to_time(ways.loaded.policy.shape, ways.samples)
     lengths = ways.lengths
     whole: dict[str, Callable[[], float]] = {
@@ -201,11 +205,11 @@ def timed(ways: Ways) -> Times:
     seconds: dict[str, list[float]] = {name: [] for name in whole}
     of_requests: list[tuple[int, float]] = []
     compiled = compilations()
-    for turn in range(ROUNDS):
+    for number in range(ROUNDS):
         ways.loaded.model.zero_grad()
         for name, train in whole.items():
             seconds[name].append(train())
-        of_requests += [(lengths[index], ways.request(index)) for index in chosen[turn::ROUNDS]]
+        of_requests += [(lengths[index], ways.request(index)) for index in chosen[number::ROUNDS]]
     fit = fitted(lengths, of_requests)
     return Times(
         per_request=fit,
@@ -225,7 +229,7 @@ def requests_to_time(
 ) -> list[int]:
     """Indices of as many requests as `flops_max` allows, evenly spread over their lengths.
 
-    At least `SAMPLED_MIN` of them, at most `SAMPLED_MAX`; the shortest and the longest are there.
+    At least `SAMPLED_MIN` of them, at most `SAMPLED_MAX`, the shortest and the longest among them.
     """
     lengths = [len(sample.tokens) for sample in samples]
     for count in range(SAMPLED_MAX, SAMPLED_MIN, -1):
@@ -246,10 +250,10 @@ class Peaks:
     """The most bytes that torch held at once beyond the parameters.
 
     Attributes:
-        tree: at once; beyond the parameters' gradients too, as predictions count.
-        blocks: likewise of the tree in blocks, None where it is not cut.
-        tree_with_gradients: at once, every gradient made in this run.
-        request_with_gradients: likewise of the longest request.
+        tree: Of the tree at once, without the parameters' gradients, as predictions count.
+        blocks: Of the tree in blocks, without the gradients; None if it is not cut.
+        tree_with_gradients: Of the tree at once, with the gradients.
+        request_with_gradients: Of the longest request, with the gradients.
     """
 
     tree: int
@@ -259,7 +263,7 @@ class Peaks:
 
 
 def peaks(ways: Ways) -> Peaks:
-    """Each way by itself."""
+    """Measure the peak of each way."""
     lengths = ways.lengths
     longest = max(range(len(lengths)), key=lambda index: lengths[index])
 
@@ -278,7 +282,7 @@ def peaks(ways: Ways) -> Peaks:
 
 
 def _peak_beyond_gradients(machine: Machine, train: Callable[[], object]) -> int:
-    """The most bytes in a second run, which finds the parameters' gradients made."""
+    """The most bytes in a second run, when the parameters' gradients exist already."""
     train()
     return peak_allocated_bytes(train, device=str(machine.device))
 
@@ -286,12 +290,12 @@ def _peak_beyond_gradients(machine: Machine, train: Callable[[], object]) -> int
 def gradient_differences(ways: Ways, trains: Sequence[Callable[[], object]]) -> list[float]:
     """How far the gradients of other ways are from those of every request alone.
 
-    The requests' are summed in at least float32: their summation in the model's dtype is not what
-    is compared.
+    The requests' gradients are summed in at least float32: the comparison is not about rounding in
+    their summation.
 
     Returns:
-        Of each way the largest norm of the difference over the norm of the gradient, over the
-        parameters.
+        For each way, the largest share over the parameters: norm of the difference over norm of the
+        gradient.
     """
     wanted = _gradients_alone(ways)
     worst = []
@@ -324,7 +328,7 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def release() -> None:
-    """Give back what a model held, for the next one."""
+    """Free the memory of a dropped model, for the next one."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,8 +1,8 @@
 """Rollouts of agents as samples: the shapes that tree training is measured on.
 
-Token ids are random, so nothing is shared but what the shape shares. Lengths jitter by half around
-their mean. Shapes A to F scale real agent runs to what a core can train per request; turns,
-rollouts and the ratio of prompt to turn stay.
+Token ids are random, so samples share only what their shape makes them share. Lengths vary by half
+around their mean. Shapes A to F are real agent runs, scaled down until one core can train every
+request alone; turns, rollouts and the ratio of prompt to turn are those of the real runs.
 """
 
 from collections.abc import Sequence
@@ -15,6 +15,7 @@ from forgemq_contracts.trees import MergedTree
 from forgemq_merger.core.prefix_tree import Delta, build
 
 VOCABULARY = 2048
+"""Token ids. Small enough for a CPU; with random ids, requests hardly share a token by accident."""
 
 Int32s = npt.NDArray[np.int32]
 Float32s = npt.NDArray[np.float32]
@@ -25,14 +26,14 @@ class Shape:
     """A group of rollouts of one task.
 
     Attributes:
-        rollouts: in the group.
-        turns: requests of each rollout.
-        prompt: tokens of the task, shared by the group.
-        act: tokens that a turn samples and keeps in the history, mean.
-        observe: tokens that the environment answers, mean.
-        think: tokens that a turn samples first and the next request no longer has, mean.
-        cut_every: every so many turns the history becomes a summary and the last turns.
-        turns_kept: by a cut.
+        rollouts: Of the group.
+        turns: Requests of each rollout.
+        prompt: Tokens of the task, shared by the group.
+        act: Tokens that a turn samples and keeps in the history, mean.
+        observe: Tokens that the environment answers, mean.
+        think: Tokens that a turn samples first, and that later requests do not contain, mean.
+        cut_every: After so many turns the history is cut to a summary and its last turns; 0 never.
+        turns_kept: Turns that a cut keeps.
     """
 
     rollouts: int
@@ -61,11 +62,11 @@ class Sample:
     """One sequence to train on: a request, or several of a rollout merged into one.
 
     Attributes:
-        tokens: context and what was sampled.
-        sampled: indices into `tokens` of the loss entries, ascending.
-        behaviour: log-probability of each entry at sampling, nats.
-        advantage: of the rollout.
-        rollout: index in the group.
+        tokens: Context and sampled tokens.
+        sampled: Indices into `tokens` of the loss entries, ascending.
+        behaviour: Log-probability of each entry at sampling, nats.
+        advantage: Of the rollout.
+        rollout: Index in the group.
     """
 
     tokens: Int32s
@@ -76,7 +77,7 @@ class Sample:
 
 
 def requests(shape: Shape) -> list[Sample]:
-    """Every request of the group as a sample of its own, rollout by rollout, turn by turn."""
+    """Every request of the group as one sample, rollout by rollout, turn by turn."""
     generator = np.random.default_rng(0)
 
     def draw(mean: int, *, exact: bool = False) -> Int32s:
@@ -113,17 +114,17 @@ def requests(shape: Shape) -> list[Sample]:
 
 
 def append_merged(samples: Sequence[Sample]) -> list[Sample]:
-    """Sequences where a request that extends the one before it is appended to it."""
+    """The samples, with each request merged into the previous one if it extends it."""
     merged: list[Sample] = []
     for sample in samples:
-        last = merged[-1] if merged else None
-        if last is None or last.rollout != sample.rollout or not _extends(sample, last):
+        previous = merged[-1] if merged else None
+        if previous is None or previous.rollout != sample.rollout or not _extends(sample, previous):
             merged.append(sample)
             continue
         merged[-1] = replace(
             sample,
-            sampled=np.concatenate([last.sampled, sample.sampled]),
-            behaviour=np.concatenate([last.behaviour, sample.behaviour]),
+            sampled=np.concatenate([previous.sampled, sample.sampled]),
+            behaviour=np.concatenate([previous.behaviour, sample.behaviour]),
         )
     return merged
 
@@ -133,7 +134,7 @@ def _extends(sample: Sample, before: Sample) -> bool:
 
 
 def merged_tree(samples: Sequence[Sample]) -> MergedTree:
-    """The group's prefix tree, built by the merger's own tree and in its wire form."""
+    """The group's prefix tree in its wire form, built by the merger's own code."""
     deltas = [Delta(-1, 0, sample.tokens) for sample in samples]
     tree = build(deltas, kept=[len(sample.tokens) for sample in samples])
     entry_tokens = [

@@ -13,13 +13,13 @@ from forgemq_trainer.core.attention.attention import AttentionBackend, BlockKeys
 from forgemq_trainer.core.attention.cpu_attention import CpuAttention
 from forgemq_trainer.core.attention.gpu_attention import AttentionKind, GpuAttention
 from forgemq_trainer.core.attention.plan import attention_plan, pieces
-from forgemq_trainer.core.forward import Policy
+from forgemq_trainer.core.forward import PolicyModel
 from forgemq_trainer.core.logprobs import Edges, edge_logprobs
 from forgemq_trainer.core.loss import loss_function
 from forgemq_trainer.core.memory import Microbatch
-from forgemq_trainer.core.step import forward_backward
+from forgemq_trainer.core.step import Objective, forward_backward
 from forgemq_trainer.core.tree import Forest, joined, read_tree
-from forgemq_trainer.model import prepared
+from forgemq_trainer.model import prepare
 from tests.unit.trainer.scene import agent_samples, make_model, merge
 
 pytestmark = [
@@ -98,14 +98,12 @@ def test_output_and_gradients_are_those_of_the_exact_pieces(
         assert _difference(ours, wanted) < rounding
 
 
-def _gradients(policy: Policy, groups: list[Forest], blocks: Microbatch) -> dict[str, Tensor]:
+def _gradients(policy: PolicyModel, groups: list[Forest], blocks: Microbatch) -> dict[str, Tensor]:
     policy.decoder.zero_grad()
     forward_backward(
         policy,
-        groups,
+        Objective(forests=groups, loss_weights=[1.0, 0.5], loss=loss_function(Loss())),
         [blocks],
-        weights=[1.0, 0.5],
-        loss=loss_function(Loss()),
         head_chunk=256,
     )
     return {
@@ -131,8 +129,8 @@ def test_a_step_has_the_gradients_of_a_cpu_whole_in_blocks_and_offloaded(
 ) -> None:
     groups = _groups()
     model = make_model(kind, torch.float32, head_dim=HEAD_SIZE)
-    expected = _gradients(prepared(model).policy, groups, _blocks(groups, 100_000))
-    policy = prepared(model.to(DEVICE)).policy
+    expected = _gradients(prepare(model).policy, groups, _blocks(groups, 100_000))
+    policy = prepare(model.to(DEVICE)).policy
     assert isinstance(policy.attention, GpuAttention)
     seen = _gradients(policy, groups, _blocks(groups, size, is_offloaded=is_offloaded))
     assert seen.keys() == expected.keys()
@@ -148,12 +146,12 @@ def test_a_step_in_bfloat16_is_as_near_to_float32_as_rounding_lets(
     groups = _groups()
     model = make_model("qwen3", torch.bfloat16, head_dim=HEAD_SIZE)
     expected = _gradients(
-        prepared(make_model("qwen3", torch.bfloat16, head_dim=HEAD_SIZE).float()).policy,
+        prepare(make_model("qwen3", torch.bfloat16, head_dim=HEAD_SIZE).float()).policy,
         groups,
         _blocks(groups, 100_000),
     )
     policy = replace(
-        prepared(model.to(DEVICE)).policy, attention=GpuAttention(head_size=HEAD_SIZE, kind=way)
+        prepare(model.to(DEVICE)).policy, attention=GpuAttention(head_size=HEAD_SIZE, kind=way)
     )
     seen = _gradients(policy, groups, _blocks(groups, size))
     for name, wanted in expected.items():
@@ -161,7 +159,7 @@ def test_a_step_in_bfloat16_is_as_near_to_float32_as_rounding_lets(
 
 
 def test_nothing_is_compiled_again_for_another_tree() -> None:
-    policy = prepared(make_model("qwen3", torch.float32, head_dim=HEAD_SIZE).to(DEVICE)).policy
+    policy = prepare(make_model("qwen3", torch.float32, head_dim=HEAD_SIZE).to(DEVICE)).policy
 
     def train(turns: int) -> int:
         groups = _groups(turns=turns)

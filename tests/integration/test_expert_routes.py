@@ -18,7 +18,7 @@ from forgemq_merger.core.merger import Merger
 from forgemq_sglang_cpu.server import EngineServer, free_port
 from forgemq_trainer.core.loss import loss_function
 from forgemq_trainer.core.memory import Microbatch
-from forgemq_trainer.core.step import forward_backward
+from forgemq_trainer.core.step import Objective, forward_backward
 from forgemq_trainer.core.tree import read_tree
 from forgemq_trainer.model import load_model
 from tests.engine_fixture import ENGINE_MODEL, START_TIMEOUT_S, engine_options, reset_engine
@@ -105,11 +105,9 @@ def gap_nats(tree: MergedTree, model: Path, *, dtype: str = "float32") -> np.nda
     """Log-probabilities of the trainer minus those of the engine, by entry."""
     forest = read_tree(tree)
     values = forward_backward(
-        load_model(model, dtype=dtype).policy,  # type: ignore[arg-type]  # one of two
-        [forest],
+        load_model(model, dtype=dtype).policy,
+        Objective(forests=[forest], loss_weights=[1.0], loss=loss_function(Loss())),
         [Microbatch(groups=(0,), blocks=((0, forest.token_count),))],
-        weights=[1.0],
-        loss=loss_function(Loss()),
         head_chunk=64,
     )
     return np.abs(values.logprob_E - forest.entry_logprob_E)

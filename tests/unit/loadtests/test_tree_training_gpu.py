@@ -12,12 +12,12 @@ from tree_training_gpu import (
     CASES,
     SAME_GRADIENTS,
     UNSCALED_CASES,
+    above_limits,
     both_ways,
     compare_attention,
     compare_gradients,
     measure,
     measure_unscaled,
-    over_their_most,
     whole_plan,
 )
 from tree_ways import ROUNDS
@@ -112,7 +112,7 @@ def test_a_case_times_every_way_on_the_same_samples() -> None:
     assert whole["peak_memory_ratio"] > 1
     assert cut["flops_over_whole"] == pytest.approx(forward_twice(tree).total / tree.total)
     assert min(whole["head_s"], whole["append_s"], cut["tree_s"]) > 0
-    assert over_their_most(measurement) == []
+    assert above_limits(measurement) == []
 
 
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
@@ -198,7 +198,7 @@ def test_what_may_not_be_high_is_named() -> None:
     measurement.row("32k", "compilations", 1, "compilations")
     measurement.row("32k", "tree_s", 99.0, "s")
     measurement.row(SAME_GRADIENTS, "gradient_difference", 0.2, "share")
-    assert over_their_most(measurement) == [
+    assert above_limits(measurement) == [
         "32k compilations = 1, at most 0.0",
         "same gradients gradient_difference = 0.2, at most 0.05",
     ]
@@ -215,4 +215,4 @@ def test_a_gpu_compiles_nothing_while_timed_and_has_equal_gradients() -> None:
     assert rows_of(measurement, "tiny, blocks")["blocks"] >= 2
     compare_attention(measurement, "tiny, both ways", CASE, machine, both=both_ways(machine))
     assert rows_of(measurement, "tiny, both ways")["flex_over_varlen"] > 0
-    assert over_their_most(measurement) == []
+    assert above_limits(measurement) == []

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch._higher_order_ops.flex_attention import flex_attention
 
-from forgemq_trainer.core.attention.flash_varlen import Lengths
+from forgemq_trainer.core.attention.flash_varlen import ForwardTensors, PackedPieces
 from forgemq_trainer.core.attention.flex import TreeMask
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -58,7 +58,7 @@ class PieceByPiece:
         self.calls = 0
 
     def is_supported(self, _dtype: torch.dtype, /, *, head_size: int) -> bool:
-        """Whatever a CPU can do."""
+        """True: a CPU computes every dtype and head size."""
         return head_size > 0
 
     def forward(
@@ -66,23 +66,22 @@ class PieceByPiece:
         query_PHD: Tensor,
         key_CKD: Tensor,
         value_CKD: Tensor,
-        lengths: Lengths,
+        pieces: PackedPieces,
         *,
-        is_causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor]:
-        """As `VarlenKernel`."""
+        """Output and log-sum-exp, piece by piece."""
         self.calls += 1
         output_PHD = torch.empty_like(query_PHD)
         wide = torch.promote_types(query_PHD.dtype, torch.float32)
         lse_HP = torch.empty(query_PHD.shape[1::-1], dtype=wide)
-        for queries, keys in _pieces(lengths):
+        for queries, keys in _slices(pieces):
             output, lse = _flash(
                 _rows(query_PHD[queries]),
                 _repeated(key_CKD[keys], query_PHD),
                 _repeated(value_CKD[keys], query_PHD),
                 0.0,
-                is_causal,
+                pieces.is_causal,
                 scale=scale,
             )
             output_PHD[queries], lse_HP[:, queries] = output[0].transpose(0, 1), lse[0]
@@ -91,29 +90,25 @@ class PieceByPiece:
     def backward(
         self,
         output_grad_PHD: Tensor,
-        query_PHD: Tensor,
-        key_CKD: Tensor,
-        value_CKD: Tensor,
-        output_PHD: Tensor,
-        lse_HP: Tensor,
-        lengths: Lengths,
+        of: ForwardTensors,
+        pieces: PackedPieces,
         *,
-        is_causal: bool,
         scale: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `VarlenKernel`."""
+        """Gradients, piece by piece."""
         assert output_grad_PHD.is_contiguous()
+        query_PHD, key_CKD, value_CKD = of.query_PHD, of.key_CKD, of.value_CKD
         gradients = [torch.empty_like(tensor) for tensor in (query_PHD, key_CKD, value_CKD)]
-        for queries, keys in _pieces(lengths):
+        for queries, keys in _slices(pieces):
             parts = _flash_backward(
                 _rows(output_grad_PHD[queries]),
                 _rows(query_PHD[queries]),
                 _repeated(key_CKD[keys], query_PHD),
                 _repeated(value_CKD[keys], query_PHD),
-                _rows(output_PHD[queries]),
-                lse_HP[None, :, queries].contiguous(),
+                _rows(of.output_PHD[queries]),
+                of.lse_HP[None, :, queries].contiguous(),
                 0.0,
-                is_causal,
+                pieces.is_causal,
                 scale=scale,
             )
             gradients[0][queries] = parts[0][0].transpose(0, 1)
@@ -123,11 +118,11 @@ class PieceByPiece:
         return gradients[0], gradients[1], gradients[2]
 
 
-def _pieces(lengths: Lengths) -> list[tuple[slice, slice]]:
-    queries = [slice(*bounds) for bounds in pairwise(lengths.query_bounds.tolist())]
-    keys = [slice(*bounds) for bounds in pairwise(lengths.key_bounds.tolist())]
-    assert max(piece.stop - piece.start for piece in queries) == lengths.query_max
-    assert max(piece.stop - piece.start for piece in keys) == lengths.key_max
+def _slices(pieces: PackedPieces) -> list[tuple[slice, slice]]:
+    queries = [slice(*bounds) for bounds in pairwise(pieces.query_bounds.tolist())]
+    keys = [slice(*bounds) for bounds in pairwise(pieces.key_bounds.tolist())]
+    assert max(piece.stop - piece.start for piece in queries) == pieces.query_max
+    assert max(piece.stop - piece.start for piece in keys) == pieces.key_max
     return list(zip(queries, keys, strict=True))
 
 

@@ -14,10 +14,10 @@ from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.steps import TrainedStep, TrainingMetrics
 from forgemq_contracts.trees import MergedTree
 from forgemq_telemetry.telemetry import Telemetry
-from forgemq_trainer.follower import follow
+from forgemq_trainer.ranks.command_loop import carry_out_commands
 from forgemq_trainer.ranks.ranks import Ranks
 from forgemq_trainer.store import Store
-from forgemq_trainer.training import Training
+from forgemq_trainer.training import AnyRanks, Training
 from tests.unit.trainer.scene import (
     agent_samples,
     configuration_of,
@@ -92,12 +92,12 @@ def save_checkpoint(store: Store, training: Training, metrics: TrainingMetrics) 
     store.save_checkpoint(training, weights=weights, trained=trained, tree_positions=())
 
 
-def live(ranks: Ranks | None, life: Life) -> list[TrainingMetrics]:
+def live(ranks: AnyRanks, life: Life) -> list[TrainingMetrics]:
     """Metrics of a life's steps; it starts at the newest checkpoint, and each step leaves one."""
-    if ranks is not None and ranks.rank > 0:
-        follow(ranks, device="cpu")
+    if isinstance(ranks, Ranks) and ranks.rank > 0:
+        carry_out_commands(ranks, device="cpu")
         return []
-    configuration = life.configuration(world_size=1 if ranks is None else ranks.world_size)
+    configuration = life.configuration(world_size=ranks.world_size)
     store = store_of(life.folder, configuration)
     checkpoint = store.newest_checkpoint()
     training = Training(configuration, device="cpu", checkpoint=checkpoint, ranks=ranks)
@@ -113,7 +113,7 @@ def live(ranks: Ranks | None, life: Life) -> list[TrainingMetrics]:
 def restored(ranks: Ranks, life: Life) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Weights and optimizer state as ranks hold them that have just read a checkpoint."""
     if ranks.rank > 0:
-        follow(ranks, device="cpu")
+        carry_out_commands(ranks, device="cpu")
         return {}, {}
     configuration = life.configuration(world_size=ranks.world_size)
     store = store_of(life.folder, configuration)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from forgemq_trainer.ranks.ranks import Launch, Ranks
+from forgemq_trainer.ranks.ranks import RankLaunch, Ranks
 
 WORLD = 2
 START_DEADLINE_S = 90.0
@@ -115,7 +115,7 @@ def _serve(rank: int, port: int, deadline_s: float, connection: Connection) -> N
         "MASTER_PORT": str(port),
         "GLOO_SOCKET_IFNAME": "lo",
     }
-    launch = Launch(rank=rank, local_rank=rank, world_size=WORLD)
+    launch = RankLaunch(rank=rank, local_rank=rank, world_size=WORLD)
     connection.send_bytes(pickle.dumps(rank))
     connection.recv_bytes()
     ranks = Ranks(launch=launch, device="cpu", deadline_s=deadline_s)

@@ -20,7 +20,7 @@ from forgemq_contracts.steps import ScheduledStep
 from forgemq_contracts.trees import MergedTree
 from forgemq_contracts.weights import PublishedWeights
 from forgemq_telemetry.telemetry import Telemetry
-from forgemq_trainer.history import FencedTrainerError, LostCheckpointError
+from forgemq_trainer.previous_lives import FencedTrainerError, LostCheckpointError
 from tests.unit.trainer.bench import memory_bench
 from tests.unit.trainer.scene import (
     agent_samples,

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from forgemq_contracts.run import Loss
-from forgemq_trainer.core.attention.carry import MakeStore, PathKeys, path_of
+from forgemq_trainer.core.attention.carry import KeyShape, MakeStore, PathKeys, path_of
 from forgemq_trainer.core.attention.plan import pieces
-from forgemq_trainer.core.forward import Policy
+from forgemq_trainer.core.forward import PolicyModel
 from forgemq_trainer.core.loss import Entries, loss_function
 from forgemq_trainer.core.memory import Microbatch
-from forgemq_trainer.core.step import forward_backward
+from forgemq_trainer.core.step import Objective, forward_backward
 from forgemq_trainer.core.tree import Forest, joined, read_tree
-from forgemq_trainer.model import prepared
+from forgemq_trainer.model import prepare
 from forgemq_trainer.offload import store_of
 from tests.unit.trainer.scene import adversarial_samples, agent_samples, make_model, merge
 
@@ -29,7 +29,7 @@ def _forests(seed: int) -> list[Forest]:
 
 
 def _gradients(
-    policy: Policy, forests: list[Forest], *, block: int | None, is_offloaded: bool = False
+    policy: PolicyModel, forests: list[Forest], *, block: int | None, is_offloaded: bool = False
 ) -> dict[str, torch.Tensor]:
     count = sum(forest.token_count for forest in forests)
     block = block or count
@@ -37,10 +37,8 @@ def _gradients(
     policy.decoder.zero_grad()
     forward_backward(
         policy,
-        forests,
+        Objective(forests=forests, loss_weights=[1.0, 0.5, 2.0], loss=loss_function(Loss())),
         [Microbatch(groups=(0, 1, 2), blocks=blocks, is_offloaded=is_offloaded)],
-        weights=[1.0, 0.5, 2.0],
-        loss=loss_function(Loss()),
         head_chunk=8,
     )
     return {
@@ -55,7 +53,7 @@ def _gradients(
 def test_blocks_with_the_live_path_only_are_exact_offloaded_or_not(
     *, block: int, is_offloaded: bool
 ) -> None:
-    policy = prepared(make_model("qwen3", torch.float64)).policy
+    policy = prepare(make_model("qwen3", torch.float64)).policy
     forests = _forests(block)
     whole = _gradients(policy, forests, block=None)
     cut = _gradients(policy, forests, block=block, is_offloaded=is_offloaded)
@@ -66,7 +64,7 @@ def test_blocks_with_the_live_path_only_are_exact_offloaded_or_not(
 
 @pytest.mark.parametrize("size", [5, 20, 36])
 def test_an_odd_head_size_is_exact_too(size: int) -> None:
-    policy = prepared(make_model("qwen3", torch.float64, head_dim=2 * size)).policy
+    policy = prepare(make_model("qwen3", torch.float64, head_dim=2 * size)).policy
     forests = _forests(1)
     whole = _gradients(policy, forests, block=None)
     cut = _gradients(policy, forests, block=23)
@@ -103,11 +101,13 @@ def _sizes(rollouts: int, make_store: MakeStore) -> tuple[int, list[tuple[int, .
         forest,
         pieces(forest),
         blocks,
-        layers=1,
-        key_heads=1,
-        head_size=4,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
+        shape=KeyShape(
+            layers=1,
+            heads=1,
+            head_size=4,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+        ),
         make_store=noted,
     )
     return keys.enter(0).carries[0].key_KND.shape[1], asked
@@ -138,15 +138,17 @@ def test_a_users_loss_sees_the_reference_log_probability_of_every_entry() -> Non
             return 0 * logprob
         return (logprob - entries.reference) ** 2
 
-    policy = prepared(make_model("qwen3", torch.float64)).policy
+    policy = prepare(make_model("qwen3", torch.float64)).policy
     for wire in (tree, told):
         forest = read_tree(wire)
         values = forward_backward(
             policy,
-            [forest],
+            Objective(
+                forests=[forest],
+                loss_weights=[1.0],
+                loss=loss_function(Loss(kind="losses:towards_reference"), user=towards_reference),
+            ),
             [Microbatch(groups=(0,), blocks=((0, forest.token_count),))],
-            weights=[1.0],
-            loss=loss_function(Loss(kind="losses:towards_reference"), user=towards_reference),
             head_chunk=8,
         )
     assert seen[0] is None

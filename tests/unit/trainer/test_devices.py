@@ -4,9 +4,8 @@ import pytest
 
 from forgemq_contracts.weights import ReportedEngine
 from forgemq_settings.environment import SettingsError
-from forgemq_trainer.app import fast_paths_of
 from forgemq_trainer.core.lanes import LiveLanes
-from forgemq_trainer.fast_path import FastPaths
+from forgemq_trainer.fast_path import FastPaths, fast_paths_of
 from forgemq_trainer.ranks.ranks import check_device
 from forgemq_trainer.settings import TrainerSettings
 

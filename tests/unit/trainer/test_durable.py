@@ -76,11 +76,11 @@ def test_old_versions_go_by_number_and_the_checkpoints_stays(
     names = ["1.8", "1.9", "1.10", "1.11", "2.2", "2.10"]
     for name in names:
         lineage, _, version = name.partition(".")
-        place = weights.place(lineage=int(lineage), version=int(version))
-        place.mkdir(parents=True)
-        (place / "model.safetensors").write_text(name)
+        folder = weights.local_folder(lineage=int(lineage), version=int(version))
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_text(name)
         store.pipe_file(f"{root}/{name}/model.safetensors", name.encode())
-    checkpointed = weights.place(lineage=1, version=8)
+    checkpointed = weights.local_folder(lineage=1, version=8)
     weights.remove_older(kept=3, besides=frozenset({checkpointed}))
     left = {Path(path).name for path in store.ls(root, detail=False)}
     assert left == {"2.10", "2.2", "1.11", "1.8"}

@@ -11,9 +11,9 @@ from forgemq_contracts.run import Loss
 from forgemq_trainer.core.loss import LossFunction, loss_function
 from forgemq_trainer.core.memory import Microbatch
 from forgemq_trainer.core.precision import make_precise
-from forgemq_trainer.core.step import forward_backward, group_weights
+from forgemq_trainer.core.step import Objective, forward_backward, group_loss_weights
 from forgemq_trainer.core.tree import joined, read_tree
-from forgemq_trainer.model import prepared
+from forgemq_trainer.model import prepare
 from tests.unit.trainer.scene import (
     Sample,
     adversarial_samples,
@@ -75,11 +75,13 @@ def _tree(
     size = count if block is None else block
     blocks = tuple((start, min(start + size, count)) for start in range(0, count, size))
     seen = forward_backward(
-        prepared(model).policy,
-        forests,
+        prepare(model).policy,
+        Objective(
+            forests=forests,
+            loss_weights=group_loss_weights(forests, normalisation="step"),
+            loss=loss,
+        ),
         [Microbatch(groups=tuple(range(len(forests))), blocks=blocks)],
-        weights=group_weights(forests, normalisation="step"),
-        loss=loss,
         head_chunk=HEAD_CHUNK,
     )
     return seen.loss, _taken(model)
@@ -208,16 +210,14 @@ def test_changing_a_sibling_changes_no_log_probability() -> None:
         for n, sample in enumerate(samples)
     ]  # fmt: skip
     kept = sum(len(sample.behaviour) for sample in samples[:4])
-    policy = prepared(_made("qwen3", torch.float64)).policy
+    policy = prepare(_made("qwen3", torch.float64)).policy
     seen = []
     for version in (samples, changed):
         forest = read_tree(merge(version))
         values = forward_backward(
             policy,
-            [forest],
+            Objective(forests=[forest], loss_weights=[1.0], loss=loss_function(Loss())),
             [Microbatch(groups=(0,), blocks=((0, forest.token_count),))],
-            weights=[1.0],
-            loss=loss_function(Loss()),
             head_chunk=HEAD_CHUNK,
         )
         seen.append(values.logprob_E)

@@ -8,12 +8,12 @@ from torch import nn
 
 from forgemq_contracts.run import Loss
 from forgemq_contracts.trees import MergedTree
+from forgemq_trainer.core.expert_routes import ROUTED_HERE, check_expert_routes, token_expert_routes
 from forgemq_trainer.core.loss import cispo, loss_function
 from forgemq_trainer.core.memory import Microbatch
-from forgemq_trainer.core.routes import ROUTED_HERE, check_routes, token_routes
-from forgemq_trainer.core.step import forward_backward
+from forgemq_trainer.core.step import Objective, forward_backward
 from forgemq_trainer.core.tree import Forest, InvalidTreeError, read_tree
-from forgemq_trainer.model import prepared
+from forgemq_trainer.model import prepare
 from tests.unit.trainer.scene import (
     Sample,
     adversarial_samples,
@@ -65,15 +65,15 @@ def test_gradients_equal_per_request_training_with_the_same_routes(
     tree = _routed(samples)
     forest = read_tree(tree)
     model = _model(is_normalised=is_normalised)
-    policy = prepared(model).policy
-    routes = token_routes(forest, layers=LAYERS, top_k=TOP_K)
+    policy = prepare(model).policy
+    routes = token_expert_routes(forest, layers=LAYERS, top_k=TOP_K)
     assert routes is not None
     leaves = np.frombuffer(tree.sample_leaf, "<i4")
     model.set_attn_implementation("sdpa")
     for sample, leaf in zip(samples, leaves.tolist(), strict=True):
         path = _path(forest, leaf)
         for layer, router in enumerate(policy.routers):
-            router.replayed_TK = torch.from_numpy(routes.expert_NLK[path, layer])
+            router.recorded_TK = torch.from_numpy(routes.expert_NLK[path, layer])
         tokens = torch.tensor([sample.tokens])
         logits = model(input_ids=tokens, use_cache=False).logits[0] / sample.temperature
         places = torch.arange(sample.first_sampled, len(sample.tokens))
@@ -89,10 +89,8 @@ def test_gradients_equal_per_request_training_with_the_same_routes(
     def of_tree(trained: Forest) -> dict[str, torch.Tensor]:
         forward_backward(
             policy,
-            [trained],
+            Objective(forests=[trained], loss_weights=[1.0], loss=loss_function(Loss())),
             [Microbatch(groups=(0,), blocks=blocks)],
-            weights=[1.0],
-            loss=loss_function(Loss()),
             head_chunk=8,
         )
         return _gradients(model)
@@ -107,7 +105,7 @@ def test_gradients_equal_per_request_training_with_the_same_routes(
 def test_a_token_takes_its_first_entrys_route_and_the_others_are_counted() -> None:
     tree = _routed(_samples())
     forest = read_tree(tree)
-    routes = token_routes(forest, layers=LAYERS, top_k=TOP_K)
+    routes = token_expert_routes(forest, layers=LAYERS, top_k=TOP_K)
     assert routes is not None
     assert routes.disagreements == 0
     sources = forest.parent_N[forest.entry_token_E]
@@ -117,7 +115,7 @@ def test_a_token_takes_its_first_entrys_route_and_the_others_are_counted() -> No
     changed[others[0]] = (changed[others[0]] + 1) % EXPERTS
     changed[others[1], :TOP_K] = changed[others[1], :TOP_K][::-1]  # The same set of experts.
     again = read_tree(msgspec.structs.replace(tree, entry_route=changed.tobytes()))
-    routes = token_routes(again, layers=LAYERS, top_k=TOP_K)
+    routes = token_expert_routes(again, layers=LAYERS, top_k=TOP_K)
     assert routes is not None
     assert routes.disagreements == 1
     assert routes.expert_NLK[shared].reshape(-1).tolist() == changed[first].tolist()
@@ -125,12 +123,12 @@ def test_a_token_takes_its_first_entrys_route_and_the_others_are_counted() -> No
 
 def test_tokens_that_no_entry_continues_are_routed_by_the_trainer() -> None:
     forest = read_tree(_routed(_samples()))
-    routes = token_routes(forest, layers=LAYERS, top_k=TOP_K)
+    routes = token_expert_routes(forest, layers=LAYERS, top_k=TOP_K)
     assert routes is not None
     free = np.setdiff1d(np.arange(forest.token_count), forest.parent_N[forest.entry_token_E])
     assert len(free) > 0
     assert (routes.expert_NLK[free] == ROUTED_HERE).all()
-    assert token_routes(read_tree(merge(_samples())), layers=LAYERS, top_k=TOP_K) is None
+    assert token_expert_routes(read_tree(merge(_samples())), layers=LAYERS, top_k=TOP_K) is None
 
 
 @pytest.mark.parametrize(
@@ -140,7 +138,7 @@ def test_tokens_that_no_entry_continues_are_routed_by_the_trainer() -> None:
 def test_routes_of_another_model_are_refused(layers: int, experts: int, match: str) -> None:
     forest = read_tree(_routed(_samples()))
     with pytest.raises(InvalidTreeError, match=match):
-        check_routes(forest, layers=layers, top_k=TOP_K, experts=experts)
+        check_expert_routes(forest, layers=layers, top_k=TOP_K, experts=experts)
 
 
 def test_one_expert_twice_is_refused() -> None:
@@ -149,4 +147,4 @@ def test_one_expert_twice_is_refused() -> None:
     routes = np.zeros_like(forest.entry_route_ER)
     twice = read_tree(msgspec.structs.replace(tree, entry_route=routes.tobytes()))
     with pytest.raises(InvalidTreeError, match="one expert twice"):
-        check_routes(twice, layers=LAYERS, top_k=TOP_K, experts=EXPERTS)
+        check_expert_routes(twice, layers=LAYERS, top_k=TOP_K, experts=EXPERTS)

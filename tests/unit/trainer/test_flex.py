@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from forgemq_contracts.run import Loss
 from forgemq_trainer.core.attention.attention import AttentionBackend, BlockKeys
-from forgemq_trainer.core.attention.carry import PathKeys
+from forgemq_trainer.core.attention.carry import KeyShape, PathKeys
 from forgemq_trainer.core.attention.cpu_attention import CpuAttention
 from forgemq_trainer.core.attention.flex import (
     BLOCK,
@@ -23,12 +23,12 @@ from forgemq_trainer.core.attention.flex import (
 )
 from forgemq_trainer.core.attention.gpu_attention import GpuAttention
 from forgemq_trainer.core.attention.plan import attention_plan, pieces
-from forgemq_trainer.core.forward import Policy
+from forgemq_trainer.core.forward import PolicyModel
 from forgemq_trainer.core.loss import loss_function
 from forgemq_trainer.core.memory import Microbatch
-from forgemq_trainer.core.step import forward_backward
+from forgemq_trainer.core.step import Objective, forward_backward
 from forgemq_trainer.core.tree import Forest, joined, read_tree
-from forgemq_trainer.model import prepared
+from forgemq_trainer.model import prepare
 from tests.unit.trainer.gpu_kernels import eager_flex
 from tests.unit.trainer.scene import adversarial_samples, agent_samples, make_model, merge
 
@@ -101,16 +101,14 @@ def test_the_mask_of_a_whole_forest_is_what_torch_makes_of_the_definition() -> N
     assert torch.equal(ours.to_dense() > 0, expected.to_dense() > 0)
 
 
-def _gradients(policy: Policy, groups: list[Forest], *, block: int) -> dict[str, torch.Tensor]:
+def _gradients(policy: PolicyModel, groups: list[Forest], *, block: int) -> dict[str, torch.Tensor]:
     count = sum(forest.token_count for forest in groups)
     blocks = tuple((start, min(start + block, count)) for start in range(0, count, block))
     policy.decoder.zero_grad()
     forward_backward(
         policy,
-        groups,
+        Objective(forests=groups, loss_weights=[1.0, 1.0], loss=loss_function(Loss())),
         [Microbatch(groups=(0, 1), blocks=blocks)],
-        weights=[1.0, 1.0],
-        loss=loss_function(Loss()),
         head_chunk=64,
     )
     return {n: p.grad.clone() for n, p in policy.decoder.named_parameters() if p.grad is not None}
@@ -119,7 +117,7 @@ def _gradients(policy: Policy, groups: list[Forest], *, block: int) -> dict[str,
 @pytest.mark.parametrize("block", [10_000, 300, 130])
 def test_the_block_mask_gives_the_same_gradients_as_the_pieces(block: int) -> None:
     groups = _groups(20)
-    policy = prepared(make_model("qwen3", torch.float64, head_dim=16)).policy
+    policy = prepare(make_model("qwen3", torch.float64, head_dim=16)).policy
     backend: AttentionBackend = GpuAttention(head_size=16, flex=eager_flex)
     expected = _gradients(policy, groups, block=block)
     seen = _gradients(replace(policy, attention=backend), groups, block=block)
@@ -170,12 +168,14 @@ def test_one_compilation_serves_trees_of_every_length_whole_and_in_blocks() -> N
         forest,
         pieces(forest),
         [(0, 2 * BLOCK), (2 * BLOCK, 3 * BLOCK), (3 * BLOCK, forest.token_count)],
-        layers=1,
-        key_heads=2,
-        head_size=16,
-        dtype=torch.float32,
-        device=device,
-        slot_multiple=BLOCKS_MIN * BLOCK,
+        shape=KeyShape(
+            layers=1,
+            heads=2,
+            head_size=16,
+            dtype=torch.float32,
+            device=device,
+            slot_multiple=BLOCKS_MIN * BLOCK,
+        ),
     )
     for number in range(3):
         keys = path.enter(number)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forgemq_trainer.core.attention.cpu_attention import attend
+from forgemq_trainer.core.attention.cpu_attention import Run, attend
 from forgemq_trainer.core.attention.plan import AttentionPlan
 
 TOKENS, FORK, LIGHT = 100, 40, 70
@@ -42,7 +42,7 @@ def test_every_head_size_and_dtype_is_as_exact_as_its_precision(
     narrow = [tensor.clone().requires_grad_() for tensor in inputs]
     wide = [tensor.double().requires_grad_() for tensor in inputs]
     scale = 1 / math.sqrt(size)
-    found = attend(narrow[0], narrow[1], narrow[2], plan=PLAN, scale=scale)
+    found = attend(narrow[0], narrow[1], narrow[2], Run(plan=PLAN, scale=scale))
     expected = _dense(wide[0], wide[1], wide[2], scale)
     for output in (found, expected):
         output.double().square().sum().backward()

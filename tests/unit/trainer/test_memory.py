@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch_allocation import peak_allocated_bytes
 
 from forgemq_contracts.run import Loss
-from forgemq_trainer.allocation import peak_allocated_bytes
-from forgemq_trainer.core.attention.carry import PathKeys, path_of
+from forgemq_trainer.core.attention.carry import KeyShape, PathKeys, path_of
 from forgemq_trainer.core.attention.plan import pieces
 from forgemq_trainer.core.loss import loss_function
 from forgemq_trainer.core.memory import (
@@ -18,9 +18,9 @@ from forgemq_trainer.core.memory import (
     least_budget_bytes,
     plan_step,
 )
-from forgemq_trainer.core.step import forward_backward
+from forgemq_trainer.core.step import Objective, forward_backward
 from forgemq_trainer.core.tree import Forest, read_tree
-from forgemq_trainer.model import prepared
+from forgemq_trainer.model import prepare
 from tests.unit.trainer.scene import SHAPE, agent_samples, line_of, make_model, merge
 
 
@@ -134,12 +134,14 @@ def test_the_prediction_counts_slots_as_the_carries_have_them() -> None:
         forest,
         pieces(forest),
         plan.blocks,
-        layers=SHAPE.layers,
-        key_heads=2,
-        head_size=8,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        slot_multiple=256,
+        shape=KeyShape(
+            layers=SHAPE.layers,
+            heads=2,
+            head_size=8,
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+            slot_multiple=256,
+        ),
     )
     carried = sum(
         tensor.nbytes
@@ -191,7 +193,7 @@ def test_the_measured_peak_is_within_a_twentieth_of_the_predicted(
 ) -> None:
     """Allocations of torch's own allocator, the gradients of the parameters apart."""
     changes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 4}
-    loaded = prepared(make_model(kind, dtype, **(changes | sizes)))
+    loaded = prepare(make_model(kind, dtype, **(changes | sizes)))
     forest, shape, chunk = _bush(5), loaded.policy.shape, 32
     whole = shape.block_bytes(forest.token_count, chunk=chunk, is_carried=False)
     (microbatch,) = plan_step(
@@ -206,10 +208,8 @@ def test_the_measured_peak_is_within_a_twentieth_of_the_predicted(
     def run() -> None:
         forward_backward(
             loaded.policy,
-            [forest],
+            Objective(forests=[forest], loss_weights=[1.0], loss=loss_function(Loss())),
             [microbatch],
-            weights=[1.0],
-            loss=loss_function(Loss()),
             head_chunk=chunk,
         )
 

@@ -17,7 +17,7 @@ from forgemq_trainer.model import (
     check_head_size,
     check_supported,
     load_model,
-    prepared,
+    prepare,
 )
 from forgemq_trainer.storage.weights import write_weights
 from tests.unit.trainer.scene import make_model, of_every_kind, save_base
@@ -113,7 +113,7 @@ def test_what_is_precise_already_stays_as_it_is() -> None:
     model = make_model("qwen3_moe", torch.float32, norm_topk_prob=True)
     make_precise(model)
     before = {name: id(module) for name, module in model.named_modules()}
-    routers = prepared(model).policy.routers
+    routers = prepare(model).policy.routers
     assert {name: id(module) for name, module in model.named_modules()} == before
     assert [router.is_normalised for router in routers] == [True, True]
 
@@ -128,17 +128,17 @@ def test_a_loaded_model_has_the_asked_dtype_and_its_tied_head(tmp_path: Path) ->
 
 
 def test_a_stock_forward_without_a_plan_is_an_error_and_not_a_causal_mask() -> None:
-    model = prepared(make_model("qwen3", torch.float32)).model
+    model = prepare(make_model("qwen3", torch.float32)).model
     with pytest.raises(TypeError, match="tree_attention"):
         model(input_ids=torch.arange(1, 9)[None])
 
 
 def test_shapes_follow_the_configuration() -> None:
-    dense = prepared(make_model("llama", torch.float32, head_dim=16)).policy.shape
+    dense = prepare(make_model("llama", torch.float32, head_dim=16)).policy.shape
     assert (dense.query_size, dense.key_size, dense.mlp_size) == (64, 32, 48)
     assert (dense.is_head_tied, dense.slot_multiple) == (False, 1)
-    assert prepared(make_model("qwen3", torch.float32)).policy.shape.is_head_tied
-    sparse = prepared(make_model("qwen3_moe", torch.float32)).policy.shape
+    assert prepare(make_model("qwen3", torch.float32)).policy.shape.is_head_tied
+    sparse = prepare(make_model("qwen3_moe", torch.float32)).policy.shape
     assert sparse.mlp_size == 2 * 24
 
 
@@ -150,7 +150,7 @@ def test_written_weights_have_the_names_and_bytes_that_were_loaded(
     make_model(kind, torch.float32).save_pretrained(tmp_path / "base")
     loaded = load_model(tmp_path / "base", dtype="float32")
     written = write_weights(
-        loaded.model, base=tmp_path / "base", dtype="float32", place=tmp_path / "written"
+        loaded.model, base=tmp_path / "base", dtype="float32", folder=tmp_path / "written"
     )
     base = load_file(tmp_path / "base" / "model.safetensors")
     saved = load_file(written.folder / "model.safetensors")

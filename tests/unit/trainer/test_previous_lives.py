@@ -7,7 +7,7 @@ from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
 from forgemq_contracts.examples import minimal
 from forgemq_contracts.steps import TrainedStep
-from forgemq_trainer.history import read_history
+from forgemq_trainer.previous_lives import read_previous_lives
 
 BAD = b"\x81\xaarequest_id\xa4\xff\xff\xff\xff"
 
@@ -29,5 +29,5 @@ async def test_records_that_do_not_decode_are_left_out() -> None:
             written(topics.PUBLISHED_WEIGHTS, BAD),
         ]
     )
-    history = await read_history(log)
+    history = await read_previous_lives(log)
     assert (set(history.trained), history.lineage, history.checkpoint_step) == ({3}, 7, 2)

@@ -14,11 +14,17 @@ from forgemq_trainer.core.assignment import OwnRound, Round, SharedRound, plan_r
 from forgemq_trainer.core.loss import loss_function
 from forgemq_trainer.core.memory import BLOCK_TOKENS_MIN, ModelShape, plan_step
 from forgemq_trainer.core.rounds import forward_backward_rounds, values_bytes, values_of
-from forgemq_trainer.core.step import EntryValues, forward_backward, group_weights, merged
+from forgemq_trainer.core.step import (
+    EntryValues,
+    Objective,
+    forward_backward,
+    group_loss_weights,
+    merged,
+)
 from forgemq_trainer.core.tree import Forest, read_tree
-from forgemq_trainer.model import prepared
+from forgemq_trainer.model import prepare
 from forgemq_trainer.ranks.ranks import Ranks
-from forgemq_trainer.ranks.sharding import sharded
+from forgemq_trainer.ranks.sharding import shard
 from tests.unit.trainer.rank_scene import START_DEADLINE_S, WORK_DEADLINE_S, WORLD, RankPair
 from tests.unit.trainer.scene import (
     adversarial_samples,
@@ -131,14 +137,16 @@ def _loss(case: Case) -> Loss:
 
 def _alone(case: Case) -> Seen:
     model, forests = _model(case), _forests(case)
-    policy = prepared(model).policy
+    policy = prepare(model).policy
     microbatches = plan_step(forests, shape=policy.shape, budget_bytes=10**9, head_chunk=CHUNK)
     seen = forward_backward(
         policy,
-        forests,
+        Objective(
+            forests=forests,
+            loss_weights=group_loss_weights(forests, normalisation=case.normalisation),
+            loss=loss_function(_loss(case), user=reinforce),
+        ),
         microbatches,
-        weights=group_weights(forests, normalisation=case.normalisation),
-        loss=loss_function(_loss(case), user=reinforce),
         head_chunk=CHUNK,
     )
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -147,7 +155,7 @@ def _alone(case: Case) -> Seen:
 
 def _of_rank(ranks: Ranks, case: Case) -> Seen | None:
     model, forests = _model(case), _forests(case)
-    policy = sharded(prepared(model), ranks=ranks, dtype=case.dtype).policy
+    policy = shard(prepare(model), ranks=ranks, dtype=case.dtype).policy
     rounds = plan_rounds(
         forests,
         shape=policy.shape,
@@ -158,14 +166,16 @@ def _of_rank(ranks: Ranks, case: Case) -> Seen | None:
     _check_plan(rounds, case.plan)
     own = forward_backward_rounds(
         policy,
-        forests,
+        Objective(
+            forests=forests,
+            loss_weights=group_loss_weights(forests, normalisation=case.normalisation),
+            loss=loss_function(_loss(case), user=reinforce),
+        ),
         rounds,
         peers=ranks,
-        weights=group_weights(forests, normalisation=case.normalisation),
-        loss=loss_function(_loss(case), user=reinforce),
         head_chunk=CHUNK,
     )
-    everyones = ranks.collected(values_bytes(own))
+    everyones = ranks.gather_bytes(values_bytes(own))
     gradients = {}
     for name, parameter in model.named_parameters():
         assert isinstance(parameter.grad, DTensor), name

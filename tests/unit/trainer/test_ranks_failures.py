@@ -16,10 +16,10 @@ from forgemq_settings.environment import SettingsError
 from forgemq_trainer.core.loss import Entries
 from forgemq_trainer.core.memory import least_budget_bytes
 from forgemq_trainer.core.tree import read_tree
-from forgemq_trainer.follower import follow
-from forgemq_trainer.model import prepared
-from forgemq_trainer.ranks.ranks import Launch, RankLostError, Ranks, device_of
-from forgemq_trainer.ranks.torchrun import said_of
+from forgemq_trainer.model import prepare
+from forgemq_trainer.ranks.command_loop import carry_out_commands
+from forgemq_trainer.ranks.ranks import RankLaunch, RankLostError, Ranks, device_of
+from forgemq_trainer.ranks.torchrun import describe_ends
 from forgemq_trainer.training import Training
 from tests.unit.trainer.rank_life import Life, train
 from tests.unit.trainer.rank_scene import (
@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(START_DEADLINE_S + 2 * WORK_
 def _refusal(ranks: Ranks, configuration: RunConfiguration, life: Life) -> str:
     try:
         if ranks.rank > 0:
-            follow(ranks, device="cpu")
+            carry_out_commands(ranks, device="cpu")
             return ""
         training = Training(configuration, device="cpu", checkpoint=None, ranks=ranks)
         train(training, life, 0)
@@ -54,7 +54,7 @@ def test_a_budget_that_holds_no_trees_keys_is_refused_by_name_on_every_rank(
     alone = life.configuration(world_size=1)
     forests = [read_tree(tree) for tree in life.trees(0)]
     least = least_budget_bytes(
-        prepared(make_model("qwen3", torch.float32)).policy.shape,
+        prepare(make_model("qwen3", torch.float32)).policy.shape,
         longest_path=max(int(forest.position_N.max()) + 1 for forest in forests),
         head_chunk=alone.trainer.head_chunk_tokens,
     )
@@ -89,7 +89,7 @@ def _hang(ranks: Ranks) -> str:
         return ""
     try:
         with ranks.together():
-            ranks.collected(b"own")
+            ranks.gather_bytes(b"own")
     except RankLostError as error:
         return str(error)
     return ""
@@ -105,7 +105,7 @@ def die_on_rank_0(logprob: torch.Tensor, entries: Entries) -> torch.Tensor:
 def _die(ranks: Ranks, life: Life) -> str:
     try:
         if ranks.rank > 0:
-            follow(ranks, device="cpu")
+            carry_out_commands(ranks, device="cpu")
             return ""
         loss = Loss(kind=f"{__name__}:die_on_rank_0")
         configuration = msgspec.structs.replace(life.configuration(world_size=2), loss=loss)
@@ -132,16 +132,16 @@ def test_a_rank_that_hangs_or_dies_within_a_step_ends_the_others_with_one_line(
 
 
 def test_each_rank_takes_a_gpu_of_its_own() -> None:
-    second = Launch(rank=5, local_rank=1, world_size=8)
+    second = RankLaunch(rank=5, local_rank=1, world_size=8)
     assert device_of("cuda", launch=second) == "cuda:1"
     assert device_of("cpu", launch=second) == "cpu"
-    assert device_of("cuda:3", launch=Launch()) == "cuda:3"
+    assert device_of("cuda:3", launch=RankLaunch()) == "cuda:3"
     with pytest.raises(SettingsError, match="FORGEMQ_TRAINER_DEVICE=cuda:0 gives 8 ranks one GPU"):
         device_of("cuda:0", launch=second)
 
 
 def test_the_rank_that_was_killed_is_named_before_those_that_failed_for_it() -> None:
-    assert said_of({0: 1, 1: -9}) == (
+    assert describe_ends({0: 1, 1: -9}) == (
         "rank 1 was killed by SIGKILL, rank 0 ended with status 1; the trainer ends with all its "
         "ranks"
     )

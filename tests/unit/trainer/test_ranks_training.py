@@ -12,12 +12,13 @@ from safetensors.torch import load_file, save_file
 
 from forgemq_contracts import topics
 from forgemq_trainer.fast_path import FastPaths
-from forgemq_trainer.follower import follow
+from forgemq_trainer.ranks.alone import ALONE
+from forgemq_trainer.ranks.command_loop import carry_out_commands
 from forgemq_trainer.ranks.ranks import Ranks
 from forgemq_trainer.storage.checkpoint import OPTIMIZER_FILE
 from forgemq_trainer.storage.folders import file_sha256
 from forgemq_trainer.storage.weights import WEIGHTS_FILE
-from forgemq_trainer.training import Training
+from forgemq_trainer.training import AnyRanks, Training
 from tests.unit.trainer.rank_life import Life, live, restored
 from tests.unit.trainer.rank_scene import START_DEADLINE_S, WORK_DEADLINE_S, RankPair
 from tests.unit.trainer.scene import save_base, scheduled_step
@@ -63,7 +64,7 @@ def test_weights_and_optimizer_state_of_two_ranks_are_those_of_one(
     for life in (two, one):
         save_base(life.folder / "base", kind=kind)
     found, _ = rank_pair.run(live, two)
-    expected = live(None, one)
+    expected = live(ALONE, one)
     for ours, theirs in zip(found, expected, strict=True):
         assert ours.loss_tokens == theirs.loss_tokens
         assert ours.route_disagreements == theirs.route_disagreements
@@ -105,8 +106,8 @@ def test_the_number_of_ranks_may_change_between_two_lives(
     alone, changing = (Life(tmp_path / name, STEPS, dtype) for name in ("alone", "changing"))
     for life in (alone, changing):
         save_base(life.folder / "base")
-    expected = live(None, alone)
-    seen = live(None, dataclasses.replace(changing, steps=(0,)))
+    expected = live(ALONE, alone)
+    seen = live(ALONE, dataclasses.replace(changing, steps=(0,)))
     assert _hashes(changing, 0) == _hashes(alone, 0)
     (weights, state), _ = rank_pair.run(restored, changing)
     was = _tensors(changing, 0, WEIGHTS_FILE)
@@ -115,7 +116,7 @@ def test_the_number_of_ranks_may_change_between_two_lives(
     assert stored.keys() - state.keys() == {"torch|random"}
     assert all(torch.equal(state[name], stored[name]) for name in state)
     seen += rank_pair.run(live, dataclasses.replace(changing, steps=(1,)))[0]
-    seen += live(None, dataclasses.replace(changing, steps=(2,)))
+    seen += live(ALONE, dataclasses.replace(changing, steps=(2,)))
     for ours, theirs in zip(seen, expected, strict=True):
         assert ours.loss_tokens == theirs.loss_tokens
         rel = 1e-4 if dtype == "float32" else 5e-2
@@ -123,12 +124,12 @@ def test_the_number_of_ranks_may_change_between_two_lives(
     assert _distance(changing, alone, step=2) <= (1e-5 if dtype == "float32" else 1e-2)
 
 
-def _train_fewer(ranks: Ranks | None, life: Life) -> float:
+def _train_fewer(ranks: AnyRanks, life: Life) -> float:
     """A step whose first group had failed in an earlier life, and could be read in this one."""
-    if ranks is not None and ranks.rank > 0:
-        follow(ranks, device="cpu")
+    if isinstance(ranks, Ranks) and ranks.rank > 0:
+        carry_out_commands(ranks, device="cpu")
         return 0.0
-    configuration = life.configuration(world_size=1 if ranks is None else ranks.world_size)
+    configuration = life.configuration(world_size=ranks.world_size)
     training = Training(configuration, device="cpu", checkpoint=None, ranks=ranks)
     trees = life.trees(0)
     scheduled = scheduled_step(0, trees)
@@ -146,7 +147,7 @@ def test_ranks_train_the_groups_that_rank_0_trains_and_no_other(
     life = Life(tmp_path, ())
     save_base(life.folder / "base")
     found, _ = rank_pair.run(_train_fewer, life)
-    assert found == pytest.approx(_train_fewer(None, life), rel=1e-5)
+    assert found == pytest.approx(_train_fewer(ALONE, life), rel=1e-5)
 
 
 def _send(ranks: Ranks, file: Path) -> tuple[dict[int, str], str]:

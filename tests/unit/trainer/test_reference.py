@@ -18,9 +18,9 @@ from forgemq_trainer.core.loss import loss_function
 from forgemq_trainer.core.memory import Microbatch
 from forgemq_trainer.core.precision import make_precise
 from forgemq_trainer.core.reference import with_references
-from forgemq_trainer.core.step import forward_backward
+from forgemq_trainer.core.step import Objective, forward_backward
 from forgemq_trainer.core.tree import read_tree
-from forgemq_trainer.model import prepared
+from forgemq_trainer.model import prepare
 from forgemq_trainer.training import Training
 from tests.unit.trainer.scene import (
     Sample,
@@ -84,10 +84,13 @@ def test_gradients_near_a_reference_are_those_of_every_request_alone(kind: str, 
     count = sum(forest.token_count for forest in forests)
     blocks = tuple((start, min(start + size, count)) for start in range(0, count, size))
     microbatches = [Microbatch(groups=(0, 1), blocks=blocks)]
-    policy = prepared(model).policy
-    told = with_references(prepared(other).policy, forests, microbatches, head_chunk=8)
+    policy = prepare(model).policy
+    told = with_references(prepare(other).policy, forests, microbatches, head_chunk=8)
     forward_backward(
-        policy, told, microbatches, weights=[1.0, 1.0], loss=loss_function(NEAR), head_chunk=8
+        policy,
+        Objective(forests=told, loss_weights=[1.0, 1.0], loss=loss_function(NEAR)),
+        microbatches,
+        head_chunk=8,
     )
     for name, wanted in expected.items():
         seen = model.get_parameter(name).grad
@@ -100,7 +103,7 @@ def test_recorded_references_stay_and_missing_ones_are_filled_in() -> None:
     recorded = np.full(forest.entry_count, np.nan)
     recorded[::2] = -1.5
     microbatches = [Microbatch(groups=(0,), blocks=((0, forest.token_count),))]
-    policy = prepared(make_model("qwen3", torch.float64)).policy
+    policy = prepare(make_model("qwen3", torch.float64)).policy
     half = [replace(forest, entry_reference_E=recorded)]
     (filled,) = with_references(policy, half, microbatches, head_chunk=8)
     (whole,) = with_references(policy, [forest], microbatches, head_chunk=8)
@@ -129,7 +132,7 @@ def test_a_run_starts_at_its_reference_and_stays_nearer_to_it(tmp_path: Path) ->
     assert metrics[2].kl_reference > 0
     assert [step.kl_reference for step in free_metrics] == [0.0, 0.0, 0.0]
     assert not torch.equal(weights, free_weights)
-    base = prepared(make_model("qwen3", torch.float32)).model
+    base = prepare(make_model("qwen3", torch.float32)).model
     start = torch.cat([p.detach().reshape(-1) for p in base.parameters()])
     assert (weights - start).norm() < (free_weights - start).norm()
 

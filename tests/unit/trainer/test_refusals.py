@@ -7,7 +7,7 @@ import pytest
 from forgemq_contracts.run import Loss, Model, Queue, RunConfiguration, Trainer
 from forgemq_settings.environment import SettingsError
 from forgemq_trainer.model import check_supported
-from forgemq_trainer.ranks.ranks import Launch, check_world_size
+from forgemq_trainer.ranks.ranks import RankLaunch, check_world_size
 from forgemq_trainer.storage.checkpoint import OtherConfigurationError, OtherRunError
 from forgemq_trainer.training import _loss_of
 
@@ -19,7 +19,7 @@ def test_a_model_that_cannot_be_trained_is_refused():
 
 def test_another_number_of_ranks_is_refused():
     with pytest.raises(SettingsError, match=r"trainer\.world_size is 2"):
-        check_world_size(Launch(world_size=1), configured=2)
+        check_world_size(RankLaunch(world_size=1), configured=2)
 
 
 @pytest.mark.parametrize("error", [OtherRunError, OtherConfigurationError])

@@ -14,8 +14,8 @@ from forgemq_bus.log import Emit, Place
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
 from forgemq_contracts.trees import MergedTree
-from forgemq_trainer.history import LostCheckpointError
 from forgemq_trainer.loop import LostTreeError
+from forgemq_trainer.previous_lives import LostCheckpointError
 from forgemq_trainer.storage.checkpoint import OtherConfigurationError
 from forgemq_trainer.storage.folders import FolderInUseError
 from tests.unit.trainer.bench import Bench, create_topics, memory_bench

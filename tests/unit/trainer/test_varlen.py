@@ -12,16 +12,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from forgemq_contracts.run import Loss
 from forgemq_trainer.core.attention.attention import BlockKeys, RunAttention
 from forgemq_trainer.core.attention.cpu_attention import CpuAttention
-from forgemq_trainer.core.attention.flash_varlen import FlashVarlen, Lengths
+from forgemq_trainer.core.attention.flash_varlen import FlashVarlen, ForwardTensors, PackedPieces
 from forgemq_trainer.core.attention.flex import TreeMask
 from forgemq_trainer.core.attention.gpu_attention import GpuAttention, attention_kind
 from forgemq_trainer.core.attention.plan import AttentionPlan, attention_plan, pieces
 from forgemq_trainer.core.attention.varlen import has_few_branches, passes, varlen_attention_of
 from forgemq_trainer.core.loss import loss_function
 from forgemq_trainer.core.memory import Microbatch
-from forgemq_trainer.core.step import forward_backward
+from forgemq_trainer.core.step import Objective, forward_backward
 from forgemq_trainer.core.tree import Forest, joined, read_tree
-from forgemq_trainer.model import prepared
+from forgemq_trainer.model import prepare
 from tests.unit.trainer.gpu_kernels import PieceByPiece, eager_flex
 from tests.unit.trainer.scene import adversarial_samples, agent_samples, make_model, merge
 
@@ -75,7 +75,7 @@ def test_rectangles_that_do_not_overlap_share_a_call() -> None:
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
 def test_calls_give_the_same_gradients_as_the_pieces(kind: str, block: int) -> None:
     forests = _forests(block)
-    policy = prepared(make_model(kind, torch.float64)).policy
+    policy = prepare(make_model(kind, torch.float64)).policy
 
     class Varlen:
         slot_multiple = 256
@@ -92,10 +92,8 @@ def test_calls_give_the_same_gradients_as_the_pieces(kind: str, block: int) -> N
         policy.decoder.zero_grad()
         forward_backward(
             replace(policy, attention=backend),
-            forests,
+            Objective(forests=forests, loss_weights=[1.0, 0.5, 2.0], loss=loss_function(Loss())),
             [Microbatch(groups=(0, 1, 2), blocks=blocks)],
-            weights=[1.0, 0.5, 2.0],
-            loss=loss_function(Loss()),
             head_chunk=64,
         )
         gradients.append({n: p.grad for n, p in policy.decoder.named_parameters()})
@@ -135,7 +133,7 @@ def test_a_gpu_takes_flash_for_few_branches_and_the_mask_for_many_with_equal_gra
         np.random.default_rng(0), rollouts=4, turns=20, prompt=30, is_stripped=is_stripped
     )
     forest = read_tree(merge(samples))
-    policy = prepared(make_model("qwen3", torch.float64, head_dim=16)).policy
+    policy = prepare(make_model("qwen3", torch.float64, head_dim=16)).policy
     varlen, flex = PieceByPiece(), CountedFlex()
     count = forest.token_count
     blocks = tuple((start, min(start + size, count)) for start in range(0, count, size))
@@ -144,10 +142,8 @@ def test_a_gpu_takes_flash_for_few_branches_and_the_mask_for_many_with_equal_gra
         policy.decoder.zero_grad()
         forward_backward(
             replace(policy, attention=backend),
-            [forest],
+            Objective(forests=[forest], loss_weights=[1.0], loss=loss_function(Loss())),
             [Microbatch(groups=(0,), blocks=blocks)],
-            weights=[1.0],
-            loss=loss_function(Loss()),
             head_chunk=256,
         )
         gradients.append([p.grad for p in policy.decoder.parameters()])
@@ -249,13 +245,20 @@ def test_the_operators_of_cuda_accept_what_a_call_hands_them() -> None:
             return torch.empty(count, heads, 64, dtype=torch.bfloat16, device="cuda:0")
 
         bounds = torch.tensor([0, 5, 40], dtype=torch.int32, device="cuda:0")
-        lengths = Lengths(query_bounds=bounds, key_bounds=bounds * 2, query_max=35, key_max=70)
+        pieces = PackedPieces(
+            query_bounds=bounds,
+            key_bounds=bounds * 2,
+            query_max=35,
+            key_max=70,
+            is_causal=False,
+        )
         query, key, value = halves(40, 8), halves(80, 2), halves(80, 2)
         kernel = FlashVarlen()
-        output, lse = kernel.forward(query, key, value, lengths, is_causal=False, scale=0.125)
-        gradients = kernel.backward(
-            output, query, key, value, output, lse, lengths, is_causal=False, scale=0.125
+        output, lse = kernel.forward(query, key, value, pieces, scale=0.125)
+        of = ForwardTensors(
+            query_PHD=query, key_CKD=key, value_CKD=value, output_PHD=output, lse_HP=lse
         )
+        gradients = kernel.backward(output, of, pieces, scale=0.125)
     assert (output.shape, output.dtype) == (query.shape, torch.bfloat16)
     assert (lse.shape, lse.dtype) == ((8, 40), torch.float32)
     assert [gradient.shape for gradient in gradients] == [query.shape, key.shape, value.shape]

@@ -1,18 +1,20 @@
-"""New weights into running engines: one torch process group for each lane.
+"""Broadcasts new weights into running engines: one torch process group for each lane.
 
-The trainer is rank 0 and only broadcasts; every process of the lane's engine is a rank more, and
-the lane's inference process tells them to join and to receive. Groups are made without torch's
-global registry: a lane that dies costs its group and nothing else. One deadline holds for a whole
-transfer, and a lane that is given up is left at once, whatever its group is doing: torch's calls
-cannot be interrupted, so each transfer has a thread of its own, which ends by itself at the
-deadline. Whoever is left loads the durable copy.
+In a lane's group the trainer is rank 0 and only broadcasts; every process of the lane's engine is
+one further rank, and the lane's inference process tells these processes to join and to receive.
+Groups are made outside torch's global registry, so a lane that dies affects only its own group.
+
+One deadline covers a whole transfer. A lane may be given up earlier, because it left or has the
+weights; then nobody waits for it. Its transfer cannot be interrupted inside torch's calls, so each
+transfer runs in its own thread, which ends by itself at the deadline. A lane that was given up
+loads the durable copy.
 
 Gloo goes through host memory and reaches engines on CPUs and GPUs alike. NCCL goes from GPU to
-GPU; it refuses two ranks on one GPU. Where an engine dies before NCCL has connected, its thread
-waits on: NCCL has no deadline for that.
+GPU; it refuses two ranks on one GPU. If an engine dies before NCCL has connected, its thread
+does not end: NCCL has no deadline for connecting.
 
-The engine derives its end of the group in sglang's `init_custom_process_group`; the nested store
-prefixes here are those it uses.
+The engine makes its end of the group with sglang's `init_custom_process_group`; the nested store
+prefixes here are the ones it uses.
 """
 
 import functools
@@ -39,20 +41,26 @@ from torch._C._distributed_c10d import (
 
 from forgemq_contracts.weight_buckets import TensorSpec, buckets, header_bytes, tensor_specs
 from forgemq_contracts.weights import Rendezvous
+from forgemq_settings.environment import SettingsError
+from forgemq_trainer.settings import TrainerSettings
 
 JOIN_POLL_S = 0.02
+"""Between two looks at the store while an engine joins: short beside a transfer of a second or
+more. A store's blocking wait could not be given up."""
+
 CLOSE_WAIT_S = 5.0
+"""How long `close` waits for threads: at least one bucket's broadcast, below the service's grace
+for stopping of 15 s."""
 
 NCCL_BLOCKING_WAIT = "TORCH_NCCL_BLOCKING_WAIT"
-"""Read by torch when it makes a group: a broken one fails who waits for it. Without it a thread of
-torch ends the whole process at the deadline."""
-
+"""Environment variable that torch reads when it makes a group. If it is 1, a broken group raises an
+error in the waiting thread; otherwise a thread of torch ends the whole process at the deadline."""
 
 GIVEN_UP = "the lane has the weights already, or is gone"
 
 
 class TransferError(Exception):
-    """A lane missed the deadline or left; it has the durable copy."""
+    """A lane missed the deadline or left; it loads the durable copy instead."""
 
 
 @dataclass(slots=True)
@@ -68,25 +76,26 @@ class _Link:
     changed: threading.Condition = field(default_factory=threading.Condition)
 
     def give_up(self) -> None:
+        """Wake up the thread that waits for this lane's transfer."""
         with self.changed:
             self.is_given_up = True
             self.changed.notify_all()
 
 
 class _Transfer:
-    """One lane's transfer in a thread of its own, left behind when its lane is given up."""
+    """One lane's transfer, in its own thread; nobody waits for it once its lane is given up."""
 
     def __init__(self, link: _Link, send: Callable[[], None]) -> None:
         self._link = link
         self._send = send
         self._error: BaseException | None = None
         self._is_done = False
-        # A daemon: torch may hold it until the deadline, and the process need not wait for that.
+        # A daemon thread: torch may block it until the deadline, and the process need not wait.
         self.thread = threading.Thread(target=self._run, name=f"fast-path-{link.name}", daemon=True)
         self.thread.start()
 
     def failure(self) -> str:
-        """What went wrong, "" for nothing; waits until the transfer is over or given up."""
+        """Wait until the transfer is over or given up; returns the reason it failed, or ""."""
         with self._link.changed:
             self._link.changed.wait_for(lambda: self._is_done or self._link.is_given_up)
             if not self._is_done:
@@ -98,7 +107,7 @@ class _Transfer:
     def _run(self) -> None:
         try:
             self._send()
-        except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
+        except BaseException as error:  # noqa: BLE001 - `failure` raises it again
             self._error = error
         with self._link.changed:
             self._is_done = True
@@ -106,11 +115,11 @@ class _Transfer:
 
 
 class FastPaths:
-    """The process groups of all lanes. `offer`, then `send` what was offered, one at a time.
+    """The process groups of all lanes. Call `offer`, then `send` with the offers; never two sends.
 
     Example: lane 0 appears under epoch 3: `offer` lists it with is_new, `send` forms the group.
     Next version: `offer` lists the same group. The lane misses a deadline: its group is dropped,
-    and the next offer has a new one.
+    and the next offer has a new group.
     """
 
     def __init__(
@@ -121,12 +130,12 @@ class FastPaths:
         deadline_s: float,
         device: str = "cuda",
     ) -> None:
-        """No group yet.
+        """Make no group yet.
 
         Args:
-            host: address of this process.
-            backend: of all groups.
-            deadline_s: of one transfer.
+            host: Address at which engines reach this process.
+            backend: Of all groups.
+            deadline_s: For one transfer.
             device: GPU that NCCL sends from; Gloo sends from host memory.
         """
         self._host = host
@@ -140,14 +149,16 @@ class FastPaths:
     def offer(
         self, lanes: Mapping[int, int], *, prefix: str, ranks: Mapping[int, int] | None = None
     ) -> tuple[Rendezvous, ...]:
-        """A rendezvous for every live lane; groups of others and given up ones are dropped.
+        """Prepare a rendezvous for every live lane; drops the groups of all other lanes.
 
         Args:
-            lanes: lane -> epoch.
-            prefix: of new groups' names; distinct for each life of the trainer.
-            ranks: lane -> processes of its engine; 1 where it is not in it.
+            lanes: Lane -> epoch of the live lanes.
+            prefix: Of new groups' names; distinct for each life of the trainer.
+            ranks: Lane -> processes of its engine; a lane that is missing has 1.
         """
         world_sizes = {lane: 1 + (ranks or {}).get(lane, 1) for lane in lanes}
+        # A group has fixed members: a restarted engine (new epoch), or one with another number of
+        # processes, needs a new group.
         for lane, link in list(self._links.items()):
             is_same = (lanes.get(lane), world_sizes.get(lane)) == (link.epoch, link.world_size)
             if link.is_given_up or not is_same:
@@ -161,7 +172,7 @@ class FastPaths:
         """Broadcast the tensors of a safetensors file to every offered lane; blocks.
 
         Returns:
-            lane -> what went wrong, "" where all of it was sent. A failed lane's group is dropped.
+            Lane -> the reason it failed, "" if all was sent. A failed lane's group is dropped.
         """
         end_s = time.monotonic() + self._deadline_s
         transfers: dict[int, _Transfer] = {}
@@ -189,7 +200,7 @@ class FastPaths:
             link.give_up()
 
     def keep_only(self, lanes: Mapping[int, int]) -> None:
-        """Give up every lane that is not among these (lane -> epoch)."""
+        """Give up every lane that is not among these, or has another epoch (lane -> epoch)."""
         for lane, link in list(self._links.items()):
             if lanes.get(lane) != link.epoch:
                 link.give_up()
@@ -201,10 +212,11 @@ class FastPaths:
             link.give_up()
 
     def close(self) -> None:
-        """Drop all groups; blocks a few seconds at most, for transfers to end.
+        """Drop all groups and wait, a few seconds at most, for transfers to end.
 
-        A thread that torch wakes up while the process exits would end it with an abort: transfers
-        to living engines stop after their bucket, and one to a dead engine is not woken up.
+        A thread that returns from torch while the interpreter exits would abort the process.
+        Transfers to living engines end after the current bucket, hence within the wait; one to a
+        dead engine blocks in torch until after the exit.
         """
         for lane in list(self._links):
             self.drop(lane)
@@ -216,7 +228,7 @@ class FastPaths:
         link = self._links.get(lane)
         if link is None:
             self._made += 1
-            # wait_for_workers would block here until the engine comes.
+            # With wait_for_workers this would block until the engine joins.
             store = TCPStore(
                 self._host,
                 0,
@@ -242,16 +254,16 @@ class FastPaths:
         try:
             if link.group is None:
                 self._wait_for_engine(link, end_s=end_s)
-                link.group = self._formed(link, left=self._left(end_s))
+                link.group = self._form_group(link, left=self._left(end_s))
             self._broadcast(link, link.group, file, end_s=end_s)
         except RuntimeError as error:
             raise TransferError(f"{type(error).__name__}: {error}") from error
 
     def _left(self, end_s: float) -> timedelta:
-        """Of the transfer's time.
+        """The time left until the transfer's deadline.
 
         Raises:
-            TransferError: nothing is left.
+            TransferError: the deadline has passed.
         """
         left_s = end_s - time.monotonic()
         if left_s <= 0:
@@ -259,7 +271,10 @@ class FastPaths:
         return timedelta(seconds=left_s)
 
     def _wait_for_engine(self, link: _Link, *, end_s: float) -> None:
-        """Until the engine has left its address in the store."""
+        """Wait until the engine has written its address to the store.
+
+        Forming the group would wait too, but could not be given up.
+        """
         while link.store.num_keys() == 0:
             if link.is_given_up:
                 raise TransferError(GIVEN_UP)
@@ -267,7 +282,8 @@ class FastPaths:
                 raise TransferError(f"the engine did not join within {self._deadline_s} s")
             time.sleep(JOIN_POLL_S)
 
-    def _formed(self, link: _Link, *, left: timedelta) -> Backend:
+    def _form_group(self, link: _Link, *, left: timedelta) -> Backend:
+        """Connect to the engine's processes; blocks until all have joined."""
         store: Store = link.store
         for prefix in (link.name, f"{link.name}/", f"{self._device.type}/"):
             store = PrefixStore(prefix, store)
@@ -283,6 +299,7 @@ class FastPaths:
         return ProcessGroupNCCL(store, 0, link.world_size, nccl_options)
 
     def _broadcast(self, link: _Link, group: Backend, file: Path, *, end_s: float) -> None:
+        """Send the file's tensors bucket by bucket, in the order the engine expects them."""
         options = BroadcastOptions()
         options.rootRank = 0
         with safe_open(file, framework="pt", device=str(self._device)) as tensors:
@@ -297,6 +314,27 @@ class FastPaths:
                 work = group.broadcast([flat], options)  # type: ignore[attr-defined]  # not in the stub
                 if not work.wait(left):
                     raise TransferError(f"the transfer took longer than {self._deadline_s} s")
+
+
+def fast_paths_of(settings: TrainerSettings, *, device: str) -> FastPaths | None:
+    """The fast paths that the settings name; None if they are off.
+
+    Raises:
+        SettingsError: NCCL would have no GPU to send from.
+    """
+    if settings.fast_path == "off":
+        return None
+    if settings.fast_path == "nccl" and device == "cpu":
+        raise SettingsError(
+            "FORGEMQ_TRAINER_FAST_PATH=nccl sends from a GPU to GPUs: set "
+            "FORGEMQ_TRAINER_DEVICE=cuda, or gloo, which reaches every engine"
+        )
+    return FastPaths(
+        host=settings.host,
+        backend=settings.fast_path,
+        deadline_s=settings.transfer_deadline_s,
+        device=device,
+    )
 
 
 def specs_of(file: Path) -> tuple[TensorSpec, ...]:

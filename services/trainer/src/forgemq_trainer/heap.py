@@ -1,14 +1,14 @@
-"""Sets the C library's allocator for a step: fast where there is room, exact where there is not.
+"""Sets the C library's allocator for a step: fast if memory allows, exact otherwise.
 
-A tree's activations are tensors of tens to hundreds of megabytes. A heap that keeps what is freed
-hands their pages to the next tensor: no page is faulted in and zeroed twice, which saves 15 to 25 %
-of a step on a CPU. But tensors of many sizes leave holes in it: resident memory grows to 1.3 to
-1.75 times the bytes that torch holds at once. A map of its own for every large tensor leaves none:
-resident memory then grows by the predicted bytes, within a few per cent.
+A tree's activations are tensors of tens to hundreds of megabytes. A heap that keeps freed memory
+gives their pages to the next tensor: no page is faulted in and zeroed twice, which saves 15 to 25 %
+of a step on a CPU. But tensors of many sizes leave holes in such a heap: resident memory grows to
+1.3 to 1.75 times the bytes that torch holds at once. If every large tensor gets its own mmap
+instead, there are no holes: resident memory grows by the predicted bytes, within a few per cent.
 
-So a step whose prediction leaves room for the holes keeps; any other maps. Either way the process
-stays within its fixed part (interpreter, libraries, parameters, gradients, optimizer) and the
-memory budget.
+So if the predicted peak times HOLES fits the budget, the step keeps freed memory (fast). Otherwise
+every large tensor gets its own mmap (exact). Either way the process stays within its fixed part
+(interpreter, libraries, parameters, gradients, optimizer) plus the memory budget.
 """
 
 import ctypes
@@ -17,18 +17,26 @@ import sys
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _M_MMAP_MAX = -4
+# The numbers of these parameters are those of glibc's malloc.h.
+
 _NEVER_TRIM = -1
+"""Of M_TRIM_THRESHOLD: no free heap memory goes back to the kernel."""
+
 _MAPPED_BYTES_MIN = 128 * 1024
-"""glibc's own start value; setting it also stops it from rising with every large free."""
+"""glibc's initial threshold. Setting it also stops glibc from raising it with every large free."""
+
 _MAPS_MAX = 65_536
+"""glibc's default number of maps; the kernel allows a process 65,530 of all kinds by default."""
+
 _TRIMMED_BYTES = 128 * 1024
+"""glibc's default: free memory beyond this at the heap's end goes back to the kernel."""
 
 HOLES = 2.0
-"""Room that a heap which keeps what is freed may need, over the tensors; 1.75 was seen."""
+"""Bytes that a heap with holes may need for each byte of tensors; the most measured was 1.75."""
 
 
 def keep_freed_memory() -> bool:
-    """From now on this process allocates from one heap that does not shrink; False if not glibc."""
+    """Make this process allocate from one heap that does not shrink; False without glibc."""
     library = _glibc()
     if library is None:
         return False
@@ -38,9 +46,9 @@ def keep_freed_memory() -> bool:
 
 
 def map_large_tensors() -> bool:
-    """From now on every large tensor is a map that ends with it; False if not glibc.
+    """Make every large tensor a map that ends with it; False without glibc.
 
-    What an earlier heap kept goes back to the kernel.
+    Memory that the heap kept until here goes back to the kernel.
     """
     library = _glibc()
     if library is None:
@@ -57,11 +65,11 @@ def map_large_tensors() -> bool:
 
 
 def suit_heap(*, predicted_bytes: int, budget_bytes: int) -> bool:
-    """Set the allocator for a step; True where it keeps what is freed.
+    """Set the allocator for a step; returns True if it keeps freed memory.
 
     Args:
-        predicted_bytes: most that torch holds at once in the step.
-        budget_bytes: that resident memory may grow by.
+        predicted_bytes: The most that torch holds at once in the step.
+        budget_bytes: By which resident memory may grow.
     """
     if predicted_bytes * HOLES <= budget_bytes:
         return keep_freed_memory()

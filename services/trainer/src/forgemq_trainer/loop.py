@@ -1,4 +1,4 @@
-"""The training loop: one step after the other, each exactly once in the lineage that survives."""
+"""The training loop: step after step, each exactly once in the lineage that survives."""
 
 import asyncio
 import dataclasses
@@ -7,26 +7,27 @@ from collections.abc import Mapping
 import msgspec
 from msgspec.structs import replace
 
-from forgemq_bus.log import Emit, Headers, Place, Reader, TransactionWriter
+from forgemq_bus.log import Headers, Place, Reader
 from forgemq_contracts import topics
+from forgemq_contracts.messages import Output
 from forgemq_contracts.run import staleness_limit
 from forgemq_contracts.steps import ScheduledStep, TrainedStep, TrainingMetrics
 from forgemq_contracts.topics import MERGED_TREES, SCHEDULED_STEPS, TRAINED_STEPS
 from forgemq_shell.dead_letters import DeadLetters
+from forgemq_shell.records import emit_of
 from forgemq_shell.service import Context
 from forgemq_telemetry.traces import completion_trace, trace_headers
-from forgemq_trainer.core.alarms import Thresholds, alarms
-from forgemq_trainer.history import StepHistory
+from forgemq_trainer.previous_lives import PreviousLives, TrainerLife
 from forgemq_trainer.publisher import Publisher
-from forgemq_trainer.ranks.ranks import Ranks, device_of, launch_of
 from forgemq_trainer.settings import TrainerSettings
+from forgemq_trainer.step_report import report_step
 from forgemq_trainer.storage.checkpoint import Checkpoint
-from forgemq_trainer.storage.weights import WeightsFolder
 from forgemq_trainer.store import Store
 from forgemq_trainer.training import ReadStep, Training
 from forgemq_trainer.tree_source import TreeSource
 
 READ_TIMEOUT_S = 0.25
+"""How long a read for the next step blocks, hence how late the loop sees a request to stop."""
 
 
 class LostTreeError(Exception):
@@ -38,73 +39,71 @@ class TrainingLoop:
 
     def __init__(
         self,
-        *,
         context: Context,
         settings: TrainerSettings,
+        *,
         store: Store,
         publisher: Publisher,
-        claim: TransactionWriter,
-        lineage: int,
-        ranks: Ranks | None = None,
+        life: TrainerLife,
     ) -> None:
         self._context = context
         self._settings = settings
         self._store = store
         self._publisher = publisher
-        self._claim = claim
-        self._lineage = lineage
-        self._ranks = ranks
+        self._life = life
         self._checkpoint_step = -1
         self._accounted: Mapping[int, TrainedStep] = {}
         configuration = context.configuration
         staleness = max(staleness_limit(queue) for queue in configuration.queues)
         self._staleness_max = staleness + configuration.trainer.steps_ahead_max
 
-    async def run(self, checkpoint: Checkpoint | None, history: StepHistory) -> None:
-        """Publish where training stands, then train what is scheduled until told to stop."""
-        configuration = self._context.configuration
-        training = await asyncio.to_thread(
-            Training,
-            configuration,
-            device=device_of(self._settings.device, launch=launch_of(self._context.environ)),
-            checkpoint=checkpoint,
-            ranks=self._ranks,
-        )
-        weights = await asyncio.to_thread(
-            self._store.restored_weights, training, checkpoint, lineage=self._lineage
-        )
-        since: Mapping[int, int] = {}
-        trained: TrainedStep | None = None
-        self._accounted = history.trained
-        if checkpoint is not None:
-            self._checkpoint_step = checkpoint.step
-            since = dict(checkpoint.record.tree_positions)
-            if checkpoint.step not in history.trained:
-                trained = checkpoint.record.trained
-            await self._commit(trained, needed=since, headers=())
-        self._context.telemetry.event(
-            "restored", lineage=self._lineage, version=training.version, sha256=weights.sha256
-        )
-        await self._publish(weights, version=training.version, headers=())
+    async def run(
+        self, training: Training, checkpoint: Checkpoint | None, previous: PreviousLives
+    ) -> None:
+        """Publish the version that training continues from, then train until the stop event."""
+        await self._restore(training, checkpoint, previous)
+        log = self._context.log
         trees = await TreeSource.open(
-            self._context.log,
-            partitions=configuration.log.group_partitions,
-            since=since,
+            log,
+            partitions=self._context.configuration.log.group_partitions,
+            since=dict(checkpoint.record.tree_positions) if checkpoint is not None else {},
             telemetry=self._context.telemetry,
         )
-        place = Place(SCHEDULED_STEPS.name, 0)
-        log = self._context.log
-        steps = await log.reader(await log.first_positions([place]))
+        steps = await log.reader(await log.first_positions([Place(SCHEDULED_STEPS.name, 0)]))
         dead_letters = DeadLetters(log, await log.writer(), service="trainer")
         while found := await self._next(steps, training.version, dead_letters=dead_letters):
             scheduled, trace = found
             await self._step(scheduled, training, trees, trace=trace)
         await asyncio.to_thread(training.end)
 
+    async def _restore(
+        self, training: Training, checkpoint: Checkpoint | None, previous: PreviousLives
+    ) -> None:
+        """Write to the log what a previous life may not have written of the checkpoint's step."""
+        weights = await asyncio.to_thread(
+            self._store.save_restored_weights, training, checkpoint, lineage=self._life.lineage
+        )
+        self._accounted = previous.trained
+        if checkpoint is not None:
+            self._checkpoint_step = checkpoint.step
+            is_written = checkpoint.step in previous.trained
+            await self._commit(
+                None if is_written else checkpoint.record.trained,
+                needed=dict(checkpoint.record.tree_positions),
+                headers=(),
+            )
+        self._context.telemetry.event(
+            "restored",
+            lineage=self._life.lineage,
+            version=training.version,
+            sha256=weights.sha256,
+        )
+        await self._publisher.publish(weights, version=training.version, headers=())
+
     async def _next(
         self, steps: Reader, version: int, *, dead_letters: DeadLetters
     ) -> tuple[ScheduledStep, Headers] | None:
-        """The step that this version trains, and its trace; None when told to stop."""
+        """Wait for the step that this version trains, and its trace; None after the stop event."""
         while not self._context.stop.is_set():
             for record in await steps.read(timeout_s=READ_TIMEOUT_S, records_max=1):
                 try:
@@ -125,6 +124,7 @@ class TrainingLoop:
     async def _step(
         self, scheduled: ScheduledStep, training: Training, trees: TreeSource, *, trace: Headers
     ) -> None:
+        """Train one step, make it durable, commit its record and publish its weights."""
         telemetry = self._context.telemetry
         clock = asyncio.get_running_loop()
         started_s = clock.time()
@@ -140,7 +140,7 @@ class TrainingLoop:
                 version_min=training.version - self._staleness_max,
             )
             weights = await asyncio.to_thread(
-                self._store.save_weights, training, lineage=self._lineage
+                self._store.save_weights, training, lineage=self._life.lineage
             )
             trained = self._record(step, metrics, duration_s=clock.time() - started_s)
             needed: Mapping[int, int] = {}
@@ -156,19 +156,19 @@ class TrainingLoop:
                 self._checkpoint_step = scheduled.step
                 needed = dict(positions)
             await self._commit(trained, needed=needed, headers=span.headers())
-            self._report(trained)
-            await self._publish(weights, version=training.version, headers=span.headers())
+            report_step(trained, telemetry, self._settings)
+            await self._publisher.publish(weights, version=training.version, headers=span.headers())
 
     def _read(
         self, scheduled: ScheduledStep, values: Mapping[str, bytes], training: Training
     ) -> ReadStep:
-        """What the step trains; of a step that an earlier life trained exactly the same groups.
+        """Read the step's trees; if a previous life trained the step, of exactly its groups.
 
-        Its record is what the groups were retired by, so this life may neither leave out one of
-        its groups nor train one that had failed.
+        That life's record retired the groups. So this life may neither leave out a group that the
+        record names as trained, nor train one that it names as failed.
 
         Raises:
-            LostTreeError: a group that was trained cannot be read any more.
+            LostTreeError: a group that was trained can no longer be read.
         """
         accounted = self._accounted.get(scheduled.step)
         if accounted is None:
@@ -189,13 +189,13 @@ class TrainingLoop:
     def _record(
         self, step: ReadStep, metrics: TrainingMetrics, *, duration_s: float
     ) -> TrainedStep:
-        """The step's record; it names its own checkpoint where one is due."""
+        """The step's record; if a checkpoint is due after the step, it names that one."""
         scheduled = step.scheduled
         every = self._context.configuration.trainer.checkpoint_every_steps
         is_due = (scheduled.step + 1) % every == 0 or scheduled.is_last
         return TrainedStep(
             step=scheduled.step,
-            lineage=self._lineage,
+            lineage=self._life.lineage,
             group_ids=tuple(group.group_id for group in step.groups),
             failed_group_ids=tuple(group for group, _ in step.failed),
             metrics=metrics,
@@ -204,74 +204,15 @@ class TrainingLoop:
             is_last=scheduled.is_last,
         )
 
-    async def _publish(self, weights: WeightsFolder, *, version: int, headers: Headers) -> None:
-        await self._publisher.publish(
-            weights, lineage=self._lineage, version=version, headers=headers
-        )
-
-    def _raise_alarms(self, trained: TrainedStep) -> None:
-        settings, telemetry = self._settings, self._context.telemetry
-        thresholds = Thresholds(
-            logprob_gap_mean=settings.alarm_logprob_gap_mean,
-            kl_k3=settings.alarm_kl_k3,
-            ratio_p99=settings.alarm_ratio_p99,
-            capped_share=settings.alarm_capped_share,
-        )
-        for alarm in alarms(trained.metrics, thresholds):
-            telemetry.event(
-                "alarm",
-                step=trained.step,
-                metric=alarm.metric,
-                value=alarm.value,
-                threshold=alarm.threshold,
-            )
-            telemetry.count("trainer.alarms", metric=alarm.metric)
-
-    def _report(self, trained: TrainedStep) -> None:
-        telemetry, metrics = self._context.telemetry, trained.metrics
-        telemetry.event(
-            "trained",
-            step=trained.step,
-            loss=metrics.loss,
-            grad_norm=metrics.grad_norm,
-            loss_tokens=metrics.loss_tokens,
-            logprob_gap_max=metrics.logprob_gap_max,
-            duration_s=trained.duration_s,
-        )
-        telemetry.count("trainer.steps")
-        telemetry.count("trainer.failed_groups", len(trained.failed_group_ids))
-        telemetry.count("trainer.tree_tokens", metrics.tree_tokens)
-        telemetry.count("trainer.loss_entries", metrics.loss_tokens)
-        telemetry.gauge("trainer.version", trained.step + 1)
-        telemetry.gauge("trainer.loss", metrics.loss)
-        telemetry.gauge("trainer.grad_norm", metrics.grad_norm)
-        telemetry.gauge("trainer.entropy", metrics.entropy)
-        telemetry.gauge("trainer.kl_k3", metrics.kl_k3)
-        telemetry.gauge("trainer.kl_reference", metrics.kl_reference)
-        telemetry.gauge("trainer.ratio_p99", metrics.ratio_p99)
-        telemetry.gauge("trainer.capped_share", metrics.capped_share)
-        telemetry.gauge("trainer.logprob_gap_max", metrics.logprob_gap_max)
-        telemetry.gauge("trainer.logprob_gap_mean", metrics.logprob_gap_mean)
-        telemetry.gauge("trainer.branch_loss", metrics.branch_loss)
-        telemetry.gauge("trainer.flop_ratio", metrics.flop_ratio)
-        telemetry.gauge("trainer.flop_ratio_weights", metrics.flop_ratio_weights)
-        telemetry.gauge("trainer.flop_ratio_attention", metrics.flop_ratio_attention)
-        telemetry.gauge("trainer.token_ratio", metrics.request_tokens / max(1, metrics.tree_tokens))
-        telemetry.gauge("trainer.append_ratio", metrics.append_tokens / max(1, metrics.tree_tokens))
-        telemetry.count("trainer.route_disagreements", metrics.route_disagreements)
-        self._raise_alarms(trained)
-        telemetry.observe("trainer.step_s", trained.duration_s)
-        telemetry.observe("trainer.forward_backward_s", metrics.forward_backward_s)
-
     async def _commit(
         self, trained: TrainedStep | None, *, needed: Mapping[int, int], headers: Headers
     ) -> None:
-        """Through the claim: once a newer trainer has started, the broker refuses this one.
+        """Commit a step's record and the positions of its checkpoint, in one transaction.
 
         Args:
-            trained: The step's record; None where the log has it.
-            needed: Where the durable checkpoint that it names reads trees again, by partition:
-                none before that is needed any more.
+            trained: The step's record; None if it is on the log already.
+            needed: First offset by partition at which the checkpoint that the record names reads
+                trees again; trees before it may be deleted. Empty if there is no new checkpoint.
             headers: Of the record.
 
         Raises:
@@ -279,16 +220,9 @@ class TrainingLoop:
         """
         outputs = []
         if trained is not None:
-            outputs.append(
-                Emit(
-                    topic=TRAINED_STEPS.name,
-                    partition=0,
-                    key=str(trained.step).encode(),
-                    value=topics.encode(trained),
-                    headers=headers,
-                )
-            )
-        await self._claim.commit(
+            output = Output(topic=TRAINED_STEPS.name, partition=0, record=trained)
+            outputs.append(emit_of(output, headers=headers))
+        await self._life.claim.commit(
             outputs=outputs,
             group=topics.needed_group("trainer"),
             positions={Place(MERGED_TREES.name, n): position for n, position in needed.items()},

@@ -1,7 +1,7 @@
 """Loads a Hugging Face causal language model as the policy that trains.
 
-Only architectures for which tree training is exact are accepted; everything else is refused by
-name before a step is taken.
+Accepts only architectures for which tree training is exact; refuses every other by name before a
+step is taken.
 """
 
 from dataclasses import dataclass, replace
@@ -17,20 +17,23 @@ from forgemq_settings.environment import SettingsError
 from forgemq_trainer.core.attention.cpu_attention import CpuAttention
 from forgemq_trainer.core.attention.exchange import shared_attention_interface
 from forgemq_trainer.core.attention.gpu_attention import GpuAttention
-from forgemq_trainer.core.forward import Policy
+from forgemq_trainer.core.forward import PolicyModel
 from forgemq_trainer.core.memory import ModelShape
 from forgemq_trainer.core.precision import TopKRouter, make_precise
 from forgemq_trainer.offload import store_of
 
 ATTENTION_NAME = "forgemq_tree"
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe")
-"""Model types whose tokens depend on their ancestors only, each tested against per-request runs."""
+"""Model types whose activations at a token depend on its ancestors only; a test compares each with
+per-request training."""
 
 GPU_HEAD_SIZE_MIN = 16
-GPU_HEAD_SIZE_MAX = 256
-"""FlexAttention compiles no smaller one; larger ones are tried nowhere."""
+"""FlexAttention compiles no smaller head size."""
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+GPU_HEAD_SIZE_MAX = 256
+"""Larger head sizes are untested, and torch's flash kernels have none."""
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class UnsupportedModelError(SettingsError):
@@ -39,10 +42,10 @@ class UnsupportedModelError(SettingsError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedModel:
-    """A model in memory, and the view of it that a step uses."""
+    """A model in memory, and the same model as a step uses it."""
 
     model: nn.Module
-    policy: Policy
+    policy: PolicyModel
 
 
 def load_model(
@@ -50,40 +53,43 @@ def load_model(
     *,
     dtype: Literal["float32", "bfloat16"],
     device: str = "cpu",
-    place: str | None = None,
+    parameter_device: str | None = None,
 ) -> LoadedModel:
-    """The model in a folder of Hugging Face format, ready to train on trees.
+    """Load the model in a folder of Hugging Face format, ready to train on trees.
 
     Args:
-        folder: of the model.
-        dtype: of its parameters.
-        device: that it computes on.
-        place: where its parameters lie, to be moved later; None: on that device.
+        folder: Holds its configuration and weights.
+        dtype: Of its parameters.
+        device: That it computes on.
+        parameter_device: That its parameters lie on until they are moved; None is `device`.
 
     Raises:
-        UnsupportedModelError: its architecture or a setting rules out exact tree training.
+        UnsupportedModelError: an architecture or a setting rules out exact tree training.
         OSError: the folder holds no model.
     """
-    disable_progress_bar()  # A service writes events, one JSON line each, and nothing else.
+    disable_progress_bar()  # A service writes events only, one JSON line each.
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     check_supported(config)
     AttentionInterface.register(ATTENTION_NAME, shared_attention_interface)
     model = AutoModelForCausalLM.from_pretrained(
         folder,
         config=config,
-        dtype=_DTYPES[dtype],
+        dtype=DTYPES[dtype],
         attn_implementation=ATTENTION_NAME,
         local_files_only=True,
     )
-    return prepared(model.to(place or device), device=torch.device(device))
+    return prepare(model.to(parameter_device or device), device=torch.device(device))
 
 
-def prepared(model: nn.Module, *, device: torch.device | None = None) -> LoadedModel:
-    """A model of transformers with our norms, rotary embedding, routers and attention.
+def prepare(model: nn.Module, *, device: torch.device | None = None) -> LoadedModel:
+    """Give a model of transformers our norms, rotary embedding, routers and attention, in place.
 
     Args:
-        model: of transformers.
-        device: that it computes on; None: where its parameters lie.
+        model: Of transformers.
+        device: That it computes on; None is the device of its parameters.
+
+    Raises:
+        UnsupportedModelError: an architecture or a setting rules out exact tree training.
     """
     config: Any = model.config
     check_supported(config)
@@ -99,7 +105,7 @@ def prepared(model: nn.Module, *, device: torch.device | None = None) -> LoadedM
     head_size = shape.key_size // int(config.num_key_value_heads)
     check_head_size(head_size, device=device.type)
     attention = GpuAttention(head_size=head_size) if device.type == "cuda" else CpuAttention()
-    policy = Policy(
+    policy = PolicyModel(
         decoder=model.get_decoder(),  # type: ignore[operator]  # transformers' method
         head_VH=head.weight,
         shape=replace(shape, slot_multiple=attention.slot_multiple),
@@ -112,10 +118,10 @@ def prepared(model: nn.Module, *, device: torch.device | None = None) -> LoadedM
 
 
 def check_supported(config: object) -> None:
-    """Refuse what cannot be exact on a tree.
+    """Refuse a model that tree training would not train exactly.
 
     Raises:
-        UnsupportedModelError: naming the field of the model's configuration and the rule.
+        UnsupportedModelError: names the field of the model's configuration and the rule.
     """
     kind = getattr(config, "model_type", "")
     if kind not in ARCHITECTURES:
@@ -144,10 +150,10 @@ def check_supported(config: object) -> None:
 
 
 def check_head_size(head_size: int, *, device: str) -> None:
-    """Refuse what the device's kernel does not do; those of a CPU do every size.
+    """Refuse a head size that a GPU's kernels do not support; a CPU's support every size.
 
     Raises:
-        UnsupportedModelError: naming the size and the rule.
+        UnsupportedModelError: names the size and the rule.
     """
     if device == "cuda" and not GPU_HEAD_SIZE_MIN <= head_size <= GPU_HEAD_SIZE_MAX:
         raise UnsupportedModelError(
@@ -157,7 +163,7 @@ def check_head_size(head_size: int, *, device: str) -> None:
 
 
 def model_shape(config: object, *, dtype: torch.dtype) -> ModelShape:
-    """Sizes of a model of transformers."""
+    """Sizes of a model, from its configuration in transformers."""
 
     def size(name: str, default: int = 0) -> int:
         return int(getattr(config, name, None) or default)

@@ -1,4 +1,8 @@
-"""What earlier lives of the trainer left on the log."""
+"""What previous lives of the trainer left on the log, and what that makes of this life.
+
+A life is one process of the trainer, from its start to its end. Each life of a run has a lineage, a
+number above those of all lives before it.
+"""
 
 import contextlib
 from collections.abc import Mapping
@@ -6,7 +10,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from forgemq_bus.log import Log, Place
+from forgemq_bus.log import Log, Place, TransactionWriter, Writer
 from forgemq_bus.reading import read_to_end
 from forgemq_contracts import topics
 from forgemq_contracts.steps import TrainedStep
@@ -20,17 +24,32 @@ class FencedTrainerError(Exception):
 
 
 class LostCheckpointError(Exception):
-    """The log names a checkpoint that is gone or damaged; says what to do."""
+    """The log names a checkpoint that is lost or damaged; the message says what to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepHistory:
+class TrainerLife:
+    """This life of the trainer, as the log sees it.
+
+    Attributes:
+        lineage: Above that of every previous life.
+        claim: Writes trained-steps; the broker refuses it once a newer life has opened its own.
+        writer: Writes published-weights.
+    """
+
+    lineage: int
+    claim: TransactionWriter
+    writer: Writer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreviousLives:
     """What the log says about training so far.
 
     Attributes:
-        lineage: newest on the log, 0 for none.
-        trained: the first TrainedStep of each step: the one that the groups were accounted by.
-        checkpoint_step: the last that a checkpoint was said to hold, -1 for none.
+        lineage: The newest on the log; 0 if the log is empty.
+        trained: The first TrainedStep of each step: the one that its groups were accounted by.
+        checkpoint_step: The newest step that a durable checkpoint holds, by the log; -1 if none.
     """
 
     lineage: int
@@ -38,44 +57,50 @@ class StepHistory:
     checkpoint_step: int
 
     def next_lineage(self, checkpoint: Checkpoint | None) -> int:
-        """The lineage of a trainer that starts now.
+        """The lineage of a trainer that continues after this checkpoint.
 
         Raises:
-            LostCheckpointError: the log names a durable checkpoint newer than the one found. An
-                older one is no way on: the trees of its next steps may be trimmed.
+            LostCheckpointError: the log names a newer checkpoint than the one found. An older one
+                cannot replace it: the trees of the steps after it may already be deleted.
         """
         found = -1 if checkpoint is None else checkpoint.step
         if found < self.checkpoint_step:
-            newest = "none is intact" if found < 0 else f"the newest intact one is of step {found}"
+            newest = (
+                "no checkpoint is intact"
+                if found < 0
+                else f"the newest intact one is of step {found}"
+            )
             raise LostCheckpointError(
                 f"the log says step {self.checkpoint_step} is in a checkpoint, but in "
                 f"FORGEMQ_TRAINER_FOLDER {newest}: put back a copy of checkpoints/"
                 f"step-{self.checkpoint_step:08d}, or start a new run whose model.path is an "
                 "intact checkpoint"
             )
+        # A life may have crashed between its checkpoint and its TrainedStep: then the checkpoint
+        # knows its lineage and the log does not.
         saved = 0 if checkpoint is None else checkpoint.record.trained.lineage
         return max(self.lineage, saved) + 1
 
 
-async def read_history(log: Log) -> StepHistory:
+async def read_previous_lives(log: Log) -> PreviousLives:
     """Read trained-steps and published-weights from their beginning to their end.
 
-    A record that does not decode says nothing and is left out.
+    Skips records that do not decode.
 
     Raises:
-        LogUnavailableError: the log does not give all it has.
+        LogUnavailableError: the log could not be read to its end.
     """
     lineage, checkpoint_step = 0, -1
     trained: dict[int, TrainedStep] = {}
-    for fact in await _facts(log):
+    for fact in await _read_facts(log):
         lineage = max(lineage, fact.lineage)
         if isinstance(fact, TrainedStep):
             trained.setdefault(fact.step, fact)
             checkpoint_step = max(checkpoint_step, fact.checkpoint_step)
-    return StepHistory(lineage=lineage, trained=trained, checkpoint_step=checkpoint_step)
+    return PreviousLives(lineage=lineage, trained=trained, checkpoint_step=checkpoint_step)
 
 
-async def _facts(log: Log) -> list[TrainedStep | PublishedWeights]:
+async def _read_facts(log: Log) -> list[TrainedStep | PublishedWeights]:
     places = [Place(topic.name, 0) for topic in (TRAINED_STEPS, PUBLISHED_WEIGHTS)]
     facts: list[TrainedStep | PublishedWeights] = []
     async for records in read_to_end(log, await log.first_positions(places)):

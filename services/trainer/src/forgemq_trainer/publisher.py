@@ -1,18 +1,24 @@
-"""Publishes durable weights: first the fact, then the fast path, at most one at a time.
+"""Publishes durable weights: first the record, then the fast path, at most one at a time.
 
-`publish` returns once the record is on the log. The transfer goes on in threads; the next
-`publish` waits for it, at most for its deadline, and for no lane that left or lapsed.
+`publish` returns once the record is on the log. The transfer continues in threads; the next
+`publish` waits for it, at most until its deadline, and for no lane that left or lapsed. If an
+engine dies during a transfer, its heartbeats stop, its lane lapses, and its transfer is given up;
+the other lanes' transfers and the training step continue. The engine's half of this, which
+versions a lane falls back to, is services/inference's.
 """
 
 import asyncio
 
-from forgemq_bus.log import Emit, Headers, Writer
-from forgemq_contracts import topics
+from forgemq_bus.log import Headers
+from forgemq_contracts.messages import Output
 from forgemq_contracts.topics import PUBLISHED_WEIGHTS
 from forgemq_contracts.weights import LoadedWeights, PublishedWeights, Rendezvous, ReportedEngine
-from forgemq_telemetry.telemetry import Telemetry
+from forgemq_shell.records import emit_of
+from forgemq_shell.service import Context
 from forgemq_trainer.core.lanes import LiveLanes
 from forgemq_trainer.fast_path import FastPaths
+from forgemq_trainer.previous_lives import TrainerLife
+from forgemq_trainer.settings import TrainerSettings
 from forgemq_trainer.storage.weights import WEIGHTS_FILE, WeightsFolder
 
 
@@ -21,34 +27,39 @@ class Publisher:
 
     def __init__(
         self,
+        context: Context,
+        settings: TrainerSettings,
         *,
-        writer: Writer,
-        lanes: LiveLanes,
+        life: TrainerLife,
         fast_paths: FastPaths | None,
-        group_prefix: str,
-        deadline_s: float,
         tasks: asyncio.TaskGroup,
-        telemetry: Telemetry,
     ) -> None:
-        self._tasks = tasks
-        self._writer = writer
-        self._lanes = lanes
-        self._fast_paths = fast_paths
-        self._group_prefix = group_prefix
-        self._deadline_s = deadline_s
-        self._telemetry = telemetry
-        self._transfer: asyncio.Task[None] | None = None
-        self._newest = (0, 0)
+        """Transfer nothing yet.
 
-    async def publish(
-        self, weights: WeightsFolder, *, lineage: int, version: int, headers: Headers
-    ) -> None:
+        Args:
+            context: Run and telemetry.
+            settings: Deadlines.
+            life: This trainer's lineage and writer.
+            fast_paths: To the lanes; None if the fast path is off.
+            tasks: Runs the transfers.
+        """
+        self._life = life
+        self._fast_paths = fast_paths
+        self._tasks = tasks
+        self._lanes = LiveLanes(timeout_s=settings.lane_lapse_s)
+        self._group_prefix = f"{context.configuration.run}-{life.lineage}"
+        self._deadline_s = settings.transfer_deadline_s
+        self._telemetry = context.telemetry
+        self._transfer: asyncio.Task[None] | None = None
+        self._version = 0
+
+    async def publish(self, weights: WeightsFolder, *, version: int, headers: Headers) -> None:
         """Write PublishedWeights and start the fast path to every live lane."""
-        await self.finish()
-        self._newest = (lineage, version)
+        await self._finish_transfer()
+        self._version = version
         offers = await self._offers(version)
         published = PublishedWeights(
-            lineage=lineage,
+            lineage=self._life.lineage,
             version=version,
             sha256=weights.sha256,
             uri=weights.uri,
@@ -56,47 +67,42 @@ class Publisher:
             fast_paths=offers,
             deadline_s=self._deadline_s,
         )
-        await self._writer.write(
-            Emit(
-                topic=PUBLISHED_WEIGHTS.name,
-                partition=0,
-                key=str(version).encode(),
-                value=topics.encode(published),
-                headers=headers,
-            )
+        output = Output(topic=PUBLISHED_WEIGHTS.name, partition=0, record=published)
+        await self._life.writer.write(emit_of(output, headers=headers))
+        self._telemetry.event(
+            "published", lineage=self._life.lineage, version=version, lanes=len(offers)
         )
-        self._telemetry.event("published", lineage=lineage, version=version, lanes=len(offers))
         if offers:
             self._transfer = self._tasks.create_task(self._send(offers, weights, version))
 
-    async def finish(self) -> None:
-        """Wait for the transfer under way; its deadline bounds the wait."""
-        if self._transfer is not None:
-            await self._transfer
-            self._transfer = None
-
     async def close(self) -> None:
-        """Give up on lanes that have not joined, and end."""
+        """Give up on lanes that have not joined, and wait for the transfer to end."""
         if self._fast_paths is not None:
             await asyncio.to_thread(self._fast_paths.close)
-        await self.finish()
+        await self._finish_transfer()
 
     def observe_engine(self, report: ReportedEngine, *, at_s: float) -> None:
-        """Note a lane's report; who left is not waited for."""
+        """Note a lane's report; stop waiting for a lane that leaves."""
         self._lanes.observe(report, at_s=at_s)
         if not report.is_serving and self._fast_paths is not None:
             self._fast_paths.give_up(report.lane)
 
     def observe_loaded(self, loaded: LoadedWeights) -> None:
-        """Note that a lane serves a version; a lane that has the newest is not waited for."""
-        has_newest = (loaded.lineage, loaded.version) >= self._newest
+        """Stop waiting for a lane that has loaded the newest weights from their durable copy."""
+        has_newest = (loaded.lineage, loaded.version) >= (self._life.lineage, self._version)
         if has_newest and loaded.path != "fast" and self._fast_paths is not None:
             self._fast_paths.give_up(loaded.lane)
 
     def give_up_lapsed(self, *, at_s: float) -> None:
-        """Stop waiting for lanes that report no more, or under another epoch."""
+        """Stop waiting for lanes that stopped reporting or restarted under another epoch."""
         if self._fast_paths is not None:
             self._fast_paths.keep_only(self._lanes.live(at_s=at_s))
+
+    async def _finish_transfer(self) -> None:
+        """Wait for the transfer under way; its deadline bounds the wait."""
+        if self._transfer is not None:
+            await self._transfer
+            self._transfer = None
 
     async def _offers(self, version: int) -> tuple[Rendezvous, ...]:
         if self._fast_paths is None or version == 0:

@@ -1,4 +1,4 @@
-"""One rank as a process: the first is the service, the others follow it; all end with torchrun."""
+"""One rank as a process: rank 0 is the service, the others carry out its commands."""
 
 import functools
 import signal
@@ -10,10 +10,10 @@ from forgemq_settings.environment import SettingsError, parse
 from forgemq_shell.service import EXIT_FAILED, EXIT_OK, EXIT_REFUSED, run_service
 from forgemq_telemetry.telemetry import Telemetry
 from forgemq_trainer.app import main
-from forgemq_trainer.follower import follow
+from forgemq_trainer.ranks.command_loop import carry_out_commands
 from forgemq_trainer.ranks.lifeline import end_with_torchrun
 from forgemq_trainer.ranks.ranks import (
-    Launch,
+    RankLaunch,
     RankLostError,
     Ranks,
     check_device,
@@ -24,7 +24,7 @@ from forgemq_trainer.settings import TrainerSettings
 
 
 def run_rank(environ: Mapping[str, str]) -> int:
-    """Be the rank that the environment says; returns the exit status, as a service does."""
+    """Run the rank that torchrun's variables name; returns the exit status, as a service does."""
     launch = launch_of(environ)
     if launch.world_size == 1:
         return run_service("trainer", main, environ)
@@ -39,19 +39,19 @@ def run_rank(environ: Mapping[str, str]) -> int:
         return EXIT_FAILED
 
 
-def _run_of_several(launch: Launch, environ: Mapping[str, str]) -> int:
+def _run_of_several(launch: RankLaunch, environ: Mapping[str, str]) -> int:
     settings = parse(TrainerSettings, prefix="FORGEMQ_TRAINER_", environ=environ)
     device = device_of(settings.device, launch=launch)
     check_device(device, gpus=torch.cuda.device_count())
-    # They join first of all: until then a signal ends each of them at once, and from then on each
-    # sees when another is gone.
+    # Join before anything else: until then a signal ends each rank at once, and from then on each
+    # notices if another dies.
     ranks = Ranks(launch=launch, device=device, deadline_s=settings.rank_deadline_s)
     if launch.rank == 0:
         return run_service("trainer", functools.partial(main, ranks=ranks), environ)
-    # Signals are rank 0's business: it finishes its step and says when it is over.
+    # Only rank 0 obeys signals: it finishes its step, then commands the others to end.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     Telemetry(service="trainer").event("following", rank=launch.rank, world_size=launch.world_size)
-    follow(ranks, device=device)
+    carry_out_commands(ranks, device=device)
     ranks.close()
     return EXIT_OK

@@ -1,4 +1,4 @@
-"""Settings of the trainer process; hyperparameters are the run's configuration."""
+"""Settings of the trainer process; hyperparameters are in the run's configuration."""
 
 from typing import Annotated, Literal
 
@@ -8,7 +8,7 @@ from forgemq_contracts.weights import LANE_LAPSE_S
 
 
 class TrainerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Read from `FORGEMQ_TRAINER_*`."""
+    """Parsed from the environment, `FORGEMQ_TRAINER_*`."""
 
     folder: Annotated[
         str,
@@ -25,7 +25,7 @@ class TrainerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Literal["gloo", "nccl", "off"], Meta(description="How new weights reach engines.")
     ] = "gloo"
     transfer_deadline_s: Annotated[
-        float, Meta(gt=0, description="Of one transfer to a lane, its joining included.")
+        float, Meta(gt=0, description="For one transfer to a lane, including the engine's joining.")
     ] = 30.0
     lane_lapse_s: Annotated[
         float, Meta(gt=0, description="A lane without a report for this long is dead.")

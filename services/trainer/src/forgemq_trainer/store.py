@@ -1,4 +1,4 @@
-"""What the trainer keeps: weights that engines read, checkpoints that a restart reads."""
+"""What the trainer stores: weights that engines read, checkpoints that a restart reads."""
 
 from pathlib import Path
 
@@ -7,6 +7,7 @@ from forgemq_contracts.steps import TrainedStep
 from forgemq_telemetry.telemetry import Telemetry
 from forgemq_trainer.storage.checkpoint import (
     Checkpoint,
+    TrainingState,
     check_configuration,
     checkpoints,
     remove_older,
@@ -16,20 +17,21 @@ from forgemq_trainer.storage.durable import DurableWeights
 from forgemq_trainer.storage.weights import (
     WEIGHTS_FILE,
     WeightsFolder,
-    described,
     link_weights,
+    read_weights_folder,
     write_weights,
 )
 from forgemq_trainer.training import Training
 
 WEIGHTS_KEPT_MIN = 4
-"""Versions whose durable copy stays: a lane may still be reading one that was just replaced."""
+"""Versions whose durable copy stays: a lane may still read one that was just replaced, and a slow
+lane may be some versions behind."""
 
 
 class Store:
     """Checkpoints in the trainer's folder, weights beside the run's blobs.
 
-    Blocking, so called from a worker thread.
+    Its methods block, so call them from a worker thread.
     """
 
     def __init__(
@@ -45,11 +47,11 @@ class Store:
         self._telemetry = telemetry
 
     def newest_checkpoint(self) -> Checkpoint | None:
-        """The newest checkpoint whose checksums hold; None where there is none.
+        """Find the newest checkpoint whose checksums hold; None without one.
 
         Raises:
-            OtherRunError: the folder is another run's.
-            OtherConfigurationError: the run has another configuration now.
+            OtherRunError: the folder belongs to another run.
+            OtherConfigurationError: the run's configuration differs from the checkpoint's.
         """
         for found in checkpoints(self._checkpoints, run=self._configuration.run):
             if isinstance(found, Path):
@@ -59,26 +61,26 @@ class Store:
             return found
         return None
 
-    def restored_weights(
+    def save_restored_weights(
         self, training: Training, checkpoint: Checkpoint | None, *, lineage: int
     ) -> WeightsFolder:
-        """Durable weights of the version that training starts from."""
-        place = self._place(lineage=lineage, version=training.version)
+        """Save the version that training starts from durably, under this lineage."""
+        folder = self._weights.local_folder(lineage=lineage, version=training.version)
         if checkpoint is not None:
-            weights = link_weights(described(checkpoint.folder), place=place)
-            self._checkpointed = frozenset({place})
-            return self._weights.published(weights)
+            weights = link_weights(read_weights_folder(checkpoint.folder), folder=folder)
+            self._checkpointed = frozenset({folder})
+            return self._weights.upload(weights)
         if (self._base / WEIGHTS_FILE).exists():
-            return described(self._base)  # Engines start with this very folder.
-        return self._weights.published(self._written(training, place))
+            return read_weights_folder(self._base)  # Engines start with this very folder.
+        return self._weights.upload(self._write(training, folder))
 
     def save_weights(self, training: Training, *, lineage: int) -> WeightsFolder:
-        """Write the present version durably; versions that no lane can still load go."""
-        weights = self._written(training, self._place(lineage=lineage, version=training.version))
-        published = self._weights.published(weights)
+        """Save the current version durably, and remove versions that no lane loads any more."""
+        folder = self._weights.local_folder(lineage=lineage, version=training.version)
+        uploaded = self._weights.upload(self._write(training, folder))
         kept = max(WEIGHTS_KEPT_MIN, self._configuration.trainer.checkpoints_kept)
         self._weights.remove_older(kept=kept, besides=self._checkpointed)
-        return published
+        return uploaded
 
     def save_checkpoint(
         self,
@@ -88,29 +90,25 @@ class Store:
         trained: TrainedStep,
         tree_positions: tuple[tuple[int, int], ...],
     ) -> None:
-        """Write a checkpoint durably, and remove those that are too old."""
-        write_checkpoint(
-            self._checkpoints,
-            weights=weights,
-            optimizer=training.optimizer_state(),
-            trained=trained,
-            configuration=self._configuration,
-            tree_positions=tree_positions,
+        """Write a checkpoint durably, and remove the oldest ones beyond `checkpoints_kept`."""
+        state = TrainingState(
+            trained=trained, configuration=self._configuration, tree_positions=tree_positions
         )
+        write_checkpoint(
+            self._checkpoints, state, weights=weights, optimizer=training.optimizer_state()
+        )
+        # Its weights must outlive WEIGHTS_KEPT_MIN: after a restart lanes load them again.
         self._checkpointed = frozenset(
-            {self._place(lineage=trained.lineage, version=training.version)}
+            {self._weights.local_folder(lineage=trained.lineage, version=training.version)}
         )
         kept = self._configuration.trainer.checkpoints_kept
         remove_older(self._checkpoints, kept=kept, pattern="step-*")
 
-    def _written(self, training: Training, place: Path) -> WeightsFolder:
+    def _write(self, training: Training, folder: Path) -> WeightsFolder:
         return write_weights(
             training.model,
             base=self._base,
             dtype=self._configuration.model.dtype,
-            place=place,
+            folder=folder,
             state=training.whole_weights(),
         )
-
-    def _place(self, *, lineage: int, version: int) -> Path:
-        return self._weights.place(lineage=lineage, version=version)

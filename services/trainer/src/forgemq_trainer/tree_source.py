@@ -1,4 +1,4 @@
-"""Reads merged-trees as steps need them, and remembers from where a restart has to read."""
+"""Reads merged-trees as steps need them, and knows the offsets from which a restart has to read."""
 
 import asyncio
 from collections.abc import Iterable, Mapping
@@ -17,12 +17,20 @@ from forgemq_shell.dead_letters import DeadLetters
 from forgemq_telemetry.telemetry import Telemetry
 
 READ_TIMEOUT_S = 0.2
+"""A read returns this late if nothing arrives; then the condition for a lost tree is checked."""
+
 RECORDS_MAX = 64
+"""Trees of one read, which is usually those of a step; large ones are in blobs."""
+
 BLOB_RETRIES_MAX = 30
-"""In a row, one a second: a store that is away for longer ends the process and fails no group."""
+"""Failed reads in a row, before a blob store that is away ends the process; it fails no group."""
+
 BLOB_RETRY_S = 1.0
+"""Between two attempts to read a blob."""
+
 WAITING_EVENT_S = 10.0
-"""A wait for trees is said so often; a broker with a transaction left open needs up to 10 s."""
+"""Between two events about a wait for trees: a producer's open transaction may hold back readers
+for up to 10 s, which needs no event."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +42,10 @@ class _Waiting:
 
 
 class TreeSource:
-    """Trees that are read and not yet trained.
+    """Trees that were read and are not yet trained.
 
-    A tree leaves when its group was in a trained step, or when it is too stale for any later one.
-    `positions` are the oldest offsets still needed, so a restart loses none.
+    A tree is dropped when its group was in a trained step, or when it is too stale for any later
+    step. `positions` are the oldest offsets still needed, so a restart reads every tree it needs.
     """
 
     def __init__(
@@ -61,24 +69,25 @@ class TreeSource:
     async def open(
         cls, log: Log, *, partitions: int, since: Mapping[int, int], telemetry: Telemetry
     ) -> "TreeSource":
-        """Read on from these offsets by partition, or from the first that is kept."""
+        """Read from these offsets by partition, or from the first record that the log still has."""
         places = [Place(MERGED_TREES.name, number) for number in range(partitions)]
         first = await log.first_positions(places)
         start = {place: max(first[place], since.get(place.partition, 0)) for place in places}
         return cls(log, await log.reader(start), await log.writer(), places, telemetry)
 
     async def collect(self, scheduled: ScheduledStep) -> dict[str, bytes]:
-        """Wire bytes of the step's trees by group id; those that are lost are absent.
+        """Wait for the step's trees; returns their wire bytes by group id, without lost ones.
 
-        A tree was written before its step was scheduled. So it is lost only when everything that
-        its partition holds by now was read: slowness fails no group, however long it takes.
+        A tree was written before its step was scheduled. So it is lost if it has not been found
+        once everything in its partition has been read. A slow broker fails no group.
 
         Raises:
-            BlobError: the blob store does not answer for half a minute.
+            BlobError: the blob store has not answered for half a minute.
         """
         wanted = {group.group_id: group.partition for group in scheduled.groups}
         places = [Place(MERGED_TREES.name, partition) for partition in {*wanted.values()}]
-        # Uncommitted: the end of what is committed may lie before a tree while markers are written.
+        # The uncommitted end: while commit markers are written, the committed end may still lie
+        # before a tree whose transaction has been committed.
         ends = await self._log.end_positions(places, isolation="uncommitted")
         loop = asyncio.get_running_loop()
         event_s = loop.time() + WAITING_EVENT_S
@@ -94,7 +103,7 @@ class TreeSource:
         return {group: self._waiting[group].value for group in wanted if group in self._waiting}
 
     def forget(self, group_ids: Iterable[str], *, version_min: int) -> None:
-        """Drop these groups, and all whose oldest entry is below `version_min`."""
+        """Drop these groups, and all groups whose oldest entry is below `version_min`."""
         for group in group_ids:
             self._waiting.pop(group, None)
         for group, tree in list(self._waiting.items()):
@@ -131,16 +140,17 @@ class TreeSource:
         return records
 
     async def _pass_over_lost_blobs(self) -> None:
-        """Move each partition past a next record whose blob is gone; its group fails later."""
+        """In each partition, skip the next record if its blob is lost; its group fails later."""
         for place in self._places:
             position = self._reader.position(place)
+            # One reader for each partition: an error does not say which one it is about.
             probe = await self._log.reader({place: position})
             try:
                 await probe.read(timeout_s=0, records_max=1)
             except LostBlobError:
                 self._reader.seek(place, position + 1)
             except BlobError:
-                pass  # Not known to be lost; the next read meets it again.
+                pass  # Perhaps not lost; the next read tries it again.
             finally:
                 await probe.close()
 

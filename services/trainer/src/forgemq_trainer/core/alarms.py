@@ -1,4 +1,4 @@
-"""Which numbers of a step are beyond what a sound run shows."""
+"""Compares a step's metrics with thresholds that a healthy run stays below."""
 
 from dataclasses import dataclass
 
@@ -7,13 +7,13 @@ from forgemq_contracts.steps import TrainingMetrics
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Thresholds:
-    """Largest values without an alarm; 0 never alarms.
+    """The largest values without an alarm; 0 turns an alarm off.
 
     Attributes:
-        logprob_gap_mean: nats, engine against trainer on the same weights.
-        kl_k3: nats, behaviour against policy.
-        ratio_p99: policy over behaviour probability.
-        capped_share: entries that the loss limited, 0..1.
+        logprob_gap_mean: Between engine and trainer on the same weights, nats.
+        kl_k3: Between behaviour and policy, nats.
+        ratio_p99: Of policy over behaviour probability.
+        capped_share: Of entries that the loss limited, 0..1.
     """
 
     logprob_gap_mean: float

@@ -1,14 +1,16 @@
 """Which rank trains what, in which round: a pure function of the step's trees and of the ranks.
 
-Ranks share the parameters' shards, so all of them must gather them equally often and in the same
-order. A step is therefore a list of rounds that every rank goes through. In a round of its own each
-rank runs one microbatch forward and backward, or an empty one where it has none left. In a shared
-round all ranks run one group together, each on its own part of the queries: that is for groups that
-one rank's budget does not hold at once. Such a round has K blocks: K forwards without gradient,
+Each rank holds shards of the parameters, so all ranks must gather them equally often and in the
+same order. A step is therefore a list of rounds that every rank goes through. In an own round each
+rank runs one microbatch forward and backward, or an empty one if it has none left. In a shared
+round all ranks run one group together, each on its own part of the queries; this is for groups that
+one rank's budget does not hold at once. A shared round has K blocks: K forwards without gradient,
 then K forwards and backwards in reverse; K is the same on every rank.
 
-Whole groups go to ranks by decreasing cost, each to the rank with the least so far. The cost is
-that of the forward, in multiplications: tokens and attention pairs.
+Whole groups go to ranks by decreasing cost, each to the rank with the least cost so far. The cost
+is the number of multiplications of the forward, from tokens and attention pairs.
+
+N tokens of a forest, T tokens of a run.
 """
 
 import itertools
@@ -26,10 +28,10 @@ Range: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OwnRound:
-    """Every rank runs what is its own.
+    """Every rank runs a microbatch that no other rank runs.
 
     Attributes:
-        microbatch_of_rank: of one block each; None where the rank only keeps the others company.
+        microbatch_of_rank: Each of one block; None if the rank has none left and runs an empty one.
     """
 
     microbatch_of_rank: tuple[Microbatch | None, ...]
@@ -40,9 +42,9 @@ class SharedRound:
     """All ranks run one group together.
 
     Attributes:
-        group: index into the step's forests.
-        blocks: of the group's layout, in order; for each of them the ranks' query ranges, in order,
-            at least one token each.
+        group: Index into the step's forests.
+        blocks: For each block of the group's layout, in order, the ranks' query ranges, in order,
+            of at least one token each.
     """
 
     group: int
@@ -62,8 +64,8 @@ def plan_rounds(
 ) -> tuple[Round, ...]:
     """The rounds of a step, the same on every rank.
 
-    Example: two ranks, groups of cost 5, 4 and 3 that fit: rank 0 runs the first, rank 1 the other
-    two; a group over the budget comes last, half of its cost on each rank.
+    Example: two ranks and groups of cost 5, 4 and 3 that fit: rank 0 runs the first, rank 1 the
+    other two. A group over the budget comes last, with half of its cost on each rank.
 
     Raises:
         ValueError: the budget is below the least that a group needs.
@@ -87,7 +89,7 @@ def plan_rounds(
             for part in microbatches
         ]
 
-    # A group without entries owes no gradient to anything.
+    # A group without entries has no loss, hence no gradient.
     trained = [group for group, forest in enumerate(forests) if forest.entry_count]
     alone = {group: planned([group])[0] for group in trained}
     split = [group for group in trained if len(alone[group].blocks) > 1]
@@ -116,7 +118,7 @@ def plan_rounds(
 def balanced(
     groups: Sequence[int], *, costs: dict[int, int], world_size: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Groups of every rank, ascending: the costliest first, each to the rank with the least."""
+    """Each rank's groups, ascending. The costliest group first, each to the rank with the least."""
     loads = [0] * world_size
     ranks: list[list[int]] = [[] for _ in range(world_size)]
     for group in sorted(groups, key=lambda group: (-costs[group], group)):
@@ -130,9 +132,9 @@ def query_ranges(cost_T: Integers, *, start: int, parts: int) -> tuple[Range, ..
     """Contiguous ranges of about equal cost, at least one token each.
 
     Args:
-        cost_T: of each token, at least `parts` of them.
-        start: layout index of the first.
-        parts: how many ranges.
+        cost_T: Cost of each token, at least `parts` tokens.
+        start: Layout index of the first token.
+        parts: Number of ranges.
     """
     count = len(cost_T)
     before_T = np.cumsum(cost_T) - cost_T
@@ -148,7 +150,10 @@ def query_ranges(cost_T: Integers, *, start: int, parts: int) -> tuple[Range, ..
 def _own_rounds(
     microbatches: Sequence[Sequence[Microbatch]], *, costs: dict[int, int]
 ) -> list[OwnRound]:
-    """The ranks' microbatches side by side, the costliest first: a round waits for its slowest."""
+    """The ranks' microbatches side by side, the costliest first.
+
+    A round waits for its slowest rank, so microbatches of similar cost belong in one round.
+    """
 
     def cost(microbatch: Microbatch) -> int:
         return sum(costs[group] for group in microbatch.groups)
@@ -184,7 +189,7 @@ def _shared_blocks(
             if tokens - start >= world_size
         )
         rest = blocks[-1][-1][1]
-        if rest < tokens:  # the last few tokens join the block before them
+        if rest < tokens:  # Fewer tokens than ranks are left: they join the previous block.
             last = blocks[-1]
             blocks = (*blocks[:-1], (*last[:-1], (last[-1][0], tokens)))
         if max(end - start for ranges in blocks for start, end in ranges) <= tokens_max:

@@ -1,8 +1,12 @@
-"""What training computes, by one published formula; the step's metrics and the load test share it.
+"""FLOPs of training by one formula, which the step's metrics and the load tests share.
 
-6 W t + 14 Q L p + 8 H V r: W weights of the layers that a token uses, t tokens, Q query size,
-L layers, p pairs that attention visits (forward two products, backward five), H width, V
-vocabulary, r rows of the head (forward, again in backward, two gradients). Without the optimizer.
+    6 W t + 14 Q L p + 8 H V r
+
+W weights of the layers that a token uses, t tokens, Q query size, L layers, p pairs that attention
+visits, H width, V vocabulary, r rows of the head; the optimizer is excluded. A product of matrices
+counts 2 for each multiplication. So 6 is a forward and two gradients (Kaplan et al., arXiv
+2001.08361, section 2.1); 14 is two products forward and five backward, as flash attention computes
+scores again (Dao, arXiv 2307.08691, section 4.1); 8 is forward, forward again and two gradients.
 """
 
 from collections.abc import Sequence
@@ -15,7 +19,7 @@ from forgemq_trainer.core.tree import Forest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flops:
-    """Floating-point operations of a forward and a backward, by where they happen."""
+    """Floating-point operations of a forward and a backward."""
 
     weights: float
     attention: float
@@ -23,21 +27,21 @@ class Flops:
 
     @property
     def total(self) -> float:
-        """All of them."""
+        """Sum of the three."""
         return self.weights + self.attention + self.head
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Savings:
-    """What trees save, over the groups of a step; 1 where there is nothing to compare.
+    """What trees save over the groups of a step; every ratio is 1 if there is nothing to compare.
 
     Attributes:
-        flop_ratio: operations of training every request alone over those of the trees.
-        flop_ratio_weights: the same of the layers' weights alone: the ratio of tokens.
-        flop_ratio_attention: the same of attention alone: the ratio of visited pairs.
-        branch_loss: tokens of the trees over those on the way to each episode's last sample: 1
-            where histories only grow; above where they are rewritten (cut, stripped of reasoning,
-            rendered anew).
+        flop_ratio: Operations of training every request alone over those of the trees.
+        flop_ratio_weights: The same for the layers' weights alone: the ratio of tokens.
+        flop_ratio_attention: The same for attention alone: the ratio of visited pairs.
+        branch_loss: Tokens of the trees over those on the path to each episode's last sample. 1 if
+            histories only grow; above 1 if they are rewritten (cut, stripped of reasoning, or
+            rendered differently).
     """
 
     flop_ratio: float
@@ -47,7 +51,7 @@ class Savings:
 
 
 def flops(shape: ModelShape, *, tokens: int, pairs: int, rows: int) -> Flops:
-    """The formula of this module."""
+    """FLOPs by the formula of this module."""
     layer = 2 * shape.hidden * (shape.query_size + shape.key_size)
     layer += 3 * shape.hidden * shape.mlp_size + shape.hidden * shape.experts
     return Flops(
@@ -58,13 +62,13 @@ def flops(shape: ModelShape, *, tokens: int, pairs: int, rows: int) -> Flops:
 
 
 def flops_of_tree(shape: ModelShape, forest: Forest) -> Flops:
-    """Of a forest; siblings share the row of the head that they both continue."""
+    """FLOPs of a forest; sampled siblings share one row of the head."""
     rows = len(edges_of(forest, start=0, end=forest.token_count).source_R)
     return flops(shape, tokens=forest.token_count, pairs=forest.attention_pairs, rows=rows)
 
 
 def savings(shape: ModelShape, forests: Sequence[Forest]) -> Savings:
-    """Of the groups of a step."""
+    """What the groups' trees save over training every request alone."""
     trees = [flops_of_tree(shape, forest) for forest in forests]
     alone = flops(
         shape,

@@ -1,4 +1,8 @@
-"""The model over a prefix tree: hidden states and log-probabilities, whole or block by block."""
+"""The model over a prefix tree: hidden states and log-probabilities, whole or block by block.
+
+N tokens, T tokens of a run, H hidden size, V vocabulary, E entries, J edges, R rows, L layers with
+a router, K experts for each token.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,41 +11,38 @@ import torch
 from torch import Tensor, nn
 
 from forgemq_trainer.core.assignment import Range
-from forgemq_trainer.core.attention.attention import (
-    AttentionBackend,
-    BlockKeys,
-    Carry,
-    TreeAttention,
-)
+from forgemq_trainer.core.attention.attention import AttentionBackend, BlockKeys, TreeAttention
 from forgemq_trainer.core.attention.carry import (
     CarriedKeys,
+    KeyShape,
     MakeStore,
     PathKeys,
     WholeKeys,
-    empty_carry,
 )
 from forgemq_trainer.core.attention.exchange import KeyExchange
 from forgemq_trainer.core.attention.plan import attention_plan, pieces
+from forgemq_trainer.core.expert_routes import token_expert_routes
 from forgemq_trainer.core.logprobs import Edges, edge_logprobs, edges_of
 from forgemq_trainer.core.memory import ModelShape
 from forgemq_trainer.core.precision import TopKRouter
-from forgemq_trainer.core.routes import token_routes
 from forgemq_trainer.core.tree import Forest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
+class PolicyModel:
     """The model in training, as a step needs it.
 
     Attributes:
-        decoder: the model without its head; takes tokens, positions and `tree_attention`.
-        head_VH: weights of the head, perhaps tied to the embedding; says dtype and device.
-        shape: its sizes.
-        key_heads: key/value heads.
-        attention: makes the attention of a run of queries on the model's device.
-        routers: of the layers that have one, in order.
-        make_store: where keys and values go that a budget has no room for; None: nowhere.
-        gather_head: where ranks share the parameters, `head_VH` is empty and this makes it whole.
+        decoder: The model without its head; takes tokens, positions and `tree_attention`.
+        head_VH: Weights of the head, perhaps tied to the embedding; decides dtype and device.
+        shape: Its sizes.
+        key_heads: Number of key/value heads.
+        attention: Makes the attention of a run of queries on the model's device.
+        routers: In layer order; empty for a dense model.
+        make_store: Allocates room for keys and values that exceed the memory budget; None keeps
+            them on the device.
+        gather_head: Returns the whole head if ranks share the parameters, for `head_VH` is then
+            empty; None if `head_VH` is whole.
     """
 
     decoder: nn.Module
@@ -53,11 +54,23 @@ class Policy:
     make_store: MakeStore | None = None
     gather_head: Callable[[], Tensor] | None = None
 
+    @property
+    def key_shape(self) -> KeyShape:
+        """Of its keys and values."""
+        return KeyShape(
+            layers=self.shape.layers,
+            heads=self.key_heads,
+            head_size=self.shape.key_size // self.key_heads,
+            dtype=self.head_VH.dtype,
+            device=self.head_VH.device,
+            slot_multiple=self.attention.slot_multiple,
+        )
+
 
 class TreeForward:
-    """Forward passes over the forest of one microbatch; made for it and dropped after it."""
+    """Forward passes over the forest of one microbatch; lives as long as the microbatch."""
 
-    def __init__(self, policy: Policy, forest: Forest, *, head_chunk: int) -> None:
+    def __init__(self, policy: PolicyModel, forest: Forest, *, head_chunk: int) -> None:
         self._policy = policy
         self._forest = forest
         self._pieces = pieces(forest)
@@ -66,17 +79,19 @@ class TreeForward:
         self._wide = torch.promote_types(policy.head_VH.dtype, torch.float32)
         self._tokens_N = torch.from_numpy(forest.tokens_N).to(self._device)
         self._position_N = torch.from_numpy(forest.position_N).to(self._device)
-        self._routes = None
+        self._expert_routes = None
         if policy.routers:
             top_k = policy.routers[0].top_k
-            self._routes = token_routes(forest, layers=len(policy.routers), top_k=top_k)
+            self._expert_routes = token_expert_routes(
+                forest, layers=len(policy.routers), top_k=top_k
+            )
 
     def edges(self, start: int, end: int) -> Edges:
-        """Those that leave the tokens [start, end), on the model's device."""
+        """The edges that leave the tokens [start, end), on the model's device."""
         return edges_of(self._forest, start=start, end=end).to(self._device)
 
     def whole(self) -> tuple[Tensor, Tensor]:
-        """All tokens at once, with gradient.
+        """Run all tokens at once, with gradient.
 
         Returns:
             Log-probability and entropy of every entry, [E] each, in at least fp32; the entropy has
@@ -105,9 +120,9 @@ class TreeForward:
         keys: CarriedKeys,
         exchanges: Sequence[KeyExchange] = (),
     ) -> tuple[Tensor, Tensor]:
-        """Block by block, without gradient; as `whole`.
+        """Run block by block, without gradient; returns what `whole` does.
 
-        With an exchange for each block, `blocks` are this rank's ranges of them.
+        If there is an exchange for each block, `blocks` are this rank's ranges of them.
         """
         between: Sequence[KeyExchange | None] = exchanges or [None] * len(blocks)
         logprob_E, entropy_E = self._zeros(), self._zeros()
@@ -118,8 +133,8 @@ class TreeForward:
             logprob_E[edges.entry_E] = logprob_J[edges.edge_of_entry_E]
             entropy_E[edges.entry_E] = entropy_R[edges.row_J[edges.edge_of_entry_E]]
         if exchanges:  # Each entry was read on one rank and is 0 on the others.
-            logprob_E = exchanges[0].peers.total(logprob_E)
-            entropy_E = exchanges[0].peers.total(entropy_E)
+            logprob_E = exchanges[0].peers.all_reduce(logprob_E)
+            entropy_E = exchanges[0].peers.all_reduce(entropy_E)
         return logprob_E, entropy_E
 
     def hidden(
@@ -130,11 +145,11 @@ class TreeForward:
         keys: BlockKeys,
         exchange: KeyExchange | None = None,
     ) -> Tensor:
-        """Final hidden states of the tokens [start, end)."""
+        """Run the decoder over the tokens [start, end); returns their final hidden states."""
         attend = self._policy.attention.of_run(
             keys, dtype=self._policy.head_VH.dtype, device=self._device
         )
-        self._replay(start, end)
+        self._set_expert_routes(start, end)
         output = self._policy.decoder(
             input_ids=self._tokens_N[None, start:end],
             position_ids=self._position_N[None, start:end],
@@ -147,7 +162,13 @@ class TreeForward:
         return hidden_TH
 
     def logprobs(self, hidden: Tensor, edges: Edges, *, start: int) -> tuple[Tensor, Tensor]:
-        """Of the edges and of their rows, from the hidden states of the tokens from `start` on."""
+        """Log-probabilities of the edges and entropies of their rows.
+
+        Args:
+            hidden: Final hidden states of a run of tokens.
+            edges: That leave these tokens.
+            start: Layout index of the first of them.
+        """
         rows = hidden.index_select(0, edges.source_R - start)
         gather = self._policy.gather_head
         head_VH = self._policy.head_VH if gather is None else gather()
@@ -155,44 +176,26 @@ class TreeForward:
 
     def path_keys(self, blocks: Sequence[Range], *, is_offloaded: bool) -> PathKeys:
         """Carries of the live path, for blocks that this process runs by itself."""
-        shape, heads = self._policy.shape, self._policy.key_heads
         return PathKeys(
             self._forest,
             self._pieces,
             blocks,
-            layers=shape.layers,
-            key_heads=heads,
-            head_size=shape.key_size // heads,
-            dtype=self._policy.head_VH.dtype,
-            device=self._device,
-            slot_multiple=self._policy.attention.slot_multiple,
+            shape=self._policy.key_shape,
             make_store=self._policy.make_store if is_offloaded else None,
         )
 
     def whole_keys(self, blocks: Sequence[Range]) -> WholeKeys:
         """Carries of all tokens, for ranks that run the forest together."""
-        return WholeKeys(self._forest, self._pieces, blocks, carries=self._carries())
+        return WholeKeys(self._forest, self._pieces, blocks, shape=self._policy.key_shape)
 
-    def _replay(self, start: int, end: int) -> None:
+    def _set_expert_routes(self, start: int, end: int) -> None:
+        """Give each router the recorded experts of the tokens [start, end), or None."""
         expert_TLK = None
-        if self._routes is not None:
-            expert_TLK = torch.from_numpy(self._routes.expert_NLK[start:end]).to(self._device)
+        if self._expert_routes is not None:
+            run_NLK = self._expert_routes.expert_NLK[start:end]
+            expert_TLK = torch.from_numpy(run_NLK).to(self._device)
         for layer, router in enumerate(self._policy.routers):
-            router.replayed_TK = None if expert_TLK is None else expert_TLK[:, layer]
-
-    def _carries(self) -> tuple[Carry, ...]:
-        shape, heads = self._policy.shape, self._policy.key_heads
-        multiple = self._policy.attention.slot_multiple
-        return tuple(
-            empty_carry(
-                -(-self._forest.token_count // multiple) * multiple,
-                key_heads=heads,
-                head_size=shape.key_size // heads,
-                dtype=self._policy.head_VH.dtype,
-                device=self._device,
-            )
-            for _ in range(shape.layers)
-        )
+            router.recorded_TK = None if expert_TLK is None else expert_TLK[:, layer]
 
     def _zeros(self) -> Tensor:
         return torch.zeros(self._forest.entry_count, dtype=self._wide, device=self._device)

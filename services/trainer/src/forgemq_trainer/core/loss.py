@@ -1,11 +1,12 @@
 """Losses as plain functions of loss entries.
 
-An entry is one sampling event. Several may share a token of the tree; the loss is taken for each
-of them with its own behaviour log-probability and advantage, and only then summed. `step.py`
-weighs each entry's loss by one denominator that is fixed before any backward.
+An entry is one sampling event. Several may share a token of the tree; each has its own behaviour
+log-probability and advantage, hence its own loss, and the losses are summed. `step.py` multiplies
+each entry's loss by its group's loss weight, which is fixed before any backward.
 
-r is exp(policy log-probability - behaviour log-probability). Sources: CISPO arXiv 2506.13585
-eq. 4-5 with the absolute cap of ScaleRL, arXiv 2510.13786; GSPO arXiv 2507.18071.
+r is exp(policy log-probability - behaviour log-probability), A the advantage, p the policy's
+probability, sg stop-gradient. Sources: CISPO arXiv 2506.13585 eq. 4-5 with the absolute cap of
+ScaleRL, arXiv 2510.13786; PPO arXiv 1707.06347 eq. 7; GSPO arXiv 2507.18071.
 """
 
 from collections.abc import Callable
@@ -23,16 +24,16 @@ class Entries:
     """Loss entries of one or more whole groups; every tensor has E values.
 
     Attributes:
-        behaviour: log-probability recorded at sampling, nats.
-        advantage: of the entry's sample.
-        temperature: the sampling temperature, already divided out of the policy's logits.
-        version: weight version that sampled it.
-        token: tree index of the sampled token.
-        sample: 0-based, contiguous.
-        group: 0-based.
-        sample_count: samples, with entries or not.
-        reference: log-probability under a reference policy, nats, NaN where none was recorded;
-            None where no group has any.
+        behaviour: Log-probability recorded at sampling, nats.
+        advantage: Of the entry's sample.
+        temperature: Of sampling; the policy's logits are already divided by it.
+        version: Weight version that sampled it.
+        token: Layout index of the sampled token.
+        sample: Index of the entry's sample, from 0; samples are contiguous.
+        group: Index of the entry's group, from 0.
+        sample_count: Number of samples, also those without entries.
+        reference: Log-probability under a reference policy, nats, NaN if the entry has none; None
+            if no entry has one.
     """
 
     behaviour: Tensor
@@ -48,11 +49,11 @@ class Entries:
 
 @dataclass(frozen=True, slots=True)
 class EntryLoss:
-    """What each entry costs, and whether the loss limited it.
+    """The loss of each entry, and whether the loss limited it.
 
     Attributes:
         loss: [E], differentiable in the policy's log-probabilities.
-        is_limited: [E], True where a cap, clip or mask took hold.
+        is_limited: [E], True if a cap, clip or mask took hold.
     """
 
     loss: Tensor
@@ -64,17 +65,17 @@ UserLoss: TypeAlias = Callable[[Tensor, Entries], Tensor]
 
 
 def cispo(logprob: Tensor, entries: Entries, *, ratio_cap: float) -> EntryLoss:
-    """-sg(min(r, cap)) A log p: the ratio is a weight, so every entry keeps its gradient."""
+    """-sg(min(r, cap)) A log p: r only scales the gradient, so the cap removes no entry."""
     ratio = _ratio(logprob, entries).detach()
     loss = -ratio.clamp(max=ratio_cap) * entries.advantage * logprob
     return EntryLoss(loss, ratio > ratio_cap)
 
 
 def tis(logprob: Tensor, entries: Entries, *, ratio_cap: float) -> EntryLoss:
-    """-min(r0, cap) A p / sg(p): truncated importance sampling of the first on-policy step.
+    """-sg(min(r, cap)) A p / sg(p): truncated importance sampling.
 
-    Where one step follows each forward, as here, its gradient is CISPO's; its value is the
-    negative of the weighted advantage.
+    With one step after each forward, as here, its gradient is CISPO's; its value is minus the
+    advantage times the capped ratio.
     """
     ratio = _ratio(logprob, entries).detach()
     weight = ratio.clamp(max=ratio_cap)
@@ -83,14 +84,14 @@ def tis(logprob: Tensor, entries: Entries, *, ratio_cap: float) -> EntryLoss:
 
 
 def ppo_clip(logprob: Tensor, entries: Entries, *, clip_low: float, clip_high: float) -> EntryLoss:
-    """-min(r A, clip(r, 1 - low, 1 + high) A)."""
+    """-min(r A, clip(r, 1 - low, 1 + high) A): PPO's clipped objective."""
     return _clipped(_ratio(logprob, entries), entries.advantage, low=clip_low, high=clip_high)
 
 
 def gspo(logprob: Tensor, entries: Entries, *, clip_low: float, clip_high: float) -> EntryLoss:
-    """As ppo_clip, with one ratio for each sample: the geometric mean of its entries' ratios.
+    """PPO's clipped objective with one ratio for each sample: the geometric mean of its entries'.
 
-    Differs from the paper: samples count by their length, as the denominator counts entries.
+    Differs from the paper: a sample counts by its length, as loss weights divide by entries.
     """
     log_ratio = logprob - entries.behaviour
     zeros = torch.zeros(entries.sample_count, dtype=logprob.dtype, device=logprob.device)
@@ -101,7 +102,7 @@ def gspo(logprob: Tensor, entries: Entries, *, clip_low: float, clip_high: float
 
 
 def icepop(logprob: Tensor, entries: Entries, *, mask_low: float, mask_high: float) -> EntryLoss:
-    """-sg(r) A log p inside [low, high], nothing outside."""
+    """-sg(r) A log p if r is in [low, high], else 0."""
     ratio = _ratio(logprob, entries).detach()
     is_masked = (ratio < mask_low) | (ratio > mask_high)
     weight = ratio.masked_fill(is_masked, 0.0)
@@ -111,13 +112,14 @@ def icepop(logprob: Tensor, entries: Entries, *, mask_low: float, mask_high: flo
 def near_reference(loss: LossFunction, *, weight: float) -> LossFunction:
     """The loss plus weight * k3 of KL(policy || reference): x - 1 - log x, x = reference / policy.
 
-    Source: GRPO, arXiv 2402.03300 eq. 4. Entries without a reference add nothing.
+    Source: GRPO, arXiv 2402.03300 eq. 4. Entries without a reference add 0.
     """
 
     def with_kl(logprob: Tensor, entries: Entries) -> EntryLoss:
         result = loss(logprob, entries)
         if entries.reference is None:
             return result
+        # Where there is no reference, log(policy / policy) = 0: no loss, and no gradient of NaN.
         log_ratio = torch.where(entries.reference.isnan(), logprob, entries.reference) - logprob
         kl = torch.exp(log_ratio) - 1 - log_ratio
         return EntryLoss(result.loss + weight * kl, result.is_limited)
@@ -126,11 +128,11 @@ def near_reference(loss: LossFunction, *, weight: float) -> LossFunction:
 
 
 def loss_function(settings: Loss, *, user: UserLoss | None = None) -> LossFunction:
-    """The loss that a run's configuration names, near its reference where it has a weight.
+    """The loss that a run's configuration names, with the KL to its reference if that has a weight.
 
     Args:
-        settings: of the run.
-        user: the function behind a `module:function` name: (policy log-probabilities [E],
+        settings: The run's loss configuration.
+        user: The function that a name `module:function` leads to: (policy log-probabilities [E],
             entries) -> losses [E].
 
     Raises:
@@ -150,7 +152,7 @@ def loss_function(settings: Loss, *, user: UserLoss | None = None) -> LossFuncti
         ),
     }
     if settings.kind in known:
-        return _weighed(known[settings.kind], settings)
+        return _with_reference(known[settings.kind], settings)
     if user is None:
         raise ValueError(
             f"loss.kind must be one of {', '.join(known)} or module:function, got {settings.kind}"
@@ -166,10 +168,10 @@ def loss_function(settings: Loss, *, user: UserLoss | None = None) -> LossFuncti
             )
         return EntryLoss(loss, torch.zeros_like(logprob, dtype=torch.bool))
 
-    return _weighed(of_user, settings)
+    return _with_reference(of_user, settings)
 
 
-def _weighed(loss: LossFunction, settings: Loss) -> LossFunction:
+def _with_reference(loss: LossFunction, settings: Loss) -> LossFunction:
     weight = settings.reference_weight
     return near_reference(loss, weight=weight) if weight else loss
 

@@ -1,4 +1,4 @@
-"""How many bytes a run of tokens needs, and how a step is cut to fit a budget.
+"""The bytes that a run of tokens needs, and how a step is cut to fit a budget.
 
 A pure function of the step's trees and the budget. Groups are packed side by side while their
 activations fit; a group that does not fit runs in blocks. A block of T tokens whose first token has
@@ -7,9 +7,9 @@ P ancestors needs
     block_bytes(T) + carry_bytes(P + T)
 
 and, to keep keys and values in memory, U * key_bytes_per_token for the U tokens that lie on the
-path of some block. Where that has no room, or would take over `KEPT_BLOCKS_RATIO` times the blocks,
-they are offloaded. So what always suffices follows from the longest path alone:
-`least_budget_bytes`.
+path of some block. If the budget has no room for these, or only with more than `KEPT_BLOCKS_RATIO`
+times the blocks, they are offloaded. So the budget that always suffices follows from the longest
+path alone: `least_budget_bytes`.
 """
 
 from bisect import bisect_right
@@ -20,15 +20,15 @@ from typing import Literal
 from forgemq_trainer.core.tree import Forest
 
 BLOCK_TOKENS_MIN = 64
-"""Below it the kernels' fixed costs dominate; a budget that forces it is refused."""
+"""In shorter blocks the kernels' fixed costs dominate; a budget that forces them is refused."""
 
 ROUTE_BYTES = 32
-"""Of one expert chosen for a token: four int64, which are the expert, the token, and the pair's
-places in the order of the experts and back."""
+"""Saved for one expert chosen for a token: four int64, which are the expert, the token, and the
+pair's indices in the order of the experts and back."""
 
 KEPT_BLOCKS_RATIO = 2
-"""Up to so many times the blocks are taken to spare offloading, which costs up to 5 % of a step
-on a CPU; beyond it blocks get too short for the matrix products of a GPU."""
+"""Up to so many times the blocks are accepted to avoid offloading, which costs up to 5 % of a step
+on a CPU; beyond that, blocks get too short for the matrix products of a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,19 +36,19 @@ class ModelShape:
     """Sizes that decide memory and cost.
 
     Attributes:
-        layers: decoder layers.
-        hidden: size of the residual stream.
-        query_size: query heads times head size.
-        key_size: key/value heads times head size.
-        mlp_size: intermediate size that a token uses (experts chosen times theirs).
-        vocabulary: rows of the head.
-        value_bytes: of one activation.
-        wide_bytes: of one accumulated gradient or logit.
-        is_head_normed: queries and keys go through norms of their own.
-        experts: routed to, 0 in a dense model.
-        experts_per_token: chosen for each token, 0 in a dense model.
-        is_head_tied: the head's weights are the embedding's.
-        slot_multiple: what a carry's slots are rounded up to, as the attention's backend asks.
+        layers: Decoder layers.
+        hidden: Size of the residual stream.
+        query_size: Query heads times head size.
+        key_size: Key/value heads times head size.
+        mlp_size: Intermediate size that a token uses (of experts: chosen ones times their size).
+        vocabulary: Rows of the head.
+        value_bytes: Of one activation.
+        wide_bytes: Of one accumulated gradient or logit.
+        is_head_normed: True if queries and keys are normed by head.
+        experts: To choose from in each layer; 0 in a dense model.
+        experts_per_token: Chosen for each token; 0 in a dense model.
+        is_head_tied: True if the head's weights are the embedding's.
+        slot_multiple: A carry's slots are rounded up to a multiple of this, for the attention.
     """
 
     layers: int
@@ -66,12 +66,12 @@ class ModelShape:
     slot_multiple: int = 1
 
     def saved_bytes_per_token(self, *, is_carried: bool) -> int:
-        """What autograd keeps of one token between forward and backward, all layers.
+        """Bytes that autograd keeps of one token between forward and backward, in all layers.
 
         Each norm's input and output and the residual stream; queries, output and its copy for the
         projection; keys and values, unless they lie in a carry; gate, its activation, up, product.
-        With experts also the shares of all; for each chosen one its input, output, weight (and once
-        more in the order of the experts) and places.
+        With experts also the router's probabilities of all of them, and for each chosen one its
+        input, output and weight (and the weight again in the order of the experts) and indices.
         """
         heads = 3 * self.query_size + (0 if is_carried else 2 * self.key_size)
         heads += self.query_size + self.key_size if self.is_head_normed else 0
@@ -81,23 +81,23 @@ class ModelShape:
         return self.layers * (values * self.value_bytes + routes)
 
     def block_bytes(self, tokens: int, *, chunk: int, is_carried: bool) -> int:
-        """Most bytes of a block's forward and backward, carries apart.
+        """The most bytes of a block's forward and backward, without carries.
 
-        At each peak there are, beside what autograd keeps, rows of the residual stream's size for
-        each token: the embedding, the gradient of the decoder's output and, in a block, which owes
-        its keys one too, that output. Backward starts with everything kept; the peaks come one
-        after another, so the largest counts:
+        At each peak there are, besides what autograd keeps, tensors of the residual stream's size:
+        the embedding's output, the gradient of the decoder's output and, in a block, whose backward
+        starts from that output too, the output itself. Backward starts with everything kept. The
+        peaks come one after another, so the largest counts:
 
-        - the head's: a chunk, the rows that entries continue and their gradients;
-        - a module of the decoder's: `inner_bytes_per_token`;
+        - the head: a chunk, the rows that entries continue and their gradients;
+        - a module of the decoder: `inner_bytes_per_token`;
         - the last layer's down projection: the gradients of its weights and of its input.
 
-        During the last two a tied head's gradient waits for the embedding's.
+        During the last two, the gradient of a tied head is held until the embedding's is added.
         """
         return max(peak.bytes_of(tokens) for peak in self._peaks(chunk, is_carried=is_carried))
 
     def block_tokens(self, free_bytes: int, *, chunk: int, is_carried: bool) -> int:
-        """The longest block that `block_bytes` lets into so many bytes; 0 where none fits."""
+        """Tokens of the longest block whose `block_bytes` fit; 0 if no block fits."""
         peaks = self._peaks(chunk, is_carried=is_carried)
         return max(0, min(peak.tokens_in(free_bytes) for peak in peaks))
 
@@ -117,13 +117,13 @@ class ModelShape:
 
     @property
     def inner_bytes_per_token(self) -> int:
-        """The most that one token's backward holds inside a module of the decoder.
+        """The most bytes that one token's backward holds inside a module of the decoder.
 
-        - The last norm: the gradient it got and two wide tensors; in a narrow dtype its widened
-          gradient and its result too.
+        - The last norm: its incoming gradient and two wide tensors; in a narrow dtype also the
+          widened gradient and the result.
         - The last layer's MLP: the gradients of its activation and of up.
-        - Experts: for each chosen one the gradient of its output in the order of the tokens, in the
-          order of the experts, and its product with that output.
+        - Experts: for each chosen one the gradient of its output in the order of the tokens and in
+          the order of the experts, and the product of that gradient with the output.
         """
         is_narrow = self.value_bytes < self.wide_bytes
         norm = self.value_bytes + 2 * self.wide_bytes
@@ -133,24 +133,24 @@ class ModelShape:
 
     @property
     def key_bytes_per_token(self) -> int:
-        """Keys and values of all layers."""
+        """Bytes of one token's keys and values in all layers."""
         return 2 * self.layers * self.key_size * self.value_bytes
 
     @property
     def carry_bytes_per_token(self) -> int:
-        """Keys and values of all layers, and their gradients."""
+        """Bytes of one token's keys and values in all layers, and of their gradients."""
         return self.key_bytes_per_token + 2 * self.layers * self.key_size * self.wide_bytes
 
     def carry_bytes(self, slots: int) -> int:
-        """Of the carries of all layers, whose slots are whole multiples."""
+        """Bytes of the carries of all layers with at least so many slots."""
         return -(-slots // self.slot_multiple) * self.slot_multiple * self.carry_bytes_per_token
 
     def head_bytes(self, *, chunk: int) -> int:
-        """Most bytes of the head's forward and backward.
+        """The most bytes of the head's forward and backward.
 
-        Forward: logits of a chunk and two temporaries. Backward: the weights' gradient and slopes
-        of two chunks, for one is dropped only when the next is made. A narrow dtype adds the
-        widened weights throughout and, when one chunk's slopes are left, the gradient rounded.
+        Forward: logits of a chunk and two temporaries. Backward: the weights' gradient, and the
+        logits' gradients of two chunks, as one is freed only when the next exists. A narrow dtype
+        adds the widened weights throughout and, at the end, the rounded gradient beside one chunk.
         """
         logits = chunk * self.vocabulary * self.wide_bytes
         weights = self.hidden * self.vocabulary * self.wide_bytes
@@ -184,11 +184,11 @@ class Microbatch:
     """Groups that run side by side, and the blocks of their joint layout.
 
     Attributes:
-        groups: indices into the step's forests, ascending.
-        blocks: (start, end) over the joint layout, in order; one where everything fits.
-        is_offloaded: keys and values off the live path go where the policy's store lies.
-        predicted_bytes: most that it holds at once, parameters and their gradients apart; 0 where
-            ranks share the group.
+        groups: Indices into the step's forests, ascending.
+        blocks: (start, end) over the joint layout, in order; one block if everything fits.
+        is_offloaded: True if keys and values off the live path go to the policy's offload store.
+        predicted_bytes: The most that it holds at once, without parameters and their gradients; 0
+            if ranks share the group.
     """
 
     groups: tuple[int, ...]
@@ -207,11 +207,11 @@ def plan_step(
 ) -> tuple[Microbatch, ...]:
     """The microbatches of one process.
 
-    With `carried="path"` blocks hold the keys of the live path only, as a process that runs a group
-    by itself does; with "forest" those of all tokens, as ranks that run one group together do.
+    With `carried="path"` blocks hold the keys of the live path only, as in a process that runs a
+    group alone; with "forest" those of all tokens, as in ranks that run one group together.
 
-    Example: budget for 100 tokens, groups of 60, 30 and 150 tokens give the microbatches (0, 1) in
-    one block and (2) in several.
+    Example: a budget for 100 tokens and groups of 60, 30 and 150 tokens give the microbatches
+    (0, 1) in one block and (2) in several.
 
     Raises:
         ValueError: the budget is below the least that a group needs.
@@ -241,14 +241,14 @@ def plan_step(
 
 
 def least_budget_bytes(shape: ModelShape, *, longest_path: int, head_chunk: int) -> int:
-    """The least budget in which every tree whose deepest token has this depth trains.
+    """The least budget in which every tree with this longest path trains.
 
-    A tree whose blocks start higher up may do with a little less.
+    A little less may suffice for a tree whose blocks all start at shallower tokens.
 
     Args:
-        shape: of the model.
-        longest_path: tokens from a root to the deepest leaf.
-        head_chunk: rows of logits at once.
+        shape: Of the model.
+        longest_path: Tokens from a root to the deepest leaf.
+        head_chunk: Rows of logits that exist at once.
     """
     return shape.block_bytes(
         BLOCK_TOKENS_MIN, chunk=head_chunk, is_carried=True
@@ -258,9 +258,9 @@ def least_budget_bytes(shape: ModelShape, *, longest_path: int, head_chunk: int)
 def path_microbatch(
     group: int, forest: Forest, *, shape: ModelShape, budget_bytes: int, head_chunk: int
 ) -> Microbatch:
-    """The group in few even blocks that fit; keys and values stay on the device where they can.
+    """The group in the fewest even blocks that fit, with keys and values on the device if possible.
 
-    They are offloaded where nothing else fits, and where keeping them would take more than
+    They are offloaded if nothing else fits, or if keeping them would take more than
     `KEPT_BLOCKS_RATIO` times the blocks.
 
     Raises:
@@ -290,10 +290,10 @@ def path_microbatch(
 
 
 def _even_blocks(tokens: int) -> Iterator[tuple[tuple[int, int], ...]]:
-    """The tokens in 2 even blocks, in more and more, down to blocks of the least size."""
+    """The tokens in 2 even blocks, then in more, down to blocks of the least size."""
     count = 1
     while count == 1 or -(-tokens // count) >= BLOCK_TOKENS_MIN:
-        count += 1 + count // 8
+        count += 1 + count // 8  # By an eighth at a time: a large tree has thousands of choices.
         size = max(BLOCK_TOKENS_MIN, -(-tokens // count))
         yield tuple((start, min(start + size, tokens)) for start in range(0, tokens, size))
 
@@ -316,20 +316,20 @@ def _path_bytes(
 
 
 def _path_tokens(forest: Forest, starts: Sequence[int]) -> int:
-    """How many tokens are an ancestor of one of the starts, which ascend.
+    """How many tokens are an ancestor of at least one of the starts, which ascend.
 
-    An ancestor of a start that lies before the last start is an ancestor of that one too, so each
-    start adds those of its ancestors that lie behind it.
+    An ancestor of a start that lies before the PREVIOUS start is that one's ancestor too and
+    already counted, so each start adds only its ancestors from the previous start on.
     """
     first_M, parent_M = forest.segment_start_M.tolist(), forest.segment_parent_M.tolist()
-    counted = before = 0
+    counted = previous = 0
     for start in starts:
         above = int(forest.parent_N[start])
         segment = bisect_right(first_M, above) - 1
-        while above >= before:
-            counted += above + 1 - max(first_M[segment], before)
+        while above >= previous:
+            counted += above + 1 - max(first_M[segment], previous)
             above, segment = int(forest.parent_N[first_M[segment]]), parent_M[segment]
-        before = start
+        previous = start
     return counted
 
 
@@ -345,7 +345,7 @@ def _whole(
 
 
 def packed(groups: Sequence[int], *, tokens: Sequence[int], capacity: int) -> list[tuple[int, ...]]:
-    """Groups side by side while their tokens fit; one that does not fit is by itself."""
+    """Runs of groups whose tokens fit together; a group that does not fit is alone in its run."""
     runs: list[tuple[int, ...]] = []
     waiting: tuple[int, ...] = ()
     for group in groups:

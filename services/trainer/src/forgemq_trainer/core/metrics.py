@@ -2,7 +2,7 @@
 
 r is policy / behaviour probability of an entry. The log-probability gap between trainer and engine
 is taken over the entries that the current version sampled: there both ran the same weights, so the
-gap is numerical noise and nothing else.
+gap is numerical noise only.
 """
 
 from dataclasses import dataclass
@@ -14,26 +14,32 @@ from forgemq_trainer.core.flops import Savings
 from forgemq_trainer.core.step import EntryValues
 
 RATIO_LOG_MAX = 60.0
-"""Ratios beyond e^60 are reported as that: a metric shall stay a number."""
+"""Nats. Larger log ratios are reported as this: exp(60) is about 1e26, whose sum over a step is
+finite; without the limit one entry could make a metric infinite, which JSON cannot carry."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EntryMetrics:
-    """Statistics over the loss entries of a step; zeros where it has none.
+    """Statistics over the loss entries of a step; zeros if it has no entries.
 
     Attributes:
-        ratio_mean: mean of r.
+        loss: Sum of the weighted losses.
+        loss_tokens: Number of entries.
+        ratio_mean: Mean of r.
         ratio_p99: 99th percentile of r.
-        capped_share: entries that the loss limited.
-        kl_k3: mean of (r - 1) - log r, an estimate of KL(behaviour || policy), nats.
-        kl_reference: mean of x - 1 - log x of x = reference / policy, an estimate of KL(policy ||
-            reference), nats; 0 where no entry has a reference.
-        entropy: mean entropy of the policy where entries were sampled, nats.
-        gap_mean: mean |log-probability of the trainer - of the engine| on the current version.
-        gap_max: largest of them.
-        gap_entries: how many they were.
+        capped_share: Share of entries that the loss limited, 0..1.
+        kl_k3: Mean of (r - 1) - log r, an estimate of KL(behaviour || policy), nats; the estimator
+            k3 of J. Schulman, "Approximating KL Divergence", 2020.
+        kl_reference: Mean of x - 1 - log x with x = reference / policy, an estimate of KL(policy ||
+            reference), nats; 0 if no entry has a reference.
+        entropy: Mean entropy of the policy at sampled tokens, nats.
+        gap_mean: Mean |log-probability of the trainer - of the engine| on the current version.
+        gap_max: Largest of these gaps.
+        gap_entries: Number of these gaps.
     """
 
+    loss: float
+    loss_tokens: int
     ratio_mean: float
     ratio_p99: float
     capped_share: float
@@ -47,25 +53,45 @@ class EntryMetrics:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupTotals:
-    """Sums over the groups that were trained; tokens and pairs, staleness in steps."""
+    """Sums over the groups that were trained.
+
+    Attributes:
+        tree_tokens: Tokens of the trees.
+        request_tokens: Tokens if every request were trained alone.
+        append_tokens: Tokens if a request were merged only with the previous one that it extends.
+        attention_pairs: Pairs of query and key that attention visits.
+        staleness_max: Largest staleness of a group, in steps.
+        route_disagreements: Entries whose recorded experts are not those the token ran through.
+    """
 
     tree_tokens: int
     request_tokens: int
     append_tokens: int
     attention_pairs: int
     staleness_max: int
+    route_disagreements: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AppliedUpdate:
+    """What the optimizer did: its rate, and the gradient's norm before clipping."""
+
+    lr: float
+    grad_norm: float
 
 
 def entry_metrics(values: EntryValues, *, current_version: int) -> EntryMetrics:
     """Statistics of a step's entries.
 
     Args:
-        values: of all ranks.
-        current_version: of the weights that computed them.
+        values: Of all ranks.
+        current_version: Of the weights that computed them.
     """
     count = len(values.logprob_E)
     if count == 0:
         return EntryMetrics(
+            loss=values.loss,
+            loss_tokens=0,
             ratio_mean=0.0,
             ratio_p99=0.0,
             capped_share=0.0,
@@ -81,6 +107,8 @@ def entry_metrics(values: EntryValues, *, current_version: int) -> EntryMetrics:
     is_current = values.version_E == current_version
     gap = np.abs(values.logprob_E - values.behaviour_E)[is_current]
     return EntryMetrics(
+        loss=values.loss,
+        loss_tokens=count,
         ratio_mean=float(ratio.mean()),
         ratio_p99=float(np.percentile(ratio, 99)),
         capped_share=float(values.is_limited_E.mean()),
@@ -100,7 +128,7 @@ def _kl_reference(values: EntryValues) -> float:
     return float((np.exp(log_ratio) - 1 - log_ratio).mean()) if len(log_ratio) else 0.0
 
 
-def group_totals(groups: tuple[ScheduledGroup, ...]) -> GroupTotals:
+def group_totals(groups: tuple[ScheduledGroup, ...], *, route_disagreements: int) -> GroupTotals:
     """Sums over these groups, as the scheduler recorded them."""
     return GroupTotals(
         tree_tokens=sum(group.tree_tokens for group in groups),
@@ -108,27 +136,24 @@ def group_totals(groups: tuple[ScheduledGroup, ...]) -> GroupTotals:
         append_tokens=sum(group.append_tokens for group in groups),
         attention_pairs=sum(group.attention_pairs for group in groups),
         staleness_max=max((group.staleness for group in groups), default=0),
+        route_disagreements=route_disagreements,
     )
 
 
 def training_metrics(
     entries: EntryMetrics,
     totals: GroupTotals,
-    *,
-    loss: float,
-    loss_tokens: int,
-    grad_norm: float,
-    lr: float,
-    forward_backward_s: float,
     saved: Savings,
-    route_disagreements: int,
+    *,
+    update: AppliedUpdate,
+    forward_backward_s: float,
 ) -> TrainingMetrics:
-    """The step's metrics as they travel."""
+    """The step's metrics in the form of its TrainedStep record."""
     return TrainingMetrics(
-        loss=loss,
-        grad_norm=grad_norm,
-        lr=lr,
-        loss_tokens=loss_tokens,
+        loss=entries.loss,
+        grad_norm=update.grad_norm,
+        lr=update.lr,
+        loss_tokens=entries.loss_tokens,
         tree_tokens=totals.tree_tokens,
         request_tokens=totals.request_tokens,
         append_tokens=totals.append_tokens,
@@ -147,6 +172,6 @@ def training_metrics(
         flop_ratio=saved.flop_ratio,
         flop_ratio_weights=saved.flop_ratio_weights,
         flop_ratio_attention=saved.flop_ratio_attention,
-        route_disagreements=route_disagreements,
+        route_disagreements=totals.route_disagreements,
         kl_reference=entries.kl_reference,
     )

@@ -1,7 +1,8 @@
-"""AdamW with a warm-up and a linear decay; fp32 master weights where the model is narrower.
+"""AdamW with a warm-up and a linear decay; fp32 master weights if the model is narrower.
 
-Gradients of a bfloat16 model are added up in fp32, and the update is applied to fp32 masters, from
-which the model's weights are rounded anew each step: a small learning rate is never lost.
+AdamW: arXiv 1711.05101, algorithm 2. Gradients of a bfloat16 model are added up in fp32, and the
+update is applied to fp32 masters, from which the model's weights are rounded after each step. So
+updates smaller than bfloat16's spacing accumulate instead of being rounded away.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,11 +14,11 @@ from forgemq_contracts.run import Optimizer
 
 
 class NonFiniteGradientError(Exception):
-    """The gradient norm is infinite or no number: training on would destroy the weights."""
+    """The gradient norm is infinite or NaN; the step would destroy the weights."""
 
 
 def learning_rate(settings: Optimizer, *, step: int, steps: int) -> float:
-    """Rate of a step: linear warm-up, times a linear decay to `lr_final_fraction` at the last.
+    """Rate of a step: linear warm-up times linear decay to `lr_final_fraction` at the last step.
 
     Example: lr 1, no warm-up, final fraction 0.2, 5 steps give 1, 0.8, 0.6, 0.4, 0.2.
     """
@@ -29,12 +30,12 @@ def learning_rate(settings: Optimizer, *, step: int, steps: int) -> float:
 def adamw(
     masters: Mapping[str, Tensor], parameters: Mapping[str, nn.Parameter], settings: Optimizer
 ) -> torch.optim.AdamW:
-    """AdamW over masters, or a rank's parts of them; matrices decay.
+    """AdamW over masters, or over a rank's parts of them, with weight decay of matrices only.
 
-    Norm weights and biases do not: their scale is no complexity to be held down.
+    Norm weights and biases do not decay: their size does not make the model more complex.
 
-    On a GPU one kernel does it all. Torch's own choice there goes operator by operator over all
-    masters at once, and holds as many bytes again for the roots of the second moments.
+    On a GPU this uses torch's fused kernel. Torch's default there runs operator by operator over
+    all masters at once, and needs as many bytes again for the roots of the second moments.
     """
     matrices = [masters[name] for name, p in parameters.items() if p.dim() > 1]
     vectors = [masters[name] for name, p in parameters.items() if p.dim() <= 1]
@@ -53,7 +54,7 @@ def adamw(
 
 
 class Updater:
-    """Owns the optimizer's state. One step: gradients were added, `update`, gradients are gone."""
+    """Owns the optimizer's state. Backward adds gradients, then `update` applies and drops them."""
 
     def __init__(self, model: nn.Module, settings: Optimizer) -> None:
         self._settings = settings
@@ -69,7 +70,7 @@ class Updater:
         """Clip, step, and drop the gradients; returns the norm before clipping.
 
         Raises:
-            NonFiniteGradientError: nothing was changed.
+            NonFiniteGradientError: neither weights nor state have changed.
         """
         with_grad = [master for master in self._masters.values() if master.grad is not None]
         try:
@@ -91,7 +92,7 @@ class Updater:
         return float(norm)
 
     def state(self) -> dict[str, Tensor]:
-        """All state by name: moments, counts, and masters that are not the model's own weights."""
+        """All state by name: moments, counts, and the masters of a model narrower than fp32."""
         tensors: dict[str, Tensor] = {}
         for name, master in self._masters.items():
             if master is not self._parameters[name]:
@@ -101,10 +102,10 @@ class Updater:
         return tensors
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from an earlier `state()` of the same model.
+        """Continue from a saved `state()` of the same model.
 
         Raises:
-            ValueError: the state is of another model.
+            ValueError: the state belongs to another model.
         """
         for key, value in state.items():
             name, _, field = key.rpartition("|")
@@ -121,6 +122,8 @@ class Updater:
                     )
 
     def _accumulate_into(self, name: str) -> Callable[[Tensor], None]:
+        """A hook that moves a parameter's gradient into its fp32 master as soon as it is ready."""
+
         def accumulate(parameter: Tensor) -> None:
             assert parameter.grad is not None
             master = self._masters[name]

@@ -1,9 +1,9 @@
-"""Norm, rotary embedding and router whose inner precision is "at least fp32".
+"""Norm, rotary embedding and router that compute in at least fp32.
 
 The stock modules of transformers cast to exactly fp32, which also rounds a float64 model down:
 tree and per-request gradients then differ by 1e-7 for reasons that have nothing to do with trees.
-These do the same with the wider of float32 and the model's dtype, and they are what the trainer
-uses. Parameters keep their names, so weights load and save unchanged.
+These modules compute the same in the wider of float32 and the model's dtype. Parameters keep their
+names, so weights load and save unchanged.
 """
 
 from typing import Any
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 STATIC_ROTARY_TYPES = ("default", "linear", "llama3", "yarn")
-"""Rotary types whose frequencies do not depend on the sequence: a tree shares them soundly."""
+"""Rotary types whose frequencies do not depend on the sequence's length, so that requests of
+different lengths can share a token's activations."""
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -36,7 +37,10 @@ class RmsNorm(nn.Module):
 
 
 class _Normed(torch.autograd.Function):
-    """Keeps its input and one number a row; torch's composite keeps three more tensors."""
+    """Saves its input and one number for each row; torch's composite saves three further tensors.
+
+    y = x s w with s = 1 / sqrt(mean(x^2) + eps); dx = s (g w - x s mean(g w x s)), means by row.
+    """
 
     @staticmethod
     def forward(
@@ -65,7 +69,7 @@ class _Normed(torch.autograd.Function):
 
 
 class RotaryAngles(nn.Module):
-    """Cosines and sines of positions, in at least fp32, whatever the model's dtype."""
+    """Cosines and sines of positions, in at least fp32 for every dtype of the model."""
 
     def __init__(self, frequency: Tensor, *, scaling: float) -> None:
         super().__init__()
@@ -74,7 +78,7 @@ class RotaryAngles(nn.Module):
 
     @torch.no_grad()
     def forward(self, hidden: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, [rows, T, D]; `hidden` only says the dtype."""
+        """Cosines and sines, [rows, T, D]; only the dtype of `hidden` is used."""
         wide = _wide(hidden.dtype)
         angle = position_ids[..., None].to(wide) * self.frequency.to(wide)
         angle = torch.cat([angle, angle], dim=-1)
@@ -89,16 +93,16 @@ class TopKRouter(nn.Module):
         self.weight = weight
         self.top_k = top_k
         self.is_normalised = is_normalised
-        self.replayed_TK: Tensor | None = None
-        """Experts to run instead of the best, below 0 where the best are; set for one forward."""
+        self.recorded_TK: Tensor | None = None
+        """Experts to run instead of the best k, if not below 0; set before each forward."""
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Router logits, weights of the chosen experts, and which they are."""
+        """Router logits, weights of the chosen experts, and their indices."""
         logits = functional.linear(hidden.reshape(-1, hidden.shape[-1]), self.weight)
         shares = functional.softmax(logits, dim=-1, dtype=_wide(logits.dtype))
         weights, experts = torch.topk(shares, self.top_k, dim=-1)
-        if self.replayed_TK is not None:
-            experts = torch.where(self.replayed_TK < 0, experts, self.replayed_TK)
+        if self.recorded_TK is not None:
+            experts = torch.where(self.recorded_TK < 0, experts, self.recorded_TK)
             weights = shares.gather(-1, experts)
         if self.is_normalised:
             weights = weights / weights.sum(dim=-1, keepdim=True)
@@ -106,13 +110,13 @@ class TopKRouter(nn.Module):
 
 
 PRECISE = (RmsNorm, RotaryAngles, TopKRouter)
-"""Modules that are ours."""
+"""The modules of this file, which replace those of transformers."""
 
 
 def make_precise(model: nn.Module) -> None:
-    """Replace the model's norms, rotary embedding and routers by those of this module.
+    """Replace the model's norms, rotary embedding and routers by those of this file.
 
-    Those that are there already stay, with all that was set on them.
+    Idempotent: modules of this file stay, with their attributes.
 
     Raises:
         ValueError: a rotary type depends on the sequence, or no norm was found to replace.

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from forgemq_contracts.trees import MergedTree
-from forgemq_trainer.core.assignment import OwnRound, Round
+from forgemq_trainer.core.assignment import Round, SharedRound
 from forgemq_trainer.core.attention.exchange import Peers
-from forgemq_trainer.core.forward import Policy
-from forgemq_trainer.core.loss import Entries, EntryLoss, LossFunction
+from forgemq_trainer.core.forward import PolicyModel
+from forgemq_trainer.core.loss import Entries, EntryLoss
 from forgemq_trainer.core.memory import Microbatch
 from forgemq_trainer.core.step import (
     EntryValues,
+    Objective,
     forward_backward,
     forward_backward_shared,
     merged,
@@ -30,18 +31,18 @@ _ENTRY_ARRAYS = (
     "version_E",
     "reference_E",
 )
-"""Of `EntryValues`, in the order of its form between ranks."""
+"""Fields of `EntryValues`, in the order in which ranks send them."""
 
 
 def values_bytes(values: EntryValues) -> bytes:
-    """What a rank saw, for rank 0: between processes of one version of this package."""
+    """Values that a rank sends to rank 0; both run one version of this package."""
     arrays = [getattr(values, name) for name in _ENTRY_ARRAYS]
     columns = np.stack([array.astype(np.float64) for array in arrays])
     return struct.pack("<d", values.loss) + columns.tobytes()
 
 
 def values_of(data: bytes) -> EntryValues:
-    """What `values_bytes` wrote."""
+    """The values in bytes from `values_bytes`."""
     columns = np.frombuffer(data, np.float64, offset=8).reshape(len(_ENTRY_ARRAYS), -1)
     return EntryValues(
         logprob_E=columns[0],
@@ -56,72 +57,58 @@ def values_of(data: bytes) -> EntryValues:
 
 
 def forward_backward_rounds(
-    policy: Policy,
-    forests: Sequence[Forest],
+    policy: PolicyModel,
+    objective: Objective,
     rounds: Sequence[Round],
     *,
     peers: Peers,
-    weights: Sequence[float],
-    loss: LossFunction,
     head_chunk: int,
 ) -> EntryValues:
     """Add the gradients of the step; every rank goes through the same rounds.
 
     Args:
-        policy: its parameters' gradients are summed over the ranks as they come.
-        forests: of the step, one for each group, the same on every rank.
-        rounds: from `plan_rounds`.
-        peers: the ranks.
-        weights: of each group, from `group_weights` over all of them.
-        loss: of the run.
-        head_chunk: rows of logits at once.
+        policy: Its parameters' gradients are summed over the ranks as they are computed.
+        objective: Of the step, the same on every rank.
+        rounds: From `plan_rounds`.
+        peers: The ranks.
+        head_chunk: Rows of logits that exist at once.
 
     Returns:
-        What this rank saw; of shared groups rank 0 alone reports, so the ranks' values add up.
+        The values of this rank's entries. Entries of shared groups are returned by rank 0 only, so
+        all ranks' values together have every entry once.
     """
     parts: list[EntryValues] = []
     for planned in rounds:
-        if isinstance(planned, OwnRound):
-            microbatch = planned.microbatch_of_rank[peers.rank]
-            if microbatch is None:
-                keep_company(policy)
-                continue
-            parts.append(
-                forward_backward(
-                    policy, forests, [microbatch], weights=weights, loss=loss, head_chunk=head_chunk
-                )
+        if isinstance(planned, SharedRound):
+            values = forward_backward_shared(
+                policy, objective, planned, peers=peers, head_chunk=head_chunk
             )
+            if peers.rank == 0:
+                parts.append(values)
             continue
-        seen = forward_backward_shared(
-            policy,
-            forests[planned.group],
-            planned.blocks,
-            peers=peers,
-            weight=weights[planned.group],
-            loss=loss,
-            head_chunk=head_chunk,
-        )
-        if peers.rank == 0:
-            parts.append(seen)
+        microbatch = planned.microbatch_of_rank[peers.rank]
+        if microbatch is None:
+            run_empty_microbatch(policy)
+            continue
+        parts.append(forward_backward(policy, objective, [microbatch], head_chunk=head_chunk))
     return merged(parts)
 
 
-def keep_company(policy: Policy) -> None:
-    """One forward and backward of two tokens without loss: zeros are added to every gradient.
+def run_empty_microbatch(policy: PolicyModel) -> None:
+    """Run a two-token forward and backward with zero loss; adds zero to every gradient.
 
-    The other ranks gather the parameters for their microbatch, and wait for this rank to do so too.
+    The other ranks' forward gathers the parameters' shards from all ranks (FSDP), so this rank has
+    to take part even if it has nothing to train.
     """
     forward_backward(
         policy,
-        [_two_tokens()],
+        Objective(forests=[_two_tokens()], loss_weights=[0.0], loss=_zero_loss),
         [Microbatch(groups=(0,), blocks=((0, 2),))],
-        weights=[0.0],
-        loss=_nothing,
         head_chunk=1,
     )
 
 
-def _nothing(logprob: Tensor, _entries: Entries) -> EntryLoss:
+def _zero_loss(logprob: Tensor, _entries: Entries) -> EntryLoss:
     return EntryLoss(logprob * 0, torch.zeros_like(logprob, dtype=torch.bool))
 
 
@@ -134,8 +121,8 @@ def _two_tokens() -> Forest:
 
     return read_tree(
         MergedTree(
-            group_id="company",
-            domain="company",
+            group_id="empty",
+            domain="empty",
             tokens=ints(0, 0),
             segment_start=ints(0),
             segment_length=ints(2),
@@ -149,6 +136,6 @@ def _two_tokens() -> Forest:
             sample_leaf=ints(1),
             sample_episode=ints(0),
             sample_turn=ints(0),
-            sample_ids=("company",),
+            sample_ids=("empty",),
         )
     )

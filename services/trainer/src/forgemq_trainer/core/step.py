@@ -1,10 +1,12 @@
 """Forward and backward of one optimizer step over its trees.
 
-The denominator of every group is fixed before any backward. A microbatch that fits is one forward
+The loss weight of every group is fixed before any backward. A microbatch that fits is one forward
 and one backward. One that runs in blocks takes two passes: first every block forward without
-gradient, which gives all log-probabilities, hence the loss and what it owes to each of them; then
+gradient, which gives all log-probabilities, hence the loss and its gradient for each of them; then
 every block again in reverse order, forward and backward, with the gradients of keys and values
 carried from later blocks to earlier ones.
+
+E entries (sampling events), J edges, G groups.
 """
 
 from collections.abc import Sequence
@@ -15,28 +17,43 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forgemq_trainer.core.assignment import Range
+from forgemq_trainer.core.assignment import Range, SharedRound
 from forgemq_trainer.core.attention.carry import CarriedKeys
 from forgemq_trainer.core.attention.exchange import KeyExchange, Peers
-from forgemq_trainer.core.forward import Policy, TreeForward
+from forgemq_trainer.core.forward import PolicyModel, TreeForward
 from forgemq_trainer.core.loss import Entries, EntryLoss, LossFunction
 from forgemq_trainer.core.memory import Microbatch
 from forgemq_trainer.core.tree import Floats, Forest, Integers, joined
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EntryValues:
-    """What a step found for every loss entry, float64 and bool arrays of E values.
+class Objective:
+    """What one optimizer step minimises: the sum over all entries of loss times loss weight.
 
     Attributes:
-        logprob_E: the policy's, at the sampling temperature, before this step.
-        behaviour_E: as recorded.
-        loss_E: before the denominator.
-        is_limited_E: a cap, clip or mask took hold.
-        entropy_E: of the policy where the entry was sampled.
-        version_E: weight version that sampled it.
-        reference_E: log-probability under the reference, NaN where there is none.
-        loss: sum of the weighted losses.
+        forests: One for each group.
+        loss_weights: One for each group; every entry's loss is multiplied by its group's.
+        loss: Gives the loss of each entry.
+    """
+
+    forests: Sequence[Forest]
+    loss_weights: Sequence[float]
+    loss: LossFunction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EntryValues:
+    """What a step computed for every loss entry: float64, int64 and bool arrays of E values.
+
+    Attributes:
+        logprob_E: The policy's, at the sampling temperature, before this step.
+        behaviour_E: As recorded at sampling.
+        loss_E: Before the loss weight.
+        is_limited_E: True if a cap, clip or mask took hold.
+        entropy_E: Of the policy's distribution at the sampled token.
+        version_E: Weight version that sampled it.
+        reference_E: Log-probability under the reference; NaN if the entry has no reference.
+        loss: Sum of the weighted losses.
     """
 
     logprob_E: Floats
@@ -49,10 +66,10 @@ class EntryValues:
     loss: float
 
 
-def group_weights(
+def group_loss_weights(
     forests: Sequence[Forest], *, normalisation: Literal["step", "group"]
 ) -> list[float]:
-    """What each entry's loss is multiplied with, by group.
+    """The loss weight of each group.
 
     step: 1 / entries of all groups. group: 1 / (groups with entries * entries of the group).
     """
@@ -64,69 +81,65 @@ def group_weights(
 
 
 def forward_backward(
-    policy: Policy,
-    forests: Sequence[Forest],
+    policy: PolicyModel,
+    objective: Objective,
     microbatches: Sequence[Microbatch],
     *,
-    weights: Sequence[float],
-    loss: LossFunction,
     head_chunk: int,
 ) -> EntryValues:
-    """Add the gradients of these microbatches to the parameters; return what was seen.
+    """Add the objective's gradients over these microbatches to the parameters' `.grad`.
 
     Args:
-        policy: parameters' `.grad` is added to.
-        forests: of the step, one for each group.
-        microbatches: of this rank.
-        weights: of each group, from `group_weights`.
-        loss: of the run.
-        head_chunk: rows of logits at once.
+        policy: Its parameters get the gradients.
+        objective: Of the whole step.
+        microbatches: Of this rank; they name groups of the objective.
+        head_chunk: Rows of logits that exist at once.
+
+    Returns:
+        The values of the microbatches' entries.
     """
     parts = []
     for microbatch in microbatches:
-        forest = joined([forests[group] for group in microbatch.groups])
-        weight_G = np.array([weights[group] for group in microbatch.groups])
-        weight_E = weight_G[forest.entry_group_E]
-        objective = _Objective(forest, weight_E, loss, like=policy.head_VH)
+        forest = joined([objective.forests[group] for group in microbatch.groups])
+        loss_weight_G = np.array([objective.loss_weights[group] for group in microbatch.groups])
+        loss_weight_E = loss_weight_G[forest.entry_group_E]
+        forest_loss = _ForestLoss(forest, loss_weight_E, objective.loss, like=policy.head_VH)
         forward = TreeForward(policy, forest, head_chunk=head_chunk)
         if len(microbatch.blocks) == 1:
-            parts.append(_whole(forward, objective))
+            parts.append(_run_whole(forward, forest_loss))
             continue
         keys = forward.path_keys(microbatch.blocks, is_offloaded=microbatch.is_offloaded)
-        parts.append(_in_blocks(forward, objective, microbatch.blocks, keys))
+        parts.append(_run_in_blocks(forward, forest_loss, microbatch.blocks, keys))
     return merged(parts)
 
 
 def forward_backward_shared(
-    policy: Policy,
-    forest: Forest,
-    blocks: Sequence[Sequence[Range]],
+    policy: PolicyModel,
+    objective: Objective,
+    shared: SharedRound,
     *,
     peers: Peers,
-    weight: float,
-    loss: LossFunction,
     head_chunk: int,
 ) -> EntryValues:
-    """Add this rank's part of one group's gradients; every rank calls it with the same group.
+    """Add this rank's part of one group's gradients; every rank calls it with the same round.
 
     Args:
-        policy: its parameters' gradients, summed over the ranks, are those of the group.
-        forest: of the group.
-        blocks: of its layout, in order; for each of them the ranks' query ranges.
-        peers: the ranks.
-        weight: of the group, from `group_weights`.
-        loss: of the run.
-        head_chunk: rows of logits at once.
+        policy: Its parameters' gradients, summed over the ranks, are those of the group.
+        objective: Of the whole step.
+        shared: The group, its blocks and the ranks' query ranges in each of them.
+        peers: The ranks.
+        head_chunk: Rows of logits that exist at once.
 
     Returns:
-        The same on every rank: all entries of the group.
+        All entries of the group, the same on every rank.
     """
-    weight_E = np.full(forest.entry_count, weight)
-    objective = _Objective(forest, weight_E, loss, like=policy.head_VH)
+    forest = objective.forests[shared.group]
+    loss_weight_E = np.full(forest.entry_count, objective.loss_weights[shared.group])
+    forest_loss = _ForestLoss(forest, loss_weight_E, objective.loss, like=policy.head_VH)
     forward = TreeForward(policy, forest, head_chunk=head_chunk)
-    exchanges = [KeyExchange(ranges=tuple(ranges), peers=peers) for ranges in blocks]
-    own = [ranges[peers.rank] for ranges in blocks]
-    return _in_blocks(forward, objective, own, forward.whole_keys(own), exchanges)
+    exchanges = [KeyExchange(ranges=ranges, peers=peers) for ranges in shared.blocks]
+    own = [ranges[peers.rank] for ranges in shared.blocks]
+    return _run_in_blocks(forward, forest_loss, own, forward.whole_keys(own), exchanges)
 
 
 def merged(parts: Sequence[EntryValues]) -> EntryValues:
@@ -148,29 +161,29 @@ def merged(parts: Sequence[EntryValues]) -> EntryValues:
     )
 
 
-class _Objective:
-    """What a step minimises over one forest: the weighted losses of its entries."""
+class _ForestLoss:
+    """The weighted loss of one forest, from the log-probabilities of its entries."""
 
     def __init__(
-        self, forest: Forest, weight_E: Floats, loss: LossFunction, *, like: Tensor
+        self, forest: Forest, loss_weight_E: Floats, loss: LossFunction, *, like: Tensor
     ) -> None:
-        """`like` says the device, and the dtype where that is wider than float32."""
+        """Copy what the loss reads to the device of `like`, in at least fp32."""
         self._forest = forest
         self._loss = loss
         self._device = like.device
         self._wide = torch.promote_types(like.dtype, torch.float32)
-        self._weight_E = self._values(weight_E)
+        self._loss_weight_E = self._values(loss_weight_E)
         self._entries = self._entries_of(forest)
 
     def of(self, logprob_E: Tensor) -> tuple[Tensor, EntryLoss]:
-        """The sum that backward starts at, and the loss of each entry."""
+        """The scalar that backward starts from, and the loss of each entry."""
         result = self._loss(logprob_E, self._entries)
-        return (result.loss * self._weight_E).sum(), result
+        return (result.loss * self._loss_weight_E).sum(), result
 
-    def seen(
+    def values(
         self, logprob_E: Tensor, entropy_E: Tensor, total: Tensor, result: EntryLoss
     ) -> EntryValues:
-        """What is told of the step."""
+        """The entries' values on the host, for the step's metrics."""
         return EntryValues(
             logprob_E=_array(logprob_E),
             behaviour_E=self._forest.entry_logprob_E,
@@ -205,39 +218,45 @@ def _array(values: Tensor) -> Floats:
     return np.asarray(values.detach().double().cpu().numpy())
 
 
-def _whole(forward: TreeForward, objective: _Objective) -> EntryValues:
-    """All tokens at once."""
+def _run_whole(forward: TreeForward, forest_loss: _ForestLoss) -> EntryValues:
+    """Run all tokens forward and backward at once."""
     logprob_E, entropy_E = forward.whole()
-    total, result = objective.of(logprob_E)
+    total, result = forest_loss.of(logprob_E)
+    # A forest without entries has nothing to differentiate.
     if logprob_E.requires_grad:
         total.backward()  # type: ignore[no-untyped-call]
-    return objective.seen(logprob_E, entropy_E, total, result)
+    return forest_loss.values(logprob_E, entropy_E, total, result)
 
 
-def _in_blocks(
+def _run_in_blocks(
     forward: TreeForward,
-    objective: _Objective,
+    forest_loss: _ForestLoss,
     blocks: Sequence[Range],
     keys: CarriedKeys,
     exchanges: Sequence[KeyExchange] = (),
 ) -> EntryValues:
-    """Block by block; the same gradients, in the memory of one block and the carries.
+    """Run block by block: the same gradients, in the memory of one block and the carries.
 
-    With an exchange for each block, `blocks` are this rank's ranges of them.
+    If there is an exchange for each block, `blocks` are this rank's ranges of them.
     """
     all_edges = [forward.edges(start, end) for start, end in blocks]
     logprob_E, entropy_E = forward.read(blocks, all_edges, keys, exchanges)
+    # The loss may couple entries of different blocks (GSPO does), so its gradient is taken once
+    # over all log-probabilities, and each block's backward starts from its share of that.
     logprob_E.requires_grad_()
-    total, result = objective.of(logprob_E)
+    total, result = forest_loss.of(logprob_E)
     (owed_E,) = torch.autograd.grad(total, logprob_E)
-    keys.turn()
+    keys.start_backward()
     between: Sequence[KeyExchange | None] = exchanges or [None] * len(blocks)
+    # In reverse: when a block runs backward, all queries that see its keys have added to their
+    # gradients.
     for number, (start, end) in reversed(list(enumerate(blocks))):
         edges = all_edges[number]
         hidden = forward.hidden(start, end, keys=keys.enter(number), exchange=between[number])
         logprob_J, _ = forward.logprobs(hidden, edges, start=start)
         owed_J = torch.zeros_like(logprob_J)
         owed_J.index_add_(0, edges.edge_of_entry_E, owed_E[edges.entry_E])
-        # The zero hidden gradient reaches the keys of a block that no entry continues.
+        # A block without edges still owes gradients to its keys, from later blocks: backward has
+        # to pass through its hidden states, hence their gradient of zeros.
         torch.autograd.backward([logprob_J, hidden], [owed_J, torch.zeros_like(hidden)])
-    return objective.seen(logprob_E, entropy_E, total, result)
+    return forest_loss.values(logprob_E, entropy_E, total, result)

@@ -1,8 +1,12 @@
-"""Prefix trees as arrays: what every token needs to know about its ancestors.
+"""Prefix trees as arrays that tell every token's ancestors.
 
 A forest is one or more trees in one layout of N tokens, depth first: a token's subtree is the
 range [token, subtree_end). So "key is an ancestor of query, or the query itself" is
 `key <= query < subtree_end[key]`, and nothing of size N x N has to exist.
+
+Example: tokens a b c, then two children of c: d and e. The layout is a b c d e, the parents are
+-1 0 1 2 2, the subtree ends 5 5 5 4 5. Query e (4) sees key c (2 <= 4 < 5) but not d (3 <= 4, but
+4 is not below 4).
 
 N tokens, M segments (runs without a branch), E entries (sampling events), S samples, G groups.
 The wire form is `contracts.trees.MergedTree`.
@@ -22,11 +26,11 @@ Floats: TypeAlias = NDArray[np.float64]
 
 
 LOGPROB_ROUNDING = 1e-3
-"""An engine's log-softmax of a near-certain token may round to a little above 0."""
+"""Nats. An engine's log-softmax of a near-certain token may round to a little above 0."""
 
 
 class InvalidTreeError(ValueError):
-    """A tree's arrays contradict each other; says which field and which rule."""
+    """A tree's arrays contradict each other; the message names the field and the rule."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,29 +38,29 @@ class Forest:
     """Trees of one or more groups in one layout; every array is int64 or float64.
 
     Attributes:
-        group_ids: G of them, in layout order.
-        group_end_G: tokens of the layout up to and including the group.
-        tokens_N: token ids.
-        parent_N: layout index of the parent token, -1 for a root.
-        position_N: depth, counted from 0; the position for rotary embedding.
-        subtree_end_N: end of the token's subtree in the layout.
-        segment_start_M: first token of each segment, pre-order.
-        segment_end_M: one past its last token.
-        segment_parent_M: segment index, -1 for a root.
-        entry_token_E: layout index of the sampled token.
-        entry_sample_E: sample the entry belongs to; samples are contiguous.
-        entry_group_E: index into `group_ids`.
-        entry_logprob_E: behaviour log-probability, nats.
-        entry_version_E: weight version that sampled it.
-        entry_advantage_E: the advantage of its sample.
-        entry_temperature_E: the temperature of its sample, above 0.
-        entry_reference_E: log-probability under a reference policy, nats; NaN where none came.
-        entry_route_ER: int16, experts of all layers when it was sampled, -1 where none came;
-            R is 0 where no group has routes.
+        group_ids: G ids, in layout order.
+        group_end_G: Tokens of the layout up to and including the group.
+        tokens_N: Token ids.
+        parent_N: Layout index of the parent token, -1 for a root.
+        position_N: Depth from 0; the position for rotary embedding.
+        subtree_end_N: End of the token's subtree in the layout.
+        segment_start_M: First token of each segment, pre-order.
+        segment_end_M: One past its last token.
+        segment_parent_M: Segment index, -1 for a root.
+        entry_token_E: Layout index of the sampled token.
+        entry_sample_E: Sample the entry belongs to; samples are contiguous.
+        entry_group_E: Index into `group_ids`.
+        entry_logprob_E: Behaviour log-probability, nats.
+        entry_version_E: Weight version that sampled it.
+        entry_advantage_E: Of its sample.
+        entry_temperature_E: Of its sample, above 0.
+        entry_reference_E: Log-probability under a reference policy, nats; NaN if not recorded.
+        entry_route_ER: int16, experts of all layers when it was sampled, -1 if not recorded; R is
+            0 if no group has expert routes.
         sample_count: S.
-        request_tokens: of all samples, each with its whole context.
-        request_pairs: pairs that attention would visit in them.
-        trunk_tokens: tokens on the way to the last sample of an episode.
+        request_tokens: Tokens of all samples, each with its whole context.
+        request_pairs: Pairs that attention would visit in them.
+        trunk_tokens: Tokens on the path to the last sample of an episode.
     """
 
     group_ids: tuple[str, ...]
@@ -94,15 +98,15 @@ class Forest:
 
     @property
     def attention_pairs(self) -> int:
-        """Sum of depth + 1 over the tokens: pairs that attention visits."""
+        """Pairs that attention visits: the sum of depth + 1 over the tokens."""
         return int(self.position_N.sum()) + self.token_count
 
 
 def read_tree(tree: MergedTree) -> Forest:
-    """The forest of one group, from the wire.
+    """The forest of one group, from its wire form.
 
     Raises:
-        InvalidTreeError: an array has the wrong length or breaks a rule of the layout.
+        InvalidTreeError: an array has a wrong length or breaks a rule of the layout.
     """
     tokens_N = _integers(tree.tokens, "tokens")
     start_M = _integers(tree.segment_start, "segment_start")
@@ -145,7 +149,7 @@ def read_tree(tree: MergedTree) -> Forest:
 
 
 def joined(forests: Sequence[Forest]) -> Forest:
-    """Several forests side by side in one layout; no token sees another forest's tokens.
+    """Several forests side by side in one layout; no token sees tokens of another forest.
 
     Raises:
         ValueError: no forest was given.
@@ -187,7 +191,7 @@ def joined(forests: Sequence[Forest]) -> Forest:
         entry_advantage_E=np.concatenate([forest.entry_advantage_E for forest in forests]),
         entry_temperature_E=np.concatenate([forest.entry_temperature_E for forest in forests]),
         entry_reference_E=np.concatenate([forest.entry_reference_E for forest in forests]),
-        entry_route_ER=_joined_routes([forest.entry_route_ER for forest in forests]),
+        entry_route_ER=_joined_expert_routes([forest.entry_route_ER for forest in forests]),
         sample_count=sum(forest.sample_count for forest in forests),
         request_tokens=sum(forest.request_tokens for forest in forests),
         request_pairs=sum(forest.request_pairs for forest in forests),
@@ -195,12 +199,12 @@ def joined(forests: Sequence[Forest]) -> Forest:
     )
 
 
-def _joined_routes(routes: Sequence[NDArray[np.int16]]) -> NDArray[np.int16]:
+def _joined_expert_routes(routes: Sequence[NDArray[np.int16]]) -> NDArray[np.int16]:
     width = max(route.shape[1] for route in routes)
-    none = np.int16(-1)
+    missing = np.int16(-1)
     return np.concatenate(
         [
-            route if route.shape[1] == width else np.full((len(route), width), none)
+            route if route.shape[1] == width else np.full((len(route), width), missing)
             for route in routes
         ]
     )
@@ -249,7 +253,7 @@ def _read_entries(tree: MergedTree, *, parent_N: Integers) -> _Entries:
         advantage_E=np.repeat(advantage_S, entries_S),
         temperature_E=np.repeat(temperature_S, entries_S),
         reference_E=_references(tree, count=count),
-        route_ER=_routes(tree, count=count),
+        route_ER=_expert_routes(tree, count=count),
         sample_count=samples,
     )
 
@@ -260,7 +264,7 @@ def _references(tree: MergedTree, *, count: int) -> Floats:
     return _floats(tree.entry_reference_logprob, "entry_reference_logprob", count=count)
 
 
-def _routes(tree: MergedTree, *, count: int) -> NDArray[np.int16]:
+def _expert_routes(tree: MergedTree, *, count: int) -> NDArray[np.int16]:
     size = len(tree.entry_route)
     if size == 0 or count == 0:
         return np.zeros((count, 0), dtype=np.int16)
@@ -286,6 +290,8 @@ def _trunk_tokens(tree: MergedTree, *, leaf_S: Integers, subtree_end_N: Integers
             f"sample_episode, sample_turn: {len(episode_S)} and {len(turn_S)} values for "
             f"{len(leaf_S)} samples"
         )
+    # Mark the leaf of each episode's last sample; a token is on the trunk if its subtree has a
+    # mark, that is if the running count of marks differs between both ends of its range.
     order = np.lexsort((turn_S, episode_S))
     is_last = np.append(np.diff(episode_S[order]) != 0, [True] * bool(len(order)))
     marks = np.zeros(len(subtree_end_N) + 1, dtype=np.int64)
@@ -310,6 +316,7 @@ def _check_segments(
     expected_M = np.concatenate([[0], np.cumsum(length_M)])
     if not np.array_equal(start_M, expected_M[:-1]) or expected_M[-1] != token_count:
         raise InvalidTreeError(f"segment_start: segments must cover {token_count} tokens in order")
+    # Pre-order: a segment's parent is on the path from the root to the previous segment.
     path: list[int] = []
     for segment, parent in enumerate(parent_M.tolist()):
         while path and path[-1] != parent:
@@ -332,6 +339,7 @@ def _segment_depths_and_ends(
     for segment, parent in enumerate(parents):
         if parent >= 0:
             depths[segment] = depths[parent] + lengths[parent]
+    # In reverse, so that a child's end is final before its parent takes it over.
     for segment in range(len(parents) - 1, -1, -1):
         parent = parents[segment]
         if parent >= 0 and ends[segment] > ends[parent]:

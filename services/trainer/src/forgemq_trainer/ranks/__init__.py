@@ -1,1 +1,1 @@
-"""The trainer on several processes: how they start, talk, share parameters and end together."""
+"""The trainer as several processes: how they start, communicate, share parameters and end."""

@@ -1,4 +1,4 @@
-"""Every rank but the first: no log, no folder of its own; it does what rank 0 announces."""
+"""What every rank but the first does: it has no log, and carries out what rank 0 announces."""
 
 from pathlib import Path
 
@@ -9,13 +9,13 @@ from forgemq_trainer.storage.checkpoint import checkpoint_at
 from forgemq_trainer.training import Training
 
 
-def follow(ranks: Ranks, *, device: str) -> None:
+def carry_out_commands(ranks: Ranks, *, device: str) -> None:
     """Carry out rank 0's commands until it ends.
 
     Raises:
-        RankLostError: rank 0 is gone, or another one within a step.
+        RankLostError: rank 0 died, or another rank did within a step.
     """
-    begin = commands.decode(ranks.received())
+    begin = ranks.receive()
     if isinstance(begin, commands.End):
         return
     assert isinstance(begin, commands.Begin), f"{begin} before the model was loaded"
@@ -23,7 +23,7 @@ def follow(ranks: Ranks, *, device: str) -> None:
     checkpoint = checkpoint_at(Path(begin.checkpoint)) if begin.checkpoint else None
     training = Training(begin.configuration, device=device, checkpoint=checkpoint, ranks=ranks)
     while True:
-        match commands.decode(ranks.received()):
+        match ranks.receive():
             case commands.TrainStep(scheduled=scheduled, values=values):
                 training.train(training.read(scheduled, values))
             case commands.GatherWeights():

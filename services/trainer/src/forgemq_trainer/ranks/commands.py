@@ -1,4 +1,4 @@
-"""What rank 0 tells the other ranks; every command is carried out by all ranks together."""
+"""Commands of rank 0 to the other ranks; all ranks carry out every command together."""
 
 from collections.abc import Mapping
 from typing import TypeAlias
@@ -11,29 +11,39 @@ from forgemq_contracts.steps import ScheduledStep
 
 
 class Begin(Struct, frozen=True, kw_only=True, tag=True):
-    """Load the model from a checkpoint's folder, "" for the base model, and take a shard of it."""
+    """Load the model and keep a shard of it.
+
+    Attributes:
+        configuration: The run's.
+        checkpoint: Folder of the checkpoint to load; "" for the base model.
+    """
 
     configuration: RunConfiguration
     checkpoint: str
 
 
 class TrainStep(Struct, frozen=True, kw_only=True, tag=True):
-    """Train this step; `values` are the trees' wire bytes by group id."""
+    """Train this step.
+
+    Attributes:
+        scheduled: With the groups that rank 0 could read.
+        values: Wire bytes of the trees by group id.
+    """
 
     scheduled: ScheduledStep
     values: Mapping[str, bytes]
 
 
 class GatherWeights(Struct, frozen=True, kw_only=True, tag=True):
-    """Give the model's shards."""
+    """Send the model's shards to rank 0."""
 
 
 class GatherOptimizer(Struct, frozen=True, kw_only=True, tag=True):
-    """Give the optimizer's shards."""
+    """Send the optimizer's shards to rank 0."""
 
 
 class End(Struct, frozen=True, kw_only=True, tag=True):
-    """Training is over, or was told to stop."""
+    """Stop: training is over, or rank 0 got a signal to stop."""
 
 
 Command: TypeAlias = Begin | TrainStep | GatherWeights | GatherOptimizer | End
@@ -42,10 +52,10 @@ _DECODER: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 
 
 def encode(command: Command) -> bytes:
-    """The command between processes of one version of this package."""
+    """The command as bytes, for a process that runs the same version of this package."""
     return msgspec.msgpack.encode(command)
 
 
 def decode(data: bytes) -> Command:
-    """The command in these bytes."""
+    """The command in bytes from `encode`."""
     return _DECODER.decode(data)

@@ -1,8 +1,9 @@
-"""A rank ends with the torchrun that started it, however that dies.
+"""Makes a rank end with the torchrun that started it, however torchrun dies.
 
-torchrun gives every rank a session of its own, so no signal to its group reaches them, and a
-torchrun that is killed cannot end them. The kernel does: a rank left behind would hold the run's
-folder against the next life of the trainer. Linux only.
+torchrun starts every rank in a session of its own, so a signal to torchrun's process group does not
+reach the ranks, and a killed torchrun cannot end them. Left behind, they would hold the run's
+folder, and the trainer could not start again. So the kernel ends them (PR_SET_PDEATHSIG). Linux
+only.
 """
 
 import ctypes
@@ -14,17 +15,18 @@ from collections.abc import Mapping
 from forgemq_shell.service import EXIT_FAILED
 
 TORCHRUN_PID = "FORGEMQ_TORCHRUN_PID"
-"""Names the process that a rank ends with; where it is not set, that is the parent."""
+"""Environment variable with torchrun's process id; if it is not set, the parent is torchrun."""
 
 _PR_SET_PDEATHSIG = 1
+"""Number of the operation in Linux' prctl.h."""
 
 
 def end_with_torchrun(environ: Mapping[str, str]) -> None:
-    """From here on the kernel kills this process when torchrun dies; exits where it is dead.
+    """Have the kernel kill this process when torchrun dies; exit if it has died already.
 
-    A kill loses nothing: the next life continues after the newest checkpoint.
+    A kill loses nothing: the trainer then starts again and continues after the newest checkpoint.
     """
     torchrun_pid = int(environ.get(TORCHRUN_PID, os.getppid()))
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != torchrun_pid:  # it died before the line above
+    if os.getppid() != torchrun_pid:  # It died before prctl took effect.
         sys.exit(EXIT_FAILED)

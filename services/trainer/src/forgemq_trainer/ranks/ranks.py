@@ -1,10 +1,10 @@
-"""The trainer's ranks: processes that train one step together, and how they talk.
+"""The trainer's ranks: processes that train one step together, and how they communicate.
 
-Rank 0 does all that touches the log and the disk; the others follow its commands. Process
-groups: a control group (gloo, on CPUs) for commands and small records, whose waits may be as long
-as the run has nothing to train, and the groups of a step: one for small records, and those of the
-computation (gloo, or NCCL on GPUs). In a step a rank that dies, or does not come within the
-deadline, ends the others too.
+Rank 0 does all that touches the log and writes to disk; the others carry out its commands. There
+are three kinds of process groups. The control group (gloo, on CPUs) carries commands; a wait in it
+may last as long as the run has nothing to train. The other two are used within a step: a group for
+small records, and the groups of the computation (gloo, or NCCL on GPUs). Within a step, a rank that
+dies or misses the deadline ends the others too.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,13 +18,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from forgemq_settings.environment import SettingsError
+from forgemq_trainer.ranks.commands import Command, decode, encode
 
 IDLE_MAX = timedelta(days=30)
-"""How long followers wait for a command. A dead rank 0 closes its connections and ends the wait."""
+"""How long other ranks wait for a command of rank 0: longer than any pause of a run. They need no
+shorter limit, as the death of rank 0 closes its connections and so ends the wait."""
 
 
 class RankLostError(Exception):
-    """Another rank died, or did not come within the deadline; this one cannot go on alone."""
+    """Another rank died or missed the deadline; this one cannot continue alone."""
 
 
 class WorldSizeError(SettingsError):
@@ -32,13 +34,13 @@ class WorldSizeError(SettingsError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
-    """How torchrun started this process; alone where it did not.
+class RankLaunch:
+    """How torchrun started this process; the defaults are those of a process without torchrun.
 
     Attributes:
-        rank: from 0 over all machines.
-        local_rank: from 0 on this machine; picks the GPU.
-        world_size: number of ranks.
+        rank: From 0 over all machines.
+        local_rank: From 0 on this machine; picks the GPU.
+        world_size: Number of ranks.
     """
 
     rank: int = 0
@@ -46,20 +48,20 @@ class Launch:
     world_size: int = 1
 
 
-def launch_of(environ: Mapping[str, str]) -> Launch:
-    """What the environment says: torchrun's RANK, LOCAL_RANK and WORLD_SIZE."""
-    return Launch(
+def launch_of(environ: Mapping[str, str]) -> RankLaunch:
+    """The launch from torchrun's variables RANK, LOCAL_RANK and WORLD_SIZE."""
+    return RankLaunch(
         rank=int(environ.get("RANK", "0")),
         local_rank=int(environ.get("LOCAL_RANK", "0")),
         world_size=int(environ.get("WORLD_SIZE", "1")),
     )
 
 
-def check_world_size(launch: Launch, *, configured: int) -> None:
-    """Refuse to train with other ranks than the run's configuration counts on.
+def check_world_size(launch: RankLaunch, *, configured: int) -> None:
+    """Refuse a number of ranks that the run's configuration does not name.
 
     Raises:
-        WorldSizeError: naming both numbers.
+        WorldSizeError: names both numbers.
     """
     if launch.world_size != configured:
         raise WorldSizeError(
@@ -69,11 +71,11 @@ def check_world_size(launch: Launch, *, configured: int) -> None:
         )
 
 
-def device_of(device: str, *, launch: Launch) -> str:
+def device_of(device: str, *, launch: RankLaunch) -> str:
     """The device of this rank: `cuda` becomes the GPU of its local rank.
 
     Raises:
-        SettingsError: several ranks were given one and the same GPU.
+        SettingsError: several ranks would share one GPU.
     """
     if launch.world_size == 1 or device == "cpu":
         return device
@@ -86,14 +88,14 @@ def device_of(device: str, *, launch: Launch) -> str:
 
 
 def check_device(device: str, *, gpus: int) -> None:
-    """Refuse a GPU that is not there.
+    """Refuse a GPU that torch does not see.
 
     Args:
-        device: of this rank.
-        gpus: that this process sees.
+        device: This rank's.
+        gpus: Number of GPUs that torch sees.
 
     Raises:
-        SettingsError: naming it.
+        SettingsError: names the device.
     """
     wanted = torch.device(device)
     if wanted.type == "cuda" and (wanted.index or 0) >= gpus:
@@ -105,19 +107,19 @@ def check_device(device: str, *, gpus: int) -> None:
 
 
 class Ranks:
-    """This process among the ranks. Implements `core.exchange.Peers`.
+    """This process among the ranks. Implements `core.attention.exchange.Peers`.
 
-    Every rank calls the same methods in the same order, `announce` and `received` apart: rank 0
-    announces, the others receive.
+    Every rank calls the same methods in the same order, except that rank 0 announces commands and
+    the others receive them.
     """
 
-    def __init__(self, *, launch: Launch, device: str, deadline_s: float) -> None:
-        """Join the others; blocks until all are there.
+    def __init__(self, *, launch: RankLaunch, device: str, deadline_s: float) -> None:
+        """Join the other ranks; blocks until all have joined.
 
         Args:
-            launch: this process among them.
-            device: that this rank computes on.
-            deadline_s: how long a rank waits for another within a step.
+            launch: This process among the ranks.
+            device: That this rank computes on.
+            deadline_s: How long a rank waits for another within a step.
         """
         self._launch = launch
         self._deadline_s = deadline_s
@@ -139,7 +141,8 @@ class Ranks:
         self._control = _group(backend="gloo", timeout=IDLE_MAX)
         self._records = _group(backend="gloo", timeout=deadline)
         self.mesh = DeviceMesh("cuda" if is_gpu else "cpu", list(range(launch.world_size)))
-        # Keys and values have a group of their own: FSDP issues its gathers from other streams.
+        # Not the default group: FSDP issues its gathers there from other streams, and NCCL may
+        # deadlock if the ranks' calls on one group come in different orders.
         self._exchange = _group(timeout=deadline)
 
     @property
@@ -154,76 +157,82 @@ class Ranks:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What needs the other ranks goes in here.
+        """Turn errors of communication inside this context into RankLostError.
 
         Raises:
-            RankLostError: one of them is not there any more.
+            RankLostError: another rank died or missed the deadline.
         """
         try:
             yield
         except RuntimeError as error:
-            # Gloo's errors have no class of their own, but name its source files.
+            # Gloo raises plain RuntimeErrors, which differ from others only by their text:
+            # it names gloo's source file, as in "[.../gloo/transport/tcp/pair.cc:534] Connection
+            # closed by peer".
             if not isinstance(error, dist.DistError) and "gloo" not in str(error):
                 raise
-            said = str(error).partition("] ")[2] or str(error)
+            reason = str(error).partition("] ")[2] or str(error)
             raise RankLostError(
                 f"rank {self.rank} lost another of {self.world_size} ranks, which died or did not "
-                f"come within {self._deadline_s:g} s: {said.partition('. ')[0]}"
+                f"come within {self._deadline_s:g} s: {reason.partition('. ')[0]}"
             ) from error
 
-    def announce(self, command: bytes) -> None:
-        """Rank 0: give every other rank a command. Other ranks: nothing, they are at it.
+    def announce(self, command: Command) -> None:
+        """On rank 0, send a command to every other rank. On the others, do nothing.
+
+        The others do nothing because they make the announcing call themselves while they carry out
+        the command.
 
         Raises:
-            RankLostError: one of them is gone.
+            RankLostError: one of them died.
         """
         if self.rank > 0:
             return
+        encoded = encode(command)
         with self.together():
-            dist.broadcast(torch.tensor([len(command)]), src=0, group=self._control)
-            data = torch.frombuffer(bytearray(command), dtype=torch.uint8)
+            dist.broadcast(torch.tensor([len(encoded)]), src=0, group=self._control)
+            data = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
             dist.broadcast(data, src=0, group=self._control)
 
-    def received(self) -> bytes:
-        """The next command of rank 0; blocks, for days if need be.
+    def receive(self) -> Command:
+        """Wait for the next command of rank 0, for days if rank 0 has none.
 
         Raises:
-            RankLostError: rank 0 is gone.
+            RankLostError: rank 0 died.
         """
         size = torch.zeros(1, dtype=torch.int64)
         with self.together():
             dist.broadcast(size, src=0, group=self._control)
             data = torch.empty(int(size), dtype=torch.uint8)
             dist.broadcast(data, src=0, group=self._control)
-        return data.numpy().tobytes()
+        return decode(data.numpy().tobytes())
 
-    def collected(self, own: bytes) -> list[bytes]:
-        """Every rank's bytes, by rank, on rank 0; empty on the others."""
+    def gather_bytes(self, own: bytes) -> list[bytes]:
+        """Send bytes to rank 0; returns every rank's, by rank, on rank 0, and [] on the others."""
         everyones: list[object] = [None] * self.world_size
         dist.gather_object(own, everyones if self.rank == 0 else None, 0, group=self._records)
         return [item for item in everyones if isinstance(item, bytes)] if self.rank == 0 else []
 
-    def gathered(self, own: Tensor) -> list[Tensor]:
-        """`own` of every rank, by rank; all have one shape."""
+    def all_gather(self, own: Tensor) -> list[Tensor]:
+        """Gather `own` of every rank, by rank; all have one shape."""
         own = own.contiguous()
         everyones = [torch.empty_like(own) for _ in range(self.world_size)]
         dist.all_gather(everyones, own, group=self._exchange)
         return everyones
 
-    def scattered_sum(self, parts: Sequence[Tensor]) -> Tensor:
-        """The sum over the ranks of their `parts[this rank]`; all have one shape."""
+    def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
+        """Sum over the ranks of their `parts[this rank]`; all have one shape."""
         summed = torch.empty_like(parts[0])
         dist.reduce_scatter(summed, [part.contiguous() for part in parts], group=self._exchange)
         return summed
 
-    def total(self, own: Tensor) -> Tensor:
-        """The sum of `own` over the ranks."""
+    def all_reduce(self, own: Tensor) -> Tensor:
+        """Sum of `own` over the ranks."""
         summed = own.detach().clone()
         dist.all_reduce(summed, group=self._exchange)
         return summed
 
     def close(self) -> None:
-        """Leave; the other ranks must be done too."""
+        """Leave the process groups; the other ranks must have finished too."""
         dist.destroy_process_group()
 
 

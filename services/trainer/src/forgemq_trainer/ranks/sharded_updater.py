@@ -1,7 +1,8 @@
-"""AdamW on shards: every rank updates its part of every parameter; only the norm is shared.
+"""AdamW on shards: every rank updates its part of every parameter; only the norm is exchanged.
 
-The shards are fp32, so they are the master weights too. State goes in and out whole and by the same
-names as `core.optimizer.Updater` uses, so a checkpoint does not depend on the number of ranks.
+The shards are fp32, so they are the master weights too. State is saved and restored whole, under
+the names that `core.optimizer.Updater` uses, so a checkpoint does not depend on the number of
+ranks.
 """
 
 from collections.abc import Mapping
@@ -13,9 +14,12 @@ from forgemq_contracts.run import Optimizer
 from forgemq_trainer.core.optimizer import NonFiniteGradientError, adamw
 from forgemq_trainer.ranks.sharding import FsdpShards
 
+CLIP_EPSILON = 1e-6
+"""Added to the norm before division, as torch's clip_grad_norm_ does: both updaters clip alike."""
+
 
 class ShardedUpdater:
-    """As `Updater`, on every rank; all methods are collective."""
+    """Owns the optimizer's state of this rank's shards; every method is collective."""
 
     def __init__(self, model: nn.Module, settings: Optimizer, *, shards: FsdpShards) -> None:
         self._settings = settings
@@ -28,19 +32,19 @@ class ShardedUpdater:
         """Clip by the norm over all ranks, step, and drop the gradients; returns that norm.
 
         Raises:
-            NonFiniteGradientError: nothing was changed, on any rank.
+            NonFiniteGradientError: no rank has changed anything.
         """
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
                 self._masters[name].grad = self._shards.local(parameter.grad)
         owed = [master.grad for master in self._masters.values() if master.grad is not None]
         norms = torch.stack([torch.linalg.vector_norm(grad) for grad in owed])
-        norm = self._shards.total(norms.square().sum()).sqrt()
+        norm = self._shards.all_reduce(norms.square().sum()).sqrt()
         if not bool(norm.isfinite()):
             raise NonFiniteGradientError(
                 "the gradient norm is not finite; the step was not applied"
             )
-        share = (self._settings.grad_norm_max / (norm + 1e-6)).clamp(max=1.0)
+        share = (self._settings.grad_norm_max / (norm + CLIP_EPSILON)).clamp(max=1.0)
         for grad in owed:
             grad.mul_(share)
         for group in self._adamw.param_groups:
@@ -51,9 +55,10 @@ class ShardedUpdater:
         return float(norm)
 
     def state(self) -> dict[str, Tensor]:
-        """All state by name, every tensor whole, in rank 0's host memory; nothing on the others.
+        """All state by name, every tensor whole, in rank 0's host memory; {} on the others.
 
-        No device has room for it: its tensors are made whole and put away one after the other.
+        No device need have room for all of it: one tensor after the other is gathered and moved to
+        host memory.
         """
         tensors: dict[str, Tensor] = {}
 
@@ -74,10 +79,10 @@ class ShardedUpdater:
         return tensors
 
     def restore(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from an earlier `state()` of the same model, of any number of ranks.
+        """Continue from a `state()` of the same model, saved by any number of ranks.
 
         Raises:
-            ValueError: the state is of another model.
+            ValueError: the state belongs to another model.
         """
         for key, value in state.items():
             name, _, field = key.rpartition("|")

@@ -1,8 +1,8 @@
-"""Parameters in shards over the ranks (FSDP2): each keeps a part, and gathers a layer at a time.
+"""Parameters in shards over the ranks (FSDP2): each rank keeps a part and gathers layer by layer.
 
 The shards are the fp32 masters; a bfloat16 model is gathered in bfloat16, and its gradients are
-added up in fp32. Gradients are summed over the ranks, not averaged: every entry already carries its
-weight in the step's one denominator.
+added up in fp32. Gradients are summed over the ranks, not averaged: loss weights already divide by
+the entries of the whole step.
 """
 
 from collections.abc import Callable
@@ -18,14 +18,14 @@ from forgemq_trainer.model import LoadedModel
 from forgemq_trainer.ranks.ranks import Ranks
 
 
-def sharded(loaded: LoadedModel, *, ranks: Ranks, dtype: torch.dtype) -> LoadedModel:
-    """The same model with its parameters spread over the ranks.
+def shard(loaded: LoadedModel, *, ranks: Ranks, dtype: torch.dtype) -> LoadedModel:
+    """Spread the model's parameters over the ranks, in place.
 
     Args:
-        loaded: the same on every rank, with parameters at least as wide as fp32. They may lie in
+        loaded: The same on every rank, with parameters at least as wide as fp32. They may lie in
             host memory: one layer after the other moves to the ranks' devices.
-        ranks: all of them.
-        dtype: that the model computes in.
+        ranks: All of them.
+        dtype: That the model computes in.
     """
     model, decoder = loaded.model, loaded.policy.decoder
     head: Any = model.get_output_embeddings()  # type: ignore[operator]  # transformers' method
@@ -42,8 +42,11 @@ def sharded(loaded: LoadedModel, *, ranks: Ranks, dtype: torch.dtype) -> LoadedM
     for part in (*layers, decoder):
         fully_shard(part, mesh=ranks.mesh, mp_policy=precision)
         assert isinstance(part, FSDPModule)
+        # FSDP averages by default; see the module's docstring.
         part.set_gradient_divide_factor(1.0)
         part.set_force_sum_reduction_for_comms(True)
+    # The head is no part of the decoder: untied it is sharded here, by rows, and gathered by
+    # `_GatheredHead`; FSDP would gather it for the whole step instead of for its chunk.
     if is_tied:
         head.weight = embedding.weight
     else:
@@ -52,7 +55,8 @@ def sharded(loaded: LoadedModel, *, ranks: Ranks, dtype: torch.dtype) -> LoadedM
     policy = replace(
         loaded.policy,
         head_VH=torch.empty((0, hidden), dtype=dtype, device=ranks.device),
-        # The decoder keeps its own parameters, the embedding among them, until backward is over.
+        # FSDP keeps the root's own parameters gathered, the embedding among them, until backward
+        # is over.
         gather_head=(lambda: embedding.weight) if is_tied else _gather(head, ranks, dtype=dtype),
         shape=replace(loaded.policy.shape, value_bytes=dtype.itemsize, wide_bytes=wide.itemsize),
     )
@@ -60,12 +64,12 @@ def sharded(loaded: LoadedModel, *, ranks: Ranks, dtype: torch.dtype) -> LoadedM
 
 
 def whole_state(model: nn.Module, *, dtype: torch.dtype, is_kept: bool) -> dict[str, Tensor]:
-    """The model's state with every tensor whole, in `dtype`; collective.
+    """Gather the model's state with every tensor whole, in `dtype`; collective.
 
     Args:
-        model: sharded.
-        dtype: of the floating-point tensors.
-        is_kept: False returns nothing, on the ranks that only give their part.
+        model: Sharded.
+        dtype: Of the floating-point tensors.
+        is_kept: False on the ranks that only send their part; they get an empty result.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     whole: dict[int, Tensor] = {}  # Tied parameters stay one tensor, which is saved once.
@@ -84,7 +88,7 @@ def whole_state(model: nn.Module, *, dtype: torch.dtype, is_kept: bool) -> dict[
 
 
 class FsdpShards:
-    """Implements `core.optimizer.Shards` for parameters that FSDP2 has spread over the ranks."""
+    """Shards of tensors that are laid out as FSDP2 spread the model's parameters."""
 
     def __init__(self, ranks: Ranks, *, dtype: torch.dtype) -> None:
         self._ranks = ranks
@@ -92,14 +96,14 @@ class FsdpShards:
         self.keeps_whole = ranks.rank == 0
 
     def local(self, tensor: Tensor) -> Tensor:
-        """This rank's part of a parameter or gradient; shares its memory."""
+        """This rank's part of a sharded parameter or gradient; shares its memory."""
         assert isinstance(tensor, DTensor)
         with torch.no_grad():
             local = tensor.to_local()
         return local.detach()
 
     def part(self, whole: Tensor, *, like: Tensor) -> Tensor:
-        """This rank's part of a tensor that is laid out as the parameter `like`."""
+        """This rank's part of a whole tensor, laid out as the parameter `like`."""
         assert isinstance(like, DTensor)
         parts = distribute_tensor(
             whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None
@@ -107,7 +111,7 @@ class FsdpShards:
         return self.local(parts).clone()
 
     def whole(self, local: Tensor, *, like: Tensor) -> Tensor:
-        """All ranks' parts of a tensor that is laid out as the parameter `like`; collective."""
+        """Gather all ranks' parts of a tensor laid out as the parameter `like`; collective."""
         assert isinstance(like, DTensor)
         return DTensor.from_local(
             local,
@@ -118,13 +122,13 @@ class FsdpShards:
             stride=like.stride(),
         ).full_tensor()
 
-    def total(self, own: Tensor) -> Tensor:
-        """The sum over the ranks; collective."""
-        return self._ranks.total(own)
+    def all_reduce(self, own: Tensor) -> Tensor:
+        """Sum over the ranks; collective."""
+        return self._ranks.all_reduce(own)
 
 
 def _gather(head: nn.Linear, ranks: Ranks, *, dtype: torch.dtype) -> Callable[[], Tensor]:
-    """Makes the head whole; its gradient goes back to the shards, summed over the ranks."""
+    """A function that gathers the head; backward sums its gradient over the ranks into shards."""
 
     def gather() -> Tensor:
         weight = head.weight
@@ -144,11 +148,12 @@ class _GatheredHead(torch.autograd.Function):
         ranks: Ranks,
         dtype: torch.dtype,
     ) -> Tensor:
-        each = -(-rows // ranks.world_size)  # as Shard(0) cuts
+        # As Shard(0) cuts: ceil(rows / ranks) rows each, so the last rank may have fewer, or none.
+        each = -(-rows // ranks.world_size)
         padded = local.new_zeros((each, local.shape[1]), dtype=dtype)
         padded[: len(local)] = local
         ctx.ranks, ctx.each, ctx.own = ranks, each, local
-        return torch.cat(ranks.gathered(padded))[:rows]
+        return torch.cat(ranks.all_gather(padded))[:rows]
 
     @staticmethod
     def backward(
@@ -163,4 +168,4 @@ class _GatheredHead(torch.autograd.Function):
             if n < len(parts):
                 part[: len(parts[n])] = parts[n]
             padded.append(part)
-        return ctx.ranks.scattered_sum(padded)[: len(own)], None, None, None
+        return ctx.ranks.reduce_scatter(padded)[: len(own)], None, None, None

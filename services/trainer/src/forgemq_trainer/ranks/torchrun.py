@@ -1,7 +1,7 @@
 """`python -m forgemq_trainer.ranks.torchrun 2`: all ranks of one machine as one process.
 
-They live and die together: when one dies, torchrun ends the others, and this process names it and
-fails. A rank ends with this process, however this one dies (`lifeline.py`).
+If one rank dies, torchrun ends the others, and this process names it and fails. If this process
+dies, however it does, the ranks end too (`lifeline.py`).
 """
 
 import os
@@ -24,21 +24,22 @@ LOOPBACK = "127.0.0.1"
 def run_ranks(count: int) -> int:
     """Start the ranks and wait for their end; returns the exit status.
 
-    0: they ended or were told to. 2: one of them refused its settings. 1: one of them died.
+    0: they ended, or a signal stopped them. 2: one of them refused its settings. 1: one of them
+    died.
     """
-    # torchrun hands its environment on to the ranks. Those of one machine need no name that
-    # resolves, and nobody else reaches them on the loopback.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # noqa: TID251 - said above
-    os.environ[TORCHRUN_PID] = str(os.getpid())  # noqa: TID251 - said above
+    # torchrun passes its environment to the ranks; its API takes no other. Without an interface,
+    # gloo resolves the host's name, which may fail; the loopback also keeps strangers out.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # noqa: TID251 - see above
+    os.environ[TORCHRUN_PID] = str(os.getpid())  # noqa: TID251 - see above
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=count,
-        run_id="ranks",  # Names this torchrun in its own store, which nobody shares.
+        run_id="ranks",  # A name in this torchrun's own store, so it need not be unique.
         rdzv_backend="c10d",
         rdzv_endpoint=f"{LOOPBACK}:0",
         local_addr=LOOPBACK,
-        max_restarts=0,  # Who started this process starts it again.
+        max_restarts=0,  # The supervisor restarts this process, and with it all ranks.
         logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
     )
     try:
@@ -47,16 +48,16 @@ def run_ranks(count: int) -> int:
         return EXIT_OK
     except ChildFailedError as error:
         statuses = {rank: failure.exitcode for rank, failure in error.failures.items()}
-        Telemetry(service="trainer").event("ranks_ended", error=said_of(statuses))
+        Telemetry(service="trainer").event("ranks_ended", error=describe_ends(statuses))
         return EXIT_REFUSED if EXIT_REFUSED in statuses.values() else EXIT_FAILED
     return EXIT_OK
 
 
-def said_of(statuses: Mapping[int, int]) -> str:
-    """Which ranks died first and how, in words.
+def describe_ends(statuses: Mapping[int, int]) -> str:
+    """One line that names the ranks that ended, and how; the likely cause comes first.
 
     Args:
-        statuses: exit status by rank; -n where signal n killed it.
+        statuses: Exit status by rank; -n if signal n killed it.
     """
     ends = [
         f"rank {rank} "
@@ -65,7 +66,7 @@ def said_of(statuses: Mapping[int, int]) -> str:
             if status < 0
             else f"ended with status {status}"
         )
-        # What was killed is the cause; what failed may have failed for want of the other.
+        # A rank that was killed is the cause; one that failed may have failed because another died.
         for rank, status in sorted(statuses.items(), key=lambda each: (each[1] >= 0, each[0]))
     ]
     return f"{', '.join(ends)}; the trainer ends with all its ranks"

@@ -1,1 +1,1 @@
-"""What the trainer writes to disk: checkpoints, and weights that engines read."""
+"""The trainer's files: checkpoints, and weights that engines read."""

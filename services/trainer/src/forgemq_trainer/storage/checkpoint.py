@@ -1,12 +1,12 @@
 """Checkpoints: a model in Hugging Face format, and all that continues training to the same bytes.
 
-One folder a step, `step-00000041`: the model's files, `optimizer.safetensors` (moments, counts,
-fp32 masters, random state) and `trainer.json` (the record below). A checkpoint is read back from
-the disk and its checksums verified before trained-steps names it, and again on loading.
+One folder for each step, `step-00000041`: the model's files, `optimizer.safetensors` (moments,
+counts, fp32 masters, random state) and `trainer.json` (the record below). A checkpoint is read back
+from the disk and its checksums verified before trained-steps names it, and again on loading.
 
-A damaged checkpoint that the log does not name is passed over for the one before it. One that the
-log names stops the trainer (`StepHistory.next_lineage`): the trees of its steps may be trimmed
-already, so an older one could not train them again.
+If a checkpoint is damaged and the log does not name it, the previous one is used. If the log names
+it, the trainer stops (`PreviousLives.next_lineage`): the trees of the steps after the previous one
+may already be deleted, so these steps could not be trained again.
 """
 
 import hashlib
@@ -28,6 +28,7 @@ from forgemq_trainer.storage.weights import WEIGHTS_FILE, WeightsFolder, link_mo
 OPTIMIZER_FILE = "optimizer.safetensors"
 RECORD_FILE = "trainer.json"
 RANDOM_STATE = "torch|random"
+"""Key of torch's random state in the optimizer's file; no parameter's name holds a "|"."""
 
 MAY_CHANGE = frozenset(
     {
@@ -42,23 +43,39 @@ MAY_CHANGE = frozenset(
         "trainer.world_size",
     }
 )
-"""Fields that decide on what a run is trained, and how often it is saved, but not what it trains.
+"""Fields of a run's configuration that may change between two lives: they decide with which
+resources a run trains and how often it is saved, not what it trains.
 
-Another budget, chunk or number of ranks adds numbers up in another order: equal within rounding,
-not to the byte.
+Another budget, chunk or number of ranks adds numbers up in another order: results are then equal
+within rounding, not to the byte.
 """
 
 
-class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint says about itself.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingState:
+    """Where training stands, besides weights and optimizer.
 
     Attributes:
-        run: id of the run it belongs to.
-        trained: the record of its step, to be written again if the log lacks it.
-        configuration: of the run at that time.
+        trained: The newest step's record, to be written again if the log lacks it.
+        configuration: The run's.
         tree_positions: (partition, offset) of merged-trees from which to read on.
-        weights_sha256: of the model's file.
-        optimizer_sha256: of the optimizer's file.
+    """
+
+    trained: TrainedStep
+    configuration: RunConfiguration
+    tree_positions: tuple[tuple[int, int], ...]
+
+
+class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of a checkpoint's `trainer.json`, besides its own checksum.
+
+    Attributes:
+        run: Id of the run it belongs to.
+        trained: The record of its step, to be written again if the log lacks it.
+        configuration: The run's when it was saved.
+        tree_positions: (partition, offset) of merged-trees from which to read on.
+        weights_sha256: Of the model's file.
+        optimizer_sha256: Of the optimizer's file.
     """
 
     run: str
@@ -89,12 +106,12 @@ class Checkpoint:
         return self.record.trained.step
 
     def optimizer_state(self) -> dict[str, Tensor]:
-        """State of the optimizer, without the random state."""
+        """Read the optimizer's state, without the random state."""
         tensors = load_file(self.folder / OPTIMIZER_FILE)
         return {name: tensor for name, tensor in tensors.items() if name != RANDOM_STATE}
 
     def random_state(self) -> Tensor:
-        """State of torch's generator."""
+        """Read the state of torch's random generator."""
         return load_file(self.folder / OPTIMIZER_FILE)[RANDOM_STATE]
 
 
@@ -103,18 +120,18 @@ class OtherRunError(SettingsError):
 
 
 class OtherConfigurationError(SettingsError):
-    """The run has another configuration than the checkpoint was trained with."""
+    """The run's configuration differs from the one the checkpoint was trained with."""
 
 
 class DamagedCheckpointError(OSError):
-    """What was written does not read back; the disk is failing."""
+    """A checkpoint does not read back as it was written, or this rank cannot read it."""
 
 
 def check_configuration(was: RunConfiguration, now: RunConfiguration) -> None:
-    """Refuse to go on with another configuration, except in `MAY_CHANGE`.
+    """Refuse to continue with another configuration, except in the fields of `MAY_CHANGE`.
 
     Raises:
-        OtherConfigurationError: naming the first field that differs, and both values.
+        OtherConfigurationError: names the first field that differs, and both values.
     """
     for name, before, after in _differences(was, now, path=""):
         if name.partition("[")[0] not in MAY_CHANGE:
@@ -126,45 +143,44 @@ def check_configuration(was: RunConfiguration, now: RunConfiguration) -> None:
 
 def write_checkpoint(
     root: Path,
+    state: TrainingState,
     *,
     weights: WeightsFolder,
     optimizer: dict[str, Tensor],
-    trained: TrainedStep,
-    configuration: RunConfiguration,
-    tree_positions: tuple[tuple[int, int], ...],
 ) -> Path:
-    """Write the checkpoint of a step durably, read it back, and return its folder.
+    """Write a checkpoint durably, read it back, and return its folder.
 
     Raises:
         DamagedCheckpointError: the disk holds other bytes than were written.
     """
-    place = root / f"step-{trained.step:08d}"
+    folder = root / f"step-{state.trained.step:08d}"
 
     def fill(draft: Path) -> None:
         link_model(weights.folder, draft)
         tensors = {name: tensor.cpu().contiguous() for name, tensor in optimizer.items()}
         save_file({**tensors, RANDOM_STATE: torch.get_rng_state()}, draft / OPTIMIZER_FILE)
         record = CheckpointRecord(
-            run=configuration.run,
-            trained=trained,
-            configuration=configuration,
-            tree_positions=tree_positions,
+            run=state.configuration.run,
+            trained=state.trained,
+            configuration=state.configuration,
+            tree_positions=state.tree_positions,
             weights_sha256=weights.sha256,
             optimizer_sha256=file_sha256(draft / OPTIMIZER_FILE),
         )
         sealed = _SealedRecord(record=record, sha256=_record_sha256(record))
         (draft / RECORD_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(sealed)))
 
-    write_folder(place, fill)
+    write_folder(folder, fill)
+    # Read from the disk, not from the page cache, which would hide a failing disk.
     for file in (WEIGHTS_FILE, OPTIMIZER_FILE, RECORD_FILE):
-        forget_cached(place / file)
-    if _intact(place) is None:
-        raise DamagedCheckpointError(f"{place} does not read back as it was written")
-    return place
+        forget_cached(folder / file)
+    if _read_intact(folder) is None:
+        raise DamagedCheckpointError(f"{folder} does not read back as it was written")
+    return folder
 
 
 def checkpoints(root: Path, *, run: str) -> Iterator[Checkpoint | Path]:
-    """Checkpoints, newest first; the folder alone where one is damaged.
+    """The checkpoints in a folder, newest first; of a damaged one only its folder.
 
     Raises:
         OtherRunError: one belongs to another run.
@@ -172,7 +188,7 @@ def checkpoints(root: Path, *, run: str) -> Iterator[Checkpoint | Path]:
     if not root.exists():
         return
     for folder in sorted(root.glob("step-*"), reverse=True):
-        found = _intact(folder)
+        found = _read_intact(folder)
         if found is not None and found.record.run != run:
             raise OtherRunError(
                 f"{root} holds checkpoints of run {found.record.run}, this is {run}"
@@ -181,12 +197,12 @@ def checkpoints(root: Path, *, run: str) -> Iterator[Checkpoint | Path]:
 
 
 def checkpoint_at(folder: Path) -> Checkpoint:
-    """The checkpoint in a folder that another rank named.
+    """Read the checkpoint in a folder that rank 0 named.
 
     Raises:
-        DamagedCheckpointError: this rank cannot read it whole.
+        DamagedCheckpointError: its checksums do not hold on this rank.
     """
-    found = _intact(folder)
+    found = _read_intact(folder)
     if found is None:
         raise DamagedCheckpointError(f"rank 0 reads the checkpoint {folder}, this rank does not")
     return found
@@ -198,8 +214,8 @@ def remove_older(root: Path, *, kept: int, pattern: str) -> None:
         remove_folder(folder)
 
 
-def _intact(folder: Path) -> Checkpoint | None:
-    """The checkpoint if its checksums hold."""
+def _read_intact(folder: Path) -> Checkpoint | None:
+    """Read the checkpoint in a folder; None if its checksums do not hold."""
     try:
         sealed = msgspec.json.decode((folder / RECORD_FILE).read_bytes(), type=_SealedRecord)
         record = sealed.record

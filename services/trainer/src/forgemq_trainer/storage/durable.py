@@ -1,8 +1,9 @@
 """Where engines read weights: `weights/<run>/<lineage>.<version>/` beside the run's blobs.
 
-Engines and their inference processes see the model and the blobs, never the trainer's own folder
-of checkpoints. Blobs in a local folder (a shared volume) are written in place and published as a
-plain path, which SGLang loads as it is; for an object store the folder is uploaded.
+Engines and their inference processes read the model and the blobs, never the trainer's own folder
+of checkpoints. If the blobs are in a local folder (a shared volume), weights are written there and
+published as a plain path, which SGLang loads directly. If they are in an object store, the folder
+is written locally and uploaded.
 """
 
 import re
@@ -25,34 +26,40 @@ class DurableWeights:
     """
 
     def __init__(self, blobs: str, *, run: str, drafts: Path) -> None:
-        """The run's blobs as an fsspec address; `drafts` is used where they are remote."""
+        """Write nothing yet.
+
+        Args:
+            blobs: The run's blobs, as an fsspec address.
+            run: Its id.
+            drafts: Local folder for versions to upload; unused if the blobs are local.
+        """
         self._filesystem, root = fsspec.core.url_to_fs(blobs)
         self._is_local = "file" in self._filesystem.protocol
         self._root = f"{root.rstrip('/')}/weights/{run}"
         self._uri = f"{blobs.rstrip('/')}/weights/{run}"
         self._folder = Path(self._root) if self._is_local else drafts
 
-    def place(self, *, lineage: int, version: int) -> Path:
-        """The local folder to write a version to."""
+    def local_folder(self, *, lineage: int, version: int) -> Path:
+        """The local folder that a version is written to."""
         return self._folder / f"{lineage}.{version}"
 
-    def published(self, weights: WeightsFolder) -> WeightsFolder:
-        """The same weights under the address by which engines reach them; uploads if remote.
+    def upload(self, weights: WeightsFolder) -> WeightsFolder:
+        """Upload the weights if the blobs are remote; returns them with the uri that engines read.
 
         Raises:
-            OSError: the store refuses.
+            OSError: the object store refuses.
         """
         if self._is_local:
             return weights
         name = weights.folder.name
-        # The weights last: whoever finds them finds the rest.
+        # The weights last: a reader that finds them finds all files.
         files = sorted(weights.folder.iterdir(), key=lambda path: (path.name == WEIGHTS_FILE, path))
         for path in files:
             self._filesystem.put_file(str(path), f"{self._root}/{name}/{path.name}")
         return replace(weights, uri=f"{self._uri}/{name}")
 
     def remove_older(self, *, kept: int, besides: frozenset[Path]) -> None:
-        """Keep the newest `kept` versions, newer lineages first, and the places `besides`."""
+        """Keep the newest `kept` versions, newer lineages first, and the folders `besides`."""
         names = {path.name for path in self._folder.glob("*.*")}
         if not self._is_local and self._filesystem.exists(self._root):
             self._filesystem.invalidate_cache(self._root)

@@ -1,4 +1,4 @@
-"""Durable folders: written beside their place, synced, then renamed into it."""
+"""Durable folders: written under a temporary name, synced, then renamed."""
 
 import fcntl
 import hashlib
@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 HASHED_BYTES_AT_ONCE = 1 << 20
+"""Large enough that hashing, not system calls, takes the time; small enough to stay in a cache."""
 
 
 class FolderInUseError(Exception):
@@ -17,10 +18,12 @@ class FolderInUseError(Exception):
 
 @contextmanager
 def held_folder(folder: Path) -> Iterator[None]:
-    """Nobody else holds the folder meanwhile; the kernel ends it with the process, however it dies.
+    """Lock the folder against other processes inside this context.
+
+    The kernel releases the lock when the process ends, however it ends.
 
     Raises:
-        FolderInUseError: somebody does.
+        FolderInUseError: another process holds the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("a") as file:
@@ -31,36 +34,38 @@ def held_folder(folder: Path) -> Iterator[None]:
         yield
 
 
-def write_folder(place: Path, fill: Callable[[Path], None]) -> None:
-    """Make `place` hold exactly what `fill` writes; after a crash it is whole or not there.
+def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
+    """Make `folder` hold exactly what `fill` writes; after a crash it is whole or absent.
 
-    An older folder at the place is replaced.
+    Replaces an older folder of that name.
     """
-    place.parent.mkdir(parents=True, exist_ok=True)
-    draft = place.with_name(f".{place.name}.draft")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    draft = folder.with_name(f".{folder.name}.draft")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir()
     fill(draft)
+    # Sync the files, then the folder that names them, then the rename: a crash of the machine may
+    # otherwise leave a folder of the right name with empty files in it.
     for path in sorted(draft.rglob("*")):
         _sync(path)
     _sync(draft)
-    remove_folder(place)
-    draft.rename(place)
-    _sync(place.parent)
+    remove_folder(folder)
+    draft.rename(folder)
+    _sync(folder.parent)
 
 
-def remove_folder(place: Path) -> None:
+def remove_folder(folder: Path) -> None:
     """Remove a folder so that no crash leaves half of it under its name."""
-    if not place.exists():
+    if not folder.exists():
         return
-    gone = place.with_name(f".{place.name}.gone")
+    gone = folder.with_name(f".{folder.name}.gone")
     shutil.rmtree(gone, ignore_errors=True)
-    place.rename(gone)
+    folder.rename(gone)
     shutil.rmtree(gone)
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """The same bytes at `target`; without using space twice where the file system can."""
+    """Put the bytes of `source` at `target`: a hard link, or a copy across file systems."""
     try:
         target.hardlink_to(source)
     except OSError:
@@ -77,7 +82,7 @@ def file_sha256(path: Path) -> str:
 
 
 def forget_cached(path: Path) -> None:
-    """Let the next read of a synced file come from the disk, where the system can do so."""
+    """Drop a synced file from the page cache, if the system can, so that a read checks the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         if hasattr(os, "posix_fadvise"):

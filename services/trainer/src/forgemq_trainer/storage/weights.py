@@ -1,7 +1,7 @@
 """Weights in Hugging Face format: one safetensors file, and the base model's other files verbatim.
 
-The folder loads in stock transformers and in SGLang. Names and shapes are those of the base
-model's file format, whatever the model calls them in memory.
+The folder loads in stock transformers and in SGLang. Tensors have the names and shapes of the base
+model's file, which may differ from those in memory.
 """
 
 import json
@@ -16,6 +16,8 @@ from forgemq_trainer.storage.folders import file_sha256, link_or_copy, write_fol
 
 WEIGHTS_FILE = "model.safetensors"
 UNSHARDED = "1000000GB"
+"""Shard size for transformers above that of any model: the file stays one, as one checksum and one
+broadcast order describe it."""
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json", ".gguf")
 
 
@@ -24,8 +26,8 @@ class WeightsFolder:
     """Durable weights, and the checksum and size of their safetensors file.
 
     Attributes:
-        folder: where this process reads them.
-        uri: where engines read them; the same folder, or its copy in an object store.
+        folder: That this process reads.
+        uri: That engines read: the same folder, or its copy in an object store.
     """
 
     folder: Path
@@ -34,8 +36,8 @@ class WeightsFolder:
     size_bytes: int
 
 
-def described(folder: Path) -> WeightsFolder:
-    """The weights in a folder.
+def read_weights_folder(folder: Path) -> WeightsFolder:
+    """Read the checksum and size of the weights in a folder.
 
     Raises:
         FileNotFoundError: it has no single safetensors file.
@@ -49,17 +51,17 @@ def write_weights(
     *,
     base: Path,
     dtype: str,
-    place: Path,
+    folder: Path,
     state: dict[str, Tensor] | None = None,
 ) -> WeightsFolder:
     """Write the model durably; equal weights give equal bytes.
 
     Args:
-        model: of transformers.
-        base: the folder it was loaded from first; its configuration and tokenizer are copied.
-        dtype: of the model's parameters, as its configuration names it.
-        place: of the folder.
-        state: of the model, where the model itself only has a shard of it.
+        model: Of transformers.
+        base: The run's base model; its configuration and tokenizer are copied.
+        dtype: Of the parameters, as the configuration names it.
+        folder: To write.
+        state: All weights by name, if `model` holds only a shard of them.
     """
 
     def fill(draft: Path) -> None:
@@ -68,18 +70,18 @@ def write_weights(
             model.save_pretrained(saved, state_dict=state, max_shard_size=UNSHARDED)  # type: ignore[operator]  # transformers' method
             (Path(saved) / WEIGHTS_FILE).rename(draft / WEIGHTS_FILE)
 
-    write_folder(place, fill)
-    return described(place)
+    write_folder(folder, fill)
+    return read_weights_folder(folder)
 
 
-def link_weights(source: WeightsFolder, *, place: Path) -> WeightsFolder:
-    """The same weights at another place."""
+def link_weights(source: WeightsFolder, *, folder: Path) -> WeightsFolder:
+    """Make `folder` hold the same weights, by hard links if possible."""
 
     def fill(draft: Path) -> None:
         link_model(source.folder, draft)
 
-    write_folder(place, fill)
-    return _weights_at(place, sha256=source.sha256, size_bytes=source.size_bytes)
+    write_folder(folder, fill)
+    return _weights_at(folder, sha256=source.sha256, size_bytes=source.size_bytes)
 
 
 def link_model(source: Path, target: Path) -> None:
@@ -90,7 +92,7 @@ def link_model(source: Path, target: Path) -> None:
 
 
 def copy_model_files(base: Path, target: Path, *, dtype: str) -> None:
-    """Copy everything but weights; the configuration's dtype becomes the trained one."""
+    """Copy all files but the weights, and set the configuration's dtype to that of training."""
     for path in _model_files(base):
         shutil.copyfile(path, target / path.name)
     configuration = target / "config.json"

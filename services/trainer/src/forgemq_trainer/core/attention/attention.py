@@ -1,7 +1,7 @@
 """Attention over a prefix tree, as transformers calls it.
 
-What computes it is a backend: `cpu_attention`, or on a GPU `varlen` or `flex`. All take the same
-arguments and give the same output and gradients; keys of earlier blocks come from a `Carry`.
+A backend computes it: `cpu_attention`, or on a GPU `varlen` or `flex`. All take the same arguments
+and give the same output and gradients; keys of earlier blocks come from a `Carry`.
 
 Shapes: T queries of this run, H query heads, N tokens, K key/value heads, S slots, D head size.
 """
@@ -17,7 +17,7 @@ from forgemq_trainer.core.attention.plan import AttentionPlan
 from forgemq_trainer.core.tree import Integers
 
 UNSUPPORTED = ("sliding_window", "softcap", "s_aux")
-"""What models of transformers may ask of attention, and would be wrong without."""
+"""Arguments that a model may pass to its attention, and without which its result would be wrong."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +25,8 @@ class Carry:
     """Keys and values of one layer for a whole forest, and the gradients collected for them.
 
     Blocks run forward in layout order, each writing its range of `key_KND` and `value_KND`, and
-    backward in reverse order: when a block runs backward, every later block has added what its
-    queries owe to this block's keys.
+    backward in reverse order: when a block runs backward, every later block has added its queries'
+    gradients of this block's keys.
     """
 
     key_KND: Tensor
@@ -37,12 +37,12 @@ class Carry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockKeys:
-    """What the attention of one run of queries is told.
+    """The keys of one run of queries, and which of them each query sees.
 
     Attributes:
-        plan: pieces of its queries, in the coordinates of the carries.
-        carries: one for each layer; empty where the run is the whole forest.
-        subtree_end_S: of each key, in the same coordinates.
+        plan: Pieces of its queries, in the coordinates of the carries.
+        carries: One for each layer; empty if the run is the whole forest.
+        subtree_end_S: Of each key, in the same coordinates.
     """
 
     plan: AttentionPlan
@@ -51,7 +51,7 @@ class BlockKeys:
 
 
 class RunAttention(Protocol):
-    """Attention of one run of queries, each over its ancestors and itself; any layer's."""
+    """Attention of one run of queries, each over its ancestors and itself, for every layer."""
 
     def __call__(
         self,
@@ -63,7 +63,7 @@ class RunAttention(Protocol):
         scale: float,
         carry: Carry | None,
     ) -> Tensor:
-        """[T, H, D], of the queries' dtype; query heads h * (H / K) and on read key head h."""
+        """[T, H, D], of the queries' dtype; query head h reads key head h // (H / K)."""
         ...
 
 
@@ -72,23 +72,23 @@ class AttentionBackend(Protocol):
 
     @property
     def slot_multiple(self) -> int:
-        """What a carry's number of slots must be divisible by."""
+        """A carry's number of slots must be a multiple of this."""
         ...
 
     def of_run(
         self, keys: BlockKeys, /, *, dtype: torch.dtype, device: torch.device
     ) -> RunAttention:
-        """The attention of one run; what it derives from the plan is shared by all layers."""
+        """The attention of one run; all layers share what it derives from the plan."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeAttention:
-    """What every layer is told: its attention, and the carries of a forest in blocks.
+    """The argument that every layer gets: attention, and the carries of a forest in blocks.
 
     Attributes:
-        attend: of this run of queries.
-        carries: one for each layer; empty where the run is the whole forest.
+        attend: For this run of queries.
+        carries: One for each layer; empty if the run is the whole forest.
     """
 
     attend: RunAttention
@@ -110,15 +110,15 @@ def attention_interface(
     """Tree attention as transformers calls it; the plan arrives as the model's keyword argument.
 
     Args:
-        module: the layer's attention; its `layer_idx` picks the carry.
+        module: The layer's attention; its `layer_idx` picks the carry.
         query: [1, H, T, D] after rotary embedding; perhaps wider than `value`'s dtype.
         key: [1, K, T, D].
         value: [1, K, T, D].
-        attention_mask: must be None; the plan says who sees whom.
-        tree_attention: of this run.
-        scaling: of the scores; None is 1 / sqrt(D).
-        dropout: must be 0.
-        **others: what else a model passes; `UNSUPPORTED` must be None.
+        attention_mask: Must be None; the plan decides which keys a query sees.
+        tree_attention: Of this run.
+        scaling: Multiplies the scores; None is 1 / sqrt(D).
+        dropout: Must be 0.
+        **others: Other arguments of the model; those of `UNSUPPORTED` must be None.
 
     Returns:
         [1, T, H, D] and None.
@@ -147,14 +147,14 @@ def attention_interface(
 
 
 def carried(own_KTD: Tensor, whole_KSD: Tensor, grad_KSD: Tensor, *, start: int) -> Tensor:
-    """A carry's keys (or values) with this block's own among them, for attention by autograd.
+    """A carry's keys (or values) after this block's own were written into it, for autograd.
 
-    Forward writes the block's own into the carry, whose slots the result shares: nothing is copied
-    for backward. Backward adds what the block owes to all keys into the carry's gradients, and
-    returns those of its own together with what later blocks left.
+    Forward writes the block's own keys into the carry and returns the carry's memory: nothing is
+    copied for backward. Backward adds the block's gradients of all keys to the carry's gradients,
+    and returns those of the block's own keys, which then include what later blocks added.
 
     Returns:
-        [K, S, D]: all slots, those beyond the block as they are.
+        [K, S, D]: all slots; those beyond the block are unchanged.
     """
     output = _Carried.apply(own_KTD, whole_KSD, grad_KSD, start)
     assert isinstance(output, Tensor)

@@ -1,10 +1,11 @@
 """Tree attention on a CPU: flash kernels over triangles and rectangles, exact forward and backward.
 
 Each piece of the plan is one call of the native flash kernel on contiguous ranges: no mask, no
-gather. Partial outputs of a query merge by their log-sum-exp; backward hands every piece the
+gather. Partial outputs of a query merge by their log-sum-exp; backward gives every piece the
 global output and log-sum-exp, which makes softmax and its correction term globally right, as in
-ring attention. Queries of a block may look back at keys of earlier blocks: those lie in a `Carry`,
-which also collects the gradients they get, to be added when the earlier block runs backward.
+ring attention (arXiv 2310.01889). Queries of a block may look back at keys of earlier blocks: those
+lie in a `Carry`, which also collects their gradients, to be added when the earlier block runs
+backward.
 
 Shapes: T queries of this run, N keys, K key/value heads, Q query heads for each of them, D head
 size. The aten kernels are private to torch; the equivalence tests guard the pin.
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from forgemq_trainer.core.attention.attention import BlockKeys, Carry, RunAttention
-from forgemq_trainer.core.attention.plan import AttentionPlan
+from forgemq_trainer.core.attention.plan import AttentionPlan, Range
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -34,8 +35,8 @@ class CpuAttention:
     def of_run(
         self, keys: BlockKeys, /, *, dtype: torch.dtype, device: torch.device
     ) -> RunAttention:
-        """As `AttentionBackend`."""
-        del dtype, device
+        """Attention of one run, as `AttentionBackend` declares it."""
+        del dtype, device  # The kernel takes every dtype, on the one device there is.
 
         def attend_run(
             query_THD: Tensor,
@@ -52,24 +53,41 @@ class CpuAttention:
                 query_THD.reshape(count, key_heads, heads // key_heads, size).transpose(0, 1),
                 key_TKD.transpose(0, 1),
                 value_TKD.transpose(0, 1),
-                plan=keys.plan,
-                scale=scale,
-                carry=carry,
+                Run(plan=keys.plan, scale=scale, carry=carry),
             )
             return output_KTQD.transpose(0, 1).flatten(1, 2)
 
         return attend_run
 
 
-def attend(
-    query_KTQD: Tensor,
-    key_KTD: Tensor,
-    value_KTD: Tensor,
-    *,
-    plan: AttentionPlan,
-    scale: float,
-    carry: Carry | None = None,
-) -> Tensor:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What one layer's attention over a run of queries depends on, besides its tensors.
+
+    Attributes:
+        plan: Pieces of the run.
+        scale: Multiplies the scores.
+        carry: Keys of earlier blocks; None if the run is the whole forest.
+    """
+
+    plan: AttentionPlan
+    scale: float
+    carry: Carry | None = None
+
+    @property
+    def key_start(self) -> int:
+        """What plan coordinate the first key has: a carry holds all, else there are the run's."""
+        return self.plan.start if self.carry is None else 0
+
+    def slices(self, queries: Range, keys: Range) -> tuple[slice, slice]:
+        """A piece's plan coordinates as indices into the query and key tensors."""
+        return (
+            slice(queries[0] - self.plan.start, queries[1] - self.plan.start),
+            slice(keys[0] - self.key_start, keys[1] - self.key_start),
+        )
+
+
+def attend(query_KTQD: Tensor, key_KTD: Tensor, value_KTD: Tensor, run: Run) -> Tensor:
     """Attention of every query over its ancestors and itself.
 
     Returns:
@@ -78,9 +96,10 @@ def attend(
     Raises:
         ValueError: the plan has another number of queries.
     """
-    if query_KTQD.shape[1] != plan.end - plan.start:
-        raise ValueError(f"plan of {plan.end - plan.start} queries, got {query_KTQD.shape[1]}")
-    output = _TreeFlash.apply(query_KTQD, key_KTD, value_KTD, plan, scale, carry)
+    count = run.plan.end - run.plan.start
+    if query_KTQD.shape[1] != count:
+        raise ValueError(f"plan of {count} queries, got {query_KTQD.shape[1]}")
+    output = _TreeFlash.apply(query_KTQD, key_KTD, value_KTD, run)
     assert isinstance(output, Tensor)
     return output
 
@@ -92,29 +111,25 @@ class _TreeFlash(torch.autograd.Function):
         query_KTQD: Tensor,
         key_KTD: Tensor,
         value_KTD: Tensor,
-        plan: AttentionPlan,
-        scale: float,
-        carry: Carry | None,
+        run: Run,
     ) -> Tensor:
+        plan, carry = run.plan, run.carry
         query_KTQD = query_KTQD.contiguous()
         keys, values = key_KTD.contiguous(), value_KTD.contiguous()
-        key_start = plan.start
         if carry is not None:
             carry.key_KND[:, plan.start : plan.end] = keys
             carry.value_KND[:, plan.start : plan.end] = values
-            keys, values, key_start = carry.key_KND, carry.value_KND, 0
-        output_KTQD, lse_KTQ = _forward_pieces(
-            query_KTQD, keys, values, plan=plan, key_start=key_start, scale=scale
-        )
+            keys, values = carry.key_KND, carry.value_KND
+        output_KTQD, lse_KTQ = _forward_pieces(query_KTQD, keys, values, run)
         ctx.save_for_backward(query_KTQD, keys, values, output_KTQD, lse_KTQ)
-        ctx.plan, ctx.scale, ctx.carry, ctx.key_start = plan, scale, carry, key_start
+        ctx.run = run
         return output_KTQD
 
     @staticmethod
     def backward(ctx: Any, output_grad_KTQD: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401  # as forward
         query_KTQD, keys, values, output_KTQD, lse_KTQ = ctx.saved_tensors
-        plan: AttentionPlan = ctx.plan
-        carry: Carry | None = ctx.carry
+        run: Run = ctx.run
+        plan, carry = run.plan, run.carry
         wide = torch.promote_types(query_KTQD.dtype, torch.float32)
         if carry is None:
             key_grad = torch.zeros_like(keys, dtype=wide)
@@ -124,19 +139,15 @@ class _TreeFlash(torch.autograd.Function):
         query_grad_KTQD = _backward_pieces(
             _Saved(query_KTQD, keys, values, output_KTQD, lse_KTQ),
             output_grad_KTQD.contiguous(),
-            key_grad=key_grad,
-            value_grad=value_grad,
-            plan=plan,
-            key_start=ctx.key_start,
-            scale=ctx.scale,
+            key_grad,
+            value_grad,
+            run,
         )
-        own = slice(plan.start - ctx.key_start, plan.end - ctx.key_start)
+        own = slice(plan.start - run.key_start, plan.end - run.key_start)
         return (
             query_grad_KTQD.to(query_KTQD.dtype),
             key_grad[:, own].to(keys.dtype, copy=True),
             value_grad[:, own].to(values.dtype, copy=True),
-            None,
-            None,
             None,
         )
 
@@ -154,11 +165,9 @@ def _forward_pieces(
     query_KTQD: Tensor,
     keys: Tensor,
     values: Tensor,
-    *,
-    plan: AttentionPlan,
-    key_start: int,
-    scale: float,
+    run: Run,
 ) -> tuple[Tensor, Tensor]:
+    """Outputs and log-sum-exps of all pieces, merged by query."""
     wide = torch.promote_types(query_KTQD.dtype, torch.float32)
     output_KTQD = torch.empty_like(query_KTQD, dtype=wide)
     lse_KTQ = torch.empty(query_KTQD.shape[:3], dtype=wide, device=query_KTQD.device)
@@ -166,23 +175,25 @@ def _forward_pieces(
     queries_QKTD, outputs_QKTD = query_KTQD.permute(2, 0, 1, 3), output_KTQD.permute(2, 0, 1, 3)
     lse_QKT = lse_KTQ.permute(2, 0, 1)
     keys_QKND, values_QKND = keys.expand(group, -1, -1, -1), values.expand(group, -1, -1, -1)
-    for start, end in plan.triangles:
-        q, k = (
-            slice(start - plan.start, end - plan.start),
-            slice(start - key_start, end - key_start),
-        )
+    for chain in run.plan.triangles:
+        q, k = run.slices(chain, chain)
         piece, lse = _flash(
-            queries_QKTD[:, :, q], keys_QKND[:, :, k], values_QKND[:, :, k], 0.0, True, scale=scale
+            queries_QKTD[:, :, q],
+            keys_QKND[:, :, k],
+            values_QKND[:, :, k],
+            0.0,
+            True,
+            scale=run.scale,
         )
         outputs_QKTD[:, :, q] = piece
         lse_QKT[:, :, q] = lse
-    for q0, q1, k0, k1 in plan.rectangles:
-        q, k = slice(q0 - plan.start, q1 - plan.start), slice(k0 - key_start, k1 - key_start)
+    for q0, q1, k0, k1 in run.plan.rectangles:
+        q, k = run.slices((q0, q1), (k0, k1))
         # The query heads of one key head become rows: keys are read once for all of them.
         rows = query_KTQD[:, q].view(1, heads, (q1 - q0) * group, size)
-        piece, lse = _flash(rows, keys[None, :, k], values[None, :, k], 0.0, False, scale=scale)
+        piece, lse = _flash(rows, keys[None, :, k], values[None, :, k], 0.0, False, scale=run.scale)
         old, new = lse_KTQ[:, q], lse.view(heads, q1 - q0, group)
-        # w = sigmoid(new - old) is the piece's share of the merged softmax.
+        # exp(new) / (exp(old) + exp(new)) is the piece's share of the merged softmax.
         share = torch.sigmoid(new - old)
         output_KTQD[:, q].lerp_(
             piece.reshape(heads, q1 - q0, group, size).to(wide), share[..., None]
@@ -194,13 +205,11 @@ def _forward_pieces(
 def _backward_pieces(
     saved: _Saved,
     output_grad_KTQD: Tensor,
-    *,
     key_grad: Tensor,
     value_grad: Tensor,
-    plan: AttentionPlan,
-    key_start: int,
-    scale: float,
+    run: Run,
 ) -> Tensor:
+    """Add the gradients of keys and values to the given tensors; returns those of the queries."""
     query_KTQD, keys, values = saved.query_KTQD, saved.keys, saved.values
     heads, _, group, size = query_KTQD.shape
     query_grad_KTQD = torch.zeros_like(query_KTQD, dtype=key_grad.dtype)
@@ -210,11 +219,8 @@ def _backward_pieces(
     outputs_QKTD = saved.output_KTQD.permute(2, 0, 1, 3)
     lse_QKT = saved.lse_KTQ.permute(2, 0, 1).contiguous()
     keys_QKND, values_QKND = keys.expand(group, -1, -1, -1), values.expand(group, -1, -1, -1)
-    for start, end in plan.triangles:
-        q, k = (
-            slice(start - plan.start, end - plan.start),
-            slice(start - key_start, end - key_start),
-        )
+    for chain in run.plan.triangles:
+        q, k = run.slices(chain, chain)
         dq, dk, dv = _flash_backward(
             grads_QKTD[:, :, q],
             queries_QKTD[:, :, q],
@@ -224,13 +230,13 @@ def _backward_pieces(
             lse_QKT[:, :, q].contiguous(),
             0.0,
             True,
-            scale=scale,
+            scale=run.scale,
         )
         query_grad_QKTD[:, :, q] += dq
         key_grad[:, k] += dk.sum(0)
         value_grad[:, k] += dv.sum(0)
-    for q0, q1, k0, k1 in plan.rectangles:
-        q, k = slice(q0 - plan.start, q1 - plan.start), slice(k0 - key_start, k1 - key_start)
+    for q0, q1, k0, k1 in run.plan.rectangles:
+        q, k = run.slices((q0, q1), (k0, k1))
         shape = (1, heads, (q1 - q0) * group, size)
         dq, dk, dv = _flash_backward(
             output_grad_KTQD[:, q].view(shape),
@@ -241,7 +247,7 @@ def _backward_pieces(
             saved.lse_KTQ[:, q].reshape(shape[:3]),
             0.0,
             False,
-            scale=scale,
+            scale=run.scale,
         )
         query_grad_KTQD[:, q] += dq.reshape(heads, q1 - q0, group, size)
         key_grad[:, k] += dk[0]

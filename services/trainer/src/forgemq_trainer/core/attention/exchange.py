@@ -1,9 +1,9 @@
-"""Keys and values of all ranks, for ranks that run one forest together (context parallelism).
+"""Exchanges keys and values of ranks that run one forest together (context parallelism).
 
-Each rank computes the queries, keys and values of its own range of tokens. Forward brings the other
-ranks' keys and values of the block into this rank's carry; backward sums over the ranks what their
-queries owe to each key, and hands every rank the sum for its own. Exact: the same pieces of
-attention run, each on one of the ranks.
+Each rank computes the queries, keys and values of its own range of tokens. Forward copies the other
+ranks' keys and values of the block into this rank's carry; backward sums each key's gradients over
+the ranks, and gives every rank the sums for its own keys. The result is exact: the pieces of
+attention are those of one rank, each computed on one of the ranks.
 
 Shapes: T tokens of this rank's range, N tokens of the forest, K key/value heads, D head size.
 """
@@ -20,23 +20,23 @@ from forgemq_trainer.core.attention.attention import Carry, attention_interface
 
 
 class Peers(Protocol):
-    """The ranks, as computation needs them; every rank calls the same methods in the same order."""
+    """The ranks, as the computation uses them; all call the same methods in the same order."""
 
     @property
     def rank(self) -> int:
         """This rank, from 0."""
         ...
 
-    def gathered(self, own: Tensor) -> list[Tensor]:
-        """`own` of every rank, by rank; all have one shape."""
+    def all_gather(self, own: Tensor) -> list[Tensor]:
+        """Gather `own` of every rank, by rank; all have one shape."""
         ...
 
-    def scattered_sum(self, parts: Sequence[Tensor]) -> Tensor:
-        """The sum over the ranks of their `parts[this rank]`; all have one shape."""
+    def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
+        """Sum over the ranks of their `parts[this rank]`; all have one shape."""
         ...
 
-    def total(self, own: Tensor) -> Tensor:
-        """The sum of `own` over the ranks."""
+    def all_reduce(self, own: Tensor) -> Tensor:
+        """Sum of `own` over the ranks."""
         ...
 
 
@@ -45,15 +45,15 @@ class KeyExchange:
     """How one block's keys and values get to all ranks.
 
     Attributes:
-        ranges: of the block, one for each rank, in order.
-        peers: the ranks.
+        ranges: Of the block, one for each rank, in order.
+        peers: The ranks.
     """
 
     ranges: tuple[Range, ...]
     peers: Peers
 
-    def shared(self, key_KTD: Tensor, value_KTD: Tensor, carry: Carry) -> tuple[Tensor, Tensor]:
-        """This rank's keys and values, once those of all ranks are in the carry.
+    def exchange(self, key_KTD: Tensor, value_KTD: Tensor, carry: Carry) -> tuple[Tensor, Tensor]:
+        """Copy all ranks' keys and values into the carry; returns this rank's.
 
         Attention of this block then adds to the carry's gradients; backward of this function sums
         them over the ranks.
@@ -72,11 +72,12 @@ class _Exchanged(torch.autograd.Function):
         exchange: KeyExchange,
     ) -> tuple[Tensor, Tensor]:
         ctx.carry, ctx.exchange = carry, exchange
+        # Padded to the longest range: a gather needs one shape on all ranks.
         longest = max(end - start for start, end in exchange.ranges)
         heads, count, size = key_KTD.shape
         own = key_KTD.new_zeros((2, heads, longest, size))
         own[0, :, :count], own[1, :, :count] = key_KTD, value_KTD
-        everyones = exchange.peers.gathered(own)
+        everyones = exchange.peers.all_gather(own)
         for (start, end), both in zip(exchange.ranges, everyones, strict=True):
             carry.key_KND[:, start:end] = both[0, :, : end - start]
             carry.value_KND[:, start:end] = both[1, :, : end - start]
@@ -88,7 +89,8 @@ class _Exchanged(torch.autograd.Function):
         key_grad_KTD: Tensor,
         value_grad_KTD: Tensor,
     ) -> tuple[Tensor | None, ...]:
-        # What comes in is this rank's part alone; the carry has the same, and later blocks' parts.
+        # The incoming gradients are this rank's alone and from this block; the carry's include them
+        # and those of later blocks, so the incoming ones give only the shape.
         carry: Carry = ctx.carry
         exchange: KeyExchange = ctx.exchange
         longest = max(end - start for start, end in exchange.ranges)
@@ -99,7 +101,7 @@ class _Exchanged(torch.autograd.Function):
             part[0, :, : end - start] = carry.key_grad_KND[:, start:end]
             part[1, :, : end - start] = carry.value_grad_KND[:, start:end]
             parts.append(part)
-        both = exchange.peers.scattered_sum(parts)
+        both = exchange.peers.reduce_scatter(parts)
         count = key_grad_KTD.shape[1]
         return (
             both[0, :, :count].to(key_grad_KTD.dtype),
@@ -119,21 +121,21 @@ def shared_attention_interface(
     key_exchange: KeyExchange | None = None,
     **others: Any,  # noqa: ANN401  # as transformers passes them on
 ) -> tuple[Tensor, None]:
-    """`attention_interface`, whose keys and values may be shared between ranks.
+    """`attention_interface` after an exchange of keys and values, if ranks share the forest.
 
     Args:
-        module: the layer's attention.
-        query: as `attention_interface`.
-        key: as `attention_interface`; of this rank's range.
-        value: as `attention_interface`; of this rank's range.
-        attention_mask: must be None.
-        key_exchange: None where this rank runs by itself.
-        others: as `attention_interface`.
+        module: The layer's attention.
+        query: As in `attention_interface`.
+        key: As in `attention_interface`; of this rank's range.
+        value: As in `attention_interface`; of this rank's range.
+        attention_mask: Must be None.
+        key_exchange: None if this rank runs the forest alone.
+        others: As in `attention_interface`.
     """
     if key_exchange is not None:
         layer = module.layer_idx
         assert isinstance(layer, int)
         carry = others["tree_attention"].carries[layer]
-        shared = key_exchange.shared(key[0].to(value.dtype), value[0], carry)
+        shared = key_exchange.exchange(key[0].to(value.dtype), value[0], carry)
         key, value = shared[0][None], shared[1][None]
     return attention_interface(module, query, key, value, attention_mask, **others)

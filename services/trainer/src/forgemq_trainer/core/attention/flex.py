@@ -1,12 +1,12 @@
-"""Tree attention on a GPU where many branches exist: compiled FlexAttention over a block mask.
+"""Tree attention on a GPU for trees with many branches: compiled FlexAttention over a block mask.
 
 The mask of a tree is one integer for each key: key <= query < subtree_end[key]. Which blocks of
 128 are empty, partial or full follows from the least and the largest end in each key block, so
 nothing of size N x N exists: the mask is O(N), the lists of blocks are N/128 x N/128.
 
 Queries and keys are padded to whole blocks, and their numbers of blocks are symbols to the
-compiler: a model's attention is compiled once with gradient and once without, whatever the lengths
-of its trees, whole or in blocks.
+compiler: a model's attention is compiled once with gradient and once without, for trees of every
+length, whole or in blocks.
 
 Shapes: T queries of this run, H query heads, S slots of keys, K key/value heads, D head size, A
 blocks of queries, B blocks of keys.
@@ -26,25 +26,27 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from forgemq_trainer.core.attention.attention import BlockKeys, Carry, RunAttention, carried
 
 BLOCK = 128
-"""FlexAttention's own tile; nodes are not aligned to it, which would cost more than it saves."""
+"""Tokens of FlexAttention's tile. Segments are not aligned to it: the padding would cost more than
+the partial blocks do."""
 
 BLOCKS_MIN = 2
-"""A compiler takes a length of 1 for a constant, and would compile again for it."""
+"""torch.compile treats a size of 1 as a constant, and would compile again for it."""
 
 KINDS_MAX = 8
-"""Kernels that one model may need; with and without gradient are the two that it does need."""
+"""Kernels that one model may compile. It needs two, with and without gradient; more than a few
+would mean that some length is no symbol, and that every tree compiles again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeMask:
-    """Who sees whom in one run: query `t` at place `start + t` sees `key <= place < end[key]`.
+    """Which keys a query sees: query t, at slot = start + t, sees key <= slot < end[key].
 
     Attributes:
-        end_BS: int32, subtree end of each key by block; 0 for keys that nobody sees.
+        end_BS: int32, subtree end of each key by block; 0 for keys that no query sees.
         start: int32 scalar, slot of the first query.
-        lists: of blocks, as BlockMask has them: for each block of queries the number of partial
-            blocks of keys, int32 [1, 1, A], and which, [1, 1, A, B]; the same of full ones; then
-            both for each block of keys.
+        lists: Of blocks, as in BlockMask: for each block of queries the number of its partial
+            blocks of keys, int32 [1, 1, A], and their indices, [1, 1, A, B]; the same for full
+            blocks; then both for each block of keys.
     """
 
     end_BS: Tensor
@@ -52,7 +54,7 @@ class TreeMask:
     lists: tuple[Tensor, ...]
 
     def block_mask(self) -> BlockMask:
-        """The mask as FlexAttention takes it."""
+        """The mask in FlexAttention's form."""
         return _block_mask(self.end_BS, self.start, self.lists)
 
 
@@ -77,14 +79,14 @@ def flex_attention_of(keys: BlockKeys, *, kernel: FlexKernel, device: torch.devi
     """Attention of one run of queries under a block mask.
 
     Args:
-        keys: of the run; carries have whole blocks of slots.
-        kernel: of the device.
-        device: of the computation.
+        keys: The run's plan and carries; carries have whole blocks of slots.
+        kernel: For this device.
+        device: That computes.
     """
     plan = keys.plan
     queries = plan.end - plan.start
     slots = keys.carries[0].key_KND.shape[1] if keys.carries else _padded(queries)
-    # Slots of padding, and those that an earlier block left behind, end at 0: nobody sees them.
+    # Slots of padding, and those that an earlier block left behind, end at 0: no query sees them.
     end_S = torch.zeros(slots, dtype=torch.int32)
     end_S[: plan.end] = torch.from_numpy(keys.subtree_end_S[: plan.end])
     mask = tree_mask(end_S.to(device), start=plan.start, queries=queries)
@@ -116,9 +118,9 @@ def tree_mask(end_S: Tensor, *, start: int, queries: int) -> TreeMask:
     """The mask of `key <= start + query < end[key]`, in O(N) and the lists of blocks.
 
     Args:
-        end_S: int32, subtree end of each key, 0 for padding; a multiple of BLOCK.
-        start: slot of the first query.
-        queries: number of queries; those that fill the last block see nothing.
+        end_S: int32, subtree end of each key, 0 for padding; as many as a multiple of BLOCK.
+        start: Slot of the first query.
+        queries: Number of queries; the padding of the last block sees no key.
     """
     device = end_S.device
     end_BS = end_S.clamp(max=start + queries).view(-1, BLOCK)
@@ -149,11 +151,11 @@ class CompiledFlex:
         """Compile nothing yet.
 
         Args:
-            backend: of `torch.compile`.
-            kinds_max: the call that would need one kind more is refused.
+            backend: Of `torch.compile`.
+            kinds_max: A call that would need a further kernel beyond these raises an error.
         """
-        # It is refused because of fullgraph; else torch would go the way without a compiled kernel,
-        # which has scores of size N x N.
+        # fullgraph makes it an error. Otherwise torch would silently run FlexAttention uncompiled,
+        # with scores of size N x N.
         self._attend = torch.compile(  # type: ignore[call-overload]  # torch's stubs lack two names
             _attend,
             fullgraph=True,
@@ -173,7 +175,7 @@ class CompiledFlex:
         mask: TreeMask,
         scale: float,
     ) -> Tensor:
-        """As `FlexKernel`."""
+        """Attention under a mask, by the compiled kernel."""
         arguments = (
             _marked(_by_block(query_HTD), 2),
             _marked(_by_block(key_KSD), 2),
@@ -187,7 +189,7 @@ class CompiledFlex:
 
 
 def _marked(tensor: Tensor, *dimensions: int) -> Tensor:
-    """The tensor, with sizes that the compiler takes for symbols."""
+    """Mark sizes of the tensor as symbols for the compiler; returns the tensor."""
     torch._dynamo.mark_dynamic(tensor, dimensions)
     return tensor
 
@@ -206,7 +208,8 @@ def _attend(
             "torch.compile is switched off (TORCH_COMPILE_DISABLE, TORCHDYNAMO_DISABLE): tree "
             "attention on a GPU would hold scores of every pair of tokens"
         )
-    # Lengths of 128 * blocks: the compiler sees that tiles divide them, and masks no load.
+    # Lengths written as 128 * blocks: the compiler sees that tiles divide them, and need not mask
+    # loads at the end.
     query, key, value = query.flatten(2, 3), key.flatten(2, 3), value.flatten(2, 3)
     output = flex_attention(
         query,
@@ -224,8 +227,8 @@ def _block_mask(end_BS: Tensor, start: Tensor, lists: tuple[Tensor, ...]) -> Blo
     end_S = end_BS.flatten()
 
     def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        place = query + start
-        return (key <= place) & (place < end_S[key])
+        slot = query + start
+        return (key <= slot) & (slot < end_S[key])
 
     keys, key_order, full_keys, full_key_order, *of_keys = lists
     queries, query_order, full_queries, full_query_order = of_keys
@@ -250,7 +253,7 @@ def _by_block(values_HTD: Tensor) -> Tensor:
 
 
 def _listed(is_visited: Tensor) -> tuple[Tensor, Tensor]:
-    """For each row, the number of its visited columns, and which: in order, zeros behind them."""
+    """For each row, the number of its visited columns, and their indices in order, then zeros."""
     order = torch.zeros(is_visited.shape, dtype=torch.int32, device=is_visited.device)
     rows, columns = is_visited.nonzero(as_tuple=True)
     rank = is_visited.cumsum(1, dtype=torch.int32)[rows, columns] - 1
@@ -265,5 +268,5 @@ def _padded(count: int) -> int:
 def _in_blocks(values_HTD: Tensor) -> Tensor:
     count = values_HTD.shape[1]
     missing = _padded(count) - count
-    # One layout in memory, as every layout would be compiled by itself.
+    # Contiguous, as the compiler would compile again for another memory layout.
     return functional.pad(values_HTD, (0, 0, 0, missing)) if missing else values_HTD.contiguous()

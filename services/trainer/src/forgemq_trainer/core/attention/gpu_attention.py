@@ -1,4 +1,4 @@
-"""Which of a GPU's two ways computes a run's attention: flash over pieces, or a block mask."""
+"""Chooses how a GPU computes a run's attention: flash over pieces, or a block mask."""
 
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
@@ -27,13 +27,13 @@ def attention_kind(
     head_size: int,
     kernel: VarlenKernel | None = None,
 ) -> AttentionKind:
-    """Flash over pieces where branches are few and the kernel has the dtype and size; else flex.
+    """Flash over pieces if branches are few and the kernel has the dtype and head size; else flex.
 
     Args:
-        plan: of the run.
-        dtype: of queries and keys.
-        head_size: of the model.
-        kernel: None is that of CUDA.
+        plan: Of the run.
+        dtype: Of queries and keys.
+        head_size: Of the model.
+        kernel: None is torch's for CUDA.
     """
     is_supported = (kernel or FlashVarlen()).is_supported(dtype, head_size=head_size)
     return "varlen" if is_supported and has_few_branches(plan) else "flex"
@@ -44,11 +44,11 @@ class GpuAttention:
     """Makes the attention of runs on a GPU.
 
     Attributes:
-        head_size: of the model.
-        flex: compiled when it is first needed.
-        varlen: the other kernel.
-        slot_multiple: the block mask is made of whole blocks of keys.
-        kind: of every run, for who compares the two; None: what suits each run.
+        head_size: Of the model.
+        flex: Kernel under a block mask; compiled when it is first needed.
+        varlen: Kernel over pieces.
+        slot_multiple: The block mask needs whole blocks of keys.
+        kind: Fixes the way of every run, to compare the two; None chooses for each run.
     """
 
     head_size: int
@@ -60,7 +60,7 @@ class GpuAttention:
     def of_run(
         self, keys: BlockKeys, /, *, dtype: torch.dtype, device: torch.device
     ) -> RunAttention:
-        """As `AttentionBackend`; of a given kind, its kernel refuses a dtype that it lacks."""
+        """Attention of one run; with a fixed `kind`, its kernel may refuse the dtype."""
         kind = self.kind or attention_kind(
             keys.plan, dtype=dtype, head_size=self.head_size, kernel=self.varlen
         )

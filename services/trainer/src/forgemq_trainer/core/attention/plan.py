@@ -5,13 +5,23 @@ So the whole tree mask is one triangle for each chain (a maximal run of segments
 another) and one rectangle for each segment with light children: all light subtrees against the
 chain up to the segment's end. Every visible pair lies in exactly one piece, and every piece is a
 contiguous range of queries against a contiguous range of keys.
+
+Example: segments R = [0, 4), its children A = [4, 7) and B = [7, 9). A follows R directly, so the
+chains are R with A, [0, 7), and B, [7, 9): two triangles. B is light: one rectangle, queries
+[7, 9) against keys [0, 4).
+
+M segments, C chains, B segments with light children, R rectangles, K pieces of cut chains.
 """
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 
 from forgemq_trainer.core.tree import Forest, Integers
+
+Range: TypeAlias = tuple[int, int]
+"""(start, end) of contiguous queries or keys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,15 +29,15 @@ class AttentionPlan:
     """Pieces of the queries [start, end), in the coordinates of the forest's layout.
 
     Attributes:
-        start: first query.
-        end: one past the last query.
-        triangles: (start, end), queries and keys are the same range, causal.
-        rectangles: (query_start, query_end, key_start, key_end), every query sees every key.
+        start: First query.
+        end: One past the last query.
+        triangles: (start, end): queries and keys are the same range, causal.
+        rectangles: (query_start, query_end, key_start, key_end): every query sees every key.
     """
 
     start: int
     end: int
-    triangles: tuple[tuple[int, int], ...]
+    triangles: tuple[Range, ...]
     rectangles: tuple[tuple[int, int, int, int], ...]
 
 
@@ -66,7 +76,7 @@ def pieces(forest: Forest) -> ForestPieces:
 
 
 def attention_plan(whole: ForestPieces, *, start: int, end: int) -> AttentionPlan:
-    """The pieces that the queries [start, end) need, of keys before `end`."""
+    """The pieces of the queries [start, end); all their keys lie before `end`."""
     chain_C2 = np.clip(whole.chain_C2, start, end)
     is_cut_C = chain_C2[:, 0] < chain_C2[:, 1]
     # What a chain had before this block is a rectangle of keys that are already known.

@@ -1,11 +1,11 @@
-"""Tree attention on a GPU where few branches exist: variable-length flash over the plan's pieces.
+"""Tree attention on a GPU if branches are few: variable-length flash over the plan's pieces.
 
 All triangles are one causal call of the kernel: the chains lie side by side and tile the run's
-queries. Rectangles whose queries do not overlap are one call more; as rectangles nest no deeper
-than the branches of the tree, a few calls do. Partial outputs merge by their log-sum-exp, and
-backward hands every piece the global output and log-sum-exp, as on a CPU. A call wants its queries
-and keys packed side by side, so keys that several rectangles read are copied for each: that is
-what "few branches" bounds.
+queries. Rectangles whose queries do not overlap share one further call; as rectangles nest no
+deeper than the branches of the tree, a few calls suffice. Partial outputs merge by their
+log-sum-exp, and backward gives every piece the global output and log-sum-exp, as on a CPU. A call
+takes its queries and keys packed side by side, so keys that several rectangles read are copied for
+each: "few branches" bounds these copies.
 
 Shapes: T queries of this run, H query heads, N keys, K key/value heads, D head size; P and C are
 the packed queries and keys of one call.
@@ -22,19 +22,17 @@ import torch
 from torch import Tensor
 
 from forgemq_trainer.core.attention.attention import BlockKeys, Carry, RunAttention
-from forgemq_trainer.core.attention.flash_varlen import Lengths, VarlenKernel
-from forgemq_trainer.core.attention.plan import AttentionPlan
+from forgemq_trainer.core.attention.flash_varlen import ForwardTensors, PackedPieces, VarlenKernel
+from forgemq_trainer.core.attention.plan import AttentionPlan, Range
 
 PACKED_KEYS_MAX = 2.0
-"""Packed keys of all rectangles over the keys of the run: copies stay below the keys' own reads.
-
-Chosen, not measured: no GPU was at hand.
-"""
+"""Keys packed for all rectangles, as a multiple of the run's keys. Packing reads and writes each
+packed key once, so at this limit it costs about as much as reading every key four times. Chosen,
+not measured: no GPU has run it."""
 
 RECTANGLES_MAX = 64
-"""Each is cut out and added back by kernels of its own, in every layer. Chosen, not measured."""
-
-Range = tuple[int, int]
+"""Each rectangle is cut out and added back by about ten small kernels in every layer: at some 5 us
+a launch, 64 of them cost 3 ms a layer. Estimated, not measured: no GPU has run it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +40,7 @@ class Pass:
     """Pieces whose queries do not overlap: one call of the kernel.
 
     Attributes:
-        is_causal: triangles; else every query of a piece sees every key of it.
+        is_causal: True for triangles; False if every query of a piece sees every key of it.
         queries: (start, end) of each piece, in layout order.
         keys: (start, end) of each piece.
     """
@@ -53,9 +51,11 @@ class Pass:
 
 
 def passes(plan: AttentionPlan) -> tuple[Pass, ...]:
-    """The plan as calls: the triangles, then the rectangles, as few calls as their nesting lets."""
+    """The plan as calls: the triangles, then the rectangles in as few calls as nesting allows."""
     calls = [Pass(is_causal=True, queries=plan.triangles, keys=plan.triangles)]
     levels: list[list[tuple[int, int, int, int]]] = []
+    # Greedy interval colouring: in order of their start, each rectangle joins the first level whose
+    # last rectangle has ended. That needs as many levels as rectangles overlap at most.
     for row in sorted(plan.rectangles, key=lambda row: (row[0], -row[1])):
         free = (level for level in levels if level[-1][1] <= row[0])
         level = next(free, None)
@@ -71,19 +71,18 @@ def passes(plan: AttentionPlan) -> tuple[Pass, ...]:
 
 
 def has_few_branches(plan: AttentionPlan) -> bool:
-    """Whether packing the rectangles' keys is cheap."""
+    """True if packing the rectangles' keys is cheap."""
     packed = sum(k1 - k0 for _, _, k0, k1 in plan.rectangles)
     return len(plan.rectangles) <= RECTANGLES_MAX and packed <= PACKED_KEYS_MAX * plan.end
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A pass in the coordinates of the run: queries from 0, keys from the first one there is."""
+    """A pass as indices into the run's tensors: queries from 0, keys from the first that exists."""
 
-    is_causal: bool
     queries: tuple[slice, ...]
     keys: tuple[slice, ...]
-    lengths: Lengths
+    pieces: PackedPieces
 
 
 def varlen_attention_of(
@@ -92,18 +91,17 @@ def varlen_attention_of(
     """Attention of one run of queries by calls of a variable-length kernel.
 
     Args:
-        keys: of the run.
-        kernel: of the device.
-        device: of the computation.
+        keys: The run's plan and carries.
+        kernel: For this device.
+        device: That computes.
     """
     plan = keys.plan
     key_start = 0 if keys.carries else plan.start
     calls = tuple(
         _Call(
-            is_causal=call.is_causal,
             queries=_shifted(call.queries, plan.start),
             keys=_shifted(call.keys, key_start),
-            lengths=_lengths(call, device=device),
+            pieces=_packed_pieces(call, device=device),
         )
         for call in passes(plan)
     )
@@ -157,11 +155,10 @@ class _TreeVarlen(torch.autograd.Function):
                 _packed(query_THD, call.queries),
                 _packed(keys, call.keys),
                 _packed(values, call.keys),
-                call.lengths,
-                is_causal=call.is_causal,
+                call.pieces,
                 scale=run.scale,
             )
-            if call.is_causal:  # The chains are all queries, in order.
+            if call.pieces.is_causal:  # The first call: the chains are all queries, in order.
                 output_THD.copy_(piece_PHD)
                 lse_HT.copy_(lse_HP)
             else:
@@ -186,22 +183,23 @@ class _TreeVarlen(torch.autograd.Function):
         for call in run.calls:
             parts = run.kernel.backward(
                 _packed(output_grad_THD, call.queries).contiguous(),
-                _packed(query_THD, call.queries),
-                _packed(keys, call.keys),
-                _packed(values, call.keys),
-                _packed(output_THD, call.queries),
-                torch.cat([lse_HT[:, queries] for queries in call.queries], dim=1),
-                call.lengths,
-                is_causal=call.is_causal,
+                ForwardTensors(
+                    query_PHD=_packed(query_THD, call.queries),
+                    key_CKD=_packed(keys, call.keys),
+                    value_CKD=_packed(values, call.keys),
+                    output_PHD=_packed(output_THD, call.queries),
+                    lse_HP=torch.cat([lse_HT[:, queries] for queries in call.queries], dim=1),
+                ),
+                call.pieces,
                 scale=run.scale,
             )
-            for owed, part, places in zip(
+            for owed, part, ranges in zip(
                 (query_grad, key_grad, value_grad),
                 parts,
                 (call.queries, call.keys, call.keys),
                 strict=True,
             ):
-                _add(owed, part, places)
+                _add(owed, part, ranges)
         return (
             query_grad.to(query_THD.dtype),
             key_grad[run.own].to(keys.dtype, copy=True),
@@ -218,48 +216,53 @@ def _merge(
     *,
     queries: Sequence[slice],
 ) -> None:
-    """Bring a call's partial outputs into those of its queries, in place."""
+    """Merge a call's partial outputs into those of its queries, in place."""
     start = 0
-    for place in queries:
-        packed = slice(start, start + place.stop - place.start)
-        old, new = lse_HT[:, place], lse_HP[:, packed]
-        # w = sigmoid(new - old) is the piece's share of the merged softmax.
+    for own in queries:
+        packed = slice(start, start + own.stop - own.start)
+        old, new = lse_HT[:, own], lse_HP[:, packed]
+        # exp(new) / (exp(old) + exp(new)) is the piece's share of the merged softmax.
         share_TH = torch.sigmoid(new - old).t()
-        output_THD[place].lerp_(piece_PHD[packed].to(output_THD.dtype), share_TH[..., None])
-        lse_HT[:, place] = torch.logaddexp(old, new)
+        output_THD[own].lerp_(piece_PHD[packed].to(output_THD.dtype), share_TH[..., None])
+        lse_HT[:, own] = torch.logaddexp(old, new)
         start = packed.stop
 
 
-def _add(owed: Tensor, part: Tensor, places: Sequence[slice]) -> None:
-    """Add packed gradients to where they belong; one after another, for places may overlap."""
+def _add(owed: Tensor, part: Tensor, ranges: Sequence[slice]) -> None:
+    """Add packed gradients to the ranges they were packed from.
+
+    One range after another: ranges of keys may overlap, and a single indexed addition would then
+    keep only one of the summands.
+    """
     start = 0
-    for place in places:
-        end = start + place.stop - place.start
-        owed[place] += part[start:end]
+    for own in ranges:
+        end = start + own.stop - own.start
+        owed[own] += part[start:end]
         start = end
 
 
-def _packed(values: Tensor, places: Sequence[slice]) -> Tensor:
-    """The places side by side; a view where they are so already."""
-    if all(left.stop == right.start for left, right in pairwise(places)):
-        return values[places[0].start : places[-1].stop]
-    return torch.cat([values[place] for place in places])
+def _packed(values: Tensor, ranges: Sequence[slice]) -> Tensor:
+    """The ranges side by side; a view, not a copy, if they already are."""
+    if all(left.stop == right.start for left, right in pairwise(ranges)):
+        return values[ranges[0].start : ranges[-1].stop]
+    return torch.cat([values[own] for own in ranges])
 
 
 def _shifted(ranges: Sequence[Range], by: int) -> tuple[slice, ...]:
     return tuple(slice(start - by, end - by) for start, end in ranges)
 
 
-def _lengths(call: Pass, *, device: torch.device) -> Lengths:
+def _packed_pieces(call: Pass, *, device: torch.device) -> PackedPieces:
     query_sizes = [end - start for start, end in call.queries]
     key_sizes = [end - start for start, end in call.keys]
 
     def bounds(sizes: Sequence[int]) -> Tensor:
         return torch.tensor([0, *accumulate(sizes)], dtype=torch.int32, device=device)
 
-    return Lengths(
+    return PackedPieces(
         query_bounds=bounds(query_sizes),
         key_bounds=bounds(key_sizes),
         query_max=max(query_sizes),
         key_max=max(key_sizes),
+        is_causal=call.is_causal,
     )

@@ -1,0 +1,55 @@
+"""Follows what lanes report, for the publisher, and watches for a newer trainer."""
+
+import asyncio
+
+import msgspec
+
+from forgemq_bus.log import Place
+from forgemq_contracts import topics
+from forgemq_contracts.topics import LOADED_WEIGHTS, PUBLISHED_WEIGHTS, REPORTED_ENGINES
+from forgemq_contracts.weights import LoadedWeights, PublishedWeights, ReportedEngine
+from forgemq_shell.dead_letters import DeadLetters
+from forgemq_shell.service import Context
+from forgemq_trainer.previous_lives import FencedTrainerError
+from forgemq_trainer.publisher import Publisher
+
+READ_TIMEOUT_S = 0.5
+"""A read returns this late if nothing arrives; half a heartbeat, so a lapsed lane is noticed well
+before its transfer's deadline."""
+
+RECORDS_MAX = 256
+"""Records of one read: several heartbeats of every lane of a large run, each under 1 KB."""
+
+
+async def watch_lanes(context: Context, publisher: Publisher, *, lineage: int) -> None:
+    """Give the publisher every report of a lane, until cancelled.
+
+    Raises:
+        FencedTrainerError: a newer trainer has published. The broker also refuses this trainer's
+            next TrainedStep, but that may be a whole step away.
+    """
+    lanes = range(context.configuration.log.lanes)
+    places = [Place(PUBLISHED_WEIGHTS.name, 0)]
+    places += [Place(topic.name, n) for topic in (REPORTED_ENGINES, LOADED_WEIGHTS) for n in lanes]
+    reader = await context.log.reader(await context.log.end_positions(places))
+    dead_letters = DeadLetters(context.log, await context.log.writer(), service="trainer")
+    clock = asyncio.get_running_loop()
+    try:
+        while True:
+            publisher.give_up_lapsed(at_s=clock.time())
+            for record in await reader.read(timeout_s=READ_TIMEOUT_S, records_max=RECORDS_MAX):
+                try:
+                    fact = topics.decode(topics.BY_NAME[record.topic], record.value)
+                except msgspec.ValidationError as error:
+                    await dead_letters.bury(record, f"does not decode: {error}")
+                    continue
+                if isinstance(fact, ReportedEngine):
+                    publisher.observe_engine(fact, at_s=clock.time())
+                elif isinstance(fact, LoadedWeights):
+                    publisher.observe_loaded(fact)
+                elif isinstance(fact, PublishedWeights) and fact.lineage > lineage:
+                    raise FencedTrainerError(
+                        f"a trainer of lineage {fact.lineage} has published; this one is {lineage}"
+                    )
+    finally:
+        await reader.close()

@@ -1,0 +1,69 @@
+"""The model of a trainer with several ranks: each rank holds a shard of every parameter."""
+
+from pathlib import Path
+
+from torch import Tensor
+
+from forgemq_contracts.run import RunConfiguration
+from forgemq_settings.environment import SettingsError
+from forgemq_trainer.core.assignment import plan_rounds
+from forgemq_trainer.core.rounds import forward_backward_rounds, values_bytes, values_of
+from forgemq_trainer.core.step import EntryValues, Objective, merged
+from forgemq_trainer.model import DTYPES, load_model
+from forgemq_trainer.ranks.ranks import Ranks
+from forgemq_trainer.ranks.sharded_updater import ShardedUpdater
+from forgemq_trainer.ranks.sharding import FsdpShards, shard, whole_state
+
+
+class ShardedModel:
+    """One rank's shards of the model and of the optimizer; every method is collective."""
+
+    def __init__(
+        self, folder: Path, configuration: RunConfiguration, *, ranks: Ranks, device: str
+    ) -> None:
+        """Load the model in a folder of Hugging Face format and keep this rank's shard."""
+        self._ranks = ranks
+        self._trainer = configuration.trainer
+        self._dtype = DTYPES[configuration.model.dtype]
+        # The shards are the fp32 masters. The whole model is loaded into host memory, for a GPU
+        # need not have room for what it gets a part of.
+        whole = load_model(folder, dtype="float32", device=device, parameter_device="cpu")
+        loaded = shard(whole, ranks=ranks, dtype=self._dtype)
+        self.module = loaded.model
+        self.policy = loaded.policy
+        shards = FsdpShards(ranks, dtype=self._dtype)
+        self.updater = ShardedUpdater(self.module, configuration.optimizer, shards=shards)
+
+    def forward_backward(self, objective: Objective) -> EntryValues:
+        """Add this rank's part of the objective's gradients.
+
+        Returns:
+            On rank 0 the values of all entries; on the others those of their own.
+
+        Raises:
+            SettingsError: the memory budget does not hold the keys and values of a whole tree.
+        """
+        try:
+            rounds = plan_rounds(
+                objective.forests,
+                shape=self.policy.shape,
+                world_size=self._ranks.world_size,
+                budget_bytes=self._trainer.memory_budget_bytes,
+                head_chunk=self._trainer.head_chunk_tokens,
+            )
+        except ValueError as error:
+            # A SettingsError ends the process for good: after a restart the budget is the same.
+            raise SettingsError(str(error)) from error
+        own = forward_backward_rounds(
+            self.policy,
+            objective,
+            rounds,
+            peers=self._ranks,
+            head_chunk=self._trainer.head_chunk_tokens,
+        )
+        everyones = self._ranks.gather_bytes(values_bytes(own))
+        return merged([values_of(part) for part in everyones]) if everyones else own
+
+    def whole_weights(self) -> dict[str, Tensor] | None:
+        """All weights by name on rank 0, in host memory; empty on the others."""
+        return whole_state(self.module, dtype=self._dtype, is_kept=self._ranks.rank == 0)

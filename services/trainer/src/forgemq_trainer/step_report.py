@@ -1,0 +1,66 @@
+"""Reports a trained step to telemetry: one event, metrics, and alarms."""
+
+from forgemq_contracts.steps import TrainedStep, TrainingMetrics
+from forgemq_telemetry.telemetry import Telemetry
+from forgemq_trainer.core.alarms import Thresholds, alarms
+from forgemq_trainer.settings import TrainerSettings
+
+
+def report_step(trained: TrainedStep, telemetry: Telemetry, settings: TrainerSettings) -> None:
+    """Write the event `trained`, the step's metrics, and an alarm for each exceeded threshold."""
+    metrics = trained.metrics
+    telemetry.event(
+        "trained",
+        step=trained.step,
+        loss=metrics.loss,
+        grad_norm=metrics.grad_norm,
+        loss_tokens=metrics.loss_tokens,
+        logprob_gap_max=metrics.logprob_gap_max,
+        duration_s=trained.duration_s,
+    )
+    telemetry.count("trainer.steps")
+    telemetry.count("trainer.failed_groups", len(trained.failed_group_ids))
+    telemetry.gauge("trainer.version", trained.step + 1)
+    telemetry.observe("trainer.step_s", trained.duration_s)
+    _record_metrics(metrics, telemetry)
+    _raise_alarms(trained, telemetry, settings)
+
+
+def _record_metrics(metrics: TrainingMetrics, telemetry: Telemetry) -> None:
+    telemetry.count("trainer.tree_tokens", metrics.tree_tokens)
+    telemetry.count("trainer.loss_entries", metrics.loss_tokens)
+    telemetry.count("trainer.route_disagreements", metrics.route_disagreements)
+    telemetry.observe("trainer.forward_backward_s", metrics.forward_backward_s)
+    telemetry.gauge("trainer.loss", metrics.loss)
+    telemetry.gauge("trainer.grad_norm", metrics.grad_norm)
+    telemetry.gauge("trainer.entropy", metrics.entropy)
+    telemetry.gauge("trainer.kl_k3", metrics.kl_k3)
+    telemetry.gauge("trainer.kl_reference", metrics.kl_reference)
+    telemetry.gauge("trainer.ratio_p99", metrics.ratio_p99)
+    telemetry.gauge("trainer.capped_share", metrics.capped_share)
+    telemetry.gauge("trainer.logprob_gap_max", metrics.logprob_gap_max)
+    telemetry.gauge("trainer.logprob_gap_mean", metrics.logprob_gap_mean)
+    telemetry.gauge("trainer.branch_loss", metrics.branch_loss)
+    telemetry.gauge("trainer.flop_ratio", metrics.flop_ratio)
+    telemetry.gauge("trainer.flop_ratio_weights", metrics.flop_ratio_weights)
+    telemetry.gauge("trainer.flop_ratio_attention", metrics.flop_ratio_attention)
+    telemetry.gauge("trainer.token_ratio", metrics.request_tokens / max(1, metrics.tree_tokens))
+    telemetry.gauge("trainer.append_ratio", metrics.append_tokens / max(1, metrics.tree_tokens))
+
+
+def _raise_alarms(trained: TrainedStep, telemetry: Telemetry, settings: TrainerSettings) -> None:
+    thresholds = Thresholds(
+        logprob_gap_mean=settings.alarm_logprob_gap_mean,
+        kl_k3=settings.alarm_kl_k3,
+        ratio_p99=settings.alarm_ratio_p99,
+        capped_share=settings.alarm_capped_share,
+    )
+    for alarm in alarms(trained.metrics, thresholds):
+        telemetry.event(
+            "alarm",
+            step=trained.step,
+            metric=alarm.metric,
+            value=alarm.value,
+            threshold=alarm.threshold,
+        )
+        telemetry.count("trainer.alarms", metric=alarm.metric)

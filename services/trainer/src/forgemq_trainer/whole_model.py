@@ -1,0 +1,84 @@
+"""The model of a trainer with one rank: whole, on one device."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor
+
+from forgemq_contracts.run import RunConfiguration
+from forgemq_settings.environment import SettingsError
+from forgemq_trainer.core.forward import PolicyModel
+from forgemq_trainer.core.memory import Microbatch, plan_step
+from forgemq_trainer.core.optimizer import Updater
+from forgemq_trainer.core.reference import with_references
+from forgemq_trainer.core.step import EntryValues, Objective, forward_backward
+from forgemq_trainer.core.tree import Forest
+from forgemq_trainer.heap import suit_heap
+from forgemq_trainer.model import load_model
+
+
+class WholeModel:
+    """The model, its optimizer, and the model of the reference if the loss has one."""
+
+    def __init__(self, folder: Path, configuration: RunConfiguration, *, device: str) -> None:
+        """Load the model in a folder of Hugging Face format."""
+        loaded = load_model(folder, dtype=configuration.model.dtype, device=device)
+        self.module = loaded.model
+        self.policy = loaded.policy
+        self.updater = Updater(self.module, configuration.optimizer)
+        self._trainer = configuration.trainer
+        self._reference = _load_reference(configuration, device=device)
+
+    def forward_backward(self, objective: Objective) -> EntryValues:
+        """Add the objective's gradients to the parameters; returns the values of its entries.
+
+        Raises:
+            SettingsError: the memory budget is below the least that a group needs.
+        """
+        microbatches = self._plan(objective.forests)
+        if self._reference is not None:
+            forests = with_references(
+                self._reference,
+                objective.forests,
+                microbatches,
+                head_chunk=self._trainer.head_chunk_tokens,
+            )
+            objective = replace(objective, forests=forests)
+        return forward_backward(
+            self.policy, objective, microbatches, head_chunk=self._trainer.head_chunk_tokens
+        )
+
+    def whole_weights(self) -> dict[str, Tensor] | None:
+        """None: `module` holds all weights itself."""
+        return None
+
+    def _plan(self, forests: Sequence[Forest]) -> tuple[Microbatch, ...]:
+        """The step's microbatches; also sets the heap for what they will hold."""
+        budget_bytes = self._trainer.memory_budget_bytes
+        try:
+            microbatches = plan_step(
+                forests,
+                shape=self.policy.shape,
+                budget_bytes=budget_bytes,
+                head_chunk=self._trainer.head_chunk_tokens,
+                carried="path",
+            )
+        except ValueError as error:
+            # A SettingsError ends the process for good: after a restart the budget is the same.
+            raise SettingsError(str(error)) from error
+        if self.policy.head_VH.device.type == "cpu":
+            predicted = max((batch.predicted_bytes for batch in microbatches), default=0)
+            suit_heap(predicted_bytes=predicted, budget_bytes=budget_bytes)
+        return microbatches
+
+
+def _load_reference(configuration: RunConfiguration, *, device: str) -> PolicyModel | None:
+    """Load the model that the run started from; None if the loss has no reference."""
+    if not configuration.loss.reference_weight:
+        return None
+    loaded = load_model(
+        Path(configuration.model.path), dtype=configuration.model.dtype, device=device
+    )
+    loaded.model.requires_grad_(requires_grad=False)
+    return loaded.policy
