@@ -1,4 +1,4 @@
-"""A GPU's two ways of tree attention against the exact pieces of a CPU, and steps through them."""
+"""A GPU's two ways of tree attention, and steps through them, compared with a CPU's pieces."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ from tests.unit.trainer.scene import agent_samples, make_model, merge
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(600),
-    # torch reads it of every input while it compiles, and hides the warning from users.
+    # torch reads `.grad` of every input while it compiles, and hides the warning from users.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
 
@@ -140,7 +140,7 @@ def test_a_step_has_the_gradients_of_a_cpu_whole_in_blocks_and_offloaded(
 
 @pytest.mark.parametrize("size", [100_000, 500])
 @pytest.mark.parametrize("way", ["varlen", "flex"])
-def test_a_step_in_bfloat16_is_as_near_to_float32_as_rounding_lets(
+def test_a_step_in_bfloat16_differs_from_float32_by_rounding_only(
     way: AttentionKind, size: int
 ) -> None:
     groups = _groups()

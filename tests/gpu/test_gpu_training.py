@@ -1,4 +1,4 @@
-"""Training on a GPU, end to end: the steps of a CPU, and a checkpoint that either goes on from."""
+"""A GPU's steps equal a CPU's, and each continues from the other's checkpoint."""
 
 from pathlib import Path
 
@@ -21,13 +21,13 @@ from tests.unit.trainer.scene import (
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(600),
-    # torch reads it of every input while it compiles, and hides the warning from users.
+    # torch reads `.grad` of every input while it compiles, and hides the warning from users.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
 
 DEVICE = "cuda"
 TOLERANCE = 2e-3
-"""Of losses and norms: sums in other orders, grown by three steps at a rate of 1e-2."""
+"""Relative, of losses and norms: sums in another order, after three steps at a rate of 1e-2."""
 
 
 def _trained(training: Training, step: int, *, has_experts: bool) -> TrainingMetrics:

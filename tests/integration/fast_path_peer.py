@@ -1,9 +1,9 @@
-"""A stand-in for an engine's end of the fast path: torch only, as sglang makes its group.
+"""Stands in for an engine's process on the fast path: torch only, with a group as sglang makes it.
 
-Arguments: host, port, group name, die after this many files (-1: never; -2: hang after joining,
-as an engine on a machine that is cut off does), the safetensors files
-whose bytes are expected. Prints `equal` or `different` for each. RANK and WORLD_SIZE say which of
-the engine's processes it is; by default the only one.
+Arguments: host; port; group name; the number of files after which to die (-1: never; -2: hang after
+joining, like an engine on a machine that was cut off); the safetensors files whose bytes are
+expected. Prints `equal` or `different` for each. RANK and WORLD_SIZE say which of the engine's
+processes this is; by default it is the only one.
 """
 
 import os
@@ -62,7 +62,7 @@ def main(host: str, port: str, name: str, dies_after: int, files: list[str]) -> 
         sys.stdout.flush()
         if number + 1 == dies_after:
             os._exit(9)
-    # An engine outlives the transfer; its sockets close when the group's other end is done.
+    # An engine outlives the transfer, so keep the sockets open until the trainer has finished.
     distributed.destroy_process_group(group)
 
 

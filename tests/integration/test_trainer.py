@@ -1,4 +1,4 @@
-"""The trainer on the real broker, and its fast path into a process that stands for an engine."""
+"""The trainer on the real broker, and its fast path into a peer process instead of an engine."""
 
 import asyncio
 import sys
@@ -74,7 +74,7 @@ async def _report_lane(bench: Bench) -> None:
 
 
 async def _receive(bench: Bench) -> str:
-    """Join the first fast path that is offered; what the peer says about the bytes."""
+    """Join the first fast path that is offered; returns the peer's verdict on the bytes."""
     reader = await bench.log.reader({Place(topics.PUBLISHED_WEIGHTS.name, 0): 0})
     while True:
         for record in await reader.read(timeout_s=1, records_max=1):
@@ -111,12 +111,12 @@ async def test_new_weights_reach_a_live_lane_through_its_process_group(
         training = group.create_task(bench.train(until=1))
         started = await bench.log.reader({Place(topics.PUBLISHED_WEIGHTS.name, 0): 0})
         assert await started.read(timeout_s=60, records_max=1)
-        await asyncio.sleep(2.0)  # Ten reports of the lane: the trainer has seen one by now.
+        await asyncio.sleep(2.0)  # Ten reports of the lane, so the trainer has read one.
         await bench.put_steps([scheduled_step(0, trees[:2])])
         assert await receiving == "equal"
         last = replace(scheduled_step(1, trees[2:]), is_last=True)
         await bench.put_steps([last])
         lane.cancel()
         await training
-    # The peer left after one version: the next one finds its group broken and goes on.
+    # The peer left after one version: sending the next one fails, and the trainer continues.
     assert [step.step for step in await bench.trained()] == [0, 1]

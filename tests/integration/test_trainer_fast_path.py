@@ -1,4 +1,4 @@
-"""The fast path to a peer process that joins and receives as an SGLang engine does."""
+"""The fast path to peer processes that join and receive as an SGLang engine does."""
 
 import os
 import subprocess
@@ -26,15 +26,15 @@ def paths() -> Iterator[FastPaths]:
     made.close()
 
 
-def _weights(place: Path, seed: int) -> Path:
+def _weights(file: Path, seed: int) -> Path:
     generator = torch.Generator().manual_seed(seed)
     tensors = {
         "b.weight": torch.randn(300, 7, generator=generator),
         "a.weight": torch.randn(64, 64, generator=generator).bfloat16(),
         "c.bias": torch.randn(5, generator=generator),
     }
-    save_file(tensors, place)
-    return place
+    save_file(tensors, file)
+    return file
 
 
 def _peer(
@@ -77,7 +77,7 @@ def test_two_versions_arrive_through_one_group(tmp_path: Path, paths: FastPaths)
     assert output.split() == ["equal", "equal"]
 
 
-def test_a_dead_engine_costs_its_lane_and_no_other(tmp_path: Path, paths: FastPaths) -> None:
+def test_a_dead_engine_fails_only_its_own_lane(tmp_path: Path, paths: FastPaths) -> None:
     files = [_weights(tmp_path / f"{n}.safetensors", n) for n in (1, 2)]
     offers = paths.offer({0: 1, 1: 1}, prefix="r-1")
     lives, dies = _peer(offers[0], *files), _peer(offers[1], files[0], dies_after=1)
@@ -92,7 +92,7 @@ def test_a_dead_engine_costs_its_lane_and_no_other(tmp_path: Path, paths: FastPa
     assert again[1].group_name != offers[1].group_name
 
 
-def test_an_engine_that_never_joins_is_left_at_the_deadline(tmp_path: Path) -> None:
+def test_an_engine_that_never_joins_is_given_up_at_the_deadline(tmp_path: Path) -> None:
     paths = FastPaths(host="127.0.0.1", backend="gloo", deadline_s=0.4)
     offers = paths.offer({5: 1}, prefix="r-1")
     started_s = time.monotonic()
@@ -110,7 +110,7 @@ def hanging() -> Iterator[list[subprocess.Popen[str]]]:
         peer.communicate()
 
 
-def test_a_lane_that_lapses_in_the_middle_of_a_transfer_is_left_at_once(
+def test_a_lane_that_lapses_during_a_transfer_is_given_up_at_once(
     tmp_path: Path, paths: FastPaths, hanging: list[subprocess.Popen[str]]
 ) -> None:
     file = _weights(tmp_path / "w.safetensors", 1)
@@ -137,7 +137,7 @@ def test_a_lane_that_lapses_in_the_middle_of_a_transfer_is_left_at_once(
 def test_one_deadline_holds_for_joining_and_all_buckets_together(
     tmp_path: Path, hanging: list[subprocess.Popen[str]]
 ) -> None:
-    """The peer takes seconds to start and join, and then hangs."""
+    """The peer takes some seconds to start and join, and then hangs."""
     paths = FastPaths(host="127.0.0.1", backend="gloo", deadline_s=12)
     offers = paths.offer({0: 1}, prefix="r-1")
     hanging.append(_peer(offers[0], dies_after=-2))

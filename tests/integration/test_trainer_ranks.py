@@ -52,7 +52,7 @@ async def _start(
 
 
 async def _life(bench: Bench, bootstrap: str, *, until: int) -> None:
-    """One life of both ranks: until this step is trained and published, then SIGTERM."""
+    """Run both ranks until this step is trained and published, then end them by SIGTERM."""
     process = await _start(bench, bootstrap, *TWO_RANKS)
     output = asyncio.create_task(process.communicate())
     while until + 1 not in [weights.version for weights in await bench.published()]:
@@ -70,7 +70,7 @@ async def _life(bench: Bench, bootstrap: str, *, until: int) -> None:
 async def run_log(
     kafka_bootstrap: str, new_run_id: Callable[[], str], tmp_path: Path
 ) -> AsyncIterator[tuple[str, KafkaLog]]:
-    """A fresh run's id, and its log on the broker."""
+    """A new run's id, and its log on the broker."""
     run = new_run_id()
     log = KafkaLog(
         KafkaConnection(bootstrap=kafka_bootstrap),
@@ -138,7 +138,7 @@ async def test_two_ranks_train_what_one_does_and_continue_after_a_restart(
 
 
 async def _refusal(process: asyncio.subprocess.Process) -> str:
-    """What a trainer says that ends with the status of refused settings."""
+    """Wait for a trainer that refuses its settings; returns its error."""
     text = (await asyncio.wait_for(process.communicate(), 60))[0].decode()
     assert process.returncode == 2, text
     return text

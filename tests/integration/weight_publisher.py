@@ -1,10 +1,10 @@
-"""A trainer's publisher in a process of its own: rank 0 of one lane's process group.
+"""A trainer's fast path in a separate process: rank 0 of one lane's process group.
 
     python -m tests.integration.weight_publisher FOLDER MODE
 
 Prints the offer as one JSON line, waits for a line on stdin, and then, by MODE:
-    send    broadcasts the folder's weights, prints what FastPaths.send returned; again for each
-            further line, which names the next folder
+    send    broadcasts the folder's weights and prints the result of FastPaths.send; repeats this
+            for each further line, which names the next folder
     absent  keeps its port open and never joins
     die     joins the group with the engine and ends before the first byte
 """
@@ -30,7 +30,7 @@ def main(folder: str, mode: str) -> None:
         if mode == "absent":
             sys.stdin.readline()
             return
-        # A file that is not there is noticed once the group is formed: this process ends then.
+        # The missing file raises once the group has been formed, which ends this process.
         file = "missing" if mode == "die" else "model.safetensors"
         failures = paths.send(offers, Path(line) / file)
         _say(json.dumps(failures))

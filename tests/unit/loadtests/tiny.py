@@ -38,7 +38,7 @@ WIDE = replace(
     model=dict(TINY.model)
     | {"hidden_size": 64, "intermediate_size": 16_384, "num_hidden_layers": 1, "vocab_size": 2048},
 )
-"""Gradients of its MLP's activations outweigh the head's chunk, whichever tokens run at once."""
+"""Gradients of its MLP's activations are larger than the head's chunk for every block length."""
 
 SMALL_CASE = Case(tree=Shape(rollouts=2, turns=2, prompt=60, act=8, observe=12))
 WIDE_CASE = Case(tree=Shape(rollouts=4, turns=2, prompt=150, act=20, observe=20), blocks_share=0.7)

@@ -1,4 +1,4 @@
-"""The trainer as a process of its own on some log, and what it wrote there."""
+"""The trainer as a service on a given log, and the records that it wrote."""
 
 import asyncio
 import io
@@ -20,11 +20,12 @@ from forgemq_trainer.app import CONSUMES, PRODUCES, main
 from tests.unit.trainer.scene import configuration_of, save_base, scheduled_step
 
 POLL_S = 0.01
+"""Between two reads of the log; in unit tests the clock jumps over it."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """One run on one log; every `train` is one life of the trainer process."""
+    """One run on one log; each call of `train` is one life of the trainer."""
 
     log: Log
     open_log: Callable[[], Log]
@@ -41,9 +42,9 @@ class Bench:
         return self.remote or str(self.folder.parent / "blobs")
 
     async def train(self, *, until: int, lineage: int = 0) -> None:
-        """Start a trainer; stop it when `until` is trained and its weights are published.
+        """Start a trainer; stop it once step `until` is trained and its weights are published.
 
-        A lineage above 0 counts only what that life of the trainer wrote.
+        Only records of this lineage or newer ones count, so that a restart is waited for.
         """
         stop = asyncio.Event()
         context = Context(
@@ -66,16 +67,16 @@ class Bench:
                 await asyncio.sleep(POLL_S)
 
     async def trained(self) -> list[TrainedStep]:
-        """All records of trained-steps."""
+        """Read all records of trained-steps."""
         records = await self._all(topics.TRAINED_STEPS)
         return [record for record in records if isinstance(record, TrainedStep)]
 
     async def published(self) -> list[PublishedWeights]:
-        """All records of published-weights."""
+        """Read all records of published-weights."""
         records = await self._all(topics.PUBLISHED_WEIGHTS)
         return [record for record in records if isinstance(record, PublishedWeights)]
 
-    async def has_started(self) -> None:
+    async def wait_for_start(self) -> None:
         """Wait until a trainer has published."""
         reader = await self.log.reader({Place(topics.PUBLISHED_WEIGHTS.name, 0): 0})
         assert await reader.read(timeout_s=20, records_max=1)
@@ -136,7 +137,7 @@ class Bench:
 
 
 async def create_topics(log: Log) -> None:
-    """All topics the trainer reads or writes."""
+    """Create all topics that the trainer reads or writes."""
     counts = {
         topic.name: topics.partition_count(topic, group_partitions=2, lanes=1, queues=1)
         for topic in {*CONSUMES, *PRODUCES}
@@ -146,7 +147,7 @@ async def create_topics(log: Log) -> None:
 
 
 async def memory_bench(folder: Path, **trainer: object) -> Bench:
-    """A fresh log in memory; the base model and the trainer's folder stay between benches."""
+    """A bench with a new log in memory; benches of one folder share its model and checkpoints."""
     log = MemoryLog(run="r")
     await create_topics(log)
     base = folder / "base"

@@ -1,4 +1,4 @@
-"""A GPU's two kernels, as a CPU computes them: the same arguments, in any dtype, with gradients."""
+"""A CPU's versions of a GPU's two kernels: the same arguments, in every dtype, with gradients."""
 
 from itertools import pairwise
 
@@ -31,7 +31,7 @@ def eager_flex(
     mask: TreeMask,
     scale: float,
 ) -> Tensor:
-    """FlexAttention's operator without a compiler: it has a backward on a CPU, with dense scores.
+    """Run FlexAttention's operator without a compiler: with dense scores it has a CPU backward.
 
     It reads the mask's function, not its lists of blocks.
     """
@@ -47,7 +47,7 @@ def eager_flex(
     return output[0]
 
 
-def _unchanged(score: Tensor, *_place: Tensor) -> Tensor:
+def _unchanged(score: Tensor, *_indices: Tensor) -> Tensor:
     return score
 
 

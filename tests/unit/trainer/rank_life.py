@@ -1,4 +1,4 @@
-"""Lives of a trainer with one or two ranks: steps from one checkpoint to the next."""
+"""Lives of a trainer with one or two ranks, each from one checkpoint to the next."""
 
 import io
 from collections.abc import Sequence
@@ -29,14 +29,14 @@ from tests.unit.trainer.scene import (
 
 @dataclass(frozen=True)
 class Life:
-    """One life of a trainer: which steps it trains, in whose folder, of which model.
+    """One life of a trainer: its folder, its model and the steps that it trains.
 
     Attributes:
-        folder: of the run, with the base model in it.
-        steps: that it trains; the folder's newest checkpoint is of the step before.
-        dtype: of the model.
-        is_routed: the trees bring the experts of each token.
-        rollouts: of each group.
+        folder: Of the run; it holds the base model.
+        steps: To train; the folder's newest checkpoint is of the previous step.
+        dtype: Of the model.
+        is_routed: True if the trees have expert routes.
+        rollouts: Of each group.
     """
 
     folder: Path
@@ -46,13 +46,13 @@ class Life:
     rollouts: int = 3
 
     def configuration(self, *, world_size: int) -> RunConfiguration:
-        """Of the run."""
+        """The run's configuration."""
         configuration = configuration_of(self.folder / "base", world_size=world_size)
         model = msgspec.structs.replace(configuration.model, dtype=self.dtype)
         return msgspec.structs.replace(configuration, model=model)
 
     def trees(self, step: int) -> list[MergedTree]:
-        """Of the step's groups, the same in every life."""
+        """Trees of the step's groups, the same in every life."""
         generator = np.random.default_rng(step)
         samples = [agent_samples(generator, rollouts=self.rollouts) for _ in range(3)]
         trees = [merge(each, f"g-{step}-{n}") for n, each in enumerate(samples)]
@@ -60,14 +60,14 @@ class Life:
 
 
 def train(training: Training, life: Life, step: int) -> TrainingMetrics:
-    """One step of a life."""
+    """Train one step of a life."""
     trees = life.trees(step)
     values = {tree.group_id: topics.encode(tree) for tree in trees}
     return training.train(training.read(scheduled_step(step, trees), values))
 
 
 def store_of(folder: Path, configuration: RunConfiguration) -> Store:
-    """The trainer's checkpoints and blobs below a folder."""
+    """A store with the trainer's checkpoints and blobs below a folder."""
     return Store(
         str(folder / "trainer"),
         blobs=str(folder / "blobs"),
@@ -77,7 +77,7 @@ def store_of(folder: Path, configuration: RunConfiguration) -> Store:
 
 
 def save_checkpoint(store: Store, training: Training, metrics: TrainingMetrics) -> None:
-    """What the trainer leaves after its newest step, which had these metrics."""
+    """Save the weights and checkpoint of the newest step, which had these metrics."""
     step = training.version - 1
     trained = TrainedStep(
         step=step,
@@ -93,7 +93,7 @@ def save_checkpoint(store: Store, training: Training, metrics: TrainingMetrics) 
 
 
 def live(ranks: AnyRanks, life: Life) -> list[TrainingMetrics]:
-    """Metrics of a life's steps; it starts at the newest checkpoint, and each step leaves one."""
+    """Train a life's steps from the newest checkpoint on, with a checkpoint after each."""
     if isinstance(ranks, Ranks) and ranks.rank > 0:
         carry_out_commands(ranks, device="cpu")
         return []
@@ -111,7 +111,7 @@ def live(ranks: AnyRanks, life: Life) -> list[TrainingMetrics]:
 
 
 def restored(ranks: Ranks, life: Life) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Weights and optimizer state as ranks hold them that have just read a checkpoint."""
+    """Weights and optimizer state of ranks that have just read a checkpoint."""
     if ranks.rank > 0:
         carry_out_commands(ranks, device="cpu")
         return {}, {}

@@ -1,4 +1,4 @@
-"""Two ranks that tests give work to: processes with gloo, joined by a store on the loopback."""
+"""Two ranks that run functions for tests: processes with gloo, joined over the loopback."""
 
 import multiprocessing
 import os
@@ -15,10 +15,10 @@ from forgemq_trainer.ranks.ranks import RankLaunch, Ranks
 
 WORLD = 2
 START_DEADLINE_S = 90.0
-"""To import torch and transformers and to join; two pairs may start at once on busy cores."""
+"""To import torch and transformers and to join, also if two pairs start at once on busy cores."""
 
 WORK_DEADLINE_S = 60.0
-"""For one piece of work; a rank that hangs is killed by then, below the timeout of a test."""
+"""For one function; a rank that hangs is killed then, before the test's own timeout."""
 
 
 class LostRankProcessError(AssertionError):
@@ -26,10 +26,10 @@ class LostRankProcessError(AssertionError):
 
 
 class RankPair:
-    """Both ranks, for many pieces of work: to start them takes longer than most of the work.
+    """Both ranks, for many functions: starting them takes longer than most functions.
 
-    Lifecycle: `run` starts them where they are not up. Work that fails ends them, so that the next
-    one meets fresh ones. `close` ends them.
+    Lifecycle: `run` starts the ranks if they do not run. A function that fails ends them, so that
+    the next one gets new ranks. `close` ends them.
     """
 
     def __init__(self, *, deadline_s: float = WORK_DEADLINE_S) -> None:
@@ -38,21 +38,21 @@ class RankPair:
         self._connections: list[Connection] = []
 
     def run(self, work: Callable[..., Any], *arguments: object) -> list[Any]:
-        """What `work(ranks, *arguments)` returns on each rank, by rank.
+        """Run `work(ranks, *arguments)` on both ranks; returns their results, by rank.
 
         Args:
-            work: a function of a module, so that another process finds it.
-            arguments: of it, and what it returns, can be pickled.
+            work: A function of a module, so that another process can import it.
+            arguments: Can be pickled, like the result.
 
         Raises:
-            LostRankProcessError: on one of them it did not return.
+            LostRankProcessError: the function did not return on one of the ranks.
         """
         ends = self.ends(work, *arguments)
         self._demand(ends)
         return ends
 
     def ends(self, work: Callable[..., Any], *arguments: object) -> list[Any]:
-        """As `run`, with the error in place of the result where a rank has none."""
+        """Run as `run` does; if a rank has no result, returns its error instead of raising it."""
         if not self._processes:
             self._start()
         for connection in self._connections:
@@ -80,7 +80,7 @@ class RankPair:
             there.close()
             self._processes.append(process)
             self._connections.append(here)
-        # They join when both are up: how long one waits for the other may be seconds only.
+        # Join only once both have started: a pair's deadline may be too short for a start.
         self._demand(self._answers(within_s=START_DEADLINE_S))
         for connection in self._connections:
             connection.send_bytes(b"join")
@@ -125,5 +125,5 @@ def _serve(rank: int, port: int, deadline_s: float, connection: Connection) -> N
             work, arguments = pickle.loads(connection.recv_bytes())
         except EOFError:
             return
-        # What the work raises ends this process, with its traceback on stderr.
+        # An error of the work ends this process, with its traceback on stderr.
         connection.send_bytes(pickle.dumps(work(ranks, *arguments)))

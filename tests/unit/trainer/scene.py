@@ -1,4 +1,4 @@
-"""Samples and trees for the trainer's tests: a plain trie that shares nothing with the product."""
+"""Samples and trees for the trainer's tests, built by a plain trie that uses no product code."""
 
 import hashlib
 from collections.abc import Sequence
@@ -30,12 +30,12 @@ SHAPE = ModelShape(
     value_bytes=4,
     wide_bytes=4,
 )
-"""Of a model of a few kilobytes, for what is computed from shapes alone."""
+"""Of a model of a few kilobytes, for functions of shapes alone."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One request with its completion: the tokens from `first_sampled` on were sampled."""
+    """One request and its completion, which are the tokens from `first_sampled` on."""
 
     tokens: tuple[int, ...]
     first_sampled: int
@@ -101,7 +101,7 @@ def _packed(values: object, dtype: str) -> bytes:
 
 
 def merge(samples: Sequence[Sample], group_id: str = "g-0", lineage: int = 1) -> MergedTree:
-    """The merged tree of these samples, as the merger puts it on the wire."""
+    """The tree of these samples in the merger's wire form."""
     root, paths = _grow(samples)
     order = _layout(root)
     starts, lengths, parents = _segments(order, root)
@@ -135,7 +135,7 @@ def merge(samples: Sequence[Sample], group_id: str = "g-0", lineage: int = 1) ->
 
 
 def routed(tree: MergedTree, *, layers: int, top_k: int, experts: int, seed: int = 1) -> MergedTree:
-    """The tree with a random route for every token that an entry continues."""
+    """The tree with a random expert route for every token that an entry continues."""
     forest = read_tree(tree)
     generator = np.random.default_rng(seed)
     of_token = np.stack(
@@ -181,7 +181,7 @@ def agent_samples(
     is_stripped: bool = False,
     vocabulary: int = 61,
 ) -> list[Sample]:
-    """Rollouts of one task: turns append, or drop half of what they sampled (reasoning)."""
+    """Rollouts of one task: turns append, or drop half of their sampled tokens (reasoning)."""
 
     def draw(count: int) -> list[int]:
         return generator.integers(1, vocabulary, max(1, count)).tolist()
@@ -199,7 +199,7 @@ def agent_samples(
 
 
 def adversarial_samples(generator: np.random.Generator) -> list[Sample]:
-    """A prefix of another sample, twins with other advantages, single-token branches, a fork."""
+    """A prefix of another sample, equal samples, single-token branches and a fork."""
     context = [5, 6, 7, 8]
     return [
         make_sample(context, [9, 10, 11, 12], generator),
@@ -225,7 +225,7 @@ of_every_kind = pytest.mark.parametrize(
     ],
     ids=["qwen3", "llama", "qwen2", "qwen3_moe", "qwen3_moe normalised"],
 )
-"""Every architecture that is supported, as `make_model` takes it."""
+"""Every supported architecture, as arguments of `make_model`."""
 
 
 def make_model(kind: str, dtype: torch.dtype, **changes: object) -> torch.nn.Module:
@@ -250,7 +250,7 @@ def make_model(kind: str, dtype: torch.dtype, **changes: object) -> torch.nn.Mod
 
 
 def save_base(folder: Path, *, kind: str = "qwen3", **changes: object) -> Path:
-    """A tiny base model in Hugging Face format, with a tokenizer file to be carried along."""
+    """Save a tiny base model in Hugging Face format, with a tokenizer file."""
     make_model(kind, torch.float32, **changes).save_pretrained(folder)
     (folder / "tokenizer_config.json").write_text('{"model_max_length": 512}')
     return folder
@@ -272,7 +272,7 @@ def configuration_of(base: Path, **trainer: object) -> RunConfiguration:
 def scheduled_step(
     step: int, trees: Sequence[MergedTree], *, is_last: bool = False
 ) -> ScheduledStep:
-    """The step over these trees, as the scheduler writes it."""
+    """The scheduler's record of a step over these trees."""
     groups = []
     for index, tree in enumerate(trees):
         forest = read_tree(tree)
@@ -296,7 +296,7 @@ def scheduled_step(
 
 
 def reinforce(logprob: torch.Tensor, entries: Entries) -> torch.Tensor:
-    """A user's loss: no ratio at all."""
+    """A user's loss that uses no ratio."""
     return -entries.advantage * logprob
 
 

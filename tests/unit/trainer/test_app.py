@@ -126,7 +126,7 @@ async def test_published_weights_load_in_stock_transformers(tmp_path: Path) -> N
 
 
 async def test_a_crash_after_the_checkpoint_trains_nothing_twice(tmp_path: Path) -> None:
-    """The checkpoint of step 0 is there, its TrainedStep is not: the state a kill -9 leaves."""
+    """The log lacks the TrainedStep of the checkpoint's step, as after a kill between the two."""
     first = await memory_bench(tmp_path)
     trees = _trees(4)
     await first.put_trees(trees)
@@ -161,10 +161,10 @@ async def test_a_restart_continues_to_the_same_bytes(tmp_path: Path) -> None:
     assert digests[0] == digests[1]
 
 
-async def test_trees_before_the_last_checkpoint_are_not_needed_and_those_after_it_are(
+async def test_only_trees_after_the_newest_checkpoint_are_needed(
     tmp_path: Path,
 ) -> None:
-    """A checkpoint every second step; what a restart does not need is deleted under it."""
+    """A checkpoint every second step; trees that a restart does not need are deleted."""
     trees = _trees(8)
     steps = [scheduled_step(k, trees[2 * k : 2 * k + 2], is_last=k == 3) for k in range(4)]
     places = [Place(topics.MERGED_TREES.name, number) for number in range(2)]
@@ -243,7 +243,7 @@ async def test_a_tree_that_cannot_be_loaded_fails_its_group_only(tmp_path: Path)
     assert trained.metrics.loss_tokens == scheduled.groups[0].loss_tokens
 
 
-async def test_a_step_without_any_tree_still_makes_its_version(tmp_path: Path) -> None:
+async def test_a_step_without_any_tree_still_publishes_its_version(tmp_path: Path) -> None:
     bench = await memory_bench(tmp_path)
     await bench.put_steps([scheduled_step(0, _trees(2))])
     await bench.train(until=0)
@@ -272,8 +272,10 @@ async def test_a_record_that_does_not_decode_goes_to_the_dead_letters(tmp_path: 
     assert dict(dead.headers)["offset"] == b"0"
 
 
-async def test_a_step_that_does_not_decode_is_passed_over_and_buried_once(tmp_path: Path) -> None:
-    """It is met again at every start, for steps are read from the first."""
+async def test_a_step_that_does_not_decode_is_skipped_and_becomes_one_dead_letter(
+    tmp_path: Path,
+) -> None:
+    """Each life reads steps from the first, so each life reads the bad record."""
     bench = await memory_bench(tmp_path)
     writer = await bench.log.transaction_writer("scheduler")
     bad = Emit(topic=topics.SCHEDULED_STEPS.name, partition=0, key=b"0", value=b"\xc1no step")
@@ -308,7 +310,7 @@ async def test_a_newer_trainer_fences_this_one(tmp_path: Path) -> None:
     assert caught.group_contains(FencedTrainerError)
 
 
-async def test_a_lost_folder_is_an_error_and_not_a_new_beginning(tmp_path: Path) -> None:
+async def test_a_lost_folder_is_an_error_and_not_a_new_run(tmp_path: Path) -> None:
     bench = await memory_bench(tmp_path)
     trees = _trees(2)
     await bench.put_trees(trees)

@@ -1,4 +1,4 @@
-"""Which rank trains what: whole groups by cost, and only what is too large is split."""
+"""Whole groups go to ranks by cost; only a group that is too large is split."""
 
 import itertools
 
@@ -55,7 +55,7 @@ def test_every_group_runs_once_and_loads_are_even() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_group_over_the_budget_is_split_within_it_and_no_other_is(world_size: int) -> None:
+def test_only_a_group_over_the_budget_is_split_and_its_parts_fit(world_size: int) -> None:
     forests = [line_of(60), line_of(500), line_of(50)]
     budget = _budget(tokens=150, carried=500)
     rounds = plan_rounds(
@@ -74,7 +74,7 @@ def test_a_group_over_the_budget_is_split_within_it_and_no_other_is(world_size: 
         budget - 500 * SHAPE.carry_bytes_per_token, chunk=8, is_carried=True
     )
     if capacity >= 500:
-        pytest.fail("the scene's budget holds the group at once")
+        pytest.fail("the budget of this test holds the whole group")
     assert sorted(groups) == [0, 2]
     (split,) = shared
     assert split.group == 1
@@ -85,7 +85,7 @@ def test_a_group_over_the_budget_is_split_within_it_and_no_other_is(world_size: 
     assert all(0 < end - start <= capacity for start, end in ranges)
 
 
-def test_a_group_without_entries_is_nobodys_work() -> None:
+def test_no_rank_runs_a_group_without_entries() -> None:
     generator = np.random.default_rng(0)
     empty = read_tree(merge([make_sample([1, 2, 3], [], generator)], "g-0"))
     rounds = plan_rounds([empty], shape=SHAPE, world_size=2, budget_bytes=10**9, head_chunk=8)

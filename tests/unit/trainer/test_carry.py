@@ -1,4 +1,4 @@
-"""Keys of the live path only, in memory or put away: the same gradients as the whole tree."""
+"""Blocks with the keys of the live path only have the gradients of the whole tree."""
 
 import msgspec
 import numpy as np
@@ -85,7 +85,7 @@ def test_a_path_is_the_ancestors_by_depth() -> None:
 
 
 def _sizes(rollouts: int, make_store: MakeStore) -> tuple[int, list[tuple[int, ...]]]:
-    """Slots of the carries, and what was asked of the store, for blocks of 16 tokens."""
+    """Slots of the carries, and the sizes of requested stores, for blocks of 16 tokens."""
     generator = np.random.default_rng(0)
     forest = read_tree(merge(agent_samples(generator, rollouts=rollouts, turns=3, prompt=30)))
     blocks = [
@@ -93,7 +93,7 @@ def _sizes(rollouts: int, make_store: MakeStore) -> tuple[int, list[tuple[int, .
     ]
     asked: list[tuple[int, ...]] = []
 
-    def noted(size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def noting(size: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         asked.append(size)
         return make_store(size, dtype)
 
@@ -108,7 +108,7 @@ def _sizes(rollouts: int, make_store: MakeStore) -> tuple[int, list[tuple[int, .
             dtype=torch.float32,
             device=torch.device("cpu"),
         ),
-        make_store=noted,
+        make_store=noting,
     )
     return keys.enter(0).carries[0].key_KND.shape[1], asked
 
@@ -129,7 +129,7 @@ def test_a_users_loss_sees_the_reference_log_probability_of_every_entry() -> Non
     tree = merge(samples)
     count = sum(len(sample.behaviour) for sample in samples)
     reference = generator.uniform(-4, -1, count).astype("<f4")
-    told = msgspec.structs.replace(tree, entry_reference_logprob=reference.tobytes())
+    with_reference = msgspec.structs.replace(tree, entry_reference_logprob=reference.tobytes())
     seen: list[torch.Tensor | None] = []
 
     def towards_reference(logprob: torch.Tensor, entries: Entries) -> torch.Tensor:
@@ -139,7 +139,7 @@ def test_a_users_loss_sees_the_reference_log_probability_of_every_entry() -> Non
         return (logprob - entries.reference) ** 2
 
     policy = prepare(make_model("qwen3", torch.float64)).policy
-    for wire in (tree, told):
+    for wire in (tree, with_reference):
         forest = read_tree(wire)
         values = forward_backward(
             policy,

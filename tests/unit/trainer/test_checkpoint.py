@@ -1,4 +1,4 @@
-"""Checkpoints on disk, and what happens to damaged ones."""
+"""Checkpoints on disk, intact and damaged ones."""
 
 import io
 from pathlib import Path
@@ -95,7 +95,7 @@ def test_a_damaged_checkpoint_that_no_record_names_is_passed_over(
     damaged = tmp_path / "t" / "checkpoints" / "step-00000001" / file
     data = bytearray(damaged.read_bytes())
     data[len(data) // 2] ^= 0xFF
-    damaged.unlink()  # Not in place: the file may be linked from elsewhere.
+    damaged.unlink()  # Not overwritten: a hard link may share its bytes.
     damaged.write_bytes(data)
     found = store.newest_checkpoint()
     assert found is not None
@@ -111,7 +111,7 @@ def test_a_checkpoint_that_does_not_read_back_is_an_error_before_the_log_names_i
     weights = store.save_weights(training, lineage=1)
     file = weights.folder / "model.safetensors"
     data = bytearray(file.read_bytes())
-    data[-1] ^= 0xFF  # What a disk does between a write and the next read.
+    data[-1] ^= 0xFF  # As a failing disk does between a write and the next read.
     file.write_bytes(data)
     with pytest.raises(DamagedCheckpointError, match="step-00000000 does not read back"):
         store.save_checkpoint(
@@ -119,7 +119,7 @@ def test_a_checkpoint_that_does_not_read_back_is_an_error_before_the_log_names_i
         )
 
 
-def test_a_draft_that_a_crash_left_is_no_checkpoint(tmp_path: Path) -> None:
+def test_a_draft_that_a_crash_left_is_not_a_checkpoint(tmp_path: Path) -> None:
     store, _ = _trained_store(tmp_path, steps=1)
     (tmp_path / "t" / "checkpoints" / ".step-00000001.draft").mkdir()
     found = store.newest_checkpoint()
@@ -133,22 +133,22 @@ def test_checkpoints_of_another_run_are_refused(tmp_path: Path) -> None:
         list(checkpoints(tmp_path / "t" / "checkpoints", run="other"))
 
 
-def test_a_folder_is_whole_or_not_there(tmp_path: Path) -> None:
-    place = tmp_path / "x"
+def test_a_folder_is_whole_or_absent(tmp_path: Path) -> None:
+    folder = tmp_path / "x"
 
     def half(draft: Path) -> None:
         (draft / "a").write_text("a")
         raise RuntimeError("killed")
 
     with pytest.raises(RuntimeError, match="killed"):
-        write_folder(place, half)
-    assert not place.exists()
-    write_folder(place, lambda draft: (draft / "a").write_text("b") and None)
-    assert (place / "a").read_text() == "b"
+        write_folder(folder, half)
+    assert not folder.exists()
+    write_folder(folder, lambda draft: (draft / "a").write_text("b") and None)
+    assert (folder / "a").read_text() == "b"
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
 
 
-def test_the_random_state_travels(tmp_path: Path) -> None:
+def test_a_checkpoint_restores_the_random_state(tmp_path: Path) -> None:
     store, _ = _trained_store(tmp_path, steps=1)
     found = store.newest_checkpoint()
     assert isinstance(found, Checkpoint)

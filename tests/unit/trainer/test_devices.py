@@ -1,4 +1,4 @@
-"""Where the trainer computes and sends from: what is refused before a step, and whom it offers."""
+"""Devices that are refused before a step, and the sizes of the groups that lanes are offered."""
 
 import pytest
 
@@ -11,13 +11,13 @@ from forgemq_trainer.settings import TrainerSettings
 
 
 @pytest.mark.parametrize(("device", "gpus"), [("cuda", 0), ("cuda:0", 0), ("cuda:2", 2)])
-def test_a_gpu_that_is_not_there_is_refused_by_name(device: str, gpus: int) -> None:
+def test_a_missing_gpu_is_refused_by_name(device: str, gpus: int) -> None:
     with pytest.raises(SettingsError, match=f"device is {device}, but torch sees {gpus} GPUs"):
         check_device(device, gpus=gpus)
 
 
 @pytest.mark.parametrize(("device", "gpus"), [("cpu", 0), ("cuda", 1), ("cuda:1", 2)])
-def test_a_device_that_is_there_is_let_through(device: str, gpus: int) -> None:
+def test_an_existing_device_is_accepted(device: str, gpus: int) -> None:
     check_device(device, gpus=gpus)
 
 
@@ -53,7 +53,7 @@ def test_a_lanes_group_has_a_rank_for_each_process_of_its_engine() -> None:
     paths = FastPaths(host="127.0.0.1", backend="gloo", deadline_s=1)
     offers = paths.offer(lanes.live(at_s=0), prefix="r-1", ranks=lanes.ranks())
     assert [offer.world_size for offer in offers] == [5, 2]
-    # The lane's engine comes back with fewer GPUs under the same epoch.
+    # The lane's engine restarted with fewer GPUs under the same epoch.
     lanes.observe(_report(0, ranks=2), at_s=0)
     again = paths.offer(lanes.live(at_s=0), prefix="r-1", ranks=lanes.ranks())
     assert [offer.world_size for offer in again] == [3, 2]

@@ -1,4 +1,4 @@
-"""Where engines find published weights, and that an inference process finds them there."""
+"""Where published weights lie, and that an inference process finds them there."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,7 +18,7 @@ from tests.unit.trainer.scene import agent_samples, merge, scheduled_step
 
 @pytest.fixture
 def remote(tmp_path: Path) -> Iterator[str]:
-    """An object store: fsspec's, in memory."""
+    """fsspec's object store in memory."""
     root = f"/durable-{tmp_path.name}"
     yield f"memory:/{root}"
     store = fsspec.filesystem("memory")
@@ -33,7 +33,7 @@ def _trees(count: int) -> list[MergedTree]:
 
 @pytest.mark.parametrize("scheme", ["", "file://"])
 async def test_weights_lie_beside_the_blobs_under_a_plain_path(tmp_path: Path, scheme: str) -> None:
-    """An engine mounts the blobs and never the trainer's folder; SGLang takes no `file://`."""
+    """An engine mounts the blobs, not the trainer's folder; SGLang does not read `file://`."""
     bench = replace(await memory_bench(tmp_path), remote=f"{scheme}{tmp_path}/shared")
     trees = _trees(2)
     await bench.put_trees(trees)
@@ -61,7 +61,7 @@ async def test_weights_in_an_object_store_reach_an_inference_process(
     saved = load_file(folder / "model.safetensors")
     assert [spec.name for spec in await copies.tensors(published)] == sorted(saved)
     assert (folder / "tokenizer_config.json").read_text() == '{"model_max_length": 512}'
-    await bench.train(until=0)  # From the checkpoint, as a pod on another node does.
+    await bench.train(until=0)  # From the checkpoint, as a pod on another node starts.
     again = (await bench.published())[-1]
     assert (again.uri, again.sha256) == (f"{remote}/weights/r/2.1", published.sha256)
 

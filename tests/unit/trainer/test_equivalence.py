@@ -1,4 +1,4 @@
-"""G5: a tree trains exactly as its requests would, one by one."""
+"""G5: a tree's losses and gradients are those of training its requests one by one."""
 
 from collections.abc import Sequence
 
@@ -38,7 +38,7 @@ def _groups(seed: int) -> list[list[Sample]]:
     ]
 
 
-def _taken(model: nn.Module) -> Gradients:
+def _take_gradients(model: nn.Module) -> Gradients:
     gradients = {
         name: parameter.grad.clone()
         for name, parameter in model.named_parameters()
@@ -51,25 +51,26 @@ def _taken(model: nn.Module) -> Gradients:
 def _per_request(
     model: nn.Module, groups: Sequence[Sequence[Sample]], loss: LossFunction
 ) -> tuple[float, Gradients]:
-    """Every request alone, with stock causal attention of torch."""
+    """Train every request alone, with torch's causal attention."""
     total = 0.0
     count = sum(len(sample.behaviour) for samples in groups for sample in samples)
     for sample in (sample for samples in groups for sample in samples):
         tokens = torch.tensor([sample.tokens])
         logits = model(input_ids=tokens, use_cache=False).logits[0] / sample.temperature
-        places = torch.arange(sample.first_sampled, len(sample.tokens))
-        logprob = logits[places - 1].log_softmax(-1)[torch.arange(len(places)), tokens[0, places]]
+        sampled = torch.arange(sample.first_sampled, len(sample.tokens))
+        rows = torch.arange(len(sampled))
+        logprob = logits[sampled - 1].log_softmax(-1)[rows, tokens[0, sampled]]
         result = loss(logprob, sample_entries(sample, logprob.dtype))
         part = result.loss.sum() / count
         part.backward()
         total += float(part.detach())
-    return total, _taken(model)
+    return total, _take_gradients(model)
 
 
 def _tree(
     model: nn.Module, groups: Sequence[Sequence[Sample]], loss: LossFunction, block: int | None
 ) -> tuple[float, Gradients]:
-    """All groups as one forest, whole or in blocks."""
+    """Train all groups as one forest, whole or in blocks."""
     forests = [read_tree(merge(samples, f"g-{n}")) for n, samples in enumerate(groups)]
     count = sum(forest.token_count for forest in forests)
     size = count if block is None else block
@@ -84,12 +85,15 @@ def _tree(
         [Microbatch(groups=tuple(range(len(forests))), blocks=blocks)],
         head_chunk=HEAD_CHUNK,
     )
-    return seen.loss, _taken(model)
+    return seen.loss, _take_gradients(model)
 
 
 def _worst(left: Gradients, right: Gradients) -> float:
-    """Largest ||difference|| / ||gradient|| over the parameters; a gradient of 0 is all rounding,
-    so no norm counts as less than a thousandth of the largest."""
+    """Largest ||difference|| / ||gradient|| over the parameters.
+
+    A gradient that should be 0 is all rounding, so each norm counts as at least a thousandth of
+    the largest.
+    """
     assert left.keys() == right.keys()
     floor = 1e-3 * max(gradient.norm() for gradient in left.values())
     return max(
@@ -125,7 +129,7 @@ def test_tree_and_per_request_gradients_are_equal(
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen3_moe"])
 def test_against_stock_modules_only_their_rounding_differs(kind: str) -> None:
-    """Norm and rotary of transformers round a float64 model down to fp32; ours do not."""
+    """Norm and rotary embedding of transformers round a float64 model to fp32; ours do not."""
     model = _made(kind, torch.float64)
     groups, loss = _groups(4), loss_function(Loss())
     _, expected = _per_request(model, groups, loss)
@@ -182,7 +186,7 @@ def test_opposite_advantages_of_one_token_cancel() -> None:
 
 
 def test_gradients_that_are_zero_are_zero_in_the_tree_too() -> None:
-    generator = np.random.default_rng(5)  # One token of context: nothing depends on the scores.
+    generator = np.random.default_rng(5)  # One token of context: no output depends on the scores.
     groups = [[make_sample([3], [token], generator) for token in (4, 5, 6)]]
     model = _made("qwen3", torch.float64)
     make_precise(model)

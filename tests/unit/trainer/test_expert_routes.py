@@ -1,4 +1,4 @@
-"""Replay of expert routes: exact against per-request training with the same routes."""
+"""Expert route replay: equal to per-request training with the same expert routes."""
 
 import msgspec
 import numpy as np
@@ -58,7 +58,7 @@ def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("is_normalised", [False, True], ids=["as chosen", "normalised"])
 @pytest.mark.parametrize("block", [None, 19])
-def test_gradients_equal_per_request_training_with_the_same_routes(
+def test_gradients_equal_per_request_training_with_the_same_expert_routes(
     *, block: int | None, is_normalised: bool
 ) -> None:
     samples = _samples()
@@ -102,7 +102,7 @@ def test_gradients_equal_per_request_training_with_the_same_routes(
     assert float((expected[gate] - unrouted[gate]).norm()) > 0.01 * float(expected[gate].norm())
 
 
-def test_a_token_takes_its_first_entrys_route_and_the_others_are_counted() -> None:
+def test_a_token_takes_its_first_entrys_expert_route_and_other_ones_are_counted() -> None:
     tree = _routed(_samples())
     forest = read_tree(tree)
     routes = token_expert_routes(forest, layers=LAYERS, top_k=TOP_K)
@@ -121,7 +121,7 @@ def test_a_token_takes_its_first_entrys_route_and_the_others_are_counted() -> No
     assert routes.expert_NLK[shared].reshape(-1).tolist() == changed[first].tolist()
 
 
-def test_tokens_that_no_entry_continues_are_routed_by_the_trainer() -> None:
+def test_the_trainers_router_chooses_for_tokens_that_no_entry_continues() -> None:
     forest = read_tree(_routed(_samples()))
     routes = token_expert_routes(forest, layers=LAYERS, top_k=TOP_K)
     assert routes is not None
@@ -135,7 +135,7 @@ def test_tokens_that_no_entry_continues_are_routed_by_the_trainer() -> None:
     ("layers", "experts", "match"),
     [(3, 4, "the model has 3 layers"), (2, 3, "experts must be in 0..2")],
 )
-def test_routes_of_another_model_are_refused(layers: int, experts: int, match: str) -> None:
+def test_expert_routes_of_another_model_are_refused(layers: int, experts: int, match: str) -> None:
     forest = read_tree(_routed(_samples()))
     with pytest.raises(InvalidTreeError, match=match):
         check_expert_routes(forest, layers=layers, top_k=TOP_K, experts=experts)

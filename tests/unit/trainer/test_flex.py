@@ -1,4 +1,4 @@
-"""The block mask of a GPU as far as a CPU can run it: its lists, its padding, its compilations."""
+"""The block mask of a GPU, as far as a CPU can run it: lists, padding, compilations."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -51,7 +51,7 @@ def _end(forest: Forest) -> torch.Tensor:
 
 
 def _visible_tiles(end: torch.Tensor, *, start: int, mask: TreeMask) -> torch.Tensor:
-    """[query blocks, key blocks, pairs of a block]: which pairs the definition lets see."""
+    """Which pairs are visible by definition: [query blocks, key blocks, pairs of a block]."""
     blocks = mask.lists[0].shape[-1]
     place = torch.arange(start, start + blocks * BLOCK)[:, None]
     key = torch.arange(SLOTS)[None]
@@ -60,7 +60,7 @@ def _visible_tiles(end: torch.Tensor, *, start: int, mask: TreeMask) -> torch.Te
 
 
 def _listed(counts: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """The lists of blocks as a dense mask; each names its blocks once, in order."""
+    """The lists of blocks as a dense mask; checks that each names its blocks once, in order."""
     dense = torch.zeros(order.shape[2:], dtype=torch.int64)
     for row in range(len(dense)):
         named = order[0, 0, row, : counts[0, 0, row]].long()
@@ -89,7 +89,7 @@ def test_lists_name_every_visible_block_once_and_full_ones_are_full(
     assert torch.equal(_listed(*mask.lists[6:]), full.t())
 
 
-def test_the_mask_of_a_whole_forest_is_what_torch_makes_of_the_definition() -> None:
+def test_the_mask_of_a_whole_forest_is_torchs_mask_of_the_definition() -> None:
     forest = joined(_groups(200))
     count = forest.token_count
     end = _end(forest)
@@ -127,7 +127,7 @@ def test_the_block_mask_gives_the_same_gradients_as_the_pieces(block: int) -> No
 
 
 class Counted:
-    """A compiler's backend that runs what it is given as it is, and counts it."""
+    """A compiler's backend that runs graphs unchanged and counts them."""
 
     def __init__(self) -> None:
         self.graphs = 0
@@ -184,7 +184,7 @@ def test_one_compilation_serves_trees_of_every_length_whole_and_in_blocks() -> N
     assert backend.graphs == 1
 
 
-def test_each_model_has_its_own_limit_of_compilations_and_one_too_many_is_refused() -> None:
+def test_each_model_has_its_own_limit_of_compilations_and_refuses_more() -> None:
     keys = _whole(joined(_groups(1)))
     tensors = _drawn(keys.plan.end)
     for _model in range(2):
@@ -196,7 +196,7 @@ def test_each_model_has_its_own_limit_of_compilations_and_one_too_many_is_refuse
         assert torch.equal(attend(*tensors, scale=0.3, carry=None), first)
 
 
-def test_dense_scores_are_refused_where_compilation_is_switched_off() -> None:
+def test_dense_scores_are_refused_if_compilation_is_switched_off() -> None:
     keys = _whole(joined(_groups(1)))
     attend = flex_attention_of(keys, kernel=CompiledFlex(), device=torch.device("cpu"))
     with (

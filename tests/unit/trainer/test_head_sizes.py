@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forgemq_trainer.core.attention.cpu_attention import Run, attend
+from forgemq_trainer.core.attention.cpu_attention import AttentionRun, attend
 from forgemq_trainer.core.attention.plan import AttentionPlan
 
 TOKENS, FORK, LIGHT = 100, 40, 70
@@ -16,7 +16,7 @@ PLAN = AttentionPlan(
     triangles=((0, LIGHT), (LIGHT, TOKENS)),
     rectangles=((LIGHT, TOKENS, 0, FORK),),
 )
-"""A chain of 70 and a light subtree of 30 that leaves it after 40."""
+"""A chain of 70 tokens, and a light subtree of 30 tokens that branches off after its 40th."""
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 3e-3}
 
@@ -42,7 +42,7 @@ def test_every_head_size_and_dtype_is_as_exact_as_its_precision(
     narrow = [tensor.clone().requires_grad_() for tensor in inputs]
     wide = [tensor.double().requires_grad_() for tensor in inputs]
     scale = 1 / math.sqrt(size)
-    found = attend(narrow[0], narrow[1], narrow[2], Run(plan=PLAN, scale=scale))
+    found = attend(narrow[0], narrow[1], narrow[2], AttentionRun(plan=PLAN, scale=scale))
     expected = _dense(wide[0], wide[1], wide[2], scale)
     for output in (found, expected):
         output.double().square().sum().backward()

@@ -1,6 +1,6 @@
-"""The allocator of a step: kept where there is room, exact where there is not.
+"""A step's heap keeps freed memory if the budget has room for holes, and maps tensors otherwise.
 
-In a process of its own: the setting is of the whole process.
+Runs in a new process, as the setting holds for the whole process.
 """
 
 import subprocess
@@ -33,7 +33,7 @@ print(int(is_kept), full // mebibytes, (resident() - before) // mebibytes)
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's allocator")
 @pytest.mark.parametrize(("budget", "is_kept"), [(128, True), (127, False)])
-def test_freed_memory_is_kept_only_where_the_budget_has_room_for_holes(
+def test_freed_memory_is_kept_only_if_the_budget_has_room_for_holes(
     *, budget: int, is_kept: bool
 ) -> None:
     """Seven of eight tensors are freed; the last lies at the heap's end."""

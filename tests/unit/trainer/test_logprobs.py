@@ -60,7 +60,7 @@ def test_entries_of_one_token_share_an_edge_and_siblings_share_a_row() -> None:
     assert edges.edge_of_entry_E.tolist() == [2, 2, 1, 0]
 
 
-def test_blocks_share_out_the_entries_by_the_token_they_continue() -> None:
+def test_each_block_has_the_entries_that_continue_its_tokens() -> None:
     forest = read_tree(merge(adversarial_samples(np.random.default_rng(0))))
     parts = [
         edges_of(forest, start=start, end=min(start + 3, forest.token_count))

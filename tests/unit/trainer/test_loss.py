@@ -35,7 +35,7 @@ def _result(
     return result.loss.tolist(), gradient.tolist(), result.is_limited.tolist(), logprob.tolist()
 
 
-def test_cispo_caps_the_weight_and_keeps_every_gradient() -> None:
+def test_cispo_caps_the_ratio_and_keeps_every_gradient() -> None:
     loss, gradient, limited, logprob = _result(
         Loss(ratio_cap=5.0), [0.01, 1.0, 4.0, 50.0], [1.0, 2.0, -1.0, 3.0], [0, 0, 1, 1]
     )
@@ -56,7 +56,7 @@ def test_tis_has_cispos_gradient_and_another_value() -> None:
     assert limited == [False, True]
 
 
-def test_ppo_clip_stops_the_gradient_only_where_the_step_went_too_far() -> None:
+def test_ppo_clip_stops_the_gradient_only_if_the_step_went_too_far() -> None:
     settings = Loss(kind="ppo_clip", clip_low=0.2, clip_high=0.3)
     loss, gradient, limited, _ = _result(
         settings, [1.5, 1.5, 0.5, 0.5, 1.0], [1.0, -1.0, 1.0, -1.0, 2.0], [0, 0, 0, 0, 0]

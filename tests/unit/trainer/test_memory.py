@@ -1,4 +1,4 @@
-"""How a step is cut for a budget, and that what runs holds what was predicted."""
+"""How a step is cut for a budget, and that torch holds the predicted bytes while it runs."""
 
 from dataclasses import replace
 
@@ -44,7 +44,7 @@ def _in_blocks(forest: Forest, budget: int, *, shape: ModelShape = SHAPE) -> Mic
 
 
 def _needed(forest: Forest, count: int, *, shape: ModelShape, is_offloaded: bool) -> int:
-    """Bytes of so many even blocks, token by token."""
+    """Bytes that so many even blocks need, counted token by token."""
     size = -(-forest.token_count // count)
     starts = range(0, forest.token_count, size)
     paths = [path_of(forest, start) for start in starts]
@@ -79,7 +79,7 @@ def test_a_group_over_the_budget_runs_in_even_blocks_within_it() -> None:
 
 @pytest.mark.parametrize("tokens", [64, 100, 5000])
 @pytest.mark.parametrize("is_carried", [False, True])
-def test_a_block_of_the_longest_length_fits_and_one_token_more_does_not(
+def test_a_block_of_the_longest_length_fits_and_a_longer_one_does_not(
     *, tokens: int, is_carried: bool
 ) -> None:
     exact = SHAPE.block_bytes(tokens, chunk=8, is_carried=is_carried)
@@ -110,8 +110,8 @@ def test_a_budget_below_the_least_is_refused_and_names_the_least() -> None:
         _in_blocks(forest, SHAPE.block_bytes(BLOCK_TOKENS_MIN, chunk=8, is_carried=True))
 
 
-def test_keys_are_offloaded_where_keeping_them_would_take_over_twice_the_blocks() -> None:
-    """One budget lets 10 blocks keep their keys, a smaller one 12; offloaded, 5 fit into both."""
+def test_keys_are_offloaded_if_keeping_them_would_take_over_twice_the_blocks() -> None:
+    """In one budget 10 blocks keep their keys, in a smaller one 12; offloaded, 5 fit into both."""
     forest, shape = _bush(2, turns=10), replace(SHAPE, key_size=64)
     kept_10, kept_12 = (_needed(forest, n, shape=shape, is_offloaded=False) for n in (10, 12))
     away_4, away_5 = (_needed(forest, n, shape=shape, is_offloaded=True) for n in (4, 5))
@@ -124,7 +124,7 @@ def test_keys_are_offloaded_where_keeping_them_would_take_over_twice_the_blocks(
     assert more.predicted_bytes == away_5
 
 
-def test_the_prediction_counts_slots_as_the_carries_have_them() -> None:
+def test_the_prediction_counts_the_carries_slots() -> None:
     forest, shape = _bush(20), replace(SHAPE, slot_multiple=256)
     longest = int(forest.position_N.max()) + 1
     least = least_budget_bytes(shape, longest_path=longest, head_chunk=8)
@@ -191,7 +191,7 @@ def test_the_prediction_counts_slots_as_the_carries_have_them() -> None:
 def test_the_measured_peak_is_within_a_twentieth_of_the_predicted(
     kind: str, share: float, sizes: dict[str, int], dtype: torch.dtype
 ) -> None:
-    """Allocations of torch's own allocator, the gradients of the parameters apart."""
+    """Counts torch's allocations, without the parameters' gradients."""
     changes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_hidden_layers": 4}
     loaded = prepare(make_model(kind, dtype, **(changes | sizes)))
     forest, shape, chunk = _bush(5), loaded.policy.shape, 32
@@ -203,7 +203,7 @@ def test_the_measured_peak_is_within_a_twentieth_of_the_predicted(
         head_chunk=chunk,
         carried="path",
     )
-    assert not microbatch.is_offloaded  # torch counts the bytes of a mapped file too
+    assert not microbatch.is_offloaded  # torch would count the mapped file too
 
     def run() -> None:
         forward_backward(
@@ -213,7 +213,7 @@ def test_the_measured_peak_is_within_a_twentieth_of_the_predicted(
             head_chunk=chunk,
         )
 
-    run()  # The parameters' gradients exist from here on.
+    run()  # Makes the parameters' gradients.
     peak = peak_allocated_bytes(run)
     assert peak == pytest.approx(microbatch.predicted_bytes, rel=0.05)
     assert len(microbatch.blocks) > 1 or share == 1.0

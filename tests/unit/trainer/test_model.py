@@ -1,4 +1,4 @@
-"""Which models are accepted, and that the stock modules are really replaced."""
+"""Accepted and refused models, and the modules that replace those of transformers."""
 
 from pathlib import Path
 
@@ -46,7 +46,7 @@ from tests.unit.trainer.scene import make_model, of_every_kind, save_base
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step must be 1, got 2"),
     ],
 )
-def test_what_cannot_be_exact_is_refused_by_name(
+def test_a_setting_that_rules_out_exact_training_is_refused_by_name(
     kind: str, changes: dict[str, object], reason: str
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=reason):
@@ -54,7 +54,7 @@ def test_what_cannot_be_exact_is_refused_by_name(
 
 
 @pytest.mark.parametrize("name", ["sliding_window", "softcap", "s_aux"])
-def test_what_attention_would_leave_out_silently_is_refused_by_name(name: str) -> None:
+def test_an_argument_that_attention_would_ignore_is_refused_by_name(name: str) -> None:
     one = torch.zeros(1, 1, 1, 4)
     plan = AttentionPlan(start=0, end=1, triangles=((0, 1),), rectangles=())
     keys = BlockKeys(plan=plan, carries=(), subtree_end_S=np.ones(1, dtype=np.int64))
@@ -109,7 +109,7 @@ def test_every_norm_rotary_embedding_and_router_is_ours(
     }
 
 
-def test_what_is_precise_already_stays_as_it_is() -> None:
+def test_modules_that_are_precise_already_stay() -> None:
     model = make_model("qwen3_moe", torch.float32, norm_topk_prob=True)
     make_precise(model)
     before = {name: id(module) for name, module in model.named_modules()}
@@ -146,7 +146,7 @@ def test_shapes_follow_the_configuration() -> None:
 def test_written_weights_have_the_names_and_bytes_that_were_loaded(
     kind: str, tmp_path: Path
 ) -> None:
-    """Experts are one tensor in memory and many in the file, as engines read them."""
+    """A layer's experts are one tensor in memory, and one tensor each in the file."""
     make_model(kind, torch.float32).save_pretrained(tmp_path / "base")
     loaded = load_model(tmp_path / "base", dtype="float32")
     written = write_weights(

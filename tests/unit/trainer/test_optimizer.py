@@ -14,7 +14,7 @@ def _model(dtype: torch.dtype = torch.float32) -> nn.Module:
     return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2)).to(dtype)
 
 
-def _owe(model: nn.Module, seed: int) -> None:
+def _add_gradients(model: nn.Module, seed: int) -> None:
     torch.manual_seed(seed)
     x = torch.randn(5, 4).to(next(model.parameters()).dtype)
     model(x).float().pow(2).sum().backward()
@@ -35,8 +35,8 @@ def test_an_update_is_adamw_with_the_gradient_clipped() -> None:
         plain.parameters(), lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0
     )
     for seed in range(3):
-        _owe(ours, seed)
-        _owe(plain, seed)
+        _add_gradients(ours, seed)
+        _add_gradients(plain, seed)
         norm = updater.update(lr=0.1)
         expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.01)
         adamw.step()
@@ -62,7 +62,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     model = _model()
     updater = Updater(model, Optimizer(lr=0.1))
     before = [p.detach().clone() for p in model.parameters()]
-    _owe(model, 0)
+    _add_gradients(model, 0)
     model[0].weight.grad[0, 0] = float("nan")
     with pytest.raises(NonFiniteGradientError, match="not finite"):
         updater.update(lr=0.1)
@@ -75,7 +75,7 @@ def test_a_restored_optimizer_continues_to_the_same_bytes(dtype: torch.dtype) ->
     whole = _model(dtype)
     updater = Updater(whole, settings)
     for seed in range(2):
-        _owe(whole, seed)
+        _add_gradients(whole, seed)
         updater.update(lr=0.01)
     other = _model(dtype)
     other.load_state_dict(whole.state_dict())
@@ -83,7 +83,7 @@ def test_a_restored_optimizer_continues_to_the_same_bytes(dtype: torch.dtype) ->
     restored.restore(updater.state())
     for seed in (2, 3):
         for model, each in ((whole, updater), (other, restored)):
-            _owe(model, seed)
+            _add_gradients(model, seed)
             each.update(lr=0.01)
     for left, right in zip(whole.parameters(), other.parameters(), strict=True):
         assert torch.equal(left, right)
@@ -92,7 +92,7 @@ def test_a_restored_optimizer_continues_to_the_same_bytes(dtype: torch.dtype) ->
 
 
 def test_a_rate_too_small_for_bfloat16_still_adds_up() -> None:
-    """A bfloat16 weight of 1 swallows steps of 1e-3; its fp32 master does not."""
+    """A bfloat16 weight of 1 rounds steps of 1e-3 away; its fp32 master does not."""
     model = nn.Linear(1, 1, bias=False).to(torch.bfloat16)
     with torch.no_grad():
         model.weight.fill_(1.0)
@@ -119,8 +119,8 @@ def test_state_of_another_model_is_refused() -> None:
         Updater(_model(), Optimizer()).restore({"9.weight|exp_avg": torch.zeros(1)})
 
 
-def test_a_gpu_steps_in_one_kernel_and_a_restored_count_lies_there_too() -> None:
-    """Shapes and devices of the real operators: no kernel, no GPU."""
+def test_a_gpu_steps_in_one_kernel_and_a_restored_count_is_on_the_gpu_too() -> None:
+    """Checks shapes and devices by the real operators, without a kernel or a GPU."""
     with FakeTensorMode():
         weight = nn.Parameter(torch.empty(4, 3, device="cuda:0", dtype=torch.bfloat16))
         updater = Updater(nn.ParameterDict({"weight": weight}), Optimizer())

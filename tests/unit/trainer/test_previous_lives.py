@@ -1,4 +1,4 @@
-"""What a trainer learns from the log about its earlier lives."""
+"""What the log says about previous lives of the trainer."""
 
 import msgspec
 
@@ -16,7 +16,7 @@ def written(topic: topics.Topic, value: bytes) -> Emit:
     return Emit(topic=topic.name, partition=0, key=b"", value=value)
 
 
-async def test_records_that_do_not_decode_are_left_out() -> None:
+async def test_records_that_do_not_decode_are_skipped() -> None:
     step = msgspec.structs.replace(minimal(TrainedStep), step=3, lineage=7, checkpoint_step=2)
     log = MemoryLog(run="r")
     await log.create_topics({topics.TRAINED_STEPS.name: 1, topics.PUBLISHED_WEIGHTS.name: 1})

@@ -1,4 +1,4 @@
-"""Two ranks owe the gradients of one: any model, loss and byte budget."""
+"""Two ranks compute the gradients of one, for every model, loss and byte budget."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -48,14 +48,14 @@ class Case:
     """One step of some model.
 
     Attributes:
-        kind: of the model.
-        dtype: that it computes in.
-        loss: its name, or `user`.
-        plan: how the budget makes ranks run it.
-        normalisation: of the loss.
-        is_routed: the groups bring the experts that the engine chose.
-        is_grouped: experts run in the grouped kernel, as the service has them.
-        vocabulary: rows of the head; an odd number makes shards of two sizes.
+        kind: Of the model.
+        dtype: That it computes in.
+        loss: Its name, or `user`.
+        plan: How the budget makes ranks run it.
+        normalisation: Of the loss.
+        is_routed: True if the groups have the engine's expert routes.
+        is_grouped: True if experts run in the grouped kernel, as in the service.
+        vocabulary: Rows of the head; an odd number makes shards of two sizes.
     """
 
     kind: str = "qwen3"
@@ -70,14 +70,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a step left: gradients by parameter, and what it saw of every entry."""
+    """Results of a step: gradients by parameter, and the values of its entries."""
 
     gradients: Gradients
     values: EntryValues
 
 
 def _forests(case: Case) -> list[Forest]:
-    """Groups of 267, about 200, 88 and 14 tokens; the last has a prefix, twins and stumps."""
+    """Groups of 267, about 200, 88 and 14 tokens; the last is that of `adversarial_samples`."""
     generator = np.random.default_rng(3)
     groups = [
         agent_samples(generator),
@@ -86,7 +86,7 @@ def _forests(case: Case) -> list[Forest]:
         agent_samples(generator, rollouts=5, turns=4),
     ]
     if case.plan == "packed":
-        del groups[1]  # It would give the rank that has less something to do to the end.
+        del groups[1]  # With it no rank would be idle in the last round.
     trees = [merge(samples, f"g-{n}") for n, samples in enumerate(groups)]
     if case.is_routed:
         trees = [routed(tree, layers=2, top_k=TOP_K, experts=EXPERTS) for tree in trees]
@@ -101,7 +101,7 @@ def _model(case: Case) -> nn.Module:
 
 
 def _budget(shape: ModelShape, forests: list[Forest], plan: str) -> int:
-    """Bytes under which the ranks run as the plan's name says."""
+    """The budget that makes the ranks run as the plan's name says."""
     largest = max(forest.token_count for forest in forests)
     if plan == "own":
         return 10**9
@@ -113,7 +113,7 @@ def _budget(shape: ModelShape, forests: list[Forest], plan: str) -> int:
 
 
 def _check_plan(rounds: tuple[Round, ...], plan: str) -> None:
-    """The scene is what it says: so many rounds, idle ranks, and blocks of split groups."""
+    """Check that the plan has the rounds, idle ranks and split groups that its name promises."""
     own = [planned for planned in rounds if isinstance(planned, OwnRound)]
     is_idle = any(None in planned.microbatch_of_rank for planned in own)
     blocks = [len(planned.blocks) for planned in rounds if isinstance(planned, SharedRound)]
@@ -185,8 +185,11 @@ def _of_rank(ranks: Ranks, case: Case) -> Seen | None:
 
 
 def _worst(found: Gradients, expected: Gradients) -> float:
-    """Largest ||difference|| / ||gradient|| over the parameters; a gradient of 0 is all rounding,
-    so no norm counts as less than a thousandth of the largest."""
+    """Largest ||difference|| / ||gradient|| over the parameters.
+
+    A gradient that should be 0 is all rounding, so each norm counts as at least a thousandth of
+    the largest.
+    """
     assert found.keys() == expected.keys()
     floor = 1e-3 * max(gradient.norm() for gradient in expected.values())
     return max(

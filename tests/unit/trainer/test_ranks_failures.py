@@ -1,4 +1,4 @@
-"""Ranks that cannot go on: what is refused, and what the others do when one hangs or dies."""
+"""Ranks that cannot continue: refused settings, and a rank that hangs or dies."""
 
 import os
 import signal
@@ -48,7 +48,7 @@ def _refusal(ranks: Ranks, configuration: RunConfiguration, life: Life) -> str:
 def test_a_budget_that_holds_no_trees_keys_is_refused_by_name_on_every_rank(
     tmp_path: Path, rank_pair: RankPair
 ) -> None:
-    """One rank trains within it, by offloading; several do not."""
+    """One rank trains within this budget, by offloading; several ranks do not."""
     life = Life(tmp_path, (0,), rollouts=12)
     save_base(life.folder / "base")
     alone = life.configuration(world_size=1)
@@ -69,19 +69,20 @@ def test_a_budget_that_holds_no_trees_keys_is_refused_by_name_on_every_rank(
 
 
 DEADLINE_S = 3.0
+"""Of a rank within a step: short, as the test waits for it, and long beside a local exchange."""
 
 
 @pytest.fixture
 def mortal_pair() -> Iterator[RankPair]:
-    """Two ranks that wait for one another for seconds only."""
+    """Two ranks with a deadline of seconds."""
     pair = RankPair(deadline_s=DEADLINE_S)
     yield pair
     pair.close()
 
 
 def _hang(ranks: Ranks) -> str:
-    """Rank 1 does not come until rank 0 has given it up."""
-    # What is tried below on one group of a step holds for that of the sharded parameters too.
+    """Rank 1 stays away until rank 0 has given it up."""
+    # The test uses one of the step's groups; the sharded parameters' group has the same deadline.
     parameters = ranks.mesh.get_group()._get_backend(torch.device("cpu"))
     assert parameters.options._timeout == timedelta(seconds=DEADLINE_S)
     if ranks.rank == 1:
@@ -119,16 +120,18 @@ def _die(ranks: Ranks, life: Life) -> str:
 def test_a_rank_that_hangs_or_dies_within_a_step_ends_the_others_with_one_line(
     tmp_path: Path, mortal_pair: RankPair
 ) -> None:
-    said, _ = mortal_pair.run(_hang)
-    assert said.startswith("rank 0 lost another of 2 ranks, which died or did not come within 3 s")
-    assert "\n" not in said
+    reason, _ = mortal_pair.run(_hang)
+    assert reason.startswith(
+        "rank 0 lost another of 2 ranks, which died or did not come within 3 s"
+    )
+    assert "\n" not in reason
     life = Life(tmp_path, (0,))
     save_base(life.folder / "base")
-    dead, said = mortal_pair.ends(_die, life)
+    dead, reason = mortal_pair.ends(_die, life)
     assert isinstance(dead, LostRankProcessError)
     assert str(dead) == "rank 0 ended with status -9"
-    assert said.startswith("rank 1 lost another of 2 ranks")
-    assert "\n" not in said
+    assert reason.startswith("rank 1 lost another of 2 ranks")
+    assert "\n" not in reason
 
 
 def test_each_rank_takes_a_gpu_of_its_own() -> None:

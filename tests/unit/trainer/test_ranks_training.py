@@ -1,4 +1,4 @@
-"""Two ranks of the service's training: the weights and checkpoints of one, restarts to the byte."""
+"""Two ranks have the weights and checkpoints of one, and restart to the same bytes."""
 
 import dataclasses
 import subprocess
@@ -71,7 +71,7 @@ def test_weights_and_optimizer_state_of_two_ranks_are_those_of_one(
     state, expected_state = (_tensors(life, 1, OPTIMIZER_FILE) for life in (two, one))
     assert {k: v.shape for k, v in state.items()} == {k: v.shape for k, v in expected_state.items()}
     weights = _tensors(two, 1, WEIGHTS_FILE)
-    # In bfloat16 Adam's first steps turn rounding into other signs: the second step differs.
+    # In bfloat16 rounding may flip signs in Adam's first steps, so the second step differs.
     count = 1 if dtype == "bfloat16" else 2
     for ours, theirs in zip(found[:count], expected[:count], strict=True):
         for field in ("loss", "grad_norm", "entropy"):
@@ -80,7 +80,7 @@ def test_weights_and_optimizer_state_of_two_ranks_are_those_of_one(
         assert _distance(two, one, step=1) <= 1e-4
     else:
         assert _distance(two, one, step=1) <= 1e-2
-        # A checkpoint has every expert by itself, the model all of a layer in one parameter.
+        # A checkpoint has one tensor for each expert, the model one parameter for a layer's.
         for name in (name for name in weights if ".experts." not in name):
             assert torch.equal(weights[name], state[f"{name}|master"].bfloat16()), name
 
@@ -102,7 +102,7 @@ def test_two_ranks_continue_to_the_same_bytes(
 def test_the_number_of_ranks_may_change_between_two_lives(
     tmp_path: Path, rank_pair: RankPair, dtype: str
 ) -> None:
-    """One, two, one: what is handed over is equal to the byte, what is trained within rounding."""
+    """One rank, two, one: restored state is equal to the byte, later steps within rounding."""
     alone, changing = (Life(tmp_path / name, STEPS, dtype) for name in ("alone", "changing"))
     for life in (alone, changing):
         save_base(life.folder / "base")
@@ -125,7 +125,7 @@ def test_the_number_of_ranks_may_change_between_two_lives(
 
 
 def _train_fewer(ranks: AnyRanks, life: Life) -> float:
-    """A step whose first group had failed in an earlier life, and could be read in this one."""
+    """Train a step whose first group failed in a previous life, and can be read in this one."""
     if isinstance(ranks, Ranks) and ranks.rank > 0:
         carry_out_commands(ranks, device="cpu")
         return 0.0
@@ -151,19 +151,19 @@ def test_ranks_train_the_groups_that_rank_0_trains_and_no_other(
 
 
 def _send(ranks: Ranks, file: Path) -> tuple[dict[int, str], str]:
-    """Rank 0 brings a file to an engine's stand-in: what failed by lane, and what that one says."""
+    """Send a file from rank 0 to a peer process: failures by lane, and the peer's output."""
     if ranks.rank > 0:
         return {}, ""
     paths = FastPaths(host="127.0.0.1", backend="gloo", deadline_s=30)
     (offer,) = paths.offer({0: 1}, prefix="r-1")
-    where = (offer.host, str(offer.port), offer.group_name)
+    address = (offer.host, str(offer.port), offer.group_name)
     peer = subprocess.Popen(
-        [sys.executable, str(PEER), *where, "-1", str(file)], stdout=subprocess.PIPE, text=True
+        [sys.executable, str(PEER), *address, "-1", str(file)], stdout=subprocess.PIPE, text=True
     )
     failures = paths.send((offer,), file)
-    said, _ = peer.communicate(timeout=30)
+    output, _ = peer.communicate(timeout=30)
     paths.close()
-    return failures, said
+    return failures, output
 
 
 def test_rank_0_brings_weights_to_engines_beside_the_groups_of_its_ranks(

@@ -1,4 +1,4 @@
-"""A loss that stays near the model its run started from."""
+"""A loss with a KL to the model that its run started from."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -85,10 +85,10 @@ def test_gradients_near_a_reference_are_those_of_every_request_alone(kind: str, 
     blocks = tuple((start, min(start + size, count)) for start in range(0, count, size))
     microbatches = [Microbatch(groups=(0, 1), blocks=blocks)]
     policy = prepare(model).policy
-    told = with_references(prepare(other).policy, forests, microbatches, head_chunk=8)
+    filled = with_references(prepare(other).policy, forests, microbatches, head_chunk=8)
     forward_backward(
         policy,
-        Objective(forests=told, loss_weights=[1.0, 1.0], loss=loss_function(NEAR)),
+        Objective(forests=filled, loss_weights=[1.0, 1.0], loss=loss_function(NEAR)),
         microbatches,
         head_chunk=8,
     )
@@ -143,7 +143,7 @@ def test_several_ranks_with_a_reference_are_refused_by_name(tmp_path: Path) -> N
         Training(msgspec.structs.replace(configuration, loss=NEAR), device="cpu", checkpoint=None)
 
 
-def test_a_reference_adds_the_k3_estimate_and_nothing_where_none_is_known() -> None:
+def test_a_reference_adds_the_k3_estimate_and_a_missing_one_adds_0() -> None:
     sample = Sample((1, 2, 3, 4), 1, 0.0, (-1.0, -1.0, -1.0))
     logprob = torch.tensor([-2.0, -2.0, -2.0], dtype=torch.float64, requires_grad=True)
     reference = torch.tensor([-2.0, -1.0, float("nan")], dtype=torch.float64)

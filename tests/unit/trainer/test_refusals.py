@@ -1,4 +1,4 @@
-"""What no restart can change ends the trainer as refused settings do, with status 2."""
+"""Errors that no restart can cure are SettingsErrors: the trainer ends with status 2."""
 
 from types import SimpleNamespace
 
@@ -28,7 +28,7 @@ def test_checkpoints_of_another_run_or_configuration_are_refused(error):
 
 
 @pytest.mark.parametrize("kind", ["no_such_loss", "no.such.module:loss", "json:no_such_function"])
-def test_a_loss_that_leads_nowhere_is_refused_by_name(kind):
+def test_a_loss_name_without_a_function_is_refused_by_name(kind):
     run = RunConfiguration(
         run="r",
         seed=0,

@@ -1,4 +1,4 @@
-"""What a life of the trainer does about the lives before it, and beside it."""
+"""A life of the trainer after previous lives, and beside another one."""
 
 import asyncio
 from dataclasses import replace
@@ -44,7 +44,7 @@ def _tree_emit(tree: MergedTree) -> Emit:
 
 
 async def test_a_tree_that_comes_late_is_waited_for_and_not_failed(tmp_path: Path) -> None:
-    """Its transaction is written, its markers are not: what a slow broker shows for seconds."""
+    """Its transaction is written, its commit markers are not yet, as on a slow broker."""
     bench = await memory_bench(tmp_path)
     assert isinstance(bench.log, MemoryLog)
     trees = _trees(2)
@@ -97,7 +97,7 @@ async def test_a_step_that_cannot_be_trained_again_as_it_was_ends_the_trainer(
     assert len(await bench.trained()) == 1
 
 
-async def test_only_a_blob_that_is_gone_fails_its_group(tmp_path: Path) -> None:
+async def test_only_a_lost_blob_fails_its_group(tmp_path: Path) -> None:
     blobs = BlobStore(str(tmp_path / "tree-blobs"))
     log = MemoryLog(run="r", blobs=blobs, inline_bytes_max=64)
     await create_topics(log)
@@ -111,7 +111,7 @@ async def test_only_a_blob_that_is_gone_fails_its_group(tmp_path: Path) -> None:
     lost.unlink()
     data = away.read_bytes()
     away.unlink()
-    away.mkdir()  # Reading it fails, but not because it is not there.
+    away.mkdir()  # Reading it fails, but not as a missing file.
     await bench.put_steps([scheduled_step(0, trees)])
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(bench.train(until=0))
@@ -146,7 +146,7 @@ async def test_two_processes_do_not_train_in_one_folder(tmp_path: Path) -> None:
     await bench.put_trees(trees)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(bench.train(until=0))
-        await bench.has_started()
+        await bench.wait_for_start()
         with pytest.raises(ExceptionGroup) as caught:
             await bench.train(until=0)
         assert caught.group_contains(FolderInUseError, match="another process holds")
@@ -157,7 +157,7 @@ async def test_two_processes_do_not_train_in_one_folder(tmp_path: Path) -> None:
 async def test_an_older_trainer_writes_no_step_once_a_newer_one_has_started(
     tmp_path: Path,
 ) -> None:
-    """Two machines: each has a folder of its own, so only the log can tell them apart."""
+    """On two machines each has its own folder, so only the log can refuse the older one."""
     older = await memory_bench(tmp_path)
     newer = replace(older, folder=tmp_path / "other" / "trainer")
     trees = _trees(2)
@@ -165,7 +165,7 @@ async def test_an_older_trainer_writes_no_step_once_a_newer_one_has_started(
     with pytest.raises(ExceptionGroup) as caught:  # noqa: PT012 - both run at once
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(older.train(until=0))
-            await older.has_started()
+            await older.wait_for_start()
             # The newer one has claimed the run and hangs before it publishes anything.
             await newer.log.transaction_writer("trainer")
             await older.put_steps([scheduled_step(0, trees)])

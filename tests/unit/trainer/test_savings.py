@@ -1,4 +1,4 @@
-"""What a step says about itself: savings of its trees, and alarms."""
+"""Metrics of a step: the savings of its trees, and alarms."""
 
 import msgspec
 import numpy as np
@@ -59,7 +59,7 @@ def _samples(*, is_stripped: bool) -> list[Sample]:
     return agent_samples(np.random.default_rng(0), turns=TURNS, is_stripped=is_stripped)
 
 
-def test_branch_loss_is_one_where_histories_only_grow_and_above_where_they_are_rewritten() -> None:
+def test_branch_loss_is_1_if_histories_only_grow_and_above_1_if_they_are_rewritten() -> None:
     growing = read_tree(_by_episode(_samples(is_stripped=False)))
     assert savings(SHAPE, [growing]).branch_loss == 1.0
     stripped = read_tree(_by_episode(_samples(is_stripped=True)))

@@ -29,7 +29,7 @@ from tests.unit.trainer.scene import save_base, scheduled_step
 
 AGENT = "00-" + "a" * 32 + "-" + "b" * 16 + "-01"
 REQUESTS = 160
-"""More than any fixed number of links that somebody may think is enough for one step."""
+"""More than OpenTelemetry's default of 128 links for each span."""
 
 
 def _exporting(service: str) -> tuple[Telemetry, InMemorySpanExporter]:
@@ -46,7 +46,7 @@ def _exporting(service: str) -> tuple[Telemetry, InMemorySpanExporter]:
 async def _asked(
     folder: Path, telemetry: Telemetry
 ) -> tuple[dict[str, bytes], list[FinishedCompletion]]:
-    """An agent's requests through a gateway: headers by request id, and what a lane finished."""
+    """Send an agent's requests through a gateway: headers by request id, and the completions."""
     model = write_model_folder(folder / "served")
     log = MemoryLog(run="r", clock_ms=wall_ms)
     configuration = configuration_of(model)
@@ -70,7 +70,7 @@ async def _asked(
 
 
 def _merged(finished: list[FinishedCompletion]) -> MergedTree:
-    """The group's tree, as the merger makes it from what the lane finished."""
+    """The group's tree, merged from the lane's completions."""
     group = finished[0].group_id
     merger = Merger(0)
     scores = []

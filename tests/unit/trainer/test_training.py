@@ -1,4 +1,4 @@
-"""Training steps as a caller sees them: the run's loss, its budget, and what stops it."""
+"""Steps of training: the run's loss, its budget, and the errors that stop it."""
 
 from pathlib import Path
 
@@ -41,7 +41,7 @@ def _weights_after(configuration: RunConfiguration) -> torch.Tensor:
     return torch.cat([p.detach().reshape(-1) for p in training.model.parameters()])
 
 
-def test_a_run_names_a_loss_of_its_users(tmp_path: Path) -> None:
+def test_a_run_may_name_a_users_loss(tmp_path: Path) -> None:
     configuration = configuration_of(save_base(tmp_path / "base"))
     user = _with(configuration, loss=Loss(kind="tests.unit.trainer.scene:reinforce"))
     training = Training(user, device="cpu", checkpoint=None)
@@ -100,7 +100,7 @@ def test_tokens_outside_the_vocabulary_fail_their_group(tmp_path: Path) -> None:
     assert [group.group_id for group in read.groups] == ["g-0"]
 
 
-def test_normalisation_by_group_weighs_groups_alike(tmp_path: Path) -> None:
+def test_normalisation_by_group_changes_the_weights(tmp_path: Path) -> None:
     configuration = configuration_of(save_base(tmp_path / "base"))
     by_group = _with(configuration, loss=Loss(normalisation="group"))
     assert not torch.equal(_weights_after(configuration), _weights_after(by_group))

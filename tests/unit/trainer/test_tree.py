@@ -1,4 +1,4 @@
-"""The wire layout, its derived arrays, and what is refused."""
+"""Trees from their wire form: derived arrays, attention pieces, refusals."""
 
 import msgspec
 import numpy as np
@@ -16,7 +16,7 @@ def _packed(*values: int) -> bytes:
 
 
 def _visible_by_parents(forest: Forest) -> np.ndarray:
-    """Who sees whom, by walking up: query x key."""
+    """Which keys each query sees, by walking up the parents: [query, key]."""
     mask = np.eye(forest.token_count, dtype=bool)
     for token, parent in enumerate(forest.parent_N.tolist()):
         if parent >= 0:
@@ -25,7 +25,7 @@ def _visible_by_parents(forest: Forest) -> np.ndarray:
 
 
 def _visible_by_pieces(forest: Forest, *, block: int) -> np.ndarray:
-    """How often each pair is in a piece, over all blocks of this size."""
+    """In how many pieces each pair lies, over all blocks of this size: [query, key]."""
     count = np.zeros((forest.token_count, forest.token_count), dtype=int)
     whole = pieces(forest)
     for start in range(0, forest.token_count, block):
@@ -41,7 +41,7 @@ def _visible_by_pieces(forest: Forest, *, block: int) -> np.ndarray:
 
 
 def test_a_small_tree_has_these_arrays() -> None:
-    """5 6 7 with the branches 8 9 and 4: heavy child first."""
+    """The path 5 6 7 with the branches 8 9 and 4; the heavier child comes first."""
     generator = np.random.default_rng(0)
     samples = [make_sample([5, 6, 7], [8, 9], generator), make_sample([5, 6, 7], [4], generator)]
     forest = read_tree(merge(samples))
@@ -120,6 +120,6 @@ def test_arrays_that_contradict_each_other_are_refused_by_name(
     generator = np.random.default_rng(0)
     samples = [make_sample([5, 6, 7], [8, 9], generator), make_sample([5, 6, 7], [4], generator)]
     tree = merge(samples)
-    # By the contract, where lengths differ, or by the trainer, where what they say does.
+    # The contract refuses wrong lengths, the trainer values that contradict each other.
     with pytest.raises(ValueError, match=rf"\b{field}\b.*:"):
         read_tree(msgspec.structs.replace(tree, **changes))

@@ -1,4 +1,4 @@
-"""Flash over the plan's pieces, as a GPU runs it: its calls, and the same gradients on a CPU."""
+"""Flash over the plan's pieces: the calls of a GPU, and their gradients on a CPU."""
 
 from dataclasses import replace
 
@@ -105,7 +105,7 @@ def test_calls_give_the_same_gradients_as_the_pieces(kind: str, block: int) -> N
 
 
 class CountedFlex:
-    """The other way, counted."""
+    """Attention under the block mask that counts its calls."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -231,15 +231,15 @@ def test_rollouts_that_only_share_their_task_take_flash_and_stripped_ones_the_ma
     ("dtype", "head_size"),
     [(torch.float32, 64), (torch.bfloat16, 20), (torch.bfloat16, 264), (torch.float64, 64)],
 )
-def test_what_the_flash_kernel_does_not_have_takes_the_mask(
+def test_dtypes_and_sizes_that_flash_lacks_take_the_mask(
     dtype: torch.dtype, head_size: int
 ) -> None:
     few = _keys(_tree(rollouts=8, turns=10)).plan
     assert attention_kind(few, dtype=dtype, head_size=head_size) == "flex"
 
 
-def test_the_operators_of_cuda_accept_what_a_call_hands_them() -> None:
-    with FakeTensorMode():  # Shapes and arguments of the real operators: no kernel, no GPU.
+def test_the_operators_of_cuda_accept_a_calls_arguments() -> None:
+    with FakeTensorMode():  # Checks arguments and shapes by the real operators, without a kernel.
 
         def halves(count: int, heads: int) -> torch.Tensor:
             return torch.empty(count, heads, 64, dtype=torch.bfloat16, device="cuda:0")

@@ -53,7 +53,7 @@ class CpuAttention:
                 query_THD.reshape(count, key_heads, heads // key_heads, size).transpose(0, 1),
                 key_TKD.transpose(0, 1),
                 value_TKD.transpose(0, 1),
-                Run(plan=keys.plan, scale=scale, carry=carry),
+                AttentionRun(plan=keys.plan, scale=scale, carry=carry),
             )
             return output_KTQD.transpose(0, 1).flatten(1, 2)
 
@@ -61,7 +61,7 @@ class CpuAttention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class AttentionRun:
     """What one layer's attention over a run of queries depends on, besides its tensors.
 
     Attributes:
@@ -87,7 +87,7 @@ class Run:
         )
 
 
-def attend(query_KTQD: Tensor, key_KTD: Tensor, value_KTD: Tensor, run: Run) -> Tensor:
+def attend(query_KTQD: Tensor, key_KTD: Tensor, value_KTD: Tensor, run: AttentionRun) -> Tensor:
     """Attention of every query over its ancestors and itself.
 
     Returns:
@@ -111,7 +111,7 @@ class _TreeFlash(torch.autograd.Function):
         query_KTQD: Tensor,
         key_KTD: Tensor,
         value_KTD: Tensor,
-        run: Run,
+        run: AttentionRun,
     ) -> Tensor:
         plan, carry = run.plan, run.carry
         query_KTQD = query_KTQD.contiguous()
@@ -128,7 +128,7 @@ class _TreeFlash(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, output_grad_KTQD: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401  # as forward
         query_KTQD, keys, values, output_KTQD, lse_KTQ = ctx.saved_tensors
-        run: Run = ctx.run
+        run: AttentionRun = ctx.run
         plan, carry = run.plan, run.carry
         wide = torch.promote_types(query_KTQD.dtype, torch.float32)
         if carry is None:
@@ -165,7 +165,7 @@ def _forward_pieces(
     query_KTQD: Tensor,
     keys: Tensor,
     values: Tensor,
-    run: Run,
+    run: AttentionRun,
 ) -> tuple[Tensor, Tensor]:
     """Outputs and log-sum-exps of all pieces, merged by query."""
     wide = torch.promote_types(query_KTQD.dtype, torch.float32)
@@ -207,7 +207,7 @@ def _backward_pieces(
     output_grad_KTQD: Tensor,
     key_grad: Tensor,
     value_grad: Tensor,
-    run: Run,
+    run: AttentionRun,
 ) -> Tensor:
     """Add the gradients of keys and values to the given tensors; returns those of the queries."""
     query_KTQD, keys, values = saved.query_KTQD, saved.keys, saved.values

@@ -16,7 +16,7 @@ What was checked without a GPU: docs/tree_training.md.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -35,6 +35,9 @@ BLOCKS_MIN = 2
 KINDS_MAX = 8
 """Kernels that one model may compile. It needs two, with and without gradient; more than a few
 would mean that some length is no symbol, and that every tree compiles again."""
+
+MaskTensors: TypeAlias = tuple[Tensor, Tensor, tuple[Tensor, ...]]
+"""The fields of a `TreeMask`, as the compiler traces them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,14 +179,14 @@ class CompiledFlex:
         scale: float,
     ) -> Tensor:
         """Attention under a mask, by the compiled kernel."""
-        arguments = (
+        lists = tuple(_marked(tensor, *range(2, tensor.dim())) for tensor in mask.lists)
+        output = self._attend(
             _marked(_by_block(query_HTD), 2),
             _marked(_by_block(key_KSD), 2),
             _marked(_by_block(value_KSD), 2),
-            _marked(mask.end_BS, 0),
+            (_marked(mask.end_BS, 0), mask.start, lists),
+            scale,
         )
-        lists = tuple(_marked(tensor, *range(2, tensor.dim())) for tensor in mask.lists)
-        output = self._attend(*arguments, mask.start, lists, scale)
         assert isinstance(output, Tensor)
         return output[0]
 
@@ -198,9 +201,7 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    end_BS: Tensor,
-    start: Tensor,
-    lists: tuple[Tensor, ...],
+    mask: MaskTensors,
     scale: float,
 ) -> Tensor:
     if not torch.compiler.is_compiling():
@@ -215,7 +216,7 @@ def _attend(
         query,
         key,
         value,
-        block_mask=_block_mask(end_BS, start, lists),
+        block_mask=_block_mask(*mask),
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
