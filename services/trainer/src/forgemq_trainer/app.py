@@ -71,6 +71,8 @@ async def main(context: Context, *, ranks: AnyRanks = ALONE) -> None:
     fast_paths = fast_paths_of(settings, device=device)
     with held_folder(Path(settings.folder)):
         await _train(context, settings, fast_paths, device=device, ranks=ranks)
+        # Only after a regular end: after an error the other ranks may be gone, and this process
+        # ends anyway.
         ranks.close()
 
 
@@ -83,6 +85,8 @@ async def _train(
     ranks: AnyRanks,
 ) -> None:
     configuration = context.configuration
+    # First of all: from here on the broker refuses an older trainer's steps, so what is read below
+    # is final.
     claim = await context.log.transaction_writer("trainer")
     store = Store(
         settings.folder,
@@ -97,6 +101,8 @@ async def _train(
     )
     async with asyncio.TaskGroup() as tasks:
         publisher = Publisher(context, settings, life=life, fast_paths=fast_paths, tasks=tasks)
+        # Before the model is loaded, which may take minutes: the first publication then knows which
+        # lanes live.
         watching = tasks.create_task(watch_lanes(context, publisher, lineage=life.lineage))
         try:
             training = await asyncio.to_thread(
@@ -105,5 +111,6 @@ async def _train(
             loop = TrainingLoop(context, settings, store=store, publisher=publisher, life=life)
             await loop.run(training, checkpoint, previous)
         finally:
+            # The watch never ends by itself, and the group waits for all its tasks.
             watching.cancel()
             await publisher.close()

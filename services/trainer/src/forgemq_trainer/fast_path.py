@@ -134,8 +134,8 @@ class FastPaths:
 
         Args:
             host: Address at which engines reach this process.
-            backend: Of all groups.
-            deadline_s: For one transfer.
+            backend: How groups communicate; one for all lanes.
+            deadline_s: For one transfer, including the engine's joining.
             device: GPU that NCCL sends from; Gloo sends from host memory.
         """
         self._host = host
@@ -179,6 +179,7 @@ class FastPaths:
         failures: dict[int, str] = {}
         for offer in offers:
             link = self._links.get(offer.lane)
+            # Dropped since it was offered, or replaced by a group of a newer epoch.
             if link is None or link.name != offer.group_name:
                 failures[offer.lane] = GIVEN_UP
                 continue
@@ -188,6 +189,7 @@ class FastPaths:
         self._threads += [transfer.thread for transfer in transfers.values()]
         for lane, transfer in transfers.items():
             failures[lane] = transfer.failure()
+        # A broadcast that broke off leaves a group's processes at different points, of no use.
         for lane, failure in failures.items():
             if failure:
                 self.drop(lane)
@@ -227,6 +229,8 @@ class FastPaths:
     def _offer(self, lane: int, epoch: int, *, prefix: str, world_size: int) -> Rendezvous:
         link = self._links.get(lane)
         if link is None:
+            # Counted, so that a lane's second group under one epoch has a name of its own: the
+            # engine may still hold the first.
             self._made += 1
             # With wait_for_workers this would block until the engine joins.
             store = TCPStore(
@@ -304,6 +308,7 @@ class FastPaths:
         options.rootRank = 0
         with safe_open(file, framework="pt", device=str(self._device)) as tensors:
             for bucket in buckets(specs_of(file)):
+                # One broadcast for many tensors: a small tensor's would cost a round trip each.
                 flat = torch.cat(
                     [tensors.get_tensor(spec.name).reshape(-1).view(torch.uint8) for spec in bucket]
                 )

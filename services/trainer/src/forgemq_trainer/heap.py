@@ -14,10 +14,10 @@ every large tensor gets its own mmap (exact). Either way the process stays withi
 import ctypes
 import sys
 
+# Numbers of mallopt's parameters, from glibc's malloc.h.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _M_MMAP_MAX = -4
-# The numbers of these parameters are those of glibc's malloc.h.
 
 _NEVER_TRIM = -1
 """Of M_TRIM_THRESHOLD: no free heap memory goes back to the kernel."""

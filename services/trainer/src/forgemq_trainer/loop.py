@@ -54,6 +54,7 @@ class TrainingLoop:
         self._checkpoint_step = -1
         self._accounted: Mapping[int, TrainedStep] = {}
         configuration = context.configuration
+        # No step to come may train a group that is staler, so its tree can be dropped.
         staleness = max(staleness_limit(queue) for queue in configuration.queues)
         self._staleness_max = staleness + configuration.trainer.steps_ahead_max
 
@@ -69,6 +70,8 @@ class TrainingLoop:
             since=dict(checkpoint.record.tree_positions) if checkpoint is not None else {},
             telemetry=self._context.telemetry,
         )
+        # From the first record, not from a committed position: `_next` skips the trained steps, and
+        # the checkpoint alone decides which ones these are.
         steps = await log.reader(await log.first_positions([Place(SCHEDULED_STEPS.name, 0)]))
         dead_letters = DeadLetters(log, await log.writer(), service="trainer")
         while found := await self._next(steps, training.version, dead_letters=dead_letters):
@@ -105,6 +108,7 @@ class TrainingLoop:
     ) -> tuple[ScheduledStep, Headers] | None:
         """Wait for the step that this version trains, and its trace; None after the stop event."""
         while not self._context.stop.is_set():
+            # One at a time: a record that is read beyond the wanted one would be lost.
             for record in await steps.read(timeout_s=READ_TIMEOUT_S, records_max=1):
                 try:
                     scheduled = topics.decode(SCHEDULED_STEPS, record.value)
@@ -135,6 +139,7 @@ class TrainingLoop:
         links = [completion_trace(name) for name in step.completion_ids]
         with telemetry.span("step", parent=trace, links=links, step=scheduled.step) as span:
             metrics = await asyncio.to_thread(training.train, step)
+            # Before the checkpoint, whose positions must not count this step's trees as needed.
             trees.forget(
                 (group.group_id for group in scheduled.groups),
                 version_min=training.version - self._staleness_max,
@@ -142,6 +147,7 @@ class TrainingLoop:
             weights = await asyncio.to_thread(
                 self._store.save_weights, training, lineage=self._life.lineage
             )
+            # The duration ends here: the record is part of the checkpoint, so it cannot include it.
             trained = self._record(step, metrics, duration_s=clock.time() - started_s)
             needed: Mapping[int, int] = {}
             if trained.checkpoint_step == scheduled.step:
@@ -213,7 +219,7 @@ class TrainingLoop:
             trained: The step's record; None if it is on the log already.
             needed: First offset by partition at which the checkpoint that the record names reads
                 trees again; trees before it may be deleted. Empty if there is no new checkpoint.
-            headers: Of the record.
+            headers: The step's trace, for the record.
 
         Raises:
             FencedError: a newer trainer of this run has started.

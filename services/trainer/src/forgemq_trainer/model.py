@@ -59,7 +59,7 @@ def load_model(
 
     Args:
         folder: Holds its configuration and weights.
-        dtype: Of its parameters.
+        dtype: To load the parameters in.
         device: That it computes on.
         parameter_device: That its parameters lie on until they are moved; None is `device`.
 
@@ -70,6 +70,7 @@ def load_model(
     disable_progress_bar()  # A service writes events only, one JSON line each.
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     check_supported(config)
+    # Registered before loading, as from_pretrained refuses an attention that it does not know.
     AttentionInterface.register(ATTENTION_NAME, shared_attention_interface)
     model = AutoModelForCausalLM.from_pretrained(
         folder,
@@ -85,7 +86,7 @@ def prepare(model: nn.Module, *, device: torch.device | None = None) -> LoadedMo
     """Give a model of transformers our norms, rotary embedding, routers and attention, in place.
 
     Args:
-        model: Of transformers.
+        model: A causal language model of transformers.
         device: That it computes on; None is the device of its parameters.
 
     Raises:
@@ -98,6 +99,7 @@ def prepare(model: nn.Module, *, device: torch.device | None = None) -> LoadedMo
     make_precise(model)
     model.train()
     head = model.get_output_embeddings()  # type: ignore[operator]  # transformers' method
+    # The chunked head computes hidden @ weights only.
     if getattr(head, "bias", None) is not None:
         raise UnsupportedModelError("a head with a bias is not supported")
     shape = model_shape(config, dtype=head.weight.dtype)

@@ -55,8 +55,10 @@ class Publisher:
 
     async def publish(self, weights: WeightsFolder, *, version: int, headers: Headers) -> None:
         """Write PublishedWeights and start the fast path to every live lane."""
+        # Two transfers at once would interleave their broadcasts in one process group.
         await self._finish_transfer()
         self._version = version
+        # Offered before the record is written, as the record tells engines where to join.
         offers = await self._offers(version)
         published = PublishedWeights(
             lineage=self._life.lineage,
@@ -89,6 +91,7 @@ class Publisher:
 
     def observe_loaded(self, loaded: LoadedWeights) -> None:
         """Stop waiting for a lane that has loaded the newest weights from their durable copy."""
+        # A lane that loaded them by the fast path is still in the transfer, which ends by itself.
         has_newest = (loaded.lineage, loaded.version) >= (self._life.lineage, self._version)
         if has_newest and loaded.path != "fast" and self._fast_paths is not None:
             self._fast_paths.give_up(loaded.lane)

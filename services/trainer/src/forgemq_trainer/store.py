@@ -53,6 +53,7 @@ class Store:
             OtherRunError: the folder belongs to another run.
             OtherConfigurationError: the run's configuration differs from the checkpoint's.
         """
+        # If the log names a newer one than this, `PreviousLives.next_lineage` stops the trainer.
         for found in checkpoints(self._checkpoints, run=self._configuration.run):
             if isinstance(found, Path):
                 self._telemetry.event("checkpoint_damaged", folder=str(found))

@@ -52,7 +52,7 @@ class ReadStep:
         groups: The groups whose tree is intact, in order.
         forests: Their trees.
         failed: (group id, reason) of the groups left out.
-        completion_ids: Of all samples in the trees.
+        completion_ids: Request ids of all samples in the trees.
         values: Wire bytes by group id, as they were read.
     """
 
@@ -88,6 +88,7 @@ class Training:
         torch.set_num_threads(configuration.trainer.threads)
         if device == "cpu":
             keep_freed_memory()
+        # Loading may draw random numbers; a checkpoint's state replaces this below.
         torch.manual_seed(configuration.seed)
         _check_reference(configuration)
         self._ranks = ranks
@@ -144,6 +145,7 @@ class Training:
                 forest = read_tree(tree)
                 self._check_fits(forest)
             except InvalidTreeError as error:
+                # One damaged tree must not stop the others' step; the record names the group.
                 failed.append((group.group_id, str(error)))
                 continue
             groups.append(group)

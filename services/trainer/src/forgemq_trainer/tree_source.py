@@ -161,6 +161,7 @@ class TreeSource:
             await self._refuse(record, reason=f"does not decode: {error}")
             return
         assert isinstance(tree, MergedTree)
+        # Truncated to whole values: a damaged array must not raise here, but fail its group later.
         versions = np.frombuffer(tree.entry_version[: len(tree.entry_version) // 4 * 4], "<i4")
         self._waiting[tree.group_id] = _Waiting(
             record.place, record.offset, record.value, int(versions.min()) if len(versions) else 0

@@ -80,5 +80,6 @@ def _load_reference(configuration: RunConfiguration, *, device: str) -> PolicyMo
     loaded = load_model(
         Path(configuration.model.path), dtype=configuration.model.dtype, device=device
     )
+    # Without gradients autograd saves no activations of the reference.
     loaded.model.requires_grad_(requires_grad=False)
     return loaded.policy

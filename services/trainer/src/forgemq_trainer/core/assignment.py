@@ -91,6 +91,7 @@ def plan_rounds(
 
     # A group without entries has no loss, hence no gradient.
     trained = [group for group, forest in enumerate(forests) if forest.entry_count]
+    # A group that needs blocks by itself does not fit one rank: all ranks share it.
     alone = {group: planned([group])[0] for group in trained}
     split = [group for group in trained if len(alone[group].blocks) > 1]
     costs = {group: _cost(forests[group], shape=shape) for group in trained}
@@ -142,6 +143,7 @@ def query_ranges(cost_T: Integers, *, start: int, parts: int) -> tuple[Range, ..
     bounds = [0]
     for part in range(1, parts):
         cut = int(np.searchsorted(before_T, wanted[part] * part // parts))
+        # At least one token for this range, and one for each range after it.
         bounds.append(min(max(cut, bounds[-1] + 1), count - parts + part))
     bounds.append(count)
     return tuple((start + a, start + b) for a, b in itertools.pairwise(bounds))
@@ -181,6 +183,7 @@ def _shared_blocks(
     per_token = shape.cost(tokens=1, attention_pairs=0)
     per_pair = shape.cost(tokens=0, attention_pairs=1)
     cost_N = per_token + per_pair * (forest.position_N + 1)
+    # Ranges of equal cost have unequal lengths, so the longest range is known only once it is cut.
     for count in range(1, tokens // world_size + 1):
         size = -(-tokens // count)
         blocks = tuple(

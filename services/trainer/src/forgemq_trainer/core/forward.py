@@ -100,6 +100,7 @@ class TreeForward:
         count = self._forest.token_count
         logprob_E, entropy_E = self._zeros(), self._zeros()
         edges = self.edges(0, count)
+        # Nothing to learn from: no forward is needed.
         if len(edges.entry_E) == 0:
             return logprob_E, entropy_E
         keys = BlockKeys(

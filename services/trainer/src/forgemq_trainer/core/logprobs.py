@@ -139,6 +139,7 @@ class _ChunkedHead(torch.autograd.Function):
             entropy_R[rows] = lse - torch.einsum("rv,rv->r", share, logits)
         ctx.save_for_backward(hidden_RH, head_VH, scale_R, row_J, target_J, lse_R)
         ctx.bounds = bounds
+        # Entropy is reported, never trained on; its backward would need the logits again.
         ctx.mark_non_differentiable(entropy_R)
         return logprob_J, entropy_R
 

@@ -246,7 +246,7 @@ def least_budget_bytes(shape: ModelShape, *, longest_path: int, head_chunk: int)
     A little less may suffice for a tree whose blocks all start at shallower tokens.
 
     Args:
-        shape: Of the model.
+        shape: The model's sizes.
         longest_path: Tokens from a root to the deepest leaf.
         head_chunk: Rows of logits that exist at once.
     """

@@ -84,8 +84,8 @@ def entry_metrics(values: EntryValues, *, current_version: int) -> EntryMetrics:
     """Statistics of a step's entries.
 
     Args:
-        values: Of all ranks.
-        current_version: Of the weights that computed them.
+        values: The step's entries, of all ranks.
+        current_version: Version of the weights that computed the log-probabilities.
     """
     count = len(values.logprob_E)
     if count == 0:

@@ -113,6 +113,7 @@ class Updater:
                 raise ValueError(f"optimizer state for {name}, which the model does not have")
             master = self._masters[name]
             with torch.no_grad():
+                # In place: AdamW and the gradient hooks hold this very tensor.
                 if field == "master":
                     master.copy_(value)
                 else:
@@ -129,6 +130,7 @@ class Updater:
             master = self._masters[name]
             grad = parameter.grad.to(master.dtype)
             master.grad = grad if master.grad is None else master.grad.add_(grad)
+            # Freed at once: the next block's gradients would be added in bfloat16 otherwise.
             parameter.grad = None
 
         return accumulate

@@ -53,6 +53,7 @@ class _Normed(torch.autograd.Function):
         norm: Tensor = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
         scale = norm.square_().div_(hidden.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(hidden, weight, scale)
+        # Rounded once, after the weight; the stock module of transformers rounds before it too.
         return (wide * scale).mul_(weight).to(hidden.dtype)
 
     @staticmethod
@@ -81,6 +82,7 @@ class RotaryAngles(nn.Module):
         """Cosines and sines, [rows, T, D]; only the dtype of `hidden` is used."""
         wide = _wide(hidden.dtype)
         angle = position_ids[..., None].to(wide) * self.frequency.to(wide)
+        # The layout of transformers' rotate_half: both halves of a head have the same angles.
         angle = torch.cat([angle, angle], dim=-1)
         return angle.cos() * self.scaling, angle.sin() * self.scaling
 
@@ -102,6 +104,7 @@ class TopKRouter(nn.Module):
         shares = functional.softmax(logits, dim=-1, dtype=_wide(logits.dtype))
         weights, experts = torch.topk(shares, self.top_k, dim=-1)
         if self.recorded_TK is not None:
+            # Only the choice is replayed; probabilities, hence gradients, are this router's own.
             experts = torch.where(self.recorded_TK < 0, experts, self.recorded_TK)
             weights = shares.gather(-1, experts)
         if self.is_normalised:

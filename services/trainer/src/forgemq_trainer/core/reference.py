@@ -24,7 +24,7 @@ def with_references(
 
     Args:
         reference: A model of the same vocabulary.
-        forests: Of the step.
+        forests: One for each group of the step.
         microbatches: Of the step; each runs as the training forward does, in the same memory.
         head_chunk: Rows of logits that exist at once.
     """

@@ -91,8 +91,8 @@ def forward_backward(
 
     Args:
         policy: Its parameters get the gradients.
-        objective: Of the whole step.
-        microbatches: Of this rank; they name groups of the objective.
+        objective: The whole step's; its loss weights count entries of all ranks.
+        microbatches: Those of this rank; their groups are indices into the objective's.
         head_chunk: Rows of logits that exist at once.
 
     Returns:
@@ -125,7 +125,7 @@ def forward_backward_shared(
 
     Args:
         policy: Its parameters' gradients, summed over the ranks, are those of the group.
-        objective: Of the whole step.
+        objective: The whole step's; the round names one group of it.
         shared: The group, its blocks and the ranks' query ranges in each of them.
         peers: The ranks.
         head_chunk: Rows of logits that exist at once.

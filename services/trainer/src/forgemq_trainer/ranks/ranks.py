@@ -165,8 +165,8 @@ class Ranks:
         try:
             yield
         except RuntimeError as error:
-            # Gloo raises plain RuntimeErrors, which differ from others only by their text:
-            # it names gloo's source file, as in "[.../gloo/transport/tcp/pair.cc:534] Connection
+            # Gloo raises plain RuntimeErrors, which differ from others only by their text: it
+            # names gloo's source file, as in "[.../gloo/transport/tcp/pair.cc:534] Connection
             # closed by peer".
             if not isinstance(error, dist.DistError) and "gloo" not in str(error):
                 raise

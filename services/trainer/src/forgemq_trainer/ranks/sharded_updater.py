@@ -34,10 +34,12 @@ class ShardedUpdater:
         Raises:
             NonFiniteGradientError: no rank has changed anything.
         """
+        # FSDP leaves a sharded gradient at the parameter; AdamW runs on the local shards.
         for name, parameter in self._parameters.items():
             if parameter.grad is not None:
                 self._masters[name].grad = self._shards.local(parameter.grad)
         owed = [master.grad for master in self._masters.values() if master.grad is not None]
+        # Each rank's norm is of its shards; their squares add up to that of the whole gradient.
         norms = torch.stack([torch.linalg.vector_norm(grad) for grad in owed])
         norm = self._shards.all_reduce(norms.square().sum()).sqrt()
         if not bool(norm.isfinite()):

@@ -60,8 +60,10 @@ class DurableWeights:
 
     def remove_older(self, *, kept: int, besides: frozenset[Path]) -> None:
         """Keep the newest `kept` versions, newer lineages first, and the folders `besides`."""
+        # Local drafts and uploads may differ after a crash: a version is old wherever it lies.
         names = {path.name for path in self._folder.glob("*.*")}
         if not self._is_local and self._filesystem.exists(self._root):
+            # fsspec caches listings, and would not show what another process has uploaded.
             self._filesystem.invalidate_cache(self._root)
             names |= {Path(path).name for path in self._filesystem.ls(self._root, detail=False)}
         versions = sorted(filter(_NAME.fullmatch, names), key=_age, reverse=True)

@@ -57,7 +57,7 @@ def write_weights(
     """Write the model durably; equal weights give equal bytes.
 
     Args:
-        model: Of transformers.
+        model: A causal language model of transformers.
         base: The run's base model; its configuration and tokenizer are copied.
         dtype: Of the parameters, as the configuration names it.
         folder: To write.

@@ -87,7 +87,7 @@ class TreeAttention:
     """The argument that every layer gets: attention, and the carries of a forest in blocks.
 
     Attributes:
-        attend: For this run of queries.
+        attend: Attention of this run of queries.
         carries: One for each layer; empty if the run is the whole forest.
     """
 
@@ -115,7 +115,7 @@ def attention_interface(
         key: [1, K, T, D].
         value: [1, K, T, D].
         attention_mask: Must be None; the plan decides which keys a query sees.
-        tree_attention: Of this run.
+        tree_attention: Attention and carries of this run.
         scaling: Multiplies the scores; None is 1 / sqrt(D).
         dropout: Must be 0.
         **others: Other arguments of the model; those of `UNSUPPORTED` must be None.
@@ -136,6 +136,7 @@ def attention_interface(
         raise ValueError(f"a forest is one row, got {len(query)}")
     layer = module.layer_idx
     assert isinstance(layer, int)
+    # Rotary embedding in fp32 widens queries and keys; the kernels want one dtype.
     output_THD = tree_attention.attend(
         query[0].transpose(0, 1).to(value.dtype),
         key[0].transpose(0, 1).to(value.dtype),

@@ -148,10 +148,10 @@ class PathKeys:
         """Allocate the buffers.
 
         Args:
-            forest: Runs in the blocks.
-            pieces: Of the forest.
-            blocks: (start, end) over its layout, in order.
-            shape: Of the model's keys and values.
+            forest: The trees that run in blocks.
+            pieces: The forest's, from `plan.pieces`.
+            blocks: (start, end) over the forest's layout, in order.
+            shape: What one token's keys and values need.
             make_store: Allocates the store outside the memory budget; None keeps it on the device.
         """
         self._forest, self._pieces, self._device = forest, pieces, shape.device

@@ -116,6 +116,8 @@ class _TreeFlash(torch.autograd.Function):
         plan, carry = run.plan, run.carry
         query_KTQD = query_KTQD.contiguous()
         keys, values = key_KTD.contiguous(), value_KTD.contiguous()
+        # Into the carry first: this block's queries then read earlier blocks' keys and their own in
+        # one tensor.
         if carry is not None:
             carry.key_KND[:, plan.start : plan.end] = keys
             carry.value_KND[:, plan.start : plan.end] = values
@@ -143,6 +145,8 @@ class _TreeFlash(torch.autograd.Function):
             value_grad,
             run,
         )
+        # A carry's gradients of this block include what later blocks have added. Keys of earlier
+        # blocks get their sums when those blocks run backward.
         own = slice(plan.start - run.key_start, plan.end - run.key_start)
         return (
             query_grad_KTQD.to(query_KTQD.dtype),

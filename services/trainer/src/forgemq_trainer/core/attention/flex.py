@@ -83,8 +83,8 @@ def flex_attention_of(keys: BlockKeys, *, kernel: FlexKernel, device: torch.devi
 
     Args:
         keys: The run's plan and carries; carries have whole blocks of slots.
-        kernel: For this device.
-        device: That computes.
+        kernel: Runs attention under a mask on this device.
+        device: Of queries and keys.
     """
     plan = keys.plan
     queries = plan.end - plan.start

@@ -30,9 +30,9 @@ def attention_kind(
     """Flash over pieces if branches are few and the kernel has the dtype and head size; else flex.
 
     Args:
-        plan: Of the run.
-        dtype: Of queries and keys.
-        head_size: Of the model.
+        plan: The run's pieces, whose branches are counted.
+        dtype: Dtype of queries and keys.
+        head_size: Size of one head's keys.
         kernel: None is torch's for CUDA.
     """
     is_supported = (kernel or FlashVarlen()).is_supported(dtype, head_size=head_size)
@@ -44,7 +44,7 @@ class GpuAttention:
     """Makes the attention of runs on a GPU.
 
     Attributes:
-        head_size: Of the model.
+        head_size: Size of one head's keys.
         flex: Kernel under a block mask; compiled when it is first needed.
         varlen: Kernel over pieces.
         slot_multiple: The block mask needs whole blocks of keys.

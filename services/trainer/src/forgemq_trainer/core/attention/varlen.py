@@ -92,8 +92,8 @@ def varlen_attention_of(
 
     Args:
         keys: The run's plan and carries.
-        kernel: For this device.
-        device: That computes.
+        kernel: Runs a call on this device.
+        device: Of queries and keys.
     """
     plan = keys.plan
     key_start = 0 if keys.carries else plan.start
@@ -182,7 +182,7 @@ class _TreeVarlen(torch.autograd.Function):
             value_grad = run.carry.value_grad_KND.transpose(0, 1)
         for call in run.calls:
             parts = run.kernel.backward(
-                _packed(output_grad_THD, call.queries).contiguous(),
+                _packed(output_grad_THD, call.queries).contiguous(),  # The kernel asks for it.
                 ForwardTensors(
                     query_PHD=_packed(query_THD, call.queries),
                     key_CKD=_packed(keys, call.keys),
