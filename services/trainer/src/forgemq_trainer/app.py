@@ -34,7 +34,7 @@ from forgemq_trainer.publisher import Publisher
 from forgemq_trainer.ranks.alone import ALONE
 from forgemq_trainer.ranks.ranks import check_device, check_world_size, device_of, launch_of
 from forgemq_trainer.settings import TrainerSettings
-from forgemq_trainer.storage.folders import held_folder
+from forgemq_trainer.storage.folders import lock_folder
 from forgemq_trainer.store import Store
 from forgemq_trainer.training import AnyRanks, Training
 
@@ -69,7 +69,7 @@ async def main(context: Context, *, ranks: AnyRanks = ALONE) -> None:
     device = device_of(settings.device, launch=launch)
     check_device(device, gpus=torch.cuda.device_count())
     fast_paths = fast_paths_of(settings, device=device)
-    with held_folder(Path(settings.folder)):
+    with lock_folder(Path(settings.folder)):
         await _train(context, settings, fast_paths, device=device, ranks=ranks)
         # Only after a regular end: after an error the other ranks may be gone, and this process
         # ends anyway.

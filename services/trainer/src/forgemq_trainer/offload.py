@@ -16,15 +16,15 @@ from forgemq_trainer.core.attention.carry import MakeStore
 
 def store_of(device: torch.device) -> MakeStore:
     """Allocates the store for a computation on this device."""
-    return _pinned if device.type == "cuda" else _mapped_file
+    return _allocate_pinned if device.type == "cuda" else _map_file
 
 
-def _pinned(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _allocate_pinned(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     # Pinned, so that copies to and from the GPU need no intermediate buffer.
     return torch.empty(size, dtype=dtype, pin_memory=True)
 
 
-def _mapped_file(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _map_file(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     count = math.prod(size)
     if count == 0:
         return torch.empty(size, dtype=dtype)  # An empty file cannot be mapped.

@@ -17,7 +17,7 @@ class FolderInUseError(Exception):
 
 
 @contextmanager
-def held_folder(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Lock the folder against other processes inside this context.
 
     The kernel releases the lock when the process ends, however it ends.

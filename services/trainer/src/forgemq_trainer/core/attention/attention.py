@@ -147,8 +147,8 @@ def attention_interface(
     return output_THD[None], None
 
 
-def carried(own_KTD: Tensor, whole_KSD: Tensor, grad_KSD: Tensor, *, start: int) -> Tensor:
-    """A carry's keys (or values) after this block's own were written into it, for autograd.
+def write_into_carry(own_KTD: Tensor, whole_KSD: Tensor, grad_KSD: Tensor, *, start: int) -> Tensor:
+    """Write a block's own keys (or values) into a carry; returns all slots, for autograd.
 
     Forward writes the block's own keys into the carry and returns the carry's memory: nothing is
     copied for backward. Backward adds the block's gradients of all keys to the carry's gradients,

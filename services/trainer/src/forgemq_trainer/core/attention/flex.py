@@ -23,7 +23,12 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from forgemq_trainer.core.attention.attention import BlockKeys, Carry, RunAttention, carried
+from forgemq_trainer.core.attention.attention import (
+    BlockKeys,
+    Carry,
+    RunAttention,
+    write_into_carry,
+)
 
 BLOCK = 128
 """Tokens of FlexAttention's tile. Segments are not aligned to it: the padding would cost more than
@@ -108,8 +113,10 @@ def flex_attention_of(keys: BlockKeys, *, kernel: FlexKernel, device: torch.devi
             key_KSD, value_KSD = _in_blocks(key_KTD), _in_blocks(value_KTD)
         else:
             start = plan.start
-            key_KSD = carried(key_KTD, carry.key_KND, carry.key_grad_KND, start=start)
-            value_KSD = carried(value_KTD, carry.value_KND, carry.value_grad_KND, start=start)
+            key_KSD = write_into_carry(key_KTD, carry.key_KND, carry.key_grad_KND, start=start)
+            value_KSD = write_into_carry(
+                value_KTD, carry.value_KND, carry.value_grad_KND, start=start
+            )
         query_HTD = _in_blocks(query_THD.transpose(0, 1))
         output_HTD = kernel(query_HTD, key_KSD, value_KSD, mask=mask, scale=scale)
         return output_HTD[:, :queries].transpose(0, 1)
@@ -179,19 +186,19 @@ class CompiledFlex:
         scale: float,
     ) -> Tensor:
         """Attention under a mask, by the compiled kernel."""
-        lists = tuple(_marked(tensor, *range(2, tensor.dim())) for tensor in mask.lists)
+        lists = tuple(_mark_dynamic(tensor, *range(2, tensor.dim())) for tensor in mask.lists)
         output = self._attend(
-            _marked(_by_block(query_HTD), 2),
-            _marked(_by_block(key_KSD), 2),
-            _marked(_by_block(value_KSD), 2),
-            (_marked(mask.end_BS, 0), mask.start, lists),
+            _mark_dynamic(_by_block(query_HTD), 2),
+            _mark_dynamic(_by_block(key_KSD), 2),
+            _mark_dynamic(_by_block(value_KSD), 2),
+            (_mark_dynamic(mask.end_BS, 0), mask.start, lists),
             scale,
         )
         assert isinstance(output, Tensor)
         return output[0]
 
 
-def _marked(tensor: Tensor, *dimensions: int) -> Tensor:
+def _mark_dynamic(tensor: Tensor, *dimensions: int) -> Tensor:
     """Mark sizes of the tensor as symbols for the compiler; returns the tensor."""
     torch._dynamo.mark_dynamic(tensor, dimensions)
     return tensor
