@@ -76,11 +76,11 @@ class AttentionRun:
 
     @property
     def key_start(self) -> int:
-        """What plan coordinate the first key has: a carry holds all, else there are the run's."""
+        """Plan coordinate of the first key: 0 in a carry, which holds all, else the run's start."""
         return self.plan.start if self.carry is None else 0
 
     def slices(self, queries: Range, keys: Range) -> tuple[slice, slice]:
-        """A piece's plan coordinates as indices into the query and key tensors."""
+        """A piece's queries and keys as slices of the query and key tensors."""
         return (
             slice(queries[0] - self.plan.start, queries[1] - self.plan.start),
             slice(keys[0] - self.key_start, keys[1] - self.key_start),
