@@ -101,7 +101,7 @@ async def test_a_context_that_only_the_engine_finds_too_long_is_the_clients_erro
     model: Path,
 ) -> None:
     def script(asked: Asked) -> str:
-        raise FailAttempt(f"context_overflow: {len(asked.context)} tokens")
+        raise FailAttempt(f"{len(asked.context)} tokens", failure="context_overflow")
 
     async with running(log_store(), configuration_of(model), script) as (world, lanes):
         client = world.client(await world.episode())

@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from forgemq_bus.memory import MemoryLog
-from forgemq_gateway.core.chat import read_chat_request
 from forgemq_gateway.core.errors import RefusedError
+from forgemq_gateway.protocols.chat_completions import ChatCompletions
 from tests.unit.gateway.scripted_lane import wall_ms
 from tests.unit.gateway.world import ADMIN_KEY, configuration_of, running
 
@@ -189,7 +189,7 @@ def test_with_any_one_byte_changed_a_chat_request_is_read_or_refused_with_400():
     statuses = set()
     for place, byte in itertools.product(range(len(sound)), range(256)):
         try:
-            read_chat_request(sound[:place] + bytes([byte]) + sound[place + 1 :])
+            ChatCompletions().read(sound[:place] + bytes([byte]) + sound[place + 1 :])
         except RefusedError as error:
             statuses.add(error.status)
     assert statuses == {400}

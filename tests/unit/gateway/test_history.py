@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from forgemq_contracts.arrays import pack_ids, unpack_ids
 from forgemq_gateway.core.digests import EMPTY_PATH, message_digest
 from forgemq_gateway.core.history import (
-    Completion,
     History,
+    KnownCompletion,
     cached_tokens,
     common_tokens,
     tokens_of,
@@ -36,7 +36,7 @@ def test_a_fork_takes_the_parent_with_the_longest_shared_prefix(
     contexts: list[tuple[list[int], list[int]]], probe: list[int]
 ) -> None:
     """Against a search over all completions; their tokens come back from parents and deltas."""
-    history, whole = History(), list[tuple[Completion, list[int]]]()
+    history, whole = History(), list[tuple[KnownCompletion, list[int]]]()
     for number, (context, output) in enumerate(contexts):
         parent, shared = history.nearest(pack_ids(context))
         completion = completion_of(

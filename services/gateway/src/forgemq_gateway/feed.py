@@ -25,10 +25,10 @@ from forgemq_contracts.episodes import FinishedEpisode, OpenedEpisode
 from forgemq_contracts.groups import AdmittedGroup, RequestedGroup, RetiredGroup
 from forgemq_contracts.steps import TrainedStep
 from forgemq_contracts.weights import ReportedEngine
+from forgemq_gateway.context import GatewayContext
 from forgemq_gateway.core.registry import Parse
-from forgemq_gateway.dispatch import Dispatcher
+from forgemq_gateway.dispatcher import Dispatcher
 from forgemq_gateway.marks import ENTERING, NEEDED_GROUP, Marks
-from forgemq_gateway.surroundings import Surroundings
 
 CONSUMES = (
     topics.REQUESTED_GROUPS,
@@ -87,18 +87,18 @@ class Feed:
     """Applies records to the registry and wakes those who wait for them."""
 
     def __init__(
-        self, log: Log, *, dispatcher: Dispatcher, parse: Parse, around: Surroundings
+        self, log: Log, *, dispatcher: Dispatcher, parse: Parse, context: GatewayContext
     ) -> None:
         self._log = log
         self._dispatcher = dispatcher
         self._parse = parse
-        self._configuration = around.configuration
-        self._registry = around.registry
-        self._clock = around.clock
-        self._changed = around.changed
-        self._outbox = around.outbox
-        self._telemetry = around.telemetry
-        self._mark_every_s = around.settings.mark_every_s
+        self._configuration = context.configuration
+        self._registry = context.registry
+        self._clock = context.clock
+        self._changed = context.changed
+        self._outbox = context.outbox
+        self._telemetry = context.telemetry
+        self._mark_every_s = context.settings.mark_every_s
         self._positions: dict[Place, int] = {}
         self._starts: dict[Place, int] = {}
         self._entered: dict[Place, int] = {}
@@ -111,8 +111,7 @@ class Feed:
                 await self._restore(record)
         for _, episode in self._registry.episodes():
             episode.renew(self._clock.now_s())
-        for turn in self._registry.restored_turns():
-            self._dispatcher.lanes.enter(turn.lane, turn.epoch)
+        self._dispatcher.attempts.restore(self._registry.take_restored_turns())
         self._entered = {p: at for p, at in self._positions.items() if p.topic in ENTERING}
         restore_s = self._clock.now_s() - started_s
         self._telemetry.observe("gateway.restore_s", restore_s)
@@ -172,11 +171,11 @@ class Feed:
                     await self._apply(record)
                 self._entered |= {place: reader.position(place) for place in self._entered}
                 if records:
-                    self._changed.beat()
+                    self._changed.notify()
         finally:
             await reader.close()
 
-    async def mark(self) -> None:
+    async def keep_marks(self) -> None:
         """Commit from where a restart has to read what `follow` enters, for ever."""
         places = [place for topic in _BY_GROUP for place in self._places(topic)]
         await Marks(
@@ -198,15 +197,15 @@ class Feed:
         registry = self._registry
         match decoded:
             case OpenedEpisode():
-                registry.episode_opened(decoded, lease_until_s=self._clock.now_s())
+                registry.apply_opened_episode(decoded, lease_until_s=self._clock.now_s())
             case FinishedEpisode():
-                registry.episode_finished(decoded)
+                registry.apply_finished_episode(decoded)
             case RequestedCompletion():
-                registry.completion_requested(decoded)
+                registry.apply_requested_completion(decoded)
             case CancelledCompletion():
-                registry.completion_cancelled(decoded)
+                registry.apply_cancelled_completion(decoded)
             case DeliveredCompletion():
-                registry.completion_delivered(decoded)
+                registry.apply_delivered_completion(decoded)
             case _:
                 return False
         return True
@@ -215,15 +214,15 @@ class Feed:
         """Enter what others wrote."""
         match decoded:
             case RequestedGroup():
-                self._registry.group_requested(decoded)
+                self._registry.apply_requested_group(decoded)
             case AdmittedGroup():
-                self._registry.group_admitted(decoded)
+                self._registry.apply_admitted_group(decoded)
             case RetiredGroup():
-                self._registry.group_retired(decoded)
+                self._registry.apply_retired_group(decoded)
             case TrainedStep():
-                self._registry.step_trained(decoded)
+                self._registry.apply_trained_step(decoded)
             case FinishedCompletion():
-                self._registry.completion_finished(
+                self._registry.apply_finished_completion(
                     decoded,
                     offset=record.offset,
                     finished_ms=record.timestamp_ms,
@@ -231,25 +230,26 @@ class Feed:
                 )
             case ReportedEngine():
                 age_s = max(0, self._clock.wall_ms() - decoded.reported_ms) / 1000
-                self._dispatcher.lanes.report(decoded, heard_s=self._clock.now_s() - age_s)
+                heard_s = self._clock.now_s() - age_s
+                self._dispatcher.attempts.restore_lane(decoded, heard_s=heard_s)
 
     async def _apply(self, record: Record) -> None:
         """Enter a new record and pass on what it means for open requests."""
         decoded = await self._decoded(record)
         match decoded:
             case FinishedCompletion():
-                finish = self._registry.completion_finished(
+                result = self._registry.apply_finished_completion(
                     decoded,
                     offset=record.offset,
                     finished_ms=record.timestamp_ms,
                     parse=self._parse,
                 )
-                if finish is not None:
-                    self._dispatcher.finished(finish)
+                if result is not None:
+                    self._dispatcher.take_result(result)
             case ReportedEngine():
-                self._dispatcher.engine_reported(decoded, heard_s=self._clock.now_s())
+                self._dispatcher.take_report(decoded)
             case RetiredGroup():
-                group = self._registry.group_retired(decoded)
+                group = self._registry.apply_retired_group(decoded)
                 if group is not None:
                     await self._dispatcher.drop_group(group)
             case None:
@@ -265,10 +265,11 @@ class Feed:
         try:
             return topics.decode(topics.BY_NAME[record.topic], record.value)
         except msgspec.ValidationError as error:
-            is_buried = await self._outbox.buried(record, reason=f"does not decode: {error}")
+            reason = f"does not decode: {error}"
+            has_dead_letter = await self._outbox.write_dead_letter(record, reason=reason)
             self._telemetry.count("gateway.bad_records")
             self._telemetry.event(
-                "bad_record" if is_buried else "bad_record_skipped",
+                "bad_record" if has_dead_letter else "bad_record_skipped",
                 topic=record.topic,
                 partition=record.partition,
                 offset=record.offset,

@@ -17,13 +17,13 @@ from forgemq_gateway.admin_bodies import (
     RewardRequest,
     RunStatus,
 )
-from forgemq_gateway.core.episodes import Ending, Episode
+from forgemq_gateway.context import GatewayContext
+from forgemq_gateway.core.episodes import Ending, HeldEpisode
 from forgemq_gateway.core.errors import RefusedError, busy, conflict, gone, invalid, unknown
 from forgemq_gateway.core.keys import KeyMint, key_sha256
 from forgemq_gateway.core.registry import Group, GroupState, GroupStatus
 from forgemq_gateway.core.sampling import pinned_sampling
-from forgemq_gateway.dispatch import Dispatcher
-from forgemq_gateway.surroundings import Surroundings
+from forgemq_gateway.dispatcher import Dispatcher
 
 # Found instead of a slot where no agent is needed any more.
 _OVER = "over"
@@ -41,26 +41,26 @@ class Operations:
     """The admin API's verbs over the registry; every change is a record first."""
 
     def __init__(
-        self, *, access: Access, mint: KeyMint, dispatcher: Dispatcher, around: Surroundings
+        self, *, access: Access, mint: KeyMint, dispatcher: Dispatcher, context: GatewayContext
     ) -> None:
         self._access = access
         self._mint = mint
         self._dispatcher = dispatcher
-        self._configuration = around.configuration
-        self._settings = around.settings
-        self._registry = around.registry
-        self._outbox = around.outbox
-        self._clock = around.clock
-        self._changed = around.changed
-        self._telemetry = around.telemetry
-        self.public_url = around.settings.public_url
+        self._configuration = context.configuration
+        self._settings = context.settings
+        self._registry = context.registry
+        self._outbox = context.outbox
+        self._clock = context.clock
+        self._changed = context.changed
+        self._telemetry = context.telemetry
+        self.public_url = context.settings.public_url
         self.held_bytes = 0
         self._is_ending = False
 
     def answer_long_polls(self) -> None:
         """Whoever waits for a group to change is told how it is: this gateway is about to end."""
         self._is_ending = True
-        self._changed.beat()
+        self._changed.notify()
 
     async def request_group(self, request: GroupRequest) -> GroupStatus:
         """The group of this idempotency key, requested now if it is new.
@@ -89,8 +89,8 @@ class Operations:
             temperature=request.temperature,
             round_name=request.round_name,
         )
-        await self._outbox.group_requested(record)
-        self._registry.group_requested(record)
+        await self._outbox.write(record)
+        self._registry.apply_requested_group(record)
         self._telemetry.count("gateway.groups_requested")
         return self.group(group)
 
@@ -185,10 +185,12 @@ class Operations:
         )
         group.claiming.add(index)
         try:
-            await self._outbox.episode_opened(record)
+            await self._outbox.write(record)
         finally:
             group.claiming.discard(index)
-        self._registry.episode_opened(record, lease_until_s=self._clock.now_s() + record.lease_s)
+        self._registry.apply_opened_episode(
+            record, lease_until_s=self._clock.now_s() + record.lease_s
+        )
         self._telemetry.count("gateway.episodes_opened")
         return Claim(
             episode_id=identifier,
@@ -228,8 +230,8 @@ class Operations:
                 f"{reward.completion_id} is no completion of this episode", param="completion_id"
             )
         # Entered before it is written, so that two rewards at once do not lose one another.
-        self._registry.episode_opened(record, lease_until_s=episode.lease_until_s)
-        await self._outbox.episode_opened(record)
+        self._registry.apply_opened_episode(record, lease_until_s=episode.lease_until_s)
+        await self._outbox.write(record)
         episode.renew(self._clock.now_s())
 
     async def finish(self, episode_id: str, request: FinishRequest) -> None:
@@ -257,7 +259,7 @@ class Operations:
             timeout_s=self._settings.drain_s + 5.0,
         )
 
-    async def end(self, episode: Episode, ending: Ending) -> None:
+    async def end(self, episode: HeldEpisode, ending: Ending) -> None:
         """Write the final record of an episode; its open requests get a while to come back."""
         episode.state = "finishing"
         if ending.status == "completed":
@@ -265,16 +267,15 @@ class Operations:
                 lambda: None if episode.clients else True,
                 timeout_s=self._settings.drain_s,
             )
-        for turn in list(episode.turns.values()):
-            self._dispatcher.fail(turn, conflict(f"episode {episode.episode_id} has ended"))
-            await self._dispatcher.abandon(episode, turn)
+        ended = conflict(f"episode {episode.episode_id} has ended")
+        await self._dispatcher.end_turns(episode, ended)
         group = self._registry.groups.get(episode.opened.group_id)
         if group is None:
             raise gone(f"group {episode.opened.group_id} is over")
-        record = episode.finished(ending, group=group.facts, finished_ms=self._clock.wall_ms())
-        await self._outbox.episode_finished(record)
-        self._registry.episode_finished(record)
-        self._changed.beat()
+        record = episode.final_record(ending, group=group.facts, finished_ms=self._clock.wall_ms())
+        await self._outbox.write(record)
+        self._registry.apply_finished_episode(record)
+        self._changed.notify()
         self._telemetry.count("gateway.episodes_finished", status=ending.status)
 
     async def lapse(self) -> None:
@@ -286,7 +287,7 @@ class Operations:
             self._telemetry.event("lease_lapsed", episode=episode.episode_id)
             if episode.opened.attempt + 1 < self._configuration.episodes.attempts_max:
                 episode.state = "lapsed"
-                self._changed.beat()
+                self._changed.notify()
             else:
                 attempts = episode.opened.attempt + 1
                 detail = f"the lease of attempt {attempts} of {attempts} lapsed"

@@ -5,15 +5,14 @@ Tokenising 200,000 tokens takes a core about a second; a group of 16 would do it
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Sequence
 from hashlib import blake2b
 
 import msgspec
 from msgspec import Struct
 
 from forgemq_contracts.arrays import pack_ids
-from forgemq_gateway.core.chat import ChatMessage, ChatRequest, rendering_message, text_of
 from forgemq_gateway.core.errors import invalid
+from forgemq_gateway.core.requests import Request, characters, chat_form
 from forgemq_rendering import Rendering
 
 # Rendering so much text takes over 20 ms; other requests are served meanwhile.
@@ -45,7 +44,7 @@ class Prompts:
         self._rendering_now: dict[bytes, asyncio.Future[Prompt]] = {}
         self.size_bytes = 0
 
-    async def of(self, request: ChatRequest) -> Prompt:
+    async def of(self, request: Request) -> Prompt:
         """The tokens of all messages of the request.
 
         Raises:
@@ -63,8 +62,8 @@ class Prompts:
         # Shielded: others wait for the same prompt.
         return await asyncio.shield(under_way)
 
-    async def _render(self, key: bytes, request: ChatRequest) -> Prompt:
-        messages = [rendering_message(message) for message in request.messages]
+    async def _render(self, key: bytes, request: Request) -> Prompt:
+        messages = [chat_form(message) for message in request.messages]
 
         def render() -> Prompt:
             rendered = self._rendering.render(messages, tools=request.tools)
@@ -92,12 +91,7 @@ class Prompts:
             self.size_bytes -= len(evicted.tokens)
 
 
-def characters(messages: Sequence[ChatMessage]) -> int:
-    """Length of the messages' text."""
-    return sum(len(text_of(message)) for message in messages)
-
-
-def _key(request: ChatRequest) -> bytes:
+def _key(request: Request) -> bytes:
     """Exact, unlike match keys: those leave out what a template may show."""
     digest = blake2b(request.tools_json, digest_size=16)
     digest.update(msgspec.json.encode(request.messages))

@@ -9,7 +9,7 @@ from forgemq_contracts.episodes import FinishedEpisode, OpenedEpisode, ReportedR
 from forgemq_contracts.partitions import request_id
 from forgemq_gateway.core.history import History
 from forgemq_gateway.core.manifest import counted, critical_path_s, manifest
-from forgemq_gateway.core.turns import Turn
+from forgemq_gateway.core.turns import OpenTurn
 
 EpisodeState: TypeAlias = Literal["open", "lapsed", "finishing", "ended"]
 
@@ -43,7 +43,7 @@ class KnownBody(Struct, frozen=True, kw_only=True):
     ordinal: int
 
 
-class Episode:
+class HeldEpisode:
     """What the gateway knows of one attempt.
 
     Lifecycle: open -> (lapsed -> open again with its next sign of life) -> finishing -> ended; a
@@ -56,14 +56,14 @@ class Episode:
         self.lease_until_s = lease_until_s
         self.state: EpisodeState = "open"
         self.history = History()
-        self.turns: dict[str, Turn] = {}
+        self.turns: dict[str, OpenTurn] = {}
         self.delivered: set[str] = set()
         self.tools: dict[str, tuple[dict[str, Any], ...]] = {}
         self.clients = 0
-        self.failed_attempts: dict[str, int] = {}
         self.next_sequence = 0
         self.forks = 0
         self._bodies: dict[str, KnownBody] = {}
+        self._ended_attempts: dict[str, int] = {}
 
     @property
     def episode_id(self) -> str:
@@ -92,45 +92,42 @@ class Episode:
 
     def begin(
         self, body_digest: str, *, matched: str | None, requested_ms: int, deadline_ms: int
-    ) -> Turn:
-        """A new turn for this body, the next in the episode.
+    ) -> OpenTurn:
+        """Add a turn for this body, the next in the episode; times are wall clock.
 
-        Args:
-            body_digest: Of the request.
-            matched: The sampled turn it extends, None where it is rendered anew.
-            requested_ms: Wall clock.
-            deadline_ms: Wall clock; nobody samples for it afterwards.
+        `matched` is the id of the completion it extends; None if it is rendered from its start.
         """
-        before = self._bodies.get(body_digest)
-        ordinal = 0 if before is None else before.ordinal + 1
-        turn = Turn(
+        earlier = self._bodies.get(body_digest)
+        ordinal = 0 if earlier is None else earlier.ordinal + 1
+        turn = OpenTurn(
             request_id=request_id(
                 episode=self.episode_id, parent=matched, body_digest=body_digest, ordinal=ordinal
             ),
+            episode_id=self.episode_id,
+            group_id=self.opened.group_id,
             body_digest=body_digest,
             ordinal=ordinal,
             sequence=self.next_sequence,
             requested_ms=requested_ms,
             deadline_ms=deadline_ms,
-            before=None if before is None else before.request_id,
+            earlier_id=None if earlier is None else earlier.request_id,
         )
         self.next_sequence += 1
         self.note_body(body_digest, request=turn.request_id, ordinal=ordinal)
         self.turns[turn.request_id] = turn
         return turn
 
-    def withdraw(self, turn: Turn) -> None:
-        """Forget a turn that never reached a lane; its body is new again."""
+    def forget(self, turn: OpenTurn) -> None:
+        """Drop a turn that never reached a lane; its body is new again."""
         self.turns.pop(turn.request_id, None)
-        turn.state = "ended"
         body = self._bodies.get(turn.body_digest)
         if body is None or body.request_id != turn.request_id:
             return
-        if turn.before is None:
+        if turn.earlier_id is None:
             del self._bodies[turn.body_digest]
         else:
             self._bodies[turn.body_digest] = KnownBody(
-                request_id=turn.before, ordinal=turn.ordinal - 1
+                request_id=turn.earlier_id, ordinal=turn.ordinal - 1
             )
 
     def note_body(self, body_digest: str, *, request: str, ordinal: int) -> None:
@@ -138,6 +135,14 @@ class Episode:
         known = self._bodies.get(body_digest)
         if known is None or ordinal >= known.ordinal:
             self._bodies[body_digest] = KnownBody(request_id=request, ordinal=ordinal)
+
+    def note_ended_attempt(self, request: str, attempt: int) -> None:
+        """Remember that this attempt at a request failed or was cancelled."""
+        self._ended_attempts[request] = max(attempt, self.ended_attempt(request))
+
+    def ended_attempt(self, request: str) -> int:
+        """The newest attempt at a request that failed or was cancelled; -1 for no such attempt."""
+        return self._ended_attempts.get(request, -1)
 
     def note_sequence(self, sequence: int) -> None:
         """A sequence number that is taken, read back from the log."""
@@ -149,8 +154,10 @@ class Episode:
             return None
         return msgspec.structs.replace(self.opened, rewards=(*self.opened.rewards, reward))
 
-    def finished(self, ending: Ending, *, group: GroupFacts, finished_ms: int) -> FinishedEpisode:
-        """The final record of this episode."""
+    def final_record(
+        self, ending: Ending, *, group: GroupFacts, finished_ms: int
+    ) -> FinishedEpisode:
+        """The record that ends this episode."""
         opened = self.opened
         kept = counted(self.history.completions.values(), delivered=self.delivered)
         return FinishedEpisode(

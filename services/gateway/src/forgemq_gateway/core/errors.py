@@ -100,18 +100,6 @@ def failed(message: str, *, status: int = 503) -> RefusedError:
     return RefusedError(message, status=status, kind="server_error")
 
 
-# What Python code raises over a request that no check foresaw. It ends that request with a 500;
-# errors of the log and the network are none of these and end the process.
-UNFORESEEN = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-
 _MISSING_FIELD = re.compile(r"missing required field `(\w+)`")
 
 

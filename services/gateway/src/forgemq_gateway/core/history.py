@@ -18,7 +18,7 @@ TOKEN_BYTES = 4
 TAIL_TOKENS = 1024
 
 
-class Completion(Struct, kw_only=True, eq=False):
+class KnownCompletion(Struct, kw_only=True, eq=False):
     """One finished completion; tokens as int32 bytes.
 
     Attributes:
@@ -31,7 +31,7 @@ class Completion(Struct, kw_only=True, eq=False):
     request_id: str
     offset: int
     sequence: int
-    parent: "Completion | None"
+    parent: "KnownCompletion | None"
     shared_tokens: int
     context: bytes
     output: bytes
@@ -50,7 +50,7 @@ class Completion(Struct, kw_only=True, eq=False):
     logprobs: bytes = b""
     is_fork: bool = False
     echoed: bool = False
-    children: "list[Completion]" = []
+    children: "list[KnownCompletion]" = []
 
     @property
     def output_tokens(self) -> int:
@@ -72,7 +72,7 @@ class Match(Struct, frozen=True, kw_only=True):
         path: Digest of the known path.
     """
 
-    completion: Completion
+    completion: KnownCompletion
     consumed: int
     path: bytes
 
@@ -81,10 +81,10 @@ class History:
     """Completions of one attempt at one episode, in the order of the log."""
 
     def __init__(self) -> None:
-        self.completions: dict[str, Completion] = {}
+        self.completions: dict[str, KnownCompletion] = {}
         self.size_bytes = 0
-        self._roots: list[Completion] = []
-        self._by_path: dict[bytes, Completion] = {}
+        self._roots: list[KnownCompletion] = []
+        self._by_path: dict[bytes, KnownCompletion] = {}
         self._turn_of_call: dict[str, str] = {}
 
     def keys(self, digests: Sequence[str], call_ids: Sequence[str]) -> tuple[str, ...]:
@@ -110,7 +110,7 @@ class History:
                 best = Match(completion=found, consumed=place + 1, path=path)
         return best
 
-    def add(self, completion: Completion, *, keys: Sequence[str], after: bytes) -> None:
+    def add(self, completion: KnownCompletion, *, keys: Sequence[str], after: bytes) -> None:
         """Enter a finished completion.
 
         Args:
@@ -131,19 +131,19 @@ class History:
         siblings = self._roots if completion.parent is None else completion.parent.children
         siblings.append(completion)
         self.size_bytes += len(completion.context) + len(completion.output)
-        self.size_bytes += len(completion.logprobs) + len(completion.reply.content) + 1024
+        self.size_bytes += len(completion.logprobs) + len(completion.reply.text) + 1024
 
-    def nearest(self, tokens: bytes) -> tuple[Completion | None, int]:
+    def nearest(self, tokens: bytes) -> tuple[KnownCompletion | None, int]:
         """The completion that shares most leading tokens with these, and how many.
 
         Descends only where a child parts from its parent exactly where these tokens do, so the
         cost is that of the tokens plus the number of completions looked at.
         """
-        best: Completion | None = None
+        best: KnownCompletion | None = None
         shared = 0
         level, prefix = self._roots, 0
         while level:
-            ahead: Completion | None = None
+            ahead: KnownCompletion | None = None
             for node in level:
                 if node.shared_tokens != prefix:
                     continue
@@ -158,7 +158,7 @@ class History:
         return best, shared
 
 
-def tokens_of(completion: Completion, *, count: int | None = None, skip: int = 0) -> bytes:
+def tokens_of(completion: KnownCompletion, *, count: int | None = None, skip: int = 0) -> bytes:
     """Tokens [skip, count) of a completion's context and output.
 
     Args:
@@ -168,7 +168,7 @@ def tokens_of(completion: Completion, *, count: int | None = None, skip: int = 0
     """
     limit = completion.total_tokens if count is None else count
     parts: list[bytes] = []
-    node: Completion | None = completion
+    node: KnownCompletion | None = completion
     while node is not None and limit > skip:
         first = max(node.shared_tokens, skip)
         if limit > first:
@@ -181,7 +181,7 @@ def tokens_of(completion: Completion, *, count: int | None = None, skip: int = 0
     return b"".join(reversed(parts))
 
 
-def cached_tokens(completion: Completion | None, *, shared: int, lane: int, epoch: int) -> int:
+def cached_tokens(completion: KnownCompletion | None, *, shared: int, lane: int, epoch: int) -> int:
     """Leading tokens that this lane has computed already, at most `shared`."""
     limit = shared
     while completion is not None and limit > 0:

@@ -1,4 +1,4 @@
-"""Episode keys: derived, so that they outlive the gateway; only their hash is on the log."""
+"""HeldEpisode keys: derived, so that they outlive the gateway; only their hash is on the log."""
 
 import hashlib
 import hmac

@@ -4,10 +4,12 @@ from bisect import bisect_right
 from collections.abc import Iterable, Set
 
 from forgemq_contracts.episodes import ManifestEntry
-from forgemq_gateway.core.history import Completion
+from forgemq_gateway.core.history import KnownCompletion
 
 
-def counted(completions: Iterable[Completion], *, delivered: Set[str]) -> list[Completion]:
+def counted(
+    completions: Iterable[KnownCompletion], *, delivered: Set[str]
+) -> list[KnownCompletion]:
     """Completions that were delivered or that a later request built on, by sequence."""
     return sorted(
         (c for c in completions if c.echoed or c.request_id in delivered),
@@ -15,7 +17,7 @@ def counted(completions: Iterable[Completion], *, delivered: Set[str]) -> list[C
     )
 
 
-def manifest(completions: Iterable[Completion]) -> tuple[ManifestEntry, ...]:
+def manifest(completions: Iterable[KnownCompletion]) -> tuple[ManifestEntry, ...]:
     """One entry per completion, in the given order."""
     return tuple(
         ManifestEntry(
@@ -29,7 +31,7 @@ def manifest(completions: Iterable[Completion]) -> tuple[ManifestEntry, ...]:
     )
 
 
-def critical_path_s(completions: Iterable[Completion]) -> float:
+def critical_path_s(completions: Iterable[KnownCompletion]) -> float:
     """Engine time of the heaviest chain of completions that did not overlap, seconds.
 
     Two completions follow one another where one was requested after the other had finished;

@@ -5,7 +5,7 @@ Requests of clients change it through the same records, written first and applie
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 from msgspec import Struct
@@ -21,11 +21,12 @@ from forgemq_contracts.completions import (
 from forgemq_contracts.episodes import FinishedEpisode, OpenedEpisode
 from forgemq_contracts.groups import AdmittedGroup, RequestedGroup, RetiredGroup
 from forgemq_contracts.steps import TrainedStep
+from forgemq_gateway.core.attempts import LaneResult, RestoredTurn
 from forgemq_gateway.core.digests import EMPTY_PATH
-from forgemq_gateway.core.episodes import Episode, GroupFacts
-from forgemq_gateway.core.history import TAIL_TOKENS, TOKEN_BYTES, Completion, tokens_of
+from forgemq_gateway.core.episodes import GroupFacts, HeldEpisode
+from forgemq_gateway.core.history import TAIL_TOKENS, TOKEN_BYTES, KnownCompletion, tokens_of
 from forgemq_gateway.core.replies import Reply
-from forgemq_gateway.core.turns import Turn, restored
+from forgemq_gateway.core.turns import OpenTurn, restored
 
 GroupState: TypeAlias = Literal["requested", "admitted", "retired"]
 
@@ -50,7 +51,7 @@ class Group:
         self.facts = facts
         self.state: GroupState = "requested"
         self.queue_index: int | None = None
-        self.episodes: dict[int, Episode] = {}
+        self.episodes: dict[int, HeldEpisode] = {}
         self.finished: dict[int, str] = {}
         self.claiming: set[int] = set()
 
@@ -88,14 +89,11 @@ class GroupStatus(Struct, frozen=True, kw_only=True):
     finished: int
 
 
-class Finish(Struct, frozen=True, kw_only=True):
-    """What a FinishedCompletion meant: an answer, or an attempt that failed."""
+class _Restored(NamedTuple):
+    """A turn read back, in its episode."""
 
-    episode: Episode
-    request_id: str
-    attempt: int
-    completion: Completion | None
-    error: str = ""
+    episode: HeldEpisode
+    turn: OpenTurn
 
 
 class Registry:
@@ -106,13 +104,13 @@ class Registry:
         self.retired: dict[str, GroupStatus] = {}
         self.steps_trained = 0
         self.training_ended = False
-        self._restored: dict[str, Turn] = {}
+        self._restored: dict[str, _Restored] = {}
 
-    def group_requested(self, record: RequestedGroup) -> None:
+    def apply_requested_group(self, record: RequestedGroup) -> None:
         """A group waits for its slot; idempotent."""
         self._enter(record)
 
-    def group_admitted(self, record: AdmittedGroup) -> None:
+    def apply_admitted_group(self, record: AdmittedGroup) -> None:
         """The group's episodes may be claimed."""
         group = self._enter(record)
         if group is not None:
@@ -136,7 +134,7 @@ class Registry:
             )
         return group
 
-    def group_retired(self, record: RetiredGroup) -> Group | None:
+    def apply_retired_group(self, record: RetiredGroup) -> Group | None:
         """The group is over and its trees are dropped; returns it for its requests in flight."""
         group = self.groups.pop(record.group_id, None)
         if record.group_id not in self.retired:
@@ -153,7 +151,9 @@ class Registry:
             del self.retired[next(iter(self.retired))]
         return group
 
-    def episode_opened(self, record: OpenedEpisode, *, lease_until_s: float) -> Episode | None:
+    def apply_opened_episode(
+        self, record: OpenedEpisode, *, lease_until_s: float
+    ) -> HeldEpisode | None:
         """An attempt begins, or is known with more rewards; an older attempt changes nothing."""
         group = self.groups.get(record.group_id)
         if group is None:
@@ -162,12 +162,14 @@ class Registry:
         if episode is not None and episode.opened.attempt > record.attempt:
             return None
         if episode is None or episode.opened.attempt < record.attempt:
-            episode = group.episodes[record.index] = Episode(record, lease_until_s=lease_until_s)
+            episode = group.episodes[record.index] = HeldEpisode(
+                record, lease_until_s=lease_until_s
+            )
         elif len(record.rewards) >= len(episode.opened.rewards):
             episode.opened = record
         return episode
 
-    def episode_finished(self, record: FinishedEpisode) -> None:
+    def apply_finished_episode(self, record: FinishedEpisode) -> None:
         """The end of (group, index); the first in the log counts."""
         group = self.groups.get(record.group_id)
         if group is None:
@@ -177,7 +179,7 @@ class Registry:
         if episode is not None:
             episode.state = "ended"
 
-    def completion_requested(self, record: RequestedCompletion) -> None:
+    def apply_requested_completion(self, record: RequestedCompletion) -> None:
         """A turn went to a lane; read back on a restart so that a retry gets the same id."""
         episode = self.episode(record.episode_id)
         if episode is None:
@@ -191,25 +193,26 @@ class Registry:
         known = episode.turns.get(record.request_id)
         if known is None or known.sent <= record.attempt:
             turn = restored(record, parent=parent)
-            episode.turns[record.request_id] = self._restored[record.request_id] = turn
-            if episode.failed_attempts.get(record.request_id, -1) >= record.attempt:
-                turn.lane = -1
+            episode.turns[record.request_id] = turn
+            self._restored[record.request_id] = _Restored(episode, turn)
 
-    def completion_cancelled(self, record: CancelledCompletion) -> None:
-        """Nobody works on this attempt any more; read back on a restart."""
-        turn = self._restored.get(record.request_id)
-        if turn is not None and turn.sent == record.attempt + 1:
-            turn.lane = -1
+    def apply_cancelled_completion(self, record: CancelledCompletion) -> None:
+        """Note that no lane works on this attempt; read back on a restart."""
+        known = self._restored.get(record.request_id)
+        if known is not None:
+            known.episode.note_ended_attempt(record.request_id, record.attempt)
 
-    def restored_turns(self) -> list[Turn]:
-        """Turns that lanes may still hold after a restart; asked once, when all is read."""
-        turns = [turn for turn in self._restored.values() if turn.lane >= 0]
-        self._restored = {}
-        return turns
+    def take_restored_turns(self) -> list[RestoredTurn]:
+        """Return the turns that were open at the last stop, once, when all is read."""
+        known, self._restored = self._restored, {}
+        return [
+            RestoredTurn(turn=turn, is_on_lane=episode.ended_attempt(request_id) < turn.sent - 1)
+            for request_id, (episode, turn) in known.items()
+        ]
 
-    def completion_finished(
+    def apply_finished_completion(
         self, record: FinishedCompletion, *, offset: int, finished_ms: int, parse: Parse
-    ) -> Finish | None:
+    ) -> LaneResult | None:
         """A lane's result; None where it is about nothing that is open, or a zombie's."""
         episode = self.episode(record.episode_id)
         if episode is None or record.request_id in episode.history.completions:
@@ -217,18 +220,19 @@ class Registry:
         self._note(episode, record.turn, record.request_id)
         if not is_candidate(record):
             # On a restart this comes before the request itself is read back.
-            episode.failed_attempts[record.request_id] = record.attempt
-            return Finish(
+            episode.note_ended_attempt(record.request_id, record.attempt)
+            return LaneResult(
                 episode=episode,
                 request_id=record.request_id,
                 attempt=record.attempt,
                 completion=None,
+                failure=record.failure or "engine",
                 error=record.error or record.finish_reason,
             )
         completion = self._completion(
             episode, record, offset=offset, finished_ms=finished_ms, parse=parse
         )
-        return Finish(
+        return LaneResult(
             episode=episode,
             request_id=record.request_id,
             attempt=record.attempt,
@@ -236,18 +240,18 @@ class Registry:
             error="" if completion is not None else "the parent completion is unknown",
         )
 
-    def completion_delivered(self, record: DeliveredCompletion) -> None:
+    def apply_delivered_completion(self, record: DeliveredCompletion) -> None:
         """The client has it all."""
         episode = self.episode(record.episode_id)
         if episode is not None:
             episode.delivered.add(record.request_id)
 
-    def step_trained(self, record: TrainedStep) -> None:
+    def apply_trained_step(self, record: TrainedStep) -> None:
         """Training went on, or has ended."""
         self.steps_trained = max(self.steps_trained, record.step + 1)
         self.training_ended = self.training_ended or record.is_last
 
-    def episode(self, episode_id: str) -> Episode | None:
+    def episode(self, episode_id: str) -> HeldEpisode | None:
         """The episode with this id, where it is the newest attempt of an open group."""
         group_id, index, _ = episode_id.rsplit(".", 2)
         group = self.groups.get(group_id)
@@ -256,7 +260,7 @@ class Registry:
         episode = group.episodes.get(int(index))
         return episode if episode is not None and episode.episode_id == episode_id else None
 
-    def episodes(self) -> Iterator[tuple[Group, Episode]]:
+    def episodes(self) -> Iterator[tuple[Group, HeldEpisode]]:
         """Newest attempts of all open groups."""
         for group in self.groups.values():
             for episode in group.episodes.values():
@@ -291,15 +295,15 @@ class Registry:
             finished=len(group.finished),
         )
 
-    def _note(self, episode: Episode, part: TurnPart, request_id: str) -> None:
+    def _note(self, episode: HeldEpisode, part: TurnPart, request_id: str) -> None:
         episode.note_sequence(part.sequence)
         episode.note_body(part.body_digest, request=request_id, ordinal=part.ordinal)
         if part.tools and part.tools_digest not in episode.tools:
             episode.tools[part.tools_digest] = tuple(msgspec.json.decode(part.tools))
 
     def _note_echo(
-        self, episode: Episode, record: RequestedCompletion | FinishedCompletion
-    ) -> Completion | None:
+        self, episode: HeldEpisode, record: RequestedCompletion | FinishedCompletion
+    ) -> KnownCompletion | None:
         """A request that extends a turn shows that the client has that turn."""
         if record.parent_id is None:
             return None
@@ -310,13 +314,13 @@ class Registry:
 
     def _completion(
         self,
-        episode: Episode,
+        episode: HeldEpisode,
         record: FinishedCompletion,
         *,
         offset: int,
         finished_ms: int,
         parse: Parse,
-    ) -> Completion | None:
+    ) -> KnownCompletion | None:
         parent = self._note_echo(episode, record)
         if record.parent_id is not None and parent is None:
             return None
@@ -332,7 +336,7 @@ class Registry:
         ) + record.context
         tools = episode.tools.get(part.tools_digest, ()) if _parses_tools(part) else ()
         took_ms = round((record.queued_s + record.engine_s) * 1000)
-        completion = Completion(
+        completion = KnownCompletion(
             request_id=record.request_id,
             offset=offset,
             sequence=part.sequence,
