@@ -234,10 +234,11 @@ class Attempts:
             return self._fail(turn, _too_late())
         if turn.lane >= 0 and self._lanes.holds(turn.lane, turn.epoch, now_s=at.now_s):
             return ()
-        self._leave_lane(turn)
         lane = self._choose(turn, at)
         if lane is not None:
+            self._leave_lane(turn)
             return (self._send(turn, lane),)
+        # No lane to move to: the turn stays where it is, since a silent lane may be heard again.
         if turn.sent or at.now_s < turn.held_until_s:
             return ()
         return self.refuse(episode, turn, busy("no engine serves the newest weights at the moment"))
