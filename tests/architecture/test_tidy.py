@@ -30,9 +30,6 @@ PURE_DATA_OR_TYPES = {"Struct", "Protocol"}
 # One word, one meaning: these stand in two packages because both mean the same by them.
 SHARED_WORDS = {
     "Claim": "an episode in an agent's hands: the gateway's answer, and what the agent reads",
-    "Completion": "a sampled turn: what the gateway keeps of it, and what an agent gets",
-    "Episode": "one attempt at a task: as the gateway keeps it, and as an agent plays it",
-    "Gateway": "the gateway, and the agents' client of it",
     "GroupRequest": "body of POST /v1/groups, at both ends",
     "GroupStatus": "answer of GET /v1/groups, at both ends",
     "Launch": "how a run is launched, and how a trainer's rank was",
@@ -42,7 +39,6 @@ SHARED_WORDS = {
     "RunStatus": "answer of GET /v1/run, at both ends",
     "Sample": "one request that was trained: to be merged, and rebuilt for the audit",
     "ToolCall": "a call in an assistant's message: read from tokens, and read from HTTP",
-    "Turn": "one request for a completion: in flight, and shown afterwards",
 }
 
 

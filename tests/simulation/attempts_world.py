@@ -5,23 +5,15 @@ checks each effect of the policy at once: that a waiting client hears once, that
 only for a reason, that no result is lost.
 """
 
-import heapq
-import random
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
-
-import msgspec
+from functools import partial
 
 from forgemq_contracts.accounting import is_candidate
-from forgemq_contracts.arrays import pack_floats, pack_ids
 from forgemq_contracts.completions import (
     CancelledCompletion,
-    FailureKind,
     FinishedCompletion,
     RequestedCompletion,
-    TurnPart,
 )
-from forgemq_contracts.episodes import OpenedEpisode, Sampling
+from forgemq_contracts.episodes import OpenedEpisode
 from forgemq_contracts.groups import AdmittedGroup, RetiredGroup
 from forgemq_contracts.weights import ReportedEngine
 from forgemq_gateway.core.attempts import (
@@ -37,13 +29,20 @@ from forgemq_gateway.core.attempts import (
     SendAttempt,
 )
 from forgemq_gateway.core.episodes import HeldEpisode
-from forgemq_gateway.core.errors import gone, invalid
+from forgemq_gateway.core.errors import RefusedError, gone, invalid
+from forgemq_gateway.core.history import KnownCompletion
 from forgemq_gateway.core.lanes import Lanes
-from forgemq_gateway.core.plans import Prepared
 from forgemq_gateway.core.registry import Registry
-from forgemq_gateway.core.replies import Reply
-from forgemq_gateway.core.requests import Text
 from forgemq_gateway.core.turns import OpenTurn
+from tests.simulation.attempts_engines import Calendar, Engines
+from tests.simulation.attempts_records import (
+    Client,
+    Heard,
+    admitted_group,
+    opened_episode,
+    parse,
+    prepared_turn,
+)
 
 DEADLINE_MS = 20_000
 HOLD_S = 3.0
@@ -52,53 +51,16 @@ PREPARATION_MS_MAX = 2000
 TICK_MS = 250
 
 
-def parse(_: bytes, __: str, ___: Sequence[Mapping[str, Any]], ____: bytes) -> Reply:
-    return Reply(parts=(Text("yes"),))
-
-
-class Engine(msgspec.Struct, eq=False):
-    """One process of a lane under one epoch; a zombie works on after its successor started."""
-
-    lane: int
-    epoch: int
-    is_alive: bool = True
-    silent_until_ms: int = 0
-    loading_until_ms: int = 0
-    version: int = 0
-    known: set[str] = msgspec.field(default_factory=set)
-    cancelled: dict[str, int] = msgspec.field(default_factory=dict)
-
-
-class Heard(msgspec.Struct):
-    """The newest heartbeat of a lane that the gateway got."""
-
-    epoch: int
-    at_ms: int
-    is_serving: bool
-
-
-class Client(msgspec.Struct, eq=False):
-    """An agent's conversation: one request after the other, each on top of the previous reply."""
-
-    group_id: str
-    name: str
-    number: int = 0
-    parent_id: str | None = None
-    waits_for: str | None = None
-    turn: OpenTurn | None = None
-
-
 class World:
     """Everything around the policy; time is virtual milliseconds."""
 
     def __init__(self, seed: int, *, lanes: int, has_faults: bool = True) -> None:
-        self.random = random.Random(seed)
-        self.has_faults = has_faults
-        self.now_ms = 0
-        self.calendar: list[tuple[int, int, Callable[[], None]]] = []
-        self.count = 0
-        self.engines = [Engine(lane=number, epoch=1) for number in range(lanes)]
-        self.zombies: list[Engine] = []
+        self.calendar = Calendar(seed, has_faults=has_faults)
+        self.random, self.later = self.calendar.random, self.calendar.later
+        self.happens = self.calendar.happens
+        self.engines = Engines(
+            self.calendar, lanes=lanes, on_report=self.report, on_finished=self.on_finished
+        )
         self.clients: list[Client] = []
         self.groups: list[AdmittedGroup] = []
         self.opened: list[OpenedEpisode] = []
@@ -112,34 +74,25 @@ class World:
         self.excused: set[str] = set()
         self.answers = self.refusals = self.moves = 0
         self.start()
-
-    # Time.
-
-    def after(self, delay_ms: int, happen: Callable[[], None]) -> None:
-        self.count += 1
-        heapq.heappush(self.calendar, (self.now_ms + delay_ms, self.count, happen))
-
-    def later(self, low_ms: int, high_ms: int, happen: Callable[[], None]) -> None:
-        self.after(self.random.randint(low_ms, high_ms), happen)
-
-    def run(self, *, until_s: int) -> None:
-        for engine in self.engines:
-            self.later(0, 4000, lambda engine=engine: self.heartbeat(engine))  # type: ignore[misc]
+        self.engines.start()
         for _ in range(3):
             self.open_group()
-        self.after(0, self.tick)
-        while self.calendar and self.calendar[0][0] <= until_s * 1000:
-            self.now_ms, _, happen = heapq.heappop(self.calendar)
-            happen()
-            self.attempts._check()
-            self.check_lanes()
+        self.calendar.after(0, self.tick)
 
-    def happens(self, probability: float) -> bool:
-        return self.has_faults and self.random.random() < probability
+    def run(self, *, until_s: int) -> None:
+        self.calendar.run(until_s=until_s, check=self.check)
+
+    def check(self) -> None:
+        self.attempts._check()
+        self.check_lanes()
 
     @property
     def at(self) -> Moment:
         return Moment(now_s=self.now_ms / 1000, wall_ms=self.now_ms)
+
+    @property
+    def now_ms(self) -> int:
+        return self.calendar.now_ms
 
     # The gateway.
 
@@ -167,6 +120,7 @@ class World:
             self.attempts.restore_lane(report, heard_s=self.heard[lane].at_ms / 1000)
         self.attempts.restore(self.registry.take_restored_turns())
         self.read_offset = len(self.finished_log)
+        self.check_restored()
 
     def restart(self) -> None:
         self.start()
@@ -174,10 +128,11 @@ class World:
         for client in self.clients:
             if client.waits_for is not None:
                 client.waits_for = client.turn = None
-                self.later(0, 2000, lambda client=client: self.ask(client))  # type: ignore[misc]
+                self.later(0, 2000, partial(self.ask, client))
 
     def tick(self) -> None:
         self.apply(self.attempts.tick(self.at))
+        self.check_moved()
         longest_ms = DEADLINE_MS + DEADLINE_GRACE_MS + PREPARATION_MS_MAX + 2 * TICK_MS
         for client in self.clients:
             if client.waits_for is not None:
@@ -186,48 +141,58 @@ class World:
         if self.happens(0.004):
             self.restart()
         if self.happens(0.01):
-            self.fail_engine(self.random.choice(self.engines))
+            self.engines.fail_one()
         if self.happens(0.004):
             self.retire_group()
-        self.after(TICK_MS, self.tick)
+        self.calendar.after(TICK_MS, self.tick)
 
     def apply(self, effects: Effects) -> None:
         for effect in effects:
             match effect:
                 case SendAttempt(record):
                     self.check_sent(record)
-                    self.requested[record.request_id] = record
-                    self.requested_log.append(record)
-                    self.excused.discard(record.request_id)
-                    for engine in (*self.engines, *self.zombies):
-                        self.later(5, 300, lambda e=engine, r=record: self.take(e, r))  # type: ignore[misc]
+                    self.on_sent(record)
                 case CancelAttempt(record):
                     assert record.attempt == self.requested[record.request_id].attempt
                     assert not self.waiting_for(record.request_id), "cancelled under a client"
-                    self.cancelled_log.append(record)
-                    self.excused.add(record.request_id)
-                    for engine in self.engines:
-                        self.later(5, 300, lambda e=engine, r=record: self.cancel(e, r))  # type: ignore[misc]
+                    self.on_cancelled(record)
                 case AnswerTurn(completion):
-                    self.answers += 1
-                    for client in self.let_hear(completion.request_id):
-                        client.parent_id, client.number = completion.request_id, client.number + 1
-                        episode = self.episode_of(client)
-                        assert episode is not None
-                        episode.delivered.add(completion.request_id)
-                        completion.echoed = True
+                    self.on_answered(completion)
                 case FailTurn(request_id, error):
-                    self.refusals += 1
-                    self.errors.pop(request_id, None)
-                    if error.status == 504:  # The lane itself stops at the deadline.
-                        self.excused.add(request_id)
-                    for client in self.let_hear(request_id):
-                        if error.status == 400:  # This body is refused each time; say another.
-                            client.number += 1
+                    self.on_failed(request_id, error)
                 case ReportFailure(request_id, failure):
                     assert self.waiting_for(request_id), "a failure is reported of an idle turn"
                     self.errors[request_id] = self.errors.get(request_id, 0) + (failure == "engine")
         assert all(count < ENGINE_ERRORS_MAX for count in self.errors.values()), "too many tries"
+
+    def on_sent(self, record: RequestedCompletion) -> None:
+        self.requested[record.request_id] = record
+        self.requested_log.append(record)
+        self.excused.discard(record.request_id)
+        self.engines.send(record)
+
+    def on_cancelled(self, record: CancelledCompletion) -> None:
+        self.cancelled_log.append(record)
+        self.excused.add(record.request_id)
+        self.engines.send_cancel(record)
+
+    def on_answered(self, completion: KnownCompletion) -> None:
+        self.answers += 1
+        completion.echoed = True
+        for client in self.let_hear(completion.request_id):
+            client.parent_id, client.number = completion.request_id, client.number + 1
+            episode = self.episode_of(client)
+            assert episode is not None
+            episode.delivered.add(completion.request_id)
+
+    def on_failed(self, request_id: str, error: RefusedError) -> None:
+        self.refusals += 1
+        self.errors.pop(request_id, None)
+        if error.status == 504:  # The lane itself stops at the deadline.
+            self.excused.add(request_id)
+        for client in self.let_hear(request_id):
+            if error.status == 400:  # This body is refused each time; ask for another.
+                client.number += 1
 
     def let_hear(self, request_id: str) -> list[Client]:
         """The clients that hear now; each of them goes on a while later."""
@@ -235,7 +200,7 @@ class World:
         assert clients, f"{request_id} ends and no client waits for it"
         for client in clients:
             client.waits_for = client.turn = None
-            self.later(10, 3000, lambda client=client: self.ask(client))  # type: ignore[misc]
+            self.later(10, 3000, partial(self.ask, client))
         return clients
 
     def waiting_for(self, request_id: str) -> list[Client]:
@@ -256,6 +221,23 @@ class World:
         has_lost_lane = not self.is_heard(previous.lane, previous.epoch)
         assert has_lost_lane or record.request_id in self.excused, "moved without a reason"
         self.moves += 1
+
+    def check_moved(self) -> None:
+        """After a tick no client's attempt is on a lost lane, unless no lane is live."""
+        if not any(self.is_live(lane, heard.epoch) for lane, heard in self.heard.items()):
+            return
+        for client in self.clients:
+            turn = client.turn
+            if turn is not None and turn.sent:
+                assert self.is_heard(turn.lane, turn.epoch), "left on a lane that is lost"
+
+    def check_restored(self) -> None:
+        """An attempt that the log says has ended is on no lane after a restart."""
+        ended = {(r.request_id, r.attempt) for r in (*self.cancelled_log, *self.finished_log)}
+        for _, episode in self.registry.episodes():
+            for turn in episode.turns.values():
+                is_over = (turn.request_id, turn.sent - 1) in ended
+                assert not is_over or turn.lane < 0, "restored on a lane that has ended it"
 
     def check_lanes(self) -> None:
         """What the lanes count in flight is what turns are on them."""
@@ -280,26 +262,8 @@ class World:
 
     def open_group(self) -> None:
         group_id = f"g-{len(self.groups)}"
-        admitted = AdmittedGroup(
-            group_id=group_id,
-            domain="d",
-            purpose="train",
-            group_size=2,
-            task=b"{}",
-            version_at_admission=0,
-            queue_index=len(self.groups),
-        )
-        opened = OpenedEpisode(
-            episode_id=f"{group_id}.0.0",
-            group_id=group_id,
-            index=0,
-            attempt=0,
-            key_sha256="0" * 64,
-            sampling=Sampling(),
-            history="append_only",
-            lease_s=10,
-            opened_ms=0,
-        )
+        admitted = admitted_group(group_id, number=len(self.groups))
+        opened = opened_episode(group_id)
         self.groups.append(admitted)
         self.opened.append(opened)
         self.registry.apply_admitted_group(admitted)
@@ -308,7 +272,7 @@ class World:
         for name in ("a", "b", "b"):
             client = Client(group_id=group_id, name=name)
             self.clients.append(client)
-            self.later(0, 3000, lambda client=client: self.ask(client))  # type: ignore[misc]
+            self.later(0, 3000, partial(self.ask, client))
 
     def retire_group(self) -> None:
         group_id = self.random.choice(self.groups).group_id
@@ -348,7 +312,8 @@ class World:
             effects = self.attempts.join(episode, turn, deadline_ms=deadline_ms, at=self.at)
             self.apply(effects)
         else:
-            parent_id = client.parent_id if client.parent_id in episode.history.completions else None
+            knows_parent = client.parent_id in episode.history.completions
+            parent_id = client.parent_id if knows_parent else None
             turn = episode.begin(
                 body, matched=parent_id, requested_ms=self.now_ms, deadline_ms=deadline_ms
             )
@@ -376,19 +341,7 @@ class World:
     def prepare(self, episode: HeldEpisode, turn: OpenTurn, parent_id: str | None) -> None:
         attempts = self.attempts
         parent = None if parent_id is None else episode.history.completions[parent_id]
-        prepared = Prepared(
-            parent=parent,
-            shared_tokens=0 if parent is None else parent.total_tokens,
-            context=pack_ids([7]),
-            context_tokens=1 + (0 if parent is None else parent.total_tokens),
-            sampling=Sampling(),
-            part=TurnPart(
-                sequence=turn.sequence,
-                protocol="chat_completions",
-                body_digest=turn.body_digest,
-                ordinal=turn.ordinal,
-            ),
-        )
+        prepared = prepared_turn(turn, parent=parent)
         is_refused = self.happens(0.03)
 
         def finish() -> None:
@@ -401,26 +354,7 @@ class World:
 
         self.later(0, PREPARATION_MS_MAX, finish)
 
-    # Engines.
-
-    def heartbeat(self, engine: Engine) -> None:
-        if not engine.is_alive:
-            return
-        self.later(800, 1200, lambda: self.heartbeat(engine))
-        if self.now_ms < engine.silent_until_ms or self.happens(0.1):
-            return
-        record = ReportedEngine(
-            lane=engine.lane,
-            epoch=engine.epoch,
-            url="",
-            is_serving=self.now_ms >= engine.loading_until_ms,
-            lineage=1,
-            version=engine.version,
-            running=0,
-            queued=0,
-            reported_ms=self.now_ms,
-        )
-        self.later(0, 4000 if self.happens(0.1) else 50, lambda: self.report(record))
+    # Lanes.
 
     def report(self, record: ReportedEngine) -> None:
         heard = self.heard.get(record.lane)
@@ -430,66 +364,10 @@ class World:
         effects = self.attempts.take_report(record, heard_s=self.at.now_s, at=self.at)
         self.apply(effects)
 
-    def fail_engine(self, engine: Engine) -> None:
-        """It dies, is cut off, loads weights, or is replaced while it still works."""
-        kind = self.random.choice(("dies", "is silent", "loads", "is replaced"))
-        if kind == "is silent":
-            engine.silent_until_ms = self.now_ms + self.random.randint(2000, 15_000)
-            return
-        if kind == "loads":
-            engine.loading_until_ms = self.now_ms + self.random.randint(500, 4000)
-            return
-        if kind == "dies":
-            engine.is_alive = False
-        self.zombies = [*self.zombies[-3:], engine]
-        successor = Engine(lane=engine.lane, epoch=engine.epoch + 1)
-        self.engines[engine.lane] = successor
-        self.later(500, 9000, lambda: self.heartbeat(successor))
-
-    def take(self, engine: Engine, record: RequestedCompletion) -> None:
-        if not engine.is_alive or (record.lane, record.epoch) != (engine.lane, engine.epoch):
-            return
-        lost = record.is_delta and record.parent_id not in engine.known
-        failure: FailureKind | None = "context_missing" if lost else None
-        if self.happens(0.15):
-            failure = self.random.choice(("engine", "engine", "engine", "context_overflow"))
-        took_ms = self.random.choice((100, 800, 3000, 9000 if self.has_faults else 3000))
-        self.after(0 if failure else took_ms, lambda: self.finish(engine, record, failure))
-
-    def cancel(self, engine: Engine, record: CancelledCompletion) -> None:
-        engine.cancelled[record.request_id] = record.attempt
-
-    def finish(
-        self, engine: Engine, asked: RequestedCompletion, failure: FailureKind | None
-    ) -> None:
-        if not engine.is_alive:
-            return
-        if engine.cancelled.get(asked.request_id, -1) >= asked.attempt:
-            failure = "cancelled"
-        elif failure is None and self.now_ms >= asked.deadline_ms:
-            failure = "deadline"
-        if failure is None:
-            engine.known.add(asked.request_id)
-        own = asked.context if asked.is_delta else asked.context[asked.shared_prefix_tokens * 4 :]
-        record = FinishedCompletion(
-            request_id=asked.request_id,
-            attempt=asked.attempt,
-            episode_id=asked.episode_id,
-            group_id=asked.group_id,
-            lane=engine.lane,
-            epoch=engine.epoch,
-            finish_reason="stop" if failure is None else "error",
-            turn=asked.turn,
-            parent_id=asked.parent_id,
-            shared_prefix_tokens=asked.shared_prefix_tokens,
-            context=own,
-            output=pack_ids([9, 9] if failure is None else []),
-            logprobs=pack_floats([-0.5, -0.5] if failure is None else []),
-            failure=failure,
-        )
-        for _ in range(2 if self.happens(0.1) else 1):
-            self.finished_log.append(record)
-            self.later(5, 2000 if self.happens(0.1) else 100, self.read)
+    def on_finished(self, record: FinishedCompletion) -> None:
+        """It is on the log; the gateway reads it now or a while later."""
+        self.finished_log.append(record)
+        self.later(5, 2000 if self.happens(0.1) else 100, self.read)
 
     def read(self) -> None:
         """Read the log in its order, up to its end."""

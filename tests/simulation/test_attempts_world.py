@@ -10,7 +10,7 @@ from tests.simulation.attempts_world import World
 def test_every_waiting_client_hears_once_and_no_result_is_lost(seed: int) -> None:
     world = World(seed, lanes=1 + seed % 3)
     world.run(until_s=60)
-    world.has_faults = False
+    world.calendar.has_faults = False
     world.run(until_s=100)
     assert world.answers > 20, "clients are served again once nothing fails"
 

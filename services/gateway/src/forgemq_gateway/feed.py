@@ -28,7 +28,7 @@ from forgemq_contracts.weights import ReportedEngine
 from forgemq_gateway.context import GatewayContext
 from forgemq_gateway.core.registry import Parse
 from forgemq_gateway.dispatcher import Dispatcher
-from forgemq_gateway.marks import ENTERING, NEEDED_GROUP, Marks
+from forgemq_gateway.marks import FIRST_RECORDS, NEEDED_GROUP, Marks
 
 CONSUMES = (
     topics.REQUESTED_GROUPS,
@@ -112,7 +112,7 @@ class Feed:
         for _, episode in self._registry.episodes():
             episode.renew(self._clock.now_s())
         self._dispatcher.attempts.restore(self._registry.take_restored_turns())
-        self._entered = {p: at for p, at in self._positions.items() if p.topic in ENTERING}
+        self._entered = {p: at for p, at in self._positions.items() if p.topic in FIRST_RECORDS}
         restore_s = self._clock.now_s() - started_s
         self._telemetry.observe("gateway.restore_s", restore_s)
         self._telemetry.event(
