@@ -48,8 +48,8 @@ class Asked(msgspec.Struct):
     text: str
 
 
-class FailAttempt(Exception):  # noqa: N818 - an order of the script, not an error
-    """The script wants this attempt to end with an error."""
+class FailAttempt(Exception):  # noqa: N818 - a script raises it on purpose
+    """Raised by a script to let this attempt fail."""
 
     def __init__(self, error: str, *, failure: FailureKind = "engine") -> None:
         super().__init__(error)
@@ -92,7 +92,7 @@ class ScriptedLane:
             task.cancel()
 
     async def has_seen(self, count: int) -> None:
-        """Return when so many requests have come."""
+        """Wait until so many requests have come."""
         async with asyncio.timeout(10):
             while len(self.seen) < count:
                 self._arrived.clear()

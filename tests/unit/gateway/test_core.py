@@ -131,7 +131,7 @@ def test_a_groups_temperature_replaces_the_runs() -> None:
 
 
 @given(key=st.text(max_size=80))
-def test_no_text_is_a_key_but_the_minted_one(key: str) -> None:
+def test_only_the_minted_text_is_a_key(key: str) -> None:
     mint = KeyMint("an-admin-key-of-some-length", run="r")
     assert mint.episode_of(key) is None
 
@@ -179,7 +179,7 @@ def test_ordinals_count_up_after_delivery_and_a_withdrawn_turn_leaves_no_trace()
     assert held.known("e") is None
 
 
-def test_a_lease_lapses_only_without_signs_of_life_and_comes_back_with_one() -> None:
+def test_a_lease_lapses_only_while_its_agent_is_silent_and_comes_back_afterwards() -> None:
     held = episode()
     assert not held.has_lapsed(9.9)
     assert held.has_lapsed(10.0)

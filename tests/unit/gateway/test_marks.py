@@ -29,12 +29,12 @@ class MarkingGateway:
     def __init__(self, log: Log, *, every_s: float = EVERY_S) -> None:
         self.log = log
         self.lines = io.StringIO()
-        self.entered = {REQUESTED: 0}
+        self.first_read = {REQUESTED: 0}
         self.open_groups: set[str] = set()
         self.marks = Marks(
             log,
             starts={REQUESTED: 0, FINISHED: 0},
-            entered=self.entered,
+            first_read=self.first_read,
             open_groups=self.open_groups,
             every_s=every_s,
             telemetry=Telemetry(service="gateway", stream=self.lines),
@@ -45,7 +45,7 @@ class MarkingGateway:
 
     async def read_requests(self) -> None:
         """Read every requested group."""
-        self.entered |= await self.log.end_positions([REQUESTED])
+        self.first_read |= await self.log.end_positions([REQUESTED])
 
     @asynccontextmanager
     async def marking(self) -> AsyncIterator[asyncio.Task[None]]:
@@ -208,7 +208,7 @@ STEPS = st.lists(
 
 @dataclass
 class Overlapping:
-    """One of several gateways, as late as the steps make it."""
+    """One of several gateways; the steps decide how late it reads and commits."""
 
     oldest: OldestMark = field(default_factory=lambda: OldestMark({REQUESTED: 0, FINISHED: 0}))
     requests_read: int = 0

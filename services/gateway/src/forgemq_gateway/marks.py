@@ -42,7 +42,7 @@ class Marks:
 
     Args:
         starts: From where the restart has read each partition that is committed.
-        entered: How far the feed has read each partition of `FIRST_RECORDS`; the feed updates it.
+        first_read: How far the feed has read each of `FIRST_RECORDS`; the feed updates it.
         open_groups: Groups that have not retired; the feed updates it.
         every_s: Seconds between two marks.
     """
@@ -52,7 +52,7 @@ class Marks:
         log: Log,
         *,
         starts: Mapping[Place, int],
-        entered: Mapping[Place, int],
+        first_read: Mapping[Place, int],
         open_groups: Collection[str],
         every_s: float,
         telemetry: Telemetry,
@@ -61,7 +61,7 @@ class Marks:
         self._first = [place for place in starts if place.topic in FIRST_RECORDS]
         self._other = [place for place in starts if place.topic not in FIRST_RECORDS]
         self._oldest = OldestMark(starts)
-        self._entered = entered
+        self._first_read = first_read
         self._open_groups = open_groups
         self._every_s = every_s
         self._telemetry = telemetry
@@ -86,7 +86,7 @@ class Marks:
             mark = await self._take_mark()
             while True:
                 await asyncio.sleep(self._every_s)
-                if not self._has_entered(mark):
+                if not self._has_read(mark):
                     continue
                 positions = self._oldest.accept(mark, open_groups=self._open_groups)
                 if positions != committed:
@@ -96,14 +96,12 @@ class Marks:
         finally:
             await writer.close()
 
-    def _has_entered(self, mark: Mark) -> bool:
+    def _has_read(self, mark: Mark) -> bool:
         """Whether the feed has read every first record before the mark."""
-        return all(self._entered[place] >= mark[place] for place in self._first)
+        return all(self._first_read[place] >= mark[place] for place in self._first)
 
     async def _take_mark(self) -> Mark:
-        return await take_mark(
-            self._log.end_positions, first=self._first, other=self._other
-        )
+        return await take_mark(self._log.end_positions, first=self._first, other=self._other)
 
 
 async def take_mark(

@@ -1,4 +1,4 @@
-"""Writes the gateway's records; the topic registry says where each one goes."""
+"""Writes the gateway's records; the topic registry names the topic of each."""
 
 from msgspec import Struct
 

@@ -15,7 +15,7 @@ EpisodeState: TypeAlias = Literal["open", "lapsed", "finishing", "ended"]
 
 
 class Ending(Struct, frozen=True, kw_only=True):
-    """How an episode ended, as the agent or its lease said."""
+    """How an episode ended: the agent ended it, or its lease lapsed."""
 
     status: Literal["completed", "aborted", "failed"]
     result: bytes = b""
@@ -44,11 +44,15 @@ class KnownBody(Struct, frozen=True, kw_only=True):
 
 
 class HeldEpisode:
-    """What the gateway knows of one attempt.
+    """What the gateway knows of one attempt at an episode.
 
-    Lifecycle: open -> (lapsed -> open again with its next sign of life) -> finishing -> ended; a
-    later attempt replaces it whatever its state. `clients` counts the connections that wait for
-    an answer.
+    Lifecycle: open -> (lapsed -> open again if its agent is heard of) -> finishing -> ended. A
+    later attempt replaces it in any state.
+
+    Attributes:
+        turns: Open turns by request id; `Attempts` removes them.
+        delivered: Ids of completions that a client has had in full.
+        clients: Connections that wait for an answer.
     """
 
     def __init__(self, opened: OpenedEpisode, *, lease_until_s: float) -> None:
@@ -71,19 +75,19 @@ class HeldEpisode:
         return self.opened.episode_id
 
     def renew(self, now_s: float) -> None:
-        """A sign of life: the lease runs from now."""
+        """Let the lease run from now, because the agent was heard of."""
         self.lease_until_s = now_s + self.opened.lease_s
         if self.state == "lapsed":
             self.state = "open"
 
     def has_lapsed(self, now_s: float) -> bool:
-        """No sign of life for a whole lease and nobody waits for an answer."""
+        """Whether the agent was silent for a whole lease and no client waits for an answer."""
         return self.state == "open" and not self.clients and now_s >= self.lease_until_s
 
     def known(self, body_digest: str) -> str | None:
-        """Request that this body means: in flight, or answered but not delivered; else None.
+        """Id of the request that this body continues: open, or answered but not delivered.
 
-        The same body after a full delivery is a wish for another sample.
+        None if it is a new request; the same body after a full delivery asks for another sample.
         """
         body = self._bodies.get(body_digest)
         if body is None or body.request_id in self.delivered:
@@ -131,13 +135,13 @@ class HeldEpisode:
             )
 
     def note_body(self, body_digest: str, *, request: str, ordinal: int) -> None:
-        """Remember which request a body led to; the highest ordinal holds."""
+        """Note which request a body led to; the highest ordinal wins."""
         known = self._bodies.get(body_digest)
         if known is None or ordinal >= known.ordinal:
             self._bodies[body_digest] = KnownBody(request_id=request, ordinal=ordinal)
 
     def note_ended_attempt(self, request: str, attempt: int) -> None:
-        """Remember that this attempt at a request failed or was cancelled."""
+        """Note that this attempt at a request failed or was cancelled."""
         self._ended_attempts[request] = max(attempt, self.ended_attempt(request))
 
     def ended_attempt(self, request: str) -> int:
@@ -145,11 +149,11 @@ class HeldEpisode:
         return self._ended_attempts.get(request, -1)
 
     def note_sequence(self, sequence: int) -> None:
-        """A sequence number that is taken, read back from the log."""
+        """Note that a sequence number, read back from the log, is taken."""
         self.next_sequence = max(self.next_sequence, sequence + 1)
 
     def with_reward(self, reward: ReportedReward) -> OpenedEpisode | None:
-        """The record that adds this reward; None where the reward id is known."""
+        """The record that adds this reward; None if the reward id is known."""
         if any(known.reward_id == reward.reward_id for known in self.opened.rewards):
             return None
         return msgspec.structs.replace(self.opened, rewards=(*self.opened.rewards, reward))

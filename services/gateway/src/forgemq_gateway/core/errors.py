@@ -1,4 +1,4 @@
-"""Refusals as every protocol can tell them: a status, a type, and the field that is wrong."""
+"""Refusals in the terms that every protocol has: a status, a type, and the field that is wrong."""
 
 import re
 from typing import Literal, TypeAlias
@@ -20,9 +20,9 @@ class RefusedError(Exception):
     Attributes:
         status: HTTP status.
         kind: Type in the error body.
-        param: Field that is wrong, as a path (`messages[3].role`), or None.
-        code: Machine-readable reason, or None.
-        retry_after_s: Ask again after so many seconds, or None.
+        param: Path of the field that is wrong (`messages[3].role`), if one is.
+        code: Reason for programs, if there is one.
+        retry_after_s: The client may ask again after so many seconds, if at all.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ def invalid(message: str, *, param: str | None, code: str | None = None) -> Refu
 
 
 def context_overflow(*, context_tokens: int, context_tokens_max: int) -> RefusedError:
-    """400 in the words that agents look for before they compact their history."""
+    """400 in the words that agents search for before they shorten their history."""
     return invalid(
         f"This model's maximum context length is {context_tokens_max} tokens. However, your "
         f"messages resulted in {context_tokens} tokens. Please reduce the length of the messages.",
@@ -60,7 +60,7 @@ def context_overflow(*, context_tokens: int, context_tokens_max: int) -> Refused
 
 
 def engine_overflow(error: str) -> RefusedError:
-    """400 as `context_overflow`, for a context that only the engine found too long."""
+    """400 as `context_overflow`, for a context that only the engine finds too long."""
     return invalid(
         f"This model's maximum context length is exceeded: {error}. Please reduce the length of "
         "the messages.",
@@ -76,7 +76,7 @@ def busy(message: str, *, retry_after_s: int = 1, status: int = 429) -> RefusedE
 
 
 def unknown(message: str) -> RefusedError:
-    """404: there is no such thing."""
+    """404: it does not exist."""
     return RefusedError(message, status=404, kind="not_found_error")
 
 
@@ -86,7 +86,7 @@ def unauthorized(message: str) -> RefusedError:
 
 
 def conflict(message: str) -> RefusedError:
-    """409: another attempt holds the episode, or it has ended."""
+    """409: a newer attempt has replaced the episode, or it has ended."""
     return RefusedError(message, status=409, kind="conflict_error")
 
 
@@ -96,7 +96,7 @@ def gone(message: str) -> RefusedError:
 
 
 def failed(message: str, *, status: int = 503) -> RefusedError:
-    """5xx: the engines did not give an answer."""
+    """5xx: this request has no answer, and it is not the client's fault."""
     return RefusedError(message, status=status, kind="server_error")
 
 
@@ -104,9 +104,9 @@ _MISSING_FIELD = re.compile(r"missing required field `(\w+)`")
 
 
 def field_of(error: Exception) -> str | None:
-    """The field that a decoder complains about, as a path; None for the body as a whole.
+    """Path of the field that a msgspec decoder complains about; None for the body as a whole.
 
-    The decoder says `Expected ... - at `$.messages[3].role``, or that a field is missing there.
+    The decoder's message ends with ` - at `$.messages[3].role``, or says which field is missing.
     """
     explained, _, path = str(error).partition(" - at `$")
     param = path.rstrip("`").lstrip(".") or None

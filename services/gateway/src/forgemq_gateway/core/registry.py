@@ -1,7 +1,7 @@
-"""All groups and their episodes, as the log tells them.
+"""All groups and their episodes, as they follow from the records of the log.
 
-Everything here follows from records: the same class is fed on a restart and while serving.
-Requests of clients change it through the same records, written first and applied at once.
+A restart and a serving gateway apply the same records. What clients ask for changes it in the same
+way: the record is written first, then applied.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,11 +30,11 @@ from forgemq_gateway.core.turns import OpenTurn, restored
 
 GroupState: TypeAlias = Literal["requested", "admitted", "retired"]
 
-# (output, request id, tools, tail of the context) -> what the policy said.
+# (output, request id, tools, tail of the context) -> the parsed reply.
 Parse: TypeAlias = Callable[[bytes, str, Sequence[Mapping[str, Any]], bytes], Reply]
 
 
-# Of an index in a group. Python refuses to read numbers of thousands of digits.
+# An id from outside with more digits is unknown: Python refuses to read thousands of them.
 _INDEX_DIGITS_MAX = 9
 
 
@@ -43,8 +43,8 @@ class Group:
 
     Attributes:
         episodes: Newest attempt by index.
-        finished: Final record's episode id by index; the first in the log counts.
-        claiming: Indices that are being given to an agent right now.
+        finished: Episode id of each index's first final record on the log.
+        claiming: Indices whose OpenedEpisode is being written.
     """
 
     def __init__(self, facts: GroupFacts) -> None:
@@ -56,7 +56,7 @@ class Group:
         self.claiming: set[int] = set()
 
     def claimable(self) -> tuple[int, int] | None:
-        """(index, attempt) that an agent may take now, the lowest index first."""
+        """The lowest index that an agent may take now, and its next attempt."""
         if self.state != "admitted":
             return None
         for index in range(self.facts.group_size):
@@ -70,7 +70,7 @@ class Group:
         return None
 
     def open_count(self) -> int:
-        """Episodes that an agent holds."""
+        """Number of episodes that an agent holds."""
         return sum(
             episode.state in ("open", "finishing") and index not in self.finished
             for index, episode in self.episodes.items()
@@ -97,7 +97,7 @@ class _Restored(NamedTuple):
 
 
 class Registry:
-    """Groups by id, and what the run has come to."""
+    """Groups by id, and how far training is."""
 
     def __init__(self) -> None:
         self.groups: dict[str, Group] = {}
@@ -107,11 +107,11 @@ class Registry:
         self._restored: dict[str, _Restored] = {}
 
     def apply_requested_group(self, record: RequestedGroup) -> None:
-        """A group waits for its slot; idempotent."""
+        """Add a group that waits for its slot; idempotent."""
         self._enter(record)
 
     def apply_admitted_group(self, record: AdmittedGroup) -> None:
-        """The group's episodes may be claimed."""
+        """Let the group's episodes be claimed."""
         group = self._enter(record)
         if group is not None:
             group.state, group.queue_index = "admitted", record.queue_index
@@ -135,7 +135,7 @@ class Registry:
         return group
 
     def apply_retired_group(self, record: RetiredGroup) -> Group | None:
-        """The group is over and its trees are dropped; returns it for its requests in flight."""
+        """Drop the group and its trees; returns it, so that its open turns can be ended."""
         group = self.groups.pop(record.group_id, None)
         if record.group_id not in self.retired:
             self.retired[record.group_id] = GroupStatus(
@@ -154,7 +154,7 @@ class Registry:
     def apply_opened_episode(
         self, record: OpenedEpisode, *, lease_until_s: float
     ) -> HeldEpisode | None:
-        """An attempt begins, or is known with more rewards; an older attempt changes nothing."""
+        """Add a newer attempt, or the known attempt's rewards; an older attempt changes nothing."""
         group = self.groups.get(record.group_id)
         if group is None:
             return None
@@ -170,7 +170,7 @@ class Registry:
         return episode
 
     def apply_finished_episode(self, record: FinishedEpisode) -> None:
-        """The end of (group, index); the first in the log counts."""
+        """End (group, index); the first record in the log counts."""
         group = self.groups.get(record.group_id)
         if group is None:
             return
@@ -180,7 +180,7 @@ class Registry:
             episode.state = "ended"
 
     def apply_requested_completion(self, record: RequestedCompletion) -> None:
-        """A turn went to a lane; read back on a restart so that a retry gets the same id."""
+        """Restore a turn that went to a lane, so that a client's retry continues it."""
         episode = self.episode(record.episode_id)
         if episode is None:
             return
@@ -197,13 +197,13 @@ class Registry:
             self._restored[record.request_id] = _Restored(episode, turn)
 
     def apply_cancelled_completion(self, record: CancelledCompletion) -> None:
-        """Note that no lane works on this attempt; read back on a restart."""
+        """Note on a restart that no lane works on this attempt."""
         known = self._restored.get(record.request_id)
         if known is not None:
             known.episode.note_ended_attempt(record.request_id, record.attempt)
 
     def take_restored_turns(self) -> list[RestoredTurn]:
-        """Return the turns that were open at the last stop, once, when all is read."""
+        """Return the turns that were open at the previous stop; call it once, when all is read."""
         known, self._restored = self._restored, {}
         return [
             RestoredTurn(turn=turn, is_on_lane=episode.ended_attempt(request_id) < turn.sent - 1)
@@ -213,7 +213,7 @@ class Registry:
     def apply_finished_completion(
         self, record: FinishedCompletion, *, offset: int, finished_ms: int, parse: Parse
     ) -> LaneResult | None:
-        """A lane's result; None where it is about nothing that is open, or a zombie's."""
+        """Apply a lane's result. None if its episode is not open, or has its completion already."""
         episode = self.episode(record.episode_id)
         if episode is None or record.request_id in episode.history.completions:
             return None
@@ -241,18 +241,18 @@ class Registry:
         )
 
     def apply_delivered_completion(self, record: DeliveredCompletion) -> None:
-        """The client has it all."""
+        """Note that a client has had the whole completion."""
         episode = self.episode(record.episode_id)
         if episode is not None:
             episode.delivered.add(record.request_id)
 
     def apply_trained_step(self, record: TrainedStep) -> None:
-        """Training went on, or has ended."""
+        """Note how far training is, and whether it has ended."""
         self.steps_trained = max(self.steps_trained, record.step + 1)
         self.training_ended = self.training_ended or record.is_last
 
     def episode(self, episode_id: str) -> HeldEpisode | None:
-        """The episode with this id, where it is the newest attempt of an open group."""
+        """The episode with this id, if it is the newest attempt of an open group."""
         group_id, index, _ = episode_id.rsplit(".", 2)
         group = self.groups.get(group_id)
         if group is None or len(index) > _INDEX_DIGITS_MAX:
@@ -261,27 +261,27 @@ class Registry:
         return episode if episode is not None and episode.episode_id == episode_id else None
 
     def episodes(self) -> Iterator[tuple[Group, HeldEpisode]]:
-        """Newest attempts of all open groups."""
+        """The newest attempts of all open groups."""
         for group in self.groups.values():
             for episode in group.episodes.values():
                 yield group, episode
 
     def waiting_count(self, domain: str) -> int:
-        """Groups of the domain that are requested and not admitted."""
+        """Number of groups of the domain that are requested and not admitted."""
         return sum(
             group.state == "requested" and group.facts.domain == domain
             for group in self.groups.values()
         )
 
     def size_bytes(self) -> int:
-        """Memory that histories and tasks hold, about."""
+        """Approximate memory of histories and tasks."""
         return sum(
             len(group.facts.task) + sum(e.history.size_bytes for e in group.episodes.values())
             for group in self.groups.values()
         )
 
     def view(self, group_id: str) -> GroupStatus | None:
-        """The group as the admin API shows it, None where it was never requested."""
+        """The group as the admin API shows it; None if it was never requested."""
         group = self.groups.get(group_id)
         if group is None:
             return self.retired.get(group_id)
@@ -296,6 +296,7 @@ class Registry:
         )
 
     def _note(self, episode: HeldEpisode, part: TurnPart, request_id: str) -> None:
+        """Take over what any record of a turn says about its episode."""
         episode.note_sequence(part.sequence)
         episode.note_body(part.body_digest, request=request_id, ordinal=part.ordinal)
         if part.tools and part.tools_digest not in episode.tools:
@@ -304,7 +305,7 @@ class Registry:
     def _note_echo(
         self, episode: HeldEpisode, record: RequestedCompletion | FinishedCompletion
     ) -> KnownCompletion | None:
-        """A request that extends a turn shows that the client has that turn."""
+        """Mark the completion that a request extends: it shows that the client has it."""
         if record.parent_id is None:
             return None
         parent = episode.history.completions.get(record.parent_id)

@@ -45,7 +45,7 @@ class ToolResult(Struct, frozen=True, tag=True):
 Part: TypeAlias = Text | Thinking | Call | ToolResult
 
 
-class Message(Struct, frozen=True):
+class RequestMessage(Struct, frozen=True):
     """One message; what a client adds beyond these fields is dropped."""
 
     role: Role
@@ -62,13 +62,13 @@ class Request(Struct, frozen=True, kw_only=True):
         tools_json: The same as JSON; b"" without tools.
         tools_digest: Digest of `tools_json`; "" without tools.
         body_digest: Digest of everything that decides the answer.
-        asked: What the client said about sampling, JSON.
+        asked: What the client asked about sampling, JSON.
         includes_usage: Whether a stream ends with the token counts.
     """
 
     protocol: ProtocolName
     model: str
-    messages: tuple[Message, ...]
+    messages: tuple[RequestMessage, ...]
     digests: tuple[str, ...]
     tools: tuple[dict[str, Any], ...] = ()
     tools_json: bytes = b""
@@ -87,17 +87,17 @@ class Request(Struct, frozen=True, kw_only=True):
         return tuple(next((call.id for call in calls_of(m)), "") for m in self.messages)
 
 
-def text_of(message: Message) -> str:
+def text_of(message: RequestMessage) -> str:
     """The message's text and tool results, joined."""
     return "".join(part.text for part in message.parts if isinstance(part, Text | ToolResult))
 
 
-def calls_of(message: Message) -> list[Call]:
+def calls_of(message: RequestMessage) -> list[Call]:
     """The message's tool calls, in order."""
     return [part for part in message.parts if isinstance(part, Call)]
 
 
-def match_key(message: Message) -> str:
+def match_key(message: RequestMessage) -> str:
     """Digest by which this message is found again in a later history."""
     return message_digest(
         message.role,
@@ -107,7 +107,7 @@ def match_key(message: Message) -> str:
     )
 
 
-def chat_form(message: Message) -> dict[str, Any]:
+def chat_form(message: RequestMessage) -> dict[str, Any]:
     """The message in OpenAI's chat form, which the rendering library and the log take."""
     form: dict[str, Any] = {"role": message.role}
     text, calls = text_of(message), calls_of(message)
@@ -126,12 +126,12 @@ def chat_form(message: Message) -> dict[str, Any]:
     return form
 
 
-def chat_json(messages: Sequence[Message]) -> bytes:
+def chat_json(messages: Sequence[RequestMessage]) -> bytes:
     """The messages in chat form as a JSON array."""
     return msgspec.json.encode([chat_form(message) for message in messages])
 
 
-def characters(messages: Sequence[Message]) -> int:
+def characters(messages: Sequence[RequestMessage]) -> int:
     """Length of the messages' text."""
     return sum(len(text_of(message)) for message in messages)
 
@@ -141,5 +141,5 @@ def _call_form(call: Call) -> dict[str, Any]:
     return {**form, "id": call.id} if call.id else form
 
 
-def _result_id(message: Message) -> str | None:
+def _result_id(message: RequestMessage) -> str | None:
     return next((part.call_id for part in message.parts if isinstance(part, ToolResult)), None)

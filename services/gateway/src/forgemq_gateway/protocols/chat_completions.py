@@ -15,10 +15,10 @@ from forgemq_gateway.core.errors import RefusedError, field_of, invalid
 from forgemq_gateway.core.replies import Answer, Reply, TokenLogprob
 from forgemq_gateway.core.requests import (
     Call,
-    Message,
     Part,
     ProtocolName,
     Request,
+    RequestMessage,
     Role,
     Text,
     Thinking,
@@ -206,7 +206,7 @@ class ChatCompletions:
 # Reading.
 
 
-def _message(message: ChatMessage) -> Message:
+def _message(message: ChatMessage) -> RequestMessage:
     """The message with ordered parts; chat completions has reasoning, text and calls apart."""
     parts: list[Part] = []
     if message.reasoning_content is not None:
@@ -220,7 +220,7 @@ def _message(message: ChatMessage) -> Message:
         Call(call.id, call.function.name, _arguments(call.function))
         for call in message.tool_calls or ()
     ]
-    return Message(role=message.role, parts=tuple(parts), name=message.name)
+    return RequestMessage(role=message.role, parts=tuple(parts), name=message.name)
 
 
 def _texts(content: str | list[ContentBlock] | None) -> list[str]:
