@@ -223,9 +223,7 @@ async def test_finishing_waits_for_an_answer_that_is_on_its_way(model: Path) -> 
 
 
 @pytest.mark.wall_clock
-async def test_a_lapsed_lease_opens_the_next_attempt_and_the_final_one_fails(
-    model: Path,
-) -> None:
+async def test_a_lapsed_lease_opens_the_next_attempt_and_the_final_fails(model: Path) -> None:
     configuration = configuration_of(model, lease_s=0.4)
     async with running(log_store(), configuration, yes) as (world, _):
         group = await world.open_group()
@@ -393,9 +391,7 @@ async def test_over_the_memory_limit_new_work_is_refused(model: Path) -> None:
                 await client.chat.completions.create(model="m", messages=HELLO)
 
         with pytest.raises(openai.InternalServerError) as caught:
-            await asyncio.wait_for(
-                ask_on(), timeout=30
-            )  # Held bytes are added up at each tick only.
+            await asyncio.wait_for(ask_on(), timeout=30)  # Held bytes are counted at each tick.
         other = {**GROUP, "idempotency_key": "x"}
         group = await world.admin("POST", "/v1/groups", other)
     assert caught.value.status_code == 503

@@ -124,7 +124,7 @@ def generate_body(
         return Refused(
             "error",
             "engine",
-            f"engine: a token id is outside the vocabulary of {limits.vocabulary_size}"
+            f"engine: a token id is outside the vocabulary of {limits.vocabulary_size}",
         )
     body = {
         "rid": rid,
