@@ -124,7 +124,11 @@ class World:
 
     def restart(self) -> None:
         self.start()
-        self.excused = set(self.requested)  # Nothing of before is held against a new process.
+        self.excused = {
+            request_id
+            for request_id, record in self.requested.items()
+            if (request_id, record.attempt) in self.ended_attempts()
+        }
         for client in self.clients:
             if client.waits_for is not None:
                 client.waits_for = client.turn = None
@@ -233,11 +237,14 @@ class World:
 
     def check_restored(self) -> None:
         """An attempt that the log says has ended is on no lane after a restart."""
-        ended = {(r.request_id, r.attempt) for r in (*self.cancelled_log, *self.finished_log)}
+        ended = self.ended_attempts()
         for _, episode in self.registry.episodes():
             for turn in episode.turns.values():
                 is_over = (turn.request_id, turn.sent - 1) in ended
                 assert not is_over or turn.lane < 0, "restored on a lane that has ended it"
+
+    def ended_attempts(self) -> set[tuple[str, int]]:
+        return {(r.request_id, r.attempt) for r in (*self.cancelled_log, *self.finished_log)}
 
     def check_lanes(self) -> None:
         """What the lanes count in flight is what turns are on them."""

@@ -23,7 +23,7 @@ _HELD_BYTES_MAX = 64 * 1024 * 1024
 
 
 class Prompt(Struct, frozen=True, kw_only=True):
-    """A rendered history: int32 tokens, and how many of them end with each message."""
+    """A rendered history: int32 tokens, and their count up to the end of each message."""
 
     tokens: bytes
     message_ends: tuple[int, ...]

@@ -19,7 +19,7 @@ from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.errors import RefusedError, busy, failed
 from forgemq_gateway.core.history import KnownCompletion
 from forgemq_gateway.core.replies import Answer
-from forgemq_gateway.core.requests import ProtocolName, Request
+from forgemq_gateway.core.requests import Request
 from forgemq_gateway.operations import Operations
 from forgemq_gateway.turn_source import Awaited, TurnSource
 from forgemq_gateway.wire import (
@@ -41,11 +41,6 @@ _ONE_WRITE_BYTES_MAX = 65_536
 
 class WireProtocol(Protocol):
     """How one protocol writes requests and answers."""
-
-    @property
-    def name(self) -> ProtocolName:
-        """As recorded in `TurnPart.protocol`."""
-        ...
 
     @property
     def path(self) -> str:

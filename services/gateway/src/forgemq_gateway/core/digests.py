@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
+# 128 bits: among the messages of a run no two different ones share a digest.
 _DIGEST_BYTES = 16
 
 # The path before the first message.

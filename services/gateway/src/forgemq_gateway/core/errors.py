@@ -15,7 +15,7 @@ ErrorType: TypeAlias = Literal[
 
 
 class RefusedError(Exception):
-    """The request is refused and nothing has changed.
+    """A request that is refused; it has changed nothing.
 
     Attributes:
         status: HTTP status.

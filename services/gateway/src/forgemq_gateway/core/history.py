@@ -14,6 +14,9 @@ from forgemq_gateway.core.replies import Reply, echo_key
 
 TOKEN_BYTES = 4
 
+# About what the Python objects of one completion take beside its tokens and text.
+_OBJECT_BYTES = 1024
+
 # Renderers look back to the start of the assistant's message; these tokens reach it.
 TAIL_TOKENS = 1024
 
@@ -130,7 +133,7 @@ class History:
         siblings = self._roots if completion.parent is None else completion.parent.children
         siblings.append(completion)
         self.size_bytes += len(completion.context) + len(completion.output)
-        self.size_bytes += len(completion.logprobs) + len(completion.reply.text) + 1024
+        self.size_bytes += len(completion.logprobs) + len(completion.reply.text) + _OBJECT_BYTES
 
     def nearest(self, tokens: bytes) -> tuple[KnownCompletion | None, int]:
         """The completion that shares most leading tokens with these, and how many.

@@ -5,6 +5,7 @@ import hmac
 
 from forgemq_contracts.fields import EpisodeId
 
+# 128 bits of the MAC: too many to guess, and a key stays short enough for a URL.
 _MAC_HEX = 32
 
 

@@ -16,7 +16,6 @@ from forgemq_gateway.core.replies import Answer, Reply, TokenLogprob
 from forgemq_gateway.core.requests import (
     Call,
     Part,
-    ProtocolName,
     Request,
     RequestMessage,
     Role,
@@ -43,7 +42,7 @@ class CalledFunction(Struct):
 
 
 class CalledTool(Struct):
-    """One tool call of an echoed assistant turn."""
+    """One tool call of an echoed reply."""
 
     function: CalledFunction
     id: str = ""
@@ -102,7 +101,7 @@ class ChatFields(Struct):
 # The name of the only model; clients may ask for any name and get this one.
 DEFAULT_MODEL = "policy"
 
-# What a client may say about sampling; recorded as asked, beside what was used.
+# What a client may ask about sampling; recorded beside what was used.
 _SAMPLING_FIELDS = (
     "temperature",
     "top_p",
@@ -132,7 +131,6 @@ _SYSTEM_FINGERPRINT = "forgemq"
 class ChatCompletions:
     """POST /v1/chat/completions; implements `turn_route.WireProtocol`."""
 
-    name: ProtocolName = "chat_completions"
     path = "/v1/chat/completions"
 
     def read(self, body: bytes) -> Request:
