@@ -1,4 +1,4 @@
-"""What a gateway needs is committed to a real broker on and on."""
+"""A gateway goes on committing its marks to a real broker."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from forgemq_gateway.marks import NEEDED_GROUP
 from tests.unit.gateway.test_marks import (
     FINISHED,
     TOPICS,
-    Gateway,
+    MarkingGateway,
     committed_at_end,
     until,
     write,
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
 async def test_a_gateway_whose_writer_was_taken_over_commits_again(kafka_log: KafkaLog) -> None:
     await kafka_log.create_topics(TOPICS)
-    gateway = Gateway(kafka_log, every_s=0.1)
+    gateway = MarkingGateway(kafka_log, every_s=0.1)
     async with gateway.marking() as marking:
         await write(kafka_log, FINISHED)
         await until(lambda: committed_at_end(kafka_log))

@@ -32,6 +32,15 @@ FinishReason: TypeAlias = Annotated[
     Literal["stop", "length", "abort", "error"],
     Meta(description="abort and error never are the completion: another attempt follows."),
 ]
+FailureKind: TypeAlias = Annotated[
+    Literal["cancelled", "context_missing", "context_overflow", "deadline", "engine"],
+    Meta(
+        description="Why an attempt gave no completion. cancelled: nobody waits for it. "
+        "context_missing: the lane does not hold the parent, so send the whole context. "
+        "context_overflow: too long for the engine, so every attempt fails. deadline: it passed. "
+        "engine: the engine or its lane failed, so another attempt may succeed."
+    ),
+]
 Support: TypeAlias = Annotated[
     Literal["full", "top_p", "top_k", "grammar", "penalty", "greedy"],
     Meta(description="Anything but full: truncated support, so context and not loss (G4)."),
@@ -164,9 +173,11 @@ class FinishedCompletion(Struct, frozen=True, kw_only=True, omit_defaults=True):
     cached_tokens: TokenCount = 0
     retractions: Annotated[int, Meta(ge=0)] = 0
     error: Annotated[
-        str,
-        Meta(description="context_missing, deadline, context_overflow: ..., engine: ..., or ''."),
+        str, Meta(description="The failure in words, for people; '' for a completion.")
     ] = ""
+    failure: Annotated[
+        FailureKind | None, Meta(description="What kind of failure; None for a completion.")
+    ] = None
 
     def __post_init__(self) -> None:
         check_ids("context", self.context)

@@ -2,8 +2,9 @@
 
 from forgemq_contracts.arrays import pack_ids
 from forgemq_gateway.core.digests import EMPTY_PATH, message_digest
-from forgemq_gateway.core.history import Completion, History
-from forgemq_gateway.core.replies import Reply, ReplyCall
+from forgemq_gateway.core.history import History, KnownCompletion
+from forgemq_gateway.core.replies import Reply
+from forgemq_gateway.core.requests import Call, Text
 
 
 def user(text: str) -> str:
@@ -13,7 +14,7 @@ def user(text: str) -> str:
 def completion_of(
     number: int,
     *,
-    parent: Completion | None = None,
+    parent: KnownCompletion | None = None,
     shared: int = 0,
     context: list[int],
     output: list[int],
@@ -24,9 +25,9 @@ def completion_of(
     engine_s: float = 0.0,
     lane: int = 0,
     epoch: int = 1,
-) -> Completion:
+) -> KnownCompletion:
     identifier = f"{number:032x}"
-    return Completion(
+    return KnownCompletion(
         request_id=identifier,
         offset=number,
         sequence=number,
@@ -37,11 +38,10 @@ def completion_of(
         context_tokens=shared + len(context),
         path=EMPTY_PATH,
         reply=Reply(
-            content=text,
-            calls=tuple(
-                ReplyCall(id=f"call_{identifier}_{n}", name="find", arguments="{}")
-                for n in range(calls)
-            ),
+            parts=(
+                Text(text),
+                *(Call(f"call_{identifier}_{n}", "find", "{}") for n in range(calls)),
+            )
         ),
         tools_digest="",
         lane=lane,
@@ -55,6 +55,6 @@ def completion_of(
     )
 
 
-def add_first(history: History, completion: Completion, *messages: str) -> Completion:
+def add_first(history: History, completion: KnownCompletion, *messages: str) -> KnownCompletion:
     history.add(completion, keys=[user(text) for text in messages], after=EMPTY_PATH)
     return completion

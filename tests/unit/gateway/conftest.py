@@ -1,4 +1,4 @@
-"""A model folder for all tests of the gateway; what they would wait for is skipped."""
+"""A model folder for all tests of the gateway, and a clock that skips waits."""
 
 from pathlib import Path
 

@@ -14,7 +14,7 @@ import msgspec
 from forgemq_bus.log import Log, Place
 from forgemq_contracts import topics
 from forgemq_contracts.arrays import pack_floats, pack_ids, unpack_ids
-from forgemq_contracts.completions import FinishedCompletion, RequestedCompletion
+from forgemq_contracts.completions import FailureKind, FinishedCompletion, RequestedCompletion
 from forgemq_contracts.messages import Output
 from forgemq_contracts.partitions import group_partition
 from forgemq_contracts.weights import ReportedEngine
@@ -48,8 +48,12 @@ class Asked(msgspec.Struct):
     text: str
 
 
-class FailAttempt(Exception):  # noqa: N818 - an order of the script, not an error
-    """The script wants this attempt to end with an error."""
+class FailAttempt(Exception):  # noqa: N818 - a script raises it on purpose
+    """Raised by a script to let this attempt fail."""
+
+    def __init__(self, error: str, *, failure: FailureKind = "engine") -> None:
+        super().__init__(error)
+        self.failure = failure
 
 
 class ScriptedLane:
@@ -88,7 +92,7 @@ class ScriptedLane:
             task.cancel()
 
     async def has_seen(self, count: int) -> None:
-        """Return when so many requests have come."""
+        """Wait until so many requests have come."""
         async with asyncio.timeout(10):
             while len(self.seen) < count:
                 self._arrived.clear()
@@ -121,7 +125,9 @@ class ScriptedLane:
         parent = self.known.get(record.parent_id or "", [])
         own = unpack_ids(record.context)
         if record.is_delta and len(parent) < record.shared_prefix_tokens:
-            await self._finish(record, b"", reason="error", error="context_missing")
+            await self._finish(
+                record, b"", reason="error", failed=FailAttempt("lost", failure="context_missing")
+            )
             return
         context = [*parent[: record.shared_prefix_tokens], *own] if record.is_delta else own
         delta = context[record.shared_prefix_tokens :]
@@ -132,7 +138,7 @@ class ScriptedLane:
             answer = self._script(asked)
             text = answer if isinstance(answer, str) else await answer
         except FailAttempt as failure:
-            await self._finish(record, pack_ids(delta), reason="error", error=str(failure))
+            await self._finish(record, pack_ids(delta), reason="error", failed=failure)
             return
         ids = [*self._rendering._tokenizer.encode(text), self._rendering.stop_token_ids[0]]
         reason = "stop"
@@ -150,7 +156,7 @@ class ScriptedLane:
         reason: Any,
         ids: list[int] | None = None,
         engine_s: float = 0.0,
-        error: str = "",
+        failed: FailAttempt | None = None,
     ) -> None:
         output = ids or []
         await self._write(
@@ -171,7 +177,8 @@ class ScriptedLane:
                 output=pack_ids(output),
                 logprobs=pack_floats([-0.5] * len(output)),
                 engine_s=engine_s,
-                error=error,
+                error="" if failed is None else str(failed),
+                failure=None if failed is None else failed.failure,
             ),
         )
 

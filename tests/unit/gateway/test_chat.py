@@ -52,7 +52,7 @@ async def test_an_answer_has_openais_shape_and_usage(model: Path) -> None:
     assert lanes[0].seen[0].text == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
 
 
-async def test_a_stream_has_the_same_answer_and_usage_where_asked(model: Path) -> None:
+async def test_a_stream_has_the_same_answer_and_usage_if_asked(model: Path) -> None:
     async with running(log_store(), configuration_of(model), say(CALL)) as (world, _):
         client = world.client(await world.episode())
         stream = await client.chat.completions.create(
@@ -198,7 +198,7 @@ async def test_the_same_body_in_flight_is_sampled_once_and_after_delivery_again(
     assert [asked.record.turn.ordinal for asked in lanes[0].seen] == [0, 1]
 
 
-async def test_a_waiting_stream_shows_life_before_and_nothing_after_the_answer(
+async def test_a_waiting_stream_has_keep_alives_before_and_nothing_after_the_answer(
     model: Path,
 ) -> None:
     async def slowly(asked: Asked) -> str:

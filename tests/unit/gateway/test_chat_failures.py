@@ -101,7 +101,7 @@ async def test_a_context_that_only_the_engine_finds_too_long_is_the_clients_erro
     model: Path,
 ) -> None:
     def script(asked: Asked) -> str:
-        raise FailAttempt(f"context_overflow: {len(asked.context)} tokens")
+        raise FailAttempt(f"{len(asked.context)} tokens", failure="context_overflow")
 
     async with running(log_store(), configuration_of(model), script) as (world, lanes):
         client = world.client(await world.episode())
@@ -236,3 +236,22 @@ async def test_a_body_over_the_limit_is_refused_while_it_is_read(model: Path) ->
                 headers={"x-api-key": claim["key"]},
             )
     assert answer.status_code == 413
+
+
+async def test_an_episode_that_ends_while_a_body_is_read_is_refused(model: Path) -> None:
+    async with running(log_store(), configuration_of(model), say("x")) as (world, lanes):
+        claim = await world.episode()
+
+        async def body() -> Any:
+            yield b'{"messages": '
+            await world.admin("POST", f"/v1/episodes/{claim['episode_id']}/finish", {})
+            yield b'[{"role": "user", "content": "hello"}]}'
+
+        async with plain_http() as client:
+            answer = await client.post(
+                f"{claim['base_url']}/chat/completions",
+                content=body(),
+                headers={"x-api-key": claim["key"]},
+            )
+    assert answer.status_code == 409
+    assert lanes[0].seen == []

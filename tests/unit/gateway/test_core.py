@@ -8,14 +8,15 @@ from hypothesis import strategies as st
 from forgemq_contracts.completions import TurnPart
 from forgemq_contracts.episodes import OpenedEpisode, Sampling
 from forgemq_contracts.weights import ReportedEngine
-from forgemq_gateway.core.chat import read_chat_request
-from forgemq_gateway.core.episodes import Episode
+from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.errors import RefusedError
 from forgemq_gateway.core.keys import KeyMint, key_sha256
 from forgemq_gateway.core.lanes import Lanes
 from forgemq_gateway.core.manifest import counted, critical_path_s, manifest
+from forgemq_gateway.core.plans import Prepared
 from forgemq_gateway.core.sampling import pinned_sampling, used_sampling
 from forgemq_gateway.core.turns import requested, restored
+from forgemq_gateway.protocols.chat_completions import ChatCompletions
 from tests.unit.gateway.completions import completion_of
 
 
@@ -130,7 +131,7 @@ def test_a_groups_temperature_replaces_the_runs() -> None:
 
 
 @given(key=st.text(max_size=80))
-def test_no_text_is_a_key_but_the_minted_one(key: str) -> None:
+def test_only_the_minted_text_is_a_key(key: str) -> None:
     mint = KeyMint("an-admin-key-of-some-length", run="r")
     assert mint.episode_of(key) is None
 
@@ -146,7 +147,7 @@ def test_keys_are_the_same_after_a_restart_and_belong_to_one_run_and_secret() ->
     assert len(key_sha256(key)) == 64
 
 
-def episode() -> Episode:
+def episode() -> HeldEpisode:
     opened = OpenedEpisode(
         episode_id="g-1.0.0",
         group_id="g-1",
@@ -158,7 +159,7 @@ def episode() -> Episode:
         lease_s=10,
         opened_ms=0,
     )
-    return Episode(opened, lease_until_s=10.0)
+    return HeldEpisode(opened, lease_until_s=10.0)
 
 
 def test_ordinals_count_up_after_delivery_and_a_withdrawn_turn_leaves_no_trace() -> None:
@@ -169,16 +170,16 @@ def test_ordinals_count_up_after_delivery_and_a_withdrawn_turn_leaves_no_trace()
     assert held.known("d") is None
     second = held.begin("d", matched=None, requested_ms=0, deadline_ms=1)
     assert (second.ordinal, second.sequence) == (1, 1)
-    held.withdraw(second)
+    held.forget(second)
     assert held.known("d") is None
     third = held.begin("d", matched=None, requested_ms=0, deadline_ms=1)
     assert third.request_id == second.request_id
     other = held.begin("e", matched=None, requested_ms=0, deadline_ms=1)
-    held.withdraw(other)
+    held.forget(other)
     assert held.known("e") is None
 
 
-def test_a_lease_lapses_only_without_signs_of_life_and_comes_back_with_one() -> None:
+def test_a_lease_lapses_only_while_its_agent_is_silent_and_comes_back_afterwards() -> None:
     held = episode()
     assert not held.has_lapsed(9.9)
     assert held.has_lapsed(10.0)
@@ -195,15 +196,21 @@ def test_a_turn_is_the_same_after_it_went_through_the_log(is_delta: bool) -> Non
     parent = completion_of(1, context=[1, 2, 3], output=[4], lane=0, epoch=1)
     held = episode()
     turn = held.begin("d", matched=parent.request_id, requested_ms=5, deadline_ms=9)
-    turn.parent, turn.shared_tokens, turn.context = parent, 4, b"\x07\0\0\0"
-    turn.context_tokens, turn.sampling = 5, Sampling()
-    turn.part = TurnPart(sequence=0, protocol="chat_completions", body_digest="d")
+    turn.prepared = Prepared(
+        parent=parent,
+        shared_tokens=4,
+        context=b"\x07\0\0\0",
+        context_tokens=5,
+        sampling=Sampling(),
+        part=TurnPart(sequence=0, protocol="chat_completions", body_digest="d"),
+    )
     turn.needs_full_context = not is_delta
-    record = requested(turn, episode_id="g-1.0.0", group_id="g-1", lane=0, epoch=1)
+    record = requested(turn, lane=0, epoch=1)
     assert record.is_delta == is_delta
     assert len(record.context) == (4 if is_delta else 20)
     back = restored(record, parent=parent)
-    assert (back.context, back.shared_tokens, back.context_tokens) == (turn.context, 4, 5)
+    assert back.prepared == turn.prepared
+    assert (back.episode_id, back.group_id) == ("g-1.0.0", "g-1")
     assert (back.sent, back.lane, back.epoch, back.waiting) == (1, 0, 1, 0)
 
 
@@ -235,7 +242,7 @@ def test_a_manifest_holds_what_was_delivered_or_built_on_in_order() -> None:
 def test_the_body_digest_ignores_how_an_answer_is_delivered_and_nothing_else() -> None:
     def digest(**fields: object) -> str:
         body = {"model": "m", "messages": [{"role": "user", "content": "a"}], **fields}
-        return read_chat_request(msgspec.json.encode(body)).body_digest
+        return ChatCompletions().read(msgspec.json.encode(body)).body_digest
 
     assert digest(stream=True, stream_options={"include_usage": True}) == digest()
     assert (

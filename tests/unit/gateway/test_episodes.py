@@ -29,7 +29,7 @@ def yes(asked: Asked) -> str:
 
 
 async def restarted(world: World) -> None:
-    """The gateway is killed and a new one starts from the log alone."""
+    """Kill the gateway and start a new one from the log alone."""
     await world.kill()
     assert world.tasks is not None
     await world.start(world.tasks)
@@ -187,7 +187,7 @@ async def test_an_episode_finishes_once_with_its_manifest_rewards_and_times(mode
     assert record.task == b'{"n":1}'
 
 
-async def test_a_reward_for_a_completion_of_nobody_is_refused(model: Path) -> None:
+async def test_a_reward_for_an_unknown_completion_is_refused(model: Path) -> None:
     async with running(log_store(), configuration_of(model), yes) as (world, _):
         claim = await world.episode()
         reward = {"reward_id": "r", "name": "n", "value": 1, "completion_id": "0" * 32}
@@ -223,7 +223,7 @@ async def test_finishing_waits_for_an_answer_that_is_on_its_way(model: Path) -> 
 
 
 @pytest.mark.wall_clock
-async def test_a_lapsed_lease_opens_the_next_attempt_and_the_last_one_fails(model: Path) -> None:
+async def test_a_lapsed_lease_opens_the_next_attempt_and_the_final_fails(model: Path) -> None:
     configuration = configuration_of(model, lease_s=0.4)
     async with running(log_store(), configuration, yes) as (world, _):
         group = await world.open_group()
@@ -358,7 +358,7 @@ async def test_a_retry_after_kill_9_waits_for_the_request_that_is_in_flight(mode
     assert answer.id == f"chatcmpl-{lanes[0].seen[0].record.request_id}"
 
 
-async def test_a_retry_after_kill_9_is_served_from_the_log_where_the_answer_exists(
+async def test_a_retry_after_kill_9_is_served_from_the_log_if_the_answer_exists(
     model: Path,
 ) -> None:
     async with running(log_store(), configuration_of(model), yes) as (world, lanes):
@@ -391,7 +391,7 @@ async def test_over_the_memory_limit_new_work_is_refused(model: Path) -> None:
                 await client.chat.completions.create(model="m", messages=HELLO)
 
         with pytest.raises(openai.InternalServerError) as caught:
-            await asyncio.wait_for(ask_on(), timeout=30)  # What is held is added up now and then.
+            await asyncio.wait_for(ask_on(), timeout=30)  # Held bytes are counted at each tick.
         other = {**GROUP, "idempotency_key": "x"}
         group = await world.admin("POST", "/v1/groups", other)
     assert caught.value.status_code == 503

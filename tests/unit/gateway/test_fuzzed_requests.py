@@ -1,4 +1,4 @@
-"""Whatever arrives over HTTP is answered with 200 or a 4xx in OpenAI's shape, and loses nothing."""
+"""Any HTTP body is answered with 200 or a 4xx in OpenAI's shape, and loses nothing."""
 
 import asyncio
 import itertools
@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from forgemq_bus.memory import MemoryLog
-from forgemq_gateway.core.chat import read_chat_request
 from forgemq_gateway.core.errors import RefusedError
+from forgemq_gateway.protocols.chat_completions import ChatCompletions
 from tests.unit.gateway.scripted_lane import wall_ms
 from tests.unit.gateway.world import ADMIN_KEY, configuration_of, running
 
@@ -53,7 +53,7 @@ GROUP: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Served:
-    """A gateway in a thread of its own, and an open episode of it."""
+    """A gateway in another thread, and an open episode."""
 
     client: httpx.Client
     url: str
@@ -77,7 +77,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Served]:
-    """One gateway for all examples: what one of them spoils the others would see."""
+    """One gateway for all examples, so an example that breaks it breaks the later ones."""
     found: list[Any] = []
     is_ready, is_over = threading.Event(), threading.Event()
 
@@ -132,19 +132,19 @@ JUNK = st.recursive(
 )
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every place in a JSON value, from the outside in."""
+def paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The path of every value in a JSON value, from the outside in."""
     yield path
     if isinstance(value, dict):
         for name in value:
-            yield from places(value[name], (*path, name))
+            yield from paths(value[name], (*path, name))
     elif isinstance(value, list):
         for number in range(len(value)):
-            yield from places(value[number], (*path, number))
+            yield from paths(value[number], (*path, number))
 
 
 def changed(value: Any, path: tuple[Any, ...], junk: Any) -> Any:
-    """The value with junk at this place."""
+    """The value with junk at this path."""
     if not path:
         return junk
     copy = dict(value) if isinstance(value, dict) else list(value)
@@ -156,7 +156,7 @@ def bodies(sound: dict[str, Any]) -> st.SearchStrategy[bytes]:
     """The sound body with junk somewhere in it, as JSON or torn."""
     spoiled = st.builds(
         lambda path, junk: changed(sound, path, junk),
-        st.sampled_from(list(places(sound))[1:]),
+        st.sampled_from(list(paths(sound))[1:]),
         JUNK,
     ) | st.builds(
         lambda name, junk: {**sound, name: junk},
@@ -187,9 +187,9 @@ def check(answer: httpx.Response) -> None:
 def test_with_any_one_byte_changed_a_chat_request_is_read_or_refused_with_400():
     sound = json.dumps(SOUND).encode()
     statuses = set()
-    for place, byte in itertools.product(range(len(sound)), range(256)):
+    for index, byte in itertools.product(range(len(sound)), range(256)):
         try:
-            read_chat_request(sound[:place] + bytes([byte]) + sound[place + 1 :])
+            ChatCompletions().read(sound[:index] + bytes([byte]) + sound[index + 1 :])
         except RefusedError as error:
             statuses.add(error.status)
     assert statuses == {400}
@@ -218,13 +218,13 @@ def test_a_group_request_is_served_or_refused(served: Served, body: bytes) -> No
 
 @FUZZ
 @given(
-    place=st.sampled_from(["groups/g-unknown/claim", "episodes/{episode}/rewards"]),
+    route=st.sampled_from(["groups/g-unknown/claim", "episodes/{episode}/rewards"]),
     body=bodies({"wait_s": 0, "reward_id": "r", "name": "n", "value": 1.0, "completion_id": None}),
 )
-def test_what_agents_say_of_episodes_is_taken_or_refused(
-    served: Served, place: str, body: bytes
+def test_a_request_about_an_episode_is_served_or_refused(
+    served: Served, route: str, body: bytes
 ) -> None:
-    path = place.format(episode=served.episode_id)
+    path = route.format(episode=served.episode_id)
     check(served.admin(f"/v1/{path}", body))
     assert served.group()["state"] == "admitted"
 
@@ -260,8 +260,8 @@ def test_a_prompt_of_10_megabytes_is_too_long_and_others_are_served(served: Serv
     assert served.chat(json.dumps({"messages": [HELLO]}).encode()).status_code == 200
 
 
-def test_a_task_that_is_no_text_is_refused(served: Served) -> None:
-    """It is kept as it came: nothing else would notice until an agent reads it."""
+def test_a_task_that_is_not_text_is_refused(served: Served) -> None:
+    """The gateway keeps a task as it came, so otherwise its agent would be the first to notice."""
     body = b'{"domain": "shop", "idempotency_key": "u", "task": "\xff"}'
     answer = served.admin("/v1/groups", body)
     assert answer.status_code == 400

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from forgemq_contracts.arrays import pack_ids, unpack_ids
 from forgemq_gateway.core.digests import EMPTY_PATH, message_digest
 from forgemq_gateway.core.history import (
-    Completion,
     History,
+    KnownCompletion,
     cached_tokens,
     common_tokens,
     tokens_of,
@@ -36,7 +36,7 @@ def test_a_fork_takes_the_parent_with_the_longest_shared_prefix(
     contexts: list[tuple[list[int], list[int]]], probe: list[int]
 ) -> None:
     """Against a search over all completions; their tokens come back from parents and deltas."""
-    history, whole = History(), list[tuple[Completion, list[int]]]()
+    history, whole = History(), list[tuple[KnownCompletion, list[int]]]()
     for number, (context, output) in enumerate(contexts):
         parent, shared = history.nearest(pack_ids(context))
         completion = completion_of(
@@ -55,9 +55,9 @@ def test_a_fork_takes_the_parent_with_the_longest_shared_prefix(
         assert unpack_ids(tokens_of(parent, count=shared)) == probe[:shared]
 
 
-def test_a_turn_is_found_by_its_text_and_by_its_calls_whatever_text_came_back() -> None:
+def test_a_reply_is_found_by_its_text_or_by_its_calls_with_any_text() -> None:
     history = History()
-    said = add_first(history, completion_of(1, context=[1], output=[2], text="hi "), "a")
+    texted = add_first(history, completion_of(1, context=[1], output=[2], text="hi "), "a")
     called = add_first(history, completion_of(2, context=[3], output=[4], text="x", calls=2), "b")
     by_text = history.keys([user("a"), message_digest("assistant", "hi")], ["", ""])
     lost = message_digest("assistant", "")
@@ -65,11 +65,11 @@ def test_a_turn_is_found_by_its_text_and_by_its_calls_whatever_text_came_back() 
     found = history.match(by_text), history.match(by_call)
     assert found[0] is not None
     assert found[1] is not None
-    assert [match.completion for match in found if match] == [said, called]
+    assert [match.completion for match in found if match] == [texted, called]
     assert history.match(history.keys([user("b"), lost], ["", "call_of_nobody"])) is None
 
 
-def test_the_deepest_turn_on_the_path_is_matched_and_its_tail_is_new() -> None:
+def test_the_deepest_completion_on_the_path_is_matched_and_its_tail_is_new() -> None:
     history = History()
     first = add_first(history, completion_of(1, context=[1], output=[2], text="one"), "a")
     second = completion_of(2, parent=first, shared=2, context=[3], output=[4], text="two")

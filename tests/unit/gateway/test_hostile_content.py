@@ -1,6 +1,7 @@
-"""What nobody foresaw: in requests, in sampled tokens, in records. It ends no gateway."""
+"""Unexpected content in requests, sampled tokens and records does not end the gateway."""
 
 import asyncio
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
 from forgemq_contracts.episodes import Sampling
 from forgemq_contracts.partitions import group_partition
+from forgemq_telemetry.telemetry import Telemetry
 from tests.unit.gateway.scripted_lane import GROUP_PARTITIONS, Asked, wall_ms
 from tests.unit.gateway.world import World, configuration_of, plain_http, running
 from tests.unit.rendering.folders import APPENDING_TEMPLATE, write_model_folder
@@ -81,10 +83,13 @@ async def test_what_cannot_be_rendered_is_the_clients_error_and_the_next_request
 async def test_a_template_that_breaks_over_one_request_fails_that_turn_alone(
     tmp_path: Path,
 ) -> None:
-    """The template divides by zero where there are three messages."""
+    """The template divides by zero if there are three messages."""
     template = "{{- '' if 1 / (messages | length - 3) else '' }}" + APPENDING_TEMPLATE
     model = write_model_folder(tmp_path / "model", template=template)
-    async with running(log_store(), configuration_of(model), yes) as (world, _):
+    lines = io.StringIO()
+    telemetry = Telemetry(service="gateway", stream=lines)
+    configuration = configuration_of(model)
+    async with running(log_store(), configuration, yes, telemetry=telemetry) as (world, _):
         claim = await world.episode()
         broken = await asked(claim, json.dumps({"messages": [*HELLO, *HELLO, *HELLO]}).encode())
         served = await asked(claim, json.dumps({"messages": HELLO}).encode())
@@ -96,6 +101,10 @@ async def test_a_template_that_breaks_over_one_request_fails_that_turn_alone(
         "code": None,
     }
     assert served.status_code == 200
+    events = [json.loads(line) for line in lines.getvalue().splitlines()]
+    (failure,) = [event for event in events if event["event"] == "compose_failed"]
+    assert failure["error"].startswith("ZeroDivisionError")
+    assert "composer.py" in failure["traceback"]
 
 
 @pytest.mark.parametrize(
@@ -153,10 +162,10 @@ async def write_bad(world: World, topic: topics.Topic, partition: int, *, key: b
     return end
 
 
-async def test_bad_records_that_only_the_gateway_reads_are_buried_once(
+async def test_bad_records_that_only_the_gateway_reads_have_one_dead_letter_each(
     model: Path,
 ) -> None:
-    """An admission while it serves; all three while it restores."""
+    """The bad admission comes while it serves; a restart then reads all three."""
     opener = log_store()
     only_here = (topics.ADMITTED_GROUPS, topics.OPENED_EPISODES, topics.DELIVERED_COMPLETIONS)
     await opener().create_topics(
@@ -165,7 +174,7 @@ async def test_bad_records_that_only_the_gateway_reads_are_buried_once(
     )
     async with running(opener, configuration_of(model), yes) as (world, _):
         offsets = [await write_bad(world, topic, 0, key=b"g-1") for topic in only_here]
-        claim = await world.episode()  # It is admitted behind the bad record.
+        claim = await world.episode()  # Its admission comes after the bad record.
         live = [len(await dead_letters(world, topic, 0)) for topic in only_here]
         await world.stop()
         assert world.tasks is not None
@@ -186,7 +195,7 @@ async def test_bad_records_that_only_the_gateway_reads_are_buried_once(
 
 
 async def test_a_turn_whose_completion_does_not_decode_ends_with_its_group(model: Path) -> None:
-    """The merger buries the record and the scheduler retires the group: both played here."""
+    """The test acts as the merger (dead letter) and as the scheduler (retirement)."""
 
     async def script(_: Asked) -> str:
         await asyncio.sleep(30)
@@ -227,7 +236,7 @@ SPOILED: dict[str, dict[str, Any]] = {
 async def test_a_completion_that_breaks_a_rule_ends_no_gateway(
     model: Path, changes: dict[str, Any]
 ) -> None:
-    """Met while it serves, and again while it restores."""
+    """The record comes while it serves, and a restart reads it again."""
     async with running(log_store(), configuration_of(model), yes) as (world, _):
         claim = await world.episode()
         fields = {

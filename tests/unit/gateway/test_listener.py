@@ -3,13 +3,13 @@
 import asyncio
 import socket
 
-from forgemq_gateway.app import _listener
+from forgemq_gateway.http_server import bound_socket
 from forgemq_gateway.settings import GatewaySettings
 from tests.unit.gateway.world import ADMIN_KEY
 
 
 async def test_an_answer_is_sent_without_waiting_for_the_clients_acknowledgement() -> None:
-    listener = _listener(GatewaySettings(admin_key=ADMIN_KEY, port=0))
+    listener = bound_socket(GatewaySettings(admin_key=ADMIN_KEY, port=0))
     options: asyncio.Queue[int] = asyncio.Queue()
 
     async def accepted(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""Waiting for a group: no change is missed, and nobody waits for a gateway that ends."""
+"""A wait for a group misses no change, and ends when the gateway does."""
 
 import asyncio
 from collections.abc import Callable
@@ -20,12 +20,12 @@ def yes(_: Asked) -> str:
     return "yes"
 
 
-async def test_an_admission_between_two_calls_is_told_at_once(model: Path) -> None:
-    """The caller says which state it knows, so it waits for another one and not for a change."""
+async def test_an_admission_between_two_calls_is_answered_at_once(model: Path) -> None:
+    """The caller names the state it knows, so a change before the call counts as well."""
     async with running(log_store(), configuration_of(model), yes) as (world, _):
         group = await world.open_group()
         path = f"/v1/groups/{group}?wait_s=20&state="
-        await world.claim(group)  # Admitted, for sure.
+        await world.claim(group)  # Returns once the group is admitted.
         async with asyncio.timeout(5):
             admitted = await world.admin("GET", f"{path}requested")
             waiting = asyncio.ensure_future(world.admin("GET", f"{path}admitted"))
@@ -41,7 +41,7 @@ async def test_an_admission_between_two_calls_is_told_at_once(model: Path) -> No
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "state")
 
 
-async def test_a_gateway_that_ends_answers_who_waits_for_a_group_at_once(model: Path) -> None:
+async def test_a_gateway_that_ends_answers_long_polls_at_once(model: Path) -> None:
     async with running(log_store(), configuration_of(model), yes) as (world, _):
         group = (await world.admin("POST", "/v1/groups", GROUP)).json()["group_id"]
         waiting = asyncio.ensure_future(world.admin("GET", f"/v1/groups/{group}?wait_s=20"))

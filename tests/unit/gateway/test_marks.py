@@ -1,4 +1,4 @@
-"""What a restart needs is committed for as long as the gateway lives, and is never too much."""
+"""A gateway commits what a restart needs as long as it lives, and never a position too high."""
 
 import asyncio
 import io
@@ -14,7 +14,7 @@ from forgemq_bus.log import Emit, Log, Place
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
 from forgemq_gateway.marks import NEEDED_GROUP, Marks, take_mark
-from forgemq_gateway.needed import Needed
+from forgemq_gateway.oldest_mark import OldestMark
 from forgemq_telemetry.telemetry import Telemetry
 
 REQUESTED = Place(topics.REQUESTED_GROUPS.name, 0)
@@ -23,18 +23,18 @@ TOPICS = {REQUESTED.topic: 1, FINISHED.topic: 1}
 EVERY_S = 0.005
 
 
-class Gateway:
-    """What a gateway has entered, and its marks; tests write and enter."""
+class MarkingGateway:
+    """How far a gateway has read, and its marks; tests write and let it read."""
 
     def __init__(self, log: Log, *, every_s: float = EVERY_S) -> None:
         self.log = log
         self.lines = io.StringIO()
-        self.entered = {REQUESTED: 0}
+        self.first_read = {REQUESTED: 0}
         self.open_groups: set[str] = set()
         self.marks = Marks(
             log,
             starts={REQUESTED: 0, FINISHED: 0},
-            entered=self.entered,
+            first_read=self.first_read,
             open_groups=self.open_groups,
             every_s=every_s,
             telemetry=Telemetry(service="gateway", stream=self.lines),
@@ -43,9 +43,9 @@ class Gateway:
     def events(self) -> list[str]:
         return [json.loads(line)["event"] for line in self.lines.getvalue().splitlines()]
 
-    async def enter(self) -> None:
-        """Enter all that has been requested."""
-        self.entered |= await self.log.end_positions([REQUESTED])
+    async def read_requests(self) -> None:
+        """Read every requested group."""
+        self.first_read |= await self.log.end_positions([REQUESTED])
 
     @asynccontextmanager
     async def marking(self) -> AsyncIterator[asyncio.Task[None]]:
@@ -76,7 +76,7 @@ async def until(look: Callable[[], Awaitable[bool]]) -> None:
         if await look():
             return
         await asyncio.sleep(EVERY_S)
-    raise AssertionError("it did not come to pass")
+    raise AssertionError("it did not happen in time")
 
 
 async def committed_at_end(log: Log) -> bool:
@@ -86,7 +86,7 @@ async def committed_at_end(log: Log) -> bool:
 async def test_a_gateway_fenced_by_one_that_died_commits_again() -> None:
     log = MemoryLog(run="r")
     await log.create_topics(TOPICS)
-    gateway = Gateway(log)
+    gateway = MarkingGateway(log)
     async with gateway.marking() as marking:
         await write(log, FINISHED)
         await until(lambda: committed_at_end(log))
@@ -100,7 +100,7 @@ async def test_a_gateway_fenced_by_one_that_died_commits_again() -> None:
 async def test_a_group_that_opens_while_a_gateway_is_fenced_is_needed_by_its_next_commit() -> None:
     log = MemoryLog(run="r")
     await log.create_topics(TOPICS)
-    gateway = Gateway(log)
+    gateway = MarkingGateway(log)
 
     async def is_fenced() -> bool:
         return bool(gateway.events())
@@ -117,7 +117,7 @@ async def test_a_group_that_opens_while_a_gateway_is_fenced_is_needed_by_its_nex
         await until(is_fenced)
         gateway.open_groups.add("a")
         needed = {REQUESTED: await write(log, REQUESTED), FINISHED: await write(log, FINISHED)}
-        await gateway.enter()
+        await gateway.read_requests()
         await until(is_back)
         assert await committed(log) == needed
         await write(log, FINISHED)
@@ -127,10 +127,10 @@ async def test_a_group_that_opens_while_a_gateway_is_fenced_is_needed_by_its_nex
         await until(lambda: committed_at_end(log))
 
 
-async def test_nothing_is_committed_beyond_a_group_that_was_not_entered_yet() -> None:
+async def test_nothing_is_committed_beyond_a_group_that_was_not_read_yet() -> None:
     log = MemoryLog(run="r")
     await log.create_topics(TOPICS)
-    gateway = Gateway(log)
+    gateway = MarkingGateway(log)
     async with gateway.marking():
         await write(log, FINISHED)
         await until(lambda: committed_at_end(log))
@@ -138,7 +138,7 @@ async def test_nothing_is_committed_beyond_a_group_that_was_not_entered_yet() ->
         await asyncio.sleep(10 * EVERY_S)
         assert await committed(log) == needed
         gateway.open_groups.add("a")
-        await gateway.enter()
+        await gateway.read_requests()
         await write(log, FINISHED)
         await asyncio.sleep(10 * EVERY_S)
         assert await committed(log) == needed
@@ -147,7 +147,7 @@ async def test_nothing_is_committed_beyond_a_group_that_was_not_entered_yet() ->
 async def test_a_log_that_fails_ends_no_gateway_and_is_marked_once_it_works() -> None:
     """Topics that do not exist are a LogError, as a broker that does not answer is."""
     log = MemoryLog(run="r")
-    gateway = Gateway(log)
+    gateway = MarkingGateway(log)
     async with gateway.marking() as marking:
         await asyncio.sleep(5 * EVERY_S)
         assert not marking.done()
@@ -157,10 +157,10 @@ async def test_a_log_that_fails_ends_no_gateway_and_is_marked_once_it_works() ->
     assert set(gateway.events()) == {"needed_failed"}
 
 
-async def test_two_gateways_that_live_take_turns_and_fence_each_other_seldom() -> None:
+async def test_two_live_gateways_alternate_and_fence_each_other_rarely() -> None:
     log = MemoryLog(run="r")
     await log.create_topics(TOPICS)
-    gateways = [Gateway(log), Gateway(log.open())]
+    gateways = [MarkingGateway(log), MarkingGateway(log.open())]
     rounds = 100
     async with gateways[0].marking(), gateways[1].marking():
         for _ in range(rounds):
@@ -187,11 +187,11 @@ async def test_a_group_that_opens_while_a_mark_is_taken_lies_behind_all_of_it() 
                     first[written] = await write(log, written)
         return ends
 
-    mark = await take_mark(end_positions, entering=[REQUESTED], following=[FINISHED])
+    mark = await take_mark(end_positions, first=[REQUESTED], other=[FINISHED])
     assert mark == first
 
 
-# Of two gateways each reads on its own; what it has found to be needed is committed any time later.
+# Two gateways read independently; each commits what it found to be needed at any later time.
 # A step is (kind, group, gateway).
 STEPS = st.lists(
     st.tuples(
@@ -208,9 +208,9 @@ STEPS = st.lists(
 
 @dataclass
 class Overlapping:
-    """One of several gateways, as late as the steps make it."""
+    """One of several gateways; the steps decide how late it reads and commits."""
 
-    needed: Needed = field(default_factory=lambda: Needed({REQUESTED: 0, FINISHED: 0}))
+    oldest: OldestMark = field(default_factory=lambda: OldestMark({REQUESTED: 0, FINISHED: 0}))
     requests_read: int = 0
     mark: dict[Place, int] | None = None
     found: dict[Place, int] | None = None
@@ -242,7 +242,7 @@ def test_no_gateway_commits_beyond_what_another_one_needs(
                 gateway.mark = {REQUESTED: len(requests), FINISHED: len(written)}
             case "find" if gateway.mark and gateway.requests_read >= gateway.mark[REQUESTED]:
                 open_groups = set(requests[: gateway.requests_read]) - gateway.retired
-                gateway.found = gateway.needed.advance(gateway.mark, open_groups=open_groups)
+                gateway.found = gateway.oldest.accept(gateway.mark, open_groups=open_groups)
                 gateway.mark = None
             case "commit" if gateway.found is not None:
                 position = gateway.found

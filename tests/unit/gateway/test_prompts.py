@@ -10,9 +10,10 @@ import msgspec
 import pytest
 
 from forgemq_contracts.arrays import pack_ids
-from forgemq_gateway.core.chat import ChatRequest, read_chat_request
 from forgemq_gateway.core.errors import RefusedError
+from forgemq_gateway.core.requests import Request, text_of
 from forgemq_gateway.prompts import INLINE_CHARACTERS_MAX, Prompts
+from forgemq_gateway.protocols.chat_completions import ChatCompletions
 from forgemq_rendering import Rendered, Rendering
 
 MODEL = Path(__file__).parents[3] / "deploy" / "demo" / "model"
@@ -25,13 +26,13 @@ def rendering() -> Rendering:
     return Rendering.load(str(MODEL), renderer="auto", history="append_only")
 
 
-def chat(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> ChatRequest:
+def chat(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> Request:
     body = {"messages": [{"role": "user", "content": text}], "tools": tools or None}
-    return read_chat_request(msgspec.json.encode(body))
+    return ChatCompletions().read(msgspec.json.encode(body))
 
 
-def rendered(rendering: Rendering, request: ChatRequest) -> Rendered:
-    messages = [{"role": "user", "content": request.messages[0].content}]
+def rendered(rendering: Rendering, request: Request) -> Rendered:
+    messages = [{"role": "user", "content": text_of(request.messages[0])}]
     return rendering.render(messages, tools=request.tools)
 
 
@@ -87,7 +88,7 @@ async def test_what_the_template_refuses_is_refused_to_each_that_asks(tmp_path: 
     )
     prompts = Prompts(Rendering.load(str(tmp_path), renderer="auto", history="append_only"))
     body = {"messages": [{"role": "tool", "tool_call_id": "x", "content": LONG}]}
-    request = read_chat_request(msgspec.json.encode(body))
+    request = ChatCompletions().read(msgspec.json.encode(body))
     results = await asyncio.gather(prompts.of(request), prompts.of(request), return_exceptions=True)
     assert [isinstance(result, RefusedError) for result in results] == [True, True], results
     assert prompts.size_bytes == 0

@@ -1,4 +1,4 @@
-"""Rewards that an agent posts: which values the gateway takes."""
+"""Which values of a reward the gateway takes."""
 
 from pathlib import Path
 

@@ -70,7 +70,7 @@ def partitions_of(configuration: RunConfiguration) -> dict[str, int]:
 
 
 def plain_http(*, timeout_s: float = 5.0) -> httpx.AsyncClient:
-    """A client of http:// alone: to load certificates takes longer than most tests."""
+    """A client for http:// only, because loading certificates takes longer than most tests."""
     return httpx.AsyncClient(timeout=timeout_s, verify=False)
 
 
@@ -94,7 +94,7 @@ class World:
         self._gateway: asyncio.Task[None] | None = None
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
-        """A gateway on a free port; the log is all it knows."""
+        """Start a gateway on a free port, from the log alone."""
         self.tasks = tasks
         listener = socket.socket(proto=socket.IPPROTO_TCP)
         listener.bind(("127.0.0.1", 0))
@@ -134,7 +134,7 @@ class World:
             pass
 
     async def kill(self) -> None:
-        """The gateway ends at once, as by kill -9: its log takes nothing any more."""
+        """End the gateway at once, as kill -9 does: its log takes no record after this."""
         await self._log.close()
         assert self._gateway is not None
         await asyncio.wait([self._gateway])
@@ -183,7 +183,7 @@ class World:
         return [topics.decode(topic, record.value) for record in found]
 
     async def eventually(self, topic: topics.Topic, count: int) -> list[Any]:
-        """All records of a topic, as soon as there are so many."""
+        """Wait until a topic has so many records, and return all."""
         for _ in range(200):
             records = await self.records(topic)
             if len(records) >= count:
@@ -192,7 +192,7 @@ class World:
         raise AssertionError(f"{topic.name}: {len(records)} records, waited for {count}")
 
     async def open_group(self, key: str = "k1", *, temperature: float | None = None) -> str:
-        """A group, requested by an agent and admitted by the scheduler."""
+        """Open a group: an agent requests it and the scheduler admits it."""
         body = {"domain": "shop", "idempotency_key": key, "task": {"n": 1}}
         if temperature is not None:
             body["temperature"] = temperature
@@ -243,7 +243,7 @@ class World:
         return answer.json()
 
     async def episode(self) -> Any:
-        """An episode of a new group."""
+        """Claim an episode of a new group."""
         return await self.claim(await self.open_group())
 
 

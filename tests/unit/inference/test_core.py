@@ -9,7 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forgemq_contracts.arrays import pack_ids, unpack_floats, unpack_ids
-from forgemq_contracts.completions import CancelledCompletion, RequestedCompletion, WeightSpan
+from forgemq_contracts.completions import (
+    CancelledCompletion,
+    FailureKind,
+    RequestedCompletion,
+    WeightSpan,
+)
 from forgemq_contracts.episodes import Sampling
 from forgemq_contracts.weights import PublishedWeights, Rendezvous
 from forgemq_inference.core.context import TokenContext
@@ -181,17 +186,23 @@ def test_the_body_carries_the_sampling_and_leaves_room_in_the_context() -> None:
 
 
 @pytest.mark.parametrize(
-    ("context", "error"),
+    ("context", "failure", "error"),
     [
-        ([], "engine: the context is empty"),
-        ([1] * 95, "context_overflow: a context of 95 tokens is over the engine's limit of 94"),
-        ([1, 50], "engine: a token id is outside the vocabulary of 50"),
+        ([], "engine", "engine: the context is empty"),
+        (
+            [1] * 95,
+            "context_overflow",
+            "context_overflow: a context of 95 tokens is over the engine's limit of 94",
+        ),
+        ([1, 50], "engine", "engine: a token id is outside the vocabulary of 50"),
     ],
 )
-def test_what_the_engine_could_not_take_is_refused(context: list[int], error: str) -> None:
+def test_what_the_engine_could_not_take_is_refused(
+    context: list[int], failure: FailureKind, error: str
+) -> None:
     request = requested(context=pack_ids(context))
     refused = generate_body(request, rid="r", context=context_of(context), limits=LIMITS)
-    assert refused == Refused("error", error)
+    assert refused == Refused("error", failure, error)
 
 
 def test_no_top_k_is_minus_one_for_the_engine() -> None:
@@ -241,6 +252,7 @@ def test_an_aborted_generation_is_no_completion() -> None:
     theirs = finished(requested(), aborted, limits=LIMITS, timing=TIMING, is_cancelled=False)
     assert (ours.finish_reason, ours.error, ours.output) == ("abort", "cancelled", b"")
     assert (theirs.finish_reason, theirs.error) == ("abort", "engine: out of memory")
+    assert (ours.failure, theirs.failure) == ("cancelled", "engine")
 
 
 @pytest.mark.parametrize(

@@ -96,6 +96,7 @@ async def test_a_delta_request_beyond_what_is_remembered_is_context_missing(
             await scene.request(3, [8], parent=9, shared=1, is_delta=True)
             records = await scene.finished(count=3)
     assert [record.error for record in records] == ["", "context_missing", "context_missing"]
+    assert [record.failure for record in records] == [None, "context_missing", "context_missing"]
 
 
 async def test_a_full_request_records_the_context_after_the_shared_prefix(base: Path) -> None:
@@ -222,7 +223,7 @@ async def test_a_lost_engine_fails_its_requests_and_is_taken_back_when_it_return
         await scene.request(3, CONTEXT)
         *_, served = await scene.finished(count=3, timeout_s=5)
         await service.__aexit__(None, None, None)
-    assert (lost.finish_reason, lost.error.split(":")[0]) == ("error", "engine")
+    assert (lost.finish_reason, lost.failure) == ("error", "engine")
     assert refused.error == "engine: not serving"
     assert served.finish_reason == "stop"
 

@@ -1,1 +1,1 @@
-"""The only door for agents: HTTP, tokenisation, episodes and their token trees."""
+"""The only HTTP entry for agents: requests to tokens, episodes and their token trees."""

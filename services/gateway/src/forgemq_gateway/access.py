@@ -4,7 +4,7 @@ import hmac
 import re
 from collections.abc import Mapping
 
-from forgemq_gateway.core.episodes import Episode
+from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.errors import RefusedError, conflict, gone, unauthorized, unknown
 from forgemq_gateway.core.keys import KeyMint
 from forgemq_gateway.core.registry import Registry
@@ -36,7 +36,7 @@ class Access:
         """Whether this is the key of an episode, open or ended."""
         return key is not None and self._mint.episode_of(key) is not None
 
-    def episode(self, key: str | None) -> Episode:
+    def episode(self, key: str | None) -> HeldEpisode:
         """The open episode that this key belongs to.
 
         Raises:
@@ -50,7 +50,7 @@ class Access:
             raise conflict(f"episode {episode_id} has ended")
         return episode
 
-    def known_episode(self, episode_id: str) -> Episode:
+    def known_episode(self, episode_id: str) -> HeldEpisode:
         """The episode with this id, whatever its state.
 
         Raises:

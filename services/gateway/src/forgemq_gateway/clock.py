@@ -3,6 +3,8 @@
 import time
 from dataclasses import dataclass
 
+from forgemq_gateway.core.attempts import Moment
+
 
 @dataclass(frozen=True, slots=True)
 class Clock:
@@ -15,3 +17,7 @@ class Clock:
     def now_s(self) -> float:
         """Monotonic seconds."""
         return time.monotonic()
+
+    def moment(self) -> Moment:
+        """Both clocks, read together."""
+        return Moment(now_s=self.now_s(), wall_ms=self.wall_ms())

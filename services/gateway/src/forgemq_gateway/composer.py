@@ -4,55 +4,24 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import msgspec
-from msgspec import Struct
-
 from forgemq_contracts.arrays import pack_ids, unpack_floats, unpack_ids
 from forgemq_contracts.completions import TurnPart
-from forgemq_gateway.core.chat import ChatRequest, rendering_message
-from forgemq_gateway.core.episodes import Episode
+from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.errors import invalid
-from forgemq_gateway.core.history import (
-    TAIL_TOKENS,
-    TOKEN_BYTES,
-    Completion,
-    Match,
-    tokens_of,
-)
-from forgemq_gateway.core.replies import Answer, Reply, ReplyCall, TokenLogprob, finish_reason
+from forgemq_gateway.core.history import TAIL_TOKENS, TOKEN_BYTES, KnownCompletion, tokens_of
+from forgemq_gateway.core.plans import Plan, Prepared
+from forgemq_gateway.core.replies import Answer, Reply, TokenLogprob, finish_reason
+from forgemq_gateway.core.requests import Call, Text, Thinking, characters, chat_form, chat_json
 from forgemq_gateway.core.sampling import used_sampling
-from forgemq_gateway.core.turns import Turn
-from forgemq_gateway.prompts import INLINE_CHARACTERS_MAX, Prompts, characters
+from forgemq_gateway.core.turns import OpenTurn
+from forgemq_gateway.prompts import INLINE_CHARACTERS_MAX, Prompts
 from forgemq_rendering import Rendered, Rendering
 
 
-class Plan(Struct, frozen=True, kw_only=True):
-    """What a request means in its episode, before any token is made."""
-
-    request: ChatRequest
-    keys: tuple[str, ...]
-    match: Match | None
-
-
-def plan(request: ChatRequest, *, episode: Episode) -> Plan:
-    """Find the sampled turn that this request builds on."""
-    keys = episode.history.keys(request.digests, request.call_ids)
-    match = episode.history.match(keys)
-    if match is not None and not _keeps_tools(match.completion, request):
-        match = None
-    return Plan(request=request, keys=keys, match=match)
-
-
-def _keeps_tools(completion: Completion, request: ChatRequest) -> bool:
-    """Tools stand in the tokens already; a client that offers none any more leaves them there."""
-    return request.tools_digest in ("", completion.tools_digest)
-
-
 class Composer:
-    """Fills turns with tokens and reads replies.
+    """Makes requests into tokens, and reads replies.
 
     Args:
-        rendering: Of the run's model.
         context_tokens_max: Context and output together.
     """
 
@@ -61,47 +30,68 @@ class Composer:
         self._prompts = Prompts(rendering)
         self._context_tokens_max = context_tokens_max
 
-    async def compose(self, turn: Turn, *, planned: Plan, episode: Episode) -> None:
-        """Tokens, parent and sampling of this turn.
+    async def prepare(self, turn: OpenTurn, *, planned: Plan, episode: HeldEpisode) -> Prepared:
+        """The tokens, parent and sampling of this turn.
 
         Raises:
             RefusedError: 400: the template refuses the messages or the context is too long.
         """
         request = planned.request
+        parent: KnownCompletion | None
         extension = await self._extension(planned, episode=episode)
         if planned.match is not None and extension is not None:
             parent = planned.match.completion
-            turn.parent, turn.shared_tokens = parent, parent.total_tokens
-            turn.context = pack_ids(extension.ids)
-            first, ends = planned.match.consumed, extension.message_ends
-            ends = tuple(turn.shared_tokens + end for end in ends)
-            is_fork = False
+            shared = parent.total_tokens
+            context = pack_ids(extension.ids)
+            first, is_fork = planned.match.consumed, False
+            ends = tuple(shared + end for end in extension.message_ends)
         else:
             prompt = await self._prompts.of(request)
-            turn.parent, turn.shared_tokens = episode.history.nearest(prompt.tokens)
-            turn.context = prompt.tokens[turn.shared_tokens * TOKEN_BYTES :]
-            first, ends = 0, prompt.message_ends
-            is_fork = bool(episode.history.completions)
-        turn.context_tokens = turn.shared_tokens + len(turn.context) // TOKEN_BYTES
-        turn.sampling = used_sampling(
+            parent, shared = episode.history.nearest(prompt.tokens)
+            context = prompt.tokens[shared * TOKEN_BYTES :]
+            first, is_fork = 0, bool(episode.history.completions)
+            ends = prompt.message_ends
+        context_tokens = shared + len(context) // TOKEN_BYTES
+        sampling = used_sampling(
             episode.opened.sampling,
             max_tokens=request.max_tokens,
             stop=request.stop,
             stop_token_ids=self._rendering.stop_token_ids,
-            context_tokens=turn.context_tokens,
+            context_tokens=context_tokens,
             context_tokens_max=self._context_tokens_max,
         )
-        turn.part = _part(turn, planned, first=first, ends=ends, is_fork=is_fork)
         if request.tools_digest:
             episode.tools.setdefault(request.tools_digest, request.tools)
+        knows_tools = parent is not None and parent.tools_digest == request.tools_digest
+        return Prepared(
+            parent=parent,
+            shared_tokens=shared,
+            context=context,
+            context_tokens=context_tokens,
+            sampling=sampling,
+            part=TurnPart(
+                sequence=turn.sequence,
+                protocol=request.protocol,
+                body_digest=turn.body_digest,
+                ordinal=turn.ordinal,
+                is_fork=is_fork,
+                tools_digest=request.tools_digest,
+                tools=b"" if knows_tools else request.tools_json,
+                messages=chat_json(request.messages[first:]),
+                message_digests=planned.keys[first:],
+                message_ends=ends,
+                asked=request.asked,
+            ),
+        )
 
-    async def _extension(self, planned: Plan, *, episode: Episode) -> Rendered | None:
+    async def _extension(self, planned: Plan, *, episode: HeldEpisode) -> Rendered | None:
+        """What follows the matched completion; None if the whole history must be rendered."""
         match = planned.match
         if match is None:
             return None
         completion = match.completion
         added = planned.request.messages[match.consumed :]
-        messages = [rendering_message(message) for message in added]
+        messages = [chat_form(message) for message in added]
         tools = episode.tools.get(completion.tools_digest, ())
         context = unpack_ids(context_tail(completion))
 
@@ -120,25 +110,24 @@ class Composer:
     def parse(
         self, output: bytes, request_id: str, tools: Sequence[Mapping[str, Any]], context: bytes
     ) -> Reply:
-        """What the policy said; implements `registry.Parse`."""
+        """What the model said; implements `registry.Parse`."""
         parsed = self._rendering.parse(
             unpack_ids(output),
             completion_id=request_id,
             tools=tools,
             context=unpack_ids(context),
         )
-        return Reply(
-            content=parsed.content,
-            reasoning=parsed.reasoning,
-            calls=tuple(
-                ReplyCall(id=call.id, name=call.name, arguments=call.arguments)
-                for call in parsed.tool_calls
-            ),
-            malformed=parsed.malformed,
-        )
+        # The renderers read a reply in this order: reasoning, text, calls.
+        parts: list[Text | Thinking | Call] = []
+        if parsed.reasoning:
+            parts.append(Thinking(parsed.reasoning))
+        if parsed.content:
+            parts.append(Text(parsed.content))
+        parts += [Call(call.id, call.name, call.arguments) for call in parsed.tool_calls]
+        return Reply(parts=tuple(parts), malformed=parsed.malformed)
 
-    def answer(self, completion: Completion, *, model: str, with_logprobs: bool) -> Answer:
-        """The completion as a client gets it."""
+    def answer(self, completion: KnownCompletion, *, model: str, with_logprobs: bool) -> Answer:
+        """The completion as a protocol writes it."""
         return Answer(
             request_id=completion.request_id,
             created_s=completion.finished_ms // 1000,
@@ -151,7 +140,7 @@ class Composer:
             logprobs=self._logprobs(completion) if with_logprobs else None,
         )
 
-    def _logprobs(self, completion: Completion) -> tuple[TokenLogprob, ...]:
+    def _logprobs(self, completion: KnownCompletion) -> tuple[TokenLogprob, ...]:
         tokens = unpack_ids(completion.output)
         return tuple(
             TokenLogprob(token=self._rendering.decode([token]), logprob=logprob)
@@ -159,28 +148,7 @@ class Composer:
         )
 
 
-def context_tail(completion: Completion) -> bytes:
+def context_tail(completion: KnownCompletion) -> bytes:
     """The last tokens of the context that the completion was sampled from."""
     count = completion.context_tokens
     return tokens_of(completion, count=count, skip=count - TAIL_TOKENS)
-
-
-def _part(
-    turn: Turn, planned: Plan, *, first: int, ends: tuple[int, ...], is_fork: bool
-) -> TurnPart:
-    """What rebuilds this turn's place in the episode, as a delta to its parent."""
-    request = planned.request
-    known_tools = turn.parent is not None and turn.parent.tools_digest == request.tools_digest
-    return TurnPart(
-        sequence=turn.sequence,
-        protocol="chat_completions",
-        body_digest=turn.body_digest,
-        ordinal=turn.ordinal,
-        is_fork=is_fork,
-        tools_digest=request.tools_digest,
-        tools=b"" if known_tools else request.tools_json,
-        messages=msgspec.json.encode(request.messages[first:]),
-        message_digests=planned.keys[first:],
-        message_ends=ends,
-        asked=request.asked,
-    )

@@ -1,11 +1,10 @@
 """Reads the gateway's topics: the open groups once at the start, then every record as it comes.
 
-The read-back of finished-completions is the reply: a completion exists for clients when it comes
-back from the log, never earlier.
+A client hears a completion when it comes back from finished-completions, never earlier: the record
+on the log is the reply.
 
-A restart begins where `marks.py` has committed: what lies before is of groups that are over.
-Retired groups (a few bytes each) and trained steps are read in full, of heartbeats only the newest
-ones.
+A restart begins where `marks.py` has committed, since earlier records belong to retired groups.
+Retired groups (a few bytes each) and trained steps are read in full, heartbeats only at their end.
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -25,10 +24,10 @@ from forgemq_contracts.episodes import FinishedEpisode, OpenedEpisode
 from forgemq_contracts.groups import AdmittedGroup, RequestedGroup, RetiredGroup
 from forgemq_contracts.steps import TrainedStep
 from forgemq_contracts.weights import ReportedEngine
+from forgemq_gateway.context import GatewayContext
 from forgemq_gateway.core.registry import Parse
-from forgemq_gateway.dispatch import Dispatcher
-from forgemq_gateway.marks import ENTERING, NEEDED_GROUP, Marks
-from forgemq_gateway.surroundings import Surroundings
+from forgemq_gateway.dispatcher import Dispatcher
+from forgemq_gateway.marks import FIRST_RECORDS, NEEDED_GROUP, Marks
 
 CONSUMES = (
     topics.REQUESTED_GROUPS,
@@ -44,7 +43,7 @@ CONSUMES = (
     topics.REPORTED_ENGINES,
 )
 
-# Each stage needs what the ones before it have entered; within a stage the order is free.
+# Each stage needs what earlier stages have applied; within a stage the order does not matter.
 _STAGES = (
     (topics.REQUESTED_GROUPS, topics.ADMITTED_GROUPS, topics.RETIRED_GROUPS, topics.TRAINED_STEPS),
     (topics.OPENED_EPISODES,),
@@ -54,7 +53,7 @@ _STAGES = (
     (topics.CANCELLED_COMPLETIONS,),
 )
 
-# Records of a group on these lie behind its first one on `ENTERING`.
+# On these topics, all records of a group are written after its first one (`FIRST_RECORDS`).
 _BY_GROUP = (
     topics.REQUESTED_GROUPS,
     topics.ADMITTED_GROUPS,
@@ -66,8 +65,8 @@ _BY_GROUP = (
     topics.DELIVERED_COMPLETIONS,
 )
 
-# Of its own records a serving gateway needs back only requested groups, to know which ones it has
-# entered; the others it entered when it wrote them.
+# A serving gateway applies its own records when it writes them. It reads back only requested
+# groups, to know how far it has read them (`FIRST_RECORDS`).
 _LIVE = (
     topics.REQUESTED_GROUPS,
     topics.ADMITTED_GROUPS,
@@ -77,43 +76,46 @@ _LIVE = (
     topics.REPORTED_ENGINES,
 )
 
+# A read returns as soon as a record comes; the wait only bounds how long an idle read lasts.
 _READ_S = 1.0
+
+# A second of records on a busy run; other tasks run between two reads.
 _RECORDS_MAX = 500
+
 _REPORTS_READ_MAX = 200
-"""Heartbeats of each lane that a start reads: some minutes; the log keeps more of them."""
+"""Heartbeats of each lane that a start reads: some minutes of them."""
 
 
 class Feed:
-    """Applies records to the registry and wakes those who wait for them."""
+    """Applies records to the registry and gives results and heartbeats to the dispatcher."""
 
     def __init__(
-        self, log: Log, *, dispatcher: Dispatcher, parse: Parse, around: Surroundings
+        self, log: Log, *, dispatcher: Dispatcher, parse: Parse, context: GatewayContext
     ) -> None:
         self._log = log
         self._dispatcher = dispatcher
         self._parse = parse
-        self._configuration = around.configuration
-        self._registry = around.registry
-        self._clock = around.clock
-        self._changed = around.changed
-        self._outbox = around.outbox
-        self._telemetry = around.telemetry
-        self._mark_every_s = around.settings.mark_every_s
+        self._configuration = context.configuration
+        self._registry = context.registry
+        self._clock = context.clock
+        self._changed = context.changed
+        self._outbox = context.outbox
+        self._telemetry = context.telemetry
+        self._mark_every_s = context.settings.mark_every_s
         self._positions: dict[Place, int] = {}
         self._starts: dict[Place, int] = {}
-        self._entered: dict[Place, int] = {}
+        self._first_read: dict[Place, int] = {}
 
     async def restore(self) -> None:
-        """Rebuild all open groups from the log; on return they are as before the last stop."""
+        """Rebuild all open groups from the log as they were at the previous stop."""
         started_s = self._clock.now_s()
         for stage in _STAGES:
             async for record in self._until_now(stage):
                 await self._restore(record)
         for _, episode in self._registry.episodes():
             episode.renew(self._clock.now_s())
-        for turn in self._registry.restored_turns():
-            self._dispatcher.lanes.enter(turn.lane, turn.epoch)
-        self._entered = {p: at for p, at in self._positions.items() if p.topic in ENTERING}
+        self._dispatcher.attempts.restore(self._registry.take_restored_turns())
+        self._first_read = {p: at for p, at in self._positions.items() if p.topic in FIRST_RECORDS}
         restore_s = self._clock.now_s() - started_s
         self._telemetry.observe("gateway.restore_s", restore_s)
         self._telemetry.event(
@@ -137,7 +139,7 @@ class Feed:
     async def _needed_starts(
         self, places: Sequence[Place], *, ends: Mapping[Place, int]
     ) -> dict[Place, int]:
-        """From where each partition holds what is still needed."""
+        """Where each partition is read from: the committed mark, or its beginning."""
         by_group = {topic.name for topic in _BY_GROUP}
         starts = await self._log.first_positions(places)
         needed = await self._log.committed(
@@ -161,7 +163,7 @@ class Feed:
         return [Place(topic.name, partition) for partition in range(count)]
 
     async def follow(self) -> None:
-        """Apply every new record, for ever."""
+        """Apply new records until cancelled."""
         live = {topic.name for topic in _LIVE}
         positions = {p: at for p, at in self._positions.items() if p.topic in live}
         reader = await self._log.reader(positions)
@@ -170,19 +172,19 @@ class Feed:
                 records = await reader.read(timeout_s=_READ_S, records_max=_RECORDS_MAX)
                 for record in records:
                     await self._apply(record)
-                self._entered |= {place: reader.position(place) for place in self._entered}
+                self._first_read |= {place: reader.position(place) for place in self._first_read}
                 if records:
-                    self._changed.beat()
+                    self._changed.notify()
         finally:
             await reader.close()
 
-    async def mark(self) -> None:
-        """Commit from where a restart has to read what `follow` enters, for ever."""
+    async def keep_marks(self) -> None:
+        """Commit until cancelled where a restart must begin to read."""
         places = [place for topic in _BY_GROUP for place in self._places(topic)]
         await Marks(
             self._log,
             starts={place: self._starts[place] for place in places},
-            entered=self._entered,
+            first_read=self._first_read,
             open_groups=self._registry.groups,
             every_s=self._mark_every_s,
             telemetry=self._telemetry,
@@ -190,40 +192,40 @@ class Feed:
 
     async def _restore(self, record: Record) -> None:
         decoded = await self._decoded(record)
-        if decoded is not None and not self._restore_own(decoded):
-            self._enter(decoded, record)
+        if decoded is not None and not self._apply_own(decoded):
+            self._apply_foreign(decoded, record)
 
-    def _restore_own(self, decoded: msgspec.Struct) -> bool:
-        """Enter what this service wrote before it stopped."""
+    def _apply_own(self, decoded: msgspec.Struct) -> bool:
+        """Apply a record that the gateway wrote; False if another service wrote it."""
         registry = self._registry
         match decoded:
             case OpenedEpisode():
-                registry.episode_opened(decoded, lease_until_s=self._clock.now_s())
+                registry.apply_opened_episode(decoded, lease_until_s=self._clock.now_s())
             case FinishedEpisode():
-                registry.episode_finished(decoded)
+                registry.apply_finished_episode(decoded)
             case RequestedCompletion():
-                registry.completion_requested(decoded)
+                registry.apply_requested_completion(decoded)
             case CancelledCompletion():
-                registry.completion_cancelled(decoded)
+                registry.apply_cancelled_completion(decoded)
             case DeliveredCompletion():
-                registry.completion_delivered(decoded)
+                registry.apply_delivered_completion(decoded)
             case _:
                 return False
         return True
 
-    def _enter(self, decoded: msgspec.Struct, record: Record) -> None:
-        """Enter what others wrote."""
+    def _apply_foreign(self, decoded: msgspec.Struct, record: Record) -> None:
+        """Apply a record that another service wrote."""
         match decoded:
             case RequestedGroup():
-                self._registry.group_requested(decoded)
+                self._registry.apply_requested_group(decoded)
             case AdmittedGroup():
-                self._registry.group_admitted(decoded)
+                self._registry.apply_admitted_group(decoded)
             case RetiredGroup():
-                self._registry.group_retired(decoded)
+                self._registry.apply_retired_group(decoded)
             case TrainedStep():
-                self._registry.step_trained(decoded)
+                self._registry.apply_trained_step(decoded)
             case FinishedCompletion():
-                self._registry.completion_finished(
+                self._registry.apply_finished_completion(
                     decoded,
                     offset=record.offset,
                     finished_ms=record.timestamp_ms,
@@ -231,44 +233,46 @@ class Feed:
                 )
             case ReportedEngine():
                 age_s = max(0, self._clock.wall_ms() - decoded.reported_ms) / 1000
-                self._dispatcher.lanes.report(decoded, heard_s=self._clock.now_s() - age_s)
+                heard_s = self._clock.now_s() - age_s
+                self._dispatcher.attempts.restore_lane(decoded, heard_s=heard_s)
 
     async def _apply(self, record: Record) -> None:
-        """Enter a new record and pass on what it means for open requests."""
+        """Apply a new record, and let the dispatcher act on results, heartbeats and retirements."""
         decoded = await self._decoded(record)
         match decoded:
             case FinishedCompletion():
-                finish = self._registry.completion_finished(
+                result = self._registry.apply_finished_completion(
                     decoded,
                     offset=record.offset,
                     finished_ms=record.timestamp_ms,
                     parse=self._parse,
                 )
-                if finish is not None:
-                    self._dispatcher.finished(finish)
+                if result is not None:
+                    self._dispatcher.take_result(result)
             case ReportedEngine():
-                self._dispatcher.engine_reported(decoded, heard_s=self._clock.now_s())
+                self._dispatcher.take_report(decoded)
             case RetiredGroup():
-                group = self._registry.group_retired(decoded)
+                group = self._registry.apply_retired_group(decoded)
                 if group is not None:
                     await self._dispatcher.drop_group(group)
             case None:
                 pass
             case _:
-                self._enter(decoded, record)
+                self._apply_foreign(decoded, record)
 
     async def _decoded(self, record: Record) -> msgspec.Struct | None:
-        """The struct; None for a bad record, whose group then fails: see `DeadLetters`.
+        """Decode a record; None for a bad one, which becomes a dead letter.
 
-        Nobody is told here: the group's retirement ends its requests, as any other would.
+        The scheduler then retires the group, and that ends its open turns like any retirement.
         """
         try:
             return topics.decode(topics.BY_NAME[record.topic], record.value)
         except msgspec.ValidationError as error:
-            is_buried = await self._outbox.buried(record, reason=f"does not decode: {error}")
+            reason = f"does not decode: {error}"
+            has_dead_letter = await self._outbox.write_dead_letter(record, reason=reason)
             self._telemetry.count("gateway.bad_records")
             self._telemetry.event(
-                "bad_record" if is_buried else "bad_record_skipped",
+                "bad_record" if has_dead_letter else "bad_record_skipped",
                 topic=record.topic,
                 partition=record.partition,
                 offset=record.offset,

@@ -20,13 +20,13 @@ from forgemq_contracts.groups import RequestedGroup
 from forgemq_contracts.partitions import episode_id, group_id
 from forgemq_contracts.run import Queue
 from forgemq_gateway.access import Access
-from forgemq_gateway.core.episodes import Ending, Episode
+from forgemq_gateway.context import GatewayContext
+from forgemq_gateway.core.episodes import Ending, HeldEpisode
 from forgemq_gateway.core.errors import RefusedError, busy, conflict, gone, invalid, unknown
 from forgemq_gateway.core.keys import KeyMint, key_sha256
 from forgemq_gateway.core.registry import Group
 from forgemq_gateway.core.sampling import pinned_sampling
-from forgemq_gateway.dispatch import Dispatcher
-from forgemq_gateway.surroundings import Surroundings
+from forgemq_gateway.dispatcher import Dispatcher
 
 # Found by a claim if every episode of the group has ended.
 _OVER = "over"
@@ -48,26 +48,26 @@ class Operations:
     """One method for each route. A change is a record on the log before the registry has it."""
 
     def __init__(
-        self, *, access: Access, mint: KeyMint, dispatcher: Dispatcher, around: Surroundings
+        self, *, access: Access, mint: KeyMint, dispatcher: Dispatcher, context: GatewayContext
     ) -> None:
         self._access = access
         self._mint = mint
         self._dispatcher = dispatcher
-        self._configuration = around.configuration
-        self._settings = around.settings
-        self._registry = around.registry
-        self._outbox = around.outbox
-        self._clock = around.clock
-        self._changed = around.changed
-        self._telemetry = around.telemetry
-        self.public_url = around.settings.public_url
+        self._configuration = context.configuration
+        self._settings = context.settings
+        self._registry = context.registry
+        self._outbox = context.outbox
+        self._clock = context.clock
+        self._changed = context.changed
+        self._telemetry = context.telemetry
+        self.public_url = context.settings.public_url
         self.held_bytes = 0
         self._is_ending = False
 
     def answer_long_polls(self) -> None:
         """Answer every long poll with the present state, because this gateway is about to end."""
         self._is_ending = True
-        self._changed.beat()
+        self._changed.notify()
 
     async def request_group(self, request: GroupRequest) -> GroupStatus:
         """Request the group of this idempotency key, unless it is known; returns its status.
@@ -96,8 +96,8 @@ class Operations:
             temperature=request.temperature,
             round_name=request.round_name,
         )
-        await self._outbox.group_requested(record)
-        self._registry.group_requested(record)
+        await self._outbox.write(record)
+        self._registry.apply_requested_group(record)
         self._telemetry.count("gateway.groups_requested")
         return self.group(group)
 
@@ -194,10 +194,12 @@ class Operations:
         )
         group.claiming.add(index)
         try:
-            await self._outbox.episode_opened(record)
+            await self._outbox.write(record)
         finally:
             group.claiming.discard(index)
-        self._registry.episode_opened(record, lease_until_s=self._clock.now_s() + record.lease_s)
+        self._registry.apply_opened_episode(
+            record, lease_until_s=self._clock.now_s() + record.lease_s
+        )
         self._telemetry.count("gateway.episodes_opened")
         return Claim(
             episode_id=identifier,
@@ -237,8 +239,8 @@ class Operations:
                 f"{reward.completion_id} is not a completion of this episode", param="completion_id"
             )
         # Applied before it is written: a second reward at the same time must contain this one.
-        self._registry.episode_opened(record, lease_until_s=episode.lease_until_s)
-        await self._outbox.episode_opened(record)
+        self._registry.apply_opened_episode(record, lease_until_s=episode.lease_until_s)
+        await self._outbox.write(record)
         episode.renew(self._clock.now_s())
 
     async def finish(self, episode_id: str, request: FinishRequest) -> None:
@@ -268,7 +270,7 @@ class Operations:
         if not is_written:
             raise busy(f"the end of episode {episode_id} is not written yet", status=503)
 
-    async def end(self, episode: Episode, ending: Ending) -> None:
+    async def end(self, episode: HeldEpisode, ending: Ending) -> None:
         """Write the final record of an episode; if completed, its open requests may end before."""
         episode.state = "finishing"
         if ending.status == "completed":
@@ -276,16 +278,15 @@ class Operations:
                 lambda: None if episode.clients else True,
                 timeout_s=self._settings.drain_s,
             )
-        for turn in list(episode.turns.values()):
-            self._dispatcher.fail(turn, conflict(f"episode {episode.episode_id} has ended"))
-            await self._dispatcher.abandon(episode, turn)
+        ended = conflict(f"episode {episode.episode_id} has ended")
+        await self._dispatcher.end_turns(episode, ended)
         group = self._registry.groups.get(episode.opened.group_id)
         if group is None:
             raise gone(f"group {episode.opened.group_id} is over")
-        record = episode.finished(ending, group=group.facts, finished_ms=self._clock.wall_ms())
-        await self._outbox.episode_finished(record)
-        self._registry.episode_finished(record)
-        self._changed.beat()
+        record = episode.final_record(ending, group=group.facts, finished_ms=self._clock.wall_ms())
+        await self._outbox.write(record)
+        self._registry.apply_finished_episode(record)
+        self._changed.notify()
         self._telemetry.count("gateway.episodes_finished", status=ending.status)
 
     async def lapse(self) -> None:
@@ -297,7 +298,7 @@ class Operations:
             self._telemetry.event("lease_lapsed", episode=episode.episode_id)
             if episode.opened.attempt + 1 < self._configuration.episodes.attempts_max:
                 episode.state = "lapsed"
-                self._changed.beat()
+                self._changed.notify()
             else:
                 attempts = episode.opened.attempt + 1
                 detail = f"the lease of attempt {attempts} of {attempts} lapsed"

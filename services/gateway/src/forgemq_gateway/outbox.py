@@ -1,4 +1,4 @@
-"""Writes the gateway's records."""
+"""Writes the gateway's records; the topic registry names the topic of each."""
 
 from msgspec import Struct
 
@@ -17,9 +17,19 @@ from forgemq_contracts.run import RunConfiguration
 from forgemq_shell.dead_letters import DeadLetters
 from forgemq_shell.records import emit_of
 
+PRODUCES = (
+    topics.REQUESTED_GROUPS,
+    topics.OPENED_EPISODES,
+    topics.REQUESTED_COMPLETIONS,
+    topics.CANCELLED_COMPLETIONS,
+    topics.DELIVERED_COMPLETIONS,
+    topics.FINISHED_EPISODES,
+)
+_TOPIC_OF = {topic.record: topic for topic in PRODUCES}
+
 
 class Outbox:
-    """One method per record; each returns when the record is durable."""
+    """Where all records of the gateway are written."""
 
     def __init__(
         self, writer: Writer, *, configuration: RunConfiguration, dead_letters: DeadLetters
@@ -29,42 +39,22 @@ class Outbox:
         self._group_partitions = configuration.log.group_partitions
         self._queues = {queue.domain: number for number, queue in enumerate(configuration.queues)}
 
-    async def group_requested(self, record: RequestedGroup) -> None:
-        """A group waits for its slot."""
-        place = self._queues[record.domain]
-        await self._write(topics.REQUESTED_GROUPS, place, record)
+    async def write(self, record: Struct, *, headers: Headers = ()) -> None:
+        """Write a record to its partition; returns when it is durable."""
+        topic = _TOPIC_OF[type(record)]
+        output = Output(topic=topic.name, partition=self._partition(record), record=record)
+        await self._writer.write(emit_of(output, headers=headers))
 
-    async def episode_opened(self, record: OpenedEpisode) -> None:
-        """An agent holds an episode."""
-        await self._write(topics.OPENED_EPISODES, self._of_group(record.group_id), record)
-
-    async def episode_finished(self, record: FinishedEpisode) -> None:
-        """An episode has ended."""
-        await self._write(topics.FINISHED_EPISODES, self._of_group(record.group_id), record)
-
-    async def completion_requested(
-        self, record: RequestedCompletion, *, headers: Headers = ()
-    ) -> None:
-        """A lane has work."""
-        await self._write(topics.REQUESTED_COMPLETIONS, record.lane, record, headers=headers)
-
-    async def completion_cancelled(self, record: CancelledCompletion) -> None:
-        """A lane may stop."""
-        await self._write(topics.CANCELLED_COMPLETIONS, record.lane, record)
-
-    async def completion_delivered(self, record: DeliveredCompletion) -> None:
-        """A client has its answer."""
-        await self._write(topics.DELIVERED_COMPLETIONS, self._of_group(record.group_id), record)
-
-    async def buried(self, record: Record, *, reason: str) -> bool:
-        """A record that does not decode stands in its dead letter topic; False: others bury it."""
+    async def write_dead_letter(self, record: Record, *, reason: str) -> bool:
+        """Write a dead letter for a record that does not decode; False if another service does."""
         return await self._dead_letters.bury(record, reason)
 
-    def _of_group(self, group_id: str) -> int:
-        return group_partition(group_id, partitions=self._group_partitions)
-
-    async def _write(
-        self, topic: topics.Topic, partition: int, record: Struct, *, headers: Headers = ()
-    ) -> None:
-        output = Output(topic=topic.name, partition=partition, record=record)
-        await self._writer.write(emit_of(output, headers=headers))
+    def _partition(self, record: Struct) -> int:
+        match record:
+            case RequestedGroup():
+                return self._queues[record.domain]
+            case RequestedCompletion() | CancelledCompletion():
+                return record.lane
+            case OpenedEpisode() | FinishedEpisode() | DeliveredCompletion():
+                return group_partition(record.group_id, partitions=self._group_partitions)
+        raise TypeError(f"the gateway writes no {type(record).__name__}")

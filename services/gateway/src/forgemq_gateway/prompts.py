@@ -1,41 +1,42 @@
 """Renders whole histories, each once: the episodes of a group begin with the same prompt.
 
-Tokenising 200,000 tokens takes a core about a second; a group of 16 would do it 16 times.
+To tokenise 200,000 tokens takes a core about a second; a group of 16 would do it 16 times.
 """
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Sequence
 from hashlib import blake2b
 
 import msgspec
 from msgspec import Struct
 
 from forgemq_contracts.arrays import pack_ids
-from forgemq_gateway.core.chat import ChatMessage, ChatRequest, rendering_message, text_of
 from forgemq_gateway.core.errors import invalid
+from forgemq_gateway.core.requests import Request, characters, chat_form
 from forgemq_rendering import Rendering
 
-# Rendering so much text takes over 20 ms; other requests are served meanwhile.
+# To render more text takes over 20 ms, so a thread does it while the loop serves other requests.
 INLINE_CHARACTERS_MAX = 32_768
 
-# About 80 prompts of 200,000 tokens; the open groups of a run begin with far fewer different ones.
+# About 80 prompts of 200,000 tokens; the open groups of a run begin with far fewer.
 _HELD_BYTES_MAX = 64 * 1024 * 1024
 
 
 class Prompt(Struct, frozen=True, kw_only=True):
-    """A rendered history: int32 bytes, and the tokens up to and with each message."""
+    """A rendered history: int32 tokens, and their count up to the end of each message."""
 
     tokens: bytes
     message_ends: tuple[int, ...]
 
 
 class Prompts:
-    """Prompts by content, least recently used out first; those under way are waited for.
+    """Rendered prompts by content; the least recently used one is dropped first.
+
+    A prompt that is being rendered is shared by all requests that need it.
 
     Args:
         rendering: Of the run's model.
-        bytes_max: Of the tokens held.
+        bytes_max: Limit of all tokens held.
     """
 
     def __init__(self, rendering: Rendering, *, bytes_max: int = _HELD_BYTES_MAX) -> None:
@@ -45,8 +46,8 @@ class Prompts:
         self._rendering_now: dict[bytes, asyncio.Future[Prompt]] = {}
         self.size_bytes = 0
 
-    async def of(self, request: ChatRequest) -> Prompt:
-        """The tokens of all messages of the request.
+    async def of(self, request: Request) -> Prompt:
+        """Tokens of all messages of the request, rendered now if they are not held.
 
         Raises:
             RefusedError: 400: the template refuses the messages.
@@ -60,11 +61,11 @@ class Prompts:
         if under_way is None:
             under_way = asyncio.ensure_future(self._render(key, request))
             self._rendering_now[key] = under_way
-        # Shielded: others wait for the same prompt.
+        # Shielded: a client that leaves must not end it for the others that wait for it.
         return await asyncio.shield(under_way)
 
-    async def _render(self, key: bytes, request: ChatRequest) -> Prompt:
-        messages = [rendering_message(message) for message in request.messages]
+    async def _render(self, key: bytes, request: Request) -> Prompt:
+        messages = [chat_form(message) for message in request.messages]
 
         def render() -> Prompt:
             rendered = self._rendering.render(messages, tools=request.tools)
@@ -92,13 +93,8 @@ class Prompts:
             self.size_bytes -= len(evicted.tokens)
 
 
-def characters(messages: Sequence[ChatMessage]) -> int:
-    """Length of the messages' text."""
-    return sum(len(text_of(message)) for message in messages)
-
-
-def _key(request: ChatRequest) -> bytes:
-    """Exact, unlike match keys: those leave out what a template may show."""
+def _key(request: Request) -> bytes:
+    """Digest of everything a template may show; match keys leave some of it out."""
     digest = blake2b(request.tools_json, digest_size=16)
     digest.update(msgspec.json.encode(request.messages))
     return digest.digest()

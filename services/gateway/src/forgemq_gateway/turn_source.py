@@ -1,51 +1,52 @@
-"""Finds or begins the turn that a request means, and gives it up when nobody waits any more."""
+"""Finds or begins the turn that a request means, and abandons it if no client waits for it."""
 
 import asyncio
+import traceback
 
 from msgspec import Struct
 
-from forgemq_gateway.composer import Composer, Plan, plan
-from forgemq_gateway.core.chat import ChatRequest
-from forgemq_gateway.core.episodes import Episode
-from forgemq_gateway.core.errors import UNFORESEEN, RefusedError, failed
-from forgemq_gateway.core.history import Completion
-from forgemq_gateway.core.turns import Turn
-from forgemq_gateway.dispatch import Dispatcher
-from forgemq_gateway.surroundings import Surroundings
+from forgemq_gateway.composer import Composer
+from forgemq_gateway.context import GatewayContext
+from forgemq_gateway.core.episodes import HeldEpisode
+from forgemq_gateway.core.errors import RefusedError, failed
+from forgemq_gateway.core.history import KnownCompletion
+from forgemq_gateway.core.plans import Plan, Prepared, plan
+from forgemq_gateway.core.requests import Request
+from forgemq_gateway.core.turns import OpenTurn
+from forgemq_gateway.dispatcher import Dispatcher, Result
 from forgemq_telemetry.traces import Headers, completion_trace, span_place
 
 
 class Awaited(Struct, frozen=True, kw_only=True):
-    """A turn that somebody waits for; `turn` is None where its completion is there already."""
+    """A turn that a client waits for; `turn` is None if its completion was there already."""
 
     request_id: str
-    result: "asyncio.Future[Completion]"
-    turn: Turn | None = None
+    result: Result
+    turn: OpenTurn | None = None
 
     @property
     def is_dispatched(self) -> bool:
         """Whether a lane has had it, so that a stream may open."""
-        return self.turn is None or self.turn.state != "preparing"
+        return self.turn is None or self.turn.sent > 0
 
 
 class TurnSource:
-    """Turns by what a request means: a new one, one in flight, or one answered already."""
+    """Turns by what a request means: a new one, an open one, or one that was answered."""
 
-    def __init__(self, composer: Composer, *, dispatcher: Dispatcher, around: Surroundings) -> None:
-        self._deadline_ms = round(around.configuration.episodes.request_deadline_s * 1000)
+    def __init__(
+        self, composer: Composer, *, dispatcher: Dispatcher, context: GatewayContext
+    ) -> None:
+        self._deadline_ms = round(context.configuration.episodes.request_deadline_s * 1000)
         self._composer = composer
         self._dispatcher = dispatcher
-        self._tasks = around.tasks
-        self._clock = around.clock
-        self._telemetry = around.telemetry
+        self._tasks = context.tasks
+        self._clock = context.clock
+        self._telemetry = context.telemetry
 
-    def start(self, episode: Episode, request: ChatRequest, *, caller: Headers) -> Awaited:
-        """The turn of this request, with one more client waiting for it.
+    def start(self, episode: HeldEpisode, request: Request, *, caller: Headers) -> Awaited:
+        """Let a client wait for the turn that this request means.
 
-        Args:
-            episode: Whose key the request came with.
-            request: Checked.
-            caller: Trace context of the client; the turn's own trace links to it.
+        `caller` is the client's trace context; the turn's trace links to it.
         """
         known = episode.known(request.body_digest)
         if known is not None:
@@ -60,16 +61,18 @@ class TurnSource:
         self._telemetry.count("gateway.requests", kind="fresh")
         return self._begin(episode, request, caller=caller)
 
-    def _join(self, episode: Episode, turn: Turn) -> Awaited:
-        turn.waiting += 1
-        result = self._dispatcher.result(episode, turn)
-        if turn.state == "requested":
-            deadline_ms = self._clock.wall_ms() + self._deadline_ms
-            self._dispatcher.resume(turn, deadline_ms=deadline_ms)
+    async def leave(self, episode: HeldEpisode, awaited: Awaited) -> None:
+        """End a client's wait; if it had not heard and was the last, abandon the turn."""
+        if awaited.turn is not None and not awaited.result.done():
+            await self._dispatcher.leave(episode, awaited.turn)
+
+    def _join(self, episode: HeldEpisode, turn: OpenTurn) -> Awaited:
+        deadline_ms = self._clock.wall_ms() + self._deadline_ms
+        result = self._dispatcher.join(episode, turn, deadline_ms=deadline_ms)
         return Awaited(request_id=turn.request_id, result=result, turn=turn)
 
-    def _begin(self, episode: Episode, request: ChatRequest, *, caller: Headers) -> Awaited:
-        planned = plan(request, episode=episode)
+    def _begin(self, episode: HeldEpisode, request: Request, *, caller: Headers) -> Awaited:
+        planned = plan(request, history=episode.history)
         now_ms = self._clock.wall_ms()
         match = planned.match
         turn = episode.begin(
@@ -78,15 +81,14 @@ class TurnSource:
             requested_ms=now_ms,
             deadline_ms=now_ms + self._deadline_ms,
         )
-        turn.waiting = 1
-        result = self._dispatcher.result(episode, turn)
+        result = self._dispatcher.begin(episode, turn)
         self._tasks.create_task(self._prepare(episode, turn, planned, caller=caller))
         return Awaited(request_id=turn.request_id, result=result, turn=turn)
 
     async def _prepare(
-        self, episode: Episode, turn: Turn, planned: Plan, *, caller: Headers
+        self, episode: HeldEpisode, turn: OpenTurn, planned: Plan, *, caller: Headers
     ) -> None:
-        """Compose and dispatch; what goes wrong is told to those who wait."""
+        """Make the turn into tokens and dispatch it; clients hear what goes wrong."""
         started_s = self._clock.now_s()
         links = (caller,) if span_place(caller) is not None else ()
         with self._telemetry.span(
@@ -96,46 +98,38 @@ class TurnSource:
             episode=episode.episode_id,
         ) as span:
             try:
-                await self._compose(turn, planned, episode=episode)
+                prepared = await self._compose(turn, planned, episode=episode)
+            except RefusedError as error:
+                self._dispatcher.refuse(episode, turn, error)
+            else:
                 if planned.match is not None:
                     planned.match.completion.echoed = True
-                if turn.part is not None and turn.part.is_fork:
+                if prepared.part.is_fork:
                     self._telemetry.count("gateway.forks")
-                await self._dispatcher.first(episode, turn, trace=span.headers())
-            except RefusedError as error:
-                self._telemetry.count("gateway.refused", status=error.status)
-                episode.withdraw(turn)
-                self._dispatcher.fail(turn, error)
+                await self._dispatcher.dispatch(episode, turn, prepared, trace=span.headers())
         self._telemetry.observe("gateway.prepare_s", self._clock.now_s() - started_s)
 
-    async def _compose(self, turn: Turn, planned: Plan, *, episode: Episode) -> None:
-        """As `Composer.compose`; what nobody foresaw fails this turn and no other.
+    async def _compose(self, turn: OpenTurn, planned: Plan, *, episode: HeldEpisode) -> Prepared:
+        """As `Composer.prepare`; any other error is a 500 of this turn.
 
         Raises:
             RefusedError: 4xx as the composer says, or 500.
         """
         try:
-            await self._composer.compose(turn, planned=planned, episode=episode)
-        except UNFORESEEN as error:
+            return await self._composer.prepare(turn, planned=planned, episode=episode)
+        except RefusedError:
+            raise
+        except Exception as error:
             self._telemetry.event(
-                "compose_failed", request=turn.request_id, error=f"{type(error).__name__}: {error}"
+                "compose_failed",
+                request=turn.request_id,
+                error=f"{type(error).__name__}: {error}",
+                traceback=traceback.format_exc(),
             )
             raise failed("the turn could not be composed", status=500) from error
 
-    async def leave(self, episode: Episode, awaited: Awaited) -> None:
-        """One client less waits; the last one gives the turn up."""
-        turn = awaited.turn
-        if turn is None:
-            return
-        turn.waiting -= 1
-        if turn.waiting or awaited.result.done():
-            return
-        if turn.state == "preparing":
-            episode.withdraw(turn)
-        await self._dispatcher.abandon(episode, turn)
 
-
-def _done(completion: Completion) -> "asyncio.Future[Completion]":
-    future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-    future.set_result(completion)
-    return future
+def _done(completion: KnownCompletion) -> Result:
+    result: Result = asyncio.get_running_loop().create_future()
+    result.set_result(completion)
+    return result

@@ -1,4 +1,4 @@
-"""Plain ASGI: reading a body, writing a JSON answer, and errors in OpenAI's shape."""
+"""Plain ASGI: read a body, send a JSON answer, send a refusal."""
 
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, TypeAlias
@@ -6,7 +6,6 @@ from typing import Any, TypeAlias
 import orjson
 
 from forgemq_gateway.core.errors import RefusedError
-from forgemq_gateway.core.replies import error_body
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
@@ -20,12 +19,12 @@ class ClientGoneError(Exception):
 
 
 def headers_of(scope: Scope) -> dict[str, str]:
-    """Request headers, names in lower case; of a repeated one the last."""
+    """Request headers by name in lower case; a repeated header has its last value."""
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
 
 
 async def read_body(receive: Receive, *, bytes_max: int, headers: Mapping[str, str]) -> bytes:
-    """The whole body.
+    """Read the whole body.
 
     Raises:
         RefusedError: 413: it is longer than the limit; nothing beyond it is kept.
@@ -57,7 +56,7 @@ async def read_body(receive: Receive, *, bytes_max: int, headers: Mapping[str, s
 async def send_json(
     send: Send, body: object, *, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> None:
-    """One JSON answer in one piece."""
+    """Send one JSON answer in one piece."""
     data = orjson.dumps(body)
     named = {
         "content-type": "application/json",
@@ -74,12 +73,21 @@ async def send_json(
     await send({"type": "http.response.body", "body": data})
 
 
-async def send_refusal(send: Send, error: RefusedError) -> None:
-    """The refusal with its status, its field and when to come back."""
-    retry = {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
-    await send_json(send, refusal_body(error), status=error.status, headers=retry)
-
-
 def refusal_body(error: RefusedError) -> dict[str, Any]:
-    """The refusal as OpenAI's clients read it."""
-    return error_body(error.message, kind=error.kind, param=error.param, code=error.code)
+    """The refusal in OpenAI's shape, which the admin API has too."""
+    return {
+        "error": {
+            "message": error.message,
+            "type": error.kind,
+            "param": error.param,
+            "code": error.code,
+        }
+    }
+
+
+async def send_refusal(
+    send: Send, error: RefusedError, *, shape: Callable[[RefusedError], object] = refusal_body
+) -> None:
+    """Send the refusal with its status and when to come back, in a protocol's shape."""
+    retry = {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
+    await send_json(send, shape(error), status=error.status, headers=retry)

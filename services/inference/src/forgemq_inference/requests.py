@@ -44,8 +44,8 @@ from forgemq_telemetry import Telemetry
 
 Spawn: TypeAlias = Callable[[Coroutine[None, None, None]], object]
 
-NOT_SERVING = Refused("error", "engine: not serving")
-LEAVING = Refused("error", "engine: the lane is leaving")
+NOT_SERVING = Refused("error", "engine", "engine: not serving")
+LEAVING = Refused("error", "engine", "engine: the lane is leaving")
 
 _ABORTED_WITHIN_S = 2.0
 
@@ -211,7 +211,7 @@ class Requests:
                 request, answer, limits=limits, timing=timing, is_cancelled=is_cancelled
             )
         except InvalidAnswerError as error:
-            return refused(request, Refused("error", f"engine: {error}"), timing=timing)
+            return refused(request, Refused("error", "engine", f"engine: {error}"), timing=timing)
 
     async def _ask(
         self, body: dict[str, object], attempt: Attempt, *, deadline_ms: int
@@ -253,9 +253,9 @@ class Requests:
                 await self._abort(rid, call)
                 return DEADLINE
             self._on_unreachable()
-            return Refused("error", f"engine: {error}")
+            return Refused("error", "engine", f"engine: {error}")
         except EngineError as error:
-            return Refused("error", f"engine: {error}")
+            return Refused("error", "engine", f"engine: {error}")
 
     async def _write(self, record: FinishedCompletion, headers: Headers) -> None:
         partition = group_partition(record.group_id, partitions=self._limits.group_partitions)

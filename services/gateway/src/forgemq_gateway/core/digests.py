@@ -1,8 +1,8 @@
-"""Digests that say whether two messages, paths or bodies are the same to us.
+"""Digests by which two messages, paths or bodies count as the same.
 
-Two messages match where role, text and tool calls agree: a list of text blocks is its joined
-text, null is the empty text, and arguments are compared as JSON values. Cache marks, refusals,
-provider fields and reasoning are left out: clients change or drop them between turns.
+Two messages match if role, text and tool calls agree: a list of text blocks is its joined text,
+null is the empty text, and arguments are compared as JSON values. Cache marks, refusals, provider
+fields and reasoning are left out, because clients change or drop them between requests.
 """
 
 import hashlib
@@ -10,9 +10,10 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
+# 128 bits: among the messages of a run no two different ones share a digest.
 _DIGEST_BYTES = 16
 
-# Stands before the first message of every path.
+# The path before the first message.
 EMPTY_PATH = b""
 
 
@@ -32,9 +33,9 @@ def message_digest(
 
     Args:
         role: `developer` counts as `system`.
-        text: Its text, blocks joined.
+        text: All its text.
         tool_calls: Id, name and arguments (JSON text) of each call.
-        tool_call_id: What a tool's result answers.
+        tool_call_id: Id of the call that a tool's result answers.
     """
     hasher = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     head = "system" if role == "developer" else role
@@ -49,7 +50,7 @@ def message_digest(
 
 
 def canonical_json(text: str) -> bytes:
-    """The same bytes for JSON texts of equal value; a text that is no JSON as it is."""
+    """The same bytes for JSON texts of equal value; other text is encoded as it is."""
     try:
         return msgspec.json.encode(msgspec.json.decode(text), order="deterministic")
     except (msgspec.DecodeError, ValueError, RecursionError):
@@ -57,7 +58,7 @@ def canonical_json(text: str) -> bytes:
 
 
 def path_after(path: bytes, key: str) -> bytes:
-    """Digest of a message path with one more message behind it."""
+    """Digest of a message path and the message behind it."""
     return hashlib.blake2b(path + key.encode(), digest_size=_DIGEST_BYTES).digest()
 
 
@@ -65,8 +66,8 @@ def body_digest(protocol: str, digests: Iterable[str], fields: Mapping[str, byte
     """Digest of a whole request, its messages by match key.
 
     Args:
-        protocol: Which API it came through.
-        digests: Of the messages, in order.
+        protocol: The API it came through.
+        digests: Match keys of the messages, in order.
         fields: Every other field that decides the answer, as raw JSON; not how it is delivered.
     """
     hasher = hashlib.blake2b(protocol.encode(), digest_size=_DIGEST_BYTES)

@@ -9,13 +9,13 @@ from forgemq_contracts.episodes import FinishedEpisode, OpenedEpisode, ReportedR
 from forgemq_contracts.partitions import request_id
 from forgemq_gateway.core.history import History
 from forgemq_gateway.core.manifest import counted, critical_path_s, manifest
-from forgemq_gateway.core.turns import Turn
+from forgemq_gateway.core.turns import OpenTurn
 
 EpisodeState: TypeAlias = Literal["open", "lapsed", "finishing", "ended"]
 
 
 class Ending(Struct, frozen=True, kw_only=True):
-    """How an episode ended, as the agent or its lease said."""
+    """How an episode ended: the agent ended it, or its lease lapsed."""
 
     status: Literal["completed", "aborted", "failed"]
     result: bytes = b""
@@ -43,12 +43,16 @@ class KnownBody(Struct, frozen=True, kw_only=True):
     ordinal: int
 
 
-class Episode:
-    """What the gateway knows of one attempt.
+class HeldEpisode:
+    """What the gateway knows of one attempt at an episode.
 
-    Lifecycle: open -> (lapsed -> open again with its next sign of life) -> finishing -> ended; a
-    later attempt replaces it whatever its state. `clients` counts the connections that wait for
-    an answer.
+    Lifecycle: open -> (lapsed -> open again if its agent is heard of) -> finishing -> ended. A
+    later attempt replaces it in any state.
+
+    Attributes:
+        turns: Open turns by request id; `Attempts` removes them.
+        delivered: Ids of completions that a client has had in full.
+        clients: Connections that wait for an answer.
     """
 
     def __init__(self, opened: OpenedEpisode, *, lease_until_s: float) -> None:
@@ -56,14 +60,14 @@ class Episode:
         self.lease_until_s = lease_until_s
         self.state: EpisodeState = "open"
         self.history = History()
-        self.turns: dict[str, Turn] = {}
+        self.turns: dict[str, OpenTurn] = {}
         self.delivered: set[str] = set()
         self.tools: dict[str, tuple[dict[str, Any], ...]] = {}
         self.clients = 0
-        self.failed_attempts: dict[str, int] = {}
         self.next_sequence = 0
         self.forks = 0
         self._bodies: dict[str, KnownBody] = {}
+        self._ended_attempts: dict[str, int] = {}
 
     @property
     def episode_id(self) -> str:
@@ -71,19 +75,19 @@ class Episode:
         return self.opened.episode_id
 
     def renew(self, now_s: float) -> None:
-        """A sign of life: the lease runs from now."""
+        """Let the lease run from now, because the agent was heard of."""
         self.lease_until_s = now_s + self.opened.lease_s
         if self.state == "lapsed":
             self.state = "open"
 
     def has_lapsed(self, now_s: float) -> bool:
-        """No sign of life for a whole lease and nobody waits for an answer."""
+        """Whether the agent was silent for a whole lease and no client waits for an answer."""
         return self.state == "open" and not self.clients and now_s >= self.lease_until_s
 
     def known(self, body_digest: str) -> str | None:
-        """Request that this body means: in flight, or answered but not delivered; else None.
+        """Id of the request that this body continues: open, or answered but not delivered.
 
-        The same body after a full delivery is a wish for another sample.
+        None if it is a new request; the same body after a full delivery asks for another sample.
         """
         body = self._bodies.get(body_digest)
         if body is None or body.request_id in self.delivered:
@@ -92,65 +96,72 @@ class Episode:
 
     def begin(
         self, body_digest: str, *, matched: str | None, requested_ms: int, deadline_ms: int
-    ) -> Turn:
-        """A new turn for this body, the next in the episode.
+    ) -> OpenTurn:
+        """Add a turn for this body, the next in the episode; times are wall clock.
 
-        Args:
-            body_digest: Of the request.
-            matched: The sampled turn it extends, None where it is rendered anew.
-            requested_ms: Wall clock.
-            deadline_ms: Wall clock; nobody samples for it afterwards.
+        `matched` is the id of the completion it extends; None if it is rendered from its start.
         """
-        before = self._bodies.get(body_digest)
-        ordinal = 0 if before is None else before.ordinal + 1
-        turn = Turn(
+        earlier = self._bodies.get(body_digest)
+        ordinal = 0 if earlier is None else earlier.ordinal + 1
+        turn = OpenTurn(
             request_id=request_id(
                 episode=self.episode_id, parent=matched, body_digest=body_digest, ordinal=ordinal
             ),
+            episode_id=self.episode_id,
+            group_id=self.opened.group_id,
             body_digest=body_digest,
             ordinal=ordinal,
             sequence=self.next_sequence,
             requested_ms=requested_ms,
             deadline_ms=deadline_ms,
-            before=None if before is None else before.request_id,
+            earlier_id=None if earlier is None else earlier.request_id,
         )
         self.next_sequence += 1
         self.note_body(body_digest, request=turn.request_id, ordinal=ordinal)
         self.turns[turn.request_id] = turn
         return turn
 
-    def withdraw(self, turn: Turn) -> None:
-        """Forget a turn that never reached a lane; its body is new again."""
+    def forget(self, turn: OpenTurn) -> None:
+        """Drop a turn that never reached a lane; its body is new again."""
         self.turns.pop(turn.request_id, None)
-        turn.state = "ended"
         body = self._bodies.get(turn.body_digest)
         if body is None or body.request_id != turn.request_id:
             return
-        if turn.before is None:
+        if turn.earlier_id is None:
             del self._bodies[turn.body_digest]
         else:
             self._bodies[turn.body_digest] = KnownBody(
-                request_id=turn.before, ordinal=turn.ordinal - 1
+                request_id=turn.earlier_id, ordinal=turn.ordinal - 1
             )
 
     def note_body(self, body_digest: str, *, request: str, ordinal: int) -> None:
-        """Remember which request a body led to; the highest ordinal holds."""
+        """Note which request a body led to; the highest ordinal wins."""
         known = self._bodies.get(body_digest)
         if known is None or ordinal >= known.ordinal:
             self._bodies[body_digest] = KnownBody(request_id=request, ordinal=ordinal)
 
+    def note_ended_attempt(self, request: str, attempt: int) -> None:
+        """Note that this attempt at a request failed or was cancelled."""
+        self._ended_attempts[request] = max(attempt, self.ended_attempt(request))
+
+    def ended_attempt(self, request: str) -> int:
+        """The newest attempt at a request that failed or was cancelled; -1 for no such attempt."""
+        return self._ended_attempts.get(request, -1)
+
     def note_sequence(self, sequence: int) -> None:
-        """A sequence number that is taken, read back from the log."""
+        """Note that a sequence number, read back from the log, is taken."""
         self.next_sequence = max(self.next_sequence, sequence + 1)
 
     def with_reward(self, reward: ReportedReward) -> OpenedEpisode | None:
-        """The record that adds this reward; None where the reward id is known."""
+        """The record that adds this reward; None if the reward id is known."""
         if any(known.reward_id == reward.reward_id for known in self.opened.rewards):
             return None
         return msgspec.structs.replace(self.opened, rewards=(*self.opened.rewards, reward))
 
-    def finished(self, ending: Ending, *, group: GroupFacts, finished_ms: int) -> FinishedEpisode:
-        """The final record of this episode."""
+    def final_record(
+        self, ending: Ending, *, group: GroupFacts, finished_ms: int
+    ) -> FinishedEpisode:
+        """The record that ends this episode."""
         opened = self.opened
         kept = counted(self.history.completions.values(), delivered=self.delivered)
         return FinishedEpisode(

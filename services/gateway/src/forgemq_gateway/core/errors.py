@@ -1,4 +1,4 @@
-"""Refusals as every protocol can tell them: a status, a type, and the field that is wrong."""
+"""Refusals in the terms that every protocol has: a status, a type, and the field that is wrong."""
 
 import re
 
@@ -6,14 +6,14 @@ from forgemq_contracts.admin import ErrorType
 
 
 class RefusedError(Exception):
-    """The request is refused and nothing has changed.
+    """A request that is refused; it has changed nothing.
 
     Attributes:
         status: HTTP status.
         kind: Type in the error body.
-        param: Field that is wrong, as a path (`messages[3].role`), or None.
-        code: Machine-readable reason, or None.
-        retry_after_s: Ask again after so many seconds, or None.
+        param: Path of the field that is wrong (`messages[3].role`), if one is.
+        code: Reason for programs, if there is one.
+        retry_after_s: The client may ask again after so many seconds, if at all.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ def invalid(message: str, *, param: str | None, code: str | None = None) -> Refu
 
 
 def context_overflow(*, context_tokens: int, context_tokens_max: int) -> RefusedError:
-    """400 in the words that agents look for before they compact their history."""
+    """400 in the words that agents search for before they shorten their history."""
     return invalid(
         f"This model's maximum context length is {context_tokens_max} tokens. However, your "
         f"messages resulted in {context_tokens} tokens. Please reduce the length of the messages.",
@@ -51,7 +51,7 @@ def context_overflow(*, context_tokens: int, context_tokens_max: int) -> Refused
 
 
 def engine_overflow(error: str) -> RefusedError:
-    """400 as `context_overflow`, for a context that only the engine found too long."""
+    """400 as `context_overflow`, for a context that only the engine finds too long."""
     return invalid(
         f"This model's maximum context length is exceeded: {error}. Please reduce the length of "
         "the messages.",
@@ -67,7 +67,7 @@ def busy(message: str, *, retry_after_s: int = 1, status: int = 429) -> RefusedE
 
 
 def unknown(message: str) -> RefusedError:
-    """404: there is no such thing."""
+    """404: it does not exist."""
     return RefusedError(message, status=404, kind="not_found_error")
 
 
@@ -77,7 +77,7 @@ def unauthorized(message: str) -> RefusedError:
 
 
 def conflict(message: str) -> RefusedError:
-    """409: another attempt holds the episode, or it has ended."""
+    """409: a newer attempt has replaced the episode, or it has ended."""
     return RefusedError(message, status=409, kind="conflict_error")
 
 
@@ -87,29 +87,17 @@ def gone(message: str) -> RefusedError:
 
 
 def failed(message: str, *, status: int = 503) -> RefusedError:
-    """5xx: the engines did not give an answer."""
+    """5xx: this request has no answer, and it is not the client's fault."""
     return RefusedError(message, status=status, kind="server_error")
 
-
-# What Python code raises over a request that no check foresaw. It ends that request with a 500;
-# errors of the log and the network are none of these and end the process.
-UNFORESEEN = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
 
 _MISSING_FIELD = re.compile(r"missing required field `(\w+)`")
 
 
 def field_of(error: Exception) -> str | None:
-    """The field that a decoder complains about, as a path; None for the body as a whole.
+    """Path of the field that a msgspec decoder complains about; None for the body as a whole.
 
-    The decoder says `Expected ... - at `$.messages[3].role``, or that a field is missing there.
+    The decoder's message ends with ` - at `$.messages[3].role``, or says which field is missing.
     """
     explained, _, path = str(error).partition(" - at `$")
     param = path.rstrip("`").lstrip(".") or None

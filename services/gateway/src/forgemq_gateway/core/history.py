@@ -1,8 +1,8 @@
 """One episode's completions: a tree of message paths over a tree of tokens.
 
-A request whose messages start with a path that ends in a sampled turn extends that turn: its
-tokens are kept as they were sampled. Anything else is rendered anew and forks: its parent is then
-the completion with which it shares most leading tokens, so that the log still carries deltas.
+A request extends a completion if its messages start with the path that ends in it: the completion's
+tokens are then kept as they were sampled. Any other request is rendered from its start and forks:
+its parent is the completion it shares most leading tokens with, so the log still carries deltas.
 """
 
 from collections.abc import Sequence
@@ -14,24 +14,27 @@ from forgemq_gateway.core.replies import Reply, echo_key
 
 TOKEN_BYTES = 4
 
-# Renderers look back to the start of the assistant's open turn; these tokens reach it.
+# About what the Python objects of one completion take beside its tokens and text.
+_OBJECT_BYTES = 1024
+
+# Renderers look back to the start of the assistant's message; these tokens reach it.
 TAIL_TOKENS = 1024
 
 
-class Completion(Struct, kw_only=True, eq=False):
+class KnownCompletion(Struct, kw_only=True, eq=False):
     """One finished completion; tokens as int32 bytes.
 
     Attributes:
-        context: Context tokens after the `shared_tokens` it has in common with its parent.
+        context: Context tokens after the `shared_tokens` in common with the parent's tokens.
         context_tokens: Length of the whole context.
-        path: Digest of the message path up to and with this turn.
-        echoed: Whether a later request of the client has built on it.
+        path: Digest of the message path that ends with this reply.
+        echoed: Whether a later request of the client extends it.
     """
 
     request_id: str
     offset: int
     sequence: int
-    parent: "Completion | None"
+    parent: "KnownCompletion | None"
     shared_tokens: int
     context: bytes
     output: bytes
@@ -50,7 +53,7 @@ class Completion(Struct, kw_only=True, eq=False):
     logprobs: bytes = b""
     is_fork: bool = False
     echoed: bool = False
-    children: "list[Completion]" = []
+    children: "list[KnownCompletion]" = []
 
     @property
     def output_tokens(self) -> int:
@@ -59,7 +62,7 @@ class Completion(Struct, kw_only=True, eq=False):
 
     @property
     def total_tokens(self) -> int:
-        """Context and output."""
+        """Number of context and output tokens."""
         return self.context_tokens + self.output_tokens
 
 
@@ -67,12 +70,12 @@ class Match(Struct, frozen=True, kw_only=True):
     """The longest known path that a list of messages starts with.
 
     Attributes:
-        completion: The sampled turn at its end.
+        completion: The completion at its end.
         consumed: Number of leading messages that are known.
         path: Digest of the known path.
     """
 
-    completion: Completion
+    completion: KnownCompletion
     consumed: int
     path: bytes
 
@@ -81,18 +84,17 @@ class History:
     """Completions of one attempt at one episode, in the order of the log."""
 
     def __init__(self) -> None:
-        self.completions: dict[str, Completion] = {}
+        self.completions: dict[str, KnownCompletion] = {}
         self.size_bytes = 0
-        self._roots: list[Completion] = []
-        self._by_path: dict[bytes, Completion] = {}
+        self._roots: list[KnownCompletion] = []
+        self._by_path: dict[bytes, KnownCompletion] = {}
         self._turn_of_call: dict[str, str] = {}
 
     def keys(self, digests: Sequence[str], call_ids: Sequence[str]) -> tuple[str, ...]:
-        """Match keys of messages: a sampled turn is known by the id of its first tool call.
+        """Match keys of messages: their digests, but a known tool call's id stands for its reply.
 
-        Args:
-            digests: Of each message.
-            call_ids: Id of each message's first tool call, '' where it has none.
+        `call_ids` has the id of each message's first tool call, "" for a message without calls.
+        Clients change an echoed reply's text and arguments, and keep the id.
         """
         turns = self._turn_of_call
         return tuple(
@@ -101,22 +103,22 @@ class History:
         )
 
     def match(self, keys: Sequence[str]) -> Match | None:
-        """The deepest sampled turn on this path, if any; cost O(messages)."""
+        """The deepest completion on this path, if any; cost O(messages)."""
         path, best = EMPTY_PATH, None
-        for place, key in enumerate(keys):
+        for index, key in enumerate(keys):
             path = path_after(path, key)
             found = self._by_path.get(path)
             if found is not None:
-                best = Match(completion=found, consumed=place + 1, path=path)
+                best = Match(completion=found, consumed=index + 1, path=path)
         return best
 
-    def add(self, completion: Completion, *, keys: Sequence[str], after: bytes) -> None:
-        """Enter a finished completion.
+    def add(self, completion: KnownCompletion, *, keys: Sequence[str], after: bytes) -> None:
+        """Add a finished completion and set its `path`.
 
         Args:
-            completion: Its `path` is set here.
+            completion: Its parent, if any, is here already.
             keys: Match keys of the request's messages behind `after`.
-            after: Path digest those messages follow.
+            after: Path digest that those messages follow.
         """
         path = after
         for key in keys:
@@ -131,19 +133,19 @@ class History:
         siblings = self._roots if completion.parent is None else completion.parent.children
         siblings.append(completion)
         self.size_bytes += len(completion.context) + len(completion.output)
-        self.size_bytes += len(completion.logprobs) + len(completion.reply.content) + 1024
+        self.size_bytes += len(completion.logprobs) + len(completion.reply.text) + _OBJECT_BYTES
 
-    def nearest(self, tokens: bytes) -> tuple[Completion | None, int]:
+    def nearest(self, tokens: bytes) -> tuple[KnownCompletion | None, int]:
         """The completion that shares most leading tokens with these, and how many.
 
-        Descends only where a child parts from its parent exactly where these tokens do, so the
-        cost is that of the tokens plus the number of completions looked at.
+        Descends only to children that leave their parent exactly where these tokens do, so the
+        cost is O(tokens + completions looked at).
         """
-        best: Completion | None = None
+        best: KnownCompletion | None = None
         shared = 0
         level, prefix = self._roots, 0
         while level:
-            ahead: Completion | None = None
+            ahead: KnownCompletion | None = None
             for node in level:
                 if node.shared_tokens != prefix:
                     continue
@@ -158,17 +160,17 @@ class History:
         return best, shared
 
 
-def tokens_of(completion: Completion, *, count: int | None = None, skip: int = 0) -> bytes:
+def tokens_of(completion: KnownCompletion, *, count: int | None = None, skip: int = 0) -> bytes:
     """Tokens [skip, count) of a completion's context and output.
 
     Args:
-        completion: Whose tokens.
+        completion: The last one of the chain that holds them.
         count: End, exclusive; None for all.
-        skip: Leading tokens that are not wanted; ancestors that hold only those are not visited.
+        skip: Leading tokens to leave out; ancestors that hold only those are not visited.
     """
     limit = completion.total_tokens if count is None else count
     parts: list[bytes] = []
-    node: Completion | None = completion
+    node: KnownCompletion | None = completion
     while node is not None and limit > skip:
         first = max(node.shared_tokens, skip)
         if limit > first:
@@ -181,8 +183,8 @@ def tokens_of(completion: Completion, *, count: int | None = None, skip: int = 0
     return b"".join(reversed(parts))
 
 
-def cached_tokens(completion: Completion | None, *, shared: int, lane: int, epoch: int) -> int:
-    """Leading tokens that this lane has computed already, at most `shared`."""
+def cached_tokens(completion: KnownCompletion | None, *, shared: int, lane: int, epoch: int) -> int:
+    """Leading tokens of a child that this lane has computed, at most `shared`."""
     limit = shared
     while completion is not None and limit > 0:
         if completion.lane == lane and completion.epoch == epoch:
@@ -193,7 +195,7 @@ def cached_tokens(completion: Completion | None, *, shared: int, lane: int, epoc
 
 
 def common_tokens(left: bytes, right: bytes) -> int:
-    """Number of leading tokens that both have; O(n) and without a loop over tokens."""
+    """Number of leading tokens that both have; O(n) by bisection, without a loop over tokens."""
     size = min(len(left), len(right)) // TOKEN_BYTES
     low, high = 0, size
     while low < high:

@@ -1,22 +1,23 @@
-"""Episode keys: derived, so that they outlive the gateway; only their hash is on the log."""
+"""Episode keys: derived from the admin key, so they survive a restart; the log has their hash."""
 
 import hashlib
 import hmac
 
 from forgemq_contracts.fields import EpisodeId
 
+# 128 bits of the MAC: too many to guess, and a key stays short enough for a URL.
 _MAC_HEX = 32
 
 
 class KeyMint:
     """Makes and checks episode keys.
 
-    A key is `<episode id>.<mac>`: a client needs nothing else, and a gateway that has just
-    started can tell a wrong key from the key of an episode that is over.
+    A key is `<episode id>.<mac>`. It names its episode, so a gateway that has just started can
+    distinguish a wrong key from the key of an episode that is over.
 
     Args:
-        secret: The admin key; the data keys cannot be computed without it and do not reveal it.
-        run: Keys of one run do not open another.
+        secret: The admin key; keys cannot be computed without it and do not reveal it.
+        run: Keys of one run do not open another run.
     """
 
     def __init__(self, secret: str, *, run: str) -> None:
@@ -32,7 +33,7 @@ class KeyMint:
         return f"{episode_id}.{mac[:_MAC_HEX]}"
 
     def episode_of(self, key: str) -> EpisodeId | None:
-        """The episode whose key this is, None for a wrong key; takes the same time for both."""
+        """The episode whose key this is; None for a wrong key, in the same time."""
         episode_id = key.rpartition(".")[0]
         if not key.isascii() or not hmac.compare_digest(key, self.key_of(episode_id)):
             return None

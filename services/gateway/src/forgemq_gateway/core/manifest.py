@@ -1,13 +1,15 @@
-"""What of an episode counts, and how long its engine work took on the critical path."""
+"""Which completions of an episode count, and the engine time on its critical path."""
 
 from bisect import bisect_right
 from collections.abc import Iterable, Set
 
 from forgemq_contracts.episodes import ManifestEntry
-from forgemq_gateway.core.history import Completion
+from forgemq_gateway.core.history import KnownCompletion
 
 
-def counted(completions: Iterable[Completion], *, delivered: Set[str]) -> list[Completion]:
+def counted(
+    completions: Iterable[KnownCompletion], *, delivered: Set[str]
+) -> list[KnownCompletion]:
     """Completions that were delivered or that a later request built on, by sequence."""
     return sorted(
         (c for c in completions if c.echoed or c.request_id in delivered),
@@ -15,8 +17,8 @@ def counted(completions: Iterable[Completion], *, delivered: Set[str]) -> list[C
     )
 
 
-def manifest(completions: Iterable[Completion]) -> tuple[ManifestEntry, ...]:
-    """One entry per completion, in the given order."""
+def manifest(completions: Iterable[KnownCompletion]) -> tuple[ManifestEntry, ...]:
+    """One entry for each completion, in the given order."""
     return tuple(
         ManifestEntry(
             completion_id=completion.request_id,
@@ -29,16 +31,16 @@ def manifest(completions: Iterable[Completion]) -> tuple[ManifestEntry, ...]:
     )
 
 
-def critical_path_s(completions: Iterable[Completion]) -> float:
+def critical_path_s(completions: Iterable[KnownCompletion]) -> float:
     """Engine time of the heaviest chain of completions that did not overlap, seconds.
 
-    Two completions follow one another where one was requested after the other had finished;
-    parallel ones (sub-agents) count once. Weighted interval scheduling, O(n log n).
+    One completion follows another if it was requested after the other had finished, so parallel
+    ones (sub-agents) count once. Weighted interval scheduling, O(n log n).
     """
     ordered = sorted(completions, key=lambda completion: completion.finished_ms)
     ends = [completion.finished_ms for completion in ordered]
     best = [0.0]
-    for place, completion in enumerate(ordered):
-        before = bisect_right(ends, completion.requested_ms, 0, place)
+    for index, completion in enumerate(ordered):
+        before = bisect_right(ends, completion.requested_ms, 0, index)
         best.append(max(best[-1], best[before] + completion.engine_s))
     return best[-1]

@@ -1,11 +1,11 @@
-"""All groups and their episodes, as the log tells them.
+"""All groups and their episodes, as they follow from the records of the log.
 
-Everything here follows from records: the same class is fed on a restart and while serving.
-Requests of clients change it through the same records, written first and applied at once.
+A restart and a serving gateway apply the same records. What clients ask for changes it in the same
+way: the record is written first, then applied.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 from msgspec import Struct
@@ -22,17 +22,18 @@ from forgemq_contracts.completions import (
 from forgemq_contracts.episodes import FinishedEpisode, OpenedEpisode
 from forgemq_contracts.groups import AdmittedGroup, RequestedGroup, RetiredGroup
 from forgemq_contracts.steps import TrainedStep
+from forgemq_gateway.core.attempts import LaneResult, RestoredTurn
 from forgemq_gateway.core.digests import EMPTY_PATH
-from forgemq_gateway.core.episodes import Episode, GroupFacts
-from forgemq_gateway.core.history import TAIL_TOKENS, TOKEN_BYTES, Completion, tokens_of
+from forgemq_gateway.core.episodes import GroupFacts, HeldEpisode
+from forgemq_gateway.core.history import TAIL_TOKENS, TOKEN_BYTES, KnownCompletion, tokens_of
 from forgemq_gateway.core.replies import Reply
-from forgemq_gateway.core.turns import Turn, restored
+from forgemq_gateway.core.turns import OpenTurn, restored
 
-# (output, request id, tools, tail of the context) -> what the policy said.
+# (output, request id, tools, tail of the context) -> the parsed reply.
 Parse: TypeAlias = Callable[[bytes, str, Sequence[Mapping[str, Any]], bytes], Reply]
 
 
-# Of an index in a group. Python refuses to read numbers of thousands of digits.
+# An id from outside with more digits is unknown: Python refuses to read thousands of them.
 _INDEX_DIGITS_MAX = 9
 
 
@@ -41,20 +42,20 @@ class Group:
 
     Attributes:
         episodes: Newest attempt by index.
-        finished: Final record's episode id by index; the first in the log counts.
-        claiming: Indices that are being given to an agent right now.
+        finished: Episode id of each index's first final record on the log.
+        claiming: Indices whose OpenedEpisode is being written.
     """
 
     def __init__(self, facts: GroupFacts) -> None:
         self.facts = facts
         self.state: GroupState = "requested"
         self.queue_index: int | None = None
-        self.episodes: dict[int, Episode] = {}
+        self.episodes: dict[int, HeldEpisode] = {}
         self.finished: dict[int, str] = {}
         self.claiming: set[int] = set()
 
     def claimable(self) -> tuple[int, int] | None:
-        """(index, attempt) that an agent may take now, the lowest index first."""
+        """The lowest index that an agent may take now, and its next attempt."""
         if self.state != "admitted":
             return None
         for index in range(self.facts.group_size):
@@ -68,39 +69,36 @@ class Group:
         return None
 
     def open_count(self) -> int:
-        """Episodes that an agent holds."""
+        """Number of episodes that an agent holds."""
         return sum(
             episode.state in ("open", "finishing") and index not in self.finished
             for index, episode in self.episodes.items()
         )
 
 
-class Finish(Struct, frozen=True, kw_only=True):
-    """What a FinishedCompletion meant: an answer, or an attempt that failed."""
+class _Restored(NamedTuple):
+    """A turn read back, in its episode."""
 
-    episode: Episode
-    request_id: str
-    attempt: int
-    completion: Completion | None
-    error: str = ""
+    episode: HeldEpisode
+    turn: OpenTurn
 
 
 class Registry:
-    """Groups by id, and what the run has come to."""
+    """Groups by id, and how far training is."""
 
     def __init__(self) -> None:
         self.groups: dict[str, Group] = {}
         self.retired: dict[str, GroupStatus] = {}
         self.steps_trained = 0
         self.training_ended = False
-        self._restored: dict[str, Turn] = {}
+        self._restored: dict[str, _Restored] = {}
 
-    def group_requested(self, record: RequestedGroup) -> None:
-        """A group waits for its slot; idempotent."""
+    def apply_requested_group(self, record: RequestedGroup) -> None:
+        """Add a group that waits for its slot; idempotent."""
         self._enter(record)
 
-    def group_admitted(self, record: AdmittedGroup) -> None:
-        """The group's episodes may be claimed."""
+    def apply_admitted_group(self, record: AdmittedGroup) -> None:
+        """Let the group's episodes be claimed."""
         group = self._enter(record)
         if group is not None:
             group.state, group.queue_index = "admitted", record.queue_index
@@ -123,8 +121,8 @@ class Registry:
             )
         return group
 
-    def group_retired(self, record: RetiredGroup) -> Group | None:
-        """The group is over and its trees are dropped; returns it for its requests in flight."""
+    def apply_retired_group(self, record: RetiredGroup) -> Group | None:
+        """Drop the group and its trees; returns it, so that its open turns can be ended."""
         group = self.groups.pop(record.group_id, None)
         if record.group_id not in self.retired:
             self.retired[record.group_id] = GroupStatus(
@@ -140,8 +138,10 @@ class Registry:
             del self.retired[next(iter(self.retired))]
         return group
 
-    def episode_opened(self, record: OpenedEpisode, *, lease_until_s: float) -> Episode | None:
-        """An attempt begins, or is known with more rewards; an older attempt changes nothing."""
+    def apply_opened_episode(
+        self, record: OpenedEpisode, *, lease_until_s: float
+    ) -> HeldEpisode | None:
+        """Add a newer attempt, or the known attempt's rewards; an older attempt changes nothing."""
         group = self.groups.get(record.group_id)
         if group is None:
             return None
@@ -149,13 +149,15 @@ class Registry:
         if episode is not None and episode.opened.attempt > record.attempt:
             return None
         if episode is None or episode.opened.attempt < record.attempt:
-            episode = group.episodes[record.index] = Episode(record, lease_until_s=lease_until_s)
+            episode = group.episodes[record.index] = HeldEpisode(
+                record, lease_until_s=lease_until_s
+            )
         elif len(record.rewards) >= len(episode.opened.rewards):
             episode.opened = record
         return episode
 
-    def episode_finished(self, record: FinishedEpisode) -> None:
-        """The end of (group, index); the first in the log counts."""
+    def apply_finished_episode(self, record: FinishedEpisode) -> None:
+        """End (group, index); the first record in the log counts."""
         group = self.groups.get(record.group_id)
         if group is None:
             return
@@ -164,8 +166,8 @@ class Registry:
         if episode is not None:
             episode.state = "ended"
 
-    def completion_requested(self, record: RequestedCompletion) -> None:
-        """A turn went to a lane; read back on a restart so that a retry gets the same id."""
+    def apply_requested_completion(self, record: RequestedCompletion) -> None:
+        """Restore a turn that went to a lane, so that a client's retry continues it."""
         episode = self.episode(record.episode_id)
         if episode is None:
             return
@@ -178,44 +180,46 @@ class Registry:
         known = episode.turns.get(record.request_id)
         if known is None or known.sent <= record.attempt:
             turn = restored(record, parent=parent)
-            episode.turns[record.request_id] = self._restored[record.request_id] = turn
-            if episode.failed_attempts.get(record.request_id, -1) >= record.attempt:
-                turn.lane = -1
+            episode.turns[record.request_id] = turn
+            self._restored[record.request_id] = _Restored(episode, turn)
 
-    def completion_cancelled(self, record: CancelledCompletion) -> None:
-        """Nobody works on this attempt any more; read back on a restart."""
-        turn = self._restored.get(record.request_id)
-        if turn is not None and turn.sent == record.attempt + 1:
-            turn.lane = -1
+    def apply_cancelled_completion(self, record: CancelledCompletion) -> None:
+        """Note on a restart that no lane works on this attempt."""
+        known = self._restored.get(record.request_id)
+        if known is not None:
+            known.episode.note_ended_attempt(record.request_id, record.attempt)
 
-    def restored_turns(self) -> list[Turn]:
-        """Turns that lanes may still hold after a restart; asked once, when all is read."""
-        turns = [turn for turn in self._restored.values() if turn.lane >= 0]
-        self._restored = {}
-        return turns
+    def take_restored_turns(self) -> list[RestoredTurn]:
+        """Return the turns that were open at the previous stop; call it once, when all is read."""
+        known, self._restored = self._restored, {}
+        return [
+            RestoredTurn(turn=turn, is_on_lane=episode.ended_attempt(request_id) < turn.sent - 1)
+            for request_id, (episode, turn) in known.items()
+        ]
 
-    def completion_finished(
+    def apply_finished_completion(
         self, record: FinishedCompletion, *, offset: int, finished_ms: int, parse: Parse
-    ) -> Finish | None:
-        """A lane's result; None where it is about nothing that is open, or a zombie's."""
+    ) -> LaneResult | None:
+        """Apply a lane's result. None if its episode is not open, or has its completion already."""
         episode = self.episode(record.episode_id)
         if episode is None or record.request_id in episode.history.completions:
             return None
         self._note(episode, record.turn, record.request_id)
         if not is_candidate(record):
             # On a restart this comes before the request itself is read back.
-            episode.failed_attempts[record.request_id] = record.attempt
-            return Finish(
+            episode.note_ended_attempt(record.request_id, record.attempt)
+            return LaneResult(
                 episode=episode,
                 request_id=record.request_id,
                 attempt=record.attempt,
                 completion=None,
+                failure=record.failure or "engine",
                 error=record.error or record.finish_reason,
             )
         completion = self._completion(
             episode, record, offset=offset, finished_ms=finished_ms, parse=parse
         )
-        return Finish(
+        return LaneResult(
             episode=episode,
             request_id=record.request_id,
             attempt=record.attempt,
@@ -223,19 +227,19 @@ class Registry:
             error="" if completion is not None else "the parent completion is unknown",
         )
 
-    def completion_delivered(self, record: DeliveredCompletion) -> None:
-        """The client has it all."""
+    def apply_delivered_completion(self, record: DeliveredCompletion) -> None:
+        """Note that a client has had the whole completion."""
         episode = self.episode(record.episode_id)
         if episode is not None:
             episode.delivered.add(record.request_id)
 
-    def step_trained(self, record: TrainedStep) -> None:
-        """Training went on, or has ended."""
+    def apply_trained_step(self, record: TrainedStep) -> None:
+        """Note how far training is, and whether it has ended."""
         self.steps_trained = max(self.steps_trained, record.step + 1)
         self.training_ended = self.training_ended or record.is_last
 
-    def episode(self, episode_id: str) -> Episode | None:
-        """The episode with this id, where it is the newest attempt of an open group."""
+    def episode(self, episode_id: str) -> HeldEpisode | None:
+        """The episode with this id, if it is the newest attempt of an open group."""
         group_id, index, _ = episode_id.rsplit(".", 2)
         group = self.groups.get(group_id)
         if group is None or len(index) > _INDEX_DIGITS_MAX:
@@ -243,28 +247,28 @@ class Registry:
         episode = group.episodes.get(int(index))
         return episode if episode is not None and episode.episode_id == episode_id else None
 
-    def episodes(self) -> Iterator[tuple[Group, Episode]]:
-        """Newest attempts of all open groups."""
+    def episodes(self) -> Iterator[tuple[Group, HeldEpisode]]:
+        """The newest attempts of all open groups."""
         for group in self.groups.values():
             for episode in group.episodes.values():
                 yield group, episode
 
     def waiting_count(self, domain: str) -> int:
-        """Groups of the domain that are requested and not admitted."""
+        """Number of groups of the domain that are requested and not admitted."""
         return sum(
             group.state == "requested" and group.facts.domain == domain
             for group in self.groups.values()
         )
 
     def size_bytes(self) -> int:
-        """Memory that histories and tasks hold, about."""
+        """Approximate memory of histories and tasks."""
         return sum(
             len(group.facts.task) + sum(e.history.size_bytes for e in group.episodes.values())
             for group in self.groups.values()
         )
 
     def view(self, group_id: str) -> GroupStatus | None:
-        """The group as the admin API shows it, None where it was never requested."""
+        """The group as the admin API shows it; None if it was never requested."""
         group = self.groups.get(group_id)
         if group is None:
             return self.retired.get(group_id)
@@ -278,16 +282,17 @@ class Registry:
             finished=len(group.finished),
         )
 
-    def _note(self, episode: Episode, part: TurnPart, request_id: str) -> None:
+    def _note(self, episode: HeldEpisode, part: TurnPart, request_id: str) -> None:
+        """Take over what any record of a turn says about its episode."""
         episode.note_sequence(part.sequence)
         episode.note_body(part.body_digest, request=request_id, ordinal=part.ordinal)
         if part.tools and part.tools_digest not in episode.tools:
             episode.tools[part.tools_digest] = tuple(msgspec.json.decode(part.tools))
 
     def _note_echo(
-        self, episode: Episode, record: RequestedCompletion | FinishedCompletion
-    ) -> Completion | None:
-        """A request that extends a turn shows that the client has that turn."""
+        self, episode: HeldEpisode, record: RequestedCompletion | FinishedCompletion
+    ) -> KnownCompletion | None:
+        """Mark the completion that a request extends: it shows that the client has it."""
         if record.parent_id is None:
             return None
         parent = episode.history.completions.get(record.parent_id)
@@ -297,13 +302,13 @@ class Registry:
 
     def _completion(
         self,
-        episode: Episode,
+        episode: HeldEpisode,
         record: FinishedCompletion,
         *,
         offset: int,
         finished_ms: int,
         parse: Parse,
-    ) -> Completion | None:
+    ) -> KnownCompletion | None:
         parent = self._note_echo(episode, record)
         if record.parent_id is not None and parent is None:
             return None
@@ -319,7 +324,7 @@ class Registry:
         ) + record.context
         tools = episode.tools.get(part.tools_digest, ()) if _parses_tools(part) else ()
         took_ms = round((record.queued_s + record.engine_s) * 1000)
-        completion = Completion(
+        completion = KnownCompletion(
             request_id=record.request_id,
             offset=offset,
             sequence=part.sequence,

@@ -1,4 +1,4 @@
-"""The episode pins how it is sampled; a client decides lengths and stops, within the pins."""
+"""How a request is sampled: as the episode pins it; the client decides only length and stops."""
 
 import msgspec
 
@@ -7,11 +7,11 @@ from forgemq_gateway.core.errors import context_overflow
 
 
 def pinned_sampling(run: Sampling, *, temperature: float | None) -> Sampling:
-    """What every request of an episode is sampled with.
+    """Sampling of every request of an episode.
 
     Args:
-        run: The run's own.
-        temperature: The group's, where it has one; 0 is greedy.
+        run: Sampling of the run.
+        temperature: The group's temperature, which replaces the run's; 0 is greedy.
     """
     return run if temperature is None else msgspec.structs.replace(run, temperature=temperature)
 
@@ -25,9 +25,9 @@ def used_sampling(
     context_tokens: int,
     context_tokens_max: int,
 ) -> Sampling:
-    """Sampling of one request: temperature and support as pinned, whatever the client asked.
+    """Sampling of one request: temperature and support are pinned, and not the client's to choose.
 
-    The length is the smallest of what was asked, what is pinned and what the model still fits.
+    The length is the smallest of what was asked, what is pinned and what fits the context.
 
     Raises:
         RefusedError: 400 context_length_exceeded: not even one token fits.

@@ -1,108 +1,113 @@
-"""One request of a client, from its body to its delivery, whatever attempts that takes."""
+"""One request of a client, from its body to its answer, whatever attempts that takes."""
 
 from typing import Literal, TypeAlias
 
 from msgspec import Struct
 
-from forgemq_contracts.completions import RequestedCompletion, TurnPart
-from forgemq_contracts.episodes import Sampling
-from forgemq_gateway.core.history import TOKEN_BYTES, Completion, cached_tokens, tokens_of
+from forgemq_contracts.completions import RequestedCompletion
+from forgemq_gateway.core.history import TOKEN_BYTES, KnownCompletion, cached_tokens, tokens_of
+from forgemq_gateway.core.plans import Prepared
 
-TurnState: TypeAlias = Literal["preparing", "requested", "ended"]
+TurnState: TypeAlias = Literal["preparing", "held", "requested", "ended"]
 
 
-class Turn(Struct, kw_only=True, eq=False):
-    """A request in flight; several clients may wait for it.
+class OpenTurn(Struct, kw_only=True, eq=False):
+    """A request without its completion; `core/attempts.py` alone writes its fields.
+
+    Lifecycle: preparing (made into tokens) -> held (waits for its first lane) -> requested (a lane
+    had it) -> ended. Refused or abandoned before a lane had it, it ends at once and its body is new
+    again. Afterwards it stays requested, so that a client that comes back continues it.
 
     Attributes:
-        context: Tokens after the `shared_tokens` it has in common with its parent.
-        sent: How often it was given to a lane; the newest attempt is one less.
-        lane: Where it is, -1 while it is nowhere.
-        errors: Attempts that an engine failed; lanes that died do not count.
-        waiting: Clients that want the answer.
-        before: The request that the same body led to earlier.
+        earlier_id: The request that the same body led to before, if any.
+        sent: How often it was given to a lane; the newest attempt is `sent - 1`.
+        lane: The lane that has its newest attempt; -1 if no lane has it.
+        engine_errors: Attempts that an engine failed since the last refusal; dead lanes are no
+            engine errors.
+        waiting: Clients that wait for the answer and have not heard yet.
     """
 
     request_id: str
+    episode_id: str
+    group_id: str
     body_digest: str
     ordinal: int
     sequence: int
     requested_ms: int
+    earlier_id: str | None = None
     deadline_ms: int
     state: TurnState = "preparing"
-    part: TurnPart | None = None
-    parent: Completion | None = None
-    shared_tokens: int = 0
-    context: bytes = b""
-    context_tokens: int = 0
-    sampling: Sampling | None = None
+    prepared: Prepared | None = None
+    held_until_s: float = 0.0
     sent: int = 0
     lane: int = -1
     epoch: int = -1
     needs_full_context: bool = False
-    errors: int = 0
+    engine_errors: int = 0
     waiting: int = 0
-    before: str | None = None
 
 
-def requested(
-    turn: Turn, *, episode_id: str, group_id: str, lane: int, epoch: int
-) -> RequestedCompletion:
-    """The record of the next attempt of this turn, as a delta where the lane knows the parent."""
-    if turn.part is None or turn.sampling is None:
+def requested(turn: OpenTurn, *, lane: int, epoch: int) -> RequestedCompletion:
+    """The record of the turn's next attempt: a delta if this lane computed the parent."""
+    prepared = turn.prepared
+    if prepared is None:
         raise ValueError(f"turn {turn.request_id} is not prepared")
-    parent = turn.parent
+    parent = prepared.parent
     is_delta = (
         parent is not None
         and not turn.needs_full_context
         and parent.lane == lane
         and parent.epoch == epoch
     )
-    context = turn.context
+    context = prepared.context
     if parent is not None and not is_delta:
-        context = tokens_of(parent, count=turn.shared_tokens) + context
+        context = tokens_of(parent, count=prepared.shared_tokens) + context
     return RequestedCompletion(
         request_id=turn.request_id,
         attempt=turn.sent,
-        episode_id=episode_id,
-        group_id=group_id,
+        episode_id=turn.episode_id,
+        group_id=turn.group_id,
         lane=lane,
         epoch=epoch,
-        sampling=turn.sampling,
+        sampling=prepared.sampling,
         deadline_ms=turn.deadline_ms,
         requested_ms=turn.requested_ms,
-        turn=turn.part,
+        turn=prepared.part,
         parent_id=None if parent is None else parent.request_id,
-        shared_prefix_tokens=turn.shared_tokens,
+        shared_prefix_tokens=prepared.shared_tokens,
         context=context,
         is_delta=is_delta,
     )
 
 
-def restored(record: RequestedCompletion, *, parent: Completion | None) -> Turn:
-    """The turn that this record gave to a lane, with nobody waiting for it."""
+def restored(record: RequestedCompletion, *, parent: KnownCompletion | None) -> OpenTurn:
+    """The turn that this record gave to a lane, with no client waiting for it."""
     shared = record.shared_prefix_tokens
     context = record.context if record.is_delta else record.context[shared * TOKEN_BYTES :]
-    return Turn(
+    return OpenTurn(
         request_id=record.request_id,
+        episode_id=record.episode_id,
+        group_id=record.group_id,
         body_digest=record.turn.body_digest,
         ordinal=record.turn.ordinal,
         sequence=record.turn.sequence,
         requested_ms=record.requested_ms,
         deadline_ms=record.deadline_ms,
         state="requested",
-        part=record.turn,
-        parent=parent,
-        shared_tokens=shared,
-        context=context,
-        context_tokens=shared + len(context) // TOKEN_BYTES,
-        sampling=record.sampling,
+        prepared=Prepared(
+            parent=parent,
+            shared_tokens=shared,
+            context=context,
+            context_tokens=shared + len(context) // TOKEN_BYTES,
+            sampling=record.sampling,
+            part=record.turn,
+        ),
         sent=record.attempt + 1,
         lane=record.lane,
         epoch=record.epoch,
     )
 
 
-def cached_on(turn: Turn, lane: int, epoch: int) -> int:
-    """Leading context tokens of the turn that this lane has computed."""
-    return cached_tokens(turn.parent, shared=turn.shared_tokens, lane=lane, epoch=epoch)
+def cached_on(prepared: Prepared, lane: int, epoch: int) -> int:
+    """Leading context tokens that this lane has computed."""
+    return cached_tokens(prepared.parent, shared=prepared.shared_tokens, lane=lane, epoch=epoch)

@@ -21,7 +21,7 @@ from forgemq_contracts.completions import (
 )
 from forgemq_contracts.episodes import Sampling
 from forgemq_inference.core.context import TOKEN_BYTES, TokenContext
-from forgemq_inference.core.lane import Refused
+from forgemq_inference.core.lane import CANCELLED, Refused
 from forgemq_inference.core.routes import Experts, InvalidRoutesError, packed_routes
 from forgemq_inference.core.weights import Weights, weights_of_name
 
@@ -110,10 +110,11 @@ def generate_body(
     tokens_count = context.tokens_count
     room = limits.context_tokens_max - tokens_count
     if not tokens_count:
-        return Refused("error", "engine: the context is empty")
+        return Refused("error", "engine", "engine: the context is empty")
     if room < 1 or tokens_count > limits.input_tokens_max:
         return Refused(
             "error",
+            "context_overflow",
             f"context_overflow: a context of {tokens_count} tokens is over the engine's limit of "
             f"{min(limits.input_tokens_max, limits.context_tokens_max - 1)}",
         )
@@ -121,7 +122,9 @@ def generate_body(
     brought = unpack_ids(request.context)
     if brought and (min(brought) < 0 or max(brought) >= limits.vocabulary_size):
         return Refused(
-            "error", f"engine: a token id is outside the vocabulary of {limits.vocabulary_size}"
+            "error",
+            "engine",
+            f"engine: a token id is outside the vocabulary of {limits.vocabulary_size}",
         )
     body = {
         "rid": rid,
@@ -210,6 +213,7 @@ def refused(
     return _record(
         request,
         finish_reason=reason.finish_reason,
+        failure=reason.failure,
         error=reason.error,
         queued_s=timing.queued_s,
         engine_s=timing.engine_s,
@@ -284,7 +288,9 @@ def _routes(answer: EngineAnswer, experts: Experts | None) -> bytes:
 
 
 def _aborted(message: str, *, is_cancelled: bool) -> Refused:
-    return Refused("abort", "cancelled" if is_cancelled else f"engine: {message}")
+    if is_cancelled:
+        return CANCELLED
+    return Refused("abort", "engine", f"engine: {message}")
 
 
 def _record(request: RequestedCompletion, **fields: object) -> FinishedCompletion:

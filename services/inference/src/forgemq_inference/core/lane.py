@@ -3,7 +3,11 @@
 from collections import OrderedDict
 from typing import Literal, NamedTuple, TypeAlias
 
-from forgemq_contracts.completions import CancelledCompletion, RequestedCompletion
+from forgemq_contracts.completions import (
+    CancelledCompletion,
+    FailureKind,
+    RequestedCompletion,
+)
 from forgemq_inference.core.context import TokenContext
 from forgemq_inference.core.remembered import RememberedCompletions
 
@@ -29,6 +33,7 @@ class Refused(NamedTuple):
     """The request is answered without the engine."""
 
     finish_reason: Literal["abort", "error"]
+    failure: FailureKind
     error: str
 
 
@@ -40,9 +45,9 @@ class Skipped(NamedTuple):
 
 Decision: TypeAlias = Run | Refused | Skipped
 
-CANCELLED = Refused("abort", "cancelled")
-DEADLINE = Refused("error", "deadline")
-CONTEXT_MISSING = Refused("error", "context_missing")
+CANCELLED = Refused("abort", "cancelled", "cancelled")
+DEADLINE = Refused("error", "deadline", "deadline")
+CONTEXT_MISSING = Refused("error", "context_missing", "context_missing")
 
 
 class LaneState:

@@ -1,4 +1,4 @@
-"""Where a restarted gateway has to begin: behind nothing of an open group."""
+"""A restarted gateway begins to read at or before the first record of every open group."""
 
 import asyncio
 import json
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from forgemq_bus.log import Place
 from forgemq_contracts import topics
-from forgemq_gateway.needed import Needed
+from forgemq_gateway.oldest_mark import OldestMark
 from tests.unit.gateway.test_episodes import HELLO, log_store, restarted, yes
 from tests.unit.gateway.test_hostile_content import asked
 from tests.unit.gateway.world import World, configuration_of, partitions_of, running
@@ -21,14 +21,14 @@ YES = {"role": "assistant", "content": "yes"}
 
 
 def test_a_restart_needs_the_mark_before_the_oldest_open_group_and_no_older_one() -> None:
-    needed = Needed({FINISHED: 0})
-    assert needed.advance({FINISHED: 10}, open_groups=["a"]) == {FINISHED: 0}
-    assert needed.advance({FINISHED: 20}, open_groups=["a", "b"]) == {FINISHED: 0}
-    assert needed.advance({FINISHED: 30}, open_groups=["b"]) == {FINISHED: 10}
-    assert needed.advance({FINISHED: 40}, open_groups=[]) == {FINISHED: 40}
+    oldest = OldestMark({FINISHED: 0})
+    assert oldest.accept({FINISHED: 10}, open_groups=["a"]) == {FINISHED: 0}
+    assert oldest.accept({FINISHED: 20}, open_groups=["a", "b"]) == {FINISHED: 0}
+    assert oldest.accept({FINISHED: 30}, open_groups=["b"]) == {FINISHED: 10}
+    assert oldest.accept({FINISHED: 40}, open_groups=[]) == {FINISHED: 40}
 
 
-# A step is (kind, group): a group is entered, writes a record, or is over; or a mark is taken.
+# A step is (kind, group): a group becomes known, writes a record or retires; or a mark is taken.
 STEPS = st.lists(
     st.tuples(st.sampled_from(["enter", "write", "write", "end", "mark"]), st.integers(0, 4)),
     max_size=60,
@@ -36,10 +36,10 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_no_record_of_an_open_group_lies_before_what_is_needed(
+def test_no_record_of_an_open_group_lies_below_the_oldest_mark(
     steps: list[tuple[str, int]],
 ) -> None:
-    needed = Needed({FINISHED: 0})
+    oldest = OldestMark({FINISHED: 0})
     written: dict[str, list[int]] = {}
     end = 0
     for kind, number in steps:
@@ -52,7 +52,7 @@ def test_no_record_of_an_open_group_lies_before_what_is_needed(
         elif kind == "end":
             written.pop(group, None)
         elif kind == "mark":
-            position = needed.advance({FINISHED: end}, open_groups=list(written))[FINISHED]
+            position = oldest.accept({FINISHED: end}, open_groups=list(written))[FINISHED]
             assert all(position <= offset for own in written.values() for offset in own)
             assert position <= end
 
@@ -83,7 +83,7 @@ async def say(world: World, claim: Any, text: str, *before: dict[str, str]) -> N
 async def test_a_gateway_restarts_where_its_open_groups_begin_and_forgets_none_of_them(
     model: Path,
 ) -> None:
-    """What it no longer needs is deleted before it is killed, so it cannot have read it."""
+    """What the restart does not need is deleted first, so the restart cannot have read it."""
     async with running(log_store(), configuration_of(model), yes) as (world, lanes):
         world.settings = msgspec.structs.replace(world.settings, mark_every_s=0.05)
         await restarted(world)
@@ -117,7 +117,7 @@ async def test_a_gateway_restarts_where_its_open_groups_begin_and_forgets_none_o
     assert again.json()["state"] == "retired"
 
 
-async def test_a_gateway_whose_place_was_taken_by_one_that_died_goes_on_committing(
+async def test_a_gateway_whose_writer_was_taken_over_by_one_that_died_goes_on_committing(
     model: Path,
 ) -> None:
     async with running(log_store(), configuration_of(model), yes) as (world, _):

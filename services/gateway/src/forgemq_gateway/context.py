@@ -4,22 +4,21 @@ import asyncio
 from dataclasses import dataclass
 
 from forgemq_contracts.run import RunConfiguration
+from forgemq_gateway.change_signal import ChangeSignal
 from forgemq_gateway.clock import Clock
 from forgemq_gateway.core.registry import Registry
 from forgemq_gateway.outbox import Outbox
-from forgemq_gateway.pulse import Pulse
 from forgemq_gateway.settings import GatewaySettings
 from forgemq_telemetry.telemetry import Telemetry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class GatewayContext:
     """One of each per process.
 
     Attributes:
-        registry: Groups and episodes, as the log tells them.
-        outbox: Where records go.
-        changed: Beats when a group or an episode may have changed.
+        registry: Groups and episodes as the log has them.
+        changed: Notified when a group or an episode may have changed.
         tasks: Owns everything that runs beside a request; an error in it ends the gateway.
     """
 
@@ -28,6 +27,6 @@ class Surroundings:
     registry: Registry
     outbox: Outbox
     clock: Clock
-    changed: Pulse
+    changed: ChangeSignal
     tasks: asyncio.TaskGroup
     telemetry: Telemetry

@@ -1,4 +1,4 @@
-"""Wakes everybody who waits for a change, as often as something changes."""
+"""Lets many tasks wait for one change."""
 
 import asyncio
 from collections.abc import Callable
@@ -7,19 +7,19 @@ from typing import TypeVar
 Found = TypeVar("Found")
 
 
-class Pulse:
-    """A beat that many tasks wait for."""
+class ChangeSignal:
+    """A signal that any number of tasks wait for, any number of times."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
 
-    def beat(self) -> None:
-        """Something has changed: all that wait look again."""
+    def notify(self) -> None:
+        """Let every waiting task look again."""
         self._event.set()
         self._event = asyncio.Event()
 
     async def until(self, look: Callable[[], Found | None], *, timeout_s: float) -> Found | None:
-        """What `look` finds, looking again at every beat; None when the time is over."""
+        """What `look` finds, looking again at every change; None if the time is over."""
         try:
             async with asyncio.timeout(timeout_s):
                 while (found := look()) is None:

@@ -1,0 +1,330 @@
+"""The policy of attempts: which lane gets a turn, when it moves, and when its clients hear.
+
+Invariant: every turn ends once: answered, refused or abandoned. More precisely, each client that
+waits either leaves or hears exactly once, and a turn is open here as long as a client waits for it.
+
+Pure: every method returns effects, in order; `dispatcher.py` applies them.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, TypeAlias
+
+from msgspec import Struct
+
+from forgemq_contracts.completions import CancelledCompletion, FailureKind, RequestedCompletion
+from forgemq_contracts.weights import ReportedEngine
+from forgemq_gateway.core.episodes import HeldEpisode
+from forgemq_gateway.core.errors import RefusedError, busy, engine_overflow, failed
+from forgemq_gateway.core.history import KnownCompletion
+from forgemq_gateway.core.lanes import Lane, Lanes
+from forgemq_gateway.core.plans import Prepared
+from forgemq_gateway.core.turns import OpenTurn, cached_on, requested
+
+# After this many engine errors for one request stop retrying: the request is the likely cause.
+ENGINE_ERRORS_MAX = 3
+
+# A lane ends a request at its deadline by itself, and its word may take a moment to arrive.
+DEADLINE_GRACE_MS = 2000
+
+
+class Moment(NamedTuple):
+    """The time: monotonic seconds for lanes and holds, the wall clock for deadlines."""
+
+    now_s: float
+    wall_ms: int
+
+
+class LaneResult(Struct, frozen=True, kw_only=True):
+    """What a FinishedCompletion means: a completion, or an attempt that failed."""
+
+    episode: HeldEpisode
+    request_id: str
+    attempt: int
+    completion: KnownCompletion | None
+    failure: FailureKind = "engine"
+    error: str = ""
+
+
+class RestoredTurn(Struct, frozen=True, kw_only=True):
+    """A turn read back from the log, and whether its lane may still answer it."""
+
+    turn: OpenTurn
+    is_on_lane: bool
+
+
+class SendAttempt(Struct, frozen=True):
+    """Write this request to its lane."""
+
+    record: RequestedCompletion
+
+
+class CancelAttempt(Struct, frozen=True):
+    """Let the lane stop."""
+
+    record: CancelledCompletion
+
+
+class AnswerTurn(Struct, frozen=True):
+    """Every waiting client hears this completion."""
+
+    completion: KnownCompletion
+
+
+class FailTurn(Struct, frozen=True):
+    """Every waiting client hears this error."""
+
+    request_id: str
+    error: RefusedError
+
+
+class ReportFailure(Struct, frozen=True):
+    """An attempt that clients wait for failed: count it, and say why."""
+
+    request_id: str
+    failure: FailureKind
+    error: str
+
+
+Effect: TypeAlias = SendAttempt | CancelAttempt | AnswerTurn | FailTurn | ReportFailure
+Effects: TypeAlias = tuple[Effect, ...]
+
+
+class _Waited(NamedTuple):
+    """A turn that clients wait for."""
+
+    episode: HeldEpisode
+    turn: OpenTurn
+
+
+class Attempts:
+    """All turns that clients wait for, and the lanes that work on them.
+
+    Example: `begin`, then `dispatch` sends attempt 0 to lane 1. Lane 1 falls silent; a `tick` after
+    its lapse sends attempt 1 to lane 2. `take_result` of either attempt answers the clients, and
+    the other attempt's result later finds no turn.
+
+    Args:
+        lane_hold_s: A new turn waits so long for a lane, then its clients hear 429.
+    """
+
+    def __init__(self, lanes: Lanes, *, lane_hold_s: float) -> None:
+        self._lanes = lanes
+        self._lane_hold_s = lane_hold_s
+        self._waited: dict[str, _Waited] = {}
+        self._held: set[str] = set()
+
+    # Clients.
+
+    def begin(self, episode: HeldEpisode, turn: OpenTurn) -> None:
+        """Note the first client of a new turn."""
+        turn.waiting = 1
+        self._waited[turn.request_id] = _Waited(episode, turn)
+
+    def join(
+        self, episode: HeldEpisode, turn: OpenTurn, *, deadline_ms: int, at: Moment
+    ) -> Effects:
+        """Note another client of a turn; work on it goes on if it had stopped."""
+        turn.waiting += 1
+        self._waited[turn.request_id] = _Waited(episode, turn)
+        if turn.state != "requested":
+            return ()
+        turn.deadline_ms = max(turn.deadline_ms, deadline_ms)
+        return self._advance(episode, turn, at)
+
+    def dispatch(
+        self, episode: HeldEpisode, turn: OpenTurn, prepared: Prepared, *, at: Moment
+    ) -> Effects:
+        """Give a prepared turn to a lane, at the latest after the hold."""
+        if turn.state == "ended":  # Its clients left, or its group ended, during the preparation.
+            return ()
+        turn.prepared, turn.state = prepared, "held"
+        turn.held_until_s = at.now_s + self._lane_hold_s
+        self._held.add(turn.request_id)
+        return self._advance(episode, turn, at)
+
+    def refuse(self, episode: HeldEpisode, turn: OpenTurn, error: RefusedError) -> Effects:
+        """Refuse a turn that no lane has had; its body is new again."""
+        if turn.state == "ended":
+            return ()
+        self._withdraw(episode, turn)
+        return self._fail(turn, error)
+
+    def leave(self, episode: HeldEpisode, turn: OpenTurn) -> Effects:
+        """Remove a client that has not heard; without clients the turn is abandoned."""
+        turn.waiting -= 1
+        if turn.waiting:
+            return ()
+        del self._waited[turn.request_id]
+        if turn.sent:
+            return self._cancel(turn)
+        self._withdraw(episode, turn)
+        return ()
+
+    def end_turns(self, episode: HeldEpisode, error: RefusedError) -> Effects:
+        """End every turn of an episode that is over."""
+        effects: list[Effect] = []
+        for turn in list(episode.turns.values()):
+            effects += self._fail(turn, error)
+            effects += self._cancel(turn)
+            self._end(episode, turn)
+        return tuple(effects)
+
+    # Lanes.
+
+    def take_result(self, result: LaneResult, *, at: Moment) -> Effects:
+        """Answer the turn's clients, or try again."""
+        episode, turn = result.episode, result.episode.turns.get(result.request_id)
+        if turn is None:
+            return ()
+        if result.completion is not None:
+            self._leave_lane(turn)
+            self._end(episode, turn)
+            turn.waiting = 0
+            was_waited = self._waited.pop(turn.request_id, None) is not None
+            return (AnswerTurn(result.completion),) if was_waited else ()
+        if turn.lane < 0 or result.attempt != turn.sent - 1:
+            return ()  # An attempt that was given up already; its failure says nothing new.
+        self._leave_lane(turn)
+        if turn.request_id not in self._waited:
+            return ()  # A client that comes back starts the next attempt.
+        report = ReportFailure(result.request_id, result.failure, result.error)
+        return (report, *self._retry(episode, turn, result, at))
+
+    def take_report(self, record: ReportedEngine, *, heard_s: float, at: Moment) -> Effects:
+        """Take a heartbeat: a new epoch has lost what the old one had, and held turns may go."""
+        if self._lanes.report(record, heard_s=heard_s):
+            return self.tick(at)
+        return self._advance_all([self._waited[request_id] for request_id in self._held], at)
+
+    def tick(self, at: Moment) -> Effects:
+        """Move turns off lanes that are gone, and end those whose deadline or hold is over."""
+        return self._advance_all(list(self._waited.values()), at)
+
+    def restore_lane(self, record: ReportedEngine, *, heard_s: float) -> None:
+        """Take a heartbeat of before the start; no turn is open yet."""
+        self._lanes.report(record, heard_s=heard_s)
+
+    def restore(self, turns: Iterable[RestoredTurn]) -> None:
+        """Take over the turns of before the start; their clients come back or do not."""
+        for each in turns:
+            turn = each.turn
+            if each.is_on_lane:
+                self._lanes.enter(turn.lane, turn.epoch)
+            else:
+                turn.lane = -1
+
+    def in_flight(self) -> Mapping[int, int]:
+        """Requests in flight by lane."""
+        return self._lanes.in_flight()
+
+    # One turn.
+
+    def _advance_all(self, waited: Iterable[_Waited], at: Moment) -> Effects:
+        effects: list[Effect] = []
+        for episode, turn in waited:
+            effects += self._advance(episode, turn, at)
+        return tuple(effects)
+
+    def _advance(self, episode: HeldEpisode, turn: OpenTurn, at: Moment) -> Effects:
+        """Send the turn unless a lane works on it, or fail it if its time is over."""
+        if turn.state == "preparing":
+            return ()
+        if turn.sent and at.wall_ms > turn.deadline_ms + DEADLINE_GRACE_MS:
+            self._leave_lane(turn)
+            return self._fail(turn, _too_late())
+        if turn.lane >= 0 and self._lanes.holds(turn.lane, turn.epoch, now_s=at.now_s):
+            return ()
+        lane = self._choose(turn, at)
+        if lane is not None:
+            self._leave_lane(turn)
+            return (self._send(turn, lane),)
+        # No lane to move to: the turn stays where it is, since a silent lane may be heard again.
+        if turn.sent or at.now_s < turn.held_until_s:
+            return ()
+        return self.refuse(episode, turn, busy("no engine serves the newest weights at the moment"))
+
+    def _choose(self, turn: OpenTurn, at: Moment) -> Lane | None:
+        prepared = turn.prepared
+        assert prepared is not None, f"turn {turn.request_id} is {turn.state} but not prepared"
+
+        def cached(lane: int, epoch: int) -> int:
+            return cached_on(prepared, lane, epoch)
+
+        return self._lanes.choose(
+            context_tokens=prepared.context_tokens, cached=cached, now_s=at.now_s
+        )
+
+    def _send(self, turn: OpenTurn, lane: Lane) -> SendAttempt:
+        record = requested(turn, lane=lane.number, epoch=lane.epoch)
+        turn.lane, turn.epoch, turn.state = lane.number, lane.epoch, "requested"
+        turn.sent += 1
+        self._held.discard(turn.request_id)
+        self._lanes.enter(lane.number, lane.epoch)
+        return SendAttempt(record)
+
+    def _retry(
+        self, episode: HeldEpisode, turn: OpenTurn, result: LaneResult, at: Moment
+    ) -> Effects:
+        match result.failure:
+            case "deadline":
+                return self._fail(turn, _too_late())
+            case "context_overflow":
+                # The engine keeps a few positions back, so its limit can be below the run's.
+                return self._fail(turn, engine_overflow(result.error))
+            case "context_missing" if not turn.needs_full_context:
+                turn.needs_full_context = True
+            case _:
+                turn.engine_errors += 1
+        if turn.engine_errors >= ENGINE_ERRORS_MAX:
+            turn.engine_errors = 0  # A client that comes back gets as many attempts again.
+            return self._fail(turn, failed(f"the engine could not answer: {result.error}"))
+        return self._advance(episode, turn, at)
+
+    def _fail(self, turn: OpenTurn, error: RefusedError) -> Effects:
+        """Tell the clients; a requested turn stays known, so that a retry continues it."""
+        turn.waiting = 0
+        if self._waited.pop(turn.request_id, None) is None:
+            return ()
+        return (FailTurn(turn.request_id, error),)
+
+    def _cancel(self, turn: OpenTurn) -> Effects:
+        if turn.lane < 0:
+            return ()
+        record = CancelledCompletion(
+            request_id=turn.request_id,
+            attempt=turn.sent - 1,
+            lane=turn.lane,
+            group_id=turn.group_id,
+        )
+        self._leave_lane(turn)
+        return (CancelAttempt(record),)
+
+    def _withdraw(self, episode: HeldEpisode, turn: OpenTurn) -> None:
+        self._end(episode, turn)
+        episode.forget(turn)
+
+    def _end(self, episode: HeldEpisode, turn: OpenTurn) -> None:
+        turn.state = "ended"
+        self._held.discard(turn.request_id)
+        episode.turns.pop(turn.request_id, None)
+
+    def _leave_lane(self, turn: OpenTurn) -> None:
+        if turn.lane >= 0:
+            self._lanes.leave(turn.lane, turn.epoch)
+            turn.lane = -1
+
+    def _check(self) -> None:
+        """Every turn ends once: it is open here exactly as long as a client waits for it."""
+        for request_id, (episode, turn) in self._waited.items():
+            assert turn.request_id == request_id
+            assert episode.turns.get(request_id) is turn, "an open turn is known to its episode"
+            assert turn.waiting > 0, "a client waits for an open turn"
+            assert turn.state != "ended", "an open turn has not ended"
+            assert (turn.state == "requested") == (turn.sent > 0)
+            assert (turn.state == "held") == (request_id in self._held)
+            assert turn.engine_errors < ENGINE_ERRORS_MAX
+        assert self._held <= self._waited.keys()
+
+
+def _too_late() -> RefusedError:
+    return failed("no engine answered before the deadline", status=504)

@@ -1,0 +1,52 @@
+"""What a request means in its episode, before any token is made."""
+
+from msgspec import Struct
+
+from forgemq_contracts.completions import TurnPart
+from forgemq_contracts.episodes import Sampling
+from forgemq_gateway.core.history import History, KnownCompletion, Match
+from forgemq_gateway.core.requests import Request
+
+
+class Plan(Struct, frozen=True, kw_only=True):
+    """A request beside the completion it extends.
+
+    Attributes:
+        keys: Match key of each message.
+        match: The longest known path it starts with; None if it is rendered from its start.
+    """
+
+    request: Request
+    keys: tuple[str, ...]
+    match: Match | None
+
+
+class Prepared(Struct, frozen=True, kw_only=True):
+    """A request as tokens, ready for a lane.
+
+    Attributes:
+        parent: The completion whose tokens it starts with, if any.
+        shared_tokens: Leading tokens in common with the parent's context and output.
+        context: Tokens after those.
+    """
+
+    parent: KnownCompletion | None
+    shared_tokens: int
+    context: bytes
+    context_tokens: int
+    sampling: Sampling
+    part: TurnPart
+
+
+def plan(request: Request, *, history: History) -> Plan:
+    """Find the completion that this request extends."""
+    keys = history.keys(request.digests, request.call_ids)
+    match = history.match(keys)
+    if match is not None and not _keeps_tools(match.completion, request):
+        match = None
+    return Plan(request=request, keys=keys, match=match)
+
+
+def _keeps_tools(completion: KnownCompletion, request: Request) -> bool:
+    """Whether the tools in the completion's tokens may stay: the client sent the same or none."""
+    return request.tools_digest in ("", completion.tools_digest)

@@ -1,0 +1,145 @@
+"""A client's request as every protocol gives it: messages with ordered parts, tools and limits.
+
+Nothing here knows how a protocol writes a request or a reply; `protocols` has one file for each.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+from msgspec import Struct
+
+from forgemq_gateway.core.digests import message_digest
+
+Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool", "function"]
+ProtocolName: TypeAlias = Literal["chat_completions", "messages", "responses", "completions"]
+
+
+class Text(Struct, frozen=True, tag=True):
+    """Text for or by the model."""
+
+    text: str
+
+
+class Thinking(Struct, frozen=True, tag=True):
+    """The model's reasoning; no part of the match key, because clients drop or change it."""
+
+    text: str
+
+
+class Call(Struct, frozen=True, tag=True):
+    """One tool call; `arguments` is JSON text as the model or the client wrote it."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+class ToolResult(Struct, frozen=True, tag=True):
+    """What a tool answered to the call with this id."""
+
+    call_id: str
+    text: str
+
+
+Part: TypeAlias = Text | Thinking | Call | ToolResult
+
+
+class RequestMessage(Struct, frozen=True):
+    """One message; what a client adds beyond these fields is dropped."""
+
+    role: Role
+    parts: tuple[Part, ...] = ()
+    name: str | None = None
+
+
+class Request(Struct, frozen=True, kw_only=True):
+    """One checked request.
+
+    Attributes:
+        model: The name the client asked for; the answer repeats it.
+        tools: As the client sent them.
+        tools_json: The same as JSON; b"" without tools.
+        tools_digest: Digest of `tools_json`; "" without tools.
+        body_digest: Digest of everything that decides the answer.
+        asked: What the client asked about sampling, JSON.
+        includes_usage: Whether a stream ends with the token counts.
+    """
+
+    protocol: ProtocolName
+    model: str
+    messages: tuple[RequestMessage, ...]
+    digests: tuple[str, ...]
+    tools: tuple[dict[str, Any], ...] = ()
+    tools_json: bytes = b""
+    tools_digest: str = ""
+    body_digest: str
+    asked: bytes
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    is_stream: bool = False
+    includes_usage: bool = False
+    wants_logprobs: bool = False
+
+    @property
+    def call_ids(self) -> tuple[str, ...]:
+        """Id of each message's first tool call; "" for a message without calls."""
+        return tuple(next((call.id for call in calls_of(m)), "") for m in self.messages)
+
+
+def text_of(message: RequestMessage) -> str:
+    """The message's text and tool results, joined."""
+    return "".join(part.text for part in message.parts if isinstance(part, Text | ToolResult))
+
+
+def calls_of(message: RequestMessage) -> list[Call]:
+    """The message's tool calls, in order."""
+    return [part for part in message.parts if isinstance(part, Call)]
+
+
+def match_key(message: RequestMessage) -> str:
+    """Digest by which this message is found again in a later history."""
+    return message_digest(
+        message.role,
+        text_of(message),
+        tool_calls=[(call.id, call.name, call.arguments or "{}") for call in calls_of(message)],
+        tool_call_id=_result_id(message) or "",
+    )
+
+
+def chat_form(message: RequestMessage) -> dict[str, Any]:
+    """The message in OpenAI's chat form, which the rendering library and the log take."""
+    form: dict[str, Any] = {"role": message.role}
+    text, calls = text_of(message), calls_of(message)
+    if text or not calls:
+        form["content"] = text
+    if calls:
+        form["tool_calls"] = [_call_form(call) for call in calls]
+    result_id = _result_id(message)
+    if result_id is not None:
+        form["tool_call_id"] = result_id
+    if message.name is not None:
+        form["name"] = message.name
+    thinking = [part.text for part in message.parts if isinstance(part, Thinking)]
+    if thinking:
+        form["reasoning_content"] = "".join(thinking)
+    return form
+
+
+def chat_json(messages: Sequence[RequestMessage]) -> bytes:
+    """The messages in chat form as a JSON array."""
+    return msgspec.json.encode([chat_form(message) for message in messages])
+
+
+def characters(messages: Sequence[RequestMessage]) -> int:
+    """Length of the messages' text."""
+    return sum(len(text_of(message)) for message in messages)
+
+
+def _call_form(call: Call) -> dict[str, Any]:
+    form: dict[str, Any] = {"function": {"name": call.name, "arguments": call.arguments}}
+    return {**form, "id": call.id} if call.id else form
+
+
+def _result_id(message: RequestMessage) -> str | None:
+    return next((part.call_id for part in message.parts if isinstance(part, ToolResult)), None)

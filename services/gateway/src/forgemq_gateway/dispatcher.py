@@ -1,0 +1,148 @@
+"""Applies the effects of `core/attempts.py`: writes records and wakes the clients that wait."""
+
+import asyncio
+from collections.abc import Coroutine
+
+from forgemq_contracts.weights import ReportedEngine
+from forgemq_gateway.context import GatewayContext
+from forgemq_gateway.core.attempts import (
+    AnswerTurn,
+    Attempts,
+    CancelAttempt,
+    Effects,
+    FailTurn,
+    LaneResult,
+    ReportFailure,
+    SendAttempt,
+)
+from forgemq_gateway.core.episodes import HeldEpisode
+from forgemq_gateway.core.errors import RefusedError, gone
+from forgemq_gateway.core.history import KnownCompletion
+from forgemq_gateway.core.plans import Prepared
+from forgemq_gateway.core.registry import Group
+from forgemq_gateway.core.turns import OpenTurn
+from forgemq_telemetry.traces import Headers, completion_trace
+
+Result = asyncio.Future[KnownCompletion]
+
+
+class Dispatcher:
+    """One future for each turn that clients wait for; `attempts` decides everything else."""
+
+    def __init__(self, attempts: Attempts, *, context: GatewayContext) -> None:
+        self.attempts = attempts
+        self._outbox = context.outbox
+        self._tasks = context.tasks
+        self._clock = context.clock
+        self._telemetry = context.telemetry
+        self._results: dict[str, Result] = {}
+        self._traces: dict[str, Headers] = {}
+
+    def begin(self, episode: HeldEpisode, turn: OpenTurn) -> Result:
+        """Open a new turn; the future completes with its completion or a RefusedError."""
+        self.attempts.begin(episode, turn)
+        return self._result(turn)
+
+    def join(self, episode: HeldEpisode, turn: OpenTurn, *, deadline_ms: int) -> Result:
+        """Let another client wait for a turn, whether or not it is open."""
+        result = self._result(turn)
+        at = self._clock.moment()
+        self._start(self.attempts.join(episode, turn, deadline_ms=deadline_ms, at=at))
+        return result
+
+    async def dispatch(
+        self, episode: HeldEpisode, turn: OpenTurn, prepared: Prepared, *, trace: Headers
+    ) -> None:
+        """Give a prepared turn to a lane; returns when its request is durable or waits."""
+        if turn.request_id in self._results:
+            self._traces[turn.request_id] = trace
+        effects = self.attempts.dispatch(episode, turn, prepared, at=self._clock.moment())
+        await self._write(effects)
+
+    def refuse(self, episode: HeldEpisode, turn: OpenTurn, error: RefusedError) -> None:
+        """Refuse a turn that could not be prepared."""
+        self._start(self.attempts.refuse(episode, turn, error))
+
+    async def leave(self, episode: HeldEpisode, turn: OpenTurn) -> None:
+        """Remove a client that has not heard."""
+        effects = self.attempts.leave(episode, turn)
+        if not turn.waiting:
+            self._results.pop(turn.request_id, None)
+            self._traces.pop(turn.request_id, None)
+        await self._write(effects)
+
+    async def end_turns(self, episode: HeldEpisode, error: RefusedError) -> None:
+        """End every turn of an episode that is over."""
+        await self._write(self.attempts.end_turns(episode, error))
+
+    async def drop_group(self, group: Group) -> None:
+        """End the turns of a group that has retired."""
+        for episode in group.episodes.values():
+            await self.end_turns(episode, gone(f"group {group.facts.group_id} is over"))
+
+    def take_result(self, result: LaneResult) -> None:
+        """Take a lane's result, in the order of the log."""
+        if result.completion is not None and result.completion.reply.malformed:
+            self._telemetry.count("gateway.malformed_calls", result.completion.reply.malformed)
+        self._start(self.attempts.take_result(result, at=self._clock.moment()))
+
+    def take_report(self, record: ReportedEngine) -> None:
+        """Take a heartbeat that has just come."""
+        at = self._clock.moment()
+        self._start(self.attempts.take_report(record, heard_s=at.now_s, at=at))
+
+    def tick(self) -> None:
+        """Look after lanes, holds and deadlines; call it several times a second."""
+        self._start(self.attempts.tick(self._clock.moment()))
+
+    def _result(self, turn: OpenTurn) -> Result:
+        result = self._results.get(turn.request_id)
+        if result is None:
+            result = asyncio.get_running_loop().create_future()
+            result.add_done_callback(_retrieve_error)
+            self._results[turn.request_id] = result
+        return result
+
+    async def _write(self, effects: Effects) -> None:
+        await asyncio.gather(*self._apply(effects))
+
+    def _start(self, effects: Effects) -> None:
+        for write in self._apply(effects):
+            self._tasks.create_task(write)
+
+    def _apply(self, effects: Effects) -> list[Coroutine[None, None, None]]:
+        """Wake the clients; returns what is to be written."""
+        writes: list[Coroutine[None, None, None]] = []
+        for effect in effects:
+            match effect:
+                case SendAttempt(record):
+                    trace = completion_trace(record.request_id)
+                    headers = self._traces.pop(record.request_id, trace)
+                    if record.attempt:
+                        self._telemetry.count("gateway.redispatched")
+                    writes.append(self._outbox.write(record, headers=headers))
+                case CancelAttempt(record):
+                    self._telemetry.count("gateway.cancelled")
+                    writes.append(self._outbox.write(record))
+                case AnswerTurn(completion):
+                    self._take_future(completion.request_id).set_result(completion)
+                case FailTurn(request_id, error):
+                    self._take_future(request_id).set_exception(error)
+                case ReportFailure():
+                    self._report(effect)
+        return writes
+
+    def _take_future(self, request_id: str) -> Result:
+        self._traces.pop(request_id, None)
+        return self._results.pop(request_id)
+
+    def _report(self, failure: ReportFailure) -> None:
+        self._telemetry.count("gateway.attempts_failed")
+        if failure.failure in ("cancelled", "engine"):
+            self._telemetry.event("attempt_failed", request=failure.request_id, error=failure.error)
+
+
+def _retrieve_error(result: Result) -> None:
+    """Retrieve the error: asyncio would log one that no client has waited for."""
+    if not result.cancelled():
+        result.exception()

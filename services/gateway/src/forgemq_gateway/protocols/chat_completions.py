@@ -1,0 +1,375 @@
+"""OpenAI chat completions: reads the body, checked field by field, and writes the answer.
+
+Unknown fields are accepted: they count in the body's digest and change nothing else.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
+
+import msgspec
+import orjson
+from msgspec import Meta, Raw, Struct
+
+from forgemq_gateway.core.digests import body_digest, digest_of
+from forgemq_gateway.core.errors import RefusedError, field_of, invalid
+from forgemq_gateway.core.replies import Answer, Reply, TokenLogprob
+from forgemq_gateway.core.requests import (
+    Call,
+    Part,
+    Request,
+    RequestMessage,
+    Role,
+    Text,
+    Thinking,
+    ToolResult,
+    match_key,
+)
+from forgemq_gateway.wire import refusal_body
+
+
+class ContentBlock(Struct):
+    """One part of a message's content."""
+
+    type: str
+    text: str | None = None
+
+
+class CalledFunction(Struct):
+    """Name and arguments of a tool call; some clients send the arguments as an object."""
+
+    name: str
+    arguments: str | dict[str, Any] | None = "{}"
+
+
+class CalledTool(Struct):
+    """One tool call of an echoed reply."""
+
+    function: CalledFunction
+    id: str = ""
+    type: str = "function"
+
+
+class ChatMessage(Struct):
+    """One message; what a client adds beyond these fields is dropped."""
+
+    role: Role
+    content: str | list[ContentBlock] | None = None
+    tool_calls: list[CalledTool] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+
+
+class StreamOptions(Struct):
+    """How a stream ends."""
+
+    include_usage: bool | None = False
+
+
+class ToolFunction(Struct):
+    """The part of a tool that must be there."""
+
+    name: Annotated[str, Meta(min_length=1)]
+
+
+class OfferedTool(Struct):
+    """A tool as far as it is checked; it is rendered as the client sent it."""
+
+    type: str = "function"
+    function: ToolFunction | None = None
+
+
+class ChatFields(Struct):
+    """The fields of the body that we read."""
+
+    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    model: str | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    tools: list[OfferedTool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    n: int | None = 1
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=10)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    stop: str | list[str] | None = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+
+
+# The name of the only model; clients may ask for any name and get this one.
+DEFAULT_MODEL = "policy"
+
+# What a client may ask about sampling; recorded beside what was used.
+_SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "max_tokens",
+    "max_completion_tokens",
+    "stop",
+    "seed",
+    "frequency_penalty",
+    "presence_penalty",
+    "reasoning_effort",
+    "response_format",
+    "tool_choice",
+    "parallel_tool_calls",
+)
+_DELIVERY_FIELDS = frozenset({"messages", "stream", "stream_options"})
+
+_MEDIA_BLOCKS = frozenset({"image_url", "input_audio", "image", "file", "video_url"})
+
+_FIELDS = msgspec.json.Decoder(ChatFields)
+_RAW = msgspec.json.Decoder(dict[str, Raw])
+
+# Clients compare it with nothing; a constant gives the same completion the same bytes.
+_SYSTEM_FINGERPRINT = "forgemq"
+
+
+class ChatCompletions:
+    """POST /v1/chat/completions; implements `turn_route.WireProtocol`."""
+
+    path = "/v1/chat/completions"
+
+    def read(self, body: bytes) -> Request:
+        """The request in this body.
+
+        Raises:
+            RefusedError: 400, naming the field.
+        """
+        try:
+            body.decode()  # JSON is UTF-8, also in the parts that are decoded later or only kept.
+            raw = _RAW.decode(body)
+            fields = _FIELDS.decode(body)
+            asked = msgspec.json.encode({n: raw[n] for n in _SAMPLING_FIELDS if n in raw})
+        except msgspec.ValidationError as error:
+            raise invalid(str(error), param=field_of(error)) from error
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise invalid(f"the body is not valid JSON: {error}", param=None) from error
+        _check(fields)
+        tools = _tools(raw["tools"]) if fields.tools else ()
+        tools_json = msgspec.json.encode(tools) if tools else b""
+        messages = tuple(_message(message) for message in fields.messages)
+        digests = tuple(match_key(message) for message in messages)
+        rest = {name: bytes(value) for name, value in raw.items() if name not in _DELIVERY_FIELDS}
+        return Request(
+            protocol="chat_completions",
+            model=fields.model or DEFAULT_MODEL,
+            messages=messages,
+            digests=digests,
+            tools=tools,
+            tools_json=tools_json,
+            tools_digest=digest_of(tools_json) if tools else "",
+            body_digest=body_digest("chat_completions", digests, rest),
+            asked=asked,
+            max_tokens=fields.max_completion_tokens or fields.max_tokens,
+            stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()),
+            is_stream=bool(fields.stream),
+            includes_usage=bool(fields.stream_options and fields.stream_options.include_usage),
+            wants_logprobs=bool(fields.logprobs),
+        )
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        """The answer as one JSON object."""
+        choice = {
+            "index": 0,
+            "message": _reply_message(answer.reply),
+            "logprobs": _logprobs(answer.logprobs),
+            "finish_reason": answer.finish_reason,
+        }
+        head = _answer_head(answer, "chat.completion")
+        return {**head, "choices": [choice], "usage": _usage(answer)}
+
+    def stream(self, answer: Answer, *, includes_usage: bool) -> bytes:
+        """The answer as the events of a stream, to its end."""
+        chunks = _chunks(answer, includes_usage=includes_usage)
+        return b"".join(_event(chunk) for chunk in chunks) + b"data: [DONE]\n\n"
+
+    def keep_alive(self, *, request_id: str, created_s: int, model: str) -> bytes:
+        """A comment for proxies, and an empty chunk for clients that count only events."""
+        head = _head(request_id, "chat.completion.chunk", created_s=created_s, model=model)
+        return b": waiting\n\n" + _event(_chunk(head, {}, finish=None))
+
+    def error(self, error: RefusedError) -> dict[str, Any]:
+        """The refusal as one JSON object."""
+        return refusal_body(error)
+
+    def stream_error(self, error: RefusedError) -> bytes:
+        """The refusal as the last event of a stream."""
+        return _event(refusal_body(error))
+
+
+# Reading.
+
+
+def _message(message: ChatMessage) -> RequestMessage:
+    """The message with ordered parts; chat completions has reasoning, text and calls apart."""
+    parts: list[Part] = []
+    if message.reasoning_content is not None:
+        parts.append(Thinking(message.reasoning_content))
+    texts = _texts(message.content)
+    if message.tool_call_id is not None:
+        parts.append(ToolResult(message.tool_call_id, "".join(texts)))
+    else:
+        parts += [Text(text) for text in texts]
+    parts += [
+        Call(call.id, call.function.name, _arguments(call.function))
+        for call in message.tool_calls or ()
+    ]
+    return RequestMessage(role=message.role, parts=tuple(parts), name=message.name)
+
+
+def _texts(content: str | list[ContentBlock] | None) -> list[str]:
+    if isinstance(content, list):
+        return [block.text for block in content if block.text]
+    return [content] if content else []
+
+
+def _arguments(function: CalledFunction) -> str:
+    if isinstance(function.arguments, dict):
+        return msgspec.json.encode(function.arguments).decode()
+    return "{}" if function.arguments is None else function.arguments
+
+
+def _check(fields: ChatFields) -> None:
+    if fields.n is not None and fields.n != 1:
+        raise invalid(
+            f"n must be 1, got {fields.n}: send the request again for another sample", param="n"
+        )
+    if fields.top_logprobs:
+        raise invalid(
+            "top_logprobs is not available, only the sampled token's", param="top_logprobs"
+        )
+    for index, message in enumerate(fields.messages):
+        if message.role == "tool" and not message.tool_call_id:
+            raise invalid(
+                "a tool message needs tool_call_id", param=f"messages[{index}].tool_call_id"
+            )
+        if isinstance(message.content, list):
+            _check_blocks(message.content, index=index)
+
+
+def _check_blocks(blocks: list[ContentBlock], *, index: int) -> None:
+    for part, block in enumerate(blocks):
+        if block.type in _MEDIA_BLOCKS:
+            raise invalid(
+                f"content of type {block.type} is not supported: the model reads text",
+                param=f"messages[{index}].content[{part}].type",
+            )
+
+
+def _tools(raw: Raw) -> tuple[dict[str, Any], ...]:
+    """Function tools as sent; other kinds (web search, namespaces) are accepted and left out.
+
+    Raises:
+        RefusedError: 400: an integer of over 64 bits, or nested too deep.
+    """
+    try:
+        offered = msgspec.json.decode(raw, type=list[dict[str, Any]])
+    except msgspec.DecodeError as error:
+        raise invalid(f"tools: {error}", param=f"tools{field_of(error) or ''}") from error
+    except RecursionError as error:
+        raise invalid(f"tools are nested too deep: {error}", param="tools") from error
+    return tuple(tool for tool in offered if isinstance(tool.get("function"), dict))
+
+
+# Writing.
+
+
+def _chunks(answer: Answer, *, includes_usage: bool) -> list[dict[str, Any]]:
+    """The answer as a stream: role, the parts in order, finish, and usage if asked."""
+    head = _answer_head(answer, "chat.completion.chunk")
+    deltas = [{"role": "assistant", "content": ""}, *_deltas(answer.reply)]
+    chunks = [_chunk(head, delta, finish=None) for delta in deltas]
+    if answer.logprobs is not None:
+        chunks[-1]["choices"][0]["logprobs"] = _logprobs(answer.logprobs)
+    chunks.append(_chunk(head, {}, finish=answer.finish_reason))
+    if includes_usage:
+        chunks.append({**head, "choices": [], "usage": _usage(answer)})
+    return chunks
+
+
+def _deltas(reply: Reply) -> Iterator[dict[str, Any]]:
+    call_index = 0
+    for part in reply.parts:
+        match part:
+            case Thinking(text):
+                yield {"reasoning_content": text}
+            case Text(text):
+                yield {"content": text}
+            case Call():
+                yield {"tool_calls": [{"index": call_index, **_call(part)}]}
+                call_index += 1
+
+
+def _answer_head(answer: Answer, kind: str) -> dict[str, Any]:
+    head = _head(answer.request_id, kind, created_s=answer.created_s, model=answer.model)
+    return {**head, "system_fingerprint": _SYSTEM_FINGERPRINT}
+
+
+def _head(request_id: str, kind: str, *, created_s: int, model: str) -> dict[str, Any]:
+    return {
+        "id": f"chatcmpl-{request_id}",
+        "object": kind,
+        "created": created_s,
+        "model": model,
+    }
+
+
+def _chunk(head: dict[str, Any], delta: dict[str, Any], *, finish: str | None) -> dict[str, Any]:
+    choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
+    return {**head, "choices": [choice]}
+
+
+def _reply_message(reply: Reply) -> dict[str, Any]:
+    message: dict[str, Any] = {
+        "role": "assistant",
+        # OpenAI says null beside tool calls without text; clients rely on it.
+        "content": reply.text if reply.text or not reply.calls else None,
+        "refusal": None,
+    }
+    if reply.thinking:
+        message["reasoning_content"] = reply.thinking
+    if reply.calls:
+        message["tool_calls"] = [_call(call) for call in reply.calls]
+    return message
+
+
+def _call(call: Call) -> dict[str, Any]:
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
+
+
+def _usage(answer: Answer) -> dict[str, Any]:
+    return {
+        "prompt_tokens": answer.context_tokens,
+        "completion_tokens": answer.output_tokens,
+        "total_tokens": answer.context_tokens + answer.output_tokens,
+        "prompt_tokens_details": {"cached_tokens": answer.cached_tokens},
+    }
+
+
+def _logprobs(tokens: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
+    if tokens is None:
+        return None
+    return {
+        "content": [
+            {
+                "token": token.token,
+                "logprob": token.logprob,
+                "bytes": list(token.token.encode("utf-8", "replace")),
+                "top_logprobs": [],
+            }
+            for token in tokens
+        ],
+        "refusal": None,
+    }
+
+
+def _event(chunk: dict[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(chunk) + b"\n\n"

@@ -1,0 +1,123 @@
+"""The one ASGI application: agents' requests go to their protocol, others to the admin API."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import TypeAlias
+from urllib.parse import unquote
+
+from forgemq_gateway.access import Access, key_in
+from forgemq_gateway.core.errors import RefusedError, busy, unknown
+from forgemq_gateway.protocols.chat_completions import DEFAULT_MODEL
+from forgemq_gateway.turn_route import TurnRoute, WireProtocol
+from forgemq_gateway.wire import (
+    Application,
+    Receive,
+    Scope,
+    Send,
+    headers_of,
+    send_json,
+    send_refusal,
+)
+
+_SESSION = "/s/"
+
+Route: TypeAlias = Callable[[Scope, Receive, Send, str | None], Awaitable[None]]
+
+
+class Router:
+    """Routes by method and path; holds requests back while the state is being rebuilt.
+
+    Args:
+        protocols: What agents may speak; the first one's error shape is that of other paths.
+        ready: Set when the state is rebuilt.
+        hold_s: A request waits so long for it, then 503.
+    """
+
+    def __init__(
+        self,
+        turns: TurnRoute,
+        *,
+        protocols: Sequence[WireProtocol],
+        admin: Application,
+        access: Access,
+        ready: asyncio.Event,
+        hold_s: float,
+    ) -> None:
+        self._protocols = protocols
+        self._admin = admin
+        self._access = access
+        self._ready = ready
+        self._hold_s = hold_s
+        self._routes: Mapping[tuple[str, str], Route] = {
+            ("GET", "/v1/models"): self._models,
+            **{
+                ("POST", protocol.path): partial(turns.serve, protocol=protocol)
+                for protocol in protocols
+            },
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one ASGI connection; lifespan events are the admin application's."""
+        if scope["type"] != "http":
+            await self._admin(scope, receive, send)
+            return
+        path, method = str(scope["path"]), str(scope["method"])
+        if path == "/health":
+            await self._health(send)
+            return
+        if method == "HEAD":
+            await send_json(send, None)
+            return
+        key, path = _key_and_path(scope, path)
+        try:
+            async with asyncio.timeout(self._hold_s):
+                await self._ready.wait()
+        except TimeoutError:
+            error = busy("the gateway rebuilds its state", status=503)
+            await send_refusal(send, error, shape=self._protocol_of(path).error)
+            return
+        route = self._routes.get((method, path))
+        if route is not None:
+            await route(scope, receive, send, key)
+        elif self._access.is_episode_key(key):
+            error = unknown(f"agents have no {method} {path}")
+            await send_refusal(send, error, shape=self._protocol_of(path).error)
+        else:
+            await self._admin(scope, receive, send)
+
+    def _protocol_of(self, path: str) -> WireProtocol:
+        """The protocol whose clients ask for this path, or for one below it."""
+        for protocol in self._protocols:
+            if path == protocol.path or path.startswith(f"{protocol.path}/"):
+                return protocol
+        return self._protocols[0]
+
+    async def _health(self, send: Send) -> None:
+        if self._ready.is_set():
+            await send_json(send, {"status": "serving"})
+        else:
+            await send_json(send, {"status": "restoring"}, status=503)
+
+    async def _models(self, _: Scope, __: Receive, send: Send, key: str | None) -> None:
+        try:
+            episode = self._access.episode(key)
+        except RefusedError as error:
+            await send_refusal(send, error, shape=self._protocols[0].error)
+            return
+        model = {
+            "id": DEFAULT_MODEL,
+            "object": "model",
+            "created": episode.opened.opened_ms // 1000,
+            "owned_by": "forgemq",
+        }
+        await send_json(send, {"object": "list", "data": [model]})
+
+
+def _key_and_path(scope: Scope, path: str) -> tuple[str | None, str]:
+    """The key of a request, from `/s/<key>/...` or its headers, and the path without `/s/<key>`."""
+    key = ""
+    if path.startswith(_SESSION):
+        segment, _, rest = path[len(_SESSION) :].partition("/")
+        key, path = unquote(segment), f"/{rest}"
+    return key or key_in(headers_of(scope)), path

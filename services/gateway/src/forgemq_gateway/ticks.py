@@ -1,0 +1,26 @@
+"""Looks after everything that changes by time alone: silent lanes, deadlines, leases, gauges."""
+
+import asyncio
+
+from forgemq_gateway.context import GatewayContext
+from forgemq_gateway.dispatcher import Dispatcher
+from forgemq_gateway.operations import Operations
+
+# Far below the seconds that holds, leases and lapses last, and cheap enough for 10,000 episodes.
+TICK_S = 0.25
+
+
+async def keep_ticking(
+    context: GatewayContext, *, dispatcher: Dispatcher, operations: Operations
+) -> None:
+    """Tick until cancelled."""
+    telemetry, registry = context.telemetry, context.registry
+    while True:
+        await asyncio.sleep(TICK_S)
+        dispatcher.tick()
+        await operations.lapse()
+        operations.held_bytes = registry.size_bytes()
+        telemetry.gauge("gateway.history_bytes", operations.held_bytes)
+        telemetry.gauge("gateway.groups", len(registry.groups))
+        for lane, in_flight in dispatcher.attempts.in_flight().items():
+            telemetry.gauge("gateway.in_flight", in_flight, lane=lane)

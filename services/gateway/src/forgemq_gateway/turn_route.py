@@ -1,0 +1,295 @@
+"""One request for a completion, in plain ASGI: wait, keep the connection alive, write the answer.
+
+A turn is sampled fully and committed to the log before its first byte is written. Before it is
+dispatched every refusal is a plain HTTP error. A stream that has to wait after that opens with 200
+and keep-alives, and later failures are error events. What those look like is the protocol's.
+"""
+
+import asyncio
+import traceback
+from typing import Any, Protocol
+
+from msgspec import Struct
+
+from forgemq_contracts.completions import DeliveredCompletion
+from forgemq_gateway.access import Access
+from forgemq_gateway.composer import Composer
+from forgemq_gateway.context import GatewayContext
+from forgemq_gateway.core.episodes import HeldEpisode
+from forgemq_gateway.core.errors import RefusedError, busy, failed
+from forgemq_gateway.core.history import KnownCompletion
+from forgemq_gateway.core.replies import Answer
+from forgemq_gateway.core.requests import Request
+from forgemq_gateway.operations import Operations
+from forgemq_gateway.turn_source import Awaited, TurnSource
+from forgemq_gateway.wire import (
+    ClientGoneError,
+    Receive,
+    Scope,
+    Send,
+    headers_of,
+    read_body,
+    send_json,
+    send_refusal,
+)
+from forgemq_telemetry.traces import Headers, headers_from_http
+
+# A longer answer is written in two steps: the second waits until the first is on its way, so a
+# client that left in the meantime does not count as served. Small enough for any socket buffer.
+_ONE_WRITE_BYTES_MAX = 65_536
+
+
+class WireProtocol(Protocol):
+    """How one protocol writes requests and answers."""
+
+    @property
+    def path(self) -> str:
+        """Where requests are posted."""
+        ...
+
+    def read(self, body: bytes) -> Request:
+        """The request in a body, or a RefusedError that names the field."""
+        ...
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        """The answer as one JSON object."""
+        ...
+
+    def stream(self, answer: Answer, *, includes_usage: bool) -> bytes:
+        """The answer as the events of a stream, to its end."""
+        ...
+
+    def keep_alive(self, *, request_id: str, created_s: int, model: str) -> bytes:
+        """What a stream writes while its answer is not there."""
+        ...
+
+    def error(self, error: RefusedError) -> dict[str, Any]:
+        """A refusal as one JSON object."""
+        ...
+
+    def stream_error(self, error: RefusedError) -> bytes:
+        """A refusal as the last event of a stream."""
+        ...
+
+
+class Client(Struct, kw_only=True, eq=False):
+    """One connection that waits for an answer."""
+
+    protocol: WireProtocol
+    request: Request
+    send: Send
+    leaving: "asyncio.Task[None]"
+    has_opened: bool = False
+
+
+class Started(Struct, frozen=True, kw_only=True):
+    """A request whose turn a client waits for."""
+
+    request: Request
+    episode: HeldEpisode
+    awaited: Awaited
+
+
+class TurnRoute:
+    """Answers requests for completions of open episodes."""
+
+    def __init__(
+        self,
+        source: TurnSource,
+        *,
+        access: Access,
+        composer: Composer,
+        operations: Operations,
+        context: GatewayContext,
+    ) -> None:
+        self._source = source
+        self._access = access
+        self._composer = composer
+        self._operations = operations
+        self._settings = context.settings
+        self._outbox = context.outbox
+        self._tasks = context.tasks
+        self._clock = context.clock
+        self._changed = context.changed
+        self._telemetry = context.telemetry
+
+    async def serve(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        key: str | None,
+        *,
+        protocol: WireProtocol,
+    ) -> None:
+        """Answer one request of the episode with this key."""
+        started_s = self._clock.now_s()
+        headers = headers_of(scope)
+        try:
+            self._access.episode(key)
+            body = await read_body(
+                receive, bytes_max=self._settings.body_bytes_max, headers=headers
+            )
+            started = self._start(protocol, body, key=key, caller=headers_from_http(headers))
+        except ClientGoneError:
+            return
+        except RefusedError as error:
+            self._telemetry.count("gateway.refused", status=error.status)
+            await send_refusal(send, error, shape=protocol.error)
+            return
+        del body  # Up to body_bytes_max, and the wait may be long.
+        client = Client(
+            protocol=protocol,
+            request=started.request,
+            send=send,
+            leaving=self._tasks.create_task(_wait_for_disconnect(receive)),
+        )
+        await self._attend(client, started.episode, started.awaited)
+        self._telemetry.observe("gateway.answer_s", self._clock.now_s() - started_s)
+
+    def _start(
+        self, protocol: WireProtocol, body: bytes, *, key: str | None, caller: Headers
+    ) -> Started:
+        """Read the request and let a client wait for its turn.
+
+        Raises:
+            RefusedError: 4xx as the parts say; 500 for any other error.
+        """
+        try:
+            request = protocol.read(body)
+            self._check_memory()
+            # Checked again: the episode may have ended while the body came.
+            episode = self._access.episode(key)
+            awaited = self._source.start(episode, request, caller=caller)
+            return Started(request=request, episode=episode, awaited=awaited)
+        except RefusedError:
+            raise
+        except Exception as error:
+            self._telemetry.event(
+                "request_failed",
+                error=f"{type(error).__name__}: {error}",
+                traceback=traceback.format_exc(),
+            )
+            raise failed("the request could not be read", status=500) from error
+
+    def _check_memory(self) -> None:
+        if self._operations.held_bytes > self._settings.memory_bytes_max:
+            raise busy(
+                "the histories of open groups fill the gateway's memory",
+                status=503,
+                retry_after_s=5,
+            )
+
+    async def _attend(self, client: Client, episode: HeldEpisode, awaited: Awaited) -> None:
+        """Answer a client; its episode's lease cannot lapse meanwhile."""
+        episode.renew(self._clock.now_s())
+        episode.clients += 1
+        try:
+            await self._answer(client, episode, awaited)
+        finally:
+            client.leaving.cancel()
+            episode.clients -= 1
+            await self._source.leave(episode, awaited)
+            episode.renew(self._clock.now_s())
+            self._changed.notify()
+
+    async def _answer(self, client: Client, episode: HeldEpisode, awaited: Awaited) -> None:
+        try:
+            completion = await self._wait(client, awaited)
+        except ClientGoneError:
+            return
+        except RefusedError as error:
+            await self._refuse(client, error)
+            return
+        answer = self._composer.answer(
+            completion, model=client.request.model, with_logprobs=client.request.wants_logprobs
+        )
+        if client.request.is_stream:
+            await _write_stream(client, answer)
+        else:
+            await _write_whole(client, answer)
+        if not client.leaving.done():
+            self._note_delivery(episode, completion)
+
+    async def _wait(self, client: Client, awaited: Awaited) -> KnownCompletion:
+        """Wait for the completion; meanwhile a stream gets keep-alives.
+
+        Raises:
+            ClientGoneError: the connection closed first.
+            RefusedError: the turn failed.
+        """
+        while True:
+            await asyncio.wait(
+                (awaited.result, client.leaving),
+                timeout=self._settings.keepalive_s,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+            if awaited.result.done():
+                return awaited.result.result()
+            if client.leaving.done():
+                raise ClientGoneError
+            if client.request.is_stream and awaited.is_dispatched:
+                await self._keep_alive(client, awaited.request_id)
+
+    async def _keep_alive(self, client: Client, request_id: str) -> None:
+        await _open_stream(client)
+        data = client.protocol.keep_alive(
+            request_id=request_id,
+            created_s=self._clock.wall_ms() // 1000,
+            model=client.request.model,
+        )
+        await client.send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def _refuse(self, client: Client, error: RefusedError) -> None:
+        self._telemetry.count("gateway.refused", status=error.status)
+        if client.has_opened:
+            data = client.protocol.stream_error(error)
+            await client.send({"type": "http.response.body", "body": data})
+        else:
+            await send_refusal(client.send, error, shape=client.protocol.error)
+
+    def _note_delivery(self, episode: HeldEpisode, completion: KnownCompletion) -> None:
+        """Write that a client has the whole answer, once per completion."""
+        if completion.request_id in episode.delivered:
+            return
+        episode.delivered.add(completion.request_id)
+        record = DeliveredCompletion(
+            request_id=completion.request_id,
+            episode_id=episode.episode_id,
+            group_id=episode.opened.group_id,
+            delivered_ms=self._clock.wall_ms(),
+        )
+        self._tasks.create_task(self._outbox.write(record))
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _open_stream(client: Client) -> None:
+    if client.has_opened:
+        return
+    client.has_opened = True
+    headers = [
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+        (b"cache-control", b"no-cache"),
+        (b"x-accel-buffering", b"no"),
+    ]
+    await client.send({"type": "http.response.start", "status": 200, "headers": headers})
+
+
+async def _write_stream(client: Client, answer: Answer) -> None:
+    includes_usage = client.request.includes_usage
+    data = client.protocol.stream(answer, includes_usage=includes_usage)
+    await _open_stream(client)
+    if len(data) > _ONE_WRITE_BYTES_MAX:
+        await client.send({"type": "http.response.body", "body": data, "more_body": True})
+        data = b""
+    await client.send({"type": "http.response.body", "body": data})
+
+
+async def _write_whole(client: Client, answer: Answer) -> None:
+    await send_json(
+        client.send, client.protocol.whole(answer), headers={"x-request-id": answer.request_id}
+    )

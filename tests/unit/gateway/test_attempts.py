@@ -1,0 +1,184 @@
+"""What one turn goes through, effect by effect."""
+
+import pytest
+
+from forgemq_contracts.arrays import pack_ids
+from forgemq_contracts.completions import FailureKind, TurnPart
+from forgemq_contracts.episodes import OpenedEpisode, Sampling
+from forgemq_contracts.weights import ReportedEngine
+from forgemq_gateway.core.attempts import (
+    Attempts,
+    CancelAttempt,
+    Effects,
+    FailTurn,
+    LaneResult,
+    Moment,
+    ReportFailure,
+    SendAttempt,
+)
+from forgemq_gateway.core.episodes import HeldEpisode
+from forgemq_gateway.core.errors import gone
+from forgemq_gateway.core.lanes import Lanes
+from forgemq_gateway.core.plans import Prepared
+from forgemq_gateway.core.turns import OpenTurn
+
+
+class Scene:
+    """One episode with one turn, and one lane that reports when a test says so."""
+
+    def __init__(self) -> None:
+        self.attempts = Attempts(Lanes(lapse_s=5.0), lane_hold_s=3.0)
+        opened = OpenedEpisode(
+            episode_id="g-1.0.0",
+            group_id="g-1",
+            index=0,
+            attempt=0,
+            key_sha256="0" * 64,
+            sampling=Sampling(),
+            history="append_only",
+            lease_s=10,
+            opened_ms=0,
+        )
+        self.episode = HeldEpisode(opened, lease_until_s=10.0)
+        self.turn = self.begin()
+
+    def begin(self) -> OpenTurn:
+        turn = self.episode.begin("d", matched=None, requested_ms=0, deadline_ms=60_000)
+        self.attempts.begin(self.episode, turn)
+        return turn
+
+    def dispatch(self, *, now_s: float = 0.0) -> Effects:
+        part = TurnPart(sequence=0, protocol="chat_completions", body_digest="d")
+        prepared = Prepared(
+            parent=None,
+            shared_tokens=0,
+            context=pack_ids([1]),
+            context_tokens=1,
+            sampling=Sampling(),
+            part=part,
+        )
+        return self.attempts.dispatch(self.episode, self.turn, prepared, at=at(now_s))
+
+    def report(self, *, now_s: float = 0.0, epoch: int = 1) -> Effects:
+        record = ReportedEngine(
+            lane=0,
+            epoch=epoch,
+            url="",
+            is_serving=True,
+            lineage=1,
+            version=0,
+            running=0,
+            queued=0,
+            reported_ms=0,
+        )
+        return self.attempts.take_report(record, heard_s=now_s, at=at(now_s))
+
+    def fail(self, failure: FailureKind) -> Effects:
+        result = LaneResult(
+            episode=self.episode,
+            request_id=self.turn.request_id,
+            attempt=self.turn.sent - 1,
+            completion=None,
+            failure=failure,
+            error="why",
+        )
+        return self.attempts.take_result(result, at=at(0.0))
+
+
+def at(now_s: float) -> Moment:
+    return Moment(now_s=now_s, wall_ms=round(now_s * 1000))
+
+
+def kinds(effects: Effects) -> list[type]:
+    return [type(effect) for effect in effects]
+
+
+def statuses(effects: Effects) -> list[int]:
+    return [effect.error.status for effect in effects if isinstance(effect, FailTurn)]
+
+
+def test_a_turn_waits_for_its_first_lane_and_is_refused_after_the_hold() -> None:
+    scene = Scene()
+    assert scene.dispatch() == ()
+    assert scene.attempts.tick(at(2.9)) == ()
+    assert statuses(scene.attempts.tick(at(3.0))) == [429]
+    assert scene.episode.known("d") is None
+
+
+def test_a_held_turn_goes_to_the_first_lane_that_reports() -> None:
+    scene = Scene()
+    scene.dispatch()
+    assert kinds(scene.report(now_s=1.0)) == [SendAttempt]
+
+
+def test_a_silent_lane_keeps_its_turn_if_there_is_no_other_lane() -> None:
+    scene = Scene()
+    scene.report()
+    scene.dispatch()
+    assert scene.attempts.tick(at(6.0)) == ()
+    assert scene.report(now_s=7.0) == ()
+    assert scene.attempts.in_flight() == {0: 1}
+
+
+def test_a_new_epoch_gets_the_turn_as_the_next_attempt() -> None:
+    scene = Scene()
+    scene.report()
+    scene.dispatch()
+    (sent,) = scene.report(now_s=1.0, epoch=2)
+    assert isinstance(sent, SendAttempt)
+    assert (sent.record.attempt, sent.record.epoch) == (1, 2)
+    assert scene.attempts.in_flight() == {0: 1}
+
+
+@pytest.mark.parametrize(
+    ("failures", "status"),
+    [
+        (["engine", "engine", "engine"], 503),
+        (["engine", "cancelled", "engine"], 503),
+        (["context_missing", "engine", "context_missing", "engine"], 503),
+        (["context_overflow"], 400),
+        (["engine", "deadline"], 504),
+    ],
+)
+def test_after_these_failures_the_clients_hear(failures: list[FailureKind], status: int) -> None:
+    """The first context_missing asks for the whole context; later ones are engine errors."""
+    scene = Scene()
+    scene.report()
+    scene.dispatch()
+    for failure in failures[:-1]:
+        assert kinds(scene.fail(failure)) == [ReportFailure, SendAttempt]
+    effects = scene.fail(failures[-1])
+    assert kinds(effects) == [ReportFailure, FailTurn]
+    assert statuses(effects) == [status]
+
+
+def test_an_abandoned_turn_is_cancelled_and_a_client_that_returns_continues_it() -> None:
+    scene = Scene()
+    scene.report()
+    scene.dispatch()
+    (cancelled,) = scene.attempts.leave(scene.episode, scene.turn)
+    assert isinstance(cancelled, CancelAttempt)
+    assert cancelled.record.attempt == 0
+    assert scene.fail("cancelled") == ()
+    (sent,) = scene.attempts.join(scene.episode, scene.turn, deadline_ms=90_000, at=at(1.0))
+    assert isinstance(sent, SendAttempt)
+    assert (sent.record.attempt, sent.record.deadline_ms) == (1, 90_000)
+
+
+def test_a_group_that_ends_during_the_preparation_sends_nothing_to_a_lane() -> None:
+    scene = Scene()
+    scene.report()
+    assert statuses(scene.attempts.end_turns(scene.episode, gone("over"))) == [410]
+    assert scene.dispatch() == ()
+
+
+def test_a_client_that_returns_during_the_preparation_is_not_refused_with_the_turn_it_left() -> (
+    None
+):
+    scene = Scene()
+    abandoned = scene.turn
+    scene.attempts.leave(scene.episode, abandoned)
+    again = scene.begin()
+    assert again.request_id == abandoned.request_id
+    assert scene.attempts.refuse(scene.episode, abandoned, gone("over")) == ()
+    assert again.waiting == 1
