@@ -29,8 +29,9 @@ from forgemq_bus.errors import LogError
 from forgemq_bus.log import Log, Place, Record
 from forgemq_contracts import topics
 from forgemq_contracts.groups import MergedGroup, ScoredGroup
-from forgemq_launcher.machine import MachineError
-from forgemq_launcher.processes import ProcessFailedError
+from forgemq_launcher.upkeep.machine import MachineError
+from forgemq_launcher.upkeep.supervisor import ProcessFailedError
+from forgemq_telemetry.causes import causes
 
 WORKLOADS = {
     "small": Workload(
@@ -227,13 +228,6 @@ def report(measurement: Measurement, case: str, outcome: Outcome, *, engine_s: f
     measurement.conditions[f"{case}, load average"] = load
 
 
-def _lines_of(error: BaseException) -> list[str]:
-    """What went wrong, out of the groups that task groups wrap it in."""
-    if isinstance(error, BaseExceptionGroup):
-        return [line for inner in error.exceptions for line in _lines_of(inner)]
-    return [str(error) or type(error).__name__]
-
-
 def _text_of(workload: Workload) -> str:
     return ", ".join(f"{name}={value}" for name, value in msgspec.structs.asdict(workload).items())
 
@@ -261,7 +255,7 @@ def main() -> int:
             with tempfile.TemporaryDirectory(prefix="forgemq-load-") as folder:
                 outcome = asyncio.run(measure(case, workload, folder=Path(folder)))
         except* FAILURES as failures:
-            lines = "\n".join(_lines_of(failures))
+            lines = "\n".join(str(cause) or type(cause).__name__ for cause in causes(failures))
             sys.exit(f"{case}: the system under load failed: {lines}")
         report(measurement, case, outcome, engine_s=workload.engine_s)
     return measurement.finish(options.json)
