@@ -21,13 +21,13 @@ from forgemq_bus.log import Log
 from forgemq_contracts.episodes import Sampling
 from forgemq_contracts.run import Episodes, Model, Queue, RunConfiguration, StartedRun, Trainer
 from forgemq_contracts.run import Log as LogCounts
-from forgemq_launcher.broker import RunBroker
 from forgemq_launcher.core.restarts import RestartPolicy
-from forgemq_launcher.machine import port
-from forgemq_launcher.processes import ServiceSpec, Supervisor
+from forgemq_launcher.records.run_topics import create_topics, write_start
 from forgemq_launcher.run_folder import RunFolder
-from forgemq_launcher.services import Addresses, service_specs
-from forgemq_launcher.topics_of_run import announce, create_topics
+from forgemq_launcher.upkeep.broker import RunBroker
+from forgemq_launcher.upkeep.machine import port
+from forgemq_launcher.upkeep.services import Addresses, service_specs
+from forgemq_launcher.upkeep.supervisor import ServiceSpec, Supervisor
 
 LOADTESTS = Path(__file__).parent
 DEMO_MODEL = LOADTESTS.parent / "deploy" / "demo" / "model"
@@ -133,7 +133,7 @@ async def running(name: str, workload: Workload, *, folder: Path) -> AsyncIterat
             blobs=str(run / "blobs"),
             started_ms=time.time_ns() // 1_000_000,
         )
-        await announce(broker.connection, started)
+        await write_start(broker.connection, started)
         trainer = StandInTrainer(
             log,
             model=model,

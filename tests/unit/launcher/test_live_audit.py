@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from forgemq_bus.log import Isolation, Log, Place, Reader
 from forgemq_bus.memory import MemoryLog
-from forgemq_launcher import ending
-from forgemq_launcher.follow import Follower
-from forgemq_launcher.topics_of_run import create_topics
+from forgemq_launcher.records import run_audit
+from forgemq_launcher.records.follower import Follower
+from forgemq_launcher.records.run_topics import create_topics
 from tests.unit.run_view.synthetic import SyntheticRun, configuration, started
 from tests.unit.run_view.test_auditing import audit_once, trim, write
 
@@ -73,7 +73,7 @@ async def test_a_step_trained_while_the_audit_reads_does_not_break_a_guarantee()
                         await trim(log)
 
             live = LogOfLiveRun(log, go_on)
-            result, _ = await ending.audited(live, started(), reason="", now_ms=61_000)
+            result, _ = await run_audit.audit_run(live, started(), reason="", now_ms=61_000)
             assert result.guarantees == HELD, (moment, is_trimmed)
             assert result.steps in (1, 2)
 
@@ -122,5 +122,5 @@ async def test_records_audits_and_trimming_between_any_two_calls_break_no_guaran
     for _ in range(random.randint(1, 12)):
         await go_on()
     live = LogOfLiveRun(log, go_on)
-    result, _ = await ending.audited(live, started(), reason="", now_ms=61_000)
+    result, _ = await run_audit.audit_run(live, started(), reason="", now_ms=61_000)
     assert result.guarantees == HELD

@@ -6,7 +6,7 @@ import psutil
 import pytest
 
 from forgemq_launcher.core.phases import phase
-from forgemq_launcher.machine import MachineError, check_memory, port
+from forgemq_launcher.upkeep.machine import MachineError, check_memory, port
 
 HOST = "127.0.0.1"
 

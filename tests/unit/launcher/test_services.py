@@ -4,7 +4,7 @@ from pathlib import Path
 
 from forgemq_contracts.run import Model, Queue, RunConfiguration, Trainer
 from forgemq_launcher.run_folder import RunFolder
-from forgemq_launcher.services import SERVICES, Addresses, service_specs
+from forgemq_launcher.upkeep.services import SERVICES, Addresses, service_specs
 
 GIVEN = {
     "PATH": "/bin",

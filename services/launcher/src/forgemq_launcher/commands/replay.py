@@ -9,15 +9,16 @@ from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 
-from forgemq_launcher.looking import broker_of
+from forgemq_launcher import exit_status
+from forgemq_launcher.commands.run_on_broker import run_broker
 from forgemq_launcher.run_folder import RunFolder
-from forgemq_launcher.services import service_environ
+from forgemq_launcher.upkeep.services import service_environ
 
-STATUS_ORDER = (1, 2, 0)
-"""Worst first: a difference or a failure, then what was refused."""
+STATUS_ORDER = (exit_status.FAILED, exit_status.REFUSED, exit_status.OK)
+"""Worst first: a difference, then a service that could not replay, then equal bytes."""
 
 
-async def replay(
+async def replay_journals(
     folder: RunFolder,
     environ: Mapping[str, str],
     console: Console,
@@ -25,30 +26,30 @@ async def replay(
     services: Sequence[str],
     partition: int | None,
 ) -> int:
-    """Replay the journals of these services; the status is 1 where a byte differs.
+    """Replay the journals of these services and print what differs.
 
     Returns:
         0: all equal. 1: a difference, or a failure. 2: refused, e.g. inputs that are not kept.
     """
-    configuration = folder.configuration()
     statuses: set[int] = set()
-    async with broker_of(folder, environ) as (reached, _):
+    async with run_broker(folder, environ) as (reached, _):
         shared = {
             **reached,
-            "FORGEMQ_RUN": configuration.run,
-            "FORGEMQ_BLOBS": environ.get("FORGEMQ_BLOBS") or str(folder / "blobs"),
+            "FORGEMQ_RUN": folder.run,
         }
+        if (folder / "blobs").is_dir():
+            shared.setdefault("FORGEMQ_BLOBS", str(folder / "blobs"))
         for service in services:
             arguments = ["replay"] if partition is None else ["replay", f"--partition={partition}"]
             own = service_environ(shared, service)
-            statuses.add(await _told(service, arguments, environ=own, console=console))
-    return next((status for status in STATUS_ORDER if status in statuses), 1)
+            statuses.add(await _print_replay(service, arguments, environ=own, console=console))
+    return next((status for status in STATUS_ORDER if status in statuses), exit_status.FAILED)
 
 
-async def _told(
+async def _print_replay(
     service: str, arguments: Sequence[str], *, environ: Mapping[str, str], console: Console
 ) -> int:
-    """Run `python -m forgemq.<service>`, print what it prints; returns its exit status."""
+    """Run a service with these arguments and print what it prints; returns its exit status."""
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", f"forgemq_{service}", *arguments),
         env=dict(environ),

@@ -9,8 +9,8 @@ from forgemq_contracts.run import RunConfiguration
 from forgemq_launcher.core.gpus import engine_gpus, visible_gpus
 from forgemq_launcher.core.phases import BEFORE_ALL, phase
 from forgemq_launcher.core.restarts import RestartPolicy
-from forgemq_launcher.machine import MachineError, installed_gpus, port
-from forgemq_launcher.processes import Note
+from forgemq_launcher.upkeep.machine import MachineError, installed_gpus, port
+from forgemq_launcher.upkeep.supervisor import Note
 from forgemq_sglang_cpu.options import EngineOptions
 from forgemq_sglang_cpu.server import EngineServer, EngineServerError
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from forgemq_bus.broker import BrokerError, LocalBroker
 from forgemq_bus.kafka import KafkaConnection
 from forgemq_launcher.core.restarts import RestartPolicy
-from forgemq_launcher.processes import Note
+from forgemq_launcher.upkeep.supervisor import Note
 from forgemq_shell.connection import kafka_connection
 
 WATCH_EVERY_S = 1.0

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from msgspec import Struct
 
 from forgemq_contracts.run import RunConfiguration
-from forgemq_launcher.processes import ServiceSpec
 from forgemq_launcher.run_folder import RunFolder
+from forgemq_launcher.upkeep.supervisor import ServiceSpec
 
 THREADS_VARIABLES = (
     "OMP_NUM_THREADS",

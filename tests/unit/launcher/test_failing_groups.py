@@ -4,7 +4,7 @@ import pytest
 
 from forgemq_contracts.groups import MergedGroup, NotTrainable, RetiredGroup, RetireReason
 from forgemq_contracts.run import Queue
-from forgemq_launcher.core.failing import FailingGroups
+from forgemq_launcher.core.failing_groups import FailingGroups
 
 QUEUES = tuple(
     Queue(domain=domain, task_source="", agent="", slots=2, groups_per_step=1)
@@ -31,7 +31,7 @@ def retire(
             reason=reason,
             detail=f"why {number}\n  and how",
         )
-        counted.retired(group, at_ms=at_ms)
+        counted.count_retired(group, at_ms=at_ms)
 
 
 def merge(
@@ -48,7 +48,7 @@ def merge(
         partition=0,
         not_trainable=not_trainable,
     )
-    counted.merged(group, at_ms=at_ms)
+    counted.count_merged(group, at_ms=at_ms)
 
 
 def test_groups_that_fail_in_a_row_end_the_run_with_the_newest_reason_in_one_line():

@@ -1,7 +1,4 @@
-"""Creates the topics of a run and puts its start and end on the log."""
-
-import time
-from collections.abc import Mapping
+"""Creates the topics of a run and writes its start and end."""
 
 from forgemq_bus.kafka import KafkaConnection, KafkaLog
 from forgemq_bus.log import Log
@@ -11,9 +8,9 @@ from forgemq_contracts.run import EndedRun, RunConfiguration, StartedRun
 from forgemq_contracts.steps import TrainedStep
 from forgemq_contracts.topics import ENDED_RUNS, STARTED_RUNS, TRAINED_STEPS, partition_count
 from forgemq_run_view.reading import places_of, read_all
-from forgemq_settings.environment import SettingsError
-from forgemq_shell.connection import kafka_connection
 from forgemq_shell.records import emit_of
+
+NO_STEP = -1
 
 
 async def create_topics(log: Log, configuration: RunConfiguration) -> int:
@@ -33,8 +30,8 @@ async def create_topics(log: Log, configuration: RunConfiguration) -> int:
 
 
 async def last_trained_step(log: Log, configuration: RunConfiguration) -> int:
-    """The highest step that is trained; -1 where the run is new."""
-    last = -1
+    """The highest step that is trained; -1 if the run is new."""
+    last = NO_STEP
     async for records in read_all(log, places_of(TRAINED_STEPS, configuration)):
         for record in records:
             trained = topics.decode(TRAINED_STEPS, record.value)
@@ -43,42 +40,18 @@ async def last_trained_step(log: Log, configuration: RunConfiguration) -> int:
     return last
 
 
-async def create(configuration: RunConfiguration, environ: Mapping[str, str]) -> None:
-    """Create topics and announce the run on the broker that the settings name.
-
-    Raises:
-        SettingsError: FORGEMQ_KAFKA or FORGEMQ_BLOBS is not set.
-    """
-    blobs = environ.get("FORGEMQ_BLOBS")
-    if not blobs:
-        raise SettingsError("FORGEMQ_BLOBS: must be set: where all services reach the blob store")
-    connection = kafka_connection(environ)
-    log = KafkaLog(connection, run=configuration.run)
-    try:
-        await create_topics(log, configuration)
-    finally:
-        await log.close()
-    started_ms = time.time_ns() // 1_000_000
-    await announce(
-        connection,
-        StartedRun(
-            run=configuration.run, configuration=configuration, blobs=blobs, started_ms=started_ms
-        ),
-    )
-
-
-async def announce(connection: KafkaConnection, started: StartedRun) -> None:
-    """Put the run on the log; its services take their configuration from there."""
+async def write_start(connection: KafkaConnection, started: StartedRun) -> None:
+    """Write the record from which every service of the run takes its configuration."""
     await _write(connection, Output(topic=STARTED_RUNS.name, partition=0, record=started))
 
 
-async def conclude(connection: KafkaConnection, ended: EndedRun) -> None:
-    """Put the run's end on the log."""
+async def write_end(connection: KafkaConnection, ended: EndedRun) -> None:
+    """Write how this start of the run ended."""
     await _write(connection, Output(topic=ENDED_RUNS.name, partition=0, record=ended))
 
 
 async def _write(connection: KafkaConnection, output: Output) -> None:
-    # A log without a blob store: who reads these records does not know yet where the blobs lie.
+    # A log without a blob store: readers of these records do not yet know where the blobs lie.
     log = KafkaLog(connection, run="")
     try:
         writer = await log.writer()

@@ -9,7 +9,12 @@ import psutil
 import pytest
 
 from forgemq_launcher.core.restarts import RestartPolicy
-from forgemq_launcher.processes import ProcessFailedError, ServiceSpec, Supervisor
+from forgemq_launcher.upkeep.supervisor import (
+    CHILD_MODULE,
+    ProcessFailedError,
+    ServiceSpec,
+    Supervisor,
+)
 
 QUICK = RestartPolicy(restarts_max=2, delay_first_s=0.01, delay_max_s=0.02)
 
@@ -143,7 +148,7 @@ async def test_a_service_ends_when_its_launcher_is_killed(tmp_path):
     inner = spec(tmp_path, SLEEPS)
     launcher = f"""
 import os, subprocess, sys, time
-command = [sys.executable, "-m", "forgemq_launcher.child", str(os.getpid()), {inner.module!r}]
+command = [sys.executable, "-m", {CHILD_MODULE!r}, str(os.getpid()), {inner.module!r}]
 child = subprocess.Popen(command, stdout=open({str(log)!r}, "w"), start_new_session=True)
 print(child.pid, flush=True)
 time.sleep(60)

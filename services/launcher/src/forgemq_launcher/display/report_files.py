@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import msgspec
 from rich.table import Table
 
-from forgemq_launcher.panel import duration
+from forgemq_launcher.display.panel import duration
 from forgemq_run_view.report import Report
 from forgemq_run_view.state import RunState
 
@@ -14,15 +14,21 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-def write_json(report: Report, path: Path) -> None:
-    """Write the report; a half-written one is never seen."""
+def write_report(report: Report, state: RunState, *, folder: Path) -> None:
+    """Write report.json and report.png of a run into its folder."""
+    _write_json(report, folder / "report.json")
+    _write_plot(state, report, folder / "report.png")
+
+
+def _write_json(report: Report, path: Path) -> None:
+    """Write the report; readers see the old file or the whole new one."""
     text = msgspec.json.format(msgspec.json.encode(report), indent=2)
     scratch = path.with_suffix(".json.new")
     scratch.write_bytes(text + b"\n")
     scratch.replace(path)
 
 
-def write_plot(state: RunState, report: Report, path: Path) -> None:
+def _write_plot(state: RunState, report: Report, path: Path) -> None:
     """Success, staleness, tree saving and log-probability gap over the run, as a PNG."""
     # Imported here: it takes a second and only the end of a run needs it.
     import matplotlib as mpl

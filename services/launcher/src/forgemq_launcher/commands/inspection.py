@@ -1,7 +1,6 @@
 """Commands that look at runs: list them, audit one, print a trajectory, list dead letters."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -10,25 +9,23 @@ from rich.table import Table
 from rich.text import Text
 from tokenizers import Tokenizer
 
-from forgemq_bus.blobs import BlobStore
-from forgemq_bus.kafka import KafkaConnection, KafkaLog
-from forgemq_bus.log import Log, Place
+from forgemq_bus.log import Log, Place, Record
 from forgemq_contracts.run import EndedRun, StartedRun
 from forgemq_contracts.topics import ENDED_RUNS, FINISHED_COMPLETIONS, OF_RUN
-from forgemq_launcher import ending
-from forgemq_launcher.broker import RunBroker
-from forgemq_launcher.follow import Follower
-from forgemq_launcher.report_files import table
-from forgemq_launcher.run_folder import RunFolder, RunFolderError
+from forgemq_launcher import exit_status
+from forgemq_launcher.commands.run_on_broker import run_on_broker
+from forgemq_launcher.display.report_files import table
+from forgemq_launcher.records import run_audit
+from forgemq_launcher.records.follower import Follower
+from forgemq_launcher.run_folder import RunFolder
 from forgemq_run_view.reading import message_of, places_of, read_all, read_at
 from forgemq_run_view.report import Report
 from forgemq_run_view.trajectory import Trajectory, Turn, trajectories
-from forgemq_shell.started_run import started_run
 
-EXIT_OK = 0
-EXIT_FAILED = 1
-EXIT_REFUSED = 2
 LETTER_BYTES_SHOWN_MAX = 60
+"""Enough to tell JSON from msgpack and to see the first ids; a row of the table stays readable."""
+GROUPS_SHOWN_MAX = 2000
+"""The newest ones: several hundred steps of the demo, and still a second of output."""
 
 
 def list_runs(folders: Sequence[RunFolder], console: Console) -> int:
@@ -47,30 +44,30 @@ def list_runs(folders: Sequence[RunFolder], console: Console) -> int:
             str(configuration.seed),
         )
     console.print(shown if folders else "no runs yet: `make demo` makes the first")
-    return EXIT_OK
+    return exit_status.OK
 
 
 async def audit(folder: RunFolder, environ: Mapping[str, str], console: Console) -> int:
-    """Check the guarantees of a run on its log; the status is 1 where one does not hold."""
-    async with _log_of(folder, environ) as (log, started):
+    """Check the guarantees of a run on its log; the status is 1 if one does not hold."""
+    async with run_on_broker(folder, environ) as (log, started):
         ended = await _end_of(log, started)
         reason = ended.reason if ended else ""
         now_ms = ended.ended_ms if ended else started.started_ms
-        result, _ = await ending.audited(log, started, reason=reason, now_ms=now_ms)
+        result, _ = await run_audit.audit_run(log, started, reason=reason, now_ms=now_ms)
     console.print(table(result))
-    return EXIT_OK if all(result.guarantees.values()) else EXIT_FAILED
+    return exit_status.OK if all(result.guarantees.values()) else exit_status.FAILED
 
 
 async def inspect(
     folder: RunFolder, environ: Mapping[str, str], console: Console, *, what: str | None
 ) -> int:
     """Print the groups of a run, or every turn of a group or an episode with its tokens."""
-    async with _log_of(folder, environ) as (log, started):
+    async with run_on_broker(folder, environ) as (log, started):
         follower = Follower(log, started)
         await follower.catch_up()
         if what is None:
             _print_groups(follower, console)
-            return EXIT_OK
+            return exit_status.OK
         group_id = what.split(".", maxsplit=1)[0]
         places = follower.view.places(group_id)
         records = await read_at(
@@ -83,78 +80,39 @@ async def inspect(
         ]
     if not found and follower.view.knows(group_id):
         console.print(f"the turns of {what!r} are not kept (log.keep_for_replay)", highlight=False)
-        return EXIT_FAILED
+        return exit_status.FAILED
     if not found:
         console.print(f"nothing is known of {what!r} in run {folder.run}", highlight=False)
-        return EXIT_FAILED
+        return exit_status.FAILED
     tokenizer = _tokenizer(Path(started.configuration.model.path))
     for trajectory in found:
         _print_trajectory(trajectory, tokenizer, console)
-    return EXIT_OK
+    return exit_status.OK
 
 
 async def dlq(folder: RunFolder, environ: Mapping[str, str], console: Console) -> int:
-    """Print every dead letter with its reason; the status is 1 where there are any."""
+    """Print every dead letter with its reason; the status is 1 if there are any."""
     shown = Table("topic", "place", "reason", "first bytes")
-    async with _log_of(folder, environ) as (log, started):
+    async with run_on_broker(folder, environ) as (log, started):
         for topic in OF_RUN:
-            if not topic.has_dlq:
-                continue
-            places = [
-                Place(topic.dlq_name, place.partition)
-                for place in places_of(topic, started.configuration)
-            ]
-            async for records in read_all(log, places):
-                for record in records:
-                    headers = {
-                        name: value.decode(errors="replace") for name, value in record.headers
-                    }
-                    reason = headers.pop("reason", "")
-                    at = " ".join(f"{name}={value}" for name, value in headers.items())
-                    shown.add_row(
-                        topic.name, at, reason, repr(record.value[:LETTER_BYTES_SHOWN_MAX])
-                    )
+            if topic.has_dlq:
+                letters = [
+                    Place(topic.dlq_name, place.partition)
+                    for place in places_of(topic, started.configuration)
+                ]
+                async for records in read_all(log, letters):
+                    for record in records:
+                        shown.add_row(topic.name, *_letter_cells(record))
     console.print(shown if shown.row_count else "no dead letters")
-    return EXIT_FAILED if shown.row_count else EXIT_OK
+    return exit_status.FAILED if shown.row_count else exit_status.OK
 
 
-@asynccontextmanager
-async def broker_of(
-    folder: RunFolder, environ: Mapping[str, str]
-) -> AsyncIterator[tuple[Mapping[str, str], KafkaConnection]]:
-    """The broker of a run, and the environment that names it to a process.
-
-    It is the one that is up, else the run's own, started on its data for this.
-    """
-    if not environ.get("FORGEMQ_KAFKA"):
-        ports = folder / "kafka" / "ports.json"
-        if not ports.is_file():
-            raise RunFolderError(f"run {folder.run} has no broker of its own: set FORGEMQ_KAFKA")
-        if folder.is_up():
-            # Its broker belongs to the launcher that holds the run.
-            port = msgspec.json.decode(ports.read_bytes(), type=dict[str, int])["broker"]
-            environ = {**environ, "FORGEMQ_KAFKA": f"127.0.0.1:{port}"}
-    broker = RunBroker(folder / "kafka", environ=environ, note=lambda _: None)
-    try:
-        await broker.start()
-        yield {**environ, "FORGEMQ_KAFKA": broker.connection.bootstrap}, broker.connection
-    finally:
-        await broker.stop()
-
-
-@asynccontextmanager
-async def _log_of(
-    folder: RunFolder, environ: Mapping[str, str]
-) -> AsyncIterator[tuple[Log, StartedRun]]:
-    """The log of a run, on its broker."""
-    configuration = folder.configuration()
-    async with broker_of(folder, environ) as (_, connection):
-        blobs = BlobStore(environ.get("FORGEMQ_BLOBS") or str(folder / "blobs"))
-        log = KafkaLog(connection, run=configuration.run, blobs=blobs)
-        try:
-            yield log, await started_run(log, configuration.run, timeout_s=30.0)
-        finally:
-            await log.close()
+def _letter_cells(record: Record) -> tuple[str, str, str]:
+    """Where a dead letter comes from, why it is one, and how it begins."""
+    headers = {name: value.decode(errors="replace") for name, value in record.headers}
+    reason = headers.pop("reason", "")
+    source = " ".join(f"{name}={value}" for name, value in headers.items())
+    return source, reason, repr(record.value[:LETTER_BYTES_SHOWN_MAX])
 
 
 async def _end_of(log: Log, started: StartedRun) -> EndedRun | None:
@@ -171,7 +129,7 @@ async def _end_of(log: Log, started: StartedRun) -> EndedRun | None:
 
 def _print_groups(follower: Follower, console: Console) -> None:
     shown = Table("group", "queue index", "state", "step", "completions", "success")
-    for row in reversed(follower.view.rows(rows_max=2000)):
+    for row in reversed(follower.view.rows(rows_max=GROUPS_SHOWN_MAX)):
         shown.add_row(
             row.group_id,
             "-" if row.queue_index is None else str(row.queue_index),

@@ -9,7 +9,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from forgemq_launcher.processes import ServiceStatus
+from forgemq_launcher.upkeep.supervisor import ServiceStatus
 from forgemq_run_view.state import EvaluationPoint, QueueState, RunState, WindowPosition
 
 _BARS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"  # blocks of rising height
@@ -35,7 +35,6 @@ class PanelView(Struct, frozen=True, kw_only=True):
     is_engine_up: bool
     services: tuple[ServiceStatus, ...]
     console_url: str
-    folder: str
     events: tuple[str, ...]
 
 

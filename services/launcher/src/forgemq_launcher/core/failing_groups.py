@@ -35,7 +35,7 @@ class FailingGroups:
         self._newest: dict[str, RetiredGroup] = {}
         self._counts_from_ms = dict.fromkeys(self._limits, since_ms)
 
-    def retired(self, group: RetiredGroup, *, at_ms: int) -> None:
+    def count_retired(self, group: RetiredGroup, *, at_ms: int) -> None:
         """A group is over."""
         if group.domain not in self._limits or group.reason in _NEUTRAL or group.purpose == "eval":
             return
@@ -45,7 +45,7 @@ class FailingGroups:
             self._in_a_row[group.domain] += 1
             self._newest[group.domain] = group
 
-    def merged(self, group: MergedGroup, *, at_ms: int) -> None:
+    def count_merged(self, group: MergedGroup, *, at_ms: int) -> None:
         """A group was played and graded; where it can train, failures before it are no row."""
         if group.domain in self._limits and not group.not_trainable:
             self._begin_anew(group.domain, at_ms=at_ms)

@@ -1,9 +1,9 @@
-"""What happened between two states of a run, as lines for people."""
+"""What happened between two states of a run, a line each."""
 
 from forgemq_run_view.state import RunState
 
 
-def news(before: RunState | None, after: RunState) -> list[str]:
+def headlines(before: RunState | None, after: RunState) -> list[str]:
     """Lines about steps, weights and evaluation rounds that are new; [] for the first state."""
     if before is None:
         return []

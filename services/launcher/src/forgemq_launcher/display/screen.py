@@ -7,7 +7,7 @@ from collections.abc import Callable
 from rich.console import Console
 from rich.live import Live
 
-from forgemq_launcher.panel import PanelView, line, panel
+from forgemq_launcher.display.panel import PanelView, line, panel
 from forgemq_run_view.state import RunState
 
 EVENTS_SHOWN_MAX = 6

@@ -21,16 +21,16 @@ from forgemq_contracts.topics import (
     Topic,
 )
 from forgemq_contracts.weights import ReportedEngine
-from forgemq_launcher import ending
-from forgemq_launcher.curves import CurveWriter
-from forgemq_launcher.follow import Follower
-from forgemq_launcher.news import news
-from forgemq_launcher.panel import PanelView, line, panel
-from forgemq_launcher.processes import ServiceStatus
-from forgemq_launcher.report_files import table
+from forgemq_launcher.display.curves import CurveWriter
+from forgemq_launcher.display.headlines import headlines
+from forgemq_launcher.display.panel import PanelView, line, panel
+from forgemq_launcher.display.report_files import table, write_report
+from forgemq_launcher.display.screen import Screen
+from forgemq_launcher.records import run_audit
+from forgemq_launcher.records.follower import Follower
+from forgemq_launcher.records.run_topics import create_topics, last_trained_step
 from forgemq_launcher.run_folder import RunFolder, RunFolderError
-from forgemq_launcher.screen import Screen
-from forgemq_launcher.topics_of_run import create_topics, last_trained_step
+from forgemq_launcher.upkeep.supervisor import ServiceStatus
 from forgemq_run_view.view import RunView
 from forgemq_shell.records import emit_of
 from tests.unit.run_view.synthetic import DOMAIN, SyntheticRun, configuration, started
@@ -40,7 +40,6 @@ SHOWN = PanelView(
     is_engine_up=True,
     services=(ServiceStatus(name="gateway", pid=7, restarts=1),),
     console_url="http://127.0.0.1:8080",
-    folder="runs/r",
     events=("something happened",),
 )
 
@@ -67,7 +66,7 @@ def end(at_ms: int) -> Output:
 async def test_a_completed_run_is_reported_with_every_guarantee_held(tmp_path):
     run = SyntheticRun().play(steps=3)
     log = await log_of(run, start(1_000))
-    result, follower = await ending.audited(log, started(), reason="completed", now_ms=61_000)
+    result, follower = await run_audit.audit_run(log, started(), reason="completed", now_ms=61_000)
     assert result.guarantees == dict.fromkeys(("G1", "G2", "G3", "G4", "G5"), True)
     assert (result.steps, result.samples, result.groups_retired) == (3, 24, {"trained": 6})
     assert (result.merge_ratio_per_request, result.merge_ratio_append) == (3.0, 1.5)
@@ -75,7 +74,7 @@ async def test_a_completed_run_is_reported_with_every_guarantee_held(tmp_path):
     assert (result.success_start, result.success_end) == (None, None)
     folder = RunFolder(tmp_path / "r")
     folder.make(configuration())
-    ending.write(folder, result, follower, now_ms=61_000)
+    write_report(result, follower.view.state(now_ms=61_000), folder=folder.path)
     written = json.loads((folder / "report.json").read_text())
     assert written["guarantees"]["G4"] is True
     assert (folder / "report.png").read_bytes().startswith(b"\x89PNG")
@@ -85,7 +84,7 @@ async def test_the_report_of_a_run_with_a_broken_guarantee_says_which_and_why():
     run = SyntheticRun().play(steps=3)
     run.messages = [m for m in run.messages if m.topic != RETIRED_GROUPS.name]
     log = await log_of(run)
-    result, _ = await ending.audited(log, started(), reason="completed", now_ms=2_000)
+    result, _ = await run_audit.audit_run(log, started(), reason="completed", now_ms=2_000)
     assert not result.guarantees["G1"]
     console = Console(file=io.StringIO(), width=120)
     console.print(table(result))
@@ -97,7 +96,7 @@ async def test_the_report_of_a_run_with_a_broken_guarantee_says_which_and_why():
 async def test_the_attention_ratio_is_pairs_of_single_requests_over_pairs_of_trees():
     run = SyntheticRun().play(steps=1)
     log = await log_of(run)
-    result, _ = await ending.audited(log, started(steps=1), reason="completed", now_ms=2_000)
+    result, _ = await run_audit.audit_run(log, started(steps=1), reason="completed", now_ms=2_000)
     # Each episode has requests of 6 and 10 tokens: 21 + 55 pairs; the metrics say 5,000 pairs.
     assert result.merge_ratio_attention == pytest.approx(2 * 2 * (21 + 55) / 5_000)
 
@@ -112,19 +111,21 @@ async def test_the_attention_ratio_is_pairs_of_single_requests_over_pairs_of_tre
 )
 async def test_time_counts_while_the_run_is_up(events, now_ms, expected_s):
     log = await log_of(SyntheticRun(), *events)
-    assert await ending.up_s(log, configuration(), now_ms=now_ms) == expected_s
+    assert await run_audit.up_s(log, configuration(), now_ms=now_ms) == expected_s
 
 
-async def test_records_that_do_not_decode_are_skipped_and_remembered():
+async def test_records_that_do_not_decode_are_skipped():
     run = SyntheticRun().play(steps=1)
     log = await log_of(run)
+    sound = Follower(log, started())
+    await sound.catch_up()
     writer = await log.writer()
     await writer.write(
         Emit(topic=RETIRED_GROUPS.name, partition=0, key=b"g", value=b"not a record")
     )
     follower = Follower(log, started())
     await follower.catch_up()
-    assert len(follower.bad_records) == 1
+    assert follower.view.state(now_ms=0) == sound.view.state(now_ms=0)
     assert follower.view.state(now_ms=0).steps_trained == 1
 
 
@@ -193,18 +194,18 @@ def test_without_a_terminal_a_line_comes_for_each_step_and_no_more():
     assert [text.split()[3] for text in lines] == ["1/3", "2/3"]
 
 
-def test_news_are_the_steps_and_weights_between_two_states():
+def test_headlines_are_the_steps_and_weights_between_two_states():
     run = SyntheticRun().play(steps=1)
     before = state_of(run)
     run.train(1, [run.generate(2 + i, version=1) for i in range(2)])
-    assert news(None, before) == []
-    assert [text.split(":")[0].split(" (")[0] for text in news(before, state_of(run))] == [
+    assert headlines(None, before) == []
+    assert [text.split(":")[0].split(" (")[0] for text in headlines(before, state_of(run))] == [
         "step 1 trained",
         "lane 0 serves version 2",
     ]
 
 
-def test_a_lane_that_does_not_answer_yet_is_no_news():
+def test_a_lane_that_does_not_answer_yet_makes_no_headline():
     run = SyntheticRun()
     report = ReportedEngine(
         lane=0,
@@ -219,9 +220,9 @@ def test_a_lane_that_does_not_answer_yet_is_no_news():
     )
     before = state_of(run)
     run.put(REPORTED_ENGINES, report)
-    assert news(before, state_of(run)) == []
+    assert headlines(before, state_of(run)) == []
     run.put(REPORTED_ENGINES, msgspec.structs.replace(report, is_serving=True, reported_ms=2))
-    assert news(before, state_of(run)) == ["lane 0 serves version 0 (start, paused 0.00 s)"]
+    assert headlines(before, state_of(run)) == ["lane 0 serves version 0 (start, paused 0.00 s)"]
 
 
 async def test_a_resumed_run_names_the_last_step_that_was_trained():

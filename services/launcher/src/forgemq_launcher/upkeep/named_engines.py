@@ -7,8 +7,8 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 
-from forgemq_launcher.machine import MachineError
-from forgemq_launcher.processes import Note
+from forgemq_launcher.upkeep.machine import MachineError
+from forgemq_launcher.upkeep.supervisor import Note
 
 LOOK_EVERY_S = 2.0
 ANSWER_TIMEOUT_S = 10.0

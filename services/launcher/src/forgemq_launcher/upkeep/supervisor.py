@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -19,8 +19,11 @@ from forgemq_shell.service import EXIT_OK, EXIT_REFUSED
 Note: TypeAlias = Callable[[str], None]
 """Takes one line for the people at the terminal."""
 
-LOG_TAIL_BYTES = 16_384
+CHILD_MODULE = "forgemq_launcher.upkeep.child"
 LOG_TAIL_LINES = 12
+"""The end of a traceback and the lines before it, on half a terminal."""
+LOG_TAIL_BYTES = 16_384
+"""Read to find them: 12 lines of over 1 KB each are already too long to show."""
 
 
 class ProcessFailedError(Exception):
@@ -141,12 +144,12 @@ def log_tail(path: Path) -> str:
 
 
 async def _start(spec: ServiceSpec) -> asyncio.subprocess.Process:
-    arguments: Sequence[str] = ("-m", "forgemq_launcher.child", str(os.getpid()), spec.module)
-    arguments = (*arguments, *spec.arguments)
+    bound = ("-m", CHILD_MODULE, str(os.getpid()), spec.module)
     with spec.log_path.open("ab") as log:
         return await asyncio.create_subprocess_exec(
             sys.executable,
-            *arguments,
+            *bound,
+            *spec.arguments,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=log,
             stderr=asyncio.subprocess.STDOUT,
