@@ -28,7 +28,7 @@ from forgemq_contracts.run import Log as LogConfiguration
 from forgemq_contracts.run import Model, Queue, RunConfiguration, StartedRun, Trainer
 from forgemq_contracts.weights import LoadedWeights, PublishedWeights, Rendezvous, ReportedEngine
 from forgemq_inference.app import main
-from forgemq_inference.clock import now_ms
+from forgemq_shell.clock import now_ms
 from forgemq_shell.records import emit_of
 from forgemq_shell.service import Context
 from forgemq_telemetry import Telemetry

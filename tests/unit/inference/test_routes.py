@@ -20,7 +20,7 @@ from forgemq_inference.core.generation import (
     EngineLimits,
     InvalidAnswerError,
     Timing,
-    finished,
+    finished_completion,
     generate_body,
 )
 from forgemq_inference.core.lane import Refused
@@ -83,7 +83,7 @@ def answer(routes: object, *, tokens: int = 2) -> EngineAnswer:
 def recorded(
     given_answer: EngineAnswer, limits: EngineLimits = LIMITS, **sampling: float
 ) -> FinishedCompletion:
-    return finished(
+    return finished_completion(
         requested(**sampling),
         given_answer,
         limits=limits,

@@ -10,7 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from forgemq_contracts.run import RunConfiguration
-from forgemq_inference.clock import PauseClock
 from forgemq_inference.core.weights import (
     BASE,
     BROKEN_NAME,
@@ -26,10 +25,11 @@ from forgemq_inference.engine import (
     EngineUnreachableError,
 )
 from forgemq_inference.limits import engine_limits
-from forgemq_inference.loading import Loading, WeightLoader
+from forgemq_inference.pause_clock import PauseClock
 from forgemq_inference.reports import Reports
 from forgemq_inference.requests import NOT_SERVING, Requests
 from forgemq_inference.settings import InferenceSettings
+from forgemq_inference.weight_loader import Loading, WeightLoader
 from forgemq_telemetry import Telemetry
 
 _POLL_S = 0.5
@@ -41,7 +41,7 @@ _RESUME_TIMEOUT_S = 30.0
 class Attachment:
     """`run` serves the lane for as long as the process lives; losing the engine is no failure.
 
-    `follow_weights` after a publication; `suspected` is set after an unanswered request.
+    `notify_published` after a publication; `suspected` is set after an unanswered request.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Attachment:
         self._suspected = suspected
         self._is_loading = False
 
-    def follow_weights(self) -> None:
+    def notify_published(self) -> None:
         """There may be newer weights."""
         self._published.set()
 
@@ -87,8 +87,8 @@ class Attachment:
         while True:
             await self._wait_healthy()
             try:
-                await self._attach()
-                await self._serve()
+                await self._attach_engine()
+                await self._serve_lane()
             except* EngineUnreachableError as lost:
                 error = str(lost.exceptions[0])
                 self._telemetry.event("engine_lost", url=self._engine.url, error=error)
@@ -110,9 +110,9 @@ class Attachment:
                     ) from error
             await asyncio.sleep(_POLL_S)
 
-    async def _attach(self) -> None:
+    async def _attach_engine(self) -> None:
         started_s, paused_s = time.monotonic(), self._pauses.total_s
-        await self._tidy()
+        await self._tidy_engine()
         server = await self._engine.server_info()
         limits = await engine_limits(
             server,
@@ -129,7 +129,7 @@ class Attachment:
         self._pauses.resume()
         self._requests.open(limits)
         self._reports.serve(context_tokens_max=limits.context_tokens_max, ranks=server.tp_size)
-        await self._reports.write_loaded(
+        await self._reports.write_loaded_weights(
             Loading(
                 path="start",
                 duration_s=time.monotonic() - started_s,
@@ -137,7 +137,7 @@ class Attachment:
             )
         )
 
-    async def _tidy(self) -> None:
+    async def _tidy_engine(self) -> None:
         """End what an earlier process left running, and find out what the engine holds."""
         with suppress(EngineRefusedError):
             # Refused where no update is open, which is the usual case.
@@ -149,19 +149,19 @@ class Attachment:
         served = served_by(name, base_sha256=await file_sha256(base) if is_base else None)
         if is_base and name != BASE.name:
             await self._engine.name_weights(BASE.name)
-        self._weights.restarted(served)
+        self._weights.note_restarted(served)
 
-    async def _serve(self) -> None:
+    async def _serve_lane(self) -> None:
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._watch())
-            group.create_task(self._follow())
+            group.create_task(self._watch_engine())
+            group.create_task(self._follow_weights())
 
-    async def _follow(self) -> None:
+    async def _follow_weights(self) -> None:
         while True:
             await self._published.wait()
             self._published.clear()
             for loading in await self._load_newest():
-                await self._reports.write_loaded(loading)
+                await self._reports.write_loaded_weights(loading)
 
     async def _load_newest(self) -> list[Loading]:
         """Load until nothing newer is published; usually one load."""
@@ -183,7 +183,7 @@ class Attachment:
             self._is_loading = False
         return loadings
 
-    async def _watch(self) -> None:
+    async def _watch_engine(self) -> None:
         """Return never.
 
         Raises:
@@ -198,19 +198,19 @@ class Attachment:
             if self._is_loading:
                 continue  # the load has its own deadlines; some health checks wait for generation
             try:
-                await self._check()
+                await self._check_engine()
                 failures = 0
             except EngineError as error:
                 failures += 1
-                await self._give_up(failures, error)
+                await self._count_failure(failures, error)
                 self._suspected.set()
 
-    async def _give_up(self, failures: int, error: EngineError) -> None:
+    async def _count_failure(self, failures: int, error: EngineError) -> None:
         if failures >= self._settings.health_failures_max:
             raise EngineUnreachableError(str(error)) from error
         await asyncio.sleep(_RETRY_S)
 
-    async def _check(self) -> None:
+    async def _check_engine(self) -> None:
         await self._engine.check_health(timeout_s=self._settings.health_timeout_s)
         served = self._weights.served
         name = (await self._engine.model_info()).weight_version

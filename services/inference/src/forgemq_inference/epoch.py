@@ -42,7 +42,7 @@ async def claim_epoch(
     reports = Place(topics.REPORTED_ENGINES.name, lane)
     loads = Place(topics.LOADED_WEIGHTS.name, lane)
     end = (await log.end_positions([reports]))[reports]
-    known = (await tail(log, reports)).records + (await tail(log, loads)).records
+    known = (await read_tail(log, reports)).records + (await read_tail(log, loads)).records
     newest = max((_epoch(record) for record in known), default=FIRST_EPOCH - 1)
     reader = await log.reader({reports: end})
     try:
@@ -61,7 +61,7 @@ async def claim_epoch(
         await reader.close()
 
 
-async def tail(log: Log, place: Place) -> Tail:
+async def read_tail(log: Log, place: Place) -> Tail:
     """The last records of a partition, at most 200."""
     first = (await log.first_positions([place]))[place]
     end = (await log.end_positions([place]))[place]

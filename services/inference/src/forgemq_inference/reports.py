@@ -9,10 +9,10 @@ from forgemq_bus.log import Emit, Writer
 from forgemq_contracts import topics
 from forgemq_contracts.messages import Output
 from forgemq_contracts.weights import LoadedWeights, ReportedEngine
-from forgemq_inference.clock import now_ms
 from forgemq_inference.core.weights import WeightsState
-from forgemq_inference.loading import Loading
 from forgemq_inference.requests import Requests
+from forgemq_inference.weight_loader import Loading
+from forgemq_shell.clock import now_ms
 from forgemq_shell.records import emit_of
 from forgemq_telemetry import Telemetry
 
@@ -69,12 +69,12 @@ class Reports:
         """Report for ever."""
         while True:
             self._changed.clear()
-            await self.write()
+            await self.write_report()
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._heartbeat_s):
                     await self._changed.wait()
 
-    async def write(self) -> None:
+    async def write_report(self) -> None:
         """Report once."""
         weights, requests = self._weights.served.weights, self._requests
         lane = self._identity.lane
@@ -98,7 +98,7 @@ class Reports:
         self._telemetry.gauge("inference.remembered_bytes", requests.remembered_bytes, lane=lane)
         await self._writer.write(emit_of_report(report))
 
-    async def write_loaded(self, loading: Loading) -> None:
+    async def write_loaded_weights(self, loading: Loading) -> None:
         """Say which weights the lane serves now, and how they came."""
         weights = self._weights.served.weights
         loaded = LoadedWeights(

@@ -18,16 +18,15 @@ from forgemq_contracts.completions import (
 )
 from forgemq_contracts.messages import Output
 from forgemq_contracts.partitions import group_partition
-from forgemq_inference.clock import PauseClock, now_ms
 from forgemq_inference.core.generation import (
     EngineAnswer,
     EngineLimits,
     EngineMeta,
     InvalidAnswerError,
     Timing,
-    finished,
+    finished_completion,
     generate_body,
-    refused,
+    refused_completion,
 )
 from forgemq_inference.core.lane import (
     CANCELLED,
@@ -39,6 +38,8 @@ from forgemq_inference.core.lane import (
     Skipped,
 )
 from forgemq_inference.engine import Engine, EngineError, EngineUnreachableError
+from forgemq_inference.pause_clock import PauseClock
+from forgemq_shell.clock import now_ms
 from forgemq_shell.records import emit_of
 from forgemq_telemetry import Telemetry
 
@@ -97,7 +98,7 @@ class Requests:
         self._pauses = pauses
         self._on_unreachable = on_unreachable
         self._telemetry = telemetry
-        self._turns = asyncio.Semaphore(limits.concurrent_max)
+        self._slots = asyncio.Semaphore(limits.concurrent_max)
         self._engine_limits: EngineLimits | None = None
         self._closed = _future()
         self._closed.set_result(NOT_SERVING)
@@ -135,12 +136,12 @@ class Requests:
             case Skipped(reason):
                 self._telemetry.count("inference.skipped", reason=reason)
             case Refused():
-                self._spawn(self._write(refused(request, decision), headers))
+                self._spawn(self._write_finished(refused_completion(request, decision), headers))
             case Run():
                 # Counted here: a burst must be visible to the reader before any of it has begun.
                 self.queued += 1
                 self._idle.clear()
-                self._spawn(self._answer(request, decision, headers))
+                self._spawn(self._answer_request(request, decision, headers))
 
     def cancel(self, cancelled: CancelledCompletion) -> None:
         """End the open attempts of a request whose client went away."""
@@ -149,12 +150,14 @@ class Requests:
             if cancel is not None and not cancel.done():
                 cancel.set_result(CANCELLED)
 
-    async def _answer(self, request: RequestedCompletion, run: Run, headers: Headers) -> None:
+    async def _answer_request(
+        self, request: RequestedCompletion, run: Run, headers: Headers
+    ) -> None:
         lane = request.lane
         with self._telemetry.span(
             "inference.generate", parent=headers, request_id=request.request_id, lane=lane
         ) as span:
-            async with self._turn():
+            async with self._slot():
                 record = await self._generate(request, run)
             self._state.end(run.attempt)
             if is_candidate(record):
@@ -162,12 +165,12 @@ class Requests:
                 whole = run.context.extended(record.output)
                 self._state.remembered.remember(request.request_id, whole)
             span.set(finish_reason=record.finish_reason, cached_tokens=record.cached_tokens)
-            await self._write(record, span.headers())
+            await self._write_finished(record, span.headers())
 
     @asynccontextmanager
-    async def _turn(self) -> AsyncIterator[None]:
+    async def _slot(self) -> AsyncIterator[None]:
         try:
-            await self._turns.acquire()
+            await self._slots.acquire()
         finally:
             self.queued -= 1
         self.running += 1
@@ -175,7 +178,7 @@ class Requests:
             yield
         finally:
             self.running -= 1
-            self._turns.release()
+            self._slots.release()
             if self.queued == self.running == 0:
                 self._idle.set()
 
@@ -187,7 +190,7 @@ class Requests:
         if refusal is None and self._closed.done():
             refusal = self._closed.result()
         if refusal is not None:
-            return refused(request, refusal, timing=Timing(queued_s, 0.0))
+            return refused_completion(request, refusal, timing=Timing(queued_s, 0.0))
         limits = self._engine_limits
         assert limits is not None, "open() sets the limits"
         body = generate_body(
@@ -197,21 +200,22 @@ class Requests:
             limits=limits,
         )
         if isinstance(body, Refused):
-            return refused(request, body, timing=Timing(queued_s, 0.0))
+            return refused_completion(request, body, timing=Timing(queued_s, 0.0))
         self._telemetry.count("inference.context_tokens", run.context.tokens_count)
         started_s, paused_s = time.monotonic(), self._pauses.total_s
         answer = await self._ask(body, run.attempt, deadline_ms=request.deadline_ms)
         waited_s = time.monotonic() - started_s - (self._pauses.total_s - paused_s)
         if isinstance(answer, Refused):
-            return refused(request, answer, timing=Timing(queued_s, max(0.0, waited_s)))
+            return refused_completion(request, answer, timing=Timing(queued_s, max(0.0, waited_s)))
         timing = _timing(answer.meta_info, queued_s=queued_s, waited_s=waited_s)
         is_cancelled = self._state.is_cancelled(run.attempt)
         try:
-            return finished(
+            return finished_completion(
                 request, answer, limits=limits, timing=timing, is_cancelled=is_cancelled
             )
         except InvalidAnswerError as error:
-            return refused(request, Refused("error", "engine", f"engine: {error}"), timing=timing)
+            refusal = Refused("error", "engine", f"engine: {error}")
+            return refused_completion(request, refusal, timing=timing)
 
     async def _ask(
         self, body: dict[str, object], attempt: Attempt, *, deadline_ms: int
@@ -257,7 +261,7 @@ class Requests:
         except EngineError as error:
             return Refused("error", "engine", f"engine: {error}")
 
-    async def _write(self, record: FinishedCompletion, headers: Headers) -> None:
+    async def _write_finished(self, record: FinishedCompletion, headers: Headers) -> None:
         partition = group_partition(record.group_id, partitions=self._limits.group_partitions)
         output = Output(topic=topics.FINISHED_COMPLETIONS.name, partition=partition, record=record)
         await self._writer.write(emit_of(output, headers=headers))

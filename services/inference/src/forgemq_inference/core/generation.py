@@ -163,7 +163,7 @@ def support_of(sampling: Sampling) -> Support:
     return "top_p" if sampling.top_p < 1 else "full"
 
 
-def finished(
+def finished_completion(
     request: RequestedCompletion,
     answer: EngineAnswer,
     *,
@@ -187,7 +187,9 @@ def finished(
     reason = meta.finish_reason.type
     if reason not in ("stop", "length"):
         message = meta.finish_reason.message or "aborted"
-        return refused(request, _aborted(message, is_cancelled=is_cancelled), timing=timing)
+        return refused_completion(
+            request, _aborted(message, is_cancelled=is_cancelled), timing=timing
+        )
     logprobs = _logprobs(answer)
     is_greedy = request.sampling.temperature < GREEDY_BELOW
     return _record(
@@ -206,10 +208,10 @@ def finished(
     )
 
 
-def refused(
+def refused_completion(
     request: RequestedCompletion, reason: Refused, *, timing: Timing = NOT_STARTED
 ) -> FinishedCompletion:
-    """The record of a request that gave no completion; it never is the completion."""
+    """The FinishedCompletion of a request that failed; it never counts as its completion."""
     return _record(
         request,
         finish_reason=reason.finish_reason,

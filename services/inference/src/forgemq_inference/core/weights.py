@@ -88,7 +88,7 @@ class WeightsState:
     """Published against served weights of one lane under one epoch.
 
     `observe` every record of published-weights; `next_load` says what to do; then either
-    `loaded` or `broken`. Process groups are remembered by name as long as they work.
+    `note_loaded` or `note_broken`. Process groups are remembered by name as long as they work.
 
     Example: serving 1.4, a restarted trainer publishes 2.3: `next_load` gives 2.3, because a new
     lineage fences the old one even with fewer steps.
@@ -125,23 +125,23 @@ class WeightsState:
         rendezvous = self._rendezvous(newest)
         return DurableLoad(newest) if rendezvous is None else FastLoad(newest, rendezvous)
 
-    def joined(self, group_name: str) -> None:
+    def note_joined(self, group_name: str) -> None:
         """The engine is in this process group."""
         self._groups.add(group_name)
 
-    def left(self, group_name: str) -> None:
+    def note_left(self, group_name: str) -> None:
         """The process group is gone; idempotent."""
         self._groups.discard(group_name)
 
-    def loaded(self, published: PublishedWeights) -> None:
+    def note_loaded(self, published: PublishedWeights) -> None:
         """The engine holds these weights, complete."""
         self.served = Served(weights=_key(published), sha256=published.sha256)
 
-    def broken(self) -> None:
+    def note_broken(self) -> None:
         """An update broke off; what the engine holds is unknown until the next load."""
         self.served = structs.replace(self.served, is_dirty=True, sha256=None)
 
-    def restarted(self, served: Served) -> None:
+    def note_restarted(self, served: Served) -> None:
         """The engine is a new process: it holds these weights and is in no process group."""
         self.served = served
         self._groups.clear()

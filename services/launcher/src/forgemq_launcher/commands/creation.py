@@ -1,6 +1,7 @@
 """`forgemq create`: puts a run on a broker; people or a cluster start its services."""
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from forgemq_bus.kafka import KafkaConnection, KafkaLog
 from forgemq_bus.log import Place
@@ -38,6 +39,9 @@ async def create_run(configuration: RunConfiguration, environ: Mapping[str, str]
     blobs = environ.get("FORGEMQ_BLOBS")
     if not blobs:
         raise SettingsError("FORGEMQ_BLOBS: must be set: where all services reach the blob store")
+    if "://" not in blobs:
+        # Services and engine may be started in other folders.
+        blobs = str(Path(blobs).absolute())
     connection = kafka_connection(environ)
     await _create_topics(connection, configuration)
     started = StartedRun(

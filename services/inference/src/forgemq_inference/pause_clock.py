@@ -1,21 +1,16 @@
-"""Wall clock, and the time that generation stood still."""
+"""The time that generation stood still."""
 
 import time
 
 
-def now_ms() -> int:
-    """Milliseconds since the Unix epoch."""
-    return time.time_ns() // 1_000_000
-
-
 class PauseClock:
-    """Seconds that generation was paused so far, for times in the engine without pauses.
+    """Seconds that generation was paused so far, so that times in the engine can leave them out.
 
     Example: paused from 10 s to 12 s and again since 20 s, `total_s` is 3 at 21 s.
     """
 
     def __init__(self) -> None:
-        """Not paused."""
+        """Start unpaused, at 0 s."""
         self._ended_s = 0.0
         self._since_s: float | None = None
 
@@ -26,10 +21,10 @@ class PauseClock:
         return self._ended_s + present_s
 
     def pause(self) -> None:
-        """A pause begins, unless one is going on."""
+        """Begin a pause, unless one is going on."""
         if self._since_s is None:
             self._since_s = time.monotonic()
 
     def resume(self) -> None:
-        """The pause ends, if there is one."""
+        """End the pause, if there is one."""
         self._ended_s, self._since_s = self.total_s, None

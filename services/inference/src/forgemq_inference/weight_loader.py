@@ -15,7 +15,6 @@ from msgspec import Struct
 
 from forgemq_contracts.weight_buckets import TensorSpec, buckets
 from forgemq_contracts.weights import PublishedWeights, Rendezvous
-from forgemq_inference.clock import PauseClock
 from forgemq_inference.core.weights import (
     BROKEN_NAME,
     DurableLoad,
@@ -27,6 +26,7 @@ from forgemq_inference.core.weights import (
 )
 from forgemq_inference.durable import DurableCopies
 from forgemq_inference.engine import Engine, EngineError, EngineRefusedError
+from forgemq_inference.pause_clock import PauseClock
 from forgemq_telemetry import Telemetry
 
 Path: TypeAlias = Literal["start", "fast", "durable"]
@@ -87,7 +87,7 @@ class WeightLoader:
                 path, paused_s = await self._load_fast(published, rendezvous)
             case _:
                 assert_never(load)
-        self._state.loaded(published)
+        self._state.note_loaded(published)
         return Loading(path=path, duration_s=time.monotonic() - started_s, paused_s=paused_s)
 
     async def _load_durable(self, published: PublishedWeights) -> float:
@@ -134,9 +134,9 @@ class WeightLoader:
             # The engine's scheduler stands still while it looks for a rank 0 that is not there.
             await _check_listens(rendezvous)
             await self._engine.join_group(rendezvous, timeout_s=deadline_s)
-            self._state.joined(rendezvous.group_name)
+            self._state.note_joined(rendezvous.group_name)
         await self._engine.name_weights(BROKEN_NAME)
-        self._state.broken()
+        self._state.note_broken()
         await self._engine.begin_update(timeout_s=deadline_s)
         plan = buckets(tensors)
         for index, bucket in enumerate(plan):
@@ -151,7 +151,7 @@ class WeightLoader:
 
     async def _load_folder(self, published: PublishedWeights, folder: str) -> None:
         name = _name(published)
-        self._state.broken()
+        self._state.note_broken()
         await self._engine.load_folder(folder, name=name, timeout_s=self._durable_timeout_s)
         served = (await self._engine.model_info()).weight_version
         if served != name:
@@ -159,7 +159,7 @@ class WeightLoader:
 
     async def _drop(self, group_name: str) -> None:
         """Leave the engine ready for a load from disk; closing the group frees the publisher."""
-        self._state.left(group_name)
+        self._state.note_left(group_name)
         for clean in (
             self._engine.end_update(timeout_s=self._durable_timeout_s),
             self._engine.leave_group(group_name),
