@@ -8,6 +8,8 @@ import pytest
 from rich.console import Console
 
 from forgemq_launcher.command_line import run_tool
+from forgemq_launcher.commands.creation import blobs_address
+from forgemq_settings.environment import SettingsError
 
 DEMO = Path(__file__).parents[3] / "deploy" / "demo"
 
@@ -78,6 +80,21 @@ def test_an_unknown_run_or_setting_is_refused(tool, tmp_path):
     console = Console(file=io.StringIO(), width=200)
     assert run_tool(["runs"], environ={"FORGEMQ_LAUNCHER_RUN": "x"}, console=console) == 2
     assert "FORGEMQ_LAUNCHER_RUN: no such setting" in console.file.getvalue()
+
+
+def test_a_folder_of_blobs_is_announced_by_its_absolute_path():
+    assert blobs_address({"FORGEMQ_BLOBS": "my/blobs"}) == f"{Path.cwd()}/my/blobs"
+    assert blobs_address({"FORGEMQ_BLOBS": "s3://bucket/run"}) == "s3://bucket/run"
+
+
+def test_a_run_without_a_broker_or_a_blob_store_is_not_created(tool):
+    status, printed = tool("create", str(DEMO / "run.toml"))
+    assert (status, printed) == (
+        2,
+        "forgemq: FORGEMQ_KAFKA: must be set: host:port[,host:port] of the broker\n",
+    )
+    with pytest.raises(SettingsError, match="FORGEMQ_BLOBS: must be set"):
+        blobs_address({})
 
 
 def test_without_runs_the_list_says_how_to_make_one(tool):

@@ -95,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("runs", help="list the runs")
     audit = commands.add_parser("audit", help="check the guarantees of a run on its log")
     audit.add_argument("run", metavar="RUN")
-    inspect = commands.add_parser("inspect", help="print groups, or what was said in one")
+    inspect = commands.add_parser("inspect", help="print groups, or every turn of one")
     inspect.add_argument("run", metavar="RUN")
     inspect.add_argument("what", nargs="?", metavar="GROUP|EPISODE", help="default: list groups")
     replay = commands.add_parser(

@@ -36,12 +36,7 @@ async def create_run(configuration: RunConfiguration, environ: Mapping[str, str]
     Raises:
         SettingsError: FORGEMQ_KAFKA or FORGEMQ_BLOBS is not set.
     """
-    blobs = environ.get("FORGEMQ_BLOBS")
-    if not blobs:
-        raise SettingsError("FORGEMQ_BLOBS: must be set: where all services reach the blob store")
-    if "://" not in blobs:
-        # Services and engine may be started in other folders.
-        blobs = str(Path(blobs).absolute())
+    blobs = blobs_address(environ)
     connection = kafka_connection(environ)
     await _create_topics(connection, configuration)
     started = StartedRun(
@@ -49,6 +44,20 @@ async def create_run(configuration: RunConfiguration, environ: Mapping[str, str]
     )
     await write_start(connection, started)
     return started
+
+
+def blobs_address(environ: Mapping[str, str]) -> str:
+    """Address of the blob store that FORGEMQ_BLOBS names; a folder by its absolute path.
+
+    Services and engines read it from the run's record, each in the folder it was started in.
+
+    Raises:
+        SettingsError: FORGEMQ_BLOBS is not set.
+    """
+    blobs = environ.get("FORGEMQ_BLOBS")
+    if not blobs:
+        raise SettingsError("FORGEMQ_BLOBS: must be set: where all services reach the blob store")
+    return blobs if "://" in blobs else str(Path(blobs).absolute())
 
 
 async def _create_topics(connection: KafkaConnection, configuration: RunConfiguration) -> None:

@@ -92,7 +92,7 @@ async def inspect(
 
 async def dlq(folder: RunFolder, environ: Mapping[str, str], console: Console) -> int:
     """Print every dead letter with its reason; the status is 1 if there are any."""
-    shown = Table("topic", "place", "reason", "first bytes")
+    shown = Table("topic", "source", "reason", "first bytes")
     async with run_on_broker(folder, environ) as (log, started):
         for topic in OF_RUN:
             if topic.has_dlq:
@@ -116,7 +116,7 @@ def _letter_cells(record: Record) -> tuple[str, str, str]:
 
 
 async def _end_of(log: Log, started: StartedRun) -> EndedRun | None:
-    """How the newest start of the run ended; None while it is up or after a crash."""
+    """How the newest start of the run ended; None while it is up, or if it was killed."""
     newest: EndedRun | None = None
     async for records in read_all(log, [Place(ENDED_RUNS.name, 0)]):
         for record in records:

@@ -1,6 +1,6 @@
-"""`forgemq replay`: lets a transform service run its own journal again and says what it found.
+"""`forgemq replay`: runs the journals of transform services again.
 
-Services never import one another, so the service itself replays, as a process on the run's broker.
+Services never import one another, so each replays its own journal, in a process of its own.
 """
 
 import asyncio

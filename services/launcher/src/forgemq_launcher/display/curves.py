@@ -1,4 +1,4 @@
-"""Writes the curves of a run to `curves.jsonl`, one line a step."""
+"""Writes the curves of a run to `curves.jsonl`, a line for each step."""
 
 from pathlib import Path
 
@@ -7,10 +7,10 @@ from forgemq_telemetry.curves import Curves, read_curves
 
 
 class CurveWriter:
-    """Appends each step once, also over restarts of the run.
+    """Appends each step once, also if the run is resumed.
 
-    The line of step k has what the step measured, and as `success` and `reward` the training
-    episodes of the groups admitted under version k.
+    The line of step k has what the step measured. Its `success` and `reward` are those of the
+    training episodes in groups admitted under version k.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -20,9 +20,10 @@ class CurveWriter:
         }
 
     def write(self, state: RunState) -> None:
-        """Append what is new; the newest step waits until its successor is there.
+        """Append the new steps except the newest two, which wait for their groups' scores.
 
-        Groups admitted under a version are scored long after its step; the last line counts.
+        Groups admitted under version k are scored after step k has trained. If a step is written
+        again (a restarted trainer repeats it in a new lineage), its last line counts.
         """
         tallies = {point.version: point.tally for point in state.versions}
         is_over = state.steps_trained >= state.steps

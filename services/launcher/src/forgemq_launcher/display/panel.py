@@ -26,10 +26,11 @@ _STYLES = {
     "waiting": "white",
 }
 _CURVE_POINTS_MAX = 40
+"""The newest ones: with label and numbers they fill a line of 80 columns."""
 
 
 class PanelView(Struct, frozen=True, kw_only=True):
-    """What is shown besides the run's records."""
+    """What the panel shows that is not on the log: processes, addresses, the newest lines."""
 
     engine_status: str
     is_engine_up: bool
@@ -55,7 +56,7 @@ def panel(state: RunState, shown: PanelView) -> RenderableType:
 
 
 def line(state: RunState) -> str:
-    """One plain line for a log or a pipe."""
+    """The run in one plain line, for a log or a pipe."""
     point = state.versions[-1].tally if state.versions else None
     success = f"success {point.success:.2f} reward {point.reward:.2f} " if point else ""
     bound = max(queue.staleness_limit for queue in state.queues)

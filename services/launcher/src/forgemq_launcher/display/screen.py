@@ -1,4 +1,4 @@
-"""What the terminal shows: one line a step of set-up, then the live panel or plain lines."""
+"""What the terminal shows: a line for each step of set-up, then the live panel or plain lines."""
 
 import time
 from collections import deque
@@ -11,14 +11,16 @@ from forgemq_launcher.display.panel import PanelView, line, panel
 from forgemq_run_view.state import RunState
 
 EVENTS_SHOWN_MAX = 6
+"""With the 14 other lines of the panel they fit a terminal of 24 lines."""
 PLAIN_EVERY_S = 30.0
+"""In a log or a pipe: a sign of life during long steps, without drowning the steps."""
 
 
 class Screen:
     """The terminal of one run.
 
     Lifecycle: `say` at any time; between `open` and `close` a terminal shows the panel and `show`
-    refreshes it. Where stdout is no terminal, `show` prints one line a step and every 30 s.
+    refreshes it. If stdout is not a terminal, `show` prints a line for each step and every 30 s.
     """
 
     def __init__(self, console: Console, *, clock_s: Callable[[], float] = time.monotonic) -> None:
@@ -32,24 +34,24 @@ class Screen:
 
     @property
     def events(self) -> tuple[str, ...]:
-        """The newest lines said, oldest first."""
+        """The newest lines, oldest first."""
         return tuple(self._events)
 
     def say(self, text: str) -> None:
-        """One line: among the panel's events where it is up, else printed."""
+        """Show one line: among the panel's events while it is up, else printed."""
         stamped = f"{self._clock_s() - self._started_s:6.1f} s  {text}"
         self._events.append(stamped.splitlines()[0])
         if self._live is None:
             self._console.print(stamped, markup=False, highlight=False, soft_wrap=True)
 
     def open(self) -> None:
-        """Show the panel from now on, where there is a terminal."""
+        """Show the panel from here on, if there is a terminal."""
         if self._console.is_terminal:
             self._live = Live(console=self._console, auto_refresh=False, transient=False)
             self._live.start()
 
     def show(self, state: RunState, shown: PanelView) -> None:
-        """The run as it is now."""
+        """Show the run as it is."""
         if self._live is not None:
             self._live.update(panel(state, shown), refresh=True)
             return

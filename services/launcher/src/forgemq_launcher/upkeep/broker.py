@@ -12,10 +12,14 @@ from forgemq_launcher.upkeep.supervisor import Note
 from forgemq_shell.connection import kafka_connection
 
 WATCH_EVERY_S = 1.0
+"""A restart takes seconds anyway; services retry for 30 s meanwhile."""
 
 
 class RunBroker:
-    """Lifecycle: `start`, use `connection`, `stop`; a broker that a setting names is left alone."""
+    """The broker of one run; one that FORGEMQ_KAFKA names is never started or stopped.
+
+    Lifecycle: `start`, use `connection`, one task `keep`, `stop`.
+    """
 
     def __init__(self, folder: Path, *, environ: Mapping[str, str], note: Note) -> None:
         self._environ = environ
@@ -26,7 +30,7 @@ class RunBroker:
 
     @property
     def is_own(self) -> bool:
-        """Whether it belongs to the run."""
+        """Whether the broker belongs to the run, so that it ends with it."""
         return self._own is not None
 
     @property
@@ -36,15 +40,15 @@ class RunBroker:
         return self._connection
 
     async def start(self, *, stop: asyncio.Event | None = None) -> bool:
-        """Have a broker; the first start of all also downloads the jars of Kafka.
+        """Have a broker; the first start on a machine also downloads the jars of Kafka.
 
         Returns:
-            Whether there is one; False where `stop` was set first. `stop()` then ends the start.
+            Whether there is one; False if `stop` was set first. `stop()` then ends the start.
         """
         if self._own is None:
             self._connection = kafka_connection(self._environ)
             return True
-        # Not cancelled with us: a start that breaks off halfway would leave a process behind.
+        # Not a task of ours: cancelling it halfway through would leave a Kafka process behind.
         self._starting = asyncio.ensure_future(asyncio.to_thread(self._own.start))
         stopping = asyncio.ensure_future((stop or asyncio.Event()).wait())
         try:
@@ -57,7 +61,7 @@ class RunBroker:
         return True
 
     async def keep(self, *, policy: RestartPolicy, note: Note) -> None:
-        """Start the run's own broker again when it dies, at its old address; until cancelled.
+        """Restart the run's own broker at its old address whenever it dies, until cancelled.
 
         Raises:
             BrokerError: it died too often.

@@ -1,7 +1,8 @@
 """Runs a module as a process that ends with its launcher: `child.py <launcher pid> <module> ...`.
 
-A launcher that is killed cannot stop anything, so the kernel does: SIGTERM reaches this process
-when the launcher is gone, and the service shuts down as on Ctrl-C. Linux only, like the engine.
+A launcher that is killed cannot stop its services, so the kernel does: it sends SIGTERM to this
+process when the launcher is gone, and the service shuts down as after Ctrl-C. Linux only, like the
+engine.
 """
 
 import ctypes
@@ -10,14 +11,15 @@ import runpy
 import signal
 import sys
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG = 1  # From linux/prctl.h.
 
 
 def main(arguments: list[str]) -> None:
     """Bind this process to its launcher, then become the module."""
     launcher_pid, module = int(arguments[1]), arguments[2]
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != launcher_pid:  # it died before the line above
+    # If the launcher died before the line above, no signal will come.
+    if os.getppid() != launcher_pid:
         sys.exit(1)
     sys.argv = [module, *arguments[3:]]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -1,4 +1,4 @@
-"""The run's engines: SGLang servers of its own, or those a setting names."""
+"""The run's own engines: SGLang servers, one for each lane."""
 
 import asyncio
 import time
@@ -15,11 +15,13 @@ from forgemq_sglang_cpu.options import EngineOptions
 from forgemq_sglang_cpu.server import EngineServer, EngineServerError
 
 WATCH_EVERY_S = 1.0
+"""A restart takes a minute or more; how soon a death is noticed hardly matters."""
 LOG_LINES_MAX = 1000
+"""Read for the phase of a start: SGLang logs some 100 lines until it serves."""
 
 
 class Engines:
-    """SGLang servers, one a lane.
+    """SGLang servers, one for each lane.
 
     Lifecycle: `start` (returns at once), `keep` one task, `stop`. An engine that dies is started
     again at the same address; its inference process brings it to the newest weights.
@@ -47,11 +49,6 @@ class Engines:
         return tuple(server.url for server in self._servers)
 
     @property
-    def pids(self) -> tuple[int | None, ...]:
-        """Process of each lane's engine."""
-        return tuple(server.pid for server in self._servers)
-
-    @property
     def is_up(self) -> bool:
         """Whether every engine answers."""
         return len(self._healthy) == len(self._servers)
@@ -66,12 +63,12 @@ class Engines:
         return f"starting, {waited_s:.0f} s (1-3 minutes): {at}"
 
     def start(self) -> None:
-        """Start the processes; raises EngineServerError where one cannot be."""
+        """Start the processes and return at once; raises EngineServerError if one cannot start."""
         for server in self._servers:
             server.start()
 
     async def keep(self) -> None:
-        """Wait until each answers, then restart what dies; runs until cancelled.
+        """Wait until each engine answers and restart each that dies, until cancelled.
 
         Raises:
             EngineServerError: one did not come up, or died too often.
@@ -114,7 +111,7 @@ class Engines:
 def servers(
     configuration: RunConfiguration, *, folder: Path, environ: Mapping[str, str], host: str
 ) -> tuple[EngineServer, ...]:
-    """One server for every lane of the run, on free ports; not started.
+    """A server for each lane of the run, on free ports; not started.
 
     Raises:
         MachineError: the machine has GPUs, but not one for each engine, or no free port.
@@ -136,24 +133,24 @@ def servers(
 def options_of_lanes(
     configuration: RunConfiguration, *, gpus: int, environ: Mapping[str, str]
 ) -> tuple[EngineOptions, ...]:
-    """How the engine of each lane is started: each on a GPU of its own, all on the CPU without one.
+    """Start options of each lane's engine: each has one GPU, or all use the CPU.
 
     Args:
-        configuration: of the run.
-        gpus: of this machine.
-        environ: of the run, which may hide some of them and says where the trainer computes.
+        configuration: Says how many lanes and trainer ranks there are.
+        gpus: Installed on this machine.
+        environ: May hide some of them, and says where the trainer computes.
 
     Raises:
         MachineError: there are GPUs, but not one for each engine.
     """
-    # The model's own context limit, not the run's: SGLang keeps a few tokens of its limit back,
-    # and the run's limit is kept by gateway and inference to the token.
+    # No context limit is given, so the model's own holds: SGLang reserves a few tokens of its
+    # limit, while gateway and inference enforce the run's limit to the token.
     lanes = configuration.log.lanes
     seen = visible_gpus(gpus, cuda_visible_devices=environ.get("CUDA_VISIBLE_DEVICES"))
     if seen == 0:
         return (EngineOptions(),) * lanes
     try:
-        places = engine_gpus(
+        indices = engine_gpus(
             lanes=lanes,
             gpus=seen,
             trainer_device=environ.get("FORGEMQ_TRAINER_DEVICE", "cpu"),
@@ -161,9 +158,9 @@ def options_of_lanes(
         )
     except ValueError as error:
         raise MachineError(str(error)) from error
-    return tuple(EngineOptions(has_gpu=True, gpu_first=gpu) for gpu in places)
+    return tuple(EngineOptions(has_gpu=True, gpu_first=gpu) for gpu in indices)
 
 
 def _restart(server: EngineServer) -> None:
-    server.stop()  # the remains of its process group
+    server.stop()  # Kills what a dead server left of its process group.
     server.start()

@@ -11,7 +11,7 @@ class MachineError(Exception):
 
 
 def check_memory(*, bytes_min: int) -> None:
-    """Refuse to start where memory would run out; raises MachineError."""
+    """Raise MachineError if less memory than this is available."""
     available_bytes = psutil.virtual_memory().available
     if available_bytes < bytes_min:
         raise MachineError(
@@ -22,7 +22,7 @@ def check_memory(*, bytes_min: int) -> None:
 
 
 def installed_gpus() -> int:
-    """NVIDIA GPUs whose driver is loaded here."""
+    """How many NVIDIA GPUs this machine has, by the device files of their driver."""
     return sum(path.name[len("nvidia") :].isdigit() for path in Path("/dev").glob("nvidia*"))
 
 

@@ -1,4 +1,4 @@
-"""Engines that a setting names: watched, never started or stopped."""
+"""Engines that FORGEMQ_ENGINE_URL names: watched, never started or stopped."""
 
 import asyncio
 import http.client
@@ -11,15 +11,17 @@ from forgemq_launcher.upkeep.machine import MachineError
 from forgemq_launcher.upkeep.supervisor import Note
 
 LOOK_EVERY_S = 2.0
+"""For the panel only: inference itself notices an engine that is lost."""
 ANSWER_TIMEOUT_S = 10.0
+"""A health check waits while the engine's main process is busy, seconds at most."""
 VARIABLE = "FORGEMQ_ENGINE_URL"
 
 
 def named_urls(value: str, *, lanes: int) -> tuple[str, ...]:
-    """The addresses in FORGEMQ_ENGINE_URL; () where it is empty.
+    """The addresses in FORGEMQ_ENGINE_URL; () if it is empty.
 
     Raises:
-        MachineError: not one http address for each lane.
+        MachineError: an address is not http, or there is not one for each lane.
     """
     urls = tuple(url.strip().rstrip("/") for url in value.split(",") if url.strip())
     for url in urls:
@@ -34,10 +36,10 @@ def named_urls(value: str, *, lanes: int) -> tuple[str, ...]:
 
 
 class NamedEngines:
-    """The same face as `Engines`, for servers that belong to somebody else.
+    """Has the methods of `Engines`, for servers that belong to somebody else.
 
-    Lifecycle: `keep` one task; it says when an engine falls silent and when it answers again, and
-    gives up on one that is silent for too long.
+    Lifecycle: one task `keep`; it notes when an engine stops answering and when it answers again,
+    and gives up on one that is silent for too long.
     """
 
     def __init__(self, urls: Sequence[str], *, silence_s_max: float, note: Note) -> None:
@@ -57,7 +59,7 @@ class NamedEngines:
         return not self._silent
 
     def status(self) -> str:
-        """One line: which engine does not answer, or that a setting names them."""
+        """One line: which engine does not answer, or that FORGEMQ_ENGINE_URL names them."""
         if not self._silent:
             return f"named by {VARIABLE}"
         lane = min(self._silent)
@@ -74,7 +76,7 @@ class NamedEngines:
                 group.create_task(self._watch(lane))
 
     async def stop(self) -> None:
-        """Nothing: they are not ours."""
+        """Do nothing: those who started these engines stops them."""
 
     async def _watch(self, lane: int) -> None:
         url = self._urls[lane]
@@ -86,10 +88,10 @@ class NamedEngines:
                 if self._silent.pop(lane, None) is not None:
                     self._note(f"engine {lane} answers at {url}")
             else:
-                self._fall_silent(lane, refusal, silence_s=time.monotonic() - heard_s)
+                self._note_silence(lane, refusal, silence_s=time.monotonic() - heard_s)
             await asyncio.sleep(LOOK_EVERY_S)
 
-    def _fall_silent(self, lane: int, refusal: str, *, silence_s: float) -> None:
+    def _note_silence(self, lane: int, refusal: str, *, silence_s: float) -> None:
         url = self._urls[lane]
         if silence_s > self._silence_s_max:
             raise MachineError(
@@ -105,7 +107,7 @@ class NamedEngines:
 
 
 def _refusal(url: str) -> str | None:
-    """Why an address does not answer with 200; None where it does."""
+    """Why an address does not answer with 200; None if it does."""
     try:
         with urllib.request.urlopen(url, timeout=ANSWER_TIMEOUT_S) as response:
             return None if response.status == 200 else f"HTTP {response.status}"

@@ -1,4 +1,4 @@
-"""Which processes a run consists of, and the environment of each."""
+"""Which service processes a run consists of, and the environment of each."""
 
 from collections.abc import Mapping, Sequence
 
@@ -31,7 +31,7 @@ TRANSFORMS = ("reward", "merger", "scheduler")
 """Services with a journal, in the order in which a group passes them."""
 
 TORCHRUN = "forgemq_trainer.ranks.torchrun"
-"""Starts the trainer's ranks on this machine, and ends them all when one dies."""
+"""Module that starts the trainer's ranks on this machine and ends them all when one dies."""
 
 
 class Addresses(Struct, frozen=True, kw_only=True):
@@ -117,7 +117,10 @@ def service_specs(
 
 
 def service_environ(environ: Mapping[str, str], service: str) -> dict[str, str]:
-    """Without the settings of other services, which may be secret; agents get no broker either."""
+    """The environment without other services' settings, which may be secret.
+
+    Agents do not get the broker either: they speak HTTP only.
+    """
     others = {"launcher", *SERVICES} - {service}
     hidden = tuple(f"FORGEMQ_{other.upper()}_" for other in others)
     if service == "agents":
@@ -134,7 +137,8 @@ def _command(service: str, *, ranks: int) -> tuple[str, ...]:
 
 
 def _shared_environ(environ: Mapping[str, str], *, run: str, kafka: str) -> dict[str, str]:
-    # One thread each: a dozen processes share the cores, and pools of threads only get in the way.
+    # One thread each: nine processes and an engine share the cores, and their thread pools would
+    # only compete. The trainer then gets the number that the run says.
     quiet = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     threads = dict.fromkeys(THREADS_VARIABLES, "1")
     return {**environ, **quiet, **threads, "FORGEMQ_RUN": run, "FORGEMQ_KAFKA": kafka}

@@ -1,4 +1,4 @@
-"""OS processes of services: started in groups of their own, restarted when they die, stopped."""
+"""Service processes: each leads its own process group, is restarted if it dies, and is stopped."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ from forgemq_launcher.core.restarts import RestartPolicy
 from forgemq_shell.service import EXIT_OK, EXIT_REFUSED
 
 Note: TypeAlias = Callable[[str], None]
-"""Takes one line for the people at the terminal."""
+"""Shows one line to the people at the terminal."""
 
 CHILD_MODULE = "forgemq_launcher.upkeep.child"
 LOG_TAIL_LINES = 12
@@ -31,9 +31,9 @@ class ProcessFailedError(Exception):
 
 
 class ServiceSpec(Struct, frozen=True, kw_only=True):
-    """One service process.
+    """One service process: `python -m <module> <arguments>`.
 
-    `stop_stage`: lower stages are stopped first. `arguments`: of the module's command line.
+    `stop_stage`: lower stages are stopped first.
     """
 
     name: str
@@ -53,7 +53,7 @@ class ServiceStatus(Struct, frozen=True, kw_only=True):
 
 
 @dataclass(slots=True)
-class _Kept:
+class _Service:
     spec: ServiceSpec
     process: asyncio.subprocess.Process | None = None
     exits_s: list[float] = field(default_factory=list)
@@ -62,50 +62,50 @@ class _Kept:
 class Supervisor:
     """Keeps service processes up.
 
-    Lifecycle: `keep` one task a service; `stop` ends them all, by stage; `kill` at once.
+    Lifecycle: one task `keep` for each service; `stop` ends them all by stage, `kill` at once.
     """
 
     def __init__(self, *, policy: RestartPolicy, grace_s: float, note: Note) -> None:
         self._policy = policy
         self._grace_s = grace_s
         self._note = note
-        self._kept: dict[str, _Kept] = {}
+        self._services: dict[str, _Service] = {}
         self._stopping = asyncio.Event()
 
     def statuses(self) -> tuple[ServiceStatus, ...]:
         """Every service in the order of its start; pid None while it is down."""
         return tuple(
-            ServiceStatus(name=name, pid=_pid(kept), restarts=len(kept.exits_s))
-            for name, kept in self._kept.items()
+            ServiceStatus(name=name, pid=_pid(service), restarts=len(service.exits_s))
+            for name, service in self._services.items()
         )
 
     async def keep(self, spec: ServiceSpec, *, may_end: Callable[[], bool]) -> None:
-        """Start a service and restart it whenever it dies; returns when it is done or stopped.
+        """Start a service and restart it whenever it dies; return when it is done or stopped.
 
         Args:
             spec: The service.
-            may_end: Whether an exit with status 0 is its end, and no reason to restart it.
+            may_end: Whether an exit with status 0 means that its work is done.
 
         Raises:
             ProcessFailedError: it refused its settings, or died too often.
         """
-        kept = self._kept.setdefault(spec.name, _Kept(spec))
+        service = self._services.setdefault(spec.name, _Service(spec))
         while not self._stopping.is_set():
-            kept.process = await _start(spec)
-            status = await kept.process.wait()
+            service.process = await _start_process(spec)
+            status = await service.process.wait()
             if self._stopping.is_set():
                 return
             if status == EXIT_OK and may_end():
                 return
-            await self._pause(kept, status=status)
+            await self._wait_for_restart(service, status=status)
 
-    async def _pause(self, kept: _Kept, *, status: int) -> None:
-        spec = kept.spec
-        kept.exits_s.append(time.monotonic())
-        delay_s = self._policy.delay_s(kept.exits_s)
+    async def _wait_for_restart(self, service: _Service, *, status: int) -> None:
+        spec = service.spec
+        service.exits_s.append(time.monotonic())
+        delay_s = self._policy.delay_s(service.exits_s)
         how = _exit_text(status)
         if status == EXIT_REFUSED or delay_s is None:
-            times = f" for the {len(kept.exits_s)}th time" if len(kept.exits_s) > 1 else ""
+            times = f" for the {len(service.exits_s)}th time" if len(service.exits_s) > 1 else ""
             tail = log_tail(spec.log_path)
             raise ProcessFailedError(
                 f"{spec.name} {how}{times}; last lines of {spec.log_path}:\n{tail}"
@@ -114,27 +114,27 @@ class Supervisor:
         await asyncio.sleep(delay_s)
 
     async def stop(self) -> None:
-        """SIGTERM to each service, stage by stage; SIGKILL to what outlives its grace."""
+        """Send SIGTERM to the services, stage by stage; SIGKILL to each that outlives its grace."""
         self._stopping.set()
-        stages = sorted({kept.spec.stop_stage for kept in self._kept.values()})
+        stages = sorted({service.spec.stop_stage for service in self._services.values()})
         for stage in stages:
-            processes = [
-                kept.process
-                for kept in self._kept.values()
-                if kept.spec.stop_stage == stage and kept.process is not None
+            ends = [
+                _end_process(service.process, grace_s=self._grace_s)
+                for service in self._services.values()
+                if service.spec.stop_stage == stage and service.process is not None
             ]
-            await asyncio.gather(*(_end(process, grace_s=self._grace_s) for process in processes))
+            await asyncio.gather(*ends)
 
     def kill(self) -> None:
-        """SIGKILL to the group of every service, at once."""
+        """Send SIGKILL to the process group of every service."""
         self._stopping.set()
-        for kept in self._kept.values():
-            if kept.process is not None:
-                _signal_group(kept.process.pid, signal.SIGKILL)
+        for service in self._services.values():
+            if service.process is not None:
+                _signal_group(service.process.pid, signal.SIGKILL)
 
 
 def log_tail(path: Path) -> str:
-    """The last lines of a log, indented; '' where there is none."""
+    """The last lines of a log, indented; '' if there is no log."""
     if not path.is_file():
         return ""
     with path.open("rb") as file:
@@ -143,7 +143,7 @@ def log_tail(path: Path) -> str:
     return "\n".join(f"  {line}" for line in lines[-LOG_TAIL_LINES:])
 
 
-async def _start(spec: ServiceSpec) -> asyncio.subprocess.Process:
+async def _start_process(spec: ServiceSpec) -> asyncio.subprocess.Process:
     bound = ("-m", CHILD_MODULE, str(os.getpid()), spec.module)
     with spec.log_path.open("ab") as log:
         return await asyncio.create_subprocess_exec(
@@ -158,19 +158,19 @@ async def _start(spec: ServiceSpec) -> asyncio.subprocess.Process:
         )
 
 
-async def _end(process: asyncio.subprocess.Process, *, grace_s: float) -> None:
+async def _end_process(process: asyncio.subprocess.Process, *, grace_s: float) -> None:
     if process.returncode is None:
         _signal_group(process.pid, signal.SIGTERM)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), timeout=grace_s)
-    # What the service itself started and left behind ends with it.
+    # Children that the service started and left behind are in its group.
     _signal_group(process.pid, signal.SIGKILL)
     await process.wait()
 
 
-def _pid(kept: _Kept) -> int | None:
-    running = kept.process is not None and kept.process.returncode is None
-    return kept.process.pid if running and kept.process is not None else None
+def _pid(service: _Service) -> int | None:
+    running = service.process is not None and service.process.returncode is None
+    return service.process.pid if running and service.process is not None else None
 
 
 def _exit_text(status: int) -> str:
