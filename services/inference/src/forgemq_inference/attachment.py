@@ -1,7 +1,7 @@
-"""Keeps one engine attached to its lane: wait for it, tidy it up, load, watch, and start over.
+"""Keeps one engine attached to its lane: wait for it, tidy it up, load, watch, begin again.
 
-The engine is another process with a past that is unknown here: it may be fresh, paused in the
-middle of an update of an earlier inference process, or restarted between two health checks.
+The engine is a process with an unknown past: it may be fresh, or paused in the middle of an update
+that an earlier inference process began, or restarted between two health checks.
 """
 
 import asyncio
@@ -33,15 +33,20 @@ from forgemq_inference.weight_loader import Loading, WeightLoader
 from forgemq_telemetry import Telemetry
 
 _POLL_S = 0.5
+"""Between two looks for an engine that starts; a start takes a minute or more."""
 _RETRY_S = 0.2
+"""Between failed health checks: three of them decide within a second, before the lane lapses."""
 _LOAD_RETRY_S = 1.0
+"""Times the number of failures: a blob store that restarts gets some 10 s for its attempts."""
 _RESUME_TIMEOUT_S = 30.0
+"""The engine answers within a decoding step, but may be busy with its first compilation."""
 
 
 class Attachment:
-    """`run` serves the lane for as long as the process lives; losing the engine is no failure.
+    """Serves a lane with one engine; a lost engine is waited for, and is not a failure.
 
-    `notify_published` after a publication; `suspected` is set after an unanswered request.
+    Lifecycle: one task `run`. `notify_published` is called after a publication; setting
+    `suspected` makes a health check happen at once.
     """
 
     def __init__(
@@ -58,7 +63,7 @@ class Attachment:
         suspected: asyncio.Event,
         telemetry: Telemetry,
     ) -> None:
-        """Not attached."""
+        """Begin without an engine."""
         self._engine = engine
         self._configuration = configuration
         self._settings = settings
@@ -73,16 +78,16 @@ class Attachment:
         self._is_loading = False
 
     def notify_published(self) -> None:
-        """There may be newer weights."""
+        """Wake the task that loads: newer weights are published."""
         self._published.set()
 
     async def run(self) -> None:
-        """Attach, serve until the engine is lost, again and again.
+        """Attach the engine and serve until it is lost, again and again.
 
         Raises:
             EngineError: the engine did not come up, or cannot be brought to published weights.
             DurableCopyError: the durable copy stays unusable.
-            ModelFolderError: the model's folder is not one.
+            ModelFolderError: the model's folder does not give the engine's limits.
         """
         while True:
             await self._wait_healthy()
@@ -120,7 +125,7 @@ class Attachment:
             context_tokens_max=self._configuration.model.context_tokens_max,
         )
         if limits.experts is not None and not limits.records_routes:
-            # The trainer then routes by itself, and some of the gap to the engine is routing.
+            # Without routes the trainer chooses experts by itself: part of G5's gap is routing.
             self._telemetry.event("routes_not_recorded", url=self._engine.url)
         await self._load_newest()
         if self._weights.served.is_dirty:
@@ -138,9 +143,9 @@ class Attachment:
         )
 
     async def _tidy_engine(self) -> None:
-        """End what an earlier process left running, and find out what the engine holds."""
+        """End what an earlier process left running, and learn which weights the engine holds."""
         with suppress(EngineRefusedError):
-            # Refused where no update is open, which is the usual case.
+            # Refused if there is no open update, which is the usual case.
             await self._engine.end_update(timeout_s=self._settings.durable_timeout_s)
         await self._engine.abort_all()
         name = (await self._engine.model_info()).weight_version
@@ -184,7 +189,7 @@ class Attachment:
         return loadings
 
     async def _watch_engine(self) -> None:
-        """Return never.
+        """Check the engine until it is lost.
 
         Raises:
             EngineUnreachableError: the engine stopped answering, or is another process.
@@ -196,7 +201,8 @@ class Attachment:
                     await self._suspected.wait()
             self._suspected.clear()
             if self._is_loading:
-                continue  # the load has its own deadlines; some health checks wait for generation
+                # A load has its own deadlines, and the engine may not answer during one.
+                continue
             try:
                 await self._check_engine()
                 failures = 0

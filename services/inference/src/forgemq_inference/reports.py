@@ -1,4 +1,4 @@
-"""What a lane says about itself: heartbeats, changes, and the weights it serves."""
+"""What a lane reports: heartbeats, changes, and the weights it serves."""
 
 import asyncio
 from contextlib import suppress
@@ -28,7 +28,7 @@ class LaneIdentity(Struct, frozen=True, kw_only=True):
 class Reports:
     """Writes reported-engines about every `heartbeat_s` and on change, and loaded-weights.
 
-    `serve` and `stop_serving` set what the next report says; `write` sends it at once.
+    `serve` and `stop_serving` set what the next report says; `write_report` writes one at once.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Reports:
         heartbeat_s: float,
         telemetry: Telemetry,
     ) -> None:
-        """Not serving."""
+        """Begin with a lane that does not serve."""
         self._identity = identity
         self._writer = writer
         self._weights = weights
@@ -54,19 +54,19 @@ class Reports:
         self._ranks = 1
 
     def serve(self, *, context_tokens_max: int, ranks: int) -> None:
-        """The engine takes requests from now on."""
+        """Report from here on that the lane serves."""
         self._is_serving = True
         self._context_tokens_max = context_tokens_max
         self._ranks = ranks
         self._changed.set()
 
     def stop_serving(self) -> None:
-        """The engine is lost, or the lane leaves."""
+        """Report from here on that the lane does not serve: its engine is lost, or it leaves."""
         self._is_serving = False
         self._changed.set()
 
     async def run(self) -> None:
-        """Report for ever."""
+        """Write a report every `heartbeat_s` and on change, until cancelled."""
         while True:
             self._changed.clear()
             await self.write_report()
@@ -75,7 +75,7 @@ class Reports:
                     await self._changed.wait()
 
     async def write_report(self) -> None:
-        """Report once."""
+        """Write one report."""
         weights, requests = self._weights.served.weights, self._requests
         lane = self._identity.lane
         report = ReportedEngine(
@@ -99,7 +99,7 @@ class Reports:
         await self._writer.write(emit_of_report(report))
 
     async def write_loaded_weights(self, loading: Loading) -> None:
-        """Say which weights the lane serves now, and how they came."""
+        """Write which weights the lane serves and how they arrived."""
         weights = self._weights.served.weights
         loaded = LoadedWeights(
             lane=self._identity.lane,

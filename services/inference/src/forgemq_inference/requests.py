@@ -1,4 +1,4 @@
-"""Requests of one lane through the engine: bounded, cancellable, each answered by one record."""
+"""Runs the requests of one lane in the engine; each is answered by exactly one record."""
 
 import asyncio
 import time
@@ -49,10 +49,13 @@ NOT_SERVING = Refused("error", "engine", "engine: not serving")
 LEAVING = Refused("error", "engine", "engine: the lane is leaving")
 
 _ABORTED_WITHIN_S = 2.0
+"""The engine ends an aborted request at its next decoding step, well under a second."""
+_TIMEOUT_MIN_S = 0.001
+"""A request past its deadline still gets an HTTP call, which fails at once as unreachable."""
 
 
 class LaneLimits(Struct, frozen=True, kw_only=True):
-    """What bounds and addresses the requests of a lane."""
+    """The lane's epoch, its bound on concurrent requests, and where their records go."""
 
     epoch: int
     concurrent_max: int
@@ -78,17 +81,17 @@ class Requests:
         on_unreachable: Callable[[], None],
         telemetry: Telemetry,
     ) -> None:
-        """Closed at first.
+        """Begin closed: requests are refused until `open`.
 
         Args:
-            engine: where requests run.
-            state: decides which of them run.
-            limits: of the lane.
-            writer: for finished-completions.
-            spawn: starts a coroutine whose failure ends the service.
-            pauses: counts the time generation stands still.
-            on_unreachable: called when the engine did not answer a request.
-            telemetry: of the service.
+            engine: Generates.
+            state: Decides which requests run.
+            limits: Of the lane.
+            writer: For finished-completions.
+            spawn: Starts a coroutine whose failure ends the service.
+            pauses: Counts the time that generation stands still.
+            on_unreachable: Called when the engine did not answer a request.
+            telemetry: Of the service.
         """
         self._engine = engine
         self._state = state
@@ -119,18 +122,18 @@ class Requests:
         await self._idle.wait()
 
     def open(self, engine_limits: EngineLimits) -> None:
-        """The engine serves."""
+        """Send requests to the engine from here on."""
         self._engine_limits = engine_limits
         self._closed = _future()
 
     def close(self, reason: Refused) -> None:
-        """End everything that waits or runs, and answer what comes with `reason`."""
+        """End everything that waits or runs, and refuse later requests for `reason`."""
         if self._closed.done():
             self._closed = _future()
         self._closed.set_result(reason)
 
     def take(self, request: RequestedCompletion, headers: Headers) -> None:
-        """Answer a request, now or when its turn comes, unless it is not ours to answer."""
+        """Answer a request as soon as a slot is free, unless another process answers it."""
         decision = self._state.take(request, now_ms=now_ms())
         match decision:
             case Skipped(reason):
@@ -138,7 +141,7 @@ class Requests:
             case Refused():
                 self._spawn(self._write_finished(refused_completion(request, decision), headers))
             case Run():
-                # Counted here: a burst must be visible to the reader before any of it has begun.
+                # Counted here and not in the task: the inbox must see a burst before it reads on.
                 self.queued += 1
                 self._idle.clear()
                 self._spawn(self._answer_request(request, decision, headers))
@@ -161,7 +164,7 @@ class Requests:
                 record = await self._generate(request, run)
             self._state.end(run.attempt)
             if is_candidate(record):
-                # Before the write: the next request may name this one as soon as it is on the log.
+                # Before the write: a request that names this one may come as soon as it is written.
                 whole = run.context.extended(record.output)
                 self._state.remembered.remember(request.request_id, whole)
             span.set(finish_reason=record.finish_reason, cached_tokens=record.cached_tokens)
@@ -220,7 +223,7 @@ class Requests:
     async def _ask(
         self, body: dict[str, object], attempt: Attempt, *, deadline_ms: int
     ) -> EngineAnswer | Refused:
-        timeout_s = max(0.001, (deadline_ms - now_ms()) / 1000)
+        timeout_s = max(_TIMEOUT_MIN_S, (deadline_ms - now_ms()) / 1000)
         cancel = self._cancels[attempt] = _future()
         call = asyncio.ensure_future(self._engine.generate(body, timeout_s=timeout_s))
         try:
@@ -236,7 +239,7 @@ class Requests:
             del self._cancels[attempt]
 
     async def _abort(self, rid: str, call: "asyncio.Future[EngineAnswer]") -> None:
-        """End the request in the engine; twice, for it may not have known the request yet."""
+        """Abort the request in the engine; once more if the first came before the request did."""
         for _ in range(2):
             try:
                 await self._engine.abort(rid)
@@ -275,7 +278,7 @@ class Requests:
 
 
 def _timing(meta: EngineMeta, *, queued_s: float, waited_s: float) -> Timing:
-    """Moves the wait inside the engine, before its prefill, to the queue's side."""
+    """Timing of a request, with its wait inside the engine counted as queueing."""
     inside_s = min(max(0.0, waited_s), meta.queue_time or 0.0)
     return Timing(queued_s + inside_s, max(0.0, waited_s - inside_s))
 

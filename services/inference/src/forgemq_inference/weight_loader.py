@@ -1,9 +1,9 @@
-"""New weights into a running engine: from the trainer's process group, else the durable copy.
+"""Loads new weights into a running engine: from the trainer's process group, else from disk.
 
 Agents see only delay: running requests are retracted, keep their tokens, and go on under the new
 weights. Every phase has a deadline. Between the first changed byte and the last the engine's
-weights are named `broken`, so that whoever meets the engine next knows, and generation never goes
-on with them.
+weights are named `broken`: an inference process that attaches to the engine later sees the name,
+and nothing is generated with them.
 """
 
 import asyncio
@@ -32,6 +32,7 @@ from forgemq_telemetry import Telemetry
 Path: TypeAlias = Literal["start", "fast", "durable"]
 
 _PROBE_TIMEOUT_S = 5.0
+"""A connection takes milliseconds; the engine stands still meanwhile."""
 
 
 class Loading(Struct, frozen=True, kw_only=True):
@@ -59,7 +60,7 @@ class WeightLoader:
         durable_timeout_s: float,
         telemetry: Telemetry,
     ) -> None:
-        """Nothing is loaded yet."""
+        """Load nothing yet."""
         self._engine = engine
         self._state = state
         self._copies = copies
@@ -91,7 +92,8 @@ class WeightLoader:
         return Loading(path=path, duration_s=time.monotonic() - started_s, paused_s=paused_s)
 
     async def _load_durable(self, published: PublishedWeights) -> float:
-        folder = await self._copies.folder(published)  # before the pause: it may be a download
+        # Before the pause: it may be a download of minutes.
+        folder = await self._copies.folder(published)
         paused_s = self._pauses.total_s
         await self._pause(timeout_s=self._durable_timeout_s)
         await self._load_folder(published, str(folder))
@@ -111,7 +113,7 @@ class WeightLoader:
         except EngineError as error:
             self._telemetry.event("fast_path_failed", group=rendezvous.group_name, error=str(error))
             self._telemetry.count("inference.fast_path_failures", lane=rendezvous.lane)
-            await self._drop(rendezvous.group_name)
+            await self._abandon_update(rendezvous.group_name)
             folder = await self._copies.folder(published)
             await self._load_folder(published, str(folder))
             path = "durable"
@@ -131,8 +133,8 @@ class WeightLoader:
     ) -> None:
         deadline_s = published.deadline_s
         if rendezvous.is_new:
-            # The engine's scheduler stands still while it looks for a rank 0 that is not there.
-            await _check_listens(rendezvous)
+            # The engine's scheduler blocks until rank 0 answers, so ask first whether it is there.
+            await _check_listener(rendezvous)
             await self._engine.join_group(rendezvous, timeout_s=deadline_s)
             self._state.note_joined(rendezvous.group_name)
         await self._engine.name_weights(BROKEN_NAME)
@@ -157,8 +159,8 @@ class WeightLoader:
         if served != name:
             raise EngineRefusedError(f"loaded {name}, but the engine names its weights {served}")
 
-    async def _drop(self, group_name: str) -> None:
-        """Leave the engine ready for a load from disk; closing the group frees the publisher."""
+    async def _abandon_update(self, group_name: str) -> None:
+        """Make the engine ready for a load from disk; leaving the group frees the publisher too."""
         self._state.note_left(group_name)
         for clean in (
             self._engine.end_update(timeout_s=self._durable_timeout_s),
@@ -170,7 +172,7 @@ class WeightLoader:
                 self._telemetry.event("nothing_to_drop", group=group_name, answer=str(error))
 
 
-async def _check_listens(rendezvous: Rendezvous) -> None:
+async def _check_listener(rendezvous: Rendezvous) -> None:
     try:
         async with asyncio.timeout(_PROBE_TIMEOUT_S):
             _, writer = await asyncio.open_connection(rendezvous.host, rendezvous.port)
