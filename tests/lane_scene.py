@@ -1,4 +1,4 @@
-"""One lane for tests: the real service on a log, beside a given engine; and what it wrote."""
+"""One lane for tests: the real service on a log beside a given engine, and its records."""
 
 import asyncio
 import hashlib
@@ -72,7 +72,7 @@ def request_id(number: int) -> str:
 
 
 class LaneScene:
-    """Requests into the log, records out of it; `serving` runs the service in between."""
+    """Writes requests to the log and reads records back; `serving` runs the service."""
 
     def __init__(self, log: Log, *, model: Path, engine_url: str, lane: int = 0) -> None:
         self.log = log
@@ -84,7 +84,7 @@ class LaneScene:
 
     @asynccontextmanager
     async def serving(self, **settings: object) -> AsyncIterator["asyncio.Event"]:
-        """The service runs; gives its stop event, and stops it at the end."""
+        """Run the service during the block, which gets the event that stops it."""
         variables = {"LANE": self.lane, "ENGINE_URL": self.engine_url, "HEARTBEAT_S": 0.1}
         variables |= {"DRAIN_S": 0.2} | {name.upper(): value for name, value in settings.items()}
         stop = asyncio.Event()
@@ -195,7 +195,7 @@ class LaneScene:
     async def finished(
         self, *, count: int = 0, timeout_s: float = 20.0
     ) -> list[FinishedCompletion]:
-        """Finished completions, once there are `count`."""
+        """Wait for `count` finished completions and return all."""
         partition = group_partition(GROUP, partitions=PARTITIONS)
         topic = topics.FINISHED_COMPLETIONS
         async with asyncio.timeout(timeout_s):
@@ -203,14 +203,14 @@ class LaneScene:
         return [topics.decode(topic, record.value) for record in records]  # type: ignore[misc]
 
     async def loaded(self, *, count: int = 0, timeout_s: float = 20.0) -> list[LoadedWeights]:
-        """Loaded weights of the lane, once there are `count`."""
+        """Wait for `count` records of loaded weights and return all of the lane."""
         topic = topics.LOADED_WEIGHTS
         async with asyncio.timeout(timeout_s):
             records = await self._at_least(count, topic, self.lane)
         return [topics.decode(topic, record.value) for record in records]  # type: ignore[misc]
 
     async def report(self, *, is_serving: bool, timeout_s: float = 20.0) -> ReportedEngine:
-        """The newest report, once it says so."""
+        """Wait until the lane's newest report says so, and return it."""
         topic = topics.REPORTED_ENGINES
         async with asyncio.timeout(timeout_s):
             while True:
@@ -229,14 +229,14 @@ class LaneScene:
                 return
             await asyncio.sleep(0.02)
 
-    async def until_said(self, event: str) -> None:
+    async def until_event(self, event: str) -> None:
         """Return once the service's log has such an event."""
         while True:
-            if self.said(event):
+            if self.events_named(event):
                 return
             await asyncio.sleep(0.02)
 
-    def said(self, event: str) -> list[dict[str, Any]]:
+    def events_named(self, event: str) -> list[dict[str, Any]]:
         """Events of this name in the service's log."""
         lines = [json.loads(line) for line in self.events.getvalue().splitlines()]
         return [line for line in lines if line["event"] == event]

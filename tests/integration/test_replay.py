@@ -109,7 +109,7 @@ def run(
             launched.start(
                 DIALOGUE, f"run={run_id}", *chosen, environ={"FORGEMQ_ENGINE_URL": engine}
             )
-            launched.ended(within_s=200)
+            launched.wait_for_end(within_s=200)
             assert launched.report(run_id)["steps"] == STEPS, launched.story()
         finally:
             launched.close()

@@ -269,8 +269,8 @@ async def test_a_record_that_does_not_decode_goes_to_the_dead_letter_topic(base:
     assert b"request_id" in dict(dead.headers)["reason"]
 
 
-async def test_only_the_records_that_the_lane_owns_are_buried_by_it(base: Path) -> None:
-    """Every lane reads published weights, and the trainer buries what is bad among them."""
+async def test_a_lane_writes_dead_letters_about_its_own_records_only(base: Path) -> None:
+    """Every lane reads published weights; dead letters about those are the trainer's."""
     published = topics.PUBLISHED_WEIGHTS.name
     async with serving(StandInEngine(Speed(tokens=1))) as url:
         scene = await scene_of(base, url)

@@ -29,12 +29,12 @@ def tool(tmp_path):
 
 @pytest.fixture
 def model(tmp_path) -> Path:
-    """A copy of the demo's model, to be spoilt."""
+    """A copy of the demo's model that a test may damage."""
     return Path(shutil.copytree(DEMO / "model", tmp_path / "model"))
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "expected"),
     [
         ("episodes.sampling.top_p=0.9", "episodes.sampling.top_p is 0.9"),
         ("episodes.sampling.temperature=0", "episodes.sampling.temperature is 0"),
@@ -45,16 +45,16 @@ def model(tmp_path) -> Path:
     ],
 )
 def test_a_run_that_cannot_work_is_refused_by_name_and_leaves_nothing(
-    tool, tmp_path, override, said
+    tool, tmp_path, override, expected
 ):
     status, printed = tool("run", str(DEMO / "run.toml"), override)
     assert status == 2
-    assert said in printed
+    assert expected in printed
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "expected"),
     [
         (lambda m: (m / "config.json").write_text("{}"), "has model_type ''; supported: llama"),
         (
@@ -66,11 +66,11 @@ def test_a_run_that_cannot_work_is_refused_by_name_and_leaves_nothing(
         (lambda m: (m / "model.safetensors").unlink(), "has no weights (*.safetensors)"),
     ],
 )
-def test_a_folder_without_a_model_that_trains_is_refused(tool, model, spoil, said):
+def test_a_folder_without_a_model_that_trains_is_refused(tool, model, spoil, expected):
     spoil(model)
     status, printed = tool("run", str(DEMO / "run.toml"), f"model.path={model}")
     assert status == 2
-    assert said in printed
+    assert expected in printed
 
 
 def test_an_unknown_run_or_setting_is_refused(tool, tmp_path):

@@ -63,7 +63,7 @@ def test_groups_that_fail_in_a_row_end_the_run_with_the_newest_reason_in_one_lin
 
 
 @pytest.mark.parametrize("reason", ["trained", "zero_variance"])
-def test_a_group_that_was_played_and_graded_begins_anew(reason: RetireReason):
+def test_a_group_that_was_played_and_graded_ends_the_row(reason: RetireReason):
     counted = failing()
     retire(counted, "failed", "failed", reason, "failed", "failed")
     assert counted.verdict() == ""
@@ -77,7 +77,7 @@ def test_other_ends_count_neither_way(reason: RetireReason):
 
 
 def test_each_domain_is_counted_on_its_own():
-    """A step needs groups of every domain, so one that never comes stops the run."""
+    """A step needs groups of every domain, so a single domain that fails stops the run."""
     counted = failing()
     for _ in range(3):
         retire(counted, "failed", domain="code")
@@ -93,7 +93,7 @@ def test_evaluation_groups_and_those_of_an_earlier_start_do_not_count():
 
 
 def test_a_run_that_trains_goes_on_while_two_of_three_groups_fail():
-    """Those that train retire a step at a time, long after they are merged."""
+    """Groups that train retire with their whole step, long after they are merged."""
     counted = failing()
     for _ in range(20):
         retire(counted, "failed", "failed")

@@ -140,7 +140,7 @@ def over(number: int, topic: Topic) -> Output:
 
 
 async def test_failed_groups_between_those_that_train_do_not_end_the_run():
-    """Merged groups retire only when their step has trained: nothing here says `trained`."""
+    """Merged groups retire only when their step has trained, and no record here is `trained`."""
     failed, merged = RETIRED_GROUPS, MERGED_GROUPS
     topics = [failed, failed, merged] * 5
     first = msgspec.structs.replace(started(), started_ms=0)

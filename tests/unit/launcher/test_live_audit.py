@@ -1,4 +1,4 @@
-"""The guarantees of a healthy run hold at every moment it is up, however it goes on meanwhile."""
+"""The guarantees of a healthy run hold whenever it is audited, while it goes on."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ HELD = dict.fromkeys(("G1", "G2", "G3", "G4", "G5"), True)
 
 @dataclass
 class LogOfLiveRun:
-    """A reader's view of a log on which others do something before each of its calls."""
+    """A log on which the run goes on before each call of a reader."""
 
     log: Log
     go_on: Callable[[], Awaitable[None]]
@@ -54,7 +54,7 @@ async def log_with_topics() -> MemoryLog:
 
 
 async def test_a_step_trained_while_the_audit_reads_does_not_break_a_guarantee():
-    """Before any one of the audit's calls the run trains a step, and what it trained goes."""
+    """Before one of the audit's calls, each in turn, the run trains a step; its trees may go."""
     run = SyntheticRun()
     run.train(0, [run.generate(n, version=0) for n in (0, 1)], is_last=False)
     before = len(run.messages)
@@ -79,7 +79,7 @@ async def test_a_step_trained_while_the_audit_reads_does_not_break_a_guarantee()
 
 
 async def test_catching_up_takes_nothing_in_that_comes_after_it_began():
-    """A retirement that was read and a step that was not would be told as a contradiction."""
+    """A retirement that was read without its step would look like a contradiction."""
     run = SyntheticRun()
     run.train(0, [run.generate(n, version=0) for n in (0, 1)], is_last=False)
     before = len(run.messages)

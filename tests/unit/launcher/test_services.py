@@ -1,4 +1,4 @@
-"""What each service of a run gets to see of the launcher's environment."""
+"""Which variables of the launcher's environment each service gets."""
 
 from pathlib import Path
 
