@@ -11,7 +11,7 @@ from forgemq_contracts.weights import ReportedEngine
 from forgemq_inference.core.weights import BASE
 from forgemq_inference.engine import Engine, EngineError
 from forgemq_inference.epoch import claim_epoch, read_tail
-from forgemq_inference.lane_parts import LaneEdges, LaneParts, lane_parts
+from forgemq_inference.lane_parts import LaneEdges, LaneParts, inbox_of, lane_parts
 from forgemq_inference.reports import LaneIdentity, emit_of_report
 from forgemq_inference.requests import LEAVING
 from forgemq_inference.settings import InferenceSettings
@@ -67,10 +67,11 @@ async def _serve_lane(context: Context, settings: InferenceSettings, edges: Lane
     identity = LaneIdentity(lane=lane, epoch=claim.epoch, url=edges.engine.url)
     async with asyncio.TaskGroup() as group:
         parts = lane_parts(context, settings, identity, edges=edges, spawn=group.create_task)
+        inbox = inbox_of(context, settings, identity, parts=parts, writer=edges.writer)
         # Before the engine is attached: it then loads the newest weights and none before them.
         for record in newest.records:
-            await parts.inbox.take(record)
-        reading = group.create_task(parts.inbox.run(await log.reader(positions)))
+            await inbox.take(record)
+        reading = group.create_task(inbox.run(await log.reader(positions)))
         serving = [group.create_task(part.run()) for part in (parts.attachment, parts.reports)]
         await context.stop.wait()
         reading.cancel()

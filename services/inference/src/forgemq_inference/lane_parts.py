@@ -37,9 +37,9 @@ class LaneEdges:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneParts:
-    """The objects of one lane; `inbox`, `attachment` and `reports` each run as one task."""
+    """The objects of one lane; `attachment` and `reports` each run as one task."""
 
-    inbox: Inbox
+    weights: WeightsState
     requests: Requests
     reports: Reports
     attachment: Attachment
@@ -62,21 +62,13 @@ def lane_parts(
         edges: Outlive the parts.
         spawn: Starts a coroutine whose failure ends the service.
     """
-    telemetry, engine = context.telemetry, edges.engine
+    telemetry = context.telemetry
     pauses, suspected = PauseClock(), asyncio.Event()
     weights = WeightsState(lane=identity.lane, epoch=identity.epoch, served=Served(weights=BASE))
     requests = Requests(
-        engine,
-        LaneState(
-            lane=identity.lane,
-            epoch=identity.epoch,
-            remembered_bytes_max=settings.remembered_bytes_max,
-        ),
-        limits=LaneLimits(
-            epoch=identity.epoch,
-            concurrent_max=settings.concurrent_max,
-            group_partitions=context.configuration.log.group_partitions,
-        ),
+        edges.engine,
+        _lane_state(settings, identity),
+        limits=_lane_limits(context, settings, identity),
         writer=edges.writer,
         spawn=spawn,
         pauses=pauses,
@@ -91,32 +83,62 @@ def lane_parts(
         heartbeat_s=settings.heartbeat_s,
         telemetry=telemetry,
     )
+    loader = WeightLoader(
+        edges.engine,
+        weights,
+        copies=DurableCopies(edges.cache),
+        pauses=pauses,
+        durable_timeout_s=settings.durable_timeout_s,
+        telemetry=telemetry,
+    )
     attachment = Attachment(
-        engine,
+        edges.engine,
         configuration=context.configuration,
         settings=settings,
         weights=weights,
-        loader=WeightLoader(
-            engine,
-            weights,
-            copies=DurableCopies(edges.cache),
-            pauses=pauses,
-            durable_timeout_s=settings.durable_timeout_s,
-            telemetry=telemetry,
-        ),
+        loader=loader,
         requests=requests,
         reports=reports,
         pauses=pauses,
         suspected=suspected,
         telemetry=telemetry,
     )
-    inbox = Inbox(
+    return LaneParts(weights=weights, requests=requests, reports=reports, attachment=attachment)
+
+
+def inbox_of(
+    context: Context,
+    settings: InferenceSettings,
+    identity: LaneIdentity,
+    *,
+    parts: LaneParts,
+    writer: Writer,
+) -> Inbox:
+    """The inbox that passes a lane's records to its parts; dead letters go to `writer`."""
+    return Inbox(
         identity,
-        requests=requests,
-        weights=weights,
-        on_published=attachment.notify_published,
-        dead_letters=DeadLetters(context.log, edges.writer, service="inference"),
+        requests=parts.requests,
+        weights=parts.weights,
+        on_published=parts.attachment.notify_published,
+        dead_letters=DeadLetters(context.log, writer, service="inference"),
         queued_max=settings.queued_max,
-        telemetry=telemetry,
+        telemetry=context.telemetry,
     )
-    return LaneParts(inbox=inbox, requests=requests, reports=reports, attachment=attachment)
+
+
+def _lane_state(settings: InferenceSettings, identity: LaneIdentity) -> LaneState:
+    return LaneState(
+        lane=identity.lane,
+        epoch=identity.epoch,
+        remembered_bytes_max=settings.remembered_bytes_max,
+    )
+
+
+def _lane_limits(
+    context: Context, settings: InferenceSettings, identity: LaneIdentity
+) -> LaneLimits:
+    return LaneLimits(
+        epoch=identity.epoch,
+        concurrent_max=settings.concurrent_max,
+        group_partitions=context.configuration.log.group_partitions,
+    )

@@ -203,13 +203,15 @@ def _resolved(
     overrides += options.overrides
     values = document(text, overrides=overrides)
     name = name_of(values, default=path.resolve().parent.name)
-    is_exact = any(each.partition("=")[0].strip() == "run" for each in overrides)
+    made_id = name if _names_run(overrides) else next_run(name, taken=taken)
     try:
-        return configuration(
-            values, run=name if is_exact else next_run(name, taken=taken), folder=Path.cwd()
-        )
+        return configuration(values, run=made_id, folder=Path.cwd())
     except ConfigurationError as error:
         raise ConfigurationError(f"{path}: {error}") from error
+
+
+def _names_run(overrides: Sequence[str]) -> bool:
+    return any(each.partition("=")[0].strip() == "run" for each in overrides)
 
 
 def _check_paths(made: RunConfiguration, *, file: Path) -> None:
@@ -224,15 +226,21 @@ def _check_paths(made: RunConfiguration, *, file: Path) -> None:
 
 
 def _create(options: argparse.Namespace, *, environ: Mapping[str, str], console: Console) -> int:
-    from forgemq_launcher.commands.creation import announced_runs, create_run, next_commands
+    from forgemq_launcher.commands.creation import (
+        announced_runs,
+        blobs_address,
+        create_run,
+        next_commands,
+    )
 
     run = environ.get("FORGEMQ_RUN", "")
     # A file or a setting that is refused is refused before the broker is asked for anything.
     made = _resolved(options, taken=[], run=run)
     _check_paths(made, file=options.file)
-    if not run:
+    blobs = blobs_address(environ)
+    if not run and not _names_run(options.overrides):
         made = _resolved(options, taken=asyncio.run(announced_runs(environ)))
-    started = asyncio.run(create_run(made, environ))
+    started = asyncio.run(create_run(made, environ, blobs=blobs))
     _print_plain(console, next_commands(started, kafka=environ["FORGEMQ_KAFKA"]))
     return exit_status.OK
 

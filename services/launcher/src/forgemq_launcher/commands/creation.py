@@ -30,13 +30,14 @@ async def announced_runs(environ: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(found)
 
 
-async def create_run(configuration: RunConfiguration, environ: Mapping[str, str]) -> StartedRun:
+async def create_run(
+    configuration: RunConfiguration, environ: Mapping[str, str], *, blobs: str
+) -> StartedRun:
     """Create the topics of a run and announce it on the broker that FORGEMQ_KAFKA names.
 
     Raises:
-        SettingsError: FORGEMQ_KAFKA or FORGEMQ_BLOBS is not set.
+        SettingsError: FORGEMQ_KAFKA is not set.
     """
-    blobs = blobs_address(environ)
     connection = kafka_connection(environ)
     await _create_topics(connection, configuration)
     started = StartedRun(
