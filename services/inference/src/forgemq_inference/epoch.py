@@ -15,6 +15,7 @@ from forgemq_contracts import topics
 from forgemq_contracts.weights import LoadedWeights, ReportedEngine
 
 FIRST_EPOCH = 1
+"""0 is left for "no epoch"."""
 _TAIL_RECORDS = 200
 """Enough to contain the newest epoch; trimming keeps more of them (`Topic.newest_kept`)."""
 

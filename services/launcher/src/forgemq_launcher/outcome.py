@@ -19,6 +19,7 @@ SETTLE_TIMEOUT_S = 120.0
 """After the agents are done, the last groups still pass reward, merger and scheduler: seconds, or
 minutes if one of these restarts meanwhile. Groups still open then are reported as open."""
 SETTLED_CHECK_EVERY_S = 0.5
+"""Adds at most this to a run of minutes."""
 
 FAILURES = (
     MachineError,

@@ -8,10 +8,19 @@ from forgemq_bus.log import Place
 from forgemq_contracts.run import RunConfiguration, StartedRun
 from forgemq_contracts.topics import STARTED_RUNS
 from forgemq_launcher.records.run_topics import create_topics, write_start
+from forgemq_launcher.upkeep.services import SERVICES
 from forgemq_run_view.reading import message_of, read_all
 from forgemq_settings.environment import SettingsError
 from forgemq_shell.clock import now_ms
 from forgemq_shell.connection import kafka_connection
+
+REQUIRED = {
+    "agents": "FORGEMQ_AGENTS_GATEWAY_URL, _ADMIN_KEY, _CONFIGURATION",
+    "gateway": "FORGEMQ_GATEWAY_ADMIN_KEY",
+    "inference": "FORGEMQ_INFERENCE_LANE, FORGEMQ_INFERENCE_ENGINE_URL; one for each engine",
+    "trainer": "FORGEMQ_TRAINER_FOLDER",
+}
+"""Settings without a default, by service; the services refuse to start without them."""
 
 
 async def announced_runs(environ: Mapping[str, str]) -> tuple[str, ...]:
@@ -76,17 +85,12 @@ def next_commands(started: StartedRun, *, kafka: str) -> str:
         started: The run that was announced.
         kafka: Address of the broker.
     """
-    lanes = started.configuration.log.lanes
-    of_lanes = "one for the engine" if lanes == 1 else f"one for each of {lanes} engines"
-    return f"""\
-run {started.run} is announced, its blobs are in {started.blobs}
-export FORGEMQ_RUN={started.run} FORGEMQ_KAFKA={kafka}
-then each of (docs/your_services.md):
-  python -m forgemq_gateway     FORGEMQ_GATEWAY_ADMIN_KEY
-  python -m forgemq_inference   FORGEMQ_INFERENCE_LANE, FORGEMQ_INFERENCE_ENGINE_URL; {of_lanes}
-  python -m forgemq_scheduler
-  python -m forgemq_reward
-  python -m forgemq_merger
-  python -m forgemq_trainer     FORGEMQ_TRAINER_FOLDER
-  python -m forgemq_console
-  python -m forgemq_agents      FORGEMQ_AGENTS_GATEWAY_URL, _ADMIN_KEY, _CONFIGURATION"""
+    lines = [
+        f"run {started.run} is announced, its blobs are in {started.blobs}",
+        f"export FORGEMQ_RUN={started.run} FORGEMQ_KAFKA={kafka}",
+        "then each of (docs/your_services.md):",
+    ]
+    for service in SERVICES:
+        command = f"  python -m forgemq_{service}"
+        lines.append(f"{command:<29} {REQUIRED.get(service, '')}".rstrip())
+    return "\n".join(lines)

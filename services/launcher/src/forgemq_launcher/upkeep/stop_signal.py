@@ -16,10 +16,17 @@ apart. A person who presses it again to kill has read the first answer and takes
 class StopSignal:
     """Lifecycle: `listen` once inside the event loop; `event` is set by the first signal."""
 
-    def __init__(self, *, kill: Callable[[], None], note: Note) -> None:
+    def __init__(
+        self,
+        *,
+        kill: Callable[[], None],
+        note: Note,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.event = asyncio.Event()
         self._kill = kill
         self._note = note
+        self._clock_s = clock_s
         self._came_s = 0.0
 
     def listen(self) -> None:
@@ -39,7 +46,7 @@ class StopSignal:
     def _take_signal(self) -> None:
         if not self.event.is_set():
             self.event.set()
-            self._came_s = time.monotonic()
+            self._came_s = self._clock_s()
             self._note("stopping everything; Ctrl-C again kills")
-        elif time.monotonic() - self._came_s >= ECHO_S:
+        elif self._clock_s() - self._came_s >= ECHO_S:
             self._kill()
