@@ -170,8 +170,8 @@ class LaunchedRun:
         except psutil.NoSuchProcess:
             return ()
 
-    def _look(self) -> set[psutil.Process]:
-        """All processes of the run seen so far: by parents, by environment, by process group."""
+    def _find_processes(self) -> set[psutil.Process]:
+        """All processes of the run seen so far: by parent, by environment, by process group."""
         self._seen.update(self._descendants())
         groups = {process.pid for process in self._seen}
         for process in psutil.process_iter():
