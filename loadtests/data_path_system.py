@@ -122,7 +122,7 @@ async def running(name: str, workload: Workload, *, folder: Path) -> AsyncIterat
     log = KafkaLog(
         broker.connection,
         run=run.run,
-        blobs=BlobStore(str(run / "blobs")),
+        blobs=BlobStore(str(run / "blobs"), run=run.run),
         inline_bytes_max=configuration.log.inline_bytes_max,
     )
     try:

@@ -135,10 +135,11 @@ async def kafka_log(
     kafka_bootstrap: str, new_run_id: Callable[[], str], tmp_path: Path
 ) -> AsyncIterator[KafkaLog]:
     """A log of a fresh run on the real broker, with a blob store."""
+    run = new_run_id()
     log = KafkaLog(
         KafkaConnection(bootstrap=kafka_bootstrap),
-        run=new_run_id(),
-        blobs=BlobStore(str(tmp_path / "blobs")),
+        run=run,
+        blobs=BlobStore(str(tmp_path / "blobs"), run=run),
     )
     yield log
     await log.close()

@@ -93,7 +93,7 @@ class LaneScene:
                 run="r", configuration=configuration(self.model), blobs="memory://", started_ms=1
             ),
             log=self.log,
-            blobs=BlobStore("memory://blobs"),
+            blobs=BlobStore("memory://blobs", run="r"),
             telemetry=Telemetry(service="inference", stream=self.events),
             stop=stop,
             environ={f"FORGEMQ_INFERENCE_{name}": str(value) for name, value in variables.items()},

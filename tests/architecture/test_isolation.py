@@ -11,7 +11,17 @@ import pytest
 ROOT = Path(__file__).parents[2]
 # The one that `make setup` installed, never one of the machine.
 UV = Path(sys.executable).with_name("uv")
-LIGHT = ("agents", "console", "gateway", "inference", "launcher", "merger", "reward", "scheduler")
+LIGHT = (
+    "agents",
+    "auditor",
+    "console",
+    "gateway",
+    "inference",
+    "launcher",
+    "merger",
+    "reward",
+    "scheduler",
+)
 HEAVY = ("torch", "sglang", "transformers", "vllm", "triton", "tensorflow", "jax")
 EXPORTING = ("opentelemetry.sdk", "opentelemetry.exporter", "prometheus_client")
 

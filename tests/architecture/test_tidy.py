@@ -31,7 +31,6 @@ PURE_DATA_OR_TYPES = {"Struct", "Protocol"}
 SHARED_WORDS = {
     "Log": "the log, and the section of a run's configuration about it",
     "OpenGroup": "a group that is not over: what the merger and the scheduler keep of it",
-    "Sample": "one request that was trained: to be merged, and rebuilt for the audit",
 }
 
 

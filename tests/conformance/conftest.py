@@ -15,7 +15,7 @@ async def cluster(
     request: pytest.FixtureRequest, tmp_path: Path, new_run_id: Callable[[], str]
 ) -> AsyncIterator[Cluster]:
     """An empty run on a cluster of each kind."""
-    blobs = BlobStore(str(tmp_path / "blobs"))
+    blobs = BlobStore(str(tmp_path / "blobs"), run="r")
     opened: Cluster
     if request.param == "memory":
         opened = MemoryCluster(blobs)

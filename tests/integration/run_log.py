@@ -109,7 +109,8 @@ def accounts(
     """
 
     async def read() -> Accounts:
-        log = KafkaLog(KafkaConnection(bootstrap=bootstrap), run=run, blobs=BlobStore(blobs))
+        connection = KafkaConnection(bootstrap=bootstrap)
+        log = KafkaLog(connection, run=run, blobs=BlobStore(blobs, run=run))
 
         async def every(topic: topics.Topic, kind: type[Struct]) -> list[Struct]:
             count = topics.partition_count(

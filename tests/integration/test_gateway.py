@@ -73,7 +73,9 @@ async def on_broker(
 
     def open_log() -> KafkaLog:
         return KafkaLog(
-            KafkaConnection(bootstrap=bootstrap), run=configuration.run, blobs=BlobStore(blobs)
+            KafkaConnection(bootstrap=bootstrap),
+            run=configuration.run,
+            blobs=BlobStore(blobs, run=configuration.run),
         )
 
     world = World(open_log, configuration)

@@ -39,7 +39,7 @@ def put(kafka_bootstrap, run_id, tmp_path) -> Put:
     begin = msgspec.structs.replace(started(run=run_id), blobs=blobs)
 
     async def write(emits: list[Emit]) -> None:
-        log = KafkaLog(connection, run=run_id, blobs=BlobStore(blobs))
+        log = KafkaLog(connection, run=run_id, blobs=BlobStore(blobs, run=run_id))
         try:
             await create_topics(log, begin.configuration)
             await write_start(connection, begin)

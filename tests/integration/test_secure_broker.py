@@ -252,7 +252,7 @@ async def test_the_console_follows_a_run_over_tls_with_a_user(
     """The live view reads with faust, which makes its own clients."""
     begin = msgspec.structs.replace(started(run="seen"), blobs=str(tmp_path / "blobs"))
     port = free_port()
-    log = KafkaLog(broker.connection(), run="seen", blobs=BlobStore(begin.blobs))
+    log = KafkaLog(broker.connection(), run="seen", blobs=BlobStore(begin.blobs, run="seen"))
     environ = {
         **os.environ,
         **broker.environ(),

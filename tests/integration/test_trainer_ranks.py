@@ -75,7 +75,7 @@ async def run_log(
     log = KafkaLog(
         KafkaConnection(bootstrap=kafka_bootstrap),
         run=run,
-        blobs=BlobStore(str(tmp_path / "blobs")),
+        blobs=BlobStore(str(tmp_path / "blobs"), run=run),
     )
     yield run, log
     await log.close()

@@ -90,6 +90,7 @@ STARTED_RUNS = Topic(
     is_transactional=False,
     producer="launcher",
     consumers=(
+        "auditor",
         "console",
         "gateway",
         "inference",
@@ -168,10 +169,10 @@ FINISHED_COMPLETIONS = Topic(
     partitioned_by="group",
     is_transactional=False,
     producer="inference",
-    consumers=("gateway", "reward", "merger", "console", "launcher"),
+    consumers=("gateway", "reward", "merger", "auditor", "console", "launcher"),
     dead_letters_by="merger",
     needed_by=(
-        needed_group("console"),
+        needed_group("auditor"),
         needed_group("gateway"),
         needed_group("merger"),
         "reward-grading",
@@ -195,7 +196,7 @@ FINISHED_EPISODES = Topic(
     partitioned_by="group",
     is_transactional=False,
     producer="gateway",
-    consumers=("gateway", "reward", "console", "launcher"),
+    consumers=("gateway", "reward", "auditor", "console", "launcher"),
     dead_letters_by="reward",
 )
 GRADED_EPISODES = Topic(
@@ -215,7 +216,7 @@ SCORED_GROUPS = Topic(
     partitioned_by="group",
     is_transactional=True,
     producer="reward",
-    consumers=("merger", "console", "launcher"),
+    consumers=("merger", "auditor", "console", "launcher"),
     dead_letters_by="merger",
 )
 MERGED_TREES = Topic(
@@ -225,9 +226,9 @@ MERGED_TREES = Topic(
     partitioned_by="group",
     is_transactional=True,
     producer="merger",
-    consumers=("trainer", "console", "launcher"),
+    consumers=("trainer", "auditor", "launcher"),
     dead_letters_by="trainer",
-    needed_by=(needed_group("console"), needed_group("trainer")),
+    needed_by=(needed_group("auditor"), needed_group("trainer")),
 )
 MERGED_GROUPS = Topic(
     name="merged-groups-v1",
@@ -256,7 +257,7 @@ RETIRED_GROUPS = Topic(
     partitioned_by="group",
     is_transactional=True,
     producer="scheduler",
-    consumers=("gateway", "reward", "merger", "console", "launcher"),
+    consumers=("gateway", "reward", "merger", "auditor", "console", "launcher"),
     dead_letters_by="reward",
 )
 AUDITED_GROUPS = Topic(
@@ -265,7 +266,7 @@ AUDITED_GROUPS = Topic(
     key="group_id",
     partitioned_by="group",
     is_transactional=True,
-    producer="console",
+    producer="auditor",
     consumers=("console", "launcher"),
 )
 TRAINED_STEPS = Topic(

@@ -2,77 +2,165 @@
 
 import asyncio
 import hashlib
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from forgemq_bus.blobs import BlobStore
-from forgemq_bus.errors import BlobError, RecordTooLargeError
+from forgemq_bus.blobs import BlobFile, BlobStore, blob_name, minute_of
+from forgemq_bus.errors import BlobError, LostBlobError, RecordTooLargeError
 from forgemq_bus.log import Emit, Record
 from forgemq_bus.payloads import fetched, offloaded
+from forgemq_contracts.fields import BlobReference
 
 
 def stored_files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-async def test_a_blob_lies_under_its_sha256_and_comes_back(tmp_path: Path) -> None:
-    store, data = BlobStore(str(tmp_path)), b"weights" * 1000
+NOON_S = 1_795_003_200.0  # 18 November 2026, 12:00 UTC.
+
+
+def store_at(uri: object, *, run: str = "r", clock_s: Callable[[], float] = lambda: NOON_S):
+    return BlobStore(str(uri), run=run, clock_s=clock_s)
+
+
+def overwrite(reference: BlobReference, data: bytes) -> None:
+    Path(reference.uri).write_bytes(data)
+
+
+def names(files: list[BlobFile]) -> list[str]:
+    return [file.name for file in files]
+
+
+async def test_a_blob_lies_under_run_minute_and_sha256_and_comes_back(tmp_path: Path) -> None:
+    store, data = store_at(tmp_path), b"weights" * 1000
     sha256 = hashlib.sha256(data).hexdigest()
     reference = await store.put(data)
     assert (reference.sha256, reference.size_bytes) == (sha256, 7000)
-    assert reference.uri == f"{tmp_path}/{sha256[:2]}/{sha256}"
-    assert stored_files(tmp_path) == [f"{sha256[:2]}/{sha256}"]
+    assert reference.uri == f"{tmp_path}/values/r/20261118-1200/{sha256}"
+    assert stored_files(tmp_path) == [f"values/r/20261118-1200/{sha256}"]
+    assert blob_name(reference) == f"20261118-1200/{sha256}"
     assert await store.get(reference) == data
 
 
-async def test_the_same_bytes_are_stored_once_however_many_write_them(tmp_path: Path) -> None:
-    store = BlobStore(f"file://{tmp_path}")
+async def test_without_a_clock_it_is_the_machines_minute(tmp_path: Path) -> None:
+    before = minute_of(time.time())
+    reference = await BlobStore(str(tmp_path), run="r").put(b"x")
+    assert before <= blob_name(reference).partition("/")[0] <= minute_of(time.time())
+
+
+async def test_the_same_bytes_of_one_minute_are_stored_once_however_many_write_them(
+    tmp_path: Path,
+) -> None:
+    store = store_at(f"file://{tmp_path}")
     references = await asyncio.gather(*(store.put(b"same") for _ in range(20)))
     assert len(set(references)) == 1
     assert len(stored_files(tmp_path)) == 1
 
 
+async def test_the_same_bytes_of_another_minute_are_another_blob(tmp_path: Path) -> None:
+    """So nobody who writes can count on a blob that is about to be deleted."""
+    now = iter((NOON_S, NOON_S + 60))
+    store = store_at(tmp_path, clock_s=lambda: next(now))
+    first, second = await store.put(b"same"), await store.put(b"same")
+    assert await store.list_minutes() == ["20261118-1200", "20261118-1201"]
+    await store.delete("20261118-1200", [first.sha256])
+    assert await store.get(second) == b"same"
+    with pytest.raises(LostBlobError):
+        await store.get(first)
+
+
 async def test_a_damaged_blob_is_an_error_that_names_the_file(tmp_path: Path) -> None:
-    store = BlobStore(str(tmp_path))
+    store = store_at(tmp_path)
     reference = await store.put(b"right")
-    (tmp_path / reference.sha256[:2] / reference.sha256).write_bytes(b"wrong")
+    overwrite(reference, b"wrong")
     with pytest.raises(BlobError, match=reference.sha256):
         await store.get(reference)
 
 
 async def test_a_blob_of_the_wrong_length_is_written_again(tmp_path: Path) -> None:
-    store = BlobStore(str(tmp_path))
+    store = store_at(tmp_path)
     reference = await store.put(b"whole")
-    (tmp_path / reference.sha256[:2] / reference.sha256).write_bytes(b"wh")
+    overwrite(reference, b"wh")
     await store.put(b"whole")
     assert await store.get(reference) == b"whole"
 
 
 async def test_a_missing_blob_is_an_error(tmp_path: Path) -> None:
-    reference = await BlobStore(str(tmp_path / "here")).put(b"x")
-    with pytest.raises(BlobError, match="cannot read"):
-        await BlobStore(str(tmp_path / "elsewhere")).get(reference)
+    reference = await store_at(tmp_path / "here").put(b"x")
+    with pytest.raises(LostBlobError, match="cannot read"):
+        await store_at(tmp_path / "elsewhere").get(reference)
+
+
+@pytest.mark.parametrize("uri", ["x", "../../20261118-1200/secret", "values/r/today/{sha256}"])
+async def test_an_address_that_names_no_blob_is_not_followed(tmp_path: Path, uri: str) -> None:
+    store = store_at(tmp_path)
+    reference = await store.put(b"x")
+    wrong = msgspec.structs.replace(reference, uri=uri.format(sha256=reference.sha256))
+    with pytest.raises(LostBlobError, match="names no blob"):
+        await store.get(wrong)
 
 
 async def test_a_store_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(BlobError, match="cannot write"):
-        await BlobStore(str(tmp_path / "file")).put(b"x")
+        await store_at(tmp_path / "file").put(b"x")
 
 
 async def test_a_moved_store_is_still_readable(tmp_path: Path) -> None:
-    reference = await BlobStore(str(tmp_path / "old")).put(b"kept")
+    reference = await store_at(tmp_path / "old").put(b"kept")
     (tmp_path / "old").rename(tmp_path / "new")
-    assert await BlobStore(str(tmp_path / "new")).get(reference) == b"kept"
+    assert await store_at(tmp_path / "new").get(reference) == b"kept"
 
 
-async def test_other_file_systems_of_fsspec_work() -> None:
-    store = BlobStore("memory://blobs-of-this-test")
-    reference = await store.put(b"remote")
-    assert reference.uri.startswith("memory://blobs-of-this-test/")
-    assert await store.get(reference) == b"remote"
+@pytest.fixture(params=["folder", "memory"])
+def uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A folder, and a file system of fsspec that works as an object store does."""
+    return str(tmp_path) if request.param == "folder" else f"memory://{tmp_path}"
+
+
+async def test_runs_share_an_address_and_see_and_delete_only_their_own(uri: str) -> None:
+    ours, theirs = store_at(uri, run="r"), store_at(uri, run="r-2")
+    first, second = await ours.put(b"same"), await theirs.put(b"same")
+    assert (await ours.list_minutes(), await theirs.list_minutes()) == (["20261118-1200"],) * 2
+    await ours.delete("20261118-1200", [first.sha256])
+    assert await ours.list_blobs("20261118-1200") == []
+    assert await theirs.get(second) == b"same"
+
+
+async def test_what_is_listed_is_what_is_there_and_what_is_deleted_is_gone(uri: str) -> None:
+    store = store_at(uri)
+    assert await store.list_minutes() == []
+    kept, deleted = await store.put(b"kept"), await store.put(b"gone")
+    (minute,) = await store.list_minutes()
+    assert set(await store.list_blobs(minute)) == {
+        BlobFile(kept.sha256, 4),
+        BlobFile(deleted.sha256, 4),
+    }
+    await store.delete(minute, [deleted.sha256])
+    await store.delete(minute, [deleted.sha256])  # By another process.
+    assert names(await store.list_blobs(minute)) == [kept.sha256]
+    assert await store.get(kept) == b"kept"
+    await store.delete(minute, [kept.sha256])
+    assert await store.list_minutes() == []
+
+
+async def test_what_else_lies_at_the_address_is_no_minute(tmp_path: Path) -> None:
+    """Published weights lie beside the values."""
+    store = store_at(tmp_path)
+    (tmp_path / "weights" / "r").mkdir(parents=True)
+    (tmp_path / "values" / "r" / "notes").mkdir(parents=True)
+    assert await store.list_minutes() == []
+
+
+def test_names_of_minutes_sort_by_time_and_say_when() -> None:
+    starts = [0, 59, 60, 3600, 86_400 * 365, NOON_S]
+    assert sorted(map(minute_of, starts)) == [minute_of(each) for each in starts]
+    assert minute_of(59.9) == minute_of(0) != minute_of(60)
 
 
 def emit(value: bytes) -> Emit:
@@ -94,7 +182,7 @@ def as_record(sent: Emit) -> Record:
 async def test_only_values_above_the_limit_are_offloaded_and_all_come_back(
     tmp_path: Path,
 ) -> None:
-    store = BlobStore(str(tmp_path))
+    store = store_at(tmp_path)
     emits = [emit(b"a" * size) for size in (0, 99, 100, 101, 5000)]
     ready = await offloaded(emits, blobs=store, inline_bytes_max=100)
     assert [len(item.value) for item in ready] == [0, 99, 100, 0, 0]
@@ -115,9 +203,9 @@ async def test_without_a_store_a_large_value_is_refused_by_name() -> None:
 
 
 async def test_a_lost_blob_names_the_record(tmp_path: Path) -> None:
-    store = BlobStore(str(tmp_path / "here"))
+    store = store_at(tmp_path / "here")
     (ready,) = await offloaded([emit(b"a" * 200)], blobs=store, inline_bytes_max=100)
-    elsewhere = BlobStore(str(tmp_path / "elsewhere"))
+    elsewhere = store_at(tmp_path / "elsewhere")
     with pytest.raises(BlobError, match="t/3@5"):
         await fetched([as_record(ready)], blobs=elsewhere)
     with pytest.raises(BlobError, match="no blob store"):

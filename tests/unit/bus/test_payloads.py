@@ -34,7 +34,7 @@ def record(sent: Emit) -> Record:
 
 @pytest.fixture(scope="module")
 def blobs(tmp_path_factory: pytest.TempPathFactory) -> BlobStore:
-    return BlobStore(str(tmp_path_factory.mktemp("blobs")))
+    return BlobStore(str(tmp_path_factory.mktemp("blobs")), run="r")
 
 
 @given(value=st.binary(max_size=200))

@@ -3,12 +3,13 @@
 import json
 
 import httpx
+import jsonschema
 import msgspec
 import pytest
 
 from forgemq_console.core import CURVE_POINTS_MAX, bounded, group_view
 from forgemq_console.http import web
-from forgemq_contracts.topics import AUDITED_GROUPS, FINISHED_COMPLETIONS
+from forgemq_contracts.topics import FINISHED_COMPLETIONS
 from forgemq_run_view.view import RunView
 from tests.unit.run_view.synthetic import SyntheticRun, started
 
@@ -112,8 +113,54 @@ async def test_plotly_is_sent_compressed_and_cacheable(view, run):
     assert answer.text == plain.text
 
 
-def test_the_console_writes_only_what_it_audited_and_reads_only_what_names_it():
+def test_the_console_writes_nothing_and_reads_only_what_names_it():
     from forgemq_console.app import CONSUMES, PRODUCES
 
-    assert PRODUCES == (AUDITED_GROUPS,)
+    assert PRODUCES == ()
     assert all("console" in topic.consumers for topic in CONSUMES)
+
+
+async def described(view, run) -> dict:
+    async with client(view, run) as http:
+        return json.loads((await http.get("/openapi.json")).content)
+
+
+async def test_every_address_that_the_page_asks_for_is_described(view, run):
+    document = await described(view, run)
+    assert sorted(document["paths"]) == [
+        "/api/groups",
+        "/api/groups/{group_id}",
+        "/api/state",
+        "/health",
+    ]
+    assert all("summary" in path["get"] for path in document["paths"].values())
+    (group_id, episode) = document["paths"]["/api/groups/{group_id}"]["get"]["parameters"]
+    assert (group_id["in"], group_id["schema"]["pattern"]) == ("path", "^[a-z0-9-]{1,64}$")
+    assert (episode["in"], episode["required"]) == ("query", False)
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/api/state", "/api/state"),
+        ("/api/groups", "/api/groups"),
+        ("/api/groups/{group_id}", "/api/groups/g-1?episode=g-1.1.0"),
+    ],
+)
+async def test_what_is_served_is_what_is_described(view, run, path, asked):
+    document = await described(view, run)
+    content = document["paths"][path]["get"]["responses"]["200"]["content"]
+    schema = {**content["application/json"]["schema"], "components": document["components"]}
+    async with client(view, run) as http:
+        answer = json.loads((await http.get(asked)).content)
+    validator = jsonschema.Draft202012Validator(schema)
+    validator.validate(answer)
+    assert list(validator.iter_errors({"unknown": [answer]}))
+
+
+@pytest.mark.parametrize(
+    "address", ["/api/groups/G_1", "/api/groups/" + "g" * 65, "/api/groups/g-1?episode=first"]
+)
+async def test_an_id_that_cannot_be_one_is_refused(view, run, address):
+    async with client(view, run) as http:
+        assert (await http.get(address)).status_code == 422

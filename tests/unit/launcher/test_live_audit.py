@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.unit.run_view.test_auditing import audit_once, trim, write
 
 from forgemq_bus.log import Isolation, Log, Place, Reader
 from forgemq_bus.memory import MemoryLog
@@ -12,7 +13,6 @@ from forgemq_launcher.records import run_audit
 from forgemq_launcher.records.follower import Follower
 from forgemq_launcher.records.run_topics import create_topics
 from tests.unit.run_view.synthetic import SyntheticRun, configuration, started
-from tests.unit.run_view.test_auditing import audit_once, trim, write
 
 HELD = dict.fromkeys(("G1", "G2", "G3", "G4", "G5"), True)
 
@@ -26,10 +26,14 @@ class LogOfLiveRun:
     ends_given: int = 0
 
     async def reader(
-        self, positions: Mapping[Place, int], *, isolation: Isolation = "committed"
+        self,
+        positions: Mapping[Place, int],
+        *,
+        isolation: Isolation = "committed",
+        has_values: bool = True,
     ) -> Reader:
         await self.go_on()
-        return await self.log.reader(positions, isolation=isolation)
+        return await self.log.reader(positions, isolation=isolation, has_values=has_values)
 
     async def committed(self, *, group: str, places: Sequence[Place]) -> dict[Place, int]:
         await self.go_on()

@@ -3,8 +3,15 @@
 from forgemq_bus.memory import MemoryLog
 from forgemq_launcher.records import run_audit
 from forgemq_launcher.records.run_topics import create_topics
+from tests.unit.auditor.test_group_audit import (
+    TRIMMED,
+    audit_once,
+    kept_ids,
+    places_of,
+    trim,
+    write,
+)
 from tests.unit.run_view.synthetic import SyntheticRun, configuration, started
-from tests.unit.run_view.test_auditing import TRIMMED, audit_once, kept_ids, places_of, trim, write
 
 
 async def test_the_report_of_a_trimmed_run_is_that_of_a_run_kept_whole():

@@ -104,7 +104,7 @@ class Desk:
                 run="r", configuration=self.configuration, blobs="memory://r", started_ms=0
             ),
             log=log,
-            blobs=BlobStore("memory://r"),
+            blobs=BlobStore("memory://r", run="r"),
             telemetry=Telemetry(service="reward", stream=self.lines),
             stop=stop,
             environ={**os.environ, "FORGEMQ_REWARD_COMMIT_EVERY_S": "0.05", **environ},

@@ -52,7 +52,7 @@ class Bench:
                 run="r", configuration=self.configuration, blobs=self.blobs, started_ms=0
             ),
             log=self.open_log(),
-            blobs=BlobStore(self.blobs),
+            blobs=BlobStore(self.blobs, run="r"),
             telemetry=self.telemetry,
             stop=stop,
             environ={"FORGEMQ_TRAINER_FOLDER": str(self.folder)},

@@ -98,7 +98,7 @@ async def test_a_step_that_cannot_be_trained_again_as_it_was_ends_the_trainer(
 
 
 async def test_only_a_lost_blob_fails_its_group(tmp_path: Path) -> None:
-    blobs = BlobStore(str(tmp_path / "tree-blobs"))
+    blobs = BlobStore(str(tmp_path / "tree-blobs"), run="r")
     log = MemoryLog(run="r", blobs=blobs, inline_bytes_max=64)
     await create_topics(log)
     configuration = configuration_of(save_base(tmp_path / "base"))

@@ -1,37 +1,62 @@
-"""Content-addressed payloads in a local folder or an object store, by their sha256.
+"""Values too large for a record, in a local folder or an object store, by their sha256.
 
-A blob never changes, so writing it again is free and a half-written one is never seen: a local
-file appears by rename after fsync, an object store's put is atomic by itself.
+    <address>/values/<run>/<minute of the write>/<sha256>
+
+The same bytes written in another minute are another blob. So a minute that is over gets no blob
+any more, and what no record points at can be deleted from it without a lock: no writer can be
+about to rely on it. `list_minutes`, `list_blobs` and `delete` are for that sweep alone.
 """
 
 import asyncio
 import hashlib
 import os
+import re
 import tempfile
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 import fsspec
 
 from forgemq_bus.errors import BlobError, LostBlobError
 from forgemq_contracts.fields import BlobReference
 
+_MINUTE = "%Y%m%d-%H%M"
+_MINUTE_NAME = re.compile(r"[0-9]{8}-[0-9]{4}")
+
+
+class BlobFile(NamedTuple):
+    """One file of a minute: a blob, or what a writer left that was killed."""
+
+    name: str
+    size_bytes: int
+
 
 class BlobStore:
     """The blobs of one run.
 
-    A reference is resolved by its sha256 below this store's own root: a run that was moved or
-    copied with its blobs stays readable.
+    A reference is resolved by minute and sha256 below this store's own address: a run that was
+    moved or copied with its blobs stays readable.
 
     Example:
-        `reference = await BlobStore("/data/blobs/run-7").put(b"...")`.
+        `reference = await BlobStore("s3://bucket/blobs", run="run-7").put(b"...")`.
     """
 
-    def __init__(self, uri: str) -> None:
-        """A store at an fsspec address: a folder, `file://...`, `s3://bucket/prefix`."""
+    def __init__(self, uri: str, *, run: str, clock_s: Callable[[], float] | None = None) -> None:
+        """A store at an fsspec address, which several runs may share.
+
+        Args:
+            uri: A folder, `file://...`, `s3://bucket/prefix`.
+            run: Only blobs of this run are found here.
+            clock_s: Seconds since the Unix epoch; by default this machine's clock.
+        """
         self._filesystem, root = fsspec.core.url_to_fs(uri)
-        self._root = PurePosixPath(root)
+        self._root = PurePosixPath(root, "values", run)
         self._is_local = "file" in self._filesystem.protocol
+        self._clock_s = clock_s or _wall_clock_s
         self.uri = uri.rstrip("/")
+        self._uri = f"{self.uri}/values/{run}"
 
     async def put(self, data: bytes) -> BlobReference:
         """Store the bytes durably; returns where they are.
@@ -50,9 +75,35 @@ class BlobStore:
         """
         return await asyncio.to_thread(self._get, reference)
 
+    async def list_minutes(self) -> list[str]:
+        """Minutes in which blobs were written, oldest first.
+
+        Raises:
+            BlobError: the store does not answer.
+        """
+        found = await asyncio.to_thread(self._list, self._root)
+        return sorted(file.name for file in found if _MINUTE_NAME.fullmatch(file.name))
+
+    async def list_blobs(self, minute: str) -> list[BlobFile]:
+        """Every file of the minute.
+
+        Raises:
+            BlobError: the store does not answer.
+        """
+        return await asyncio.to_thread(self._list, self._root / minute)
+
+    async def delete(self, minute: str, names: Sequence[str]) -> None:
+        """Delete files of a minute that is over, and its folder once that is empty.
+
+        Raises:
+            BlobError: the store refuses or does not answer; some may be gone already.
+        """
+        await asyncio.to_thread(self._delete, minute, names)
+
     def _put(self, data: bytes) -> BlobReference:
         sha256 = hashlib.sha256(data).hexdigest()
-        path = self._path(sha256)
+        minute = minute_of(self._clock_s())
+        path = str(self._root / minute / sha256)
         try:
             if self._is_local:
                 _write_local(Path(path), data)
@@ -60,11 +111,11 @@ class BlobStore:
                 self._filesystem.pipe_file(path, data)
         except OSError as error:
             raise BlobError(f"cannot write {path}: {error}") from error
-        uri = f"{self.uri}/{sha256[:2]}/{sha256}"
+        uri = f"{self._uri}/{minute}/{sha256}"
         return BlobReference(uri=uri, sha256=sha256, size_bytes=len(data))
 
     def _get(self, reference: BlobReference) -> bytes:
-        path = self._path(reference.sha256)
+        path = str(self._root / blob_name(reference))
         try:
             data: bytes = self._filesystem.cat_file(path)
         except FileNotFoundError as error:
@@ -76,13 +127,56 @@ class BlobStore:
             raise LostBlobError(f"{path} holds {len(data)} bytes with sha256 {found}")
         return data
 
-    def _path(self, sha256: str) -> str:
-        return str(self._root / sha256[:2] / sha256)
+    def _list(self, folder: PurePosixPath) -> list[BlobFile]:
+        try:
+            # An object store's listing may be remembered from before the last writes.
+            self._filesystem.invalidate_cache(str(folder))
+            files = self._filesystem.ls(str(folder), detail=True)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            raise BlobError(f"cannot list {folder}: {error}") from error
+        return [BlobFile(PurePosixPath(f["name"]).name, int(f["size"] or 0)) for f in files]
+
+    def _delete(self, minute: str, names: Sequence[str]) -> None:
+        folder = self._root / minute
+        try:
+            if names:
+                self._filesystem.rm([str(folder / name) for name in names])
+            if self._is_local and not any(Path(folder).iterdir()):
+                Path(folder).rmdir()
+        except FileNotFoundError:
+            return  # Another process of the run deletes the same.
+        except OSError as error:
+            raise BlobError(f"cannot delete from {folder}: {error}") from error
+
+
+def minute_of(clock_s: float) -> str:
+    """Name of the minute that this time lies in; names sort by time."""
+    return time.strftime(_MINUTE, time.gmtime(clock_s))
+
+
+def blob_name(reference: BlobReference) -> str:
+    """`<minute>/<sha256>` of the blob that a record points at.
+
+    Raises:
+        LostBlobError: the address does not name one.
+    """
+    path = PurePosixPath(reference.uri)
+    if not _MINUTE_NAME.fullmatch(path.parent.name) or path.name != reference.sha256:
+        raise LostBlobError(f"{reference.uri} names no blob")
+    return f"{path.parent.name}/{path.name}"
+
+
+def _wall_clock_s() -> float:
+    return time.time_ns() / 1e9
 
 
 def _write_local(path: Path, data: bytes) -> None:
+    # A file appears by rename after fsync, so one of the right size is whole.
     if path.exists() and path.stat().st_size == len(data):
         return
+    is_first = not path.parent.exists()
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
     try:
@@ -97,6 +191,8 @@ def _write_local(path: Path, data: bytes) -> None:
         Path(temporary).unlink(missing_ok=True)
         raise
     _sync_folder(path.parent)
+    if is_first:
+        _sync_folder(path.parent.parent)
 
 
 def _sync_folder(folder: Path) -> None:

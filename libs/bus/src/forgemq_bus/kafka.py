@@ -21,6 +21,7 @@ from forgemq_bus.kafka_writer import (
 )
 from forgemq_bus.log import AssignmentCallback, Isolation, Place
 from forgemq_bus.names import broker_place, broker_topic, in_run
+from forgemq_bus.payloads import fetch_from, leave_in_store
 
 __all__ = ["KafkaConnection", "KafkaLog"]
 
@@ -60,13 +61,18 @@ class KafkaLog:
         )
 
     async def reader(
-        self, positions: Mapping[Place, int], *, isolation: Isolation = "committed"
+        self,
+        positions: Mapping[Place, int],
+        *,
+        isolation: Isolation = "committed",
+        has_values: bool = True,
     ) -> KafkaReader:
         """A reader of exactly these partitions, from these positions."""
         self._check_open()
         await self._topics.check({broker_place(place, run=self._run) for place in positions})
+        values = fetch_from(self._blobs) if has_values else leave_in_store
         reader = await open_reader(
-            self._connection, positions, run=self._run, isolation=isolation, blobs=self._blobs
+            self._connection, positions, run=self._run, isolation=isolation, values=values
         )
         self._keep(reader)
         return reader

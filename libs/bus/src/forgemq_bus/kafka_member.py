@@ -19,6 +19,7 @@ from forgemq_bus.kafka_reader import KafkaReader, open_reader
 from forgemq_bus.kafka_topics import KafkaTopics
 from forgemq_bus.log import AssignmentCallback, Place, Record
 from forgemq_bus.names import broker_place, broker_topic
+from forgemq_bus.payloads import fetch_from
 
 SESSION_TIMEOUT_MS = 10_000
 HEARTBEAT_MS = 1_000  # Also how soon a member hears that another one joined.
@@ -162,7 +163,7 @@ class KafkaMember:
             },
             run=self._run,
             isolation="committed",
-            blobs=self._blobs,
+            values=fetch_from(self._blobs),
         )
         reader.pause([place for place in places if place in self._paused])
         return reader

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka import errors as kafka_errors
 
-from forgemq_bus.blobs import BlobStore
 from forgemq_bus.errors import ClosedError, LogError, OutOfRangeError
 from forgemq_bus.kafka_connection import (
     KafkaConnection,
@@ -17,7 +16,7 @@ from forgemq_bus.kafka_connection import (
 )
 from forgemq_bus.log import Isolation, Place, Record
 from forgemq_bus.names import broker_topic
-from forgemq_bus.payloads import fetched
+from forgemq_bus.payloads import Values
 from forgemq_bus.read_ahead import ReadAhead
 
 # A fetch that waits at the broker does not cover a partition that is resumed or sought meanwhile:
@@ -55,12 +54,12 @@ class KafkaReader:
         *,
         connection: KafkaConnection,
         run: str,
-        blobs: BlobStore | None,
+        values: Values,
     ) -> None:
         """The consumer is started and this reader's own."""
         self._consumer = consumer
         self._connection = connection
-        self._blobs = blobs
+        self._values = values
         self._partitions = {
             place: TopicPartition(broker_topic(place.topic, run=run), place.partition)
             for place in positions
@@ -93,7 +92,7 @@ class KafkaReader:
                 raise ClosedError("read after close")
             taken, seeks = self._ahead.peek(records_max, without=self._paused), self._seeks
             if taken:
-                records = await fetched(taken, blobs=self._blobs)
+                records = await self._values(taken)
                 if seeks == self._seeks:
                     self._ahead.drop(taken)
                     return records
@@ -180,7 +179,7 @@ async def open_reader(
     *,
     run: str,
     isolation: Isolation,
-    blobs: BlobStore | None,
+    values: Values,
 ) -> KafkaReader:
     """A connected reader of exactly these partitions.
 
@@ -190,7 +189,7 @@ async def open_reader(
     consumer = fetching_consumer(connection, isolation=isolation)
     stops = consumer.stop, consumer._client.close
     await connect(connection, consumer.start, *stops, doing="open a reader")
-    return KafkaReader(consumer, positions, connection=connection, run=run, blobs=blobs)
+    return KafkaReader(consumer, positions, connection=connection, run=run, values=values)
 
 
 def _record(place: Place, message: ConsumerRecord) -> Record:

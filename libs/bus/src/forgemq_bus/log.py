@@ -139,9 +139,17 @@ class Log(Protocol):
         ...
 
     async def reader(
-        self, positions: Mapping[Place, int], *, isolation: Isolation = "committed"
+        self,
+        positions: Mapping[Place, int],
+        *,
+        isolation: Isolation = "committed",
+        has_values: bool = True,
     ) -> Reader:
-        """A reader of exactly these partitions, from these positions."""
+        """A reader of exactly these partitions, from these positions.
+
+        Without `has_values` a value in the blob store is not fetched: it is b"", and
+        `payloads.reference_of` says where it lies.
+        """
         ...
 
     async def member(

@@ -15,7 +15,7 @@ from forgemq_bus.memory_groups import MemoryGroups, MemoryMember
 from forgemq_bus.memory_reader import MemoryReader
 from forgemq_bus.memory_store import MemoryStore, Transaction
 from forgemq_bus.names import broker_place, broker_topic, in_run
-from forgemq_bus.payloads import offloaded
+from forgemq_bus.payloads import fetch_from, leave_in_store, offloaded
 
 
 class MemoryWriter:
@@ -157,14 +157,19 @@ class MemoryLog:
         )
 
     async def reader(
-        self, positions: Mapping[Place, int], *, isolation: Isolation = "committed"
+        self,
+        positions: Mapping[Place, int],
+        *,
+        isolation: Isolation = "committed",
+        has_values: bool = True,
     ) -> MemoryReader:
         """A reader of exactly these partitions, from these positions."""
         self._check_open()
         for place in positions:
             self._store.partition(broker_place(place, run=self._run))
+        values = fetch_from(self._blobs) if has_values else leave_in_store
         reader = MemoryReader(
-            self._store, positions, run=self._run, isolation=isolation, blobs=self._blobs
+            self._store, positions, run=self._run, isolation=isolation, values=values
         )
         self._keep(reader)
         return reader
@@ -180,7 +185,7 @@ class MemoryLog:
         """Join a consumer group; returns after the first assignment."""
         self._check_open()
         member = MemoryMember(
-            MemoryReader(self._store, {}, run=self._run, blobs=self._blobs),
+            MemoryReader(self._store, {}, run=self._run, values=fetch_from(self._blobs)),
             group=in_run(group, run=self._run),
             topics=topics,
             on_assigned=on_assigned,

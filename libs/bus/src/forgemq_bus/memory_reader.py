@@ -3,12 +3,11 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 
-from forgemq_bus.blobs import BlobStore
 from forgemq_bus.errors import ClosedError
 from forgemq_bus.log import Isolation, Place, Record
 from forgemq_bus.memory_store import MemoryStore
 from forgemq_bus.names import broker_place
-from forgemq_bus.payloads import fetched
+from forgemq_bus.payloads import Values
 
 
 class MemoryReader:
@@ -21,14 +20,14 @@ class MemoryReader:
         *,
         run: str,
         isolation: Isolation = "committed",
-        blobs: BlobStore | None = None,
+        values: Values,
     ) -> None:
         """A reader of exactly these partitions."""
         self.store = store
         self.run = run
         self._positions = dict(positions)
         self._isolation = isolation
-        self._blobs = blobs
+        self._values = values
         self._paused: set[Place] = set()
         self.is_closed = False
 
@@ -45,7 +44,7 @@ class MemoryReader:
                 raise ClosedError("read after close")
             found, positions = self._collect(records_max)
             before = {place: self._positions[place] for place in positions}
-            records = await fetched(found, blobs=self._blobs)
+            records = await self._values(found)
             if any(self._positions.get(place) != before[place] for place in before):
                 continue  # Sought or reassigned while the blobs came.
             self._positions.update(positions)

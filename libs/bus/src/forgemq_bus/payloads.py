@@ -4,8 +4,9 @@ Both logs use these two functions, so nobody outside the bus ever sees the heade
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from typing import TypeAlias
 
 import cramjam
 import msgspec
@@ -80,6 +81,30 @@ async def fetched(records: Sequence[Record], *, blobs: BlobStore | None) -> list
         return replace(record, value=value, headers=headers)
 
     return list(await asyncio.gather(*map(one, records)))
+
+
+Values: TypeAlias = Callable[[Sequence[Record]], Awaitable[list[Record]]]
+"""What a reader does about values in the blob store before it returns records."""
+
+
+def fetch_from(blobs: BlobStore | None) -> Values:
+    """Fetch every value that lies in the blob store."""
+
+    async def values(records: Sequence[Record]) -> list[Record]:
+        return await fetched(records, blobs=blobs)
+
+    return values
+
+
+async def leave_in_store(records: Sequence[Record]) -> list[Record]:
+    """The records as they lie on the log."""
+    return list(records)
+
+
+def reference_of(record: Record) -> BlobReference | None:
+    """Where the value of a record read without values lies; None if it lies in the record."""
+    encoded = dict(record.headers).get(BLOB_HEADER)
+    return None if encoded is None else msgspec.msgpack.decode(encoded, type=BlobReference)
 
 
 def _compressed(value: bytes) -> bytes:

@@ -1,5 +1,5 @@
-"""What the records of a run add up to: its live state, its trajectories and its audit.
+"""What the records of a run add up to: its live state, its trajectories and its report.
 
-Pure but for `reading`: records in, values out. Records of different topics may come in any order
-(a reader interleaves partitions as it likes), so nothing here depends on the order between topics.
+Pure: records in, values out. A reader interleaves partitions as it likes, so nothing here depends
+on the order between records of different topics.
 """

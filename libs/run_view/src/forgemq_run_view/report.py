@@ -1,11 +1,23 @@
 """The report of a run: `report.json`, and what the closing table shows."""
 
 from collections.abc import Sequence
+from typing import Literal, TypeAlias
 
 from msgspec import Struct
 
-from forgemq_run_view.audit import GuaranteeVerdict, Ledger
+from forgemq_contracts.audit import TreeFacts
 from forgemq_run_view.state import EvaluationPoint, RunState, StepPoint, Tally
+
+Guarantee: TypeAlias = Literal["G1", "G2", "G3", "G4", "G5"]
+
+
+class GuaranteeVerdict(Struct, frozen=True, kw_only=True):
+    """One guarantee: whether it held, over how many things, and what broke it."""
+
+    name: Guarantee
+    holds: bool
+    checked: str
+    violations: tuple[str, ...] = ()
 
 
 class EvaluationResult(Struct, frozen=True, kw_only=True):
@@ -63,7 +75,7 @@ class Report(Struct, frozen=True, kw_only=True):
 def report(
     state: RunState,
     *,
-    ledger: Ledger,
+    trees: Sequence[TreeFacts],
     verdicts: Sequence[GuaranteeVerdict],
     duration_s: float,
     reason: str,
@@ -72,8 +84,8 @@ def report(
 
     Args:
         state: At the end of the run.
-        ledger: With the trees added.
-        verdicts: Of that ledger.
+        trees: Of the groups that are in the final weights.
+        verdicts: One a guarantee.
         duration_s: Time the run was up, over all its starts.
         reason: completed, interrupted or failed.
     """
@@ -93,14 +105,14 @@ def report(
         reward_parts_start_greedy=start_greedy,
         reward_parts_end_greedy=end_greedy,
         steps=state.steps_trained,
-        samples=sum(len(facts.completion_ids) for facts in ledger.trained_trees()),
+        samples=sum(len(facts.completion_ids) for facts in trees),
         episodes=state.episodes_finished,
         completions=state.completions,
         tokens_generated=state.tokens_generated,
         tokens_trained=state.tokens_trained,
         merge_ratio_per_request=state.merge_ratio_per_request if has_steps else None,
         merge_ratio_append=state.merge_ratio_append if has_steps else None,
-        merge_ratio_attention=_attention_ratio(state, ledger),
+        merge_ratio_attention=_attention_ratio(state, trees),
         staleness_max=state.staleness_max,
         staleness_bound=max(queue.staleness_limit for queue in state.queues),
         groups_admitted=state.groups_admitted,
@@ -129,9 +141,9 @@ def _gap_mean(state: RunState) -> float | None:
     return total / entries if entries else None
 
 
-def _attention_ratio(state: RunState, ledger: Ledger) -> float | None:
+def _attention_ratio(state: RunState, trees: Sequence[TreeFacts]) -> float | None:
     pairs = sum(point.attention_pairs for point in state.points)
-    alone = sum(facts.request_pairs for facts in ledger.trained_trees())
+    alone = sum(facts.request_pairs for facts in trees)
     return alone / pairs if alone and pairs else None
 
 

@@ -10,7 +10,7 @@ from forgemq_contracts.completions import FinishedCompletion
 from forgemq_contracts.messages import Message
 
 
-class Turn(Struct, frozen=True, kw_only=True):
+class TrajectoryTurn(Struct, frozen=True, kw_only=True):
     """One completion: the tokens new in its context, and what was sampled."""
 
     completion_id: str
@@ -35,7 +35,7 @@ class Trajectory(Struct, frozen=True, kw_only=True):
     """One attempt at one episode, turns in order of admission."""
 
     episode_id: str
-    turns: tuple[Turn, ...]
+    turns: tuple[TrajectoryTurn, ...]
 
 
 def chosen(messages: Iterable[Message]) -> dict[str, FinishedCompletion]:
@@ -95,8 +95,8 @@ def trajectories(messages: Iterable[Message]) -> tuple[Trajectory, ...]:
     )
 
 
-def _turn(completion: FinishedCompletion) -> Turn:
-    return Turn(
+def _turn(completion: FinishedCompletion) -> TrajectoryTurn:
+    return TrajectoryTurn(
         completion_id=completion.request_id,
         episode_id=completion.episode_id,
         sequence=completion.turn.sequence,

@@ -84,7 +84,7 @@ async def _replayed(
     finally:
         await plain.close()
     log = KafkaLog(
-        connection, run=run, blobs=BlobStore(environ.get("FORGEMQ_BLOBS") or started.blobs)
+        connection, run=run, blobs=BlobStore(environ.get("FORGEMQ_BLOBS") or started.blobs, run=run)
     )
     transform = transform_of(started.configuration, environ)
     try:

@@ -138,7 +138,7 @@ async def _connected(
         return
     configuration = started.configuration
     add_code_paths(configuration.code_paths)
-    blobs = BlobStore(environ.get("FORGEMQ_BLOBS") or started.blobs)
+    blobs = BlobStore(environ.get("FORGEMQ_BLOBS") or started.blobs, run=configuration.run)
     log = KafkaLog(
         kafka_connection(environ),
         run=configuration.run,

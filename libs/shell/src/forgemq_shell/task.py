@@ -320,7 +320,7 @@ class TransformTask:
         )
 
     async def _settle_snapshot(self, snapshot: bytes, writer: TransactionWriter) -> None:
-        """No input before the snapshot is needed any more: say so (`trimming.py` deletes)."""
+        """Commit that no input before the snapshot is needed any more; the auditor deletes."""
         plan = self._plan
         self._snapshot_s, self._snapshot_sequence = self._clock_s(), self._sequence
         await writer.commit(outputs=(), group=plan.needed_group, positions=self._positions)

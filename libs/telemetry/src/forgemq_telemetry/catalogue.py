@@ -15,7 +15,10 @@ CounterName: TypeAlias = Literal[
     "transform.outputs",
     "transform.fenced",
     "transform.snapshots",
-    "log.trimmed_records",
+    "auditor.groups_audited",
+    "auditor.trimmed_records",
+    "auditor.blobs_deleted",
+    "auditor.blob_bytes_deleted",
     "inference.finished",
     "inference.skipped",
     "inference.output_tokens",
@@ -24,7 +27,6 @@ CounterName: TypeAlias = Literal[
     "inference.weight_loads",
     "inference.fast_path_failures",
     "inference.engine_losses",
-    "console.groups_audited",
     "reward.episodes_graded",
     "reward.episodes_masked",
     "trainer.steps",
@@ -48,6 +50,8 @@ CounterName: TypeAlias = Literal[
     "gateway.malformed_calls",
 ]
 GaugeName: TypeAlias = Literal[
+    "auditor.blobs_kept",
+    "auditor.blob_bytes_kept",
     "transform.tasks",
     "transform.lag_records",
     "transform.snapshot_bytes",
@@ -117,7 +121,10 @@ COUNTERS: dict[CounterName, Metric] = {
     "transform.outputs": Metric("{record}", "Records written by a transform task."),
     "transform.fenced": Metric("{task}", "Tasks that stopped because a newer owner exists."),
     "transform.snapshots": Metric("{snapshot}", "Snapshots of a core written to its journal."),
-    "log.trimmed_records": Metric("{record}", "Records deleted that nobody needs, by topic."),
+    "auditor.groups_audited": Metric("{group}", "Retired groups compared with their records."),
+    "auditor.trimmed_records": Metric("{record}", "Records deleted that nobody needs, by topic."),
+    "auditor.blobs_deleted": Metric("{blob}", "Blobs deleted that no record points at."),
+    "auditor.blob_bytes_deleted": Metric("By", "Size of the blobs deleted."),
     "inference.finished": Metric(
         "{completion}", "Completions written by a lane, by finish reason."
     ),
@@ -136,7 +143,6 @@ COUNTERS: dict[CounterName, Metric] = {
         "{failure}", "Fast paths that fell back to the durable copy."
     ),
     "inference.engine_losses": Metric("{loss}", "Times a lane's engine stopped answering."),
-    "console.groups_audited": Metric("{group}", "Retired groups compared with their records."),
     "reward.episodes_graded": Metric("{episode}", "Episodes graded by the grading loop."),
     "reward.episodes_masked": Metric("{episode}", "Graded episodes that count in nothing."),
     "trainer.steps": Metric("{step}", "Optimizer steps trained."),
@@ -168,6 +174,8 @@ COUNTERS: dict[CounterName, Metric] = {
     ),
 }
 GAUGES: dict[GaugeName, Metric] = {
+    "auditor.blobs_kept": Metric("{blob}", "Blobs of the run in its store, at the last sweep."),
+    "auditor.blob_bytes_kept": Metric("By", "Size of those blobs."),
     "transform.tasks": Metric("{task}", "Journal partitions this process holds."),
     "transform.lag_records": Metric("{record}", "Input records a task has still to read."),
     "transform.snapshot_bytes": Metric("By", "Size of the newest snapshot of a task."),

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from forgemq_contracts.messages import Message
 from forgemq_run_view.state import RunState
-from forgemq_run_view.trajectory import Turn, trajectories
+from forgemq_run_view.trajectory import TrajectoryTurn, trajectories
 
 CURVE_POINTS_MAX = 600
 """More points than a curve has pixels are not sent."""
@@ -89,7 +89,7 @@ def group_view(
     )
 
 
-def _turn(turn: Turn, *, token_text: TokenText) -> TurnView:
+def _turn(turn: TrajectoryTurn, *, token_text: TokenText) -> TurnView:
     return TurnView(
         completion_id=turn.completion_id,
         parent_id=turn.parent_id,

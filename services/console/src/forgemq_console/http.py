@@ -1,20 +1,29 @@
-"""The page and its data over HTTP."""
+"""The page and its data over HTTP, described at /openapi.json."""
 
 import gzip
 from collections.abc import Awaitable, Callable
 from importlib import resources
+from typing import Annotated, TypeAlias
 
 import msgspec
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Path, Query, Request, Response
 from plotly.offline import get_plotlyjs
 
 from forgemq_console.core import GroupView, bounded
+from forgemq_console.openapi import EPISODE_PATTERN, GROUP_PATTERN, Groups, document, json_of, text
+from forgemq_run_view.state import RunState
 from forgemq_run_view.view import RunView
 
 GROUP_ROWS_MAX = 300
-FOREVER = "public, max-age=31536000, immutable"
+"""What a person scrolls through; older groups are found by their address."""
+ONE_YEAR = "public, max-age=31536000, immutable"
+"""Plotly's script changes with its version alone, and a browser need not ask for it again."""
 
-ReadGroup = Callable[[str, str | None], Awaitable[GroupView]]
+ReadGroup: TypeAlias = Callable[[str, str | None], Awaitable[GroupView]]
+GroupInPath: TypeAlias = Annotated[str, Path(pattern=GROUP_PATTERN, description="Id of a group.")]
+EpisodeInQuery: TypeAlias = Annotated[
+    str | None, Query(pattern=EPISODE_PATTERN, description="The one to send in full.")
+]
 
 
 def web(view: RunView, *, clock_ms: Callable[[], int], read_group: ReadGroup) -> FastAPI:
@@ -25,42 +34,60 @@ def web(view: RunView, *, clock_ms: Callable[[], int], read_group: ReadGroup) ->
         clock_ms: Wall-clock time.
         read_group: A group's episodes, one of them in full.
     """
+    # FastAPI's pages about the API load scripts from elsewhere, so only the description is served.
     app = FastAPI(title="ForgeMQ console", docs_url=None, redoc_url=None, openapi_url=None)
     _add_page(app)
+    _add_data(app, view, clock_ms=clock_ms, read_group=read_group)
 
-    @app.get("/health")
+    @app.get("/openapi.json", include_in_schema=False)
+    async def openapi() -> Response:
+        return _json(document(app))
+
+    return app
+
+
+def _add_data(
+    app: FastAPI, view: RunView, *, clock_ms: Callable[[], int], read_group: ReadGroup
+) -> None:
+    @app.get("/health", response_class=Response, responses={200: text("It answers.")})
     async def health() -> Response:
+        """Say that the console answers."""
         return Response("ok\n", media_type="text/plain")
 
-    @app.get("/api/state")
+    @app.get("/api/state", response_class=Response, responses={200: json_of(RunState)})
     async def state() -> Response:
+        """Give the live state of the run, each curve with at most 600 points."""
         return _json(bounded(view.state(now_ms=clock_ms())))
 
-    @app.get("/api/groups")
+    @app.get("/api/groups", response_class=Response, responses={200: json_of(Groups)})
     async def groups() -> Response:
+        """List the 300 groups that records named last, newest first."""
         return _json(view.rows(rows_max=GROUP_ROWS_MAX))
 
-    @app.get("/api/groups/{group_id}")
-    async def group(group_id: str, episode: str | None = None) -> Response:
+    @app.get(
+        "/api/groups/{group_id}",
+        response_class=Response,
+        responses={200: json_of(GroupView), 404: text("No record named this group.")},
+    )
+    async def group(group_id: GroupInPath, episode: EpisodeInQuery = None) -> Response:
+        """List the episodes of a group and give one in full: the one asked for, else the first."""
         if not view.knows(group_id):
             return Response("no such group\n", status_code=404, media_type="text/plain")
         return _json(await read_group(group_id, episode))
-
-    return app
 
 
 def _add_page(app: FastAPI) -> None:
     plotly = gzip.compress(get_plotlyjs().encode(), compresslevel=6)
 
-    @app.get("/")
+    @app.get("/", include_in_schema=False)
     async def page() -> Response:
         return _asset("index.html", "text/html")
 
-    @app.get("/console.css")
+    @app.get("/console.css", include_in_schema=False)
     async def style() -> Response:
         return _asset("console.css", "text/css")
 
-    @app.get("/{name}.js")
+    @app.get("/{name}.js", include_in_schema=False)
     async def script(name: str, request: Request) -> Response:
         if name == "plotly":
             return _plotly(plotly, request)
@@ -90,6 +117,6 @@ def _asset(name: str, media_type: str) -> Response:
 
 def _plotly(compressed: bytes, request: Request) -> Response:
     if "gzip" in request.headers.get("accept-encoding", ""):
-        headers = {"Content-Encoding": "gzip", "Cache-Control": FOREVER}
+        headers = {"Content-Encoding": "gzip", "Cache-Control": ONE_YEAR}
         return Response(compressed, media_type="text/javascript", headers=headers)
     return Response(gzip.decompress(compressed), media_type="text/javascript")

@@ -6,13 +6,10 @@ from msgspec import Meta, Struct
 
 
 class ConsoleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the page is served."""
+    """Where the page is served, and how much of a group at once."""
 
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="0: any free port.")] = 8080
-    audit_every_s: Annotated[
-        float, Meta(gt=0, description="Between two looks for retired groups to audit.")
-    ] = 30.0
     episodes_shown_max: Annotated[
         int, Meta(ge=1, description="Episodes of one group sent to the page at once.")
     ] = 64

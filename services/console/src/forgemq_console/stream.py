@@ -1,8 +1,10 @@
 """The live aggregate: a Faust stream over the run's topics, applied to one `RunView`.
 
-The aggregate is derived and rebuilt at every start: each start is a consumer group of its own that
-reads from the first record. Faust reads uncommitted, so a record of an aborted transaction may
-show for a moment; nothing depends on what is shown here.
+Why Faust here: what the page shows is derived from the log, may be lost at any time and is rebuilt
+from the first record at every start. That is a plain stream, without tables, commits or a
+changelog. Services whose state matters use the shell instead. So does the launcher's report, which
+must hold exactly what was committed: Faust reads uncommitted, so a record of an aborted
+transaction may show here for a moment.
 """
 
 import ssl
@@ -14,14 +16,15 @@ import msgspec
 
 from forgemq_bus.blobs import BlobStore
 from forgemq_bus.kafka import KafkaConnection
+from forgemq_bus.kept_records import message_of
 from forgemq_bus.log import Record
 from forgemq_bus.names import broker_topic, contract_topic
 from forgemq_bus.payloads import fetched
-from forgemq_run_view.reading import message_of
 from forgemq_run_view.view import TOPICS, RunView
 
 Bad = Callable[[str], None]
 FETCH_BYTES_MAX = 8 * 2**20
+"""At most one record of the largest size that a topic takes, from each partition."""
 
 
 def stream_app(
@@ -39,11 +42,12 @@ def stream_app(
     Args:
         connection: The broker, with its security.
         run: Id of the run.
-        start_id: Different for every start of the console.
-        view: The aggregate.
-        blobs: Where large values lie.
-        datadir: Folder that Faust makes for tables; there are none, so it may be a temporary one.
-        on_bad: Told about a record that does not decode, in one line; it is skipped.
+        start_id: Different for every start of the console: a consumer group that has no positions
+            reads from the first record.
+        view: The aggregate that every record is applied to.
+        blobs: The run's blob store.
+        datadir: Folder that Faust makes for tables; a temporary one, since there are none.
+        on_bad: Gets one line about each record that does not decode; the record is skipped.
     """
     app = faust.App(
         f"{run}.console-{start_id}",
@@ -87,7 +91,7 @@ def stream_app(
 
 
 def _headers(headers: object) -> tuple[tuple[str, bytes], ...]:
-    # Faust hands headers on as a mapping or as pairs, by driver version.
+    # Which of the two Faust passes on depends on the version of its driver.
     pairs = headers.items() if isinstance(headers, Mapping) else headers or ()
     return tuple((str(name), bytes(value)) for name, value in pairs)  # type: ignore[attr-defined]
 

@@ -2,6 +2,7 @@
 
 from rich.console import Console
 
+from forgemq_audit import group_index, guarantees
 from forgemq_bus.log import Log
 from forgemq_contracts.run import EndedRun, StartedRun
 from forgemq_contracts.topics import ENDED_RUNS, STARTED_RUNS, Topic
@@ -23,11 +24,11 @@ from forgemq_launcher.records.run_topics import (
 from forgemq_launcher.run_setup import RunSetup
 from forgemq_launcher.upkeep.run_processes import RunProcesses
 from forgemq_launcher.upkeep.stop_signal import StopSignal
-from forgemq_run_view import audit, auditing, view
+from forgemq_run_view import view
 from forgemq_shell.clock import now_ms
 
 CONSUMES: tuple[Topic, ...] = tuple(
-    dict.fromkeys((STARTED_RUNS, *view.TOPICS, *audit.TOPICS, *auditing.TOPICS))
+    dict.fromkeys((STARTED_RUNS, *view.TOPICS, *guarantees.TOPICS, *group_index.COMPARED))
 )
 PRODUCES: tuple[Topic, ...] = (STARTED_RUNS, ENDED_RUNS)
 

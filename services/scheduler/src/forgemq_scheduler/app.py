@@ -1,10 +1,5 @@
-"""Wiring of the scheduler: one active core for the run, any number of processes standing by.
+"""Wiring of the scheduler: one active core for the run, any number of processes standing by."""
 
-Beside the core each process trims the run's topics: the scheduler is there in every deployment,
-and two that trim at once do no harm.
-"""
-
-import asyncio
 from collections.abc import Mapping
 
 from forgemq_contracts.run import RunConfiguration
@@ -26,7 +21,6 @@ from forgemq_scheduler.settings import SchedulerSettings
 from forgemq_settings.environment import parse
 from forgemq_shell.service import Context
 from forgemq_shell.transform import Transform
-from forgemq_shell.trimming import keep_trimmed
 
 CONSUMES: tuple[Topic, ...] = (
     REQUESTED_GROUPS,
@@ -58,7 +52,4 @@ def transform_of(configuration: RunConfiguration, environ: Mapping[str, str]) ->
 
 async def main(context: Context) -> None:
     """Schedule until the context says stop."""
-    settings = parse(SchedulerSettings, prefix="FORGEMQ_SCHEDULER_", environ=context.environ)
-    async with asyncio.TaskGroup() as group:
-        group.create_task(transform_of(context.configuration, context.environ).run(context))
-        group.create_task(keep_trimmed(context, every_s=settings.trim_every_s))
+    await transform_of(context.configuration, context.environ).run(context)

@@ -12,6 +12,3 @@ class SchedulerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
         float,
         Meta(gt=0, le=5, description="How often time enters the core: deadlines, silent lanes."),
     ] = 1.0
-    trim_every_s: Annotated[
-        float, Meta(gt=0, description="Between two looks for records that nobody needs any more.")
-    ] = 30.0

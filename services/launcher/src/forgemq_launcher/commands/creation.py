@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from forgemq_bus.kafka import KafkaConnection, KafkaLog
+from forgemq_bus.kept_records import message_of, read_all
 from forgemq_bus.log import Place
 from forgemq_contracts.run import RunConfiguration, StartedRun
 from forgemq_contracts.topics import STARTED_RUNS
 from forgemq_launcher.records.run_topics import create_topics, write_start
 from forgemq_launcher.upkeep.services import SERVICES
-from forgemq_run_view.reading import message_of, read_all
 from forgemq_settings.environment import SettingsError
 from forgemq_shell.clock import now_ms
 from forgemq_shell.connection import kafka_connection

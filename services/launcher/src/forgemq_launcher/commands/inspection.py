@@ -9,7 +9,9 @@ from rich.table import Table
 from rich.text import Text
 from tokenizers import Tokenizer
 
+from forgemq_bus.kept_records import message_of, read_all, read_at
 from forgemq_bus.log import Log, Place, Record
+from forgemq_bus.partitions import partitions_of
 from forgemq_contracts.run import EndedRun, StartedRun
 from forgemq_contracts.topics import ENDED_RUNS, FINISHED_COMPLETIONS, OF_RUN
 from forgemq_launcher import exit_status
@@ -18,7 +20,6 @@ from forgemq_launcher.display.report_files import table
 from forgemq_launcher.records import run_audit
 from forgemq_launcher.records.follower import Follower
 from forgemq_launcher.run_folder import RunFolder
-from forgemq_run_view.reading import message_of, places_of, read_all, read_at
 from forgemq_run_view.report import Report
 from forgemq_run_view.trajectory import Trajectory, Turn, trajectories
 
@@ -98,7 +99,7 @@ async def dlq(folder: RunFolder, environ: Mapping[str, str], console: Console) -
             if topic.has_dlq:
                 letters = [
                     Place(topic.dlq_name, place.partition)
-                    for place in places_of(topic, started.configuration)
+                    for place in partitions_of(topic, started.configuration)
                 ]
                 async for records in read_all(log, letters):
                     for record in records:

@@ -5,15 +5,17 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
+from forgemq_audit import guarantees
+from forgemq_audit.guarantees import Ledger
 from forgemq_bus.errors import OutOfRangeError
+from forgemq_bus.kept_records import message_of, pass_trimmed, read_from
 from forgemq_bus.log import Log, Place, Reader, Record
+from forgemq_bus.partitions import partitions_of
 from forgemq_contracts.groups import MergedGroup, RetiredGroup
 from forgemq_contracts.run import StartedRun
 from forgemq_contracts.topics import AUDITED_GROUPS
 from forgemq_launcher.core.failing_groups import FailingGroups
-from forgemq_run_view import audit, view
-from forgemq_run_view.audit import Ledger
-from forgemq_run_view.reading import message_of, pass_trimmed, places_of, read_from
+from forgemq_run_view import view
 from forgemq_run_view.state import RunState
 from forgemq_run_view.view import RunView
 from forgemq_shell.clock import now_ms
@@ -100,7 +102,7 @@ class Follower:
 
     async def catch_up_on_audits(self) -> None:
         """Apply the audits that were written since `catch_up`, and nothing else."""
-        audits = places_of(AUDITED_GROUPS, self._configuration)
+        audits = partitions_of(AUDITED_GROUPS, self._configuration)
         await self._catch_up({place: self._ends[place] for place in audits})
 
     async def _catch_up(self, starts: Mapping[Place, int]) -> None:
@@ -113,8 +115,8 @@ class Follower:
         return await self._log.reader(await self._log.first_positions(self._places()))
 
     def _places(self) -> list[Place]:
-        wanted = {topic.name: topic for topic in (*view.TOPICS, *audit.TOPICS)}
-        return [p for topic in wanted.values() for p in places_of(topic, self._configuration)]
+        wanted = {topic.name: topic for topic in (*view.TOPICS, *guarantees.TOPICS)}
+        return [p for topic in wanted.values() for p in partitions_of(topic, self._configuration)]
 
     def _apply(self, records: Iterable[Record]) -> None:
         for record in records:

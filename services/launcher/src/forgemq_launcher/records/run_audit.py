@@ -1,12 +1,12 @@
 """The report of a run from its log alone, with every guarantee checked."""
 
+from forgemq_audit.unaudited import unaudited
+from forgemq_bus.kept_records import message_of, read_all
 from forgemq_bus.log import Log, Place
 from forgemq_contracts.fields import NamedValue
 from forgemq_contracts.run import EndedRun, RunConfiguration, StartedRun
 from forgemq_contracts.topics import ENDED_RUNS, STARTED_RUNS
 from forgemq_launcher.records.follower import Follower
-from forgemq_run_view.auditing import unaudited
-from forgemq_run_view.reading import message_of, read_all
 from forgemq_run_view.report import Report, report
 
 
@@ -37,7 +37,7 @@ async def audit_run(
     verdicts = follower.ledger.verdicts(is_ended=reason == "completed")
     made = report(
         follower.view.state(now_ms=now_ms),
-        ledger=follower.ledger,
+        trees=follower.ledger.trained_trees(),
         verdicts=verdicts,
         duration_s=await up_s(log, started.configuration, now_ms=now_ms),
         reason=reason,

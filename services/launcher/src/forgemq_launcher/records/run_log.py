@@ -17,7 +17,7 @@ async def open_run_log(
     log = KafkaLog(
         connection,
         run=configuration.run,
-        blobs=BlobStore(blobs),
+        blobs=BlobStore(blobs, run=configuration.run),
         inline_bytes_max=configuration.log.inline_bytes_max,
     )
     try:

@@ -1,13 +1,14 @@
 """Creates the topics of a run and writes its start and end."""
 
 from forgemq_bus.kafka import KafkaConnection, KafkaLog
+from forgemq_bus.kept_records import read_all
 from forgemq_bus.log import Log
+from forgemq_bus.partitions import partitions_of
 from forgemq_contracts import topics
 from forgemq_contracts.messages import Output
 from forgemq_contracts.run import EndedRun, RunConfiguration, StartedRun
 from forgemq_contracts.steps import TrainedStep
 from forgemq_contracts.topics import ENDED_RUNS, STARTED_RUNS, TRAINED_STEPS, partition_count
-from forgemq_run_view.reading import places_of, read_all
 from forgemq_shell.records import emit_of
 
 NO_STEP = -1
@@ -32,7 +33,7 @@ async def create_topics(log: Log, configuration: RunConfiguration) -> int:
 async def last_trained_step(log: Log, configuration: RunConfiguration) -> int:
     """The highest step that is trained; -1 if the run is new."""
     last = NO_STEP
-    async for records in read_all(log, places_of(TRAINED_STEPS, configuration)):
+    async for records in read_all(log, partitions_of(TRAINED_STEPS, configuration)):
         for record in records:
             trained = topics.decode(TRAINED_STEPS, record.value)
             assert isinstance(trained, TrainedStep)

@@ -3,24 +3,31 @@
 import asyncio
 import io
 import json
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from forgemq_auditor.app import main
+from forgemq_auditor.core import trim_positions
+from forgemq_auditor.log_trim import trim_log
+from forgemq_bus.blobs import BlobStore
+from forgemq_bus.errors import AccessError
 from forgemq_bus.log import Emit, Log, Place
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
 from forgemq_contracts.run import Log as LogSettings
-from forgemq_contracts.run import Model, Queue, RunConfiguration, Trainer
-from forgemq_shell.trimming import keep_trimmed, trim, trim_positions
+from forgemq_contracts.run import Model, Queue, RunConfiguration, StartedRun, Trainer
+from forgemq_shell.service import Context
 from forgemq_telemetry.telemetry import Telemetry
 
 FINISHED = topics.FINISHED_COMPLETIONS
 REPORTED = topics.REPORTED_ENGINES
 COUNTS = {
-    topic.name: topics.partition_count(topic, group_partitions=2, lanes=1, queues=1)
-    for topic in topics.OF_RUN
+    name: topics.partition_count(topic, group_partitions=2, lanes=1, queues=1)
+    for topic in topics.ALL
+    for name in (topic.name, topic.dlq_name)
 }
 
 positions = st.integers(0, 50)
@@ -99,69 +106,78 @@ async def test_each_partition_begins_where_its_last_reader_needs_it_once_all_hav
     log = await filled(records=20)
     places = [Place(FINISHED.name, 0), Place(FINISHED.name, 1)]
     for number, group in enumerate(FINISHED.needed_by):
-        assert await trim(log, configuration()) == {}
+        assert await trim_log(log, configuration()) == {}
         await commit(log, group, {places[0]: 10 + number})
-    assert await trim(log, configuration()) == {FINISHED.name: 10}
+    assert await trim_log(log, configuration()) == {FINISHED.name: 10}
     assert await log.first_positions(places) == {places[0]: 10, places[1]: 0}
-    assert await trim(log, configuration()) == {}
+    assert await trim_log(log, configuration()) == {}
 
 
 async def test_the_newest_heartbeats_stay_for_a_lane_that_starts_again():
     log = await filled(records=REPORTED.newest_kept + 7)
     place = Place(REPORTED.name, 0)
     await commit(log, "scheduler-needed", {place: REPORTED.newest_kept + 7})
-    assert await trim(log, configuration()) == {REPORTED.name: 7}
+    assert await trim_log(log, configuration()) == {REPORTED.name: 7}
 
 
 async def test_a_journal_begins_at_its_newest_snapshot():
     log = await filled(records=9)
     place = Place(topics.MERGER_JOURNAL.name, 1)
     await commit(log, "merger-positions", {place: 6})
-    assert await trim(log, configuration()) == {topics.MERGER_JOURNAL.name: 6}
+    assert await trim_log(log, configuration()) == {topics.MERGER_JOURNAL.name: 6}
     assert await log.first_positions([place]) == {place: 6}
 
 
-@dataclass
-class Context:
-    configuration: RunConfiguration
-    log: Log
-    telemetry: Telemetry
-    stop: asyncio.Event = field(default_factory=asyncio.Event)
-
-
-async def trimmed_for_a_while(log: Log, run: RunConfiguration) -> list[dict]:
+async def trimmed_for_a_while(log: Log, run: RunConfiguration, tmp_path: Path) -> list[dict]:
+    """What an auditor says that runs for a moment and trims as fast as it can."""
     lines = io.StringIO()
-    context = Context(run, log, Telemetry(service="scheduler", stream=lines))
+    context = Context(
+        started=StartedRun(run="r", configuration=run, blobs=str(tmp_path), started_ms=0),
+        log=log,
+        blobs=BlobStore(str(tmp_path), run="r"),
+        telemetry=Telemetry(service="auditor", stream=lines),
+        stop=asyncio.Event(),
+        environ={"FORGEMQ_AUDITOR_TRIM_EVERY_S": "0.01"},
+    )
     async with asyncio.timeout(10), asyncio.TaskGroup() as group:
-        group.create_task(keep_trimmed(context, every_s=0.01))
-        await asyncio.sleep(0.1)
+        group.create_task(main(context))
+        await asyncio.sleep(0.3)
         context.stop.set()
     return [json.loads(line) for line in lines.getvalue().splitlines()]
 
 
-async def test_a_run_kept_for_replay_keeps_everything():
+async def test_a_run_kept_for_replay_keeps_everything(tmp_path: Path):
     log = await filled(records=9)
     place = Place(topics.MERGER_JOURNAL.name, 1)
     await commit(log, "merger-positions", {place: 6})
-    assert await trimmed_for_a_while(log, configuration(keep_for_replay=True)) == []
+    await trimmed_for_a_while(log, configuration(keep_for_replay=True), tmp_path)
     assert await log.first_positions([place]) == {place: 0}
-    await trimmed_for_a_while(log, configuration())
+    await trimmed_for_a_while(log, configuration(), tmp_path)
     assert await log.first_positions([place]) == {place: 6}
 
 
-async def test_a_log_that_refuses_ends_no_service_and_is_asked_again():
-    log = MemoryLog(run="r")  # Without topics.
-    lines = await trimmed_for_a_while(log, configuration())
-    assert len(lines) > 1
-    assert {line["event"] for line in lines} == {"not_trimmed"}
+class RefusingLog(MemoryLog):
+    """Refuses to delete records, as a broker without the permission does."""
+
+    async def trim(self, before: Mapping[Place, int]) -> None:
+        raise AccessError("delete records: not allowed")
+
+
+async def test_a_log_that_refuses_ends_no_service_and_is_asked_again(tmp_path: Path):
+    log = RefusingLog(run="r")
+    await log.create_topics(COUNTS)
+    lines = await trimmed_for_a_while(log, configuration(), tmp_path)
+    failed = [line for line in lines if line["event"] == "trim_failed"]
+    assert len(failed) > 1
+    assert failed[0]["error"] == "delete records: not allowed"
 
 
 def test_every_group_that_holds_back_a_topic_is_one_that_a_service_commits():
-    """The names on both sides, so that a renamed group cannot hold records for ever."""
+    """Under another name it would hold records back for the run's life."""
     from forgemq_reward.grading import GROUP
 
     groups = {group for topic in topics.OF_RUN for group in topic.needed_by}
     transforms = {"merger", "reward", "scheduler"}
     known = {f"{name}-positions" for name in transforms} | {GROUP}
-    known |= {topics.needed_group(name) for name in ("console", "gateway", "merger", "scheduler")}
+    known |= {topics.needed_group(name) for name in ("auditor", "gateway", "merger", "scheduler")}
     assert groups == known | {topics.needed_group("trainer")}

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
+from forgemq_audit.guarantees import Ledger
+from forgemq_audit.tree_facts import first_ends, tree_facts
 from forgemq_contracts import topics
 from forgemq_contracts.arrays import pack_floats, pack_ids, unpack_ids
 from forgemq_contracts.completions import FinishedCompletion
@@ -24,8 +26,7 @@ from forgemq_contracts.topics import (
     TRAINED_STEPS,
 )
 from forgemq_contracts.trees import MergedTree
-from forgemq_run_view.audit import GuaranteeVerdict, Ledger
-from forgemq_run_view.samples import first_ends, tree_facts
+from forgemq_run_view.report import GuaranteeVerdict
 from forgemq_run_view.trajectory import chosen
 from tests.unit.run_view.synthetic import SyntheticRun, configuration, metrics
 

@@ -7,16 +7,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forgemq_audit.group_index import COMPARED
+from forgemq_audit.unaudited import AUDITOR_NEEDED, unaudited
+from forgemq_auditor.group_audit import GroupAudit
 from forgemq_bus.errors import FencedError, OutOfRangeError
+from forgemq_bus.kept_records import pass_trimmed, read_all, read_at
 from forgemq_bus.log import Emit, Log, Place
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
 from forgemq_contracts.audit import AuditedGroup
 from forgemq_contracts.completions import FinishedCompletion
 from forgemq_contracts.messages import Message
-from forgemq_run_view.auditing import Auditor, unaudited
-from forgemq_run_view.group_records import COMPARED
-from forgemq_run_view.reading import pass_trimmed, read_all, read_at
 from forgemq_run_view.view import RunView
 from tests.unit.run_view.synthetic import SyntheticRun, started
 
@@ -63,7 +64,7 @@ async def audited_groups(log: Log) -> list[AuditedGroup]:
 
 async def audit_once(log: Log) -> int:
     """By one auditor, until it has no more."""
-    auditor = await Auditor.open(log, partitions=PARTITIONS)
+    auditor = await GroupAudit.open(log, partitions=PARTITIONS)
     rounds = [await auditor.audit()]
     while rounds[-1].has_more:
         rounds.append(await auditor.audit())
@@ -73,7 +74,7 @@ async def audit_once(log: Log) -> int:
 
 async def trim(log: Log) -> None:
     """As far as the auditor allows, at once."""
-    needed = await log.committed(group=topics.needed_group("console"), places=places_of(*TRIMMED))
+    needed = await log.committed(group=AUDITOR_NEEDED, places=places_of(*TRIMMED))
     await log.trim(needed)
 
 
@@ -170,8 +171,8 @@ async def test_what_comes_late_for_a_group_that_is_over_holds_nothing_back():
 async def test_a_second_auditor_ends_the_first():
     run = SyntheticRun().play(steps=1)
     log = await log_with_topics()
-    first = await Auditor.open(log, partitions=PARTITIONS)
-    await Auditor.open(log, partitions=PARTITIONS)
+    first = await GroupAudit.open(log, partitions=PARTITIONS)
+    await GroupAudit.open(log, partitions=PARTITIONS)
     await write(log, run.messages)
     with pytest.raises(FencedError):
         await first.audit()

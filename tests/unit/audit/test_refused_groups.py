@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
+from forgemq_audit.guarantees import Ledger
 from forgemq_contracts.groups import RetiredGroup
 from forgemq_contracts.messages import Message
 from forgemq_contracts.run import Model, Queue, RunConfiguration, Trainer
 from forgemq_contracts.topics import RETIRED_GROUPS
-from forgemq_run_view.audit import Ledger
 
 CONFIGURATION = RunConfiguration(
     run="r",

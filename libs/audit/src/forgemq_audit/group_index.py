@@ -1,14 +1,14 @@
-"""What one partition of the log holds of its groups: where, and for a few groups at a time, all."""
+"""Where one partition of the log holds its groups, and all records of a few groups at a time."""
 
-import hashlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 
+from forgemq_audit.group_records import GroupRecords
+from forgemq_bus.kept_records import message_of, read_from
 from forgemq_bus.log import Log, Place, Record
-from forgemq_contracts.accounting import RetiredIds, is_candidate
-from forgemq_contracts.audit import AuditedGroup, TreeFacts
+from forgemq_contracts.accounting import RetiredIds
 from forgemq_contracts.completions import FinishedCompletion
 from forgemq_contracts.episodes import FinishedEpisode
 from forgemq_contracts.groups import ScoredGroup
@@ -21,9 +21,6 @@ from forgemq_contracts.topics import (
     Topic,
 )
 from forgemq_contracts.trees import MergedTree
-from forgemq_run_view.reading import message_of, read_from
-from forgemq_run_view.samples import first_ends, tree_facts
-from forgemq_run_view.trajectory import chosen
 
 COMPARED: tuple[Topic, ...] = (FINISHED_COMPLETIONS, FINISHED_EPISODES, SCORED_GROUPS, MERGED_TREES)
 """What a tree is compared with; one partition of them has all of a group."""
@@ -48,53 +45,6 @@ class RoundLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 ROUND_LIMITS = RoundLimits()
-
-
-@dataclass(slots=True)
-class GroupRecords:
-    """What the log holds of one group, in the order it was read."""
-
-    completions: list[Message] = field(default_factory=list)
-    ends: list[Message] = field(default_factory=list)
-    scored: ScoredGroup | None = None
-    trees: list[tuple[MergedTree, str]] = field(default_factory=list)
-
-    def add(self, message: Message, record: Record) -> None:
-        """Take in one decoded record, and the record it came from."""
-        match message.record:
-            case FinishedCompletion():
-                self.completions.append(message)
-            case FinishedEpisode():
-                self.ends.append(message)
-            case ScoredGroup() as scored:
-                self.scored = scored
-            case MergedTree() as tree:
-                self.trees.append((tree, hashlib.sha256(record.value).hexdigest()))
-
-    def tree_facts(self) -> tuple[TreeFacts, ...]:
-        """Each tree compared with the completions, the scores and the manifests."""
-        completions, ends = chosen(self.completions), first_ends(self.ends)
-        return tuple(
-            tree_facts(tree, sha256=sha256, completions=completions, scored=self.scored, ends=ends)
-            for tree, sha256 in self.trees
-        )
-
-    def audited(self, group_id: str) -> AuditedGroup:
-        """What stays of the group."""
-        sampled = [
-            message.record
-            for message in self.completions
-            if isinstance(message.record, FinishedCompletion) and is_candidate(message.record)
-        ]
-        versions = [span.version for completion in sampled for span in completion.spans]
-        return AuditedGroup(
-            group_id=group_id,
-            completions=len(sampled),
-            output_tokens=sum(len(completion.output) // 4 for completion in sampled),
-            version_min=min(versions, default=None),
-            version_max=max(versions, default=None),
-            trees=self.tree_facts(),
-        )
 
 
 @dataclass(slots=True)

@@ -9,9 +9,6 @@ a guarantee counts as kept only where everything it speaks of was compared.
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Literal, TypeAlias
-
-from msgspec import Struct
 
 from forgemq_contracts.audit import AuditedGroup, TreeFacts
 from forgemq_contracts.groups import AdmittedGroup, RetiredGroup
@@ -26,6 +23,7 @@ from forgemq_contracts.topics import (
     TRAINED_STEPS,
     Topic,
 )
+from forgemq_run_view.report import Guarantee, GuaranteeVerdict
 from forgemq_run_view.steps import surviving
 
 TOPICS: tuple[Topic, ...] = (
@@ -36,8 +34,6 @@ TOPICS: tuple[Topic, ...] = (
     TRAINED_STEPS,
 )
 
-Guarantee: TypeAlias = Literal["G1", "G2", "G3", "G4", "G5"]
-
 LOGPROB_GAP_MAX = {"float32": 1e-2, "bfloat16": 0.5}
 """Largest |trainer - engine| on tokens of the current version that rounding explains.
 
@@ -45,15 +41,6 @@ In float32 engine and trainer agree within about 1e-4 here; a wrong mask, positi
 by whole nats. bfloat16 keeps 8 bits: logits near 10 round to 0.06, and several roundings add up.
 """
 VIOLATIONS_KEPT_MAX = 20
-
-
-class GuaranteeVerdict(Struct, frozen=True, kw_only=True):
-    """One guarantee: whether it held, over how many things, and what broke it."""
-
-    name: Guarantee
-    holds: bool
-    checked: str
-    violations: tuple[str, ...] = ()
 
 
 class Ledger:

@@ -1,29 +1,20 @@
-"""Reads records of a run from its log; the only I/O in this package."""
+"""Reading what a log still holds, while its oldest records may be deleted at any moment."""
 
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
 from forgemq_bus.errors import OutOfRangeError
-from forgemq_bus.log import Log, Place, Reader, Record
+from forgemq_bus.log import Isolation, Log, Place, Reader, Record
 from forgemq_bus.reading import read_up_to
 from forgemq_contracts import topics
 from forgemq_contracts.messages import Message
-from forgemq_contracts.run import RunConfiguration
-from forgemq_contracts.topics import Topic, partition_count
-
-
-def places_of(topic: Topic, configuration: RunConfiguration) -> list[Place]:
-    """Every partition of a topic in this run."""
-    count = partition_count(
-        topic,
-        group_partitions=configuration.log.group_partitions,
-        lanes=configuration.log.lanes,
-        queues=len(configuration.queues),
-    )
-    return [Place(topic.name, partition) for partition in range(count)]
 
 
 def message_of(record: Record) -> Message:
-    """The decoded message; raises msgspec.ValidationError where it is none of its topic."""
+    """The decoded message.
+
+    Raises:
+        msgspec.ValidationError: the bytes are not a record of the topic.
+    """
     return Message(
         topic=record.topic,
         partition=record.partition,
@@ -34,7 +25,7 @@ def message_of(record: Record) -> Message:
 
 
 async def read_all(log: Log, places: Sequence[Place]) -> AsyncIterator[list[Record]]:
-    """Every record of these partitions that is on the log now, in batches.
+    """Every record that these partitions hold at the time of the call, in batches.
 
     Raises:
         LogUnavailableError: the log does not give all it has.
@@ -44,15 +35,28 @@ async def read_all(log: Log, places: Sequence[Place]) -> AsyncIterator[list[Reco
 
 
 async def read_from(
-    log: Log, starts: Mapping[Place, int], *, ends: Mapping[Place, int] | None = None
+    log: Log,
+    starts: Mapping[Place, int],
+    *,
+    ends: Mapping[Place, int] | None = None,
+    isolation: Isolation = "committed",
+    has_values: bool = True,
 ) -> AsyncIterator[list[Record]]:
-    """Batches from these positions up to the ends of now; what is trimmed meanwhile is left out.
+    """Batches from these positions up to `ends`; what is trimmed meanwhile is left out.
+
+    Args:
+        log: Of the run.
+        starts: Where to begin in each partition.
+        ends: Where to stop; without it the ends at the time of the call.
+        isolation: As in `Log.reader`.
+        has_values: As in `Log.reader`.
 
     Raises:
         LogUnavailableError: the log does not give all it has.
     """
-    ends = await log.end_positions(list(starts)) if ends is None else ends
-    reader = await log.reader(starts)
+    if ends is None:
+        ends = await log.end_positions(list(starts), isolation=isolation)
+    reader = await log.reader(starts, isolation=isolation, has_values=has_values)
     is_done = False
     try:
         while not is_done:
@@ -67,10 +71,10 @@ async def read_from(
 
 
 async def pass_trimmed(log: Log, reader: Reader, places: Sequence[Place]) -> None:
-    """Move a reader that was overtaken by trimming to the first records that are kept.
+    """Move a reader that trimming overtook to the first records that are kept.
 
     Raises:
-        OutOfRangeError: it was not overtaken, so its positions never were on the log.
+        OutOfRangeError: trimming did not overtake it, so its positions never were on the log.
     """
     first = await log.first_positions(places)
     overtaken = [place for place in places if reader.position(place) < first[place]]
@@ -95,7 +99,7 @@ async def read_at(log: Log, wanted: Iterable[tuple[Place, int]]) -> list[Record]
     ends = await log.end_positions(list(offsets))
     found: list[Record] = []
     starts = {place: max(first[place], min(offsets[place])) for place in offsets}
-    last = {place: min(ends[place], max(offsets[place]) + 1) for place in offsets}
-    async for records in read_from(log, starts, ends=last):
+    stops = {place: min(ends[place], max(offsets[place]) + 1) for place in offsets}
+    async for records in read_from(log, starts, ends=stops):
         found += [record for record in records if record.offset in offsets[record.place]]
     return found

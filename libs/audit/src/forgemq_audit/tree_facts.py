@@ -22,7 +22,7 @@ DIFFERENCES_KEPT_MAX = 10
 """Enough to see what is wrong; a broken tree differs everywhere."""
 
 
-class Sample(Struct, frozen=True, kw_only=True):
+class TreeSample(Struct, frozen=True, kw_only=True):
     """One completion as the tree holds it."""
 
     completion_id: str
@@ -35,7 +35,7 @@ class Sample(Struct, frozen=True, kw_only=True):
     advantage: float
 
 
-def samples(tree: MergedTree) -> Iterator[Sample]:
+def tree_samples(tree: MergedTree) -> Iterator[TreeSample]:
     """The samples of a tree in its order; `path` is context and output as int32 bytes."""
     starts = unpack_ids(tree.segment_start)
     parents = unpack_ids(tree.segment_parent)
@@ -49,7 +49,7 @@ def samples(tree: MergedTree) -> Iterator[Sample]:
     for index, completion_id in enumerate(tree.sample_ids):
         low, high = firsts[index], firsts[index + 1]
         runs = _runs(leaves[index], starts=starts, lengths=lengths, parents=parents)
-        yield Sample(
+        yield TreeSample(
             completion_id=completion_id,
             path=b"".join(tree.tokens[4 * first : 4 * end] for first, end in runs),
             entry_tokens=tuple(entry_tokens[low:high]),
@@ -96,7 +96,7 @@ def tree_facts(
     advantages = (
         {each.completion_id: each.advantage for each in scored.completions} if scored else None
     )
-    for sample in samples(tree):
+    for sample in tree_samples(tree):
         length = len(sample.path) // 4
         request_pairs += length * (length + 1) // 2
         completion = completions.get(sample.completion_id)
@@ -176,7 +176,7 @@ def _unscored(
 
 
 def _differences(
-    sample: Sample,
+    sample: TreeSample,
     *,
     completion: FinishedCompletion,
     completions: Mapping[str, FinishedCompletion],

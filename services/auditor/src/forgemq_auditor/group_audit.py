@@ -1,27 +1,27 @@
-"""Compares every group with its records while they are all there: once it has retired.
+"""Compares every group with its records once it has retired, while they are all on the log.
 
-What it finds stays on audited-groups for the run's life; the records it was found in may then be
-trimmed. A partition is audited in rounds of a bounded size, each with a commit of its own: however
-long nobody audited, a round fits in memory, and a process that dies loses one round.
+The result stays on audited-groups for the run's life; the records themselves may then be trimmed.
+A partition is audited in rounds of a bounded size, each committed: a round fits in memory however
+long no auditor ran, and a process that dies loses one round.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 import msgspec
 
+from forgemq_audit.group_index import COMPARED, ROUND_LIMITS, GroupIndex, RoundLimits
+from forgemq_audit.unaudited import AUDITOR_NEEDED
+from forgemq_bus.kept_records import message_of, read_from
 from forgemq_bus.log import Emit, Log, Place, Record, TransactionWriter
 from forgemq_bus.reading import read_to_end
 from forgemq_contracts.accounting import RetiredIds
-from forgemq_contracts.audit import AuditedGroup, TreeFacts
 from forgemq_contracts.groups import RetiredGroup
-from forgemq_contracts.topics import AUDITED_GROUPS, RETIRED_GROUPS, Topic, encode, needed_group
-from forgemq_run_view.group_records import COMPARED, ROUND_LIMITS, GroupIndex, RoundLimits
-from forgemq_run_view.reading import message_of, read_from
+from forgemq_contracts.messages import Output
+from forgemq_contracts.topics import AUDITED_GROUPS, RETIRED_GROUPS, Topic
+from forgemq_shell.records import emit_of
 
 TOPICS: tuple[Topic, ...] = (*COMPARED, RETIRED_GROUPS)
-
-_GROUP = needed_group("console")
 
 
 class AuditRound(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,7 +32,7 @@ class AuditRound(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Backlog:
-    """What one partition has for an auditor: groups that retired, and where their records are."""
+    """The groups of one partition that retired and are not audited, and where their records are."""
 
     def __init__(self, log: Log, partition: int, positions: Mapping[Place, int]) -> None:
         self.retiring = Place(RETIRED_GROUPS.name, partition)
@@ -40,11 +40,11 @@ class _Backlog:
             log, {place: positions[place] for place in _places(COMPARED, partition)}
         )
         self._log = log
-        self._waiting: dict[str, int] = {}  # Each with the position behind its retirement.
+        self._waiting: dict[str, int] = {}  # By group, the position behind its retirement.
         self._next = positions[self.retiring]
 
     async def read_on(self, over: RetiredIds) -> None:
-        """Take in what is new."""
+        """Take in the records that are new."""
         ends = await self._log.end_positions([self.retiring])
         async for records in read_from(self._log, {self.retiring: self._next}, ends=ends):
             for record in records:
@@ -60,13 +60,13 @@ class _Backlog:
         return self.index.fitting(self._waiting, limits)
 
     def positions(self, taken: list[str]) -> dict[Place, int]:
-        """Where an auditor begins that comes after these were audited."""
+        """Where the next auditor begins once these are audited."""
         is_all = len(taken) == len(self._waiting)
         behind = self._next if is_all else self._waiting[taken[-1]]
         return {self.retiring: behind, **self.index.needed(without=taken)}
 
     def forget(self, group_ids: Iterable[str]) -> None:
-        """These are audited."""
+        """Drop groups that are audited."""
         for group_id in group_ids:
             del self._waiting[group_id]
         self.index.forget(group_ids)
@@ -76,11 +76,11 @@ class _Backlog:
         return len(self._waiting)
 
 
-class Auditor:
+class GroupAudit:
     """Audits the groups of one run as they retire.
 
-    Lifecycle: `open`, then `audit` every now and then, at once where it has more; after an error
-    another one goes on from what was committed. A second auditor of the run fences this one.
+    Lifecycle: `open`, then `audit` every now and then, and at once if it has more. After an error
+    open a new one: it goes on from what was committed. A second auditor of the run fences this one.
     """
 
     def __init__(self, log: Log, writer: TransactionWriter, *, limits: RoundLimits) -> None:
@@ -94,13 +94,13 @@ class Auditor:
     @classmethod
     async def open(
         cls, log: Log, *, partitions: int, limits: RoundLimits = ROUND_LIMITS
-    ) -> "Auditor":
-        """The only auditor from now on; knows what the ones before it have done."""
-        self = cls(log, await log.transaction_writer(_GROUP), limits=limits)
+    ) -> "GroupAudit":
+        """Fence every older auditor of the run and take up what they committed."""
+        self = cls(log, await log.transaction_writer(AUDITOR_NEEDED), limits=limits)
         places = [place for n in range(partitions) for place in _places(TOPICS, n)]
         positions = await log.first_positions(places)
         retired = {p: at for p, at in positions.items() if p.topic == RETIRED_GROUPS.name}
-        self._committed = await log.committed(group=_GROUP, places=places)
+        self._committed = await log.committed(group=AUDITOR_NEEDED, places=places)
         async for records in read_to_end(log, retired):
             for record in records:
                 if record.offset < self._committed.get(record.place, 0):
@@ -110,7 +110,7 @@ class Auditor:
         return self
 
     async def audit(self) -> AuditRound:
-        """One round in each partition: compare what has retired, as far as it fits.
+        """Compare what has retired, one round of bounded size in each partition.
 
         Raises:
             FencedError: another auditor of the run has started.
@@ -133,10 +133,13 @@ class Auditor:
         outputs: list[Emit] = []
         for group_id in taken:
             audited = groups.pop(group_id).audited(group_id)
-            outputs.append(_emit(audited, backlog.retiring.partition))
-            # Unpacking trees is arithmetic of milliseconds each; others get their turn in between.
+            output = Output(
+                topic=AUDITED_GROUPS.name, partition=backlog.retiring.partition, record=audited
+            )
+            outputs.append(emit_of(output))
+            # Unpacking one tree takes milliseconds; the other tasks of the process run in between.
             await asyncio.sleep(0)
-        await self._writer.commit(outputs=outputs, group=_GROUP, positions=positions)
+        await self._writer.commit(outputs=outputs, group=AUDITOR_NEEDED, positions=positions)
         self._committed |= positions
         for group_id in taken:
             self._over.add(group_id)
@@ -144,48 +147,15 @@ class Auditor:
         return len(taken)
 
 
-async def unaudited(
-    log: Log, *, partitions: int, limits: RoundLimits = ROUND_LIMITS
-) -> AsyncIterator[TreeFacts]:
-    """Facts of the trees that no auditor has passed yet, and of some that one has.
-
-    For a group that is on audited-groups once this has ended, that record holds: its own records
-    may have been trimmed meanwhile. Reads only; one round's records are in memory at a time.
-    """
-    for partition in range(partitions):
-        places = _places(COMPARED, partition)
-        starts = await log.first_positions(places)
-        starts |= await log.committed(group=_GROUP, places=places)
-        index = GroupIndex(log, starts)
-        await index.read_on(over=RetiredIds())
-        waiting = index.merged()
-        while waiting:
-            taken = index.fitting(waiting, limits)
-            groups = await index.records_of(taken)
-            for group_id in taken:
-                for facts in groups.pop(group_id).tree_facts():
-                    yield facts
-            waiting = waiting[len(taken) :]
-
-
 def _places(topics: Iterable[Topic], partition: int) -> list[Place]:
     return [Place(topic.name, partition) for topic in topics]
 
 
 def _retired_id(record: Record) -> str:
-    """The group that this record retires; "" where it does not decode."""
+    """The group that this record retires; "" if the record does not decode."""
     try:
         retired = message_of(record).record
     except msgspec.ValidationError:
         return ""
     assert isinstance(retired, RetiredGroup)
     return retired.group_id
-
-
-def _emit(audited: AuditedGroup, partition: int) -> Emit:
-    return Emit(
-        topic=AUDITED_GROUPS.name,
-        partition=partition,
-        key=audited.group_id.encode(),
-        value=encode(audited),
-    )

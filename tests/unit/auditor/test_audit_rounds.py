@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from forgemq_audit.group_index import ROUND_LIMITS, RoundLimits
+from forgemq_audit.unaudited import unaudited
+from forgemq_auditor.group_audit import AuditRound, GroupAudit
 from forgemq_bus.log import Log
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
 from forgemq_contracts.audit import TreeFacts
 from forgemq_contracts.completions import FinishedCompletion
-from forgemq_run_view.auditing import Auditor, AuditRound, unaudited
-from forgemq_run_view.group_records import ROUND_LIMITS, RoundLimits
-from tests.unit.run_view.synthetic import SyntheticRun
-from tests.unit.run_view.test_auditing import (
+from tests.unit.auditor.test_group_audit import (
     PARTITIONS,
     audit_once,
     audited_groups,
@@ -26,6 +26,7 @@ from tests.unit.run_view.test_auditing import (
     whole,
     write,
 )
+from tests.unit.run_view.synthetic import SyntheticRun
 
 LIMITS = RoundLimits(groups_max=2)
 MESSAGE_BYTES = 20_000
@@ -34,7 +35,7 @@ LONG = b'[{"role":"user","content":"%s"}]' % (b"x" * MESSAGE_BYTES)
 
 async def round_of_a_new_auditor(log: Log, limits: RoundLimits) -> AuditRound:
     """What a console gets done that is killed after one round."""
-    auditor = await Auditor.open(log, partitions=PARTITIONS, limits=limits)
+    auditor = await GroupAudit.open(log, partitions=PARTITIONS, limits=limits)
     done = await auditor.audit()
     await auditor.close()
     return done
@@ -63,7 +64,7 @@ async def facts_of(log: Log, *, limits: RoundLimits) -> list[TreeFacts]:
 async def test_rounds_take_what_their_limit_says_and_find_what_one_audit_finds():
     run = SyntheticRun().play(steps=6)
     log = await log_of(run)
-    auditor = await Auditor.open(log, partitions=PARTITIONS, limits=LIMITS)
+    auditor = await GroupAudit.open(log, partitions=PARTITIONS, limits=LIMITS)
     done = [await auditor.audit()]
     while done[-1].has_more:
         done.append(await auditor.audit())
@@ -78,7 +79,7 @@ async def test_rounds_take_what_their_limit_says_and_find_what_one_audit_finds()
 
 async def test_every_round_lets_go_of_what_it_has_compared():
     log = await log_of(SyntheticRun().play(steps=6))
-    auditor = await Auditor.open(log, partitions=PARTITIONS, limits=LIMITS)
+    auditor = await GroupAudit.open(log, partitions=PARTITIONS, limits=LIMITS)
     kept = [len(await kept_ids(log))]
     while (await auditor.audit()).has_more:
         await trim(log)
@@ -91,7 +92,7 @@ async def test_groups_larger_than_the_limit_in_bytes_go_one_by_one():
     run = with_long_messages(SyntheticRun().play(steps=4))
     log = await log_of(run)
     limits = RoundLimits(bytes_max=MESSAGE_BYTES)
-    auditor = await Auditor.open(log, partitions=PARTITIONS, limits=limits)
+    auditor = await GroupAudit.open(log, partitions=PARTITIONS, limits=limits)
     done = await auditor.audit()
     assert done == AuditRound(groups=PARTITIONS, has_more=True)
     while done.has_more:

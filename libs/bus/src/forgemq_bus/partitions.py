@@ -1,0 +1,19 @@
+"""Which partitions a topic has in a run."""
+
+from forgemq_bus.log import Place
+from forgemq_contracts.run import RunConfiguration
+from forgemq_contracts.topics import Topic, partition_count
+
+
+def partitions_of(
+    topic: Topic, configuration: RunConfiguration, *, is_dead: bool = False
+) -> list[Place]:
+    """Every partition of a topic in this run, or of its dead-letter topic if `is_dead`."""
+    count = partition_count(
+        topic,
+        group_partitions=configuration.log.group_partitions,
+        lanes=configuration.log.lanes,
+        queues=len(configuration.queues),
+    )
+    name = topic.dlq_name if is_dead else topic.name
+    return [Place(name, number) for number in range(count)]

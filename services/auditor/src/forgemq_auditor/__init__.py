@@ -1,0 +1,1 @@
+"""Compares what was trained with what was sampled, then deletes what nobody needs."""

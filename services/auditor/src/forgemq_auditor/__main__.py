@@ -1,0 +1,10 @@
+"""`python -m forgemq_auditor`."""
+
+import os
+import sys
+
+from forgemq_auditor.app import main
+from forgemq_shell.service import run_service
+
+if __name__ == "__main__":
+    sys.exit(run_service("auditor", main, os.environ))

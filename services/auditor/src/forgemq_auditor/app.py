@@ -1,0 +1,69 @@
+"""Wiring of the auditor: audits groups that retire, trims the log, sweeps the blobs."""
+
+import asyncio
+
+from forgemq_auditor.active import run_while_active
+from forgemq_auditor.blob_sweep import BlobSweep
+from forgemq_auditor.group_audit import TOPICS
+from forgemq_auditor.log_trim import trim_log
+from forgemq_auditor.rounds import keep_audited, repeat
+from forgemq_auditor.settings import AuditorSettings
+from forgemq_contracts.topics import AUDITED_GROUPS, Topic
+from forgemq_settings.environment import parse
+from forgemq_shell.service import Context
+
+# The sweep looks at the headers of every other topic too, and decodes none of them.
+CONSUMES: tuple[Topic, ...] = TOPICS
+PRODUCES: tuple[Topic, ...] = (AUDITED_GROUPS,)
+
+
+async def main(context: Context) -> None:
+    """Audit, trim and sweep, or stand by, until the context says stop."""
+    settings = parse(AuditorSettings, prefix="FORGEMQ_AUDITOR_", environ=context.environ)
+
+    async def work() -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(keep_audited(context, every_s=settings.audit_every_s))
+            if not context.configuration.log.keep_for_replay:
+                group.create_task(keep_trimmed(context, every_s=settings.trim_every_s))
+                group.create_task(keep_swept(context, settings))
+
+    await run_while_active(context, work)
+
+
+async def keep_trimmed(context: Context, *, every_s: float) -> None:
+    """Delete records that nobody needs any more until the service stops."""
+
+    async def trim() -> None:
+        for topic, records in (await trim_log(context.log, context.configuration)).items():
+            context.telemetry.count("auditor.trimmed_records", records, topic=topic)
+
+    await repeat(context, trim, every_s=every_s, failed="trim_failed")
+
+
+async def keep_swept(context: Context, settings: AuditorSettings) -> None:
+    """Delete blobs that no record points at any more until the service stops."""
+    telemetry = context.telemetry
+    blob_sweep = BlobSweep(
+        context.log,
+        context.blobs,
+        configuration=context.configuration,
+        grace_s=settings.sweep_grace_s,
+    )
+
+    async def sweep() -> None:
+        swept = await blob_sweep.sweep()
+        telemetry.gauge("auditor.blobs_kept", swept.kept)
+        telemetry.gauge("auditor.blob_bytes_kept", swept.kept_bytes)
+        if swept.deleted:
+            telemetry.count("auditor.blobs_deleted", swept.deleted)
+            telemetry.count("auditor.blob_bytes_deleted", swept.deleted_bytes)
+            telemetry.event(
+                "swept",
+                kept=swept.kept,
+                kept_bytes=swept.kept_bytes,
+                deleted=swept.deleted,
+                deleted_bytes=swept.deleted_bytes,
+            )
+
+    await repeat(context, sweep, every_s=settings.sweep_every_s, failed="sweep_failed")

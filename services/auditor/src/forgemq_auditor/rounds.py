@@ -1,0 +1,66 @@
+"""Work that is done again and again until the service stops."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+from forgemq_auditor.group_audit import GroupAudit
+from forgemq_bus.errors import FencedError, LogError
+from forgemq_shell.service import Context
+
+Round = Callable[[], Awaitable[None]]
+
+RETAKE_AFTER_S = 15.0
+"""An auditor that was fenced and still is the active one starts again: a process that lost its
+place while it stood still woke up and fenced it. Group membership takes 10 s to notice that."""
+
+
+async def repeat(context: Context, work: Round, *, every_s: float, failed: str) -> None:
+    """Do rounds of work until the service stops; a round that fails is the event `failed`."""
+    while not context.stop.is_set():
+        try:
+            await work()
+        except LogError as error:
+            # Nothing was deleted that should not be; what stays costs space until the next round.
+            context.telemetry.event(failed, error=str(error))
+        await sleep_unless_stopped(context, every_s)
+
+
+async def keep_audited(context: Context, *, every_s: float) -> None:
+    """Audit what has retired until the service stops, and then once more."""
+    telemetry = context.telemetry
+    while not context.stop.is_set():
+        try:
+            await _audit(context, every_s=every_s)
+        except FencedError as error:
+            telemetry.event("audit_fenced", error=str(error))
+            await sleep_unless_stopped(context, RETAKE_AFTER_S)
+        except LogError as error:
+            # Nothing is trimmed meanwhile; the next one goes on from what was committed.
+            telemetry.event("audit_failed", error=str(error))
+            await sleep_unless_stopped(context, every_s)
+
+
+async def _audit(context: Context, *, every_s: float) -> None:
+    audit = await GroupAudit.open(
+        context.log, partitions=context.configuration.log.group_partitions
+    )
+    try:
+        is_last = False
+        while not is_last:
+            # The scheduler ends before the auditor: what it retired last is audited here too.
+            is_last = context.stop.is_set()
+            while (done := await audit.audit()).has_more:
+                context.telemetry.count("auditor.groups_audited", done.groups)
+            context.telemetry.count("auditor.groups_audited", done.groups)
+            if not is_last:
+                await sleep_unless_stopped(context, every_s)
+    finally:
+        await audit.close()
+
+
+async def sleep_unless_stopped(context: Context, timeout_s: float) -> None:
+    """Return after this time, or at once when the service is to stop."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await context.stop.wait()
