@@ -122,7 +122,7 @@ def test_the_console_writes_nothing_and_reads_only_what_names_it():
 
 async def described(view, run) -> dict:
     async with client(view, run) as http:
-        return json.loads((await http.get("/openapi.json")).content)
+        return json.loads((await http.get("/api/openapi.json")).content)
 
 
 async def test_every_address_that_the_page_asks_for_is_described(view, run):

@@ -1,4 +1,4 @@
-"""The page and its data over HTTP, described at /openapi.json."""
+"""The page and its data over HTTP, described at /api/openapi.json."""
 
 import gzip
 from collections.abc import Awaitable, Callable
@@ -39,7 +39,7 @@ def web(view: RunView, *, clock_ms: Callable[[], int], read_group: ReadGroup) ->
     _add_page(app)
     _add_data(app, view, clock_ms=clock_ms, read_group=read_group)
 
-    @app.get("/openapi.json", include_in_schema=False)
+    @app.get("/api/openapi.json", include_in_schema=False)
     async def openapi() -> Response:
         return _json(document(app))
 

@@ -71,16 +71,7 @@ def stream_app(
 
     async def apply(stream: faust.Stream) -> None:
         async for event in stream.events():
-            message = event.message
-            record = Record(
-                topic=contract_topic(message.topic, run=run),
-                partition=message.partition,
-                offset=message.offset,
-                timestamp_ms=int(message.timestamp * 1000),
-                key=message.key or b"",
-                value=message.value or b"",
-                headers=_headers(message.headers),
-            )
+            record = _record(event.message, run=run)
             try:
                 view.apply(message_of((await fetched([record], blobs=blobs))[0]))
             except msgspec.MsgspecError as error:
@@ -88,6 +79,18 @@ def stream_app(
 
     app.agent(source, name="run-view")(apply)
     return app
+
+
+def _record(message: faust.types.Message, *, run: str) -> Record:
+    return Record(
+        topic=contract_topic(message.topic, run=run),
+        partition=message.partition,
+        offset=message.offset,
+        timestamp_ms=int(message.timestamp * 1000),
+        key=message.key or b"",
+        value=message.value or b"",
+        headers=_headers(message.headers),
+    )
 
 
 def _headers(headers: object) -> tuple[tuple[str, bytes], ...]:

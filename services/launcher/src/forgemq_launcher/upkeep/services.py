@@ -112,8 +112,7 @@ def service_specs(
         spec("reward", {}, stop_stage=2),
         spec("merger", {}, stop_stage=2),
         spec("trainer", trainer, stop_stage=2, ranks=configuration.trainer.world_size),
-        # Stopped last: before it ends it audits the groups that the others retired last.
-        spec("auditor", {}, stop_stage=3),
+        spec("auditor", {}, stop_stage=3),  # Last: it then audits what was retired last.
         spec("console", console, stop_stage=2),
         spec("agents", agents, stop_stage=0),
     )
