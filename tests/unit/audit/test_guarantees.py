@@ -1,4 +1,4 @@
-"""Every guarantee is found broken when it is broken, and held when it holds."""
+"""A broken guarantee is found broken, and one that holds is found to hold."""
 
 import hashlib
 import random
@@ -198,7 +198,7 @@ def test_a_schedule_that_names_a_newer_version_than_the_tree_breaks_g3(run):
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "said"),
+    ("field", "value", "violation"),
     [
         ("output", pack_ids([1, 1, 1]), "tokens"),
         ("context", pack_ids([4]), "tokens"),
@@ -207,7 +207,7 @@ def test_a_schedule_that_names_a_newer_version_than_the_tree_breaks_g3(run):
         ("support", "top_p", "support"),
     ],
 )
-def test_a_sample_that_is_not_what_the_engine_sampled_breaks_g4(run, field, value, said):
+def test_a_sample_that_is_not_what_the_engine_sampled_breaks_g4(run, field, value, violation):
     def altered(completion):
         is_one = completion.episode_id == "g-2.1.0" and completion.turn.sequence == 1
         changes = {field: value} if is_one else {}
@@ -215,7 +215,7 @@ def test_a_sample_that_is_not_what_the_engine_sampled_breaks_g4(run, field, valu
 
     verdicts = audited(run.changed(FINISHED_COMPLETIONS, altered))
     assert broken(verdicts) == {"G4"}
-    assert said in verdicts["G4"].violations[0]
+    assert violation in verdicts["G4"].violations[0]
 
 
 def test_a_tree_with_one_wrong_token_breaks_g4(run):
@@ -243,9 +243,9 @@ def test_a_sample_lost_between_its_manifest_and_its_score_breaks_g2(run):
     alone.lost_before_scoring = frozenset({("g-2", 1, 1)})
     verdicts = audited(alone.play(steps=3).messages)
     assert broken(verdicts) == {"G2"}
-    (said,) = verdicts["G2"].violations
-    assert said.startswith("g-2 ")
-    assert said.endswith("is in the manifest of g-2.1.0 and was not scored")
+    (violation,) = verdicts["G2"].violations
+    assert violation.startswith("g-2 ")
+    assert violation.endswith("is in the manifest of g-2.1.0 and was not scored")
 
 
 def test_an_episode_that_ended_and_was_not_scored_breaks_g2(run):
@@ -305,16 +305,16 @@ def test_a_scored_completion_that_is_not_in_the_tree_breaks_g2(run):
 
 
 @pytest.mark.parametrize(
-    ("topic", "said"),
+    ("topic", "violation"),
     [
         (SCORED_GROUPS, "unknown: g-0 its scores are not on the log"),
         (FINISHED_EPISODES, "unknown: g-0 0 of 2 ends of episodes are on the log"),
     ],
 )
-def test_what_is_not_on_the_log_is_unknown_and_g2_does_not_hold(run, topic, said):
+def test_what_is_not_on_the_log_is_unknown_and_g2_does_not_hold(run, topic, violation):
     verdicts = audited(run.changed(topic, lambda _: None))
     assert broken(verdicts) == {"G2"}
-    assert verdicts["G2"].violations[0] == said
+    assert verdicts["G2"].violations[0] == violation
 
 
 def test_a_gap_above_what_rounding_explains_breaks_g5(run):
@@ -325,14 +325,14 @@ def test_a_gap_above_what_rounding_explains_breaks_g5(run):
 
 
 @pytest.mark.parametrize("gap", [float("nan"), float("inf")])
-def test_a_gap_that_is_no_number_breaks_g5(run, gap):
+def test_a_gap_that_is_not_a_number_breaks_g5(run, gap):
     def wide(step):
         return msgspec.structs.replace(step, metrics=metrics(logprob_gap_max=gap))
 
     assert broken(audited(run.changed(TRAINED_STEPS, wide))) == {"G5"}
 
 
-def test_g5_does_not_hold_where_nothing_was_measured(run):
+def test_g5_does_not_hold_if_nothing_was_measured(run):
     def unmeasured(step):
         return msgspec.structs.replace(step, metrics=metrics(gap_entries=0))
 

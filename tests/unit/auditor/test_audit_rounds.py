@@ -1,4 +1,4 @@
-"""However long nobody audited, a round holds a bounded part of it, and nothing comes out else."""
+"""A round of an audit is bounded, and rounds find what one audit of everything finds."""
 
 import tracemalloc
 from collections.abc import Awaitable, Callable
@@ -34,7 +34,7 @@ LONG = b'[{"role":"user","content":"%s"}]' % (b"x" * MESSAGE_BYTES)
 
 
 async def round_of_a_new_auditor(log: Log, limits: RoundLimits) -> AuditRound:
-    """What a console gets done that is killed after one round."""
+    """What an auditor does that is killed after one round."""
     auditor = await GroupAudit.open(log, partitions=PARTITIONS, limits=limits)
     done = await auditor.audit()
     await auditor.close()

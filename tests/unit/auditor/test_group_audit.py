@@ -1,4 +1,4 @@
-"""Groups are compared when they retire; what was compared may be deleted afterwards."""
+"""Groups are compared after they retire; then their records may be deleted."""
 
 from collections.abc import Sequence
 
@@ -63,7 +63,7 @@ async def audited_groups(log: Log) -> list[AuditedGroup]:
 
 
 async def audit_once(log: Log) -> int:
-    """By one auditor, until it has no more."""
+    """Let one auditor work until it has no more; returns the number of groups."""
     auditor = await GroupAudit.open(log, partitions=PARTITIONS)
     rounds = [await auditor.audit()]
     while rounds[-1].has_more:
@@ -73,7 +73,7 @@ async def audit_once(log: Log) -> int:
 
 
 async def trim(log: Log) -> None:
-    """As far as the auditor allows, at once."""
+    """Delete all that the auditor does not need."""
     needed = await log.committed(group=AUDITOR_NEEDED, places=places_of(*TRIMMED))
     await log.trim(needed)
 
@@ -90,7 +90,7 @@ async def kept_ids(log: Log) -> set[str]:
 
 
 async def whole(run: SyntheticRun) -> list[AuditedGroup]:
-    """What one audit finds that has everything."""
+    """What one audit of a run finds that was never trimmed."""
     log = await log_with_topics()
     await write(log, run.messages)
     await audit_once(log)
@@ -108,7 +108,7 @@ async def test_a_retired_group_is_audited_with_all_that_was_sampled_for_it():
         assert facts.differences == facts.lost == facts.unknown == ()
 
 
-async def test_a_tree_that_is_not_what_was_sampled_is_told_after_everything_is_trimmed():
+async def test_a_tree_that_is_not_what_was_sampled_is_known_after_everything_is_trimmed():
     run = SyntheticRun().play(steps=1)
     log = await log_with_topics()
 
@@ -120,9 +120,9 @@ async def test_a_tree_that_is_not_what_was_sampled_is_told_after_everything_is_t
     await audit_once(log)
     await trim(log)
     assert await kept_ids(log) == set()
-    told = [text for each in await audited_groups(log) for text in each.trees[0].differences]
-    assert len(told) == 2
-    assert all(text.endswith("log-probabilities are not the engine's") for text in told)
+    differences = [text for each in await audited_groups(log) for text in each.trees[0].differences]
+    assert len(differences) == 2
+    assert all(text.endswith("log-probabilities are not the engine's") for text in differences)
 
 
 @settings(max_examples=40, deadline=None)
@@ -130,7 +130,7 @@ async def test_a_tree_that_is_not_what_was_sampled_is_told_after_everything_is_t
 async def test_wherever_it_is_killed_each_group_is_audited_once_and_none_loses_a_record(
     pieces, random
 ):
-    """Between any two records: a new auditor, then everything goes that it does not need."""
+    """Between any two records a new auditor works, then all that it does not need is deleted."""
     run = SyntheticRun().play(steps=3)
     run.admit("g-6", index=6, version=3)
     run.episode("g-6", 0, version=3)  # Stays open.

@@ -1,4 +1,4 @@
-"""What is deleted: only what every reader has said it does not need."""
+"""Only what every reader has committed that it does not need is deleted."""
 
 import asyncio
 import io

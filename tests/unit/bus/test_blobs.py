@@ -63,7 +63,7 @@ async def test_the_same_bytes_of_one_minute_are_stored_once_however_many_write_t
 
 
 async def test_the_same_bytes_of_another_minute_are_another_blob(tmp_path: Path) -> None:
-    """So nobody who writes can count on a blob that is about to be deleted."""
+    """So a writer never relies on a blob that is about to be deleted."""
     now = iter((NOON_S, NOON_S + 60))
     store = store_at(tmp_path, clock_s=lambda: next(now))
     first, second = await store.put(b"same"), await store.put(b"same")

@@ -1,4 +1,4 @@
-"""What the page is given."""
+"""What the console serves to its page, and its description."""
 
 import json
 

@@ -23,21 +23,20 @@ from forgemq_contracts.topics import (
 from forgemq_contracts.trees import MergedTree
 
 COMPARED: tuple[Topic, ...] = (FINISHED_COMPLETIONS, FINISHED_EPISODES, SCORED_GROUPS, MERGED_TREES)
-"""What a tree is compared with; one partition of them has all of a group."""
+"""Topics whose records are compared; partition p of them holds all records of its groups."""
 
 GROUPS_PER_ROUND_MAX = 100
 BYTES_PER_ROUND_MAX = 64 * 1024 * 1024
 
 
 class RoundLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """How much of a backlog is in memory at a time.
+    """How much one round of an audit reads at once.
 
     Attributes:
-        groups_max: Groups compared in one round. A hundred make what a round costs beside its
-            records (a reader and a transaction, milliseconds) small, and what they found fits in
-            one transaction by far.
-        bytes_max: Size of their records on the wire; a group that alone is larger is a round of
-            its own. Groups differ by orders of magnitude, so their number alone bounds nothing.
+        groups_max: Groups in one round. With a hundred, the reader and the transaction of a round
+            cost little beside its records, and the results fit easily in one transaction.
+        bytes_max: Size of their records on the wire, since groups differ by orders of magnitude. A
+            larger group is a round alone.
     """
 
     groups_max: int = GROUPS_PER_ROUND_MAX
@@ -55,16 +54,16 @@ class GroupSpan:
     size_bytes: int = 0
 
     def add(self, record: Record) -> None:
-        """One more record of the group, behind the ones before."""
+        """Add a record of the group; records come in offset order."""
         first, _ = self.offsets.get(record.place, (record.offset, 0))
         self.offsets[record.place] = (first, record.offset)
         self.size_bytes += len(record.value)
 
 
 class GroupIndex:
-    """Where one partition holds its groups; offsets alone, so it stays small for any backlog.
+    """Where one partition holds its groups. It keeps offsets only, so any backlog fits in memory.
 
-    With it a round reads only the part of the partition that its own groups are in.
+    With it a round reads only that part of the partition that its own groups lie in.
 
     Lifecycle: `read_on` takes in what is new, `records_of` reads some groups in full, `forget`
     drops groups that are over.
@@ -76,7 +75,7 @@ class GroupIndex:
         self._spans: dict[str, GroupSpan] = {}
 
     async def read_on(self, *, over: RetiredIds) -> None:
-        """Take in every record up to the present end but those of groups that are over."""
+        """Take in every record up to the present end, except records of groups that are over."""
         ends = await self._log.end_positions(list(self._next))
         async for records in read_from(self._log, self._next, ends=ends):
             for record in records:
@@ -94,7 +93,7 @@ class GroupIndex:
         ]
 
     def fitting(self, group_ids: Iterable[str], limits: RoundLimits) -> list[str]:
-        """The first of these groups that fit in one round; at least one."""
+        """The first of these groups that fit in one round, at least one."""
         taken: list[str] = []
         size_bytes = 0
         for group_id in group_ids:
@@ -106,7 +105,7 @@ class GroupIndex:
         return taken
 
     async def records_of(self, group_ids: Collection[str]) -> dict[str, GroupRecords]:
-        """All that was read on of these groups, by group; what is trimmed is left out."""
+        """All records of these groups up to where the index has read; trimmed ones are missing."""
         found = {group_id: GroupRecords() for group_id in group_ids}
         starts: dict[Place, int] = {}
         ends: dict[Place, int] = {}
@@ -125,7 +124,7 @@ class GroupIndex:
         return found
 
     def needed(self, *, without: Collection[str]) -> dict[Place, int]:
-        """From where groups other than these hold records; at most what was read on to."""
+        """The positions below which no group has records, except these and groups that are over."""
         needed = dict(self._next)
         for group_id, span in self._spans.items():
             if group_id not in without:
@@ -140,7 +139,7 @@ class GroupIndex:
 
 
 def _decoded(record: Record) -> Message | None:
-    """None where it is none of its topic: its readers send it to the dead letters."""
+    """None if it does not decode: its readers write a dead letter."""
     try:
         return message_of(record)
     except msgspec.ValidationError:

@@ -1,4 +1,4 @@
-"""All that the log holds of one group, and what stays of it after the audit."""
+"""The records of one group, and the AuditedGroup made of them."""
 
 import hashlib
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from forgemq_run_view.trajectory import chosen
 
 @dataclass(slots=True)
 class GroupRecords:
-    """What the log holds of one group, in the order it was read."""
+    """The records of one group in the order they were read."""
 
     completions: list[Message] = field(default_factory=list)
     ends: list[Message] = field(default_factory=list)
@@ -37,7 +37,7 @@ class GroupRecords:
                 self.trees.append((tree, hashlib.sha256(record.value).hexdigest()))
 
     def tree_facts(self) -> tuple[TreeFacts, ...]:
-        """Each tree compared with the completions, the scores and the manifests."""
+        """What comparing each tree with completions, scores and manifests shows."""
         completions, ends = chosen(self.completions), first_ends(self.ends)
         return tuple(
             tree_facts(tree, sha256=sha256, completions=completions, scored=self.scored, ends=ends)
@@ -45,7 +45,7 @@ class GroupRecords:
         )
 
     def audited(self, group_id: str) -> AuditedGroup:
-        """What stays of the group."""
+        """What is kept for the run's life once these records are trimmed."""
         sampled = [
             message.record
             for message in self.completions

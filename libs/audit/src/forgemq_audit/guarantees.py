@@ -1,10 +1,7 @@
-"""Whether the guarantees held, from the log alone (architecture, section 5).
+"""Whether guarantees G1 to G5 (README.md) held, from the log alone.
 
-Lifecycle: `apply` every accounting record, `add_tree` the facts of trees that are not audited yet,
-then `verdicts`. The order does not matter; a record read twice changes nothing.
-
-What is no longer on the log cannot be checked. A verdict says so as `unknown` and does not hold:
-a guarantee counts as kept only where everything it speaks of was compared.
+What is not on the log cannot be checked. A verdict calls it `unknown` and does not hold: a
+guarantee counts as kept only if everything it speaks of was compared.
 """
 
 from collections import Counter
@@ -41,10 +38,15 @@ In float32 engine and trainer agree within about 1e-4 here; a wrong mask, positi
 by whole nats. bfloat16 keeps 8 bits: logits near 10 round to 0.06, and several roundings add up.
 """
 VIOLATIONS_KEPT_MAX = 20
+"""Enough to see what kind of fault it is; a broken run has thousands."""
 
 
 class Ledger:
-    """The accounting records of one run."""
+    """The accounting records of one run.
+
+    Lifecycle: `apply` every accounting record, `add_tree` the facts of trees that are not audited,
+    then ask for `verdicts`. The order does not matter, and a record read twice changes nothing.
+    """
 
     def __init__(self, configuration: RunConfiguration) -> None:
         self._configuration = configuration
@@ -58,15 +60,15 @@ class Ledger:
 
     def apply(self, message: Message) -> None:
         """Take in one record; records of other kinds are ignored."""
-        place = (message.partition, message.offset)
+        at = (message.partition, message.offset)
         match message.record:
             case AdmittedGroup() as record:
-                places = self._admitted.setdefault(record.group_id, [])
-                if place not in places:
-                    places.append(place)
+                admissions = self._admitted.setdefault(record.group_id, [])
+                if at not in admissions:
+                    admissions.append(at)
                 self._admissions[record.group_id] = record
             case RetiredGroup() as record:
-                self._retired.setdefault(record.group_id, {})[place] = record
+                self._retired.setdefault(record.group_id, {})[at] = record
             case ScheduledStep() as record:
                 self._scheduled.setdefault(record.step, {})[message.offset] = record
             case TrainedStep() as record:
@@ -79,7 +81,7 @@ class Ledger:
                 pass
 
     def is_audited(self, group_id: str) -> bool:
-        """Whether the group was compared when it retired; its own records may be trimmed."""
+        """Whether the group was compared after it retired; its records may then be trimmed."""
         return group_id in self._audited
 
     def add_tree(self, facts: TreeFacts) -> None:
@@ -89,7 +91,7 @@ class Ledger:
             trees.append(facts)
 
     def trained_group_ids(self) -> tuple[str, ...]:
-        """Groups in the weights that survive, in training order."""
+        """Groups that the surviving weights were trained on, in training order."""
         kept = surviving(self._trained).values()
         return tuple(group_id for step in kept for group_id in step.group_ids)
 
@@ -102,7 +104,7 @@ class Ledger:
         )
 
     def verdicts(self, *, is_ended: bool) -> tuple[GuaranteeVerdict, ...]:
-        """G1 to G5; `is_ended` also demands that nothing is left open or unscheduled."""
+        """G1 to G5. If the run `is_ended`, nothing may be open or scheduled and not trained."""
         return (
             self._retired_once(is_ended=is_ended),
             self._trained_once(is_ended=is_ended),
@@ -114,9 +116,9 @@ class Ledger:
     def _retired_once(self, *, is_ended: bool) -> GuaranteeVerdict:
         trained = set(self.trained_group_ids())
         wrong = [
-            f"{group_id} was admitted {len(places)} times"
-            for group_id, places in self._admitted.items()
-            if len(places) > 1
+            f"{group_id} was admitted {len(admissions)} times"
+            for group_id, admissions in self._admitted.items()
+            if len(admissions) > 1
         ]
         wrong += _gaps(self._admissions.values())
         for group_id, records in self._retired.items():
@@ -157,7 +159,7 @@ class Ledger:
         for facts in self.trained_trees():
             wrong += facts.lost
             wrong += _unknown(facts.unknown)
-        wrong += self._untold()
+        wrong += self._missing_trees()
         return _verdict(
             "G2",
             wrong,
@@ -197,11 +199,11 @@ class Ledger:
                     for facts in self._trees.get(group.group_id, ())
                     if facts.sha256 == group.tree_sha256 and facts.version_min != group.version_min
                 ]
-        wrong += self._untold()
+        wrong += self._missing_trees()
         return _verdict("G3", wrong, checked=f"{groups} groups scheduled, stalest {stalest} steps")
 
     def _as_sampled(self) -> GuaranteeVerdict:
-        wrong = self._untold()
+        wrong = self._missing_trees()
         samples = 0
         planned = {
             group.group_id: group.tree_sha256
@@ -217,8 +219,8 @@ class Ledger:
                 wrong += facts.differences
         return _verdict("G4", wrong, checked=f"{samples} samples against the log")
 
-    def _untold(self) -> list[str]:
-        """Trained groups whose tree cannot be looked at."""
+    def _missing_trees(self) -> list[str]:
+        """Trained groups whose tree was not compared."""
         return _unknown(
             f"the tree of {group_id} is not on the log"
             for group_id in self.trained_group_ids()
@@ -246,7 +248,7 @@ class Ledger:
 
 
 def _is_refused(records: Iterable[RetiredGroup]) -> bool:
-    """Whether the group failed before it had a place: its request did not decode."""
+    """Whether the group failed before its admission because its request did not decode."""
     return all(each.reason == "failed" and each.queue_index is None for each in records)
 
 

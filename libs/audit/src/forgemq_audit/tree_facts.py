@@ -1,7 +1,8 @@
-"""Samples rebuilt from a prefix tree, and compared with what the engine sampled (G4).
+"""What comparing a prefix tree with its group's other records shows.
 
-Also followed from the episodes' manifests over the scores into the tree, so that none is lost on
-the way (G2). What cannot be compared, for a record is not on the log, is named as unknown.
+G4: each sample is rebuilt from the tree and compared with what the engine sampled. G2: each
+completion is followed from the episode's manifest through the scores into the tree, so that none
+is lost. If a record is not on the log, what depends on it is named as unknown.
 """
 
 from bisect import bisect_right
@@ -23,7 +24,7 @@ DIFFERENCES_KEPT_MAX = 10
 
 
 class TreeSample(Struct, frozen=True, kw_only=True):
-    """One completion as the tree holds it."""
+    """One completion rebuilt from a prefix tree."""
 
     completion_id: str
     path: bytes
@@ -62,7 +63,7 @@ def tree_samples(tree: MergedTree) -> Iterator[TreeSample]:
 
 
 def first_ends(messages: Iterable[Message]) -> tuple[FinishedEpisode, ...]:
-    """The end that counts of each episode index of a group: the first in the log."""
+    """The end that counts of each episode of a group: its first on the log."""
     ends: dict[int, tuple[int, FinishedEpisode]] = {}
     for message in messages:
         record = message.record
@@ -88,7 +89,7 @@ def tree_facts(
         tree: As on merged-trees.
         sha256: Of its wire bytes.
         completions: The completions of the group, by request id.
-        scored: The group's advantages; None where they are not on the log.
+        scored: The group's advantages; None if they are not on the log.
         ends: The end that counts of each episode of the group.
     """
     differences: list[str] = []
@@ -134,7 +135,7 @@ def _followed(
     scored: ScoredGroup | None,
     ends: tuple[FinishedEpisode, ...],
 ) -> tuple[list[str], list[str]]:
-    """What was lost between the manifests and the tree, and what nobody can tell."""
+    """What was lost between the manifests and the tree, and what cannot be known."""
     if scored is None:
         return [], ["its scores are not on the log"]
     lost, unknown = _unscored(scored, ends)
@@ -153,7 +154,10 @@ def _followed(
 def _unscored(
     scored: ScoredGroup, ends: tuple[FinishedEpisode, ...]
 ) -> tuple[list[str], list[str]]:
-    """Completions of manifests without a score; a masked episode is out with all of its own."""
+    """Completions of manifests that have no score, and what cannot be known.
+
+    A masked episode has no scored completions, so its manifest is not followed.
+    """
     masked = {each.episode_id for each in scored.episodes if each.is_masked}
     counted = {each.episode_id for each in scored.episodes}
     known = {(each.episode_index, each.completion_id) for each in scored.completions}
@@ -201,7 +205,7 @@ def _differences(
 def _runs(
     leaf: int, *, starts: list[int], lengths: list[int], parents: list[int]
 ) -> list[tuple[int, int]]:
-    """Token ranges of the path from the root to a token, in path order."""
+    """Token ranges of the path from the root to the token `leaf`, in path order."""
     segment = bisect_right(starts, leaf) - 1
     runs = [(starts[segment], leaf + 1)]
     while parents[segment] >= 0:

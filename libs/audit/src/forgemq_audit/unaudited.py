@@ -15,10 +15,11 @@ AUDITOR_NEEDED = needed_group("auditor")
 async def unaudited(
     log: Log, *, partitions: int, limits: RoundLimits = ROUND_LIMITS
 ) -> AsyncIterator[TreeFacts]:
-    """Facts of the trees that no auditor has passed yet, and of some that one has.
+    """Facts of the trees that no auditor has compared, and of some that one has.
 
-    For a group that is on audited-groups once this has ended, that record holds: its own records
-    may have been trimmed meanwhile. Reads only; one round's records are in memory at a time.
+    An auditor may work at the same time. If a group is on audited-groups once this has ended, use
+    that record: the group's own records may have been trimmed while they were read here. This
+    writes nothing, and holds the records of one round at a time.
     """
     for partition in range(partitions):
         places = [Place(topic.name, partition) for topic in COMPARED]

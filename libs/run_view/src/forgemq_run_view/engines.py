@@ -11,17 +11,19 @@ from forgemq_contracts.weights import LoadedWeights, PublishedWeights, ReportedE
 from forgemq_run_view.state import Activity, EngineState, RatePoint
 
 RATE_SPAN_MS = 20_000
-"""Tokens per second are taken over this long: shorter is noise of single turns."""
+"""Tokens per second are a mean over this time: a shorter one shows single turns."""
 
 BUCKET_MS = 10_000
+"""One point of the curve of tokens per second."""
 BUCKETS_KEPT_MAX = 720
+"""Two hours of points, as many as the page shows."""
 
 
 class EngineBook:
-    """The generation side of a run, and the pulse of its services.
+    """Lanes, generated tokens and the activity of services.
 
-    Completions of a group count one by one until the group is audited; from then on its audit says
-    how many there were, for they may be trimmed.
+    Completions of a group count one by one until the group is audited. Then they may be trimmed,
+    so the number in the audit replaces their count.
     """
 
     def __init__(self) -> None:
@@ -43,15 +45,15 @@ class EngineBook:
         self._activity[producer] = (records + 1, max(last_ms, message.timestamp_ms))
         match message.record:
             case ReportedEngine() as record:
-                self._report(record)
+                self._apply_report(record)
             case LoadedWeights() as record:
-                self._load(record, time_ms=message.timestamp_ms)
+                self._apply_load(record, time_ms=message.timestamp_ms)
             case PublishedWeights() as record:
                 self.version = max(self.version, record.version)
             case FinishedCompletion() as record if is_candidate(record):
-                self._sampled(record, time_ms=message.timestamp_ms)
+                self._apply_completion(record, time_ms=message.timestamp_ms)
             case AuditedGroup() as record:
-                self._audit(record)
+                self._apply_audit(record)
             case _:
                 pass
 
@@ -62,13 +64,13 @@ class EngineBook:
         return sum(tokens for _, tokens in self._recent) * 1000 / RATE_SPAN_MS
 
     def rates(self) -> tuple[RatePoint, ...]:
-        """Tokens per second over the last two hours, oldest first; silence is left out."""
+        """Tokens per second over the last two hours, oldest first; empty intervals are left out."""
         return tuple(
             RatePoint(time_ms=bucket * BUCKET_MS, tokens_per_s=tokens * 1000 / BUCKET_MS)
             for bucket, tokens in sorted(self._buckets.items())
         )
 
-    def _audit(self, record: AuditedGroup) -> None:
+    def _apply_audit(self, record: AuditedGroup) -> None:
         if record.group_id in self._audited:
             return
         self._audited.add(record.group_id)
@@ -76,7 +78,7 @@ class EngineBook:
         self.completions += record.completions - completions
         self.tokens_generated += record.output_tokens - tokens
 
-    def _sampled(self, record: FinishedCompletion, *, time_ms: int) -> None:
+    def _apply_completion(self, record: FinishedCompletion, *, time_ms: int) -> None:
         tokens = len(record.output) // 4
         if record.group_id not in self._audited:
             completions, before = self._unaudited.get(record.group_id, (0, 0))
@@ -90,24 +92,24 @@ class EngineBook:
             del self._buckets[min(self._buckets)]
 
     def engines(self) -> tuple[EngineState, ...]:
-        """Every lane that ever reported itself, by number."""
+        """Every lane that has reported itself, by number."""
         return tuple(self._engine(record) for _, record in sorted(self._reported.items()))
 
     def activity(self) -> tuple[Activity, ...]:
-        """Services by name."""
+        """What each service has written, by its name."""
         return tuple(
             Activity(service=service, records=records, last_ms=last_ms)
             for service, (records, last_ms) in sorted(self._activity.items())
         )
 
-    def _report(self, record: ReportedEngine) -> None:
-        last = self._reported.get(record.lane)
-        if last is None or (record.epoch, record.reported_ms) >= (last.epoch, last.reported_ms):
+    def _apply_report(self, record: ReportedEngine) -> None:
+        known = self._reported.get(record.lane)
+        if known is None or (record.epoch, record.reported_ms) >= (known.epoch, known.reported_ms):
             self._reported[record.lane] = record
 
-    def _load(self, record: LoadedWeights, *, time_ms: int) -> None:
-        last = self._loaded.get(record.lane)
-        if last is None or time_ms >= last[0]:
+    def _apply_load(self, record: LoadedWeights, *, time_ms: int) -> None:
+        known = self._loaded.get(record.lane)
+        if known is None or time_ms >= known[0]:
             self._loaded[record.lane] = (time_ms, record)
 
     def _engine(self, record: ReportedEngine) -> EngineState:

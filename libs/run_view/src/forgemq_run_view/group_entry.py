@@ -1,4 +1,4 @@
-"""What is known of one group, and how lists and the window show it."""
+"""One group as its records describe it, and how lists and the window show it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from forgemq_run_view.state import GroupRow, Position, WindowPosition
 
 @dataclass(slots=True)
 class GroupEntry:
-    """What is known of one group, whatever order its records came in."""
+    """One group as its records describe it, in whatever order they came."""
 
     group_id: str
     domain: str = ""
@@ -29,21 +29,21 @@ class GroupEntry:
     scored: ScoredGroup | None = None
     success: float | None = None
     finished: set[int] = field(default_factory=set)
-    places: list[tuple[int, int]] = field(default_factory=list)
+    completion_offsets: list[tuple[int, int]] = field(default_factory=list)
     completions: int = 0
     version_min: int | None = None
     version_max: int | None = None
     is_passed_over: bool = False
 
     def is_complete(self) -> bool:
-        """Whether every record that counts was seen."""
+        """Whether every record that changes a total was seen."""
         is_counted = self.is_requested and self.is_admitted and self.is_scored
         if self.purpose == "eval" and self.version_min is None:
-            return False  # Its round still needs the versions that sampled it.
+            return False  # Its evaluation round still lacks the versions that sampled it.
         return bool(self.reason) and is_counted and len(self.finished) >= self.group_size
 
     def position(self) -> Position:
-        """The furthest place the group has reached."""
+        """How far the group has come."""
         if self.reason and self.reason != "trained":
             return "retired"
         if self.is_trained or self.reason == "trained":
@@ -70,7 +70,7 @@ def window_positions(
             continue
         is_retired = entry.position() == "retired"
         is_in_window = head is not None and entry.queue_index >= head and counted < window
-        # Groups retired untrained hold no position of the window.
+        # A group that retired untrained does not count as one of the W positions.
         counted += is_in_window and not is_retired
         positions.append(
             WindowPosition(
@@ -97,6 +97,6 @@ def row(entry: GroupEntry) -> GroupRow:
         reason=entry.reason,
         step=entry.scheduled_step,
         group_size=entry.group_size,
-        completions=max(len(entry.places), entry.completions),
+        completions=max(len(entry.completion_offsets), entry.completions),
         success=entry.success,
     )

@@ -1,4 +1,4 @@
-"""Groups of a run: where each stands, what its episodes scored, and the window over them."""
+"""Groups of a run: how far each has come, what its episodes scored, and the window over them."""
 
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -28,16 +28,17 @@ from forgemq_run_view.state import (
 )
 from forgemq_run_view.tally import Sums
 
-PLACES_KEPT_GROUPS_MAX = 4000
-"""Groups whose completions can be looked up later; older ones are dropped from the index."""
+OFFSETS_KEPT_GROUPS_MAX = 4000
+"""Groups whose completions can be looked up by offset: more than the page lists."""
 GROUPS_KEPT_MAX = 20_000
-"""Groups known one by one, about 1 kB each; of older ones that are over only the totals remain."""
+"""Groups known one by one, about 1 kB each; of older groups that are over only totals remain."""
 RETIRED_SHOWN_MAX = 24
-"""Positions behind the head that are still shown."""
+"""Retired groups of a queue that are still shown: about one row of the page."""
 FORGET_LOOKS_MAX = 8
+"""Groups looked at for each new one, so that a new group costs the same however many are open."""
 SETTLED_SHARE = 0.5
-"""Episodes that a version needs before its mean is shown, as a share of a step's: less is a few
-quick groups, noise that looks like the run's newest result."""
+"""Episodes that a version needs before its mean is shown, as a share of those of a step: the mean
+of fewer is that of the quickest groups."""
 
 _BROKEN_OFF = ("expired", "cancelled", "failed")
 _UNTAKEN: tuple[Position, ...] = ("playing", "complete", "ready")
@@ -57,7 +58,7 @@ class GroupBook:
 
     Lifecycle: `apply` every record; read the values at any time. A group requested, admitted at
     index 3 and scored counts once in `versions()` under its version at admission. Of more than
-    `groups_kept_max` groups the oldest that are over are forgotten one by one, and still counted.
+    `groups_kept_max` groups the oldest that are over are forgotten one by one; they stay counted.
     """
 
     def __init__(self, *, groups_kept_max: int = GROUPS_KEPT_MAX) -> None:
@@ -70,35 +71,35 @@ class GroupBook:
         self._waiting: Counter[str] = Counter()
         self._versions: dict[int, Sums] = {}
         self._rounds: dict[tuple[str, bool], _Round] = {}
-        self._places_kept: deque[str] = deque()
+        self._with_offsets: deque[str] = deque()
         self.retired: Counter[str] = Counter()
         self.admitted = 0
         self.episodes_finished = 0
         self.forks = 0
 
     def apply(self, message: Message) -> None:
-        """Take in one record; records of other kinds, and of forgotten groups, are ignored."""
+        """Take in one record; records of other kinds and of forgotten groups are ignored."""
         group_id = getattr(message.record, "group_id", None)
         if group_id is not None and not self._is_kept(group_id):
             return
         match message.record:
             case RequestedGroup() as record:
-                self._requested(record)
+                self._apply_requested(record)
             case AdmittedGroup() as record:
-                self._admitted(record)
+                self._apply_admitted(record)
             case FinishedCompletion() as record:
-                self._completion(record, partition=message.partition, offset=message.offset)
+                self._apply_completion(record, partition=message.partition, offset=message.offset)
             case FinishedEpisode() as record:
-                self._episode(record)
+                self._apply_episode(record)
             case AuditedGroup() as record:
-                self._audited(record)
+                self._apply_audited(record)
             case _:
                 self._apply_outcome(message)
 
     def _apply_outcome(self, message: Message) -> None:
         match message.record:
             case ScoredGroup() as record:
-                self._scored(record)
+                self._apply_scored(record)
             case MergedGroup() as record:
                 self._entry(record.group_id).is_ready = not record.not_trainable
             case ScheduledStep() as record:
@@ -110,7 +111,7 @@ class GroupBook:
                     if self._is_kept(group_id):
                         self._entry(group_id).is_trained = True
             case RetiredGroup() as record:
-                self._retired(record)
+                self._apply_retired(record)
             case _:
                 pass
 
@@ -123,19 +124,19 @@ class GroupBook:
         """Whether any record named this group, and it is not forgotten."""
         return group_id in self._entries
 
-    def places(self, group_id: str) -> tuple[tuple[int, int], ...]:
-        """(partition, offset) of the group's finished completions; () if no longer indexed."""
+    def completion_offsets(self, group_id: str) -> tuple[tuple[int, int], ...]:
+        """(partition, offset) of the group's finished completions; () if they were dropped."""
         entry = self._entries.get(group_id)
-        return tuple(entry.places) if entry else ()
+        return tuple(entry.completion_offsets) if entry else ()
 
     def rows(self, *, rows_max: int) -> tuple[GroupRow, ...]:
-        """The groups last heard of, newest first."""
-        newest = reversed(self._places_kept)
+        """The groups that records named last, newest first."""
+        newest = reversed(self._with_offsets)
         known = [self._entries[group_id] for group_id in newest if group_id in self._entries]
         return tuple(row(entry) for entry in known[:rows_max])
 
     def versions(self, queues: Sequence[Queue]) -> tuple[VersionPoint, ...]:
-        """Training results by the version at admission, where enough episodes have ended."""
+        """Training results by the version at admission, of versions with enough episodes."""
         of_a_step = sum(queue.groups_per_step * queue.group_size for queue in queues)
         return tuple(
             VersionPoint(version=version, tally=sums.tally())
@@ -160,7 +161,7 @@ class GroupBook:
         return tuple(sorted(points, key=lambda p: (p.version_min, p.round_name, p.is_greedy)))
 
     def queue(self, queue: Queue) -> QueueState:
-        """The window of one queue as the log shows it: scheduled groups are taken."""
+        """The window of one queue as the log shows it: a scheduled group is taken."""
         entries = sorted(
             (self._entries[group_id] for group_id in self._shown(queue.domain)),
             key=lambda entry: entry.queue_index or 0,
@@ -199,11 +200,11 @@ class GroupBook:
         entry = self._entries.get(group_id)
         if entry is None:
             entry = self._entries[group_id] = GroupEntry(group_id=group_id)
-            self._places_kept.append(group_id)
-            if len(self._places_kept) > PLACES_KEPT_GROUPS_MAX:
-                without = self._entries.get(self._places_kept.popleft())
+            self._with_offsets.append(group_id)
+            if len(self._with_offsets) > OFFSETS_KEPT_GROUPS_MAX:
+                without = self._entries.get(self._with_offsets.popleft())
                 if without:
-                    without.places.clear()
+                    without.completion_offsets.clear()
             self._by_age.append(group_id)
             self._forget()
         return entry
@@ -211,8 +212,8 @@ class GroupBook:
     def _forget(self) -> None:
         """Forget the oldest groups that are over, looking at a few at a time.
 
-        What is over may lack records that are still to come, for topics are read in any order; a
-        group that was broken off never gets all of them and is passed over once.
+        Topics are read in any order, so of a group that is over some records may still come. A
+        group that was broken off never gets all of them: it is passed over once, then forgotten.
         """
         for _ in range(FORGET_LOOKS_MAX):
             if len(self._by_age) <= self._groups_kept_max:
@@ -227,13 +228,13 @@ class GroupBook:
                 entry.is_passed_over = is_broken_off
                 self._by_age.append(group_id)
 
-    def _requested(self, record: RequestedGroup) -> None:
+    def _apply_requested(self, record: RequestedGroup) -> None:
         entry = self._entry(record.group_id)
         if not entry.is_requested:
             entry.is_requested = True
             self._waiting[record.domain] += record.purpose == "train" and not entry.is_admitted
 
-    def _admitted(self, record: AdmittedGroup) -> None:
+    def _apply_admitted(self, record: AdmittedGroup) -> None:
         entry = self._entry(record.group_id)
         if entry.is_admitted:
             return
@@ -253,36 +254,36 @@ class GroupBook:
                 _widen(each, version)
         self._count_score(entry)
 
-    def _completion(self, record: FinishedCompletion, *, partition: int, offset: int) -> None:
+    def _apply_completion(self, record: FinishedCompletion, *, partition: int, offset: int) -> None:
         entry = self._entry(record.group_id)
-        entry.places.append((partition, offset))
+        entry.completion_offsets.append((partition, offset))
         versions = [span.version for span in record.spans]
         if not versions:
             return
-        self._sampled_by(entry, min(versions), max(versions))
+        self._widen_versions(entry, min(versions), max(versions))
 
-    def _sampled_by(self, entry: GroupEntry, low: int, high: int) -> None:
+    def _widen_versions(self, entry: GroupEntry, low: int, high: int) -> None:
         entry.version_min = low if entry.version_min is None else min(low, entry.version_min)
         entry.version_max = high if entry.version_max is None else max(high, entry.version_max)
         if entry.purpose == "eval":
             _widen(self._round(entry), low)
             _widen(self._round(entry), high)
 
-    def _episode(self, record: FinishedEpisode) -> None:
+    def _apply_episode(self, record: FinishedEpisode) -> None:
         entry = self._entry(record.group_id)
         if record.index not in entry.finished:
             entry.finished.add(record.index)
             self.episodes_finished += 1
             self.forks += record.forks
 
-    def _audited(self, record: AuditedGroup) -> None:
-        """Its completions may be trimmed: what they said stands in the audit."""
+    def _apply_audited(self, record: AuditedGroup) -> None:
+        """Take the audit's numbers in place of the completions, which may be trimmed."""
         entry = self._entry(record.group_id)
         entry.completions = record.completions
         if record.version_min is not None and record.version_max is not None:
-            self._sampled_by(entry, record.version_min, record.version_max)
+            self._widen_versions(entry, record.version_min, record.version_max)
 
-    def _scored(self, record: ScoredGroup) -> None:
+    def _apply_scored(self, record: ScoredGroup) -> None:
         entry = self._entry(record.group_id)
         if entry.is_scored:
             return
@@ -308,7 +309,7 @@ class GroupBook:
         entry.success = own.tally().success if own.episodes else None
         entry.scored = None
 
-    def _retired(self, record: RetiredGroup) -> None:
+    def _apply_retired(self, record: RetiredGroup) -> None:
         entry = self._entry(record.group_id)
         if entry.reason:
             return

@@ -12,7 +12,7 @@ Guarantee: TypeAlias = Literal["G1", "G2", "G3", "G4", "G5"]
 
 
 class GuaranteeVerdict(Struct, frozen=True, kw_only=True):
-    """One guarantee: whether it held, over how many things, and what broke it."""
+    """Whether one guarantee held, what was checked, and what broke it."""
 
     name: Guarantee
     holds: bool
@@ -80,12 +80,12 @@ def report(
     duration_s: float,
     reason: str,
 ) -> Report:
-    """Everything the run is judged by.
+    """The report of a run.
 
     Args:
         state: At the end of the run.
-        trees: Of the groups that are in the final weights.
-        verdicts: One a guarantee.
+        trees: What the audit found in the trees that the final weights were trained on.
+        verdicts: One for each guarantee.
         duration_s: Time the run was up, over all its starts.
         reason: completed, interrupted or failed.
     """
@@ -148,7 +148,7 @@ def _attention_ratio(state: RunState, trees: Sequence[TreeFacts]) -> float | Non
 
 
 def _outer(state: RunState, *, is_greedy: bool) -> tuple[Tally | None, Tally | None]:
-    """The first evaluation of the base model, and the last of the final weights."""
+    """The first evaluation of version 0 and the newest of the final weights; None if not made."""
     rounds = [
         point
         for point in state.evaluations

@@ -23,8 +23,8 @@ class Tally(Struct, frozen=True, kw_only=True):
 class VersionPoint(Struct, frozen=True, kw_only=True):
     """Training episodes of the groups admitted while this version was the newest.
 
-    There is none while fewer have ended than half as many as a step trains: the first to end are
-    the quick ones, and a run's last groups are cancelled when it has trained its steps.
+    A version has a point once half as many episodes have ended as a step trains: the first to end
+    are the quick ones. A run's last versions may get none, since open groups are then cancelled.
     """
 
     version: int
@@ -46,7 +46,9 @@ class StepPoint(Struct, frozen=True, kw_only=True):
     append_tokens: int
     attention_pairs: int
     staleness_max: int
-    staleness_bound: Annotated[int | None, Meta(description="None: step not yet read.")]
+    staleness_bound: Annotated[
+        int | None, Meta(description="None until the step's record is read.")
+    ]
     logprob_gap_mean: float
     logprob_gap_max: float
     gap_entries: int
@@ -58,7 +60,7 @@ class StepPoint(Struct, frozen=True, kw_only=True):
 
 
 class EvaluationPoint(Struct, frozen=True, kw_only=True):
-    """One evaluation round, one temperature: 0 is greedy."""
+    """One evaluation round at one temperature; greedy is temperature 0."""
 
     round_name: str
     is_greedy: bool
@@ -70,7 +72,7 @@ class EvaluationPoint(Struct, frozen=True, kw_only=True):
 
 
 class WindowPosition(Struct, frozen=True, kw_only=True):
-    """One place of a generation queue."""
+    """One position of a generation queue."""
 
     queue_index: int
     group_id: str
@@ -90,14 +92,14 @@ class QueueState(Struct, frozen=True, kw_only=True):
     groups_per_step: int
     staleness_bound: int
     staleness_limit: int
-    head: Annotated[int | None, Meta(description="H; None while nothing is open.")]
+    head: Annotated[int | None, Meta(description="H; None if nothing is open.")]
     in_flight: Annotated[int, Meta(description="Holding a queue index, not retired.")]
     waiting: Annotated[int, Meta(description="Requested and not admitted.")]
     positions: tuple[WindowPosition, ...]
 
 
 class EngineState(Struct, frozen=True, kw_only=True):
-    """One lane as it last reported itself."""
+    """One lane by its newest report."""
 
     lane: int
     epoch: int
@@ -108,12 +110,12 @@ class EngineState(Struct, frozen=True, kw_only=True):
     running: int
     queued: int
     reported_ms: int
-    path: Annotated[str, Meta(description="How its weights arrived last.")] = ""
-    paused_s: Annotated[float, Meta(description="Paused for its last weights.")] = 0.0
+    path: Annotated[str, Meta(description="How its newest weights arrived.")] = ""
+    paused_s: Annotated[float, Meta(description="Paused for its newest weights.")] = 0.0
 
 
 class Activity(Struct, frozen=True, kw_only=True):
-    """Records a service has written to the topics read here."""
+    """Records that a service has written to the topics of the view."""
 
     service: str
     records: int

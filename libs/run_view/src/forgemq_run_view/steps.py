@@ -44,7 +44,7 @@ class StepBook:
                 pass
 
     def points(self) -> tuple[StepPoint, ...]:
-        """One point for every surviving step, in order."""
+        """One point for each surviving step, in order."""
         kept = surviving(record for record, _ in self._trained.values())
         return tuple(
             _point(

@@ -11,7 +11,7 @@ SUCCESS_OUTCOME_MIN = 0.5
 
 @dataclass(slots=True)
 class Sums:
-    """Sums of reward parts; masked episodes count nowhere."""
+    """Sums of reward parts; masked episodes do not count."""
 
     episodes: int = 0
     successes: int = 0
@@ -32,7 +32,7 @@ class Sums:
         self.process += score.process
 
     def tally(self) -> Tally:
-        """Means of what was counted; zeros where nothing was."""
+        """Means over the episodes counted; zeros if there are none."""
         count = max(1, self.episodes)
         return Tally(
             episodes=self.episodes,

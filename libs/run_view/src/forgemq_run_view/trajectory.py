@@ -1,4 +1,4 @@
-"""What was said in a group: its completions with tokens, log-probabilities and weights."""
+"""The turns of a group: tokens, log-probabilities and weight versions of its completions."""
 
 from collections.abc import Iterable, Mapping
 
@@ -62,7 +62,7 @@ def context_bytes(
     wanted = 4 * completion.shared_prefix_tokens
     pieces = [completion.context]
     at = completion
-    # Walk up: of each ancestor only the part below what its child shares is still needed.
+    # Walk up: each ancestor gives only its own tokens below what its child shares with it.
     while wanted:
         if at.parent_id is None:
             raise KeyError(f"{at.request_id} shares {wanted // 4} tokens with no parent")

@@ -47,7 +47,7 @@ TOPICS: tuple[Topic, ...] = (
     REPORTED_ENGINES,
     ENDED_RUNS,
 )
-"""Topics whose records change the state; those of other topics may be left unread."""
+"""Topics whose records change the state; others need not be read."""
 
 
 class RunView:
@@ -72,15 +72,15 @@ class RunView:
         self._engines.apply(message)
 
     def knows(self, group_id: str) -> bool:
-        """Whether any record named this group."""
+        """Whether any record named this group, and it is not forgotten."""
         return self._groups.knows(group_id)
 
-    def places(self, group_id: str) -> tuple[tuple[int, int], ...]:
-        """(partition, offset) of the group's finished completions."""
-        return self._groups.places(group_id)
+    def completion_offsets(self, group_id: str) -> tuple[tuple[int, int], ...]:
+        """(partition, offset) of the group's finished completions; () if they were dropped."""
+        return self._groups.completion_offsets(group_id)
 
     def rows(self, *, rows_max: int) -> tuple[GroupRow, ...]:
-        """The groups last heard of, newest first."""
+        """The groups that records named last, newest first."""
         return self._groups.rows(rows_max=rows_max)
 
     def state(self, *, now_ms: int) -> RunState:

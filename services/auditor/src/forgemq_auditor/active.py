@@ -1,8 +1,8 @@
 """One active auditor in a run, any number standing by.
 
-The active one owns partition 0 of retired-groups in the consumer group `auditor`. For a moment two
-may be active, if one of them stood still: audits are fenced by their transaction, and what is
-trimmed or swept may be so by any process.
+The active one owns partition 0 of retired-groups in the consumer group `auditor`. If a process
+stands still, two may be active for a moment. That is safe: audits are fenced by their transaction,
+and trim and sweep delete only what no process will need again.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ Work = Callable[[], Coroutine[None, None, None]]
 
 _GROUP = "auditor"
 _MEMBER_READ_S = 0.25
-"""How soon membership notices a signal."""
+"""At most this long after a signal the process leaves the group."""
 
 
 async def run_while_active(context: Context, work: Work) -> None:

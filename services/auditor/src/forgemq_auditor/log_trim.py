@@ -1,9 +1,9 @@
 """Trims the topics of a run below what every reader of them may still read again.
 
 Every reader of a trimmed topic commits, to the group that the registry names in `needed_by`, from
-where its restart reads. This is the only place that deletes records: below the lowest of those
-positions, partition by partition, and nothing if one of them is missing. A position never names
-less than its reader needs, so two processes that trim at once, or one that dies, do no harm.
+where its restart reads. Records below the lowest of these positions are deleted, partition by
+partition; if a position is missing, none are. No other code deletes records. A reader never needs
+what lies below its position, so two processes that trim at once, or one that dies, do no harm.
 """
 
 from forgemq_auditor.core import trim_positions

@@ -11,8 +11,8 @@ from forgemq_shell.service import Context
 Round = Callable[[], Awaitable[None]]
 
 RETAKE_AFTER_S = 15.0
-"""An auditor that was fenced and still is the active one starts again: a process that lost its
-place while it stood still woke up and fenced it. Group membership takes 10 s to notice that."""
+"""The active auditor is fenced if a process that lost the role while it stood still wakes up. Group
+membership takes the role from it within 10 s; then the active one starts again."""
 
 
 async def repeat(context: Context, work: Round, *, every_s: float, failed: str) -> None:

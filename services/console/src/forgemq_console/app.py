@@ -82,10 +82,12 @@ async def serve(server: uvicorn.Server, stop: asyncio.Event) -> None:
 
 
 def group_reader(log: Log, view: RunView, *, token_text: TokenText, episodes_max: int) -> ReadGroup:
-    """Reads a group's completions from the log, where the view has seen them."""
+    """A function that reads a group's completions from the log, at the offsets the view knows."""
 
     async def read_group(group_id: str, episode_id: str | None) -> GroupView:
-        places = [(Place(FINISHED_COMPLETIONS.name, p), at) for p, at in view.places(group_id)]
+        places = [
+            (Place(FINISHED_COMPLETIONS.name, p), at) for p, at in view.completion_offsets(group_id)
+        ]
         return group_view(
             group_id,
             [message_of(record) for record in await read_at(log, places)],

@@ -42,7 +42,7 @@ def stream_app(
     Args:
         connection: The broker, with its security.
         run: Id of the run.
-        start_id: Different for every start of the console: a consumer group that has no positions
+        start_id: Different for every start of the console. A consumer group that has no positions
             reads from the first record.
         view: The aggregate that every record is applied to.
         blobs: The run's blob store.

@@ -26,7 +26,7 @@ Partition = TypeVar("Partition")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment(Generic[Partition]):
-    """What clock and log said at one moment.
+    """What clock and log showed at one moment.
 
     Attributes:
         at_s: Monotonic, in seconds.

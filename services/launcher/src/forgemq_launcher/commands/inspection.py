@@ -70,7 +70,7 @@ async def inspect(
             _print_groups(follower, console)
             return exit_status.OK
         group_id = what.split(".", maxsplit=1)[0]
-        places = follower.view.places(group_id)
+        places = follower.view.completion_offsets(group_id)
         records = await read_at(
             log, ((Place(FINISHED_COMPLETIONS.name, p), offset) for p, offset in places)
         )
