@@ -8,6 +8,7 @@ from forgemq_bus.errors import (
     RecordTooLargeError,
 )
 from forgemq_bus.log import Emit, Log
+from forgemq_bus.payloads import reference_of
 from tests.conformance.clusters import Cluster
 from tests.conformance.records import (
     A0,
@@ -74,6 +75,18 @@ class TestLargeValues:
         with pytest.raises(BlobError, match="a/0@1"):
             await blind.read(timeout_s=5.0, records_max=1)
         assert blind.position(A0) == 1
+
+    async def test_a_reader_without_values_says_where_they_lie_and_needs_no_blob_store(
+        self, log: Log, cluster: Cluster
+    ) -> None:
+        await write(log, [emit(A0, b"small"), emit(A0, b"large" * 1_000)])
+        blind = await cluster.process(has_blobs=False).reader({A0: 0}, has_values=False)
+        small, large = await read_records(blind, 2)
+        assert (small.value, reference_of(small)) == (b"small", None)
+        assert (large.value, large.offset) == (b"", 1)
+        reference = reference_of(large)
+        assert reference is not None
+        assert reference.uri.endswith(reference.sha256)
 
     async def test_large_outputs_of_a_transaction_are_blobs_too(self, log: Log) -> None:
         writer = await log.transaction_writer("t")

@@ -23,10 +23,16 @@ async def main(context: Context) -> None:
 
     async def work() -> None:
         async with asyncio.TaskGroup() as group:
-            group.create_task(keep_audited(context, every_s=settings.audit_every_s))
+            deleting: list[asyncio.Task[None]] = []
             if not context.configuration.log.keep_for_replay:
-                group.create_task(keep_trimmed(context, every_s=settings.trim_every_s))
-                group.create_task(keep_swept(context, settings))
+                deleting = [
+                    group.create_task(keep_trimmed(context, every_s=settings.trim_every_s)),
+                    group.create_task(keep_swept(context, settings)),
+                ]
+            await keep_audited(context, every_s=settings.audit_every_s)
+            # Cut short: the sweep's first look at a long log takes minutes, and nothing is lost.
+            for task in deleting:
+                task.cancel()
 
     await run_while_active(context, work)
 
