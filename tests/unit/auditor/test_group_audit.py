@@ -10,10 +10,12 @@ from hypothesis import strategies as st
 from forgemq_audit.group_index import COMPARED
 from forgemq_audit.unaudited import AUDITOR_NEEDED, unaudited
 from forgemq_auditor.group_audit import GroupAudit
+from forgemq_bus.blobs import BlobStore, blob_name
 from forgemq_bus.errors import FencedError, OutOfRangeError
 from forgemq_bus.kept_records import pass_trimmed, read_all, read_at
 from forgemq_bus.log import Emit, Log, Place
 from forgemq_bus.memory import MemoryLog
+from forgemq_bus.payloads import reference_of
 from forgemq_contracts import topics
 from forgemq_contracts.audit import AuditedGroup
 from forgemq_contracts.completions import FinishedCompletion
@@ -25,8 +27,9 @@ PARTITIONS = 2
 TRIMMED = (topics.FINISHED_COMPLETIONS, topics.MERGED_TREES)
 
 
-async def log_with_topics() -> MemoryLog:
-    log = MemoryLog(run="r")
+async def log_with_topics(*, blobs: BlobStore | None = None) -> MemoryLog:
+    """An empty log; if it has a blob store, all but the smallest values lie there."""
+    log = MemoryLog(run="r", blobs=blobs, inline_bytes_max=100 if blobs else 900_000)
     await log.create_topics(
         {
             topic.name: topics.partition_count(topic, group_partitions=2, lanes=1, queues=1)
@@ -123,6 +126,33 @@ async def test_a_tree_that_is_not_what_was_sampled_is_known_after_everything_is_
     differences = [text for each in await audited_groups(log) for text in each.trees[0].differences]
     assert len(differences) == 2
     assert all(text.endswith("log-probabilities are not the engine's") for text in differences)
+
+
+async def test_a_completion_whose_blob_is_lost_is_unknown_and_holds_nothing_back(tmp_path):
+    run = SyntheticRun().play(steps=1)
+    store = BlobStore(str(tmp_path), run="r")
+    log = await log_with_topics(blobs=store)
+    (first, *_) = run.of(topics.FINISHED_COMPLETIONS)
+    await write(log, run.messages)
+    minute, name = await blob_of(log, Place(first.topic, first.partition), first.offset)
+    await store.delete(minute, [name])
+    assert await audit_once(log) == 2
+    (lost, whole_one) = await audited_groups(log)
+    assert lost.group_id == first.record.group_id
+    assert lost.completions == whole_one.completions - 1
+    assert f"{first.record.request_id}: no such completion" in " ".join(lost.trees[0].differences)
+    await trim(log)
+    assert await kept_ids(log) == set()
+
+
+async def blob_of(log: Log, place: Place, offset: int) -> tuple[str, str]:
+    """Minute and name of the blob that this record points at."""
+    reader = await log.reader({place: offset}, has_values=False)
+    (record,) = await reader.read(timeout_s=1, records_max=1)
+    reference = reference_of(record)
+    assert reference is not None
+    minute, _, name = blob_name(reference).partition("/")
+    return minute, name
 
 
 @settings(max_examples=40, deadline=None)

@@ -2,11 +2,15 @@
 
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
-from forgemq_bus.errors import OutOfRangeError
+from forgemq_bus.errors import LostBlobError, OutOfRangeError
 from forgemq_bus.log import Isolation, Log, Place, Reader, Record
 from forgemq_bus.reading import read_up_to
 from forgemq_contracts import topics
 from forgemq_contracts.messages import Message
+
+_READ_S = 0.5
+_PROBE_S = 2.0
+"""A record that is on the log comes within this time; behind the last one nothing comes."""
 
 
 def message_of(record: Record) -> Message:
@@ -42,7 +46,10 @@ async def read_from(
     isolation: Isolation = "committed",
     has_values: bool = True,
 ) -> AsyncIterator[list[Record]]:
-    """Batches from these positions up to `ends`; what is trimmed meanwhile is left out.
+    """Batches from these positions up to `ends`.
+
+    Records that are trimmed meanwhile are left out, and so are those whose blob is lost: both are
+    not on the log any more.
 
     Args:
         log: Of the run.
@@ -66,8 +73,41 @@ async def read_from(
                 is_done = True
             except OutOfRangeError:
                 await pass_trimmed(log, reader, list(starts))
+            except LostBlobError:
+                async for records in _read_to_lost(reader, ends):
+                    yield records
+                await _pass_lost(log, reader, ends, isolation=isolation)
     finally:
         await reader.close()
+
+
+async def _read_to_lost(reader: Reader, ends: Mapping[Place, int]) -> AsyncIterator[list[Record]]:
+    """Records one by one, up to the next one whose blob is lost or to the ends."""
+    try:
+        while _behind(reader, ends):
+            if records := await reader.read(timeout_s=_READ_S, records_max=1):
+                yield records
+    except LostBlobError:
+        return
+
+
+async def _pass_lost(
+    log: Log, reader: Reader, ends: Mapping[Place, int], *, isolation: Isolation
+) -> None:
+    """Move a reader past each partition's next record if that record's blob is lost."""
+    for place in _behind(reader, ends):
+        position = reader.position(place)
+        probe = await log.reader({place: position}, isolation=isolation)
+        try:
+            await probe.read(timeout_s=_PROBE_S, records_max=1)
+        except LostBlobError:
+            reader.seek(place, position + 1)
+        finally:
+            await probe.close()
+
+
+def _behind(reader: Reader, ends: Mapping[Place, int]) -> list[Place]:
+    return [place for place, end in ends.items() if reader.position(place) < end]
 
 
 async def pass_trimmed(log: Log, reader: Reader, places: Sequence[Place]) -> None:
