@@ -1,16 +1,16 @@
 """Which blobs are free: rules one by one, on values."""
 
-from forgemq_auditor.core import Moment, Sweep
+from forgemq_auditor.core import LogMoment, Sweep
 
 GRACE_S = 60.0
 
 
-def moment(at_s: float, *, minute: str = "", first: int = 0) -> Moment[str]:
+def moment(at_s: float, *, minute: str = "", first: int = 0) -> LogMoment[str]:
     """What a process saw; its minutes are named m0000, m0001 and so on."""
-    return Moment(at_s=at_s, minute=minute or f"m{int(at_s // 60):04}", firsts={"p": first})
+    return LogMoment(at_s=at_s, minute=minute or f"m{int(at_s // 60):04}", firsts={"p": first})
 
 
-def after(*moments: Moment[str], offsets: tuple[int, ...] = ()) -> Sweep[str]:
+def after(*moments: LogMoment[str], offsets: tuple[int, ...] = ()) -> Sweep[str]:
     """A sweep that knows records at these offsets, which point at m0000/a."""
     sweep: Sweep[str] = Sweep(grace_s=GRACE_S)
     for offset in offsets:

@@ -105,9 +105,9 @@ async def test_only_a_lost_blob_fails_its_group(tmp_path: Path) -> None:
     bench = Bench(log, log.open, configuration, tmp_path / "trainer")
     trees = _trees(2)
     await bench.put_trees(trees[:1])
-    (lost,) = (tmp_path / "tree-blobs").glob("*/*")
+    (lost,) = (tmp_path / "tree-blobs").glob("values/r/*/*")
     await bench.put_trees(trees[1:])
-    (away,) = {*(tmp_path / "tree-blobs").glob("*/*")} - {lost}
+    (away,) = {*(tmp_path / "tree-blobs").glob("values/r/*/*")} - {lost}
     lost.unlink()
     data = away.read_bytes()
     away.unlink()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from forgemq_auditor.core import Moment, Sweep
+from forgemq_auditor.core import LogMoment, Sweep
 from forgemq_bus.blobs import BlobStore, blob_name, minute_of
 from forgemq_bus.errors import LostBlobError
 from forgemq_bus.kept_records import read_from
@@ -84,11 +84,11 @@ class BlobSweep:
             swept = _sum(swept, await self._sweep_minute(minute))
         return swept
 
-    async def _moment(self) -> Moment[Place]:
+    async def _moment(self) -> LogMoment[Place]:
         minute = minute_of(self._clocks.wall_s())
         firsts = await self._log.first_positions(self._places)
         # Taken last: what the moment says has been so at least since then.
-        return Moment(at_s=self._clocks.monotonic_s(), minute=minute, firsts=firsts)
+        return LogMoment(at_s=self._clocks.monotonic_s(), minute=minute, firsts=firsts)
 
     async def _add_references(self, positions: dict[Place, int]) -> None:
         """Look at every record from these positions to the ends of now, also uncommitted ones."""

@@ -25,7 +25,7 @@ Partition = TypeVar("Partition")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moment(Generic[Partition]):
+class LogMoment(Generic[Partition]):
     """What clock and log showed at one moment.
 
     Attributes:
@@ -42,8 +42,8 @@ class Moment(Generic[Partition]):
 class Sweep(Generic[Partition]):
     """The records that point at blobs, and the blobs that they leave free.
 
-    Lifecycle: take a `Moment`, then `add_reference` for every record up to an end of the log that
-    was asked for after it, then `complete` the moment; now `free_blobs` answers for it.
+    Lifecycle: take a `LogMoment`, then `add_reference` for every record up to an end of the log
+    that was asked for after it, then `complete` the moment; now `free_blobs` answers for it.
 
     Memory: for each blob that a record on the log points at, one entry of about 250 bytes.
 
@@ -54,7 +54,7 @@ class Sweep(Generic[Partition]):
 
     def __init__(self, *, grace_s: float) -> None:
         self._grace_s = grace_s
-        self._moments: deque[Moment[Partition]] = deque()
+        self._moments: deque[LogMoment[Partition]] = deque()
         self._newest_offsets: dict[Partition, dict[str, int]] = {}
         self._held: frozenset[str] = frozenset()
 
@@ -63,7 +63,7 @@ class Sweep(Generic[Partition]):
         offsets = self._newest_offsets.setdefault(partition, {})
         offsets[blob] = max(offset, offsets.get(blob, offset))
 
-    def complete(self, moment: Moment[Partition]) -> None:
+    def complete(self, moment: LogMoment[Partition]) -> None:
         """Every record that the log held at this moment has been added."""
         self._moments.append(moment)
         while len(self._moments) > 1 and self._is_graced(self._moments[1]):
@@ -84,7 +84,7 @@ class Sweep(Generic[Partition]):
             return ()
         return tuple(name for name in names if f"{minute}/{name}" not in self._held)
 
-    def _is_graced(self, moment: Moment[Partition]) -> bool:
+    def _is_graced(self, moment: LogMoment[Partition]) -> bool:
         return self._moments[-1].at_s - moment.at_s >= self._grace_s
 
     def _forget(self, firsts: Mapping[Partition, int]) -> None:
