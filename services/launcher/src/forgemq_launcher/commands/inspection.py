@@ -21,7 +21,7 @@ from forgemq_launcher.records import run_audit
 from forgemq_launcher.records.follower import Follower
 from forgemq_launcher.run_folder import RunFolder
 from forgemq_run_view.report import Report
-from forgemq_run_view.trajectory import Trajectory, Turn, trajectories
+from forgemq_run_view.trajectory import Trajectory, TrajectoryTurn, trajectories
 
 LETTER_BYTES_SHOWN_MAX = 60
 """Enough to tell JSON from msgpack and to see the first ids; a row of the table stays readable."""
@@ -157,7 +157,7 @@ def _print_trajectory(
         )
 
 
-def _header(turn: Turn) -> str:
+def _header(turn: TrajectoryTurn) -> str:
     versions = sorted(set(turn.versions))
     parent = f"after {turn.parent_id[:8]}, " if turn.parent_id else ""
     return (
