@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.run_view.test_auditing import audit_once, trim, write
 
 from forgemq_bus.log import Isolation, Log, Place, Reader
 from forgemq_bus.memory import MemoryLog
 from forgemq_launcher.records import run_audit
 from forgemq_launcher.records.follower import Follower
 from forgemq_launcher.records.run_topics import create_topics
+from tests.unit.auditor.test_group_audit import audit_once, trim, write
 from tests.unit.run_view.synthetic import SyntheticRun, configuration, started
 
 HELD = dict.fromkeys(("G1", "G2", "G3", "G4", "G5"), True)
