@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import sys
-import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -28,6 +27,7 @@ from forgemq_launcher.processes import ServiceSpec, Supervisor
 from forgemq_launcher.run_folder import RunFolder
 from forgemq_launcher.services import Addresses, service_specs
 from forgemq_launcher.topics_of_run import announce, create_topics
+from forgemq_telemetry.clock import now_ms
 
 LOADTESTS = Path(__file__).parent
 DEMO_MODEL = LOADTESTS.parent / "deploy" / "demo" / "model"
@@ -131,7 +131,7 @@ async def running(name: str, workload: Workload, *, folder: Path) -> AsyncIterat
             run=run.run,
             configuration=configuration,
             blobs=str(run / "blobs"),
-            started_ms=time.time_ns() // 1_000_000,
+            started_ms=now_ms(),
         )
         await announce(broker.connection, started)
         trainer = StandInTrainer(

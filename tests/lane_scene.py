@@ -28,10 +28,10 @@ from forgemq_contracts.run import Log as LogConfiguration
 from forgemq_contracts.run import Model, Queue, RunConfiguration, StartedRun, Trainer
 from forgemq_contracts.weights import LoadedWeights, PublishedWeights, Rendezvous, ReportedEngine
 from forgemq_inference.app import main
-from forgemq_inference.clock import now_ms
 from forgemq_shell.records import emit_of
 from forgemq_shell.service import Context
 from forgemq_telemetry import Telemetry
+from forgemq_telemetry.clock import now_ms
 
 PARTITIONS = 4
 GROUP = "g-0123456789abcdef"

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -26,16 +25,11 @@ from forgemq_contracts.topics import (
 from forgemq_launcher.topics_of_run import announce, create_topics
 from forgemq_shell.records import emit_of
 from forgemq_shell.trimming import trim
+from tests.ports import free_port
 from tests.unit.run_view.synthetic import SyntheticRun, started
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 MODEL = Path(__file__).parents[2] / "deploy" / "demo" / "model"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 async def write(log: KafkaLog, run: SyntheticRun, *, first: int) -> None:

@@ -17,13 +17,13 @@ from rich.console import Console
 from forgemq_bus.broker import LocalBroker
 from forgemq_bus.kafka import KafkaConnection, KafkaLog
 from forgemq_bus.log import Place
+from forgemq_bus.partitions import partitions_of
 from forgemq_contracts import topics
 from forgemq_contracts.messages import Output
 from forgemq_contracts.run import Log, Model, Queue, RunConfiguration, StartedRun, Trainer
 from forgemq_launcher.command_line import run_tool
 from forgemq_launcher.run_folder import RunFolder
 from forgemq_launcher.topics_of_run import announce, create_topics
-from forgemq_run_view.reading import places_of
 from forgemq_shell.records import emit_of
 from tests.integration.launched_run import DIALOGUE, LaunchedRun
 from tests.integration.run_log import GROUP_PARTITIONS, Accounts, accounts, records_of
@@ -73,7 +73,7 @@ class EndedRun:
         async def read() -> dict[Place, int]:
             log = KafkaLog(KafkaConnection(bootstrap=self.kafka), run=self.run_id)
             try:
-                of_run = [places_of(topic, self.configuration) for topic in topics.OF_RUN]
+                of_run = [partitions_of(topic, self.configuration) for topic in topics.OF_RUN]
                 return await log.end_positions([place for places in of_run for place in places])
             finally:
                 await log.close()
@@ -268,6 +268,6 @@ async def merged_by_a_merger(run: EndedRun) -> None:
 async def trimmed(run: EndedRun, topic: topics.Topic) -> None:
     log = KafkaLog(KafkaConnection(bootstrap=run.kafka), run=run.run_id)
     try:
-        await log.trim(await log.end_positions(places_of(topic, run.configuration)))
+        await log.trim(await log.end_positions(partitions_of(topic, run.configuration)))
     finally:
         await log.close()

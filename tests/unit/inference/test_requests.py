@@ -10,6 +10,7 @@ from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
 from forgemq_contracts.arrays import pack_ids, unpack_floats, unpack_ids
 from forgemq_contracts.weights import ReportedEngine
+from forgemq_telemetry.causes import causes_of
 from loadtests.stand_in_engine import Speed, StandInEngine, sampled, serving
 from tests.lane_scene import LaneScene, create_topics, request_id
 
@@ -200,7 +201,9 @@ async def test_a_newer_process_on_the_lane_ends_the_older_one(base: Path) -> Non
 
         with pytest.raises(ExceptionGroup) as caught:
             await serve()
-    assert "belongs to a newer process: epoch 2, ours was 1" in _leaves(caught.value)
+    assert "belongs to a newer process: epoch 2, ours was 1" in "; ".join(
+        map(str, causes_of(caught.value))
+    )
 
 
 async def test_a_lost_engine_fails_its_requests_and_is_taken_back_when_it_returns(
@@ -293,9 +296,3 @@ def report_of(epoch: int) -> ReportedEngine:
         queued=0,
         reported_ms=1,
     )
-
-
-def _leaves(error: BaseException) -> str:
-    if isinstance(error, BaseExceptionGroup):
-        return "; ".join(_leaves(inner) for inner in error.exceptions)
-    return str(error)

@@ -12,7 +12,8 @@ import psutil
 import pytest
 
 from forgemq_sglang_cpu.options import EngineOptions, command_line, environment, is_mixture
-from forgemq_sglang_cpu.server import EngineServer, EngineServerError, free_port
+from forgemq_sglang_cpu.server import EngineServer, EngineServerError
+from tests.ports import free_port
 
 
 def line(options: EngineOptions) -> str:

@@ -7,19 +7,6 @@ from forgemq_bus.log import Log, Place, Reader, Record
 from forgemq_bus.reading import read_up_to
 from forgemq_contracts import topics
 from forgemq_contracts.messages import Message
-from forgemq_contracts.run import RunConfiguration
-from forgemq_contracts.topics import Topic, partition_count
-
-
-def places_of(topic: Topic, configuration: RunConfiguration) -> list[Place]:
-    """Every partition of a topic in this run."""
-    count = partition_count(
-        topic,
-        group_partitions=configuration.log.group_partitions,
-        lanes=configuration.log.lanes,
-        queues=len(configuration.queues),
-    )
-    return [Place(topic.name, partition) for partition in range(count)]
 
 
 def message_of(record: Record) -> Message:

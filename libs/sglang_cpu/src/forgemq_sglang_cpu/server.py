@@ -225,13 +225,6 @@ def _wait_gone(process: "subprocess.Popen[bytes]", *, timeout_s: float) -> bool:
     return True
 
 
-def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
 def _check_memory() -> None:
     available_bytes = psutil.virtual_memory().available
     if available_bytes < MEMORY_BYTES_MIN:

@@ -19,6 +19,7 @@ from forgemq_settings.environment import SettingsError, parse
 from forgemq_shell.connection import kafka_connection, run_id
 from forgemq_shell.library_logs import library_logs
 from forgemq_shell.started_run import started_run
+from forgemq_telemetry.causes import causes_of
 from forgemq_telemetry.opening import open_telemetry
 from forgemq_telemetry.settings import TelemetrySettings
 from forgemq_telemetry.telemetry import Telemetry
@@ -82,7 +83,7 @@ def run_service(name: str, main: Main, environ: Mapping[str, str]) -> int:
     except KeyboardInterrupt:
         return EXIT_OK
     except Exception as error:  # noqa: BLE001 - the outermost one: say it once, then die
-        causes = _causes(error)
+        causes = causes_of(error)
         if all(isinstance(cause, SettingsError | AccessError) for cause in causes):
             telemetry.event("refused", error="; ".join(map(str, causes)))
             return EXIT_REFUSED
@@ -181,10 +182,3 @@ async def _unless_stopped(
 def add_code_paths(paths: Sequence[str]) -> None:
     """Make the user's modules importable, in front of nothing that is already there."""
     sys.path.extend(path for path in paths if path not in sys.path)
-
-
-def _causes(error: BaseException) -> list[BaseException]:
-    """The errors themselves, out of the groups that task groups wrap them in."""
-    if isinstance(error, BaseExceptionGroup):
-        return [cause for inner in error.exceptions for cause in _causes(inner)]
-    return [error]

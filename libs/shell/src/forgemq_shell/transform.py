@@ -19,10 +19,11 @@ from typing import Protocol
 
 from forgemq_bus.errors import FencedError
 from forgemq_bus.log import Log, Place
+from forgemq_bus.partitions import partitions_of
 from forgemq_contracts import topics
 from forgemq_contracts.messages import Core
 from forgemq_contracts.run import RunConfiguration
-from forgemq_contracts.topics import Topic, partition_count
+from forgemq_contracts.topics import Topic
 from forgemq_settings.environment import parse
 from forgemq_shell.task import TaskPlan, TransformTask
 from forgemq_shell.transform_settings import TransformSettings
@@ -144,7 +145,7 @@ class Transform:
 
     def partitions(self, configuration: RunConfiguration) -> int:
         """Number of its tasks in the run: partitions of its journal."""
-        return _count(self._journal, configuration)
+        return len(partitions_of(self._journal, configuration))
 
     def output_places(
         self, partition: int, *, configuration: RunConfiguration
@@ -176,17 +177,8 @@ class Transform:
         return tuple(
             Place(name, number)
             for topic, name in named
-            for number in range(_count(topic, configuration))
+            for _, number in partitions_of(topic, configuration)
         )
-
-
-def _count(topic: Topic, configuration: RunConfiguration) -> int:
-    return partition_count(
-        topic,
-        group_partitions=configuration.log.group_partitions,
-        lanes=configuration.log.lanes,
-        queues=len(configuration.queues),
-    )
 
 
 class _Tasks:

@@ -7,14 +7,15 @@ what is free, so any number of processes may do this at once, and one that dies 
 """
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Protocol
 
 from forgemq_bus.errors import LogError
 from forgemq_bus.log import Log, Place
+from forgemq_bus.partitions import partitions_of
 from forgemq_contracts import topics
 from forgemq_contracts.run import RunConfiguration
-from forgemq_contracts.topics import Topic, partition_count
+from forgemq_contracts.topics import Topic
 from forgemq_telemetry.telemetry import Telemetry
 
 Positions = Mapping[Place, int]
@@ -72,7 +73,7 @@ async def trim(log: Log, configuration: RunConfiguration) -> dict[str, int]:
         place: topic
         for topic in topics.OF_RUN
         if topic.needed_by
-        for place in _places(topic, configuration)
+        for place in partitions_of(topic, configuration)
     }
     ends = await log.end_positions([place for place, topic in places.items() if topic.newest_kept])
     groups = sorted({group for topic in places.values() for group in topic.needed_by})
@@ -115,13 +116,3 @@ def trim_positions(
         if min(limits) > first[place]:
             before[place] = min(limits)
     return before
-
-
-def _places(topic: Topic, configuration: RunConfiguration) -> Iterable[Place]:
-    count = partition_count(
-        topic,
-        group_partitions=configuration.log.group_partitions,
-        lanes=configuration.log.lanes,
-        queues=len(configuration.queues),
-    )
-    return (Place(topic.name, partition) for partition in range(count))

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import tempfile
-import time
 from pathlib import Path
 
 import uvicorn
@@ -22,6 +21,7 @@ from forgemq_run_view.view import TOPICS, RunView
 from forgemq_settings.environment import parse
 from forgemq_shell.connection import kafka_connection
 from forgemq_shell.service import Context
+from forgemq_telemetry.clock import now_ms
 
 CONSUMES: tuple[Topic, ...] = tuple(dict.fromkeys((*TOPICS, *auditing.TOPICS)))
 PRODUCES: tuple[Topic, ...] = (AUDITED_GROUPS,)
@@ -96,8 +96,3 @@ def token_text_of(model: Path) -> TokenText:
         return str
     tokenizer = Tokenizer.from_file(str(path))
     return lambda token: str(tokenizer.decode([token], skip_special_tokens=False))
-
-
-def now_ms() -> int:
-    """Wall-clock time, milliseconds since the Unix epoch."""
-    return time.time_ns() // 1_000_000

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 import msgspec
 
 from forgemq_bus.log import Log, Place, Record
+from forgemq_bus.partitions import partitions_of
 from forgemq_bus.reading import read_up_to
 from forgemq_contracts import topics
 from forgemq_contracts.completions import (
@@ -123,7 +124,7 @@ class Feed:
         )
 
     async def _until_now(self, stage: Sequence[topics.Topic]) -> AsyncIterator[Record]:
-        places = [place for topic in stage for place in self._places(topic)]
+        places = [place for topic in stage for place in partitions_of(topic, self._configuration)]
         ends = await self._log.end_positions(places)
         starts = await self._needed_starts(places, ends=ends)
         self._starts |= starts
@@ -152,16 +153,6 @@ class Feed:
             starts[place] = max(first, start)
         return starts
 
-    def _places(self, topic: topics.Topic) -> list[Place]:
-        log = self._configuration.log
-        count = topics.partition_count(
-            topic,
-            group_partitions=log.group_partitions,
-            lanes=log.lanes,
-            queues=len(self._configuration.queues),
-        )
-        return [Place(topic.name, partition) for partition in range(count)]
-
     async def follow(self) -> None:
         """Apply new records until cancelled."""
         live = {topic.name for topic in _LIVE}
@@ -180,7 +171,9 @@ class Feed:
 
     async def keep_marks(self) -> None:
         """Commit until cancelled where a restart must begin to read."""
-        places = [place for topic in _BY_GROUP for place in self._places(topic)]
+        places = [
+            place for topic in _BY_GROUP for place in partitions_of(topic, self._configuration)
+        ]
         await Marks(
             self._log,
             starts={place: self._starts[place] for place in places},

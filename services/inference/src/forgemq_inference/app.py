@@ -10,7 +10,7 @@ from forgemq_bus.log import Emit, Place, Writer
 from forgemq_contracts import topics
 from forgemq_contracts.weights import ReportedEngine
 from forgemq_inference.attachment import Attachment
-from forgemq_inference.clock import PauseClock, now_ms
+from forgemq_inference.clock import PauseClock
 from forgemq_inference.core.lane import LaneState
 from forgemq_inference.core.weights import BASE, Served, WeightsState
 from forgemq_inference.durable import DurableCopies
@@ -25,6 +25,7 @@ from forgemq_settings.environment import SettingsError, parse
 from forgemq_shell.dead_letters import DeadLetters
 from forgemq_shell.service import Context
 from forgemq_telemetry import Telemetry
+from forgemq_telemetry.clock import now_ms
 
 CONSUMES = (
     topics.REQUESTED_COMPLETIONS,

@@ -1,11 +1,6 @@
-"""Wall clock, and the time that generation stood still."""
+"""The time that generation was paused."""
 
 import time
-
-
-def now_ms() -> int:
-    """Milliseconds since the Unix epoch."""
-    return time.time_ns() // 1_000_000
 
 
 class PauseClock:

@@ -9,12 +9,12 @@ from forgemq_bus.log import Emit, Writer
 from forgemq_contracts import topics
 from forgemq_contracts.messages import Output
 from forgemq_contracts.weights import LoadedWeights, ReportedEngine
-from forgemq_inference.clock import now_ms
 from forgemq_inference.core.weights import WeightsState
 from forgemq_inference.loading import Loading
 from forgemq_inference.requests import Requests
 from forgemq_shell.records import emit_of
 from forgemq_telemetry import Telemetry
+from forgemq_telemetry.clock import now_ms
 
 
 class LaneIdentity(Struct, frozen=True, kw_only=True):

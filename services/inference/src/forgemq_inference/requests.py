@@ -18,7 +18,7 @@ from forgemq_contracts.completions import (
 )
 from forgemq_contracts.messages import Output
 from forgemq_contracts.partitions import group_partition
-from forgemq_inference.clock import PauseClock, now_ms
+from forgemq_inference.clock import PauseClock
 from forgemq_inference.core.generation import (
     EngineAnswer,
     EngineLimits,
@@ -41,6 +41,7 @@ from forgemq_inference.core.lane import (
 from forgemq_inference.engine import Engine, EngineError, EngineUnreachableError
 from forgemq_shell.records import emit_of
 from forgemq_telemetry import Telemetry
+from forgemq_telemetry.clock import now_ms
 
 Spawn: TypeAlias = Callable[[Coroutine[None, None, None]], object]
 

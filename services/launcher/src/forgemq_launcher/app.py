@@ -49,6 +49,8 @@ from forgemq_run_view import audit, auditing, view
 from forgemq_run_view.report import Report
 from forgemq_run_view.state import RunState
 from forgemq_sglang_cpu.server import EngineServerError
+from forgemq_telemetry.causes import causes_of
+from forgemq_telemetry.clock import now_ms
 
 CONSUMES: tuple[Topic, ...] = tuple(
     dict.fromkeys((STARTED_RUNS, *view.TOPICS, *audit.TOPICS, *auditing.TOPICS))
@@ -251,7 +253,7 @@ class RunningRun:
         try:
             reason = await self._kept(follower, addresses, specs)
         except* FAILURES as errors:
-            failures = _leaves(errors)
+            failures = causes_of(errors)
         finally:
             self._screen.close()
         return reason, "\n".join(str(error) for error in failures)
@@ -345,18 +347,6 @@ class RunningRun:
         # Side by side: what an engine was generating is asked for again at the next start.
         engines = [self._engines.stop()] if self._engines is not None else []
         await asyncio.gather(self._supervisor.stop(), *engines)
-
-
-def now_ms() -> int:
-    """Wall-clock time, milliseconds since the Unix epoch."""
-    return time.time_ns() // 1_000_000
-
-
-def _leaves(error: BaseException) -> list[BaseException]:
-    """The errors themselves, out of the groups that task groups wrap them in."""
-    if isinstance(error, BaseExceptionGroup):
-        return [leaf for each in error.exceptions for leaf in _leaves(each)]
-    return [error]
 
 
 def _results(result: Report) -> tuple[NamedValue, ...]:

@@ -7,13 +7,14 @@ import msgspec
 
 from forgemq_bus.errors import OutOfRangeError
 from forgemq_bus.log import Log, Place, Reader, Record
+from forgemq_bus.partitions import partitions_of
 from forgemq_contracts.groups import MergedGroup, RetiredGroup
 from forgemq_contracts.run import StartedRun
 from forgemq_contracts.topics import AUDITED_GROUPS
 from forgemq_launcher.core.failing import FailingGroups
 from forgemq_run_view import audit, view
 from forgemq_run_view.audit import Ledger
-from forgemq_run_view.reading import message_of, pass_trimmed, places_of, read_from
+from forgemq_run_view.reading import message_of, pass_trimmed, read_from
 from forgemq_run_view.view import RunView
 
 BAD_RECORDS_KEPT_MAX = 100
@@ -62,7 +63,7 @@ class Follower:
 
     async def catch_up_on_audits(self) -> None:
         """Apply the audits that came since `catch_up`, and nothing else."""
-        audits = places_of(AUDITED_GROUPS, self._configuration)
+        audits = partitions_of(AUDITED_GROUPS, self._configuration)
         await self._catch_up({place: self._ends[place] for place in audits})
 
     async def _catch_up(self, starts: Mapping[Place, int]) -> None:
@@ -76,7 +77,7 @@ class Follower:
 
     def _places(self) -> list[Place]:
         wanted = {topic.name: topic for topic in (*view.TOPICS, *audit.TOPICS)}
-        return [p for topic in wanted.values() for p in places_of(topic, self._configuration)]
+        return [p for topic in wanted.values() for p in partitions_of(topic, self._configuration)]
 
     def _apply(self, records: Iterable[Record]) -> None:
         for record in records:

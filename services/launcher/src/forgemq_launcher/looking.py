@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 from forgemq_bus.blobs import BlobStore
 from forgemq_bus.kafka import KafkaConnection, KafkaLog
 from forgemq_bus.log import Log, Place
+from forgemq_bus.partitions import partitions_of
 from forgemq_contracts.run import EndedRun, StartedRun
 from forgemq_contracts.topics import ENDED_RUNS, FINISHED_COMPLETIONS, OF_RUN
 from forgemq_launcher import ending
@@ -20,7 +21,7 @@ from forgemq_launcher.broker import RunBroker
 from forgemq_launcher.follow import Follower
 from forgemq_launcher.report_files import table
 from forgemq_launcher.run_folder import RunFolder, RunFolderError
-from forgemq_run_view.reading import message_of, places_of, read_all, read_at
+from forgemq_run_view.reading import message_of, read_all, read_at
 from forgemq_run_view.report import Report
 from forgemq_run_view.trajectory import Trajectory, Turn, trajectories
 from forgemq_shell.started_run import started_run
@@ -102,7 +103,7 @@ async def dlq(folder: RunFolder, environ: Mapping[str, str], console: Console) -
                 continue
             places = [
                 Place(topic.dlq_name, place.partition)
-                for place in places_of(topic, started.configuration)
+                for place in partitions_of(topic, started.configuration)
             ]
             async for records in read_all(log, places):
                 for record in records:

@@ -1,31 +1,27 @@
 """Creates the topics of a run and puts its start and end on the log."""
 
-import time
 from collections.abc import Mapping
 
 from forgemq_bus.kafka import KafkaConnection, KafkaLog
 from forgemq_bus.log import Log
+from forgemq_bus.partitions import partitions_of
 from forgemq_contracts import topics
 from forgemq_contracts.messages import Output
 from forgemq_contracts.run import EndedRun, RunConfiguration, StartedRun
 from forgemq_contracts.steps import TrainedStep
-from forgemq_contracts.topics import ENDED_RUNS, STARTED_RUNS, TRAINED_STEPS, partition_count
-from forgemq_run_view.reading import places_of, read_all
+from forgemq_contracts.topics import ENDED_RUNS, STARTED_RUNS, TRAINED_STEPS
+from forgemq_run_view.reading import read_all
 from forgemq_settings.environment import SettingsError
 from forgemq_shell.connection import kafka_connection
 from forgemq_shell.records import emit_of
+from forgemq_telemetry.clock import now_ms
 
 
 async def create_topics(log: Log, configuration: RunConfiguration) -> int:
     """Create every topic of the run and its dead-letter topic; returns how many there are."""
     counts: dict[str, int] = {}
     for topic in topics.ALL:
-        counts[topic.name] = partition_count(
-            topic,
-            group_partitions=configuration.log.group_partitions,
-            lanes=configuration.log.lanes,
-            queues=len(configuration.queues),
-        )
+        counts[topic.name] = len(partitions_of(topic, configuration))
         if topic.has_dlq:
             counts[topic.dlq_name] = counts[topic.name]
     await log.create_topics(counts)
@@ -35,7 +31,7 @@ async def create_topics(log: Log, configuration: RunConfiguration) -> int:
 async def last_trained_step(log: Log, configuration: RunConfiguration) -> int:
     """The highest step that is trained; -1 where the run is new."""
     last = -1
-    async for records in read_all(log, places_of(TRAINED_STEPS, configuration)):
+    async for records in read_all(log, partitions_of(TRAINED_STEPS, configuration)):
         for record in records:
             trained = topics.decode(TRAINED_STEPS, record.value)
             assert isinstance(trained, TrainedStep)
@@ -58,11 +54,10 @@ async def create(configuration: RunConfiguration, environ: Mapping[str, str]) ->
         await create_topics(log, configuration)
     finally:
         await log.close()
-    started_ms = time.time_ns() // 1_000_000
     await announce(
         connection,
         StartedRun(
-            run=configuration.run, configuration=configuration, blobs=blobs, started_ms=started_ms
+            run=configuration.run, configuration=configuration, blobs=blobs, started_ms=now_ms()
         ),
     )
 
