@@ -188,6 +188,15 @@ async def test_a_group_is_graded_by_the_users_function_and_scored(desk, output_w
     assert len(first.grader_version) == 16
 
 
+async def test_a_grade_carries_its_group_for_readers_that_cannot_decode_it(desk):
+    async with desk.service():
+        await desk.play(0, [[5]])
+        await desk.records(topics.GRADED_EPISODES, count=1)
+    reader = await desk.log.reader({Place(topics.GRADED_EPISODES.name, PARTITION): 0})
+    [grade] = await reader.read(timeout_s=0, records_max=10)
+    assert (grade.key, dict(grade.headers)["group"]) == (b"g-1.0.0", b"g-1")
+
+
 @pytest.mark.parametrize("result", [b'"\xff"', b"[" * 20_000 + b"]" * 20_000, b"9" * 5000])
 async def test_a_result_that_does_not_decode_masks_its_episode_alone(
     desk, output_with_call, result

@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from forgemq_bus.log import Emit, Log, Place, Reader, Record, TransactionWriter
 from forgemq_contracts import topics
 from forgemq_contracts.journal import JournalledBatch
-from forgemq_contracts.messages import Core
+from forgemq_contracts.messages import Core, Output
 from forgemq_shell.bad_record_limit import BadRecordLimit
 from forgemq_shell.batch import BadRecord, Batch, stamped
 from forgemq_shell.fan_in import linked_traces
 from forgemq_shell.history import HistoryError, InputHistory, journal, since_newest_snapshot
+from forgemq_shell.records import emit_of
 from forgemq_shell.replay import begin, replay
 from forgemq_shell.transform_settings import TransformSettings
 from forgemq_telemetry.telemetry import Telemetry
@@ -305,12 +306,8 @@ class TransformTask:
             logic_version=self._plan.logic_version,
             snapshot=snapshot,
         )
-        return Emit(
-            topic=self._plan.journal.topic,
-            partition=self._plan.journal.partition,
-            key=str(self._sequence).encode(),
-            value=topics.encode(journalled),
-        )
+        topic, partition = self._plan.journal
+        return emit_of(Output(topic=topic, partition=partition, record=journalled))
 
     def _is_snapshot_due(self) -> bool:
         settings = self._plan.settings

@@ -10,16 +10,18 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from forgemq_bus.log import Emit, Member, Place, Record, TransactionWriter, Writer
+from forgemq_bus.log import Member, Place, Record, TransactionWriter, Writer
 from forgemq_bus.reading import read_to_end
 from forgemq_contracts import topics
 from forgemq_contracts.completions import FinishedCompletion
 from forgemq_contracts.episodes import FinishedEpisode, GradedEpisode
 from forgemq_contracts.groups import RetiredGroup
+from forgemq_contracts.messages import Output
 from forgemq_reward.core.pending import PendingEpisode, PendingEpisodes, PendingPositions
 from forgemq_reward.grader import Grader, rendering_of
 from forgemq_reward.settings import RewardSettings
 from forgemq_shell.fan_in import completion_traces
+from forgemq_shell.records import emit_of
 from forgemq_shell.service import Context
 from forgemq_telemetry.traces import trace_headers
 
@@ -191,15 +193,8 @@ class Grading:
         links = completion_traces(ready.episode) if telemetry.is_exporting else ()
         with telemetry.span("grade", parent=ready.trace, links=links, domain=domain) as span:
             grade = await grader.grade(ready.episode, pending)
-            offset = await writer.write(
-                Emit(
-                    topic=topics.GRADED_EPISODES.name,
-                    partition=partition,
-                    key=grade.episode_id.encode(),
-                    value=topics.encode(grade),
-                    headers=span.headers(),
-                )
-            )
+            output = Output(topic=topics.GRADED_EPISODES.name, partition=partition, record=grade)
+            offset = await writer.write(emit_of(output, headers=span.headers()))
         pending.on_graded(grade.episode_id, offset=offset)
         telemetry.count("reward.episodes_graded", domain=domain)
         telemetry.observe("reward.grade_s", self._clock_s() - began_s, domain=domain)
