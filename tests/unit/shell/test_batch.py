@@ -88,7 +88,7 @@ def test_a_record_that_another_service_buries_is_passed_over_and_told():
     batch = Batch(CountingCore(), service="console")
     bad = batch.record(record(4, value=b"\xc1"))
     assert bad is not None
-    assert not bad.is_buried
+    assert not bad.has_dead_letter
     assert batch.emits == []
     assert batch.positions == {Place(SCORED, 2): 5}
 
@@ -98,7 +98,7 @@ def test_what_a_core_refuses_is_buried_by_its_own_service():
     batch.record(record(0, topic=RETIRED))
     bad = batch.record(record(0))
     assert bad is not None
-    assert bad.is_buried
+    assert bad.has_dead_letter
     assert [emit.topic for emit in batch.emits] == [f"{SCORED}-dlq"]
 
 

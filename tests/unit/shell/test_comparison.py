@@ -13,7 +13,7 @@ from forgemq_contracts.run import Log, Model, Queue, RunConfiguration, Trainer
 from forgemq_settings.environment import SettingsError
 from forgemq_shell.comparison import Comparison, compare
 from forgemq_shell.difference import difference_lines
-from forgemq_shell.history import HistoryError
+from forgemq_shell.journal import JournalError
 from forgemq_shell.replay_command import replay_transform
 from forgemq_shell.transform import Transform
 from tests.simulation.counting_core import CountingCore
@@ -119,8 +119,8 @@ async def test_the_first_record_that_differs_is_named_with_both_values(world: Wo
 @pytest.mark.parametrize(
     ("change", "said", "missing_in"),
     [
-        (lambda _: (), "one record less", "replayed"),
-        (lambda outputs: (*outputs, *outputs), "one record more", "on the log"),
+        (lambda _: (), "does not write this record", "replayed"),
+        (lambda outputs: (*outputs, *outputs), "adds a record", "on the log"),
     ],
 )
 async def test_a_record_more_or_less_is_a_difference(world: World, change, said, missing_in):
@@ -129,7 +129,7 @@ async def test_a_record_more_or_less_is_a_difference(world: World, change, said,
     assert difference is not None
     assert difference.sequence == 1
     where, *shown = difference_lines(difference)
-    assert where.endswith(f"(batch 1): the replay writes {said}")
+    assert where.endswith(f"(batch 1): the replay {said}")
     (gone,) = [line for line in shown if line.endswith("no such record")]
     assert gone.startswith(missing_in)
 
@@ -169,7 +169,7 @@ async def test_a_replay_begins_behind_the_oldest_snapshot_after_which_inputs_are
 async def test_without_the_inputs_a_replay_is_refused_and_says_which_are_gone(world: World):
     await handled(world, 8, settings=SNAPSHOTS)
     await world.log.trim({SCORED: 7})
-    with pytest.raises(HistoryError, match="scored-groups-v1/0: record 6 is needed but the oldest"):
+    with pytest.raises(JournalError, match="scored-groups-v1/0: record 6 is needed but the oldest"):
         await compared(world)
 
 

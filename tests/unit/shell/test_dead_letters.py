@@ -124,14 +124,14 @@ async def test_an_edge_buries_a_record_once_however_often_it_meets_it(log: Memor
     for _ in range(2):  # Two lives of the service.
         dead_letters = DeadLetters(log, await log.writer(), service="gateway")
         bad = torn(OPENED, key=b"g-1.0.0")
-        assert await dead_letters.bury(bad, "why")
-        await asyncio.gather(*(dead_letters.bury(bad, "why") for _ in range(3)))
-    await dead_letters.bury(torn(OPENED, key=b"g-1.0.0", offset=8), "why")
+        assert await dead_letters.write(bad, "why")
+        await asyncio.gather(*(dead_letters.write(bad, "why") for _ in range(3)))
+    await dead_letters.write(torn(OPENED, key=b"g-1.0.0", offset=8), "why")
     found = await letters(log, Place(OPENED.dlq_name, 1))
     assert [letter_of(record).offset for record in found] == [7, 8]
 
 
 async def test_an_edge_leaves_the_records_of_others_alone(log: MemoryLog):
     dead_letters = DeadLetters(log, await log.writer(), service="gateway")
-    assert not await dead_letters.bury(torn(topics.FINISHED_COMPLETIONS, key=b"f" * 32), "why")
+    assert not await dead_letters.write(torn(topics.FINISHED_COMPLETIONS, key=b"f" * 32), "why")
     assert await letters(log, Place(topics.FINISHED_COMPLETIONS.dlq_name, 1)) == []

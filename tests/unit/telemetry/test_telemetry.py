@@ -210,7 +210,7 @@ def collector() -> Iterator[tuple[str, list[tuple[str, bytes]]]]:
 
 AWAY = """
 import json, sys, time
-from forgemq_telemetry.opening import open_telemetry
+from forgemq_telemetry.telemetry import open_telemetry
 from forgemq_telemetry.settings import TelemetrySettings
 
 settings = TelemetrySettings(exporter="otlp", endpoint=sys.argv[1], export_every_s=0.2)

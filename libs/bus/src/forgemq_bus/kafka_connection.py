@@ -92,7 +92,7 @@ def _ssl_context(connection: KafkaConnection) -> ssl.SSLContext:
 
 
 @asynccontextmanager
-async def answered(connection: KafkaConnection, doing: str) -> AsyncIterator[None]:
+async def bound_and_translate(connection: KafkaConnection, doing: str) -> AsyncIterator[None]:
     """Bound what is inside by `retry_s` and translate its errors.
 
     Raises:
@@ -113,10 +113,10 @@ async def answered(connection: KafkaConnection, doing: str) -> AsyncIterator[Non
         raise LogError(f"{doing}: {connection.bootstrap} answered {error!r}") from error
 
 
-async def repeated(call: Callable[[], Awaitable[T]]) -> T:
+async def retry(call: Callable[[], Awaitable[T]]) -> T:
     """What a request answers, once it no longer fails in a way that passes by itself.
 
-    Call it inside `answered`, which bounds it.
+    Call it inside `bound_and_translate`, which bounds it.
     """
     while True:
         try:
@@ -148,7 +148,7 @@ async def connect(
     """
     hint = ""
     try:
-        async with answered(connection, doing):
+        async with bound_and_translate(connection, doing):
             while True:
                 try:
                     return await start()

@@ -72,7 +72,7 @@ class KafkaMember:
         self._changed = asyncio.Event()
         self._revoking = asyncio.Lock()
         self._assigned: frozenset[int] = frozenset()
-        self._told: frozenset[int] = frozenset()
+        self._given: frozenset[int] = frozenset()
         self._paused: set[Place] = set()
         self._failure: BaseException | None = None
         self.is_closed = False
@@ -119,11 +119,11 @@ class KafkaMember:
                 await asyncio.wait([self._taking])
                 self._taking = None
             self._changed.clear()
-            told, self._told, self._assigned = self._told, frozenset(), frozenset()
+            given, self._given, self._assigned = self._given, frozenset(), frozenset()
             await self._close_reader()
-            if told:
+            if given:
                 try:
-                    await self._on_revoked(told)
+                    await self._on_revoked(given)
                 except BaseException as error:
                     self._fail(error)
                     raise
@@ -140,7 +140,7 @@ class KafkaMember:
         try:
             if numbers:
                 await self._on_assigned(numbers)
-                self._told = numbers
+                self._given = numbers
                 self._reader = await self._open_reader(numbers)
             self._assigned = numbers
         except BaseException as error:
@@ -194,7 +194,7 @@ class KafkaMember:
             except TimeoutError:
                 return []
             self._raise_failure()
-            await self._stay()
+            await self._check_membership()
             reader = self._reader
             if reader is None:
                 await asyncio.sleep(min(left_s, 0.05))
@@ -207,7 +207,7 @@ class KafkaMember:
                 continue  # Revoked while reading: wait for the next assignment.
             return records if reader is self._reader else []
 
-    async def _stay(self) -> None:
+    async def _check_membership(self) -> None:
         """Tell aiokafka that this member is alive, and hear of what ended its membership."""
         assert self._consumer is not None
         try:

@@ -10,7 +10,7 @@ from forgemq_bus.blobs import BlobStore
 from forgemq_bus.errors import ClosedError, LogError, OutOfRangeError
 from forgemq_bus.kafka_connection import (
     KafkaConnection,
-    answered,
+    bound_and_translate,
     client_settings,
     connect,
     stop_client,
@@ -156,7 +156,7 @@ class KafkaReader:
     async def _probe(self, *, has_heard: bool) -> None:
         now_s = asyncio.get_running_loop().time()
         if not has_heard and now_s - self._heard_s > PROBE_AFTER_S:
-            async with answered(self._connection, "read"):
+            async with bound_and_translate(self._connection, "read"):
                 await self._consumer.end_offsets([next(iter(self._places))])
             has_heard = True
         if has_heard:
@@ -165,7 +165,7 @@ class KafkaReader:
     async def _out_of_range(self, error: kafka_errors.OffsetOutOfRangeError) -> OutOfRangeError:
         partition, position = next(iter(error.args[0].items()))
         place = self._places[partition]
-        async with answered(self._connection, "read"):
+        async with bound_and_translate(self._connection, "read"):
             first = await self._consumer.beginning_offsets([partition])
             end = await self._consumer.end_offsets([partition])
         return OutOfRangeError(

@@ -13,10 +13,10 @@ from forgemq_bus.errors import LogError, OutOfRangeError, UnknownPlaceError
 from forgemq_bus.kafka_connection import (
     RETRY_PAUSE_S,
     KafkaConnection,
-    answered,
+    bound_and_translate,
     client_settings,
     connect,
-    repeated,
+    retry,
     stop_client,
 )
 from forgemq_bus.kafka_reader import fetching_consumer
@@ -66,8 +66,8 @@ class KafkaTopics:
             NewTopic(topic, count, BROKER_DEFAULT, {}, TOPIC_CONFIGURATION)
             for topic, count in missing.items()
         ]
-        async with answered(self._connection, "create topics"):
-            response = await repeated(lambda: admin.create_topics(new))
+        async with bound_and_translate(self._connection, "create topics"):
+            response = await retry(lambda: admin.create_topics(new))
             for topic, code, *rest in response.topic_errors:
                 if code not in (0, _ALREADY_EXISTS):
                     message = next(iter(rest), "")
@@ -107,7 +107,7 @@ class KafkaTopics:
         """Offset of the oldest record that is kept."""
         await self.check(set(places))
         consumer = await self._consumer("committed")
-        async with answered(self._connection, "first positions"):
+        async with bound_and_translate(self._connection, "first positions"):
             found = await consumer.beginning_offsets([TopicPartition(*place) for place in places])
         return {Place(*partition): offset for partition, offset in found.items()}
 
@@ -115,7 +115,7 @@ class KafkaTopics:
         """Offset of the next record; committed: of the first one in an open transaction."""
         await self.check(set(places))
         consumer = await self._consumer(isolation)
-        async with answered(self._connection, "end positions"):
+        async with bound_and_translate(self._connection, "end positions"):
             found = await consumer.end_offsets([TopicPartition(*place) for place in places])
         return {Place(*partition): offset for partition, offset in found.items()}
 
@@ -125,10 +125,10 @@ class KafkaTopics:
         if not places:
             return {}
         client = await self._plain_client()
-        async with answered(self._connection, f"committed positions of {group}"):
+        async with bound_and_translate(self._connection, f"committed positions of {group}"):
             found = None
             while found is None:
-                found = await repeated(lambda: self._committed(client, group, places))
+                found = await retry(lambda: self._committed(client, group, places))
                 await asyncio.sleep(RETRY_PAUSE_S if found is None else 0)
         return {place: offset for place, offset in found.items() if offset >= 0}
 
@@ -168,9 +168,9 @@ class KafkaTopics:
         requests = {
             TopicPartition(*place): RecordsToDelete(offset) for place, offset in before.items()
         }
-        async with answered(self._connection, "trim"):
+        async with bound_and_translate(self._connection, "trim"):
             try:
-                await repeated(lambda: admin.delete_records(requests))
+                await retry(lambda: admin.delete_records(requests))
             except kafka_errors.OffsetOutOfRangeError as error:
                 raise OutOfRangeError(f"cannot trim above the end: {dict(before)}") from error
 
@@ -188,8 +188,8 @@ class KafkaTopics:
 
     async def _describe(self, topics: Iterable[str]) -> dict[str, int]:
         admin = await self._admin_client()
-        async with answered(self._connection, "describe topics"):
-            described = await repeated(lambda: admin.describe_topics(sorted(topics)))
+        async with bound_and_translate(self._connection, "describe topics"):
+            described = await retry(lambda: admin.describe_topics(sorted(topics)))
         return {
             found["topic"]: len(found["partitions"])
             for found in described

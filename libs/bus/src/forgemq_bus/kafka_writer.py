@@ -11,7 +11,7 @@ from forgemq_bus.blobs import BlobStore
 from forgemq_bus.errors import ClosedError, LogError, RecordTooLargeError
 from forgemq_bus.kafka_connection import (
     KafkaConnection,
-    answered,
+    bound_and_translate,
     client_settings,
     connect,
     stop_client,
@@ -107,7 +107,7 @@ class KafkaWriter:
         """Write several, in order per partition and without waiting in between."""
         if self.is_closed:
             raise ClosedError("write after close")
-        async with answered(self._outbox.connection, "write"):
+        async with bound_and_translate(self._outbox.connection, "write"):
             ready = await self._outbox.prepared(emits)
             written = await asyncio.gather(*await self._outbox.send(ready))
         return [metadata.offset for metadata in written]
@@ -156,7 +156,9 @@ class KafkaTransactionWriter:
         if not ready and not offsets:
             return
         try:
-            async with answered(self._outbox.connection, f"commit of {self._transactional_id}"):
+            async with bound_and_translate(
+                self._outbox.connection, f"commit of {self._transactional_id}"
+            ):
                 await self._commit(ready, offsets, in_run(group, run=run))
         except LogError as error:
             self._death = error
@@ -178,7 +180,7 @@ class KafkaTransactionWriter:
                 await producer.send_offsets_to_transaction(offsets, group)
             await producer.commit_transaction()
         except kafka_errors.KafkaError as error:
-            _bury(producer)
+            _mark_failures_seen(producer)
             raise _cause(error) from error
 
     async def close(self) -> None:
@@ -208,7 +210,7 @@ def _retrieve(future: asyncio.Future[Any]) -> None:
         future.exception()
 
 
-def _bury(producer: AIOKafkaProducer) -> None:
+def _mark_failures_seen(producer: AIOKafkaProducer) -> None:
     """Mark the futures of a dead transaction as seen; aiokafka keeps them where nobody awaits."""
     _retrieve(producer._txn_manager.wait_for_transaction_end())
     for batches in producer._message_accumulator._batches.values():

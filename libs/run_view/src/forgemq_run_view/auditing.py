@@ -10,8 +10,8 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 
 import msgspec
 
+from forgemq_bus.bounded_reads import read_to_end
 from forgemq_bus.log import Emit, Log, Place, Record, TransactionWriter
-from forgemq_bus.reading import read_to_end
 from forgemq_contracts.accounting import RetiredIds
 from forgemq_contracts.audit import AuditedGroup, TreeFacts
 from forgemq_contracts.groups import RetiredGroup

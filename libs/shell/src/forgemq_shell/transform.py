@@ -1,8 +1,8 @@
-"""The transform service: a pure core for every partition of its journal that this process holds.
+"""A transform service: one pure core per partition of its journal.
 
-A process joins a consumer group on the journal topic only; every partition it is assigned is one
-`TransformTask`. A service whose journal has one partition for the run (the scheduler) has one
-active process, and any number standing by.
+The processes of the service share the journal's partitions in a consumer group; each assigned
+partition is one `TransformTask`. The scheduler's journal has one partition, so one process is
+active and the others stand by.
 
     transform = Transform(
         service="merger",
@@ -30,6 +30,7 @@ from forgemq_shell.transform_settings import TransformSettings
 from forgemq_telemetry.telemetry import Telemetry
 
 _MEMBER_READ_S = 0.25
+"""One wait for a change of the assignment: how late the service sees `stop`."""
 
 
 class TransformContext(Protocol):
@@ -37,17 +38,17 @@ class TransformContext(Protocol):
 
     @property
     def configuration(self) -> RunConfiguration:
-        """Of the run."""
+        """The run's configuration."""
         ...
 
     @property
     def log(self) -> Log:
-        """Of the run."""
+        """The run's log."""
         ...
 
     @property
     def telemetry(self) -> Telemetry:
-        """Of the service."""
+        """Telemetry of the service."""
         ...
 
     @property
@@ -65,13 +66,13 @@ class Transform:
     """Wiring of one transform service.
 
     Args:
-        service: Its name; prefix of groups and transactional ids.
-        inputs: Topics it reads. Where the journal is partitioned by group, they are too, and task
-            p reads partition p of each; where it is partitioned by run, the only task reads all.
-        journal: Its journal topic.
-        make_core: Fresh core for a journal partition.
-        tick_s: Between two ticks, in seconds; 0: the core gets none.
-        dead_letters: Topics whose dead letters it reads too, as `DeadLetter`.
+        service: Name; prefix of consumer groups and transactional ids.
+        inputs: Topics it reads. If the journal is partitioned by group, so must they be, and task
+            p reads partition p of each. If it is partitioned by run, the only task reads all.
+        journal: Journal topic.
+        make_core: Makes a fresh core for a journal partition.
+        tick_s: Seconds between two ticks; 0: the core gets none.
+        dead_letters: Topics whose dead letters it also reads, as `DeadLetter`.
     """
 
     def __init__(
@@ -85,11 +86,11 @@ class Transform:
         dead_letters: tuple[Topic, ...] = (),
     ) -> None:
         if journal.partitioned_by == "group":
-            strangers = [
+            others = [
                 topic.name for topic in (*inputs, *dead_letters) if topic.partitioned_by != "group"
             ]
-            if strangers:
-                raise ValueError(f"{service}: not partitioned by group as its journal: {strangers}")
+            if others:
+                raise ValueError(f"{service}: not partitioned by group as its journal: {others}")
         self._service = service
         self._inputs = inputs
         self._journal = journal
@@ -98,10 +99,10 @@ class Transform:
         self._dead_letters = dead_letters
 
     async def run(self, context: TransformContext) -> None:
-        """Hold the partitions that the group assigns, until `context.stop`.
+        """Run a task for each partition that the group assigns, until `context.stop`.
 
         Raises:
-            ExceptionGroup: of what ended a task: see `TransformTask.run`.
+            ExceptionGroup: with the error that ended a task: see `TransformTask.run`.
         """
         async with asyncio.TaskGroup() as group:
             tasks = _Tasks(self, context, group)
@@ -126,7 +127,7 @@ class Transform:
     def plan(
         self, partition: int, *, configuration: RunConfiguration, settings: TransformSettings
     ) -> TaskPlan:
-        """What the task of this journal partition reads and how."""
+        """The plan of the task of this journal partition."""
         return TaskPlan(
             service=self._service,
             journal=Place(self._journal.name, partition),
@@ -144,13 +145,13 @@ class Transform:
         return self._make_core(partition)
 
     def partitions(self, configuration: RunConfiguration) -> int:
-        """Number of its tasks in the run: partitions of its journal."""
+        """Number of tasks in the run: one per partition of the journal."""
         return len(partitions_of(self._journal, configuration))
 
     def output_places(
         self, partition: int, *, configuration: RunConfiguration
     ) -> tuple[Place, ...]:
-        """Every partition that this task may write to, dead letters included, its journal not."""
+        """Every partition that this task may write to, except its journal."""
         written = [
             topic
             for topic in topics.OF_RUN
@@ -182,7 +183,7 @@ class Transform:
 
 
 class _Tasks:
-    """The tasks of the partitions this process holds."""
+    """The running tasks of this process."""
 
     def __init__(
         self, transform: Transform, context: TransformContext, group: asyncio.TaskGroup
@@ -203,9 +204,9 @@ class _Tasks:
         return frozenset(self._running)
 
     async def start(self, partitions: frozenset[int]) -> None:
-        """The group assigned these; their tasks restore in the background."""
+        """Start tasks for newly assigned partitions; they restore in the background."""
         if self._is_closed:
-            # The group does not know yet that this process is about to leave it.
+            # The process is leaving, and the group has not noticed yet.
             return
         for partition in sorted(partitions - self.held):
             stop = asyncio.Event()
@@ -214,19 +215,19 @@ class _Tasks:
         self._report("assigned", partitions)
 
     async def stop(self, partitions: frozenset[int]) -> None:
-        """The group took these away; returns once their tasks have written their last batch."""
-        mine = sorted(partitions & self.held)
-        for partition in mine:
+        """Stop the tasks of revoked partitions; returns after their last commit."""
+        stopped = sorted(partitions & self.held)
+        for partition in stopped:
             self._stops[partition].set()
-        if mine:
-            await asyncio.wait([self._running[partition] for partition in mine])
-        for partition in mine:
+        if stopped:
+            await asyncio.wait([self._running[partition] for partition in stopped])
+        for partition in stopped:
             self._running.pop(partition, None)
             self._stops.pop(partition, None)
         self._report("revoked", partitions)
 
     async def close(self) -> None:
-        """Stop every task, and start none from now on."""
+        """Stop every task; later assignments start none."""
         self._is_closed = True
         await self.stop(self.held)
 
@@ -252,12 +253,13 @@ class _Tasks:
             except FencedError as error:
                 context.telemetry.count("transform.fenced")
                 context.telemetry.event("fenced", partition=partition, error=str(error))
-                # A process that lost the partition long ago may have fenced us by waking up late;
-                # whoever still is assigned takes it back.
-                await _event_or_timeout(stop, self._settings.refence_after_s)
+                # Not fatal: the fencing writer may be a process that hung, lost the partition and
+                # woke up late. While this process is assigned the partition, it takes it back.
+                await _wait(stop, self._settings.refence_after_s)
 
 
-async def _event_or_timeout(event: asyncio.Event, timeout_s: float) -> None:
+async def _wait(event: asyncio.Event, timeout_s: float) -> None:
+    """Return when the event is set, or after the time."""
     try:
         async with asyncio.timeout(timeout_s):
             await event.wait()

@@ -10,6 +10,7 @@ JSON line on stderr, a metric costs one comparison, and a span only passes its p
         emit = Emit(..., headers=span.headers())
 """
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ from typing import Protocol, TextIO, TypeAlias
 import msgspec
 
 from forgemq_telemetry.catalogue import CounterName, GaugeName, HistogramName
+from forgemq_telemetry.settings import TelemetrySettings
 from forgemq_telemetry.traces import Headers, trace_headers
 
 Attribute: TypeAlias = str | int | float | bool
@@ -177,3 +179,22 @@ class Telemetry:
         if self._exporter is not None:
             self._exporter.close()
             self._exporter = None
+
+
+def open_telemetry(service: str, *, run: str, settings: TelemetrySettings) -> Telemetry:
+    """Telemetry of one process of a run; an event says where its measurements go.
+
+    Raises:
+        OSError: the Prometheus port is taken.
+    """
+    if settings.exporter == "none":
+        return Telemetry(service=service)
+    # Imported here: without an exporter the SDK costs neither time nor memory.
+    from forgemq_telemetry.exporters import exporter_of
+
+    resource = {"service.namespace": "forgemq", "service.name": service, "run": run}
+    exporter = exporter_of(settings, resource={**resource, "service.instance.id": str(os.getpid())})
+    assert exporter is not None
+    telemetry = Telemetry(service=service, exporter=exporter)
+    telemetry.event("exporting", exporter=settings.exporter, address=exporter.address)
+    return telemetry

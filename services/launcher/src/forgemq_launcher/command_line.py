@@ -101,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_argument("run", metavar="RUN")
     replay.add_argument("service", nargs="?", choices=TRANSFORMS, help="default: all three")
     replay.add_argument("--partition", type=int, help="of the journal; default: all of them")
+    replay.add_argument("--to", metavar="FOLDER", help="write recordings there, replay nothing")
     dlq = commands.add_parser("dlq", help="list records that did not decode")
     dlq.add_argument("run", metavar="RUN")
     return parser
@@ -134,10 +135,10 @@ def _command(
         case "replay":
             services = (options.service,) if options.service else TRANSFORMS
             folder = RunFolder(runs / options.run)
+            given = {"--partition": options.partition, "--to": options.to}
+            arguments = [f"{name}={value}" for name, value in given.items() if value is not None]
             return asyncio.run(
-                replaying.replay(
-                    folder, environ, console, services=services, partition=options.partition
-                )
+                replaying.replay(folder, environ, console, services=services, arguments=arguments)
             )
         case _:
             return asyncio.run(looking.dlq(RunFolder(runs / options.run), environ, console))

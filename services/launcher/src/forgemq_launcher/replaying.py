@@ -23,9 +23,16 @@ async def replay(
     console: Console,
     *,
     services: Sequence[str],
-    partition: int | None,
+    arguments: Sequence[str],
 ) -> int:
-    """Replay the journals of these services; the status is 1 where a byte differs.
+    """Replay the journals of these services.
+
+    Args:
+        folder: Of the run.
+        environ: Of this process; what the services' own need is added.
+        console: Gets what they print.
+        services: Whose journals.
+        arguments: Passed on to `python -m forgemq_<service> replay`.
 
     Returns:
         0: all equal. 1: a difference, or a failure. 2: refused, e.g. inputs that are not kept.
@@ -39,9 +46,9 @@ async def replay(
             "FORGEMQ_BLOBS": environ.get("FORGEMQ_BLOBS") or str(folder / "blobs"),
         }
         for service in services:
-            arguments = ["replay"] if partition is None else ["replay", f"--partition={partition}"]
             own = service_environ(shared, service)
-            statuses.add(await _told(service, arguments, environ=own, console=console))
+            status = await _told(service, ["replay", *arguments], environ=own, console=console)
+            statuses.add(status)
     return next((status for status in STATUS_ORDER if status in statuses), 1)
 
 

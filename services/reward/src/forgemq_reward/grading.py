@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from forgemq_bus.bounded_reads import read_to_end
 from forgemq_bus.log import Member, Place, Record, TransactionWriter, Writer
-from forgemq_bus.reading import read_to_end
 from forgemq_contracts import topics
 from forgemq_contracts.completions import FinishedCompletion
 from forgemq_contracts.episodes import FinishedEpisode, GradedEpisode
@@ -20,9 +20,9 @@ from forgemq_contracts.messages import Output
 from forgemq_reward.core.pending import PendingEpisode, PendingEpisodes, PendingPositions
 from forgemq_reward.grader import Grader, rendering_of
 from forgemq_reward.settings import RewardSettings
-from forgemq_shell.fan_in import completion_traces
 from forgemq_shell.records import emit_of
 from forgemq_shell.service import Context
+from forgemq_shell.span_links import completion_traces
 from forgemq_telemetry.traces import trace_headers
 
 GROUP = "reward-grading"

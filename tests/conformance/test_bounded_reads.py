@@ -1,7 +1,7 @@
 """Reading to the end of now, over every implementation of `bus.log.Log`."""
 
+from forgemq_bus.bounded_reads import read_to_end
 from forgemq_bus.log import Log
-from forgemq_bus.reading import read_to_end
 from tests.conformance.records import A0, A1, B0, numbered, settled_end, write
 
 

@@ -2,10 +2,10 @@
 
 import pytest
 
+from forgemq_bus.bounded_reads import read_to_end, read_up_to
 from forgemq_bus.errors import LogUnavailableError
 from forgemq_bus.log import Emit, Place
 from forgemq_bus.memory import MemoryLog
-from forgemq_bus.reading import read_to_end, read_up_to
 
 A0, A1 = Place("a", 0), Place("a", 1)
 
