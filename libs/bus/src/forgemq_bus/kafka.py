@@ -1,7 +1,7 @@
-"""The log on Apache Kafka, over aiokafka; nothing outside the bus knows that client.
+"""The log on Apache Kafka, over aiokafka; only the bus imports that client.
 
-Each reader, writer and member has connections of its own, so that a long poll of one holds up no
-other; everything is opened on first use.
+Readers, writers and members do not share connections, so a long poll of one cannot delay another.
+Connections are opened on first use.
 """
 
 from collections.abc import Mapping, Sequence
@@ -53,7 +53,7 @@ class KafkaLog:
         self.is_closed = False
 
     async def create_topics(self, partitions: Mapping[str, int]) -> None:
-        """Create what does not exist; ValueError where a count differs."""
+        """Create the topics that do not exist; ValueError if a count differs."""
         self._check_open()
         await self._topics.create(
             {broker_topic(topic, run=self._run): count for topic, count in partitions.items()}
@@ -62,7 +62,7 @@ class KafkaLog:
     async def reader(
         self, positions: Mapping[Place, int], *, isolation: Isolation = "committed"
     ) -> KafkaReader:
-        """A reader of exactly these partitions, from these positions."""
+        """Open a reader of exactly these partitions, from these positions."""
         self._check_open()
         await self._topics.check({broker_place(place, run=self._run) for place in positions})
         reader = await open_reader(
@@ -96,14 +96,14 @@ class KafkaLog:
         return member
 
     async def writer(self) -> KafkaWriter:
-        """A writer outside transactions."""
+        """Open a writer outside transactions."""
         self._check_open()
         writer = KafkaWriter(await self._outbox(None))
         self._keep(writer)
         return writer
 
     async def transaction_writer(self, transactional_id: str) -> KafkaTransactionWriter:
-        """A transactional writer; older ones of this id are fenced and have ended."""
+        """Open a transactional writer; older ones of this id are fenced and have ended."""
         self._check_open()
         name = in_run(transactional_id, run=self._run)
         writer = KafkaTransactionWriter(await self._outbox(name), transactional_id=name)
@@ -111,7 +111,7 @@ class KafkaLog:
         return writer
 
     async def committed(self, *, group: str, places: Sequence[Place]) -> dict[Place, int]:
-        """Committed positions of the group; a place without one is absent."""
+        """Committed positions of the group; a partition without one is absent."""
         there = {broker_place(place, run=self._run): place for place in places}
         found = await self._topics.committed(in_run(group, run=self._run), list(there))
         return {there[place]: position for place, position in found.items()}

@@ -1,8 +1,8 @@
-"""A member of a consumer group: aiokafka keeps the membership, an own reader reads.
+"""A member of a consumer group: aiokafka keeps the membership, a separate reader reads.
 
-aiokafka alone would not do: it hands out records of new partitions while the callback for them is
-still running, and it sends no heartbeats while it waits for that callback. So its consumer is
-paused for good and only says what is assigned; reading starts when the callback has returned.
+aiokafka's consumer cannot do both: it returns records of new partitions while the callback for them
+is still running, and it sends no heartbeats while it awaits that callback. So its consumer stays
+paused and only reports the assignment; a `KafkaReader` reads once the callback has returned.
 """
 
 import asyncio
@@ -20,30 +20,30 @@ from forgemq_bus.kafka_topics import KafkaTopics
 from forgemq_bus.log import AssignmentCallback, Place, Record
 from forgemq_bus.names import broker_place, broker_topic
 
-SESSION_TIMEOUT_MS = 10_000
-HEARTBEAT_MS = 1_000  # Also how soon a member hears that another one joined.
+SESSION_TIMEOUT_MS = 10_000  # A killed member's partitions go to others after this time.
+HEARTBEAT_MS = 1_000  # Also how soon a member learns that another one joined.
 REBALANCE_TIMEOUT_MS = 60_000  # How long `on_assigned` and `on_revoked` may take together.
 
 
 class Membership(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka has no types here.
-    """What aiokafka calls; every rebalance takes all partitions and gives the new ones."""
+    """aiokafka's callbacks; every rebalance revokes all partitions and assigns the new ones."""
 
     def __init__(self, member: "KafkaMember") -> None:
-        """Passes on to this member."""
+        """Forward the callbacks to this member."""
         self._member = member
 
     async def on_partitions_revoked(self, revoked: Iterable[TopicPartition]) -> None:
-        """Nobody else gets the partitions before this returns."""
+        """Revoke; no other member gets the partitions before this returns."""
         del revoked
         await self._member.revoke()
 
     async def on_partitions_assigned(self, assigned: Iterable[TopicPartition]) -> None:
-        """Must return at once: no heartbeat is sent before."""
+        """Start the assignment; returns at once, because no heartbeat is sent before."""
         self._member.assign(frozenset(partition.partition for partition in assigned))
 
 
 class KafkaMember:
-    """Implements `log.Member`; for one task at a time. `join` comes before everything."""
+    """Implements `log.Member`; for one task at a time. Call `join` first."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class KafkaMember:
         on_revoked: AssignmentCallback,
         blobs: BlobStore | None,
     ) -> None:
-        """Not a member yet; `group` is a name on the broker, `names` are topics' names."""
+        """A member that has not joined; `group` is a name on the broker, `names` are topics."""
         self._connection = connection
         self._topics = topics
         self._run = run
@@ -78,7 +78,7 @@ class KafkaMember:
         self.is_closed = False
 
     async def join(self) -> None:
-        """Join; returns after the first assignment and its callback.
+        """Join the group; returns after the first assignment and its callback.
 
         Raises:
             ValueError: the topics have different numbers of partitions.
@@ -109,11 +109,11 @@ class KafkaMember:
             raise
 
     def assigned(self) -> frozenset[int]:
-        """Partition numbers that this member owns now."""
+        """Partition numbers that this member owns."""
         return self._assigned
 
     async def revoke(self) -> None:
-        """Stop reading, then call back; called before other members get the partitions."""
+        """Stop reading, then call `on_revoked`; other members get the partitions afterwards."""
         async with self._revoking:
             if self._taking is not None:
                 await asyncio.wait([self._taking])
@@ -129,7 +129,7 @@ class KafkaMember:
                     raise
 
     def assign(self, numbers: frozenset[int]) -> None:
-        """Start reading these partitions once the callback has returned."""
+        """Start reading these partitions as soon as `on_assigned` has returned."""
         if self.is_closed or self._consumer is None:
             return
         self._consumer.pause(*self._consumer.assignment())
@@ -168,7 +168,7 @@ class KafkaMember:
         return reader
 
     def _fail(self, error: BaseException) -> None:
-        """Keep what a callback or the brokers raised for the next `read`."""
+        """Keep an error of a callback or the brokers, for the next `read` to raise."""
         self._failure = error
         self._changed.set()
 
@@ -177,10 +177,10 @@ class KafkaMember:
             raise self._failure
 
     async def read(self, *, timeout_s: float, records_max: int) -> list[Record]:
-        """Records in offset order per partition; [] when none came within the time.
+        """Records in offset order per partition; [] if none came within the time.
 
         Raises:
-            LogError: as `KafkaReader.read`; also what a callback raised.
+            LogError: as `KafkaReader.read`. Errors of callbacks are raised here too.
         """
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
@@ -208,7 +208,7 @@ class KafkaMember:
             return records if reader is self._reader else []
 
     async def _check_membership(self) -> None:
-        """Tell aiokafka that this member is alive, and hear of what ended its membership."""
+        """Let aiokafka see that this member is alive; raise if its membership has ended."""
         assert self._consumer is not None
         try:
             await self._consumer.getmany(timeout_ms=0)
@@ -224,7 +224,7 @@ class KafkaMember:
         self._owned().seek(place, position)
 
     def pause(self, places: Sequence[Place]) -> None:
-        """Return no records of these partitions until `resume`, whatever is reassigned."""
+        """Return no records of these partitions until `resume`, also across rebalances."""
         self._paused.update(places)
         if self._reader is not None:
             self._reader.pause([place for place in places if self._owns(place)])

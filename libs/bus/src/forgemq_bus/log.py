@@ -1,4 +1,4 @@
-"""The log as its users see it: ordered partitions, offsets, transactions.
+"""The interface of a log: ordered partitions, offsets, transactions.
 
 Two implementations pass one conformance suite: `KafkaLog` (aiokafka) and `MemoryLog`. Topic names
 here are those of `contracts.topics`; a `Log` belongs to one run and adds the run's prefix itself.
@@ -22,7 +22,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One record as read from a log; the value is not decoded, a blob is already fetched."""
+    """One record as read from a log; its value is encoded and complete, also if it was a blob."""
 
     topic: str
     partition: int
@@ -40,7 +40,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Emit:
-    """One record to write; the partition is always given by number."""
+    """One record to write, to a partition given by number."""
 
     topic: str
     partition: int

@@ -80,7 +80,12 @@ def read_recording(path: Path) -> Recording:
 
 
 async def record_task(
-    log: LogReads, plan: TaskPlan, *, configuration: RunConfiguration, outputs: Sequence[Place]
+    log: LogReads,
+    plan: TaskPlan,
+    *,
+    configuration: RunConfiguration,
+    outputs: Sequence[Place],
+    bytes_max: int = RECORDING_BYTES_MAX,
 ) -> Recording:
     """Copy what a replay of this task reads: its journal, the inputs it names, its outputs.
 
@@ -88,13 +93,14 @@ async def record_task(
         log: The run's log; the run may be up.
         plan: Of the task.
         configuration: Of the run.
-        outputs: Every partition that the task may write to, its journal left out.
+        outputs: Every partition that the task may write to, except its journal.
+        bytes_max: Of all values together.
 
     Raises:
-        RecordingError: more than RECORDING_BYTES_MAX.
+        RecordingError: the task has more.
         JournalError: a batch is missing.
     """
-    copy = _Copy(log)
+    copy = _Copy(log, bytes_max=bytes_max)
     first = (await log.first_positions([plan.journal]))[plan.journal]
     end = (await log.end_positions([plan.journal]))[plan.journal]
     batches = await read_journal(log, plan.journal, start=first, end=end)
@@ -126,9 +132,10 @@ async def record_task(
 class _Copy:
     """Copies partitions and counts their bytes."""
 
-    def __init__(self, log: LogReads) -> None:
+    def __init__(self, log: LogReads, *, bytes_max: int) -> None:
         self._log = log
-        self._left_bytes = RECORDING_BYTES_MAX
+        self._bytes_max = bytes_max
+        self._bytes = 0
 
     async def partition(
         self, place: Place, first: int, end: int, *, task: str | None = None
@@ -142,10 +149,10 @@ class _Copy:
                 if task is not None:
                     new = [r for r in new if batch_sequence(r.headers, task=task) is not None]
                 found += new
-                self._left_bytes -= sum(len(record.value) for record in new)
-                if self._left_bytes < 0:
+                self._bytes += sum(len(record.value) for record in new)
+                if self._bytes > self._bytes_max:
                     raise RecordingError(
-                        f"the task has more than {RECORDING_BYTES_MAX // 2**20} MiB of records"
+                        f"the task has more than {self._bytes_max} bytes of records"
                     )
         finally:
             await reader.close()

@@ -103,6 +103,8 @@ async def _replay(
     transform_of: TransformOf,
     environ: Mapping[str, str],
 ) -> int:
+    if options.file is not None and options.to is not None:
+        raise SettingsError("--to: records a run, so it cannot be used with FILE")
     if options.file is not None:
         return await _replay_file(name, options.file, transform_of=transform_of, environ=environ)
     async with _open_run(environ) as (log, configuration):
