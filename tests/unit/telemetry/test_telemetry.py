@@ -23,7 +23,7 @@ from forgemq_telemetry.traces import (
     completion_trace,
     headers_from_http,
     headers_to_http,
-    span_place,
+    span_ids,
     trace_headers,
 )
 
@@ -83,7 +83,7 @@ def test_without_an_exporter_no_sdk_is_imported_and_no_thread_started():
 
 
 def test_a_completions_trace_id_is_its_request_id():
-    place = span_place(completion_trace(COMPLETION))
+    place = span_ids(completion_trace(COMPLETION))
     assert place is not None
     assert f"{place.trace_id:032x}" == COMPLETION
     assert place.flags == 1
@@ -94,7 +94,7 @@ def test_a_completions_trace_id_is_its_request_id():
     [b"", b"00-zz-bb-01", b"00-" + b"0" * 32 + b"-" + b"b" * 16 + b"-01", b"ff" * 40],
 )
 def test_a_malformed_traceparent_is_no_parent(value: bytes):
-    assert span_place((("traceparent", value),)) is None
+    assert span_ids((("traceparent", value),)) is None
 
 
 def test_trace_context_survives_http_and_records():
@@ -105,7 +105,7 @@ def test_trace_context_survives_http_and_records():
 def test_a_span_continues_its_parents_trace_and_names_itself_as_the_next_parent():
     telemetry, _, spans = exporting()
     with telemetry.span("merge", parent=PARENT, group_id="g-1") as span:
-        inner = span_place(span.headers())
+        inner = span_ids(span.headers())
         span.set(tokens=7)
     (finished,) = spans.get_finished_spans()
     assert inner is not None

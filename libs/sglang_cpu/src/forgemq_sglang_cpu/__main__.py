@@ -1,4 +1,4 @@
-"""SGLang's server, ending when the process that started it ends: `python -m forgemq_sglang_cpu`."""
+"""`python -m forgemq_sglang_cpu`: SGLang's server, which ends with the process that started it."""
 
 import os
 import runpy
