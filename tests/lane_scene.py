@@ -1,4 +1,4 @@
-"""One lane for tests: the real service on a log, beside a given engine; and what it wrote."""
+"""One lane for tests: the real inference service on a log, with a given engine."""
 
 import asyncio
 import hashlib
@@ -72,7 +72,7 @@ def request_id(number: int) -> str:
 
 
 class LaneScene:
-    """Requests into the log, records out of it; `serving` runs the service in between."""
+    """Writes requests to the log and reads what the service wrote; `serving` runs the service."""
 
     def __init__(self, log: Log, *, model: Path, engine_url: str, lane: int = 0) -> None:
         self.log = log
@@ -84,7 +84,7 @@ class LaneScene:
 
     @asynccontextmanager
     async def serving(self, **settings: object) -> AsyncIterator["asyncio.Event"]:
-        """The service runs; gives its stop event, and stops it at the end."""
+        """Run the service; yields its stop event, and stops the service at the end."""
         variables = {"LANE": self.lane, "ENGINE_URL": self.engine_url, "HEARTBEAT_S": 0.1}
         variables |= {"DRAIN_S": 0.2} | {name.upper(): value for name, value in settings.items()}
         stop = asyncio.Event()
@@ -174,7 +174,7 @@ class LaneScene:
         return offset
 
     async def read(self, topic: str, partition: int) -> list[Any]:
-        """All records of a partition, raw."""
+        """Read all records of a partition, not decoded."""
         place = Place(topic, partition)
         end = (await self.log.end_positions([place]))[place]
         start = (await self.log.first_positions([place]))[place]
@@ -195,7 +195,7 @@ class LaneScene:
     async def finished(
         self, *, count: int = 0, timeout_s: float = 20.0
     ) -> list[FinishedCompletion]:
-        """Finished completions, once there are `count`."""
+        """Wait for `count` finished completions; returns all."""
         partition = group_partition(GROUP, partitions=PARTITIONS)
         topic = topics.FINISHED_COMPLETIONS
         async with asyncio.timeout(timeout_s):
@@ -203,14 +203,14 @@ class LaneScene:
         return [topics.decode(topic, record.value) for record in records]  # type: ignore[misc]
 
     async def loaded(self, *, count: int = 0, timeout_s: float = 20.0) -> list[LoadedWeights]:
-        """Loaded weights of the lane, once there are `count`."""
+        """Wait for `count` loaded weights of the lane; returns all."""
         topic = topics.LOADED_WEIGHTS
         async with asyncio.timeout(timeout_s):
             records = await self._at_least(count, topic, self.lane)
         return [topics.decode(topic, record.value) for record in records]  # type: ignore[misc]
 
     async def report(self, *, is_serving: bool, timeout_s: float = 20.0) -> ReportedEngine:
-        """The newest report, once it says so."""
+        """Wait until the newest report has this `is_serving`; returns it."""
         topic = topics.REPORTED_ENGINES
         async with asyncio.timeout(timeout_s):
             while True:
@@ -223,20 +223,20 @@ class LaneScene:
                 await asyncio.sleep(0.02)
 
     async def until_running(self) -> None:
-        """Return once the lane reports a request in its engine."""
+        """Wait until the lane reports a request in its engine."""
         while True:
             if (await self.report(is_serving=True)).running:
                 return
             await asyncio.sleep(0.02)
 
     async def until_said(self, event: str) -> None:
-        """Return once the service's log has such an event."""
+        """Wait for an event of this name."""
         while True:
             if self.said(event):
                 return
             await asyncio.sleep(0.02)
 
     def said(self, event: str) -> list[dict[str, Any]]:
-        """Events of this name in the service's log."""
+        """Events of this name that the service wrote."""
         lines = [json.loads(line) for line in self.events.getvalue().splitlines()]
         return [line for line in lines if line["event"] == event]

@@ -82,7 +82,7 @@ async def test_foreign_errors_are_translated(
             raise raised
 
 
-async def test_only_errors_that_pass_by_themselves_are_repeated() -> None:
+async def test_only_retriable_errors_are_retried() -> None:
     waiting: list[kafka_errors.KafkaError] = [
         kafka_errors.NotLeaderForPartitionError(),
         kafka_errors.RequestTimedOutError(),

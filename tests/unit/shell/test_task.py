@@ -33,7 +33,7 @@ TRACE = ("traceparent", b"00-" + b"a" * 32 + b"-" + b"b" * 16 + b"-01")
 
 
 class ManualClock:
-    """Stands still until it is told to go on."""
+    """A clock that a test moves."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -43,7 +43,7 @@ class ManualClock:
 
 
 class World:
-    """One task on a memory log, and what it wrote."""
+    """One task on a memory log, and the records it wrote."""
 
     def __init__(self) -> None:
         self.log = MemoryLog(run="r")
@@ -73,7 +73,7 @@ class World:
         core: Core | None = None,
         tick_s: float = 0.0,
     ) -> AsyncIterator[TransformTask]:
-        """The task, running; stopped cleanly at the end."""
+        """Run the task; stops it cleanly at the end."""
         stop = asyncio.Event()
         task = TransformTask(
             self.plan(settings, tick_s=tick_s),

@@ -105,7 +105,7 @@ async def bound_and_translate(connection: KafkaConnection, doing: str) -> AsyncI
     Raises:
         LogUnavailableError: no answer in time.
         FencedError: a newer writer exists.
-        LogError: the brokers refuse; says what they said.
+        LogError: the brokers refuse; the message has their answer.
     """
     try:
         async with asyncio.timeout(connection.retry_s):

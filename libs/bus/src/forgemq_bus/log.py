@@ -141,7 +141,7 @@ class LogReads(Protocol):
         ...
 
     async def first_positions(self, places: Sequence[Place]) -> dict[Place, int]:
-        """Offset of the oldest record that is kept (equal to the end if there is none)."""
+        """Offset of the oldest record that is kept (equal to the end if the partition is empty)."""
         ...
 
     async def end_positions(

@@ -67,16 +67,16 @@ async def fetched(records: Sequence[Record], *, blobs: BlobStore | None) -> list
         encoded, codec = named.get(BLOB_HEADER), named.get(CODEC_HEADER, b"")
         if encoded is None:
             return record
-        where = f"{record.topic}/{record.partition}@{record.offset}"
+        position = f"{record.topic}/{record.partition}@{record.offset}"
         if blobs is None:
-            raise BlobError(f"{where} points at a blob and this log has no blob store")
+            raise BlobError(f"{position} points at a blob and this log has no blob store")
         reference = msgspec.msgpack.decode(encoded, type=BlobReference)
         try:
             async with gate:
                 stored = await blobs.get(reference)
                 value = await asyncio.to_thread(_plain, stored, codec)
         except BlobError as error:
-            raise type(error)(f"{where}: {error}") from error
+            raise type(error)(f"{position}: {error}") from error
         headers = tuple(h for h in record.headers if h[0] not in (BLOB_HEADER, CODEC_HEADER))
         return replace(record, value=value, headers=headers)
 

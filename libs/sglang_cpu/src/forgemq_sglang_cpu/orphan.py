@@ -19,7 +19,7 @@ def end_with_parent(parent_pid: int) -> None:
         RuntimeError: this process does not lead its group; the kill would hit its siblings.
     """
     if os.getpgid(0) != os.getpid():
-        raise RuntimeError("the engine must lead a process group of its own")
+        raise RuntimeError("the engine must lead its process group")
     # Not PR_SET_PDEATHSIG: it follows the parent's thread, which may end long before the parent.
     threading.Thread(target=_watch, args=(parent_pid,), name="end-with-parent", daemon=True).start()
 

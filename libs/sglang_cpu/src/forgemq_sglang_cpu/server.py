@@ -43,7 +43,7 @@ class EngineServerError(Exception):
 
 
 class EngineServer:
-    """One server in a process group of its own, writing to `<folder>/engine.log`.
+    """One server, which leads its process group and writes to `<folder>/engine.log`.
 
     Lifecycle: `start`, `wait_healthy`, `stop`; a stopped server can be started again. Also a
     context manager, which waits with the default deadline.

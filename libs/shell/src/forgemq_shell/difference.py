@@ -26,11 +26,11 @@ def difference_lines(difference: Difference) -> Sequence[str]:
     at = f"{topic}/{partition}" + (f"@{written.offset}" if written else "")
     if written is None or replayed is None:
         does = "does not write this record" if replayed is None else "adds a record"
-        where = f"first difference at {at} ({batch}): the replay {does}"
+        position = f"first difference at {at} ({batch}): the replay {does}"
     else:
         fields = next(_paths(on_log, again), "the key" if on_log == again else "the bytes")
-        where = f"first difference at {at} ({batch}) in {fields}"
-    return (where, f"on the log: {_shown(on_log)}", f"replayed:   {_shown(again)}")
+        position = f"first difference at {at} ({batch}) in {fields}"
+    return (position, f"on the log: {_shown(on_log)}", f"replayed:   {_shown(again)}")
 
 
 def _decoded(topic: str, value: bytes) -> object:

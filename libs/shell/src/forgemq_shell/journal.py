@@ -62,7 +62,7 @@ def _following(previous: JournalledBatch | None, record: Record) -> JournalledBa
 
 
 def since_newest_snapshot(batches: Sequence[JournalledBatch]) -> list[JournalledBatch]:
-    """The batches that rebuild the state: from the newest snapshot on, or all if there is none."""
+    """The batches that rebuild the state: from the newest snapshot on, or all without one."""
     snapshots = [index for index, batch in enumerate(batches) if batch.snapshot is not None]
     return list(batches[snapshots[-1] :] if snapshots else batches)
 

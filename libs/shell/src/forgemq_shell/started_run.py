@@ -56,7 +56,7 @@ async def started_run(
 
 
 async def _read_newest(log: Log, run: str) -> StartedRun | None:
-    """Read the newest StartedRun of the run that is on the log; None if there is none yet."""
+    """Read the newest StartedRun of the run that is on the log; None if it is not there yet."""
     first = (await log.first_positions([_PLACE]))[_PLACE]
     end = (await log.end_positions([_PLACE]))[_PLACE]
     if first >= end:

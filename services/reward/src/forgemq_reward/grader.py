@@ -25,7 +25,7 @@ REPORTED = "reported"
 
 
 class Grader:
-    """Grades one episode at a time in a process of its own.
+    """Grades one episode at a time in a child process.
 
     Args:
         rendering: Shared by all graders of this service; None if no queue names a function.
