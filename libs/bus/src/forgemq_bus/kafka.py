@@ -12,6 +12,7 @@ from forgemq_bus.errors import ClosedError
 from forgemq_bus.kafka_connection import KafkaConnection
 from forgemq_bus.kafka_member import KafkaMember
 from forgemq_bus.kafka_reader import KafkaReader, open_reader
+from forgemq_bus.kafka_run import KafkaRun
 from forgemq_bus.kafka_topics import KafkaTopics
 from forgemq_bus.kafka_writer import (
     KafkaOutbox,
@@ -19,7 +20,7 @@ from forgemq_bus.kafka_writer import (
     KafkaWriter,
     open_producer,
 )
-from forgemq_bus.log import AssignmentCallback, Isolation, Place
+from forgemq_bus.log import AssignmentCallback, Isolation, Place, Subscription
 from forgemq_bus.names import broker_place, broker_topic, in_run
 
 __all__ = ["KafkaConnection", "KafkaLog"]
@@ -44,10 +45,10 @@ class KafkaLog:
         inline_bytes_max: int = 900_000,
     ) -> None:
         """Nothing is connected yet; without a blob store values are limited to 8 MiB."""
-        self._connection = connection
         self._run = run
-        self._blobs = blobs
-        self._inline_bytes_max = inline_bytes_max
+        self._kafka_run = KafkaRun(
+            connection=connection, run=run, blobs=blobs, inline_bytes_max=inline_bytes_max
+        )
         self._topics = KafkaTopics(connection)
         self._opened: list[Opened] = []
         self.is_closed = False
@@ -65,9 +66,7 @@ class KafkaLog:
         """Open a reader of exactly these partitions, from these positions."""
         self._check_open()
         await self._topics.check({broker_place(place, run=self._run) for place in positions})
-        reader = await open_reader(
-            self._connection, positions, run=self._run, isolation=isolation, blobs=self._blobs
-        )
+        reader = await open_reader(self._kafka_run, positions, isolation=isolation)
         self._keep(reader)
         return reader
 
@@ -81,16 +80,13 @@ class KafkaLog:
     ) -> KafkaMember:
         """Join a consumer group; returns after the first assignment and its callback."""
         self._check_open()
-        member = KafkaMember(
-            connection=self._connection,
-            topics=self._topics,
-            run=self._run,
+        subscription = Subscription(
             group=in_run(group, run=self._run),
-            names=topics,
+            topics=tuple(topics),
             on_assigned=on_assigned,
             on_revoked=on_revoked,
-            blobs=self._blobs,
         )
+        member = KafkaMember(subscription, topics=self._topics, kafka_run=self._kafka_run)
         await member.join()
         self._keep(member)
         return member
@@ -144,15 +140,10 @@ class KafkaLog:
         await self._topics.close()
 
     async def _outbox(self, transactional_id: str | None) -> KafkaOutbox:
-        producer = await open_producer(self._connection, transactional_id=transactional_id)
-        return KafkaOutbox(
-            producer,
-            topics=self._topics,
-            connection=self._connection,
-            run=self._run,
-            blobs=self._blobs,
-            inline_bytes_max=self._inline_bytes_max,
+        producer = await open_producer(
+            self._kafka_run.connection, transactional_id=transactional_id
         )
+        return KafkaOutbox(producer, topics=self._topics, kafka_run=self._kafka_run)
 
     def _keep(self, opened: Opened) -> None:
         """Close it with the log, unless its user does so first."""

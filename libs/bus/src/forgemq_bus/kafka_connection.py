@@ -26,7 +26,7 @@ RECONNECT_PAUSE_S = 0.25
 """A broker takes seconds to start; this keeps the log and the processor quiet meanwhile."""
 
 RETRY_PAUSE_S = 0.05
-"""Coordinators and new topics settle within tens of milliseconds."""
+"""Short: it also waits for new topics and for transactions in their last phase."""
 
 REQUEST_TIMEOUT_MS = 10_000
 """Above any answer of a working broker, and short enough for three tries within `retry_s`."""

@@ -12,12 +12,12 @@ from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener, TopicPartition
 from aiokafka import errors as kafka_errors
 from aiokafka.coordinator.assignors.range import RangePartitionAssignor
 
-from forgemq_bus.blobs import BlobStore
 from forgemq_bus.errors import ClosedError, LogError
-from forgemq_bus.kafka_connection import KafkaConnection, client_settings, connect, stop_client
+from forgemq_bus.kafka_connection import client_settings, connect, stop_client
 from forgemq_bus.kafka_reader import KafkaReader, open_reader
+from forgemq_bus.kafka_run import KafkaRun
 from forgemq_bus.kafka_topics import KafkaTopics
-from forgemq_bus.log import AssignmentCallback, Place, Record
+from forgemq_bus.log import Place, Record, Subscription
 from forgemq_bus.names import broker_place, broker_topic
 
 SESSION_TIMEOUT_MS = 10_000  # A killed member's partitions go to others after this time.
@@ -47,25 +47,18 @@ class KafkaMember:
 
     def __init__(
         self,
+        subscription: Subscription,
         *,
-        connection: KafkaConnection,
         topics: KafkaTopics,
-        run: str,
-        group: str,
-        names: Sequence[str],
-        on_assigned: AssignmentCallback,
-        on_revoked: AssignmentCallback,
-        blobs: BlobStore | None,
+        kafka_run: KafkaRun,
     ) -> None:
-        """A member that has not joined; `group` is a name on the broker, `names` are topics."""
-        self._connection = connection
+        """A member that has not joined; the subscription's group is a name on the broker."""
         self._topics = topics
-        self._run = run
-        self._group = group
-        self._names = tuple(names)
-        self._on_assigned = on_assigned
-        self._on_revoked = on_revoked
-        self._blobs = blobs
+        self._kafka_run = kafka_run
+        self._group = subscription.group
+        self._names = subscription.topics
+        self._on_assigned = subscription.on_assigned
+        self._on_revoked = subscription.on_revoked
         self._consumer: AIOKafkaConsumer | None = None
         self._reader: KafkaReader | None = None
         self._taking: asyncio.Task[None] | None = None
@@ -84,12 +77,12 @@ class KafkaMember:
             ValueError: the topics have different numbers of partitions.
             LogUnavailableError: the brokers do not answer.
         """
-        wanted = [broker_topic(name, run=self._run) for name in self._names]
+        wanted = [broker_topic(name, run=self._kafka_run.run) for name in self._names]
         counts = await self._topics.counts(wanted)
         if len(set(counts.values())) != 1:
             raise ValueError(f"topics of group {self._group} are not co-partitioned: {counts}")
         self._consumer = AIOKafkaConsumer(
-            **client_settings(self._connection),
+            **client_settings(self._kafka_run.connection),
             group_id=self._group,
             enable_auto_commit=False,
             auto_offset_reset="earliest",  # Never used: the consumer is paused.
@@ -101,7 +94,9 @@ class KafkaMember:
         )
         self._consumer.subscribe(topics=wanted, listener=Membership(self))
         try:
-            await connect(self._connection, self._consumer.start, doing=f"join {self._group}")
+            await connect(
+                self._kafka_run.connection, self._consumer.start, doing=f"join {self._group}"
+            )
             await self._changed.wait()
             self._raise_failure()
         except BaseException:
@@ -151,18 +146,16 @@ class KafkaMember:
 
     async def _open_reader(self, numbers: frozenset[int]) -> KafkaReader:
         places = [Place(name, number) for name in self._names for number in sorted(numbers)]
-        on_broker = [broker_place(place, run=self._run) for place in places]
+        on_broker = [broker_place(place, run=self._kafka_run.run) for place in places]
         first = await self._topics.first(on_broker)
         committed = await self._topics.committed(self._group, on_broker)
         reader = await open_reader(
-            self._connection,
+            self._kafka_run,
             {
                 place: committed.get(there, first[there])
                 for place, there in zip(places, on_broker, strict=True)
             },
-            run=self._run,
             isolation="committed",
-            blobs=self._blobs,
         )
         reader.pause([place for place in places if place in self._paused])
         return reader

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from aiokafka import AIOKafkaConsumer, ConsumerRecord, TopicPartition
 from aiokafka import errors as kafka_errors
 
-from forgemq_bus.blobs import BlobStore
 from forgemq_bus.errors import ClosedError, LogError, OutOfRangeError
 from forgemq_bus.kafka_connection import (
     KafkaConnection,
@@ -15,6 +14,7 @@ from forgemq_bus.kafka_connection import (
     connect,
     stop_client,
 )
+from forgemq_bus.kafka_run import KafkaRun
 from forgemq_bus.log import Isolation, Place, Record
 from forgemq_bus.names import broker_topic
 from forgemq_bus.payloads import fetched
@@ -54,16 +54,13 @@ class KafkaReader:
         consumer: AIOKafkaConsumer,
         positions: Mapping[Place, int],
         *,
-        connection: KafkaConnection,
-        run: str,
-        blobs: BlobStore | None,
+        kafka_run: KafkaRun,
     ) -> None:
         """A reader over a started consumer that nothing else uses."""
         self._consumer = consumer
-        self._connection = connection
-        self._blobs = blobs
+        self._kafka_run = kafka_run
         self._partitions = {
-            place: TopicPartition(broker_topic(place.topic, run=run), place.partition)
+            place: TopicPartition(broker_topic(place.topic, run=kafka_run.run), place.partition)
             for place in positions
         }
         self._places = {partition: place for place, partition in self._partitions.items()}
@@ -94,7 +91,7 @@ class KafkaReader:
                 raise ClosedError("read after close")
             taken, seeks = self._ahead.peek(records_max, without=self._paused), self._seeks
             if taken:
-                records = await fetched(taken, blobs=self._blobs)
+                records = await fetched(taken, blobs=self._kafka_run.blobs)
                 if seeks == self._seeks:
                     self._ahead.drop(taken)
                     return records
@@ -145,7 +142,9 @@ class KafkaReader:
         except kafka_errors.ConsumerStoppedError as error:
             raise ClosedError("closed while reading") from error
         except kafka_errors.KafkaError as error:
-            raise LogError(f"read from {self._connection.bootstrap}: {error!r}") from error
+            raise LogError(
+                f"read from {self._kafka_run.connection.bootstrap}: {error!r}"
+            ) from error
         for partition, batch in batches.items():
             place = self._places[partition]
             self._ahead.add(place, [_record(place, message) for message in batch])
@@ -157,7 +156,7 @@ class KafkaReader:
     async def _probe(self, *, has_heard: bool) -> None:
         now_s = asyncio.get_running_loop().time()
         if not has_heard and now_s - self._heard_s > PROBE_AFTER_S:
-            async with bound_and_translate(self._connection, "read"):
+            async with bound_and_translate(self._kafka_run.connection, "read"):
                 await self._consumer.end_offsets([next(iter(self._places))])
             has_heard = True
         if has_heard:
@@ -166,7 +165,7 @@ class KafkaReader:
     async def _out_of_range(self, error: kafka_errors.OffsetOutOfRangeError) -> OutOfRangeError:
         partition, position = next(iter(error.args[0].items()))
         place = self._places[partition]
-        async with bound_and_translate(self._connection, "read"):
+        async with bound_and_translate(self._kafka_run.connection, "read"):
             first = await self._consumer.beginning_offsets([partition])
             end = await self._consumer.end_offsets([partition])
         return OutOfRangeError(
@@ -176,22 +175,17 @@ class KafkaReader:
 
 
 async def open_reader(
-    connection: KafkaConnection,
-    positions: Mapping[Place, int],
-    *,
-    run: str,
-    isolation: Isolation,
-    blobs: BlobStore | None,
+    kafka_run: KafkaRun, positions: Mapping[Place, int], *, isolation: Isolation
 ) -> KafkaReader:
-    """A connected reader of exactly these partitions.
+    """Open a reader of exactly these partitions.
 
     Raises:
         LogUnavailableError: the brokers do not answer.
     """
-    consumer = fetching_consumer(connection, isolation=isolation)
+    consumer = fetching_consumer(kafka_run.connection, isolation=isolation)
     stops = consumer.stop, consumer._client.close
-    await connect(connection, consumer.start, *stops, doing="open a reader")
-    return KafkaReader(consumer, positions, connection=connection, run=run, blobs=blobs)
+    await connect(kafka_run.connection, consumer.start, *stops, doing="open a reader")
+    return KafkaReader(consumer, positions, kafka_run=kafka_run)
 
 
 def _record(place: Place, message: ConsumerRecord) -> Record:

@@ -7,7 +7,6 @@ from typing import Any
 from aiokafka import AIOKafkaProducer, TopicPartition
 from aiokafka import errors as kafka_errors
 
-from forgemq_bus.blobs import BlobStore
 from forgemq_bus.errors import ClosedError, LogError, RecordTooLargeError
 from forgemq_bus.kafka_connection import (
     KafkaConnection,
@@ -16,6 +15,7 @@ from forgemq_bus.kafka_connection import (
     connect,
     stop_client,
 )
+from forgemq_bus.kafka_run import KafkaRun
 from forgemq_bus.kafka_topics import RECORD_BYTES_MAX, KafkaTopics
 from forgemq_bus.log import Emit, Place
 from forgemq_bus.names import broker_place, broker_topic, in_run
@@ -33,18 +33,15 @@ class KafkaOutbox:
         producer: AIOKafkaProducer,
         *,
         topics: KafkaTopics,
-        connection: KafkaConnection,
-        run: str,
-        blobs: BlobStore | None,
-        inline_bytes_max: int,
+        kafka_run: KafkaRun,
     ) -> None:
         """An outbox over a started producer that nothing else uses."""
         self.producer = producer
         self.topics = topics
-        self.connection = connection
-        self.run = run
-        self._blobs = blobs
-        self._inline_bytes_max = inline_bytes_max
+        self.connection = kafka_run.connection
+        self.run = kafka_run.run
+        self._blobs = kafka_run.blobs
+        self._inline_bytes_max = kafka_run.inline_bytes_max
 
     async def prepared(self, emits: Sequence[Emit]) -> list[Emit]:
         """Check the records and move large values to the blob store; returns what to send.

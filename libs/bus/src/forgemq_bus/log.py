@@ -131,6 +131,20 @@ class TransactionWriter(Protocol):
 AssignmentCallback: TypeAlias = Callable[[frozenset[int]], Awaitable[None]]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subscription:
+    """A consumer group to join, its topics, and what to call as partitions come and go.
+
+    Attributes:
+        group: Name on the broker.
+    """
+
+    group: str
+    topics: tuple[str, ...]
+    on_assigned: AssignmentCallback
+    on_revoked: AssignmentCallback
+
+
 class LogReads(Protocol):
     """The part of a log that a replay needs: what is kept of each partition, and its records."""
 

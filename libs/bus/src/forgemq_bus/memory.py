@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 from forgemq_bus.blobs import BlobStore
 from forgemq_bus.errors import ClosedError
-from forgemq_bus.log import AssignmentCallback, Emit, Isolation, Place
+from forgemq_bus.log import AssignmentCallback, Emit, Isolation, Place, Subscription
 from forgemq_bus.memory_groups import MemoryGroups, MemoryMember
 from forgemq_bus.memory_reader import MemoryReader
 from forgemq_bus.memory_store import MemoryStore, Transaction
@@ -178,14 +178,14 @@ class MemoryLog:
     ) -> MemoryMember:
         """Join a consumer group; returns after the first assignment."""
         self._check_open()
-        member = MemoryMember(
-            MemoryReader(self._store, {}, run=self._run, blobs=self._blobs),
+        subscription = Subscription(
             group=in_run(group, run=self._run),
-            topics=topics,
+            topics=tuple(topics),
             on_assigned=on_assigned,
             on_revoked=on_revoked,
-            groups=self._groups,
         )
+        reader = MemoryReader(self._store, {}, run=self._run, blobs=self._blobs)
+        member = MemoryMember(reader, subscription, groups=self._groups)
         await self._groups.join(member)
         self._keep(member)
         return member

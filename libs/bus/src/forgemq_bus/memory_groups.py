@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from forgemq_bus.errors import UnknownPlaceError
-from forgemq_bus.log import AssignmentCallback, Place, Record
+from forgemq_bus.log import Place, Record, Subscription
 from forgemq_bus.memory_reader import MemoryReader
 from forgemq_bus.memory_store import MemoryStore
 from forgemq_bus.names import broker_place, broker_topic
@@ -57,19 +57,16 @@ class MemoryMember:
     def __init__(
         self,
         reader: MemoryReader,
+        subscription: Subscription,
         *,
-        group: str,
-        topics: Sequence[str],
-        on_assigned: AssignmentCallback,
-        on_revoked: AssignmentCallback,
         groups: MemoryGroups,
     ) -> None:
         """A member that has not joined: `MemoryGroups.join` adds it."""
-        self.group = group
+        self.group = subscription.group
         self._reader = reader
-        self._topics = tuple(topics)
-        self._on_assigned = on_assigned
-        self._on_revoked = on_revoked
+        self._topics = subscription.topics
+        self._on_assigned = subscription.on_assigned
+        self._on_revoked = subscription.on_revoked
         self._groups = groups
         self._assigned: frozenset[int] = frozenset()
         self.is_closed = False

@@ -31,11 +31,11 @@ Progress: TypeAlias = Callable[[float, str], None]
 """Called about every 2 s of waiting with seconds waited and the newest line of the log."""
 
 LOG_TAIL_LINES = 15  # A Python traceback's end, with its error.
-_LOG_TAIL_BYTES = 64 * 1024  # More than LOG_TAIL_LINES of any length seen.
+_LOG_TAIL_BYTES = 64 * 1024  # LOG_TAIL_LINES of 4 KiB each.
 _POLL_S = 0.5  # A start takes 25 s at least.
 _PROGRESS_EVERY_S = 2.0  # Often enough for a person who watches.
 _KILLED_WITHIN_S = 10.0  # The kernel frees several GB of each process.
-_GONE_POLL_S = 0.05  # A killed process usually ends within tens of milliseconds.
+_GONE_POLL_S = 0.05  # Often: a stop waits for it.
 
 
 class EngineServerError(Exception):

@@ -70,8 +70,9 @@ class RecordedReader:
             if taken:
                 return [_record(place, recorded) for recorded in taken]
         if is_at_end:
-            left = sorted(set(self._parts) - self._paused)
-            raise RecordingError(f"the recording has no more records of {left}")
+            read = sorted(set(self._parts) - self._paused)
+            names = ", ".join(f"{topic}/{partition}" for topic, partition in read)
+            raise RecordingError(f"the recording has no more records of {names}")
         return []
 
     def position(self, place: Place) -> int:

