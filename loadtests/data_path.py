@@ -29,10 +29,9 @@ from forgemq_bus.errors import LogError
 from forgemq_bus.log import Log, Place, Record
 from forgemq_contracts import topics
 from forgemq_contracts.groups import MergedGroup, ScoredGroup
-from forgemq_launcher.machine import MachineError
-from forgemq_launcher.processes import ProcessFailedError
-from forgemq_telemetry.causes import causes_of
-from forgemq_telemetry.clock import now_ms
+from forgemq_launcher.upkeep.machine import MachineError
+from forgemq_launcher.upkeep.supervisor import ProcessFailedError
+from forgemq_telemetry.causes import causes
 
 WORKLOADS = {
     "small": Workload(
@@ -149,11 +148,11 @@ async def _wait_for_first_completion(system: RunningSystem) -> None:
 
 async def _measure_window(system: RunningSystem, duration_s: float) -> Window:
     cpu_s, stored, steps = system.cpu_s(), system.stored_bytes(), system.trainer.steps
-    wall_ms, began_s, load = now_ms(), time.monotonic(), os.getloadavg()[0]
+    wall_ms, began_s, load = time.time_ns() // 1_000_000, time.monotonic(), os.getloadavg()[0]
     await asyncio.sleep(duration_s)
     ended = system.cpu_s()
     return Window(
-        wall_ms=(wall_ms, now_ms()),
+        wall_ms=(wall_ms, time.time_ns() // 1_000_000),
         monotonic_s=(began_s, time.monotonic()),
         cpu_s={name: ended[name] - before for name, before in cpu_s.items()},
         stored_bytes=system.stored_bytes() - stored,
@@ -256,7 +255,7 @@ def main() -> int:
             with tempfile.TemporaryDirectory(prefix="forgemq-load-") as folder:
                 outcome = asyncio.run(measure(case, workload, folder=Path(folder)))
         except* FAILURES as failures:
-            lines = "\n".join(str(cause) or type(cause).__name__ for cause in causes_of(failures))
+            lines = "\n".join(str(cause) or type(cause).__name__ for cause in causes(failures))
             sys.exit(f"{case}: the system under load failed: {lines}")
         report(measurement, case, outcome, engine_s=workload.engine_s)
     return measurement.finish(options.json)

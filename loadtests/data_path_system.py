@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import sys
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,14 +21,13 @@ from forgemq_bus.log import Log
 from forgemq_contracts.episodes import Sampling
 from forgemq_contracts.run import Episodes, Model, Queue, RunConfiguration, StartedRun, Trainer
 from forgemq_contracts.run import Log as LogCounts
-from forgemq_launcher.broker import RunBroker
 from forgemq_launcher.core.restarts import RestartPolicy
-from forgemq_launcher.machine import port
-from forgemq_launcher.processes import ServiceSpec, Supervisor
+from forgemq_launcher.records.run_topics import create_topics, write_start
 from forgemq_launcher.run_folder import RunFolder
-from forgemq_launcher.services import Addresses, service_specs
-from forgemq_launcher.topics_of_run import announce, create_topics
-from forgemq_telemetry.clock import now_ms
+from forgemq_launcher.upkeep.broker import RunBroker
+from forgemq_launcher.upkeep.machine import port
+from forgemq_launcher.upkeep.services import Addresses, service_specs
+from forgemq_launcher.upkeep.supervisor import ServiceSpec, Supervisor
 
 LOADTESTS = Path(__file__).parent
 DEMO_MODEL = LOADTESTS.parent / "deploy" / "demo" / "model"
@@ -131,9 +131,9 @@ async def running(name: str, workload: Workload, *, folder: Path) -> AsyncIterat
             run=run.run,
             configuration=configuration,
             blobs=str(run / "blobs"),
-            started_ms=now_ms(),
+            started_ms=time.time_ns() // 1_000_000,
         )
-        await announce(broker.connection, started)
+        await write_start(broker.connection, started)
         trainer = StandInTrainer(
             log,
             model=model,

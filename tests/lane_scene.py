@@ -1,4 +1,4 @@
-"""One lane for tests: the real inference service on a log, with a given engine."""
+"""One lane for tests: the real service on a log beside a given engine, and its records."""
 
 import asyncio
 import hashlib
@@ -28,10 +28,10 @@ from forgemq_contracts.run import Log as LogConfiguration
 from forgemq_contracts.run import Model, Queue, RunConfiguration, StartedRun, Trainer
 from forgemq_contracts.weights import LoadedWeights, PublishedWeights, Rendezvous, ReportedEngine
 from forgemq_inference.app import main
+from forgemq_shell.clock import now_ms
 from forgemq_shell.records import emit_of
 from forgemq_shell.service import Context
 from forgemq_telemetry import Telemetry
-from forgemq_telemetry.clock import now_ms
 
 PARTITIONS = 4
 GROUP = "g-0123456789abcdef"
@@ -72,7 +72,7 @@ def request_id(number: int) -> str:
 
 
 class LaneScene:
-    """Writes requests to the log and reads what the service wrote; `serving` runs the service."""
+    """Writes requests to the log and reads records back; `serving` runs the service."""
 
     def __init__(self, log: Log, *, model: Path, engine_url: str, lane: int = 0) -> None:
         self.log = log
@@ -84,7 +84,7 @@ class LaneScene:
 
     @asynccontextmanager
     async def serving(self, **settings: object) -> AsyncIterator["asyncio.Event"]:
-        """Run the service; yields its stop event, and stops the service at the end."""
+        """Run the service during the block, which gets the event that stops it."""
         variables = {"LANE": self.lane, "ENGINE_URL": self.engine_url, "HEARTBEAT_S": 0.1}
         variables |= {"DRAIN_S": 0.2} | {name.upper(): value for name, value in settings.items()}
         stop = asyncio.Event()
@@ -174,7 +174,7 @@ class LaneScene:
         return offset
 
     async def read(self, topic: str, partition: int) -> list[Any]:
-        """Read all records of a partition, not decoded."""
+        """All records of a partition, raw."""
         place = Place(topic, partition)
         end = (await self.log.end_positions([place]))[place]
         start = (await self.log.first_positions([place]))[place]
@@ -195,7 +195,7 @@ class LaneScene:
     async def finished(
         self, *, count: int = 0, timeout_s: float = 20.0
     ) -> list[FinishedCompletion]:
-        """Wait for `count` finished completions; returns all."""
+        """Wait for `count` finished completions and return all."""
         partition = group_partition(GROUP, partitions=PARTITIONS)
         topic = topics.FINISHED_COMPLETIONS
         async with asyncio.timeout(timeout_s):
@@ -203,14 +203,14 @@ class LaneScene:
         return [topics.decode(topic, record.value) for record in records]  # type: ignore[misc]
 
     async def loaded(self, *, count: int = 0, timeout_s: float = 20.0) -> list[LoadedWeights]:
-        """Wait for `count` loaded weights of the lane; returns all."""
+        """Wait for `count` records of loaded weights and return all of the lane."""
         topic = topics.LOADED_WEIGHTS
         async with asyncio.timeout(timeout_s):
             records = await self._at_least(count, topic, self.lane)
         return [topics.decode(topic, record.value) for record in records]  # type: ignore[misc]
 
     async def report(self, *, is_serving: bool, timeout_s: float = 20.0) -> ReportedEngine:
-        """Wait until the newest report has this `is_serving`; returns it."""
+        """Wait until the lane's newest report says so, and return it."""
         topic = topics.REPORTED_ENGINES
         async with asyncio.timeout(timeout_s):
             while True:
@@ -223,20 +223,20 @@ class LaneScene:
                 await asyncio.sleep(0.02)
 
     async def until_running(self) -> None:
-        """Wait until the lane reports a request in its engine."""
+        """Return once the lane reports a request in its engine."""
         while True:
             if (await self.report(is_serving=True)).running:
                 return
             await asyncio.sleep(0.02)
 
-    async def until_said(self, event: str) -> None:
-        """Wait for an event of this name."""
+    async def until_event(self, event: str) -> None:
+        """Return once the service's log has such an event."""
         while True:
-            if self.said(event):
+            if self.events_named(event):
                 return
             await asyncio.sleep(0.02)
 
-    def said(self, event: str) -> list[dict[str, Any]]:
-        """Events of this name that the service wrote."""
+    def events_named(self, event: str) -> list[dict[str, Any]]:
+        """Events of this name in the service's log."""
         lines = [json.loads(line) for line in self.events.getvalue().splitlines()]
         return [line for line in lines if line["event"] == event]

@@ -1,4 +1,4 @@
-"""A run started as a user starts it, with eyes on every process that it brings up."""
+"""A run started as a user starts it, and every process that it brings up."""
 
 import contextlib
 import json
@@ -21,15 +21,15 @@ ROOT = Path(__file__).parents[2]
 FORGEMQ = Path(sys.executable).with_name("forgemq")
 DIALOGUE = "tests/integration/dialogue/run.toml"
 DEMO = "deploy/demo/run.toml"
-SHOWN_LAST = 6000
+SHOWN_CHARACTERS_MAX = 6000
 LOOK_EVERY_S = 0.2
 
 
 class LaunchedRun:
-    """One run id in a folder of its own, over all its starts.
+    """One run id with its own folder, over all its starts.
 
-    Lifecycle: `start`, wait with `said` or `ended`, break it, `start` again with --resume, and
-    `close`, which ends by process id whatever is still there.
+    Lifecycle: `start`, `wait_for_line`, break it, `start` again with --resume, `wait_for_end`, and
+    `close`, which kills by process id what is still there.
     """
 
     def __init__(self, folder: Path, environ: Mapping[str, str]) -> None:
@@ -43,7 +43,7 @@ class LaunchedRun:
         self._seen: set[psutil.Process] = set()
 
     def start(self, *arguments: str, environ: Mapping[str, str] | None = None) -> None:
-        """`forgemq run ARGUMENTS` in a session of its own; what it says is read from here on."""
+        """Run `forgemq run ARGUMENTS` in a new session; `output` begins here."""
         self._read_from = self._output.stat().st_size if self._output.exists() else 0
         with self._output.open("ab") as output:
             self._launcher = subprocess.Popen(
@@ -70,55 +70,57 @@ class LaunchedRun:
 
     def story(self) -> str:
         """The end of all that was printed, for the message of a failed assertion."""
-        return self._output.read_text(errors="replace")[-SHOWN_LAST:]
+        return self._output.read_text(errors="replace")[-SHOWN_CHARACTERS_MAX:]
 
-    def said(self, pattern: str, *, within_s: float) -> re.Match[str]:
-        """Wait for a line that matches; what came before in this start counts too."""
+    def wait_for_line(self, pattern: str, *, within_s: float) -> re.Match[str]:
+        """Wait for a match in the output of this start; one that is there already counts."""
 
         def found() -> re.Match[str] | None:
             return re.search(pattern, self.output(), flags=re.MULTILINE)
 
-        return self._waited(found, within_s=within_s, what=f"it says {pattern!r}")
+        return self._wait_for(found, within_s=within_s, what=f"it prints {pattern!r}")
 
-    def logged(self, run_id: str, service: str, pattern: str, *, within_s: float) -> re.Match[str]:
-        """Wait for a match in a service's log, over all its lives; a dot matches line ends."""
+    def wait_for_log(
+        self, run_id: str, service: str, pattern: str, *, within_s: float
+    ) -> re.Match[str]:
+        """Wait for a match in a service's log over all its starts; a dot matches line ends."""
         log = self.runs / run_id / "logs" / f"{service}.log"
 
         def found() -> re.Match[str] | None:
             text = log.read_text(errors="replace") if log.exists() else ""
             return re.search(pattern, text, flags=re.DOTALL)
 
-        return self._waited(found, within_s=within_s, what=f"{service} logs {pattern!r}")
+        return self._wait_for(found, within_s=within_s, what=f"{service} logs {pattern!r}")
 
-    def ended(self, *, within_s: float) -> int:
+    def wait_for_end(self, *, within_s: float) -> int:
         """Wait for the launcher's exit status."""
-        self._waited(
+        self._wait_for(
             lambda: self.launcher.poll() is not None, within_s=within_s, what="the launcher ends"
         )
         return self.launcher.wait()
 
     def interrupt(self) -> None:
-        """Ctrl-C: SIGINT to the launcher."""
-        self._look()
+        """Press Ctrl-C: send SIGINT to the launcher."""
+        self._find_processes()
         self.launcher.send_signal(signal.SIGINT)
 
     def pid_of(self, service: str, *, within_s: float) -> int:
-        """Process id of a service below the launcher, once it is up."""
+        """Wait for a service below the launcher; returns its process id."""
 
         def found() -> int | None:
             return next((p.pid for p in self._descendants() if _is_service(p, service)), None)
 
-        return self._waited(found, within_s=within_s, what=f"{service} is up")
+        return self._wait_for(found, within_s=within_s, what=f"{service} is up")
 
     def rank_pids(self, *, count: int, within_s: float) -> Sequence[int]:
-        """Process ids of the trainer's ranks, by rank, once all of them are up."""
+        """Wait for all of the trainer's ranks; returns their process ids, by rank."""
 
         def found() -> Sequence[int] | None:
             ranks = {_rank_of(process): process.pid for process in self._descendants()}
             ranks.pop(-1, None)
             return [ranks[rank] for rank in sorted(ranks)] if len(ranks) == count else None
 
-        return self._waited(found, within_s=within_s, what=f"{count} ranks are up")
+        return self._wait_for(found, within_s=within_s, what=f"{count} ranks are up")
 
     def blobs(self, run_id: str) -> Path:
         """The run's blob store."""
@@ -130,24 +132,24 @@ class LaunchedRun:
         return parsed
 
     def left_behind(self) -> list[str]:
-        """Every process of this run that is alive now, in words."""
+        """Every process of this run that is alive, in words."""
         return [
             f"{process.pid} {' '.join(process.cmdline())[:120]}"
-            for process in self._look()
+            for process in self._find_processes()
             if _is_alive(process)
         ]
 
     def close(self) -> None:
-        """SIGKILL to what is left of all starts, and reap the launcher."""
-        for process in self._look():
+        """Kill what is left of all starts, and reap the launcher."""
+        for process in self._find_processes():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         if self._launcher is not None:
             self._launcher.kill()
             self._launcher.wait()
 
-    def _waited(self, look: Callable[[], Found | None], *, within_s: float, what: str) -> Found:
-        """What `look` finds; fails when it takes too long, or the launcher ended without it."""
+    def _wait_for(self, look: Callable[[], Found | None], *, within_s: float, what: str) -> Found:
+        """Wait until `look` finds something; fail after `within_s`, or if the launcher ended."""
         deadline_s = time.monotonic() + within_s
         while True:
             is_over = self.launcher.poll() is not None
@@ -168,8 +170,8 @@ class LaunchedRun:
         except psutil.NoSuchProcess:
             return ()
 
-    def _look(self) -> set[psutil.Process]:
-        """All processes of the run seen so far: by parents, by environment, by process group."""
+    def _find_processes(self) -> set[psutil.Process]:
+        """All processes of the run seen so far: by parent, by environment, by process group."""
         self._seen.update(self._descendants())
         groups = {process.pid for process in self._seen}
         for process in psutil.process_iter():
@@ -190,7 +192,7 @@ def _is_service(process: psutil.Process, service: str) -> bool:
 
 
 def _rank_of(process: psutil.Process) -> int:
-    """As torchrun numbered it; -1 where it is no rank of the trainer."""
+    """The rank that torchrun gave the process; -1 if it is not a rank of the trainer."""
     try:
         return int(process.environ().get("RANK", -1)) if _is_service(process, "trainer") else -1
     except psutil.NoSuchProcess:
@@ -198,7 +200,7 @@ def _rank_of(process: psutil.Process) -> int:
 
 
 def _is_alive(process: psutil.Process) -> bool:
-    # is_running compares start times, so a number that was given again does not count.
+    # is_running compares start times, so another process with the same number does not count.
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -159,9 +159,9 @@ def test_bad_records_become_dead_letters_and_cost_their_groups_only(
         try:
             overrides = (f"trainer.steps={STEPS}", "evaluation.tasks=0", "log.keep_for_replay=true")
             run.start(DIALOGUE, f"run={run_id}", *overrides)
-            run.said("step 0 trained", within_s=180)
+            run.wait_for_line("step 0 trained", within_s=180)
             spoiled = asyncio.run(spoil_groups(kafka_bootstrap, run_id))
-            run.ended(within_s=240)
+            run.wait_for_end(within_s=240)
             assert run.left_behind() == []
         finally:
             run.close()
@@ -209,7 +209,7 @@ def test_a_run_whose_agent_always_fails_ends_and_says_why(kafka_bootstrap, new_r
         try:
             overrides = ("queues.0.agent=dialogue:play_badly", "evaluation.tasks=0")
             run.start(DIALOGUE, f"run={run_id}", *overrides)
-            assert run.ended(within_s=180) == 1
+            assert run.wait_for_end(within_s=180) == 1
             assert run.left_behind() == []
         finally:
             run.close()
@@ -247,7 +247,7 @@ def refused_run(kafka_bootstrap, new_run_id, tmp_path) -> Iterator[LaunchedRun]:
 def refusal(run: LaunchedRun, run_id: str, **settings: str) -> str:
     """Last line of a start with these settings, which fails with 1 and leaves no process."""
     run.start(DIALOGUE, f"run={run_id}", environ=settings)
-    assert run.ended(within_s=120) == 1
+    assert run.wait_for_end(within_s=120) == 1
     assert run.left_behind() == []
     assert "Traceback" not in run.output()
     lines = [line for line in run.output().splitlines() if " s  " in line]

@@ -22,7 +22,7 @@ from forgemq_contracts.topics import (
     MERGED_TREES,
     decode,
 )
-from forgemq_launcher.topics_of_run import announce, create_topics
+from forgemq_launcher.records.run_topics import create_topics, write_start
 from forgemq_shell.records import emit_of
 from forgemq_shell.trimming import trim
 from tests.ports import free_port
@@ -98,7 +98,7 @@ async def test_the_page_follows_a_run_and_shows_its_tokens(kafka_bootstrap, new_
     # Completions above 300 bytes lie in the blob store, as those of long contexts do.
     log = KafkaLog(connection, run=run_id, blobs=BlobStore(begin.blobs), inline_bytes_max=300)
     await create_topics(log, begin.configuration)
-    await announce(connection, begin)
+    await write_start(connection, begin)
     environ = {
         **os.environ,
         "FORGEMQ_RUN": run_id,

@@ -33,7 +33,7 @@ ALL_THE_TIME = {
 def kill_one_after_another(run: LaunchedRun, services: Sequence[str]) -> None:
     """Kill one service after every second step, so that each kill meets a run that trains again."""
     for number, service in enumerate(services):
-        run.said(rf"step {STEPS_BETWEEN_KILLS * number} trained", within_s=180)
+        run.wait_for_line(rf"step {STEPS_BETWEEN_KILLS * number} trained", within_s=180)
         os.kill(run.pid_of(service, within_s=60), signal.SIGKILL)
 
 
@@ -60,7 +60,7 @@ def play_with_kills(
     try:
         run.start(DIALOGUE, f"run={run_id}", f"trainer.steps={steps}", *overrides)
         kill_one_after_another(run, services)
-        status = run.ended(within_s=300)
+        status = run.wait_for_end(within_s=300)
         assert run.left_behind() == []
     finally:
         run.close()

@@ -32,7 +32,7 @@ SHARES = {"success_start", "success_end", "success_start_greedy", "success_end_g
 
 def page_of(run: LaunchedRun) -> str:
     """The console page, at the address that the terminal names."""
-    url = run.said(r"page: (http://\S+)", within_s=120)[1]
+    url = run.wait_for_line(r"page: (http://\S+)", within_s=120)[1]
     with urllib.request.urlopen(url, timeout=30) as answer:
         return str(answer.read().decode())
 
@@ -66,15 +66,15 @@ def test_the_demo_is_broken_off_resumed_and_reported_with_every_guarantee(tmp_pa
     run = LaunchedRun(tmp_path, {})
     try:
         run.start(DEMO, "run=small", f"trainer.steps={STEPS}", f"evaluation.tasks={TASKS}")
-        run.said("step 1 trained", within_s=600)
+        run.wait_for_line("step 1 trained", within_s=600)
         assert "ForgeMQ" in page_of(run)
         run.interrupt()
-        assert run.ended(within_s=60) == 130
+        assert run.wait_for_end(within_s=60) == 130
         assert run.left_behind() == []
         first = run.output()
 
         run.start(DEMO, "--resume", "small")
-        status = run.ended(within_s=800)
+        status = run.wait_for_end(within_s=800)
         assert run.left_behind() == []
         second = run.output()
     finally:

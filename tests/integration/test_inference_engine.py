@@ -40,7 +40,7 @@ def reference_logprobs(
 async def test_logprobs_are_those_of_the_sampling_distribution_at_every_temperature(
     base_engine_url: str, engine_model: Path
 ) -> None:
-    """All in flight together, so that they share batches in the engine."""
+    """Send all requests at once, so that they share batches in the engine."""
     temperatures = (1.0, 0.3, 0.7, 2.5, 0.0, 1.0)
     scene = await scene_on(base_engine_url, engine_model)
     async with scene.serving():

@@ -1,4 +1,4 @@
-"""The stand-in engine says what the real one says: same shapes, same refusals, same order."""
+"""The stand-in engine answers like the real one: same shapes, same refusals, same order."""
 
 import asyncio
 from pathlib import Path
@@ -15,7 +15,7 @@ CONTEXT = [10, 20, 30]
 
 
 class Conversation:
-    """The same requests to either engine; keeps what decides."""
+    """Sends the same requests to either engine and keeps what must be equal."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, model: Path) -> None:
         self._session = session
@@ -129,5 +129,5 @@ async def test_the_stand_in_answers_refuses_pauses_and_aborts_like_the_real_engi
                 session.get(base_engine_url + path) as real_,
             ):
                 ours_shape, real_shape = shape(await ours.json()), shape(await real_.json())
-            real_shape["context_length"] = "int"  # null where the model's own length holds
+            real_shape["context_length"] = "int"  # null if the model's own length holds
             assert is_part_of(ours_shape, real_shape)

@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment stops everything, and --resume goes on where the run stood."""
+"""Ctrl-C at any moment stops everything; --resume continues the run."""
 
 import itertools
 
@@ -15,16 +15,16 @@ RUN = "broken-off"
 STEPS = 8
 
 
-def interrupted(run: LaunchedRun, *, at: str, within_s: float) -> None:
-    """Ctrl-C when it says this: status 130, nothing left, and a way to go on."""
-    run.said(at, within_s=within_s)
+def interrupt_at_line(run: LaunchedRun, *, at: str, within_s: float) -> None:
+    """Press Ctrl-C at this line: the status is 130 and no process is left."""
+    run.wait_for_line(at, within_s=within_s)
     run.interrupt()
-    assert run.ended(within_s=60) == 130
+    assert run.wait_for_end(within_s=60) == 130
     assert run.left_behind() == []
 
 
 def own_log(run: LaunchedRun) -> Accounts:
-    """Read from the run's own broker, started again on what it left on disk."""
+    """What the log says, read from the run's own broker started again on its folder."""
     broker = LocalBroker(run.runs / RUN / "kafka")
     try:
         return accounts(broker.start(), run=RUN, blobs=str(run.blobs(RUN)))
@@ -38,22 +38,22 @@ def test_ctrl_c_during_set_up_rollouts_and_training_loses_nothing(tmp_path):
         stands_in = {"FORGEMQ_ENGINE_URL": engine_url}
         try:
             run.start(DIALOGUE, f"run={RUN}", f"trainer.steps={STEPS}")
-            interrupted(run, at="SGLang starts", within_s=60)
+            interrupt_at_line(run, at="SGLang starts", within_s=60)
 
             run.start(DIALOGUE, "--resume", RUN)
-            interrupted(run, at=r"starting \d+ services", within_s=90)
+            interrupt_at_line(run, at=r"starting \d+ services", within_s=90)
 
             run.start(DIALOGUE, "--resume", RUN, environ=stands_in)
-            interrupted(run, at=r"version 0: success .* \(4 groups\)", within_s=120)
+            interrupt_at_line(run, at=r"version 0: success .* \(4 groups\)", within_s=120)
             open_groups = own_log(run).open_group_ids()
             assert f"continue with: make demo RESUME={RUN}" in run.output()
 
             run.start(DIALOGUE, "--resume", RUN, environ=stands_in)
-            interrupted(run, at="step 3 trained", within_s=180)
+            interrupt_at_line(run, at="step 3 trained", within_s=180)
             before = own_log(run)
 
             run.start(DIALOGUE, "--resume", RUN, environ=stands_in)
-            run.ended(within_s=240)
+            run.wait_for_end(within_s=240)
             assert run.left_behind() == []
         finally:
             run.close()

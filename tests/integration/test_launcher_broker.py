@@ -6,7 +6,7 @@ import time
 import psutil
 import pytest
 
-from forgemq_launcher.broker import RunBroker
+from forgemq_launcher.upkeep.broker import RunBroker
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 

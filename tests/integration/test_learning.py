@@ -23,7 +23,7 @@ def success_at_both_ends(
     run = LaunchedRun(folder, environ)
     try:
         run.start(DEMO, f"run={run_id}", f"trainer.steps={STEPS}", "evaluation.tasks=0", *overrides)
-        assert run.ended(within_s=1000) == 0, run.story()
+        assert run.wait_for_end(within_s=1000) == 0, run.story()
     finally:
         run.close()
     lines = (run.runs / run_id / "curves.jsonl").read_text().splitlines()

@@ -15,8 +15,8 @@ from forgemq_contracts.messages import Output
 from forgemq_contracts.run import EndedRun
 from forgemq_contracts.topics import RETIRED_GROUPS
 from forgemq_launcher.command_line import run_tool
+from forgemq_launcher.records.run_topics import create_topics, write_end, write_start
 from forgemq_launcher.run_folder import RunFolder
-from forgemq_launcher.topics_of_run import announce, conclude, create_topics
 from forgemq_shell.records import emit_of
 from tests.unit.run_view.synthetic import SyntheticRun, started
 
@@ -42,11 +42,11 @@ def put(kafka_bootstrap, run_id, tmp_path) -> Put:
         log = KafkaLog(connection, run=run_id, blobs=BlobStore(blobs))
         try:
             await create_topics(log, begin.configuration)
-            await announce(connection, begin)
+            await write_start(connection, begin)
             await (await log.transaction_writer("test")).commit(
                 outputs=emits, group="test", positions={}
             )
-            await conclude(connection, EndedRun(run=run_id, reason="completed", ended_ms=61_000))
+            await write_end(connection, EndedRun(run=run_id, reason="completed", ended_ms=61_000))
         finally:
             await log.close()
 

@@ -23,8 +23,8 @@ from forgemq_contracts import topics
 from forgemq_contracts.messages import Output
 from forgemq_contracts.run import Log, Model, Queue, RunConfiguration, StartedRun, Trainer
 from forgemq_launcher.command_line import run_tool
+from forgemq_launcher.records.run_topics import create_topics, write_start
 from forgemq_launcher.run_folder import RunFolder
-from forgemq_launcher.topics_of_run import announce, create_topics
 from forgemq_shell.records import emit_of
 from tests.integration.launched_run import DIALOGUE, LaunchedRun
 from tests.integration.run_log import GROUP_PARTITIONS, Accounts, accounts, records_of
@@ -81,12 +81,12 @@ class EndedRun:
 
         return asyncio.run(read())
 
-    def announce(self, configuration: RunConfiguration) -> None:
+    def write_start(self, configuration: RunConfiguration) -> None:
         """Put the run on the log again, as a resume does."""
         started = StartedRun(
             run=self.run_id, configuration=configuration, blobs=self.blobs, started_ms=2**41
         )
-        asyncio.run(announce(KafkaConnection(bootstrap=self.kafka), started))
+        asyncio.run(write_start(KafkaConnection(bootstrap=self.kafka), started))
 
 
 def lines_by_task(lines: Sequence[str]) -> Mapping[str, re.Match[str]]:
@@ -110,7 +110,7 @@ def run(
             launched.start(
                 DIALOGUE, f"run={run_id}", *chosen, environ={"FORGEMQ_ENGINE_URL": engine}
             )
-            launched.ended(within_s=200)
+            launched.wait_for_end(within_s=200)
             assert launched.report(run_id)["steps"] == STEPS, launched.story()
         finally:
             launched.close()
@@ -165,12 +165,12 @@ def test_another_core_is_told_by_the_first_record_that_differs_with_both_values(
     """Another baseline changes what reward's core writes, and nothing in the merger's output."""
     right = run.configuration
     rewards = msgspec.structs.replace(right.rewards, baseline="leave_one_out")
-    run.announce(msgspec.structs.replace(right, rewards=rewards))
+    run.write_start(msgspec.structs.replace(right, rewards=rewards))
     try:
         status, lines = run.replay("reward")
         others = run.replay("merger")
     finally:
-        run.announce(right)
+        run.write_start(right)
     assert status == 1, lines
     assert others[0] == 0, others
     where, on_log, replayed = next(
@@ -255,7 +255,7 @@ async def merged_by_a_merger(run: EndedRun) -> None:
     environ = {**os.environ, "FORGEMQ_RUN": run.run_id, "FORGEMQ_KAFKA": run.kafka}
     try:
         await create_topics(log, run.configuration)
-        await announce(
+        await write_start(
             KafkaConnection(bootstrap=run.kafka),
             StartedRun(
                 run=run.run_id, configuration=run.configuration, blobs=run.blobs, started_ms=0

@@ -19,14 +19,14 @@ RANKS = 2
 def has_trained(run: LaunchedRun, run_id: str, *, lineage: int) -> None:
     """Wait until this life of the trainer has trained a step."""
     pattern = rf'"restored","lineage":{lineage},.*"event":"trained"'
-    run.logged(run_id, "trainer", pattern, within_s=90)
+    run.wait_for_log(run_id, "trainer", pattern, within_s=90)
 
 
 def kill_one_rank(run: LaunchedRun) -> None:
     """SIGKILL to the rank that follows; the trainer ends as a whole and is started again."""
     ranks = run.rank_pids(count=RANKS, within_s=60)
     os.kill(ranks[1], signal.SIGKILL)
-    run.said(r"trainer ended with status 1; restarting", within_s=40)
+    run.wait_for_line(r"trainer ended with status 1; restarting", within_s=40)
     assert not any(psutil.pid_exists(pid) for pid in ranks)
 
 
@@ -34,7 +34,7 @@ def kill_torchrun(run: LaunchedRun) -> None:
     """SIGKILL to the process that started the ranks: they end with it."""
     ranks = run.rank_pids(count=RANKS, within_s=60)
     os.kill(psutil.Process(ranks[0]).ppid(), signal.SIGKILL)
-    run.said(r"trainer was killed by SIGKILL; restarting", within_s=20)
+    run.wait_for_line(r"trainer was killed by SIGKILL; restarting", within_s=20)
     psutil.wait_procs([psutil.Process(p) for p in ranks if psutil.pid_exists(p)], timeout=5)
     assert not any(psutil.pid_exists(pid) for pid in ranks)
 
@@ -57,11 +57,11 @@ def test_a_run_of_two_ranks_survives_their_deaths_and_ctrl_c_and_trains_every_gr
             kill_torchrun(run)
             has_trained(run, run_id, lineage=3)
             run.interrupt()
-            assert run.ended(within_s=60) == 130
+            assert run.wait_for_end(within_s=60) == 130
             assert run.left_behind() == []
 
             run.start(DIALOGUE, "--resume", run_id)
-            status = run.ended(within_s=90)
+            status = run.wait_for_end(within_s=90)
             assert run.left_behind() == []
         finally:
             run.close()

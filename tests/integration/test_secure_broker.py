@@ -32,7 +32,7 @@ from forgemq_bus.broker.local import folder_ports
 from forgemq_bus.errors import AccessError, LogUnavailableError
 from forgemq_bus.kafka import KafkaConnection, KafkaLog
 from forgemq_bus.log import Emit, Place
-from forgemq_launcher.topics_of_run import announce, create_topics
+from forgemq_launcher.records.run_topics import create_topics, write_start
 from forgemq_shell.connection import kafka_connection
 from tests.integration.test_console import state_when, write
 from tests.ports import free_port
@@ -255,7 +255,7 @@ async def test_the_console_follows_a_run_over_tls_with_a_user(
     }
     try:
         await create_topics(log, begin.configuration)
-        await announce(broker.connection(), begin)
+        await write_start(broker.connection(), begin)
         await write(log, SyntheticRun().play(steps=1), first=0)
         console = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "forgemq_console"), env=environ, cwd=tmp_path

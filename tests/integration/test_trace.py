@@ -84,7 +84,7 @@ def play(folder: Path, run_id: str, environ: Mapping[str, str]) -> LaunchedRun:
     try:
         chosen = (f"trainer.steps={STEPS}", "evaluation.tasks=0", "log.keep_for_replay=true")
         run.start(DIALOGUE, f"run={run_id}", *chosen)
-        run.ended(within_s=180)
+        run.wait_for_end(within_s=180)
         report = run.report(run_id)
     finally:
         run.close()

@@ -181,7 +181,7 @@ async def test_a_publisher_that_fails_costs_seconds_and_the_durable_copy_is_load
         _, after = await scene.finished(count=2)
     assert (loaded.path, loaded.version) == ("durable", 1)
     assert took_s < 45
-    assert len(scene.said("fast_path_failed")) == 1
+    assert len(scene.events_named("fast_path_failed")) == 1
     assert record.error == ""
     expected = logprobs(trained, CONTEXT + unpack_ids(after.output), first=len(CONTEXT))
     assert unpack_floats(after.logprobs) == pytest.approx(expected, abs=1e-3)
@@ -209,7 +209,7 @@ async def test_a_late_joiner_loads_the_newest_durable_copy_before_it_serves(
 async def test_a_restarted_service_takes_an_engine_over_in_the_middle_of_an_update(
     base_engine_url: str, engine_model: Path, trained: Path
 ) -> None:
-    """Paused, named broken, with an update open, as a killed service leaves it."""
+    """Leave the engine as a killed service does: paused, an update open, weights named broken."""
     async with aiohttp.ClientSession(base_engine_url) as session:
         for path, body in (
             ("/pause_generation", {"mode": "retract"}),

@@ -9,7 +9,7 @@ from tests.autojump import pytest_asyncio_loop_factories  # noqa: F401 - a hook
 
 
 def write_model(folder: Path, *, seed: int) -> Path:
-    """A folder that says what a model's folder says, with four small tensors."""
+    """A model's folder with four small tensors."""
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(
         json.dumps({"vocab_size": 704, "max_position_embeddings": 1024})

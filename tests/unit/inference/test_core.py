@@ -26,7 +26,7 @@ from forgemq_inference.core.generation import (
     EngineSpan,
     InvalidAnswerError,
     Timing,
-    finished,
+    finished_completion,
     generate_body,
     sampling_parameters,
     spans_of,
@@ -228,7 +228,7 @@ def test_support_is_full_only_where_nothing_truncates(sampling: Sampling, suppor
 
 def test_an_answer_becomes_a_record_with_exactly_its_numbers() -> None:
     request = requested(shared_prefix_tokens=2, parent_id=request_id(9), attempt=4)
-    record = finished(
+    record = finished_completion(
         request,
         answer([EngineSpan("1.2", 0, 1), EngineSpan("1.3", 1, 2)], cached_tokens=2),
         limits=LIMITS,
@@ -248,8 +248,12 @@ def test_an_answer_becomes_a_record_with_exactly_its_numbers() -> None:
 
 def test_an_aborted_generation_is_no_completion() -> None:
     aborted = answer(finish_reason=EngineFinish("abort", "out of memory"))
-    ours = finished(requested(), aborted, limits=LIMITS, timing=TIMING, is_cancelled=True)
-    theirs = finished(requested(), aborted, limits=LIMITS, timing=TIMING, is_cancelled=False)
+    ours, theirs = (
+        finished_completion(
+            requested(), aborted, limits=LIMITS, timing=TIMING, is_cancelled=is_cancelled
+        )
+        for is_cancelled in (True, False)
+    )
     assert (ours.finish_reason, ours.error, ours.output) == ("abort", "cancelled", b"")
     assert (theirs.finish_reason, theirs.error) == ("abort", "engine: out of memory")
     assert (ours.failure, theirs.failure) == ("cancelled", "engine")
@@ -269,7 +273,7 @@ def test_an_aborted_generation_is_no_completion() -> None:
 )
 def test_an_answer_that_contradicts_itself_is_refused(broken: dict[str, object]) -> None:
     with pytest.raises(InvalidAnswerError):
-        finished(
+        finished_completion(
             requested(),
             answer(**broken),  # type: ignore[arg-type]
             limits=LIMITS,
@@ -310,7 +314,7 @@ def test_the_newest_lineage_wins_in_any_order_of_publication(
     load = state.next_load()
     assert isinstance(load, DurableLoad)
     assert (load.published.lineage, load.published.version) == (2, 2)
-    state.loaded(load.published)
+    state.note_loaded(load.published)
     assert state.next_load() is None
 
 
@@ -341,7 +345,7 @@ def test_a_fast_path_is_taken_where_it_is_ours_and_its_group_can_be_there(
     rendezvous: Rendezvous, is_fast: bool
 ) -> None:
     state = state_serving()
-    state.joined("joined")
+    state.note_joined("joined")
     state.observe(published(1, 1, fast_paths=(rendezvous,)))
     assert isinstance(state.next_load(), FastLoad) == is_fast
 
@@ -350,16 +354,16 @@ def test_after_a_broken_update_only_the_durable_copy_helps() -> None:
     publication = published(1, 1, fast_paths=(offer(),))
     state = state_serving()
     state.observe(publication)
-    state.broken()
+    state.note_broken()
     assert state.next_load() == DurableLoad(publication)
-    state.loaded(publication)
+    state.note_loaded(publication)
     assert state.next_load() is None
 
 
 def test_a_restarted_engine_is_in_no_group() -> None:
     state = state_serving()
-    state.joined("g")
-    state.restarted(served_by("0.0", base_sha256="b"))
+    state.note_joined("g")
+    state.note_restarted(served_by("0.0", base_sha256="b"))
     state.observe(published(1, 1, fast_paths=(offer(is_new=False),)))
     assert isinstance(state.next_load(), DurableLoad)
 

@@ -1,4 +1,4 @@
-"""Durable copies: read where they lie, checked, downloaded when they lie elsewhere."""
+"""Durable copies are checked; one in a folder is read in place, a remote one is downloaded."""
 
 import hashlib
 from collections.abc import Iterator

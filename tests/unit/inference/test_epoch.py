@@ -1,4 +1,4 @@
-"""The epoch that a lane starts under, whatever stands among its reports."""
+"""The epoch that a lane claims, for every kind of record among its reports."""
 
 from forgemq_bus.log import Emit, Place
 from forgemq_bus.memory import MemoryLog

@@ -1,4 +1,4 @@
-"""Which requests ask the engine for expert routes, and what becomes of its answer."""
+"""Which requests ask the engine for expert routes, and what the record keeps of its answer."""
 
 import base64
 import json
@@ -20,7 +20,7 @@ from forgemq_inference.core.generation import (
     EngineLimits,
     InvalidAnswerError,
     Timing,
-    finished,
+    finished_completion,
     generate_body,
 )
 from forgemq_inference.core.lane import Refused
@@ -59,7 +59,7 @@ def requested(**sampling: float) -> RequestedCompletion:
 
 
 def asked(limits: EngineLimits, **sampling: float) -> dict[str, object]:
-    """What the body says of routes."""
+    """The part of the body that asks for expert routes."""
     context = TokenContext().extended(pack_ids(CONTEXT))
     body = generate_body(requested(**sampling), rid="r", context=context, limits=limits)
     assert not isinstance(body, Refused)
@@ -67,7 +67,7 @@ def asked(limits: EngineLimits, **sampling: float) -> dict[str, object]:
 
 
 def answer(routes: object, *, tokens: int = 2) -> EngineAnswer:
-    """What the engine says, as JSON."""
+    """The engine's answer, as JSON."""
     meta: dict[str, object] = {
         "finish_reason": {"type": "stop", "matched": 7},
         "weight_version": "1.2",
@@ -83,7 +83,7 @@ def answer(routes: object, *, tokens: int = 2) -> EngineAnswer:
 def recorded(
     given_answer: EngineAnswer, limits: EngineLimits = LIMITS, **sampling: float
 ) -> FinishedCompletion:
-    return finished(
+    return finished_completion(
         requested(**sampling),
         given_answer,
         limits=limits,
@@ -180,4 +180,4 @@ async def test_an_engine_that_records_no_routes_serves_and_it_is_said(base: Path
             await scene.request(1, CONTEXT)
             (record,) = await scene.finished(count=1)
     assert (record.finish_reason, len(record.output), record.routes) == ("stop", 12, b"")
-    assert [event["url"] for event in scene.said("routes_not_recorded")] == [url]
+    assert [event["url"] for event in scene.events_named("routes_not_recorded")] == [url]

@@ -34,7 +34,7 @@ async def serving_scene(base: Path, engine: StandInEngine, **settings: object):
 async def rendezvous(
     *, group_name: str = "g", is_new: bool = True, epoch: int = 1, is_waiting: bool = True
 ):
-    """An offer with a port of its own, open where its publisher waits there."""
+    """An offer with its own port; the port is open if the publisher waits."""
     async with AsyncExitStack() as stack:
         port = stack.enter_context(socket.socket())
         port.bind(("127.0.0.1", 0))
@@ -70,7 +70,7 @@ async def test_the_first_publication_of_the_base_bytes_changes_only_the_name(bas
     assert (engine.weight_version, record.spans[0].lineage) == ("1.0", 1)
 
 
-async def test_new_weights_come_from_the_durable_copy_where_no_fast_path_is_offered(
+async def test_new_weights_come_from_the_durable_copy_if_no_fast_path_is_offered(
     base: Path, trained: Path
 ) -> None:
     engine = StandInEngine(Speed())
@@ -125,7 +125,7 @@ async def test_a_refused_process_group_falls_back_to_the_durable_copy(
         await scene.publish(trained, version=1, fast_paths=(offer,))
         _, loaded = await scene.loaded(count=2)
     assert (loaded.path, engine.weight_version) == ("durable", "1.1")
-    assert "process group" in scene.said("fast_path_failed")[0]["error"]
+    assert "process group" in scene.events_named("fast_path_failed")[0]["error"]
 
 
 async def test_a_publisher_that_is_gone_falls_back_to_the_durable_copy(
@@ -136,7 +136,7 @@ async def test_a_publisher_that_is_gone_falls_back_to_the_durable_copy(
         await scene.publish(trained, version=1, fast_paths=(offer,))
         _, loaded = await scene.loaded(count=2)
     assert loaded.path == "durable"
-    assert "nobody listens" in scene.said("fast_path_failed")[0]["error"]
+    assert "nobody listens" in scene.events_named("fast_path_failed")[0]["error"]
 
 
 async def test_an_offer_to_an_older_epoch_is_not_taken(base: Path, trained: Path) -> None:
@@ -218,7 +218,7 @@ async def test_a_damaged_durable_copy_is_never_loaded(base: Path, trained: Path)
         with pytest.raises(ExceptionGroup):
             await serve()
     assert engine.weight_version == "0.0"
-    assert "published was 0000" in scene.said("load_failed")[-1]["error"]
+    assert "published was 0000" in scene.events_named("load_failed")[-1]["error"]
 
 
 async def test_a_damaged_copy_is_passed_over_when_a_newer_version_comes(
@@ -227,7 +227,7 @@ async def test_a_damaged_copy_is_passed_over_when_a_newer_version_comes(
     engine = StandInEngine(Speed())
     async with serving_scene(base, engine, load_attempts_max=5) as scene:
         await scene.publish(trained, version=1, sha256="0" * 64)
-        await scene.until_said("load_failed")
+        await scene.until_event("load_failed")
         await scene.publish(trained, version=2)
         _, loaded = await scene.loaded(count=2)
     assert loaded.version == 2

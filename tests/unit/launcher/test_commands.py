@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from forgemq_launcher.command_line import run_tool
+from forgemq_launcher.commands.creation import blobs_address
 
 DEMO = Path(__file__).parents[3] / "deploy" / "demo"
 
@@ -16,9 +17,9 @@ DEMO = Path(__file__).parents[3] / "deploy" / "demo"
 def tool(tmp_path):
     """Runs a command; returns its status and what it printed."""
 
-    def run(*arguments: str) -> tuple[int, str]:
+    def run(*arguments: str, **variables: str) -> tuple[int, str]:
         console = Console(file=io.StringIO(), width=200)
-        environ = {"FORGEMQ_LAUNCHER_RUNS": str(tmp_path / "runs")}
+        environ = {"FORGEMQ_LAUNCHER_RUNS": str(tmp_path / "runs"), **variables}
         status = run_tool(arguments, environ=environ, console=console)
         return status, console.file.getvalue()
 
@@ -27,12 +28,12 @@ def tool(tmp_path):
 
 @pytest.fixture
 def model(tmp_path) -> Path:
-    """A copy of the demo's model, to be spoilt."""
+    """A copy of the demo's model that a test may damage."""
     return Path(shutil.copytree(DEMO / "model", tmp_path / "model"))
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "expected"),
     [
         ("episodes.sampling.top_p=0.9", "episodes.sampling.top_p is 0.9"),
         ("episodes.sampling.temperature=0", "episodes.sampling.temperature is 0"),
@@ -43,16 +44,16 @@ def model(tmp_path) -> Path:
     ],
 )
 def test_a_run_that_cannot_work_is_refused_by_name_and_leaves_nothing(
-    tool, tmp_path, override, said
+    tool, tmp_path, override, expected
 ):
     status, printed = tool("run", str(DEMO / "run.toml"), override)
     assert status == 2
-    assert said in printed
+    assert expected in printed
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(
-    ("spoil", "said"),
+    ("spoil", "expected"),
     [
         (lambda m: (m / "config.json").write_text("{}"), "has model_type ''; supported: llama"),
         (
@@ -64,11 +65,11 @@ def test_a_run_that_cannot_work_is_refused_by_name_and_leaves_nothing(
         (lambda m: (m / "model.safetensors").unlink(), "has no weights (*.safetensors)"),
     ],
 )
-def test_a_folder_without_a_model_that_trains_is_refused(tool, model, spoil, said):
+def test_a_folder_without_a_model_that_trains_is_refused(tool, model, spoil, expected):
     spoil(model)
     status, printed = tool("run", str(DEMO / "run.toml"), f"model.path={model}")
     assert status == 2
-    assert said in printed
+    assert expected in printed
 
 
 def test_an_unknown_run_or_setting_is_refused(tool, tmp_path):
@@ -78,6 +79,24 @@ def test_an_unknown_run_or_setting_is_refused(tool, tmp_path):
     console = Console(file=io.StringIO(), width=200)
     assert run_tool(["runs"], environ={"FORGEMQ_LAUNCHER_RUN": "x"}, console=console) == 2
     assert "FORGEMQ_LAUNCHER_RUN: no such setting" in console.file.getvalue()
+
+
+def test_a_folder_of_blobs_is_announced_by_its_absolute_path():
+    assert blobs_address({"FORGEMQ_BLOBS": "my/blobs"}) == f"{Path.cwd()}/my/blobs"
+    assert blobs_address({"FORGEMQ_BLOBS": "s3://bucket/run"}) == "s3://bucket/run"
+
+
+def test_a_run_without_a_broker_or_a_blob_store_is_not_created(tool):
+    status, printed = tool("create", str(DEMO / "run.toml"))
+    assert (status, printed) == (
+        2,
+        "forgemq: FORGEMQ_BLOBS: must be set: where all services reach the blob store\n",
+    )
+    status, printed = tool("create", str(DEMO / "run.toml"), FORGEMQ_BLOBS="my/blobs")
+    assert (status, printed) == (
+        2,
+        "forgemq: FORGEMQ_KAFKA: must be set: host:port[,host:port] of the broker\n",
+    )
 
 
 def test_without_runs_the_list_says_how_to_make_one(tool):

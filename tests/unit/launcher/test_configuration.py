@@ -1,4 +1,4 @@
-"""What a run's file and overrides become, and how what cannot be used is refused."""
+"""The configuration from a run's file and overrides, and the errors that name a key."""
 
 from pathlib import PurePath
 
@@ -64,7 +64,7 @@ def test_a_value_that_is_no_toml_is_text():
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "expected"),
     [
         ("trainer.stepz=3", "trainer.stepz: no such key; did you mean steps?"),
         ("traner.steps=3", "traner: no such key; did you mean trainer?"),
@@ -77,8 +77,8 @@ def test_a_value_that_is_no_toml_is_text():
         ("model.dtype=float16", "model.dtype: Invalid enum value 'float16'"),
     ],
 )
-def test_a_wrong_override_is_refused_by_the_name_of_its_key(override, said):
-    assert refusal(override) == said
+def test_a_wrong_override_is_refused_by_the_name_of_its_key(override, expected):
+    assert refusal(override) == expected
 
 
 def test_combinations_that_cannot_work_are_refused_by_the_contract():

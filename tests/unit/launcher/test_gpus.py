@@ -5,8 +5,8 @@ import pytest
 
 from forgemq_contracts.run import Log, Model, Queue, RunConfiguration, Trainer
 from forgemq_launcher.core.gpus import engine_gpus, visible_gpus
-from forgemq_launcher.engines import options_of_lanes
-from forgemq_launcher.machine import MachineError
+from forgemq_launcher.upkeep.engines import options_of_lanes
+from forgemq_launcher.upkeep.machine import MachineError
 from forgemq_sglang_cpu.options import EngineOptions
 
 RUN = RunConfiguration(

@@ -1,4 +1,4 @@
-"""The guarantees of a healthy run hold at every moment it is up, however it goes on meanwhile."""
+"""The guarantees of a healthy run hold whenever it is audited, while it goes on."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from forgemq_bus.log import Isolation, Log, Place, Reader
 from forgemq_bus.memory import MemoryLog
-from forgemq_launcher import ending
-from forgemq_launcher.follow import Follower
-from forgemq_launcher.topics_of_run import create_topics
+from forgemq_launcher.records import run_audit
+from forgemq_launcher.records.follower import Follower
+from forgemq_launcher.records.run_topics import create_topics
 from tests.unit.run_view.synthetic import SyntheticRun, configuration, started
 from tests.unit.run_view.test_auditing import audit_once, trim, write
 
@@ -19,7 +19,7 @@ HELD = dict.fromkeys(("G1", "G2", "G3", "G4", "G5"), True)
 
 @dataclass
 class LogOfLiveRun:
-    """A reader's view of a log on which others do something before each of its calls."""
+    """A log on which the run goes on before each call of a reader."""
 
     log: Log
     go_on: Callable[[], Awaitable[None]]
@@ -54,7 +54,7 @@ async def log_with_topics() -> MemoryLog:
 
 
 async def test_a_step_trained_while_the_audit_reads_does_not_break_a_guarantee():
-    """Before any one of the audit's calls the run trains a step, and what it trained goes."""
+    """Before one of the audit's calls, each in turn, the run trains a step; its trees may go."""
     run = SyntheticRun()
     run.train(0, [run.generate(n, version=0) for n in (0, 1)], is_last=False)
     before = len(run.messages)
@@ -73,13 +73,13 @@ async def test_a_step_trained_while_the_audit_reads_does_not_break_a_guarantee()
                         await trim(log)
 
             live = LogOfLiveRun(log, go_on)
-            result, _ = await ending.audited(live, started(), reason="", now_ms=61_000)
+            result, _ = await run_audit.audit_run(live, started(), reason="", now_ms=61_000)
             assert result.guarantees == HELD, (moment, is_trimmed)
             assert result.steps in (1, 2)
 
 
 async def test_catching_up_takes_nothing_in_that_comes_after_it_began():
-    """A retirement that was read and a step that was not would be told as a contradiction."""
+    """A retirement that was read without its step would look like a contradiction."""
     run = SyntheticRun()
     run.train(0, [run.generate(n, version=0) for n in (0, 1)], is_last=False)
     before = len(run.messages)
@@ -122,5 +122,5 @@ async def test_records_audits_and_trimming_between_any_two_calls_break_no_guaran
     for _ in range(random.randint(1, 12)):
         await go_on()
     live = LogOfLiveRun(log, go_on)
-    result, _ = await ending.audited(live, started(), reason="", now_ms=61_000)
+    result, _ = await run_audit.audit_run(live, started(), reason="", now_ms=61_000)
     assert result.guarantees == HELD

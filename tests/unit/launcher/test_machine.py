@@ -1,4 +1,4 @@
-"""What the machine must offer, and how an engine's start is told."""
+"""What the machine must offer, and how far an engine's start is."""
 
 import socket
 
@@ -6,7 +6,7 @@ import psutil
 import pytest
 
 from forgemq_launcher.core.phases import phase
-from forgemq_launcher.machine import MachineError, check_memory, port
+from forgemq_launcher.upkeep.machine import MachineError, check_memory, port
 
 HOST = "127.0.0.1"
 
@@ -15,10 +15,10 @@ def test_too_little_memory_is_refused_with_what_is_free_and_what_to_do():
     wanted = 1000 * psutil.virtual_memory().total
     with pytest.raises(MachineError) as caught:
         check_memory(bytes_min=wanted)
-    said = str(caught.value)
-    assert f"a run needs {wanted / 1e9:.1f} GB" in said
-    assert "FORGEMQ_ENGINE_URL" in said
-    assert "FORGEMQ_LAUNCHER_MEMORY_MIN_BYTES" in said
+    message = str(caught.value)
+    assert f"a run needs {wanted / 1e9:.1f} GB" in message
+    assert "FORGEMQ_ENGINE_URL" in message
+    assert "FORGEMQ_LAUNCHER_MEMORY_MIN_BYTES" in message
 
 
 def test_enough_memory_is_no_error():
@@ -81,5 +81,5 @@ LOG = [
         (7, "opening its port"),
     ],
 )
-def test_an_engines_start_is_told_as_a_phase_and_not_as_its_warnings(lines, expected):
+def test_an_engines_start_is_shown_as_a_phase_and_not_as_its_warnings(lines, expected):
     assert phase(LOG[:lines]) == expected

@@ -1,10 +1,15 @@
-"""What each service of a run gets to see of the launcher's environment."""
+"""Which variables of the launcher's environment each service gets."""
 
+import importlib
 from pathlib import Path
 
+import msgspec
+import pytest
+
 from forgemq_contracts.run import Model, Queue, RunConfiguration, Trainer
+from forgemq_launcher.commands.creation import REQUIRED
 from forgemq_launcher.run_folder import RunFolder
-from forgemq_launcher.services import SERVICES, Addresses, service_specs
+from forgemq_launcher.upkeep.services import SERVICES, Addresses, service_specs
 
 GIVEN = {
     "PATH": "/bin",
@@ -59,3 +64,13 @@ def test_agents_get_no_broker_and_the_others_the_runs_own(tmp_path: Path) -> Non
     for environ in given.values():
         assert environ["FORGEMQ_KAFKA"] == "127.0.0.1:9"
         assert environ["FORGEMQ_KAFKA_SASL_PASSWORD"] == "broker-password"
+
+
+@pytest.mark.parametrize("service", SERVICES)
+def test_create_names_each_services_settings_without_a_default(service: str) -> None:
+    settings = getattr(
+        importlib.import_module(f"forgemq_{service}.settings"), f"{service.title()}Settings"
+    )
+    required = [f.name.upper() for f in msgspec.structs.fields(settings) if f.required]
+    assert [name for name in required if f"_{name}" not in REQUIRED.get(service, "")] == []
+    assert bool(required) == (service in REQUIRED)

@@ -19,7 +19,7 @@ from forgemq_settings.environment import SettingsError, parse
 from forgemq_shell.connection import kafka_connection, run_id
 from forgemq_shell.library_logs import library_logs
 from forgemq_shell.started_run import started_run
-from forgemq_telemetry.causes import causes_of
+from forgemq_telemetry.causes import causes
 from forgemq_telemetry.settings import TelemetrySettings
 from forgemq_telemetry.telemetry import Telemetry, open_telemetry
 
@@ -82,11 +82,11 @@ def run_service(name: str, main: Main, environ: Mapping[str, str]) -> int:
     except KeyboardInterrupt:
         return EXIT_OK
     except Exception as error:  # noqa: BLE001 - outermost: report any error once, then exit
-        causes = causes_of(error)
-        if all(isinstance(cause, SettingsError | AccessError) for cause in causes):
-            telemetry.event("refused", error="; ".join(map(str, causes)))
+        found = causes(error)
+        if all(isinstance(cause, SettingsError | AccessError) for cause in found):
+            telemetry.event("refused", error="; ".join(map(str, found)))
             return EXIT_REFUSED
-        telemetry.event("failed", error="; ".join(f"{type(c).__name__}: {c}" for c in causes))
+        telemetry.event("failed", error="; ".join(f"{type(c).__name__}: {c}" for c in found))
         traceback.print_exception(error)
         return EXIT_FAILED
     finally:

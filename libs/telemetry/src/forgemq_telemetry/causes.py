@@ -1,8 +1,12 @@
-"""The errors inside the groups that task groups wrap them in."""
+"""What went wrong below a task group, for an event or a line at a terminal."""
 
 
-def causes_of(error: BaseException) -> list[BaseException]:
-    """The errors at the leaves of nested exception groups, in order; [error] if it is no group."""
+def causes(error: BaseException) -> list[BaseException]:
+    """The errors inside nested exception groups, in their order; any other error is its own.
+
+    Example: `ExceptionGroup("", [ValueError("a"), ExceptionGroup("", [OSError("b")])])` gives the
+    ValueError and the OSError.
+    """
     if isinstance(error, BaseExceptionGroup):
-        return [cause for inner in error.exceptions for cause in causes_of(inner)]
+        return [cause for inner in error.exceptions for cause in causes(inner)]
     return [error]

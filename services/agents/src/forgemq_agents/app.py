@@ -19,7 +19,7 @@ from forgemq_agents.user_code import DomainCode, UserCodeError, load_domains
 from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.topics import Topic
 from forgemq_settings.environment import SettingsError, parse
-from forgemq_telemetry.causes import causes_of
+from forgemq_telemetry.causes import causes
 from forgemq_telemetry.settings import TelemetrySettings
 from forgemq_telemetry.telemetry import Telemetry, open_telemetry
 
@@ -56,7 +56,7 @@ def run_agents(environ: Mapping[str, str]) -> int:
             _run_until_signal(play_run(configuration, settings, domains, environ, telemetry))
         )
     except* GatewayError as errors:
-        telemetry.event("failed", error=str(causes_of(errors)[0]))
+        telemetry.event("failed", error=str(causes(errors)[0]))
         status = EXIT_FAILED
     finally:
         telemetry.close()

@@ -19,9 +19,9 @@ from forgemq_run_view import auditing
 from forgemq_run_view.reading import message_of, read_at
 from forgemq_run_view.view import TOPICS, RunView
 from forgemq_settings.environment import parse
+from forgemq_shell.clock import now_ms
 from forgemq_shell.connection import kafka_connection
 from forgemq_shell.service import Context
-from forgemq_telemetry.clock import now_ms
 
 CONSUMES: tuple[Topic, ...] = tuple(dict.fromkeys((*TOPICS, *auditing.TOPICS)))
 PRODUCES: tuple[Topic, ...] = (AUDITED_GROUPS,)

@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass
 
 from forgemq_gateway.core.attempts import Moment
+from forgemq_shell.clock import now_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,7 +13,7 @@ class Clock:
 
     def wall_ms(self) -> int:
         """Milliseconds since the Unix epoch."""
-        return time.time_ns() // 1_000_000
+        return now_ms()
 
     def now_s(self) -> float:
         """Monotonic seconds."""

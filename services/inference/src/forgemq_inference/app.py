@@ -1,31 +1,23 @@
-"""Wiring of one lane: the log on one side, one engine on the other."""
+"""One lane from its claim to its last report: the log on one side, one engine on the other."""
 
 import asyncio
 import tempfile
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
-from forgemq_bus.log import Emit, Place, Writer
+from forgemq_bus.log import Emit, Place
 from forgemq_contracts import topics
 from forgemq_contracts.weights import ReportedEngine
-from forgemq_inference.attachment import Attachment
-from forgemq_inference.clock import PauseClock
-from forgemq_inference.core.lane import LaneState
-from forgemq_inference.core.weights import BASE, Served, WeightsState
-from forgemq_inference.durable import DurableCopies
+from forgemq_inference.core.weights import BASE
 from forgemq_inference.engine import Engine, EngineError
-from forgemq_inference.epoch import claim_epoch, tail
-from forgemq_inference.inbox import Inbox
-from forgemq_inference.loading import WeightLoader
-from forgemq_inference.reports import LaneIdentity, Reports, emit_of_report
-from forgemq_inference.requests import LEAVING, LaneLimits, Requests, Spawn
+from forgemq_inference.epoch import claim_epoch, read_tail
+from forgemq_inference.lane_parts import LaneEdges, LaneParts, inbox_of, lane_parts
+from forgemq_inference.reports import LaneIdentity, emit_of_report
+from forgemq_inference.requests import LEAVING
 from forgemq_inference.settings import InferenceSettings
 from forgemq_settings.environment import SettingsError, parse
-from forgemq_shell.dead_letters import DeadLetters
+from forgemq_shell.clock import now_ms
 from forgemq_shell.service import Context
-from forgemq_telemetry import Telemetry
-from forgemq_telemetry.clock import now_ms
 
 CONSUMES = (
     topics.REQUESTED_COMPLETIONS,
@@ -38,7 +30,7 @@ PRODUCES = (topics.FINISHED_COMPLETIONS, topics.LOADED_WEIGHTS, topics.REPORTED_
 
 
 async def main(context: Context) -> None:
-    """Serve one lane until told to stop.
+    """Serve one lane until the service is stopped.
 
     Raises:
         SettingsError: the run has no such lane.
@@ -53,69 +45,47 @@ async def main(context: Context) -> None:
         cache = settings.cache or stack.enter_context(tempfile.TemporaryDirectory())
         writer = await context.log.writer()
         stack.push_async_callback(writer.close)
-        await _serve(context, settings, engine=engine, writer=writer, cache=Path(cache))
+        await _serve_lane(
+            context, settings, LaneEdges(engine=engine, writer=writer, cache=Path(cache))
+        )
 
 
-async def _serve(
-    context: Context, settings: InferenceSettings, *, engine: Engine, writer: Writer, cache: Path
-) -> None:
-    lane = settings.lane
-    log = context.log
+async def _serve_lane(context: Context, settings: InferenceSettings, edges: LaneEdges) -> None:
+    lane, log = settings.lane, context.log
     requested = Place(topics.REQUESTED_COMPLETIONS.name, lane)
     cancelled = Place(topics.CANCELLED_COMPLETIONS.name, lane)
     # Before the claim: what is requested under the new epoch comes after it.
     positions = await log.end_positions([requested, cancelled])
     claim = await claim_epoch(
-        log, writer, lane=lane, report=lambda epoch: _first_report(settings, epoch)
+        log, edges.writer, lane=lane, report=lambda epoch: _first_report(settings, epoch)
     )
-    identity = LaneIdentity(lane=lane, epoch=claim.epoch, url=engine.url)
     context.telemetry.event("claimed", lane=lane, epoch=claim.epoch)
+    positions[Place(topics.REPORTED_ENGINES.name, lane)] = claim.position
     published = Place(topics.PUBLISHED_WEIGHTS.name, 0)
-    newest = await tail(log, published)
+    newest = await read_tail(log, published)
+    positions[published] = newest.position
+    identity = LaneIdentity(lane=lane, epoch=claim.epoch, url=edges.engine.url)
     async with asyncio.TaskGroup() as group:
-        parts = _parts(
-            context,
-            settings,
-            identity,
-            engine=engine,
-            writer=writer,
-            cache=cache,
-            spawn=group.create_task,
-        )
-        inbox = Inbox(
-            identity,
-            requests=parts.requests,
-            weights=parts.weights,
-            on_published=parts.attachment.follow_weights,
-            dead_letters=DeadLetters(log, writer, service="inference"),
-            queued_max=settings.queued_max,
-            telemetry=context.telemetry,
-        )
+        parts = lane_parts(context, settings, identity, edges=edges, spawn=group.create_task)
+        inbox = inbox_of(context, settings, identity, parts=parts, writer=edges.writer)
+        # Before the engine is attached: it then loads the newest weights and none before them.
         for record in newest.records:
             await inbox.take(record)
-        reader = await log.reader(
-            {
-                **positions,
-                published: newest.position,
-                Place(topics.REPORTED_ENGINES.name, lane): claim.position,
-            }
-        )
-        tasks = [
-            group.create_task(inbox.run(reader)),
-            group.create_task(parts.attachment.run()),
-            group.create_task(parts.reports.run()),
-        ]
+        reading = group.create_task(inbox.run(await log.reader(positions)))
+        serving = [group.create_task(part.run()) for part in (parts.attachment, parts.reports)]
         await context.stop.wait()
-        tasks[0].cancel()
-        await _leave(parts, engine, drain_s=settings.drain_s, telemetry=context.telemetry)
-        for task in tasks:
+        reading.cancel()
+        await _leave_lane(context, parts, edges.engine, drain_s=settings.drain_s)
+        for task in serving:
             task.cancel()
         parts.reports.stop_serving()
-    await parts.reports.write()
+    await parts.reports.write_report()
 
 
-async def _leave(parts: "_Parts", engine: Engine, *, drain_s: float, telemetry: Telemetry) -> None:
-    """Let running requests end, then end the rest with an error."""
+async def _leave_lane(
+    context: Context, parts: LaneParts, engine: Engine, *, drain_s: float
+) -> None:
+    """Let running requests end for `drain_s`, then end the others with an error."""
     parts.reports.stop_serving()
     with suppress(TimeoutError):
         async with asyncio.timeout(drain_s):
@@ -124,80 +94,12 @@ async def _leave(parts: "_Parts", engine: Engine, *, drain_s: float, telemetry: 
     try:
         await engine.abort_all()
     except EngineError as error:
-        telemetry.event("abort_failed", error=str(error))
+        context.telemetry.event("abort_failed", error=str(error))
     await parts.requests.wait_idle()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Parts:
-    """The objects of one lane."""
-
-    weights: WeightsState
-    requests: Requests
-    reports: Reports
-    attachment: Attachment
-
-
-def _parts(
-    context: Context,
-    settings: InferenceSettings,
-    identity: LaneIdentity,
-    *,
-    engine: Engine,
-    writer: Writer,
-    cache: Path,
-    spawn: Spawn,
-) -> _Parts:
-    telemetry, configuration = context.telemetry, context.configuration
-    lane, epoch = identity.lane, identity.epoch
-    pauses, suspected = PauseClock(), asyncio.Event()
-    weights = WeightsState(lane=lane, epoch=epoch, served=Served(weights=BASE))
-    requests = Requests(
-        engine,
-        LaneState(lane=lane, epoch=epoch, remembered_bytes_max=settings.remembered_bytes_max),
-        limits=LaneLimits(
-            epoch=epoch,
-            concurrent_max=settings.concurrent_max,
-            group_partitions=configuration.log.group_partitions,
-        ),
-        writer=writer,
-        spawn=spawn,
-        pauses=pauses,
-        on_unreachable=suspected.set,
-        telemetry=telemetry,
-    )
-    reports = Reports(
-        identity,
-        writer=writer,
-        weights=weights,
-        requests=requests,
-        heartbeat_s=settings.heartbeat_s,
-        telemetry=telemetry,
-    )
-    loader = WeightLoader(
-        engine,
-        weights,
-        copies=DurableCopies(cache),
-        pauses=pauses,
-        durable_timeout_s=settings.durable_timeout_s,
-        telemetry=telemetry,
-    )
-    attachment = Attachment(
-        engine,
-        configuration=configuration,
-        settings=settings,
-        weights=weights,
-        loader=loader,
-        requests=requests,
-        reports=reports,
-        pauses=pauses,
-        suspected=suspected,
-        telemetry=telemetry,
-    )
-    return _Parts(weights=weights, requests=requests, reports=reports, attachment=attachment)
-
-
 def _first_report(settings: InferenceSettings, epoch: int) -> Emit:
+    """The report that claims an epoch; the lane does not serve yet."""
     return emit_of_report(
         ReportedEngine(
             lane=settings.lane,

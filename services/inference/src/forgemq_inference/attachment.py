@@ -1,7 +1,7 @@
-"""Keeps one engine attached to its lane: wait for it, tidy it up, load, watch, and start over.
+"""Keeps one engine attached to its lane: wait for it, tidy it up, load, watch, begin again.
 
-The engine is another process with a past that is unknown here: it may be fresh, paused in the
-middle of an update of an earlier inference process, or restarted between two health checks.
+The engine is a process with an unknown past: it may be fresh, or paused in the middle of an update
+that an earlier inference process began, or restarted between two health checks.
 """
 
 import asyncio
@@ -10,7 +10,6 @@ from contextlib import suppress
 from pathlib import Path
 
 from forgemq_contracts.run import RunConfiguration
-from forgemq_inference.clock import PauseClock
 from forgemq_inference.core.weights import (
     BASE,
     BROKEN_NAME,
@@ -26,22 +25,28 @@ from forgemq_inference.engine import (
     EngineUnreachableError,
 )
 from forgemq_inference.limits import engine_limits
-from forgemq_inference.loading import Loading, WeightLoader
+from forgemq_inference.pause_clock import PauseClock
 from forgemq_inference.reports import Reports
 from forgemq_inference.requests import NOT_SERVING, Requests
 from forgemq_inference.settings import InferenceSettings
+from forgemq_inference.weight_loader import Loading, WeightLoader
 from forgemq_telemetry import Telemetry
 
 _POLL_S = 0.5
+"""Between two looks for an engine that starts; a start takes a minute or more."""
 _RETRY_S = 0.2
+"""Between failed health checks: three of them decide within a second, before the lane lapses."""
 _LOAD_RETRY_S = 1.0
+"""Times the number of failures: a blob store that restarts gets some 10 s for its attempts."""
 _RESUME_TIMEOUT_S = 30.0
+"""The engine answers within a decoding step, but may be busy with its first compilation."""
 
 
 class Attachment:
-    """`run` serves the lane for as long as the process lives; losing the engine is no failure.
+    """Serves a lane with one engine; a lost engine is waited for, and is not a failure.
 
-    `follow_weights` after a publication; `suspected` is set after an unanswered request.
+    Lifecycle: one task `run`. `notify_published` is called after a publication; setting
+    `suspected` makes a health check happen at once.
     """
 
     def __init__(
@@ -58,7 +63,7 @@ class Attachment:
         suspected: asyncio.Event,
         telemetry: Telemetry,
     ) -> None:
-        """Not attached."""
+        """Begin without an engine."""
         self._engine = engine
         self._configuration = configuration
         self._settings = settings
@@ -72,23 +77,23 @@ class Attachment:
         self._suspected = suspected
         self._is_loading = False
 
-    def follow_weights(self) -> None:
-        """There may be newer weights."""
+    def notify_published(self) -> None:
+        """Wake the task that loads: newer weights are published."""
         self._published.set()
 
     async def run(self) -> None:
-        """Attach, serve until the engine is lost, again and again.
+        """Attach the engine and serve until it is lost, again and again.
 
         Raises:
             EngineError: the engine did not come up, or cannot be brought to published weights.
             DurableCopyError: the durable copy stays unusable.
-            ModelFolderError: the model's folder is not one.
+            ModelFolderError: the model's folder does not give the engine's limits.
         """
         while True:
             await self._wait_healthy()
             try:
-                await self._attach()
-                await self._serve()
+                await self._attach_engine()
+                await self._serve_lane()
             except* EngineUnreachableError as lost:
                 error = str(lost.exceptions[0])
                 self._telemetry.event("engine_lost", url=self._engine.url, error=error)
@@ -110,9 +115,9 @@ class Attachment:
                     ) from error
             await asyncio.sleep(_POLL_S)
 
-    async def _attach(self) -> None:
+    async def _attach_engine(self) -> None:
         started_s, paused_s = time.monotonic(), self._pauses.total_s
-        await self._tidy()
+        await self._tidy_engine()
         server = await self._engine.server_info()
         limits = await engine_limits(
             server,
@@ -120,7 +125,7 @@ class Attachment:
             context_tokens_max=self._configuration.model.context_tokens_max,
         )
         if limits.experts is not None and not limits.records_routes:
-            # The trainer then routes by itself, and some of the gap to the engine is routing.
+            # Without routes the trainer chooses experts by itself: part of G5's gap is routing.
             self._telemetry.event("routes_not_recorded", url=self._engine.url)
         await self._load_newest()
         if self._weights.served.is_dirty:
@@ -129,7 +134,7 @@ class Attachment:
         self._pauses.resume()
         self._requests.open(limits)
         self._reports.serve(context_tokens_max=limits.context_tokens_max, ranks=server.tp_size)
-        await self._reports.write_loaded(
+        await self._reports.write_loaded_weights(
             Loading(
                 path="start",
                 duration_s=time.monotonic() - started_s,
@@ -137,10 +142,10 @@ class Attachment:
             )
         )
 
-    async def _tidy(self) -> None:
-        """End what an earlier process left running, and find out what the engine holds."""
+    async def _tidy_engine(self) -> None:
+        """End what an earlier process left running, and learn which weights the engine holds."""
         with suppress(EngineRefusedError):
-            # Refused where no update is open, which is the usual case.
+            # Refused if there is no open update, which is the usual case.
             await self._engine.end_update(timeout_s=self._settings.durable_timeout_s)
         await self._engine.abort_all()
         name = (await self._engine.model_info()).weight_version
@@ -149,19 +154,19 @@ class Attachment:
         served = served_by(name, base_sha256=await file_sha256(base) if is_base else None)
         if is_base and name != BASE.name:
             await self._engine.name_weights(BASE.name)
-        self._weights.restarted(served)
+        self._weights.note_restarted(served)
 
-    async def _serve(self) -> None:
+    async def _serve_lane(self) -> None:
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._watch())
-            group.create_task(self._follow())
+            group.create_task(self._watch_engine())
+            group.create_task(self._follow_weights())
 
-    async def _follow(self) -> None:
+    async def _follow_weights(self) -> None:
         while True:
             await self._published.wait()
             self._published.clear()
             for loading in await self._load_newest():
-                await self._reports.write_loaded(loading)
+                await self._reports.write_loaded_weights(loading)
 
     async def _load_newest(self) -> list[Loading]:
         """Load until nothing newer is published; usually one load."""
@@ -183,8 +188,8 @@ class Attachment:
             self._is_loading = False
         return loadings
 
-    async def _watch(self) -> None:
-        """Return never.
+    async def _watch_engine(self) -> None:
+        """Check the engine until it is lost.
 
         Raises:
             EngineUnreachableError: the engine stopped answering, or is another process.
@@ -196,21 +201,22 @@ class Attachment:
                     await self._suspected.wait()
             self._suspected.clear()
             if self._is_loading:
-                continue  # the load has its own deadlines; some health checks wait for generation
+                # A load has its own deadlines, and the engine may not answer during one.
+                continue
             try:
-                await self._check()
+                await self._check_engine()
                 failures = 0
             except EngineError as error:
                 failures += 1
-                await self._give_up(failures, error)
+                await self._count_failure(failures, error)
                 self._suspected.set()
 
-    async def _give_up(self, failures: int, error: EngineError) -> None:
+    async def _count_failure(self, failures: int, error: EngineError) -> None:
         if failures >= self._settings.health_failures_max:
             raise EngineUnreachableError(str(error)) from error
         await asyncio.sleep(_RETRY_S)
 
-    async def _check(self) -> None:
+    async def _check_engine(self) -> None:
         await self._engine.check_health(timeout_s=self._settings.health_timeout_s)
         served = self._weights.served
         name = (await self._engine.model_info()).weight_version

@@ -17,11 +17,15 @@ from forgemq_contracts.weights import PublishedWeights
 
 WEIGHTS_FILE = "model.safetensors"
 _CHUNK_BYTES = 8 * 2**20
+"""Read at once for a checksum: large enough for the disk's full speed."""
 _HEADER_START_BYTES = 8
+"""A safetensors file begins with its header's length, a 64-bit integer."""
+_COPIES_KEPT = 2
+"""The newest, and the one before it, which the engine may still be reading."""
 
 
 class DurableCopyError(Exception):
-    """The copy is not there, not readable, or not the bytes that were published."""
+    """The copy is missing, not readable, or not the bytes that were published."""
 
 
 class DurableCopies:
@@ -31,7 +35,7 @@ class DurableCopies:
     """
 
     def __init__(self, cache: Path) -> None:
-        """A cache folder; made when a remote copy is downloaded."""
+        """Note the cache folder; it is made when a remote copy is downloaded."""
         self._cache = cache
         self._verified_sha256 = ""
 
@@ -75,17 +79,18 @@ class DurableCopies:
         filesystem.invalidate_cache(path)
         for file in filesystem.ls(path, detail=False):
             filesystem.get_file(file, str(partial / Path(file).name))
-        _verify(partial / WEIGHTS_FILE, sha256)  # Else a broken download would stay for good.
+        # Before the rename: a broken download in the cache would be used again and again.
+        _verify(partial / WEIGHTS_FILE, sha256)
         self._verified_sha256 = sha256
         partial.rename(target)
         complete = [folder for folder in self._cache.iterdir() if folder.suffix != ".partial"]
-        for folder in sorted(complete, key=lambda folder: folder.stat().st_mtime)[:-2]:
+        for folder in sorted(complete, key=lambda folder: folder.stat().st_mtime)[:-_COPIES_KEPT]:
             shutil.rmtree(folder, ignore_errors=True)
         return target
 
 
 async def file_sha256(path: Path) -> str | None:
-    """Checksum of a file, None where there is no such file."""
+    """Checksum of a file; None if there is no such file."""
     try:
         return await asyncio.to_thread(_sha256, path)
     except FileNotFoundError:

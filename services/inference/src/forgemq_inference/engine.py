@@ -13,9 +13,12 @@ from forgemq_inference.core.generation import EngineAnswer
 Decoded = TypeVar("Decoded", bound=msgspec.Struct)
 
 _CONTROL_TIMEOUT_S = 30.0
+"""For calls that change no weights: they take milliseconds, but wait for a decoding step."""
 _MESSAGE_CHARACTERS_MAX = 300
-# The server closes idle connections after 5 s; one that is closed as it is reused fails a request.
+"""Of an error's text in a record; SGLang may answer with a whole traceback."""
 _KEEPALIVE_S = 2.0
+"""Below the 5 s after which the server closes idle connections: a request that reuses a connection
+as it is being closed fails."""
 
 
 class EngineError(Exception):
@@ -23,21 +26,21 @@ class EngineError(Exception):
 
 
 class EngineRefusedError(EngineError):
-    """It answered with an error; says which and why."""
+    """The engine answered with an error; the text says which and why."""
 
 
 class EngineUnreachableError(EngineError):
-    """It did not answer: gone, or not in time."""
+    """The engine did not answer: it is gone, or too slow."""
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
-    """Of /model_info: what is loaded."""
+    """What /model_info says is loaded."""
 
     weight_version: str
 
 
 class ServerInfo(msgspec.Struct, frozen=True):
-    """Of /server_info: limits of the engine, in tokens, and what it was started to do."""
+    """What /server_info says: limits in tokens, and options of the start."""
 
     max_total_num_tokens: int
     max_req_input_len: int
@@ -60,7 +63,7 @@ class Engine:
     """
 
     def __init__(self, url: str) -> None:
-        """No connection is made yet."""
+        """Connect to nothing yet."""
         self.url = url.rstrip("/")
         self._session: aiohttp.ClientSession | None = None
         self._answer = msgspec.json.Decoder(EngineAnswer)
@@ -77,7 +80,7 @@ class Engine:
             await self._session.close()
 
     async def generate(self, body: Mapping[str, Any], *, timeout_s: float) -> EngineAnswer:
-        """One completion.
+        """Generate one completion.
 
         Raises:
             EngineRefusedError: the engine does not take the request, or its answer is unreadable.
@@ -94,7 +97,7 @@ class Engine:
         await self._request("POST", "/abort_request", {"rid": rid})
 
     async def abort_all(self) -> None:
-        """End every request, whoever sent it."""
+        """End every request, also those of other clients."""
         await self._request("POST", "/abort_request", {"abort_all": True})
 
     async def check_health(self, *, timeout_s: float) -> None:
@@ -102,11 +105,11 @@ class Engine:
         await self._request("GET", "/health", None, timeout_s=timeout_s)
 
     async def model_info(self) -> ModelInfo:
-        """What is loaded."""
+        """Ask which weights are loaded."""
         return _decoded(await self._request("GET", "/model_info", None), ModelInfo)
 
     async def server_info(self) -> ServerInfo:
-        """Limits of the engine."""
+        """Ask for the engine's limits and options."""
         return _decoded(await self._request("GET", "/server_info", None), ServerInfo)
 
     async def pause(self, *, timeout_s: float) -> None:
@@ -115,7 +118,7 @@ class Engine:
         await self._request("POST", "/pause_generation", body, timeout_s=timeout_s)
 
     async def resume(self, *, timeout_s: float) -> None:
-        """Go on generating; harmless where it was not paused."""
+        """Go on generating; harmless if generation was not paused."""
         await self._request("POST", "/continue_generation", {}, timeout_s=timeout_s)
 
     async def name_weights(self, name: str) -> None:
@@ -136,16 +139,16 @@ class Engine:
         await self._succeed("/init_weights_update_group", body, timeout_s=timeout_s)
 
     async def leave_group(self, group_name: str) -> None:
-        """Drop a process group; a group that is not there is refused."""
+        """Leave a process group; raises EngineRefusedError if the engine is not in it."""
         body = {"group_name": group_name}
         await self._succeed("/destroy_weights_update_group", body, timeout_s=_CONTROL_TIMEOUT_S)
 
     async def begin_update(self, *, timeout_s: float) -> None:
-        """Open the session that updates over a process group need."""
+        """Open the session that an update over a process group needs."""
         await self._succeed("/begin_weight_update", {}, timeout_s=timeout_s)
 
     async def end_update(self, *, timeout_s: float) -> None:
-        """Close the session; refused where none is open."""
+        """Close the session; raises EngineRefusedError if there is no open one."""
         await self._succeed("/end_weight_update", {}, timeout_s=timeout_s)
 
     async def receive_bucket(
@@ -159,10 +162,10 @@ class Engine:
         """Receive one flat broadcast from rank 0 and load the tensors in it.
 
         Args:
-            bucket: names, dtypes and shapes, in the order of their bytes.
-            group_name: process group to receive from.
-            final_name: for the last bucket the name of the weights; the cache is flushed too.
-            timeout_s: for the broadcast and the load.
+            bucket: Names, dtypes and shapes, in the order of their bytes.
+            group_name: Process group to receive from.
+            final_name: The weights' name if this is the last bucket; the cache is flushed too.
+            timeout_s: For the broadcast and the load.
         """
         body: dict[str, Any] = {
             "names": [tensor.name for tensor in bucket],

@@ -1,4 +1,8 @@
-"""The epoch of a lane: one more than any before, fixed by the order of the lane's own records."""
+"""The epoch of a lane: higher than every earlier one, by the order of records on the log.
+
+Two processes that claim a lane at once both write a report; the order of the two reports in their
+partition decides, so both reach the same verdict.
+"""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -11,18 +15,20 @@ from forgemq_contracts import topics
 from forgemq_contracts.weights import LoadedWeights, ReportedEngine
 
 FIRST_EPOCH = 1
-_TAIL_RECORDS = 200  # Of reported-engines the log keeps more (`Topic.newest_kept`).
+"""0 is left for "no epoch"."""
+_TAIL_RECORDS = 200
+"""Enough to contain the newest epoch; trimming keeps more of them (`Topic.newest_kept`)."""
 
 
 class WonEpoch(NamedTuple):
-    """A won epoch, and where reading the lane's reports goes on to notice a successor."""
+    """A claimed epoch, and the position in the lane's reports from which a successor shows."""
 
     epoch: int
     position: int
 
 
 class Tail(NamedTuple):
-    """Last records of a partition, oldest first, and the position after them."""
+    """The newest records of a partition, oldest first, and the position after them."""
 
     records: list[Record]
     position: int
@@ -31,18 +37,18 @@ class Tail(NamedTuple):
 async def claim_epoch(
     log: Log, writer: Writer, *, lane: int, report: Callable[[int], Emit]
 ) -> WonEpoch:
-    """Take the lane under a new epoch; of two that try at once the later one wins.
+    """Claim the lane under a new epoch; of two processes that claim it at once, the later wins.
 
     Args:
-        log: of the run.
-        writer: for the reports.
-        lane: partition of the lane topics.
-        report: the first report under an epoch; it must not say that the lane serves.
+        log: Of the run.
+        writer: For the reports.
+        lane: Partition of the lane topics.
+        report: The first report under an epoch; it must not say that the lane serves.
     """
     reports = Place(topics.REPORTED_ENGINES.name, lane)
     loads = Place(topics.LOADED_WEIGHTS.name, lane)
     end = (await log.end_positions([reports]))[reports]
-    known = (await tail(log, reports)).records + (await tail(log, loads)).records
+    known = (await read_tail(log, reports)).records + (await read_tail(log, loads)).records
     newest = max((_epoch(record) for record in known), default=FIRST_EPOCH - 1)
     reader = await log.reader({reports: end})
     try:
@@ -55,14 +61,15 @@ async def claim_epoch(
             ]
             if max(rivals, default=newest) <= newest:
                 return WonEpoch(newest + 1, offset + 1)
-            # A rival's report stands before ours: ours would look like its successor's heartbeat.
+            # A rival reported the same or a newer epoch first: under that epoch our reports could
+            # not be distinguished from the rival's. Claim the next one.
             newest = max(*rivals, newest + 1)
     finally:
         await reader.close()
 
 
-async def tail(log: Log, place: Place) -> Tail:
-    """The last records of a partition, at most 200."""
+async def read_tail(log: Log, place: Place) -> Tail:
+    """Read the newest records of a partition, at most 200."""
     first = (await log.first_positions([place]))[place]
     end = (await log.end_positions([place]))[place]
     start = max(first, end - _TAIL_RECORDS)
@@ -81,7 +88,7 @@ async def _up_to(reader: Reader, place: Place, offset: int) -> list[Record]:
 
 
 def _epoch(record: Record) -> int:
-    """The epoch that a record tells of; that before the first where it does not decode."""
+    """The epoch in a record; the one before the first if the record does not decode."""
     try:
         decoded = topics.decode(topics.BY_NAME[record.topic], record.value)
     except msgspec.ValidationError:

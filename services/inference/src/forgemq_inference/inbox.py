@@ -1,4 +1,4 @@
-"""Reads what concerns one lane and passes it on."""
+"""Reads the records that concern one lane and passes each to the part that handles it."""
 
 from collections.abc import Callable
 
@@ -15,12 +15,14 @@ from forgemq_inference.requests import Requests
 from forgemq_shell.dead_letters import DeadLetters
 from forgemq_telemetry import Telemetry
 
-_READ_S = 0.25
+_READ_TIMEOUT_S = 0.25
+"""Longest wait of one read; a paused reader looks this often whether requests have drained."""
 _RECORDS_MAX = 500
+"""Records of one read; taking them is a few ms in which no answer is written."""
 
 
 class Inbox:
-    """Requests, cancellations, publications and reports of the lane's own partitions."""
+    """Reads requests, cancellations, publications and reports; one task `run`."""
 
     def __init__(
         self,
@@ -33,7 +35,7 @@ class Inbox:
         queued_max: int,
         telemetry: Telemetry,
     ) -> None:
-        """Nothing read yet; `on_published` is called when newer weights are known."""
+        """Read nothing yet; `on_published` is called when newer weights are known."""
         self._identity = identity
         self._requests = requests
         self._weights = weights
@@ -45,9 +47,9 @@ class Inbox:
         self._is_paused = False
 
     async def run(self, reader: Reader) -> None:
-        """Read for ever; too many waiting requests stop the reading of requests alone."""
+        """Read until cancelled; while too many requests wait, requests alone are not read."""
         while True:
-            for record in await reader.read(timeout_s=_READ_S, records_max=_RECORDS_MAX):
+            for record in await reader.read(timeout_s=_READ_TIMEOUT_S, records_max=_RECORDS_MAX):
                 await self.take(record)
             is_full = self._requests.queued >= self._queued_max
             if is_full != self._is_paused:
@@ -55,12 +57,12 @@ class Inbox:
                 self._is_paused = is_full
 
     async def take(self, record: Record) -> None:
-        """Pass one record on; one that does not decode goes to the dead letters, if it is ours."""
+        """Pass one record on; one that does not decode becomes a dead letter of this service."""
         try:
             decoded = topics.decode(topics.BY_NAME[record.topic], record.value)
         except msgspec.ValidationError as error:
-            is_buried = await self._dead_letters.write(record, f"does not decode: {error}")
-            event = "bad_record" if is_buried else "bad_record_skipped"
+            is_written = await self._dead_letters.write(record, f"does not decode: {error}")
+            event = "bad_record" if is_written else "bad_record_skipped"
             self._telemetry.event(event, topic=record.topic, error=str(error))
             return
         match decoded:

@@ -1,4 +1,4 @@
-"""What the engine can take, from its own report and the model's configuration file."""
+"""What the engine can take, from its own report and the model's config.json."""
 
 import asyncio
 from pathlib import Path
@@ -31,9 +31,9 @@ async def engine_limits(
     """Limits for every request of the lane.
 
     Args:
-        server: the engine's own report.
-        model_path: folder with the model's config.json.
-        context_tokens_max: the run's own bound on context and output together.
+        server: The engine's report.
+        model_path: Folder with the model's config.json.
+        context_tokens_max: The run's bound on context and output together.
 
     Raises:
         ModelFolderError: there is no config.json, or it names no vocabulary size.

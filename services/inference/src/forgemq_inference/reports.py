@@ -1,4 +1,4 @@
-"""What a lane says about itself: heartbeats, changes, and the weights it serves."""
+"""What a lane reports: heartbeats, changes, and the weights it serves."""
 
 import asyncio
 from contextlib import suppress
@@ -10,11 +10,11 @@ from forgemq_contracts import topics
 from forgemq_contracts.messages import Output
 from forgemq_contracts.weights import LoadedWeights, ReportedEngine
 from forgemq_inference.core.weights import WeightsState
-from forgemq_inference.loading import Loading
 from forgemq_inference.requests import Requests
+from forgemq_inference.weight_loader import Loading
+from forgemq_shell.clock import now_ms
 from forgemq_shell.records import emit_of
 from forgemq_telemetry import Telemetry
-from forgemq_telemetry.clock import now_ms
 
 
 class LaneIdentity(Struct, frozen=True, kw_only=True):
@@ -28,7 +28,7 @@ class LaneIdentity(Struct, frozen=True, kw_only=True):
 class Reports:
     """Writes reported-engines about every `heartbeat_s` and on change, and loaded-weights.
 
-    `serve` and `stop_serving` set what the next report says; `write` sends it at once.
+    `serve` and `stop_serving` set what the next report says; `write_report` writes one at once.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Reports:
         heartbeat_s: float,
         telemetry: Telemetry,
     ) -> None:
-        """Not serving."""
+        """Begin with a lane that does not serve."""
         self._identity = identity
         self._writer = writer
         self._weights = weights
@@ -54,28 +54,28 @@ class Reports:
         self._ranks = 1
 
     def serve(self, *, context_tokens_max: int, ranks: int) -> None:
-        """The engine takes requests from now on."""
+        """Report from here on that the lane serves."""
         self._is_serving = True
         self._context_tokens_max = context_tokens_max
         self._ranks = ranks
         self._changed.set()
 
     def stop_serving(self) -> None:
-        """The engine is lost, or the lane leaves."""
+        """Report from here on that the lane does not serve: its engine is lost, or it leaves."""
         self._is_serving = False
         self._changed.set()
 
     async def run(self) -> None:
-        """Report for ever."""
+        """Write a report every `heartbeat_s` and on change, until cancelled."""
         while True:
             self._changed.clear()
-            await self.write()
+            await self.write_report()
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._heartbeat_s):
                     await self._changed.wait()
 
-    async def write(self) -> None:
-        """Report once."""
+    async def write_report(self) -> None:
+        """Write one report."""
         weights, requests = self._weights.served.weights, self._requests
         lane = self._identity.lane
         report = ReportedEngine(
@@ -98,8 +98,8 @@ class Reports:
         self._telemetry.gauge("inference.remembered_bytes", requests.remembered_bytes, lane=lane)
         await self._writer.write(emit_of_report(report))
 
-    async def write_loaded(self, loading: Loading) -> None:
-        """Say which weights the lane serves now, and how they came."""
+    async def write_loaded_weights(self, loading: Loading) -> None:
+        """Write which weights the lane serves and how they arrived."""
         weights = self._weights.served.weights
         loaded = LoadedWeights(
             lane=self._identity.lane,

@@ -1,4 +1,4 @@
-"""Requests of one lane through the engine: bounded, cancellable, each answered by one record."""
+"""Runs the requests of one lane in the engine; each is answered by exactly one record."""
 
 import asyncio
 import time
@@ -18,16 +18,15 @@ from forgemq_contracts.completions import (
 )
 from forgemq_contracts.messages import Output
 from forgemq_contracts.partitions import group_partition
-from forgemq_inference.clock import PauseClock
 from forgemq_inference.core.generation import (
     EngineAnswer,
     EngineLimits,
     EngineMeta,
     InvalidAnswerError,
     Timing,
-    finished,
+    finished_completion,
     generate_body,
-    refused,
+    refused_completion,
 )
 from forgemq_inference.core.lane import (
     CANCELLED,
@@ -39,9 +38,10 @@ from forgemq_inference.core.lane import (
     Skipped,
 )
 from forgemq_inference.engine import Engine, EngineError, EngineUnreachableError
+from forgemq_inference.pause_clock import PauseClock
+from forgemq_shell.clock import now_ms
 from forgemq_shell.records import emit_of
 from forgemq_telemetry import Telemetry
-from forgemq_telemetry.clock import now_ms
 
 Spawn: TypeAlias = Callable[[Coroutine[None, None, None]], object]
 
@@ -49,10 +49,13 @@ NOT_SERVING = Refused("error", "engine", "engine: not serving")
 LEAVING = Refused("error", "engine", "engine: the lane is leaving")
 
 _ABORTED_WITHIN_S = 2.0
+"""The engine ends an aborted request at its next decoding step, well under a second."""
+_TIMEOUT_MIN_S = 0.001
+"""A request past its deadline still gets an HTTP call, which fails at once as unreachable."""
 
 
 class LaneLimits(Struct, frozen=True, kw_only=True):
-    """What bounds and addresses the requests of a lane."""
+    """The lane's epoch, its bound on concurrent requests, and where their records go."""
 
     epoch: int
     concurrent_max: int
@@ -78,17 +81,17 @@ class Requests:
         on_unreachable: Callable[[], None],
         telemetry: Telemetry,
     ) -> None:
-        """Closed at first.
+        """Begin closed: requests are refused until `open`.
 
         Args:
-            engine: where requests run.
-            state: decides which of them run.
-            limits: of the lane.
-            writer: for finished-completions.
-            spawn: starts a coroutine whose failure ends the service.
-            pauses: counts the time generation stands still.
-            on_unreachable: called when the engine did not answer a request.
-            telemetry: of the service.
+            engine: Generates.
+            state: Decides which requests run.
+            limits: Of the lane.
+            writer: For finished-completions.
+            spawn: Starts a coroutine whose failure ends the service.
+            pauses: Counts the time that generation stands still.
+            on_unreachable: Called when the engine did not answer a request.
+            telemetry: Of the service.
         """
         self._engine = engine
         self._state = state
@@ -98,7 +101,7 @@ class Requests:
         self._pauses = pauses
         self._on_unreachable = on_unreachable
         self._telemetry = telemetry
-        self._turns = asyncio.Semaphore(limits.concurrent_max)
+        self._slots = asyncio.Semaphore(limits.concurrent_max)
         self._engine_limits: EngineLimits | None = None
         self._closed = _future()
         self._closed.set_result(NOT_SERVING)
@@ -119,29 +122,29 @@ class Requests:
         await self._idle.wait()
 
     def open(self, engine_limits: EngineLimits) -> None:
-        """The engine serves."""
+        """Send requests to the engine from here on."""
         self._engine_limits = engine_limits
         self._closed = _future()
 
     def close(self, reason: Refused) -> None:
-        """End everything that waits or runs, and answer what comes with `reason`."""
+        """End everything that waits or runs, and refuse later requests for `reason`."""
         if self._closed.done():
             self._closed = _future()
         self._closed.set_result(reason)
 
     def take(self, request: RequestedCompletion, headers: Headers) -> None:
-        """Answer a request, now or when its turn comes, unless it is not ours to answer."""
+        """Answer a request as soon as a slot is free, unless another process answers it."""
         decision = self._state.take(request, now_ms=now_ms())
         match decision:
             case Skipped(reason):
                 self._telemetry.count("inference.skipped", reason=reason)
             case Refused():
-                self._spawn(self._write(refused(request, decision), headers))
+                self._spawn(self._write_finished(refused_completion(request, decision), headers))
             case Run():
-                # Counted here: a burst must be visible to the reader before any of it has begun.
+                # Counted here and not in the task: the inbox must see a burst before it reads on.
                 self.queued += 1
                 self._idle.clear()
-                self._spawn(self._answer(request, decision, headers))
+                self._spawn(self._answer_request(request, decision, headers))
 
     def cancel(self, cancelled: CancelledCompletion) -> None:
         """End the open attempts of a request whose client went away."""
@@ -150,25 +153,27 @@ class Requests:
             if cancel is not None and not cancel.done():
                 cancel.set_result(CANCELLED)
 
-    async def _answer(self, request: RequestedCompletion, run: Run, headers: Headers) -> None:
+    async def _answer_request(
+        self, request: RequestedCompletion, run: Run, headers: Headers
+    ) -> None:
         lane = request.lane
         with self._telemetry.span(
             "inference.generate", parent=headers, request_id=request.request_id, lane=lane
         ) as span:
-            async with self._turn():
+            async with self._slot():
                 record = await self._generate(request, run)
             self._state.end(run.attempt)
             if is_candidate(record):
-                # Before the write: the next request may name this one as soon as it is on the log.
+                # Before the write: a request that names this one may come as soon as it is written.
                 whole = run.context.extended(record.output)
                 self._state.remembered.remember(request.request_id, whole)
             span.set(finish_reason=record.finish_reason, cached_tokens=record.cached_tokens)
-            await self._write(record, span.headers())
+            await self._write_finished(record, span.headers())
 
     @asynccontextmanager
-    async def _turn(self) -> AsyncIterator[None]:
+    async def _slot(self) -> AsyncIterator[None]:
         try:
-            await self._turns.acquire()
+            await self._slots.acquire()
         finally:
             self.queued -= 1
         self.running += 1
@@ -176,7 +181,7 @@ class Requests:
             yield
         finally:
             self.running -= 1
-            self._turns.release()
+            self._slots.release()
             if self.queued == self.running == 0:
                 self._idle.set()
 
@@ -188,7 +193,7 @@ class Requests:
         if refusal is None and self._closed.done():
             refusal = self._closed.result()
         if refusal is not None:
-            return refused(request, refusal, timing=Timing(queued_s, 0.0))
+            return refused_completion(request, refusal, timing=Timing(queued_s, 0.0))
         limits = self._engine_limits
         assert limits is not None, "open() sets the limits"
         body = generate_body(
@@ -198,26 +203,27 @@ class Requests:
             limits=limits,
         )
         if isinstance(body, Refused):
-            return refused(request, body, timing=Timing(queued_s, 0.0))
+            return refused_completion(request, body, timing=Timing(queued_s, 0.0))
         self._telemetry.count("inference.context_tokens", run.context.tokens_count)
         started_s, paused_s = time.monotonic(), self._pauses.total_s
         answer = await self._ask(body, run.attempt, deadline_ms=request.deadline_ms)
         waited_s = time.monotonic() - started_s - (self._pauses.total_s - paused_s)
         if isinstance(answer, Refused):
-            return refused(request, answer, timing=Timing(queued_s, max(0.0, waited_s)))
+            return refused_completion(request, answer, timing=Timing(queued_s, max(0.0, waited_s)))
         timing = _timing(answer.meta_info, queued_s=queued_s, waited_s=waited_s)
         is_cancelled = self._state.is_cancelled(run.attempt)
         try:
-            return finished(
+            return finished_completion(
                 request, answer, limits=limits, timing=timing, is_cancelled=is_cancelled
             )
         except InvalidAnswerError as error:
-            return refused(request, Refused("error", "engine", f"engine: {error}"), timing=timing)
+            refusal = Refused("error", "engine", f"engine: {error}")
+            return refused_completion(request, refusal, timing=timing)
 
     async def _ask(
         self, body: dict[str, object], attempt: Attempt, *, deadline_ms: int
     ) -> EngineAnswer | Refused:
-        timeout_s = max(0.001, (deadline_ms - now_ms()) / 1000)
+        timeout_s = max(_TIMEOUT_MIN_S, (deadline_ms - now_ms()) / 1000)
         cancel = self._cancels[attempt] = _future()
         call = asyncio.ensure_future(self._engine.generate(body, timeout_s=timeout_s))
         try:
@@ -233,7 +239,7 @@ class Requests:
             del self._cancels[attempt]
 
     async def _abort(self, rid: str, call: "asyncio.Future[EngineAnswer]") -> None:
-        """End the request in the engine; twice, for it may not have known the request yet."""
+        """Abort the request in the engine; once more if the first came before the request did."""
         for _ in range(2):
             try:
                 await self._engine.abort(rid)
@@ -258,7 +264,7 @@ class Requests:
         except EngineError as error:
             return Refused("error", "engine", f"engine: {error}")
 
-    async def _write(self, record: FinishedCompletion, headers: Headers) -> None:
+    async def _write_finished(self, record: FinishedCompletion, headers: Headers) -> None:
         partition = group_partition(record.group_id, partitions=self._limits.group_partitions)
         output = Output(topic=topics.FINISHED_COMPLETIONS.name, partition=partition, record=record)
         await self._writer.write(emit_of(output, headers=headers))
@@ -272,7 +278,7 @@ class Requests:
 
 
 def _timing(meta: EngineMeta, *, queued_s: float, waited_s: float) -> Timing:
-    """Moves the wait inside the engine, before its prefill, to the queue's side."""
+    """Timing of a request, with its wait inside the engine counted as queueing."""
     inside_s = min(max(0.0, waited_s), meta.queue_time or 0.0)
     return Timing(queued_s + inside_s, max(0.0, waited_s - inside_s))
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from forgemq_bus.broker import BrokerError
 from forgemq_bus.errors import AccessError, LogError
 from forgemq_contracts.run import RunConfiguration
+from forgemq_launcher import exit_status
 from forgemq_launcher.core.configuration import (
     ConfigurationError,
     configuration,
@@ -23,17 +24,15 @@ from forgemq_launcher.core.configuration import (
 )
 from forgemq_launcher.model_folder import check_model_folder
 from forgemq_launcher.run_folder import RunFolder, RunFolderError, run_folders
-from forgemq_launcher.services import TRANSFORMS
 from forgemq_launcher.settings import LauncherSettings
+from forgemq_launcher.upkeep.services import TRANSFORMS
 from forgemq_settings.environment import SettingsError, parse
-
-EXIT_FAILED = 1
-EXIT_REFUSED = 2
+from forgemq_shell.started_run import RunNotStartedError
 
 
 def main() -> None:
     """Run the tool and exit with its status."""
-    # Clients log every retry of theirs; what finally fails is said once, by the tool itself.
+    # Broker clients log every retry; the tool prints what finally failed, once.
     logging.getLogger().addHandler(logging.NullHandler())
     # The tool is an entry point like a service's __main__: it reads the environment once.
     environ = dict(os.environ)  # noqa: TID251
@@ -41,20 +40,24 @@ def main() -> None:
 
 
 def run_tool(arguments: Sequence[str], *, environ: Mapping[str, str], console: Console) -> int:
-    """Run one command; returns the exit status, 2 where arguments or settings are refused."""
+    """Run one command; returns the exit status."""
     options = _parser().parse_args(arguments)
     try:
         settings = parse(LauncherSettings, prefix="FORGEMQ_LAUNCHER_", environ=environ)
         return _command(options, settings=settings, environ=environ, console=console)
     except (ConfigurationError, RunFolderError, SettingsError) as error:
-        console.print(f"forgemq: {error}", markup=False, highlight=False, soft_wrap=True)
-        return EXIT_REFUSED
+        _print_plain(console, f"forgemq: {error}")
+        return exit_status.REFUSED
     except AccessError as error:
-        console.print(f"forgemq: broker: {error}", markup=False, highlight=False, soft_wrap=True)
-        return EXIT_REFUSED
-    except (LogError, BrokerError) as error:
-        console.print(f"forgemq: broker: {error}", markup=False, highlight=False, soft_wrap=True)
-        return EXIT_FAILED
+        _print_plain(console, f"forgemq: broker: {error}")
+        return exit_status.REFUSED
+    except (LogError, BrokerError, RunNotStartedError) as error:
+        _print_plain(console, f"forgemq: broker: {error}")
+        return exit_status.FAILED
+
+
+def _print_plain(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -76,7 +79,10 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. trainer.steps=10")
     run.add_argument("--resume", metavar="RUN", help="continue this run with its configuration")
     create = commands.add_parser(
-        "create", help="create topics and announce the run on FORGEMQ_KAFKA, start nothing"
+        "create",
+        help="create topics and announce the run on FORGEMQ_KAFKA, start nothing",
+        description="The run's id is FORGEMQ_RUN or run=ID, else the file's name and the next "
+        "number that this broker has not seen. Prints what its services need.",
     )
     create.add_argument("file", type=Path, help="run configuration, TOML")
     create.add_argument("overrides", nargs="*", metavar="key=value")
@@ -89,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser("runs", help="list the runs")
     audit = commands.add_parser("audit", help="check the guarantees of a run on its log")
     audit.add_argument("run", metavar="RUN")
-    inspect = commands.add_parser("inspect", help="print groups, or what was said in one")
+    inspect = commands.add_parser("inspect", help="print groups, or every turn of one")
     inspect.add_argument("run", metavar="RUN")
     inspect.add_argument("what", nargs="?", metavar="GROUP|EPISODE", help="default: list groups")
     replay = commands.add_parser(
@@ -115,7 +121,7 @@ def _command(
     console: Console,
 ) -> int:
     # Imported here: `forgemq runs` and a refused file need no broker client.
-    from forgemq_launcher import looking, replaying
+    from forgemq_launcher.commands import inspection, replay
 
     runs = Path(settings.runs)
     match options.command:
@@ -124,24 +130,26 @@ def _command(
         case "create":
             return _create(options, environ=environ, console=console)
         case "resolve":
-            return _resolve(options)
+            return _resolve(options, environ=environ)
         case "runs":
-            return looking.list_runs(run_folders(runs), console)
+            return inspection.list_runs(run_folders(runs), console)
         case "audit":
-            return asyncio.run(looking.audit(RunFolder(runs / options.run), environ, console))
+            return asyncio.run(inspection.audit(RunFolder(runs / options.run), environ, console))
         case "inspect":
             folder = RunFolder(runs / options.run)
-            return asyncio.run(looking.inspect(folder, environ, console, what=options.what))
+            return asyncio.run(inspection.inspect(folder, environ, console, what=options.what))
         case "replay":
             services = (options.service,) if options.service else TRANSFORMS
-            folder = RunFolder(runs / options.run)
             given = {"--partition": options.partition, "--to": options.to}
             arguments = [f"{name}={value}" for name, value in given.items() if value is not None]
+            folder = RunFolder(runs / options.run)
             return asyncio.run(
-                replaying.replay(folder, environ, console, services=services, arguments=arguments)
+                replay.replay_journals(
+                    folder, environ, console, services=services, arguments=arguments
+                )
             )
         case _:
-            return asyncio.run(looking.dlq(RunFolder(runs / options.run), environ, console))
+            return asyncio.run(inspection.dlq(RunFolder(runs / options.run), environ, console))
 
 
 def _run(
@@ -151,77 +159,97 @@ def _run(
     environ: Mapping[str, str],
     console: Console,
 ) -> int:
-    from forgemq_launcher.app import Launch, RunningRun
+    from forgemq_launcher.app import RunningRun
+    from forgemq_launcher.run_setup import RunSetup
 
     folder, made = _folder(options, runs=Path(settings.runs))
     with folder.locked():
         console.print(f"run {folder.run} in {folder.path}", highlight=False, soft_wrap=True)
-        launch = Launch(folder=folder, configuration=made, settings=settings, environ=environ)
+        setup = RunSetup(folder=folder, configuration=made, settings=settings, environ=environ)
 
         async def play() -> int:
-            return await RunningRun(launch, console).play()
+            return await RunningRun(setup, console).play()
 
         return asyncio.run(play())
 
 
 def _folder(options: argparse.Namespace, *, runs: Path) -> tuple[RunFolder, RunConfiguration]:
-    """The folder of the run that the arguments ask for, made where the run is new."""
+    """The folder of the run that the arguments ask for; made if the run is new."""
     if options.resume:
         if options.overrides:
             raise ConfigurationError("a resumed run keeps its configuration: give no key=value")
         folder = RunFolder(runs / options.resume)
         return folder, folder.configuration()
-    made = _configuration(options, taken=[each.run for each in run_folders(runs)])
+    made = _resolved(options, taken=[each.run for each in run_folders(runs)])
+    _check_paths(made, file=options.file)
     folder = RunFolder(runs / made.run)
     folder.make(made)
     return folder, made
 
 
-def _configuration(options: argparse.Namespace, *, taken: Sequence[str]) -> RunConfiguration:
-    """The configuration in the file, overridden and checked against this machine's folders."""
-    made = _resolved(options, taken=taken)
-    try:
-        _check_paths(made)
-    except ConfigurationError as error:
-        raise ConfigurationError(f"{options.file}: {error}") from error
-    return made
+def _resolved(
+    options: argparse.Namespace, *, taken: Sequence[str], run: str = ""
+) -> RunConfiguration:
+    """The configuration in the file, overridden and checked.
 
-
-def _resolved(options: argparse.Namespace, *, taken: Sequence[str]) -> RunConfiguration:
-    """The configuration in the file, overridden and checked; with a run id nobody has."""
+    Args:
+        options: Name the file and the overrides; `run=ID` among them is the run's id.
+        taken: Ids that a new run must not get.
+        run: The run's id unless an override says it; "" for the file's name and the next number.
+    """
     path: Path = options.file
     try:
         text = path.read_text()
     except OSError as error:
         raise ConfigurationError(f"{path}: {error.strerror}") from error
-    values = document(text, overrides=options.overrides)
+    overrides = [f'run="{run}"'] if run else []
+    overrides += options.overrides
+    values = document(text, overrides=overrides)
     name = name_of(values, default=path.resolve().parent.name)
-    # A file's name begins the ids of its runs; `run=ID` on the command line is the id itself.
-    is_exact = any(each.partition("=")[0].strip() == "run" for each in options.overrides)
-    run = name if is_exact else next_run(name, taken=taken)
+    made_id = name if _names_run(overrides) else next_run(name, taken=taken)
     try:
-        return configuration(values, run=run, folder=Path.cwd())
+        return configuration(values, run=made_id, folder=Path.cwd())
     except ConfigurationError as error:
         raise ConfigurationError(f"{path}: {error}") from error
 
 
-def _check_paths(configuration: RunConfiguration) -> None:
-    check_model_folder(Path(configuration.model.path))
-    for path in configuration.code_paths:
+def _names_run(overrides: Sequence[str]) -> bool:
+    return any(each.partition("=")[0].strip() == "run" for each in overrides)
+
+
+def _check_paths(made: RunConfiguration, *, file: Path) -> None:
+    """Refuse a model or code that is not on this machine."""
+    try:
+        check_model_folder(Path(made.model.path))
+    except ConfigurationError as error:
+        raise ConfigurationError(f"{file}: {error}") from error
+    for path in made.code_paths:
         if not Path(path).is_dir():
-            raise ConfigurationError(f"code_paths: {path} is no folder")
+            raise ConfigurationError(f"{file}: code_paths: {path} is no folder")
 
 
 def _create(options: argparse.Namespace, *, environ: Mapping[str, str], console: Console) -> int:
-    from forgemq_launcher.topics_of_run import create
+    from forgemq_launcher.commands.creation import (
+        announced_runs,
+        blobs_address,
+        create_run,
+        next_commands,
+    )
 
-    made = _configuration(options, taken=[])
-    asyncio.run(create(made, environ))
-    console.print(f"run {made.run} is announced", highlight=False)
-    return 0
+    run = environ.get("FORGEMQ_RUN", "")
+    # A file or a setting that is refused is refused before the broker is asked for anything.
+    made = _resolved(options, taken=[], run=run)
+    _check_paths(made, file=options.file)
+    blobs = blobs_address(environ)
+    if not run and not _names_run(options.overrides):
+        made = _resolved(options, taken=asyncio.run(announced_runs(environ)))
+    started = asyncio.run(create_run(made, environ, blobs=blobs))
+    _print_plain(console, next_commands(started, kafka=environ["FORGEMQ_KAFKA"]))
+    return exit_status.OK
 
 
-def _resolve(options: argparse.Namespace) -> int:
-    """Folders are not looked at: they are those of the machines that the services run on."""
-    options.to.write_bytes(msgspec.json.encode(_resolved(options, taken=[])) + b"\n")
-    return 0
+def _resolve(options: argparse.Namespace, *, environ: Mapping[str, str]) -> int:
+    """Write the configuration; its folders may lie on other machines and are not looked at."""
+    made = _resolved(options, taken=[], run=environ.get("FORGEMQ_RUN", ""))
+    options.to.write_bytes(msgspec.json.encode(made) + b"\n")
+    return exit_status.OK

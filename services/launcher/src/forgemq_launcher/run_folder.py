@@ -1,4 +1,4 @@
-"""The folder of one run: where everything it leaves behind lies."""
+"""The folder of one run, with everything that the run leaves behind."""
 
 import fcntl
 import os
@@ -10,6 +10,9 @@ from pathlib import Path
 import msgspec
 
 from forgemq_contracts.run import RunConfiguration
+
+ADMIN_KEY_BYTES = 24
+"""192 random bits: nobody guesses it, and its base64 is 32 characters without padding."""
 
 
 class RunFolderError(Exception):
@@ -35,7 +38,7 @@ class RunFolder:
         return self.path / name
 
     def make(self, configuration: RunConfiguration) -> None:
-        """Create the folder of a new run; raises RunFolderError where it exists."""
+        """Create the folder of a new run; raises RunFolderError if it exists."""
         if self.path.exists():
             raise RunFolderError(
                 f"{self.path} exists: choose another run id, "
@@ -47,7 +50,7 @@ class RunFolder:
         (self.path / "configuration.json").write_bytes(text + b"\n")
 
     def configuration(self) -> RunConfiguration:
-        """The configuration the run was made with; raises RunFolderError where there is none."""
+        """The configuration of the run; raises RunFolderError if there is no such run."""
         path = self.path / "configuration.json"
         try:
             return msgspec.json.decode(path.read_bytes(), type=RunConfiguration)
@@ -57,16 +60,16 @@ class RunFolder:
             raise RunFolderError(f"{path}: {error}") from error
 
     def admin_key(self) -> str:
-        """The gateway's admin key; the same at every start, for episode keys come from it."""
+        """The gateway's admin key; the same at every start, because episode keys derive from it."""
         path = self.path / "admin.key"
         if not path.is_file():
             path.touch(mode=0o600)
-            path.write_text(secrets.token_urlsafe(24))
+            path.write_text(secrets.token_urlsafe(ADMIN_KEY_BYTES))
         return path.read_text()
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the run: a second launcher of the same run is refused."""
+        """Hold the run during the block; raises RunFolderError if another launcher holds it."""
         with (self.path / "lock").open("a+") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -6,23 +6,37 @@ from msgspec import Meta, Struct
 
 
 class LauncherSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where runs lie, what a run may need, and how long to wait."""
+    """Where runs lie, what a run may use, and how long to wait."""
 
     runs: Annotated[str, Meta(min_length=1, description="Folder of all runs.")] = "runs"
     memory_min_bytes: Annotated[
-        int, Meta(ge=0, description="Free memory demanded before a start with its own engine.")
+        int,
+        Meta(
+            ge=0,
+            description="Free memory demanded before a start with its own engine: about 4 GB for "
+            "the engine on a CPU, the rest for the broker and nine processes.",
+        ),
     ] = 7_000_000_000
-    memory_min_bytes_without_engine: Annotated[int, Meta(ge=0)] = 3_000_000_000
+    memory_min_bytes_without_engine: Annotated[
+        int, Meta(ge=0, description="Likewise, if a setting names the engines.")
+    ] = 3_000_000_000
     start_timeout_s: Annotated[
-        float, Meta(gt=0, description="Broker up and engine answering, each.")
+        float, Meta(gt=0, description="For an engine to answer; a CPU takes 1-3 minutes.")
     ] = 600.0
     stop_grace_s: Annotated[
-        float, Meta(gt=0, description="After SIGTERM, a process is killed when it takes longer.")
+        float,
+        Meta(
+            gt=0,
+            description="From SIGTERM to SIGKILL; more than a service gives itself, 15 s.",
+        ),
     ] = 20.0
     restarts_max: Annotated[
-        int, Meta(ge=0, description="Of one service within restarts_span_s; then the run fails.")
+        int,
+        Meta(ge=0, description="Of one process in restarts_span_s; one more fails the run."),
     ] = 6
-    restarts_span_s: Annotated[float, Meta(gt=0)] = 300.0
+    restarts_span_s: Annotated[
+        float, Meta(gt=0, description="Deaths further apart than this are unrelated accidents.")
+    ] = 300.0
     groups_failed_max: Annotated[
         int,
         Meta(
@@ -34,5 +48,5 @@ class LauncherSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     host: Annotated[str, Meta(description="Gateway and console listen here.")] = "127.0.0.1"
     gateway_port: Annotated[int, Meta(ge=0, le=65535, description="0: any free port.")] = 0
     console_port: Annotated[
-        int, Meta(ge=0, le=65535, description="0: 8080 where it is free, else any free port.")
+        int, Meta(ge=0, le=65535, description="0: 8080 if it is free, else any free port.")
     ] = 0

@@ -1,1 +1,1 @@
-"""Decisions of one lane: what runs, what its records say, which weights come next."""
+"""Decisions of one lane: which requests run, what records say, which weights come next."""

@@ -1,7 +1,7 @@
 """Token ids of a context in the two forms that a lane needs: as they travel, and as JSON.
 
-A history of 200,000 tokens comes back every turn with a few hundred more behind it. Writing it out
-as JSON again each time cost more than everything else a lane does, so the text grows with it.
+A context of 200,000 tokens returns every turn with a few hundred tokens appended. Writing all of it
+as JSON each time would cost more than everything else a lane does, so the text is kept and grows.
 """
 
 from typing import NamedTuple
@@ -11,6 +11,7 @@ import msgspec
 from forgemq_contracts.arrays import unpack_ids
 
 TOKEN_BYTES = 4
+"""int32."""
 
 
 class TokenContext(NamedTuple):
@@ -37,13 +38,13 @@ class TokenContext(NamedTuple):
         return len(self.tokens) + len(self.text)
 
     def extended(self, tokens: bytes) -> "TokenContext":
-        """With these ids behind; cost of the new ones and a copy."""
+        """This context with ids appended; costs their conversion and one copy."""
         text = msgspec.json.encode(unpack_ids(tokens))[1:-1]
         separator = b"," if self.text and text else b""
         return TokenContext(self.tokens + tokens, self.text + separator + text)
 
     def first(self, tokens_count: int) -> "TokenContext":
-        """The first ids; free where they are all of them."""
+        """The first ids; costs nothing if these are all."""
         if tokens_count == self.tokens_count:
             return self
         return TokenContext().extended(self.tokens[: tokens_count * TOKEN_BYTES])

@@ -1,10 +1,10 @@
-"""What the engine is asked for one request, and what its answer says on the log.
+"""What the engine is asked for one request, and the record that its answer becomes.
 
 SGLang returns the log-probability of each sampled token after dividing the logits by the
-temperature, penalties included, over the whole vocabulary: exactly the sampling distribution where
-nothing truncates the support. For temperature 0 it returns that of the model's own distribution;
-the record then says temperature 0 and support greedy. Top-p and top-k are not renormalised either;
-such tokens never train.
+temperature, penalties included, over the whole vocabulary. If nothing truncates the support, that
+is exactly the sampling distribution. At temperature 0 it returns that of the model's own
+distribution; the record then says temperature 0 and support `greedy`. Log-probabilities under top-p
+and top-k are not renormalised; such tokens never train.
 """
 
 import math
@@ -36,8 +36,8 @@ class EngineLimits(Struct, frozen=True, kw_only=True):
         context_tokens_max: Context and output together.
         input_tokens_max: Context alone.
         vocabulary_size: A token id at or above it would end the engine's process.
-        experts: Of the model, None for a dense one.
-        records_routes: The engine can say which experts ran for a token.
+        experts: None for a dense model.
+        records_routes: Whether the engine can say which experts ran for a token.
     """
 
     context_tokens_max: int
@@ -56,14 +56,14 @@ class EngineSpan(Struct, frozen=True):
 
 
 class EngineFinish(Struct, frozen=True):
-    """Why the engine stopped; `message` where it did not want to."""
+    """Why the engine stopped; `message` if it aborted."""
 
     type: str
     message: str | None = None
 
 
 class EngineMeta(Struct, frozen=True):
-    """What SGLang 0.5.23 says about a generation; fields we do not use are left out."""
+    """What SGLang 0.5.23 returns about a generation, as far as it is used."""
 
     finish_reason: EngineFinish
     weight_version: str = ""
@@ -83,7 +83,7 @@ class EngineAnswer(Struct, frozen=True):
 
 
 class InvalidAnswerError(Exception):
-    """The engine's answer contradicts itself; says how."""
+    """The engine's answer contradicts itself; the text says how."""
 
 
 class Timing(NamedTuple):
@@ -104,7 +104,7 @@ def generate_body(
     Args:
         request: Its own tokens are checked against the vocabulary.
         rid: The engine's name for the request.
-        context: Everything that the engine reads.
+        context: All tokens that the engine reads.
         limits: Of the engine.
     """
     tokens_count = context.tokens_count
@@ -118,7 +118,7 @@ def generate_body(
             f"context_overflow: a context of {tokens_count} tokens is over the engine's limit of "
             f"{min(limits.input_tokens_max, limits.context_tokens_max - 1)}",
         )
-    # What a delta continues was checked when it came, or sampled by the engine itself.
+    # Only new tokens: those a delta continues were checked on arrival, or sampled by the engine.
     brought = unpack_ids(request.context)
     if brought and (min(brought) < 0 or max(brought) >= limits.vocabulary_size):
         return Refused(
@@ -163,7 +163,7 @@ def support_of(sampling: Sampling) -> Support:
     return "top_p" if sampling.top_p < 1 else "full"
 
 
-def finished(
+def finished_completion(
     request: RequestedCompletion,
     answer: EngineAnswer,
     *,
@@ -174,11 +174,11 @@ def finished(
     """The record of a generation.
 
     Args:
-        request: as it was asked.
-        answer: to the body that `generate_body` made of it.
-        limits: the same as there.
-        timing: of the request.
-        is_cancelled: says why the engine aborted, where it did.
+        request: The request as it was read.
+        answer: The engine's, to the body from `generate_body`.
+        limits: The same as there.
+        timing: Of the request.
+        is_cancelled: If the engine aborted: whether it did so because of a cancellation.
 
     Raises:
         InvalidAnswerError: tokens, log-probabilities, spans and routes do not fit together.
@@ -187,7 +187,9 @@ def finished(
     reason = meta.finish_reason.type
     if reason not in ("stop", "length"):
         message = meta.finish_reason.message or "aborted"
-        return refused(request, _aborted(message, is_cancelled=is_cancelled), timing=timing)
+        return refused_completion(
+            request, _aborted(message, is_cancelled=is_cancelled), timing=timing
+        )
     logprobs = _logprobs(answer)
     is_greedy = request.sampling.temperature < GREEDY_BELOW
     return _record(
@@ -206,10 +208,10 @@ def finished(
     )
 
 
-def refused(
+def refused_completion(
     request: RequestedCompletion, reason: Refused, *, timing: Timing = NOT_STARTED
 ) -> FinishedCompletion:
-    """The record of a request that gave no completion; it never is the completion."""
+    """The FinishedCompletion of a request that failed; it never counts as its completion."""
     return _record(
         request,
         finish_reason=reason.finish_reason,
@@ -224,7 +226,7 @@ def spans_of(meta: EngineMeta, *, tokens_count: int) -> tuple[WeightSpan, ...]:
     """Weight versions over the output, without gaps, neighbours of one version joined.
 
     Raises:
-        InvalidAnswerError: the spans have gaps, or a name is not one of ours.
+        InvalidAnswerError: the spans have gaps, or a name is not `<lineage>.<version>`.
     """
     if tokens_count == 0:
         return ()
@@ -270,7 +272,7 @@ def _logprobs(answer: EngineAnswer) -> bytes:
 
 
 def _recorded_experts(sampling: Sampling, limits: EngineLimits) -> Experts | None:
-    """The model's experts if this request's routes are asked for: only where its tokens train."""
+    """The model's experts if the engine is asked for routes: only for tokens that may train."""
     may_train = support_of(sampling) == "full"
     return limits.experts if limits.records_routes and may_train else None
 

@@ -1,4 +1,4 @@
-"""Which requests of a lane run: not twice, not cancelled, not late, not of another epoch."""
+"""Which requests of a lane run: none twice, cancelled, late, or of another epoch."""
 
 from collections import OrderedDict
 from typing import Literal, NamedTuple, TypeAlias
@@ -12,7 +12,7 @@ from forgemq_inference.core.context import TokenContext
 from forgemq_inference.core.remembered import RememberedCompletions
 
 ATTEMPTS_SEEN_MAX = 200_000
-"""Several hours of requests of one lane; a redelivery comes within seconds."""
+"""Hours of requests at 20 per second; a redelivery comes within seconds."""
 
 
 class Attempt(NamedTuple):
@@ -38,7 +38,7 @@ class Refused(NamedTuple):
 
 
 class Skipped(NamedTuple):
-    """The request is not this process's to answer."""
+    """Another process answers the request, or this one has already."""
 
     reason: Literal["other_epoch", "duplicate"]
 
@@ -53,14 +53,14 @@ CONTEXT_MISSING = Refused("error", "context_missing", "context_missing")
 class LaneState:
     """Decides about every request of one lane under one epoch.
 
-    `take` decides when the request is read, `before_start` once more when its turn comes, and
-    `end` forgets it. `cancel` may come before its request: the topics have no common order.
+    `take` decides when the request is read, `before_start` again when a slot is free, and `end`
+    forgets it. `cancel` may come before its request: the topics have no common order.
 
     Example: a request of epoch 3 on a lane in epoch 4 is skipped; the gateway redispatches it.
     """
 
     def __init__(self, *, lane: int, epoch: int, remembered_bytes_max: int) -> None:
-        """A lane that has seen nothing."""
+        """Begin without any request."""
         self._lane = lane
         self._epoch = epoch
         self._seen: OrderedDict[Attempt, None] = OrderedDict()
@@ -69,7 +69,7 @@ class LaneState:
         self.remembered = RememberedCompletions(bytes_max=remembered_bytes_max)
 
     def take(self, request: RequestedCompletion, *, now_ms: int) -> Decision:
-        """What becomes of a request that was just read; `Run` must be followed by `end`."""
+        """Decide what happens to a request that was just read; after `Run`, call `end`."""
         attempt = Attempt(request.request_id, request.attempt)
         if (request.lane, request.epoch) != (self._lane, self._epoch):
             return Skipped("other_epoch")
@@ -85,7 +85,7 @@ class LaneState:
         return Run(attempt, context)
 
     def before_start(self, attempt: Attempt, *, deadline_ms: int, now_ms: int) -> Refused | None:
-        """Why a request that waited must not start now, None if it may."""
+        """Why a request that waited must not start; None if it may."""
         return self._refusal(attempt, deadline_ms, now_ms)
 
     def cancel(self, cancelled: CancelledCompletion) -> list[Attempt]:
@@ -102,7 +102,7 @@ class LaneState:
         return attempt.number <= self._cancelled.get(attempt.request_id, -1)
 
     def end(self, attempt: Attempt) -> None:
-        """The attempt is no longer open; idempotent."""
+        """Forget an open attempt; idempotent."""
         numbers = self._open.get(attempt.request_id, set())
         numbers.discard(attempt.number)
         if not numbers:

@@ -6,22 +6,22 @@ from forgemq_inference.core.context import TokenContext
 
 
 class RememberedCompletions:
-    """Context and output of finished completions, least recently used out first.
+    """Context and output of finished completions; the least recently used are evicted first.
 
-    Holds at most `bytes_max`; an entry that is larger alone is not held. The first entry of an id
-    stays: of two attempts on one lane the first written is the completion.
+    Holds at most `bytes_max`; a single larger entry is not held. The first entry of an id stays: of
+    two attempts on one lane the first one written is the completion.
 
     Example: with `bytes_max` 12, remembering a and b of 9 bytes each leaves b only.
     """
 
     def __init__(self, *, bytes_max: int) -> None:
-        """Nothing remembered yet."""
+        """Begin empty."""
         self._bytes_max = bytes_max
         self._held: OrderedDict[str, TokenContext] = OrderedDict()
         self.size_bytes = 0
 
     def remember(self, completion_id: str, context: TokenContext) -> None:
-        """Hold what a request may continue; evict the least recently used ones above the limit."""
+        """Hold a completion that requests may continue; evict others if the limit is exceeded."""
         if completion_id in self._held or context.size_bytes > self._bytes_max:
             return
         self._held[completion_id] = context
@@ -31,7 +31,7 @@ class RememberedCompletions:
             self.size_bytes -= evicted.size_bytes
 
     def prefix(self, completion_id: str, *, tokens_count: int) -> TokenContext | None:
-        """First tokens of a completion; None where it is gone or has fewer."""
+        """First tokens of a completion; None if it is not held or has fewer."""
         held = self._held.get(completion_id)
         if held is None or held.tokens_count < tokens_count:
             return None

@@ -1,12 +1,13 @@
-"""Expert routes of a completion: from the engine's answer to the bytes of its record.
+"""Expert routes of a completion, from the engine's answer to the bytes of its record.
 
-SGLang keeps, for each token of a request, the experts of its newest pass over that token, and
-returns them as int32[tokens, layers, top_k] from a first token up to the last but one: no token
-follows the last. From the last token of the context on that is one row for each sampled token,
-of the pass that sampled it.
+For each token of a request SGLang keeps the experts of its newest pass over that token. It returns
+them as int32[tokens, layers, top_k], from a token of our choice to the last but one (no pass reads
+the last). Asked from the last token of the context on, it returns one row for each sampled token:
+the experts of the pass that sampled it.
 
-A pass is newer than the sampling one where the engine retracted the request, for new weights or
-for memory: it then computed context and output so far anew. What follows was sampled on that.
+If the engine retracted the request (new weights, or out of memory), it recomputed the context and
+the output so far. Routes of those tokens are then the recomputation's, not those of the passes that
+sampled them; tokens sampled later build on the recomputation.
 """
 
 from msgspec import Struct
@@ -17,14 +18,14 @@ _RECORDED_BYTES = 4  # int32, little-endian
 
 
 class InvalidRoutesError(ValueError):
-    """What the engine recorded is not of this model or this output; says how."""
+    """The engine's routes do not fit the model or the output; the text says how."""
 
 
 class Experts(Struct, frozen=True, kw_only=True):
     """The mixture of experts in a model.
 
     Attributes:
-        layers: All layers of the model; each has a router (the engine knows no other mixtures).
+        layers: All layers of the model; each has a router (the engine serves only such mixtures).
         top_k: Experts that run for each token and layer.
     """
 
@@ -37,11 +38,11 @@ def packed_routes(recorded: bytes, *, tokens_count: int, experts: Experts) -> by
 
     Args:
         recorded: int32[tokens, layers, top_k], little-endian, as the engine returned it.
-        tokens_count: sampled tokens.
-        experts: of the model.
+        tokens_count: Sampled tokens.
+        experts: Of the model.
 
     Raises:
-        InvalidRoutesError: not that many values, or one that is no expert.
+        InvalidRoutesError: another number of values, or one that cannot be an expert's index.
     """
     expected_bytes = tokens_count * experts.layers * experts.top_k * _RECORDED_BYTES
     if len(recorded) != expected_bytes:
@@ -49,7 +50,8 @@ def packed_routes(recorded: bytes, *, tokens_count: int, experts: Experts) -> by
             f"routes: {len(recorded)} bytes, where {tokens_count} tokens, {experts.layers} layers "
             f"and {experts.top_k} experts make {expected_bytes}"
         )
-    # Bytes and not numbers: a long completion has millions, and the event loop waits meanwhile.
+    # Slices of bytes, not a loop over numbers: a long completion has millions of them, and the
+    # event loop waits meanwhile.
     low, high = recorded[0::_RECORDED_BYTES], recorded[1::_RECORDED_BYTES]
     above = recorded[2::_RECORDED_BYTES] + recorded[3::_RECORDED_BYTES]
     if above.count(0) != len(above) or not high.isascii():

@@ -11,7 +11,7 @@ _NAME = re.compile(r"(0|[1-9][0-9]*)\.(0|[1-9][0-9]*)")
 
 
 class Weights(NamedTuple):
-    """A published state of the policy; compares as the newer lineage, then the newer version."""
+    """Names a state of the model's weights; compares by lineage, then by version."""
 
     lineage: int
     version: int
@@ -23,14 +23,14 @@ class Weights(NamedTuple):
 
 
 BROKEN_NAME = "broken"
-"""The engine's name for its weights while an update is under way or after it broke off."""
+"""The engine's name for its weights during an update, and after one that broke off."""
 
 BASE = Weights(0, 0)
 """The model the engine started with, before any trainer."""
 
 
 def weights_of_name(name: str) -> Weights | None:
-    """The weights behind an engine's name for them; None where it is no such name."""
+    """The weights that an engine's name stands for; None if it is not `<lineage>.<version>`."""
     matched = _NAME.fullmatch(name)
     return Weights(int(matched[1]), int(matched[2])) if matched else None
 
@@ -40,8 +40,8 @@ class Served(Struct, frozen=True, kw_only=True):
 
     Attributes:
         weights: The name it samples under.
-        sha256: Of the bytes, where known.
-        is_dirty: The bytes are not those of the name: an update broke off.
+        sha256: Checksum of the bytes, if it is known.
+        is_dirty: An update broke off, so the bytes are not those of the name.
     """
 
     weights: Weights
@@ -50,11 +50,11 @@ class Served(Struct, frozen=True, kw_only=True):
 
 
 def served_by(name: str, *, base_sha256: str | None) -> Served:
-    """What an engine holds that names its weights so.
+    """What an engine with this name for its weights holds.
 
     Args:
-        name: as the engine says it; a name that is none of ours is the base model's.
-        base_sha256: of the model the engine was started with, None where unknown.
+        name: As the engine gives it; one that we did not give stands for the base model.
+        base_sha256: Of the model the engine was started with; None if unknown.
     """
     if name == BROKEN_NAME:
         return Served(weights=BASE, is_dirty=True)
@@ -69,14 +69,14 @@ class Rename(NamedTuple):
 
 
 class FastLoad(NamedTuple):
-    """Receive the weights from the trainer, or fall back to the durable copy."""
+    """The engine receives the weights from the trainer; if that fails, the durable copy."""
 
     published: PublishedWeights
     rendezvous: Rendezvous
 
 
 class DurableLoad(NamedTuple):
-    """Read the durable copy."""
+    """The engine reads the durable copy."""
 
     published: PublishedWeights
 
@@ -87,15 +87,15 @@ Load: TypeAlias = Rename | FastLoad | DurableLoad
 class WeightsState:
     """Published against served weights of one lane under one epoch.
 
-    `observe` every record of published-weights; `next_load` says what to do; then either
-    `loaded` or `broken`. Process groups are remembered by name as long as they work.
+    `observe` every record of published-weights; `next_load` decides; then either `note_loaded` or
+    `note_broken`. Process groups are remembered by name as long as they work.
 
     Example: serving 1.4, a restarted trainer publishes 2.3: `next_load` gives 2.3, because a new
     lineage fences the old one even with fewer steps.
     """
 
     def __init__(self, *, lane: int, epoch: int, served: Served) -> None:
-        """Nothing published yet."""
+        """Begin with nothing published."""
         self._lane = lane
         self._epoch = epoch
         self._newest: PublishedWeights | None = None
@@ -103,7 +103,7 @@ class WeightsState:
         self.served = served
 
     def observe(self, published: PublishedWeights) -> bool:
-        """Note a publication; True where it is the newest so far."""
+        """Note a publication; True if it is the newest so far."""
         if published.kind != "full":
             return False
         if self._newest is not None and _key(published) <= _key(self._newest):
@@ -112,7 +112,7 @@ class WeightsState:
         return True
 
     def next_load(self) -> Load | None:
-        """What to load now, None where the engine holds the newest."""
+        """What to load next; None if the engine holds the newest weights."""
         newest = self._newest
         if newest is None:
             return None
@@ -125,24 +125,24 @@ class WeightsState:
         rendezvous = self._rendezvous(newest)
         return DurableLoad(newest) if rendezvous is None else FastLoad(newest, rendezvous)
 
-    def joined(self, group_name: str) -> None:
-        """The engine is in this process group."""
+    def note_joined(self, group_name: str) -> None:
+        """Note that the engine is in this process group."""
         self._groups.add(group_name)
 
-    def left(self, group_name: str) -> None:
-        """The process group is gone; idempotent."""
+    def note_left(self, group_name: str) -> None:
+        """Note that the process group is gone; idempotent."""
         self._groups.discard(group_name)
 
-    def loaded(self, published: PublishedWeights) -> None:
-        """The engine holds these weights, complete."""
+    def note_loaded(self, published: PublishedWeights) -> None:
+        """Note that the engine holds these weights completely."""
         self.served = Served(weights=_key(published), sha256=published.sha256)
 
-    def broken(self) -> None:
-        """An update broke off; what the engine holds is unknown until the next load."""
+    def note_broken(self) -> None:
+        """Note that an update began or broke off: what the engine holds is unknown until a load."""
         self.served = structs.replace(self.served, is_dirty=True, sha256=None)
 
-    def restarted(self, served: Served) -> None:
-        """The engine is a new process: it holds these weights and is in no process group."""
+    def note_restarted(self, served: Served) -> None:
+        """Note a new engine process: it holds these weights and is in no process group."""
         self.served = served
         self._groups.clear()
 

@@ -1,1 +1,1 @@
-"""Decisions of the launcher without I/O: the configuration of a run, and when to restart."""
+"""Decisions of the launcher without I/O: a run's configuration, restarts, GPUs, giving up."""

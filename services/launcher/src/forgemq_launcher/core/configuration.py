@@ -1,7 +1,7 @@
 """A run's configuration from its TOML file and `key=value` overrides.
 
 Keys are dotted paths: `trainer.steps=10`, `queues.0.slots=3` or, by domain,
-`queues.shop_desk.slots=3`. Values are TOML; what is no TOML value is taken as text.
+`queues.shop_desk.slots=3`. Values are TOML; a value that is not TOML is taken as text.
 """
 
 import difflib
@@ -20,7 +20,7 @@ _RULE = re.compile(r"^(?P<rule>.*?)(?: - at `(?P<path>.*)`)?$", re.DOTALL)
 
 
 Document: TypeAlias = dict[str, Any]
-"""A TOML document: what the decoder makes of it is checked once, against RunConfiguration."""
+"""A TOML document, unchecked; `configuration` checks it against RunConfiguration."""
 TomlValue: TypeAlias = object
 
 
@@ -32,7 +32,7 @@ def document(text: str, *, overrides: Sequence[str]) -> Document:
     """The TOML document with the overrides put in.
 
     Raises:
-        ConfigurationError: not TOML, or an override that is no `key=value` or leads nowhere.
+        ConfigurationError: not TOML, or an override that is not `key=value` or names nothing.
     """
     try:
         values = tomllib.loads(text)
@@ -51,7 +51,7 @@ def configuration(values: Document, *, run: str, folder: PurePath) -> RunConfigu
 
     Args:
         values: As from `document`.
-        run: Id of the run.
+        run: The run's id.
         folder: Absolute; relative paths of the model and of code start there.
 
     Raises:
@@ -70,7 +70,7 @@ def configuration(values: Document, *, run: str, folder: PurePath) -> RunConfigu
 
 
 def name_of(values: Document, *, default: str) -> str:
-    """What the file calls the run: its `run`, else the default.
+    """The name that the file gives the run, else the default.
 
     Raises:
         ConfigurationError: it cannot begin a run id.

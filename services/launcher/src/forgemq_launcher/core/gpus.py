@@ -1,12 +1,12 @@
-"""Which GPUs of a machine a run's engines take: one each, none that the trainer computes on."""
+"""Which GPUs of a machine a run's engines take: one each, and not those of the trainer."""
 
 
 def visible_gpus(installed: int, *, cuda_visible_devices: str | None) -> int:
-    """How many of the installed GPUs processes see, as CUDA reads its variable.
+    """How many of the installed GPUs a process sees, by the rules of CUDA_VISIBLE_DEVICES.
 
     Args:
         installed: GPUs of this machine.
-        cuda_visible_devices: None where it is not set; an entry below 0 ends the list.
+        cuda_visible_devices: None if it is not set. As in CUDA, an entry below 0 ends the list.
     """
     if cuda_visible_devices is None:
         return installed
@@ -22,10 +22,10 @@ def engine_gpus(*, lanes: int, gpus: int, trainer_device: str, ranks: int) -> tu
     """The GPU of each lane's engine.
 
     Args:
-        lanes: of the run, one engine each.
-        gpus: that this machine's processes see, at least 1.
+        lanes: One engine each.
+        gpus: Visible GPUs, at least 1.
         trainer_device: `cpu`, `cuda` (one GPU for each rank, from the first) or `cuda:N`.
-        ranks: of the trainer.
+        ranks: Processes of the trainer.
 
     Raises:
         ValueError: there are too few.

@@ -11,11 +11,11 @@ _PHASES = (
     ("Memory pool end", "opening its port"),
     ("The server is fired up", "ready"),
 )
-"""What SGLang says when it enters each phase, in order."""
+"""What SGLang 0.5.23 logs when it enters each phase, in order."""
 
 
 def phase(lines: Sequence[str]) -> str:
-    """The furthest phase that these lines speak of; warnings and the rest are passed over."""
+    """The furthest phase that these lines show; other lines, such as warnings, do not matter."""
     reached = BEFORE_ALL
     for marker, name in _PHASES:
         if any(marker in line for line in lines):

@@ -1,0 +1,144 @@
+"""The objects of one lane, wired to one another."""
+
+import asyncio
+from dataclasses import dataclass
+from pathlib import Path
+
+from forgemq_bus.log import Writer
+from forgemq_inference.attachment import Attachment
+from forgemq_inference.core.lane import LaneState
+from forgemq_inference.core.weights import BASE, Served, WeightsState
+from forgemq_inference.durable import DurableCopies
+from forgemq_inference.engine import Engine
+from forgemq_inference.inbox import Inbox
+from forgemq_inference.pause_clock import PauseClock
+from forgemq_inference.reports import LaneIdentity, Reports
+from forgemq_inference.requests import LaneLimits, Requests, Spawn
+from forgemq_inference.settings import InferenceSettings
+from forgemq_inference.weight_loader import WeightLoader
+from forgemq_shell.dead_letters import DeadLetters
+from forgemq_shell.service import Context
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneEdges:
+    """What connects a lane to the world.
+
+    Attributes:
+        engine: Open.
+        writer: To the run's log.
+        cache: Folder for weights that must be downloaded.
+    """
+
+    engine: Engine
+    writer: Writer
+    cache: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneParts:
+    """The objects of one lane; `attachment` and `reports` each run as one task."""
+
+    weights: WeightsState
+    requests: Requests
+    reports: Reports
+    attachment: Attachment
+
+
+def lane_parts(
+    context: Context,
+    settings: InferenceSettings,
+    identity: LaneIdentity,
+    *,
+    edges: LaneEdges,
+    spawn: Spawn,
+) -> LaneParts:
+    """The parts of a lane that serves nothing yet.
+
+    Args:
+        context: Of the service.
+        settings: Of the service.
+        identity: The lane and its epoch, already claimed.
+        edges: Outlive the parts.
+        spawn: Starts a coroutine whose failure ends the service.
+    """
+    telemetry = context.telemetry
+    pauses, suspected = PauseClock(), asyncio.Event()
+    weights = WeightsState(lane=identity.lane, epoch=identity.epoch, served=Served(weights=BASE))
+    requests = Requests(
+        edges.engine,
+        _lane_state(settings, identity),
+        limits=_lane_limits(context, settings, identity),
+        writer=edges.writer,
+        spawn=spawn,
+        pauses=pauses,
+        on_unreachable=suspected.set,
+        telemetry=telemetry,
+    )
+    reports = Reports(
+        identity,
+        writer=edges.writer,
+        weights=weights,
+        requests=requests,
+        heartbeat_s=settings.heartbeat_s,
+        telemetry=telemetry,
+    )
+    loader = WeightLoader(
+        edges.engine,
+        weights,
+        copies=DurableCopies(edges.cache),
+        pauses=pauses,
+        durable_timeout_s=settings.durable_timeout_s,
+        telemetry=telemetry,
+    )
+    attachment = Attachment(
+        edges.engine,
+        configuration=context.configuration,
+        settings=settings,
+        weights=weights,
+        loader=loader,
+        requests=requests,
+        reports=reports,
+        pauses=pauses,
+        suspected=suspected,
+        telemetry=telemetry,
+    )
+    return LaneParts(weights=weights, requests=requests, reports=reports, attachment=attachment)
+
+
+def inbox_of(
+    context: Context,
+    settings: InferenceSettings,
+    identity: LaneIdentity,
+    *,
+    parts: LaneParts,
+    writer: Writer,
+) -> Inbox:
+    """The inbox that passes a lane's records to its parts; dead letters go to `writer`."""
+    return Inbox(
+        identity,
+        requests=parts.requests,
+        weights=parts.weights,
+        on_published=parts.attachment.notify_published,
+        dead_letters=DeadLetters(context.log, writer, service="inference"),
+        queued_max=settings.queued_max,
+        telemetry=context.telemetry,
+    )
+
+
+def _lane_state(settings: InferenceSettings, identity: LaneIdentity) -> LaneState:
+    return LaneState(
+        lane=identity.lane,
+        epoch=identity.epoch,
+        remembered_bytes_max=settings.remembered_bytes_max,
+    )
+
+
+def _lane_limits(
+    context: Context, settings: InferenceSettings, identity: LaneIdentity
+) -> LaneLimits:
+    return LaneLimits(
+        epoch=identity.epoch,
+        concurrent_max=settings.concurrent_max,
+        group_partitions=context.configuration.log.group_partitions,
+    )

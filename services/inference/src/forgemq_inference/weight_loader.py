@@ -1,0 +1,188 @@
+"""Loads new weights into a running engine: from the trainer's process group, else from disk.
+
+Agents see only delay: running requests are retracted, keep their tokens, and go on under the new
+weights. Every phase has a deadline. Between the first changed byte and the last the engine's
+weights are named `broken`: an inference process that attaches to the engine later sees the name,
+and nothing is generated with them.
+"""
+
+import asyncio
+import time
+from collections.abc import Sequence
+from typing import Literal, TypeAlias, assert_never
+
+from msgspec import Struct
+
+from forgemq_contracts.weight_buckets import TensorSpec, buckets
+from forgemq_contracts.weights import PublishedWeights, Rendezvous
+from forgemq_inference.core.weights import (
+    BROKEN_NAME,
+    DurableLoad,
+    FastLoad,
+    Load,
+    Rename,
+    Weights,
+    WeightsState,
+)
+from forgemq_inference.durable import DurableCopies
+from forgemq_inference.engine import Engine, EngineError, EngineRefusedError
+from forgemq_inference.pause_clock import PauseClock
+from forgemq_telemetry import Telemetry
+
+Path: TypeAlias = Literal["start", "fast", "durable"]
+
+_PROBE_TIMEOUT_S = 5.0
+"""A connection takes milliseconds; the engine stands still meanwhile."""
+
+
+class Loading(Struct, frozen=True, kw_only=True):
+    """How new weights arrived, in seconds."""
+
+    path: Path
+    duration_s: float
+    paused_s: float
+
+
+class WeightLoader:
+    """Carries out the loads that `WeightsState` decides on; one at a time.
+
+    After `load` returns, the engine generates with the published weights. After it raised, the
+    engine is paused or gone, and `state.served.is_dirty` says whether its weights are whole.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        state: WeightsState,
+        *,
+        copies: DurableCopies,
+        pauses: PauseClock,
+        durable_timeout_s: float,
+        telemetry: Telemetry,
+    ) -> None:
+        """Load nothing yet."""
+        self._engine = engine
+        self._state = state
+        self._copies = copies
+        self._pauses = pauses
+        self._durable_timeout_s = durable_timeout_s
+        self._telemetry = telemetry
+
+    async def load(self, load: Load) -> Loading:
+        """Bring the engine to the published weights.
+
+        Raises:
+            EngineError: the engine refuses, or does not answer in time.
+            DurableCopyError: the durable copy cannot be used.
+        """
+        started_s = time.monotonic()
+        match load:
+            case Rename(published):
+                await self._engine.name_weights(_name(published))
+                path: Path = "start"
+                paused_s = 0.0
+            case DurableLoad(published):
+                paused_s = await self._load_durable(published)
+                path = "durable"
+            case FastLoad(published, rendezvous):
+                path, paused_s = await self._load_fast(published, rendezvous)
+            case _:
+                assert_never(load)
+        self._state.note_loaded(published)
+        return Loading(path=path, duration_s=time.monotonic() - started_s, paused_s=paused_s)
+
+    async def _load_durable(self, published: PublishedWeights) -> float:
+        # Before the pause: it may be a download of minutes.
+        folder = await self._copies.folder(published)
+        paused_s = self._pauses.total_s
+        await self._pause(timeout_s=self._durable_timeout_s)
+        await self._load_folder(published, str(folder))
+        await self._resume(timeout_s=self._durable_timeout_s)
+        return self._pauses.total_s - paused_s
+
+    async def _load_fast(
+        self, published: PublishedWeights, rendezvous: Rendezvous
+    ) -> tuple[Path, float]:
+        tensors = await self._copies.tensors(published)
+        deadline_s = published.deadline_s
+        paused_s = self._pauses.total_s
+        await self._pause(timeout_s=deadline_s)
+        path: Path = "fast"
+        try:
+            await self._receive(published, rendezvous, tensors)
+        except EngineError as error:
+            self._telemetry.event("fast_path_failed", group=rendezvous.group_name, error=str(error))
+            self._telemetry.count("inference.fast_path_failures", lane=rendezvous.lane)
+            await self._abandon_update(rendezvous.group_name)
+            folder = await self._copies.folder(published)
+            await self._load_folder(published, str(folder))
+            path = "durable"
+        await self._resume(timeout_s=deadline_s)
+        return path, self._pauses.total_s - paused_s
+
+    async def _pause(self, *, timeout_s: float) -> None:
+        self._pauses.pause()
+        await self._engine.pause(timeout_s=timeout_s)
+
+    async def _resume(self, *, timeout_s: float) -> None:
+        await self._engine.resume(timeout_s=timeout_s)
+        self._pauses.resume()
+
+    async def _receive(
+        self, published: PublishedWeights, rendezvous: Rendezvous, tensors: Sequence[TensorSpec]
+    ) -> None:
+        deadline_s = published.deadline_s
+        if rendezvous.is_new:
+            # The engine's scheduler blocks until rank 0 answers, so ask first whether it is there.
+            await _check_listener(rendezvous)
+            await self._engine.join_group(rendezvous, timeout_s=deadline_s)
+            self._state.note_joined(rendezvous.group_name)
+        await self._engine.name_weights(BROKEN_NAME)
+        self._state.note_broken()
+        await self._engine.begin_update(timeout_s=deadline_s)
+        plan = buckets(tensors)
+        for index, bucket in enumerate(plan):
+            is_last = index == len(plan) - 1
+            await self._engine.receive_bucket(
+                bucket,
+                group_name=rendezvous.group_name,
+                final_name=_name(published) if is_last else None,
+                timeout_s=deadline_s,
+            )
+        await self._engine.end_update(timeout_s=deadline_s)
+
+    async def _load_folder(self, published: PublishedWeights, folder: str) -> None:
+        name = _name(published)
+        self._state.note_broken()
+        await self._engine.load_folder(folder, name=name, timeout_s=self._durable_timeout_s)
+        served = (await self._engine.model_info()).weight_version
+        if served != name:
+            raise EngineRefusedError(f"loaded {name}, but the engine names its weights {served}")
+
+    async def _abandon_update(self, group_name: str) -> None:
+        """Make the engine ready for a load from disk; leaving the group frees the publisher too."""
+        self._state.note_left(group_name)
+        for clean in (
+            self._engine.end_update(timeout_s=self._durable_timeout_s),
+            self._engine.leave_group(group_name),
+        ):
+            try:
+                await clean
+            except EngineRefusedError as error:
+                self._telemetry.event("nothing_to_drop", group=group_name, answer=str(error))
+
+
+async def _check_listener(rendezvous: Rendezvous) -> None:
+    try:
+        async with asyncio.timeout(_PROBE_TIMEOUT_S):
+            _, writer = await asyncio.open_connection(rendezvous.host, rendezvous.port)
+            writer.close()
+            await writer.wait_closed()
+    except OSError as error:
+        raise EngineRefusedError(
+            f"nobody listens at {rendezvous.host}:{rendezvous.port}: {error}"
+        ) from error
+
+
+def _name(published: PublishedWeights) -> str:
+    return Weights(published.lineage, published.version).name

@@ -1,0 +1,1 @@
+"""Commands that look at a run or prepare one, besides `forgemq run`."""

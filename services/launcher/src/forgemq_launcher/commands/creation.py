@@ -1,0 +1,96 @@
+"""`forgemq create`: puts a run on a broker; people or a cluster start its services."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from forgemq_bus.kafka import KafkaConnection, KafkaLog
+from forgemq_bus.log import Place
+from forgemq_contracts.run import RunConfiguration, StartedRun
+from forgemq_contracts.topics import STARTED_RUNS
+from forgemq_launcher.records.run_topics import create_topics, write_start
+from forgemq_launcher.upkeep.services import SERVICES
+from forgemq_run_view.reading import message_of, read_all
+from forgemq_settings.environment import SettingsError
+from forgemq_shell.clock import now_ms
+from forgemq_shell.connection import kafka_connection
+
+REQUIRED = {
+    "agents": "FORGEMQ_AGENTS_GATEWAY_URL, _ADMIN_KEY, _CONFIGURATION",
+    "gateway": "FORGEMQ_GATEWAY_ADMIN_KEY",
+    "inference": "FORGEMQ_INFERENCE_LANE, FORGEMQ_INFERENCE_ENGINE_URL; one for each engine",
+    "trainer": "FORGEMQ_TRAINER_FOLDER",
+}
+"""Settings without a default, by service; the services refuse to start without them."""
+
+
+async def announced_runs(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Ids of all runs that were ever announced on the broker that FORGEMQ_KAFKA names."""
+    log = KafkaLog(kafka_connection(environ), run="")
+    found: dict[str, None] = {}
+    try:
+        await log.create_topics({STARTED_RUNS.name: 1})
+        async for records in read_all(log, [Place(STARTED_RUNS.name, 0)]):
+            for record in records:
+                started = message_of(record).record
+                assert isinstance(started, StartedRun)
+                found[started.run] = None
+    finally:
+        await log.close()
+    return tuple(found)
+
+
+async def create_run(
+    configuration: RunConfiguration, environ: Mapping[str, str], *, blobs: str
+) -> StartedRun:
+    """Create the topics of a run and announce it on the broker that FORGEMQ_KAFKA names.
+
+    Raises:
+        SettingsError: FORGEMQ_KAFKA is not set.
+    """
+    connection = kafka_connection(environ)
+    await _create_topics(connection, configuration)
+    started = StartedRun(
+        run=configuration.run, configuration=configuration, blobs=blobs, started_ms=now_ms()
+    )
+    await write_start(connection, started)
+    return started
+
+
+def blobs_address(environ: Mapping[str, str]) -> str:
+    """Address of the blob store that FORGEMQ_BLOBS names; a folder by its absolute path.
+
+    Services and engines read it from the run's record, each in the folder it was started in.
+
+    Raises:
+        SettingsError: FORGEMQ_BLOBS is not set.
+    """
+    blobs = environ.get("FORGEMQ_BLOBS")
+    if not blobs:
+        raise SettingsError("FORGEMQ_BLOBS: must be set: where all services reach the blob store")
+    return blobs if "://" in blobs else str(Path(blobs).absolute())
+
+
+async def _create_topics(connection: KafkaConnection, configuration: RunConfiguration) -> None:
+    log = KafkaLog(connection, run=configuration.run)
+    try:
+        await create_topics(log, configuration)
+    finally:
+        await log.close()
+
+
+def next_commands(started: StartedRun, *, kafka: str) -> str:
+    """What a person types next: the environment of all services, and each one's command.
+
+    Args:
+        started: The run that was announced.
+        kafka: Address of the broker.
+    """
+    lines = [
+        f"run {started.run} is announced, its blobs are in {started.blobs}",
+        f"export FORGEMQ_RUN={started.run} FORGEMQ_KAFKA={kafka}",
+        "then each of (docs/your_services.md):",
+    ]
+    for service in SERVICES:
+        command = f"  python -m forgemq_{service}"
+        lines.append(f"{command:<29} {REQUIRED.get(service, '')}".rstrip())
+    return "\n".join(lines)

@@ -1,0 +1,188 @@
+"""Commands that look at runs: list them, audit one, print a trajectory, list dead letters."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from tokenizers import Tokenizer
+
+from forgemq_bus.log import Log, Place, Record
+from forgemq_bus.partitions import partitions_of
+from forgemq_contracts.run import EndedRun, StartedRun
+from forgemq_contracts.topics import ENDED_RUNS, FINISHED_COMPLETIONS, OF_RUN
+from forgemq_launcher import exit_status
+from forgemq_launcher.commands.run_on_broker import run_on_broker
+from forgemq_launcher.display.report_files import table
+from forgemq_launcher.records import run_audit
+from forgemq_launcher.records.follower import Follower
+from forgemq_launcher.run_folder import RunFolder
+from forgemq_run_view.reading import message_of, read_all, read_at
+from forgemq_run_view.report import Report
+from forgemq_run_view.trajectory import Trajectory, Turn, trajectories
+
+LETTER_BYTES_SHOWN_MAX = 60
+"""Enough to tell JSON from msgpack and to see the first ids; a row of the table stays readable."""
+GROUPS_SHOWN_MAX = 2000
+"""The newest ones: several hundred steps of the demo, and still a second of output."""
+
+
+def list_runs(folders: Sequence[RunFolder], console: Console) -> int:
+    """Print every run: what it is and how far it came."""
+    shown = Table("run", "state", "steps", "success sampled", "success greedy", "seed")
+    for folder in folders:
+        configuration = folder.configuration()
+        report = _report_of(folder)
+        state = "up" if folder.is_up() else "stopped"
+        shown.add_row(
+            folder.run,
+            report.reason if report else state,
+            f"{report.steps if report else '?'}/{configuration.trainer.steps}",
+            _pair(report.success_start, report.success_end) if report else "-",
+            _pair(report.success_start_greedy, report.success_end_greedy) if report else "-",
+            str(configuration.seed),
+        )
+    console.print(shown if folders else "no runs yet: `make demo` makes the first")
+    return exit_status.OK
+
+
+async def audit(folder: RunFolder, environ: Mapping[str, str], console: Console) -> int:
+    """Check the guarantees of a run on its log; the status is 1 if one does not hold."""
+    async with run_on_broker(folder, environ) as (log, started):
+        ended = await _end_of(log, started)
+        reason = ended.reason if ended else ""
+        now_ms = ended.ended_ms if ended else started.started_ms
+        result, _ = await run_audit.audit_run(log, started, reason=reason, now_ms=now_ms)
+    console.print(table(result))
+    return exit_status.OK if all(result.guarantees.values()) else exit_status.FAILED
+
+
+async def inspect(
+    folder: RunFolder, environ: Mapping[str, str], console: Console, *, what: str | None
+) -> int:
+    """Print the groups of a run, or every turn of a group or an episode with its tokens."""
+    async with run_on_broker(folder, environ) as (log, started):
+        follower = Follower(log, started)
+        await follower.catch_up()
+        if what is None:
+            _print_groups(follower, console)
+            return exit_status.OK
+        group_id = what.split(".", maxsplit=1)[0]
+        places = follower.view.places(group_id)
+        records = await read_at(
+            log, ((Place(FINISHED_COMPLETIONS.name, p), offset) for p, offset in places)
+        )
+        found = [
+            each
+            for each in trajectories(message_of(record) for record in records)
+            if each.episode_id.startswith(f"{what}.") or each.episode_id == what
+        ]
+    if not found and follower.view.knows(group_id):
+        console.print(f"the turns of {what!r} are not kept (log.keep_for_replay)", highlight=False)
+        return exit_status.FAILED
+    if not found:
+        console.print(f"nothing is known of {what!r} in run {folder.run}", highlight=False)
+        return exit_status.FAILED
+    tokenizer = _tokenizer(Path(started.configuration.model.path))
+    for trajectory in found:
+        _print_trajectory(trajectory, tokenizer, console)
+    return exit_status.OK
+
+
+async def dlq(folder: RunFolder, environ: Mapping[str, str], console: Console) -> int:
+    """Print every dead letter with its reason; the status is 1 if there are any."""
+    shown = Table("topic", "source", "reason", "first bytes")
+    async with run_on_broker(folder, environ) as (log, started):
+        for topic in OF_RUN:
+            if topic.has_dlq:
+                letters = [
+                    Place(topic.dlq_name, place.partition)
+                    for place in partitions_of(topic, started.configuration)
+                ]
+                async for records in read_all(log, letters):
+                    for record in records:
+                        shown.add_row(topic.name, *_letter_cells(record))
+    console.print(shown if shown.row_count else "no dead letters")
+    return exit_status.FAILED if shown.row_count else exit_status.OK
+
+
+def _letter_cells(record: Record) -> tuple[str, str, str]:
+    """Where a dead letter comes from, why it is one, and how it begins."""
+    headers = {name: value.decode(errors="replace") for name, value in record.headers}
+    reason = headers.pop("reason", "")
+    source = " ".join(f"{name}={value}" for name, value in headers.items())
+    return source, reason, repr(record.value[:LETTER_BYTES_SHOWN_MAX])
+
+
+async def _end_of(log: Log, started: StartedRun) -> EndedRun | None:
+    """How the newest start of the run ended; None while it is up, or if it was killed."""
+    newest: EndedRun | None = None
+    async for records in read_all(log, [Place(ENDED_RUNS.name, 0)]):
+        for record in records:
+            ended = message_of(record).record
+            if isinstance(ended, EndedRun) and ended.run == started.run:
+                newest = ended
+    is_of_this_start = newest is not None and newest.ended_ms >= started.started_ms
+    return newest if is_of_this_start else None
+
+
+def _print_groups(follower: Follower, console: Console) -> None:
+    shown = Table("group", "queue index", "state", "step", "completions", "success")
+    for row in reversed(follower.view.rows(rows_max=GROUPS_SHOWN_MAX)):
+        shown.add_row(
+            row.group_id,
+            "-" if row.queue_index is None else str(row.queue_index),
+            row.reason or row.position,
+            "-" if row.step is None else str(row.step),
+            str(row.completions),
+            "-" if row.success is None else f"{row.success:.2f}",
+        )
+    console.print(shown)
+
+
+def _print_trajectory(
+    trajectory: Trajectory, tokenizer: Tokenizer | None, console: Console
+) -> None:
+    console.rule(f"episode {trajectory.episode_id}")
+    for turn in trajectory.turns:
+        console.print(_header(turn), style="bold", highlight=False)
+        console.print(Text(_decoded(turn.context, tokenizer), style="dim"), soft_wrap=True)
+        console.print(Text(_decoded(turn.output, tokenizer), style="green"), soft_wrap=True)
+        pairs = zip(turn.output, turn.logprobs, strict=False)
+        console.print(
+            Text(" ".join(f"{token}:{logprob:.3f}" for token, logprob in pairs), style="cyan"),
+            soft_wrap=True,
+        )
+
+
+def _header(turn: Turn) -> str:
+    versions = sorted(set(turn.versions))
+    parent = f"after {turn.parent_id[:8]}, " if turn.parent_id else ""
+    return (
+        f"turn {turn.sequence} {turn.completion_id} ({parent}"
+        f"{turn.shared_prefix_tokens} tokens shared, {len(turn.context)} new, "
+        f"{len(turn.output)} sampled at T={turn.temperature:g} by version "
+        f"{'-'.join(map(str, versions)) or '?'}; {turn.finish_reason}, {turn.engine_s:.2f} s)"
+    )
+
+
+def _decoded(ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
+    if tokenizer is None:
+        return " ".join(map(str, ids))
+    return str(tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+def _tokenizer(folder: Path) -> Tokenizer | None:
+    path = folder / "tokenizer.json"
+    return Tokenizer.from_file(str(path)) if path.is_file() else None
+
+
+def _report_of(folder: RunFolder) -> Report | None:
+    path = folder / "report.json"
+    return msgspec.json.decode(path.read_bytes(), type=Report) if path.is_file() else None
+
+
+def _pair(start: float | None, end: float | None) -> str:
+    return " -> ".join("-" if value is None else f"{value:.2f}" for value in (start, end))

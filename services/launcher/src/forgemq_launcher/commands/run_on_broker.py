@@ -1,0 +1,69 @@
+"""The log of a run for a command that looks at it, whether the run is up, stopped or elsewhere."""
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+
+import msgspec
+
+from forgemq_bus.kafka import KafkaConnection, KafkaLog
+from forgemq_bus.log import Log
+from forgemq_contracts.run import StartedRun
+from forgemq_launcher.records.run_log import open_run_log
+from forgemq_launcher.run_folder import RunFolder, RunFolderError
+from forgemq_launcher.upkeep.broker import RunBroker
+from forgemq_shell.started_run import started_run
+
+STARTED_RUN_TIMEOUT_S = 30.0
+"""A broker that was started for the command answers within 10 s, also after a kill."""
+
+
+@asynccontextmanager
+async def run_broker(
+    folder: RunFolder, environ: Mapping[str, str]
+) -> AsyncIterator[tuple[Mapping[str, str], KafkaConnection]]:
+    """The broker of a run, and the environment that names it to a process.
+
+    It is the one that FORGEMQ_KAFKA names, else the run's own: as it is while the run is up, else
+    started on its data for this block.
+
+    Raises:
+        RunFolderError: the run is not known here and FORGEMQ_KAFKA is not set.
+    """
+    if not environ.get("FORGEMQ_KAFKA"):
+        folder.configuration()
+        ports = folder / "kafka" / "ports.json"
+        if not ports.is_file():
+            raise RunFolderError(f"run {folder.run} has no broker of its own: set FORGEMQ_KAFKA")
+        if folder.is_up():
+            # Its broker belongs to the launcher that holds the run.
+            port = msgspec.json.decode(ports.read_bytes(), type=dict[str, int])["broker"]
+            environ = {**environ, "FORGEMQ_KAFKA": f"127.0.0.1:{port}"}
+    broker = RunBroker(folder / "kafka", environ=environ, note=lambda _: None)
+    try:
+        await broker.start()
+        yield {**environ, "FORGEMQ_KAFKA": broker.connection.bootstrap}, broker.connection
+    finally:
+        await broker.stop()
+
+
+@asynccontextmanager
+async def run_on_broker(
+    folder: RunFolder, environ: Mapping[str, str]
+) -> AsyncIterator[tuple[Log, StartedRun]]:
+    """The log of a run and its newest start; a run that was started by hand needs no folder here.
+
+    Raises:
+        RunFolderError: the run is not known here and FORGEMQ_KAFKA is not set.
+        RunNotStartedError: the run is not on the broker.
+    """
+    async with run_broker(folder, environ) as (_, connection):
+        announced = KafkaLog(connection, run=folder.run)
+        try:
+            started = await started_run(announced, folder.run, timeout_s=STARTED_RUN_TIMEOUT_S)
+        finally:
+            await announced.close()
+        # The folder's before the record's: a folder of runs may have been moved since.
+        own = str(folder / "blobs") if (folder / "blobs").is_dir() else started.blobs
+        blobs = environ.get("FORGEMQ_BLOBS") or own
+        async with open_run_log(connection, started.configuration, blobs=blobs) as log:
+            yield log, started

@@ -1,0 +1,39 @@
+"""What happened between two states of a run, a line each."""
+
+from forgemq_run_view.state import RunState
+
+
+def headlines(before: RunState | None, after: RunState) -> list[str]:
+    """Lines about steps, weights and evaluation rounds that are new; [] for the first state."""
+    if before is None:
+        return []
+    return [*_steps(before, after), *_weights(before, after), *_rounds(before, after)]
+
+
+def _steps(before: RunState, after: RunState) -> list[str]:
+    known = {(point.step, point.lineage) for point in before.points}
+    return [
+        f"step {p.step} trained: {p.loss_tokens} tokens, staleness {p.staleness_max}, "
+        f"gradient {p.grad_norm:.3f}, {p.duration_s:.1f} s"
+        for p in after.points
+        if (p.step, p.lineage) not in known
+    ]
+
+
+def _weights(before: RunState, after: RunState) -> list[str]:
+    known = {(e.lane, e.lineage, e.version) for e in before.engines if e.is_serving}
+    return [
+        f"lane {e.lane} serves version {e.version} ({e.path or 'start'}, paused {e.paused_s:.2f} s)"
+        for e in after.engines
+        if e.is_serving and (e.lane, e.lineage, e.version) not in known
+    ]
+
+
+def _rounds(before: RunState, after: RunState) -> list[str]:
+    known = {(p.round_name, p.is_greedy) for p in before.evaluations if p.groups_ended >= p.groups}
+    return [
+        f"held-out tasks, {'greedy' if p.is_greedy else 'sampled'}, version {p.version_max}: "
+        f"success {p.tally.success:.3f} ({p.groups_ended} groups)"
+        for p in after.evaluations
+        if p.groups_ended >= p.groups and (p.round_name, p.is_greedy) not in known
+    ]

@@ -1,0 +1,188 @@
+"""The live panel: a run's state as text that fits a terminal of 80 columns."""
+
+from collections.abc import Sequence
+
+from msgspec import Struct
+from rich.console import Group, RenderableType
+from rich.panel import Panel
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from forgemq_launcher.upkeep.supervisor import ServiceStatus
+from forgemq_run_view.state import EvaluationPoint, QueueState, RunState, WindowPosition
+
+_BARS = " \u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"  # blocks of rising height
+_FULL = "\u25a0"
+_DOT = "\u25cf "
+_STYLES = {
+    "playing": "yellow",
+    "complete": "cyan",
+    "ready": "green",
+    "scheduled": "blue",
+    "trained": "bright_black",
+    "retired": "red",
+    "unknown": "white",
+    "waiting": "white",
+}
+_CURVE_POINTS_MAX = 40
+"""The newest ones: with label and numbers they fill a line of 80 columns."""
+
+
+class PanelView(Struct, frozen=True, kw_only=True):
+    """What the panel shows that is not on the log: processes, addresses, the newest lines."""
+
+    engine_status: str
+    is_engine_up: bool
+    services: tuple[ServiceStatus, ...]
+    console_url: str
+    events: tuple[str, ...]
+
+
+def panel(state: RunState, shown: PanelView) -> RenderableType:
+    """The whole panel."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in _rows(state, shown):
+        table.add_row(name, value)
+    events = Text("\n".join(shown.events), style="dim", overflow="ellipsis", no_wrap=True)
+    return Panel(
+        Group(table, Text(), events),
+        title=f"[bold]ForgeMQ[/] {state.run}",
+        subtitle=f"{shown.console_url}   Ctrl-C stops, RESUME={state.run} continues",
+        border_style="cyan",
+    )
+
+
+def line(state: RunState) -> str:
+    """The run in one plain line, for a log or a pipe."""
+    point = state.versions[-1].tally if state.versions else None
+    success = f"success {point.success:.2f} reward {point.reward:.2f} " if point else ""
+    bound = max(queue.staleness_limit for queue in state.queues)
+    return (
+        f"step {state.steps_trained}/{state.steps} {success}"
+        f"tokens/s {state.tokens_per_s:.0f} staleness {state.staleness_max}/{bound} "
+        f"in flight {state.groups_open} saving {state.merge_ratio_per_request:.1f}x"
+    )
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds as 1:02:03."""
+    minutes, left = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{left:02}"
+
+
+def _rows(state: RunState, shown: PanelView) -> list[tuple[str, RenderableType]]:
+    rows: list[tuple[str, RenderableType]] = [
+        ("step", _step(state)),
+        ("success", _curve([point.tally.success for point in state.versions], fixed_max=1.0)),
+        ("reward", _curve([point.tally.reward for point in state.versions])),
+        ("held-out", Text("  ".join(_evaluation(p) for p in state.evaluations[-4:]) or "-")),
+        ("tokens/s", Text(_tokens(state))),
+        ("staleness", _staleness(state)),
+        ("tree saving", Text(_saving(state))),
+    ]
+    rows += [(f"window {queue.domain}"[:20], _window(queue)) for queue in state.queues]
+    rows += [
+        ("groups", Text(_groups(state))),
+        ("engine", Text(_engines(state, shown), overflow="ellipsis", no_wrap=True)),
+        ("services", _services(shown.services)),
+    ]
+    return rows
+
+
+def _step(state: RunState) -> RenderableType:
+    table = Table.grid(padding=(0, 1))
+    elapsed = duration((state.now_ms - state.started_ms) / 1000)
+    bar = ProgressBar(total=state.steps, completed=state.steps_trained, width=30)
+    table.add_row(Text(f"{state.steps_trained}/{state.steps}"), bar, Text(elapsed))
+    return table
+
+
+def _curve(values: Sequence[float], *, fixed_max: float | None = None) -> Text:
+    if not values:
+        return Text("-")
+    shown = values[-_CURVE_POINTS_MAX:]
+    low = min(0.0, *shown)
+    high = fixed_max or max(*shown, low + 1e-9) if len(shown) > 1 else fixed_max or 1.0
+    span = max(high - low, 1e-9)
+    bars = [_BARS[min(8, max(0, round(8 * (value - low) / span)))] for value in shown]
+    text = Text(f"{values[-1]:.2f} ")
+    text.append("".join(bars), style="green")
+    text.append(f"  first {values[0]:.2f}", style="dim")
+    return text
+
+
+def _evaluation(point: EvaluationPoint) -> str:
+    kind = "greedy" if point.is_greedy else "sampled"
+    weights = f"v{point.version_max}"
+    if point.groups_ended < point.groups or not point.groups:
+        return f"{kind} {weights}: {point.groups_ended} of {point.groups} played"
+    return f"{kind} {weights}: {point.tally.success:.2f}"
+
+
+def _tokens(state: RunState) -> str:
+    return (
+        f"{state.tokens_per_s:,.0f} sampled; {state.tokens_generated:,} so far, "
+        f"{state.tokens_trained:,} trained"
+    )
+
+
+def _staleness(state: RunState) -> Text:
+    bound = max(queue.staleness_limit for queue in state.queues)
+    last = state.points[-1].staleness_max if state.points else 0
+    text = Text(f"{last} now, {state.staleness_max} largest, bound {bound} steps")
+    if state.staleness_max > bound:
+        text.stylize("bold red")
+    return text
+
+
+def _saving(state: RunState) -> str:
+    if not state.points:
+        return "-"
+    return (
+        f"{state.merge_ratio_per_request:.2f}x against one sample a request, "
+        f"{state.merge_ratio_append:.2f}x against append-only"
+    )
+
+
+def _window(queue: QueueState) -> Text:
+    text = Text(f"H={'-' if queue.head is None else queue.head} W={queue.window} ")
+    for position in queue.positions:
+        text.append_text(_cell(position))
+    text.append(f"  {queue.in_flight}/{queue.slots} slots, {queue.waiting} waiting", style="dim")
+    return text
+
+
+def _cell(position: WindowPosition) -> Text:
+    ratio = position.episodes_finished / max(1, position.group_size)
+    sign = _BARS[1 + round(7 * ratio)] if position.position == "playing" else _FULL
+    style = _STYLES[position.position]
+    return Text(sign, style=f"{style} underline" if position.is_in_window else style)
+
+
+def _groups(state: RunState) -> str:
+    ends = ", ".join(f"{each.reason} {each.groups}" for each in state.retired)
+    return f"{state.groups_open} in flight; {ends or 'none retired yet'}"
+
+
+def _engines(state: RunState, shown: PanelView) -> str:
+    if not shown.is_engine_up:
+        return shown.engine_status
+    lanes = ", ".join(
+        f"lane {each.lane} v{each.version} {each.running} running {each.queued} queued"
+        for each in state.engines
+        if each.is_serving
+    )
+    return lanes or shown.engine_status
+
+
+def _services(services: Sequence[ServiceStatus]) -> Text:
+    text = Text()
+    for each in services:
+        restarts = f"({each.restarts})" if each.restarts else ""
+        text.append(_DOT, style="red" if each.pid is None else "green")
+        text.append(f"{each.name}{restarts}  ")
+    return text

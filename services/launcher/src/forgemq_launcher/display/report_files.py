@@ -1,0 +1,142 @@
+"""What a run leaves for people: report.json, report.png and the closing table."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from rich.table import Table
+
+from forgemq_launcher.display.panel import duration
+from forgemq_run_view.report import Report
+from forgemq_run_view.state import RunState
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def write_report(report: Report, state: RunState, *, folder: Path) -> None:
+    """Write report.json and report.png of a run into its folder."""
+    _write_json(report, folder / "report.json")
+    _write_plot(state, report, folder / "report.png")
+
+
+def _write_json(report: Report, path: Path) -> None:
+    """Write the report; readers see the old file or the whole new one."""
+    text = msgspec.json.format(msgspec.json.encode(report), indent=2)
+    scratch = path.with_suffix(".json.new")
+    scratch.write_bytes(text + b"\n")
+    scratch.replace(path)
+
+
+def _write_plot(state: RunState, report: Report, path: Path) -> None:
+    """Success, staleness, tree saving and log-probability gap over the run, as a PNG."""
+    # Imported here: it takes a second and only the end of a run needs it.
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(11, 7.5), layout="constrained")
+    (learning, staleness), (saving, gap) = figure.subplots(2, 2)
+    figure.suptitle(f"{report.run}, seed {report.seed}: {report.steps} steps")
+    _plot_learning(learning, state)
+    steps = [point.step for point in state.points]
+    staleness.step(steps, [point.staleness_max for point in state.points], where="mid")
+    staleness.axhline(report.staleness_bound, color="tab:red", linestyle="--", label="bound")
+    staleness.set(title="largest staleness", xlabel="step", ylabel="steps", ylim=(0, None))
+    staleness.legend()
+    saving.plot(
+        steps, [p.request_tokens / max(1, p.tree_tokens) for p in state.points], label="per request"
+    )
+    saving.plot(
+        steps, [p.append_tokens / max(1, p.tree_tokens) for p in state.points], label="append-only"
+    )
+    saving.set(title="training tokens over tree tokens", xlabel="step", ylim=(0, None))
+    saving.legend()
+    measured = [point for point in state.points if point.gap_entries]
+    gap.semilogy([p.step for p in measured], [p.logprob_gap_max for p in measured], label="max")
+    gap.semilogy([p.step for p in measured], [p.logprob_gap_mean for p in measured], label="mean")
+    gap.set(title="|log p trainer - log p engine|, current version", xlabel="step", ylabel="nats")
+    if measured:
+        gap.legend()
+    for axes in figure.axes:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    figure.savefig(path, dpi=110)
+
+
+def _plot_learning(axes: "Axes", state: RunState) -> None:
+    versions = [point.version for point in state.versions]
+    axes.plot(versions, [p.tally.success for p in state.versions], label="success, training tasks")
+    axes.plot(versions, [p.tally.reward for p in state.versions], label="reward, training tasks")
+    for is_greedy, marker in ((False, "o"), (True, "s")):
+        rounds = [p for p in state.evaluations if p.is_greedy == is_greedy and p.tally.episodes]
+        label = f"success, held out, {'greedy' if is_greedy else 'sampled'}"
+        axes.plot(
+            [p.version_max for p in rounds],
+            [p.tally.success for p in rounds],
+            marker=marker,
+            linestyle=":",
+            label=label,
+        )
+    axes.set(title="learning", xlabel="weight version")
+    axes.legend(fontsize="small")
+
+
+def table(report: Report) -> Table:
+    """The closing table."""
+    shown = Table(title=f"{report.run}: {report.reason}", show_header=False, title_justify="left")
+    for name, value in _lines(report):
+        shown.add_row(name, value)
+    for verdict in report.guarantees_checked:
+        mark = "[green]held[/]" if verdict.holds else "[bold red]DID NOT HOLD[/]"
+        wrong = "".join(f"\n  {text}" for text in verdict.violations)
+        shown.add_row(verdict.name, f"{mark}: {verdict.checked}{wrong}")
+    return shown
+
+
+def _lines(report: Report) -> list[tuple[str, str]]:
+    retired = ", ".join(f"{reason} {count}" for reason, count in report.groups_retired.items())
+    lines = [
+        ("success, sampled", f"{_of(report.success_start)} -> {_of(report.success_end)}"),
+        (
+            "success, greedy",
+            f"{_of(report.success_start_greedy)} -> {_of(report.success_end_greedy)}",
+        ),
+    ]
+    start, end = report.reward_parts_start, report.reward_parts_end
+    if start and end:
+        parts = [
+            f"{name} {before:.3f} -> {after:.3f}"
+            for name, before, after in (
+                ("outcome", start.outcome, end.outcome),
+                ("speed", start.speed, end.speed),
+                ("process", start.process, end.process),
+            )
+        ]
+        lines.append(("reward parts", ", ".join(parts)))
+    return [
+        *lines,
+        (
+            "trained",
+            f"{report.steps} steps, {report.samples:,} samples of {report.episodes:,} episodes",
+        ),
+        ("tokens", f"{report.tokens_generated:,} generated, {report.tokens_trained:,} trained"),
+        (
+            "tree saving",
+            f"{_of(report.merge_ratio_per_request)}x per request, "
+            f"{_of(report.merge_ratio_append)}x append-only, "
+            f"{_of(report.merge_ratio_attention)}x attention",
+        ),
+        ("staleness", f"largest {report.staleness_max}, bound {report.staleness_bound} steps"),
+        (
+            "groups",
+            f"{report.groups_admitted} admitted, {report.groups_open} open; {retired}",
+        ),
+        ("log-probability gap", f"largest {_of(report.logprob_gap_max, digits=6)} nats"),
+        ("time", duration(report.duration_s)),
+    ]
+
+
+def _of(value: float | None, *, digits: int = 2) -> str:
+    return "not measured" if value is None else f"{value:.{digits}f}"

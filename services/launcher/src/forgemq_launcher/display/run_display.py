@@ -1,0 +1,55 @@
+"""Shows one run while it is up: the panel or plain lines, headlines, curves."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from forgemq_launcher.display.curves import CurveWriter
+from forgemq_launcher.display.headlines import headlines
+from forgemq_launcher.display.panel import PanelView
+from forgemq_launcher.display.screen import Screen
+from forgemq_run_view.state import RunState
+
+SHOW_EVERY_S = 1.0
+"""The engines' heartbeats come once a second; nothing on the panel changes much faster."""
+
+
+class RunDisplay:
+    """Shows a run on a screen and appends its curves.
+
+    Args:
+        screen: An open one shows the panel.
+        folder: Of the run; its curves.jsonl grows by a line a step.
+        state: The run as it is at this moment.
+        panel_view: What the panel shows besides.
+    """
+
+    def __init__(
+        self,
+        screen: Screen,
+        *,
+        folder: Path,
+        state: Callable[[], RunState],
+        panel_view: Callable[[], PanelView],
+    ) -> None:
+        self._screen = screen
+        self._folder = folder
+        self._state = state
+        self._panel_view = panel_view
+
+    async def show(self) -> None:
+        """Show the run once a second until cancelled."""
+        curves = CurveWriter(self._folder)
+        before: RunState | None = None
+        try:
+            while True:
+                state = self._state()
+                for text in headlines(before, state):
+                    self._screen.say(text)
+                self._screen.show(state, self._panel_view())
+                curves.write(state)
+                before = state
+                await asyncio.sleep(SHOW_EVERY_S)
+        finally:
+            curves.write(self._state())
+            curves.close()

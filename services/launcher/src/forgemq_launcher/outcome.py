@@ -1,0 +1,72 @@
+"""Watches one run while it is up and says how it ended."""
+
+import asyncio
+import time
+from typing import Literal, NamedTuple
+
+from forgemq_bus.broker import BrokerError
+from forgemq_bus.errors import LogError
+from forgemq_launcher.display.run_display import RunDisplay
+from forgemq_launcher.records.follower import Follower, GroupsFailingError
+from forgemq_launcher.upkeep.machine import MachineError
+from forgemq_launcher.upkeep.run_processes import RunProcesses
+from forgemq_launcher.upkeep.stop_signal import StopSignal
+from forgemq_launcher.upkeep.supervisor import ProcessFailedError
+from forgemq_sglang_cpu.server import EngineServerError
+from forgemq_telemetry.causes import causes
+
+SETTLE_TIMEOUT_S = 120.0
+"""After the agents are done, the last groups still pass reward, merger and scheduler: seconds, or
+minutes if one of these restarts meanwhile. Groups still open then are reported as open."""
+SETTLED_CHECK_EVERY_S = 0.5
+"""Adds at most this to a run of minutes."""
+
+FAILURES = (
+    MachineError,
+    ProcessFailedError,
+    EngineServerError,
+    BrokerError,
+    LogError,
+    GroupsFailingError,
+)
+"""Each of these ends a run with one clear line instead of a traceback."""
+
+
+class Outcome(NamedTuple):
+    """How a run ended; `detail` says why it failed."""
+
+    reason: Literal["completed", "interrupted", "failed"]
+    detail: str = ""
+
+
+async def watch_run(
+    processes: RunProcesses, follower: Follower, display: RunDisplay, *, stop: StopSignal
+) -> Outcome:
+    """Keep a run up and show it until the agents have played it, a signal comes, or it fails."""
+    failures: list[BaseException] = []
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(processes.keep(may_end=lambda: follower.is_trained)),
+                group.create_task(follower.follow()),
+                group.create_task(follower.watch_groups()),
+                group.create_task(display.show()),
+            ]
+            await stop.wait_unless(processes.agents_ended)
+            await _wait_settled(follower, stop)
+            for task in tasks:
+                task.cancel()
+    except* FAILURES as errors:
+        failures = causes(errors)
+    if failures:
+        return Outcome("failed", "\n".join(map(str, failures)))
+    return Outcome("interrupted" if stop.event.is_set() else "completed")
+
+
+async def _wait_settled(follower: Follower, stop: StopSignal) -> None:
+    """Return once the last groups are retired, a signal came, or it took too long."""
+    deadline_s = time.monotonic() + SETTLE_TIMEOUT_S
+    while not stop.event.is_set() and time.monotonic() < deadline_s:
+        if follower.is_trained and not follower.state().groups_open:
+            return
+        await asyncio.sleep(SETTLED_CHECK_EVERY_S)

@@ -1,0 +1,132 @@
+"""Reads a run's topics into its live state; the panel and the report show what is here."""
+
+import asyncio
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from forgemq_bus.errors import OutOfRangeError
+from forgemq_bus.log import Log, Place, Reader, Record
+from forgemq_bus.partitions import partitions_of
+from forgemq_contracts.groups import MergedGroup, RetiredGroup
+from forgemq_contracts.run import StartedRun
+from forgemq_contracts.topics import AUDITED_GROUPS
+from forgemq_launcher.core.failing_groups import FailingGroups
+from forgemq_run_view import audit, view
+from forgemq_run_view.audit import Ledger
+from forgemq_run_view.reading import message_of, pass_trimmed, read_from
+from forgemq_run_view.state import RunState
+from forgemq_run_view.view import RunView
+from forgemq_shell.clock import now_ms
+
+GROUPS_CHECKED_EVERY_S = 1.0
+"""Retired and merged groups are separate topics: between two checks a reader gets through both, so
+that a merged group counts before the failures read ahead of it end the run."""
+_READ_TIMEOUT_S = 0.25
+"""Longest wait of one read; short against the second between two looks at the panel."""
+_RECORDS_MAX = 2000
+"""Records of one read: applied without an await, in some 10 ms, while the panel stands still."""
+
+
+class GroupsFailingError(Exception):
+    """The groups of a domain fail one after the other; the message names the newest and why."""
+
+
+class Follower:
+    """Follows a run from its first record on.
+
+    Lifecycle: `catch_up` once, or one task `follow` until cancelled. `view` and `ledger` may be
+    read between its awaits. A record that does not decode is left to its own reader, which writes
+    the dead letter.
+
+    Args:
+        log: Of the run.
+        started: The run's newest record.
+        groups_failed_max: See `LauncherSettings`.
+    """
+
+    def __init__(self, log: Log, started: StartedRun, *, groups_failed_max: int = 0) -> None:
+        self._log = log
+        self._configuration = started.configuration
+        self.view = RunView(started)
+        self.ledger = Ledger(started.configuration)
+        self.failing = FailingGroups(
+            started.configuration.queues,
+            groups_max=groups_failed_max,
+            since_ms=started.started_ms,
+        )
+        self._ends: dict[Place, int] = {}
+
+    def state(self) -> RunState:
+        """The run as it is now."""
+        return self.view.state(now_ms=now_ms())
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the last step of the run is trained."""
+        state = self.state()
+        return state.steps_trained >= state.steps
+
+    async def follow(self) -> None:
+        """Apply every record, old and new, until cancelled."""
+        reader = await self._reader()
+        try:
+            while True:
+                try:
+                    records = await reader.read(timeout_s=_READ_TIMEOUT_S, records_max=_RECORDS_MAX)
+                    self._apply(records)
+                except OutOfRangeError:
+                    await pass_trimmed(self._log, reader, self._places())
+        finally:
+            await reader.close()
+
+    async def watch_groups(self) -> None:
+        """Check the groups until cancelled.
+
+        Raises:
+            GroupsFailingError: too many of one domain failed in a row.
+        """
+        while True:
+            if verdict := self.failing.verdict():
+                raise GroupsFailingError(verdict)
+            await asyncio.sleep(GROUPS_CHECKED_EVERY_S)
+
+    async def catch_up(self) -> None:
+        """Apply every record that is on the log at this moment, and none that is written later.
+
+        The ends of all topics are taken at one moment: whatever a record refers to was written
+        before it, so it is applied too.
+        """
+        await self._catch_up(await self._log.first_positions(self._places()))
+
+    async def catch_up_on_audits(self) -> None:
+        """Apply the audits that were written since `catch_up`, and nothing else."""
+        audits = partitions_of(AUDITED_GROUPS, self._configuration)
+        await self._catch_up({place: self._ends[place] for place in audits})
+
+    async def _catch_up(self, starts: Mapping[Place, int]) -> None:
+        ends = await self._log.end_positions(list(starts))
+        async for records in read_from(self._log, starts, ends=ends):
+            self._apply(record for record in records if record.offset < ends[record.place])
+        self._ends |= ends
+
+    async def _reader(self) -> Reader:
+        return await self._log.reader(await self._log.first_positions(self._places()))
+
+    def _places(self) -> list[Place]:
+        wanted = {topic.name: topic for topic in (*view.TOPICS, *audit.TOPICS)}
+        return [p for topic in wanted.values() for p in partitions_of(topic, self._configuration)]
+
+    def _apply(self, records: Iterable[Record]) -> None:
+        for record in records:
+            try:
+                message = message_of(record)
+            except msgspec.MsgspecError:
+                continue
+            match message.record:
+                case RetiredGroup() as retired:
+                    self.failing.count_retired(retired, at_ms=message.timestamp_ms)
+                case MergedGroup() as merged:
+                    self.failing.count_merged(merged, at_ms=message.timestamp_ms)
+            self.view.apply(message)
+            self.ledger.apply(message)

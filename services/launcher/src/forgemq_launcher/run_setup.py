@@ -1,0 +1,23 @@
+"""What one `forgemq run` was asked for."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from forgemq_contracts.run import RunConfiguration
+from forgemq_launcher.run_folder import RunFolder
+from forgemq_launcher.settings import LauncherSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSetup:
+    """Which run, with which settings; everything started for it inherits `environ`."""
+
+    folder: RunFolder
+    configuration: RunConfiguration
+    settings: LauncherSettings
+    environ: Mapping[str, str]
+
+    @property
+    def blobs(self) -> str:
+        """Blob store of the run: the named one, else a folder of the run."""
+        return self.environ.get("FORGEMQ_BLOBS") or str(self.folder / "blobs")

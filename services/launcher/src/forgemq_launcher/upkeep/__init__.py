@@ -1,0 +1,1 @@
+"""What a run consists of on one machine: engines, broker and services, kept up."""

@@ -1,0 +1,166 @@
+"""The run's own engines: SGLang servers, one for each lane."""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from forgemq_contracts.run import RunConfiguration
+from forgemq_launcher.core.gpus import engine_gpus, visible_gpus
+from forgemq_launcher.core.phases import BEFORE_ALL, phase
+from forgemq_launcher.core.restarts import RestartPolicy
+from forgemq_launcher.upkeep.machine import MachineError, installed_gpus, port
+from forgemq_launcher.upkeep.supervisor import Note
+from forgemq_sglang_cpu.options import EngineOptions
+from forgemq_sglang_cpu.server import EngineServer, EngineServerError
+
+WATCH_EVERY_S = 1.0
+"""A restart takes a minute or more; how soon a death is noticed hardly matters."""
+LOG_LINES_MAX = 1000
+"""Read for the phase of a start: SGLang logs some 100 lines until it serves."""
+
+
+class Engines:
+    """SGLang servers, one for each lane.
+
+    Lifecycle: `start` (returns at once), `keep` one task, `stop`. An engine that dies is started
+    again at the same address; its inference process brings it to the newest weights.
+    """
+
+    def __init__(
+        self,
+        servers: Sequence[EngineServer],
+        *,
+        policy: RestartPolicy,
+        start_timeout_s: float,
+        note: Note,
+    ) -> None:
+        self._servers = tuple(servers)
+        self._policy = policy
+        self._start_timeout_s = start_timeout_s
+        self._note = note
+        self._started_s = time.monotonic()
+        self._healthy: set[int] = set()
+        self._phases: dict[int, str] = {}
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Address of each lane's engine."""
+        return tuple(server.url for server in self._servers)
+
+    @property
+    def is_up(self) -> bool:
+        """Whether every engine answers."""
+        return len(self._healthy) == len(self._servers)
+
+    def status(self) -> str:
+        """One line: starting (and how far it is) or how many are up."""
+        waiting = [lane for lane in range(len(self._servers)) if lane not in self._healthy]
+        if not waiting:
+            return f"{len(self._servers)} up"
+        waited_s = time.monotonic() - self._started_s
+        at = self._phases.get(waiting[0], BEFORE_ALL)
+        return f"starting, {waited_s:.0f} s (1-3 minutes): {at}"
+
+    def start(self) -> None:
+        """Start the processes and return at once; raises EngineServerError if one cannot start."""
+        for server in self._servers:
+            server.start()
+
+    async def keep(self) -> None:
+        """Wait until each engine answers and restart each that dies, until cancelled.
+
+        Raises:
+            EngineServerError: one did not come up, or died too often.
+        """
+        async with asyncio.TaskGroup() as group:
+            for lane, server in enumerate(self._servers):
+                group.create_task(self._keep_one(lane, server))
+
+    async def _keep_one(self, lane: int, server: EngineServer) -> None:
+        exits_s: list[float] = []
+        while True:
+            await asyncio.to_thread(self._wait_healthy, lane, server)
+            self._healthy.add(lane)
+            self._note(f"engine {lane} answers at {server.url}")
+            while server.is_running():  # noqa: ASYNC110 - a process has no event to wait for
+                await asyncio.sleep(WATCH_EVERY_S)
+            self._healthy.discard(lane)
+            exits_s.append(time.monotonic())
+            delay_s = self._policy.delay_s(exits_s)
+            if delay_s is None:
+                tail = "\n".join(server.log_tail())
+                raise EngineServerError(f"engine {lane} died {len(exits_s)} times; last:\n{tail}")
+            self._note(f"engine {lane} died; restarting in {delay_s:.1f} s ({server.log_path})")
+            await asyncio.sleep(delay_s)
+            self._started_s = time.monotonic()
+            await asyncio.to_thread(_restart, server)
+
+    def _wait_healthy(self, lane: int, server: EngineServer) -> None:
+        def progress(waited_s: float, line: str) -> None:
+            del waited_s, line
+            self._phases[lane] = phase(server.log_tail(lines_max=LOG_LINES_MAX))
+
+        server.wait_healthy(timeout_s=self._start_timeout_s, progress=progress)
+
+    async def stop(self) -> None:
+        """End every server with all its processes."""
+        await asyncio.gather(*(asyncio.to_thread(server.stop) for server in self._servers))
+
+
+def servers(
+    configuration: RunConfiguration, *, folder: Path, environ: Mapping[str, str], host: str
+) -> tuple[EngineServer, ...]:
+    """A server for each lane of the run, on free ports; not started.
+
+    Raises:
+        MachineError: the machine has GPUs, but not one for each engine, or no free port.
+    """
+    lane_options = options_of_lanes(configuration, gpus=installed_gpus(), environ=environ)
+    return tuple(
+        EngineServer(
+            configuration.model.path,
+            folder / f"lane-{lane}",
+            port=port(host, wanted=0),
+            options=options,
+            host=host,
+            inherited=environ,
+        )
+        for lane, options in enumerate(lane_options)
+    )
+
+
+def options_of_lanes(
+    configuration: RunConfiguration, *, gpus: int, environ: Mapping[str, str]
+) -> tuple[EngineOptions, ...]:
+    """Start options of each lane's engine: each has one GPU, or all use the CPU.
+
+    Args:
+        configuration: Says how many lanes and trainer ranks there are.
+        gpus: Installed on this machine.
+        environ: May hide some of them, and says where the trainer computes.
+
+    Raises:
+        MachineError: there are GPUs, but not one for each engine.
+    """
+    # No context limit is given, so the model's own holds: SGLang reserves a few tokens of its
+    # limit, while gateway and inference enforce the run's limit to the token.
+    lanes = configuration.log.lanes
+    seen = visible_gpus(gpus, cuda_visible_devices=environ.get("CUDA_VISIBLE_DEVICES"))
+    if seen == 0:
+        return (EngineOptions(),) * lanes
+    try:
+        indices = engine_gpus(
+            lanes=lanes,
+            gpus=seen,
+            trainer_device=environ.get("FORGEMQ_TRAINER_DEVICE", "cpu"),
+            ranks=configuration.trainer.world_size,
+        )
+    except ValueError as error:
+        raise MachineError(str(error)) from error
+    return tuple(EngineOptions(has_gpu=True, gpu_first=gpu) for gpu in indices)
+
+
+def _restart(server: EngineServer) -> None:
+    server.stop()  # Kills what a dead server left of its process group.
+    server.start()

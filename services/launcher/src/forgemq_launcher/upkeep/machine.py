@@ -1,0 +1,56 @@
+"""What this machine offers: free memory, free ports, a GPU."""
+
+import socket
+from pathlib import Path
+
+import psutil
+
+
+class MachineError(Exception):
+    """The machine cannot run this; the text says what is missing and what to do."""
+
+
+def check_memory(*, bytes_min: int) -> None:
+    """Raise MachineError if less memory than this is available."""
+    available_bytes = psutil.virtual_memory().available
+    if available_bytes < bytes_min:
+        raise MachineError(
+            f"too little memory: {available_bytes / 1e9:.1f} GB are free, a run needs "
+            f"{bytes_min / 1e9:.1f} GB; close something, name an engine on another machine with "
+            "FORGEMQ_ENGINE_URL, or lower FORGEMQ_LAUNCHER_MEMORY_MIN_BYTES"
+        )
+
+
+def installed_gpus() -> int:
+    """How many NVIDIA GPUs this machine has, by the device files of their driver."""
+    return sum(path.name[len("nvidia") :].isdigit() for path in Path("/dev").glob("nvidia*"))
+
+
+def port(host: str, *, wanted: int, preferred: int = 0) -> int:
+    """A free TCP port: the wanted one, else the preferred one if it is free, else any.
+
+    Raises:
+        MachineError: the wanted port is taken, or none can be had.
+    """
+    if wanted:
+        if not _is_free(host, wanted):
+            raise MachineError(f"port {wanted} of {host} is taken: free it or choose another")
+        return wanted
+    if preferred and _is_free(host, preferred):
+        return preferred
+    try:
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return int(probe.getsockname()[1])
+    except OSError as error:
+        raise MachineError(f"no free port on {host}: {error.strerror}") from error
+
+
+def _is_free(host: str, number: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, number))
+        except OSError:
+            return False
+    return True

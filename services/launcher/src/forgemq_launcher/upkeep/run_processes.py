@@ -1,0 +1,161 @@
+"""Engines, broker and services of one run as one thing: started, kept up, stopped."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+
+import psutil
+
+from forgemq_bus.kafka import KafkaConnection
+from forgemq_launcher.core.restarts import RestartPolicy
+from forgemq_launcher.run_setup import RunSetup
+from forgemq_launcher.upkeep.broker import RunBroker
+from forgemq_launcher.upkeep.engines import Engines, servers
+from forgemq_launcher.upkeep.machine import check_memory, port
+from forgemq_launcher.upkeep.named_engines import NamedEngines, named_urls
+from forgemq_launcher.upkeep.services import Addresses, service_specs
+from forgemq_launcher.upkeep.supervisor import Note, ServiceSpec, ServiceStatus, Supervisor
+
+CONSOLE_PORT_PREFERRED = 8080
+"""Taken if it is free, so that the page of the usual run is where people look for it."""
+
+
+class RunProcesses:
+    """All processes of one run on this machine.
+
+    Lifecycle: `start_engines` (they take longest), `start_broker`, `plan_services`, one task `keep`
+    until the run is over, `stop_services`, which leaves the broker up for the audit, and `stop`.
+    `kill` at any time.
+    """
+
+    def __init__(self, setup: RunSetup, *, note: Note) -> None:
+        settings = setup.settings
+        self._setup = setup
+        self._note = note
+        self._policy = RestartPolicy(
+            restarts_max=settings.restarts_max, span_s=settings.restarts_span_s
+        )
+        self._broker = RunBroker(setup.folder / "kafka", environ=setup.environ, note=note)
+        self._engines: Engines | NamedEngines | None = None
+        self._supervisor = Supervisor(policy=self._policy, grace_s=settings.stop_grace_s, note=note)
+        self._specs: tuple[ServiceSpec, ...] = ()
+        self.agents_ended = asyncio.Event()
+
+    @property
+    def connection(self) -> KafkaConnection:
+        """How to reach the broker; after `start_broker` only."""
+        return self._broker.connection
+
+    @property
+    def engines(self) -> Engines | NamedEngines:
+        """The engines of all lanes; after `start_engines` only."""
+        assert self._engines is not None, "start_engines comes first"
+        return self._engines
+
+    def service_statuses(self) -> tuple[ServiceStatus, ...]:
+        """Every service in the order of its start."""
+        return self._supervisor.statuses()
+
+    def start_engines(self) -> None:
+        """Start an engine for each lane, or note those that a setting names; returns at once.
+
+        Raises:
+            MachineError: too little memory, too few GPUs, or no free port.
+            EngineServerError: a process cannot be started.
+        """
+        setup, settings = self._setup, self._setup.settings
+        named = named_urls(
+            setup.environ.get("FORGEMQ_ENGINE_URL", ""), lanes=setup.configuration.log.lanes
+        )
+        if named:
+            check_memory(bytes_min=settings.memory_min_bytes_without_engine)
+            self._engines = NamedEngines(
+                named, silence_s_max=settings.start_timeout_s, note=self._note
+            )
+            self._note(f"using the engine at {', '.join(named)}")
+            return
+        check_memory(bytes_min=settings.memory_min_bytes)
+        self._engines = own = Engines(
+            servers(
+                setup.configuration,
+                folder=setup.folder / "engine",
+                environ=setup.environ,
+                host="127.0.0.1",
+            ),
+            policy=self._policy,
+            start_timeout_s=settings.start_timeout_s,
+            note=self._note,
+        )
+        own.start()
+        self._note(f"SGLang starts at {', '.join(own.urls)} (1-3 minutes)")
+
+    async def start_broker(self, *, stop: asyncio.Event) -> bool:
+        """Have a broker; returns False if `stop` was set before there was one."""
+        if not await self._broker.start(stop=stop):
+            return False
+        kind = "Kafka answers" if self._broker.is_own else "using Kafka"
+        self._note(f"{kind} at {self.connection.bootstrap}")
+        return not stop.is_set()
+
+    def plan_services(self) -> Addresses:
+        """Choose ports and settle what each service is started with.
+
+        Raises:
+            MachineError: a port that a setting names is taken.
+        """
+        setup, settings = self._setup, self._setup.settings
+        addresses = Addresses(
+            kafka=self.connection.bootstrap,
+            engine_urls=self.engines.urls,
+            host=settings.host,
+            gateway_port=port(settings.host, wanted=settings.gateway_port),
+            console_port=port(
+                settings.host, wanted=settings.console_port, preferred=CONSOLE_PORT_PREFERRED
+            ),
+            admin_key=setup.environ.get("FORGEMQ_GATEWAY_ADMIN_KEY") or setup.folder.admin_key(),
+        )
+        self._specs = service_specs(
+            setup.configuration, folder=setup.folder, addresses=addresses, environ=setup.environ
+        )
+        self._note(f"starting {len(self._specs)} services; page: {addresses.console_url}")
+        return addresses
+
+    async def keep(self, *, may_end: Callable[[], bool]) -> None:
+        """Start the planned services and keep everything up until cancelled.
+
+        Sets `agents_ended` once the agents have played the run.
+
+        Args:
+            may_end: Whether a service that exits with status 0 has done its work.
+
+        Raises:
+            ProcessFailedError: a service refused its settings or died too often.
+            EngineServerError: an engine did not come up or died too often.
+            MachineError: a named engine did not answer for too long.
+            BrokerError: the broker died too often.
+        """
+        async with asyncio.TaskGroup() as group:
+            for spec in self._specs:
+                service = group.create_task(self._supervisor.keep(spec, may_end=may_end))
+                if spec.name == "agents":
+                    service.add_done_callback(lambda _: self.agents_ended.set())
+            group.create_task(self._broker.keep(policy=self._policy, note=self._note))
+            group.create_task(self.engines.keep())
+
+    async def stop_services(self) -> None:
+        """Stop services and engines; idempotent."""
+        # At the same time: the gateway asks again for what an engine was generating, next start.
+        engines = [self._engines.stop()] if self._engines is not None else []
+        await asyncio.gather(self._supervisor.stop(), *engines)
+
+    async def stop(self) -> None:
+        """Stop everything that was started here, the broker last; idempotent."""
+        await self.stop_services()
+        await self._broker.stop()
+
+    def kill(self) -> None:
+        """SIGKILL to every process below this one."""
+        self._supervisor.kill()
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()

@@ -1,0 +1,144 @@
+"""Which service processes a run consists of, and the environment of each."""
+
+from collections.abc import Mapping, Sequence
+
+from msgspec import Struct
+
+from forgemq_contracts.run import RunConfiguration
+from forgemq_launcher.run_folder import RunFolder
+from forgemq_launcher.upkeep.supervisor import ServiceSpec
+
+THREADS_VARIABLES = (
+    "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+    "RAYON_NUM_THREADS",
+)
+
+SERVICES = (
+    "agents",
+    "console",
+    "gateway",
+    "inference",
+    "merger",
+    "reward",
+    "scheduler",
+    "trainer",
+)
+
+TRANSFORMS = ("reward", "merger", "scheduler")
+"""Services with a journal, in the order in which a group passes them."""
+
+TORCHRUN = "forgemq_trainer.ranks.torchrun"
+"""Module that starts the trainer's ranks on this machine and ends them all when one dies."""
+
+
+class Addresses(Struct, frozen=True, kw_only=True):
+    """Where the parts of a run find one another."""
+
+    kafka: str
+    engine_urls: tuple[str, ...]
+    host: str
+    gateway_port: int
+    console_port: int
+    admin_key: str
+
+    @property
+    def gateway_url(self) -> str:
+        """Base address of the gateway."""
+        return f"http://{self.host}:{self.gateway_port}"
+
+    @property
+    def console_url(self) -> str:
+        """Address of the page."""
+        return f"http://{self.host}:{self.console_port}"
+
+
+def service_specs(
+    configuration: RunConfiguration,
+    *,
+    folder: RunFolder,
+    addresses: Addresses,
+    environ: Mapping[str, str],
+) -> tuple[ServiceSpec, ...]:
+    """Every service process of the run, in the order of start."""
+    shared = _shared_environ(environ, run=configuration.run, kafka=addresses.kafka)
+
+    def spec(
+        service: str, own: Mapping[str, str], *, stop_stage: int, lane: int = -1, ranks: int = 1
+    ) -> ServiceSpec:
+        module, *arguments = _command(service, ranks=ranks)
+        name = service if lane < 0 else f"{service}-{lane}"
+        return ServiceSpec(
+            name=name,
+            module=module,
+            arguments=tuple(arguments),
+            environ={**service_environ(shared, service), **own},
+            log_path=folder / "logs" / f"{name}.log",
+            stop_stage=stop_stage,
+        )
+
+    inference: Sequence[ServiceSpec] = [
+        spec(
+            "inference",
+            {"FORGEMQ_INFERENCE_LANE": str(lane), "FORGEMQ_INFERENCE_ENGINE_URL": url},
+            stop_stage=2,
+            lane=lane,
+        )
+        for lane, url in enumerate(addresses.engine_urls)
+    ]
+    gateway = {
+        "FORGEMQ_GATEWAY_HOST": addresses.host,
+        "FORGEMQ_GATEWAY_PORT": str(addresses.gateway_port),
+        "FORGEMQ_GATEWAY_ADMIN_KEY": addresses.admin_key,
+    }
+    threads = dict.fromkeys(THREADS_VARIABLES, str(configuration.trainer.threads))
+    trainer = {"FORGEMQ_TRAINER_FOLDER": str(folder / "checkpoints"), **threads}
+    console = {
+        "FORGEMQ_CONSOLE_HOST": addresses.host,
+        "FORGEMQ_CONSOLE_PORT": str(addresses.console_port),
+    }
+    agents = {
+        "FORGEMQ_AGENTS_GATEWAY_URL": addresses.gateway_url,
+        "FORGEMQ_AGENTS_ADMIN_KEY": addresses.admin_key,
+        "FORGEMQ_AGENTS_CONFIGURATION": str(folder / "configuration.json"),
+    }
+    return (
+        spec("gateway", gateway, stop_stage=1),
+        *inference,
+        spec("scheduler", {}, stop_stage=2),
+        spec("reward", {}, stop_stage=2),
+        spec("merger", {}, stop_stage=2),
+        spec("trainer", trainer, stop_stage=2, ranks=configuration.trainer.world_size),
+        spec("console", console, stop_stage=2),
+        spec("agents", agents, stop_stage=0),
+    )
+
+
+def service_environ(environ: Mapping[str, str], service: str) -> dict[str, str]:
+    """The environment without other services' settings, which may be secret.
+
+    Agents do not get the broker either: they speak HTTP only.
+    """
+    others = {"launcher", *SERVICES} - {service}
+    hidden = tuple(f"FORGEMQ_{other.upper()}_" for other in others)
+    if service == "agents":
+        hidden += ("FORGEMQ_KAFKA", "FORGEMQ_BLOBS")
+    return {name: value for name, value in environ.items() if not name.startswith(hidden)}
+
+
+def _command(service: str, *, ranks: int) -> tuple[str, ...]:
+    """Module and arguments: of the service, or of torchrun for one of several ranks."""
+    module = f"forgemq_{service}"
+    if ranks == 1:
+        return (module,)
+    return (TORCHRUN, str(ranks))
+
+
+def _shared_environ(environ: Mapping[str, str], *, run: str, kafka: str) -> dict[str, str]:
+    # One thread each: nine processes and an engine share the cores, and their thread pools would
+    # only compete. The trainer then gets the number that the run says.
+    quiet = {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    threads = dict.fromkeys(THREADS_VARIABLES, "1")
+    return {**environ, **quiet, **threads, "FORGEMQ_RUN": run, "FORGEMQ_KAFKA": kafka}

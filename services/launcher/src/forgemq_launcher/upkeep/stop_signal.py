@@ -1,0 +1,52 @@
+"""Ctrl-C and its relatives: the first signal stops the run in order, the second one kills."""
+
+import asyncio
+import signal
+import time
+from collections.abc import Callable
+
+from forgemq_launcher.upkeep.supervisor import Note
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ECHO_S = 1.0
+"""One Ctrl-C may arrive twice, from the terminal and passed on by make or a shell, milliseconds
+apart. A person who presses it again to kill has read the first answer and takes longer."""
+
+
+class StopSignal:
+    """Lifecycle: `listen` once inside the event loop; `event` is set by the first signal."""
+
+    def __init__(
+        self,
+        *,
+        kill: Callable[[], None],
+        note: Note,
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.event = asyncio.Event()
+        self._kill = kill
+        self._note = note
+        self._clock_s = clock_s
+        self._came_s = 0.0
+
+    def listen(self) -> None:
+        """Take over SIGINT, SIGTERM and SIGHUP for this process."""
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.add_signal_handler(number, self._take_signal)
+
+    async def wait_unless(self, ended: asyncio.Event) -> None:
+        """Return at the first signal, or once `ended` is set."""
+        async with asyncio.TaskGroup() as group:
+            waits = [group.create_task(event.wait()) for event in (self.event, ended)]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for wait in waits:
+                wait.cancel()
+
+    def _take_signal(self) -> None:
+        if not self.event.is_set():
+            self.event.set()
+            self._came_s = self._clock_s()
+            self._note("stopping everything; Ctrl-C again kills")
+        elif self._clock_s() - self._came_s >= ECHO_S:
+            self._kill()

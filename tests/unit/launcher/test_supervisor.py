@@ -1,0 +1,166 @@
+"""Service processes are kept up, given up and stopped; with real processes."""
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from forgemq_launcher.core.restarts import RestartPolicy
+from forgemq_launcher.upkeep.supervisor import (
+    CHILD_MODULE,
+    ProcessFailedError,
+    ServiceSpec,
+    Supervisor,
+)
+
+QUICK = RestartPolicy(restarts_max=2, delay_first_s=0.01, delay_max_s=0.02)
+
+
+def spec(folder: Path, code: str, *, name: str = "one", stop_stage: int = 0) -> ServiceSpec:
+    (folder / f"{name}_module.py").write_text(code)
+    return ServiceSpec(
+        name=name,
+        module=f"{name}_module",
+        environ={**os.environ, "PYTHONPATH": str(folder)},
+        log_path=folder / f"{name}.log",
+        stop_stage=stop_stage,
+    )
+
+
+def supervisor(notes: list[str], *, grace_s: float = 5.0) -> Supervisor:
+    return Supervisor(policy=QUICK, grace_s=grace_s, note=notes.append)
+
+
+async def until_written(path: Path, text: str) -> None:
+    async with asyncio.timeout(20):
+        while text not in await asyncio.to_thread(_text, path):  # noqa: ASYNC110 - polls a file
+            await asyncio.sleep(0.05)
+
+
+def _text(path: Path) -> str:
+    return path.read_text() if path.is_file() else ""
+
+
+SLEEPS = "import time; print('up', flush=True); time.sleep(60)"
+
+
+async def test_a_service_that_keeps_dying_fails_the_run_with_its_last_lines(tmp_path):
+    notes: list[str] = []
+    dying = spec(tmp_path, "import sys; print('the reason'); sys.exit(3)")
+    with pytest.raises(ProcessFailedError, match=r"one ended with status 3 for the 3th time") as e:
+        await supervisor(notes).keep(dying, may_end=lambda: False)
+    assert "the reason" in str(e.value)
+    assert len(notes) == 2
+
+
+async def test_refused_settings_fail_the_run_at_once(tmp_path):
+    notes: list[str] = []
+    refusing = spec(tmp_path, "import sys; sys.exit(2)")
+    with pytest.raises(ProcessFailedError, match="status 2"):
+        await supervisor(notes).keep(refusing, may_end=lambda: False)
+    assert notes == []
+
+
+async def test_a_killed_service_is_restarted(tmp_path):
+    notes: list[str] = []
+    kept = supervisor(notes)
+    sleeping = spec(tmp_path, SLEEPS)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(kept.keep(sleeping, may_end=lambda: False))
+        await until_written(sleeping.log_path, "up")
+        (first,) = kept.statuses()
+        assert first.pid is not None
+        os.kill(first.pid, 9)
+        await until_written(sleeping.log_path, "up\nup")
+        (second,) = kept.statuses()
+        assert second.restarts == 1
+        assert second.pid not in (None, first.pid)
+        assert notes[0].startswith("one was killed by SIGKILL; restarting in 0.0 s")
+        await kept.stop()
+    assert not psutil.pid_exists(second.pid)
+
+
+async def test_an_exit_with_status_0_ends_a_service_only_when_it_may_end(tmp_path):
+    kept = supervisor([])
+    done = spec(tmp_path, "pass")
+    await kept.keep(done, may_end=lambda: True)
+    with pytest.raises(ProcessFailedError):
+        await kept.keep(done, may_end=lambda: False)
+
+
+async def test_lower_stages_are_stopped_first(tmp_path):
+    order = tmp_path / "order"
+    code = f"""
+import pathlib, signal, sys, time
+def end(*_):
+    with open({str(order)!r}, "a") as file: file.write(__name__[0] + NAME + " ")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+print("up", flush=True)
+time.sleep(60)
+"""
+    kept = supervisor([])
+    specs = [
+        spec(tmp_path, f"NAME = {name!r}\n{code}", name=name, stop_stage=stage)
+        for name, stage in (("late", 2), ("early", 0), ("middle", 1))
+    ]
+    async with asyncio.TaskGroup() as group:
+        for each in specs:
+            group.create_task(kept.keep(each, may_end=lambda: False))
+        for each in specs:
+            await until_written(each.log_path, "up")
+        await kept.stop()
+    assert order.read_text().split() == ["_early", "_middle", "_late"]
+
+
+async def test_a_service_that_ignores_the_signal_is_killed_with_its_children(tmp_path):
+    code = """
+import signal, subprocess, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+print(child.pid, "up", flush=True)
+time.sleep(60)
+"""
+    kept = supervisor([], grace_s=0.2)
+    stubborn = spec(tmp_path, code)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(kept.keep(stubborn, may_end=lambda: False))
+        await until_written(stubborn.log_path, "up")
+        child_pid = int(stubborn.log_path.read_text().split()[0])
+        await kept.stop()
+    async with asyncio.timeout(10):
+        while is_alive(child_pid):  # noqa: ASYNC110 - a process has no event
+            await asyncio.sleep(0.05)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+async def test_a_service_ends_when_its_launcher_is_killed(tmp_path):
+    log = tmp_path / "log"
+    inner = spec(tmp_path, SLEEPS)
+    launcher = f"""
+import os, subprocess, sys, time
+command = [sys.executable, "-m", {CHILD_MODULE!r}, str(os.getpid()), {inner.module!r}]
+child = subprocess.Popen(command, stdout=open({str(log)!r}, "w"), start_new_session=True)
+print(child.pid, flush=True)
+time.sleep(60)
+"""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", launcher, stdout=asyncio.subprocess.PIPE, env=dict(inner.environ)
+    )
+    assert process.stdout is not None
+    service_pid = int(await process.stdout.readline())
+    await until_written(log, "up")
+    process.kill()
+    await process.wait()
+    async with asyncio.timeout(10):
+        while is_alive(service_pid):  # noqa: ASYNC110 - a process has no event
+            await asyncio.sleep(0.05)
