@@ -1,4 +1,4 @@
-"""Two clusters for one suite: the one in memory and the real broker."""
+"""The two clusters of the suite: one in memory, and a real broker."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -14,20 +14,20 @@ INLINE_BYTES_MAX = 2_000
 
 
 class Cluster(Protocol):
-    """What the suite needs beyond a `Log`.
+    """The operations that the suite needs beyond a `Log`.
 
     Attributes:
-        quiet_s: Long enough for a record that must not come to have come.
+        quiet_s: Within this time a record that must not come would have come.
     """
 
     quiet_s: float
 
     def process(self, *, has_blobs: bool = True) -> Log:
-        """Another handle of the same run, as another process has."""
+        """Open another handle of the same run, as another process has."""
         ...
 
     async def leave_open(self, transactional_id: str, outputs: Sequence[Emit]) -> None:
-        """Write in a transaction and die before its commit."""
+        """Write in a transaction and end before its commit, as a killed process."""
         ...
 
     async def abort(self, transactional_id: str, outputs: Sequence[Emit]) -> None:

@@ -24,7 +24,7 @@ async def read_values(reader: Reader, count: int) -> list[bytes]:
 
 
 async def read_records(reader: Reader, count: int) -> list[Record]:
-    """Exactly so many records, or fewer where no more come for `PATIENCE_S`."""
+    """Read `count` records; fewer if none comes for `PATIENCE_S`."""
     found: list[Record] = []
     deadline_s = time.monotonic() + PATIENCE_S
     while len(found) < count and time.monotonic() < deadline_s:
@@ -41,7 +41,7 @@ async def write(log: Log, emits: list[Emit]) -> list[int]:
 
 
 async def settled_end(log: Log, place: Place, *, at_least: int) -> int:
-    """The end of a partition once the last marker is written, which follows its commit."""
+    """Wait until the marker of the last commit is written; returns the partition's end."""
     deadline_s = time.monotonic() + PATIENCE_S
     end = 0
     while end < at_least and time.monotonic() < deadline_s:

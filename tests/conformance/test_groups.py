@@ -23,9 +23,9 @@ def emits(topic: str, count: int) -> list[Emit]:
 
 @dataclass
 class Watched:
-    """A member and what it was told, in order."""
+    """A member and the callbacks it got, in order."""
 
-    told: list[tuple[str, frozenset[int]]] = field(default_factory=list)
+    callbacks: list[tuple[str, frozenset[int]]] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
     owned_when_read: list[frozenset[int]] = field(default_factory=list)
     assigning_s: float = 0.0
@@ -36,11 +36,11 @@ class Watched:
     async def assigned(self, numbers: frozenset[int]) -> None:
         self.is_assigning = True
         await asyncio.sleep(self.assigning_s)
-        self.told.append(("assigned", numbers))
+        self.callbacks.append(("assigned", numbers))
         self.is_assigning = False
 
     async def revoked(self, numbers: frozenset[int]) -> None:
-        self.told.append(("revoked", numbers))
+        self.callbacks.append(("revoked", numbers))
 
     async def join(self, log: Log, *, topics: tuple[str, ...] = ("a", "b")) -> Member:
         self.member = await log.member(
@@ -80,7 +80,7 @@ async def test_a_lone_member_owns_and_reads_everything_from_the_first_record(log
     watched = Watched()
     member = await watched.join(log)
     assert member.assigned() == frozenset({0, 1})
-    assert watched.told == [("assigned", frozenset({0, 1}))]
+    assert watched.callbacks == [("assigned", frozenset({0, 1}))]
     async with reading(watched):
         await until(lambda: len(watched.records) == 9)
     places = {(record.place, record.offset) for record in watched.records}
@@ -127,12 +127,12 @@ async def test_partitions_of_a_member_that_leaves_go_to_the_others(
     async with reading(first):
         leaving = await second.join(cluster.process(), topics=("a",))
         await leaving.close()
-        assert second.told[-1][0] == "revoked"
+        assert second.callbacks[-1][0] == "revoked"
         assert first.member is not None
         await until(lambda: first.member is not None and len(first.member.assigned()) == 2)
         await (await log.writer()).write_all(emits("a", 4))
         await until(lambda: len(first.records) == 4)
-    assigned = [numbers for event, numbers in first.told if event == "assigned"]
+    assigned = [numbers for event, numbers in first.callbacks if event == "assigned"]
     assert assigned[0] == assigned[-1] == frozenset({0, 1})
 
 
@@ -146,9 +146,9 @@ async def test_every_assignment_is_revoked_before_the_next_one(log: Log, cluster
         await until(lambda: first.member is not None and len(first.member.assigned()) == 2)
     assert first.member is not None
     await first.member.close()
-    for told in (first.told, second.told):
-        assert [event for event, _ in told] == ["assigned", "revoked"] * (len(told) // 2)
-        for (_, given), (_, taken) in zip(told[::2], told[1::2], strict=True):
+    for callbacks in (first.callbacks, second.callbacks):
+        assert [event for event, _ in callbacks] == ["assigned", "revoked"] * (len(callbacks) // 2)
+        for (_, given), (_, taken) in zip(callbacks[::2], callbacks[1::2], strict=True):
             assert given == taken
 
 
@@ -185,7 +185,7 @@ async def test_topics_with_different_counts_cannot_be_joined_together(log: Log) 
         await Watched().join(log, topics=("a", "c"))
 
 
-async def test_what_the_first_callback_raises_reaches_the_caller_who_is_no_member_then(
+async def test_an_error_of_the_first_callback_reaches_the_caller_who_is_then_not_a_member(
     log: Log,
 ) -> None:
     async def fail(numbers: frozenset[int]) -> None:

@@ -105,7 +105,7 @@ class TestPositions:
         reader.seek(A0, 1)
         assert await read_values(reader, 1) == [b"1"]
 
-    async def test_a_position_below_the_first_record_is_an_error_that_names_the_place(
+    async def test_a_position_below_the_first_record_is_an_error_that_names_the_partition(
         self, log: Log
     ) -> None:
         await write(log, numbered(A1, 5))
@@ -114,7 +114,7 @@ class TestPositions:
         with pytest.raises(OutOfRangeError, match=r"a/1: position 1 is outside 3\.\.5"):
             await reader.read(timeout_s=5.0, records_max=1)
 
-    async def test_a_position_above_the_end_is_an_error_that_names_the_place(
+    async def test_a_position_above_the_end_is_an_error_that_names_the_partition(
         self, log: Log
     ) -> None:
         reader = await log.reader({A0: 7})
@@ -184,7 +184,7 @@ class TestTopics:
             await write(log, [emit(Place("e", 0), b"")])
 
     @pytest.mark.parametrize("place", [Place("nowhere", 0), Place("a", 2)])
-    async def test_a_place_that_does_not_exist_is_refused_everywhere(
+    async def test_a_partition_that_does_not_exist_is_refused_everywhere(
         self, log: Log, place: Place
     ) -> None:
         transactions = await log.transaction_writer("t")

@@ -150,4 +150,4 @@ class TestRedelivery:
 
 
 async def ignore(numbers: frozenset[int]) -> None:
-    """A callback of a member that needs none."""
+    """The callback of a member whose assignment does not matter."""

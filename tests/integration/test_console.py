@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,16 +16,11 @@ from forgemq_bus.log import Place
 from forgemq_contracts.topics import FINISHED_COMPLETIONS
 from forgemq_launcher.records.run_topics import create_topics, write_start
 from tests.integration.synthetic_log import write
+from tests.ports import free_port
 from tests.unit.run_view.synthetic import SyntheticRun, started
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 MODEL = Path(__file__).parents[2] / "deploy" / "demo" / "model"
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 async def state_when(http: httpx.AsyncClient, holds: Callable[[dict], bool]) -> dict:

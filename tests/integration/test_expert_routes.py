@@ -15,7 +15,7 @@ from forgemq_contracts.arrays import unpack_ids
 from forgemq_contracts.run import Loss
 from forgemq_contracts.trees import MergedTree
 from forgemq_merger.core.merger import Merger
-from forgemq_sglang_cpu.server import EngineServer, free_port
+from forgemq_sglang_cpu.server import EngineServer
 from forgemq_trainer.core.loss import loss_function
 from forgemq_trainer.core.memory import Microbatch
 from forgemq_trainer.core.step import Objective, forward_backward
@@ -23,6 +23,7 @@ from forgemq_trainer.core.tree import read_tree
 from forgemq_trainer.model import load_model
 from tests.engine_fixture import ENGINE_MODEL, START_TIMEOUT_S, engine_options, reset_engine
 from tests.lane_scene import GROUP, LaneScene, create_topics
+from tests.ports import free_port
 from tests.unit.merger.records import feed, scored
 from tests.unit.trainer.scene import save_base
 

@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -17,6 +16,7 @@ from forgemq_bus.blobs import BlobStore
 from forgemq_bus.kafka import KafkaConnection, KafkaLog
 from forgemq_contracts import topics
 from forgemq_contracts.run import RunConfiguration, StartedRun
+from tests.ports import free_port
 from tests.unit.gateway.scripted_lane import Asked, ScriptedLane, contexts_of, wall_ms
 from tests.unit.gateway.world import ADMIN_KEY, World, configuration_of, partitions_of
 from tests.unit.rendering.folders import write_model_folder
@@ -52,12 +52,6 @@ class GatewayProcess:
         assert self._process is not None
         self._process.send_signal(number)
         return await self._process.wait()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @asynccontextmanager

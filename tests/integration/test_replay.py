@@ -5,6 +5,7 @@ import io
 import os
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -143,6 +144,21 @@ def test_one_partition_of_one_service_is_replayed_alone(run: EndedRun):
     status, lines = run.replay("merger", "--partition", "1")
     assert (status, len(lines)) == (0, 1)
     assert lines[0].startswith("merger 1: ")
+
+
+def test_a_recording_of_the_run_replays_without_the_run(run: EndedRun, tmp_path: Path):
+    status, lines = run.replay("scheduler", "--to", str(tmp_path / "incident"))
+    assert (status, len(lines)) == (0, 1), lines
+    file = tmp_path / "incident" / "scheduler-0.recording"
+    assert lines[0].endswith(f" records in {file}")
+    done = subprocess.run(
+        [sys.executable, "-m", "forgemq_scheduler", "replay", str(file)],
+        env={"PATH": os.environ["PATH"]},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, run.replay("scheduler")[1][0] + "\n")
 
 
 def test_another_core_is_told_by_the_first_record_that_differs_with_both_values(run: EndedRun):

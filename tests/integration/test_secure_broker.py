@@ -5,7 +5,6 @@ import datetime
 import ipaddress
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -36,6 +35,7 @@ from forgemq_bus.log import Emit, Place
 from forgemq_launcher.records.run_topics import create_topics, write_start
 from forgemq_shell.connection import kafka_connection
 from tests.integration.test_console import state_when, write
+from tests.ports import free_port
 from tests.unit.run_view.synthetic import SyntheticRun, started
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
@@ -191,12 +191,6 @@ def create_scram_user(address: str) -> None:
     admin = AdminClient({"bootstrap.servers": address})
     for future in admin.alter_user_scram_credentials([user]).values():
         future.result(timeout=30)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.mark.parametrize("mechanism", ["PLAIN", "SCRAM-SHA-256"])

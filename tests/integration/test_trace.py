@@ -11,7 +11,7 @@ import pytest
 from forgemq_bus.kafka import KafkaConnection, KafkaLog
 from forgemq_contracts import topics
 from forgemq_contracts.completions import FinishedCompletion
-from forgemq_telemetry.traces import completion_trace, span_place
+from forgemq_telemetry.traces import completion_trace, span_ids
 from tests.integration.launched_run import DIALOGUE, LaunchedRun
 from tests.integration.otlp_receiver import OtlpReceiver, ReceivedSpan, otlp_receiver
 from tests.integration.run_log import GROUP_PARTITIONS, Accounts, accounts, records_of
@@ -165,8 +165,8 @@ def test_the_context_travels_in_the_headers_of_the_records(measured: MeasuredRun
             for record in await records_of(log, topic.name, partitions=GROUP_PARTITIONS):
                 finished = topics.decode(topic, record.value)
                 assert isinstance(finished, FinishedCompletion)
-                there = span_place(record.headers)
-                named = span_place(completion_trace(finished.request_id))
+                there = span_ids(record.headers)
+                named = span_ids(completion_trace(finished.request_id))
                 assert there is not None
                 assert named is not None
                 assert there.trace_id == named.trace_id

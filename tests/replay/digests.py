@@ -1,6 +1,6 @@
-"""Prints, for every core case, a digest of all it writes and of its snapshots on the way.
+"""Prints, for every core case, a digest of its outputs and of its snapshots on the way.
 
-Run by test_determinism in processes of its own, so that each has its own hash seed.
+test_determinism runs this in separate processes, so that each has another hash seed.
 """
 
 import hashlib
@@ -13,11 +13,12 @@ from forgemq_shell.batch import Batch, digest
 from tests.simulation.cases import CASES
 from tests.simulation.harness import CoreCase
 
-SNAPSHOT_EVERY = 5
+SNAPSHOT_EVERY_RECORDS = 5
+"""A script has tens of records: several snapshots, and records between them."""
 
 
 def records(case: CoreCase) -> list[Record]:
-    """The case's script with the offsets it gets on a log."""
+    """The case's script with the offsets that a log would give its records."""
     offsets: dict[tuple[str, int], itertools.count] = {}
     return [_record(e, next(offsets.setdefault(e.place, itertools.count()))) for e in case.script]
 
@@ -41,7 +42,7 @@ def case_digest(case: CoreCase, *, is_restored: bool = False) -> str:
         batch = Batch(core, service=case.name)
         batch.record(record)
         emits += batch.emits
-        if number % SNAPSHOT_EVERY == 0:
+        if number % SNAPSHOT_EVERY_RECORDS == 0:
             snapshot = core.snapshot()
             state.update(snapshot)
             if is_restored:

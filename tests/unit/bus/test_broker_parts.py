@@ -28,14 +28,14 @@ def test_a_cluster_id_never_reads_as_an_option_and_differs_by_folder() -> None:
 
 
 def test_a_cache_with_a_jar_missing_says_which(tmp_path: Path) -> None:
-    said: list[str] = []
+    lines: list[str] = []
     folder = tmp_path / f"kafka-{KAFKA_VERSION}-{lock_digest()}"
     folder.mkdir()
     for name in sorted(locked_jars())[1:]:
         (folder / name).touch()
     with pytest.raises(JarsError, match=sorted(locked_jars())[0]):
-        jars_folder(tmp_path, progress=said.append)
-    assert said == []
+        jars_folder(tmp_path, progress=lines.append)
+    assert lines == []
 
 
 def test_a_folder_keeps_its_ports(tmp_path: Path) -> None:

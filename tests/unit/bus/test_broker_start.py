@@ -1,4 +1,4 @@
-"""A start that nobody waits for any longer ends at once."""
+"""A start that is abandoned ends at once."""
 
 import time
 from pathlib import Path
@@ -9,10 +9,10 @@ from forgemq_bus.broker import BrokerError, LocalBroker
 
 
 def test_a_first_start_is_given_up_while_it_fetches_the_jars(tmp_path: Path) -> None:
-    told: list[str] = []
+    lines: list[str] = []
 
     def abandon(line: str) -> None:
-        told.append(line)
+        lines.append(line)
         broker.abandon()
 
     broker = LocalBroker(tmp_path / "kafka", cache=tmp_path / "cache", progress=abandon)
@@ -20,6 +20,6 @@ def test_a_first_start_is_given_up_while_it_fetches_the_jars(tmp_path: Path) -> 
     with pytest.raises(BrokerError, match="fetching the Kafka jars was abandoned"):
         broker.start()
     assert time.monotonic() - started_s < 5
-    assert [line.split(" (")[0] for line in told] == ["fetching Apache Kafka 4.2.0"]
+    assert [line.split(" (")[0] for line in lines] == ["fetching Apache Kafka 4.2.0"]
     assert list((tmp_path / "cache").iterdir()) == []
     assert not broker.is_running()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from forgemq_bus.errors import FencedError, LogError, LogUnavailableError
 from forgemq_bus.kafka import KafkaConnection, KafkaLog
-from forgemq_bus.kafka_connection import answered, client_settings, repeated, stop_client
+from forgemq_bus.kafka_connection import bound_and_translate, client_settings, retry, stop_client
 from forgemq_bus.kafka_writer import firsts_first
 from forgemq_bus.log import Emit, Place
 
@@ -78,11 +78,11 @@ async def test_foreign_errors_are_translated(
     raised: kafka_errors.KafkaError, expected: type[LogError]
 ) -> None:
     with pytest.raises(expected, match="test: "):
-        async with answered(KafkaConnection(bootstrap="a:1"), "test"):
+        async with bound_and_translate(KafkaConnection(bootstrap="a:1"), "test"):
             raise raised
 
 
-async def test_only_errors_that_pass_by_themselves_are_repeated() -> None:
+async def test_only_retriable_errors_are_retried() -> None:
     waiting: list[kafka_errors.KafkaError] = [
         kafka_errors.NotLeaderForPartitionError(),
         kafka_errors.RequestTimedOutError(),
@@ -93,10 +93,10 @@ async def test_only_errors_that_pass_by_themselves_are_repeated() -> None:
             raise waiting.pop()
         return "answer"
 
-    assert await repeated(call) == "answer"
+    assert await retry(call) == "answer"
     waiting.append(kafka_errors.OffsetOutOfRangeError())
     with pytest.raises(kafka_errors.OffsetOutOfRangeError):
-        await repeated(call)
+        await retry(call)
 
 
 async def test_a_client_whose_stop_fails_or_is_cancelled_inside_is_released() -> None:

@@ -1,4 +1,4 @@
-"""What only the log in memory has: its clock, its other runs, and its invariants."""
+"""Features of the log in memory alone: its clock, its other runs, its invariants."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,11 +42,11 @@ async def test_runs_share_only_the_shared_topics() -> None:
     shared = topics.STARTED_RUNS.name
     await first.create_topics({"a": 1, shared: 1})
     await second.create_topics({"a": 1, shared: 1})
-    await (await first.writer()).write_all([emit(b"own"), emit(b"told", topic=shared)])
+    await (await first.writer()).write_all([emit(b"own"), emit(b"for all", topic=shared)])
     assert await second.end_positions([Place("a", 0)]) == {Place("a", 0): 0}
     reader = await second.reader({Place(shared, 0): 0})
     (record,) = await reader.read(timeout_s=0, records_max=9)
-    assert (record.topic, record.value) == (shared, b"told")
+    assert (record.topic, record.value) == (shared, b"for all")
 
 
 ACTIONS = st.lists(

@@ -47,7 +47,7 @@ async def test_every_value_comes_back_as_it_was_with_its_own_headers_alone(
     assert (got.value, got.headers) == (value, (TRACE,))
 
 
-async def test_the_blob_of_a_history_takes_a_fraction_of_its_size(blobs: BlobStore) -> None:
+async def test_the_blob_of_a_message_history_takes_a_fraction_of_its_size(blobs: BlobStore) -> None:
     value = b"".join((n * n % 701).to_bytes(4, "little") for n in range(50_000))
     (sent,) = await offloaded([emit(value)], blobs=blobs, inline_bytes_max=100)
     reference = msgspec.msgpack.decode(dict(sent.headers)[BLOB_HEADER], type=BlobReference)

@@ -15,7 +15,7 @@ TEXT = [
     "system user assistant tool\n# Tools\n<tools>\n</tools>",
 ]
 
-# In the manner of the vendors: tools in the system block, calls as JSON, results as user turns.
+# As published models: tools in the system message, calls as JSON, results as user messages.
 APPENDING_TEMPLATE = """\
 {%- if tools %}{{- '<|im_start|>system\\n' }}
 {%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n' }}{%- endif %}
@@ -34,7 +34,7 @@ APPENDING_TEMPLATE = """\
 {%- endif %}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
 
-# Says how many turns there are before all of them: every turn changes the head.
+# Puts the number of messages in front of all of them, so every message changes the head.
 REWRITING_TEMPLATE = "{{- (messages | length) | string + '\\n' }}" + APPENDING_TEMPLATE
 
 

@@ -80,14 +80,14 @@ def test_message_ends_are_where_the_rendering_of_the_messages_so_far_ends(
 
 def test_an_extension_is_what_a_full_rendering_has_behind_the_turn(rendering: Rendering) -> None:
     context = rendering.render(HEAD, tools=TOOLS).ids
-    said = encoded(rendering, "good day<|im_end|>")
+    output = encoded(rendering, "good day<|im_end|>")
     new = [{"role": "user", "content": "the price?"}]
-    extension = rendering.extend(context, said, new, tools=TOOLS)
+    extension = rendering.extend(context, output, new, tools=TOOLS)
     assert extension is not None
     whole = rendering.render(
         [*HEAD, {"role": "assistant", "content": "good day"}, *new], tools=TOOLS
     )
-    assert rendering.decode([*context, *said, *extension.ids]) == rendering.decode(whole.ids)
+    assert rendering.decode([*context, *output, *extension.ids]) == rendering.decode(whole.ids)
 
 
 def test_a_cut_turn_is_closed_before_the_next_message(rendering: Rendering) -> None:
@@ -109,15 +109,15 @@ def test_new_assistant_messages_are_never_an_extension(rendering: Rendering) -> 
 def test_a_template_that_rewrites_its_head_is_never_extended(folders: dict[str, Path]) -> None:
     rendering = Rendering.load(str(folders["rewriting"]))
     context = rendering.render(HEAD).ids
-    said = encoded(rendering, "good day<|im_end|>")
-    assert rendering.extend(context, said, [{"role": "user", "content": "x"}]) is None
+    output = encoded(rendering, "good day<|im_end|>")
+    assert rendering.extend(context, output, [{"role": "user", "content": "x"}]) is None
 
 
-def test_the_template_policy_renders_history_anew(folders: dict[str, Path]) -> None:
+def test_the_template_policy_renders_the_history_again(folders: dict[str, Path]) -> None:
     rendering = Rendering.load(str(folders["opaque"]), history="template")
     context = rendering.render(HEAD).ids
-    said = encoded(rendering, "good day<|im_end|>")
-    assert rendering.extend(context, said, [{"role": "user", "content": "x"}]) is None
+    output = encoded(rendering, "good day<|im_end|>")
+    assert rendering.extend(context, output, [{"role": "user", "content": "x"}]) is None
 
 
 words = st.text(st.characters(codec="utf-8", exclude_characters="<>"), max_size=20)

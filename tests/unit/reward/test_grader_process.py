@@ -7,8 +7,8 @@ import pytest
 
 from forgemq_contracts.grading import GradingEpisode
 from forgemq_reward.core.verdict import Verdict
+from forgemq_reward.grader_messages import Load, QueueFunctions
 from forgemq_reward.grader_process import GraderProcess, GraderRefusedError
-from forgemq_reward.grader_wire import Load, QueueFunctions
 
 ENVIRON = {**os.environ, "FORGEMQ_KAFKA_SASL_PASSWORD": "secret"}
 CODE = """

@@ -133,7 +133,7 @@ def test_too_few_scored_episodes_fail_the_group():
     assert score(episodes, grades, group_min_fraction=0.3).not_trainable == ""
 
 
-def test_a_failed_group_tells_what_its_first_masked_episode_told():
+def test_a_failed_group_quotes_the_reason_of_its_first_masked_episode():
     aborted = msgspec.structs.replace(
         finished_episode(0, size=3, status="aborted"), detail="ValueError: out of words"
     )
@@ -164,7 +164,7 @@ def test_zero_variance_is_every_advantage_below_a_millionth(gap, reason):
     assert scored.not_trainable == reason
 
 
-def test_equal_totals_still_teach_where_the_turns_differ():
+def test_equal_totals_still_train_if_the_turns_differ():
     scored = score(
         [finished_episode(0, turns=2), finished_episode(1, turns=2)],
         [graded_episode(i, outcome=1.0, process=[-0.5, 0.0]) for i in range(2)],
@@ -208,7 +208,7 @@ def test_shuffled_returns_are_the_same_totals_paid_at_the_end_of_other_episodes(
     assert shuffled == scored_group(group, settings=Rewards(shuffle_returns=True))
 
 
-def test_every_group_is_dealt_out_in_its_own_way():
+def test_every_group_is_shuffled_in_a_different_order():
     def dealt(name: str) -> list[float]:
         group = GroupState(
             group_id=name,

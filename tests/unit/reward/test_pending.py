@@ -1,4 +1,4 @@
-"""Which episodes are ready for graders, and what a restart has to read again."""
+"""Which episodes can be graded, and what a restart must read again."""
 
 import msgspec
 import pytest
@@ -61,7 +61,7 @@ def test_a_completion_that_was_trimmed_away_is_named():
         pending.completions_of(ready.episode)
 
 
-def test_tools_are_those_of_the_digest_and_none_where_the_client_said_so():
+def test_tools_are_those_of_the_digest_unless_the_client_chose_no_tools():
     pending = PendingEpisodes()
     pending.on_completion(finished_completion(0, 0, tools=TOOLS), offset=0)
     later = finished_completion(0, 1)

@@ -56,8 +56,8 @@ def outcome(episode):
     with pathlib.Path(__file__).with_name("graded.txt").open("a") as file:
         print(episode.episode_id, file=file)
     calls = [len(c.message.get("tool_calls", ())) for c in episode.completions]
-    said = [m["content"] for c in episode.completions for m in c.messages_before]
-    assert said == ["go"] * len(calls), said
+    contents = [m["content"] for c in episode.completions for m in c.messages_before]
+    assert contents == ["go"] * len(calls), contents
     return sum(calls) if episode.task == {"item": "lamp"} else 100.0
 """
 
@@ -76,7 +76,7 @@ def configuration_of(folder: Path, **queue: str) -> RunConfiguration:
 
 
 class Desk:
-    """A log, and what the neighbours of the reward service write to it."""
+    """A log, and the records that other services write to it."""
 
     def __init__(self, configuration: RunConfiguration, folder: Path) -> None:
         self.configuration = configuration
@@ -96,7 +96,7 @@ class Desk:
 
     @asynccontextmanager
     async def service(self, **environ: str) -> AsyncIterator[None]:
-        """The service in a process of its own, as far as the log can tell."""
+        """Run the service on its own handle of the log, as a separate process would."""
         stop = asyncio.Event()
         log = self.log.open()
         context = Context(
@@ -145,7 +145,7 @@ class Desk:
         return finished
 
     async def records(self, topic: topics.Topic, *, count: int) -> list[msgspec.Struct]:
-        """The first records of the partition, once there are so many."""
+        """Wait for `count` records of the partition; returns them decoded."""
         place = Place(topic.name, PARTITION)
         async with asyncio.timeout(20):
             reader = await self.log.reader({place: 0})
@@ -186,6 +186,15 @@ async def test_a_group_is_graded_by_the_users_function_and_scored(desk, output_w
     assert isinstance(first, GradedEpisode)
     assert first.grader == "user_rewards:outcome"
     assert len(first.grader_version) == 16
+
+
+async def test_a_grade_carries_its_group_for_readers_that_cannot_decode_it(desk):
+    async with desk.service():
+        await desk.play(0, [[5]])
+        await desk.records(topics.GRADED_EPISODES, count=1)
+    reader = await desk.log.reader({Place(topics.GRADED_EPISODES.name, PARTITION): 0})
+    [grade] = await reader.read(timeout_s=0, records_max=10)
+    assert (grade.key, dict(grade.headers)["group"]) == (b"g-1.0.0", b"g-1")
 
 
 @pytest.mark.parametrize("result", [b'"\xff"', b"[" * 20_000 + b"]" * 20_000, b"9" * 5000])

@@ -26,7 +26,7 @@ def reported(name: str, value: float, sequence: int | None = None) -> ReportedRe
     )
 
 
-def test_functions_decide_where_they_are_named():
+def test_functions_decide_if_they_are_named():
     graded = grade(
         Verdict(outcome=1.0, speed=0.5, process=(0.0, -0.1)),
         rewards=[reported("outcome", 9.0), reported("format", 9.0, 0)],

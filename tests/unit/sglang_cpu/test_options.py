@@ -12,7 +12,8 @@ import psutil
 import pytest
 
 from forgemq_sglang_cpu.options import EngineOptions, command_line, environment, is_mixture
-from forgemq_sglang_cpu.server import EngineServer, EngineServerError, free_port
+from forgemq_sglang_cpu.server import EngineServer, EngineServerError
+from tests.ports import free_port
 
 
 def line(options: EngineOptions) -> str:
@@ -36,7 +37,7 @@ def test_a_gpu_engine_leaves_device_and_cache_to_sglang() -> None:
         assert argument not in command
 
 
-def test_a_gpu_engine_that_records_routes_runs_the_kernel_that_is_told_them() -> None:
+def test_a_gpu_engine_that_records_expert_routes_runs_a_kernel_that_gets_them() -> None:
     runner = ["--moe-runner-backend", "triton"]
     for options, has_experts, expected in (
         (EngineOptions(has_gpu=True), True, runner),
@@ -50,7 +51,7 @@ def test_a_gpu_engine_that_records_routes_runs_the_kernel_that_is_told_them() ->
         assert command[start : start + 2] == expected
 
 
-def test_engines_that_share_a_machine_begin_at_gpus_of_their_own() -> None:
+def test_engines_that_share_a_machine_begin_at_different_gpus() -> None:
     command = line(EngineOptions(has_gpu=True, tensor_parallel=2, gpu_first=2))
     assert "--tp-size 2 --base-gpu-id 2" in command
 
@@ -84,7 +85,7 @@ def test_the_environment_keeps_health_checks_shallow_and_logprobs_after_the_temp
     assert (cpu["CUDA_VISIBLE_DEVICES"], "CUDA_VISIBLE_DEVICES" in gpu) == ("", False)
     assert "SGLANG_USE_CPU_ENGINE" not in cpu
     assert (cpu["PATH"], cpu["FORGEMQ_ENGINE_PARENT"]) == ("/bin", "5")
-    # Beside the interpreter lies the ninja with which kernels for a GPU are built.
+    # SGLang builds GPU kernels with the ninja in the interpreter's folder.
     assert gpu["PATH"] == f"{Path(sys.executable).parent}:/bin"
 
 
@@ -120,7 +121,7 @@ def test_a_port_in_use_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_engine_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
-    """A child in a group of its own watches a parent, which is killed."""
+    """A child that leads its process group watches a parent, which is killed."""
     pids = tmp_path / "pid"
     child = (
         "import os, time, pathlib; from forgemq_sglang_cpu.orphan import end_with_parent; "

@@ -13,25 +13,25 @@ SETTINGS = TransformSettings(
 def test_a_burst_up_to_the_limit_passes_and_one_more_stops_the_task():
     limit = BadRecordLimit(SETTINGS)
     for _ in range(3):
-        limit.bad(PLACE, "torn")
-    limit.bad(OTHER, "torn")
+        limit.count_bad(PLACE, "torn")
+    limit.count_bad(OTHER, "torn")
     with pytest.raises(TooManyBadRecordsError, match=r"4 bad records in a row.*torn"):
-        limit.bad(PLACE, "torn")
+        limit.count_bad(PLACE, "torn")
 
 
 def test_a_good_record_ends_the_row():
     limit = BadRecordLimit(SETTINGS)
     for _ in range(4):
         for _ in range(3):
-            limit.bad(PLACE, "torn")
-        limit.good(PLACE)
+            limit.count_bad(PLACE, "torn")
+        limit.count_good(PLACE)
 
 
 def feed(limit: BadRecordLimit, *, rounds: int, good: int) -> None:
     for _ in range(rounds):
         for _ in range(good):
-            limit.good(PLACE)
-        limit.bad(PLACE, "torn")
+            limit.count_good(PLACE)
+        limit.count_bad(PLACE, "torn")
 
 
 def test_a_lasting_share_above_the_limit_stops_the_task_and_one_below_does_not():
@@ -43,6 +43,6 @@ def test_a_lasting_share_above_the_limit_stops_the_task_and_one_below_does_not()
 def test_old_records_are_forgotten():
     limit = BadRecordLimit(SETTINGS)
     for _ in range(5000):
-        limit.good(PLACE)
+        limit.count_good(PLACE)
     with pytest.raises(TooManyBadRecordsError):
         feed(limit, rounds=40, good=1)

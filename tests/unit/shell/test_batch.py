@@ -84,21 +84,21 @@ def test_a_record_the_core_refuses_is_a_bad_record_and_the_state_is_unchanged():
     assert core.snapshot() == before
 
 
-def test_a_record_that_another_service_buries_is_passed_over_and_told():
+def test_a_record_whose_dead_letter_another_service_writes_is_skipped_and_reported():
     batch = Batch(CountingCore(), service="console")
     bad = batch.record(record(4, value=b"\xc1"))
     assert bad is not None
-    assert not bad.is_buried
+    assert not bad.has_dead_letter
     assert batch.emits == []
     assert batch.positions == {Place(SCORED, 2): 5}
 
 
-def test_what_a_core_refuses_is_buried_by_its_own_service():
+def test_a_record_that_a_core_refuses_gets_its_dead_letter_from_that_service():
     batch = Batch(CountingCore(), service="console")
     batch.record(record(0, topic=RETIRED))
     bad = batch.record(record(0))
     assert bad is not None
-    assert bad.is_buried
+    assert bad.has_dead_letter
     assert [emit.topic for emit in batch.emits] == [f"{SCORED}-dlq"]
 
 

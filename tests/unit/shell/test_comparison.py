@@ -1,4 +1,4 @@
-"""A replay beside what stands on the log: equal, or exactly where it is not."""
+"""A replay compared with the log: equal, or the first difference."""
 
 from collections.abc import AsyncIterator, Callable, Sequence
 
@@ -13,7 +13,7 @@ from forgemq_contracts.run import Log, Model, Queue, RunConfiguration, Trainer
 from forgemq_settings.environment import SettingsError
 from forgemq_shell.comparison import Comparison, compare
 from forgemq_shell.difference import difference_lines
-from forgemq_shell.history import HistoryError
+from forgemq_shell.journal import JournalError
 from forgemq_shell.replay_command import replay_transform
 from forgemq_shell.transform import Transform
 from tests.simulation.counting_core import CountingCore
@@ -72,7 +72,7 @@ async def world() -> AsyncIterator[World]:
 
 
 async def handled(world: World, count: int, *, first: int = 0, settings=QUIET) -> None:
-    """A life of the task in which each group is a batch of its own."""
+    """Run the task until each group is handled, one group a batch."""
     async with world.task(settings):
         for number in range(first, first + count):
             await world.score(f"g-{number}")
@@ -100,7 +100,10 @@ async def test_a_replay_of_several_lives_equals_the_log_dead_letters_included(wo
 async def test_the_first_record_that_differs_is_named_with_both_values(world: World):
     await handled(world, 4)
     result = await compared(world, ChangedCore(with_tokens(77), group_id="g-2"))
-    assert (result.batch_last, result.batches) == (2, 3)  # nothing behind it is worth a look
+    assert (result.batch_last, result.batches) == (
+        2,
+        3,
+    )  # Nothing behind the first difference is compared.
     difference = result.difference
     assert difference is not None
     assert (difference.sequence, difference.place) == (2, MERGED)
@@ -117,19 +120,19 @@ async def test_the_first_record_that_differs_is_named_with_both_values(world: Wo
 
 
 @pytest.mark.parametrize(
-    ("change", "said", "missing_in"),
+    ("change", "words", "missing_in"),
     [
-        (lambda _: (), "one record less", "replayed"),
-        (lambda outputs: (*outputs, *outputs), "one record more", "on the log"),
+        (lambda _: (), "does not write this record", "replayed"),
+        (lambda outputs: (*outputs, *outputs), "adds a record", "on the log"),
     ],
 )
-async def test_a_record_more_or_less_is_a_difference(world: World, change, said, missing_in):
+async def test_a_record_more_or_less_is_a_difference(world: World, change, words, missing_in):
     await handled(world, 4)
     difference = (await compared(world, ChangedCore(change, group_id="g-1"))).difference
     assert difference is not None
     assert difference.sequence == 1
     where, *shown = difference_lines(difference)
-    assert where.endswith(f"(batch 1): the replay writes {said}")
+    assert where.endswith(f"(batch 1): the replay {words}")
     (gone,) = [line for line in shown if line.endswith("no such record")]
     assert gone.startswith(missing_in)
 
@@ -169,7 +172,7 @@ async def test_a_replay_begins_behind_the_oldest_snapshot_after_which_inputs_are
 async def test_without_the_inputs_a_replay_is_refused_and_says_which_are_gone(world: World):
     await handled(world, 8, settings=SNAPSHOTS)
     await world.log.trim({SCORED: 7})
-    with pytest.raises(HistoryError, match="scored-groups-v1/0: record 6 is needed but the oldest"):
+    with pytest.raises(JournalError, match="scored-groups-v1/0: record 6 is needed but the oldest"):
         await compared(world)
 
 
@@ -200,7 +203,7 @@ async def test_each_partition_gets_its_line_and_the_status_is_that_of_the_worst(
             make_core=core,
         )
 
-    async def said(core: Callable[[int], Core], *, partition: int | None = None):
+    async def replayed(core: Callable[[int], Core], *, partition: int | None = None):
         lines: list[str] = []
         status = await replay_transform(
             world.log,
@@ -212,26 +215,26 @@ async def test_each_partition_gets_its_line_and_the_status_is_that_of_the_worst(
         return status, lines
 
     await world.log.create_topics({topics.MERGED_TREES.name: 1})
-    assert await said(lambda _: CountingCore()) == (
+    assert await replayed(lambda _: CountingCore()) == (
         0,
         ["merger 0: nothing journalled that could be replayed"],
     )
     await handled(world, 4, settings=SNAPSHOTS)
-    assert await said(lambda _: CountingCore(), partition=0) == (
+    assert await replayed(lambda _: CountingCore(), partition=0) == (
         0,
         ["merger 0: 4 inputs, 0 ticks, 4 outputs in batches 0 to 3: equal"],
     )
-    status, lines = await said(lambda _: ChangedCore(with_tokens(5), group_id="g-3"))
+    status, lines = await replayed(lambda _: ChangedCore(with_tokens(5), group_id="g-3"))
     assert status == 1
     assert lines[0].startswith("merger 0: 4 inputs, 0 ticks, 4 outputs in batches 0 to 3: first ")
     assert [line[:13] for line in lines[1:]] == ["  on the log:", "  replayed:  "]
     await world.log.trim({SCORED: 4})
-    status, (line,) = await said(lambda _: CountingCore())
+    status, (line,) = await replayed(lambda _: CountingCore())
     assert status == 2
     assert line.startswith("merger 0: cannot be replayed: scored-groups-v1/0: record 3 is needed")
     assert line.endswith("a run with log.keep_for_replay = true keeps every input")
     with pytest.raises(SettingsError, match="--partition 1: the journal has partitions 0 to 0"):
-        await said(lambda _: CountingCore(), partition=1)
+        await replayed(lambda _: CountingCore(), partition=1)
 
 
 def _on_broker(place: Place) -> Place:

@@ -1,4 +1,4 @@
-"""Dead letters: which group they name, and that an edge buries each bad record once."""
+"""Dead letters: which group they name, and that an edge writes one for each bad record."""
 
 import asyncio
 
@@ -55,7 +55,7 @@ ABOUT_GROUPS = [t for t in topics.OF_RUN if t.has_dlq and "group_id" in t.record
 
 @pytest.mark.parametrize("topic", ABOUT_GROUPS, ids=lambda topic: topic.name)
 def test_whatever_is_torn_of_a_record_about_a_group_names_its_group(topic: topics.Topic):
-    """As its own writer writes it, with the value lost."""
+    """The record as its service writes it, but with a torn value."""
     emit = emit_of(Output(topic=topic.name, partition=1, record=full(topic.record)))
     bad = torn(topic, key=emit.key, headers=emit.headers)
     assert group_of(bad) == GROUP
@@ -65,7 +65,7 @@ def test_whatever_is_torn_of_a_record_about_a_group_names_its_group(topic: topic
 
 
 def test_every_record_that_names_a_group_has_a_topic_whose_records_tell_it():
-    """Else a new topic would lose its groups silently."""
+    """Otherwise bad records of a new topic could not fail their groups."""
     assert {topic.name for topic in ABOUT_GROUPS} == {
         topic.name
         for topic in topics.OF_RUN
@@ -73,7 +73,7 @@ def test_every_record_that_names_a_group_has_a_topic_whose_records_tell_it():
     } - {topics.LOADED_WEIGHTS.name, topics.REPORTED_ENGINES.name}
 
 
-def test_the_bytes_name_the_group_where_neither_header_nor_key_does():
+def test_the_bytes_name_the_group_if_neither_header_nor_key_does():
     value = msgspec.msgpack.encode({"group_id": "g-5", "request_id": 9})
     assert group_of(torn(topics.FINISHED_COMPLETIONS, key=b"f" * 32, value=value)) == "g-5"
 
@@ -92,7 +92,7 @@ def test_a_request_id_is_no_group():
         max_size=4,
     ).map(tuple),
 )
-def test_whatever_a_bad_record_is_it_can_be_buried_and_read_as_a_letter(
+def test_any_bad_record_can_be_written_and_read_as_a_dead_letter(
     topic: topics.Topic, key: bytes, value: bytes, headers: Headers
 ):
     bad = torn(topic, key=key, value=value, headers=headers)
@@ -120,18 +120,18 @@ async def log() -> MemoryLog:
     return log
 
 
-async def test_an_edge_buries_a_record_once_however_often_it_meets_it(log: MemoryLog):
+async def test_an_edge_writes_one_letter_however_often_it_reads_the_record(log: MemoryLog):
     for _ in range(2):  # Two lives of the service.
         dead_letters = DeadLetters(log, await log.writer(), service="gateway")
         bad = torn(OPENED, key=b"g-1.0.0")
-        assert await dead_letters.bury(bad, "why")
-        await asyncio.gather(*(dead_letters.bury(bad, "why") for _ in range(3)))
-    await dead_letters.bury(torn(OPENED, key=b"g-1.0.0", offset=8), "why")
+        assert await dead_letters.write(bad, "why")
+        await asyncio.gather(*(dead_letters.write(bad, "why") for _ in range(3)))
+    await dead_letters.write(torn(OPENED, key=b"g-1.0.0", offset=8), "why")
     found = await letters(log, Place(OPENED.dlq_name, 1))
     assert [letter_of(record).offset for record in found] == [7, 8]
 
 
 async def test_an_edge_leaves_the_records_of_others_alone(log: MemoryLog):
     dead_letters = DeadLetters(log, await log.writer(), service="gateway")
-    assert not await dead_letters.bury(torn(topics.FINISHED_COMPLETIONS, key=b"f" * 32), "why")
+    assert not await dead_letters.write(torn(topics.FINISHED_COMPLETIONS, key=b"f" * 32), "why")
     assert await letters(log, Place(topics.FINISHED_COMPLETIONS.dlq_name, 1)) == []

@@ -35,13 +35,13 @@ def test_a_warning_of_a_library_is_one_event_with_its_logger_and_text():
     ]
 
 
-def test_an_error_is_told_with_its_cause_and_information_is_left_out():
+def test_an_error_is_an_event_with_its_cause_and_information_is_dropped():
     failed = record(logging.ERROR, "no answer", error=OSError("reset"))
     events = logged_inside(record(logging.INFO, "connected"), failed)
     assert [(each["level"], each["error"]) for each in events] == [("error", "OSError: reset")]
 
 
-def test_nothing_is_told_once_the_service_has_ended():
+def test_nothing_becomes_an_event_once_the_service_has_ended():
     before = list(logging.getLogger().handlers)
     logged_inside()
     assert logging.getLogger().handlers == before

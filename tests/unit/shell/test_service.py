@@ -1,4 +1,4 @@
-"""How a service starts; what needs a broker is in tests/integration/test_shell.py."""
+"""How a service starts, without a broker; tests/integration/test_shell.py has one."""
 
 import asyncio
 import json

@@ -16,7 +16,7 @@ from forgemq_contracts.journal import JournalInput, JournalledBatch
 from forgemq_contracts.messages import Core, Output
 from forgemq_shell.bad_record_limit import TooManyBadRecordsError
 from forgemq_shell.batch import digest
-from forgemq_shell.history import HistoryError
+from forgemq_shell.journal import JournalError
 from forgemq_shell.records import emit_of
 from forgemq_shell.replay import replay_task
 from forgemq_shell.task import DivergedError, TaskPlan, TransformTask
@@ -33,7 +33,7 @@ TRACE = ("traceparent", b"00-" + b"a" * 32 + b"-" + b"b" * 16 + b"-01")
 
 
 class ManualClock:
-    """Stands still until it is told to go on."""
+    """A clock that a test moves."""
 
     def __init__(self) -> None:
         self.now_s = 1000.0
@@ -43,7 +43,7 @@ class ManualClock:
 
 
 class World:
-    """One task on a memory log, and what it wrote."""
+    """One task on a memory log, and the records it wrote."""
 
     def __init__(self) -> None:
         self.log = MemoryLog(run="r")
@@ -73,7 +73,7 @@ class World:
         core: Core | None = None,
         tick_s: float = 0.0,
     ) -> AsyncIterator[TransformTask]:
-        """The task, running; stopped cleanly at the end."""
+        """Run the task; stops it cleanly at the end."""
         stop = asyncio.Event()
         task = TransformTask(
             self.plan(settings, tick_s=tick_s),
@@ -300,7 +300,7 @@ async def test_an_input_that_was_trimmed_too_early_is_named(world: World):
         async with world.task():
             await asyncio.sleep(5)
     assert died.group_contains(
-        HistoryError, match="record 0 is needed but the oldest one kept is 1"
+        JournalError, match="record 0 is needed but the oldest one kept is 1"
     )
 
 
@@ -314,7 +314,7 @@ async def test_a_journal_without_its_beginning_is_refused(world: World):
     with pytest.raises(ExceptionGroup) as died:
         async with world.task():
             await asyncio.sleep(5)
-    assert died.group_contains(HistoryError, match="starts with batch 1 and has no snapshot")
+    assert died.group_contains(JournalError, match="starts with batch 1 and has no snapshot")
 
 
 async def test_positions_that_do_not_match_the_journal_are_refused(world: World):
@@ -326,7 +326,7 @@ async def test_positions_that_do_not_match_the_journal_are_refused(world: World)
     with pytest.raises(ExceptionGroup) as died:
         async with world.task():
             await asyncio.sleep(5)
-    assert died.group_contains(HistoryError, match="up to 2, committed is 1")
+    assert died.group_contains(JournalError, match="up to 2, committed is 1")
 
 
 async def test_a_flood_of_bad_records_stops_the_task_and_publishes_none_of_them(world: World):

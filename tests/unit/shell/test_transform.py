@@ -38,7 +38,7 @@ ENVIRON = {"FORGEMQ_TRANSFORM_BATCH_LINGER_S": "0", "FORGEMQ_TRANSFORM_REFENCE_A
 
 @dataclass(kw_only=True)
 class Process:
-    """One process of the service, as the shell's context shows it."""
+    """One process of the service: implements TransformContext."""
 
     log: Log
     configuration: RunConfiguration = CONFIGURATION
@@ -108,7 +108,7 @@ async def until_merged(log: MemoryLog, count: int) -> None:
 
 
 def expected(numbers: range) -> dict[int, list[tuple[str, int]]]:
-    """Each group once, in order, with a running number per partition that has no gap."""
+    """Each group once, in order, numbered per partition without a gap."""
     return {
         partition: [(f"g-{n}", i + 1) for i, n in enumerate(numbers[partition::PARTITIONS])]
         for partition in range(PARTITIONS)
@@ -188,7 +188,7 @@ async def test_a_wrong_setting_is_refused_by_name(log: MemoryLog):
     assert refused.group_contains(SettingsError, match="^FORGEMQ_TRANSFORM_BATCH_LINGER_S")
 
 
-def test_inputs_that_are_partitioned_otherwise_than_the_journal_are_refused():
+def test_inputs_that_are_not_partitioned_as_the_journal_are_refused():
     with pytest.raises(ValueError, match=r"merger: .*trained-steps-v1"):
         Transform(
             service="merger",

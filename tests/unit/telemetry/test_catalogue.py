@@ -21,7 +21,7 @@ KINDS = [("count", COUNTERS), ("gauge", GAUGES), ("observe", HISTOGRAMS)]
 
 
 def sources() -> list[str]:
-    """All shipped code but the catalogue."""
+    """The sources of all shipped code, except the catalogue."""
     return [
         path.read_text(encoding="utf-8")
         for folder in ("libs", "services")

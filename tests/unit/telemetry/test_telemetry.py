@@ -23,7 +23,7 @@ from forgemq_telemetry.traces import (
     completion_trace,
     headers_from_http,
     headers_to_http,
-    span_place,
+    span_ids,
     trace_headers,
 )
 
@@ -83,10 +83,10 @@ def test_without_an_exporter_no_sdk_is_imported_and_no_thread_started():
 
 
 def test_a_completions_trace_id_is_its_request_id():
-    place = span_place(completion_trace(COMPLETION))
-    assert place is not None
-    assert f"{place.trace_id:032x}" == COMPLETION
-    assert place.flags == 1
+    ids = span_ids(completion_trace(COMPLETION))
+    assert ids is not None
+    assert f"{ids.trace_id:032x}" == COMPLETION
+    assert ids.flags == 1
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_a_completions_trace_id_is_its_request_id():
     [b"", b"00-zz-bb-01", b"00-" + b"0" * 32 + b"-" + b"b" * 16 + b"-01", b"ff" * 40],
 )
 def test_a_malformed_traceparent_is_no_parent(value: bytes):
-    assert span_place((("traceparent", value),)) is None
+    assert span_ids((("traceparent", value),)) is None
 
 
 def test_trace_context_survives_http_and_records():
@@ -105,7 +105,7 @@ def test_trace_context_survives_http_and_records():
 def test_a_span_continues_its_parents_trace_and_names_itself_as_the_next_parent():
     telemetry, _, spans = exporting()
     with telemetry.span("merge", parent=PARENT, group_id="g-1") as span:
-        inner = span_place(span.headers())
+        inner = span_ids(span.headers())
         span.set(tokens=7)
     (finished,) = spans.get_finished_spans()
     assert inner is not None
@@ -210,7 +210,7 @@ def collector() -> Iterator[tuple[str, list[tuple[str, bytes]]]]:
 
 AWAY = """
 import json, sys, time
-from forgemq_telemetry.opening import open_telemetry
+from forgemq_telemetry.telemetry import open_telemetry
 from forgemq_telemetry.settings import TelemetrySettings
 
 settings = TelemetrySettings(exporter="otlp", endpoint=sys.argv[1], export_every_s=0.2)
@@ -230,19 +230,19 @@ print(json.dumps({"work_s": marks_s[1] - marks_s[0], "close_s": marks_s[3] - mar
 
 @contextmanager
 def absent_collectors() -> Iterator[dict[str, str]]:
-    """Addresses where a connection is refused, and where nobody ever answers."""
+    """Two addresses: one refuses connections, one accepts them and never answers."""
     with socket.socket() as closed, socket.socket() as silent:
-        for door in (closed, silent):
-            door.bind(("127.0.0.1", 0))
+        for listener in (closed, silent):
+            listener.bind(("127.0.0.1", 0))
         silent.listen()
         yield {
-            name: f"http://127.0.0.1:{door.getsockname()[1]}"
-            for name, door in {"refused": closed, "never answers": silent}.items()
+            name: f"http://127.0.0.1:{listener.getsockname()[1]}"
+            for name, listener in {"refused": closed, "never answers": silent}.items()
         }
 
 
 def test_a_collector_that_is_away_costs_no_work_and_three_seconds_at_the_end():
-    """Both ways to be away at the same time, for each of them takes seconds of waiting."""
+    """Both cases at the same time, because each takes seconds of waiting."""
     with absent_collectors() as urls:
         services = {
             name: subprocess.Popen(
@@ -266,9 +266,9 @@ def test_a_collector_that_is_away_costs_no_work_and_three_seconds_at_the_end():
         took = json.loads(answer)
         assert took["work_s"] < 5, name
         assert took["close_s"] < 4, name
-        said = [line for line in errors.splitlines() if not line.startswith("{")]
-        # A line a sender, not one an attempt; what is left at the end.
-        assert len(said) <= 5, (name, said)
+        warnings = [line for line in errors.splitlines() if not line.startswith("{")]
+        # One line a sender, not one an attempt, and one at the end.
+        assert len(warnings) <= 5, (name, warnings)
 
 
 def test_otlp_sends_spans_and_metrics_before_it_closes():

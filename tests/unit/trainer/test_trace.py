@@ -20,7 +20,7 @@ from forgemq_merger.core.merger import Merger
 from forgemq_telemetry import Telemetry
 from forgemq_telemetry.exporters import OpenTelemetryExporter
 from forgemq_telemetry.settings import TelemetrySettings
-from forgemq_telemetry.traces import span_place
+from forgemq_telemetry.traces import span_ids
 from tests.unit.gateway.scripted_lane import wall_ms
 from tests.unit.gateway.world import configuration_of, running
 from tests.unit.rendering.folders import write_model_folder
@@ -121,7 +121,7 @@ async def test_a_trace_leads_from_the_agents_request_to_the_step_that_trained_on
     assert by_trace.keys() == requests
     for request, span in by_trace.items():
         assert [f"{link.context.trace_id:032x}" for link in span.links] == ["a" * 32]
-        place = span_place((("traceparent", headers[request]),))
+        place = span_ids((("traceparent", headers[request]),))
         assert place is not None
         assert (f"{place.trace_id:032x}", place.span_id) == (request, span.context.span_id)
 

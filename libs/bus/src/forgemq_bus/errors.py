@@ -1,52 +1,52 @@
-"""What can go wrong between a service and the log.
+"""Errors between a service and the log.
 
 LogError
  |- LogUnavailableError   the broker does not answer within the bounded retries
  |- AccessError           the broker or this process does not trust the other: settings are wrong
  |- FencedError           a newer writer or member took over; this process must stop
- |- RecordTooLargeError   a value over the topic's limit and no blob store to put it in
+ |- RecordTooLargeError   a value above the limit, and the log has no blob store
  |- OutOfRangeError       a position below the first or above the end of its partition
- |- UnknownPlaceError     a topic or partition that was never created
+ |- UnknownPlaceError     a topic or partition that does not exist
  |- BlobError             the blob store refuses or does not answer
- |  |- LostBlobError      a blob is gone, or its bytes are not those that were written
+ |  |- LostBlobError      a blob is missing, or its bytes are not those that were written
  |- ClosedError           used after close
 """
 
 
 class LogError(Exception):
-    """Any failure of the log itself, never of a record's content."""
+    """A failure of the log; never caused by the content of a record."""
 
 
 class LogUnavailableError(LogError):
-    """The broker does not answer; says which address and for how long it was tried."""
+    """The broker does not answer; the message names the address and how long it was tried."""
 
 
 class AccessError(LogError):
-    """User, password, certificate or protocol is refused; names the setting, and no retry helps."""
+    """User, password, certificate or protocol is refused; names the setting. No retry helps."""
 
 
 class FencedError(LogError):
-    """A newer owner exists; the only right thing is to stop."""
+    """A newer owner exists; this process must stop writing."""
 
 
 class RecordTooLargeError(LogError):
-    """The value is over the limit and there is no blob store."""
+    """The value is above the limit, and the log has no blob store."""
 
 
 class OutOfRangeError(LogError):
-    """A position that the partition does not have; says which place and position."""
+    """A position that the partition does not have; the message names both."""
 
 
 class UnknownPlaceError(LogError):
-    """The topic or the partition does not exist; `create_topics` comes first."""
+    """The topic or the partition does not exist; call `create_topics` first."""
 
 
 class BlobError(LogError):
-    """The blob store did not do what it was asked; another time it may."""
+    """The blob store refused or did not answer; a retry may succeed."""
 
 
 class LostBlobError(BlobError):
-    """The blob store has no such blob, or other bytes than were written: no retry brings it."""
+    """The blob is missing, or its bytes are not those that were written; no retry helps."""
 
 
 class ClosedError(LogError):

@@ -1,7 +1,7 @@
-"""The log on Apache Kafka, over aiokafka; nothing outside the bus knows that client.
+"""The log on Apache Kafka, over aiokafka; only the bus imports that client.
 
-Each reader, writer and member has connections of its own, so that a long poll of one holds up no
-other; everything is opened on first use.
+Readers, writers and members do not share connections, so a long poll of one cannot delay another.
+Connections are opened on first use.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,6 +12,7 @@ from forgemq_bus.errors import ClosedError
 from forgemq_bus.kafka_connection import KafkaConnection
 from forgemq_bus.kafka_member import KafkaMember
 from forgemq_bus.kafka_reader import KafkaReader, open_reader
+from forgemq_bus.kafka_run import KafkaRun
 from forgemq_bus.kafka_topics import KafkaTopics
 from forgemq_bus.kafka_writer import (
     KafkaOutbox,
@@ -19,7 +20,7 @@ from forgemq_bus.kafka_writer import (
     KafkaWriter,
     open_producer,
 )
-from forgemq_bus.log import AssignmentCallback, Isolation, Place
+from forgemq_bus.log import AssignmentCallback, Isolation, Place, Subscription
 from forgemq_bus.names import broker_place, broker_topic, in_run
 from forgemq_bus.payloads import fetch_from, leave_in_store
 
@@ -45,16 +46,16 @@ class KafkaLog:
         inline_bytes_max: int = 900_000,
     ) -> None:
         """Nothing is connected yet; without a blob store values are limited to 8 MiB."""
-        self._connection = connection
         self._run = run
-        self._blobs = blobs
-        self._inline_bytes_max = inline_bytes_max
+        self._kafka_run = KafkaRun(
+            connection=connection, run=run, blobs=blobs, inline_bytes_max=inline_bytes_max
+        )
         self._topics = KafkaTopics(connection)
         self._opened: list[Opened] = []
         self.is_closed = False
 
     async def create_topics(self, partitions: Mapping[str, int]) -> None:
-        """Create what does not exist; ValueError where a count differs."""
+        """Create the topics that do not exist; ValueError if a count differs."""
         self._check_open()
         await self._topics.create(
             {broker_topic(topic, run=self._run): count for topic, count in partitions.items()}
@@ -67,13 +68,11 @@ class KafkaLog:
         isolation: Isolation = "committed",
         has_values: bool = True,
     ) -> KafkaReader:
-        """A reader of exactly these partitions, from these positions."""
+        """Open a reader of exactly these partitions, from these positions."""
         self._check_open()
         await self._topics.check({broker_place(place, run=self._run) for place in positions})
-        values = fetch_from(self._blobs) if has_values else leave_in_store
-        reader = await open_reader(
-            self._connection, positions, run=self._run, isolation=isolation, values=values
-        )
+        values = fetch_from(self._kafka_run.blobs) if has_values else leave_in_store
+        reader = await open_reader(self._kafka_run, positions, isolation=isolation, values=values)
         self._keep(reader)
         return reader
 
@@ -87,29 +86,26 @@ class KafkaLog:
     ) -> KafkaMember:
         """Join a consumer group; returns after the first assignment and its callback."""
         self._check_open()
-        member = KafkaMember(
-            connection=self._connection,
-            topics=self._topics,
-            run=self._run,
+        subscription = Subscription(
             group=in_run(group, run=self._run),
-            names=topics,
+            topics=tuple(topics),
             on_assigned=on_assigned,
             on_revoked=on_revoked,
-            blobs=self._blobs,
         )
+        member = KafkaMember(subscription, topics=self._topics, kafka_run=self._kafka_run)
         await member.join()
         self._keep(member)
         return member
 
     async def writer(self) -> KafkaWriter:
-        """A writer outside transactions."""
+        """Open a writer outside transactions."""
         self._check_open()
         writer = KafkaWriter(await self._outbox(None))
         self._keep(writer)
         return writer
 
     async def transaction_writer(self, transactional_id: str) -> KafkaTransactionWriter:
-        """A transactional writer; older ones of this id are fenced and have ended."""
+        """Open a transactional writer; older ones of this id are fenced and have ended."""
         self._check_open()
         name = in_run(transactional_id, run=self._run)
         writer = KafkaTransactionWriter(await self._outbox(name), transactional_id=name)
@@ -117,7 +113,7 @@ class KafkaLog:
         return writer
 
     async def committed(self, *, group: str, places: Sequence[Place]) -> dict[Place, int]:
-        """Committed positions of the group; a place without one is absent."""
+        """Committed positions of the group; a partition without one is absent."""
         there = {broker_place(place, run=self._run): place for place in places}
         found = await self._topics.committed(in_run(group, run=self._run), list(there))
         return {there[place]: position for place, position in found.items()}
@@ -150,15 +146,10 @@ class KafkaLog:
         await self._topics.close()
 
     async def _outbox(self, transactional_id: str | None) -> KafkaOutbox:
-        producer = await open_producer(self._connection, transactional_id=transactional_id)
-        return KafkaOutbox(
-            producer,
-            topics=self._topics,
-            connection=self._connection,
-            run=self._run,
-            blobs=self._blobs,
-            inline_bytes_max=self._inline_bytes_max,
+        producer = await open_producer(
+            self._kafka_run.connection, transactional_id=transactional_id
         )
+        return KafkaOutbox(producer, topics=self._topics, kafka_run=self._kafka_run)
 
     def _keep(self, opened: Opened) -> None:
         """Close it with the log, unless its user does so first."""

@@ -1,4 +1,4 @@
-"""How a process reaches the brokers, and how a failure there is told.
+"""Connects to the brokers and translates their failures into the bus's errors.
 
 Every call to a broker is bounded by `retry_s`: aiokafka itself retries some requests without end.
 """
@@ -23,18 +23,25 @@ SaslMechanism = Literal["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"]
 T = TypeVar("T")
 
 RECONNECT_PAUSE_S = 0.25
+"""A broker takes seconds to start; this keeps the log and the processor quiet meanwhile."""
+
 RETRY_PAUSE_S = 0.05
+"""Short: it also waits for new topics and for transactions in their last phase."""
+
 REQUEST_TIMEOUT_MS = 10_000
+"""Above any answer of a working broker, and short enough for three tries within `retry_s`."""
+
 CLOSE_TIMEOUT_S = 5.0
+"""A flush takes milliseconds; a broker that is gone must not delay the end of a process longer."""
 
 _CLOSED = (ConnectionResetError, ConnectionAbortedError, kafka_errors.KafkaConnectionError)
-"""After TCP connected; also what a broker does that is about to stop."""
+"""A connection that ended after TCP connected: wrong protocol, or a broker that is stopping."""
 
 _FENCED = (kafka_errors.ProducerFenced, kafka_errors.InvalidProducerEpoch)
 
 
 class KafkaConnection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The brokers of a cluster and how to speak to them."""
+    """The brokers of a cluster, and protocol and user for them."""
 
     bootstrap: Annotated[str, Meta(min_length=1, description="host:port[,host:port].")]
     security_protocol: SecurityProtocol = "PLAINTEXT"
@@ -47,7 +54,7 @@ class KafkaConnection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ] = 30.0
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work, naming the field."""
+        """Check the fields; an error names the field."""
         for name, choices in (
             ("security_protocol", SecurityProtocol.__args__),  # type: ignore[attr-defined]
             ("sasl_mechanism", SaslMechanism.__args__),  # type: ignore[attr-defined]
@@ -60,12 +67,12 @@ class KafkaConnection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 raise ValueError(f"bootstrap must be host:port[,host:port], got {self.bootstrap!r}")
 
     def __repr__(self) -> str:
-        """Without the password."""
+        """The address and protocol; never the password."""
         return f"KafkaConnection({self.bootstrap}, {self.security_protocol})"
 
 
 def client_settings(connection: KafkaConnection) -> dict[str, Any]:
-    """What every aiokafka client is made with."""
+    """Arguments of every aiokafka client."""
     settings: dict[str, Any] = {
         "bootstrap_servers": [address.strip() for address in connection.bootstrap.split(",")],
         "security_protocol": connection.security_protocol,
@@ -84,7 +91,7 @@ def client_settings(connection: KafkaConnection) -> dict[str, Any]:
 def _ssl_context(connection: KafkaConnection) -> ssl.SSLContext:
     try:
         context: ssl.SSLContext = create_ssl_context(cafile=connection.tls_ca_file or None)
-    except OSError as error:  # also what ssl raises for a file without certificates
+    except OSError as error:  # ssl also raises it for a file without certificates.
         raise AccessError(
             f"FORGEMQ_KAFKA_TLS_CA_FILE: no certificates in {connection.tls_ca_file}: {error}"
         ) from error
@@ -92,13 +99,13 @@ def _ssl_context(connection: KafkaConnection) -> ssl.SSLContext:
 
 
 @asynccontextmanager
-async def answered(connection: KafkaConnection, doing: str) -> AsyncIterator[None]:
-    """Bound what is inside by `retry_s` and translate its errors.
+async def bound_and_translate(connection: KafkaConnection, doing: str) -> AsyncIterator[None]:
+    """Bound the body by `retry_s` and translate aiokafka's errors into the bus's.
 
     Raises:
         LogUnavailableError: no answer in time.
         FencedError: a newer writer exists.
-        LogError: the brokers refuse; says what they said.
+        LogError: the brokers refuse; the message has their answer.
     """
     try:
         async with asyncio.timeout(connection.retry_s):
@@ -113,10 +120,10 @@ async def answered(connection: KafkaConnection, doing: str) -> AsyncIterator[Non
         raise LogError(f"{doing}: {connection.bootstrap} answered {error!r}") from error
 
 
-async def repeated(call: Callable[[], Awaitable[T]]) -> T:
-    """What a request answers, once it no longer fails in a way that passes by itself.
+async def retry(call: Callable[[], Awaitable[T]]) -> T:
+    """Repeat a request while it fails with an error that aiokafka calls retriable.
 
-    Call it inside `answered`, which bounds it.
+    Call it inside `bound_and_translate`, which bounds the time.
     """
     while True:
         try:
@@ -133,22 +140,22 @@ async def connect(
     *stops: Callable[[], Awaitable[None]],
     doing: str,
 ) -> None:
-    """Start a client, again and again while the brokers do not answer.
+    """Start a client; repeats while the brokers do not answer.
 
     Args:
-        connection: to which brokers.
-        start: the client's own.
-        stops: as `stop_client` takes them; called where the client did not start.
-        doing: what for.
+        connection: Says which brokers.
+        start: Starts the client.
+        stops: Called as `stop_client` does, if the client does not start.
+        doing: What the client is for, in error messages.
 
     Raises:
-        AccessError: they refuse this process, or it does not trust them.
+        AccessError: the brokers refuse this process, or it does not trust them.
         LogUnavailableError: they did not answer in time.
-        LogError: they refuse.
+        LogError: they refuse the request.
     """
     hint = ""
     try:
-        async with answered(connection, doing):
+        async with bound_and_translate(connection, doing):
             while True:
                 try:
                     return await start()
@@ -163,10 +170,10 @@ async def connect(
 
 
 async def _check_access(connection: KafkaConnection) -> str:
-    """Find out whether a connection failed for good; aiokafka keeps what it was to itself.
+    """Find out whether a connection can never work; aiokafka does not say why one failed.
 
     Returns:
-        What may be wrong where that is not certain, to be added to a message; else "".
+        What may be wrong, to be added to a message; "" if nothing points to the settings.
 
     Raises:
         AccessError: names the setting that is wrong.
@@ -179,7 +186,8 @@ async def _check_access(connection: KafkaConnection) -> str:
         try:
             probe = await create_conn(host, int(port), **of_connection)
             try:
-                # A broker that wants a user lets one in without, up to the first real request.
+                # A broker that requires a user accepts connections without one; only the first
+                # request fails.
                 await probe.send(MetadataRequest([]))
             finally:
                 probe.close()
@@ -195,7 +203,7 @@ async def _check_access(connection: KafkaConnection) -> str:
 
 
 def _refusal(connection: KafkaConnection, error: Exception) -> str | None:
-    """What the user has to correct; None where the failure may pass by itself."""
+    """What the user has to correct; None if the failure may pass by itself."""
     match error:
         case ssl.SSLCertVerificationError():
             named = connection.tls_ca_file or "empty, so the system's authorities count"
@@ -227,12 +235,11 @@ def _refusal(connection: KafkaConnection, error: Exception) -> str | None:
 
 
 async def stop_client(*stops: Callable[[], Awaitable[None]]) -> None:
-    """Stop a client; what the brokers cannot take any more within 5 s is given up.
+    """Stop a client; what it cannot flush within CLOSE_TIMEOUT_S is lost.
 
     Args:
-        stops: the client's own; where the brokers are gone it may fail before it has closed its
-            connections, even with the CancelledError of a task of its own. So then, where there is
-            one, what closes the connections whatever happened to the first.
+        stops: Called in order. The client's own `stop` can fail half-way if the brokers are gone,
+            even with a CancelledError; a second function, if given, then closes its connections.
     """
     for stop in stops:
         task = asyncio.ensure_future(stop())
@@ -241,5 +248,5 @@ async def stop_client(*stops: Callable[[], Awaitable[None]]) -> None:
             task.cancel()
             await asyncio.wait([task], timeout=CLOSE_TIMEOUT_S)
         if task.done() and not task.cancelled():
-            # Marks it as seen: the broker is gone or has fenced us, nothing is left to do.
+            # Marks the error as seen: the broker is gone or fenced this client.
             task.exception()

@@ -1,8 +1,8 @@
-"""A member of a consumer group: aiokafka keeps the membership, an own reader reads.
+"""A member of a consumer group: aiokafka keeps the membership, a separate reader reads.
 
-aiokafka alone would not do: it hands out records of new partitions while the callback for them is
-still running, and it sends no heartbeats while it waits for that callback. So its consumer is
-paused for good and only says what is assigned; reading starts when the callback has returned.
+aiokafka's consumer cannot do both: it returns records of new partitions while the callback for them
+is still running, and it sends no heartbeats while it awaits that callback. So its consumer stays
+paused and only reports the assignment; a `KafkaReader` reads once the callback has returned.
 """
 
 import asyncio
@@ -12,85 +12,78 @@ from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener, TopicPartition
 from aiokafka import errors as kafka_errors
 from aiokafka.coordinator.assignors.range import RangePartitionAssignor
 
-from forgemq_bus.blobs import BlobStore
 from forgemq_bus.errors import ClosedError, LogError
-from forgemq_bus.kafka_connection import KafkaConnection, client_settings, connect, stop_client
+from forgemq_bus.kafka_connection import client_settings, connect, stop_client
 from forgemq_bus.kafka_reader import KafkaReader, open_reader
+from forgemq_bus.kafka_run import KafkaRun
 from forgemq_bus.kafka_topics import KafkaTopics
-from forgemq_bus.log import AssignmentCallback, Place, Record
+from forgemq_bus.log import Place, Record, Subscription
 from forgemq_bus.names import broker_place, broker_topic
 from forgemq_bus.payloads import fetch_from
 
-SESSION_TIMEOUT_MS = 10_000
-HEARTBEAT_MS = 1_000  # Also how soon a member hears that another one joined.
+SESSION_TIMEOUT_MS = 10_000  # A killed member's partitions go to others after this time.
+HEARTBEAT_MS = 1_000  # Also how soon a member learns that another one joined.
 REBALANCE_TIMEOUT_MS = 60_000  # How long `on_assigned` and `on_revoked` may take together.
 
 
 class Membership(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka has no types here.
-    """What aiokafka calls; every rebalance takes all partitions and gives the new ones."""
+    """aiokafka's callbacks; every rebalance revokes all partitions and assigns the new ones."""
 
     def __init__(self, member: "KafkaMember") -> None:
-        """Passes on to this member."""
+        """Forward the callbacks to this member."""
         self._member = member
 
     async def on_partitions_revoked(self, revoked: Iterable[TopicPartition]) -> None:
-        """Nobody else gets the partitions before this returns."""
+        """Revoke; no other member gets the partitions before this returns."""
         del revoked
         await self._member.revoke()
 
     async def on_partitions_assigned(self, assigned: Iterable[TopicPartition]) -> None:
-        """Must return at once: no heartbeat is sent before."""
+        """Start the assignment; returns at once, because no heartbeat is sent before."""
         self._member.assign(frozenset(partition.partition for partition in assigned))
 
 
 class KafkaMember:
-    """Implements `log.Member`; for one task at a time. `join` comes before everything."""
+    """Implements `log.Member`; for one task at a time. Call `join` first."""
 
     def __init__(
         self,
+        subscription: Subscription,
         *,
-        connection: KafkaConnection,
         topics: KafkaTopics,
-        run: str,
-        group: str,
-        names: Sequence[str],
-        on_assigned: AssignmentCallback,
-        on_revoked: AssignmentCallback,
-        blobs: BlobStore | None,
+        kafka_run: KafkaRun,
     ) -> None:
-        """Not a member yet; `group` is a name on the broker, `names` are topics' names."""
-        self._connection = connection
+        """A member that has not joined; the subscription's group is a name on the broker."""
         self._topics = topics
-        self._run = run
-        self._group = group
-        self._names = tuple(names)
-        self._on_assigned = on_assigned
-        self._on_revoked = on_revoked
-        self._blobs = blobs
+        self._kafka_run = kafka_run
+        self._group = subscription.group
+        self._names = subscription.topics
+        self._on_assigned = subscription.on_assigned
+        self._on_revoked = subscription.on_revoked
         self._consumer: AIOKafkaConsumer | None = None
         self._reader: KafkaReader | None = None
         self._taking: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._revoking = asyncio.Lock()
         self._assigned: frozenset[int] = frozenset()
-        self._told: frozenset[int] = frozenset()
+        self._given: frozenset[int] = frozenset()
         self._paused: set[Place] = set()
         self._failure: BaseException | None = None
         self.is_closed = False
 
     async def join(self) -> None:
-        """Join; returns after the first assignment and its callback.
+        """Join the group; returns after the first assignment and its callback.
 
         Raises:
             ValueError: the topics have different numbers of partitions.
             LogUnavailableError: the brokers do not answer.
         """
-        wanted = [broker_topic(name, run=self._run) for name in self._names]
+        wanted = [broker_topic(name, run=self._kafka_run.run) for name in self._names]
         counts = await self._topics.counts(wanted)
         if len(set(counts.values())) != 1:
             raise ValueError(f"topics of group {self._group} are not co-partitioned: {counts}")
         self._consumer = AIOKafkaConsumer(
-            **client_settings(self._connection),
+            **client_settings(self._kafka_run.connection),
             group_id=self._group,
             enable_auto_commit=False,
             auto_offset_reset="earliest",  # Never used: the consumer is paused.
@@ -102,7 +95,9 @@ class KafkaMember:
         )
         self._consumer.subscribe(topics=wanted, listener=Membership(self))
         try:
-            await connect(self._connection, self._consumer.start, doing=f"join {self._group}")
+            await connect(
+                self._kafka_run.connection, self._consumer.start, doing=f"join {self._group}"
+            )
             await self._changed.wait()
             self._raise_failure()
         except BaseException:
@@ -110,27 +105,27 @@ class KafkaMember:
             raise
 
     def assigned(self) -> frozenset[int]:
-        """Partition numbers that this member owns now."""
+        """Partition numbers that this member owns."""
         return self._assigned
 
     async def revoke(self) -> None:
-        """Stop reading, then call back; called before other members get the partitions."""
+        """Stop reading, then call `on_revoked`; other members get the partitions afterwards."""
         async with self._revoking:
             if self._taking is not None:
                 await asyncio.wait([self._taking])
                 self._taking = None
             self._changed.clear()
-            told, self._told, self._assigned = self._told, frozenset(), frozenset()
+            given, self._given, self._assigned = self._given, frozenset(), frozenset()
             await self._close_reader()
-            if told:
+            if given:
                 try:
-                    await self._on_revoked(told)
+                    await self._on_revoked(given)
                 except BaseException as error:
                     self._fail(error)
                     raise
 
     def assign(self, numbers: frozenset[int]) -> None:
-        """Start reading these partitions once the callback has returned."""
+        """Start reading these partitions as soon as `on_assigned` has returned."""
         if self.is_closed or self._consumer is None:
             return
         self._consumer.pause(*self._consumer.assignment())
@@ -141,7 +136,7 @@ class KafkaMember:
         try:
             if numbers:
                 await self._on_assigned(numbers)
-                self._told = numbers
+                self._given = numbers
                 self._reader = await self._open_reader(numbers)
             self._assigned = numbers
         except BaseException as error:
@@ -152,24 +147,23 @@ class KafkaMember:
 
     async def _open_reader(self, numbers: frozenset[int]) -> KafkaReader:
         places = [Place(name, number) for name in self._names for number in sorted(numbers)]
-        on_broker = [broker_place(place, run=self._run) for place in places]
+        on_broker = [broker_place(place, run=self._kafka_run.run) for place in places]
         first = await self._topics.first(on_broker)
         committed = await self._topics.committed(self._group, on_broker)
         reader = await open_reader(
-            self._connection,
+            self._kafka_run,
             {
                 place: committed.get(there, first[there])
                 for place, there in zip(places, on_broker, strict=True)
             },
-            run=self._run,
             isolation="committed",
-            values=fetch_from(self._blobs),
+            values=fetch_from(self._kafka_run.blobs),
         )
         reader.pause([place for place in places if place in self._paused])
         return reader
 
     def _fail(self, error: BaseException) -> None:
-        """Keep what a callback or the brokers raised for the next `read`."""
+        """Keep an error of a callback or the brokers, for the next `read` to raise."""
         self._failure = error
         self._changed.set()
 
@@ -178,10 +172,10 @@ class KafkaMember:
             raise self._failure
 
     async def read(self, *, timeout_s: float, records_max: int) -> list[Record]:
-        """Records in offset order per partition; [] when none came within the time.
+        """Records in offset order per partition; [] if none came within the time.
 
         Raises:
-            LogError: as `KafkaReader.read`; also what a callback raised.
+            LogError: as `KafkaReader.read`. Errors of callbacks are raised here too.
         """
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + timeout_s
@@ -195,7 +189,7 @@ class KafkaMember:
             except TimeoutError:
                 return []
             self._raise_failure()
-            await self._stay()
+            await self._check_membership()
             reader = self._reader
             if reader is None:
                 await asyncio.sleep(min(left_s, 0.05))
@@ -208,8 +202,8 @@ class KafkaMember:
                 continue  # Revoked while reading: wait for the next assignment.
             return records if reader is self._reader else []
 
-    async def _stay(self) -> None:
-        """Tell aiokafka that this member is alive, and hear of what ended its membership."""
+    async def _check_membership(self) -> None:
+        """Let aiokafka see that this member is alive; raise if its membership has ended."""
         assert self._consumer is not None
         try:
             await self._consumer.getmany(timeout_ms=0)
@@ -225,7 +219,7 @@ class KafkaMember:
         self._owned().seek(place, position)
 
     def pause(self, places: Sequence[Place]) -> None:
-        """Return no records of these partitions until `resume`, whatever is reassigned."""
+        """Return no records of these partitions until `resume`, also across rebalances."""
         self._paused.update(places)
         if self._reader is not None:
             self._reader.pause([place for place in places if self._owns(place)])

@@ -1,4 +1,4 @@
-"""Reads fixed partitions of a cluster; a position is always explicit, never reset silently."""
+"""Reads fixed partitions of a cluster, from explicit positions that are never reset silently."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -9,27 +9,29 @@ from aiokafka import errors as kafka_errors
 from forgemq_bus.errors import ClosedError, LogError, OutOfRangeError
 from forgemq_bus.kafka_connection import (
     KafkaConnection,
-    answered,
+    bound_and_translate,
     client_settings,
     connect,
     stop_client,
 )
+from forgemq_bus.kafka_run import KafkaRun
 from forgemq_bus.log import Isolation, Place, Record
 from forgemq_bus.names import broker_topic
 from forgemq_bus.payloads import Values
 from forgemq_bus.read_ahead import ReadAhead
 
-# A fetch that waits at the broker does not cover a partition that is resumed or sought meanwhile:
-# this is the longest such a partition waits. An arriving record ends the wait at once.
+# A fetch that waits at the broker does not include a partition that is resumed or sought meanwhile:
+# such a partition waits this long at most. An arriving record ends the wait at once.
 FETCH_WAIT_MS_MAX = 250
+# One fetch and one partition's part in it: bounds a reader's memory (see KafkaReader).
 FETCH_BYTES_MAX = 16 * 1024 * 1024
 PARTITION_FETCH_BYTES_MAX = 2 * 1024 * 1024
-# An idle fetcher retries a dead broker without end and without a word: ask it now and then.
+# aiokafka's fetcher retries a dead broker without end and without an error: ask the broker itself.
 PROBE_AFTER_S = 10.0
 
 
 def fetching_consumer(connection: KafkaConnection, *, isolation: Isolation) -> AIOKafkaConsumer:
-    """An aiokafka consumer without a group that raises where a position does not exist."""
+    """An aiokafka consumer without a group that raises if a position does not exist."""
     return AIOKafkaConsumer(
         **client_settings(connection),
         enable_auto_commit=False,
@@ -44,7 +46,7 @@ def fetching_consumer(connection: KafkaConnection, *, isolation: Isolation) -> A
 class KafkaReader:
     """Implements `log.Reader`; for one task at a time. `open_reader` makes one.
 
-    Memory: at most one fetch handed over and one in aiokafka, 16 MiB each before decompression.
+    Memory: at most one fetch here and one in aiokafka, 16 MiB each before decompression.
     """
 
     def __init__(
@@ -52,16 +54,15 @@ class KafkaReader:
         consumer: AIOKafkaConsumer,
         positions: Mapping[Place, int],
         *,
-        connection: KafkaConnection,
-        run: str,
+        kafka_run: KafkaRun,
         values: Values,
     ) -> None:
-        """The consumer is started and this reader's own."""
+        """A reader over a started consumer that nothing else uses."""
         self._consumer = consumer
-        self._connection = connection
+        self._kafka_run = kafka_run
         self._values = values
         self._partitions = {
-            place: TopicPartition(broker_topic(place.topic, run=run), place.partition)
+            place: TopicPartition(broker_topic(place.topic, run=kafka_run.run), place.partition)
             for place in positions
         }
         self._places = {partition: place for place, partition in self._partitions.items()}
@@ -77,11 +78,11 @@ class KafkaReader:
                 consumer.seek(self._partitions[place], position)
 
     async def read(self, *, timeout_s: float, records_max: int) -> list[Record]:
-        """Records in offset order per partition; [] when none came within the time.
+        """Records in offset order per partition; [] if none came within the time.
 
         Raises:
-            OutOfRangeError: a position that its partition does not have; names the place.
-            BlobError: a value's blob is gone; the record is returned by a later call, if at all.
+            OutOfRangeError: a position that its partition does not have; names both.
+            BlobError: a value's blob cannot be fetched; a later call tries the record again.
             LogUnavailableError: the brokers do not answer.
         """
         loop = asyncio.get_running_loop()
@@ -96,7 +97,7 @@ class KafkaReader:
                 if seeks == self._seeks:
                     self._ahead.drop(taken)
                     return records
-                continue  # Sought while the blobs came.
+                continue  # `seek` was called while the blobs were fetched.
             left_s = deadline_s - loop.time()
             if left_s <= 0 and has_fetched:
                 return []
@@ -132,7 +133,7 @@ class KafkaReader:
             await stop_client(self._consumer.stop, self._consumer._client.close)
 
     async def _fetch(self, wait_s: float) -> None:
-        """Wait for records and keep them in `_ahead`."""
+        """Wait for records and add them to the buffer."""
         if not self._partitions:
             await asyncio.sleep(wait_s)
             return
@@ -143,11 +144,13 @@ class KafkaReader:
         except kafka_errors.ConsumerStoppedError as error:
             raise ClosedError("closed while reading") from error
         except kafka_errors.KafkaError as error:
-            raise LogError(f"read from {self._connection.bootstrap}: {error!r}") from error
+            raise LogError(
+                f"read from {self._kafka_run.connection.bootstrap}: {error!r}"
+            ) from error
         for partition, batch in batches.items():
             place = self._places[partition]
             self._ahead.add(place, [_record(place, message) for message in batch])
-        # Also of partitions without records: markers and aborted records move positions on.
+        # Also for partitions without records: markers and aborted records advance positions.
         for place, partition in self._partitions.items():
             self._positions[place] = await self._consumer.position(partition)
         await self._probe(has_heard=bool(batches))
@@ -155,7 +158,7 @@ class KafkaReader:
     async def _probe(self, *, has_heard: bool) -> None:
         now_s = asyncio.get_running_loop().time()
         if not has_heard and now_s - self._heard_s > PROBE_AFTER_S:
-            async with answered(self._connection, "read"):
+            async with bound_and_translate(self._kafka_run.connection, "read"):
                 await self._consumer.end_offsets([next(iter(self._places))])
             has_heard = True
         if has_heard:
@@ -164,7 +167,7 @@ class KafkaReader:
     async def _out_of_range(self, error: kafka_errors.OffsetOutOfRangeError) -> OutOfRangeError:
         partition, position = next(iter(error.args[0].items()))
         place = self._places[partition]
-        async with answered(self._connection, "read"):
+        async with bound_and_translate(self._kafka_run.connection, "read"):
             first = await self._consumer.beginning_offsets([partition])
             end = await self._consumer.end_offsets([partition])
         return OutOfRangeError(
@@ -174,22 +177,21 @@ class KafkaReader:
 
 
 async def open_reader(
-    connection: KafkaConnection,
+    kafka_run: KafkaRun,
     positions: Mapping[Place, int],
     *,
-    run: str,
     isolation: Isolation,
     values: Values,
 ) -> KafkaReader:
-    """A connected reader of exactly these partitions.
+    """Open a reader of exactly these partitions.
 
     Raises:
         LogUnavailableError: the brokers do not answer.
     """
-    consumer = fetching_consumer(connection, isolation=isolation)
+    consumer = fetching_consumer(kafka_run.connection, isolation=isolation)
     stops = consumer.stop, consumer._client.close
-    await connect(connection, consumer.start, *stops, doing="open a reader")
-    return KafkaReader(consumer, positions, connection=connection, run=run, values=values)
+    await connect(kafka_run.connection, consumer.start, *stops, doing="open a reader")
+    return KafkaReader(consumer, positions, kafka_run=kafka_run, values=values)
 
 
 def _record(place: Place, message: ConsumerRecord) -> Record:

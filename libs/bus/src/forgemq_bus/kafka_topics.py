@@ -1,4 +1,4 @@
-"""Topics of a cluster: creation, what exists, where it begins and ends, what is committed."""
+"""Topics of a cluster: their creation, first and end positions, and committed positions."""
 
 import asyncio
 from collections import defaultdict
@@ -13,31 +13,31 @@ from forgemq_bus.errors import LogError, OutOfRangeError, UnknownPlaceError
 from forgemq_bus.kafka_connection import (
     RETRY_PAUSE_S,
     KafkaConnection,
-    answered,
+    bound_and_translate,
     client_settings,
     connect,
-    repeated,
+    retry,
     stop_client,
 )
 from forgemq_bus.kafka_reader import fetching_consumer
 from forgemq_bus.log import Isolation, Place
 from forgemq_bus.stable_positions import UNSTABLE_OFFSET_COMMIT, StablePositionsRequest
 
-RECORD_BYTES_MAX = 8 * 1024 * 1024  # A value of a topic that has no blob store behind it.
+RECORD_BYTES_MAX = 8 * 1024 * 1024  # Of a value, if the log has no blob store.
 TOPIC_CONFIGURATION = {
     "cleanup.policy": "delete",
-    "retention.ms": "-1",  # Kept until it is trimmed.
+    "retention.ms": "-1",  # Records are kept until they are trimmed.
     "retention.bytes": "-1",
     "max.message.bytes": str(RECORD_BYTES_MAX + 128 * 1024),
     "message.timestamp.type": "CreateTime",
 }
-BROKER_DEFAULT = -1  # Replication factor: what the cluster is set up for.
+BROKER_DEFAULT = -1  # Replication factor: the one that the cluster is configured with.
 
 _ALREADY_EXISTS = kafka_errors.TopicAlreadyExistsError.errno
 
 
 class KafkaTopics:
-    """One connection of each kind, opened on first use; places carry names on the broker."""
+    """One connection of each kind, opened on first use; topics have their names on the broker."""
 
     def __init__(self, connection: KafkaConnection) -> None:
         """Nothing is connected yet."""
@@ -49,7 +49,7 @@ class KafkaTopics:
         self._opening = asyncio.Lock()
 
     async def create(self, partitions: Mapping[str, int]) -> None:
-        """Create what does not exist.
+        """Create the topics that do not exist.
 
         Raises:
             ValueError: a topic exists with another number of partitions.
@@ -62,19 +62,19 @@ class KafkaTopics:
             return
         admin = await self._admin_client()
         new = [
-            # NewTopic takes the default factor only beside (no) explicit assignments.
+            # NewTopic accepts the default factor only with an explicit, empty assignment.
             NewTopic(topic, count, BROKER_DEFAULT, {}, TOPIC_CONFIGURATION)
             for topic, count in missing.items()
         ]
-        async with answered(self._connection, "create topics"):
-            response = await repeated(lambda: admin.create_topics(new))
+        async with bound_and_translate(self._connection, "create topics"):
+            response = await retry(lambda: admin.create_topics(new))
             for topic, code, *rest in response.topic_errors:
                 if code not in (0, _ALREADY_EXISTS):
                     message = next(iter(rest), "")
                     raise LogError(
                         f"create topic {topic}: {kafka_errors.for_code(code).__name__} {message}"
                     )
-            # The answer comes before every broker knows the topics.
+            # The answer comes before every broker knows the topics: wait until all do.
             known: dict[str, int] = {}
             while partitions.keys() - known.keys():
                 known = await self._describe(partitions)
@@ -82,10 +82,10 @@ class KafkaTopics:
         _check_counts(known, partitions)
 
     async def check(self, places: Set[Place]) -> None:
-        """Refuse places that do not exist; counts never change, so they are asked for once.
+        """Check that these partitions exist; counts never change, so the broker is asked once.
 
         Raises:
-            UnknownPlaceError: naming the place.
+            UnknownPlaceError: names the partition.
         """
         unknown = {place.topic for place in places} - self._counts.keys()
         if unknown:
@@ -99,7 +99,7 @@ class KafkaTopics:
                 )
 
     async def counts(self, topics: Sequence[str]) -> dict[str, int]:
-        """Number of partitions of topics that exist; UnknownPlaceError for others."""
+        """Number of partitions of each topic; UnknownPlaceError if one does not exist."""
         await self.check({Place(topic, 0) for topic in topics})
         return {topic: self._counts[topic] for topic in topics}
 
@@ -107,15 +107,15 @@ class KafkaTopics:
         """Offset of the oldest record that is kept."""
         await self.check(set(places))
         consumer = await self._consumer("committed")
-        async with answered(self._connection, "first positions"):
+        async with bound_and_translate(self._connection, "first positions"):
             found = await consumer.beginning_offsets([TopicPartition(*place) for place in places])
         return {Place(*partition): offset for partition, offset in found.items()}
 
     async def end(self, places: Sequence[Place], *, isolation: Isolation) -> dict[Place, int]:
-        """Offset of the next record; committed: of the first one in an open transaction."""
+        """Offset of the next record; committed: of the first open transaction, if any."""
         await self.check(set(places))
         consumer = await self._consumer(isolation)
-        async with answered(self._connection, "end positions"):
+        async with bound_and_translate(self._connection, "end positions"):
             found = await consumer.end_offsets([TopicPartition(*place) for place in places])
         return {Place(*partition): offset for partition, offset in found.items()}
 
@@ -125,17 +125,17 @@ class KafkaTopics:
         if not places:
             return {}
         client = await self._plain_client()
-        async with answered(self._connection, f"committed positions of {group}"):
+        async with bound_and_translate(self._connection, f"committed positions of {group}"):
             found = None
             while found is None:
-                found = await repeated(lambda: self._committed(client, group, places))
+                found = await retry(lambda: self._committed(client, group, places))
                 await asyncio.sleep(RETRY_PAUSE_S if found is None else 0)
         return {place: offset for place, offset in found.items() if offset >= 0}
 
     async def _committed(
         self, client: AIOKafkaClient, group: str, places: Sequence[Place]
     ) -> dict[Place, int] | None:
-        """None while a transaction's positions are not settled."""
+        """Ask once; None while a transaction's positions are not settled."""
         numbers: dict[str, list[int]] = defaultdict(list)
         for place in places:
             numbers[place.topic].append(place.partition)
@@ -168,9 +168,9 @@ class KafkaTopics:
         requests = {
             TopicPartition(*place): RecordsToDelete(offset) for place, offset in before.items()
         }
-        async with answered(self._connection, "trim"):
+        async with bound_and_translate(self._connection, "trim"):
             try:
-                await repeated(lambda: admin.delete_records(requests))
+                await retry(lambda: admin.delete_records(requests))
             except kafka_errors.OffsetOutOfRangeError as error:
                 raise OutOfRangeError(f"cannot trim above the end: {dict(before)}") from error
 
@@ -188,8 +188,8 @@ class KafkaTopics:
 
     async def _describe(self, topics: Iterable[str]) -> dict[str, int]:
         admin = await self._admin_client()
-        async with answered(self._connection, "describe topics"):
-            described = await repeated(lambda: admin.describe_topics(sorted(topics)))
+        async with bound_and_translate(self._connection, "describe topics"):
+            described = await retry(lambda: admin.describe_topics(sorted(topics)))
         return {
             found["topic"]: len(found["partitions"])
             for found in described

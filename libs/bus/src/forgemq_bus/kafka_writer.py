@@ -1,4 +1,4 @@
-"""Writes to a cluster: idempotent and acknowledged by all replicas, alone or in transactions."""
+"""Writes to a cluster, idempotent and acknowledged by all replicas, also in transactions."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -7,51 +7,48 @@ from typing import Any
 from aiokafka import AIOKafkaProducer, TopicPartition
 from aiokafka import errors as kafka_errors
 
-from forgemq_bus.blobs import BlobStore
 from forgemq_bus.errors import ClosedError, LogError, RecordTooLargeError
 from forgemq_bus.kafka_connection import (
     KafkaConnection,
-    answered,
+    bound_and_translate,
     client_settings,
     connect,
     stop_client,
 )
+from forgemq_bus.kafka_run import KafkaRun
 from forgemq_bus.kafka_topics import RECORD_BYTES_MAX, KafkaTopics
 from forgemq_bus.log import Emit, Place
 from forgemq_bus.names import broker_place, broker_topic, in_run
 from forgemq_bus.payloads import offloaded
 
-TRANSACTION_TIMEOUT_MS = 10_000  # How long a killed writer holds up committed readers at most.
-BATCH_BYTES_MAX = 256 * 1024  # Per partition; larger records go alone.
+TRANSACTION_TIMEOUT_MS = 10_000  # Longest time a killed writer blocks committed readers.
+BATCH_BYTES_MAX = 256 * 1024  # Per partition; a larger record is a batch alone.
 
 
 class KafkaOutbox:
-    """What both writers share: large values to the blob store, places that exist, one producer."""
+    """The part that both writers share: checks, the blob store and one producer."""
 
     def __init__(
         self,
         producer: AIOKafkaProducer,
         *,
         topics: KafkaTopics,
-        connection: KafkaConnection,
-        run: str,
-        blobs: BlobStore | None,
-        inline_bytes_max: int,
+        kafka_run: KafkaRun,
     ) -> None:
-        """The producer is started and this writer's own."""
+        """An outbox over a started producer that nothing else uses."""
         self.producer = producer
         self.topics = topics
-        self.connection = connection
-        self.run = run
-        self._blobs = blobs
-        self._inline_bytes_max = inline_bytes_max
+        self.connection = kafka_run.connection
+        self.run = kafka_run.run
+        self._blobs = kafka_run.blobs
+        self._inline_bytes_max = kafka_run.inline_bytes_max
 
     async def prepared(self, emits: Sequence[Emit]) -> list[Emit]:
-        """The records as they will be sent.
+        """Check the records and move large values to the blob store; returns what to send.
 
         Raises:
             UnknownPlaceError: a partition that does not exist.
-            RecordTooLargeError: above what a topic takes, with no blob store to put it in.
+            RecordTooLargeError: a value is above the limit, and there is no blob store.
         """
         await self.topics.check({broker_place(emit.place, run=self.run) for emit in emits})
         for emit in emits:
@@ -63,9 +60,9 @@ class KafkaOutbox:
         return await offloaded(emits, blobs=self._blobs, inline_bytes_max=self._inline_bytes_max)
 
     async def send(self, emits: Sequence[Emit]) -> list[asyncio.Future[Any]]:
-        """Hand records to the producer in this order; a future each for the acknowledgement."""
+        """Hand records to the producer in this order; returns a future of each acknowledgement."""
         names = [broker_topic(emit.topic, run=self.run) for emit in emits]
-        # Fetched before, so that nothing suspends between the first sends below.
+        # Metadata first, so that nothing suspends between the sends below and their order holds.
         for name in set(names):
             await self.producer.partitions_for(name)
         waiting = []
@@ -77,7 +74,7 @@ class KafkaOutbox:
                 partition=emit.partition,
                 headers=list(emit.headers),
             )
-            # Of several that fail only one is awaited: the others are not lost exceptions.
+            # If several fail only one is awaited: keeps asyncio from reporting the others.
             future.add_done_callback(_retrieve)
             waiting.append(future)
         return waiting
@@ -104,10 +101,10 @@ class KafkaWriter:
         return (await self.write_all([emit]))[0]
 
     async def write_all(self, emits: Sequence[Emit]) -> list[int]:
-        """Write several, in order per partition and without waiting in between."""
+        """Write records, in order per partition, without waiting in between."""
         if self.is_closed:
             raise ClosedError("write after close")
-        async with answered(self._outbox.connection, "write"):
+        async with bound_and_translate(self._outbox.connection, "write"):
             ready = await self._outbox.prepared(emits)
             written = await asyncio.gather(*await self._outbox.send(ready))
         return [metadata.offset for metadata in written]
@@ -122,8 +119,8 @@ class KafkaWriter:
 class KafkaTransactionWriter:
     """Implements `log.TransactionWriter`; one commit at a time.
 
-    A commit that fails for any reason leaves the writer dead: what became of the transaction is
-    known once a new writer of the same id is open, for opening waits until it has ended.
+    A commit that fails for any reason leaves the writer dead. Whether the transaction was committed
+    is known once a new writer of the same id is open: opening waits until it has ended.
     """
 
     def __init__(self, outbox: KafkaOutbox, *, transactional_id: str) -> None:
@@ -140,7 +137,7 @@ class KafkaTransactionWriter:
 
         Raises:
             FencedError: a newer writer with this id exists; this one is dead.
-            LogUnavailableError: no answer in time; this one is dead too.
+            LogUnavailableError: no answer in time; this writer is dead too.
         """
         if self.is_closed:
             raise ClosedError("commit after close")
@@ -156,7 +153,9 @@ class KafkaTransactionWriter:
         if not ready and not offsets:
             return
         try:
-            async with answered(self._outbox.connection, f"commit of {self._transactional_id}"):
+            async with bound_and_translate(
+                self._outbox.connection, f"commit of {self._transactional_id}"
+            ):
                 await self._commit(ready, offsets, in_run(group, run=run))
         except LogError as error:
             self._death = error
@@ -171,14 +170,14 @@ class KafkaTransactionWriter:
         producer = self._outbox.producer
         try:
             await producer.begin_transaction()
-            # One step after the other: while the coordinator takes one request of a transaction,
-            # the brokers refuse its other ones and aiokafka pauses before it repeats them.
+            # In sequence: while the coordinator handles one request of a transaction, the brokers
+            # refuse its others, and aiokafka pauses before it repeats them.
             await asyncio.gather(*await self._outbox.send(firsts_first(ready)))
             if offsets:
                 await producer.send_offsets_to_transaction(offsets, group)
             await producer.commit_transaction()
         except kafka_errors.KafkaError as error:
-            _bury(producer)
+            _mark_failures_seen(producer)
             raise _cause(error) from error
 
     async def close(self) -> None:
@@ -189,9 +188,9 @@ class KafkaTransactionWriter:
 
 
 def firsts_first(emits: Sequence[Emit]) -> list[Emit]:
-    """The same records, order kept per partition, with the first one of each partition in front.
+    """The records, in order per partition, with the first one of each partition in front.
 
-    So all partitions join a transaction in one request, before large batches make senders wait.
+    All partitions then join the transaction in one request, before large batches block senders.
     """
     seen: set[Place] = set()
     firsts: list[Emit] = []
@@ -203,13 +202,13 @@ def firsts_first(emits: Sequence[Emit]) -> list[Emit]:
 
 
 def _retrieve(future: asyncio.Future[Any]) -> None:
-    """Mark a failure as seen; it is told where it is awaited."""
+    """Mark a failure as seen; the writer raises it where it is awaited."""
     if future.done() and not future.cancelled():
         future.exception()
 
 
-def _bury(producer: AIOKafkaProducer) -> None:
-    """Mark the futures of a dead transaction as seen; aiokafka keeps them where nobody awaits."""
+def _mark_failures_seen(producer: AIOKafkaProducer) -> None:
+    """Mark the futures of a dead transaction as seen: nothing awaits those in aiokafka."""
     _retrieve(producer._txn_manager.wait_for_transaction_end())
     for batches in producer._message_accumulator._batches.values():
         for batch in batches:
@@ -217,7 +216,7 @@ def _bury(producer: AIOKafkaProducer) -> None:
 
 
 def _cause(error: kafka_errors.KafkaError) -> kafka_errors.KafkaError:
-    """The error that aiokafka wrapped on its way out of the sender's task."""
+    """The error inside the one that aiokafka's sender task raised."""
     cause = error.__cause__
     return cause if isinstance(cause, kafka_errors.KafkaError) else error
 
@@ -225,7 +224,7 @@ def _cause(error: kafka_errors.KafkaError) -> kafka_errors.KafkaError:
 async def open_producer(
     connection: KafkaConnection, *, transactional_id: str | None
 ) -> AIOKafkaProducer:
-    """A started producer; with an id: older ones are fenced and their transactions have ended.
+    """Start a producer; with an id, older ones are fenced and their transactions have ended.
 
     Raises:
         LogUnavailableError: the brokers do not answer.

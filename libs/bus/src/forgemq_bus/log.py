@@ -1,4 +1,4 @@
-"""The log as its users see it: ordered partitions, offsets, transactions.
+"""The interface of a log: ordered partitions, offsets, transactions.
 
 Two implementations pass one conformance suite: `KafkaLog` (aiokafka) and `MemoryLog`. Topic names
 here are those of `contracts.topics`; a `Log` belongs to one run and adds the run's prefix itself.
@@ -22,7 +22,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One record as read from a log; the value is not decoded, a blob is already fetched."""
+    """One record as read from a log; its value is encoded and complete, also if it was a blob."""
 
     topic: str
     partition: int
@@ -40,7 +40,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Emit:
-    """One record to write; the partition is always given by number."""
+    """One record to write, to a partition given by number."""
 
     topic: str
     partition: int
@@ -58,7 +58,7 @@ class Reader(Protocol):
     """Reads fixed partitions from given positions; commits nothing."""
 
     async def read(self, *, timeout_s: float, records_max: int) -> list[Record]:
-        """Records in offset order per partition; [] when none came within the time."""
+        """Records in offset order per partition; [] if none came within the time."""
         ...
 
     def position(self, place: Place) -> int:
@@ -85,24 +85,24 @@ class Reader(Protocol):
 class Member(Reader, Protocol):
     """A reader whose partitions a consumer group assigns; every topic gets the same numbers.
 
-    Reading starts at the group's committed position (the first offset where there is none). No
+    Reading starts at the group's committed position, or at the first offset if it has none. No
     record of a partition is returned before `on_assigned` for it has returned.
     """
 
     def assigned(self) -> frozenset[int]:
-        """Partition numbers that this member owns now."""
+        """Partition numbers that this member owns."""
         ...
 
 
 class Writer(Protocol):
-    """Writes outside transactions, idempotent and acknowledged by all replicas."""
+    """Writes outside transactions; retries add no duplicate, and all replicas acknowledge."""
 
     async def write(self, emit: Emit) -> int:
         """Write one record; returns its offset once it is durable."""
         ...
 
     async def write_all(self, emits: Sequence[Emit]) -> list[int]:
-        """Write several, in order per partition; returns their offsets."""
+        """Write records, in order per partition; returns their offsets."""
         ...
 
     async def close(self) -> None:
@@ -111,7 +111,7 @@ class Writer(Protocol):
 
 
 class TransactionWriter(Protocol):
-    """Writes outputs and input positions atomically; a newer one of the same id fences it."""
+    """Writes outputs and input positions atomically; a newer writer of the same id fences it."""
 
     async def commit(
         self, *, outputs: Sequence[Emit], group: str, positions: Mapping[Place, int]
@@ -131,12 +131,22 @@ class TransactionWriter(Protocol):
 AssignmentCallback: TypeAlias = Callable[[frozenset[int]], Awaitable[None]]
 
 
-class Log(Protocol):
-    """The log of one run."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subscription:
+    """A consumer group to join, its topics, and what to call as partitions come and go.
 
-    async def create_topics(self, partitions: Mapping[str, int]) -> None:
-        """Create what does not exist; raises ValueError where a count differs."""
-        ...
+    Attributes:
+        group: Name on the broker.
+    """
+
+    group: str
+    topics: tuple[str, ...]
+    on_assigned: AssignmentCallback
+    on_revoked: AssignmentCallback
+
+
+class LogReads(Protocol):
+    """The part of a log that a replay needs: what is kept of each partition, and its records."""
 
     async def reader(
         self,
@@ -152,6 +162,24 @@ class Log(Protocol):
         """
         ...
 
+    async def first_positions(self, places: Sequence[Place]) -> dict[Place, int]:
+        """Offset of the oldest record that is kept (equal to the end if the partition is empty)."""
+        ...
+
+    async def end_positions(
+        self, places: Sequence[Place], *, isolation: Isolation = "committed"
+    ) -> dict[Place, int]:
+        """Offset that the next record will get (committed: the last stable offset)."""
+        ...
+
+
+class Log(LogReads, Protocol):
+    """The log of one run."""
+
+    async def create_topics(self, partitions: Mapping[str, int]) -> None:
+        """Create the topics that do not exist; raises ValueError if a count differs."""
+        ...
+
     async def member(
         self,
         *,
@@ -164,25 +192,15 @@ class Log(Protocol):
         ...
 
     async def writer(self) -> Writer:
-        """A writer outside transactions."""
+        """Open a writer outside transactions."""
         ...
 
     async def transaction_writer(self, transactional_id: str) -> TransactionWriter:
-        """A transactional writer; fences older ones with this id before it returns."""
+        """Open a transactional writer; fences older ones with this id before it returns."""
         ...
 
     async def committed(self, *, group: str, places: Sequence[Place]) -> dict[Place, int]:
-        """Committed positions of the group; a place without one is absent."""
-        ...
-
-    async def first_positions(self, places: Sequence[Place]) -> dict[Place, int]:
-        """Offset of the oldest record that is kept (equal to the end where there is none)."""
-        ...
-
-    async def end_positions(
-        self, places: Sequence[Place], *, isolation: Isolation = "committed"
-    ) -> dict[Place, int]:
-        """Offset that the next record will get (committed: the last stable offset)."""
+        """Committed positions of the group; a partition without one is absent."""
         ...
 
     async def trim(self, before: Mapping[Place, int]) -> None:

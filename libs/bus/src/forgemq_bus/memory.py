@@ -1,8 +1,7 @@
-"""The log in memory: the same behaviour as `KafkaLog` without a broker.
+"""The log in memory: behaves as `KafkaLog`, without a broker.
 
-For unit tests and simulations: deterministic (time is a counter unless a clock is passed in), many
-handles over one store, and a writer can be left hanging in the middle of a transaction as a killed
-process leaves it.
+For unit tests and simulations. It is deterministic (time is a counter unless a clock is passed in),
+has many handles over one store, and a writer can leave a transaction open as a killed process does.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +9,7 @@ from typing import TypeAlias
 
 from forgemq_bus.blobs import BlobStore
 from forgemq_bus.errors import ClosedError
-from forgemq_bus.log import AssignmentCallback, Emit, Isolation, Place
+from forgemq_bus.log import AssignmentCallback, Emit, Isolation, Place, Subscription
 from forgemq_bus.memory_groups import MemoryGroups, MemoryMember
 from forgemq_bus.memory_reader import MemoryReader
 from forgemq_bus.memory_store import MemoryStore, Transaction
@@ -36,14 +35,14 @@ class MemoryWriter:
         return (await self.write_all([emit]))[0]
 
     async def write_all(self, emits: Sequence[Emit]) -> list[int]:
-        """Write several, in order; returns their offsets."""
+        """Write records, in order; returns their offsets."""
         if self.is_closed:
             raise ClosedError("write after close")
         ready = await offloaded(emits, blobs=self._blobs, inline_bytes_max=self._inline_bytes_max)
         return self._store.append(ready, run=self._run)
 
     async def close(self) -> None:
-        """Nothing is written after this; idempotent."""
+        """Refuse further writes; idempotent."""
         self.is_closed = True
 
 
@@ -59,7 +58,7 @@ class MemoryTransactionWriter:
         blobs: BlobStore | None,
         inline_bytes_max: int,
     ) -> None:
-        """A writer that has fenced the older ones of its id (a name on the broker)."""
+        """A writer that has fenced the older ones of its id; the id is a name on the broker."""
         self._store = store
         self._transactional_id = transactional_id
         self._run = run
@@ -85,15 +84,15 @@ class MemoryTransactionWriter:
         self._store.end(transaction, state="committed")
 
     async def abandon(self, *, outputs: Sequence[Emit]) -> None:
-        """Write the outputs and die before the commit, as a killed process does.
+        """Write the outputs and end before the commit, as a killed process does.
 
-        The transaction hangs until a newer writer of this id fences, and so aborts, it.
+        The transaction stays open until a newer writer of this id aborts it.
         """
         await self._begin(outputs)
         self.is_closed = True
 
     async def abort(self, *, outputs: Sequence[Emit]) -> None:
-        """Write the outputs and take them back; committed readers never see them."""
+        """Write the outputs and abort; committed readers never see them."""
         self._store.end(await self._begin(outputs), state="aborted")
 
     async def _begin(self, outputs: Sequence[Emit]) -> Transaction:
@@ -107,7 +106,7 @@ class MemoryTransactionWriter:
         return transaction
 
     async def close(self) -> None:
-        """Nothing is committed after this; idempotent."""
+        """Refuse further commits; idempotent."""
         self.is_closed = True
 
 
@@ -139,7 +138,7 @@ class MemoryLog:
         self.is_closed = False
 
     def open(self, *, run: str | None = None, has_blobs: bool = True) -> "MemoryLog":
-        """Another handle on the same cluster, as another process has; maybe of another run."""
+        """Open another handle on the same cluster, as another process has; of this run or `run`."""
         other = MemoryLog(
             run=self._run if run is None else run,
             blobs=self._blobs if has_blobs else None,
@@ -150,7 +149,7 @@ class MemoryLog:
         return other
 
     async def create_topics(self, partitions: Mapping[str, int]) -> None:
-        """Create what does not exist; ValueError where a count differs."""
+        """Create the topics that do not exist; ValueError if a count differs."""
         self._check_open()
         self._store.create(
             {broker_topic(topic, run=self._run): count for topic, count in partitions.items()}
@@ -163,7 +162,7 @@ class MemoryLog:
         isolation: Isolation = "committed",
         has_values: bool = True,
     ) -> MemoryReader:
-        """A reader of exactly these partitions, from these positions."""
+        """Open a reader of exactly these partitions, from these positions."""
         self._check_open()
         for place in positions:
             self._store.partition(broker_place(place, run=self._run))
@@ -184,20 +183,20 @@ class MemoryLog:
     ) -> MemoryMember:
         """Join a consumer group; returns after the first assignment."""
         self._check_open()
-        member = MemoryMember(
-            MemoryReader(self._store, {}, run=self._run, values=fetch_from(self._blobs)),
+        subscription = Subscription(
             group=in_run(group, run=self._run),
-            topics=topics,
+            topics=tuple(topics),
             on_assigned=on_assigned,
             on_revoked=on_revoked,
-            groups=self._groups,
         )
+        reader = MemoryReader(self._store, {}, run=self._run, values=fetch_from(self._blobs))
+        member = MemoryMember(reader, subscription, groups=self._groups)
         await self._groups.join(member)
         self._keep(member)
         return member
 
     async def writer(self) -> MemoryWriter:
-        """A writer outside transactions."""
+        """Open a writer outside transactions."""
         self._check_open()
         writer = MemoryWriter(
             self._store,
@@ -209,7 +208,7 @@ class MemoryLog:
         return writer
 
     async def transaction_writer(self, transactional_id: str) -> MemoryTransactionWriter:
-        """A transactional writer; has fenced the older ones with this id."""
+        """Open a transactional writer; fences the older ones with this id."""
         self._check_open()
         writer = MemoryTransactionWriter(
             self._store,
@@ -222,7 +221,7 @@ class MemoryLog:
         return writer
 
     async def committed(self, *, group: str, places: Sequence[Place]) -> dict[Place, int]:
-        """Committed positions of the group; a place without one is absent."""
+        """Committed positions of the group; a partition without one is absent."""
         name = in_run(group, run=self._run)
         keys = {place: (name, broker_place(place, run=self._run)) for place in places}
         known = self._store.positions

@@ -1,11 +1,11 @@
-"""Consumer groups of a `MemoryStore`: a join or leave reassigns all partitions, as on Kafka."""
+"""Consumer groups of a `MemoryStore`; a join or leave reassigns all partitions, as on Kafka."""
 
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from forgemq_bus.errors import UnknownPlaceError
-from forgemq_bus.log import AssignmentCallback, Place, Record
+from forgemq_bus.log import Place, Record, Subscription
 from forgemq_bus.memory_reader import MemoryReader
 from forgemq_bus.memory_store import MemoryStore
 from forgemq_bus.names import broker_place, broker_topic
@@ -57,19 +57,16 @@ class MemoryMember:
     def __init__(
         self,
         reader: MemoryReader,
+        subscription: Subscription,
         *,
-        group: str,
-        topics: Sequence[str],
-        on_assigned: AssignmentCallback,
-        on_revoked: AssignmentCallback,
         groups: MemoryGroups,
     ) -> None:
-        """Not a member yet: `MemoryGroups.join` makes it one."""
-        self.group = group
+        """A member that has not joined: `MemoryGroups.join` adds it."""
+        self.group = subscription.group
         self._reader = reader
-        self._topics = tuple(topics)
-        self._on_assigned = on_assigned
-        self._on_revoked = on_revoked
+        self._topics = subscription.topics
+        self._on_assigned = subscription.on_assigned
+        self._on_revoked = subscription.on_revoked
         self._groups = groups
         self._assigned: frozenset[int] = frozenset()
         self.is_closed = False
@@ -79,11 +76,11 @@ class MemoryMember:
         return self._reader.store
 
     def assigned(self) -> frozenset[int]:
-        """Partition numbers that this member owns now."""
+        """Partition numbers that this member owns."""
         return self._assigned
 
     def partition_count(self) -> int:
-        """Partitions of the topics; UnknownPlaceError where one does not exist."""
+        """Number of partitions of the topics; UnknownPlaceError if one does not exist."""
         run = self._reader.run
         counts = {
             topic: self._store.partition_count(broker_topic(topic, run=run))
@@ -96,14 +93,14 @@ class MemoryMember:
         return next(iter(counts.values()))
 
     async def revoke(self) -> None:
-        """Give up all partitions; the callback has returned when this returns."""
+        """Give up all partitions; returns after the callback."""
         revoked, self._assigned = self._assigned, frozenset()
         self._reader.assign({})
         if revoked:
             await self._on_revoked(revoked)
 
     async def assign(self, numbers: frozenset[int]) -> None:
-        """Own these partitions; the first record is read after the callback has returned."""
+        """Take these partitions; the first record is read after the callback has returned."""
         if numbers:
             await self._on_assigned(numbers)
         self._assigned = numbers
@@ -116,7 +113,7 @@ class MemoryMember:
         return self._store.partition(on_broker).first if committed is None else committed
 
     async def read(self, *, timeout_s: float, records_max: int) -> list[Record]:
-        """Records in offset order per partition; [] when none came within the time."""
+        """Records in offset order per partition; [] if none came within the time."""
         return await self._reader.read(timeout_s=timeout_s, records_max=records_max)
 
     def position(self, place: Place) -> int:

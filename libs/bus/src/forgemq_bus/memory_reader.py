@@ -1,4 +1,4 @@
-"""Reads partitions of a `MemoryStore`; a position is always explicit."""
+"""Reads partitions of a `MemoryStore` from explicit positions."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -32,21 +32,21 @@ class MemoryReader:
         self.is_closed = False
 
     def assign(self, positions: Mapping[Place, int]) -> None:
-        """Read other partitions from now on; what is paused stays paused."""
+        """Read these partitions instead; what is paused stays paused."""
         self._positions = dict(positions)
         self.store.wake()
 
     async def read(self, *, timeout_s: float, records_max: int) -> list[Record]:
-        """Records in offset order per partition; [] when none came within the time."""
+        """Records in offset order per partition; [] if none came within the time."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while True:
             if self.is_closed:
                 raise ClosedError("read after close")
             found, positions = self._collect(records_max)
-            before = {place: self._positions[place] for place in positions}
+            previous = {place: self._positions[place] for place in positions}
             records = await self._values(found)
-            if any(self._positions.get(place) != before[place] for place in before):
-                continue  # Sought or reassigned while the blobs came.
+            if any(self._positions.get(place) != previous[place] for place in previous):
+                continue  # `seek` or `assign` was called while the blobs were fetched.
             self._positions.update(positions)
             if records:
                 return records
@@ -56,7 +56,7 @@ class MemoryReader:
             await self.store.wait_for_arrival(left_s)
 
     def _collect(self, records_max: int) -> tuple[list[Record], dict[Place, int]]:
-        """Records and the positions after them; a partition that had some goes to the back."""
+        """Records and the positions after them; moves partitions that had some to the back."""
         found: list[Record] = []
         positions: dict[Place, int] = {}
         for place, position in list(self._positions.items()):

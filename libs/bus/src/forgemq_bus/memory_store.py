@@ -1,8 +1,8 @@
-"""What a broker keeps: partitions with real offsets, transactions, committed positions, groups.
+"""The state of a broker: partitions with offsets, transactions, committed positions.
 
-One store stands for one cluster; every `MemoryLog` over it stands for one process. Places here
-carry names on the broker, records the contracts' names. Offsets behave as on Kafka: a commit or
-abort writes a marker that takes an offset and is never read.
+One store stands for one cluster, every `MemoryLog` over it for one process. Partitions have the
+topic's name on the broker, records its name in the contracts. Offsets behave as on Kafka: a commit
+or abort writes a marker that takes an offset and is never read.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ TransactionState = Literal["open", "committed", "aborted"]
 
 @dataclass(slots=True)
 class Transaction:
-    """One transaction; its entries are visible to committed readers once it is committed."""
+    """One transaction; committed readers see its entries once it is committed."""
 
     transactional_id: str
     state: TransactionState = "open"
@@ -36,7 +36,7 @@ class Entry:
 
 @dataclass(slots=True)
 class Partition:
-    """Entries from `first` on, without holes."""
+    """Entries from offset `first` on, without holes."""
 
     first: int = 0
     entries: list[Entry] = field(default_factory=list)
@@ -64,7 +64,7 @@ class MemoryStore:
         return self._written
 
     def create(self, partitions: Mapping[str, int]) -> None:
-        """Create what is missing; ValueError, and nothing created, where a count differs."""
+        """Create the topics that do not exist; ValueError, and no topic, if a count differs."""
         for topic, count in partitions.items():
             existing = self.partition_count(topic)
             if existing not in (0, count):
@@ -74,11 +74,11 @@ class MemoryStore:
                 self.partitions.setdefault(Place(topic, number), Partition())
 
     def partition_count(self, topic: str) -> int:
-        """Number of partitions; 0 where the topic does not exist."""
+        """Number of partitions; 0 if the topic does not exist."""
         return sum(place.topic == topic for place in self.partitions)
 
     def partition(self, place: Place) -> Partition:
-        """The partition; UnknownPlaceError where there is none."""
+        """The partition; UnknownPlaceError if it does not exist."""
         if place not in self.partitions:
             raise UnknownPlaceError(f"{place.topic}/{place.partition} does not exist")
         return self.partitions[place]
@@ -94,7 +94,7 @@ class MemoryStore:
     def append(
         self, emits: Sequence[Emit], *, run: str, transaction: Transaction | None = None
     ) -> list[int]:
-        """Append in order; returns the offsets. Nothing is appended where a place is unknown."""
+        """Append in order; returns the offsets. Appends nothing if a partition does not exist."""
         places = [broker_place(emit.place, run=run) for emit in emits]
         for place in places:
             self.partition(place)
@@ -123,7 +123,7 @@ class MemoryStore:
         return record.offset
 
     def fence(self, transactional_id: str) -> int:
-        """Abort what an older writer of this id left open; returns the new writer's epoch."""
+        """Abort the open transaction of this id, if any; returns the new writer's epoch."""
         left_open = self._open.pop(transactional_id, None)
         if left_open is not None:
             self.end(left_open, state="aborted")
@@ -131,7 +131,7 @@ class MemoryStore:
         return self._epochs[transactional_id]
 
     def begin(self, transactional_id: str, *, epoch: int) -> Transaction:
-        """Open a transaction; FencedError where a newer writer of the id exists."""
+        """Open a transaction; FencedError if a newer writer of the id exists."""
         newest = self._epochs[transactional_id]
         if epoch != newest:
             raise FencedError(f"{transactional_id}: epoch {epoch} was fenced by epoch {newest}")
@@ -139,7 +139,7 @@ class MemoryStore:
         return self._open[transactional_id]
 
     def end(self, transaction: Transaction, *, state: Literal["committed", "aborted"]) -> None:
-        """Write the markers; the entries are stable from now on."""
+        """End the transaction and write its markers."""
         transaction.state = state
         self._open.pop(transaction.transactional_id, None)
         for place in sorted(transaction.firsts):
@@ -172,7 +172,7 @@ class MemoryStore:
         return found, position
 
     def trim(self, place: Place, before: int) -> None:
-        """Delete the entries below an offset; OutOfRangeError where it is above the end."""
+        """Delete the entries below an offset; OutOfRangeError if it is above the end."""
         partition = self.partition(place)
         if before > partition.end:
             raise OutOfRangeError(
@@ -184,7 +184,7 @@ class MemoryStore:
         partition.first += count
 
     async def wait_for_arrival(self, timeout_s: float) -> None:
-        """Return when something was appended or ended, or after the time."""
+        """Wait until something is appended or a transaction ends, or the time is over."""
         waiter = asyncio.get_running_loop().create_future()
         self._waiters.add(waiter)
         try:
@@ -193,7 +193,7 @@ class MemoryStore:
             self._waiters.discard(waiter)
 
     def wake(self) -> None:
-        """Let every waiting reader look again."""
+        """Wake every waiting reader."""
         for waiter in self._waiters:
             if not waiter.done():
                 waiter.set_result(None)

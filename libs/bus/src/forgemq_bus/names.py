@@ -1,4 +1,4 @@
-"""Names on the broker: everything of a run starts with `<run>.`, the shared topics with nothing."""
+"""Names on the broker: those of a run start with `<run>.`, those of shared topics do not."""
 
 from forgemq_bus.log import Place
 from forgemq_contracts import topics
@@ -7,12 +7,12 @@ SHARED_TOPICS = frozenset(topic.name for topic in topics.SHARED)
 
 
 def broker_topic(topic: str, *, run: str) -> str:
-    """Name on the broker of a contract's topic."""
+    """Name on the broker of a topic of the contracts."""
     return topic if topic in SHARED_TOPICS else f"{run}.{topic}"
 
 
 def contract_topic(name: str, *, run: str) -> str:
-    """Name in the contracts of a broker's topic; the inverse of `broker_topic`."""
+    """Name in the contracts of a topic on the broker; the inverse of `broker_topic`."""
     return name.removeprefix(f"{run}.")
 
 

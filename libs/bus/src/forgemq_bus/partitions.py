@@ -1,4 +1,4 @@
-"""Which partitions a topic has in a run."""
+"""Which partitions the topics of a run have."""
 
 from forgemq_bus.log import Place
 from forgemq_contracts.run import RunConfiguration

@@ -1,7 +1,7 @@
 """The OffsetFetch request that waits for transactions in their last phase (KIP-447).
 
-aiokafka 0.14 speaks it up to version 3, which answers with the position before a commit whose
-marker is still on its way: a task that restarts at once would handle its last batch twice.
+aiokafka 0.14 supports it up to version 3, which returns the position before a commit whose marker
+is not written yet: a task that restarts at once would handle its last batch twice.
 """
 
 from aiokafka.protocol.api import Request, RequestStruct, Response
@@ -16,7 +16,7 @@ from aiokafka.protocol.types import (
     TaggedFields,
 )
 
-UNSTABLE_OFFSET_COMMIT = 88
+UNSTABLE_OFFSET_COMMIT = 88  # Kafka's error code for a position in an open transaction.
 
 
 class StablePositionsResponse(Response):  # type: ignore[misc] # aiokafka has no types here.
@@ -72,12 +72,12 @@ class StablePositionsRequestStruct(RequestStruct):  # type: ignore[misc] # As ab
 
 
 class StablePositionsRequest(Request[StablePositionsRequestStruct]):  # type: ignore[misc] # As above.
-    """Committed positions of a group; an unstable one is an error to retry."""
+    """Asks for committed positions of a group; an unstable one is an error to retry."""
 
     API_KEY = 9
 
     def __init__(self, group: str, topics: dict[str, list[int]]) -> None:
-        """For these partitions of these topics, all by their names on the broker."""
+        """Ask for these partitions of topics, all by their names on the broker."""
         self._group = group
         self._topics: list[tuple[str, list[int], dict[int, bytes]]] = [
             (topic, numbers, {}) for topic, numbers in topics.items()
@@ -86,5 +86,5 @@ class StablePositionsRequest(Request[StablePositionsRequestStruct]):  # type: ig
     def build(
         self, request_struct_class: type[StablePositionsRequestStruct]
     ) -> StablePositionsRequestStruct:
-        """The request as it goes over the wire."""
+        """The request in its wire format."""
         return request_struct_class(self._group, self._topics, True, {})

@@ -1,4 +1,4 @@
-"""Messages to token ids and back, over the `renderers` package; no chat templates of our own."""
+"""Messages to token ids and back, with the templates of `renderers` and of the model."""
 
 from forgemq_rendering.rendering import Parsed, Rendered, Rendering, ToolCall
 

@@ -1,7 +1,7 @@
-"""The tokenizer's own chat template, compiled as the `transformers` package does it.
+"""Compiles the tokenizer's chat template as the `transformers` package does.
 
-Templates are the model vendor's and run sandboxed. A template that asks for today's date always
-gets the same one: the same messages must give the same tokens on every day of a run.
+Templates come with the model and run sandboxed. A template that asks for today's date always gets
+the same one: the same messages must give the same tokens on every day of a run.
 """
 
 import json
@@ -14,28 +14,28 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# What `renderers` gives the Llama family where no date is set.
+# The date that `renderers` gives the Llama family by default.
 TEMPLATE_DATE = "26 Jul 2024"
 
 RenderText = Callable[..., str]
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}` marks what the model says; for rendering it is transparent."""
+    """Ignores `{% generation %}`, which only marks the assistant's text for training."""
 
     tags = {"generation"}  # noqa: RUF012 - the attribute is jinja2's
 
     def parse(self, parser: Parser) -> Node | list[Node]:
-        """The body of the block, as if it were not marked."""
+        """Parse the body of the block as if it were not marked."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 def compile_chat_template(source: str, *, tokens: Mapping[str, str]) -> RenderText:
-    """A function (messages, tools, add_generation_prompt, **settings) -> text.
+    """Compile a template to (messages, tools, add_generation_prompt, **settings) -> text.
 
     Args:
-        source: The Jinja source that ships with the tokenizer.
+        source: Jinja source from the tokenizer's files.
         tokens: Named special tokens (`bos_token`, `eos_token`, ...) that templates use.
     """
     environment = ImmutableSandboxedEnvironment(

@@ -1,4 +1,4 @@
-"""Which renderer speaks for a model: one of the hand-written ones, or the tokenizer's template."""
+"""Chooses a model's renderer: a hand-written one of `renderers`, or the tokenizer's template."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +12,7 @@ from forgemq_rendering.tokenizer import FolderTokenizer, read_json
 
 HistoryPolicy = Literal["append_only", "template"]
 
-# Text in a template or its vocabulary -> tool parser of `renderers`; the first that fits counts.
+# Text in a template -> tool parser of `renderers`; the first that matches counts.
 _TOOL_PARSERS = (
     ("<\uff5ctool\u2581calls\u2581begin\uff5c>", "deepseek-v3"),
     ("<arg_key>", "glm"),
@@ -24,14 +24,14 @@ _TOOL_PARSERS = (
 def choose_renderer(
     tokenizer: FolderTokenizer, *, folder: Path, name: str, history: HistoryPolicy
 ) -> Renderer:
-    """The renderer of this name; `auto` goes by the published model's name, never by likeness.
+    """Make the renderer of this name; `auto` chooses by the published model's name only.
 
-    A fine-tune may have another template than the model it came from, so `auto` takes a
-    hand-written renderer only where the folder or its config.json names a published model; else
-    the tokenizer's own template is rendered.
+    A fine-tune may have a different template than its base model. So `auto` takes a hand-written
+    renderer only if the folder or its config.json names a published model, else the tokenizer's
+    chat template.
 
     Raises:
-        ValueError: no such renderer, or the model needs images and none can be rendered.
+        ValueError: no such renderer, or a model for images without a chat template.
     """
     config = read_json(folder / "config.json")
     chosen = _published_name(folder, config) if name == "auto" else name

@@ -1,10 +1,10 @@
 """Extends a sampled turn under an opaque chat template, without re-rendering what was sampled.
 
-`renderers` bridges turns only for the families it knows. For any other template the same thing
-follows from the template itself: render a stand-in conversation (one user turn, one assistant
-turn) alone and with the new messages behind it. Where the longer text starts with the shorter,
-the difference is what the template puts after an assistant turn, whatever came before it. Where it
-does not, the template rewrites history and there is no extension: the caller renders everything.
+`renderers` can do this only for the model families it knows. For any other template, a stand-in
+conversation (one user message, one assistant message) is rendered alone and with the new messages
+behind it. If the longer text starts with the shorter one, the difference is what the template puts
+after an assistant message, whatever came before. If it does not, the template rewrites earlier
+messages and there is no extension: the caller renders everything.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,17 +15,17 @@ from jinja2 import TemplateError
 from forgemq_rendering.chat_template import RenderText
 from forgemq_rendering.tokenizer import FolderTokenizer
 
-# No template treats this text specially and no tokenizer sees it: only its place matters.
+# No template treats this text specially and no tokenizer sees it: only its position matters.
 _STAND_IN = "stand-in-for-the-sampled-turn"
 _QUESTION: Mapping[str, Any] = {"role": "user", "content": "stand-in-for-the-conversation"}
 
 
 class TemplateExtension:
-    """Text that follows an assistant turn, as tokens.
+    """Finds the tokens that the template puts after a sampled assistant message.
 
     Args:
-        tokenizer: Whose template is asked.
-        stop_token_ids: An output that ends with one of them has closed its turn.
+        tokenizer: Has the template.
+        stop_token_ids: An output that ends with one of them closed its message.
     """
 
     def __init__(self, tokenizer: FolderTokenizer, *, stop_token_ids: frozenset[int]) -> None:
@@ -34,7 +34,7 @@ class TemplateExtension:
         self._close = self._turn_close()
 
     def _turn_close(self) -> tuple[str, str] | None:
-        """(stop token, text behind it) that end an assistant turn; None where unclear."""
+        """(stop token, text behind it) that end an assistant message; None if none is found."""
         render_text = self._tokenizer.render_text
         if render_text is None:
             return None
@@ -55,9 +55,10 @@ class TemplateExtension:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
     ) -> list[int] | None:
-        """Tokens from the end of `output` to the next assistant turn's first place.
+        """Tokens from the end of `output` up to the first token of the next assistant message.
 
-        An output that was cut before its stop token gets the turn's close first.
+        An output that was cut before its stop token is closed first. None if the template has no
+        extension.
         """
         render_text = self._tokenizer.render_text
         if self._close is None or render_text is None:
@@ -79,8 +80,8 @@ def _difference(
     answered = [message for message in messages if message["role"] == "tool"]
     if answered:
         turn["tool_calls"] = [_stand_in_call(message) for message in answered]
-    # One tool shows whether tools stand in the head or move with the conversation; all of them
-    # would only make the head of both texts longer.
+    # One tool suffices to see whether the template moves the tools' text along with the
+    # conversation; all of them would only make both texts longer.
     shown = list(tools)[:1] if tools else None
     before = [_QUESTION, turn]
     try:

@@ -1,4 +1,4 @@
-"""`Rendering`: messages to token ids, the tokens a next turn adds, and sampled ids to a message."""
+"""`Rendering`: renders messages as token ids, extends a context, parses sampled ids."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,22 +17,22 @@ from forgemq_rendering.tokenizer import FolderTokenizer, read_json
 Message: TypeAlias = Mapping[str, Any]
 Tool: TypeAlias = Mapping[str, Any]
 
-# Renderers look back to the start of the open turn only; so many tokens before it are enough and
-# a long history is not copied for every turn.
+# Renderers look back to the start of the open assistant message only. Passing them this many tokens
+# is enough, and a long context is not copied for every request.
 CONTEXT_TAIL_TOKENS = 8192
 
-# A template is opaque: the end of each message costs one more rendering, so long lists go without.
+# An opaque template needs one more rendering for the end of each message: long lists get no ends.
 _ENDS_MESSAGES_MAX = 16
 _ENDS_TOKENS_MAX = 8192
 
-# Reading these calls as the agent's own: the arguments were not typed as JSON, but they arrived.
+# Calls that an agent can be given; that of an unknown tool too, which the agent answers itself.
 _USABLE = frozenset({ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL})
 
-# What templates, tokenizers and the parsers of `renderers` raise over content that nobody has
-# foreseen: brackets nested deeper than the JSON parser goes (RecursionError), integers of over 4300
-# digits (ValueError), text with half a surrogate pair (TypeError), a list where they look for an
-# object (the others). The policy may sample anything, and a client may send anything.
-_UNFORESEEN = (RecursionError, ValueError, TypeError, LookupError, AttributeError)
+# Raised by templates, tokenizers and the parsers of `renderers` for unusual content: brackets
+# nested too deep for the JSON parser (RecursionError), integers of over 4300 digits (ValueError),
+# half a surrogate pair (TypeError), a list instead of an object (the others). The policy may sample
+# anything, and a client may send anything.
+_CONTENT_ERRORS = (RecursionError, ValueError, TypeError, LookupError, AttributeError)
 
 
 class Rendered(Struct, frozen=True, kw_only=True):
@@ -51,7 +51,7 @@ class ToolCall(Struct, frozen=True, kw_only=True):
 
 
 class Parsed(Struct, frozen=True, kw_only=True):
-    """What the agent sees of sampled tokens."""
+    """The assistant message in sampled tokens; `malformed` counts calls that did not parse."""
 
     content: str
     reasoning: str = ""
@@ -62,9 +62,9 @@ class Parsed(Struct, frozen=True, kw_only=True):
 class Rendering:
     """Messages and tokens of one model.
 
-    Example: `rendering.render(messages)` gives the context of a first turn; after the engine
-    sampled `output`, `rendering.extend(context, output, [tool_result])` gives what follows, so
-    that context + output + extension is the next context and the sampled ids stay as they were.
+    Example: `rendering.render(messages)` gives the first context. After the engine sampled
+    `output`, `rendering.extend(context, output, [tool_result])` gives the tokens that follow, so
+    that context + output + extension is the next context and the sampled ids stay unchanged.
     """
 
     def __init__(
@@ -87,16 +87,16 @@ class Rendering:
     def load(
         cls, model_path: str, *, renderer: str = "auto", history: HistoryPolicy = "append_only"
     ) -> "Rendering":
-        """The rendering of the model in this folder.
+        """Load the rendering of the model in this folder.
 
         Args:
             model_path: Folder in Hugging Face format.
             renderer: Name in the `renderers` package, or `auto`.
-            history: `template` re-renders sampled turns as the vendor's template would.
+            history: `template`: render sampled messages again, as the model's template does.
 
         Raises:
             FileNotFoundError: the folder has no fast tokenizer.
-            ValueError: no such renderer, or no way to tell where a turn stops.
+            ValueError: no such renderer, or the model names no end-of-turn token.
         """
         folder = Path(model_path)
         tokenizer = FolderTokenizer(folder)
@@ -107,14 +107,14 @@ class Rendering:
         return cls(tokenizer, renderer=chosen, stop_token_ids=tuple(stops), history=history)
 
     def render(self, messages: Sequence[Message], *, tools: Sequence[Tool] = ()) -> Rendered:
-        """All messages and the opening of the assistant's turn.
+        """Render all messages and the opening of the assistant's message.
 
         Raises:
             ValueError: these messages or tools cannot be rendered; says why.
         """
         try:
             return self._rendered(messages, tools)
-        except (TemplateError, *_UNFORESEEN) as error:
+        except (TemplateError, *_CONTENT_ERRORS) as error:
             raise _unrenderable(error) from error
 
     def _rendered(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Rendered:
@@ -156,24 +156,24 @@ class Rendering:
         *,
         tools: Sequence[Tool] = (),
     ) -> Rendered | None:
-        """Tokens that follow context + output up to the next assistant turn, or None.
+        """Render the tokens between context + output and the next assistant message.
 
         Args:
-            context: What the output was sampled from; its last CONTEXT_TAIL_TOKENS are enough.
+            context: Of the output; its last CONTEXT_TAIL_TOKENS ids are enough.
             output: Sampled ids, kept as they are.
-            messages: New messages, none of them the assistant's.
+            messages: The new messages, without an assistant's.
             tools: As in the render of the context.
 
         Returns:
-            Only the new ids, with message ends counted from the first of them. None where the
-            history must be rendered again: the policy or the template wants it so.
+            The new ids only, with message ends counted from the first of them. None if everything
+            must be rendered again, because the history policy or the template rewrites messages.
 
         Raises:
             ValueError: these messages or tools cannot be rendered; says why.
         """
         try:
             return self._extended(context, output, messages, tools)
-        except (TemplateError, *_UNFORESEEN) as error:
+        except (TemplateError, *_CONTENT_ERRORS) as error:
             raise _unrenderable(error) from error
 
     def _extended(
@@ -211,16 +211,16 @@ class Rendering:
         tools: Sequence[Tool] = (),
         context: Sequence[int] = (),
     ) -> Parsed:
-        """The assistant message in sampled ids; the same ids and id give the same message.
+        """Parse sampled ids to an assistant message; the same arguments give the same message.
 
-        Any ids give a message: what cannot be a call of a name with JSON arguments counts as
-        malformed and stays text. All text is encodable as UTF-8.
+        Any ids give a message: a call without a name or JSON arguments counts as malformed and
+        stays text. All text can be encoded as UTF-8.
 
         Args:
             output: Sampled ids, stop token included or not.
-            completion_id: Tool call ids are derived from it.
-            tools: Without tools nothing is read as a tool call and markup stays text.
-            context: Ids before the output (their tail is enough): reasoning may be open there.
+            completion_id: Tool call ids derive from it.
+            tools: If empty, nothing is parsed as a tool call and markup stays text.
+            context: Ids before the output (a tail is enough): they may open the reasoning.
         """
         ids = list(output)
         before = list(context[-CONTEXT_TAIL_TOKENS:]) or None
@@ -228,7 +228,7 @@ class Rendering:
             parsed = self._renderer.parse_response(
                 ids, tools=list(tools) or None, prompt_ids=before
             )
-        except _UNFORESEEN:
+        except _CONTENT_ERRORS:
             return Parsed(content=self._tokenizer.decode(self._without_stop(ids)), malformed=1)
         attempts = parsed.tool_calls if tools else []
         read = [(call, _arguments_text(call)) for call in attempts]
@@ -238,8 +238,8 @@ class Rendering:
             content=self._content(ids, parsed, bad, has_tools=bool(tools)),
             reasoning=(parsed.reasoning_content or "").strip("\n"),
             tool_calls=tuple(
-                ToolCall(id=f"call_{completion_id}_{place}", name=name, arguments=arguments)
-                for place, (name, arguments) in enumerate(good)
+                ToolCall(id=f"call_{completion_id}_{index}", name=name, arguments=arguments)
+                for index, (name, arguments) in enumerate(good)
             ),
             malformed=len(bad),
         )
@@ -252,7 +252,7 @@ class Rendering:
         *,
         has_tools: bool,
     ) -> str:
-        """The text of the turn; what looked like a call and is none is text, so nothing is lost."""
+        """The message's text; malformed calls stay in it, so nothing sampled is lost."""
         if not has_tools and parsed.tool_calls:
             text = self._tokenizer.decode(self._without_stop(ids))
             return text.partition("</think>")[2] if parsed.reasoning_content else text
@@ -278,14 +278,14 @@ class Rendering:
 
 
 def plain_messages(messages: Sequence[Message], *, is_head: bool = True) -> list[dict[str, Any]]:
-    """Messages as every template takes them: text content, and one system message at the head.
+    """Messages as every template accepts them: text content, and one system message at the head.
 
-    `developer` is `system`. System messages after the head become user turns: most templates
-    ignore or refuse them there.
+    `developer` becomes `system`. System messages after the head become user messages: most
+    templates ignore or refuse them there.
 
     Args:
         messages: In OpenAI chat form.
-        is_head: False where other messages stand before these.
+        is_head: False if other messages precede these.
     """
     plain: list[dict[str, Any]] = []
     for message in messages:
@@ -314,11 +314,11 @@ def text_of(content: object) -> str:
 
 
 def _ends(indices: Sequence[int], *, count: int) -> tuple[int, ...]:
-    """Ids up to and with each message's last one; a message without ids ends where the last did."""
+    """Number of ids up to each message's end; one without ids ends as its predecessor."""
     last = dict.fromkeys(range(count), 0)
-    for place, index in enumerate(indices):
+    for position, index in enumerate(indices):
         if index >= 0:
-            last[index] = place + 1
+            last[index] = position + 1
     ends: list[int] = []
     for index in range(count):
         ends.append(max(last[index], ends[-1] if ends else 0))
@@ -326,7 +326,7 @@ def _ends(indices: Sequence[int], *, count: int) -> tuple[int, ...]:
 
 
 def _arguments_text(call: ParsedToolCall) -> str | None:
-    """The call's arguments as JSON text; None where it is no call that a client can be given."""
+    """The call's arguments as JSON text; None if the call is malformed."""
     if call.status not in _USABLE or not isinstance(call.name, str) or not call.name:
         return None
     given = call.arguments
@@ -336,7 +336,7 @@ def _arguments_text(call: ParsedToolCall) -> str | None:
             msgspec.json.decode(given)
             return given
         return msgspec.json.encode(given if given is not None else {}).decode()
-    except (msgspec.DecodeError, *_UNFORESEEN):
+    except (msgspec.DecodeError, *_CONTENT_ERRORS):
         return None
 
 

@@ -1,7 +1,7 @@
-"""A tokenizer over the `tokenizers` package that the renderers accept; no transformers, no torch.
+"""A tokenizer for `renderers` over the `tokenizers` package, without transformers and torch.
 
-It satisfies three structural types of `renderers`: Tokenizer, OffsetTokenizer (character offsets
-beside ids) and ChatTemplateTokenizer.
+Implements three protocols of `renderers`: Tokenizer, OffsetTokenizer (ids with character offsets)
+and ChatTemplateTokenizer.
 """
 
 import json
@@ -13,8 +13,8 @@ from tokenizers import Tokenizer
 
 from forgemq_rendering.chat_template import RenderText, compile_chat_template
 
-# The batch call lets other threads run meanwhile and leaves out offsets; below this length its
-# set-up costs more than that gains.
+# The batch call releases the GIL and computes no offsets; for shorter texts its set-up costs more
+# than that gains.
 _BATCH_CHARACTERS_MIN = 4096
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -24,11 +24,11 @@ class FolderTokenizer:
     """The tokenizer in a Hugging Face folder.
 
     Args:
-        folder: Holds tokenizer.json; tokenizer_config.json and chat_template.jinja where the
-            model has them.
+        folder: Holds tokenizer.json, and optionally tokenizer_config.json and
+            chat_template.jinja.
 
     Raises:
-        FileNotFoundError: there is no tokenizer.json.
+        FileNotFoundError: tokenizer.json is missing.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -61,7 +61,7 @@ class FolderTokenizer:
         return None if token is None else self._tokenizer.token_to_id(token)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of a text; markers in the text become special tokens, none are added."""
+        """Token ids of a text; special tokens in the text are recognised, none are added."""
         if len(text) < _BATCH_CHARACTERS_MIN:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[
@@ -69,13 +69,13 @@ class FolderTokenizer:
         ].ids
 
     def decode(self, token_ids: Sequence[int] | int, *, skip_special_tokens: bool = False) -> str:
-        """Text of token ids; an id that no vocabulary has, negative ones too, has no text."""
+        """Text of token ids; an id outside the vocabulary, also a negative one, has no text."""
         given = [token_ids] if isinstance(token_ids, int) else token_ids
         ids = [token_id for token_id in given if token_id >= 0]
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:  # noqa: ANN401 - theirs
-        """Id of one token (None where unknown), or a list of ids."""
+        """Id of one token (None if unknown), or a list of ids."""
         if isinstance(tokens, str):
             found = self._tokenizer.token_to_id(tokens)
             return self.unk_token_id if found is None else found
@@ -97,7 +97,7 @@ class FolderTokenizer:
         tokenize: bool = True,
         **settings: object,
     ) -> Any:  # noqa: ANN401 - ids or text, as transformers has it
-        """Messages through the tokenizer's own template, as ids or as text."""
+        """Render messages with the tokenizer's chat template, as ids or as text."""
         if self.render_text is None:
             raise ValueError(f"{self.name_or_path}: the tokenizer has no chat template")
         settings.pop("return_dict", None)
@@ -108,7 +108,7 @@ class FolderTokenizer:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; {} where the file is missing."""
+    """Read the object in a JSON file; {} if the file is missing."""
     if not path.is_file():
         return {}
     loaded = json.loads(path.read_text(encoding="utf-8"))

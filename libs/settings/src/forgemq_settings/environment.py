@@ -1,4 +1,4 @@
-"""Settings of a process: one frozen struct, parsed once from the environment."""
+"""Parses the settings of a process, one frozen struct, from its environment."""
 
 from collections.abc import Mapping
 from typing import TypeVar
@@ -10,16 +10,16 @@ Settings = TypeVar("Settings", bound=msgspec.Struct)
 
 
 class SettingsError(ValueError):
-    """An environment variable is unknown, missing or holds a value that its rule refuses."""
+    """An environment variable is unknown, is missing, or has a value that its rule refuses."""
 
 
 def parse(kind: type[Settings], *, prefix: str, environ: Mapping[str, str]) -> Settings:
-    """The settings that the variables `<prefix><FIELD>` give; absent ones take their defaults.
+    """Parse the variables `<prefix><FIELD>`; a field without one takes its default.
 
     Sequences are comma-separated. An error never repeats free text or a number: it may be secret.
 
     Raises:
-        SettingsError: naming the variable and the rule.
+        SettingsError: names the variable and the rule.
     """
     fields = {prefix + field.name.upper(): field for field in msgspec.structs.fields(kind)}
     unknown = sorted(name for name in environ if name.startswith(prefix) and name not in fields)

@@ -1,10 +1,10 @@
-"""The environment that code of the run's author gets."""
+"""The environment that the user's code gets."""
 
 from collections.abc import Mapping
 
-_OURS = "FORGEMQ_"
+_PREFIX = "FORGEMQ_"
 
 
 def for_user_code(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment without our own variables: they hold keys and passwords."""
-    return {name: value for name, value in environ.items() if not name.startswith(_OURS)}
+    """The environment without the `FORGEMQ_*` variables: they hold keys and passwords."""
+    return {name: value for name, value in environ.items() if not name.startswith(_PREFIX)}

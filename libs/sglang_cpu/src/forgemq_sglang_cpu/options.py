@@ -22,7 +22,7 @@ class _ModelConfig(_TextConfig, frozen=True):
 
 
 class EngineOptions(Struct, frozen=True, kw_only=True):
-    """What distinguishes one server from another; the defaults serve a small model.
+    """Options of one server; the defaults serve a small model on a CPU.
 
     Attributes:
         has_gpu: Serve on the machine's GPUs; False: on the CPU, in float32.
@@ -31,10 +31,10 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
         running_requests_max: Requests decoded together; None: 48 on a CPU, SGLang's own on a GPU.
         threads: OpenMP threads of each process; one is best for a tiny model on few cores.
         tensor_parallel: GPUs of this server.
-        gpu_first: The first of them, from 0 among those that its environment shows it.
+        gpu_first: Number of the first of them among the GPUs that its environment shows.
         weight_version: Name of the weights the server starts with.
-        weight_group_timeout_s: Longest wait of the scheduler for the trainer's process group.
-        extra: More arguments, appended as they are; the last one of a name holds.
+        weight_group_timeout_s: Longest wait of SGLang's scheduler for the trainer's process group.
+        extra: More arguments, appended unchanged; the last one of a name counts.
     """
 
     has_gpu: bool = False
@@ -52,14 +52,14 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
 def command_line(
     options: EngineOptions, *, model_path: str, host: str, port: int, has_experts: bool = False
 ) -> list[str]:
-    """The whole command, this interpreter first.
+    """The command line, this interpreter first.
 
     Args:
-        options: of the server.
-        model_path: folder in Hugging Face format.
-        host: address to listen on.
-        port: of the HTTP server.
-        has_experts: the model is a mixture of experts; the server then can say which ones ran.
+        options: Of the server.
+        model_path: Folder in Hugging Face format.
+        host: Address to listen on.
+        port: Of the HTTP server.
+        has_experts: The model is a mixture of experts; the server records which ones ran.
     """
     command = [sys.executable, "-m", "forgemq_sglang_cpu", "--model-path", model_path]
     command += ["--host", host, "--port", str(port)]
@@ -73,9 +73,9 @@ def command_line(
     if running_max is not None:
         command += ["--max-running-requests", str(running_max)]
     if has_experts:
-        command += ["--enable-return-routed-experts"]  # SGLang dies of it with a dense model.
+        command += ["--enable-return-routed-experts"]  # SGLang crashes on it with a dense model.
         if options.has_gpu:
-            # SGLang's own choice on Blackwell routes inside its kernel and records expert 0 only.
+            # SGLang's default on Blackwell routes inside its kernel and records expert 0 only.
             command += ["--moe-runner-backend", "triton"]
     return [*command, *options.extra]
 
@@ -108,12 +108,12 @@ def _gpu_arguments(options: EngineOptions) -> list[str]:
 def environment(
     options: EngineOptions, inherited: Mapping[str, str], *, pid: int
 ) -> dict[str, str]:
-    """Environment of the server's processes, from the caller's.
+    """The environment of the server's processes.
 
     Args:
-        options: threads and device follow from them.
-        inherited: the caller's environment.
-        pid: the caller's process id; the server ends with it.
+        options: Decide threads and device.
+        inherited: The caller's environment.
+        pid: The caller's process id; the server ends with that process.
     """
     own = {
         "FORGEMQ_ENGINE_PARENT": str(pid),
@@ -128,7 +128,7 @@ def environment(
     if not options.has_gpu:
         own |= {"OMP_NUM_THREADS": str(options.threads), "CUDA_VISIBLE_DEVICES": ""}
     elif "PATH" in inherited:
-        # SGLang compiles kernels for GPUs with the ninja that was installed beside it.
+        # SGLang compiles GPU kernels with the ninja in its interpreter's folder.
         own["PATH"] = os.pathsep.join((os.path.dirname(sys.executable), inherited["PATH"]))
     kept = {name: value for name, value in inherited.items() if name != "SGLANG_USE_CPU_ENGINE"}
     return kept | own

@@ -1,4 +1,4 @@
-"""Ends this process group when its parent is gone, so that no engine outlives a killed launcher."""
+"""Ends a process group when its parent is gone, so that no engine outlives a killed launcher."""
 
 import os
 import signal
@@ -6,20 +6,21 @@ import threading
 import time
 
 CHECK_EVERY_S = 1.0
+"""How long an orphan may hold its port and memory; a check costs microseconds."""
 
 
 def end_with_parent(parent_pid: int) -> None:
-    """Watch the parent from a daemon thread; kill the own process group once it has changed.
+    """Start a daemon thread that kills this process group once the parent has changed.
 
     Args:
-        parent_pid: process that started this one.
+        parent_pid: Of the process that started this one.
 
     Raises:
         RuntimeError: this process does not lead its group; the kill would hit its siblings.
     """
     if os.getpgid(0) != os.getpid():
-        raise RuntimeError("the engine must lead a process group of its own")
-    # PR_SET_PDEATHSIG would follow the parent's thread, which may end long before the parent.
+        raise RuntimeError("the engine must lead its process group")
+    # Not PR_SET_PDEATHSIG: it follows the parent's thread, which may end long before the parent.
     threading.Thread(target=_watch, args=(parent_pid,), name="end-with-parent", daemon=True).start()
 
 

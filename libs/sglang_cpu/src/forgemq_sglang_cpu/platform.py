@@ -6,23 +6,23 @@ from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 
 class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # sglang has no types
-    """Layers take their `forward_native` paths; the wheel has no CPU kernels to offer.
+    """Makes layers use their `forward_native` methods: SGLang's wheel has no CPU kernels.
 
-    Inherits because SGLang accepts a platform only as a subclass of its own.
+    A subclass because SGLang accepts only subclasses of its platform.
     """
 
     _enum = PlatformEnum.OOT
     capabilities = PlatformCapabilities(supports_triton=False)
 
     def is_pin_memory_available(self, device: object = None) -> bool:
-        """Pinning needs an accelerator."""
+        """False: pinning memory needs an accelerator."""
         del device
         return False
 
     def get_default_attention_backend(self) -> str:
-        """Scaled dot product attention of PyTorch."""
+        """PyTorch's scaled dot product attention."""
         return "torch_native"
 
     def get_dispatch_key_name(self) -> str:
-        """Which `forward_*` method layers use."""
+        """Suffix of the `forward_*` method that layers use."""
         return "native"

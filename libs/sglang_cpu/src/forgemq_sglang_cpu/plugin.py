@@ -1,7 +1,7 @@
-"""What SGLang loads through its entry points, in every one of its processes.
+"""The hooks that SGLang loads through its entry points in each of its processes.
 
-Only hooks of SGLang's own registry are used; names below are those of sglang 0.5.23, and a hook on
-a name that is gone is logged by SGLang and left out.
+They use SGLang's hook registry. The names below are those of sglang 0.5.23; SGLang logs and skips
+a hook on a name that does not exist.
 """
 
 import os
@@ -17,7 +17,7 @@ _JOIN_WEIGHT_GROUP = (
 
 
 def activate() -> str | None:
-    """Name of the platform class on a machine without an accelerator, None elsewhere."""
+    """Name of the platform class; None on a machine with an accelerator."""
     import torch
 
     if torch.accelerator.is_available():
@@ -26,11 +26,11 @@ def activate() -> str | None:
 
 
 def register_hooks() -> None:
-    """Register the hooks this machine and environment need; none on a bare GPU server."""
+    """Register the hooks that this machine and environment need."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     if activate() is not None:
-        # Host pools always ask for pinned memory; there is no accelerator to pin it for.
+        # SGLang's host pools always pin their memory, which fails without an accelerator.
         HookRegistry.register(_PIN_HOST_MEMORY, _leave_unpinned, HookType.REPLACE)
     timeout_s = os.environ.get(WEIGHT_GROUP_TIMEOUT_VARIABLE)  # noqa: TID251 (a plugin's only input)
     if timeout_s:
@@ -44,7 +44,7 @@ def _leave_unpinned(buffer: object, registration_granularity_bytes: int | None =
 
 
 def _bounded_join(timeout: timedelta) -> Callable[..., object]:
-    # torch waits 30 minutes by default, and the scheduler's loop stands still meanwhile.
+    # torch waits 30 minutes by default, and SGLang's scheduler is blocked meanwhile.
     def join(original: Callable[..., object], *args: object, **arguments: object) -> object:
         return original(*args, **{"timeout": timeout, **arguments})
 

@@ -1,7 +1,7 @@
-"""One SGLang server as a child process: start, wait until healthy, stop without remains.
+"""One SGLang server as a child process: starts it, waits until it is healthy, stops it.
 
-The caller owns the schedule: nothing here retries or restarts. All calls block; an async caller
-runs them in a thread.
+Nothing here retries or restarts: the caller decides. All calls block; an async caller runs them in
+a thread.
 """
 
 import os
@@ -30,22 +30,23 @@ from forgemq_sglang_cpu.options import (
 Progress: TypeAlias = Callable[[float, str], None]
 """Called about every 2 s of waiting with seconds waited and the newest line of the log."""
 
-LOG_TAIL_LINES = 15
-_LOG_TAIL_BYTES = 64 * 1024
-_POLL_S = 0.5
-_PROGRESS_EVERY_S = 2.0
-_KILLED_WITHIN_S = 10.0
+LOG_TAIL_LINES = 15  # A Python traceback's end, with its error.
+_LOG_TAIL_BYTES = 64 * 1024  # LOG_TAIL_LINES of 4 KiB each.
+_POLL_S = 0.5  # A start takes 25 s at least.
+_PROGRESS_EVERY_S = 2.0  # Often enough for a person who watches.
+_KILLED_WITHIN_S = 10.0  # The kernel frees several GB of each process.
+_GONE_POLL_S = 0.05  # Often: a stop waits for it.
 
 
 class EngineServerError(Exception):
-    """The server could not start or stop; one line, with the log's last lines behind it."""
+    """The server could not start or stop; one line, then the log's last lines."""
 
 
 class EngineServer:
-    """One server in a process group of its own, writing to `<folder>/engine.log`.
+    """One server, which leads its process group and writes to `<folder>/engine.log`.
 
-    Lifecycle: `start`, `wait_healthy`, any time `is_running`, `stop`; a stopped one can be started
-    again. Also a context manager that waits with the default deadline.
+    Lifecycle: `start`, `wait_healthy`, `stop`; a stopped server can be started again. Also a
+    context manager, which waits with the default deadline.
 
     Example:
         with EngineServer("model", Path("logs"), port=31000) as engine:
@@ -65,12 +66,12 @@ class EngineServer:
         """Describe a server; nothing is started.
 
         Args:
-            model_path: folder in Hugging Face format.
-            folder: where the log goes; made if it does not exist.
+            model_path: Folder in Hugging Face format.
+            folder: For the log; created if it does not exist.
             port: TCP port of the HTTP server.
-            options: see `EngineOptions`.
-            host: address to listen on.
-            inherited: environment to pass on; None: this process's own.
+            options: See `EngineOptions`.
+            host: Address to listen on.
+            inherited: Environment to pass on; None: that of this process.
         """
         self._model_path = model_path
         self._folder = folder
@@ -87,7 +88,7 @@ class EngineServer:
 
     @property
     def pid(self) -> int | None:
-        """Process id, which is the id of the process group too; None unless started."""
+        """Process id, also of the process group; None unless started."""
         return self._process.pid if self._process else None
 
     @property
@@ -103,12 +104,12 @@ class EngineServer:
         """
         if self.is_running():
             raise EngineServerError(f"the engine on port {self._port} is running already")
-        self.stop()  # what a server that died by itself may have left
+        self.stop()  # A server that died may have left other processes of its group.
         has_experts = self._is_mixture()
         _check_port(self._host, self._port)
         _check_memory()
         self._folder.mkdir(parents=True, exist_ok=True)
-        # A child's environment is that of its parent plus what the engine needs.
+        # Reading os.environ is allowed here: a child inherits its parent's environment.
         inherited = os.environ if self._inherited is None else self._inherited  # noqa: TID251
         command = command_line(
             self._options,
@@ -158,11 +159,11 @@ class EngineServer:
     def stop(self) -> None:
         """End the whole process group; idempotent.
 
-        It is killed and not asked: SGLang looks for a request to end every 5 s only, and an engine
-        holds nothing that a kill could lose.
+        It is killed at once: SGLang checks for a request to end every 5 s only, and an engine holds
+        nothing that a kill could lose.
 
         Raises:
-            EngineServerError: a process of the group is still there.
+            EngineServerError: a process of the group is still alive.
         """
         process, self._process = self._process, None
         if process is None:
@@ -221,15 +222,8 @@ def _wait_gone(process: "subprocess.Popen[bytes]", *, timeout_s: float) -> bool:
     while process.poll() is None or _members(process.pid):
         if time.monotonic() > deadline_s:
             return False
-        time.sleep(0.05)
+        time.sleep(_GONE_POLL_S)
     return True
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
 
 
 def _check_memory() -> None:

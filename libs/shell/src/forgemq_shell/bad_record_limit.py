@@ -1,4 +1,4 @@
-"""Stops a task that would shovel its whole input into the dead letter topic."""
+"""Stops a task before it writes most of its input to the dead letter topic."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from forgemq_shell.transform_settings import TransformSettings
 
 
 class TooManyBadRecordsError(Exception):
-    """More bad records than an accident explains: a producer or this service is wrong."""
+    """So many records are bad that a producer or this service must be wrong."""
 
 
 @dataclass(slots=True)
@@ -18,24 +18,24 @@ class _Seen:
 
 
 class BadRecordLimit:
-    """Counts per partition; a short burst passes, a flood does not."""
+    """Counts good and bad records per partition; raises at too many bad ones."""
 
     def __init__(self, settings: TransformSettings) -> None:
         self._settings = settings
         self._seen: dict[Place, _Seen] = {}
 
-    def good(self, place: Place) -> None:
-        """A record of this partition was handled."""
-        seen = self._counted(place)
+    def count_good(self, place: Place) -> None:
+        """Count a record that was handled; ends a row of bad ones."""
+        seen = self._count(place)
         seen.bad_in_a_row = 0
 
-    def bad(self, place: Place, reason: str) -> None:
-        """A record of this partition was bad.
+    def count_bad(self, place: Place, reason: str) -> None:
+        """Count a bad record.
 
         Raises:
-            TooManyBadRecordsError: too many in a row, or too large a share of the last records.
+            TooManyBadRecordsError: too many in a row, or too large a share of the recent records.
         """
-        seen, limits = self._counted(place), self._settings
+        seen, limits = self._count(place), self._settings
         seen.bad += 1
         seen.bad_in_a_row += 1
         if seen.bad_in_a_row > limits.bad_consecutive_max:
@@ -52,11 +52,11 @@ class BadRecordLimit:
                 f"the last one: {reason}"
             )
 
-    def _counted(self, place: Place) -> _Seen:
+    def _count(self, place: Place) -> _Seen:
         seen = self._seen.setdefault(place, _Seen())
         seen.records += 1
         if seen.records > 2 * self._settings.bad_fraction_over_records:
-            # Halving both forgets old records without keeping a list of them.
+            # Halving both gives old records less weight without keeping a list of them.
             seen.records /= 2
             seen.bad /= 2
         return seen

@@ -1,6 +1,6 @@
-"""One batch of a transform task: feeds the core, gathers what is to be written and journalled.
+"""One batch of a transform task: feeds the core and collects its outputs and journal record.
 
-Live handling, restore and replay all go through this class, so they cannot differ.
+Live handling, restore and replay all use this class, so they cannot differ.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from forgemq_shell.dead_letters import dead_letter, letter_of
 from forgemq_shell.records import emit_of
 
 BATCH_HEADER = "batch"
-"""On every output: the task and the number of its batch, `merger-0/17`."""
+"""Header of every output: the task and the number of its batch, `merger-0/17`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,21 +26,21 @@ class BadRecord:
     """A record that does not decode, or that the core refuses.
 
     Attributes:
-        is_buried: It went to its dead letter topic; else another service sends it there.
+        has_dead_letter: This batch writes its dead letter; False: another service does.
     """
 
     record: Record
     reason: str
-    is_buried: bool
+    has_dead_letter: bool
 
 
 class Batch:
-    """Inputs handled since the last commit, in order, and everything they caused.
+    """Inputs handled since the previous commit, in order, and the outputs they caused.
 
     Args:
         core: Changed by every input.
-        service: Whose batch it is; it buries what does not decode where the registry says so, and
-            whatever its core refuses.
+        service: Owner of the batch. The batch writes dead letters for records that its core
+            refuses, and for those that do not decode if the registry gives their topic to it.
     """
 
     def __init__(self, core: Core, *, service: str) -> None:
@@ -54,35 +54,35 @@ class Batch:
 
     @property
     def inputs(self) -> tuple[JournalInput, ...]:
-        """What was fed, in order; neighbouring records of a partition as one range."""
+        """Inputs in the order they were fed; neighbouring records of a partition are one range."""
         return tuple(self._inputs)
 
     @property
     def positions(self) -> dict[Place, int]:
-        """Next position of every partition that was read."""
+        """Next position of every partition that the batch read."""
         return dict(self._positions)
 
     def tick(self, run_ms: int) -> None:
-        """Let the core know the time."""
+        """Feed the core a Tick with this run time."""
         self._inputs.append(JournalInput(tick_ms=run_ms))
         self._write(self._core.handle(Tick(run_ms=run_ms)), ())
 
     def record(self, record: Record, *, headers: Headers = ()) -> BadRecord | None:
-        """Let the core handle a record; its outputs carry `headers`.
+        """Feed the core a record; its outputs carry `headers`.
 
         Returns:
-            The record and its reason where it was a bad one.
+            The record with its reason if it was bad, else None.
         """
         self._note(record)
         try:
             message = _message(record)
         except msgspec.ValidationError as error:
-            is_ours = topics.BY_NAME[record.topic].dead_letters_by == self._service
-            return self._bad(record, f"does not decode: {error}", is_buried=is_ours)
+            is_own = topics.BY_NAME[record.topic].dead_letters_by == self._service
+            return self._add_bad(record, f"does not decode: {error}", has_dead_letter=is_own)
         try:
             outputs = self._core.handle(message)
         except InvalidRecordError as error:
-            return self._bad(record, f"refused: {error}", is_buried=True)
+            return self._add_bad(record, f"refused: {error}", has_dead_letter=True)
         except Exception as error:
             error.add_note(f"while handling {record.topic}/{record.partition}@{record.offset}")
             raise
@@ -105,12 +105,12 @@ class Batch:
     def _note(self, record: Record) -> None:
         self.records += 1
         self._positions[record.place] = record.offset + 1
-        last = self._inputs[-1] if self._inputs else None
-        if last is not None and (last.topic, last.partition) == record.place:
+        previous = self._inputs[-1] if self._inputs else None
+        if previous is not None and (previous.topic, previous.partition) == record.place:
             # Offsets between two records of one partition belong to no record (transaction
             # markers, aborted records), so the range still names exactly what was fed.
-            count = record.offset + 1 - last.offset
-            self._inputs[-1] = msgspec.structs.replace(last, count=count)
+            count = record.offset + 1 - previous.offset
+            self._inputs[-1] = msgspec.structs.replace(previous, count=count)
             return
         self._inputs.append(
             JournalInput(
@@ -121,24 +121,24 @@ class Batch:
     def _write(self, outputs: Sequence[Output], headers: Headers) -> None:
         self.emits.extend(emit_of(output, headers=headers) for output in outputs)
 
-    def _bad(self, record: Record, reason: str, *, is_buried: bool) -> BadRecord:
-        if is_buried:
+    def _add_bad(self, record: Record, reason: str, *, has_dead_letter: bool) -> BadRecord:
+        if has_dead_letter:
             self.emits.append(dead_letter(record, reason))
-        bad = BadRecord(record, reason, is_buried)
+        bad = BadRecord(record, reason, has_dead_letter)
         self.bad_records.append(bad)
         return bad
 
 
 def stamped(emits: Sequence[Emit], *, task: str, sequence: int) -> list[Emit]:
-    """These records with the header that says which batch of which task wrote them."""
+    """The records, each with a header that names the task and the batch."""
     header = (BATCH_HEADER, f"{task}/{sequence}".encode())
     return [dataclasses.replace(emit, headers=(*emit.headers, header)) for emit in emits]
 
 
 def batch_sequence(headers: Headers, *, task: str) -> int | None:
-    """Number of the batch that wrote the record of these headers; None: not of this task.
+    """Number of the batch that wrote the record with these headers; None if not this task's.
 
-    A dead letter carries the headers of the record it buries, so the last one counts.
+    A dead letter also carries the headers of its bad record, so the last one counts.
     """
     stamps = [value.decode(errors="replace") for name, value in headers if name == BATCH_HEADER]
     writer, _, number = stamps[-1].rpartition("/") if stamps else ("", "", "")

@@ -1,4 +1,4 @@
-"""Compares what a task's replay writes with what stands on the log, and finds where they part."""
+"""Compares what a task's replay writes with the log, up to the first difference."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,7 @@ from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from forgemq_bus.log import Emit, Log, Place, Record
+from forgemq_bus.log import Emit, LogReads, Place, Record
 from forgemq_contracts.messages import Core
 from forgemq_shell.replay import ReplayedBatch, replay_task
 from forgemq_shell.task import TaskPlan
@@ -15,15 +15,15 @@ from forgemq_shell.written_outputs import WrittenBatch, WrittenOutputs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """The first thing that is not the same.
+    """The first difference between a replay and the log.
 
     Attributes:
         sequence: Number of the batch in the journal.
-        place: Of the record that differs; None where the records are the same and the state or
-            the digest in the journal is not.
-        written: On the log; None where the log has no such record.
-        replayed: What the core writes; None where it writes no such record.
-        detail: What differs, where it is no record.
+        place: Partition of the record that differs; None if all records that are kept are the
+            same, but the state or the digest in the journal is not.
+        written: The record on the log; None if it has no such record.
+        replayed: What the core writes; None if it writes no such record.
+        detail: What differs, if it is not a record.
     """
 
     sequence: int
@@ -35,12 +35,13 @@ class Difference:
 
 @dataclass(slots=True, kw_only=True)
 class Comparison:
-    """One task's replay beside the log, up to the first difference.
+    """One task's replay compared with the log, up to the first difference.
 
     Attributes:
-        batches: Replayed ones; the numbers of the first and the last are below.
-        outputs: Records that the core wrote again.
-        outputs_trimmed: Those of them that are trimmed away; the journal's digest covers them.
+        batches: Number of batches replayed, from `batch_first` to `batch_last`.
+        outputs: Number of records that the core wrote in the replay.
+        outputs_trimmed: How many of them the log does not have any more: only the journal's digest,
+            which covers them, could be compared.
     """
 
     journal: Place
@@ -54,7 +55,7 @@ class Comparison:
     difference: Difference | None = None
 
     def add(self, replayed: ReplayedBatch, written: Mapping[Place, WrittenBatch]) -> None:
-        """Count this batch and compare it."""
+        """Compare this batch and count it."""
         batch = replayed.batch
         if not self.batches:
             self.batch_first = batch.sequence
@@ -63,7 +64,7 @@ class Comparison:
         self.ticks += sum(1 for item in batch.inputs if not item.topic)
         self.inputs += replayed.records
         self.outputs += len(replayed.emits)
-        self.difference = self._record_difference(replayed, written) or _other(replayed)
+        self.difference = self._record_difference(replayed, written) or _state_difference(replayed)
 
     def _record_difference(
         self, replayed: ReplayedBatch, written: Mapping[Place, WrittenBatch]
@@ -93,8 +94,8 @@ def _is_same(record: Record, emit: Emit) -> bool:
     return (record.key, record.value) == (emit.key, emit.value)
 
 
-def _other(replayed: ReplayedBatch) -> Difference | None:
-    """What differs of a batch whose records that are kept are the same."""
+def _state_difference(replayed: ReplayedBatch) -> Difference | None:
+    """The difference in digest or snapshot, if all records that are kept are the same."""
     batch = replayed.batch
     if replayed.digest != batch.outputs_digest:
         detail = (
@@ -108,17 +109,19 @@ def _other(replayed: ReplayedBatch) -> Difference | None:
     return None
 
 
-async def compare(log: Log, plan: TaskPlan, core: Core, *, outputs: Sequence[Place]) -> Comparison:
+async def compare(
+    log: LogReads, plan: TaskPlan, core: Core, *, outputs: Sequence[Place]
+) -> Comparison:
     """Replay all that is kept of a task's journal, up to the first difference; writes nothing.
 
     Args:
-        log: The run's log; the run may be up.
+        log: Of the run, which may be up, or of a recording.
         plan: Of the task.
         core: Fresh, made as the service makes it for this partition.
         outputs: Every partition that the task may write to, its journal left out.
 
     Raises:
-        HistoryError: see `replay_task`.
+        JournalError: see `replay_task`.
     """
     result = Comparison(journal=plan.journal)
     written = WrittenOutputs(log, task=plan.transactional_id)
@@ -127,9 +130,10 @@ async def compare(log: Log, plan: TaskPlan, core: Core, *, outputs: Sequence[Pla
         async with aclosing(again):
             async for replayed in again:
                 if not result.batches:
-                    # Once the replay has taken the journal's end: what it names is written by then.
+                    # Not earlier: the replay took the journal's end before it gave its first
+                    # batch, so all outputs that the journal names are written.
                     await written.open(outputs)
-                result.add(replayed, await written.batch(replayed.batch.sequence))
+                result.add(replayed, await written.read_batch(replayed.batch.sequence))
                 if result.difference is not None:
                     break
     finally:

@@ -1,4 +1,4 @@
-"""What every service needs to reach its run: the broker's address and the run's id."""
+"""Reads from the environment how to reach the broker, and the run's id."""
 
 from collections.abc import Mapping
 
@@ -22,7 +22,7 @@ def kafka_connection(environ: Mapping[str, str]) -> KafkaConnection:
     """How to reach the broker.
 
     Raises:
-        SettingsError: `FORGEMQ_KAFKA` is not set, or one of its companions is wrong.
+        SettingsError: `FORGEMQ_KAFKA` is not set, or a `FORGEMQ_KAFKA_*` is wrong.
     """
     security = parse(KafkaSecurity, prefix="FORGEMQ_KAFKA_", environ=environ)
     bootstrap = _required(environ, "FORGEMQ_KAFKA", "host:port[,host:port] of the broker")

@@ -1,65 +1,68 @@
-"""Dead letters: how a bad record is buried, and what is read of it again.
+"""Dead letters: how a bad record gets one, and what can be read of it afterwards.
 
-Of each topic one consumer buries what does not decode (`dead_letters_by` in the registry), the
-others pass over it: one bad record, one dead letter. A transform writes it in the transaction of
-its batch; an edge has no transactions and uses `DeadLetters`, which looks before it writes.
+For each topic one consumer writes the dead letters (`dead_letters_by` in the registry) and the
+others skip the bad record, so one bad record is one letter. A transform writes it in the
+transaction of its batch. An edge has no transactions: its `DeadLetters` first reads which letters
+exist.
 """
 
 import asyncio
 
 import msgspec
 
+from forgemq_bus.bounded_reads import read_to_end
 from forgemq_bus.log import Emit, Headers, Log, Place, Record, Writer
-from forgemq_bus.reading import read_to_end
 from forgemq_contracts import topics
 from forgemq_contracts.dead_letters import DeadLetter
 from forgemq_contracts.fields import EpisodeId, GroupId
 from forgemq_shell.records import GROUP_HEADER
 
 REASON_CHARACTERS_MAX = 500
+"""Enough for a validation error with its path; a reason may quote the sender's bytes at length."""
 
 
 def dead_letter(record: Record, reason: str) -> Emit:
-    """The bad record's original key and bytes; headers say where it stood, why, and its group."""
-    where: Headers = (
+    """The bad record's key, bytes and headers, and headers with its position, reason and group."""
+    position: Headers = (
         ("reason", reason[:REASON_CHARACTERS_MAX].encode(errors="replace")),
         ("topic", record.topic.encode()),
         ("partition", str(record.partition).encode()),
         ("offset", str(record.offset).encode()),
     )
-    own = tuple(header for header in record.headers if header[0] != GROUP_HEADER)
+    kept = tuple(header for header in record.headers if header[0] != GROUP_HEADER)
     group = group_of(record)
-    named: Headers = ((GROUP_HEADER, group.encode()),) if group else ()
+    group_header: Headers = ((GROUP_HEADER, group.encode()),) if group else ()
     return Emit(
         topic=topics.BY_NAME[record.topic].dlq_name,
         partition=record.partition,
         key=record.key,
         value=record.value,
-        headers=own + named + where,
+        headers=kept + group_header + position,
     )
 
 
 def letter_of(record: Record) -> DeadLetter:
-    """What the headers of a record in a dead letter topic tell; never raises."""
-    told = {name: value.decode(errors="replace") for name, value in record.headers}
+    """What the headers of a record in a dead letter topic say; never raises."""
+    # A dict keeps the last header of a name: those that `dead_letter` appended.
+    headers = {name: value.decode(errors="replace") for name, value in record.headers}
     return DeadLetter(
         topic=topics.BY_DLQ_NAME[record.topic].name,
         partition=record.partition,
-        offset=_number(told.get("offset", "")),
-        reason=told.get("reason", ""),
-        group=_valid(told.get(GROUP_HEADER, ""), GroupId),
+        offset=_number(headers.get("offset", "")),
+        reason=headers.get("reason", ""),
+        group=_valid(headers.get(GROUP_HEADER, ""), GroupId),
     )
 
 
 def group_of(record: Record) -> str:
-    """Id of the group that a bad record is about, "" where nothing tells one.
+    """Id of the group that a bad record is about; "" if nothing names one.
 
-    Its writer put it into a header or into the key; else the bytes may still name it.
+    Tried in order: the header of its writer, its key, and the field `group_id` of its bytes.
     """
-    told = dict(record.headers).get(GROUP_HEADER, b"").decode(errors="replace")
+    header = dict(record.headers).get(GROUP_HEADER, b"").decode(errors="replace")
     key = record.key.decode(errors="replace")
     field = topics.BY_NAME[record.topic].key
-    if not (group := _valid(told, GroupId)):
+    if not (group := _valid(header, GroupId)):
         if field == "group_id":
             group = _valid(key, GroupId)
         elif field == "episode_id" and _valid(key, EpisodeId):
@@ -68,40 +71,41 @@ def group_of(record: Record) -> str:
 
 
 class DeadLetters:
-    """Buries bad records of topics that an edge owns, each once, across restarts of the edge.
+    """Writes one dead letter for each bad record of an edge's topics, also across its restarts.
 
     Args:
-        log: Of the run.
+        log: Read for letters of previous lives.
         writer: Writes the letters.
-        service: Only topics that the registry gives to it are buried.
+        service: Letters are written only for topics that the registry gives to this service.
     """
 
     def __init__(self, log: Log, writer: Writer, *, service: str) -> None:
         self._log = log
         self._writer = writer
         self._service = service
-        self._buried: dict[Place, set[int]] = {}
-        self._turns = asyncio.Lock()
+        self._written: dict[Place, set[int]] = {}
+        # Two tasks with the same bad record: the second one must see the letter of the first.
+        self._writing = asyncio.Lock()
 
-    async def bury(self, record: Record, reason: str) -> bool:
-        """Make sure that the record stands in its dead letter topic.
+    async def write(self, record: Record, reason: str) -> bool:
+        """Write the record's dead letter, unless there is one.
 
         Returns:
-            False where another service buries the records of this topic.
+            False if another service writes the dead letters of this topic.
         """
         if topics.BY_NAME[record.topic].dead_letters_by != self._service:
             return False
         letter = dead_letter(record, reason)
-        async with self._turns:
-            if letter.place not in self._buried:
-                self._buried[letter.place] = await self._known(letter.place)
-            if record.offset not in self._buried[letter.place]:
+        async with self._writing:
+            if letter.place not in self._written:
+                self._written[letter.place] = await self._offsets_on_log(letter.place)
+            if record.offset not in self._written[letter.place]:
                 await self._writer.write(letter)
-                self._buried[letter.place].add(record.offset)
+                self._written[letter.place].add(record.offset)
         return True
 
-    async def _known(self, place: Place) -> set[int]:
-        """Offsets of the records that an earlier life of this service buried."""
+    async def _offsets_on_log(self, place: Place) -> set[int]:
+        """Offsets of the bad records that have a letter in this partition."""
         first = await self._log.first_positions([place])
         return {
             letter_of(record).offset
@@ -111,7 +115,7 @@ class DeadLetters:
 
 
 class _Readable(msgspec.Struct):
-    """What is left to read of a record that breaks another rule."""
+    """The field that may still be read of a record that breaks another rule."""
 
     group_id: str = ""
 
@@ -124,7 +128,7 @@ def _readable(value: bytes) -> _Readable:
 
 
 def _valid(text: str, kind: object) -> str:
-    """The text, or "" where it breaks the rule of its type."""
+    """The text, or "" if it breaks the rule of its type."""
     try:
         return str(msgspec.convert(text, kind))
     except msgspec.ValidationError:

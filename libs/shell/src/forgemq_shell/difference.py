@@ -1,4 +1,4 @@
-"""A difference in words: where it is, and both records decoded."""
+"""A difference in words: its position and field, and both records decoded."""
 
 from collections.abc import Iterator, Sequence
 
@@ -8,11 +8,14 @@ from forgemq_contracts import topics
 from forgemq_shell.comparison import Difference
 
 BYTES_SHOWN_MAX = 24
-TEXT_SHOWN_MAX = 1500
+"""Of a bytes field: tells token arrays apart and fits a line."""
+
+TEXT_SHOWN_CHARACTERS_MAX = 1500
+"""Of one record: about twenty lines of a terminal."""
 
 
 def difference_lines(difference: Difference) -> Sequence[str]:
-    """Where it is first; then the record on the log and the replayed one, if it is about any."""
+    """Lines to print: position and field, then the record on the log and the replayed one."""
     batch = f"batch {difference.sequence}"
     if difference.place is None:
         return (f"differs in {batch}: {difference.detail}",)
@@ -22,16 +25,16 @@ def difference_lines(difference: Difference) -> Sequence[str]:
     again = None if replayed is None else _decoded(topic, replayed.value)
     at = f"{topic}/{partition}" + (f"@{written.offset}" if written else "")
     if written is None or replayed is None:
-        less_or_more = "less" if replayed is None else "more"
-        where = f"first difference at {at} ({batch}): the replay writes one record {less_or_more}"
+        does = "does not write this record" if replayed is None else "adds a record"
+        position = f"first difference at {at} ({batch}): the replay {does}"
     else:
         fields = next(_paths(on_log, again), "the key" if on_log == again else "the bytes")
-        where = f"first difference at {at} ({batch}) in {fields}"
-    return (where, f"on the log: {_shown(on_log)}", f"replayed:   {_shown(again)}")
+        position = f"first difference at {at} ({batch}) in {fields}"
+    return (position, f"on the log: {_shown(on_log)}", f"replayed:   {_shown(again)}")
 
 
 def _decoded(topic: str, value: bytes) -> object:
-    """Fields by name; the bytes themselves of a record that is none, as dead letters are."""
+    """Fields by name; the first bytes if the record does not decode, as a dead letter."""
     if topic not in topics.BY_NAME:
         return _short(value)
     try:
@@ -42,7 +45,7 @@ def _decoded(topic: str, value: bytes) -> object:
 
 
 def _paths(left: object, right: object, at: str = "") -> Iterator[str]:
-    """Every field where they differ, with both values, in the order of the record."""
+    """Every field that differs, with both values, in the order of the record."""
     if isinstance(left, dict) and isinstance(right, dict):
         for name in (*left, *(name for name in right if name not in left)):
             yield from _paths(left.get(name), right.get(name), f"{at}.{name}" if at else str(name))
@@ -59,7 +62,9 @@ def _shown(value: object) -> str:
     if value is None:
         return "no such record"
     text = msgspec.json.encode(_without_bytes(value)).decode()
-    return text if len(text) <= TEXT_SHOWN_MAX else f"{text[:TEXT_SHOWN_MAX]}..."
+    return (
+        text if len(text) <= TEXT_SHOWN_CHARACTERS_MAX else f"{text[:TEXT_SHOWN_CHARACTERS_MAX]}..."
+    )
 
 
 def _without_bytes(value: object) -> object:

@@ -1,7 +1,7 @@
-"""What libraries log, as events like the service's own.
+"""Turns warnings and errors that libraries log into events of the service.
 
-Clients of the broker and servers of HTTP log lines of text through `logging`. A service's log is
-one JSON object a line, so warnings and errors of theirs become events; the rest is left out.
+The broker client and the HTTP server log lines of text through `logging`. A service writes one JSON
+object a line, so their warnings and errors become events; lower levels are dropped.
 """
 
 import logging
@@ -13,9 +13,9 @@ from forgemq_telemetry.telemetry import Telemetry
 
 @contextmanager
 def library_logs(telemetry: Telemetry) -> Iterator[None]:
-    """While inside, warnings and errors of libraries are `library_log` events."""
+    """While the context is open, warnings and errors of libraries are `library_log` events."""
 
-    def tell(record: logging.LogRecord) -> bool:
+    def write_event(record: logging.LogRecord) -> bool:
         failure = record.exc_info[1] if record.exc_info else None
         telemetry.event(
             "library_log",
@@ -24,10 +24,10 @@ def library_logs(telemetry: Telemetry) -> Iterator[None]:
             text=record.getMessage(),
             **({"error": f"{type(failure).__name__}: {failure}"} if failure else {}),
         )
-        return False  # told: the handler itself has nothing to write
+        return False  # The handler must not write the record a second time.
 
     handler = logging.Handler(level=logging.WARNING)
-    handler.addFilter(tell)
+    handler.addFilter(write_event)
     root = logging.getLogger()
     root.addHandler(handler)
     try:

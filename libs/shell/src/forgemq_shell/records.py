@@ -1,4 +1,4 @@
-"""From structs to log records: the key, the wire bytes, the group and the trace context."""
+"""Makes log records from structs: key, wire bytes, and the header that names the group."""
 
 import msgspec
 
@@ -7,12 +7,15 @@ from forgemq_contracts import topics
 from forgemq_contracts.messages import Output
 
 GROUP_HEADER = "group"
-"""Id of the group that a record is about, where the key is another id: so that the group can fail
-when the record does not decode."""
+"""Names the group of a record whose key is another id, so that the group can fail if the record
+does not decode."""
 
 
 def emit_of(output: Output, *, headers: Headers = ()) -> Emit:
-    """The log record of an output; its key is the text of the field that the registry names."""
+    """The log record of an output; its key is the text of the field that the registry names.
+
+    A record about a group gets the header `group` behind `headers`, unless the group is its key.
+    """
     field = topics.BY_NAME[output.topic].key
     key = str(getattr(output.record, field))
     return Emit(

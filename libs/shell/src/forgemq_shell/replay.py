@@ -1,4 +1,4 @@
-"""Follows a journal: the same inputs in the same order must give the same bytes."""
+"""Runs a journal again: the same inputs in the same order must give the same bytes."""
 
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 from msgspec import structs
 
-from forgemq_bus.log import Emit, Log, Place
+from forgemq_bus.log import Emit, LogReads, Place
 from forgemq_contracts.journal import JournalledBatch
 from forgemq_contracts.messages import Core
 from forgemq_shell.batch import Batch, digest
-from forgemq_shell.history import (
-    HistoryError,
-    InputHistory,
+from forgemq_shell.journal import (
+    JournalError,
+    JournalledInputs,
     check_kept,
     input_starts,
-    journalled,
+    read_batches,
 )
 
 
@@ -26,9 +26,9 @@ class ReplayedBatch:
     Attributes:
         batch: As journalled.
         records: Number of input records.
-        emits: What the core writes now; already on the log, never written again.
+        emits: What the core writes in the replay; never written to the log.
         digest: Of `emits`.
-        snapshot: State after the batch, where the journal holds one to compare with.
+        snapshot: State after the batch; None if the journal has no snapshot there.
     """
 
     batch: JournalledBatch
@@ -39,15 +39,15 @@ class ReplayedBatch:
 
     @property
     def is_same(self) -> bool:
-        """Whether the bytes are those that were written then, and the state is the same."""
+        """Whether outputs and state have the bytes that the journal says."""
         return (self.digest, self.snapshot) == (self.batch.outputs_digest, self.batch.snapshot)
 
 
 def begin(core: Core, batches: Sequence[JournalledBatch]) -> Sequence[JournalledBatch]:
-    """Put a fresh core where these batches start; returns those that are left to run on it.
+    """Restore a fresh core to where these batches start; returns the batches left to run.
 
     Raises:
-        HistoryError: there is neither the first batch nor a snapshot to begin with.
+        JournalError: neither the first batch nor a snapshot is there to begin with.
     """
     if not batches:
         return batches
@@ -63,89 +63,89 @@ async def replay(
     core: Core,
     batches: Sequence[JournalledBatch],
     *,
-    inputs: InputHistory,
+    inputs: JournalledInputs,
     service: str,
 ) -> AsyncIterator[ReplayedBatch]:
-    """Run batches again on a core; it holds the state after the last one at the end.
+    """Run batches again on a core, which then has the state after the last one.
 
     Args:
         core: As `begin` left it.
-        batches: Those that `begin` returned.
-        inputs: Opened for them.
-        service: Whose journal it is.
+        batches: As `begin` returned them.
+        inputs: Opened for these batches.
+        service: Owner of the journal.
     """
     for batch in batches:
-        yield await _again(core, batch, inputs=inputs, service=service)
+        yield await _replay_batch(core, batch, inputs=inputs, service=service)
 
 
-async def _again(
+async def _replay_batch(
     core: Core,
     batch: JournalledBatch,
     *,
-    inputs: InputHistory,
+    inputs: JournalledInputs,
     service: str,
 ) -> ReplayedBatch:
-    again = Batch(core, service=service)
+    replayed = Batch(core, service=service)
     for item in batch.inputs:
         if not item.topic:
-            again.tick(item.tick_ms)
+            replayed.tick(item.tick_ms)
             continue
-        for record in await inputs.records(item):
-            again.record(record)
+        for record in await inputs.read(item):
+            replayed.record(record)
     return ReplayedBatch(
         batch=batch,
-        records=again.records,
-        emits=tuple(again.emits),
-        digest=digest(again.emits),
+        records=replayed.records,
+        emits=tuple(replayed.emits),
+        digest=digest(replayed.emits),
         snapshot=core.snapshot() if batch.snapshot is not None else None,
     )
 
 
 async def replay_task(
-    log: Log, place: Place, core: Core, *, service: str
+    log: LogReads, place: Place, core: Core, *, service: str
 ) -> AsyncGenerator[ReplayedBatch, None]:
     """Run everything that is kept of one task's journal again; writes nothing.
 
-    It begins with the first batch, or else behind the oldest snapshot after which every input is
-    kept. One snapshot is held at a time.
+    Begins with the first batch, or with the oldest snapshot after which every input is kept. One
+    snapshot is held in memory at a time.
 
     Args:
-        log: The run's log.
+        log: Of the run, or of a recording.
         place: One partition of a journal topic.
         core: Fresh, made as the service makes it for this partition.
-        service: Whose journal it is.
+        service: Owner of the journal.
 
     Raises:
-        HistoryError: a batch is missing, or inputs are and no snapshot is behind them.
+        JournalError: a batch is missing, or inputs are missing and no snapshot follows them.
     """
     start = (await log.first_positions([place]))[place]
     end = (await log.end_positions([place]))[place]
     outline = [
         (offset, _without_state(batch))
-        async for offset, batch in journalled(log, place, start=start, end=end)
+        async for offset, batch in read_batches(log, place, start=start, end=end)
     ]
     if not outline:
         return
     batches = [batch for _, batch in outline]
     begins = await _oldest_beginning(log, batches)
-    inputs = InputHistory(log)
+    inputs = JournalledInputs(log)
     try:
         await inputs.open(batches[begins.batches_done :])
         offset = outline[begins.index][0]
-        async with aclosing(journalled(log, place, start=offset, end=end)) as kept:
+        async with aclosing(read_batches(log, place, start=offset, end=end)) as kept:
             async for at, batch in kept:
                 if at == offset and begins.is_restored:
                     assert batch.snapshot is not None
                     core.restore(batch.snapshot)
                     continue
-                yield await _again(core, batch, inputs=inputs, service=service)
+                yield await _replay_batch(core, batch, inputs=inputs, service=service)
     finally:
         await inputs.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Beginning:
-    """A batch to begin with: run it on a fresh core, or restore the state behind it."""
+    """A batch to begin with: run it on a fresh core, or restore the snapshot after it."""
 
     index: int
     is_restored: bool
@@ -155,7 +155,7 @@ class _Beginning:
         return self.index + self.is_restored
 
 
-async def _oldest_beginning(log: Log, batches: Sequence[JournalledBatch]) -> _Beginning:
+async def _oldest_beginning(log: LogReads, batches: Sequence[JournalledBatch]) -> _Beginning:
     candidates = [_Beginning(index=0, is_restored=False)] if batches[0].sequence == 0 else []
     candidates += [
         _Beginning(index=index, is_restored=True)
@@ -165,12 +165,12 @@ async def _oldest_beginning(log: Log, batches: Sequence[JournalledBatch]) -> _Be
     if not candidates:
         raise _without_beginning(batches)
     kept = await log.first_positions(list(input_starts(batches)))
-    refused: HistoryError | None = None
+    refused: JournalError | None = None
     for candidate in candidates:
         left = batches[candidate.batches_done :]
         try:
             check_kept(input_starts(left), kept)
-        except HistoryError as error:
+        except JournalError as error:
             refused = error
             continue
         if left or refused is None:
@@ -179,12 +179,12 @@ async def _oldest_beginning(log: Log, batches: Sequence[JournalledBatch]) -> _Be
     raise refused
 
 
-def _without_beginning(batches: Sequence[JournalledBatch]) -> HistoryError:
-    return HistoryError(
+def _without_beginning(batches: Sequence[JournalledBatch]) -> JournalError:
+    return JournalError(
         f"the journal starts with batch {batches[0].sequence} and has no snapshot to begin with"
     )
 
 
 def _without_state(batch: JournalledBatch) -> JournalledBatch:
-    """The batch with its snapshot only marked: snapshots of a whole run may not fit in memory."""
+    """The batch with an empty snapshot: the snapshots of a whole run may not fit in memory."""
     return batch if batch.snapshot is None else structs.replace(batch, snapshot=b"")

@@ -1,4 +1,4 @@
-"""How every service starts and ends: settings, log, run configuration, signals, one clear error."""
+"""Starts and ends every service: settings, log, run configuration, signals, exit status."""
 
 import asyncio
 import signal
@@ -20,13 +20,13 @@ from forgemq_shell.connection import kafka_connection, run_id
 from forgemq_shell.library_logs import library_logs
 from forgemq_shell.started_run import started_run
 from forgemq_telemetry.causes import causes
-from forgemq_telemetry.opening import open_telemetry
 from forgemq_telemetry.settings import TelemetrySettings
-from forgemq_telemetry.telemetry import Telemetry
+from forgemq_telemetry.telemetry import Telemetry, open_telemetry
 
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
+"""As argparse and the shell use it: the caller is wrong, so a restart cannot help."""
 
 
 class ServiceSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,18 +36,17 @@ class ServiceSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         float, Meta(gt=0, description="Wait this long for the run's record.")
     ] = 120.0
     stop_grace_s: Annotated[
-        float, Meta(gt=0, description="After a signal, `main` is cancelled when it takes longer.")
+        float, Meta(gt=0, description="After a signal `main` has this long, then it is cancelled.")
     ] = 15.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """What `main` of a service gets.
+    """What a service's `main` gets.
 
     Attributes:
         started: The run's newest record on started-runs.
-        log: Of this run; closed by the shell after `main`.
-        blobs: Of this run.
+        log: Closed by the shell after `main`.
         telemetry: Events, metrics and spans under the service's name.
         stop: Set by SIGTERM and SIGINT; `main` then finishes what it holds and returns.
         environ: For the service's own settings.
@@ -62,7 +61,7 @@ class Context:
 
     @property
     def configuration(self) -> RunConfiguration:
-        """Everything that decides what the run does."""
+        """The run's configuration."""
         return self.started.configuration
 
 
@@ -70,19 +69,19 @@ Main: TypeAlias = Callable[[Context], Awaitable[None]]
 
 
 def run_service(name: str, main: Main, environ: Mapping[str, str]) -> int:
-    """Run a service until it ends or is told to stop; returns the exit status.
+    """Run a service until it ends or gets a signal; returns the exit status.
 
     0: ended or stopped. 1: failed, with one line and a traceback on stderr. 2: its settings were
     refused, also by the broker, with one line.
     """
     telemetry = Telemetry(service=name)
     try:
-        telemetry = _telemetry(name, environ)
+        telemetry = _open_telemetry(name, environ)
         with library_logs(telemetry):
             asyncio.run(_serve(main, environ, telemetry))
     except KeyboardInterrupt:
         return EXIT_OK
-    except Exception as error:  # noqa: BLE001 - the outermost one: say it once, then die
+    except Exception as error:  # noqa: BLE001 - outermost: report any error once, then exit
         found = causes(error)
         if all(isinstance(cause, SettingsError | AccessError) for cause in found):
             telemetry.event("refused", error="; ".join(map(str, found)))
@@ -95,7 +94,7 @@ def run_service(name: str, main: Main, environ: Mapping[str, str]) -> int:
     return EXIT_OK
 
 
-def _telemetry(name: str, environ: Mapping[str, str]) -> Telemetry:
+def _open_telemetry(name: str, environ: Mapping[str, str]) -> Telemetry:
     settings = parse(TelemetrySettings, prefix="FORGEMQ_TELEMETRY_", environ=environ)
     if settings.exporter == "none":
         return Telemetry(service=name)
@@ -109,15 +108,17 @@ async def _serve(main: Main, environ: Mapping[str, str], telemetry: Telemetry) -
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     async with asyncio.TaskGroup() as group:
-        work = group.create_task(_connected(main, environ, telemetry, stop, settings))
-        stopping = group.create_task(_stopped(stop, work, settings.stop_grace_s, telemetry))
+        work = group.create_task(_run_main(main, environ, telemetry, stop, settings))
+        stopping = group.create_task(
+            _cancel_after_grace(stop, work, settings.stop_grace_s, telemetry)
+        )
         work.add_done_callback(lambda _: stopping.cancel())
 
 
-async def _stopped(
+async def _cancel_after_grace(
     stop: asyncio.Event, work: "asyncio.Task[None]", grace_s: float, telemetry: Telemetry
 ) -> None:
-    """Give `work` its grace once a signal came, then end it."""
+    """Wait for the signal, then give `work` its grace, then cancel it."""
     await stop.wait()
     telemetry.event("stopping")
     await asyncio.wait([work], timeout=grace_s)
@@ -126,14 +127,16 @@ async def _stopped(
         work.cancel()
 
 
-async def _connected(
+async def _run_main(
     main: Main,
     environ: Mapping[str, str],
     telemetry: Telemetry,
     stop: asyncio.Event,
     settings: ServiceSettings,
 ) -> None:
-    started = await _unless_stopped(_started(environ, settings.start_timeout_s), stop)
+    started = await _result_unless_stopped(
+        _read_started_run(environ, settings.start_timeout_s), stop
+    )
     if started is None:
         return
     configuration = started.configuration
@@ -156,7 +159,7 @@ async def _connected(
     telemetry.event("ended", run=configuration.run)
 
 
-async def _started(environ: Mapping[str, str], timeout_s: float) -> StartedRun:
+async def _read_started_run(environ: Mapping[str, str], timeout_s: float) -> StartedRun:
     run = run_id(environ)
     log = KafkaLog(kafka_connection(environ), run=run)
     try:
@@ -165,10 +168,10 @@ async def _started(environ: Mapping[str, str], timeout_s: float) -> StartedRun:
         await log.close()
 
 
-async def _unless_stopped(
+async def _result_unless_stopped(
     work: Coroutine[None, None, StartedRun], stop: asyncio.Event
 ) -> StartedRun | None:
-    """The result of `work`; None where the stop came first."""
+    """Await `work`; None, with `work` cancelled, if the stop came first."""
     async with asyncio.TaskGroup() as group:
         waiting, working = group.create_task(stop.wait()), group.create_task(work)
         await asyncio.wait([waiting, working], return_when=asyncio.FIRST_COMPLETED)
@@ -180,5 +183,5 @@ async def _unless_stopped(
 
 
 def add_code_paths(paths: Sequence[str]) -> None:
-    """Make the user's modules importable, in front of nothing that is already there."""
+    """Append the user's folders to the import path: installed modules keep precedence."""
     sys.path.extend(path for path in paths if path not in sys.path)

@@ -1,4 +1,4 @@
-"""Finds a run's configuration on the log."""
+"""Finds the record with a run's configuration on the log."""
 
 import asyncio
 import time
@@ -14,31 +14,37 @@ from forgemq_contracts.topics import STARTED_RUNS
 _PLACE = Place(STARTED_RUNS.name, 0)
 _DECODER = msgspec.msgpack.Decoder(StartedRun)
 _READ_S = 0.2
+"""One wait for records that are on the log: they come at once or the broker is gone."""
+
+_READ_RECORDS_MAX = 1000
+"""One read: a broker that serves many runs has one small record of each."""
+
 _RETRY_S = 0.5
+"""Between two looks: short beside a service's start of seconds."""
 
 
 class RunNotStartedError(Exception):
-    """Nobody put this run on the log within the time."""
+    """No StartedRun of this run came onto the log within the time."""
 
 
 async def started_run(
     log: Log, run: str, *, timeout_s: float, clock_s: Callable[[], float] = time.monotonic
 ) -> StartedRun:
-    """The newest StartedRun of this run id; waits until there is one.
+    """Read the newest StartedRun of this run id; waits until there is one.
 
     Raises:
-        RunNotStartedError: none came within `timeout_s`; carries the log's last failure, if any.
+        RunNotStartedError: none came within `timeout_s`; its cause is the log's last failure.
         AccessError: the broker refuses this process.
     """
     deadline_s = clock_s() + timeout_s
     failure: LogError | None = None
     while clock_s() < deadline_s:
         try:
-            found = await _newest(log, run)
+            found = await _read_newest(log, run)
         except AccessError:
-            raise  # waiting corrects no setting
+            raise  # Waiting cannot correct a setting.
         except LogError as error:
-            # The topic is made by the launcher, perhaps after this process started.
+            # The launcher creates the topic, perhaps after this process started.
             found, failure = None, error
         if found is not None:
             return found
@@ -49,8 +55,8 @@ async def started_run(
     ) from failure
 
 
-async def _newest(log: Log, run: str) -> StartedRun | None:
-    """The newest record among those there now."""
+async def _read_newest(log: Log, run: str) -> StartedRun | None:
+    """Read the newest StartedRun of the run that is on the log; None if it is not there yet."""
     first = (await log.first_positions([_PLACE]))[_PLACE]
     end = (await log.end_positions([_PLACE]))[_PLACE]
     if first >= end:
@@ -59,7 +65,7 @@ async def _newest(log: Log, run: str) -> StartedRun | None:
     reader = await log.reader({_PLACE: first})
     try:
         while reader.position(_PLACE) < end:
-            records = await reader.read(timeout_s=_READ_S, records_max=1000)
+            records = await reader.read(timeout_s=_READ_S, records_max=_READ_RECORDS_MAX)
             if not records:
                 break
             for record in records:

@@ -1,8 +1,10 @@
 """One task of a transform service: one partition of its journal, its inputs and its core.
 
-Life of a task: fence older owners by the transactional id -> newest snapshot and the journalled
-inputs after it, outputs suppressed -> live batches, each in one transaction with its outputs, its
-journal record and its positions. Whatever kills it, the next owner continues with the same bytes.
+Life of a task:
+1. Open the transactional writer, which fences older owners of the partition.
+2. Restore: load the newest snapshot and run the journalled inputs after it; write nothing.
+3. Live: commit each batch in one transaction with its outputs, journal record and positions.
+So a task can be killed at any moment: its next owner continues with the same bytes.
 """
 
 import asyncio
@@ -13,37 +15,51 @@ from dataclasses import dataclass
 from forgemq_bus.log import Emit, Log, Place, Reader, Record, TransactionWriter
 from forgemq_contracts import topics
 from forgemq_contracts.journal import JournalledBatch
-from forgemq_contracts.messages import Core
+from forgemq_contracts.messages import Core, Output
 from forgemq_shell.bad_record_limit import BadRecordLimit
 from forgemq_shell.batch import BadRecord, Batch, stamped
-from forgemq_shell.fan_in import linked_traces
-from forgemq_shell.history import HistoryError, InputHistory, journal, since_newest_snapshot
+from forgemq_shell.journal import (
+    JournalError,
+    JournalledInputs,
+    read_journal,
+    since_newest_snapshot,
+)
+from forgemq_shell.records import emit_of
 from forgemq_shell.replay import begin, replay
+from forgemq_shell.span_links import linked_traces
 from forgemq_shell.transform_settings import TransformSettings
 from forgemq_telemetry.telemetry import Telemetry
 
 _STOP_POLL_S = 0.25
+"""Longest wait for records: how late an idle task sees `stop`."""
+
 _YIELD_AFTER_S = 0.02
+"""Longest run of the core without a pause: short beside a heartbeat of group membership (1 s)."""
+
 _LAG_EVERY_S = 15.0
+"""Between two measurements of the lag: each asks the broker; dashboards scrape about as often."""
 
 
 class DivergedError(Exception):
-    """The core does not write again what its journal says it wrote.
+    """The core's replay differs from what its journal says it wrote.
 
-    It is not deterministic, or its logic changed without a new `logic_version`.
+    Either the core is not deterministic, or its code or the run's configuration changed after the
+    journal was written. The task writes nothing: a run must be finished by code that writes the
+    same bytes. (`logic_version` in the configuration records which logic a run was started with;
+    no code branches on it, so setting it does not help here.)
     """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskPlan:
-    """What a task is, fixed for its life.
+    """What a task reads and writes, fixed for its life.
 
     Attributes:
-        service: Prefix of the transactional id and of the groups that hold its positions.
+        service: Prefix of the transactional id and of the consumer groups with its positions.
         journal: Its partition of the service's journal.
-        inputs: Every partition it reads.
-        tick_s: Between two ticks, in seconds; 0 for a core that needs no time.
-        logic_version: Of the run.
+        inputs: Every partition that the task reads.
+        tick_s: Seconds between two ticks; 0: the core gets none.
+        logic_version: From the run's configuration; written into every journal record.
     """
 
     service: str
@@ -55,29 +71,26 @@ class TaskPlan:
 
     @property
     def transactional_id(self) -> str:
-        """Owner of the partition: a newer one of the same id fences the older."""
+        """Names the owner of the partition: a newer writer with this id fences the older one."""
         return f"{self.service}-{self.journal.partition}"
 
     @property
     def positions_group(self) -> str:
-        """Where its positions are committed, in the transaction of each batch."""
+        """Consumer group of the positions that each batch commits in its transaction."""
         return f"{self.service}-positions"
 
     @property
     def needed_group(self) -> str:
-        """Where it says which input records a restart still needs, at each snapshot."""
+        """Consumer group of the input positions that a restart needs; set at each snapshot."""
         return topics.needed_group(self.service)
 
 
 class TransformTask:
-    """Runs one core over the log until told to stop.
+    """Runs one core over the log until `stop` is set.
 
     Args:
-        plan: What it reads and how.
-        log: The run's log.
         core: Fresh.
-        telemetry: Of the service.
-        stop: Ends the task after the batch it is in.
+        stop: Ends the task after its present batch.
         clock_s: Monotonic.
     """
 
@@ -113,8 +126,8 @@ class TransformTask:
 
         Raises:
             FencedError: a newer owner exists.
-            HistoryError: the state cannot be rebuilt.
-            DivergedError: the core is not the one that wrote the journal.
+            JournalError: the state cannot be rebuilt.
+            DivergedError: the replay differs from the journal.
             TooManyBadRecordsError: see `BadRecordLimit`.
         """
         writer = await self._log.transaction_writer(self._plan.transactional_id)
@@ -122,7 +135,7 @@ class TransformTask:
             await self._restore()
             reader = await self._log.reader(self._positions)
             try:
-                await self._live(reader, writer)
+                await self._run_live(reader, writer)
             finally:
                 await reader.close()
         finally:
@@ -136,7 +149,7 @@ class TransformTask:
         self._positions = {place: committed.get(place, first[place]) for place in plan.inputs}
         self._journal_start = committed.get(plan.journal, first[plan.journal])
         end = (await self._log.end_positions([plan.journal]))[plan.journal]
-        kept = await journal(self._log, plan.journal, start=self._journal_start, end=end)
+        kept = await read_journal(self._log, plan.journal, start=self._journal_start, end=end)
         await self._replay(since_newest_snapshot(kept), committed)
         ticks = [item.tick_ms for batch in kept for item in batch.inputs if not item.topic]
         self._run_ms_start = max(ticks, default=0)
@@ -150,9 +163,9 @@ class TransformTask:
     async def _replay(
         self, batches: Sequence[JournalledBatch], committed: dict[Place, int]
     ) -> None:
-        """Bring the core to the last journalled batch; write nothing."""
+        """Bring the core to the state after the last journalled batch; write nothing."""
         left = begin(self._core, batches)
-        inputs = InputHistory(self._log)
+        inputs = JournalledInputs(self._log)
         try:
             await inputs.open(left)
             async for replayed in replay(
@@ -172,18 +185,18 @@ class TransformTask:
     def _check_positions(
         self, batches: Sequence[JournalledBatch], committed: dict[Place, int]
     ) -> None:
-        """Journal and positions were committed together, so they must agree."""
+        """Check that journal and positions agree, as they were committed together."""
         for batch in batches:
             for item in batch.inputs:
                 place = Place(item.topic, item.partition)
                 if item.topic and item.offset + item.count > committed.get(place, 0):
-                    raise HistoryError(
+                    raise JournalError(
                         f"{self._plan.transactional_id}: the journal has handled {place.topic}/"
                         f"{place.partition} up to {item.offset + item.count}, committed is "
                         f"{committed.get(place)}"
                     )
 
-    async def _live(self, reader: Reader, writer: TransactionWriter) -> None:
+    async def _run_live(self, reader: Reader, writer: TransactionWriter) -> None:
         batch = self._new_batch()
         while not self._stop.is_set():
             records = await self._gather(reader)
@@ -200,10 +213,10 @@ class TransformTask:
         return Batch(self._core, service=self._plan.service)
 
     async def _gather(self, reader: Reader) -> list[Record]:
-        """The next records, [] when a tick or a stop comes first.
+        """Read the next records; [] if a tick or a stop comes first.
 
-        Nothing more is read while a batch is in work: that is the back-pressure, and a task holds
-        at most `batch_records_max` records and about `batch_bytes_max` bytes.
+        Nothing is read while a batch is handled. That is the back-pressure: a task holds at most
+        `batch_records_max` records and about `batch_bytes_max` bytes.
         """
         settings = self._plan.settings
         wait_s = _STOP_POLL_S
@@ -213,7 +226,7 @@ class TransformTask:
         if not records:
             return records
         if len(records) < settings.read_records_max:
-            # Asleep, for each read of a few records costs the brokers another fetch.
+            # Sleep instead of reading on: each read of a few records costs the brokers a fetch.
             await asyncio.sleep(settings.batch_linger_s)
         size = sum(len(record.value) for record in records)
         while len(records) < settings.batch_records_max and size < settings.batch_bytes_max:
@@ -250,35 +263,36 @@ class TransformTask:
             ) as span:
                 bad = batch.record(record, headers=span.headers())
             if bad is None:
-                self._limit.good(record.place)
+                self._limit.count_good(record.place)
             else:
                 self._report_bad(bad)
             if self._clock_s() - yielded_s > _YIELD_AFTER_S:
-                # Group membership lives in this loop too and must not starve.
+                # Heartbeats of group membership run on the same event loop and must not starve.
                 await asyncio.sleep(0)
                 yielded_s = self._clock_s()
 
     def _report_bad(self, bad: BadRecord) -> None:
         record = bad.record
-        if bad.is_buried:
+        if bad.has_dead_letter:
             self._telemetry.count("transform.bad_records", topic=record.topic)
         else:
             self._telemetry.count("transform.bad_records_skipped", topic=record.topic)
         self._telemetry.event(
-            "bad_record" if bad.is_buried else "bad_record_skipped",
+            "bad_record" if bad.has_dead_letter else "bad_record_skipped",
             topic=record.topic,
             partition=record.partition,
             offset=record.offset,
             reason=bad.reason,
         )
-        self._limit.bad(record.place, bad.reason)
+        self._limit.count_bad(record.place, bad.reason)
 
     async def _commit(self, batch: Batch, writer: TransactionWriter) -> None:
         plan, began_s = self._plan, self._clock_s()
         snapshot = None
         if self._is_snapshot_due():
             if plan.tick_s > 0:
-                # Run time goes on from the journal's last tick; a snapshot may be all that is left.
+                # A restart continues run time from the journal's last tick. The batches before the
+                # snapshot may be trimmed, so the snapshot's batch must hold one.
                 self._tick(batch)
             snapshot = self._core.snapshot()
             self._journal_start = (await self._log.end_positions([plan.journal]))[plan.journal]
@@ -305,12 +319,8 @@ class TransformTask:
             logic_version=self._plan.logic_version,
             snapshot=snapshot,
         )
-        return Emit(
-            topic=self._plan.journal.topic,
-            partition=self._plan.journal.partition,
-            key=str(self._sequence).encode(),
-            value=topics.encode(journalled),
-        )
+        topic, partition = self._plan.journal
+        return emit_of(Output(topic=topic, partition=partition, record=journalled))
 
     def _is_snapshot_due(self) -> bool:
         settings = self._plan.settings
@@ -320,7 +330,7 @@ class TransformTask:
         )
 
     async def _settle_snapshot(self, snapshot: bytes, writer: TransactionWriter) -> None:
-        """Commit that no input before the snapshot is needed any more; the auditor deletes."""
+        """Commit that inputs before the snapshot are not needed; the auditor may delete them."""
         plan = self._plan
         self._snapshot_s, self._snapshot_sequence = self._clock_s(), self._sequence
         await writer.commit(outputs=(), group=plan.needed_group, positions=self._positions)

@@ -1,8 +1,8 @@
-"""The transform service: a pure core for every partition of its journal that this process holds.
+"""A transform service: one pure core per partition of its journal.
 
-A process joins a consumer group on the journal topic only; every partition it is assigned is one
-`TransformTask`. A service whose journal has one partition for the run (the scheduler) has one
-active process, and any number standing by.
+The processes of the service share the journal's partitions in a consumer group; each assigned
+partition is one `TransformTask`. The scheduler's journal has one partition, so one process is
+active and the others stand by.
 
     transform = Transform(
         service="merger",
@@ -15,6 +15,7 @@ active process, and any number standing by.
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from forgemq_bus.errors import FencedError
@@ -30,6 +31,7 @@ from forgemq_shell.transform_settings import TransformSettings
 from forgemq_telemetry.telemetry import Telemetry
 
 _MEMBER_READ_S = 0.25
+"""One wait for a change of the assignment: how late the service sees `stop`."""
 
 
 class TransformContext(Protocol):
@@ -37,17 +39,17 @@ class TransformContext(Protocol):
 
     @property
     def configuration(self) -> RunConfiguration:
-        """Of the run."""
+        """The run's configuration."""
         ...
 
     @property
     def log(self) -> Log:
-        """Of the run."""
+        """The run's log."""
         ...
 
     @property
     def telemetry(self) -> Telemetry:
-        """Of the service."""
+        """Telemetry of the service."""
         ...
 
     @property
@@ -61,53 +63,45 @@ class TransformContext(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Transform:
     """Wiring of one transform service.
 
-    Args:
-        service: Its name; prefix of groups and transactional ids.
-        inputs: Topics it reads. Where the journal is partitioned by group, they are too, and task
-            p reads partition p of each; where it is partitioned by run, the only task reads all.
-        journal: Its journal topic.
-        make_core: Fresh core for a journal partition.
-        tick_s: Between two ticks, in seconds; 0: the core gets none.
-        dead_letters: Topics whose dead letters it reads too, as `DeadLetter`.
+    Attributes:
+        service: Name; prefix of consumer groups and transactional ids.
+        inputs: Topics it reads. If the journal is partitioned by group, so must they be, and task
+            p reads partition p of each. If it is partitioned by run, the only task reads all.
+        journal: Journal topic.
+        make_core: Makes a fresh core for a journal partition.
+        tick_s: Seconds between two ticks; 0: the core gets none.
+        dead_letters: Topics whose dead letters it also reads, as `DeadLetter`.
     """
 
-    def __init__(
-        self,
-        *,
-        service: str,
-        inputs: tuple[Topic, ...],
-        journal: Topic,
-        make_core: Callable[[int], Core],
-        tick_s: float = 0.0,
-        dead_letters: tuple[Topic, ...] = (),
-    ) -> None:
-        if journal.partitioned_by == "group":
-            strangers = [
-                topic.name for topic in (*inputs, *dead_letters) if topic.partitioned_by != "group"
-            ]
-            if strangers:
-                raise ValueError(f"{service}: not partitioned by group as its journal: {strangers}")
-        self._service = service
-        self._inputs = inputs
-        self._journal = journal
-        self._make_core = make_core
-        self._tick_s = tick_s
-        self._dead_letters = dead_letters
+    service: str
+    inputs: tuple[Topic, ...]
+    journal: Topic
+    make_core: Callable[[int], Core]
+    tick_s: float = 0.0
+    dead_letters: tuple[Topic, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check that every input is partitioned as the journal's tasks read it."""
+        topics_read = (*self.inputs, *self.dead_letters)
+        others = [topic.name for topic in topics_read if topic.partitioned_by != "group"]
+        if self.journal.partitioned_by == "group" and others:
+            raise ValueError(f"{self.service}: not partitioned by group as its journal: {others}")
 
     async def run(self, context: TransformContext) -> None:
-        """Hold the partitions that the group assigns, until `context.stop`.
+        """Run a task for each partition that the group assigns, until `context.stop`.
 
         Raises:
-            ExceptionGroup: of what ended a task: see `TransformTask.run`.
+            ExceptionGroup: with the error that ended a task: see `TransformTask.run`.
         """
         async with asyncio.TaskGroup() as group:
             tasks = _Tasks(self, context, group)
             member = await context.log.member(
-                group=self._service,
-                topics=[self._journal.name],
+                group=self.service,
+                topics=[self.journal.name],
                 on_assigned=tasks.start,
                 on_revoked=tasks.stop,
             )
@@ -117,7 +111,7 @@ class Transform:
                     # Membership only: the journal's records are read by the tasks.
                     await member.read(timeout_s=_MEMBER_READ_S, records_max=1)
                     if (assigned := member.assigned()) != paused:
-                        member.pause([Place(self._journal.name, p) for p in sorted(assigned)])
+                        member.pause([Place(self.journal.name, p) for p in sorted(assigned)])
                         paused = assigned
             finally:
                 await tasks.close()
@@ -126,39 +120,39 @@ class Transform:
     def plan(
         self, partition: int, *, configuration: RunConfiguration, settings: TransformSettings
     ) -> TaskPlan:
-        """What the task of this journal partition reads and how."""
+        """The plan of the task of this journal partition."""
         return TaskPlan(
-            service=self._service,
-            journal=Place(self._journal.name, partition),
+            service=self.service,
+            journal=Place(self.journal.name, partition),
             inputs=(
-                *self._places(self._inputs, partition, configuration),
-                *self._places(self._dead_letters, partition, configuration, are_dead=True),
+                *self._places(self.inputs, partition, configuration),
+                *self._places(self.dead_letters, partition, configuration, are_dead=True),
             ),
-            tick_s=self._tick_s,
+            tick_s=self.tick_s,
             logic_version=configuration.logic_version,
             settings=settings,
         )
 
     def core(self, partition: int) -> Core:
         """A fresh core for this journal partition."""
-        return self._make_core(partition)
+        return self.make_core(partition)
 
     def partitions(self, configuration: RunConfiguration) -> int:
-        """Number of its tasks in the run: partitions of its journal."""
-        return len(partitions_of(self._journal, configuration))
+        """Number of tasks in the run: one per partition of the journal."""
+        return len(partitions_of(self.journal, configuration))
 
     def output_places(
         self, partition: int, *, configuration: RunConfiguration
     ) -> tuple[Place, ...]:
-        """Every partition that this task may write to, dead letters included, its journal not."""
+        """Every partition that this task may write to, except its journal."""
         written = [
             topic
             for topic in topics.OF_RUN
-            if topic.producer == self._service and topic.is_transactional and topic != self._journal
+            if topic.producer == self.service and topic.is_transactional and topic != self.journal
         ]
         dead = [
             Place(topics.BY_NAME[place.topic].dlq_name, place.partition)
-            for place in self._places(self._inputs, partition, configuration)
+            for place in self._places(self.inputs, partition, configuration)
             if topics.BY_NAME[place.topic].has_dlq
         ]
         return (*self._places(written, partition, configuration), *dead)
@@ -172,13 +166,13 @@ class Transform:
         are_dead: bool = False,
     ) -> tuple[Place, ...]:
         places = [partitions_of(topic, configuration, is_dead=are_dead) for topic in of]
-        if self._journal.partitioned_by == "group":
+        if self.journal.partitioned_by == "group":
             return tuple(numbered[partition] for numbered in places)
         return tuple(place for numbered in places for place in numbered)
 
 
 class _Tasks:
-    """The tasks of the partitions this process holds."""
+    """The running tasks of this process."""
 
     def __init__(
         self, transform: Transform, context: TransformContext, group: asyncio.TaskGroup
@@ -199,9 +193,9 @@ class _Tasks:
         return frozenset(self._running)
 
     async def start(self, partitions: frozenset[int]) -> None:
-        """The group assigned these; their tasks restore in the background."""
+        """Start tasks for newly assigned partitions; they restore in the background."""
         if self._is_closed:
-            # The group does not know yet that this process is about to leave it.
+            # The process is leaving, and the group has not noticed yet.
             return
         for partition in sorted(partitions - self.held):
             stop = asyncio.Event()
@@ -210,19 +204,19 @@ class _Tasks:
         self._report("assigned", partitions)
 
     async def stop(self, partitions: frozenset[int]) -> None:
-        """The group took these away; returns once their tasks have written their last batch."""
-        mine = sorted(partitions & self.held)
-        for partition in mine:
+        """Stop the tasks of revoked partitions; returns after their last commit."""
+        stopped = sorted(partitions & self.held)
+        for partition in stopped:
             self._stops[partition].set()
-        if mine:
-            await asyncio.wait([self._running[partition] for partition in mine])
-        for partition in mine:
+        if stopped:
+            await asyncio.wait([self._running[partition] for partition in stopped])
+        for partition in stopped:
             self._running.pop(partition, None)
             self._stops.pop(partition, None)
         self._report("revoked", partitions)
 
     async def close(self) -> None:
-        """Stop every task, and start none from now on."""
+        """Stop every task; later assignments start none."""
         self._is_closed = True
         await self.stop(self.held)
 
@@ -248,12 +242,13 @@ class _Tasks:
             except FencedError as error:
                 context.telemetry.count("transform.fenced")
                 context.telemetry.event("fenced", partition=partition, error=str(error))
-                # A process that lost the partition long ago may have fenced us by waking up late;
-                # whoever still is assigned takes it back.
-                await _event_or_timeout(stop, self._settings.refence_after_s)
+                # Not fatal: the fencing writer may be a process that hung, lost the partition and
+                # woke up late. While this process is assigned the partition, it takes it back.
+                await _wait(stop, self._settings.refence_after_s)
 
 
-async def _event_or_timeout(event: asyncio.Event, timeout_s: float) -> None:
+async def _wait(event: asyncio.Event, timeout_s: float) -> None:
+    """Return when the event is set, or after the time."""
     try:
         async with asyncio.timeout(timeout_s):
             await event.wait()

@@ -1,4 +1,4 @@
-"""What a task wrote, batch by batch, read from the log again."""
+"""Reads what a task wrote, batch by batch."""
 
 import time
 from collections import deque
@@ -6,13 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from forgemq_bus.bounded_reads import STALLED_S
 from forgemq_bus.errors import LogUnavailableError
-from forgemq_bus.log import Log, Place, Reader, Record
-from forgemq_bus.reading import STALLED_S
+from forgemq_bus.log import LogReads, Place, Reader, Record
 from forgemq_shell.batch import batch_sequence
 
 _READ_S = 0.5
+"""One wait for records; only the stall limit bounds the whole read."""
+
 _RECORDS_MAX = 200
+"""Records of one read: outputs of the merger are up to megabytes each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,8 +23,8 @@ class WrittenBatch:
     """What one batch wrote to one partition.
 
     Attributes:
-        records: In order; the last ones of the batch where it `is_partial`.
-        is_partial: Records before these may have been trimmed away.
+        records: In order.
+        is_partial: Records of the batch before these may have been trimmed away.
     """
 
     records: tuple[Record, ...]
@@ -31,16 +34,16 @@ class WrittenBatch:
 class WrittenOutputs:
     """Outputs of one task, in the order of its batches.
 
-    Lifecycle: `open`, `batch` with rising numbers, `close`. One read ahead of each partition is
-    held; records of other writers (a dead letter topic has several) are left out.
+    Lifecycle: `open`, `read_batch` with rising numbers, `close`. Holds one read ahead of each
+    partition; skips records of other writers (a dead letter topic has several).
 
     Args:
-        log: The run's log.
-        task: As its records are stamped, `merger-0`.
+        log: Of the run, or of a recording.
+        task: Transactional id of the task, as in its records' header `batch`: `merger-0`.
     """
 
     def __init__(
-        self, log: Log, *, task: str, clock_s: Callable[[], float] = time.monotonic
+        self, log: LogReads, *, task: str, clock_s: Callable[[], float] = time.monotonic
     ) -> None:
         self._log = log
         self._task = task
@@ -51,10 +54,10 @@ class WrittenOutputs:
         self._ahead: dict[Place, deque[tuple[int, Record]]] = {}
 
     async def open(self, places: Sequence[Place]) -> None:
-        """Begin with the oldest records that are kept; what is written later is left out.
+        """Open a reader at the oldest records that are kept; records written later are skipped.
 
-        A batch that stands in the journal stands below these ends: they count open transactions,
-        for markers of one commit do not reach all partitions at the same moment.
+        The ends include open transactions: the markers of one commit reach the partitions at
+        different moments, so outputs of a batch in the journal may still lack theirs.
         """
         if not places:
             return
@@ -65,15 +68,15 @@ class WrittenOutputs:
         self._reader = await self._log.reader(first)
         self._reader.pause(list(places))
 
-    async def batch(self, sequence: int) -> dict[Place, WrittenBatch]:
-        """What this batch wrote, by partition; only where there is or may have been something.
+    async def read_batch(self, sequence: int) -> dict[Place, WrittenBatch]:
+        """Read what this batch wrote, by partition, without those that it surely did not write to.
 
         Raises:
             LogUnavailableError: the log does not give all it has.
         """
         found: dict[Place, WrittenBatch] = {}
         for place in self._ahead:
-            records = await self._of_place(place, sequence)
+            records = await self._read_partition(place, sequence)
             is_partial = place in self._trimmed
             if records or is_partial:
                 found[place] = WrittenBatch(records=tuple(records), is_partial=is_partial)
@@ -81,9 +84,9 @@ class WrittenOutputs:
                 self._trimmed.discard(place)
         return found
 
-    async def _of_place(self, place: Place, sequence: int) -> list[Record]:
+    async def _read_partition(self, place: Place, sequence: int) -> list[Record]:
         ahead, found = self._ahead[place], list[Record]()
-        while await self._filled(place) and ahead[0][0] <= sequence:
+        while await self._fill(place) and ahead[0][0] <= sequence:
             number, record = ahead.popleft()
             if number < sequence:
                 self._trimmed.discard(place)
@@ -91,8 +94,8 @@ class WrittenOutputs:
                 found.append(record)
         return found
 
-    async def _filled(self, place: Place) -> bool:
-        """Read until a record of this task is at the front; False where there is none left."""
+    async def _fill(self, place: Place) -> bool:
+        """Read until a record of this task is at the front; False if none is left."""
         ahead, reader = self._ahead[place], self._reader
         assert reader is not None, "open comes first"
         deadline_s = self._clock_s() + STALLED_S

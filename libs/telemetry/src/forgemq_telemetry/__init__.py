@@ -1,4 +1,4 @@
-"""Traces, metrics and log lines with one catalogue of names."""
+"""Events, metrics and traces of a service; one catalogue names all metrics."""
 
 from forgemq_telemetry.telemetry import Span, Telemetry
 

@@ -1,7 +1,7 @@
-"""Every metric of the system: its name, its unit and what it says. A misspelt name is a type error.
+"""Every metric of the system with its unit and meaning; a misspelt name is a type error.
 
-Exported names carry the prefix `forgemq.`; Prometheus shows them with underscores, and counters
-with `_total`. To add one: its name in the Literal of its kind and its row below.
+Exported names have the prefix `forgemq.`; Prometheus shows dots as underscores and appends `_total`
+to counters. To add a metric, add its name to the Literal of its kind, and its row below.
 """
 
 from dataclasses import dataclass
@@ -100,10 +100,10 @@ HistogramName: TypeAlias = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """What one metric measures.
+    """Unit and meaning of one metric.
 
     Attributes:
-        unit: As OpenTelemetry writes it: `s`, `By`, `1` or `{thing}`.
+        unit: In OpenTelemetry's notation: `s`, `By`, `1` or `{thing}`.
         description: One sentence for the person at the dashboard.
     """
 
@@ -115,21 +115,23 @@ COUNTERS: dict[CounterName, Metric] = {
     "transform.records": Metric("{record}", "Input records handled by a transform task."),
     "transform.bad_records": Metric("{record}", "Input records sent to a dead letter topic."),
     "transform.bad_records_skipped": Metric(
-        "{record}", "Input records that did not decode and that another service buries."
+        "{record}", "Bad input records whose dead letter another service writes."
     ),
     "transform.batches": Metric("{batch}", "Transactions committed by a transform task."),
     "transform.outputs": Metric("{record}", "Records written by a transform task."),
     "transform.fenced": Metric("{task}", "Tasks that stopped because a newer owner exists."),
     "transform.snapshots": Metric("{snapshot}", "Snapshots of a core written to its journal."),
     "auditor.groups_audited": Metric("{group}", "Retired groups compared with their records."),
-    "auditor.trimmed_records": Metric("{record}", "Records deleted that nobody needs, by topic."),
+    "auditor.trimmed_records": Metric(
+        "{record}", "Records deleted because no reader needs them, by topic."
+    ),
     "auditor.blobs_deleted": Metric("{blob}", "Blobs deleted that no record points at."),
     "auditor.blob_bytes_deleted": Metric("By", "Size of the blobs deleted."),
     "inference.finished": Metric(
         "{completion}", "Completions written by a lane, by finish reason."
     ),
     "inference.skipped": Metric(
-        "{request}", "Requests that a lane left to others: duplicate or other epoch."
+        "{request}", "Requests that a lane skipped: duplicate or other epoch."
     ),
     "inference.output_tokens": Metric("{token}", "Tokens sampled by a lane's engine."),
     "inference.context_tokens": Metric(
@@ -140,50 +142,62 @@ COUNTERS: dict[CounterName, Metric] = {
     ),
     "inference.weight_loads": Metric("{load}", "New weights in a lane's engine, by path."),
     "inference.fast_path_failures": Metric(
-        "{failure}", "Fast paths that fell back to the durable copy."
+        "{failure}", "Fast paths that failed; the durable copy was loaded instead."
     ),
     "inference.engine_losses": Metric("{loss}", "Times a lane's engine stopped answering."),
     "reward.episodes_graded": Metric("{episode}", "Episodes graded by the grading loop."),
-    "reward.episodes_masked": Metric("{episode}", "Graded episodes that count in nothing."),
+    "reward.episodes_masked": Metric(
+        "{episode}", "Graded episodes that were masked: no reward counts."
+    ),
     "trainer.steps": Metric("{step}", "Optimizer steps trained."),
     "trainer.failed_groups": Metric("{group}", "Scheduled groups whose tree could not be trained."),
     "trainer.tree_tokens": Metric("{token}", "Unique tokens trained, after prefix-tree merging."),
     "trainer.loss_entries": Metric("{entry}", "Sampled tokens that carried loss."),
-    "trainer.fast_path_failures": Metric("{failure}", "Lanes that the trainer left out."),
-    "trainer.route_disagreements": Metric("{entry}", "Entries routed otherwise than their token."),
+    "trainer.fast_path_failures": Metric(
+        "{failure}", "Fast paths to a lane that failed on the trainer's side."
+    ),
+    "trainer.route_disagreements": Metric(
+        "{entry}", "Loss entries whose expert routes differ from those of the merged token."
+    ),
     "trainer.alarms": Metric("{alarm}", "Metrics of a step above their threshold, by metric."),
     "gateway.requests": Metric(
         "{request}", "Chat requests by how they were answered: fresh, joined or replayed."
     ),
-    "gateway.bad_records": Metric("{record}", "Records that did not decode and were left out."),
+    "gateway.bad_records": Metric("{record}", "Records that did not decode and were skipped."),
     "gateway.refused": Metric("{request}", "Requests refused, by HTTP status."),
     "gateway.forks": Metric(
-        "{completion}", "Histories that left the recorded tokens and were rendered anew."
+        "{completion}", "Requests whose message history did not extend the recorded tokens."
     ),
     "gateway.attempts_failed": Metric("{attempt}", "Attempts that a lane ended with an error."),
     "gateway.redispatched": Metric(
-        "{attempt}", "Requests given to another lane or again to the same one."
+        "{attempt}", "Requests sent again, to another lane or the same one."
     ),
-    "gateway.cancelled": Metric("{request}", "Requests whose client went away before the answer."),
+    "gateway.cancelled": Metric(
+        "{request}", "Requests whose client disconnected before the answer."
+    ),
     "gateway.groups_requested": Metric("{group}", "Groups asked for by agents."),
     "gateway.episodes_opened": Metric("{episode}", "Episodes claimed by agents, every attempt."),
     "gateway.episodes_finished": Metric("{episode}", "Episodes that ended, by status."),
     "gateway.leases_lapsed": Metric("{episode}", "Leases that ran out."),
     "gateway.malformed_calls": Metric(
-        "{call}", "Tool calls that the policy wrote and nobody could parse."
+        "{call}", "Tool calls of the policy that could not be parsed."
     ),
 }
 GAUGES: dict[GaugeName, Metric] = {
     "auditor.blobs_kept": Metric("{blob}", "Blobs of the run in its store, at the last sweep."),
     "auditor.blob_bytes_kept": Metric("By", "Size of those blobs."),
     "transform.tasks": Metric("{task}", "Journal partitions this process holds."),
-    "transform.lag_records": Metric("{record}", "Input records a task has still to read."),
+    "transform.lag_records": Metric("{record}", "Input records that a task has not read yet."),
     "transform.snapshot_bytes": Metric("By", "Size of the newest snapshot of a task."),
     "inference.running": Metric("{request}", "Requests in a lane's engine."),
-    "inference.queued": Metric("{request}", "Requests that wait for their turn on a lane."),
-    "inference.remembered_bytes": Metric("By", "Token ids a lane keeps of finished completions."),
+    "inference.queued": Metric("{request}", "Requests that wait for a lane's engine."),
+    "inference.remembered_bytes": Metric(
+        "By", "Token ids that a lane keeps of finished completions."
+    ),
     "inference.weight_version": Metric("{step}", "Version of the weights a lane serves."),
-    "reward.episodes_waiting": Metric("{episode}", "Episodes finished and not graded."),
+    "reward.episodes_waiting": Metric(
+        "{episode}", "Episodes that are finished and not graded yet."
+    ),
     "trainer.version": Metric("{step}", "Version of the newest trained weights."),
     "trainer.loss": Metric("1", "Loss of the newest step."),
     "trainer.grad_norm": Metric("1", "Gradient norm of the newest step, before clipping."),
@@ -193,7 +207,9 @@ GAUGES: dict[GaugeName, Metric] = {
         "{nat}", "k3 estimate of KL(policy || reference) of the newest step; 0 without a reference."
     ),
     "trainer.ratio_p99": Metric("1", "99th percentile of policy / behaviour probability."),
-    "trainer.capped_share": Metric("1", "Share of entries that the loss limited."),
+    "trainer.capped_share": Metric(
+        "1", "Share of entries whose ratio the loss capped, clipped or masked."
+    ),
     "trainer.logprob_gap_max": Metric("{nat}", "Largest |trainer - engine| log-probability."),
     "trainer.logprob_gap_mean": Metric("{nat}", "Mean |trainer - engine| log-probability."),
     "trainer.branch_loss": Metric("1", "Tree tokens over those of each episode's last sample."),
@@ -204,21 +220,25 @@ GAUGES: dict[GaugeName, Metric] = {
     "trainer.append_ratio": Metric("1", "Tokens merged by appending over those of the trees."),
     "gateway.in_flight": Metric("{request}", "Requests in flight, by lane."),
     "gateway.groups": Metric("{group}", "Groups that have not retired."),
-    "gateway.history_bytes": Metric("By", "Memory of the histories of open groups."),
+    "gateway.history_bytes": Metric("By", "Memory of the message histories of open groups."),
 }
 HISTOGRAMS: dict[HistogramName, Metric] = {
-    "transform.batch_s": Metric("s", "First record of a batch read until it is committed."),
+    "transform.batch_s": Metric(
+        "s", "From the first record of a batch read until it is committed."
+    ),
     "transform.commit_s": Metric("s", "One transaction, from begin to committed."),
-    "transform.restore_s": Metric("s", "Task assigned until its state is restored."),
-    "inference.queued_s": Metric("s", "Requested until a lane's engine took it."),
+    "transform.restore_s": Metric("s", "From a task assigned until its state is restored."),
+    "inference.queued_s": Metric("s", "From requested until a lane's engine took the request."),
     "inference.engine_s": Metric("s", "One request in a lane's engine, prefill and decode."),
-    "inference.load_s": Metric("s", "Loading new weights, from the decision to the end."),
-    "inference.paused_s": Metric("s", "Generation stood still for new weights."),
-    "reward.grade_s": Metric("s", "One episode, transcript to grade on the log."),
+    "inference.load_s": Metric("s", "Loading new weights, from the decision until they serve."),
+    "inference.paused_s": Metric("s", "Time that generation was paused for new weights."),
+    "reward.grade_s": Metric("s", "From an episode's transcript to its grade on the log."),
     "trainer.step_s": Metric("s", "One step, from scheduled to durable."),
-    "trainer.forward_backward_s": Metric("s", "Forward and backward of one step."),
-    "trainer.transfer_s": Metric("s", "The fast path of one version to all lanes."),
-    "gateway.prepare_s": Metric("s", "Body read until the request is on its lane's topic."),
-    "gateway.answer_s": Metric("s", "Body read until the last byte is written."),
-    "gateway.restore_s": Metric("s", "State rebuilt from the log at the start."),
+    "trainer.forward_backward_s": Metric("s", "Time of forward and backward of one step."),
+    "trainer.transfer_s": Metric("s", "Time of one version's fast path to all lanes."),
+    "gateway.prepare_s": Metric(
+        "s", "From the body read until the request is on its lane's topic."
+    ),
+    "gateway.answer_s": Metric("s", "From the body read until the last byte is written."),
+    "gateway.restore_s": Metric("s", "Time to rebuild the state from the log at the start."),
 }

@@ -1,4 +1,4 @@
-"""Curves of a run: one JSON line a step, and TensorBoard files where asked for."""
+"""Curves of a run: one JSON line a step, and TensorBoard files on request."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,12 +12,12 @@ CurveFormat: TypeAlias = Literal["jsonl", "tensorboard"]
 class Curves:
     """Appends the values of each step to `<folder>/curves.jsonl`.
 
-    A process that died in the middle of a line leaves half of it; the next writer ends that line,
-    and `read_curves` leaves it out. A resumed run may write a step again: the later line counts.
+    A process that dies while it writes leaves half a line; the next writer ends that line, and
+    `read_curves` skips it. A resumed run may write a step again: the later line counts.
 
     Args:
-        folder: Made where it does not exist.
-        formats: `tensorboard` also writes event files beside it; needs the package `tensorboard`.
+        folder: Created if it does not exist.
+        formats: `tensorboard` also writes event files there; needs the package `tensorboard`.
     """
 
     def __init__(self, folder: Path, *, formats: tuple[CurveFormat, ...] = ("jsonl",)) -> None:
@@ -34,7 +34,7 @@ class Curves:
             self._file.write(b"\n")
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Append the values of this step; they are on disk for other readers afterwards."""
+        """Append the values of this step; other processes can read them afterwards."""
         self._file.write(msgspec.json.encode({"step": step, **values}) + b"\n")
         self._file.flush()
         if self._events is not None:
@@ -48,7 +48,7 @@ class Curves:
 
 
 def read_curves(folder: Path) -> dict[int, dict[str, float]]:
-    """Values by step, in order of steps; of a step written twice the later line."""
+    """Read the values by step, in order; the later line of a step counts."""
     curves: dict[int, dict[str, float]] = {}
     for line in (folder / "curves.jsonl").read_bytes().splitlines():
         try:
@@ -65,7 +65,7 @@ class _EventFile:
     """TensorBoard's event file, written without torch."""
 
     def __init__(self, folder: Path) -> None:
-        # Imported here: only a run that asks for it needs the package.
+        # Imported here: only a run that asks for TensorBoard needs the package.
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.summary.writer.event_file_writer import EventFileWriter

@@ -1,6 +1,6 @@
-"""Telemetry that leaves the process: OpenTelemetry's SDK, to OTLP over HTTP or for Prometheus.
+"""Exports telemetry through OpenTelemetry's SDK: OTLP over HTTP, or Prometheus.
 
-The SDK is imported and its threads start only when an exporter is asked for.
+Imported only if the settings name an exporter: the SDK costs time, memory and threads.
 """
 
 import logging
@@ -29,17 +29,17 @@ from forgemq_telemetry.catalogue import (
 )
 from forgemq_telemetry.settings import TelemetrySettings
 from forgemq_telemetry.telemetry import Attribute
-from forgemq_telemetry.traces import Headers, SpanPlace, span_place, traceparent
+from forgemq_telemetry.traces import Headers, SpanIds, span_ids, traceparent
 
-_SHUTDOWN_S = 3.0
+_SHUTDOWN_S = 3.0  # A collector that works takes milliseconds; see `close`.
 _PREFIX = "forgemq."
-# Each says every attempt that failed, several in ten seconds while a collector is away.
+# These loggers report every failed attempt, several in ten seconds while a collector is away.
 _SENDERS = (
     "opentelemetry.exporter.otlp.proto.http.trace_exporter",
     "opentelemetry.exporter.otlp.proto.http.metric_exporter",
     "opentelemetry.sdk._shared_internal",
 )
-_COMPLAIN_EVERY_S = 60.0
+_WARN_EVERY_S = 60.0
 # Three a decade, from one record's handling to one optimizer step; the SDK's default is in ms.
 _BOUNDS_S = (
     *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5),
@@ -51,11 +51,11 @@ class OpenTelemetryExporter:
     """Measurements and spans through OpenTelemetry's SDK.
 
     Args:
-        resource: What every exported item says about its origin: service, run, process.
-        readers: Take the metrics; () drops them.
-        processors: Take the spans; () drops them, and the context still goes on.
+        resource: Attributes of every exported item: service, run, process.
+        readers: Export the metrics; (): none are exported.
+        processors: Export the spans; (): none are exported, but their context is passed on.
         settings: Sampling and limits.
-        address: Where the measurements go, or where they can be fetched.
+        address: Of the collector, or of the page that Prometheus scrapes.
         on_close: Called last, e.g. to free a port.
     """
 
@@ -72,7 +72,7 @@ class OpenTelemetryExporter:
         self.address = address
         self._meters = MeterProvider(readers, Resource.create(resource), shutdown_on_exit=False)
         self._tracers = TracerProvider(
-            # By trace id and not by the parent's flag, so that every service keeps the same ones.
+            # By trace id, not by the parent's flag: every service then keeps the same traces.
             sampler=TraceIdRatioBased(settings.sampled_fraction),
             resource=Resource.create(resource),
             shutdown_on_exit=False,
@@ -109,26 +109,24 @@ class OpenTelemetryExporter:
         links: Sequence[Headers],
         attributes: dict[str, Attribute],
     ) -> "_ExportedSpan":
-        """Begin a span; a root where `parent` has no trace context."""
+        """Begin a span; a root span if `parent` has no trace context."""
         context = Context()
-        if (place := span_place(parent)) is not None:
-            context = trace.set_span_in_context(
-                trace.NonRecordingSpan(_span_context(place)), context
-            )
+        if (ids := span_ids(parent)) is not None:
+            context = trace.set_span_in_context(trace.NonRecordingSpan(_span_context(ids)), context)
         linked = [
-            trace.Link(_span_context(place))
+            trace.Link(_span_context(ids))
             for headers in links
-            if (place := span_place(headers)) is not None
+            if (ids := span_ids(headers)) is not None
         ]
         return _ExportedSpan(
             self._tracer.start_span(name, context=context, links=linked, attributes=attributes)
         )
 
     def close(self) -> None:
-        """Send what is left and stop the SDK's threads.
+        """Send what is buffered and stop the SDK's threads.
 
-        What a collector does not take within 3 s is lost: the SDK would try it for half a minute,
-        and its own time limits do not hold.
+        What the collector does not accept within 3 s is lost: the SDK would retry for half a
+        minute, whatever its time limits say.
         """
         closing = [
             threading.Thread(target=self._tracers.shutdown, daemon=True),
@@ -151,7 +149,7 @@ class _ExportedSpan:
 
     def headers(self) -> Headers:
         context = self._span.get_span_context()
-        return traceparent(SpanPlace(context.trace_id, context.span_id, int(context.trace_flags)))
+        return traceparent(SpanIds(context.trace_id, context.span_id, int(context.trace_flags)))
 
     def set(self, **attributes: Attribute) -> None:
         self._span.set_attributes(attributes)
@@ -166,7 +164,7 @@ class _ExportedSpan:
 def exporter_of(
     settings: TelemetrySettings, *, resource: dict[str, Attribute]
 ) -> OpenTelemetryExporter | None:
-    """The exporter that the settings ask for; None for `none`.
+    """Make the exporter that the settings name; None for `none`.
 
     Raises:
         OSError: the Prometheus port is taken.
@@ -184,13 +182,13 @@ def _otlp(settings: TelemetrySettings, resource: dict[str, Attribute]) -> OpenTe
 
     address = settings.endpoint.rstrip("/")
     loggers = [logging.getLogger(name) for name in _SENDERS]
-    seldom = _Seldom(every_s=_COMPLAIN_EVERY_S)
+    limit = _WarningLimit(every_s=_WARN_EVERY_S)
     for logger in loggers:
-        logger.addFilter(seldom)
+        logger.addFilter(limit)
 
-    def speak_freely() -> None:
+    def remove_filters() -> None:
         for logger in loggers:
-            logger.removeFilter(seldom)
+            logger.removeFilter(limit)
 
     metrics = OTLPMetricExporter(endpoint=f"{address}/v1/metrics")
     spans = OTLPSpanExporter(endpoint=f"{address}/v1/traces")
@@ -200,23 +198,23 @@ def _otlp(settings: TelemetrySettings, resource: dict[str, Attribute]) -> OpenTe
         processors=[BatchSpanProcessor(spans)],
         settings=settings,
         address=address,
-        on_close=speak_freely,
+        on_close=remove_filters,
     )
 
 
-class _Seldom(logging.Filter):
-    """Lets one record of a logger through at a time: a collector may be away for hours."""
+class _WarningLimit(logging.Filter):
+    """Lets one record of each logger pass per interval: a collector may be away for hours."""
 
     def __init__(self, *, every_s: float) -> None:
         super().__init__()
         self._every_s = every_s
-        self._said_s: dict[str, float] = {}
+        self._passed_s: dict[str, float] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
         now_s = time.monotonic()
-        if now_s - self._said_s.get(record.name, float("-inf")) < self._every_s:
+        if now_s - self._passed_s.get(record.name, float("-inf")) < self._every_s:
             return False
-        self._said_s[record.name] = now_s
+        self._passed_s[record.name] = now_s
         return True
 
 
@@ -243,9 +241,9 @@ def _scraped(settings: TelemetrySettings, resource: dict[str, Attribute]) -> Ope
     )
 
 
-def _span_context(place: SpanPlace) -> trace.SpanContext:
+def _span_context(ids: SpanIds) -> trace.SpanContext:
     return trace.SpanContext(
-        place.trace_id, place.span_id, is_remote=True, trace_flags=trace.TraceFlags(place.flags)
+        ids.trace_id, ids.span_id, is_remote=True, trace_flags=trace.TraceFlags(ids.flags)
     )
 
 
@@ -269,7 +267,7 @@ def _histograms(meter: Meter) -> dict[HistogramName, Histogram]:
             _PREFIX + name,
             metric.unit,
             metric.description,
-            # Only durations have bounds of their own; other histograms take the SDK's.
+            # The SDK's default bounds are in milliseconds: durations here are in seconds.
             explicit_bucket_boundaries_advisory=_BOUNDS_S if metric.unit == "s" else None,
         )
         for name, metric in HISTOGRAMS.items()

@@ -1,4 +1,4 @@
-"""Where telemetry goes; read from `FORGEMQ_TELEMETRY_*`."""
+"""Settings of the exporters; read from `FORGEMQ_TELEMETRY_*`."""
 
 from typing import Annotated, Literal
 
@@ -6,7 +6,7 @@ from msgspec import Meta, Struct
 
 
 class TelemetrySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Nothing is exported unless asked for."""
+    """By default nothing is exported."""
 
     exporter: Annotated[
         Literal["none", "otlp", "prometheus"],
@@ -21,8 +21,8 @@ class TelemetrySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ] = 0
     export_every_s: Annotated[float, Meta(gt=0, description="OTLP: metrics interval.")] = 10.0
     sampled_fraction: Annotated[
-        float, Meta(ge=0, le=1, description="Of traces, decided by trace id alike everywhere.")
+        float, Meta(ge=0, le=1, description="Of traces, by trace id: every service keeps the same.")
     ] = 1.0
     links_max: Annotated[
-        int, Meta(ge=1, description="Links of one span: the completions of one step.")
+        int, Meta(ge=1, description="Of one span: a step links all its completions.")
     ] = 65_536

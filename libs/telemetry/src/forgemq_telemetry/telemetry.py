@@ -1,7 +1,7 @@
-"""What a service says about itself: events, metrics and spans.
+"""Events, metrics and spans of a service.
 
-Telemetry belongs to shells and edges, never to a core. Without exporters an event is still one
-JSON line on stderr, a metric costs one comparison, and a span only passes its parent's context on.
+Only shells and edges use it, never a core. Without an exporter an event is still one JSON line on
+stderr, a metric costs one comparison, and a span only passes its parent's context on.
 
     telemetry = Telemetry(service="gateway")
     telemetry.event("listening", port=8000)
@@ -10,6 +10,7 @@ JSON line on stderr, a metric costs one comparison, and a span only passes its p
         emit = Emit(..., headers=span.headers())
 """
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +20,7 @@ from typing import Protocol, TextIO, TypeAlias
 import msgspec
 
 from forgemq_telemetry.catalogue import CounterName, GaugeName, HistogramName
+from forgemq_telemetry.settings import TelemetrySettings
 from forgemq_telemetry.traces import Headers, trace_headers
 
 Attribute: TypeAlias = str | int | float | bool
@@ -37,7 +39,7 @@ class Span(Protocol):
 
 
 class Exporter(Protocol):
-    """Takes measurements and spans away; `forgemq_telemetry.exporters` has the real one."""
+    """Sends measurements and spans; `forgemq_telemetry.exporters` implements it."""
 
     def count(self, metric: CounterName, value: float, attributes: dict[str, Attribute]) -> None:
         """Add to a counter."""
@@ -61,11 +63,11 @@ class Exporter(Protocol):
         links: Sequence[Headers],
         attributes: dict[str, Attribute],
     ) -> "StartedSpan":
-        """Begin a span; a root where `parent` has no trace context."""
+        """Begin a span; a root span if `parent` has no trace context."""
         ...
 
     def close(self) -> None:
-        """Send what is left, within a few seconds, and stop."""
+        """Send what is buffered, within a few seconds, and stop."""
         ...
 
 
@@ -73,12 +75,12 @@ class StartedSpan(Span, Protocol):
     """A span that its exporter began and `Telemetry.span` ends."""
 
     def end(self, error: BaseException | None) -> None:
-        """Finish it; with an error where the work failed."""
+        """End the span; with the error if the work failed."""
         ...
 
 
 class _PassingSpan:
-    """No exporter: the parent's context goes on unchanged, so that traces pass through."""
+    """The span without an exporter: passes the parent's context on unchanged."""
 
     __slots__ = ("_parent",)
 
@@ -97,8 +99,8 @@ class Telemetry:
 
     Args:
         service: Name on every line and in every exported resource.
-        exporter: None exports nothing.
-        stream: Events go here, one JSON object a line.
+        exporter: None: nothing is exported.
+        stream: Gets the events, one JSON object a line; None: stderr.
         clock_ns: Wall clock of the events, nanoseconds since the Unix epoch.
     """
 
@@ -117,11 +119,11 @@ class Telemetry:
 
     @property
     def is_exporting(self) -> bool:
-        """Whether anything measured here leaves the process."""
+        """Whether measurements are exported."""
         return self._exporter is not None
 
     def event(self, name: str, /, **fields: object) -> None:
-        """Write one JSON line: what happened and its values."""
+        """Write one JSON line with the name and the fields."""
         line = {"at_ms": self._clock_ns() // 1_000_000, "service": self.service, "event": name}
         text = msgspec.json.encode({**line, **fields}, enc_hook=str).decode()
         self._stream.write(text + "\n")
@@ -133,7 +135,7 @@ class Telemetry:
             self._exporter.count(metric, value, attributes)
 
     def gauge(self, metric: GaugeName, /, value: float, **attributes: Attribute) -> None:
-        """Set a gauge to its present value."""
+        """Set a gauge."""
         if self._exporter is not None:
             self._exporter.gauge(metric, value, attributes)
 
@@ -152,14 +154,14 @@ class Telemetry:
         links: Sequence[Headers] = (),
         **attributes: Attribute,
     ) -> Iterator[Span]:
-        """Measure the work inside; an exception that leaves it marks the span failed.
+        """Span the work inside; an exception that leaves it marks the span as failed.
 
         Args:
-            name: What is done, the same for every item.
+            name: Of the kind of work, the same for every item.
             parent: Headers of the record or request that caused it; () starts a trace.
-            links: Headers of other traces this work used, e.g. `completion_trace(id)` of every
-                completion in an optimizer step.
-            attributes: Known values, searchable in the trace store.
+            links: Headers of other traces that this work used, e.g. `completion_trace(id)` of
+                every completion in an optimizer step.
+            attributes: Values known at the start, searchable in the trace store.
         """
         if self._exporter is None:
             yield _PassingSpan(parent)
@@ -173,7 +175,26 @@ class Telemetry:
         span.end(None)
 
     def close(self) -> None:
-        """Send what is left and stop the exporter; events still work."""
+        """Send what is buffered and stop the exporter; events still work."""
         if self._exporter is not None:
             self._exporter.close()
             self._exporter = None
+
+
+def open_telemetry(service: str, *, run: str, settings: TelemetrySettings) -> Telemetry:
+    """Telemetry of one process of a run; an event says where its measurements go.
+
+    Raises:
+        OSError: the Prometheus port is taken.
+    """
+    if settings.exporter == "none":
+        return Telemetry(service=service)
+    # Imported here: without an exporter the SDK costs neither time nor memory.
+    from forgemq_telemetry.exporters import exporter_of
+
+    resource = {"service.namespace": "forgemq", "service.name": service, "run": run}
+    exporter = exporter_of(settings, resource={**resource, "service.instance.id": str(os.getpid())})
+    assert exporter is not None
+    telemetry = Telemetry(service=service, exporter=exporter)
+    telemetry.event("exporting", exporter=settings.exporter, address=exporter.address)
+    return telemetry

@@ -1,7 +1,7 @@
 """W3C trace context as record headers and as HTTP headers.
 
-A completion's trace id is its request id: both are 128 bits, so whoever knows the completion (the
-trainer from a tree's sample ids, a person from the log) knows its trace without carrying it.
+A completion's trace id is its request id; both have 128 bits. So a reader of any record that names
+the completion knows its trace, and no record has to carry the id.
 """
 
 import re
@@ -15,8 +15,8 @@ TRACESTATE = "tracestate"
 _TRACEPARENT = re.compile(rb"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 
 
-class SpanPlace(NamedTuple):
-    """One span in one trace: what a traceparent names."""
+class SpanIds(NamedTuple):
+    """The ids of one span, as in a traceparent."""
 
     trace_id: int
     span_id: int
@@ -24,12 +24,12 @@ class SpanPlace(NamedTuple):
 
 
 def completion_trace(completion_id: str) -> Headers:
-    """Parent of every span about this completion; 32 lower-case hexadecimal digits."""
+    """Headers that make a span part of this completion's trace; the id is 32 hexadecimal digits."""
     return ((TRACEPARENT, f"00-{completion_id}-{completion_id[:16]}-01".encode()),)
 
 
 def trace_headers(headers: Headers) -> Headers:
-    """Only the trace context of a record's headers, to be passed on."""
+    """The trace context among a record's headers."""
     return tuple(header for header in headers if header[0] in (TRACEPARENT, TRACESTATE))
 
 
@@ -47,16 +47,16 @@ def headers_to_http(headers: Headers) -> dict[str, str]:
     return {name: value.decode("latin-1") for name, value in trace_headers(headers)}
 
 
-def span_place(headers: Headers) -> SpanPlace | None:
-    """What the traceparent names; None where there is none or it is malformed or all zero."""
+def span_ids(headers: Headers) -> SpanIds | None:
+    """The ids in the traceparent; None if it is missing, malformed or all zero."""
     for name, value in headers:
         if name == TRACEPARENT and (match := _TRACEPARENT.fullmatch(value)):
-            place = SpanPlace(*(int(part, 16) for part in match.groups()))
-            return place if place.trace_id and place.span_id else None
+            ids = SpanIds(*(int(part, 16) for part in match.groups()))
+            return ids if ids.trace_id and ids.span_id else None
     return None
 
 
-def traceparent(place: SpanPlace) -> Headers:
-    """The header that names this span."""
-    text = f"00-{place.trace_id:032x}-{place.span_id:016x}-{place.flags:02x}"
+def traceparent(ids: SpanIds) -> Headers:
+    """The headers that name this span."""
+    text = f"00-{ids.trace_id:032x}-{ids.span_id:016x}-{ids.flags:02x}"
     return ((TRACEPARENT, text.encode()),)

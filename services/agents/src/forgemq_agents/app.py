@@ -20,9 +20,8 @@ from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.topics import Topic
 from forgemq_settings.environment import SettingsError, parse
 from forgemq_telemetry.causes import causes
-from forgemq_telemetry.opening import open_telemetry
 from forgemq_telemetry.settings import TelemetrySettings
-from forgemq_telemetry.telemetry import Telemetry
+from forgemq_telemetry.telemetry import Telemetry, open_telemetry
 
 CONSUMES: tuple[Topic, ...] = ()
 PRODUCES: tuple[Topic, ...] = ()

@@ -12,9 +12,9 @@ import msgspec
 
 from forgemq_audit.group_index import COMPARED, ROUND_LIMITS, GroupIndex, RoundLimits
 from forgemq_audit.unaudited import AUDITOR_NEEDED
+from forgemq_bus.bounded_reads import read_to_end
 from forgemq_bus.kept_records import message_of, read_from
 from forgemq_bus.log import Emit, Log, Place, Record, TransactionWriter
-from forgemq_bus.reading import read_to_end
 from forgemq_contracts.accounting import RetiredIds
 from forgemq_contracts.groups import RetiredGroup
 from forgemq_contracts.messages import Output

@@ -11,9 +11,9 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 
 import msgspec
 
+from forgemq_bus.bounded_reads import read_up_to
 from forgemq_bus.log import Log, Place, Record
 from forgemq_bus.partitions import partitions_of
-from forgemq_bus.reading import read_up_to
 from forgemq_contracts import topics
 from forgemq_contracts.completions import (
     CancelledCompletion,

@@ -47,7 +47,7 @@ class Outbox:
 
     async def write_dead_letter(self, record: Record, *, reason: str) -> bool:
         """Write a dead letter for a record that does not decode; False if another service does."""
-        return await self._dead_letters.bury(record, reason)
+        return await self._dead_letters.write(record, reason)
 
     def _partition(self, record: Struct) -> int:
         match record:

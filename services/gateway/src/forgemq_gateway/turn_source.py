@@ -14,7 +14,7 @@ from forgemq_gateway.core.plans import Plan, Prepared, plan
 from forgemq_gateway.core.requests import Request
 from forgemq_gateway.core.turns import OpenTurn
 from forgemq_gateway.dispatcher import Dispatcher, Result
-from forgemq_telemetry.traces import Headers, completion_trace, span_place
+from forgemq_telemetry.traces import Headers, completion_trace, span_ids
 
 
 class Awaited(Struct, frozen=True, kw_only=True):
@@ -90,7 +90,7 @@ class TurnSource:
     ) -> None:
         """Make the turn into tokens and dispatch it; clients hear what goes wrong."""
         started_s = self._clock.now_s()
-        links = (caller,) if span_place(caller) is not None else ()
+        links = (caller,) if span_ids(caller) is not None else ()
         with self._telemetry.span(
             "request_completion",
             parent=completion_trace(turn.request_id),

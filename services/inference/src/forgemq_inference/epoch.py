@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import msgspec
 
+from forgemq_bus.bounded_reads import read_up_to
 from forgemq_bus.log import Emit, Log, Place, Reader, Record, Writer
-from forgemq_bus.reading import read_up_to
 from forgemq_contracts import topics
 from forgemq_contracts.weights import LoadedWeights, ReportedEngine
 

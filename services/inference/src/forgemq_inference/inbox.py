@@ -61,7 +61,7 @@ class Inbox:
         try:
             decoded = topics.decode(topics.BY_NAME[record.topic], record.value)
         except msgspec.ValidationError as error:
-            is_written = await self._dead_letters.bury(record, f"does not decode: {error}")
+            is_written = await self._dead_letters.write(record, f"does not decode: {error}")
             event = "bad_record" if is_written else "bad_record_skipped"
             self._telemetry.event(event, topic=record.topic, error=str(error))
             return

@@ -107,6 +107,7 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_argument("run", metavar="RUN")
     replay.add_argument("service", nargs="?", choices=TRANSFORMS, help="default: all three")
     replay.add_argument("--partition", type=int, help="of the journal; default: all of them")
+    replay.add_argument("--to", metavar="FOLDER", help="write recordings there, replay nothing")
     dlq = commands.add_parser("dlq", help="list records that did not decode")
     dlq.add_argument("run", metavar="RUN")
     return parser
@@ -139,10 +140,12 @@ def _command(
             return asyncio.run(inspection.inspect(folder, environ, console, what=options.what))
         case "replay":
             services = (options.service,) if options.service else TRANSFORMS
+            given = {"--partition": options.partition, "--to": options.to}
+            arguments = [f"{name}={value}" for name, value in given.items() if value is not None]
             folder = RunFolder(runs / options.run)
             return asyncio.run(
                 replay.replay_journals(
-                    folder, environ, console, services=services, partition=options.partition
+                    folder, environ, console, services=services, arguments=arguments
                 )
             )
         case _:

@@ -1,4 +1,4 @@
-"""`python -m forgemq_reward`; with `replay`, its journal run again and compared."""
+"""`python -m forgemq_reward` runs the service, `python -m forgemq_reward replay` its journal."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Wiring of the reward service: the group core as a transform, and the grading loop beside it."""
+"""Wiring of the reward service: the group core as a transform, and the grading loop."""
 
 import asyncio
 import functools
@@ -15,7 +15,7 @@ from forgemq_contracts.topics import (
     Topic,
 )
 from forgemq_reward.core import RewardCore
-from forgemq_reward.grading import Grading
+from forgemq_reward.grading_loop import GradingLoop
 from forgemq_reward.settings import RewardSettings
 from forgemq_settings.environment import parse
 from forgemq_shell.service import Context
@@ -31,7 +31,7 @@ PRODUCES: tuple[Topic, ...] = (GRADED_EPISODES, SCORED_GROUPS)
 
 
 def transform_of(configuration: RunConfiguration, environ: Mapping[str, str]) -> Transform:
-    """The group core over its partitions; nothing of the environment changes it."""
+    """The transform over the group core; it has no settings, so the environment is not read."""
     del environ
     return Transform(
         service="reward",
@@ -42,11 +42,11 @@ def transform_of(configuration: RunConfiguration, environ: Mapping[str, str]) ->
 
 
 async def main(context: Context) -> None:
-    """Grade episodes and score groups until the context says stop."""
+    """Grade episodes and score groups until `context.stop`."""
     settings = parse(RewardSettings, prefix="FORGEMQ_REWARD_", environ=context.environ)
     async with asyncio.TaskGroup() as group:
         group.create_task(transform_of(context.configuration, context.environ).run(context))
-        group.create_task(Grading(context, settings).run())
+        group.create_task(GradingLoop(context, settings).run())
 
 
 def _core(configuration: RunConfiguration, partition: int) -> RewardCore:

@@ -1,4 +1,9 @@
-"""Grades one episode at a time: transcript, the user's functions in their process, the verdict."""
+"""Makes the grade of one episode: builds its transcript, asks the process, judges the answer.
+
+The parts: `grading_loop` reads and writes the log and gives each `Grader` its episodes; a `Grader`
+owns one `GraderProcess`, which starts, times out and restarts one child process; that child runs
+`grader_worker`; both talk in `grader_messages`.
+"""
 
 import asyncio
 from collections.abc import Mapping
@@ -11,21 +16,20 @@ from forgemq_contracts.run import RunConfiguration
 from forgemq_rendering import Rendering
 from forgemq_reward.core.pending import HeldCompletion, PendingEpisodes
 from forgemq_reward.core.verdict import Verdict, graded_episode
+from forgemq_reward.grader_messages import Load, QueueFunctions
 from forgemq_reward.grader_process import GraderProcess
-from forgemq_reward.grader_wire import Load, QueueFunctions
 from forgemq_reward.transcript import grading_episode
 
 REPORTED = "reported"
-"""Name of the grader where the run names no function: the agent's own rewards count."""
+"""Name of the grader if the run names no function: the rewards that the agent reported count."""
 
 
 class Grader:
-    """One grader process and what it needs; used by one task at a time.
+    """Grades one episode at a time in a child process.
 
     Args:
-        configuration: Of the run.
-        rendering: Shared by all graders of this process; None where no queue names a function.
-        environ: Of the grader process.
+        rendering: Shared by all graders of this service; None if no queue names a function.
+        environ: For the grader process.
     """
 
     def __init__(
@@ -47,12 +51,12 @@ class Grader:
         )
 
     async def start(self) -> None:
-        """Load the user's functions, so that a wrong name ends the service at its start."""
+        """Start the process and load the functions: a wrong name ends the service at its start."""
         if self._rendering is not None:
             await self._process.start()
 
     async def grade(self, episode: FinishedEpisode, pending: PendingEpisodes) -> GradedEpisode:
-        """The grade; an episode that cannot be graded honestly is masked."""
+        """Grade an episode; one without an honest number is masked."""
         functions = self._functions.get(episode.domain)
         if functions is None:
             verdict = Verdict(error=f"domain {episode.domain!r} has no queue in the run")
@@ -64,7 +68,7 @@ class Grader:
             held = pending.completions_of(episode)
             completions, verdict = await self._ask(episode, held, rendering=self._rendering)
         except (LookupError, ValueError, RecursionError, msgspec.DecodeError) as error:
-            # The agent's result and messages may be text that is no UTF-8, or nested too deep.
+            # The agent's result and messages may be invalid UTF-8 or nested too deep.
             verdict = Verdict(error=f"no transcript: {error}")
         return graded_episode(
             episode,
@@ -99,8 +103,8 @@ def functions_of(configuration: RunConfiguration) -> dict[str, QueueFunctions]:
     }
 
 
-async def rendering_of(configuration: RunConfiguration) -> Rendering | None:
-    """The model's rendering, where any queue has a function that wants a transcript."""
+async def load_rendering(configuration: RunConfiguration) -> Rendering | None:
+    """Load the model's rendering; None if no queue has a function that needs a transcript."""
     if not any(functions.names for functions in functions_of(configuration).values()):
         return None
     return await asyncio.to_thread(

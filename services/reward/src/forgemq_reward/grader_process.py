@@ -1,4 +1,4 @@
-"""One grader process: started when needed, killed when the user's code hangs, started again."""
+"""The parent's side of one grader process: starts it, asks it, kills it if user code hangs."""
 
 import asyncio
 import contextlib
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from forgemq_contracts.grading import GradingEpisode
 from forgemq_reward.core.verdict import Verdict
-from forgemq_reward.grader_wire import (
+from forgemq_reward.grader_messages import (
     LENGTH_BYTES,
     FromWorker,
     Grade,
@@ -22,6 +22,7 @@ from forgemq_reward.grader_wire import (
 from forgemq_settings.user_code import for_user_code
 
 _START_TIMEOUT_S = 60.0
+"""For the imports: the user's modules may import large libraries, such as torch."""
 
 
 class GraderRefusedError(Exception):
@@ -29,12 +30,12 @@ class GraderRefusedError(Exception):
 
 
 class GraderProcess:
-    """Grades one episode at a time.
+    """Grades one episode at a time; a process that ended is started again for the next one.
 
     Args:
-        load: What the process imports.
-        timeout_s: For all functions of one episode together.
-        environ: The process's environment; our own variables are left out of it.
+        load: The functions that the process imports.
+        timeout_s: Of all functions together, for one episode.
+        environ: The process gets it without the `FORGEMQ_*` variables.
     """
 
     def __init__(self, load: Load, *, timeout_s: float, environ: Mapping[str, str]) -> None:
@@ -48,7 +49,7 @@ class GraderProcess:
         """Start the process and import the user's functions.
 
         Raises:
-            GraderRefusedError: naming the function, or the time it took.
+            GraderRefusedError: names the function, or the time limit.
         """
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -79,11 +80,11 @@ class GraderProcess:
         self._versions = dict(loaded.versions)
 
     def version(self, domain: str) -> str:
-        """Hash of the code that grades this domain; '' before the first start."""
+        """Hash of the code that grades this domain; "" before the first start."""
         return self._versions.get(domain, "")
 
     async def grade(self, episode: GradingEpisode) -> Verdict:
-        """What the functions say; a hang or a death of the process is the verdict's error."""
+        """Ask the functions; if the process hangs or dies, the verdict has an error."""
         if self._process is None:
             await self.start()
         assert self._process is not None, "started above"
@@ -112,7 +113,7 @@ class GraderProcess:
             process.stdin.close()
 
     async def _ask(self, process: Process, message: ToWorker) -> FromWorker:
-        """The answer to a message; EOFError where the process died."""
+        """Send a message and read its answer; EOFError if the process died."""
         assert process.stdin is not None, "opened with PIPE"
         assert process.stdout is not None, "opened with PIPE"
         process.stdin.write(frame_to_worker(message))

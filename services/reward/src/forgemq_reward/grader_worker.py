@@ -1,7 +1,7 @@
-"""The process that runs a user's reward functions; the grading loop ends it when they hang.
+"""The grader process itself: runs the user's reward functions; its parent kills it if they hang.
 
-Started as `python -m forgemq_reward.grader_worker`. It reads frames on stdin and answers on the
-stdout it was born with; what the user's code prints goes to stderr.
+Started as `python -m forgemq_reward.grader_worker`. It reads messages on stdin and answers on its
+original stdout; `sys.stdout` is moved to stderr, so prints of user code cannot break a message.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ import msgspec
 
 from forgemq_contracts.grading import GradingEpisode
 from forgemq_reward.core.verdict import Verdict
-from forgemq_reward.grader_wire import (
+from forgemq_reward.grader_messages import (
     LENGTH_BYTES,
     FromWorker,
     Grade,
@@ -33,14 +33,19 @@ from forgemq_reward.grader_wire import (
 
 Grader: TypeAlias = Callable[[GradingEpisode], Any]
 _VERSION_CHARACTERS = 16
+"""64 bits of the hash: enough to tell versions of one file apart."""
 
 
 class LoadError(Exception):
-    """A reward function cannot be imported; says which and why."""
+    """A reward function cannot be imported; the message says which and why."""
+
+
+class _UserCodeError(Exception):
+    """User code raised; the message has type and text of its error."""
 
 
 class Graders(msgspec.Struct, frozen=True, kw_only=True):
-    """The functions of one queue; None where the run names none."""
+    """The functions of one queue; None if the queue names none."""
 
     outcome: Grader | None
     process: Grader | None
@@ -48,7 +53,7 @@ class Graders(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def main() -> None:
-    """Serve until stdin ends."""
+    """Answer messages until stdin ends."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     requests: queue.SimpleQueue[ToWorker] = queue.SimpleQueue()
@@ -59,14 +64,14 @@ def main() -> None:
     while True:
         match requests.get():
             case Load() as load:
-                _answer(answers, _load(load, graders))
+                _answer(answers, _import_all(load, graders))
             case Grade(episode=episode):
                 verdict = verdict_of(graders[episode.domain], episode)
                 _answer(answers, Graded(verdict=verdict))
 
 
 def verdict_of(graders: Graders, episode: GradingEpisode) -> Verdict:
-    """What the user's functions say; their exceptions become the verdict's error."""
+    """Call the user's functions; an exception of one becomes the verdict's error."""
     values: dict[str, Any] = {}
     parts: tuple[tuple[str, Grader | None, Callable[[Any], Any]], ...] = (
         ("outcome", graders.outcome, _number),
@@ -77,31 +82,47 @@ def verdict_of(graders: Graders, episode: GradingEpisode) -> Verdict:
         if grader is None:
             continue
         try:
-            values[name] = convert(grader(episode))
-        except Exception as error:  # noqa: BLE001 - user code may raise anything
-            return Verdict(error=f"{name} raised {type(error).__name__}: {error}")
+            values[name] = _call_user_code(_converted, grader, convert, episode)
+        except _UserCodeError as error:
+            return Verdict(error=f"{name} raised {error}")
     return Verdict(**values)
 
 
 def load_function(name: str) -> Grader:
-    """The function `module:function`.
+    """Import the function `module:function`.
 
     Raises:
-        LoadError: there is no such module or function, or it cannot be called.
+        LoadError: the import fails, or the function is missing or cannot be called.
     """
     module_name, _, function_name = name.partition(":")
     try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except Exception as error:
-        raise LoadError(f"reward function {name}: {type(error).__name__}: {error}") from error
+        function = _call_user_code(_imported, module_name, function_name)
+    except _UserCodeError as error:
+        raise LoadError(f"reward function {name}: {error}") from error
     if not callable(function):
         raise LoadError(f"reward function {name}: {type(function).__name__} cannot be called")
     grader: Grader = function
     return grader
 
 
+def _call_user_code(function: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401
+    try:
+        return function(*arguments)
+    except Exception as error:
+        # Broad, because user code may raise anything, and it must not end the process.
+        raise _UserCodeError(f"{type(error).__name__}: {error}") from error
+
+
+def _converted(grader: Grader, convert: Callable[[Any], Any], episode: GradingEpisode) -> Any:  # noqa: ANN401
+    return convert(grader(episode))
+
+
+def _imported(module_name: str, function_name: str) -> Any:  # noqa: ANN401
+    return getattr(importlib.import_module(module_name), function_name)
+
+
 def code_version(names: Sequence[str]) -> str:
-    """Hash of the source files of the modules that these functions are in."""
+    """Hash of the source files of these functions' modules."""
     digest = hashlib.blake2b()
     for module_name in sorted({name.partition(":")[0] for name in names}):
         file = importlib.import_module(module_name).__file__
@@ -110,7 +131,7 @@ def code_version(names: Sequence[str]) -> str:
     return digest.hexdigest()[:_VERSION_CHARACTERS]
 
 
-def _load(load: Load, graders: dict[str, Graders]) -> Loaded:
+def _import_all(load: Load, graders: dict[str, Graders]) -> Loaded:
     sys.path.extend(path for path in load.code_paths if path not in sys.path)
     try:
         for functions in load.queues:

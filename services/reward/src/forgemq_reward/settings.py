@@ -1,4 +1,4 @@
-"""Settings of the reward process; what it decides is the run's configuration."""
+"""Settings of the reward process; what decides a reward is in the run's configuration."""
 
 from typing import Annotated
 
@@ -12,7 +12,7 @@ class RewardSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         int, Meta(ge=1, le=256, description="Processes that run the user's functions.")
     ] = 1
     episodes_waiting_max: Annotated[
-        int, Meta(ge=1, description="Finished and not graded; above it the reading pauses.")
+        int, Meta(ge=1, description="Finished and not graded; above: reading pauses.")
     ] = 1024
     records_max: Annotated[int, Meta(ge=1, description="Records of one read.")] = 1000
     commit_every_s: Annotated[

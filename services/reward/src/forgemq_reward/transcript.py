@@ -1,4 +1,4 @@
-"""What graders see of an episode: its token ids as text and as the messages the agent got."""
+"""Builds what graders see of an episode: token ids as text, and as the messages the agent got."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +18,7 @@ def grading_episode(
     """The episode with its completions in the order of their sequence.
 
     Raises:
-        msgspec.DecodeError: the task, the result or a turn's messages are no JSON.
+        msgspec.DecodeError: the task, the result or a turn's messages are not JSON.
     """
     sequences = {entry.completion_id: entry.sequence for entry in episode.manifest}
     return GradingEpisode(

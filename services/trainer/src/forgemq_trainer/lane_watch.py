@@ -41,7 +41,7 @@ async def watch_lanes(context: Context, publisher: Publisher, *, lineage: int) -
                 try:
                     fact = topics.decode(topics.BY_NAME[record.topic], record.value)
                 except msgspec.ValidationError as error:
-                    await dead_letters.bury(record, f"does not decode: {error}")
+                    await dead_letters.write(record, f"does not decode: {error}")
                     continue
                 if isinstance(fact, ReportedEngine):
                     publisher.observe_engine(fact, at_s=clock.time())

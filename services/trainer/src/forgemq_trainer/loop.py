@@ -113,7 +113,7 @@ class TrainingLoop:
                 try:
                     scheduled = topics.decode(SCHEDULED_STEPS, record.value)
                 except msgspec.ValidationError as error:
-                    await dead_letters.bury(record, f"does not decode: {error}")
+                    await dead_letters.write(record, f"does not decode: {error}")
                     continue
                 assert isinstance(scheduled, ScheduledStep)
                 if scheduled.step > version:

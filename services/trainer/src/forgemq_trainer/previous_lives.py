@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from forgemq_bus.bounded_reads import read_to_end
 from forgemq_bus.log import Log, Place, TransactionWriter, Writer
-from forgemq_bus.reading import read_to_end
 from forgemq_contracts import topics
 from forgemq_contracts.steps import TrainedStep
 from forgemq_contracts.topics import PUBLISHED_WEIGHTS, TRAINED_STEPS

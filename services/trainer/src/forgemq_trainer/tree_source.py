@@ -170,4 +170,4 @@ class TreeSource:
     async def _refuse(self, record: Record, *, reason: str) -> None:
         place = f"{record.topic}/{record.partition}@{record.offset}"
         self._telemetry.event("bad_record", place=place, reason=reason)
-        await self._dead_letters.bury(record, reason)
+        await self._dead_letters.write(record, reason)

@@ -1,8 +1,8 @@
-"""The jars of Apache Kafka: fetched once per user by jgo, each checked against the lock.
+"""Fetches the jars of Apache Kafka, once per user, with jgo; checks each against the lock.
 
 The lock (`kafka.lock`, in the format of sha256sum) names all 46 jars. Its roots are kafka and
-slf4j-simple: with log4j roots jgo takes that parent's managed versions and puts an older
-kafka-clients beside the server, which dies with NoSuchMethodError.
+slf4j-simple. With log4j as a root, jgo takes versions from log4j's parent and installs an older
+kafka-clients than the server needs, which fails with NoSuchMethodError.
 """
 
 import hashlib
@@ -18,39 +18,39 @@ from pathlib import Path
 
 KAFKA_VERSION = "4.2.0"
 FETCH_TIMEOUT_S = 600.0  # 43 MB; minutes only on a very slow line.
-POLL_S = 0.1
+POLL_S = 0.1  # How late the end of jgo, or `abandoned`, is seen.
 COORDINATES = (f"org.apache.kafka:kafka_2.13:{KAFKA_VERSION}", "org.slf4j:slf4j-simple:1.7.36")
 
 Progress = Callable[[str], None]
 
 
 class JarsError(Exception):
-    """The jars cannot be fetched, or are not those of the lock."""
+    """The jars cannot be fetched, or differ from the lock."""
 
 
 def locked_jars() -> dict[str, str]:
-    """File name -> sha256 of every jar that the broker is made of."""
+    """sha256 of every jar of the broker, by file name."""
     text = resources.files("forgemq_bus.broker").joinpath("kafka.lock").read_text()
     return {name: sha256 for sha256, name in (line.split() for line in text.splitlines())}
 
 
 def lock_digest() -> str:
-    """Names the lock: another lock has another folder in the cache."""
+    """Hash of the lock, which names its folder in the cache."""
     return hashlib.sha256(repr(sorted(locked_jars().items())).encode()).hexdigest()[:16]
 
 
 def jars_folder(
     cache: Path, *, progress: Progress, abandoned: threading.Event | None = None
 ) -> Path:
-    """A folder with exactly the locked jars; fetches them where the cache has none.
+    """The folder with exactly the locked jars; fetches them if the cache lacks them.
 
     Args:
-        cache: folder of this user's caches, created where it is missing.
-        progress: told in one line what takes time.
-        abandoned: set from another thread to give up at once.
+        cache: Folder of this user's caches; created if it is missing.
+        progress: Called with one line before something slow.
+        abandoned: Set from another thread to stop at once.
 
     Raises:
-        JarsError: no line to the jars, a jar differs from the lock, or it was abandoned.
+        JarsError: the jars cannot be fetched, one differs from the lock, or it was abandoned.
     """
     jars = locked_jars()
     folder = cache / f"kafka-{KAFKA_VERSION}-{lock_digest()}"
@@ -67,17 +67,17 @@ def jars_folder(
 
 
 def _fetch(temporary: Path, jars: dict[str, str], *, abandoned: threading.Event) -> None:
-    """Resolve with jgo and keep what the lock names, checked, in `temporary/checked`."""
+    """Run jgo, check the jars of the lock and copy them to `temporary/checked`."""
     coordinates = ", ".join(f'"{name}"' for name in COORDINATES)
     (temporary / "jgo.toml").write_text(
         '[environment]\nname = "kafka"\n'
         f"[dependencies]\ncoordinates = [{coordinates}]\n"
         '[entrypoints]\nmain = "kafka.Kafka"\ndefault = "main"\n'
     )
-    said = temporary / "jgo.log"
-    code = _run_jgo(temporary, said, abandoned=abandoned)
+    output = temporary / "jgo.log"
+    code = _run_jgo(temporary, output, abandoned=abandoned)
     if code != 0:
-        lines = [line for line in said.read_text(errors="replace").splitlines() if line.strip()]
+        lines = [line for line in output.read_text(errors="replace").splitlines() if line.strip()]
         raise JarsError("cannot fetch the Kafka jars: " + " | ".join(lines[-3:]))
     found = {path.name: path for path in (temporary / "environment").rglob("*.jar")}
     (temporary / "checked").mkdir()
@@ -89,20 +89,20 @@ def _fetch(temporary: Path, jars: dict[str, str], *, abandoned: threading.Event)
         shutil.copy(found[name], temporary / "checked" / name)
 
 
-def _run_jgo(temporary: Path, said: Path, *, abandoned: threading.Event) -> int:
-    """Exit status of jgo, which writes to `said`."""
+def _run_jgo(temporary: Path, output: Path, *, abandoned: threading.Event) -> int:
+    """Run jgo, with its output in the file `output`; returns its exit status."""
     command = [sys.executable, "-m", "jgo", "--resolver", "python", "--links", "copy"]
     command += ["--repo-cache", "repository", "--cache-dir", "environment", "sync"]
     deadline_s = time.monotonic() + FETCH_TIMEOUT_S
     with (
-        said.open("wb") as log,
+        output.open("wb") as log,
         subprocess.Popen(
             command,
             cwd=temporary,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            # Ctrl-C in the terminal is for the owner, who abandons this.
+            # Ctrl-C in the terminal goes to the owner, who sets `abandoned`.
             start_new_session=True,
         ) as process,
     ):
@@ -119,5 +119,5 @@ def _publish(checked: Path, folder: Path) -> None:
     try:
         checked.rename(folder)
     except OSError:
-        if not folder.is_dir():  # Another process was faster: its copy is as good.
+        if not folder.is_dir():  # Else another process was faster, with the same jars.
             raise

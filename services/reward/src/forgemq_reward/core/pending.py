@@ -1,4 +1,4 @@
-"""Which finished episodes can be graded now, and from where a restart has to read again."""
+"""Which finished episodes can be graded, and from which positions a restart must read."""
 
 from collections.abc import Iterable, Iterator
 
@@ -9,13 +9,13 @@ from forgemq_contracts.completions import FinishedCompletion
 from forgemq_contracts.episodes import FinishedEpisode
 
 CONTEXT_TAIL_BYTES = 4 * 256
-"""Context that parsing a turn may look back at: the opening of the assistant's turn."""
+"""The last 256 token ids: parsing a completion looks back to the opening of its turn."""
 
 _NO_TOOL_CHOICE = b'"tool_choice":"none"'
 
 
 class HeldCompletion(Struct, frozen=True, kw_only=True):
-    """What graders see of a completion: no context, no log-probabilities."""
+    """The part of a completion that graders see: no context, no log-probabilities."""
 
     completion_id: str
     offset: int
@@ -27,7 +27,7 @@ class HeldCompletion(Struct, frozen=True, kw_only=True):
 
 
 class PendingEpisode(Struct, frozen=True, kw_only=True):
-    """A finished episode and, once read, the completions of its manifest in its order."""
+    """A finished episode that is not graded; `offset` is that of its record."""
 
     episode: FinishedEpisode
     offset: int
@@ -35,7 +35,7 @@ class PendingEpisode(Struct, frozen=True, kw_only=True):
 
 
 class PendingPositions(Struct, frozen=True, kw_only=True):
-    """Where a restart has to read from; None where nothing was read yet."""
+    """Positions from which a restart must read, by topic; None if nothing was read."""
 
     episodes: int | None
     completions: int | None
@@ -45,8 +45,8 @@ class PendingPositions(Struct, frozen=True, kw_only=True):
 class PendingEpisodes:
     """Episodes of one partition between finished and graded, and the completions they need.
 
-    An episode is ready when finished-completions was read beyond its manifest. What belongs to a
-    graded episode or a retired group is dropped, so memory is that of the open groups.
+    An episode is ready once finished-completions was read beyond its manifest. Completions of
+    graded episodes and retired groups are dropped, so memory is that of the open groups.
     """
 
     def __init__(self) -> None:
@@ -80,19 +80,19 @@ class PendingEpisodes:
             output=completion.output,
             context_tail=completion.context[-CONTEXT_TAIL_BYTES:],
             messages=turn.messages,
-            # Read as the gateway read it for the agent: without tools markup stays text.
+            # As the gateway parsed it for the agent: without tools, call markup stays text.
             tools=b"[]" if _NO_TOOL_CHOICE in turn.asked else tools.get(turn.tools_digest, b"[]"),
             finish_reason=completion.finish_reason,
         )
 
     def on_completions_read(self, position: int) -> None:
-        """Everything below this offset of finished-completions was seen."""
+        """Note that all of finished-completions below this offset was read."""
         self._completions_read = max(self._completions_read, position)
 
     def on_episode(
         self, episode: FinishedEpisode, *, offset: int, trace: tuple[tuple[str, bytes], ...] = ()
     ) -> None:
-        """An episode ended; one that is graded, over or masked anyway needs no grader."""
+        """Keep an episode to be graded, unless it is graded, retired or did not complete."""
         self._episodes_read = max(self._episodes_read, offset + 1)
         episode_id = episode.episode_id
         if (
@@ -105,14 +105,14 @@ class PendingEpisodes:
             self._episodes[episode_id] = PendingEpisode(episode=episode, offset=offset, trace=trace)
 
     def on_graded(self, episode_id: str, *, offset: int) -> None:
-        """The grade of this episode stands on the log."""
+        """Note that the grade of this episode is on the log, and drop its completions."""
         self._grades_read = max(self._grades_read, offset + 1)
         self._forget(episode_id)
         if episode_id.rsplit(".", 2)[0] not in self._retired:
             self._grades.setdefault(episode_id, offset)
 
     def on_retired(self, group_id: str) -> None:
-        """Nobody needs grades of this group any more."""
+        """Drop everything of this group: its grades are not needed."""
         self._retired.add(group_id)
         for episode_id in _of_group((*self._held, *self._episodes), group_id):
             self._forget(episode_id)
@@ -120,7 +120,7 @@ class PendingEpisodes:
             self._grades.pop(episode_id)
 
     def take_ready(self) -> PendingEpisode | None:
-        """The oldest episode that can be graded and was not taken; None: there is none."""
+        """Take the oldest ready episode that was not taken; None if no such episode exists."""
         for episode_id, pending in self._episodes.items():
             if episode_id not in self._started and self._is_ready(pending):
                 self._started.add(episode_id)
@@ -128,10 +128,10 @@ class PendingEpisodes:
         return None
 
     def completions_of(self, episode: FinishedEpisode) -> tuple[HeldCompletion, ...]:
-        """The completions of its manifest, by sequence.
+        """The completions of the episode's manifest, by sequence.
 
         Raises:
-            LookupError: one is not on the log, or another record of it counts.
+            LookupError: a completion is not on the log, or its first record has another offset.
         """
         held = self._held.get(episode.episode_id, {})
         entries = sorted(episode.manifest, key=lambda entry: entry.sequence)
@@ -147,7 +147,7 @@ class PendingEpisodes:
         return tuple(held[entry.completion_id] for entry in entries)
 
     def positions(self) -> PendingPositions:
-        """Where a restart has to read from so that it grades what is not graded, and only that."""
+        """Positions from which a restart finds every ungraded episode and all it needs."""
         episodes = min(
             (pending.offset for pending in self._episodes.values()), default=self._episodes_read
         )

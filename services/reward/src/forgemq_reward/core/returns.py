@@ -18,7 +18,7 @@ from forgemq_contracts.run import Rewards
 from forgemq_reward.core.bounds import reward_fault
 
 ADVANTAGE_MIN = 1e-6
-"""A group whose advantages are all smaller than this in size teaches nothing."""
+"""A group whose advantages are all smaller by size is not trained: its gradient is rounding."""
 
 
 class EpisodeReturn(Struct, frozen=True, kw_only=True):
@@ -42,7 +42,7 @@ class EpisodeReturn(Struct, frozen=True, kw_only=True):
 def score_of(
     episode: FinishedEpisode, grade: GradedEpisode | None, *, settings: Rewards
 ) -> EpisodeScore:
-    """How the episode ended; masked where no honest number exists for it."""
+    """The score of an episode; masked if it has no honest number."""
     masked = EpisodeScore(
         episode_id=episode.episode_id,
         outcome=0.0,
@@ -68,7 +68,7 @@ def score_of(
 
 
 def grade_fault(episode: FinishedEpisode, grade: GradedEpisode, *, settings: Rewards) -> str:
-    """Why no return follows from this grade of an episode; '' where one does."""
+    """Why this grade gives no return; "" if it gives one."""
     known = {entry.completion_id for entry in episode.manifest}
     for reward in grade.process:
         if reward.completion_id not in known:
@@ -78,7 +78,7 @@ def grade_fault(episode: FinishedEpisode, grade: GradedEpisode, *, settings: Rew
     for name, value in parts:
         if fault := reward_fault(name, value):
             return fault
-    # By size: rewards of both signs may cancel in the total, and overflow on the way to it.
+    # By size: rewards of both signs may cancel in the total and still overflow on the way.
     sizes = math.fsum(abs(reward.value) for reward in grade.process)
     size = abs(settings.alpha) * sizes + abs(settings.beta * grade.speed) + abs(grade.outcome)
     if size <= REWARD_SIZE_MAX:
@@ -92,7 +92,7 @@ def grade_fault(episode: FinishedEpisode, grade: GradedEpisode, *, settings: Rew
 def return_of(
     episode: FinishedEpisode, grade: GradedEpisode, *, score: EpisodeScore, settings: Rewards
 ) -> EpisodeReturn:
-    """Who earned what in an unmasked episode."""
+    """The reward that each completion of an unmasked episode earned."""
     entries = tuple(sorted(episode.manifest, key=lambda entry: entry.sequence))
     earned = dict.fromkeys((entry.completion_id for entry in entries), 0.0)
     for reward in grade.process:
@@ -106,13 +106,13 @@ def return_of(
 
 
 def shuffled(returns: Sequence[EpisodeReturn], *, group_id: str) -> list[EpisodeReturn]:
-    """The control experiment: the group's totals dealt out by a keyed hash, paid at the end."""
+    """The control experiment: permute the group's totals by a keyed hash; paid at the end."""
 
-    def card(episode: EpisodeReturn) -> bytes:
+    def order(episode: EpisodeReturn) -> bytes:
         text = f"{group_id}\0{episode.index}".encode()
         return hashlib.blake2b(text, digest_size=16, person=b"shuffle-returns").digest()
 
-    dealt = zip(returns, sorted(returns, key=card), strict=True)
+    pairs = zip(returns, sorted(returns, key=order), strict=True)
     return [
         EpisodeReturn(
             index=own.index,
@@ -120,12 +120,12 @@ def shuffled(returns: Sequence[EpisodeReturn], *, group_id: str) -> list[Episode
             rewards=(0.0,) * (len(own.entries) - 1) + (other.total,) * bool(own.entries),
             total=other.total,
         )
-        for own, other in dealt
+        for own, other in pairs
     ]
 
 
 def baselines(totals: Sequence[float], *, settings: Rewards) -> list[float]:
-    """What each episode is compared with; leave_one_out needs at least two totals."""
+    """The baseline of each episode; `leave_one_out` needs at least two totals."""
     everything = math.fsum(totals)
     if settings.baseline == "mean":
         return [everything / len(totals)] * len(totals)
@@ -153,5 +153,5 @@ def scored_completions(
 
 
 def has_variance(completions: Sequence[ScoredCompletion]) -> bool:
-    """Whether any completion has something to teach."""
+    """Whether any advantage is at least ADVANTAGE_MIN by size."""
     return any(abs(completion.advantage) >= ADVANTAGE_MIN for completion in completions)

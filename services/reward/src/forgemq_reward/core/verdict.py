@@ -1,4 +1,4 @@
-"""From what graders returned, and what the agent reported, to a graded episode."""
+"""Makes a graded episode of what graders returned and what the agent reported."""
 
 import math
 from collections.abc import Sequence
@@ -16,12 +16,13 @@ from forgemq_contracts.grading import GradingCompletion
 from forgemq_reward.core.bounds import reward_fault
 
 DETAIL_CHARACTERS_MAX = 500
+"""Of a grader's error: user code may raise with a text of any length."""
 
 
 class Verdict(Struct, frozen=True, kw_only=True):
-    """What the user's functions returned; None: the run names no such function.
+    """What the user's functions returned; None if the run names no such function.
 
-    With an `error` no part counts: the episode is masked, it never gets a reward of zero.
+    With an `error` the episode is masked; it does not get a reward of zero.
     """
 
     outcome: float | None = None
@@ -43,7 +44,7 @@ def graded_episode(
     A part without a function is what the agent reported: rewards named `outcome` and `speed` for
     the episode, and every reward that names a completion.
 
-    `completions` are as the graders saw them; () where there was no grader or no transcript.
+    `completions` are as the graders saw them; () without a grader or a transcript.
     """
     order = [entry.completion_id for entry in sorted(episode.manifest, key=lambda e: e.sequence)]
     reported = episode.rewards
@@ -85,16 +86,16 @@ def _process(
 def _values(
     returned: float | None, *, reported: Sequence[ReportedReward], name: str
 ) -> list[float]:
-    """What adds up to a reward of the whole episode."""
+    """The values that add up to this reward of the whole episode."""
     if returned is not None:
         return [returned]
     return [r.value for r in reported if r.name == name and r.completion_id is None]
 
 
 def _fault(name: str, values: Sequence[float]) -> str:
-    """Why these values do not add up to a reward; '' where they do.
+    """Why these values do not add up to a reward; "" if they do.
 
-    Each is looked at before the sum is: a sum of any float64 may overflow.
+    Each value is checked before their sum: a sum of any float64 may overflow.
     """
     faults = (reward_fault(name, value) for value in values)
     return next(filter(None, faults), "") or reward_fault(name, math.fsum(values))
@@ -103,7 +104,7 @@ def _fault(name: str, values: Sequence[float]) -> str:
 def _process_fault(
     process: Sequence[ProcessReward], *, verdict: Verdict, order: Sequence[str]
 ) -> str:
-    """Why these are no process rewards of the episode; '' where they are."""
+    """Why these cannot be process rewards of the episode; "" if they can."""
     if verdict.process is not None and len(verdict.process) != len(order):
         return (
             f"process returned {len(verdict.process)} values for {len(order)} completions: "
@@ -122,7 +123,7 @@ def _process_fault(
 def _metrics(
     episode: FinishedEpisode, completions: Sequence[GradingCompletion]
 ) -> tuple[NamedValue, ...]:
-    """Numbers about every episode that reports and the console show."""
+    """Numbers of the episode that reports and the console show."""
     values = {
         "turns": float(len(episode.manifest)),
         "output_tokens": float(sum(entry.output_tokens for entry in episode.manifest)),

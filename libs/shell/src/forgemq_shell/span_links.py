@@ -1,4 +1,4 @@
-"""Records that bring completions together: a span has one parent, so the others are links."""
+"""Span links: a span has one parent, so a record about many completions links all their traces."""
 
 from collections.abc import Sequence
 
@@ -14,9 +14,9 @@ _TOPICS = frozenset((topics.FINISHED_EPISODES.name, topics.SCORED_GROUPS.name))
 
 
 def linked_traces(record: Record) -> Sequence[Headers]:
-    """The traces of every completion of a finished episode or a scored group; () of all others.
+    """The traces of all completions of a finished episode or a scored group; () for other records.
 
-    Decodes the record, so ask only where spans are exported.
+    Decodes the record: call it only if spans are exported.
     """
     if record.topic not in _TOPICS:
         return ()
@@ -28,7 +28,7 @@ def linked_traces(record: Record) -> Sequence[Headers]:
 
 
 def completion_traces(record: msgspec.Struct) -> Sequence[Headers]:
-    """The traces of every completion that this record names."""
+    """The traces of all completions that a finished episode or a scored group names."""
     match record:
         case FinishedEpisode(manifest=entries):
             return [completion_trace(entry.completion_id) for entry in entries]

@@ -1,7 +1,7 @@
-"""What the grading loop and its grader processes say to each other, length-prefixed.
+"""Messages between a `GraderProcess` and its worker: a length, then the encoded message.
 
-To the worker JSON, because tasks may hold integers of any size; from it MessagePack, because
-graders may return NaN.
+Those to the worker are JSON, because tasks may hold integers of any size. Those from it are
+MessagePack, because graders may return NaN.
 """
 
 import msgspec
@@ -14,7 +14,7 @@ LENGTH_BYTES = 4
 
 
 class QueueFunctions(Struct, frozen=True, kw_only=True):
-    """The functions of one queue as `module:function`, '' for none."""
+    """The functions of one queue as `module:function`; "" if the queue names none."""
 
     domain: str
     outcome: str
@@ -23,32 +23,32 @@ class QueueFunctions(Struct, frozen=True, kw_only=True):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those that are named."""
+        """The functions that the queue names."""
         return tuple(name for name in (self.outcome, self.process, self.speed) if name)
 
 
 class Load(Struct, frozen=True, kw_only=True, tag="load"):
-    """First to the worker: what to import, and the folders where it is."""
+    """The first message to the worker: what to import, and from which folders."""
 
     code_paths: tuple[str, ...]
     queues: tuple[QueueFunctions, ...]
 
 
 class Loaded(Struct, frozen=True, kw_only=True, tag="loaded"):
-    """First from the worker: a version of each domain's code, or why it cannot grade."""
+    """The answer to Load: the version of each domain's code, or why an import failed."""
 
     versions: tuple[tuple[str, str], ...] = ()
     error: str = ""
 
 
 class Grade(Struct, frozen=True, kw_only=True, tag="grade"):
-    """One episode for the worker; a `Verdict` comes back."""
+    """Asks the worker to grade one episode."""
 
     episode: GradingEpisode
 
 
 class Graded(Struct, frozen=True, kw_only=True, tag="graded"):
-    """From the worker: what the functions returned."""
+    """The answer to Grade: what the functions returned."""
 
     verdict: Verdict
 
@@ -58,26 +58,26 @@ FromWorker = Loaded | Graded
 
 
 def frame_to_worker(message: ToWorker) -> bytes:
-    """Length and bytes of a message."""
-    return _framed(msgspec.json.encode(message))
+    """Encode a message with its length."""
+    return _frame(msgspec.json.encode(message))
 
 
 def frame_from_worker(message: FromWorker) -> bytes:
-    """Length and bytes of a message."""
-    return _framed(msgspec.msgpack.encode(message))
+    """Encode a message with its length."""
+    return _frame(msgspec.msgpack.encode(message))
 
 
 def to_worker(payload: bytes) -> ToWorker:
-    """The message in these bytes."""
+    """Decode a message."""
     return _TO_WORKER.decode(payload)
 
 
 def from_worker(payload: bytes) -> FromWorker:
-    """The message in these bytes."""
+    """Decode a message."""
     return _FROM_WORKER.decode(payload)
 
 
-def _framed(payload: bytes) -> bytes:
+def _frame(payload: bytes) -> bytes:
     return len(payload).to_bytes(LENGTH_BYTES, "big") + payload
 
 

@@ -1,11 +1,11 @@
-"""Reading to the end of now: all of it, or an error that says where it stopped."""
+"""Reading up to the present ends: every record, or an error that names the position."""
 
 import pytest
 
+from forgemq_bus.bounded_reads import read_to_end, read_up_to
 from forgemq_bus.errors import LogUnavailableError
 from forgemq_bus.log import Emit, Place
 from forgemq_bus.memory import MemoryLog
-from forgemq_bus.reading import read_to_end, read_up_to
 
 A0, A1 = Place("a", 0), Place("a", 1)
 
@@ -22,7 +22,7 @@ async def log_of(*values: bytes) -> MemoryLog:
     return log
 
 
-async def test_every_record_up_to_the_ends_of_now_is_read() -> None:
+async def test_every_record_up_to_the_present_ends_is_read() -> None:
     log = await log_of(*[str(number).encode() for number in range(1200)])
     found = [r async for batch in read_to_end(log, {A0: 2, A1: 0}) for r in batch]
     assert [r.offset for r in found if r.place == A0] == list(range(2, 1200))
@@ -34,7 +34,7 @@ async def test_nothing_to_read_is_no_wait_and_no_batch() -> None:
     assert [batch async for batch in read_to_end(log, {A0: 1, A1: 1}, stalled_s=0.01)] == []
 
 
-async def test_a_log_that_stands_still_is_an_error_that_names_the_place() -> None:
+async def test_a_log_that_stands_still_is_an_error_that_names_the_partition() -> None:
     log = await log_of(b"x", b"y")
     reader = await log.reader({A0: 0, A1: 0})
     reading = read_up_to(reader, {A0: 5, A1: 1}, stalled_s=0.2)

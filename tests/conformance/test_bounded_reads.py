@@ -1,12 +1,12 @@
-"""Reading to the end of now, over every implementation of `bus.log.Log`."""
+"""Reading up to the present ends, for every implementation of `bus.log.Log`."""
 
+from forgemq_bus.bounded_reads import read_to_end
 from forgemq_bus.log import Log
-from forgemq_bus.reading import read_to_end
 from tests.conformance.records import A0, A1, B0, numbered, settled_end, write
 
 
 async def test_reading_to_the_end_passes_commit_markers(log: Log) -> None:
-    """The end is behind a commit marker, which no read ever returns."""
+    """The end is behind a commit marker, which a read never returns."""
     await write(log, [*numbered(A0, 600), *numbered(A1, 1)])
     writer = await log.transaction_writer("t")
     await writer.commit(outputs=numbered(B0, 2), group="g", positions={})

@@ -1,7 +1,7 @@
-"""The grading loop: finished episodes and their completions in, graded episodes out.
+"""The grading loop: reads finished episodes and their completions, writes graded episodes.
 
-Idempotent by episode id: a crash between a grade and the committed positions at worst grades an
-episode again, and the group core counts the first grade.
+A crash between a grade and the commit of its positions grades the episode a second time. That is
+harmless: the group core counts the first grade of each episode.
 """
 
 import asyncio
@@ -10,25 +10,28 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from forgemq_bus.log import Emit, Member, Place, Record, TransactionWriter, Writer
-from forgemq_bus.reading import read_to_end
+from forgemq_bus.bounded_reads import read_to_end
+from forgemq_bus.log import Member, Place, Record, TransactionWriter, Writer
 from forgemq_contracts import topics
 from forgemq_contracts.completions import FinishedCompletion
 from forgemq_contracts.episodes import FinishedEpisode, GradedEpisode
 from forgemq_contracts.groups import RetiredGroup
+from forgemq_contracts.messages import Output
 from forgemq_reward.core.pending import PendingEpisode, PendingEpisodes, PendingPositions
-from forgemq_reward.grader import Grader, rendering_of
+from forgemq_reward.grader import Grader, load_rendering
 from forgemq_reward.settings import RewardSettings
-from forgemq_shell.fan_in import completion_traces
+from forgemq_shell.records import emit_of
 from forgemq_shell.service import Context
+from forgemq_shell.span_links import completion_traces
 from forgemq_telemetry.traces import trace_headers
 
 GROUP = "reward-grading"
 INPUTS = (topics.FINISHED_EPISODES, topics.FINISHED_COMPLETIONS, topics.RETIRED_GROUPS)
 _READ_S = 0.2
+"""One wait for records: how late the loop sees `stop`."""
 
 
-class Grading:
+class GradingLoop:
     """Grades the episodes of every group partition that this process is assigned."""
 
     def __init__(
@@ -47,12 +50,12 @@ class Grading:
         self._arrived = asyncio.Event()
 
     async def run(self) -> None:
-        """Grade until the context says stop.
+        """Grade until `context.stop`.
 
         Raises:
             GraderRefusedError: a reward function of the configuration cannot be loaded.
         """
-        rendering = await rendering_of(self._context.configuration)
+        rendering = await load_rendering(self._context.configuration)
         graders = [
             Grader(self._context.configuration, rendering=rendering, environ=self._context.environ)
             for _ in range(self._settings.graders)
@@ -70,8 +73,8 @@ class Grading:
         member = await self._context.log.member(
             group=GROUP,
             topics=[topic.name for topic in INPUTS],
-            on_assigned=self._take_over,
-            on_revoked=self._give_up,
+            on_assigned=self._take_partitions,
+            on_revoked=self._release_partitions,
         )
         try:
             async with asyncio.TaskGroup() as group:
@@ -86,15 +89,15 @@ class Grading:
             for committer in self._committers.values():
                 await committer.close()
 
-    async def _take_over(self, partitions: frozenset[int]) -> None:
-        """Learn what is graded and what is over, before the first episode comes."""
+    async def _take_partitions(self, partitions: frozenset[int]) -> None:
+        """Read what is graded and which groups are retired, before the first episode arrives."""
         for partition in sorted(partitions):
             pending = PendingEpisodes()
             graded = Place(topics.GRADED_EPISODES.name, partition)
             retired = Place(topics.RETIRED_GROUPS.name, partition)
             starts = await self._context.log.first_positions([graded, retired])
-            # Retired groups are read from the first: one that is forgotten would hold its
-            # completions for good.
+            # Retired groups are read from the first one: completions of a group that is not known
+            # to be retired would stay in memory until the process ends.
             starts |= await self._context.log.committed(group=GROUP, places=[graded])
             async for records in read_to_end(self._context.log, starts):
                 for record in records:
@@ -106,7 +109,7 @@ class Grading:
             self._partitions[partition] = pending
         self._context.telemetry.event("grading_assigned", partitions=sorted(partitions))
 
-    async def _give_up(self, partitions: frozenset[int]) -> None:
+    async def _release_partitions(self, partitions: frozenset[int]) -> None:
         for partition in partitions:
             self._partitions.pop(partition, None)
             self._committed.pop(partition, None)
@@ -130,7 +133,7 @@ class Grading:
             for record in await member.read(
                 timeout_s=_READ_S, records_max=self._settings.records_max
             ):
-                self._take_in(record)
+                self._add(record)
             self._note_positions(member)
             if any(map(len, self._partitions.values())):
                 self._arrived.set()
@@ -138,7 +141,7 @@ class Grading:
                 await self._commit()
                 committed_s = self._clock_s()
 
-    def _take_in(self, record: Record) -> None:
+    def _add(self, record: Record) -> None:
         pending = self._partitions.get(record.partition)
         if pending is None:
             return
@@ -151,7 +154,7 @@ class Grading:
             case RetiredGroup() as group:
                 pending.on_retired(group.group_id)
             case None:
-                # The transform over the same topic writes the dead letter and fails the group.
+                # The transform reads the same topic and writes the dead letter.
                 self._context.telemetry.event(
                     "bad_record_skipped",
                     topic=record.topic,
@@ -160,7 +163,7 @@ class Grading:
                 )
 
     def _note_positions(self, member: Member) -> None:
-        """A manifest whose completions were trimmed away must not wait for them."""
+        """Note how far completions were read: a manifest must not wait for trimmed ones."""
         for partition in member.assigned():
             if partition in self._partitions:
                 place = Place(topics.FINISHED_COMPLETIONS.name, partition)
@@ -191,15 +194,8 @@ class Grading:
         links = completion_traces(ready.episode) if telemetry.is_exporting else ()
         with telemetry.span("grade", parent=ready.trace, links=links, domain=domain) as span:
             grade = await grader.grade(ready.episode, pending)
-            offset = await writer.write(
-                Emit(
-                    topic=topics.GRADED_EPISODES.name,
-                    partition=partition,
-                    key=grade.episode_id.encode(),
-                    value=topics.encode(grade),
-                    headers=span.headers(),
-                )
-            )
+            output = Output(topic=topics.GRADED_EPISODES.name, partition=partition, record=grade)
+            offset = await writer.write(emit_of(output, headers=span.headers()))
         pending.on_graded(grade.episode_id, offset=offset)
         telemetry.count("reward.episodes_graded", domain=domain)
         telemetry.observe("reward.grade_s", self._clock_s() - began_s, domain=domain)
@@ -208,7 +204,7 @@ class Grading:
             telemetry.event("masked", episode=grade.episode_id, detail=grade.detail)
 
     async def _commit(self) -> None:
-        """Say from where a restart has to read; only what changed."""
+        """Commit the positions from which a restart must read, if they changed."""
         for partition, pending in list(self._partitions.items()):
             positions = pending.positions()
             if self._committed.get(partition) == positions:

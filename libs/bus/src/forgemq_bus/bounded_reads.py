@@ -1,4 +1,4 @@
-"""Reading what is on the log now, with a bound on how long it may stand still."""
+"""Reads up to given ends, with a bound on how long nothing may come."""
 
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -7,16 +7,19 @@ from forgemq_bus.errors import LogUnavailableError
 from forgemq_bus.log import Log, Place, Reader, Record
 
 STALLED_S = 60.0
-"""A broker that is being restarted answers again within this time; one that lost data never."""
+"""A broker that is being restarted answers within this time; one that lost data never does."""
 
 _READ_S = 0.5
+"""One wait for records; `stalled_s` bounds all of them together."""
+
 _RECORDS_MAX = 500
+"""Records of one batch: at 1 KB each half a megabyte."""
 
 
 async def read_to_end(
     log: Log, starts: Mapping[Place, int], *, stalled_s: float = STALLED_S
 ) -> AsyncIterator[list[Record]]:
-    """Batches of every committed record from these positions up to the ends of now.
+    """Yield every committed record from these positions up to the present ends, in batches.
 
     Raises:
         LogUnavailableError: as `read_up_to`.
@@ -33,23 +36,23 @@ async def read_to_end(
 async def read_up_to(
     reader: Reader, ends: Mapping[Place, int], *, stalled_s: float = STALLED_S
 ) -> AsyncIterator[list[Record]]:
-    """Batches of a reader until its position is at or behind every end.
+    """Yield a reader's batches until its positions have reached every end.
 
-    The last batches may hold records behind an end; no record is lost by leaving them in.
+    The last batches may hold records behind an end.
 
     Args:
-        reader: Reads all places of `ends`, none of them paused.
+        reader: Reads all partitions of `ends`; none of them is paused.
         ends: Positions to reach.
-        stalled_s: No position may stand still for longer than this while an end is not reached.
+        stalled_s: Longest time in which no position moves while an end is not reached.
 
     Raises:
-        LogUnavailableError: nothing came for `stalled_s`; names the place that is furthest behind.
+        LogUnavailableError: nothing came for `stalled_s`; names the partition with most to read.
     """
-    before: dict[Place, int] = {}
+    previous: dict[Place, int] = {}
     moved_s = time.monotonic()
     while behind := {p: reader.position(p) for p, end in ends.items() if reader.position(p) < end}:
-        if behind != before:
-            before, moved_s = behind, time.monotonic()
+        if behind != previous:
+            previous, moved_s = behind, time.monotonic()
         elif time.monotonic() - moved_s >= stalled_s:
             place = max(behind, key=lambda place: ends[place] - behind[place])
             raise LogUnavailableError(
