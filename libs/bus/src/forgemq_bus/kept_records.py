@@ -2,9 +2,9 @@
 
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
+from forgemq_bus.bounded_reads import read_up_to
 from forgemq_bus.errors import LostBlobError, OutOfRangeError
 from forgemq_bus.log import Isolation, Log, Place, Reader, Record
-from forgemq_bus.bounded_reads import read_up_to
 from forgemq_contracts import topics
 from forgemq_contracts.messages import Message
 
