@@ -29,8 +29,7 @@ LEFT_OVER = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b(?!\(\d+\))")
 PURE_DATA_OR_TYPES = {"Struct", "Protocol"}
 # One word, one meaning: these stand in two packages because both mean the same by them.
 SHARED_WORDS = {
-    "Log": "the log, and the section of a run's configuration about it",
-    "OpenGroup": "a group that is not over: what the merger and the scheduler keep of it",
+    "Sample": "one request that was trained: to be merged, and rebuilt for the audit",
 }
 
 

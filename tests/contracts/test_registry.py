@@ -8,6 +8,7 @@ import pytest
 
 from forgemq_contracts import topics
 from forgemq_contracts.journal import JournalledBatch
+from tests.small_run import small_run
 
 SERVICES = sorted({name for topic in topics.ALL for name in (topic.producer, *topic.consumers)})
 FOLDERS = Path(__file__).parents[2] / "services"
@@ -38,12 +39,12 @@ def test_names_are_unique_and_records_follow_their_topics():
 
 
 def test_topics_of_one_group_are_partitioned_alike():
-    counts = {"group_partitions": 5, "lanes": 3, "queues": 2}
+    run = small_run(group_partitions=5, lanes=3, queues=2)
     by_group = {t.name for t in topics.ALL if t.partitioned_by == "group"}
-    assert {topics.partition_count(t, **counts) for t in topics.ALL if t.name in by_group} == {5}
-    assert topics.partition_count(topics.REPORTED_ENGINES, **counts) == 3
-    assert topics.partition_count(topics.ADMITTED_GROUPS, **counts) == 2
-    assert topics.partition_count(topics.STARTED_RUNS, **counts) == 1
+    assert {topics.partition_count(t, run) for t in topics.ALL if t.name in by_group} == {5}
+    assert topics.partition_count(topics.REPORTED_ENGINES, run) == 3
+    assert topics.partition_count(topics.ADMITTED_GROUPS, run) == 2
+    assert topics.partition_count(topics.STARTED_RUNS, run) == 1
 
 
 # Its own writer's derived notes: nothing of a run depends on them, so a bad one is passed over.

@@ -19,7 +19,7 @@ from forgemq_contracts.groups import (
     ScoredGroup,
 )
 from forgemq_contracts.messages import Message, Output
-from forgemq_contracts.run import Log, Model, Queue, Rewards, RunConfiguration, Trainer
+from forgemq_contracts.run import LogLayout, Model, Queue, Rewards, RunConfiguration, Trainer
 from forgemq_contracts.steps import ScheduledStep, TrainedStep, TrainingMetrics
 from forgemq_contracts.weights import LoadedWeights, ReportedEngine
 from forgemq_merger.core.merger import Merger
@@ -38,7 +38,7 @@ CONFIGURATION = RunConfiguration(
     model=Model(path="model"),
     queues=(Queue(domain="d", task_source="", agent="", slots=4, groups_per_step=2, window=3),),
     trainer=Trainer(steps=4),
-    log=Log(group_partitions=1, lanes=1),
+    log=LogLayout(group_partitions=1, lanes=1),
 )
 
 

@@ -9,7 +9,7 @@ from forgemq_contracts import topics
 from forgemq_contracts.dead_letters import DeadLetter
 from forgemq_contracts.groups import AdmittedGroup
 from forgemq_contracts.messages import Output
-from forgemq_contracts.run import Log, Model, Queue, RunConfiguration, Trainer
+from forgemq_contracts.run import LogLayout, Model, Queue, RunConfiguration, Trainer
 from forgemq_reward.core import RewardCore
 from forgemq_scheduler.core import SchedulerCore
 from forgemq_shell.dead_letters import dead_letter
@@ -24,7 +24,7 @@ CONFIGURATION = RunConfiguration(
     model=Model(path="model"),
     queues=(Queue(domain="d", task_source="", agent="", slots=6, groups_per_step=2, window=3),),
     trainer=Trainer(steps=5),
-    log=Log(group_partitions=1),
+    log=LogLayout(group_partitions=1),
 )
 TORN = b"\xc1 torn"
 

@@ -16,6 +16,9 @@ Schemas: TypeAlias = Mapping[str, Mapping[str, Any]]
 
 _PROSE = frozenset({"description", "title"})
 
+_RENAMED: Mapping[str, str] = {"Log": "LogLayout"}
+"""Released struct names -> present ones. A struct's name is not on the wire, only its fields'."""
+
 
 def schemas(*, ref_template: str = "#/$defs/{name}") -> dict[str, dict[str, Any]]:
     """JSON Schema of every struct that a topic carries, by name, in alphabetical order."""
@@ -37,6 +40,15 @@ def topic_facts() -> dict[str, dict[str, Any]]:
         }
         for topic in sorted(topics.ALL, key=lambda topic: topic.name)
     }
+
+
+def renamed(released: Schemas) -> Schemas:
+    """Released schemas under the present names of their structs."""
+    text = msgspec.json.encode(released).decode()
+    for before, after in _RENAMED.items():
+        text = text.replace(f'"#/$defs/{before}"', f'"#/$defs/{after}"')
+    schemas = msgspec.json.decode(text, type=dict[str, dict[str, Any]])
+    return {_RENAMED.get(name, name): schema for name, schema in schemas.items()}
 
 
 def breaking_changes(old: Schemas, new: Schemas) -> list[str]:

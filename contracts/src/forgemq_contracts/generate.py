@@ -20,7 +20,7 @@ from forgemq_contracts.asyncapi import document
 from forgemq_contracts.compatibility import schemas, topic_facts
 from forgemq_contracts.examples import full, minimal
 
-_FOLDER = Path(__file__).parents[2]
+FOLDER = Path(__file__).parents[2]
 VERSION = "1.0.0"
 
 
@@ -81,7 +81,7 @@ def _json(value: dict[str, Any]) -> str:
 
 def _main() -> int:
     parser = argparse.ArgumentParser(prog="forgemq_contracts.generate", description=__doc__)
-    parser.add_argument("--folder", type=Path, default=_FOLDER)
+    parser.add_argument("--folder", type=Path, default=FOLDER)
     parser.add_argument("--release", action="store_true", help="freeze the present contracts")
     arguments = parser.parse_args()
     written = write_all(arguments.folder)

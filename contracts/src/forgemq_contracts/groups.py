@@ -10,6 +10,7 @@ from forgemq_contracts.fields import (
     EpisodeId,
     GroupId,
     JsonBytes,
+    Lineage,
     NamedValue,
     Offset,
     Partition,
@@ -64,13 +65,17 @@ class AdmittedGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
     group_size: GroupSize
     task: JsonBytes
     version_at_admission: Annotated[
-        Version, Meta(description="Newest version that every live lane served.")
+        Version, Meta(description="No token of the group is sampled from an older version.")
     ]
     queue_index: Annotated[
         QueueIndex | None, Meta(description="None for evaluation groups: they take no slot.")
     ] = None
     temperature: float | None = None
     round_name: str = ""
+    lineage_at_admission: Annotated[
+        Lineage,
+        Meta(description="Lanes behind this lineage and version_at_admission take no requests."),
+    ] = 0
 
     def __post_init__(self) -> None:
         check_json("task", self.task)

@@ -173,7 +173,7 @@ class Trainer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     threads: Annotated[int, Meta(ge=1, description="CPU threads of each rank.")] = 1
 
 
-class Log(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LogLayout(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Partition counts, frozen for the run's life, and limits of the log."""
 
     group_partitions: Annotated[int, Meta(ge=1, le=4096)] = 16
@@ -199,7 +199,7 @@ class RunConfiguration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     evaluation: Evaluation = Evaluation()
     optimizer: Optimizer = Optimizer()
     loss: Loss = Loss()
-    log: Log = Log()
+    log: LogLayout = LogLayout()
     code_paths: Annotated[
         tuple[str, ...], Meta(description="Folders with the user's modules, on sys.path.")
     ] = ()

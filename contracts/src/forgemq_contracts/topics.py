@@ -25,7 +25,7 @@ from forgemq_contracts.groups import (
     ScoredGroup,
 )
 from forgemq_contracts.journal import JournalledBatch
-from forgemq_contracts.run import EndedRun, StartedRun
+from forgemq_contracts.run import EndedRun, RunConfiguration, StartedRun
 from forgemq_contracts.steps import ScheduledStep, TrainedStep
 from forgemq_contracts.trees import MergedTree
 from forgemq_contracts.weights import LoadedWeights, PublishedWeights, ReportedEngine
@@ -360,14 +360,14 @@ BY_NAME: dict[str, Topic] = {topic.name: topic for topic in ALL}
 BY_DLQ_NAME: dict[str, Topic] = {topic.dlq_name: topic for topic in ALL if topic.has_dlq}
 
 
-def partition_count(topic: Topic, *, group_partitions: int, lanes: int, queues: int) -> int:
-    """Number of partitions of a topic in a run with these counts."""
+def partition_count(topic: Topic, configuration: RunConfiguration) -> int:
+    """Number of partitions of a topic in this run."""
     counts = {
         "shared": 1,
         "run": 1,
-        "queue": queues,
-        "group": group_partitions,
-        "lane": lanes,
+        "queue": len(configuration.queues),
+        "group": configuration.log.group_partitions,
+        "lane": configuration.log.lanes,
     }
     return counts[topic.partitioned_by]
 

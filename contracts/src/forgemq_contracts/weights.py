@@ -6,11 +6,6 @@ from msgspec import Meta, Struct
 
 from forgemq_contracts.fields import Epoch, Lane, Lineage, Seconds, Sha256, TimeMs, Version
 
-LANE_LAPSE_S = 5.0
-"""A lane without a heartbeat for longer is dead until it is heard again: five heartbeats, so that
-one garbage collection or a broker's change of leader kills nobody, and agents wait little. Gateway
-(sends elsewhere), trainer (offers no fast path) and scheduler (frees slots) all go by it."""
-
 
 class Rendezvous(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Where one lane's engine meets the trainer for the fast path: one process group a lane."""

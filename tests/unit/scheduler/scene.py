@@ -1,12 +1,13 @@
 """A scheduler core with the records that its neighbours would send."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
 from forgemq_contracts.groups import AdmittedGroup, MergedGroup, RequestedGroup, RetiredGroup
 from forgemq_contracts.messages import Message, Tick
-from forgemq_contracts.run import Log, Model, Queue, RunConfiguration, Trainer, check
+from forgemq_contracts.run import LogLayout, Model, Queue, RunConfiguration, Trainer, check
 from forgemq_contracts.steps import ScheduledStep, TrainedStep, TrainingMetrics
 from forgemq_contracts.weights import LoadedWeights, ReportedEngine
 from forgemq_scheduler.core import SchedulerCore
@@ -41,7 +42,7 @@ def configuration_of(
         model=Model(path="model"),
         queues=queues,
         trainer=Trainer(steps=steps, steps_ahead_max=ahead),
-        log=Log(group_partitions=4, lanes=lanes),
+        log=LogLayout(group_partitions=4, lanes=lanes),
     )
     check(configuration)
     return configuration
@@ -201,3 +202,14 @@ class Scene:
 
     def ends(self) -> dict[int, str]:
         return {int(group.group_id[2:]): group.reason for group in self.retired}
+
+
+DEMO = queue_of(slots=12, per_step=6, window=4)
+
+
+def scene_of(*queues: Queue, lanes_reported: int = 1, **configuration: Any) -> Scene:
+    """A scene whose lanes serve version 0."""
+    scene = Scene(configuration_of(*(queues or (DEMO,)), **configuration))
+    for lane in range(lanes_reported):
+        scene.report(lane)
+    return scene

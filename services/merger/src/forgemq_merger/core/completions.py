@@ -41,7 +41,7 @@ class KeptCompletion(Struct, frozen=True, kw_only=True):
         return self.support == "full" and self.output_tokens > 0
 
 
-class OpenGroup:
+class GroupCompletions:
     """Completions of one group until it is merged; per request id only the one that counts.
 
     Records come in offset order, so the first candidate of a request id has its lowest offset:

@@ -17,7 +17,7 @@ from forgemq_contracts.completions import FinishedCompletion
 from forgemq_contracts.groups import RetiredGroup, ScoredGroup
 from forgemq_contracts.messages import Event, Message, Output, Tick
 from forgemq_contracts.topics import MERGED_GROUPS, MERGED_TREES
-from forgemq_merger.core.completions import KeptCompletion, OpenGroup
+from forgemq_merger.core.completions import GroupCompletions, KeptCompletion
 from forgemq_merger.core.merge import merge_group, not_merged
 
 # A scored group waits this long for completions it names after the partition went silent: the
@@ -45,7 +45,7 @@ class Merger:
         self._run_ms = 0
         self._heard_ms = 0
         self._completions_position = 0
-        self._groups: dict[str, OpenGroup] = {}
+        self._groups: dict[str, GroupCompletions] = {}
         self._waiting: list[tuple[int, ScoredGroup]] = []
         self._merged = RetiredIds()
         self._retired = RetiredIds()
@@ -83,7 +83,7 @@ class Merger:
         self._run_ms = state.run_ms
         self._heard_ms = state.heard_ms
         self._completions_position = state.completions_position
-        self._groups = {group_id: OpenGroup(kept) for group_id, kept in state.groups}
+        self._groups = {group_id: GroupCompletions(kept) for group_id, kept in state.groups}
         self._waiting = list(state.waiting)
         self._merged.restore(state.merged)
         self._retired.restore(state.retired)
@@ -92,7 +92,7 @@ class Merger:
         self._completions_position = message.offset + 1
         self._heard_ms = self._run_ms
         if record.group_id not in self._merged and record.group_id not in self._retired:
-            group = self._groups.setdefault(record.group_id, OpenGroup())
+            group = self._groups.setdefault(record.group_id, GroupCompletions())
             group.add(record, offset=message.offset)
         return self._merge_ready()
 
@@ -135,7 +135,7 @@ class Merger:
         return self._run_ms - max(since_ms, self._heard_ms) >= QUIET_MS_MAX
 
     def _conclude(self, scored: ScoredGroup, *, is_retired: bool) -> list[Output]:
-        group = self._groups.pop(scored.group_id, OpenGroup())
+        group = self._groups.pop(scored.group_id, GroupCompletions())
         self._merged.add(scored.group_id)
         if is_retired:
             summary = not_merged(

@@ -3,11 +3,15 @@
 from forgemq_contracts.dead_letters import DeadLetter
 from forgemq_contracts.fields import DomainName
 from forgemq_contracts.groups import AdmittedGroup, RequestedGroup, RetiredGroup, RetireReason
+from forgemq_contracts.lanes import WeightsId
 from forgemq_scheduler.core.snapshot import OpenGroup
 
 
-def admitted_group(request: RequestedGroup, *, group: OpenGroup, version: int) -> AdmittedGroup:
-    """The request has a slot, or needs none, while this version serves."""
+def admitted_group(
+    request: RequestedGroup, *, group: OpenGroup, weights: WeightsId
+) -> AdmittedGroup:
+    """The request has a slot, or needs none, while all live lanes serve at least these weights."""
+    lineage, version = weights
     return AdmittedGroup(
         group_id=request.group_id,
         domain=request.domain,
@@ -15,6 +19,7 @@ def admitted_group(request: RequestedGroup, *, group: OpenGroup, version: int) -
         group_size=request.group_size,
         task=request.task,
         version_at_admission=version,
+        lineage_at_admission=lineage,
         queue_index=group.queue_index,
         temperature=request.temperature,
         round_name=request.round_name,

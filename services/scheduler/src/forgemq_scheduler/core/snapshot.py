@@ -3,8 +3,8 @@
 from msgspec import Struct
 
 from forgemq_contracts.groups import MergedGroup, RequestedGroup
+from forgemq_contracts.lanes import KnownLane, WeightsId
 from forgemq_contracts.steps import ScheduledGroup
-from forgemq_scheduler.core.lanes import ReportedLane
 
 
 class OpenGroup(Struct, frozen=True, kw_only=True):
@@ -45,8 +45,8 @@ class SchedulerSnapshot(Struct, frozen=True, kw_only=True):
     """All state of the core."""
 
     now_ms: int
-    lanes: tuple[ReportedLane, ...]
-    served: tuple[int, int] | None
+    lanes: tuple[KnownLane, ...]
+    served: WeightsId | None
     lineage: int
     steps_scheduled: int
     steps_trained: int
