@@ -19,7 +19,7 @@ from forgemq_contracts.partitions import group_partition
 from forgemq_contracts.run import RunConfiguration, staleness_bound
 from forgemq_contracts.steps import ScheduledStep, TrainedStep
 from forgemq_contracts.weights import LoadedWeights, ReportedEngine
-from forgemq_scheduler.core.domain_queue import DomainQueue, withdrawn
+from forgemq_scheduler.core.domain_queue import DomainQueue, withdraw
 from forgemq_scheduler.core.lanes import ServedLanes
 from forgemq_scheduler.core.records import admitted_group, failure, never_admitted, retired_group
 from forgemq_scheduler.core.slots import Slots
@@ -56,7 +56,7 @@ class SchedulerCore:
         self._outputs: list[Output] = []
 
     def handle(self, event: Event) -> Sequence[Output]:
-        """Consume one event; return what to write, in order."""
+        """Apply one event; return the records to write, in order."""
         self._outputs = []
         if isinstance(event, Tick):
             self._on_tick(event)
@@ -87,7 +87,7 @@ class SchedulerCore:
         )
 
     def restore(self, snapshot: bytes) -> None:
-        """Replace all state with an earlier `snapshot()`."""
+        """Replace all state with that of a `snapshot()`."""
         state = _DECODER.decode(snapshot)
         self._now_ms = state.now_ms
         self._lanes.restore(state.lanes, served=state.served, now_ms=state.now_ms)
@@ -144,7 +144,7 @@ class SchedulerCore:
         if request.purpose == "eval":
             self._evaluations_waiting.append(request)
         elif self._steps.has_ended:
-            return
+            return  # nothing will train it, and the agents hear of the end from trained-steps
         else:
             self._queues[number].waiting.append(request)
         self._requested_ids.add(group_id)
@@ -160,7 +160,7 @@ class SchedulerCore:
             return
         fifo = self._queues[group.queue].fifo
         if fifo.is_finished(group.queue_index) or not fifo.is_untaken(group.queue_index):
-            return
+            return  # the record is delivered a second time
         if merged.not_trainable:
             self._remove(group, merged.not_trainable, detail=merged.detail)
         else:
@@ -183,19 +183,24 @@ class SchedulerCore:
             self._end()
 
     def _on_dead_letter(self, letter: DeadLetter) -> None:
-        """Let the group of a bad record fail; where a step has taken it, that is the trainer's."""
+        """Fail the group that a bad record belongs to.
+
+        If a step has already taken it, only note the reason: the trainer reports how it ended.
+        """
         group = self._open.get(letter.group)
         if group is None:
             self._withdraw(letter)
         elif self._queues[group.queue].is_taken(group):
-            self._open[letter.group] = self._queues[group.queue].marked(group, failure(letter))
+            self._open[letter.group] = self._queues[group.queue].note_failure(
+                group, failure(letter)
+            )
         else:
             self._remove(group, "failed", detail=failure(letter))
 
     def _withdraw(self, letter: DeadLetter) -> None:
-        """End a request that waits, or that is the bad record itself: who asked is to know."""
+        """Retire a group that was never admitted: the agent that asked for it waits for an end."""
         waiting = (self._evaluations_waiting, *(queue.waiting for queue in self._queues))
-        request = withdrawn(waiting, group_id=letter.group)
+        request = withdraw(waiting, group_id=letter.group)
         is_request = letter.topic == topics.REQUESTED_GROUPS.name and bool(letter.group)
         if letter.group in self._retired or (request is None and not is_request):
             return
@@ -218,6 +223,7 @@ class SchedulerCore:
         if version is not None:
             self._slots.forget_served(version)
         self._form_steps()
+        # A head that expires uncovers finished groups behind it, which may complete a step.
         while self._expire():
             self._form_steps()
         self._admit_evaluations()
@@ -235,8 +241,8 @@ class SchedulerCore:
     def _take(self, queue: DomainQueue, *, step: int) -> None:
         version = self._lanes.version()
         if version is None or step - version > queue.staleness_limit:
-            # Even a group generated now would be too stale for this step: taking would only
-            # retire groups, so wait for the weights.
+            # Even a group that is sampled from the weights that serve would be too stale for this
+            # step. Taking would only retire groups, so wait until newer weights serve.
             return
         while not queue.is_full:
             takeable = queue.fifo.next_takeable()
@@ -273,7 +279,7 @@ class SchedulerCore:
         self._write(topics.SCHEDULED_STEPS, partition=0, record=record)
 
     def _expire(self) -> bool:
-        """Retire heads past their deadline; whether a head moved."""
+        """Retire heads that are past their deadline; True if a head moved."""
         has_moved = False
         for queue in self._queues:
             while (group := queue.lapsed_head(now_ms=self._now_ms)) is not None:
@@ -325,7 +331,7 @@ class SchedulerCore:
         self._write(topics.ADMITTED_GROUPS, partition=group.queue, record=record)
 
     def _remove(self, group: OpenGroup, reason: RetireReason, *, detail: str) -> None:
-        """Retire a group; an untaken train group leaves the window."""
+        """Retire a group; if it is in the window, it leaves it."""
         queue = self._queues[group.queue]
         if group.queue_index is not None and not queue.is_taken(group):
             queue.fifo.remove(group.queue_index)
@@ -349,7 +355,7 @@ class SchedulerCore:
         self._outputs.append(Output(topic=topic.name, partition=partition, record=record))
 
     def _check(self) -> None:
-        """Assert the invariants; the simulation calls it after every event."""
+        """Assert the invariants; simulations call this after every event."""
         self._steps._check()
         in_training = self._steps.in_training()
         taken_ids = {group_id for taken in in_training for group_id in taken.group_ids}

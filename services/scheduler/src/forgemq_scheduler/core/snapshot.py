@@ -11,7 +11,7 @@ class OpenGroup(Struct, frozen=True, kw_only=True):
     """An admitted group that is not retired.
 
     Attributes:
-        failure: Which of its records is bad, where it was in a step already when that was known.
+        failure: Which of its records is bad, if that became known after a step had taken it.
     """
 
     group_id: str
@@ -22,7 +22,7 @@ class OpenGroup(Struct, frozen=True, kw_only=True):
 
 
 class TakenStep(Struct, frozen=True, kw_only=True):
-    """A scheduled step: what it trains, and the slots it holds in each queue until it serves."""
+    """A scheduled step: its groups, and the slots it holds in each queue until it serves."""
 
     step: int
     group_ids: tuple[str, ...]
@@ -30,7 +30,7 @@ class TakenStep(Struct, frozen=True, kw_only=True):
 
 
 class QueueSnapshot(Struct, frozen=True, kw_only=True):
-    """One queue; groups by queue index, waiting requests and finished groups oldest first."""
+    """One queue: groups by queue index; waiting requests and finished groups, oldest first."""
 
     waiting: tuple[RequestedGroup, ...]
     groups: tuple[OpenGroup, ...]
