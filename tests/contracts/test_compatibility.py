@@ -1,4 +1,4 @@
-"""The gate between a change of the contracts and everything that was written or deployed before."""
+"""The gate that compares the contracts with every release and every stored record."""
 
 import copy
 import json

@@ -1,8 +1,8 @@
 """Lanes that are slow, fall silent and die, and observers that hear of them late.
 
-Nobody here knows how the lanes really are but the lanes. Scheduler and gateways each hear every
-partition in its order, and different partitions in any order, seconds late now and then. What a
-gateway decides, it decides with the product's own rule.
+Only the lanes know their real state. Scheduler and gateways each hear every partition in its order
+and different partitions in any order, now and then seconds late. A gateway chooses lanes with the
+product's rule.
 """
 
 import heapq
@@ -39,7 +39,7 @@ class Calendar:
 
 
 class Observer:
-    """One reader of the log: each partition in order, with a delay of its own."""
+    """One reader of the log: it hears each partition in order, and late."""
 
     def __init__(self, calendar: Calendar, chance: random.Random, *, is_late: bool) -> None:
         self._calendar = calendar

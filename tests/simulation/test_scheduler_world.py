@@ -1,4 +1,4 @@
-"""What holds in every world, whatever is late and whatever dies."""
+"""What holds in every seeded world, however late its records and whichever process dies."""
 
 import random
 from collections import Counter
@@ -47,7 +47,7 @@ def configuration_of(
 
 
 def assert_accounts_balance(world: World) -> None:
-    """G1, full steps in every queue, G3."""
+    """Assert G1 and G3, and that every step has P groups of every queue."""
     assert world.has_ended, f"stalled after {len(world.steps)} steps"
     assert world.admitted.keys() == world.retired.keys()
     for step in world.steps.values():
@@ -92,7 +92,10 @@ def test_every_group_retires_once_and_every_step_is_full_whatever_dies(seed: int
 @pytest.mark.simulation
 @pytest.mark.parametrize("seed", SEEDS)
 def test_without_a_trainer_restart_the_bound_holds_by_itself(seed: int) -> None:
-    """No group is ever stale, so G3 does not come from throwing stale groups away."""
+    """No group retires as stale, so G3 does not rest on throwing stale groups away.
+
+    The world also asserts that no token is older than its group's admission.
+    """
     world = World(seed, shape_of(seed), faults=Faults(lanes=True))
     world.run(until_s=20_000)
     assert_accounts_balance(world)

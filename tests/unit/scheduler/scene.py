@@ -1,4 +1,4 @@
-"""A scheduler core with the records that its neighbours would send."""
+"""A scheduler core, and the records that other services would write for it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -70,7 +70,7 @@ def queue_of(
 
 
 class Scene:
-    """Every call feeds one record and checks the invariants; outputs are kept by kind."""
+    """Feeds records one by one and checks the invariants after each; keeps outputs by type."""
 
     def __init__(self, configuration: RunConfiguration) -> None:
         self.core = SchedulerCore(configuration)

@@ -50,7 +50,7 @@ def test_a_lane_that_starts_again_on_the_base_model_takes_nothing_back():
     scene.report(0, epoch=1, lineage=0, version=0)
     scene.merge(6, not_trainable="failed")
     assert scene.admitted[-1].version_at_admission == 1
-    scene.report(0, epoch=0, version=9)  # a late word of the old epoch
+    scene.report(0, epoch=0, version=9)  # a late heartbeat of the old epoch
     scene.load(0, epoch=0, version=9)
     scene.merge(7, not_trainable="failed")
     assert scene.admitted[-1].version_at_admission == 1

@@ -4,7 +4,7 @@ The derivation, with a worked example, is docs/staleness.md. What it needs of th
 
     A slot whose group was taken for step k is free once the lanes serve version k + 1 or newer.
 
-So whoever is admitted while version v serves has at most P * v + N - 1 groups before it that a
+So a group that is admitted while version v serves has at most P * v + N - 1 groups before it that a
 step took or may still take: P of each of the steps 0 to v - 1, and one for each other slot. If
 the slots were free as soon as a step is scheduled, or trained, more would be before it, and the
 bound would not hold.
@@ -49,10 +49,10 @@ class Slots:
                 del self._holding[step]
 
     def held(self, queue: int, *, version: int) -> int:
-        """Slots of a queue whose groups are retired while the version they made serves nowhere.
+        """Slots of a queue that trained steps still hold while this version serves.
 
         A group that the trainer could not load counts like the others of its step: it was taken,
-        and a free slot in its place would admit one group more than the bound allows.
+        and if its slot were free, more groups could be admitted than the bound allows.
         """
         return sum(taken.slots[queue] for taken in self._holding.values() if taken.step >= version)
 
