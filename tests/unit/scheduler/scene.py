@@ -49,13 +49,7 @@ def configuration_of(
 
 
 def queue_of(
-    *,
-    slots: int,
-    per_step: int,
-    window: int,
-    domain: str = "d",
-    staleness_max: int | None = None,
-    deadline_s: float = 100.0,
+    *, slots: int, per_step: int, window: int, domain: str = "d", **settings: Any
 ) -> Queue:
     return Queue(
         domain=domain,
@@ -64,8 +58,7 @@ def queue_of(
         slots=slots,
         groups_per_step=per_step,
         window=window,
-        staleness_max=staleness_max,
-        group_deadline_s=deadline_s,
+        **{"group_deadline_s": 100.0, **settings},
     )
 
 

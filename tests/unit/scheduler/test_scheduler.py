@@ -158,7 +158,7 @@ def test_the_last_step_says_so_and_nothing_is_scheduled_after_it():
 
 
 def test_a_head_past_its_deadline_expires_and_the_queue_moves():
-    scene = scene_of(queue_of(slots=4, per_step=2, window=2, deadline_s=30.0))
+    scene = scene_of(queue_of(slots=4, per_step=2, window=2, group_deadline_s=30.0))
     scene.tick(5)
     scene.request(0, 1, 2, 3)
     scene.merge(1, 2, 3)
@@ -174,7 +174,7 @@ def test_a_head_past_its_deadline_expires_and_the_queue_moves():
 
 
 def test_a_head_that_finished_in_time_and_waits_for_its_step_never_expires():
-    scene = scene_of(queue_of(slots=4, per_step=2, window=2, deadline_s=30.0), ahead=0)
+    scene = scene_of(queue_of(slots=4, per_step=2, window=2, group_deadline_s=30.0), ahead=0)
     scene.request(0, 1, 2, 3)
     scene.merge(0, 1, 2)
     scene.tick(31)
@@ -185,7 +185,7 @@ def test_a_head_that_finished_in_time_and_waits_for_its_step_never_expires():
 
 
 def test_what_comes_of_an_expired_group_afterwards_is_ignored():
-    scene = scene_of(queue_of(slots=1, per_step=1, window=1, deadline_s=30.0))
+    scene = scene_of(queue_of(slots=1, per_step=1, window=1, group_deadline_s=30.0))
     scene.request(0)
     scene.tick(31)
     before = scene.core.snapshot()
@@ -282,7 +282,7 @@ def test_evaluation_after_the_end_waits_for_the_final_weights_on_every_lane():
 
 
 def test_evaluation_groups_expire_at_their_deadline():
-    scene = scene_of(queue_of(slots=1, per_step=1, window=1, deadline_s=30.0))
+    scene = scene_of(queue_of(slots=1, per_step=1, window=1, group_deadline_s=30.0))
     scene.request(10, purpose="eval")
     scene.tick(29)
     assert scene.ends() == {}

@@ -5,7 +5,7 @@ window (window.py) bounds how many groups overtake a waiting one, the slots (slo
 stand before it when it is admitted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, MutableSequence, Sequence
 
 import msgspec
 
@@ -20,6 +20,7 @@ from forgemq_contracts.run import RunConfiguration, staleness_bound
 from forgemq_contracts.steps import ScheduledStep, TrainedStep
 from forgemq_contracts.weights import LoadedWeights, ReportedEngine
 from forgemq_scheduler.core.domain_queue import DomainQueue, withdraw
+from forgemq_scheduler.core.evaluations import Evaluations
 from forgemq_scheduler.core.lanes import ServedLanes
 from forgemq_scheduler.core.records import admitted_group, failure, never_admitted, retired_group
 from forgemq_scheduler.core.slots import Slots
@@ -50,8 +51,7 @@ class SchedulerCore:
         self._slots = Slots()
         self._requested_ids: set[str] = set()  # not admitted, any purpose
         self._open: dict[str, OpenGroup] = {}  # admitted, not retired, any purpose
-        self._evaluations_waiting: list[RequestedGroup] = []
-        self._evaluations: dict[str, OpenGroup] = {}
+        self._evaluations = Evaluations()
         self._retired = RetiredIds()
         self._outputs: list[Output] = []
 
@@ -80,8 +80,8 @@ class SchedulerCore:
                 scheduled=self._steps.in_training(),
                 holding=holding,
                 queues=tuple(queue.snapshot() for queue in self._queues),
-                evaluations_waiting=tuple(self._evaluations_waiting),
-                evaluations=tuple(self._evaluations.values()),
+                evaluations_waiting=tuple(self._evaluations.waiting),
+                evaluations=self._evaluations.groups(),
                 retired=self._retired.to_bytes(),
             )
         )
@@ -100,20 +100,18 @@ class SchedulerCore:
         self._slots.restore(checkpoint_step=state.checkpoint_step, holding=state.holding)
         for queue, queue_state in zip(self._queues, state.queues, strict=True):
             queue.restore(queue_state)
-        self._evaluations_waiting = list(state.evaluations_waiting)
-        self._evaluations = {group.group_id: group for group in state.evaluations}
-        waiting = [*self._evaluations_waiting, *(r for q in self._queues for r in q.waiting)]
+        self._evaluations.restore(waiting=state.evaluations_waiting, groups=state.evaluations)
+        waiting = (request for requests in self._waiting() for request in requests)
         self._requested_ids = {request.group_id for request in waiting}
         train = (group for queue in self._queues for group in queue.groups.values())
-        self._open = self._evaluations | {group.group_id: group for group in train}
+        self._open = {group.group_id: group for group in (*state.evaluations, *train)}
         self._retired.restore(state.retired)
 
     def _on_tick(self, tick: Tick) -> None:
         self._now_ms = max(self._now_ms, tick.run_ms)
         self._lanes.on_time(self._now_ms)
-        for group in list(self._evaluations.values()):
-            if group.deadline_ms <= self._now_ms:
-                self._retire(group, "expired", detail="past the group's deadline")
+        for group in self._evaluations.expired(self._now_ms):
+            self._retire(group, "expired", detail="past the group's deadline")
 
     def _on_record(self, record: msgspec.Struct) -> None:
         match record:
@@ -142,7 +140,7 @@ class SchedulerCore:
         if group_id in self._requested_ids or group_id in self._open or group_id in self._retired:
             return
         if request.purpose == "eval":
-            self._evaluations_waiting.append(request)
+            self._evaluations.waiting.append(request)
         elif self._steps.has_ended:
             return  # nothing will train it, and the agents hear of the end from trained-steps
         else:
@@ -199,8 +197,7 @@ class SchedulerCore:
 
     def _withdraw(self, letter: DeadLetter) -> None:
         """Retire a group that was never admitted: the agent that asked for it waits for an end."""
-        waiting = (self._evaluations_waiting, *(queue.waiting for queue in self._queues))
-        request = withdraw(waiting, group_id=letter.group)
+        request = withdraw(self._waiting(), group_id=letter.group)
         is_request = letter.topic == topics.REQUESTED_GROUPS.name and bool(letter.group)
         if letter.group in self._retired or (request is None and not is_request):
             return
@@ -294,17 +291,13 @@ class SchedulerCore:
         if self._steps.has_ended and weights[1] < self._steps.count:
             # Evaluations asked for at the end measure the final weights.
             return
-        for request in self._evaluations_waiting:
+        for request in self._evaluations.waiting:
             number = self._numbers[request.domain]
-            group = OpenGroup(
-                group_id=request.group_id,
-                queue=number,
-                queue_index=None,
-                deadline_ms=self._deadline_ms(number),
+            group = self._evaluations.open(
+                request, queue=number, deadline_ms=self._deadline_ms(number)
             )
-            self._evaluations[group.group_id] = group
             self._open_group(request, group, weights=weights)
-        self._evaluations_waiting.clear()
+        self._evaluations.waiting.clear()
 
     def _admit(self, number: int) -> None:
         queue = self._queues[number]
@@ -320,6 +313,10 @@ class SchedulerCore:
             )
             self._open_group(request, group, weights=weights)
             slots_free -= 1
+
+    def _waiting(self) -> Iterator[MutableSequence[RequestedGroup]]:
+        yield self._evaluations.waiting
+        yield from (queue.waiting for queue in self._queues)
 
     def _deadline_ms(self, number: int) -> int:
         return self._now_ms + round(1000 * self._queues[number].settings.group_deadline_s)
@@ -342,7 +339,7 @@ class SchedulerCore:
     ) -> None:
         del self._open[group.group_id]
         if group.queue_index is None:
-            del self._evaluations[group.group_id]
+            self._evaluations.close(group.group_id)
         else:
             del self._queues[group.queue].groups[group.queue_index]
         self._retired.add(group.group_id)
@@ -362,7 +359,7 @@ class SchedulerCore:
         assert taken_ids <= self._open.keys(), "a scheduled group must be open"
         assert not self._requested_ids & self._open.keys(), "admitted groups do not wait"
         assert not any(group_id in self._retired for group_id in self._open), "retired and open"
-        opened = sum(len(queue.groups) for queue in self._queues) + len(self._evaluations)
+        opened = sum(len(queue.groups) for queue in self._queues) + len(self._evaluations.groups())
         assert len(self._open) == opened, "every open group is in one queue or an evaluation"
         for queue in self._queues:
             queue._check(taken_ids)
