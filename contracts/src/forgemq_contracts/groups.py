@@ -68,7 +68,7 @@ class AdmittedGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
     group_size: GroupSize
     task: JsonBytes
     version_at_admission: Annotated[
-        Version, Meta(description="No token of the group is sampled from an older version.")
+        Version, Meta(description="Version that all live lanes served, or a newer one.")
     ]
     queue_index: Annotated[
         QueueIndex | None, Meta(description="None for evaluation groups: they take no slot.")
@@ -77,7 +77,7 @@ class AdmittedGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
     round_name: str = ""
     lineage_at_admission: Annotated[
         Lineage,
-        Meta(description="Lanes behind this lineage and version_at_admission take no requests."),
+        Meta(description="Lanes behind it and version_at_admission get none of its requests."),
     ] = 0
 
     def __post_init__(self) -> None:
