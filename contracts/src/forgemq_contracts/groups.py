@@ -68,7 +68,7 @@ class AdmittedGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
     group_size: GroupSize
     task: JsonBytes
     version_at_admission: Annotated[
-        Version, Meta(description="Version that all live lanes served, or a newer one.")
+        Version, Meta(description="Oldest version that its tokens may be sampled from.")
     ]
     queue_index: Annotated[
         QueueIndex | None, Meta(description="None for evaluation groups: they take no slot.")
