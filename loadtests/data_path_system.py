@@ -19,8 +19,15 @@ from forgemq_bus.blobs import BlobStore
 from forgemq_bus.kafka import KafkaLog
 from forgemq_bus.log import Log
 from forgemq_contracts.episodes import Sampling
-from forgemq_contracts.run import Episodes, Model, Queue, RunConfiguration, StartedRun, Trainer
-from forgemq_contracts.run import Log as LogCounts
+from forgemq_contracts.run import (
+    Episodes,
+    LogLayout,
+    Model,
+    Queue,
+    RunConfiguration,
+    StartedRun,
+    Trainer,
+)
 from forgemq_launcher.core.restarts import RestartPolicy
 from forgemq_launcher.records.run_topics import create_topics, write_start
 from forgemq_launcher.run_folder import RunFolder
@@ -185,7 +192,7 @@ def run_configuration(run: str, workload: Workload, *, model: Path) -> RunConfig
         episodes=Episodes(
             sampling=Sampling(max_tokens=workload.output_tokens), concurrent_max=workload.agents
         ),
-        log=LogCounts(group_partitions=2, lanes=1),
+        log=LogLayout(group_partitions=2, lanes=1),
         code_paths=(str(LOADTESTS),),
     )
 

@@ -24,14 +24,14 @@ from forgemq_contracts.completions import (
 from forgemq_contracts.episodes import Sampling
 from forgemq_contracts.messages import Output
 from forgemq_contracts.partitions import group_partition
-from forgemq_contracts.run import Log as LogConfiguration
-from forgemq_contracts.run import Model, Queue, RunConfiguration, StartedRun, Trainer
+from forgemq_contracts.run import LogLayout, Model, Queue, RunConfiguration, StartedRun, Trainer
 from forgemq_contracts.weights import LoadedWeights, PublishedWeights, Rendezvous, ReportedEngine
 from forgemq_inference.app import main
 from forgemq_shell.clock import now_ms
 from forgemq_shell.records import emit_of
 from forgemq_shell.service import Context
 from forgemq_telemetry import Telemetry
+from tests.small_run import small_run
 
 PARTITIONS = 4
 GROUP = "g-0123456789abcdef"
@@ -45,26 +45,15 @@ def configuration(model: Path, *, lanes: int = 2) -> RunConfiguration:
         model=Model(path=str(model), dtype="float32"),
         queues=(Queue(domain="shop", task_source="m:f", agent="m:f"),),
         trainer=Trainer(steps=3),
-        log=LogConfiguration(group_partitions=PARTITIONS, lanes=lanes),
+        log=LogLayout(group_partitions=PARTITIONS, lanes=lanes),
     )
 
 
 async def create_topics(log: Log, *, lanes: int = 2) -> None:
-    await log.create_topics(
-        {
-            topic.name: topics.partition_count(
-                topic, group_partitions=PARTITIONS, lanes=lanes, queues=1
-            )
-            for topic in topics.OF_RUN
-        }
-        | {
-            topic.dlq_name: topics.partition_count(
-                topic, group_partitions=PARTITIONS, lanes=lanes, queues=1
-            )
-            for topic in topics.OF_RUN
-            if topic.has_dlq
-        }
-    )
+    run = small_run(group_partitions=PARTITIONS, lanes=lanes)
+    counts = {topic.name: topics.partition_count(topic, run) for topic in topics.OF_RUN}
+    dead = {topic.dlq_name: counts[topic.name] for topic in topics.OF_RUN if topic.has_dlq}
+    await log.create_topics(counts | dead)
 
 
 def request_id(number: int) -> str:

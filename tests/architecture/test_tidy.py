@@ -27,11 +27,6 @@ BANNED_CLASS = re.compile(r"(Manager|Factory|Helper|Utils?|Impl|Wrapper|Handler)
 # Markers of unfinished work; allowed only with an issue number.
 LEFT_OVER = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b(?!\(\d+\))")
 PURE_DATA_OR_TYPES = {"Struct", "Protocol"}
-# One word, one meaning: these stand in two packages because both mean the same by them.
-SHARED_WORDS = {
-    "Log": "the log, and the section of a run's configuration about it",
-    "OpenGroup": "a group that is not over: what the merger and the scheduler keep of it",
-}
 
 
 def identity(path: Path) -> str:
@@ -116,7 +111,7 @@ def test_a_class_name_means_one_thing():
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 packages.setdefault(node.name, set()).add(package)
     shared = {name: sorted(found) for name, found in packages.items() if len(found) > 1}
-    assert shared.keys() == SHARED_WORDS.keys(), shared
+    assert shared == {}
 
 
 def test_every_package_names_the_licence_of_the_repository():

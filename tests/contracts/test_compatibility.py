@@ -1,4 +1,4 @@
-"""The gate between a change of the contracts and everything that was written or deployed before."""
+"""The gate that compares the contracts with every release and every stored record."""
 
 import copy
 import json
@@ -14,6 +14,7 @@ from forgemq_contracts.compatibility import (
     breaking_changes,
     breaking_topic_changes,
     keeps,
+    renamed,
     schemas,
     topic_facts,
 )
@@ -42,7 +43,7 @@ def test_releases_are_numbered_without_a_gap():
 @pytest.mark.parametrize("path", RELEASES, ids=lambda path: path.stem)
 def test_every_released_schema_is_still_readable_and_writable(path: Path):
     released = json.loads(path.read_text(encoding="utf-8"))
-    assert breaking_changes(released["schemas"], schemas()) == []
+    assert breaking_changes(renamed(released["schemas"]), schemas()) == []
     assert breaking_topic_changes(released["topics"], topic_facts()) == []
 
 
@@ -92,6 +93,18 @@ BEFORE = {"G": {"properties": {"id": {"type": "integer"}}, "required": ["id"]}}
 )
 def test_a_breaking_change_is_named(change: dict, problem: str):
     assert breaking_changes(BEFORE, {"G": change}) == [problem]
+
+
+def test_a_renamed_struct_is_still_held_to_its_released_fields():
+    field = {"$ref": "#/$defs/Log"}
+    released = {
+        "Log": {"properties": {"lanes": {"type": "integer"}}, "required": []},
+        "Run": {"properties": {"log": field}, "required": ["log"]},
+    }
+    present = renamed(released)
+    assert present["Run"]["properties"]["log"] == {"$ref": "#/$defs/LogLayout"}
+    changed = {**present, "LogLayout": {"properties": {}, "required": []}}
+    assert breaking_changes(present, changed) == ["LogLayout.lanes: removed or renamed"]
 
 
 def test_a_removed_struct_is_named():
@@ -159,6 +172,10 @@ def test_bytes_that_are_no_record_are_refused_with_a_reason(topic: topics.Topic,
     with pytest.raises((msgspec.MsgspecError, UnicodeDecodeError)) as refused:
         topics.decode(topic, value)
     assert str(refused.value)
+
+
+def test_files_are_generated_where_they_are_committed():
+    assert generate.FOLDER == CONTRACTS
 
 
 def test_generating_twice_changes_nothing_and_never_rewrites_an_example(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""What every topic of the registry must declare, and that services declare the same."""
+"""Every topic of the registry is complete, and services declare the same topics."""
 
 import importlib
 import re
@@ -8,6 +8,7 @@ import pytest
 
 from forgemq_contracts import topics
 from forgemq_contracts.journal import JournalledBatch
+from tests.small_run import small_run
 
 SERVICES = sorted({name for topic in topics.ALL for name in (topic.producer, *topic.consumers)})
 FOLDERS = Path(__file__).parents[2] / "services"
@@ -38,21 +39,21 @@ def test_names_are_unique_and_records_follow_their_topics():
 
 
 def test_topics_of_one_group_are_partitioned_alike():
-    counts = {"group_partitions": 5, "lanes": 3, "queues": 2}
+    run = small_run(group_partitions=5, lanes=3, queues=2)
     by_group = {t.name for t in topics.ALL if t.partitioned_by == "group"}
-    assert {topics.partition_count(t, **counts) for t in topics.ALL if t.name in by_group} == {5}
-    assert topics.partition_count(topics.REPORTED_ENGINES, **counts) == 3
-    assert topics.partition_count(topics.ADMITTED_GROUPS, **counts) == 2
-    assert topics.partition_count(topics.STARTED_RUNS, **counts) == 1
+    assert {topics.partition_count(t, run) for t in topics.ALL if t.name in by_group} == {5}
+    assert topics.partition_count(topics.REPORTED_ENGINES, run) == 3
+    assert topics.partition_count(topics.ADMITTED_GROUPS, run) == 2
+    assert topics.partition_count(topics.STARTED_RUNS, run) == 1
 
 
-# Its own writer's derived notes: nothing of a run depends on them, so a bad one is passed over.
+# Derived from other records: nothing in a run depends on a bad one, so it is skipped.
 WITHOUT_DEAD_LETTERS = {topics.AUDITED_GROUPS.name}
 
 
 @pytest.mark.parametrize("topic", topics.OF_RUN, ids=lambda topic: topic.name)
-def test_one_reader_of_each_topic_buries_its_bad_records(topic: topics.Topic):
-    """Two would write two dead letters of one record; none would lose it."""
+def test_one_reader_of_each_topic_writes_its_dead_letters(topic: topics.Topic):
+    """Two readers would write two dead letters for one record; no reader would lose it."""
     is_exempt = topic.record is JournalledBatch or topic.name in WITHOUT_DEAD_LETTERS
     assert topic.has_dlq != is_exempt
     if topic.has_dlq:
@@ -60,7 +61,7 @@ def test_one_reader_of_each_topic_buries_its_bad_records(topic: topics.Topic):
         assert topics.BY_DLQ_NAME[topic.dlq_name] is topic
 
 
-# The shell handles journals and finds the run's record for every service; none names them itself.
+# The shell reads journals and the run's record on behalf of every service.
 JOURNALS = {topic.name for topic in topics.ALL if topic.record is JournalledBatch}
 BY_THE_SHELL = JOURNALS | {topics.STARTED_RUNS.name}
 

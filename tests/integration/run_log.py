@@ -16,6 +16,7 @@ from forgemq_contracts.audit import AuditedGroup
 from forgemq_contracts.groups import AdmittedGroup, MergedGroup, RetiredGroup, ScoredGroup
 from forgemq_contracts.steps import ScheduledStep, TrainedStep
 from forgemq_contracts.trees import MergedTree
+from tests.small_run import small_run
 
 GROUP_PARTITIONS = 2
 READ_S = 0.25
@@ -113,9 +114,7 @@ def accounts(
         log = KafkaLog(connection, run=run, blobs=BlobStore(blobs, run=run))
 
         async def every(topic: topics.Topic, kind: type[Struct]) -> list[Struct]:
-            count = topics.partition_count(
-                topic, group_partitions=GROUP_PARTITIONS, lanes=1, queues=1
-            )
+            count = topics.partition_count(topic, small_run(group_partitions=GROUP_PARTITIONS))
             records = await records_of(log, topic.name, partitions=count)
             good = [record for record in records if (record.place, record.offset) not in bad]
             decoded = [topics.decode(topic, record.value) for record in good]
@@ -160,7 +159,7 @@ def first_offsets(bootstrap: str, *, run: str) -> dict[Place, int]:
         for topic in topics.OF_RUN
         if topic.needed_by
         for number in range(
-            topics.partition_count(topic, group_partitions=GROUP_PARTITIONS, lanes=1, queues=1)
+            topics.partition_count(topic, small_run(group_partitions=GROUP_PARTITIONS))
         )
     ]
 

@@ -18,6 +18,7 @@ from forgemq_contracts.partitions import group_partition
 from tests.integration.launched_run import DIALOGUE, FORGEMQ, ROOT, LaunchedRun
 from tests.integration.run_log import GROUP_PARTITIONS, accounts, records_of
 from tests.integration.stand_in import stand_in_engine
+from tests.small_run import small_run
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -123,7 +124,7 @@ async def dead_letters(kafka: str, run_id: str) -> list[Record]:
                 log,
                 topic.dlq_name,
                 partitions=topics.partition_count(
-                    topic, group_partitions=GROUP_PARTITIONS, lanes=1, queues=1
+                    topic, small_run(group_partitions=GROUP_PARTITIONS)
                 ),
             )
         ]

@@ -40,14 +40,14 @@ from forgemq_contracts.episodes import FinishedEpisode, Sampling
 from forgemq_contracts.groups import AdmittedGroup, RequestedGroup
 from forgemq_contracts.messages import Output
 from forgemq_contracts.partitions import group_partition
-from forgemq_contracts.run import Episodes, Model, Queue, RunConfiguration, Trainer
-from forgemq_contracts.run import Log as LogSettings
+from forgemq_contracts.run import Episodes, LogLayout, Model, Queue, RunConfiguration, Trainer
 from forgemq_contracts.weights import LoadedWeights, ReportedEngine
 from forgemq_gateway.app import serve
 from forgemq_gateway.settings import GatewaySettings
 from forgemq_rendering import Rendering
 from forgemq_shell.records import emit_of
 from forgemq_telemetry.telemetry import Telemetry
+from tests.small_run import small_run
 
 pytestmark = pytest.mark.integration
 
@@ -64,7 +64,7 @@ def configuration() -> RunConfiguration:
         queues=(Queue(domain="shop_desk", task_source="m:f", agent="m:f", group_size=2),),
         trainer=Trainer(steps=3),
         episodes=Episodes(sampling=Sampling(max_tokens=80)),
-        log=LogSettings(group_partitions=2, lanes=1),
+        log=LogLayout(group_partitions=2, lanes=1),
     )
 
 
@@ -181,7 +181,7 @@ async def running(say: Callable[[str], str]) -> AsyncIterator[tuple[str, World]]
     log = MemoryLog(run="r")
     settings = configuration()
     names = {
-        name: topics.partition_count(topic, group_partitions=2, lanes=1, queues=1)
+        name: topics.partition_count(topic, small_run(group_partitions=2))
         for topic in topics.OF_RUN
         for name in ([topic.name, topic.dlq_name] if topic.has_dlq else [topic.name])
     }

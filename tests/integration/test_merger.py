@@ -15,8 +15,9 @@ from forgemq_bus.kafka import KafkaConnection, KafkaLog
 from forgemq_bus.log import Place
 from forgemq_contracts import topics
 from forgemq_contracts.messages import Output
-from forgemq_contracts.run import Log, Model, Queue, RunConfiguration, StartedRun, Trainer
+from forgemq_contracts.run import LogLayout, Model, Queue, RunConfiguration, StartedRun, Trainer
 from forgemq_shell.records import emit_of
+from tests.small_run import small_run
 from tests.unit.merger.records import GROUP, finished, read_back, retired, scored
 
 pytestmark = pytest.mark.integration
@@ -29,7 +30,7 @@ def configuration(run: str) -> RunConfiguration:
         model=Model(path="unused"),
         queues=(Queue(domain="shop", task_source="", agent=""),),
         trainer=Trainer(steps=1),
-        log=Log(group_partitions=1),
+        log=LogLayout(group_partitions=1),
     )
 
 
@@ -43,7 +44,7 @@ class Scene:
 
     async def open(self, run: str, folder: Path) -> None:
         counts = {
-            topic.name: topics.partition_count(topic, group_partitions=1, lanes=1, queues=1)
+            topic.name: topics.partition_count(topic, small_run(group_partitions=1))
             for topic in topics.ALL
         }
         dead = {topic.dlq_name: counts[topic.name] for topic in topics.OF_RUN if topic.has_dlq}

@@ -21,7 +21,7 @@ from forgemq_bus.log import Place
 from forgemq_bus.partitions import partitions_of
 from forgemq_contracts import topics
 from forgemq_contracts.messages import Output
-from forgemq_contracts.run import Log, Model, Queue, RunConfiguration, StartedRun, Trainer
+from forgemq_contracts.run import LogLayout, Model, Queue, RunConfiguration, StartedRun, Trainer
 from forgemq_launcher.command_line import run_tool
 from forgemq_launcher.records.run_topics import create_topics, write_start
 from forgemq_launcher.run_folder import RunFolder
@@ -213,7 +213,7 @@ def test_inputs_that_are_gone_are_named_and_a_run_that_is_down_gets_its_own_brok
         model=Model(path="unused"),
         queues=(Queue(domain="shop", task_source="", agent=""),),
         trainer=Trainer(steps=1),
-        log=Log(group_partitions=1),
+        log=LogLayout(group_partitions=1),
     )
     folder = RunFolder(tmp_path / "small")
     folder.make(configuration)

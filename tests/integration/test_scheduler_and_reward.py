@@ -18,10 +18,11 @@ from forgemq_contracts.episodes import FinishedEpisode, ManifestEntry
 from forgemq_contracts.groups import MergedGroup, RequestedGroup
 from forgemq_contracts.messages import Output
 from forgemq_contracts.partitions import group_partition
-from forgemq_contracts.run import Log, Model, Queue, RunConfiguration, StartedRun, Trainer
+from forgemq_contracts.run import LogLayout, Model, Queue, RunConfiguration, StartedRun, Trainer
 from forgemq_contracts.steps import TrainedStep
 from forgemq_contracts.weights import ReportedEngine
 from forgemq_shell.records import emit_of
+from tests.small_run import small_run
 from tests.unit.reward.records import completion_id, finished_completion
 from tests.unit.scheduler.scene import METRICS
 
@@ -53,9 +54,7 @@ class Run:
 
     async def open(self, folder: Path) -> None:
         counts = {
-            topic.name: topics.partition_count(
-                topic, group_partitions=PARTITIONS, lanes=1, queues=1
-            )
+            topic.name: topics.partition_count(topic, small_run(group_partitions=PARTITIONS))
             for topic in topics.ALL
         }
         dead = {topic.dlq_name: counts[topic.name] for topic in topics.OF_RUN if topic.has_dlq}
@@ -95,7 +94,7 @@ class Run:
 
     async def records(self, topic: topics.Topic, *, count: int) -> list[msgspec.Struct]:
         """All records of the topic, read until there are `count` and no more arrive."""
-        partitions = topics.partition_count(topic, group_partitions=PARTITIONS, lanes=1, queues=1)
+        partitions = topics.partition_count(topic, small_run(group_partitions=PARTITIONS))
         reader = await self.log.reader({Place(topic.name, p): 0 for p in range(partitions)})
         found: list[msgspec.Struct] = []
         async with asyncio.timeout(60):
@@ -211,7 +210,7 @@ async def run(
             ),
         ),
         trainer=Trainer(steps=4),
-        log=Log(group_partitions=PARTITIONS),
+        log=LogLayout(group_partitions=PARTITIONS),
         code_paths=(str(tmp_path),),
     )
     log = KafkaLog(KafkaConnection(bootstrap=kafka_bootstrap), run=configuration.run)

@@ -18,7 +18,7 @@ from forgemq_bus.log import Place
 from forgemq_contracts import topics
 from forgemq_contracts.groups import ScoredGroup
 from forgemq_contracts.messages import Output
-from forgemq_contracts.run import Log, Model, Queue, RunConfiguration, StartedRun, Trainer
+from forgemq_contracts.run import LogLayout, Model, Queue, RunConfiguration, StartedRun, Trainer
 from forgemq_shell.records import emit_of
 from tests.simulation.harness import records_of
 
@@ -85,7 +85,7 @@ async def run(kafka_log: KafkaLog, kafka_bootstrap: str, tmp_path: Path) -> dict
         model=Model(path="model"),
         queues=(Queue(domain="d", task_source="m:t", agent="m:a", slots=64),),
         trainer=Trainer(steps=1),
-        log=Log(group_partitions=PARTITIONS),
+        log=LogLayout(group_partitions=PARTITIONS),
     )
     started = StartedRun(
         run=name, configuration=configuration, blobs=str(tmp_path / "blobs"), started_ms=1

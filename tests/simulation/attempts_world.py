@@ -15,6 +15,7 @@ from forgemq_contracts.completions import (
 )
 from forgemq_contracts.episodes import OpenedEpisode
 from forgemq_contracts.groups import AdmittedGroup, RetiredGroup
+from forgemq_contracts.lanes import LANE_LAPSE_MS
 from forgemq_contracts.weights import ReportedEngine
 from forgemq_gateway.core.attempts import (
     DEADLINE_GRACE_MS,
@@ -46,7 +47,6 @@ from tests.simulation.attempts_records import (
 
 DEADLINE_MS = 20_000
 HOLD_S = 3.0
-LAPSE_S = 5.0
 PREPARATION_MS_MAX = 2000
 TICK_MS = 250
 
@@ -99,7 +99,7 @@ class World:
     def start(self) -> None:
         """A gateway that knows the log and nothing else, as `Feed.restore` reads it."""
         self.registry = Registry()
-        self.attempts = Attempts(Lanes(lapse_s=LAPSE_S), lane_hold_s=HOLD_S)
+        self.attempts = Attempts(Lanes(), lane_hold_s=HOLD_S)
         self.joined_ms: dict[str, int] = {}
         self.errors: dict[str, int] = {}
         for group in self.groups:
@@ -260,7 +260,7 @@ class World:
         heard = self.heard.get(lane)
         if heard is None or heard.epoch != epoch:
             return False
-        return self.now_ms - heard.at_ms <= LAPSE_S * 1000
+        return self.now_ms - heard.at_ms <= LANE_LAPSE_MS
 
     def is_live(self, lane: int, epoch: int) -> bool:
         return self.is_heard(lane, epoch) and self.heard[lane].is_serving

@@ -19,7 +19,7 @@ from forgemq_contracts.groups import (
     ScoredGroup,
 )
 from forgemq_contracts.messages import Message, Output
-from forgemq_contracts.run import Log, Model, Queue, Rewards, RunConfiguration, Trainer
+from forgemq_contracts.run import LogLayout, Model, Queue, Rewards, RunConfiguration, Trainer
 from forgemq_contracts.steps import ScheduledStep, TrainedStep, TrainingMetrics
 from forgemq_contracts.weights import LoadedWeights, ReportedEngine
 from forgemq_merger.core.merger import Merger
@@ -38,7 +38,7 @@ CONFIGURATION = RunConfiguration(
     model=Model(path="model"),
     queues=(Queue(domain="d", task_source="", agent="", slots=4, groups_per_step=2, window=3),),
     trainer=Trainer(steps=4),
-    log=Log(group_partitions=1, lanes=1),
+    log=LogLayout(group_partitions=1, lanes=1),
 )
 
 
@@ -71,7 +71,7 @@ def shuffled_keeping_order(streams: list[list[Emit]], seed: int) -> tuple[Emit, 
 
 
 def counting() -> CoreCase:
-    """Scored groups in a random order, some retired before, some records unreadable."""
+    """Scored groups in random order; some groups are retired before, some records do not decode."""
     rng = random.Random(7)
     script: list[Emit] = []
     for number in range(60):
@@ -101,7 +101,7 @@ def counting() -> CoreCase:
 
 
 def reward() -> CoreCase:
-    """Episodes and their grades in any order; one grade is unreadable."""
+    """Episodes and their grades in random order; one grade does not decode."""
     episodes, grades = [], []
     for group in range(GROUPS):
         for index in range(EPISODES):
@@ -123,14 +123,14 @@ def reward() -> CoreCase:
 
 
 def merger() -> CoreCase:
-    """Completions, scored groups that name them, and ends, in any order."""
+    """Completions, scored groups that name them, and retired groups, in random order."""
     completions = [
         (group, index, turn)
         for group in range(GROUPS)
         for index in range(EPISODES)
         for turn in range(TURNS)
     ]
-    offsets = {place: offset for offset, place in enumerate(completions)}
+    offsets = {completion: offset for offset, completion in enumerate(completions)}
     return CoreCase(
         name="merger",
         journal=topics.MERGER_JOURNAL,
@@ -138,8 +138,8 @@ def merger() -> CoreCase:
         script=shuffled_keeping_order(
             [
                 [
-                    emit(topics.FINISHED_COMPLETIONS, finished_completion(*place))
-                    for place in completions
+                    emit(topics.FINISHED_COMPLETIONS, finished_completion(*completion))
+                    for completion in completions
                 ],
                 [
                     emit(topics.SCORED_GROUPS, scored_group(group, offsets))
@@ -153,7 +153,7 @@ def merger() -> CoreCase:
 
 
 def scheduler() -> CoreCase:
-    """Requests, merged groups, steps and loaded weights, as a run brings them."""
+    """Requests, merged groups, steps and loaded weights, in the order of a run."""
     core = SchedulerCore(CONFIGURATION)
     script = [emit(topics.REPORTED_ENGINES, report(version=0))]
     script += [emit(topics.REQUESTED_GROUPS, requested(group)) for group in range(GROUPS)]
@@ -185,7 +185,7 @@ def scheduler() -> CoreCase:
 
 
 def scheduled_by(core: SchedulerCore, emits: Iterable[Emit]) -> list[ScheduledStep]:
-    """Steps that these records make the core schedule."""
+    """Steps that the core schedules after these records."""
     outputs = []
     for item in emits:
         record = topics.decode(topics.BY_NAME[item.topic], item.value)

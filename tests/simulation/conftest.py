@@ -1,3 +1,3 @@
-"""A simulation waits on the loop's time alone: none of it has to pass."""
+"""A simulation waits by the event loop's clock only, so no real time has to pass."""
 
 from tests.autojump import pytest_asyncio_loop_factories  # noqa: F401 - a hook

@@ -1,4 +1,4 @@
-"""A small core with state, order, ticks and bad records: what the shell is tested with."""
+"""A small core that depends on state, order and ticks and refuses bad records; tests the shell."""
 
 from collections.abc import Sequence
 
@@ -19,7 +19,7 @@ class Counts(msgspec.Struct):
 
 
 class CountingCore:
-    """Answers each scored group with its running number; every tick past `tick_outputs_ms` too.
+    """Writes a numbered record for each scored group; every tick past `tick_outputs_ms` too.
 
     A group that was retired is refused, so that order between two topics matters.
     """

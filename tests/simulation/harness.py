@@ -1,8 +1,8 @@
 """Kills a transform task at seeded random points and compares what it published.
 
-A case is a core and a script of input records. The script is written record by record, each after
-the one before it is handled, so that the order across topics is the script's own in every run, and
-the only thing that differs between two runs is where they crash.
+A case is a core and a script of input records. Each record is written after the previous one was
+handled, so that the order across topics is the same in every run, and two runs differ only in
+where they crash.
 """
 
 import asyncio
@@ -31,10 +31,9 @@ class CoreCase:
     """One core and what happens to it.
 
     Attributes:
-        name: Of the service.
-        journal: Its journal topic.
-        make_core: A fresh core.
-        script: Input records in order; all on places of one task.
+        name: Name of the service.
+        make_core: Makes a core without state.
+        script: Input records in order; all on partitions of one task.
         topics_made: Partition counts of every topic that the script or the core writes.
     """
 
@@ -49,7 +48,7 @@ class CoreCase:
 
     @property
     def inputs(self) -> tuple[Place, ...]:
-        """Every place the script writes to."""
+        """Every partition that the script writes to."""
         return tuple(sorted({emit.place for emit in self.script}))
 
     def plan(self) -> TaskPlan:
@@ -65,11 +64,11 @@ class CoreCase:
 
 
 class CrashError(Exception):
-    """The process is gone."""
+    """The process dies here."""
 
 
 class Crashes:
-    """Decides, from a seed, where the process dies."""
+    """Decides from a seed where the process dies."""
 
     def __init__(self, seed: int, *, probability: float) -> None:
         self._random = random.Random(seed)
@@ -77,7 +76,7 @@ class Crashes:
         self.counts: dict[CrashPoint, int] = dict.fromkeys(CRASH_POINTS, 0)
 
     def is_due(self, point: CrashPoint) -> bool:
-        """Whether the process dies here, this time."""
+        """Whether the process dies at this point, this time."""
         if self._random.random() >= self._probability:
             return False
         self.counts[point] += 1
@@ -85,7 +84,7 @@ class Crashes:
 
 
 class CrashingLog:
-    """The log of a process that dies while it reads or commits; the store behind it lives on."""
+    """The log of a process that dies while it reads or commits; the stored records survive."""
 
     def __init__(self, log: MemoryLog, crashes: Crashes, *, progress: asyncio.Event) -> None:
         self._log = log
@@ -105,7 +104,7 @@ class CrashingLog:
 
 
 class CrashingReader:
-    """Dies after it took records, before anybody handled them."""
+    """Dies after it read records and before they were handled."""
 
     def __init__(self, reader: Reader, crashes: Crashes) -> None:
         self._reader = reader
@@ -123,7 +122,7 @@ class CrashingReader:
 
 
 class CrashingWriter:
-    """Dies before a transaction, in the middle of it, or after it and before anybody knows."""
+    """Dies before a transaction, in the middle of it, or after it and before it is reported."""
 
     def __init__(
         self, writer: MemoryTransactionWriter, crashes: Crashes, *, progress: asyncio.Event
@@ -148,7 +147,7 @@ class CrashingWriter:
 
 
 async def published(case: CoreCase, crashes: Crashes) -> dict[Place, list[tuple[bytes, bytes]]]:
-    """Key and value of everything the case wrote, by place, in order; journals left out."""
+    """Key and value of everything the case wrote, by partition, in order; without journals."""
     log = MemoryLog(run="sim")
     await log.create_topics(
         {**case.topics_made, **{f"{place.topic}-dlq": 1 for place in case.inputs}}
@@ -160,7 +159,7 @@ async def published(case: CoreCase, crashes: Crashes) -> dict[Place, list[tuple[
                 _restarted_until_stopped(case, log, crashes, stop=stop, progress=progress)
             )
             await _write_script(case, log, progress)
-            # Everything is committed: a process that waits for more may as well be killed.
+            # Everything is committed; the process only waits for records that do not come.
             stop.set()
             running.cancel()
     written = await records_of(log, _output_places(case))
@@ -214,7 +213,7 @@ def _output_places(case: CoreCase) -> list[Place]:
 async def records_of(
     log: Log, places: Sequence[Place], *, timeout_s: float = 0.0
 ) -> dict[Place, list[tuple[bytes, bytes]]]:
-    """Key and value of every committed record of these places."""
+    """Key and value of every committed record of these partitions."""
     first = await log.first_positions(places)
     ends = await log.end_positions(places)
     reader = await log.reader(first)

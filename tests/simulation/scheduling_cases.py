@@ -9,7 +9,7 @@ from forgemq_contracts import topics
 from forgemq_contracts.dead_letters import DeadLetter
 from forgemq_contracts.groups import AdmittedGroup
 from forgemq_contracts.messages import Output
-from forgemq_contracts.run import Log, Model, Queue, RunConfiguration, Trainer
+from forgemq_contracts.run import LogLayout, Model, Queue, RunConfiguration, Trainer
 from forgemq_reward.core import RewardCore
 from forgemq_scheduler.core import SchedulerCore
 from forgemq_shell.dead_letters import dead_letter
@@ -24,13 +24,13 @@ CONFIGURATION = RunConfiguration(
     model=Model(path="model"),
     queues=(Queue(domain="d", task_source="", agent="", slots=6, groups_per_step=2, window=3),),
     trainer=Trainer(steps=5),
-    log=Log(group_partitions=1),
+    log=LogLayout(group_partitions=1),
 )
 TORN = b"\xc1 torn"
 
 
 class Recorder(Scene):
-    """A scene that keeps what it was fed as log records."""
+    """A scene that keeps the log records it was fed."""
 
     def __init__(self) -> None:
         super().__init__(CONFIGURATION)
@@ -42,8 +42,8 @@ class Recorder(Scene):
         self.script.append(emit_of(output))
         return super().feed(record)
 
-    def bury(self, group_id: str) -> None:
-        """A dead letter about this group."""
+    def write_dead_letter(self, group_id: str) -> None:
+        """Feed a dead letter about this group."""
         topic = topics.GRADED_EPISODES
         bad = Record(
             topic=topic.name,
@@ -67,7 +67,7 @@ class Recorder(Scene):
 
 
 def scheduler() -> CoreCase:
-    """Five steps of two groups, with groups that fail, records again, and torn ones."""
+    """Five steps of two groups, with failing groups, repeated records and torn records."""
     rng = random.Random(11)
     recorder = Recorder()
     recorder.report()
@@ -90,7 +90,7 @@ def scheduler() -> CoreCase:
                 Emit(topic=topics.MERGED_GROUPS.name, partition=0, key=b"?", value=TORN)
             )
         if rng.random() < 0.1:
-            recorder.bury(rng.choice(recorder.admitted).group_id)
+            recorder.write_dead_letter(rng.choice(recorder.admitted).group_id)
         if rng.random() < 0.2:
             recorder.script.append(rng.choice(recorder.script))
     recorder.merge(100, not_trainable="evaluated", purpose="eval")
@@ -124,9 +124,9 @@ def reward() -> CoreCase:
                 records.append(_emit(topics.GRADED_EPISODES, grade))
     rng.shuffle(records)
     records += rng.sample(records, 10)
-    for place, key in ((10, b"g-2.0.1"), (30, b"g-5.1.7"), (40, b"?")):
+    for index, key in ((10, b"g-2.0.1"), (30, b"g-5.1.7"), (40, b"?")):
         torn = Emit(topic=topics.FINISHED_EPISODES.name, partition=0, key=key, value=TORN)
-        records.insert(place, torn)
+        records.insert(index, torn)
     return CoreCase(
         name="reward",
         journal=topics.REWARD_JOURNAL,

@@ -1,4 +1,4 @@
-"""What counts exactly once: the one completion of a request id, and groups that are over.
+"""What counts exactly once: one completion for each request id, and groups that are over.
 
 Gateway, reward and merger decide with these functions, so they never disagree about which of
 several attempts trained or was delivered.
@@ -12,35 +12,39 @@ from collections import OrderedDict
 from forgemq_contracts.completions import FinishedCompletion
 
 RETIRED_IDS_MAX = 131_072
-"""Retired groups that each holder of them remembers, of the run (gateway, scheduler) or of one
-partition (reward, merger): 1 MiB of digests in a snapshot, and at least three weeks of groups at
-a million completions a day (16 rollouts of 10 turns). Far more than lateness needs, which is a
-request deadline; but agents that start over ask for every group of the run again."""
+"""Retired groups that a service remembers, of the run (gateway, scheduler) or of one partition
+(reward, merger).
 
-_DIGEST_BYTES = 8
+That is 1 MiB of digests in a snapshot, and at least three weeks of groups at a million
+completions a day (16 rollouts of 10 turns). A late record needs far fewer: it is at most a
+request deadline late. But agents that start again ask for every group of the run once more.
+"""
+
+_DIGEST_BYTES = 8  # two of 131,072 ids collide with probability 2**-31
 
 
 def is_candidate(completion: FinishedCompletion) -> bool:
-    """Whether this record can be the completion: error and abort never are."""
+    """Whether this record can be the completion of its request: error and abort never are."""
     return completion.finish_reason not in ("error", "abort")
 
 
 class CompletionLedger:
     """Which record of finished-completions is the completion of its request id.
 
-    Retries, redispatch and zombies can finish one request several times. The candidate with the
-    lowest offset in the group's partition counts; one ledger sees one partition, in offset order
-    from at or below the lowest record that anybody still needs.
+    A request can finish several times: after a retry, after a redispatch, or because a lane that
+    was given up finishes all the same. The candidate with the lowest offset in the group's
+    partition counts. One ledger reads one partition in offset order, from or before the first
+    record that a reader still needs.
 
-    Example: attempt 0 finishes with `error` at offset 7, attempt 1 with `stop` at 9, a zombie
-    with `stop` at 12. `observe` answers False, True, False.
+    Example: attempt 0 finishes with `error` at offset 7, attempt 1 with `stop` at 9, attempt 0
+    once more with `stop` at 12. `observe` returns False, True, False.
     """
 
     def __init__(self) -> None:
         self._offsets: dict[str, int] = {}
 
     def observe(self, completion: FinishedCompletion, *, offset: int) -> bool:
-        """Note one record; True where it is the completion of its request id."""
+        """Note one record; True if it is the completion of its request id."""
         if not is_candidate(completion):
             return False
         return self._offsets.setdefault(completion.request_id, offset) == offset
@@ -62,10 +66,11 @@ class RetiredIds:
 
     def __init__(self, *, ids_max: int = RETIRED_IDS_MAX) -> None:
         self._ids_max = ids_max
-        self._digests: OrderedDict[int, None] = OrderedDict()  # a dict would scan tombstones
+        # An OrderedDict, because a dict finds its oldest key more slowly with each one removed.
+        self._digests: OrderedDict[int, None] = OrderedDict()
 
     def add(self, identifier: str) -> None:
-        """Remember an id; idempotent: its age is that of the first time."""
+        """Remember an id; adding it again does not make it younger."""
         self._digests.setdefault(_digest(identifier), None)
         if len(self._digests) > self._ids_max:
             self._digests.popitem(last=False)
@@ -84,7 +89,7 @@ class RetiredIds:
         return values.tobytes()
 
     def restore(self, data: bytes) -> None:
-        """Replace the memory with that of `to_bytes`."""
+        """Replace all ids with those of `to_bytes`."""
         values = array("Q")
         values.frombytes(data)
         if sys.byteorder == "big":

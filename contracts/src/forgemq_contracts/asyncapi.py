@@ -88,7 +88,7 @@ def _message(topic: Topic) -> dict[str, Any]:
                 "blob": {
                     "type": "string",
                     "contentEncoding": "base64",
-                    "description": "Where the payload is, when it is over the inline limit.",
+                    "description": "Where the payload is, if it is over the inline limit.",
                 },
             },
         },

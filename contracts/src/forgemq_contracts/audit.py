@@ -1,4 +1,4 @@
-"""What stays of a group when its completions and its tree are trimmed: what an audit found."""
+"""What an audit found about a group; it stays when completions and trees are trimmed."""
 
 from typing import Annotated
 
@@ -8,39 +8,44 @@ from forgemq_contracts.fields import CompletionId, GroupId, Sha256, TokenCount, 
 
 
 class TreeFacts(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the audit keeps of one tree, compared sample by sample with the engine's records."""
+    """One tree, compared sample by sample with what the engine wrote."""
 
     group_id: GroupId
     sha256: Annotated[Sha256, Meta(description="Of the tree's wire bytes.")]
     completion_ids: tuple[CompletionId, ...]
     entries: Annotated[int, Meta(ge=0, description="Sampled tokens that carry loss.")]
     version_min: Annotated[
-        Version | None, Meta(description="Oldest over the entries; None where there is none.")
+        Version | None, Meta(description="Oldest over the entries; None if there are none.")
     ] = None
     request_pairs: Annotated[
         int, Meta(ge=0, description="Attention pairs if each request were one training sample.")
     ] = 0
     differences: Annotated[
-        tuple[str, ...], Meta(description="Samples that are not what was sampled.")
+        tuple[str, ...],
+        Meta(description="Samples whose tokens or numbers are not what the engine sampled."),
     ] = ()
     lost: Annotated[
-        tuple[str, ...], Meta(description="In a manifest or a score and not in the tree.")
+        tuple[str, ...],
+        Meta(description="Completions in a manifest or a score that are not in the tree."),
     ] = ()
-    unknown: Annotated[tuple[str, ...], Meta(description="What could not be compared.")] = ()
+    unknown: Annotated[
+        tuple[str, ...], Meta(description="Completions that could not be compared.")
+    ] = ()
 
 
 class AuditedGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A retired group was compared with all its records; exactly one per retired group."""
+    """A retired group was compared with all its records; exactly one for each retired group."""
 
     group_id: GroupId
     completions: Annotated[
-        int, Meta(ge=0, description="Finished ones that were no error, delivered or not.")
+        int, Meta(ge=0, description="Finished without error, delivered or not.")
     ] = 0
-    output_tokens: Annotated[TokenCount, Meta(description="Sampled by those.")] = 0
+    output_tokens: Annotated[TokenCount, Meta(description="Sampled by these completions.")] = 0
     version_min: Annotated[
-        Version | None, Meta(description="Oldest that sampled for it; None where none did.")
+        Version | None,
+        Meta(description="Oldest version that sampled for the group; None if none did."),
     ] = None
     version_max: Version | None = None
     trees: Annotated[
-        tuple[TreeFacts, ...], Meta(description="One where the group had a tree, else none.")
+        tuple[TreeFacts, ...], Meta(description="One if the group had a tree, else empty.")
     ] = ()

@@ -1,6 +1,6 @@
-"""Which changes of the contracts old and new services, and stored records, survive together.
+"""Which changes of the contracts leave old services and stored records readable.
 
-Within a major only new structs, new topics and new fields with defaults are allowed; everything
+Within a major only new structs, new topics and new fields with defaults are allowed. Everything
 else needs a new topic, because during a rollout both versions read and write the same log.
 """
 
@@ -16,12 +16,15 @@ Schemas: TypeAlias = Mapping[str, Mapping[str, Any]]
 
 _PROSE = frozenset({"description", "title"})
 
+_RENAMED: Mapping[str, str] = {"Log": "LogLayout"}
+"""Released struct names -> present ones. A struct's name is not on the wire, only its fields'."""
+
 
 def schemas(*, ref_template: str = "#/$defs/{name}") -> dict[str, dict[str, Any]]:
-    """JSON Schema of every struct that a topic carries, by name, in alphabetical order."""
+    """JSON Schema of every struct that a topic carries, by name, sorted."""
     records = [topic.record for topic in topics.ALL]
     _, components = msgspec.json.schema_components(records, ref_template=ref_template)
-    # Through JSON once, so that defaults look here as they do in a released file.
+    # Through JSON once: defaults then have the same form as in a released file.
     plain = msgspec.json.decode(msgspec.json.encode(components), type=dict[str, dict[str, Any]])
     return dict(sorted(plain.items()))
 
@@ -37,6 +40,15 @@ def topic_facts() -> dict[str, dict[str, Any]]:
         }
         for topic in sorted(topics.ALL, key=lambda topic: topic.name)
     }
+
+
+def renamed(released: Schemas) -> Schemas:
+    """Released schemas under the present names of their structs."""
+    text = msgspec.json.encode(released).decode()
+    for before, after in _RENAMED.items():
+        text = text.replace(f'"#/$defs/{before}"', f'"#/$defs/{after}"')
+    schemas = msgspec.json.decode(text, type=dict[str, dict[str, Any]])
+    return {_RENAMED.get(name, name): schema for name, schema in schemas.items()}
 
 
 def breaking_changes(old: Schemas, new: Schemas) -> list[str]:
@@ -57,10 +69,10 @@ def breaking_topic_changes(old: Schemas, new: Schemas) -> list[str]:
 
 
 def keeps(before: object, after: object) -> bool:
-    """Whether a value in wire form still says what it said.
+    """Whether a value in wire form still means what it meant.
 
-    Structs within it may have got fields: those stand at their defaults, as in what was written
-    before.
+    Structs in it may have new fields: these have their defaults, which is also what an old record
+    without them means.
     """
     if isinstance(before, dict) and isinstance(after, dict):
         return all(name in after and keeps(value, after[name]) for name, value in before.items())
@@ -93,7 +105,7 @@ def _struct_problems(name: str, old: Schemas, new: Schemas) -> Iterator[str]:
 
 
 def _wire_type(schema: object) -> object:
-    """The schema without prose, at any depth, and without its own default."""
+    """The schema without its default, and without descriptions at any depth."""
     if isinstance(schema, dict):
         kept = {key: value for key, value in schema.items() if key not in _PROSE | {"default"}}
         return {key: _wire_type(value) for key, value in kept.items()}

@@ -30,7 +30,7 @@ from forgemq_contracts.rules import (
 
 FinishReason: TypeAlias = Annotated[
     Literal["stop", "length", "abort", "error"],
-    Meta(description="abort and error never are the completion: another attempt follows."),
+    Meta(description="abort and error are never the completion: another attempt follows."),
 ]
 FailureKind: TypeAlias = Annotated[
     Literal["cancelled", "context_missing", "context_overflow", "deadline", "engine"],
@@ -43,28 +43,31 @@ FailureKind: TypeAlias = Annotated[
 ]
 Support: TypeAlias = Annotated[
     Literal["full", "top_p", "top_k", "grammar", "penalty", "greedy"],
-    Meta(description="Anything but full: truncated support, so context and not loss (G4)."),
+    Meta(description="Anything but full is truncated support: context and not loss (G4)."),
 ]
 
 
 class TurnPart(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a new owner of the episode needs to rebuild its message tree, as a delta."""
+    """What a gateway needs to rebuild the episode's message tree, as a delta."""
 
     sequence: Annotated[int, Meta(ge=0, description="Admission order within the episode.")]
     protocol: Literal["chat_completions", "messages", "responses", "completions"]
     body_digest: Annotated[str, Meta(description="blake2b of the body without stream fields.")]
     ordinal: Annotated[
-        int, Meta(ge=0, description="Same body sent again after full delivery counts up.")
+        int,
+        Meta(ge=0, description="Counts the same body, sent again after it was delivered in full."),
     ] = 0
     is_fork: Annotated[
         bool,
         Meta(
-            description="The history was rendered anew: `messages` is the whole list and the "
-            "parent is only where the tokens part."
+            description="The whole history was rendered again: `messages` is all of it, and the "
+            "parent only says how many leading tokens are the same."
         ),
     ] = False
     tools_digest: str = ""
-    tools: Annotated[bytes, Meta(description="JSON array, where it differs from the parent.")] = b""
+    tools: Annotated[
+        bytes, Meta(description="JSON array; empty if the parent has the same tools.")
+    ] = b""
     messages: Annotated[
         JsonBytes, Meta(description="JSON array of the messages after the parent's reply.")
     ] = b"[]"
@@ -73,7 +76,7 @@ class TurnPart(Struct, frozen=True, kw_only=True, omit_defaults=True):
     ] = ()
     message_ends: Annotated[
         tuple[int, ...],
-        Meta(description="Token boundary after each message of `messages`, in the context."),
+        Meta(description="Index in the context after the last token of each message."),
     ] = ()
     asked: Annotated[bytes, Meta(description="Sampling fields as the client sent them, JSON.")] = (
         b""
@@ -88,7 +91,7 @@ class TurnPart(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class RequestedCompletion(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One request for one lane; several attempts may share the request id."""
+    """One attempt at a completion, for one lane; all attempts have the same request id."""
 
     request_id: CompletionId
     attempt: Annotated[int, Meta(ge=0)]
@@ -102,7 +105,8 @@ class RequestedCompletion(Struct, frozen=True, kw_only=True, omit_defaults=True)
     turn: TurnPart
     parent_id: CompletionId | None = None
     shared_prefix_tokens: Annotated[
-        TokenCount, Meta(description="Leading tokens shared with the parent's context + output.")
+        TokenCount,
+        Meta(description="Leading tokens that the parent's context and output also begin with."),
     ] = 0
     context: Annotated[
         TokenIds, Meta(description="All context tokens, or those after the shared prefix.")
@@ -121,7 +125,7 @@ class RequestedCompletion(Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class CancelledCompletion(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The client went away; the lane may stop."""
+    """Nobody waits for this attempt; the lane may stop."""
 
     request_id: CompletionId
     attempt: Annotated[int, Meta(ge=0)]
@@ -139,7 +143,7 @@ class WeightSpan(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class FinishedCompletion(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the engine sampled. Of one request id, the lowest offset that is no error counts."""
+    """What the engine sampled. The first record of a request id without error counts."""
 
     request_id: CompletionId
     attempt: Annotated[int, Meta(ge=0)]
@@ -162,14 +166,16 @@ class FinishedCompletion(Struct, frozen=True, kw_only=True, omit_defaults=True):
     routes: Annotated[
         bytes,
         Meta(
-            description="int16[output tokens, layers, top_k], little-endian: experts of the "
-            "engine's newest pass over the token before each output token, which is the pass that "
-            "sampled it unless the engine retracted the request since; b'' for dense models, "
-            "truncated support, or where none were recorded."
+            description="int16[output tokens, layers, top_k], little-endian: expert routes of the "
+            "engine's newest pass over the token before each output token. That is the pass that "
+            "sampled it, unless the engine retracted the request after it. b'' for dense models, "
+            "truncated support, or if none were recorded."
         ),
     ] = b""
-    queued_s: Annotated[Seconds, Meta(description="Requested until the engine took it.")] = 0.0
-    engine_s: Annotated[Seconds, Meta(description="In the engine, prefill and decode.")] = 0.0
+    queued_s: Annotated[Seconds, Meta(description="From the request until the engine took it.")] = (
+        0.0
+    )
+    engine_s: Annotated[Seconds, Meta(description="Prefill and decode.")] = 0.0
     cached_tokens: TokenCount = 0
     retractions: Annotated[int, Meta(ge=0)] = 0
     error: Annotated[
@@ -206,7 +212,7 @@ def _check_prefix(parent_id: str | None, shared_prefix_tokens: int) -> None:
 
 
 def _check_spans(spans: tuple[WeightSpan, ...], *, count: int) -> None:
-    """The spans follow one another from the first token of the output to its last."""
+    """Refuse spans that do not cover the output, one after the other and without a gap."""
     end = 0
     for span in spans:
         if span.start != end or span.end <= span.start:

@@ -21,19 +21,22 @@ from forgemq_contracts.rules import check_number
 
 HistoryPolicy: TypeAlias = Annotated[
     Literal["append_only", "template"],
-    Meta(description="Serve sampled turns from stored ids, or as the vendor template renders."),
+    Meta(
+        description="Earlier turns in a context: as their stored token ids, or as the model's "
+        "chat template renders them."
+    ),
 ]
 EpisodeStatus: TypeAlias = Annotated[
     Literal["completed", "aborted", "failed"],
     Meta(
         description="completed: the agent finished it. aborted: the agent gave it up; masked. "
-        "failed: infrastructure (leases lapsed, engine gone); masked."
+        "failed: infrastructure (a lapsed lease, a lost engine); masked."
     ),
 ]
 
 
 class Sampling(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Sampling parameters as used, after the episode's pins are applied."""
+    """Sampling parameters as used: those that the episode pins replace the client's."""
 
     temperature: Annotated[float, Meta(ge=0, le=10)] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
@@ -46,7 +49,7 @@ class Sampling(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ReportedReward(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A reward that the agent itself posted; idempotent by reward_id."""
+    """A reward that the agent posted; the first one with a reward_id counts."""
 
     reward_id: Annotated[str, Meta(min_length=1, max_length=200)]
     name: Annotated[str, Meta(min_length=1, max_length=80)]
@@ -59,8 +62,8 @@ class ReportedReward(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class OpenedEpisode(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """An agent holds this episode; a later attempt replaces an earlier one.
 
-    Written again, with all rewards so far, when the agent posts a reward: the newest record of an
-    episode holds.
+    Written again with all rewards so far when the agent posts a reward. The newest record of an
+    episode is the one that holds.
     """
 
     episode_id: EpisodeId
@@ -76,7 +79,7 @@ class OpenedEpisode(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ManifestEntry(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One completion of the episode that counts: delivered, or echoed by a later request."""
+    """One completion of the episode that counts: it was delivered, or a later request quotes it."""
 
     completion_id: CompletionId
     offset: Annotated[Offset, Meta(description="In the group's partition of finished-completions.")]
@@ -86,7 +89,7 @@ class ManifestEntry(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class FinishedEpisode(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The episode's final end; exactly one counts per (group, index): the first in the log."""
+    """The end of an episode; of each (group, index) the first record in the log counts."""
 
     episode_id: EpisodeId
     group_id: GroupId
@@ -105,24 +108,26 @@ class FinishedEpisode(Struct, frozen=True, kw_only=True, omit_defaults=True):
     engine_s: Annotated[Seconds, Meta(description="Decode time on the critical path.")] = 0.0
     tool_s: Annotated[Seconds, Meta(description="Tool time as the agent reported it.")] = 0.0
     virtual_s: Annotated[
-        Seconds | None, Meta(description="The environment's own clock where it has one.")
+        Seconds | None, Meta(description="By the clock of a simulated environment, if it has one.")
     ] = None
     duration_s: Annotated[Seconds, Meta(description="Wall clock, opened to finished.")] = 0.0
-    forks: Annotated[int, Meta(ge=0, description="Histories that left the recorded tokens.")] = 0
+    forks: Annotated[
+        int, Meta(ge=0, description="Requests whose history was not what the episode had recorded.")
+    ] = 0
     temperature: float | None = None
     round_name: str = ""
     detail: str = ""
 
 
 class ProcessReward(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A dense reward on one completion; it credits that one and those before it."""
+    """A dense reward on one completion; it credits this one and those before it."""
 
     completion_id: CompletionId
     value: float
 
 
 class GradedEpisode(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The reward parts of one finished episode; idempotent by episode_id."""
+    """The reward parts of one finished episode; the first one of an episode_id counts."""
 
     episode_id: EpisodeId
     group_id: GroupId

@@ -1,7 +1,7 @@
 """One small and one full record of every topic, made from the structs' own rules.
 
-Their bytes are stored beside the contracts and only ever added to: what was written once must
-decode for ever.
+Their bytes are stored beside the contracts and never changed: what was written once must always
+decode.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ _MATCHING = {
     r"^([A-Za-z_][\w.]*:[A-Za-z_]\w*)?$": "shop_desk.rewards:outcome",
 }
 
-# Fields that another rule binds: to a document, or to what stands in the record beside them.
+# Fields that a rule binds to a document or to other fields of the record.
 _BOUND: dict[tuple[str, str], object] = {
     ("RequestedGroup", "task"): b"{}",
     ("AdmittedGroup", "task"): b"{}",
@@ -36,7 +36,7 @@ _BOUND: dict[tuple[str, str], object] = {
     ("RequestedCompletion", "shared_prefix_tokens"): 3,
     ("MergedTree", "sample_first_entry"): b"\x00\x00\x00\x00",
 }
-# Where all fields are set there is one item in each array, one sample and one entry.
+# If all fields are set there is one item in each array, one sample and one entry.
 _BOUND_FULL: dict[tuple[str, str], object] = {
     ("MergedTree", "sample_first_entry"): b"\x00\x00\x00\x00\x01\x00\x00\x00",
 }
@@ -48,7 +48,7 @@ def minimal(record: type[_Record]) -> _Record:
 
 
 def full(record: type[_Record]) -> _Record:
-    """A record with every field set, none of them to its default where there is a choice."""
+    """A record with every field set, and not to its default if there is a choice."""
     return cast("_Record", _struct(inspect.type_info(record), is_full=True))
 
 
@@ -72,7 +72,7 @@ def _struct(described: inspect.Type, *, is_full: bool) -> Any:  # noqa: ANN401 -
 
 
 def _other_choice(field: inspect.Field) -> str | int | None:
-    """A choice that is not the field's default, so that it is seen on the wire."""
+    """A choice other than the field's default, so that it is on the wire."""
     described = field.type
     while isinstance(described, inspect.Metadata):
         described = described.type

@@ -36,10 +36,10 @@ Lane: TypeAlias = Annotated[
     int, Meta(ge=0, le=65535, description="One engine, one lane, one request partition.")
 ]
 Epoch: TypeAlias = Annotated[
-    int, Meta(ge=0, description="Counts the starts of the inference process of one lane.")
+    int, Meta(ge=0, description="Counts the starts of the lane's inference process.")
 ]
 Lineage: TypeAlias = Annotated[
-    int, Meta(ge=0, description="Raised by every start of the trainer; fences the older one.")
+    int, Meta(ge=0, description="Raised by every start of the trainer; fences the previous one.")
 ]
 Version: TypeAlias = Annotated[
     int, Meta(ge=0, description="Number of trained steps in the weights; 0 is the base model.")
@@ -66,11 +66,11 @@ TimeMs: TypeAlias = Annotated[
 JsonBytes: TypeAlias = Annotated[bytes, Meta(description="A UTF-8 JSON document.")]
 
 REWARD_SIZE_MAX = 1e12
-"""Largest size of one reward, and of an episode's weighted rewards together.
+"""Largest absolute value of a reward, and of the weighted sum of an episode's rewards.
 
 Trees and gradients are float32, whose largest number is 3.4e38. An advantage is at most twice
-this, so its square is at most 4e24: the trainer, which squares gradients that an advantage has
-scaled, has room for a factor of 1e13. In float64 the sums over a group are far from overflowing.
+this, so its square is at most 4e24: the trainer squares gradients that an advantage has scaled,
+and has a factor of 1e13 to spare. Sums over a group are float64 and far from overflow.
 """
 
 
@@ -82,7 +82,7 @@ class NamedValue(Struct, frozen=True, kw_only=True):
 
 
 class BlobReference(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Where a payload over the inline limit lies; the record's header `blob` says it is one."""
+    """Where a payload over the inline limit is; the record's header `blob` holds this."""
 
     uri: Annotated[str, Meta(min_length=1, description="fsspec address, content-addressed.")]
     sha256: Sha256

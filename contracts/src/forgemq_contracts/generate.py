@@ -1,10 +1,10 @@
-"""Writes what follows from the structs: schemas, AsyncAPI, missing examples; a release if asked.
+"""Write the files that follow from the structs: schemas, AsyncAPI, missing examples, a release.
 
     python -m forgemq_contracts.generate [--folder contracts] [--release]
 
-Idempotent. Examples are never rewritten: a record that was stored once must decode for ever.
-`--release` freezes the present contracts as `released/<next number>.json`; the compatibility gate
-holds every later change against all of them.
+Examples are never rewritten: a record that was stored once must always decode. `--release` freezes
+the present contracts as `released/<next number>.json`; the compatibility gate compares every later
+change with all of them.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from forgemq_contracts.asyncapi import document
 from forgemq_contracts.compatibility import schemas, topic_facts
 from forgemq_contracts.examples import full, minimal
 
-_FOLDER = Path(__file__).parents[2]
+FOLDER = Path(__file__).parents[2]
 VERSION = "1.0.0"
 
 
@@ -48,7 +48,7 @@ def asyncapi_text() -> str:
 
 
 def write_missing_examples(folder: Path) -> list[Path]:
-    """Store the examples that are not there yet; returns their paths."""
+    """Write the examples that do not exist yet; returns their paths."""
     written = []
     for topic in topics.ALL:
         for name, record in (("minimal", minimal(topic.record)), ("full", full(topic.record))):
@@ -81,7 +81,7 @@ def _json(value: dict[str, Any]) -> str:
 
 def _main() -> int:
     parser = argparse.ArgumentParser(prog="forgemq_contracts.generate", description=__doc__)
-    parser.add_argument("--folder", type=Path, default=_FOLDER)
+    parser.add_argument("--folder", type=Path, default=FOLDER)
     parser.add_argument("--release", action="store_true", help="freeze the present contracts")
     arguments = parser.parse_args()
     written = write_all(arguments.folder)

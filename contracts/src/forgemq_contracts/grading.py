@@ -16,14 +16,14 @@ from forgemq_contracts.fields import CompletionId, DomainName, EpisodeId, Second
 
 
 class GradingCompletion(Struct, frozen=True, kw_only=True):
-    """One completion that counts, as text and as the message the agent got."""
+    """One completion that counts, as text and as the message that the agent received."""
 
     completion_id: CompletionId
     sequence: int
     text: Annotated[str, Meta(description="Sampled tokens as text, special tokens included.")]
     message: Annotated[Any, Meta(description="The assistant message in OpenAI chat form, a dict.")]
     messages_before: Annotated[
-        Any, Meta(description="Messages after the parent's reply, a list of dicts.")
+        Any, Meta(description="Messages between the parent's reply and this one, a list of dicts.")
     ]
     malformed_tool_calls: Annotated[
         int, Meta(ge=0, description="Tool calls the renderer could not parse.")

@@ -10,6 +10,7 @@ from forgemq_contracts.fields import (
     EpisodeId,
     GroupId,
     JsonBytes,
+    Lineage,
     NamedValue,
     Offset,
     Partition,
@@ -26,7 +27,7 @@ GroupSize: TypeAlias = Annotated[
     int, Meta(ge=1, le=4096, description="G, the number of rollouts of one task.")
 ]
 QueueIndex: TypeAlias = Annotated[
-    int, Meta(ge=0, description="Place in the generation queue Q of the domain; gap-free.")
+    int, Meta(ge=0, description="Position in the generation queue Q of the domain; gap-free.")
 ]
 NotTrainable: TypeAlias = Literal["", "zero_variance", "failed", "evaluated"]
 RetireReason: TypeAlias = Literal[
@@ -35,17 +36,20 @@ RetireReason: TypeAlias = Literal[
 
 
 class RequestedGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A group wants to start; written once per idempotency key and never refused afterwards."""
+    """An agent asks for a group; written once for each idempotency key, and never refused later."""
 
     group_id: GroupId
     domain: DomainName
     purpose: Purpose
     group_size: GroupSize
-    task: Annotated[JsonBytes, Meta(description="The task as its source made it; opaque to us.")]
+    task: Annotated[
+        JsonBytes,
+        Meta(description="The task as its source made it; only the user's code reads it."),
+    ]
     idempotency_key: Annotated[str, Meta(min_length=1, max_length=200)]
     requested_ms: TimeMs
     temperature: Annotated[
-        float | None, Meta(description="Overrides the run's pinned temperature (0 = greedy).")
+        float | None, Meta(description="Replaces the run's temperature; 0 is greedy.")
     ] = None
     round_name: Annotated[
         str, Meta(max_length=80, description="Evaluation round the group belongs to.")
@@ -64,13 +68,17 @@ class AdmittedGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
     group_size: GroupSize
     task: JsonBytes
     version_at_admission: Annotated[
-        Version, Meta(description="Newest version that every live lane served.")
+        Version, Meta(description="Oldest version that its tokens may be sampled from.")
     ]
     queue_index: Annotated[
         QueueIndex | None, Meta(description="None for evaluation groups: they take no slot.")
     ] = None
     temperature: float | None = None
     round_name: str = ""
+    lineage_at_admission: Annotated[
+        Lineage,
+        Meta(description="Lanes behind it and version_at_admission get none of its requests."),
+    ] = 0
 
     def __post_init__(self) -> None:
         check_json("task", self.task)
@@ -105,7 +113,7 @@ class EpisodeScore(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ScoredGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Every episode of the group has ended and is graded; exactly one per admitted group."""
+    """Every episode of the group has ended and is graded; exactly one for each admitted group."""
 
     group_id: GroupId
     domain: DomainName
@@ -121,13 +129,13 @@ class ScoredGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class MergedGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the scheduler decides on; exactly one per scored group."""
+    """What the scheduler decides by; exactly one for each scored group."""
 
     group_id: GroupId
     domain: DomainName
     purpose: Purpose
     partition: Annotated[Partition, Meta(description="Of merged-trees, where the tree is.")]
-    tree_sha256: Annotated[Sha256 | None, Meta(description="None where there is no tree.")] = None
+    tree_sha256: Annotated[Sha256 | None, Meta(description="None if there is no tree.")] = None
     tree_tokens: TokenCount = 0
     loss_tokens: Annotated[TokenCount, Meta(description="Number of loss entries.")] = 0
     attention_pairs: Annotated[int, Meta(ge=0, description="Sum of depth + 1 over the tree.")] = 0
@@ -137,15 +145,17 @@ class MergedGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
     append_tokens: Annotated[
         TokenCount, Meta(description="Tokens after append-only merging of each episode.")
     ] = 0
-    version_min: Annotated[Version, Meta(description="Oldest version over loss tokens.")] = 0
+    version_min: Annotated[
+        Version, Meta(description="Oldest version that sampled a loss token.")
+    ] = 0
     not_trainable: NotTrainable = ""
     detail: str = ""
 
 
 class RetiredGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The group's slot has ended; exactly one per admitted group (G1).
+    """A group is over; exactly one for each admitted group (G1).
 
-    And one for a group that never had a slot, where its request does not decode.
+    Also for a group that was never admitted because its request does not decode.
     """
 
     group_id: GroupId
@@ -153,5 +163,5 @@ class RetiredGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
     purpose: Purpose
     reason: RetireReason
     queue_index: QueueIndex | None = None
-    step: Annotated[Step | None, Meta(description="Only where reason is trained.")] = None
+    step: Annotated[Step | None, Meta(description="Only if the reason is trained.")] = None
     detail: str = ""

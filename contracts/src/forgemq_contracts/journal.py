@@ -25,6 +25,6 @@ class JournalledBatch(Struct, frozen=True, kw_only=True, omit_defaults=True):
     outputs: Annotated[int, Meta(ge=0, description="Number of records written.")]
     outputs_digest: Annotated[str, Meta(description="blake2b over the outputs' bytes, in order.")]
     snapshot: Annotated[
-        bytes | None, Meta(description="State after this batch, where one was taken.")
+        bytes | None, Meta(description="State after this batch, if it was stored.")
     ] = None
     logic_version: Annotated[int, Meta(ge=1)] = 1

@@ -1,7 +1,7 @@
-"""What a pure core takes and gives: decoded records and ticks in, records out.
+"""What goes into a pure core and comes out: records and ticks in, records out.
 
-Cores import this and nothing of the bus or the shell; the shell turns log records into messages
-and outputs into log records.
+Cores import this, and neither bus nor shell: the shell turns log records into messages and
+outputs into log records.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from msgspec import Struct
 
 
 class Message(Struct, frozen=True, kw_only=True):
-    """One decoded record and where it stood."""
+    """One decoded record, and where on the log it is."""
 
     topic: str
     partition: int
@@ -21,13 +21,13 @@ class Message(Struct, frozen=True, kw_only=True):
 
 
 class Tick(Struct, frozen=True, kw_only=True):
-    """Time as an input: monotonic over the run, standing still while the service is down."""
+    """Run time as an input: never goes back, and stands still while the service is down."""
 
     run_ms: int
 
 
 class Output(Struct, frozen=True, kw_only=True):
-    """One record to write; the shell takes the key from the field the registry names."""
+    """One record to write; its key is the field that the topic registry names."""
 
     topic: str
     partition: int
@@ -38,24 +38,24 @@ Event: TypeAlias = Message | Tick
 
 
 class InvalidRecordError(Exception):
-    """This record contradicts the log before it; the shell sends it to the DLQ."""
+    """The record contradicts the log before it; the shell writes a dead letter."""
 
 
 class Core(Protocol):
     """A deterministic state machine: outputs are a function of the events so far, byte for byte."""
 
     def handle(self, event: Event) -> Sequence[Output]:
-        """Consume one event; return what to write, in order.
+        """Apply one event; return what to write, in order.
 
         Raises:
-            InvalidRecordError: before any change of state.
+            InvalidRecordError: Before any change of state.
         """
         ...
 
     def snapshot(self) -> bytes:
-        """All state; equal states give equal bytes, whatever order built them."""
+        """All state; equal states give equal bytes, in whatever order they were built."""
         ...
 
     def restore(self, snapshot: bytes) -> None:
-        """Replace all state with an earlier `snapshot()`."""
+        """Replace all state with that of a `snapshot()`."""
         ...

@@ -4,7 +4,7 @@ import hashlib
 
 
 def group_partition(group_id: str, *, partitions: int) -> int:
-    """Partition of a group in every group-keyed topic; frozen with `log.group_partitions`."""
+    """Partition of a group in every group-keyed topic of a run."""
     digest = hashlib.blake2b(group_id.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % partitions
 

@@ -1,7 +1,7 @@
-"""Rules of fields that are bytes, which no schema can say: arrays and JSON documents.
+"""Rules that no schema can express: bytes that are arrays or JSON documents, finite numbers.
 
-Structs call these when they are made and when they are decoded, so a record that breaks one does
-not decode: its reader never meets it. Each raises ValueError that names the field and the rule.
+Structs call these when they are made and when they are decoded, so a record that breaks a rule
+does not decode and never reaches a reader. Each raises ValueError with the field and the rule.
 """
 
 import math
@@ -18,7 +18,7 @@ EXPERT_BYTES = 2
 
 
 def check_items(field: str, data: bytes, *, count: int | None = None) -> int:
-    """The number of 4-byte items in these bytes, which must be `count` where that is given."""
+    """The number of 4-byte items in these bytes; it must be `count`, if given."""
     items, rest = divmod(len(data), ITEM_BYTES)
     if rest:
         raise ValueError(f"{field}: {len(data)} bytes are no array of {ITEM_BYTES}-byte items")
@@ -30,54 +30,55 @@ def check_items(field: str, data: bytes, *, count: int | None = None) -> int:
 def check_ids(field: str, data: bytes) -> int:
     """The number of token ids in these bytes; none may be negative."""
     count = check_items(field, data)
-    # The sign is the top bit of each fourth byte: ASCII has it clear. Exact, and without unpacking.
+    # The sign is the top bit of each fourth byte, and ASCII bytes have none set. This is exact, and
+    # needs no list of a million integers.
     if not data[ITEM_BYTES - 1 :: ITEM_BYTES].isascii():
         raise ValueError(f"{field}: a token id is negative")
     return count
 
 
 def check_finite(field: str, data: bytes, *, count: int) -> None:
-    """These bytes are `count` finite float32."""
+    """Refuse bytes that are not `count` finite float32."""
     check_items(field, data, count=count)
     values = array("f", data)
     if sys.byteorder == "big":
         values.byteswap()
-    # float32 added up as float64 cannot overflow: the sum is finite exactly where all items are.
+    # A float64 sum of float32 cannot overflow, so it is finite exactly if all items are.
     if not math.isfinite(sum(values)):
         raise ValueError(f"{field}: an item is not finite")
 
 
 def check_rows(field: str, data: bytes, *, count: int) -> None:
-    """These bytes are int16 in `count` rows of one length, or there are none."""
+    """Refuse bytes that are not int16 in `count` rows of one length; no bytes are allowed."""
     if data and (not count or len(data) % (EXPERT_BYTES * count)):
         raise ValueError(f"{field}: {len(data)} bytes are no int16 array of {count} rows")
 
 
 def check_routes(field: str, data: bytes, *, count: int) -> None:
-    """These bytes are experts in `count` rows of one length, or there are none."""
+    """As `check_rows`, and no expert may be negative."""
     check_rows(field, data, count=count)
     if not data[EXPERT_BYTES - 1 :: EXPERT_BYTES].isascii():  # The sign, as in `check_ids`.
         raise ValueError(f"{field}: an expert is negative")
 
 
 def check_number(field: str, value: float) -> None:
-    """This is a finite number."""
+    """Refuse infinities and NaN."""
     if not math.isfinite(value):
         raise ValueError(f"{field}: must be finite, got {value}")
 
 
 def check_json(field: str, data: bytes) -> None:
-    """These bytes are one JSON document; what is in it is not built."""
+    """Refuse bytes that are not one JSON document; its values are not built."""
     _check_document(_ANY, field, data, kind="JSON document")
 
 
 def check_json_objects(field: str, data: bytes) -> None:
-    """These bytes are one JSON array of objects, and Python can hold every value in it."""
+    """Refuse bytes that are not one JSON array of objects whose values Python can hold."""
     _check_document(_OBJECTS, field, data, kind="JSON array of objects")
 
 
 def check_json_object(field: str, data: bytes) -> None:
-    """These bytes are one JSON object; its values are not built."""
+    """Refuse bytes that are not one JSON object; its values are not built."""
     _check_document(_OBJECT, field, data, kind="JSON object")
 
 
@@ -85,7 +86,7 @@ def _check_document(
     decoder: "msgspec.json.Decoder[object]", field: str, data: bytes, *, kind: str
 ) -> None:
     try:
-        data.decode()  # What is not built is not decoded either.
+        data.decode()  # msgspec checks UTF-8 only in values that it builds
         decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{field}: no {kind}: {error}") from error

@@ -90,20 +90,26 @@ class Rewards(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Episodes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Leases, attempts and what every episode pins."""
+    """Leases and attempts of episodes, and the sampling they pin."""
 
     sampling: Sampling = Sampling()
     history: HistoryPolicy = "append_only"
     lease_s: Annotated[
-        float, Meta(gt=0, description="Renewed by traffic or heartbeat; lapsed: next attempt.")
+        float,
+        Meta(
+            gt=0,
+            description="Renewed by traffic or heartbeat; if it lapses the next attempt begins.",
+        ),
     ] = 60.0
     attempts_max: Annotated[int, Meta(ge=1, le=100)] = 3
     request_deadline_s: Annotated[float, Meta(gt=0)] = 900.0
-    concurrent_max: Annotated[int, Meta(ge=1, description="Episodes at once, agents side.")] = 64
+    concurrent_max: Annotated[
+        int, Meta(ge=1, description="Episodes that the agents play at once.")
+    ] = 64
 
 
 class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The policy."""
+    """The model that is trained."""
 
     path: Annotated[str, Meta(min_length=1, description="Folder in Hugging Face format.")]
     context_tokens_max: Annotated[int, Meta(ge=2, description="Context and output together.")] = (
@@ -116,7 +122,7 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Optimizer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """AdamW; M1's practice (arXiv 2506.13585, section 5)."""
+    """AdamW; defaults of MiniMax-M1 (arXiv 2506.13585, section 5)."""
 
     lr: Annotated[float, Meta(gt=0)] = 1e-6
     lr_final_fraction: Annotated[
@@ -131,7 +137,7 @@ class Optimizer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Loss(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A function of loss entries; CISPO by default."""
+    """The loss of one sampled token; CISPO by default."""
 
     kind: Annotated[
         str, Meta(description="cispo, ppo_clip, gspo, tis, icepop, or module:function.")
@@ -148,8 +154,8 @@ class Loss(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         float,
         Meta(
             ge=0,
-            description="Of a k3 KL to the model that the run started from, added to the loss of "
-            "each entry; above 0 the trainer keeps that model in memory too.",
+            description="Weight of a k3 KL to the model the run started from, added to the loss "
+            "of each entry; above 0 the trainer keeps that model in memory too.",
         ),
     ] = 0.0
 
@@ -164,30 +170,33 @@ class Trainer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     checkpoint_every_steps: Annotated[int, Meta(ge=1)] = 1
     checkpoints_kept: Annotated[int, Meta(ge=1)] = 3
     memory_budget_bytes: Annotated[
-        int, Meta(ge=1, description="Activations, K/V and gradients of a forest; blocks follow.")
+        int,
+        Meta(
+            ge=1, description="Bytes of activations, K/V and gradients; block sizes follow from it."
+        ),
     ] = 8_000_000_000
     head_chunk_tokens: Annotated[
-        int, Meta(ge=1, description="Rows of logits that exist at once; 1-4k is the usual range.")
+        int, Meta(ge=1, description="Rows of logits in memory at once; 1024 to 4096 is usual.")
     ] = 1024
     world_size: Annotated[int, Meta(ge=1)] = 1
     threads: Annotated[int, Meta(ge=1, description="CPU threads of each rank.")] = 1
 
 
-class Log(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class LogLayout(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Partition counts, frozen for the run's life, and limits of the log."""
 
     group_partitions: Annotated[int, Meta(ge=1, le=4096)] = 16
     lanes: Annotated[int, Meta(ge=1, le=4096, description="Partitions of the lane topics.")] = 1
     inline_bytes_max: Annotated[
-        int, Meta(ge=1024, description="Above it the payload goes to the blob store.")
+        int, Meta(ge=1024, description="A larger payload goes to the blob store.")
     ] = 900_000
     keep_for_replay: Annotated[
-        bool, Meta(description="Trim nothing: inspect and replay reach back to the first record.")
+        bool, Meta(description="Trim nothing: inspect and replay can start at the first record.")
     ] = False
 
 
 class RunConfiguration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that decides what a run does; travels on started-runs, so replays have it."""
+    """Everything that decides what a run does; it is in StartedRun, so that a replay has it."""
 
     run: RunId
     seed: Annotated[int, Meta(ge=0)]
@@ -199,7 +208,7 @@ class RunConfiguration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     evaluation: Evaluation = Evaluation()
     optimizer: Optimizer = Optimizer()
     loss: Loss = Loss()
-    log: Log = Log()
+    log: LogLayout = LogLayout()
     code_paths: Annotated[
         tuple[str, ...], Meta(description="Folders with the user's modules, on sys.path.")
     ] = ()
@@ -207,14 +216,14 @@ class RunConfiguration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class StartedRun(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A run began; the newest record of a run id holds."""
+    """A run began; the newest record of a run id is the one that holds."""
 
     run: RunId
     configuration: RunConfiguration
     blobs: Annotated[str, Meta(description="fsspec address of the run's blob store.")]
     started_ms: TimeMs
     resumed_from_step: Annotated[
-        int, Meta(ge=-1, description="Last step trained before this start; -1 for none.")
+        int, Meta(ge=-1, description="Last step trained before this start; -1 if none was.")
     ] = -1
 
 
@@ -234,21 +243,21 @@ def window_of(queue: Queue) -> int:
 
 
 def staleness_bound(queue: Queue) -> int:
-    """G3: no trained token of the queue is staler than floor((N + W - 2) / P) steps."""
+    """G3: no trained token of the queue is staler than this, in steps; see docs/staleness.md."""
     return (queue.slots + window_of(queue) - 2) // queue.groups_per_step
 
 
 def staleness_limit(queue: Queue) -> int:
-    """The staler a group may not be: `staleness_max` where set, else G3's bound."""
+    """Largest staleness that trains: `staleness_max` if that is set and below G3's bound."""
     bound = staleness_bound(queue)
     return bound if queue.staleness_max is None else min(bound, queue.staleness_max)
 
 
 def check(configuration: RunConfiguration) -> None:
-    """Refuse combinations that cannot work.
+    """Refuse a configuration whose fields cannot work together.
 
     Raises:
-        ValueError: naming the field and the rule.
+        ValueError: Names the field and the rule.
     """
     domains = [queue.domain for queue in configuration.queues]
     if len(set(domains)) != len(domains):

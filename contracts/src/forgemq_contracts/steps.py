@@ -30,13 +30,13 @@ class ScheduledGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
     loss_tokens: TokenCount
     attention_pairs: Annotated[int, Meta(ge=0)]
     version_min: Version
-    staleness: Annotated[int, Meta(ge=0, description="Step - version_min, in steps.")]
+    staleness: Annotated[int, Meta(ge=0, description="Step minus version_min, at least 0.")]
     request_tokens: TokenCount = 0
     append_tokens: TokenCount = 0
 
 
 class ScheduledStep(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Which groups train in step k, in order. Immutable: a restarted trainer re-executes it."""
+    """Which groups train in step k, in order. A restarted trainer executes the same step again."""
 
     step: Step
     groups: Annotated[tuple[ScheduledGroup, ...], Meta(min_length=1)]
@@ -57,7 +57,9 @@ class TrainingMetrics(Struct, frozen=True, kw_only=True, omit_defaults=True):
     attention_pairs: Annotated[int, Meta(ge=0)]
     ratio_mean: float
     ratio_p99: float
-    capped_share: Annotated[float, Meta(ge=0, le=1, description="Entries at the ratio cap.")]
+    capped_share: Annotated[
+        float, Meta(ge=0, le=1, description="Share of entries at the ratio cap.")
+    ]
     logprob_gap_mean: Annotated[
         float, Meta(ge=0, description="Mean |trainer - engine| on tokens of the current version.")
     ]
@@ -67,14 +69,17 @@ class TrainingMetrics(Struct, frozen=True, kw_only=True, omit_defaults=True):
     staleness_max: Annotated[int, Meta(ge=0)]
     forward_backward_s: Seconds
     gap_entries: Annotated[
-        int, Meta(ge=0, description="Entries the log-probability gap was taken over.")
+        int, Meta(ge=0, description="Entries that the log-probability gap is over.")
     ] = 0
     branch_loss: Annotated[
         float,
-        Meta(ge=0, description="Tree tokens over those on the way to each episode's last sample."),
+        Meta(ge=0, description="Tree tokens / tokens on the path to each episode's last sample."),
     ] = 1.0
     flop_ratio: Annotated[
-        float, Meta(ge=0, description="Operations per request over those of the trees.")
+        float,
+        Meta(
+            ge=0, description="Operations if each request trained by itself / operations of trees."
+        ),
     ] = 1.0
     flop_ratio_weights: Annotated[
         float, Meta(ge=0, description="flop_ratio of the layers' weights alone.")
@@ -83,25 +88,30 @@ class TrainingMetrics(Struct, frozen=True, kw_only=True, omit_defaults=True):
         float, Meta(ge=0, description="flop_ratio of attention alone.")
     ] = 1.0
     route_disagreements: Annotated[
-        int, Meta(ge=0, description="Entries whose experts were not those replayed for the token.")
+        int,
+        Meta(
+            ge=0,
+            description="Entries whose expert routes differ from those replayed for the token.",
+        ),
     ] = 0
     kl_reference: Annotated[
-        float, Meta(description="k3 estimate of KL(policy || reference), nats; 0 without one.")
+        float,
+        Meta(description="k3 estimate of KL(policy || reference), nats; 0 without a reference."),
     ] = 0.0
 
 
 class TrainedStep(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Step k is done and version k + 1 exists; idempotent by step."""
+    """Step k is trained and version k + 1 exists; a repeated step changes only the lineage."""
 
     step: Step
     lineage: Lineage
     group_ids: Annotated[tuple[GroupId, ...], Meta(description="Trained, in order.")]
     failed_group_ids: Annotated[
-        tuple[GroupId, ...], Meta(description="Trees that could not be loaded; not trained.")
+        tuple[GroupId, ...], Meta(description="Groups whose tree did not load; not trained.")
     ]
     metrics: TrainingMetrics
     checkpoint_step: Annotated[
-        int, Meta(ge=-1, description="Last step in a durable checkpoint; -1 before the first.")
+        int, Meta(ge=-1, description="Newest step in a durable checkpoint; -1 before the first.")
     ]
     duration_s: Seconds
     is_last: bool = False

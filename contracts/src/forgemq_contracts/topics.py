@@ -1,7 +1,7 @@
-"""The topic registry: the only place a topic's name is written down.
+"""The topic registry: the only file that spells the name of a topic.
 
-Names are participle + plural noun + major; a record is a fact that happened, never a command.
-On the broker a topic of a run is `<run>.<name>`; the two shared topics have no prefix.
+A name is participle + plural noun + major: a record is a fact that happened, never a command. On
+the broker a topic of a run is `<run>.<name>`; the two shared topics have no prefix.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ from forgemq_contracts.groups import (
     ScoredGroup,
 )
 from forgemq_contracts.journal import JournalledBatch
-from forgemq_contracts.run import EndedRun, StartedRun
+from forgemq_contracts.run import EndedRun, RunConfiguration, StartedRun
 from forgemq_contracts.steps import ScheduledStep, TrainedStep
 from forgemq_contracts.trees import MergedTree
 from forgemq_contracts.weights import LoadedWeights, PublishedWeights, ReportedEngine
@@ -38,21 +38,21 @@ class Topic:
     """A topic and the one record type it carries.
 
     Attributes:
-        name: On the wire, behind the run's prefix.
+        name: On the broker, after the run's prefix.
         record: The struct every value decodes to.
         key: Field whose text is the record key.
-        partitioned_by: What picks the partition; `queue` is the queue's place in the run's
+        partitioned_by: What picks the partition; `queue` is the index of the queue in the run's
             configuration, `shared` and `run` have one partition.
-        is_transactional: Always or never written in transactions.
+        is_transactional: Whether it is written in transactions, always or never.
         producer: The only service that writes it.
         consumers: Services that read it; checked against what they declare.
-        dead_letters_by: The one consumer that sends records which do not decode to `<name>-dlq`;
+        dead_letters_by: The one consumer that writes records which do not decode to `<name>-dlq`;
             the others skip them. "" for a topic without dead letters.
-        needed_by: Consumer groups whose positions say what their readers may still read again;
-            records below the lowest of them are trimmed, none where a group has no position yet.
-            () keeps everything for the run's life.
-        newest_kept: Of a trimmed topic, records of each partition that stay whatever is needed:
-            for readers that look back from the end.
+        needed_by: Consumer groups whose positions say from where their readers may read again.
+            Records below the lowest of these positions are trimmed; if one group has no position
+            yet, nothing is. () keeps everything as long as the run exists.
+        newest_kept: Newest records of each partition that are never trimmed, for readers that
+            look back from the end.
     """
 
     name: str
@@ -68,17 +68,17 @@ class Topic:
 
     @property
     def has_dlq(self) -> bool:
-        """Whether records that do not decode go to a topic of their own."""
+        """Whether records that do not decode go to a dead letter topic."""
         return bool(self.dead_letters_by)
 
     @property
     def dlq_name(self) -> str:
-        """Where a record that does not decode goes, with its original bytes."""
+        """The dead letter topic: it has bad records with their original bytes."""
         return f"{self.name}-dlq"
 
 
 def needed_group(service: str) -> str:
-    """The consumer group that holds from where a service may read its inputs again."""
+    """The consumer group whose positions say from where a service may read its inputs again."""
     return f"{service}-needed"
 
 
@@ -360,14 +360,14 @@ BY_NAME: dict[str, Topic] = {topic.name: topic for topic in ALL}
 BY_DLQ_NAME: dict[str, Topic] = {topic.dlq_name: topic for topic in ALL if topic.has_dlq}
 
 
-def partition_count(topic: Topic, *, group_partitions: int, lanes: int, queues: int) -> int:
-    """Number of partitions of a topic in a run with these counts."""
+def partition_count(topic: Topic, configuration: RunConfiguration) -> int:
+    """Number of partitions of a topic in this run."""
     counts = {
         "shared": 1,
         "run": 1,
-        "queue": queues,
-        "group": group_partitions,
-        "lane": lanes,
+        "queue": len(configuration.queues),
+        "group": configuration.log.group_partitions,
+        "lane": configuration.log.lanes,
     }
     return counts[topic.partitioned_by]
 
@@ -381,15 +381,15 @@ def decode(topic: Topic, value: bytes) -> msgspec.Struct:
     """The record in these wire bytes.
 
     Raises:
-        msgspec.ValidationError: the bytes are no record of this topic, whatever is wrong with them;
-            says which field and rule where there is one.
+        msgspec.ValidationError: The bytes are not a record of this topic; names the field and the
+            rule, if one is broken.
     """
     try:
         return _DECODERS[topic.name].decode(value)
     except msgspec.ValidationError:
         raise
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        # Cut short, text that is no UTF-8, or nested too deep: msgspec lets the last two through.
+        # Cut short, not UTF-8, or nested too deep: msgspec wraps only the first of these.
         raise msgspec.ValidationError(f"no {topic.record.__name__}: {error}") from error
 
 

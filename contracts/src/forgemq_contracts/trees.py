@@ -1,4 +1,4 @@
-"""The prefix tree of a group on the wire; independent of the step it will train in."""
+"""The prefix tree of a group on the wire; it does not depend on the step it will train in."""
 
 from typing import Annotated
 
@@ -11,10 +11,10 @@ from forgemq_contracts.rules import check_finite, check_ids, check_items, check_
 class MergedTree(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Unique tokens in heavy-first depth-first order, and one entry per sampled token.
 
-    A tree has N tokens in M segments; a segment is a run of tokens without a branch. Entries
-    are sampling events: E of them in S samples (one sample is one completion), CSR order.
-    parent, position and subtree_end of every token follow from the segments in O(N).
-    All arrays are little-endian.
+    A tree has N tokens in M segments; a segment is a run of tokens without a branch. It has E
+    entries, one for each token that was sampled, and S samples, one for each completion; entries
+    are ordered by sample. Parent, position and subtree end of every token follow from the
+    segments in O(N). All arrays are little-endian.
     """
 
     group_id: GroupId
@@ -26,7 +26,9 @@ class MergedTree(Struct, frozen=True, kw_only=True, omit_defaults=True):
     entry_token: Annotated[bytes, Meta(description="int32[E] tree index of the sampled token.")]
     entry_logprob: Annotated[bytes, Meta(description="float32[E] behaviour log-probability.")]
     entry_version: Annotated[bytes, Meta(description="int32[E] weight version that sampled it.")]
-    sample_first_entry: Annotated[bytes, Meta(description="int32[S + 1] CSR bounds of entries.")]
+    sample_first_entry: Annotated[
+        bytes, Meta(description="int32[S + 1] index of each sample's first entry; then E.")
+    ]
     sample_advantage: Annotated[bytes, Meta(description="float32[S].")]
     sample_temperature: Annotated[bytes, Meta(description="float32[S], above 0.")]
     sample_leaf: Annotated[bytes, Meta(description="int32[S] tree index of the last token.")]
@@ -37,8 +39,8 @@ class MergedTree(Struct, frozen=True, kw_only=True, omit_defaults=True):
     entry_route: Annotated[
         bytes,
         Meta(
-            description="int16[E, layers, top_k] experts of the pass that sampled the entry, as "
-            "in FinishedCompletion.routes; b'' for dense models or where a sample has none."
+            description="int16[E, layers, top_k] expert routes of each entry, as in "
+            "FinishedCompletion.routes; b'' for dense models, or if one sample has none."
         ),
     ] = b""
     entry_reference_logprob: Annotated[

@@ -1,8 +1,8 @@
 """Which tensors travel together on the fast path of new weights.
 
 The trainer (rank 0 of a lane's process group) broadcasts one flat byte tensor for each bucket, and
-the lane tells its engine the names, dtypes and shapes in it. Both derive the same buckets with
-`buckets` from the header of the durable safetensors file, so no manifest has to travel.
+the lane passes names, dtypes and shapes in it to its engine. Both compute the same buckets from the
+header of the durable safetensors file, so no manifest has to travel.
 """
 
 import itertools
@@ -14,10 +14,10 @@ from collections.abc import Sequence
 import msgspec
 
 BUCKET_BYTES_MAX = 64 * 1024 * 1024
-"""Of one broadcast: large enough to hide its latency, small beside the engine's memory."""
+"""Bytes of one broadcast: enough to hide its latency, little beside the engine's memory."""
 
 HEADER_BYTES_MAX = 100_000_000
-"""The format's own limit; refuses a file that is no safetensors before its length is read."""
+"""The limit of the safetensors format: a file of any other kind is refused, not read whole."""
 
 _LENGTH = struct.Struct("<Q")
 _DTYPES = {
@@ -54,10 +54,10 @@ def header_bytes(file_start: bytes) -> int:
     """Bytes to read from the start of a safetensors file, so that they hold its whole header.
 
     Args:
-        file_start: at least the first 8 bytes of the file.
+        file_start: At least the first 8 bytes of the file.
 
     Raises:
-        ValueError: fewer than 8 bytes, or a length no safetensors file has.
+        ValueError: Fewer than 8 bytes, or a length that no safetensors file has.
     """
     if len(file_start) < _LENGTH.size:
         raise ValueError(f"a safetensors file has at least 8 bytes, got {len(file_start)}")
@@ -71,10 +71,10 @@ def tensor_specs(file_start: bytes) -> tuple[TensorSpec, ...]:
     """The tensors of a safetensors file, sorted by name.
 
     Args:
-        file_start: the first `header_bytes` bytes of the file, or more.
+        file_start: The first `header_bytes` bytes of the file, or more.
 
     Raises:
-        ValueError: the bytes are no complete header, or a dtype is unknown.
+        ValueError: The header is cut short, or a dtype is unknown.
     """
     end = header_bytes(file_start)
     if len(file_start) < end:
@@ -97,13 +97,13 @@ def buckets(
 ) -> tuple[tuple[TensorSpec, ...], ...]:
     """Runs of tensors in name order, each at most `bytes_max` unless it is one larger tensor.
 
-    A tensor starts a bucket where it would not be aligned to its item size within the current
-    one: the receiving side views the flat bytes in place. Tensors without values are left out.
+    A tensor starts a new bucket if it would not be aligned to its item size in the current one,
+    because the receiver views the flat bytes in place. Tensors without values are left out.
 
     Example: sizes 40, 30, 50, 10 with bytes_max 80 give (40, 30), (50, 10).
 
     Raises:
-        ValueError: bytes_max is below 1, or two tensors have one name.
+        ValueError: `bytes_max` is below 1, or two tensors have the same name.
     """
     if bytes_max < 1:
         raise ValueError(f"bytes_max must be at least 1, got {bytes_max}")

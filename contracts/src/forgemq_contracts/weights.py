@@ -6,14 +6,9 @@ from msgspec import Meta, Struct
 
 from forgemq_contracts.fields import Epoch, Lane, Lineage, Seconds, Sha256, TimeMs, Version
 
-LANE_LAPSE_S = 5.0
-"""A lane without a heartbeat for longer is dead until it is heard again: five heartbeats, so that
-one garbage collection or a broker's change of leader kills nobody, and agents wait little. Gateway
-(sends elsewhere), trainer (offers no fast path) and scheduler (frees slots) all go by it."""
-
 
 class Rendezvous(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Where one lane's engine meets the trainer for the fast path: one process group a lane."""
+    """Where a lane's engine meets the trainer for the fast path; each lane has a process group."""
 
     lane: Lane
     epoch: Epoch
@@ -28,7 +23,7 @@ class Rendezvous(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class PublishedWeights(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A version exists durably; the fast path is an offer with a deadline, never a promise."""
+    """A version exists durably; the fast path is an offer with a deadline, not a promise."""
 
     lineage: Lineage
     version: Version
@@ -36,14 +31,14 @@ class PublishedWeights(Struct, frozen=True, kw_only=True, omit_defaults=True):
     uri: Annotated[str, Meta(min_length=1, description="Folder in Hugging Face format.")]
     size_bytes: Annotated[int, Meta(ge=0)]
     kind: Annotated[
-        Literal["full", "delta", "adapter"], Meta(description="Only full is published today.")
+        Literal["full", "delta", "adapter"], Meta(description="Only full is published.")
     ] = "full"
     fast_paths: tuple[Rendezvous, ...] = ()
     deadline_s: Annotated[Seconds, Meta(description="For every phase of the fast path.")] = 30.0
 
 
 class LoadedWeights(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A lane serves this version from now on."""
+    """A lane has begun to serve this version."""
 
     lane: Lane
     epoch: Epoch
@@ -53,11 +48,11 @@ class LoadedWeights(Struct, frozen=True, kw_only=True, omit_defaults=True):
         Literal["start", "fast", "durable"], Meta(description="How the weights arrived.")
     ]
     duration_s: Seconds
-    paused_s: Annotated[Seconds, Meta(description="Generation stood still this long.")] = 0.0
+    paused_s: Annotated[Seconds, Meta(description="How long generation stood still.")] = 0.0
 
 
 class ReportedEngine(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A lane's heartbeat, about one a second and on change."""
+    """A lane's heartbeat: about once a second, and on every change."""
 
     lane: Lane
     epoch: Epoch

@@ -12,6 +12,7 @@ from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
 from forgemq_shell.service import Context
 from forgemq_telemetry.telemetry import Telemetry
+from tests.small_run import small_run
 from tests.unit.run_view.synthetic import started
 
 
@@ -34,7 +35,7 @@ async def test_a_sweep_that_takes_long_does_not_hold_up_the_end(tmp_path: Path):
     log.is_looked_at = asyncio.Event()
     await log.create_topics(
         {
-            name: topics.partition_count(topic, group_partitions=2, lanes=1, queues=1)
+            name: topics.partition_count(topic, small_run(group_partitions=2))
             for topic in topics.ALL
             for name in (topic.name, topic.dlq_name)
         }

@@ -18,6 +18,7 @@ from forgemq_bus.memory_reader import MemoryReader
 from forgemq_bus.payloads import BLOB_HEADER, reference_of
 from forgemq_contracts import topics
 from forgemq_contracts.fields import BlobReference
+from tests.small_run import small_run
 from tests.unit.run_view.synthetic import configuration
 
 GRACE_S = 90.0
@@ -90,7 +91,7 @@ class Scene:
         self.log = UnsteadyLog(run="r")
         await self.log.create_topics(
             {
-                name: topics.partition_count(topic, group_partitions=2, lanes=1, queues=1)
+                name: topics.partition_count(topic, small_run(group_partitions=2))
                 for topic in topics.ALL
                 for name in (topic.name, topic.dlq_name)
             }
@@ -213,7 +214,7 @@ async def test_a_superseded_snapshot_goes_and_the_newest_stays(tmp_path: Path):
     log = MemoryLog(run="r", blobs=store, inline_bytes_max=100)
     await log.create_topics(
         {
-            name: topics.partition_count(topic, group_partitions=2, lanes=1, queues=1)
+            name: topics.partition_count(topic, small_run(group_partitions=2))
             for topic in topics.ALL
             for name in (topic.name, topic.dlq_name)
         }

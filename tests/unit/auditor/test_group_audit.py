@@ -21,6 +21,7 @@ from forgemq_contracts.audit import AuditedGroup
 from forgemq_contracts.completions import FinishedCompletion
 from forgemq_contracts.messages import Message
 from forgemq_run_view.view import RunView
+from tests.small_run import small_run
 from tests.unit.run_view.synthetic import SyntheticRun, started
 
 PARTITIONS = 2
@@ -32,7 +33,7 @@ async def log_with_topics(*, blobs: BlobStore | None = None) -> MemoryLog:
     log = MemoryLog(run="r", blobs=blobs, inline_bytes_max=100 if blobs else 900_000)
     await log.create_topics(
         {
-            topic.name: topics.partition_count(topic, group_partitions=2, lanes=1, queues=1)
+            topic.name: topics.partition_count(topic, small_run(group_partitions=2))
             for topic in topics.ALL
         }
     )

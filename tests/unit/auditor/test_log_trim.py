@@ -17,15 +17,15 @@ from forgemq_bus.errors import AccessError
 from forgemq_bus.log import Emit, Log, Place
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
-from forgemq_contracts.run import Log as LogSettings
-from forgemq_contracts.run import Model, Queue, RunConfiguration, StartedRun, Trainer
+from forgemq_contracts.run import LogLayout, Model, Queue, RunConfiguration, StartedRun, Trainer
 from forgemq_shell.service import Context
 from forgemq_telemetry.telemetry import Telemetry
+from tests.small_run import small_run
 
 FINISHED = topics.FINISHED_COMPLETIONS
 REPORTED = topics.REPORTED_ENGINES
 COUNTS = {
-    name: topics.partition_count(topic, group_partitions=2, lanes=1, queues=1)
+    name: topics.partition_count(topic, small_run(group_partitions=2))
     for topic in topics.ALL
     for name in (topic.name, topic.dlq_name)
 }
@@ -79,7 +79,7 @@ def configuration(*, keep_for_replay: bool = False) -> RunConfiguration:
         model=Model(path="/model"),
         queues=(Queue(domain="d", task_source="a:b", agent="a:c"),),
         trainer=Trainer(steps=1),
-        log=LogSettings(group_partitions=2, keep_for_replay=keep_for_replay),
+        log=LogLayout(group_partitions=2, keep_for_replay=keep_for_replay),
     )
 
 

@@ -1,4 +1,4 @@
-"""Which record is the completion, and how ids of the past are remembered."""
+"""Which record is the completion of a request, and which ids are remembered."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Whatever bytes stand on a topic, decoding them fails in one way only."""
+"""Bytes that are not a record of their topic fail to decode with one type of error."""
 
 import msgspec
 import pytest

@@ -1,4 +1,4 @@
-"""What the bytes of a record must obey: a record that breaks a rule does not decode."""
+"""A record whose bytes break a rule does not decode."""
 
 import json
 import math
@@ -34,7 +34,7 @@ TREE = fields_of(topics.MERGED_TREES, full(topics.MERGED_TREES.record))
 
 
 def is_ids(data: bytes) -> bool:
-    """The rule, said slowly."""
+    """The same rule, token by token."""
     return len(data) % 4 == 0 and all(value >= 0 for value in unpack_ids(data))
 
 
@@ -130,7 +130,7 @@ ARRAYS = [name for name, value in TREE.items() if isinstance(value, bytes)]
 @pytest.mark.parametrize("array", ARRAYS)
 @given(more=st.binary(min_size=1, max_size=9))
 def test_a_tree_decodes_only_where_all_its_arrays_fit_together(array: str, more: bytes):
-    """Of N, M, E and S each array but the tokens fixes or repeats one."""
+    """Each array but `tokens` must have the length that N, M, E or S gives it."""
     fields = {**TREE, array: TREE[array] + more}
     alone = {"tokens": is_ids(more), "entry_route": len(more) % 2 == 0}
     if alone.get(array, False):

@@ -1,4 +1,4 @@
-"""Combinations that cannot work are refused by the name of their field."""
+"""A configuration that cannot work is refused, and the message names the field."""
 
 import msgspec
 import pytest

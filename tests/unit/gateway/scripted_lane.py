@@ -66,6 +66,7 @@ class ScriptedLane:
         self.seen: list[Asked] = []
         self.known: dict[str, list[int]] = {}
         self.is_silent = False
+        self.version = 0
         self._arrived = asyncio.Event()
         self._working: list[asyncio.Task[None]] = []
         self._log = log
@@ -113,7 +114,7 @@ class ScriptedLane:
                 url="",
                 is_serving=is_serving,
                 lineage=0,
-                version=0,
+                version=self.version,
                 running=0,
                 queued=0,
                 reported_ms=wall_ms(),

@@ -27,7 +27,7 @@ class Scene:
     """One episode with one turn, and one lane that reports when a test says so."""
 
     def __init__(self) -> None:
-        self.attempts = Attempts(Lanes(lapse_s=5.0), lane_hold_s=3.0)
+        self.attempts = Attempts(Lanes(), lane_hold_s=3.0)
         opened = OpenedEpisode(
             episode_id="g-1.0.0",
             group_id="g-1",

@@ -111,6 +111,18 @@ async def test_a_context_that_only_the_engine_finds_too_long_is_the_clients_erro
     assert len(lanes[0].seen) == 1
 
 
+async def test_a_lane_behind_the_version_of_a_groups_admission_gets_none_of_its_requests(
+    model: Path,
+) -> None:
+    """The scheduler may have given a silent lane up that looks live to the gateway."""
+    async with running(log_store(), configuration_of(model), say("x"), lanes=2) as (world, lanes):
+        lanes[1].version = 1
+        await lanes[1].report()
+        client = world.client(await world.claim(await world.open_group(version=1)))
+        await client.chat.completions.create(model="m", messages=HELLO)
+    assert [len(lane.seen) for lane in lanes] == [0, 1]
+
+
 @pytest.mark.wall_clock
 async def test_a_dead_lanes_requests_go_to_another_with_all_their_tokens(model: Path) -> None:
     hold = asyncio.Event()

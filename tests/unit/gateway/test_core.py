@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from forgemq_contracts.completions import TurnPart
 from forgemq_contracts.episodes import OpenedEpisode, Sampling
+from forgemq_contracts.groups import AdmittedGroup
 from forgemq_contracts.weights import ReportedEngine
 from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.errors import RefusedError
@@ -36,8 +37,20 @@ def report(
     )
 
 
+def admitted(*, version: int) -> AdmittedGroup:
+    return AdmittedGroup(
+        group_id="g-1",
+        domain="d",
+        purpose="train",
+        group_size=4,
+        task=b"{}",
+        version_at_admission=version,
+        lineage_at_admission=1,
+    )
+
+
 def lanes_of(*reports: ReportedEngine, heard_s: float = 0.0) -> Lanes:
-    lanes = Lanes(lapse_s=5.0)
+    lanes = Lanes()
     for record in reports:
         lanes.report(record, heard_s=heard_s)
     return lanes
@@ -48,7 +61,7 @@ def chosen(lanes: Lanes, *, cached: dict[int, int] | None = None, now_s: float =
     lane = lanes.choose(
         context_tokens=2000, cached=lambda number, _: known.get(number, 0), now_s=now_s
     )
-    return None if lane is None else lane.number
+    return None if lane is None else lane.lane
 
 
 def test_an_episode_stays_where_its_prefix_is_until_that_costs_more() -> None:
@@ -77,6 +90,15 @@ def test_a_lane_behind_the_weights_that_all_had_loaded_takes_nothing() -> None:
     lanes.report(report(1, version=2), heard_s=0)
     assert chosen(lanes, cached={1: 2000}) == 0
     lanes.report(report(1, version=3), heard_s=0)
+    assert chosen(lanes, cached={1: 2000}) == 1
+
+
+def test_a_lane_behind_the_weights_of_a_groups_admission_takes_nothing() -> None:
+    lanes = lanes_of(report(1, version=3), report(0, version=4))
+    assert chosen(lanes, cached={1: 2000}) == 1
+    lanes.admit(admitted(version=4))
+    assert chosen(lanes, cached={1: 2000}) == 0
+    lanes.report(report(1, version=4), heard_s=0)
     assert chosen(lanes, cached={1: 2000}) == 1
 
 

@@ -18,8 +18,7 @@ from forgemq_contracts.episodes import Sampling
 from forgemq_contracts.groups import AdmittedGroup, RequestedGroup, RetiredGroup, RetireReason
 from forgemq_contracts.messages import Output
 from forgemq_contracts.partitions import group_partition
-from forgemq_contracts.run import Episodes, Model, Queue, RunConfiguration, Trainer
-from forgemq_contracts.run import Log as LogSettings
+from forgemq_contracts.run import Episodes, LogLayout, Model, Queue, RunConfiguration, Trainer
 from forgemq_gateway.app import serve
 from forgemq_gateway.settings import GatewaySettings
 from forgemq_rendering import Rendering
@@ -53,20 +52,12 @@ def configuration_of(
         episodes=Episodes(
             sampling=Sampling(temperature=1.0, max_tokens=200), lease_s=lease_s, attempts_max=2
         ),
-        log=LogSettings(group_partitions=GROUP_PARTITIONS, lanes=LANES),
+        log=LogLayout(group_partitions=GROUP_PARTITIONS, lanes=LANES),
     )
 
 
 def partitions_of(configuration: RunConfiguration) -> dict[str, int]:
-    return {
-        topic.name: topics.partition_count(
-            topic,
-            group_partitions=configuration.log.group_partitions,
-            lanes=configuration.log.lanes,
-            queues=len(configuration.queues),
-        )
-        for topic in topics.OF_RUN
-    }
+    return {topic.name: topics.partition_count(topic, configuration) for topic in topics.OF_RUN}
 
 
 def plain_http(*, timeout_s: float = 5.0) -> httpx.AsyncClient:
@@ -84,7 +75,7 @@ class World:
         self.rendering = Rendering.load(configuration.model.path)
         self.base_url = ""
         self.settings = GatewaySettings(
-            admin_key=ADMIN_KEY, keepalive_s=0.4, lane_hold_s=0.5, lane_lapse_s=1.0, drain_s=1.0
+            admin_key=ADMIN_KEY, keepalive_s=0.4, lane_hold_s=0.5, drain_s=1.0
         )
         self.clients: list[AsyncOpenAI] = []
         self.tasks: asyncio.TaskGroup | None = None
@@ -191,7 +182,9 @@ class World:
             await asyncio.sleep(0.05)
         raise AssertionError(f"{topic.name}: {len(records)} records, waited for {count}")
 
-    async def open_group(self, key: str = "k1", *, temperature: float | None = None) -> str:
+    async def open_group(
+        self, key: str = "k1", *, temperature: float | None = None, version: int = 0
+    ) -> str:
         """Open a group: an agent requests it and the scheduler admits it."""
         body = {"domain": "shop", "idempotency_key": key, "task": {"n": 1}}
         if temperature is not None:
@@ -199,10 +192,10 @@ class World:
         answer = await self.admin("POST", "/v1/groups", body)
         assert answer.status_code == 200, answer.text
         group_id = str(answer.json()["group_id"])
-        await self.admit(group_id)
+        await self.admit(group_id, version=version)
         return group_id
 
-    async def admit(self, group_id: str) -> None:
+    async def admit(self, group_id: str, *, version: int = 0) -> None:
         requested = next(
             record
             for record in await self.records(topics.REQUESTED_GROUPS)
@@ -218,7 +211,7 @@ class World:
                 purpose=requested.purpose,
                 group_size=requested.group_size,
                 task=requested.task,
-                version_at_admission=0,
+                version_at_admission=version,
                 queue_index=0,
                 temperature=requested.temperature,
             ),

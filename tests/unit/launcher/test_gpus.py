@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from forgemq_contracts.run import Log, Model, Queue, RunConfiguration, Trainer
+from forgemq_contracts.run import LogLayout, Model, Queue, RunConfiguration, Trainer
 from forgemq_launcher.core.gpus import engine_gpus, visible_gpus
 from forgemq_launcher.upkeep.engines import options_of_lanes
 from forgemq_launcher.upkeep.machine import MachineError
@@ -15,7 +15,7 @@ RUN = RunConfiguration(
     model=Model(path="m"),
     queues=(Queue(domain="d", task_source="m:f", agent="m:g"),),
     trainer=Trainer(steps=1, world_size=2),
-    log=Log(lanes=2),
+    log=LogLayout(lanes=2),
 )
 
 
@@ -60,5 +60,5 @@ def test_each_lane_has_a_gpu_of_its_own_and_a_machine_without_one_serves_on_its_
     assert options_of_lanes(RUN, gpus=4, environ=hidden) == (EngineOptions(),) * 2
     with pytest.raises(MachineError, match="FORGEMQ_TRAINER_DEVICE=cuda takes 2 more"):
         options_of_lanes(RUN, gpus=3, environ=trainer_on_gpus)
-    one = msgspec.structs.replace(RUN, log=Log(lanes=1))
+    one = msgspec.structs.replace(RUN, log=LogLayout(lanes=1))
     assert options_of_lanes(one, gpus=3, environ=trainer_on_gpus)[0].gpu_first == 2

@@ -76,7 +76,7 @@ def message(record, offset: int = 0) -> Message:
 
 
 def feed(core: Merger, *records) -> list[Output]:
-    """Completions at offsets 0, 1, 2...; everything else at 0."""
+    """Messages with completions at offsets 0, 1, 2 and so on; all other records at 0."""
     outputs: list[Output] = []
     for offset, record in enumerate(records):
         outputs.extend(core.handle(message(record, offset)))

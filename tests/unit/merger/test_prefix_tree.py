@@ -57,7 +57,7 @@ def path(tree: PrefixTree, leaf: int) -> list[int]:
 
 @st.composite
 def groups(draw: st.DrawFn) -> tuple[list[Delta], list[bool]]:
-    """Appends, cuts, forks, duplicates and fresh roots over a tiny alphabet: much is shared."""
+    """Appends, cuts, forks, duplicates and new roots over few token ids, so that much is shared."""
     tokens = st.lists(st.integers(0, 2), max_size=6)
     deltas: list[Delta] = []
     for index in range(draw(st.integers(1, 12))):

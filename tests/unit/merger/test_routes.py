@@ -12,9 +12,9 @@ LAYERS, TOP_K = 3, 2
 
 
 def routes(number: int, tokens: int, *, layers: int = LAYERS) -> bytes:
-    """Experts that say which completion, token, layer and place they belong to."""
-    place = np.arange(tokens * layers * TOP_K) + 100 * number
-    return place.astype("<i2").tobytes()
+    """Expert routes whose values name their completion, token, layer and index."""
+    index = np.arange(tokens * layers * TOP_K) + 100 * number
+    return index.astype("<i2").tobytes()
 
 
 def group(**changes: bytes) -> list[object]:

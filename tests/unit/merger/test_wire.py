@@ -59,7 +59,7 @@ def test_the_wire_reconstructs_every_sample_exactly(history):
 
 
 def brute_append_tokens(full: list[list[int]], training: list[int]) -> int:
-    """Sum over the distinct sequences of each episode that no other one of it continues."""
+    """Sum over each episode's distinct sequences that no other sequence of it continues."""
     total = 0
     for episode in range(3):
         distinct = {tuple(full[number]) for number in training if number % 3 == episode}

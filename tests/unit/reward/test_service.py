@@ -17,7 +17,7 @@ from forgemq_contracts import topics
 from forgemq_contracts.episodes import FinishedEpisode, GradedEpisode
 from forgemq_contracts.groups import RetiredGroup, ScoredGroup
 from forgemq_contracts.run import (
-    Log,
+    LogLayout,
     Model,
     Queue,
     Rewards,
@@ -32,6 +32,7 @@ from forgemq_settings.environment import SettingsError
 from forgemq_shell.dead_letters import letter_of
 from forgemq_shell.service import Context
 from forgemq_telemetry import Telemetry
+from tests.small_run import small_run
 from tests.unit.reward.records import finished_completion, finished_episode
 
 MODEL = Path("deploy/demo/model")
@@ -70,7 +71,7 @@ def configuration_of(folder: Path, **queue: str) -> RunConfiguration:
         queues=(Queue(domain="d", task_source="", agent="", group_size=2, **queue),),
         trainer=Trainer(steps=1),
         rewards=Rewards(grader_timeout_s=20.0),
-        log=Log(group_partitions=2),
+        log=LogLayout(group_partitions=2),
         code_paths=(str(folder),),
     )
 
@@ -87,7 +88,7 @@ class Desk:
     async def open(self) -> None:
         (self.folder / "user_rewards.py").write_text(CODE)
         counts = {
-            topic.name: topics.partition_count(topic, group_partitions=2, lanes=1, queues=1)
+            topic.name: topics.partition_count(topic, small_run(group_partitions=2))
             for topic in topics.OF_RUN
         }
         dead = {f"{name}-dlq": count for name, count in counts.items()}

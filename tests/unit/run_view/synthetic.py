@@ -21,7 +21,7 @@ from forgemq_contracts.groups import (
 )
 from forgemq_contracts.messages import Message
 from forgemq_contracts.partitions import group_partition
-from forgemq_contracts.run import Log, Model, Queue, RunConfiguration, StartedRun, Trainer
+from forgemq_contracts.run import LogLayout, Model, Queue, RunConfiguration, StartedRun, Trainer
 from forgemq_contracts.steps import ScheduledGroup, ScheduledStep, TrainedStep, TrainingMetrics
 from forgemq_contracts.topics import (
     ADMITTED_GROUPS,
@@ -64,7 +64,7 @@ def configuration(*, steps: int = 3, run: str = "r") -> RunConfiguration:
             ),
         ),
         trainer=Trainer(steps=steps),
-        log=Log(group_partitions=2),
+        log=LogLayout(group_partitions=2),
     )
 
 

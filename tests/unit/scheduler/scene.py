@@ -1,12 +1,13 @@
-"""A scheduler core with the records that its neighbours would send."""
+"""A scheduler core, and the records that other services would write for it."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
 from forgemq_contracts.groups import AdmittedGroup, MergedGroup, RequestedGroup, RetiredGroup
 from forgemq_contracts.messages import Message, Tick
-from forgemq_contracts.run import Log, Model, Queue, RunConfiguration, Trainer, check
+from forgemq_contracts.run import LogLayout, Model, Queue, RunConfiguration, Trainer, check
 from forgemq_contracts.steps import ScheduledStep, TrainedStep, TrainingMetrics
 from forgemq_contracts.weights import LoadedWeights, ReportedEngine
 from forgemq_scheduler.core import SchedulerCore
@@ -41,20 +42,14 @@ def configuration_of(
         model=Model(path="model"),
         queues=queues,
         trainer=Trainer(steps=steps, steps_ahead_max=ahead),
-        log=Log(group_partitions=4, lanes=lanes),
+        log=LogLayout(group_partitions=4, lanes=lanes),
     )
     check(configuration)
     return configuration
 
 
 def queue_of(
-    *,
-    slots: int,
-    per_step: int,
-    window: int,
-    domain: str = "d",
-    staleness_max: int | None = None,
-    deadline_s: float = 100.0,
+    *, slots: int, per_step: int, window: int, domain: str = "d", **settings: Any
 ) -> Queue:
     return Queue(
         domain=domain,
@@ -63,13 +58,12 @@ def queue_of(
         slots=slots,
         groups_per_step=per_step,
         window=window,
-        staleness_max=staleness_max,
-        group_deadline_s=deadline_s,
+        **{"group_deadline_s": 100.0, **settings},
     )
 
 
 class Scene:
-    """Every call feeds one record and checks the invariants; outputs are kept by kind."""
+    """Feeds records one by one and checks the invariants after each; keeps outputs by type."""
 
     def __init__(self, configuration: RunConfiguration) -> None:
         self.core = SchedulerCore(configuration)
@@ -201,3 +195,14 @@ class Scene:
 
     def ends(self) -> dict[int, str]:
         return {int(group.group_id[2:]): group.reason for group in self.retired}
+
+
+DEMO = queue_of(slots=12, per_step=6, window=4)
+
+
+def scene_of(*queues: Queue, lanes_reported: int = 1, **configuration: Any) -> Scene:
+    """A scene whose lanes serve version 0."""
+    scene = Scene(configuration_of(*(queues or (DEMO,)), **configuration))
+    for lane in range(lanes_reported):
+        scene.report(lane)
+    return scene

@@ -6,19 +6,8 @@ from forgemq_contracts import topics
 from forgemq_contracts.groups import MergedGroup
 from forgemq_contracts.messages import InvalidRecordError
 from forgemq_contracts.partitions import group_partition
-from forgemq_contracts.weights import LANE_LAPSE_S
 from forgemq_scheduler.core import SchedulerCore
-from tests.unit.scheduler.scene import Scene, configuration_of, queue_of
-
-DEMO = queue_of(slots=12, per_step=6, window=4)
-
-
-def scene_of(*queues, lanes_reported=1, **configuration) -> Scene:
-    scene = Scene(configuration_of(*(queues or (DEMO,)), **configuration))
-    for lane in range(lanes_reported):
-        scene.report(lane)
-    return scene
-
+from tests.unit.scheduler.scene import DEMO, Scene, configuration_of, queue_of, scene_of
 
 # Admission.
 
@@ -55,80 +44,6 @@ def test_a_group_that_ends_untrained_frees_its_slot_at_once():
     assert (retired.queue_index, retired.step) == (5, None)
     place = (topics.RETIRED_GROUPS.name, group_partition("g-5", partitions=4))
     assert place in scene.places
-
-
-def test_the_slots_of_a_step_are_free_when_all_live_lanes_serve_its_weights():
-    scene = scene_of(lanes_reported=2)
-    scene.request(*range(20))
-    scene.merge(*range(6))
-    scene.train(0)
-    assert scene.ends() == dict.fromkeys(range(6), "trained")
-    assert {group.step for group in scene.retired} == {0}
-    scene.load(0, version=1)
-    assert len(scene.admitted) == 12
-    scene.load(1, version=1)
-    assert scene.admitted_ids()[12:] == [12, 13, 14, 15, 16, 17]
-    assert scene.admitted[-1].version_at_admission == 1
-
-
-def test_a_heartbeat_alone_releases_slots_as_a_loaded_record_does():
-    scene = scene_of()
-    scene.request(*range(20))
-    scene.merge(*range(6))
-    scene.train(0)
-    scene.report(version=1)
-    assert len(scene.admitted) == 18
-
-
-def test_a_silent_lane_holds_slots_until_it_lapses_and_no_longer():
-    scene = scene_of(lanes_reported=2)
-    scene.request(*range(20))
-    scene.merge(*range(6))
-    scene.train(0)
-    scene.load(0, version=1)
-    for second in range(1, int(LANE_LAPSE_S) + 1):
-        scene.report(0, version=1)
-        scene.tick(second)
-    assert len(scene.admitted) == 12
-    scene.tick(LANE_LAPSE_S + 0.5)
-    assert len(scene.admitted) == 18
-
-
-def test_a_lane_that_starts_again_on_the_base_model_takes_nothing_back():
-    scene = scene_of()
-    scene.request(*range(30))
-    scene.merge(*range(6))
-    scene.train(0)
-    scene.load(version=1)
-    scene.report(0, epoch=1, lineage=0, version=0)
-    scene.merge(6, not_trainable="failed")
-    assert scene.admitted[-1].version_at_admission == 1
-    scene.report(0, epoch=0, version=9)  # a late word of the old epoch
-    scene.load(0, epoch=0, version=9)
-    scene.merge(7, not_trainable="failed")
-    assert scene.admitted[-1].version_at_admission == 1
-
-
-def test_weights_never_go_back_within_an_epoch():
-    scene = scene_of()
-    scene.load(version=4)
-    scene.report(version=3)
-    scene.request(1)
-    assert scene.admitted[0].version_at_admission == 4
-
-
-def test_a_trainer_that_falls_back_to_its_checkpoint_holds_the_slots_again():
-    scene = scene_of()
-    scene.request(*range(40))
-    scene.merge(*range(6))
-    scene.train(0, checkpoint=-1)
-    scene.load(version=1)
-    assert len(scene.admitted) == 18
-    scene.load(version=0, lineage=2)
-    scene.merge(6, not_trainable="failed")
-    assert len(scene.admitted) == 18, "6 slots of step 0 are held until version 1 serves again"
-    scene.load(version=1, lineage=2)
-    assert scene.admitted_ids()[18:] == [18]
 
 
 def test_a_repeated_request_changes_nothing_whatever_became_of_the_group():
@@ -243,7 +158,7 @@ def test_the_last_step_says_so_and_nothing_is_scheduled_after_it():
 
 
 def test_a_head_past_its_deadline_expires_and_the_queue_moves():
-    scene = scene_of(queue_of(slots=4, per_step=2, window=2, deadline_s=30.0))
+    scene = scene_of(queue_of(slots=4, per_step=2, window=2, group_deadline_s=30.0))
     scene.tick(5)
     scene.request(0, 1, 2, 3)
     scene.merge(1, 2, 3)
@@ -259,7 +174,7 @@ def test_a_head_past_its_deadline_expires_and_the_queue_moves():
 
 
 def test_a_head_that_finished_in_time_and_waits_for_its_step_never_expires():
-    scene = scene_of(queue_of(slots=4, per_step=2, window=2, deadline_s=30.0), ahead=0)
+    scene = scene_of(queue_of(slots=4, per_step=2, window=2, group_deadline_s=30.0), ahead=0)
     scene.request(0, 1, 2, 3)
     scene.merge(0, 1, 2)
     scene.tick(31)
@@ -270,7 +185,7 @@ def test_a_head_that_finished_in_time_and_waits_for_its_step_never_expires():
 
 
 def test_what_comes_of_an_expired_group_afterwards_is_ignored():
-    scene = scene_of(queue_of(slots=1, per_step=1, window=1, deadline_s=30.0))
+    scene = scene_of(queue_of(slots=1, per_step=1, window=1, group_deadline_s=30.0))
     scene.request(0)
     scene.tick(31)
     before = scene.core.snapshot()
@@ -367,7 +282,7 @@ def test_evaluation_after_the_end_waits_for_the_final_weights_on_every_lane():
 
 
 def test_evaluation_groups_expire_at_their_deadline():
-    scene = scene_of(queue_of(slots=1, per_step=1, window=1, deadline_s=30.0))
+    scene = scene_of(queue_of(slots=1, per_step=1, window=1, group_deadline_s=30.0))
     scene.request(10, purpose="eval")
     scene.tick(29)
     assert scene.ends() == {}

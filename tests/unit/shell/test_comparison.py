@@ -9,7 +9,7 @@ from forgemq_bus.log import Emit, Place
 from forgemq_contracts import topics
 from forgemq_contracts.groups import MergedGroup
 from forgemq_contracts.messages import Core, Event, Output
-from forgemq_contracts.run import Log, Model, Queue, RunConfiguration, Trainer
+from forgemq_contracts.run import LogLayout, Model, Queue, RunConfiguration, Trainer
 from forgemq_settings.environment import SettingsError
 from forgemq_shell.comparison import Comparison, compare
 from forgemq_shell.difference import difference_lines
@@ -28,7 +28,7 @@ CONFIGURATION = RunConfiguration(
     model=Model(path="m"),
     queues=(Queue(domain="d", task_source="m:t", agent="m:a"),),
     trainer=Trainer(steps=1),
-    log=Log(group_partitions=1),
+    log=LogLayout(group_partitions=1),
 )
 
 

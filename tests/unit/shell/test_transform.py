@@ -12,8 +12,7 @@ from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
 from forgemq_contracts.groups import ScoredGroup
 from forgemq_contracts.messages import Output
-from forgemq_contracts.run import Log as LogConfiguration
-from forgemq_contracts.run import Model, Queue, RunConfiguration, Trainer
+from forgemq_contracts.run import LogLayout, Model, Queue, RunConfiguration, Trainer
 from forgemq_settings.environment import SettingsError
 from forgemq_shell.records import emit_of
 from forgemq_shell.transform import Transform
@@ -31,7 +30,7 @@ CONFIGURATION = RunConfiguration(
         Queue(domain=domain, task_source="m:t", agent="m:a", slots=64) for domain in ("a", "b", "c")
     ),
     trainer=Trainer(steps=1),
-    log=LogConfiguration(group_partitions=PARTITIONS, lanes=2),
+    log=LogLayout(group_partitions=PARTITIONS, lanes=2),
 )
 ENVIRON = {"FORGEMQ_TRANSFORM_BATCH_LINGER_S": "0", "FORGEMQ_TRANSFORM_REFENCE_AFTER_S": "0.05"}
 

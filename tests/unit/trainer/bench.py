@@ -17,6 +17,7 @@ from forgemq_contracts.weights import PublishedWeights, ReportedEngine
 from forgemq_shell.service import Context
 from forgemq_telemetry.telemetry import Telemetry
 from forgemq_trainer.app import CONSUMES, PRODUCES, main
+from tests.small_run import small_run
 from tests.unit.trainer.scene import configuration_of, save_base, scheduled_step
 
 POLL_S = 0.01
@@ -139,7 +140,7 @@ class Bench:
 async def create_topics(log: Log) -> None:
     """Create all topics that the trainer reads or writes."""
     counts = {
-        topic.name: topics.partition_count(topic, group_partitions=2, lanes=1, queues=1)
+        topic.name: topics.partition_count(topic, small_run(group_partitions=2))
         for topic in {*CONSUMES, *PRODUCES}
     }
     dlq = {topic.dlq_name: counts[topic.name] for topic in CONSUMES}

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from forgemq_contracts import topics
 from forgemq_contracts.partitions import group_partition
-from forgemq_contracts.run import Log, Model, Optimizer, Queue, RunConfiguration, Trainer
+from forgemq_contracts.run import LogLayout, Model, Optimizer, Queue, RunConfiguration, Trainer
 from forgemq_contracts.steps import ScheduledGroup, ScheduledStep
 from forgemq_contracts.trees import MergedTree
 from forgemq_trainer.core.loss import Entries
@@ -265,7 +265,7 @@ def configuration_of(base: Path, **trainer: object) -> RunConfiguration:
         queues=(Queue(domain="demo", task_source="a:b", agent="a:c", groups_per_step=2, slots=4),),
         trainer=Trainer(**({"steps": 4, "head_chunk_tokens": 16} | trainer)),
         optimizer=Optimizer(lr=1e-2, lr_final_fraction=0.5),
-        log=Log(group_partitions=2),
+        log=LogLayout(group_partitions=2),
     )
 
 

@@ -47,7 +47,7 @@ def _report(lane: int, *, ranks: int) -> ReportedEngine:
 
 
 def test_a_lanes_group_has_a_rank_for_each_process_of_its_engine() -> None:
-    lanes = LiveLanes(timeout_s=5)
+    lanes = LiveLanes()
     lanes.observe(_report(0, ranks=4), at_s=0)
     lanes.observe(_report(1, ranks=1), at_s=0)
     paths = FastPaths(host="127.0.0.1", backend="gloo", deadline_s=1)

@@ -19,7 +19,7 @@ def _report(lane: int, epoch: int, *, is_serving: bool = True) -> ReportedEngine
 
 
 def test_a_lane_is_live_until_its_last_report_is_too_old() -> None:
-    lanes = LiveLanes(timeout_s=5)
+    lanes = LiveLanes()
     lanes.observe(_report(0, 3), at_s=10)
     lanes.observe(_report(1, 1), at_s=12)
     assert lanes.live(at_s=15) == {0: 3, 1: 1}
@@ -27,7 +27,7 @@ def test_a_lane_is_live_until_its_last_report_is_too_old() -> None:
 
 
 def test_a_newer_epoch_replaces_and_an_older_one_is_ignored() -> None:
-    lanes = LiveLanes(timeout_s=5)
+    lanes = LiveLanes()
     lanes.observe(_report(0, 4), at_s=10)
     lanes.observe(_report(0, 3, is_serving=False), at_s=11)
     assert lanes.live(at_s=11) == {0: 4}
@@ -36,7 +36,7 @@ def test_a_newer_epoch_replaces_and_an_older_one_is_ignored() -> None:
 
 
 def test_a_lane_that_does_not_serve_is_not_live() -> None:
-    lanes = LiveLanes(timeout_s=5)
+    lanes = LiveLanes()
     lanes.observe(_report(0, 4), at_s=10)
     lanes.observe(_report(0, 4, is_serving=False), at_s=11)
     assert lanes.live(at_s=11) == {}

@@ -9,11 +9,6 @@ def partitions_of(
     topic: Topic, configuration: RunConfiguration, *, is_dead: bool = False
 ) -> list[Place]:
     """Every partition of a topic in this run, or of its dead-letter topic if `is_dead`."""
-    count = partition_count(
-        topic,
-        group_partitions=configuration.log.group_partitions,
-        lanes=configuration.log.lanes,
-        queues=len(configuration.queues),
-    )
+    count = partition_count(topic, configuration)
     name = topic.dlq_name if is_dead else topic.name
     return [Place(name, number) for number in range(count)]

@@ -97,7 +97,7 @@ class GatewayServer:
         mint = KeyMint(settings.admin_key, run=configuration.run)
         access = Access(admin_key=settings.admin_key, mint=mint, registry=context.registry)
         composer = Composer(rendering, context_tokens_max=configuration.model.context_tokens_max)
-        attempts = Attempts(Lanes(lapse_s=settings.lane_lapse_s), lane_hold_s=settings.lane_hold_s)
+        attempts = Attempts(Lanes(), lane_hold_s=settings.lane_hold_s)
         self._dispatcher = Dispatcher(attempts, context=context)
         self._operations = Operations(
             access=access, mint=mint, dispatcher=self._dispatcher, context=context

@@ -211,6 +211,8 @@ class Feed:
             case RequestedGroup():
                 self._registry.apply_requested_group(decoded)
             case AdmittedGroup():
+                # First: its requests may only go to lanes that serve at least its weights.
+                self._dispatcher.attempts.admit(decoded)
                 self._registry.apply_admitted_group(decoded)
             case RetiredGroup():
                 self._registry.apply_retired_group(decoded)

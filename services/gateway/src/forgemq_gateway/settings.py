@@ -4,8 +4,6 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from forgemq_contracts.weights import LANE_LAPSE_S
-
 
 class GatewaySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Address, admin key and limits of one gateway."""
@@ -30,9 +28,6 @@ class GatewaySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     lane_hold_s: Annotated[
         float, Meta(ge=0, description="Seconds a new turn waits for a lane.")
     ] = 3.0
-    lane_lapse_s: Annotated[
-        float, Meta(gt=0, description="A lane without a heartbeat for so long is dead.")
-    ] = LANE_LAPSE_S
     drain_s: Annotated[
         float, Meta(ge=0, description="A finishing episode waits so long for open requests.")
     ] = 5.0

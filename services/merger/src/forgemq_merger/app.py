@@ -1,4 +1,4 @@
-"""Wiring of the merger: a transform over group partitions."""
+"""Wiring of the merger: one task for each group partition."""
 
 from collections.abc import Mapping
 
@@ -23,7 +23,7 @@ PRODUCES: tuple[Topic, ...] = (MERGED_TREES, MERGED_GROUPS)
 
 
 def transform_of(_: RunConfiguration, environ: Mapping[str, str]) -> Transform:
-    """The core over group partitions."""
+    """One core for each group partition."""
     settings = parse(MergerSettings, prefix="FORGEMQ_MERGER_", environ=environ)
     return Transform(
         service="merger",

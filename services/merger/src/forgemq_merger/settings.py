@@ -1,4 +1,4 @@
-"""Settings of the merger process; what it decides is the run's configuration."""
+"""Settings of the merger process."""
 
 from typing import Annotated
 
@@ -9,5 +9,5 @@ class MergerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Read from `FORGEMQ_MERGER_*`."""
 
     tick_s: Annotated[
-        float, Meta(gt=0, le=30, description="How often time enters the core, in seconds.")
+        float, Meta(gt=0, le=30, description="How often the core learns the time, in seconds.")
     ] = 5.0

@@ -1,4 +1,4 @@
-"""`python -m forgemq_scheduler`; with `replay`, its journal run again and compared."""
+"""`python -m forgemq_scheduler`; with `replay` it runs its journal again and compares."""
 
 import os
 import sys

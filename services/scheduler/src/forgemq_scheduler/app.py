@@ -31,7 +31,7 @@ CONSUMES: tuple[Topic, ...] = (
 )
 PRODUCES: tuple[Topic, ...] = (ADMITTED_GROUPS, SCHEDULED_STEPS, RETIRED_GROUPS)
 
-# The bad records that may be about a group, whoever buried them.
+# Dead letters that may be about a group, whichever service wrote them.
 DEAD_LETTERS: tuple[Topic, ...] = tuple(
     topic for topic in OF_RUN if topic.has_dlq and topic.partitioned_by != "run"
 )

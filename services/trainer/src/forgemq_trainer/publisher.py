@@ -46,7 +46,7 @@ class Publisher:
         self._life = life
         self._fast_paths = fast_paths
         self._tasks = tasks
-        self._lanes = LiveLanes(timeout_s=settings.lane_lapse_s)
+        self._lanes = LiveLanes()
         self._group_prefix = f"{context.configuration.run}-{life.lineage}"
         self._deadline_s = settings.transfer_deadline_s
         self._telemetry = context.telemetry

@@ -4,8 +4,6 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from forgemq_contracts.weights import LANE_LAPSE_S
-
 
 class TrainerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Parsed from the environment, `FORGEMQ_TRAINER_*`."""
@@ -27,9 +25,6 @@ class TrainerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     transfer_deadline_s: Annotated[
         float, Meta(gt=0, description="For one transfer to a lane, including the engine's joining.")
     ] = 30.0
-    lane_lapse_s: Annotated[
-        float, Meta(gt=0, description="A lane without a report for this long is dead.")
-    ] = LANE_LAPSE_S
     rank_deadline_s: Annotated[
         float, Meta(gt=0, description="How long one rank waits for another within a step.")
     ] = 1800.0

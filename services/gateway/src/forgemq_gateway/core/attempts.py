@@ -12,11 +12,13 @@ from typing import NamedTuple, TypeAlias
 from msgspec import Struct
 
 from forgemq_contracts.completions import CancelledCompletion, FailureKind, RequestedCompletion
+from forgemq_contracts.groups import AdmittedGroup
+from forgemq_contracts.lanes import KnownLane
 from forgemq_contracts.weights import ReportedEngine
 from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.errors import RefusedError, busy, engine_overflow, failed
 from forgemq_gateway.core.history import KnownCompletion
-from forgemq_gateway.core.lanes import Lane, Lanes
+from forgemq_gateway.core.lanes import Lanes
 from forgemq_gateway.core.plans import Prepared
 from forgemq_gateway.core.turns import OpenTurn, cached_on, requested
 
@@ -196,6 +198,10 @@ class Attempts:
             return self.tick(at)
         return self._advance_all([self._waited[request_id] for request_id in self._held], at)
 
+    def admit(self, record: AdmittedGroup) -> None:
+        """Give lanes behind the weights of this admission no requests."""
+        self._lanes.admit(record)
+
     def tick(self, at: Moment) -> Effects:
         """Move turns off lanes that are gone, and end those whose deadline or hold is over."""
         return self._advance_all(list(self._waited.values()), at)
@@ -243,7 +249,7 @@ class Attempts:
             return ()
         return self.refuse(episode, turn, busy("no engine serves the newest weights at the moment"))
 
-    def _choose(self, turn: OpenTurn, at: Moment) -> Lane | None:
+    def _choose(self, turn: OpenTurn, at: Moment) -> KnownLane | None:
         prepared = turn.prepared
         assert prepared is not None, f"turn {turn.request_id} is {turn.state} but not prepared"
 
@@ -254,12 +260,12 @@ class Attempts:
             context_tokens=prepared.context_tokens, cached=cached, now_s=at.now_s
         )
 
-    def _send(self, turn: OpenTurn, lane: Lane) -> SendAttempt:
-        record = requested(turn, lane=lane.number, epoch=lane.epoch)
-        turn.lane, turn.epoch, turn.state = lane.number, lane.epoch, "requested"
+    def _send(self, turn: OpenTurn, lane: KnownLane) -> SendAttempt:
+        record = requested(turn, lane=lane.lane, epoch=lane.epoch)
+        turn.lane, turn.epoch, turn.state = lane.lane, lane.epoch, "requested"
         turn.sent += 1
         self._held.discard(turn.request_id)
-        self._lanes.enter(lane.number, lane.epoch)
+        self._lanes.enter(lane.lane, lane.epoch)
         return SendAttempt(record)
 
     def _retry(

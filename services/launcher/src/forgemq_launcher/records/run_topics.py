@@ -18,12 +18,7 @@ async def create_topics(log: Log, configuration: RunConfiguration) -> int:
     """Create every topic of the run and its dead-letter topic; returns how many there are."""
     counts: dict[str, int] = {}
     for topic in topics.ALL:
-        counts[topic.name] = partition_count(
-            topic,
-            group_partitions=configuration.log.group_partitions,
-            lanes=configuration.log.lanes,
-            queues=len(configuration.queues),
-        )
+        counts[topic.name] = partition_count(topic, configuration)
         if topic.has_dlq:
             counts[topic.dlq_name] = counts[topic.name]
     await log.create_topics(counts)

@@ -7,7 +7,7 @@ from msgspec import Struct
 from forgemq_contracts.accounting import is_candidate
 from forgemq_contracts.completions import FinishedCompletion, Support, WeightSpan
 
-INT32_BYTES = 4
+INT32_BYTES = 4  # of one token id on the wire
 
 
 class KeptCompletion(Struct, frozen=True, kw_only=True):
@@ -32,20 +32,20 @@ class KeptCompletion(Struct, frozen=True, kw_only=True):
 
     @property
     def route_bytes(self) -> int:
-        """Bytes of one token's route; 0 where none were recorded."""
+        """Bytes of one token's expert routes; 0 if none were recorded."""
         return len(self.routes) // self.output_tokens if self.routes else 0
 
     @property
     def has_entries(self) -> bool:
-        """Whether it is loss: sampled from the whole distribution (G4), and not empty."""
+        """Whether its tokens train: sampled from the whole distribution (G4), and at least one."""
         return self.support == "full" and self.output_tokens > 0
 
 
-class OpenGroup:
-    """Completions of one group until it is merged; per request id only the one that counts.
+class GroupCompletions:
+    """Completions of one group until it is merged; of each request id only the one that counts.
 
-    Records come in offset order, so the first candidate of a request id has its lowest offset:
-    the rule of `contracts.accounting.CompletionLedger`, with the completion as the memory.
+    Records come in offset order, so the first candidate of a request id has the lowest offset:
+    the rule of `forgemq_contracts.accounting`.
     """
 
     def __init__(self, completions: Sequence[KeptCompletion] = ()) -> None:

@@ -13,7 +13,7 @@ from forgemq_contracts.trees import MergedTree
 from forgemq_merger.core.completions import KeptCompletion
 from forgemq_merger.core.prefix_tree import Delta, PrefixTree, build, kept_lengths
 
-# The wire is little-endian whatever the machine is.
+# The wire is little-endian on every machine.
 INT32 = np.dtype("<i4")
 FLOAT32 = np.dtype("<f4")
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -21,12 +21,17 @@ FLOAT32_MIN = float(np.finfo(np.float32).tiny)
 
 
 class UnmergeableError(Exception):
-    """The group cannot train; the message says why. An infrastructure failure, never a reward."""
+    """The group cannot train, and the message says why: an infrastructure failure, not a reward."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
-    """One completion that trains: its place among the deltas, its length and its score."""
+class MergedSample:
+    """One completion that trains.
+
+    Attributes:
+        index: Of its delta.
+        length: Tokens of its context and output together.
+    """
 
     index: int
     length: int
@@ -37,12 +42,12 @@ class Sample:
 def merge_group(
     scored: ScoredGroup, completions: Sequence[KeptCompletion], *, partition: int
 ) -> tuple[MergedTree | None, MergedGroup]:
-    """The group's tree and its summary, or no tree and why.
+    """The group's tree and its summary; without a tree the summary says why.
 
     Args:
-        scored: the group with one advantage per completion.
-        completions: of the group, in log order.
-        partition: of the group's topics.
+        scored: The group with one advantage per completion.
+        completions: In log order.
+        partition: Of the group-keyed topics.
     """
     if scored.not_trainable:
         return None, not_merged(
@@ -74,7 +79,7 @@ def not_merged(
 
 
 def _needed(scored: ScoredGroup, completions: Sequence[KeptCompletion]) -> list[KeptCompletion]:
-    """The completions that train and all they hang on, in log order."""
+    """The completions that train, and all their ancestors, in log order."""
     by_id = {completion.completion_id: completion for completion in completions}
     needed: set[str] = set()
     for score in scored.completions:
@@ -97,7 +102,7 @@ def _needed(scored: ScoredGroup, completions: Sequence[KeptCompletion]) -> list[
 
 
 def _deltas(completions: Sequence[KeptCompletion]) -> list[Delta]:
-    """Completions with their parents as indices."""
+    """The same completions with indices for parents."""
     index_of: dict[str, int] = {}
     deltas: list[Delta] = []
     for index, completion in enumerate(completions):
@@ -116,23 +121,24 @@ def _deltas(completions: Sequence[KeptCompletion]) -> list[Delta]:
 
 def _samples(
     scored: ScoredGroup, completions: Sequence[KeptCompletion], deltas: Sequence[Delta]
-) -> list[Sample]:
+) -> list[MergedSample]:
     index_of = {completion.completion_id: index for index, completion in enumerate(completions)}
     samples = []
     for score in scored.completions:
         index = index_of.get(score.completion_id)
         if index is not None and completions[index].has_entries:
             _check(completions[index], score, length=deltas[index].length)
-            samples.append(Sample(index, deltas[index].length, completions[index], score))
+            samples.append(MergedSample(index, deltas[index].length, completions[index], score))
     if not samples:
         raise UnmergeableError("no completion of the group was sampled with full support")
     return samples
 
 
 def _check(completion: KeptCompletion, score: ScoredCompletion, *, length: int) -> None:
-    """Refuse what cannot be loss, though the records obey the rules of their contracts.
+    """Refuse a completion that cannot train although its records obey their contracts.
 
-    Records hold float64, the tree holds float32.
+    Records hold float64, the tree float32: what is out of float32's range would become infinite,
+    or 0, on the wire.
     """
     name = completion.completion_id
     if completion.temperature <= 0:
@@ -151,14 +157,14 @@ def _check(completion: KeptCompletion, score: ScoredCompletion, *, length: int) 
         raise UnmergeableError(f"completion {name}: no weight spans")
 
 
-def _kept(samples: Sequence[Sample], deltas: Sequence[Delta]) -> list[int]:
+def _kept(samples: Sequence[MergedSample], deltas: Sequence[Delta]) -> list[int]:
     wanted = [False] * len(deltas)
     for sample in samples:
         wanted[sample.index] = True
     return kept_lengths(deltas, wanted=wanted)
 
 
-def _wire(scored: ScoredGroup, samples: Sequence[Sample], tree: PrefixTree) -> MergedTree:
+def _wire(scored: ScoredGroup, samples: Sequence[MergedSample], tree: PrefixTree) -> MergedTree:
     counts = [sample.completion.output_tokens for sample in samples]
     leaves = [tree.leaf(sample.index, sample.length) for sample in samples]
     return MergedTree(
@@ -183,11 +189,13 @@ def _wire(scored: ScoredGroup, samples: Sequence[Sample], tree: PrefixTree) -> M
     )
 
 
-def _entry_routes(samples: Sequence[Sample]) -> bytes:
-    """Routes of all entries; none at all where a sample came without: the trainer routes then.
+def _entry_routes(samples: Sequence[MergedSample]) -> bytes:
+    """Expert routes of all entries; empty if one sample has none.
+
+    The trainer replays the routes of all entries or of none: with b"" it routes by itself.
 
     Raises:
-        UnmergeableError: rows of several lengths, so samples of several models.
+        UnmergeableError: Rows differ in length, so the samples are of different models.
     """
     if not all(sample.completion.routes for sample in samples):
         return b""
@@ -201,8 +209,8 @@ def _entry_routes(samples: Sequence[Sample]) -> bytes:
     return b"".join(sample.completion.routes for sample in samples)
 
 
-def _entry_tokens(samples: Sequence[Sample], tree: PrefixTree) -> npt.NDArray[np.int64]:
-    """Layout index of every sampled token: few contiguous ranges per sample."""
+def _entry_tokens(samples: Sequence[MergedSample], tree: PrefixTree) -> npt.NDArray[np.int64]:
+    """Layout index of every sampled token, sample by sample."""
     ranges = [
         span
         for sample in samples
@@ -210,13 +218,15 @@ def _entry_tokens(samples: Sequence[Sample], tree: PrefixTree) -> npt.NDArray[np
             sample.index, sample.length - sample.completion.output_tokens, sample.length
         )
     ]
+    # A sample's tokens are few contiguous ranges of the layout. Their indices are made without a
+    # loop over tokens: count up through all of them, and shift each range to where it starts.
     starts = np.array([start for start, _ in ranges], np.int64)
     sizes = np.array([stop - start for start, stop in ranges], np.int64)
     shift: npt.NDArray[np.int64] = np.repeat(starts - (np.cumsum(sizes) - sizes), sizes)
     return np.arange(len(shift), dtype=np.int64) + shift
 
 
-def _entry_versions(samples: Sequence[Sample]) -> npt.NDArray[np.int64]:
+def _entry_versions(samples: Sequence[MergedSample]) -> npt.NDArray[np.int64]:
     spans = [span for sample in samples for span in sample.completion.spans]
     versions = np.array([span.version for span in spans], np.int64)
     counts = np.array([span.end - span.start for span in spans], np.int64)
@@ -226,7 +236,7 @@ def _entry_versions(samples: Sequence[Sample]) -> npt.NDArray[np.int64]:
 
 def _summary(
     scored: ScoredGroup,
-    samples: Sequence[Sample],
+    samples: Sequence[MergedSample],
     tree: PrefixTree,
     *,
     merged: MergedTree,
@@ -248,11 +258,11 @@ def _summary(
     )
 
 
-def _append_tokens(samples: Sequence[Sample], tree: PrefixTree) -> int:
-    """Tokens when, per episode, a sequence that another one continues is trained within it.
+def _append_tokens(samples: Sequence[MergedSample], tree: PrefixTree) -> int:
+    """Tokens of append-only merging: each sequence is trained inside its continuation, if any.
 
-    In layout order a subtree is one interval, so a sample is continued by another of its episode
-    exactly where the next leaf of that episode lies inside its own subtree.
+    In layout order a subtree is one interval. So a sample is continued by another one of its
+    episode exactly if the episode's next leaf lies inside the sample's own subtree.
     """
     leaves = sorted(
         (sample.score.episode_index, tree.leaf(sample.index, sample.length), position)

@@ -1,9 +1,9 @@
 """The merger's state machine: one partition of groups, from finished completions to trees.
 
 Rules it keeps:
-- Exactly one MergedGroup per ScoredGroup, in the same batch as the tree it speaks of.
-- Topics have no order among each other: a scored group waits until the completions it names have
-  been read (their offsets are in it). Only then is a completion that is not there truly missing.
+- Exactly one MergedGroup per ScoredGroup, in the same transaction as its tree.
+- Topics have no order among each other, so a scored group waits until the offsets of the
+  completions it names have been read. A completion that is not there by then is missing.
 - A group is dropped once it is merged or retired; late completions of closed groups are ignored.
 """
 
@@ -17,12 +17,16 @@ from forgemq_contracts.completions import FinishedCompletion
 from forgemq_contracts.groups import RetiredGroup, ScoredGroup
 from forgemq_contracts.messages import Event, Message, Output, Tick
 from forgemq_contracts.topics import MERGED_GROUPS, MERGED_TREES
-from forgemq_merger.core.completions import KeptCompletion, OpenGroup
+from forgemq_merger.core.completions import GroupCompletions, KeptCompletion
 from forgemq_merger.core.merge import merge_group, not_merged
 
-# A scored group waits this long for completions it names after the partition went silent: the
-# record it waits for was bad and went to the dead letters.
 QUIET_MS_MAX = 60_000
+"""How long a scored group waits for the completions it names while the partition is silent.
+
+They come before it in time but on another topic, so the usual wait is one batch. After a minute
+without a record the missing one was bad and is a dead letter: waiting would hold a slot until the
+group's deadline.
+"""
 
 
 class MergerState(Struct, frozen=True, kw_only=True):
@@ -38,20 +42,20 @@ class MergerState(Struct, frozen=True, kw_only=True):
 
 
 class Merger:
-    """Implements `contracts.messages.Core` for one partition."""
+    """The `Core` of one group partition."""
 
     def __init__(self, partition: int) -> None:
         self._partition = partition
         self._run_ms = 0
         self._heard_ms = 0
         self._completions_position = 0
-        self._groups: dict[str, OpenGroup] = {}
+        self._groups: dict[str, GroupCompletions] = {}
         self._waiting: list[tuple[int, ScoredGroup]] = []
         self._merged = RetiredIds()
         self._retired = RetiredIds()
 
     def handle(self, event: Event) -> Sequence[Output]:
-        """Consume one event; returns trees and summaries, each tree before its summary."""
+        """Apply one event; returns trees and summaries, each tree before its summary."""
         if isinstance(event, Tick):
             return self._tick(event.run_ms)
         record = event.record
@@ -63,7 +67,7 @@ class Merger:
         return self._end(record)
 
     def snapshot(self) -> bytes:
-        """All state, deterministic."""
+        """All state; equal states give equal bytes."""
         state = MergerState(
             run_ms=self._run_ms,
             heard_ms=self._heard_ms,
@@ -78,12 +82,12 @@ class Merger:
         return msgspec.msgpack.encode(state)
 
     def restore(self, snapshot: bytes) -> None:
-        """Replace all state."""
+        """Replace all state with that of a `snapshot()`."""
         state = msgspec.msgpack.decode(snapshot, type=MergerState)
         self._run_ms = state.run_ms
         self._heard_ms = state.heard_ms
         self._completions_position = state.completions_position
-        self._groups = {group_id: OpenGroup(kept) for group_id, kept in state.groups}
+        self._groups = {group_id: GroupCompletions(kept) for group_id, kept in state.groups}
         self._waiting = list(state.waiting)
         self._merged.restore(state.merged)
         self._retired.restore(state.retired)
@@ -92,7 +96,7 @@ class Merger:
         self._completions_position = message.offset + 1
         self._heard_ms = self._run_ms
         if record.group_id not in self._merged and record.group_id not in self._retired:
-            group = self._groups.setdefault(record.group_id, OpenGroup())
+            group = self._groups.setdefault(record.group_id, GroupCompletions())
             group.add(record, offset=message.offset)
         return self._merge_ready()
 
@@ -101,6 +105,8 @@ class Merger:
         if is_known or scored.group_id in self._merged:
             return []
         if scored.group_id in self._retired:
+            # It retired before it was scored. It still gets its MergedGroup, because reward wrote
+            # a ScoredGroup and each of those has exactly one.
             return self._conclude(scored, is_retired=True)
         self._waiting.append((self._run_ms, scored))
         return self._merge_ready()
@@ -131,11 +137,11 @@ class Merger:
     def _is_ready(self, scored: ScoredGroup, *, since_ms: int) -> bool:
         needed = max((completion.offset for completion in scored.completions), default=-1)
         if scored.not_trainable or needed < self._completions_position:
-            return True
+            return True  # the largest offset is read, and offsets are read in order
         return self._run_ms - max(since_ms, self._heard_ms) >= QUIET_MS_MAX
 
     def _conclude(self, scored: ScoredGroup, *, is_retired: bool) -> list[Output]:
-        group = self._groups.pop(scored.group_id, OpenGroup())
+        group = self._groups.pop(scored.group_id, GroupCompletions())
         self._merged.add(scored.group_id)
         if is_retired:
             summary = not_merged(

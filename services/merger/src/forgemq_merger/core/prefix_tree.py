@@ -1,12 +1,13 @@
 """The prefix tree of a group's completions, built from deltas and never from full histories.
 
-A completion is its parent's first `shared` tokens and then `tokens` of its own. Where it was
-attached (append, cut, fork) is known from the parent pointer, so no history is compared: only
-where another continuation already stands at that place are tokens compared, and only up to the
-first difference. Building costs O(sum of the deltas), whatever the histories add up to.
+A completion is the first `shared` tokens of its parent, followed by its own `tokens`. The parent
+pointer says where it is attached, so histories are not compared. Tokens are compared only if
+another continuation is attached at the same token already, and only up to the first difference.
+Building costs O(sum of the deltas), however long the histories are.
 
-The layout is depth-first with the heaviest child first (most tokens below): then the tree's
-attention is few contiguous pieces. Source: Forge (arXiv 2605.26494), prefix-tree merging.
+The layout is depth-first with the heaviest child first (most tokens below it), so that the trunk
+of the tree is contiguous and its attention is few large pieces. Source: Forge (arXiv 2605.26494),
+prefix-tree merging.
 """
 
 from collections.abc import Sequence
@@ -20,9 +21,12 @@ Int32s = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """One completion as it hangs on its parent; parents come before their children.
+    """One completion as an addition to its parent.
 
-    `parent` is an index into the same sequence, -1 for none (then `shared` is 0).
+    Attributes:
+        parent: Index of an earlier delta, or -1 if there is no parent; `shared` is 0 then.
+        shared: Leading tokens of the parent's whole sequence that this one begins with.
+        tokens: What follows them.
     """
 
     parent: int
@@ -37,7 +41,11 @@ class Delta:
 
 @dataclass(slots=True, eq=False)
 class _Node:
-    """A run of tokens at depths [start, end); a split keeps this object as the lower half."""
+    """A run of tokens at depths [start, end).
+
+    A split keeps this object as the lower half, so that pointers to where a sequence ends stay
+    valid.
+    """
 
     parent: "_Node | None"
     start: int
@@ -68,7 +76,7 @@ class PrefixTree:
         return node.layout + length - 1 - node.start
 
     def subtree_end(self, sequence: int, length: int) -> int:
-        """Layout index after the last token that has that leaf above it."""
+        """Layout index after the last token below that leaf."""
         node = _node_at(self.ends[sequence], length)
         return node.layout + node.below
 
@@ -87,11 +95,12 @@ class PrefixTree:
 def build(deltas: Sequence[Delta], *, kept: Sequence[int]) -> PrefixTree:
     """The tree of the first `kept[i]` tokens of every sequence; 0 leaves a sequence out.
 
-    Equal sets of sequences give equal trees, whatever their order and their parent pointers.
+    Equal sets of sequences give equal trees, in whatever order and with whatever parents they
+    come.
 
     Args:
-        deltas: parents before children.
-        kept: per sequence at most its length, and at least what its children share with it.
+        deltas: Parents before children.
+        kept: At most the sequence's length, at least what its kept children share with it.
     """
     root = _Node(None, 0, np.empty(0, np.int32))
     ends: list[_Node] = []
@@ -106,10 +115,11 @@ def build(deltas: Sequence[Delta], *, kept: Sequence[int]) -> PrefixTree:
 
 
 def kept_lengths(deltas: Sequence[Delta], *, wanted: Sequence[bool]) -> list[int]:
-    """How much of every sequence the wanted ones need: themselves whole, others as ancestors."""
+    """Leading tokens to keep of each sequence: a wanted one whole, an ancestor as far as shared."""
     kept = [
         delta.length if is_wanted else 0 for delta, is_wanted in zip(deltas, wanted, strict=True)
     ]
+    # Children before their parents: what a parent must keep depends on what its children keep.
     for index in range(len(deltas) - 1, -1, -1):
         delta = deltas[index]
         if delta.parent >= 0:
@@ -126,14 +136,14 @@ def common_prefix(left: Int32s, right: Int32s) -> int:
 
 
 def _node_at(node: _Node, depth: int) -> _Node:
-    """The node on the path above `node` that holds the token before `depth`."""
+    """The node, on the path from the root to `node`, that holds the token before `depth`."""
     while node.start >= depth and node.parent is not None:
         node = node.parent
     return node
 
 
 def _insert(node: _Node, depth: int, tokens: Int32s) -> _Node:
-    """Walk down from `depth` within `node` while tokens agree; hang the rest there."""
+    """Walk down from `depth` in `node` while tokens agree; attach what is left as a new node."""
     while len(tokens):
         if depth < node.end:
             shared = common_prefix(node.tokens[depth - node.start :], tokens)
@@ -173,12 +183,15 @@ def _lay_out(root: _Node, ends: tuple[_Node, ...]) -> PrefixTree:
         node, segment = waiting.pop()
         above = node.parent
         size = len(node.tokens)
+        # A segment ends at a branch only: an only child continues its parent's segment, however
+        # many nodes earlier splits made of it.
         if above is root or above is None or len(above.children) > 1:
             starts.append(position)
             lengths.append(0)
             parents.append(segment)
             segment = len(starts) - 1
         lengths[segment] += size
+        # A token at depth d (from 0) attends to d + 1 tokens: sum of start + 1 to end.
         pairs += (node.end * (node.end + 1) - node.start * (node.start + 1)) // 2
         node.layout = position
         position += size
@@ -195,7 +208,8 @@ def _lay_out(root: _Node, ends: tuple[_Node, ...]) -> PrefixTree:
 
 
 def _weigh(root: _Node) -> None:
-    """Set `below` of every node: its own tokens and all under it."""
+    """Set `below` of every node: its own tokens and all tokens under it."""
+    # A stack instead of recursion: a chain of a thousand turns is a thousand levels deep.
     order: list[_Node] = []
     waiting = [root]
     while waiting:
@@ -207,7 +221,7 @@ def _weigh(root: _Node) -> None:
 
 
 def _light_to_heavy(node: _Node) -> list[_Node]:
-    """Children in the order a stack takes them: heaviest last; ties by their first token."""
+    """Children, the heaviest last because a stack pops it first; ties by their first token."""
     if len(node.children) < 2:
         return list(node.children.values())
     return sorted(node.children.values(), key=lambda child: (child.below, -int(child.tokens[0])))

@@ -1,4 +1,4 @@
-"""The scheduler's decisions, pure: who is admitted, what trains in which step, how it ends."""
+"""The scheduler's decisions, pure: which groups run, what trains in which step, how each ends."""
 
 from forgemq_scheduler.core.scheduler import SchedulerCore
 

@@ -1,4 +1,4 @@
-"""One task domain: requests that wait, groups in generation, groups taken for the next step."""
+"""One task domain: requests that wait, open groups, and the groups taken for the next step."""
 
 from collections import deque
 from collections.abc import Iterable, MutableSequence
@@ -25,11 +25,11 @@ class DomainQueue:
 
     @property
     def is_full(self) -> bool:
-        """Whether the step that forms has its P groups of this queue."""
+        """Whether the step that forms has its P groups from this queue."""
         return len(self.forming) == self.settings.groups_per_step
 
     def admit(self, group_id: str, *, queue: int, deadline_ms: int) -> OpenGroup:
-        """Give the group the next queue index."""
+        """Append a group to the generation queue; its slot is taken from here on."""
         index = self.fifo.append()
         group = OpenGroup(
             group_id=group_id, queue=queue, queue_index=index, deadline_ms=deadline_ms
@@ -38,8 +38,8 @@ class DomainQueue:
         return group
 
     def take(self, index: int, merged: MergedGroup, *, step: int) -> None:
-        """Put a finished group into the step that forms."""
-        assert merged.tree_sha256 is not None, "finished groups have a tree"
+        """Move a finished group from the window into the step that forms."""
+        assert merged.tree_sha256 is not None, "a group without a tree never finishes"
         self.fifo.take(index)
         self.forming.append(
             ScheduledGroup(
@@ -52,6 +52,8 @@ class DomainQueue:
                 loss_tokens=merged.loss_tokens,
                 attention_pairs=merged.attention_pairs,
                 version_min=merged.version_min,
+                # A lane may load the weights of a step before the step that follows is formed, so
+                # the version can be ahead of the step: such a group is not stale at all.
                 staleness=max(0, step - merged.version_min),
                 request_tokens=merged.request_tokens,
                 append_tokens=merged.append_tokens,
@@ -59,26 +61,27 @@ class DomainQueue:
         )
 
     def is_taken(self, group: OpenGroup) -> bool:
-        """Whether a step has taken this group of the queue; never true of evaluation groups."""
+        """Whether a step has taken this group; always False for an evaluation group."""
         return group.queue_index is not None and not self.fifo.is_untaken(group.queue_index)
 
-    def marked(self, group: OpenGroup, failure: str) -> OpenGroup:
-        """The same train group, with what is known of its bad record."""
+    def note_failure(self, group: OpenGroup, failure: str) -> OpenGroup:
+        """Keep the reason why a taken group may fail to load; returns the group with it."""
         assert group.queue_index is not None, "evaluation groups are in no queue"
-        marked = msgspec.structs.replace(group, failure=failure)
-        self.groups[group.queue_index] = marked
-        return marked
+        noted = msgspec.structs.replace(group, failure=failure)
+        self.groups[group.queue_index] = noted
+        return noted
 
     def lapsed_head(self, *, now_ms: int) -> OpenGroup | None:
-        """The head, where it is past its deadline and has not finished."""
+        """The head if it is past its deadline and has not finished, else None."""
         head = self.fifo.head
         if head is None or self.fifo.is_finished(head):
             return None
+        # A finished head never lapses: it waits for its step, and retiring it would lose its work.
         group = self.groups[head]
         return group if group.deadline_ms <= now_ms else None
 
     def snapshot(self) -> QueueSnapshot:
-        """All state of the queue."""
+        """All state of the queue, to be given to `restore`."""
         next_index, order, taken, finished = self.fifo.snapshot()
         return QueueSnapshot(
             waiting=tuple(self.waiting),
@@ -105,7 +108,11 @@ class DomainQueue:
         self.forming = list(state.forming)
 
     def _check(self, scheduled_ids: set[str]) -> None:
-        """Assert the invariants; the ids are of groups in steps that are not trained."""
+        """Assert the invariants.
+
+        Args:
+            scheduled_ids: Groups of the steps that are scheduled and not trained.
+        """
         self.fifo._check()
         assert len(self.groups) <= self.settings.slots, "more open groups than slots"
         assert len(self.forming) <= self.settings.groups_per_step
@@ -115,10 +122,10 @@ class DomainQueue:
             assert is_taken != self.fifo.is_untaken(index), "taken or in the window's queue"
 
 
-def withdrawn(
+def withdraw(
     waiting: Iterable[MutableSequence[RequestedGroup]], *, group_id: str
 ) -> RequestedGroup | None:
-    """Take the request of this group out of those that wait; None where none does."""
+    """Remove the waiting request of this group and return it; None if there is none."""
     for requests in waiting:
         for request in requests:
             if request.group_id == group_id:

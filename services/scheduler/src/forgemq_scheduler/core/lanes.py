@@ -1,121 +1,68 @@
-"""Which weights the lanes serve, as the scheduler may rely on it."""
+"""The lanes as the scheduler knows them, in run time, and the version it may admit groups under."""
 
-from msgspec import Struct
-
-from forgemq_contracts.weights import LANE_LAPSE_S, LoadedWeights, ReportedEngine
-
-LANE_SILENCE_MAX_MS = round(LANE_LAPSE_S * 1000)
-"""A lane without a heartbeat for longer (run time) is dead and holds nobody up."""
-
-
-class ReportedLane(Struct, frozen=True, kw_only=True):
-    """The newest that one lane said; weights never go back within an epoch."""
-
-    lane: int
-    epoch: int
-    is_serving: bool
-    weights: tuple[int, int]  # lineage, version
-    heard_ms: int
+from forgemq_contracts.lanes import KnownLane, LaneLiveness, WeightsId
+from forgemq_contracts.weights import LoadedWeights, ReportedEngine
 
 
 class ServedLanes:
-    """Lanes by number, and the newest weights that every live lane served at one moment.
+    """The common rule of liveness with run time as its clock.
 
-    `served` never goes back within a lineage: a lane that starts late or on the base model takes
-    no requests until it has caught up, so it makes no stale tokens.
-
-    Example: lanes 0 and 1 report (1, 3) and (1, 4): served is (1, 3). Lane 0 dies: 5 s later
-    served is (1, 4). Lane 0 comes back with (0, 0): served stays (1, 4), and rises again only
-    when lane 0 serves more than that.
+    Run time comes in ticks: two heartbeats between two ticks were heard at the same moment.
     """
 
     def __init__(self) -> None:
-        self._lanes: dict[int, ReportedLane] = {}
+        self._lanes = LaneLiveness()
         self._now_ms = 0
-        self.served: tuple[int, int] | None = None
 
     def on_time(self, now_ms: int) -> None:
-        """Run time has come this far; silent lanes die."""
+        """Advance run time; lanes that were silent for too long stop to count."""
         self._now_ms = max(self._now_ms, now_ms)
-        self._advance()
+        self._lanes.pass_time(self._now_ms)
 
     def on_report(self, report: ReportedEngine) -> None:
-        """A heartbeat; one of an older epoch changes nothing."""
-        known = self._lanes.get(report.lane)
-        if known is not None and report.epoch < known.epoch:
-            return
-        weights = (report.lineage, report.version)
-        if known is not None and report.epoch == known.epoch:
-            weights = max(weights, known.weights)
-        self._lanes[report.lane] = ReportedLane(
-            lane=report.lane,
-            epoch=report.epoch,
-            is_serving=report.is_serving,
-            weights=weights,
-            heard_ms=self._now_ms,
-        )
-        self._advance()
+        """Apply a heartbeat."""
+        self._lanes.observe(report, at_ms=self._now_ms)
 
     def on_loaded(self, loaded: LoadedWeights) -> None:
-        """A lane serves newer weights; a lane that never reported stays not live."""
-        known = self._lanes.get(loaded.lane)
-        weights = (loaded.lineage, loaded.version)
-        if known is None or loaded.epoch > known.epoch:
-            known = ReportedLane(
-                lane=loaded.lane,
-                epoch=loaded.epoch,
-                is_serving=False,
-                weights=weights,
-                heard_ms=self._now_ms,
-            )
-        elif loaded.epoch < known.epoch:
-            return
-        self._lanes[loaded.lane] = ReportedLane(
-            lane=known.lane,
-            epoch=known.epoch,
-            is_serving=known.is_serving,
-            weights=max(weights, known.weights),
-            heard_ms=known.heard_ms,
-        )
-        self._advance()
+        """Apply that a lane serves newer weights."""
+        self._lanes.observe_loaded(loaded, at_ms=self._now_ms)
+
+    @property
+    def served(self) -> WeightsId | None:
+        """Newest weights that all live lanes served at one moment; None: no lane ever served."""
+        return self._lanes.floor
 
     @property
     def is_any_live(self) -> bool:
-        """Whether some engine could generate now."""
-        return bool(self._live())
+        """Whether some engine could generate at this moment."""
+        return bool(self._lanes.live(self._now_ms))
 
-    def version(self) -> int | None:
-        """No token of a group admitted now is older than this; None: no lane ever served.
+    def at_admission(self) -> WeightsId | None:
+        """Lineage and version that no token of a group admitted at this moment is behind.
 
-        After a trainer restart the newer lineage may begin at an older version; a lane that is
-        there already counts with that one.
+        None if no lane ever served. A restarted trainer begins a new lineage at the version of
+        its checkpoint, which may be older than `served`; a live lane that is there already makes
+        tokens of that version, so it counts.
         """
         if self.served is None:
             return None
         lineage, version = self.served
-        newer = (lane.weights[1] for lane in self._live() if lane.weights[0] > lineage)
-        return min([version, *newer])
+        live = self._lanes.live(self._now_ms)
+        newer = (lane.weights[1] for lane in live if lane.weights[0] > lineage)
+        return lineage, min([version, *newer])
 
-    def states(self) -> tuple[ReportedLane, ...]:
-        """All lanes by number."""
-        return tuple(self._lanes[lane] for lane in sorted(self._lanes))
+    def version(self) -> int | None:
+        """The version of `at_admission`."""
+        weights = self.at_admission()
+        return None if weights is None else weights[1]
+
+    def known(self) -> tuple[KnownLane, ...]:
+        """All lanes ever heard of, by number."""
+        return self._lanes.known()
 
     def restore(
-        self, states: tuple[ReportedLane, ...], *, served: tuple[int, int] | None, now_ms: int
+        self, lanes: tuple[KnownLane, ...], *, served: WeightsId | None, now_ms: int
     ) -> None:
         """Replace all state."""
-        self._lanes = {state.lane: state for state in states}
-        self.served = served
+        self._lanes.restore(lanes, floor=served)
         self._now_ms = now_ms
-
-    def _live(self) -> list[ReportedLane]:
-        """Lanes that serve and were heard of lately."""
-        oldest_ms = self._now_ms - LANE_SILENCE_MAX_MS
-        return [
-            lane for lane in self._lanes.values() if lane.is_serving and lane.heard_ms >= oldest_ms
-        ]
-
-    def _advance(self) -> None:
-        oldest = min((lane.weights for lane in self._live()), default=None)
-        if oldest is not None and (self.served is None or oldest > self.served):
-            self.served = oldest

@@ -3,11 +3,24 @@
 from forgemq_contracts.dead_letters import DeadLetter
 from forgemq_contracts.fields import DomainName
 from forgemq_contracts.groups import AdmittedGroup, RequestedGroup, RetiredGroup, RetireReason
+from forgemq_contracts.lanes import WeightsId
 from forgemq_scheduler.core.snapshot import OpenGroup
 
+DETAIL_MAX = 500
+"""Characters of a failure's text: the reason may quote the bad record, which may be large."""
 
-def admitted_group(request: RequestedGroup, *, group: OpenGroup, version: int) -> AdmittedGroup:
-    """The request has a slot, or needs none, while this version serves."""
+
+def admitted_group(
+    request: RequestedGroup, *, group: OpenGroup, weights: WeightsId
+) -> AdmittedGroup:
+    """The record that lets a group begin.
+
+    Args:
+        request: What was asked for.
+        group: Its slot; an evaluation group has none.
+        weights: Lineage and version that no token of the group may be behind.
+    """
+    lineage, version = weights
     return AdmittedGroup(
         group_id=request.group_id,
         domain=request.domain,
@@ -15,6 +28,7 @@ def admitted_group(request: RequestedGroup, *, group: OpenGroup, version: int) -
         group_size=request.group_size,
         task=request.task,
         version_at_admission=version,
+        lineage_at_admission=lineage,
         queue_index=group.queue_index,
         temperature=request.temperature,
         round_name=request.round_name,
@@ -24,7 +38,7 @@ def admitted_group(request: RequestedGroup, *, group: OpenGroup, version: int) -
 def retired_group(
     group: OpenGroup, *, domain: DomainName, reason: RetireReason, step: int | None, detail: str
 ) -> RetiredGroup:
-    """The group is over."""
+    """The record that ends an admitted group."""
     return RetiredGroup(
         group_id=group.group_id,
         domain=domain,
@@ -37,14 +51,20 @@ def retired_group(
 
 
 def failure(letter: DeadLetter) -> str:
-    """Why the group of a bad record fails."""
-    return f"{letter.topic} at offset {letter.offset} is no record: {letter.reason}"[:500]
+    """Why a group fails: names its bad record."""
+    return f"{letter.topic} at offset {letter.offset} is no record: {letter.reason}"[:DETAIL_MAX]
 
 
 def never_admitted(
     letter: DeadLetter, *, request: RequestedGroup | None, domain: DomainName
 ) -> RetiredGroup:
-    """The group is over before it had a slot; `request` is None where it is the bad record."""
+    """The record that ends a group before it had a slot.
+
+    Args:
+        letter: About its bad record.
+        request: None if the bad record is the request itself.
+        domain: Queue the group was for.
+    """
     return RetiredGroup(
         group_id=letter.group,
         domain=domain,

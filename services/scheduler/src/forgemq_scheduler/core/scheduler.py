@@ -1,12 +1,11 @@
-"""Windowed FIFO over all queues: the only owner of the order Q.
+"""Windowed FIFO over all queues: the only owner of the generation queue Q.
 
-Bound (G3), per queue: an item admitted while version v serves has at most P*v + N - 1 counted
-items before it, because slots of a step are held until all live lanes serve its weights; while
-it waits, nothing beyond its position + W - 1 is taken; so its own step k has
-P*k <= P*v + N + W - 2, and no token of it is staler than floor((N + W - 2) / P) steps.
+Two rules together bound how stale a trained token can be (G3, derived in docs/staleness.md): the
+window (window.py) bounds how many groups overtake a waiting one, the slots (slots.py) how many
+stand before it when it is admitted.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, MutableSequence, Sequence
 
 import msgspec
 
@@ -14,15 +13,19 @@ from forgemq_contracts import topics
 from forgemq_contracts.accounting import RetiredIds
 from forgemq_contracts.dead_letters import DeadLetter
 from forgemq_contracts.groups import MergedGroup, RequestedGroup, RetireReason
+from forgemq_contracts.lanes import WeightsId
 from forgemq_contracts.messages import Event, InvalidRecordError, Output, Tick
 from forgemq_contracts.partitions import group_partition
 from forgemq_contracts.run import RunConfiguration, staleness_bound
 from forgemq_contracts.steps import ScheduledStep, TrainedStep
 from forgemq_contracts.weights import LoadedWeights, ReportedEngine
-from forgemq_scheduler.core.domain_queue import DomainQueue, withdrawn
+from forgemq_scheduler.core.domain_queue import DomainQueue, withdraw
+from forgemq_scheduler.core.evaluations import Evaluations
 from forgemq_scheduler.core.lanes import ServedLanes
 from forgemq_scheduler.core.records import admitted_group, failure, never_admitted, retired_group
+from forgemq_scheduler.core.slots import Slots
 from forgemq_scheduler.core.snapshot import OpenGroup, SchedulerSnapshot, TakenStep
+from forgemq_scheduler.core.steps import Steps
 
 
 class SchedulerCore:
@@ -38,34 +41,22 @@ class SchedulerCore:
     """
 
     def __init__(self, configuration: RunConfiguration) -> None:
-        self._steps = configuration.trainer.steps
-        self._steps_ahead_max = configuration.trainer.steps_ahead_max
         self._partitions = configuration.log.group_partitions
         self._bound = max(staleness_bound(queue) for queue in configuration.queues)
         self._queues = [DomainQueue(queue) for queue in configuration.queues]
         self._numbers = {queue.domain: n for n, queue in enumerate(configuration.queues)}
         self._now_ms = 0
         self._lanes = ServedLanes()
-        self._lineage = 0
-        self._steps_scheduled = 0
-        self._steps_trained = 0
-        self._checkpoint_step = -1
-        self._scheduled: dict[int, TakenStep] = {}  # not trained
-        self._holding: dict[int, TakenStep] = {}  # trained, slots held until all lanes serve it
+        self._steps = Steps(configuration.trainer)
+        self._slots = Slots()
         self._requested_ids: set[str] = set()  # not admitted, any purpose
         self._open: dict[str, OpenGroup] = {}  # admitted, not retired, any purpose
-        self._evaluations_waiting: list[RequestedGroup] = []
-        self._evaluations: dict[str, OpenGroup] = {}
+        self._evaluations = Evaluations()
         self._retired = RetiredIds()
         self._outputs: list[Output] = []
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether the last step is trained."""
-        return self._steps_trained >= self._steps
-
     def handle(self, event: Event) -> Sequence[Output]:
-        """Consume one event; return what to write, in order."""
+        """Apply one event; return the records to write, in order."""
         self._outputs = []
         if isinstance(event, Tick):
             self._on_tick(event)
@@ -76,51 +67,51 @@ class SchedulerCore:
 
     def snapshot(self) -> bytes:
         """All state; equal states give equal bytes."""
+        checkpoint_step, holding = self._slots.snapshot()
         return _ENCODER.encode(
             SchedulerSnapshot(
                 now_ms=self._now_ms,
-                lanes=self._lanes.states(),
+                lanes=self._lanes.known(),
                 served=self._lanes.served,
-                lineage=self._lineage,
-                steps_scheduled=self._steps_scheduled,
-                steps_trained=self._steps_trained,
-                checkpoint_step=self._checkpoint_step,
-                scheduled=tuple(self._scheduled[step] for step in sorted(self._scheduled)),
-                holding=tuple(self._holding[step] for step in sorted(self._holding)),
+                lineage=self._steps.lineage,
+                steps_scheduled=self._steps.scheduled,
+                steps_trained=self._steps.trained,
+                checkpoint_step=checkpoint_step,
+                scheduled=self._steps.in_training(),
+                holding=holding,
                 queues=tuple(queue.snapshot() for queue in self._queues),
-                evaluations_waiting=tuple(self._evaluations_waiting),
-                evaluations=tuple(self._evaluations.values()),
+                evaluations_waiting=tuple(self._evaluations.waiting),
+                evaluations=self._evaluations.groups(),
                 retired=self._retired.to_bytes(),
             )
         )
 
     def restore(self, snapshot: bytes) -> None:
-        """Replace all state with an earlier `snapshot()`."""
+        """Replace all state with that of a `snapshot()`."""
         state = _DECODER.decode(snapshot)
         self._now_ms = state.now_ms
         self._lanes.restore(state.lanes, served=state.served, now_ms=state.now_ms)
-        self._lineage = state.lineage
-        self._steps_scheduled = state.steps_scheduled
-        self._steps_trained = state.steps_trained
-        self._checkpoint_step = state.checkpoint_step
-        self._scheduled = {taken.step: taken for taken in state.scheduled}
-        self._holding = {taken.step: taken for taken in state.holding}
+        self._steps.restore(
+            scheduled=state.steps_scheduled,
+            trained=state.steps_trained,
+            lineage=state.lineage,
+            in_training=state.scheduled,
+        )
+        self._slots.restore(checkpoint_step=state.checkpoint_step, holding=state.holding)
         for queue, queue_state in zip(self._queues, state.queues, strict=True):
             queue.restore(queue_state)
-        self._evaluations_waiting = list(state.evaluations_waiting)
-        self._evaluations = {group.group_id: group for group in state.evaluations}
-        waiting = [*self._evaluations_waiting, *(r for q in self._queues for r in q.waiting)]
+        self._evaluations.restore(waiting=state.evaluations_waiting, groups=state.evaluations)
+        waiting = (request for requests in self._waiting() for request in requests)
         self._requested_ids = {request.group_id for request in waiting}
         train = (group for queue in self._queues for group in queue.groups.values())
-        self._open = self._evaluations | {group.group_id: group for group in train}
+        self._open = {group.group_id: group for group in (*state.evaluations, *train)}
         self._retired.restore(state.retired)
 
     def _on_tick(self, tick: Tick) -> None:
         self._now_ms = max(self._now_ms, tick.run_ms)
         self._lanes.on_time(self._now_ms)
-        for group in list(self._evaluations.values()):
-            if group.deadline_ms <= self._now_ms:
-                self._retire(group, "expired", detail="past the group's deadline")
+        for group in self._evaluations.expired(self._now_ms):
+            self._retire(group, "expired", detail="past the group's deadline")
 
     def _on_record(self, record: msgspec.Struct) -> None:
         match record:
@@ -149,9 +140,9 @@ class SchedulerCore:
         if group_id in self._requested_ids or group_id in self._open or group_id in self._retired:
             return
         if request.purpose == "eval":
-            self._evaluations_waiting.append(request)
-        elif self.has_ended:
-            return
+            self._evaluations.waiting.append(request)
+        elif self._steps.has_ended:
+            return  # nothing will train it, and the agents hear of the end from trained-steps
         else:
             self._queues[number].waiting.append(request)
         self._requested_ids.add(group_id)
@@ -167,30 +158,17 @@ class SchedulerCore:
             return
         fifo = self._queues[group.queue].fifo
         if fifo.is_finished(group.queue_index) or not fifo.is_untaken(group.queue_index):
-            return
+            return  # the record is delivered a second time
         if merged.not_trainable:
             self._remove(group, merged.not_trainable, detail=merged.detail)
         else:
             fifo.finish(group.queue_index, merged)
 
     def _on_trained(self, trained: TrainedStep) -> None:
-        if trained.lineage < self._lineage:
+        taken = self._steps.finish(trained)
+        if taken is None:
             return
-        if trained.step < self._steps_trained:  # a restarted trainer executes it again
-            self._lineage = trained.lineage
-            return
-        if trained.step > self._steps_trained or trained.step not in self._scheduled:
-            raise InvalidRecordError(
-                f"step {trained.step} is trained, but the next one is step {self._steps_trained} "
-                f"and {self._steps_scheduled} steps are scheduled"
-            )
-        taken = self._scheduled[trained.step]
-        if sorted((*trained.group_ids, *trained.failed_group_ids)) != sorted(taken.group_ids):
-            raise InvalidRecordError(f"step {trained.step} trained other groups than scheduled")
-        self._lineage = trained.lineage
-        self._checkpoint_step = max(self._checkpoint_step, trained.checkpoint_step)
-        self._steps_trained += 1
-        self._holding[trained.step] = self._scheduled.pop(trained.step)
+        self._slots.hold(taken, checkpoint_step=trained.checkpoint_step)
         failed = set(trained.failed_group_ids)
         for group_id in taken.group_ids:
             group = self._open[group_id]
@@ -199,23 +177,27 @@ class SchedulerCore:
                 self._retire(group, "failed", detail=detail)
             else:
                 self._retire(group, "trained", step=trained.step)
-        if self.has_ended:
+        if self._steps.has_ended:
             self._end()
 
     def _on_dead_letter(self, letter: DeadLetter) -> None:
-        """Let the group of a bad record fail; where a step has taken it, that is the trainer's."""
+        """Fail the group that a bad record belongs to.
+
+        If a step has already taken it, only note the reason: the trainer reports how it ended.
+        """
         group = self._open.get(letter.group)
         if group is None:
             self._withdraw(letter)
         elif self._queues[group.queue].is_taken(group):
-            self._open[letter.group] = self._queues[group.queue].marked(group, failure(letter))
+            self._open[letter.group] = self._queues[group.queue].note_failure(
+                group, failure(letter)
+            )
         else:
             self._remove(group, "failed", detail=failure(letter))
 
     def _withdraw(self, letter: DeadLetter) -> None:
-        """End a request that waits, or that is the bad record itself: who asked is to know."""
-        waiting = (self._evaluations_waiting, *(queue.waiting for queue in self._queues))
-        request = withdrawn(waiting, group_id=letter.group)
+        """Retire a group that was never admitted: the agent that asked for it waits for an end."""
+        request = withdraw(self._waiting(), group_id=letter.group)
         is_request = letter.topic == topics.REQUESTED_GROUPS.name and bool(letter.group)
         if letter.group in self._retired or (request is None and not is_request):
             return
@@ -234,28 +216,19 @@ class SchedulerCore:
                 self._remove(group, "cancelled", detail="the last step is trained")
 
     def _advance(self) -> None:
-        self._release_slots()
+        version = self._lanes.version()
+        if version is not None:
+            self._slots.forget_served(version)
         self._form_steps()
+        # A head that expires uncovers finished groups behind it, which may complete a step.
         while self._expire():
             self._form_steps()
         self._admit_evaluations()
         for number in range(len(self._queues)):
             self._admit(number)
 
-    def _release_slots(self) -> None:
-        """Forget steps whose weights serve and that no trainer restart can take back."""
-        version = self._lanes.version()
-        if version is None:
-            return
-        for step in [step for step in self._holding if step <= self._checkpoint_step]:
-            if step < version:
-                del self._holding[step]
-
     def _form_steps(self) -> None:
-        while True:
-            step = self._steps_scheduled
-            if step >= self._steps or step > self._steps_trained + self._steps_ahead_max:
-                return
+        while (step := self._steps.forming()) is not None:
             for queue in self._queues:
                 self._take(queue, step=step)
             if not all(queue.is_full for queue in self._queues):
@@ -265,8 +238,8 @@ class SchedulerCore:
     def _take(self, queue: DomainQueue, *, step: int) -> None:
         version = self._lanes.version()
         if version is None or step - version > queue.staleness_limit:
-            # Even a group generated now would be too stale for this step: taking would only
-            # retire groups, so wait for the weights.
+            # Even a group that is sampled from the weights that serve would be too stale for this
+            # step. Taking would only retire groups, so wait until newer weights serve.
             return
         while not queue.is_full:
             takeable = queue.fifo.next_takeable()
@@ -285,24 +258,25 @@ class SchedulerCore:
 
     def _schedule(self, step: int) -> None:
         groups = tuple(group for queue in self._queues for group in queue.forming)
-        self._scheduled[step] = TakenStep(
-            step=step,
-            group_ids=tuple(group.group_id for group in groups),
-            slots=tuple(len(queue.forming) for queue in self._queues),
+        self._steps.schedule(
+            TakenStep(
+                step=step,
+                group_ids=tuple(group.group_id for group in groups),
+                slots=tuple(len(queue.forming) for queue in self._queues),
+            )
         )
         for queue in self._queues:
             queue.forming.clear()
-        self._steps_scheduled += 1
         record = ScheduledStep(
             step=step,
             groups=groups,
             staleness_bound=self._bound,
-            is_last=step + 1 == self._steps,
+            is_last=step + 1 == self._steps.count,
         )
         self._write(topics.SCHEDULED_STEPS, partition=0, record=record)
 
     def _expire(self) -> bool:
-        """Retire heads past their deadline; whether a head moved."""
+        """Retire heads that are past their deadline; True if a head moved."""
         has_moved = False
         for queue in self._queues:
             while (group := queue.lapsed_head(now_ms=self._now_ms)) is not None:
@@ -311,54 +285,50 @@ class SchedulerCore:
         return has_moved
 
     def _admit_evaluations(self) -> None:
-        version = self._lanes.version()
-        if version is None or not self._lanes.is_any_live:
+        weights = self._lanes.at_admission()
+        if weights is None or not self._lanes.is_any_live:
             return
-        if self.has_ended and version < self._steps:  # the final weights are to be evaluated
+        if self._steps.has_ended and weights[1] < self._steps.count:
+            # Evaluations asked for at the end measure the final weights.
             return
-        for request in self._evaluations_waiting:
+        for request in self._evaluations.waiting:
             number = self._numbers[request.domain]
-            group = OpenGroup(
-                group_id=request.group_id,
-                queue=number,
-                queue_index=None,
-                deadline_ms=self._deadline_ms(number),
+            group = self._evaluations.open(
+                request, queue=number, deadline_ms=self._deadline_ms(number)
             )
-            self._evaluations[group.group_id] = group
-            self._open_group(request, group, version=version)
-        self._evaluations_waiting.clear()
+            self._open_group(request, group, weights=weights)
+        self._evaluations.waiting.clear()
 
     def _admit(self, number: int) -> None:
         queue = self._queues[number]
-        version = self._lanes.version()
-        if version is None or not self._lanes.is_any_live:
+        weights = self._lanes.at_admission()
+        if weights is None or not self._lanes.is_any_live:
             return
-        slots_free = queue.settings.slots - self._slots_used(number, version=version)
+        held = self._slots.held(number, version=weights[1])
+        slots_free = queue.settings.slots - len(queue.groups) - held
         while queue.waiting and slots_free > 0:
             request = queue.waiting.popleft()
             group = queue.admit(
                 request.group_id, queue=number, deadline_ms=self._deadline_ms(number)
             )
-            self._open_group(request, group, version=version)
+            self._open_group(request, group, weights=weights)
             slots_free -= 1
 
-    def _slots_used(self, number: int, *, version: int) -> int:
-        # A group that the trainer could not load holds its slot like its step's others: it was
-        # taken, so a group in its place would have one more item before it than the bound counts.
-        held = sum(taken.slots[number] for taken in self._holding.values() if taken.step >= version)
-        return len(self._queues[number].groups) + held
+    def _waiting(self) -> Iterator[MutableSequence[RequestedGroup]]:
+        yield self._evaluations.waiting
+        yield from (queue.waiting for queue in self._queues)
 
     def _deadline_ms(self, number: int) -> int:
         return self._now_ms + round(1000 * self._queues[number].settings.group_deadline_s)
 
-    def _open_group(self, request: RequestedGroup, group: OpenGroup, *, version: int) -> None:
+    def _open_group(self, request: RequestedGroup, group: OpenGroup, *, weights: WeightsId) -> None:
         self._requested_ids.remove(request.group_id)
         self._open[group.group_id] = group
-        record = admitted_group(request, group=group, version=version)
+        record = admitted_group(request, group=group, weights=weights)
         self._write(topics.ADMITTED_GROUPS, partition=group.queue, record=record)
 
     def _remove(self, group: OpenGroup, reason: RetireReason, *, detail: str) -> None:
-        """Retire a group; an untaken train group leaves the window."""
+        """Retire a group; if it is in the window, it leaves it."""
         queue = self._queues[group.queue]
         if group.queue_index is not None and not queue.is_taken(group):
             queue.fifo.remove(group.queue_index)
@@ -369,7 +339,7 @@ class SchedulerCore:
     ) -> None:
         del self._open[group.group_id]
         if group.queue_index is None:
-            del self._evaluations[group.group_id]
+            self._evaluations.close(group.group_id)
         else:
             del self._queues[group.queue].groups[group.queue_index]
         self._retired.add(group.group_id)
@@ -382,18 +352,18 @@ class SchedulerCore:
         self._outputs.append(Output(topic=topic.name, partition=partition, record=record))
 
     def _check(self) -> None:
-        """Assert the invariants; the simulation calls it after every event."""
-        assert self._steps_scheduled == self._steps_trained + len(self._scheduled)
-        assert len(self._scheduled) <= self._steps_ahead_max + 1, "too many steps ahead"
-        taken_ids = {group_id for step in self._scheduled.values() for group_id in step.group_ids}
+        """Assert the invariants; simulations call this after every event."""
+        self._steps._check()
+        in_training = self._steps.in_training()
+        taken_ids = {group_id for taken in in_training for group_id in taken.group_ids}
         assert taken_ids <= self._open.keys(), "a scheduled group must be open"
         assert not self._requested_ids & self._open.keys(), "admitted groups do not wait"
         assert not any(group_id in self._retired for group_id in self._open), "retired and open"
-        opened = sum(len(queue.groups) for queue in self._queues) + len(self._evaluations)
+        opened = sum(len(queue.groups) for queue in self._queues) + len(self._evaluations.groups())
         assert len(self._open) == opened, "every open group is in one queue or an evaluation"
         for queue in self._queues:
             queue._check(taken_ids)
-            assert not self.has_ended or not queue.groups, "open train groups after the end"
+            assert not self._steps.has_ended or not queue.groups, "open train groups after the end"
 
 
 _ENCODER = msgspec.msgpack.Encoder()

@@ -3,15 +3,15 @@
 from msgspec import Struct
 
 from forgemq_contracts.groups import MergedGroup, RequestedGroup
+from forgemq_contracts.lanes import KnownLane, WeightsId
 from forgemq_contracts.steps import ScheduledGroup
-from forgemq_scheduler.core.lanes import ReportedLane
 
 
 class OpenGroup(Struct, frozen=True, kw_only=True):
     """An admitted group that is not retired.
 
     Attributes:
-        failure: Which of its records is bad, where it was in a step already when that was known.
+        failure: Which of its records is bad, if that became known after a step had taken it.
     """
 
     group_id: str
@@ -22,7 +22,7 @@ class OpenGroup(Struct, frozen=True, kw_only=True):
 
 
 class TakenStep(Struct, frozen=True, kw_only=True):
-    """A scheduled step: what it trains, and the slots it holds in each queue until it serves."""
+    """A scheduled step: its groups, and the slots it holds in each queue until it serves."""
 
     step: int
     group_ids: tuple[str, ...]
@@ -30,7 +30,7 @@ class TakenStep(Struct, frozen=True, kw_only=True):
 
 
 class QueueSnapshot(Struct, frozen=True, kw_only=True):
-    """One queue; groups by queue index, waiting requests and finished groups oldest first."""
+    """One queue: groups by queue index; waiting requests and finished groups, oldest first."""
 
     waiting: tuple[RequestedGroup, ...]
     groups: tuple[OpenGroup, ...]
@@ -45,8 +45,8 @@ class SchedulerSnapshot(Struct, frozen=True, kw_only=True):
     """All state of the core."""
 
     now_ms: int
-    lanes: tuple[ReportedLane, ...]
-    served: tuple[int, int] | None
+    lanes: tuple[KnownLane, ...]
+    served: WeightsId | None
     lineage: int
     steps_scheduled: int
     steps_trained: int

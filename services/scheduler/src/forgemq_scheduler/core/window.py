@@ -11,12 +11,13 @@ from forgemq_contracts.groups import MergedGroup
 class WindowedFifo:
     """Queue indices in submission order; any finished one of the first W may be taken.
 
-    The window starts at the head H, the oldest index that is neither taken nor retired. Indices
-    that retire untrained leave the queue and count as no position; taken ones count until the
-    head has passed them, so at most W - 1 groups overtake a head.
+    The window is the first W positions from the head H, the oldest index that is neither taken
+    nor retired. An index that retires untrained leaves the queue, and its position goes to the
+    next one. A taken index keeps its position until the head has passed it: if it did not, each
+    taken group would let one more into the window, and a slow head would be overtaken without end.
 
-    Example: W=3, indices 0..4, all but 0 finished. 1 and 2 are taken; 3 is finished and waits:
-    positions 0, 1, 2 are the window. 0 retires: H jumps to 3, and 3 and 4 may be taken.
+    Example: W=3, indices 0 to 4, all but 0 finished. 1 and 2 are taken. 3 is finished but waits,
+    because 0, 1 and 2 are the window. 0 retires: H jumps to 3, and 3 and 4 may be taken.
     """
 
     def __init__(self, *, window: int) -> None:
@@ -30,22 +31,22 @@ class WindowedFifo:
 
     @property
     def head(self) -> int | None:
-        """Oldest index that is neither taken nor retired; None: there is none."""
+        """Oldest index that is neither taken nor retired; None if the queue is empty."""
         return self._order[0] if self._order else None
 
     def append(self) -> int:
-        """Admit a group; returns its queue index."""
+        """Add a group at the end; returns its queue index."""
         index = self.next_index
         self.next_index += 1
         self._order.append(index)
         return index
 
     def finish(self, index: int, merged: MergedGroup) -> None:
-        """The group may be taken once it is in the window."""
+        """Note that the group can train; it may be taken once it is in the window."""
         self._finished[index] = merged
 
     def is_finished(self, index: int) -> bool:
-        """Whether the untaken group has ended and could train."""
+        """Whether the group has finished and no step has taken it."""
         return index in self._finished
 
     def is_untaken(self, index: int) -> bool:
@@ -55,7 +56,7 @@ class WindowedFifo:
         return is_here and index not in self._taken
 
     def next_takeable(self) -> tuple[int, MergedGroup] | None:
-        """The group in the window that finished first; None: nothing may be taken."""
+        """The group in the window that finished first; None if nothing may be taken."""
         if not self._finished:
             return None
         last = self._order[min(self._window, len(self._order)) - 1]
@@ -64,13 +65,13 @@ class WindowedFifo:
         )
 
     def take(self, index: int) -> None:
-        """The group is scheduled; the head moves when it was the head."""
+        """Note that a step has taken the group; the head moves if this was the head."""
         del self._finished[index]
         self._taken.add(index)
         self._drop_taken_head()
 
     def remove(self, index: int) -> None:
-        """The group retired without being taken."""
+        """Remove a group that retires without being taken."""
         self._finished.pop(index, None)
         position = bisect_left(self._order, index)
         assert self._order[position] == index, f"index {index} is not in the queue"
@@ -80,7 +81,7 @@ class WindowedFifo:
     def snapshot(
         self,
     ) -> tuple[int, tuple[int, ...], tuple[int, ...], tuple[tuple[int, MergedGroup], ...]]:
-        """next_index, order, taken, finished (oldest-finished first)."""
+        """State as (next_index, order, taken, finished with the oldest-finished first)."""
         return (
             self.next_index,
             tuple(self._order),
@@ -111,7 +112,7 @@ class WindowedFifo:
 
     def _check(self) -> None:
         assert self._order == sorted(set(self._order)), "queue order must ascend"
-        assert not self._order or self._order[-1] < self.next_index, "an index before its turn"
+        assert not self._order or self._order[-1] < self.next_index, "an index never given out"
         assert self.head not in self._taken, "the head must not be taken"
         assert self._taken <= set(self._order), "taken indices behind the head must be dropped"
         assert set(self._finished) <= set(self._order) - self._taken, "finished implies untaken"

@@ -1,35 +1,27 @@
-"""Which engines are alive, from what they report; time comes in as seconds of one clock."""
+"""To which engines the trainer offers new weights; time comes in as seconds of one clock."""
 
 from collections.abc import Mapping
 
+from forgemq_contracts.lanes import LaneLiveness
 from forgemq_contracts.weights import ReportedEngine
 
 
 class LiveLanes:
-    """The newest report of each lane.
+    """The lanes that live by the common rule, and how many processes each engine has."""
 
-    Example: lane 0 reports at 10.0 s; with a timeout of 5 s it is live until 15.0 s, and gone at
-    once when it reports that it does not serve, or when a newer epoch takes its place.
-    """
-
-    def __init__(self, *, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._newest: dict[int, tuple[ReportedEngine, float]] = {}
+    def __init__(self) -> None:
+        self._liveness = LaneLiveness()
+        self._ranks: dict[int, int] = {}
 
     def observe(self, report: ReportedEngine, *, at_s: float) -> None:
-        """Note a report; an older epoch than the newest is a zombie and ignored."""
-        known = self._newest.get(report.lane)
-        if known is None or known[0].epoch <= report.epoch:
-            self._newest[report.lane] = (report, at_s)
+        """Apply a heartbeat."""
+        if self._liveness.observe(report, at_ms=round(at_s * 1000)):
+            self._ranks[report.lane] = report.ranks
 
     def live(self, *, at_s: float) -> Mapping[int, int]:
-        """Lane -> epoch of the lanes that serve and reported lately."""
-        return {
-            lane: report.epoch
-            for lane, (report, seen_s) in sorted(self._newest.items())
-            if report.is_serving and at_s - seen_s <= self._timeout_s
-        }
+        """Lane -> epoch of the live lanes."""
+        return {lane.lane: lane.epoch for lane in self._liveness.live(round(at_s * 1000))}
 
     def ranks(self) -> Mapping[int, int]:
         """Lane -> processes of its engine, each of which receives new weights."""
-        return {lane: report.ranks for lane, (report, _) in self._newest.items()}
+        return self._ranks
