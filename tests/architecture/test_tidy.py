@@ -1,7 +1,9 @@
 """Checks of the code itself, after TigerBeetle's tidy.zig: style debates end here."""
 
 import ast
+import io
 import re
+import tokenize
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,14 @@ SOURCES = [
     path
     for folder in ("contracts", "libs", "services", "deploy", "loadtests", "tests")
     for path in sorted((ROOT / folder).rglob("*.py"))
+]
+DOCUMENTS = [
+    *sorted(ROOT.glob("*.md")),
+    *(
+        path
+        for folder in ("contracts", "deploy", "docs", "libs", "loadtests", "services", "tests")
+        for path in sorted((ROOT / folder).rglob("*.md"))
+    ),
 ]
 SHIPPED = [path for path in SOURCES if path.relative_to(ROOT).parts[0] in ("contracts", "libs")]
 SHIPPED += [path for path in SOURCES if path.relative_to(ROOT).parts[0] == "services"]
@@ -26,6 +36,30 @@ BANNED_STEM = re.compile(
 BANNED_CLASS = re.compile(r"(Manager|Factory|Helper|Utils?|Impl|Wrapper|Handler)$")
 # Markers of unfinished work; allowed only with an issue number.
 LEFT_OVER = re.compile(r"\b(TODO|FIXME|XXX|HACK)\b(?!\(\d+\))")
+# Phrases that a reader stumbles over, each with what to write instead.
+IDIOMS: dict[str, str] = {
+    r"\banother than\b|\b(is|are) another\b(?! \w)|\banother one first\b": "differs from",
+    r"\banew\b": "again",
+    r"\bwhoever\b": "name who: the caller, a later process, any reader",
+    r"\bforesaw\b": "an unexpected error",
+    r"\bfor ever\b": "until it is cancelled; without end; always",
+    r"(?<!\bthere )\b(is|are|was|were) none\b": "is not a <noun>; does not exist",
+    r"\b(is|are) no way\b": "cannot be used; does not fall back to",
+    r"\bone (?!or\b|and\b|is\b|are\b)\w+ (less|more)\b(?! than\b)": "add or remove one",
+    r"\b(keeps?|keeping) company\b|\bkeep_company\b": "run an empty microbatch",
+    r"\b(bury|buries|buried|burying)\b": "write a dead letter",
+    r"\btold\b(?! apart)": "say what happens: is set, is notified, is called, reads",
+    r"\b(is|are|was|were|be|been) said\b": "say who says it: the record has, the log says",
+    r"\b(is|are|was|be) ours\b": "name the owner: this process, this attempt",
+    r"\bdoors?\b": "router; HTTP entry",
+    r"\b(None|True|False|empty|0) where\b|(''|\"\") where\b": "if, not where",
+    r"\bnone but\b": "only",
+    r"\bof (its|their) own\b[^.;]*\bof (its|their) own\b": "`of its own` once a sentence at most",
+    r"\babout nothing\b": "name what is missing",
+    r"\b([Pp]ulse|[Aa]ttendance|[Ss]urroundings)\b": "change signal; episode player; context",
+}
+# Code spans that are more than a word, and targets of links.
+NOT_PROSE = re.compile(r"`[^`]*[^`\w][^`]*`|\]\([^)]*\)")
 PURE_DATA_OR_TYPES = {"Struct", "Protocol"}
 
 
@@ -101,6 +135,78 @@ def test_shipped_code_keeps_the_house_rules(path: Path):
                 if OUR_PARENTS.get(parent) and not is_data_or_type(node.name)
             ]
     assert problems == []
+
+
+def prose_of_code(text: str) -> Iterator[tuple[int, str]]:
+    """Docstrings and comments with the line they begin in; lines of one comment are joined."""
+    for node in ast.walk(ast.parse(text)):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(docstring))):
+                yield node.lineno, docstring
+    start, last, words = 0, -1, list[str]()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type != tokenize.COMMENT:
+            continue
+        line = token.start[0]
+        if line != last + 1:
+            yield start, " ".join(words)
+            start, words = line, []
+        words.append(token.string.lstrip("# "))
+        last = line
+    yield start, " ".join(words)
+
+
+def prose_of_document(text: str) -> Iterator[tuple[int, str]]:
+    """Paragraphs and table rows of a Markdown file; code, file names and link targets left out."""
+    is_code, start, words = False, 1, list[str]()
+    for number, line in enumerate([*text.splitlines(), ""], 1):
+        is_fence = line.lstrip().startswith("```")
+        if is_fence or not line.strip() or line.startswith("|") or not words:
+            yield start, " ".join(words)
+            start, words = number, []
+        is_code ^= is_fence
+        if not is_code and not is_fence:
+            words.append(NOT_PROSE.sub("", line.strip()))
+
+
+@pytest.mark.parametrize("path", [*SOURCES, *DOCUMENTS], ids=identity)
+def test_prose_is_plain_english(path: Path):
+    text = path.read_text(encoding="utf-8")
+    prose = prose_of_code(text) if path.suffix == ".py" else prose_of_document(text)
+    problems = [
+        f"line {line}: {found[0]!r}; write: {instead}"
+        for line, paragraph in prose
+        for idiom, instead in IDIOMS.items()
+        for found in re.finditer(idiom, " ".join(paragraph.split()))
+    ]
+    assert problems == []
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        "Returns as soon as the state is another than the named one.",
+        "None where there is none.",
+        "It is rendered anew, whoever asks.",
+        "One client less waits; nobody is told.",
+        "The records that are none are buried.",
+    ],
+)
+def test_a_phrase_to_avoid_is_found(sentence: str):
+    assert [idiom for idiom in IDIOMS if re.search(idiom, sentence)] != []
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        "Returns as soon as the state changes; None if there is none.",
+        "It would admit one group more than the bound allows.",
+        "Rendered again. One client fewer waits, another one may come.",
+        "Where the weights are is another question; two lanes can be told apart.",
+    ],
+)
+def test_plain_english_passes(sentence: str):
+    assert [idiom for idiom in IDIOMS if re.search(idiom, sentence)] == []
 
 
 def test_a_class_name_means_one_thing():
