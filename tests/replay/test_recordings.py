@@ -50,7 +50,7 @@ def test_a_recording_replays_to_the_bytes_of_its_run(stem, line, capsys):
     [
         ("merger-0", "8d27b92536945e74f8b32ebe2f10c19e"),
         ("reward-1", "21df9573e8749edbf8e803ea54998525"),
-        ("scheduler-0", "7836e297e37f018e9af7062eb2255d76"),
+        ("scheduler-0", "871b1e6882df1f18316a73e950a645bd"),
     ],
 )
 async def test_the_outputs_of_a_recording_have_the_known_digest(stem, expected):
