@@ -49,8 +49,8 @@ def retired(group: str = "g-1") -> RetiredGroup:
 # Values.
 
 
-def test_advantage_is_reward_to_go_minus_the_mean_of_the_totals():
-    """Totals: 0: -0.1 + 0.5 * 0.4 + 1 = 1.1; 1: 0.2; 2: 0. Mean 1.3 / 3."""
+def test_advantage_is_the_return_from_a_turn_on_minus_the_groups_mean_of_it():
+    """Final parts: 1 + 0.5 * 0.4 = 1.2, 0, 0. From turn 0 on: 1.1, 0.2, 0; 1: 1.1, 0, 0; 2: 1.2."""
     scored = score(
         [finished_episode(0, size=3, turns=3), *(finished_episode(i, size=3) for i in (1, 2))],
         [
@@ -61,13 +61,12 @@ def test_advantage_is_reward_to_go_minus_the_mean_of_the_totals():
         alpha=0.5,
         beta=0.5,
     )
-    mean = 1.3 / 3
     assert advantages(scored) == [
-        (0, 0, round(1.1 - mean, 9)),
-        (0, 1, round(1.1 - mean, 9)),
-        (0, 2, round(1.2 - mean, 9)),
-        (1, 0, round(0.2 - mean, 9)),
-        (2, 0, round(0.0 - mean, 9)),
+        (0, 0, round(1.1 - 1.3 / 3, 9)),
+        (0, 1, round(1.1 - 1.1 / 3, 9)),
+        (0, 2, round(1.2 - 1.2 / 3, 9)),
+        (1, 0, round(0.2 - 1.3 / 3, 9)),
+        (2, 0, round(0.0 - 1.3 / 3, 9)),
     ]
     assert [round(c.return_to_go, 9) for c in scored.completions] == [1.1, 1.1, 1.2, 0.2, 0.0]
     assert [round(e.total, 9) for e in scored.episodes] == [1.1, 0.2, 0.0]
@@ -164,12 +163,50 @@ def test_zero_variance_is_every_advantage_below_a_millionth(gap, reason):
     assert scored.not_trainable == reason
 
 
-def test_equal_totals_still_train_if_the_turns_differ():
+def test_equal_episodes_teach_nothing_whatever_they_earned_on_the_way():
+    """Five turns with a reward each, all successful: no turn was better or worse than another."""
+    scored = score(
+        [finished_episode(i, size=4, turns=5) for i in range(4)],
+        [graded_episode(i, outcome=1.0, process=[0.2, -0.5, 1.0, 0.2, 0.2]) for i in range(4)],
+    )
+    assert scored.not_trainable == "zero_variance"
+
+
+def test_equal_totals_still_teach_if_they_were_earned_in_different_turns():
     scored = score(
         [finished_episode(0, turns=2), finished_episode(1, turns=2)],
-        [graded_episode(i, outcome=1.0, process=[-0.5, 0.0]) for i in range(2)],
+        [graded_episode(0, process=[-0.5, 0.5]), graded_episode(1, process=[0.0, 0.0])],
     )
-    assert advantages(scored) == [(0, 0, 0.0), (0, 1, 0.5), (1, 0, 0.0), (1, 1, 0.5)]
+    assert advantages(scored) == [(0, 0, 0.0), (0, 1, 0.25), (1, 0, 0.0), (1, 1, -0.25)]
+
+
+def test_a_penalty_that_all_paid_does_not_reward_what_failed_after_it():
+    """A malformed first call in all four; one succeeds: the failures' later turns are below it."""
+    scored = score(
+        [finished_episode(i, size=4, turns=2) for i in range(4)],
+        [graded_episode(i, outcome=float(i == 0), process=[-0.5, 0.0]) for i in range(4)],
+    )
+    assert [a for _, _, a in advantages(scored)] == [0.75, 0.75, *[-0.25] * 6]
+
+
+def test_a_shorter_episode_is_compared_by_how_it_ended():
+    """Beyond its last turn an episode has its outcome and no process reward to come."""
+    scored = score(
+        [finished_episode(0, turns=1), finished_episode(1, turns=3)],
+        [graded_episode(0, outcome=1.0), graded_episode(1, process=[0.0, 0.0, 0.5])],
+    )
+    assert advantages(scored) == [(0, 0, 0.25), (1, 0, -0.25), (1, 1, -0.25), (1, 2, -0.25)]
+
+
+def test_a_leave_one_out_baseline_is_that_of_the_same_turn_too():
+    scored = score(
+        [finished_episode(i, size=3, turns=2) for i in range(3)],
+        [graded_episode(i, outcome=float(i), process=[0.5, 0.25]) for i in range(3)],
+        baseline="leave_one_out",
+    )
+    assert advantages(scored) == [
+        *((0, 0, -1.5), (0, 1, -1.5), (1, 0, 0.0), (1, 1, 0.0), (2, 0, 1.5), (2, 1, 1.5))
+    ]
 
 
 def test_evaluation_groups_end_evaluated_with_scores_and_without_completions():
@@ -180,12 +217,23 @@ def test_evaluation_groups_end_evaluated_with_scores_and_without_completions():
     assert (nothing.not_trainable, nothing.episodes[0].is_masked) == ("evaluated", True)
 
 
-def test_an_episode_without_completions_counts_in_the_baseline():
-    scored = score(
+@pytest.mark.parametrize("kind", ["mean", "leave_one_out"])
+def test_an_episode_without_completions_is_compared_with_nobody(kind):
+    """It ended before the policy was asked: its outcome says nothing about the policy."""
+    ends = [finished_episode(0, size=3), finished_episode(1, size=3)]
+    ends.append(finished_episode(2, size=3, turns=0))
+    grades = [graded_episode(0, outcome=1.0), graded_episode(1), graded_episode(2, outcome=-9.0)]
+    factor = 1.0 if kind == "mean" else 2.0
+    assert advantages(score(ends, grades, baseline=kind)) == [
+        (0, 0, 0.5 * factor),
+        (1, 0, -0.5 * factor),
+    ]
+    alone = score(
         [finished_episode(0), finished_episode(1, turns=0)],
         [graded_episode(0, outcome=1.0), graded_episode(1)],
+        baseline=kind,
     )
-    assert advantages(scored) == [(0, 0, 0.5)]
+    assert alone.not_trainable == "zero_variance"
 
 
 # Shuffled returns.
@@ -200,7 +248,7 @@ def test_shuffled_returns_are_the_same_totals_paid_at_the_end_of_other_episodes(
     shuffled = scored_group(group, settings=Rewards(shuffle_returns=True))
     straight = scored_group(group, settings=Rewards())
     paid = [c.return_to_go for c in shuffled.completions]
-    assert paid[::2] == paid[1::2], "only the last turn is paid"
+    assert paid[::2] == paid[1::2], "only the end is paid"
     assert sorted(paid[::2]) == [i - 0.5 for i in range(8)]
     assert paid[::2] != [i - 0.5 for i in range(8)]
     assert math.isclose(sum(c.advantage for c in shuffled.completions), 0.0, abs_tol=1e-9)
@@ -279,6 +327,34 @@ def test_time_changes_nothing():
 # Properties.
 
 TOTALS = st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=9)
+
+
+EPISODES = st.lists(
+    st.tuples(st.floats(-1e3, 1e3), st.lists(st.floats(-1e3, 1e3), min_size=1, max_size=4)),
+    min_size=2,
+    max_size=6,
+)
+
+
+@given(EPISODES, st.integers(0, 3), st.floats(-1e3, 1e3))
+def test_a_reward_that_every_episode_earned_in_a_turn_changes_no_advantage(episodes, turn, extra):
+    """Each episode has at least `turn + 1` turns; what all of them earned there cancels."""
+
+    def scored(bonus: float) -> ScoredGroup:
+        rows = [[*values, *[0.0] * (turn + 1 - len(values))] for _, values in episodes]
+        size = len(rows)
+        ends = [finished_episode(i, size=size, turns=len(row)) for i, row in enumerate(rows)]
+        grades = []
+        for index, ((outcome, _), row) in enumerate(zip(episodes, rows, strict=True)):
+            paid = [value + bonus * (t == turn) for t, value in enumerate(row)]
+            grades.append(graded_episode(index, outcome=outcome, process=paid))
+        return score(ends, grades)
+
+    without, with_bonus = scored(0.0), scored(extra)
+    left = [c.advantage for c in without.completions]
+    right = [c.advantage for c in with_bonus.completions]
+    if left and right:  # Else every advantage is below the least that counts.
+        assert right == pytest.approx(left, abs=1e-6)
 
 
 @given(TOTALS)

@@ -165,7 +165,6 @@ def scored_group(group: GroupState, *, settings: Rewards) -> ScoredGroup:
         return_of(
             group.episodes[index],
             grades[group.episodes[index].episode_id],
-            score=scores[index],
             settings=settings,
         )
         for index in unmasked

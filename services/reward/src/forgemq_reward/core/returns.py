@@ -1,8 +1,17 @@
 """Returns and advantages of one group.
 
 r = alpha * process + beta * speed + outcome. A process reward belongs to one completion and
-credits it and every one with a smaller sequence number; outcome and speed belong to the last
-completion. Advantage = reward-to-go minus a baseline over the totals of the unmasked episodes.
+credits it and every one with a smaller sequence number; outcome and speed belong to the episode's
+end and credit all of its completions. The return from turn t on of an episode is
+
+    to_go(t) = beta * speed + outcome + sum of alpha * process over the turns from t on,
+
+which beyond its last turn is the first part alone. The advantage of turn t is to_go(t) minus the
+group's mean of to_go(t) over the unmasked episodes that have a turn. What an episode earned before
+t is in neither, so equal episodes have advantages of zero whatever they earned on the way.
+
+Source: reward-to-go with a baseline, "The MiniMax-M2 Series", arXiv 2605.26494, section 6; the
+paper's baseline B_i is not published.
 """
 
 import hashlib
@@ -22,18 +31,23 @@ ADVANTAGE_MIN = 1e-6
 
 
 class EpisodeReturn(Struct, frozen=True, kw_only=True):
-    """One unmasked episode: its completions by sequence, and the reward that each one earned."""
+    """One unmasked episode: its completions by sequence, and what they and its end earned.
+
+    Attributes:
+        process: alpha * process reward of each completion.
+        final: beta * speed + outcome.
+    """
 
     index: int
     entries: tuple[ManifestEntry, ...]
-    rewards: tuple[float, ...]
-    total: float
+    process: tuple[float, ...]
+    final: float
 
-    def to_go(self) -> list[float]:
-        """Reward from each completion to the episode's end."""
-        values: list[float] = []
-        rest = 0.0
-        for reward in reversed(self.rewards):
+    def to_go(self, turns: int) -> list[float]:
+        """Return from each of the first `turns` turns on; `final` beyond the episode's last one."""
+        rest = self.final
+        values = [rest] * max(0, turns - len(self.process))
+        for reward in reversed(self.process):
             rest += reward
             values.append(rest)
         return values[::-1]
@@ -90,18 +104,18 @@ def grade_fault(episode: FinishedEpisode, grade: GradedEpisode, *, settings: Rew
 
 
 def return_of(
-    episode: FinishedEpisode, grade: GradedEpisode, *, score: EpisodeScore, settings: Rewards
+    episode: FinishedEpisode, grade: GradedEpisode, *, settings: Rewards
 ) -> EpisodeReturn:
     """The reward that each completion of an unmasked episode earned."""
     entries = tuple(sorted(episode.manifest, key=lambda entry: entry.sequence))
     earned = dict.fromkeys((entry.completion_id for entry in entries), 0.0)
     for reward in grade.process:
         earned[reward.completion_id] += settings.alpha * reward.value
-    rewards = list(earned.values())
-    if rewards:
-        rewards[-1] += settings.beta * grade.speed + grade.outcome
     return EpisodeReturn(
-        index=episode.index, entries=entries, rewards=tuple(rewards), total=score.total
+        index=episode.index,
+        entries=entries,
+        process=tuple(earned.values()),
+        final=settings.beta * grade.speed + grade.outcome,
     )
 
 
@@ -112,43 +126,53 @@ def shuffled(returns: Sequence[EpisodeReturn], *, group_id: str) -> list[Episode
         text = f"{group_id}\0{episode.index}".encode()
         return hashlib.blake2b(text, digest_size=16, person=b"shuffle-returns").digest()
 
-    pairs = zip(returns, sorted(returns, key=order), strict=True)
+    totals = [math.fsum((*one.process, one.final)) for one in sorted(returns, key=order)]
     return [
         EpisodeReturn(
             index=own.index,
             entries=own.entries,
-            rewards=(0.0,) * (len(own.entries) - 1) + (other.total,) * bool(own.entries),
-            total=other.total,
+            process=(0.0,) * len(own.process),
+            final=total,
         )
-        for own, other in pairs
+        for own, total in zip(returns, totals, strict=True)
     ]
 
 
-def baselines(totals: Sequence[float], *, settings: Rewards) -> list[float]:
-    """The baseline of each episode; `leave_one_out` needs at least two totals."""
-    everything = math.fsum(totals)
-    if settings.baseline == "mean":
-        return [everything / len(totals)] * len(totals)
-    return [(everything - total) / (len(totals) - 1) for total in totals]
+def baseline(own: float, everything: float, *, count: int, settings: Rewards) -> float:
+    """What a return is compared with: the mean of `count` returns that add up to `everything`.
+
+    leave_one_out leaves `own` out of it.
+    """
+    if settings.baseline == "mean" or count == 1:
+        return everything / count
+    return (everything - own) / (count - 1)
 
 
 def scored_completions(
     returns: Sequence[EpisodeReturn], *, settings: Rewards
 ) -> tuple[ScoredCompletion, ...]:
-    """One advantage for each completion, by episode index, then sequence."""
-    compared = baselines([episode.total for episode in returns], settings=settings)
+    """One advantage for each completion, by episode index, then sequence.
+
+    Turns of different episodes are compared by their order in the episode, the first with the
+    first. An episode without a completion earned nothing by sampling and is compared with nobody.
+    """
+    compared = [episode for episode in returns if episode.entries]
+    turns = max((len(episode.entries) for episode in compared), default=0)
+    to_go = [episode.to_go(turns) for episode in compared]
+    sums = [math.fsum(values) for values in zip(*to_go, strict=True)]
     return tuple(
         ScoredCompletion(
             completion_id=entry.completion_id,
             offset=entry.offset,
             episode_index=episode.index,
             sequence=entry.sequence,
-            return_to_go=to_go,
-            advantage=to_go - baseline,
+            return_to_go=own[turn],
+            advantage=own[turn]
+            - baseline(own[turn], sums[turn], count=len(compared), settings=settings),
             parent_id=entry.parent_id,
         )
-        for episode, baseline in zip(returns, compared, strict=True)
-        for entry, to_go in zip(episode.entries, episode.to_go(), strict=True)
+        for episode, own in zip(compared, to_go, strict=True)
+        for turn, entry in enumerate(episode.entries)
     )
 
 
