@@ -26,7 +26,7 @@ FunctionName: TypeAlias = Annotated[
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """`model_type` of the model's config.json: architectures that train exactly on trees."""
 
-LOSS_KINDS = ("cispo", "tis", "ppo_clip", "gspo", "icepop")
+LOSS_KINDS = ("cispo", "truncated_is", "ppo_clip", "gspo", "icepop")
 _LOSS_KIND = re.compile(rf"({'|'.join(LOSS_KINDS)}|[A-Za-z_][\w.]*:[A-Za-z_]\w*)")
 
 
@@ -134,19 +134,31 @@ class Optimizer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     eps: Annotated[float, Meta(gt=0)] = 1e-15
     weight_decay: Annotated[float, Meta(ge=0)] = 0.0
     grad_norm_max: Annotated[float, Meta(gt=0)] = 1.0
+    skipped_in_a_row_max: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="A step without a finite gradient changes no weight and is counted; more "
+            "than this many in a row end the run.",
+        ),
+    ] = 3
 
 
 class Loss(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The loss of one sampled token; CISPO by default."""
 
     kind: Annotated[
-        str, Meta(description="cispo, ppo_clip, gspo, tis, icepop, or module:function.")
+        str, Meta(description="cispo, truncated_is, ppo_clip, gspo, icepop, or module:function.")
     ] = "cispo"
     ratio_cap: Annotated[
         float, Meta(gt=0, description="CISPO: absolute cap on policy / behaviour.")
     ] = 5.0
     clip_low: Annotated[float, Meta(ge=0, description="ppo_clip, gspo: 1 - this.")] = 0.2
     clip_high: Annotated[float, Meta(ge=0, description="ppo_clip, gspo: 1 + this.")] = 0.2
+    clip_dual: Annotated[
+        float,
+        Meta(gt=0, description="Above 1; ppo_clip, gspo: at A < 0 a loss is at most this * |A|."),
+    ] = 3.0
     mask_low: Annotated[float, Meta(ge=0, description="icepop: ratios below are masked.")] = 0.125
     mask_high: Annotated[float, Meta(gt=0, description="icepop: ratios above are masked.")] = 8.0
     normalisation: Literal["step", "group"] = "step"
@@ -280,6 +292,11 @@ def check(configuration: RunConfiguration) -> None:
                 f"the rollouts of a group, got {queue.group_size}"
             )
     _check_sampling(configuration)
+    if configuration.loss.clip_dual <= 1:
+        raise ValueError(
+            "loss.clip_dual must be above 1: at 1 an entry of ratio 1 is limited already, "
+            f"got {configuration.loss.clip_dual:g}"
+        )
     if not _LOSS_KIND.fullmatch(configuration.loss.kind):
         raise ValueError(
             f"loss.kind must be one of {', '.join(LOSS_KINDS)} or module:function, "

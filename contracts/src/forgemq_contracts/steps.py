@@ -98,6 +98,14 @@ class TrainingMetrics(Struct, frozen=True, kw_only=True, omit_defaults=True):
         float,
         Meta(description="k3 estimate of KL(policy || reference), nats; 0 without a reference."),
     ] = 0.0
+    skipped_in_a_row: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Steps up to this one whose gradient was not finite, so that no weight "
+            "changed; 0 if this one changed them. grad_norm is 0 then.",
+        ),
+    ] = 0
 
 
 class TrainedStep(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -37,7 +37,7 @@ def model(tmp_path) -> Path:
     [
         ("episodes.sampling.top_p=0.9", "episodes.sampling.top_p is 0.9"),
         ("episodes.sampling.temperature=0", "episodes.sampling.temperature is 0"),
-        ("loss.kind=ppo", "loss.kind must be one of cispo, tis, ppo_clip, gspo, icepop"),
+        ("loss.kind=ppo", "loss.kind must be one of cispo, truncated_is, ppo_clip, gspo, icepop"),
         ("queues.0.group_size=1", "group_size (G) must be at least 2"),
         ('code_paths=["nowhere"]', "nowhere is no folder"),
         ("model.path=nowhere", "nowhere has no config.json"),

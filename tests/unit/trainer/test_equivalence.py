@@ -137,7 +137,7 @@ def test_against_stock_modules_only_their_rounding_differs(kind: str) -> None:
     assert 1e-12 < _worst(expected, gradients) <= 1e-6
 
 
-@pytest.mark.parametrize("kind", ["ppo_clip", "gspo", "tis", "icepop"])
+@pytest.mark.parametrize("kind", ["ppo_clip", "gspo", "truncated_is", "icepop"])
 def test_every_loss_is_exact_whole_and_in_blocks(kind: str) -> None:
     model = _made("qwen3", torch.float64)
     make_precise(model)

@@ -1,11 +1,12 @@
 """Losses in closed form on entries small enough to check by hand."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
 
-from forgemq_contracts.run import Loss
+from forgemq_contracts.run import LOSS_KINDS, Loss
 from forgemq_trainer.core.loss import Entries, EntryLoss, loss_function
 
 
@@ -48,8 +49,8 @@ def test_cispo_caps_the_ratio_and_keeps_every_gradient() -> None:
     assert limited == [False, False, False, True]
 
 
-def test_tis_has_cispos_gradient_and_another_value() -> None:
-    settings = Loss(kind="tis", ratio_cap=2.0)
+def test_truncated_is_has_cispos_gradient_and_another_value() -> None:
+    settings = Loss(kind="truncated_is", ratio_cap=2.0)
     loss, gradient, limited, _ = _result(settings, [0.5, 3.0], [1.0, -2.0], [0, 1])
     assert loss == pytest.approx([-0.5, 4.0])
     assert gradient == pytest.approx([-0.5, 4.0])
@@ -64,6 +65,50 @@ def test_ppo_clip_stops_the_gradient_only_if_the_step_went_too_far() -> None:
     assert loss == pytest.approx([-1.3, 1.5, -0.5, 0.8, -2.0])
     assert gradient == pytest.approx([0.0, 1.5, -0.5, 0.0, -2.0])
     assert limited == [True, False, False, True, False]
+
+
+@pytest.mark.parametrize("kind", ["ppo_clip", "gspo"])
+def test_a_ratio_far_off_at_a_negative_advantage_costs_at_most_the_dual_clip(kind: str) -> None:
+    """c = 3: beyond it neither loss nor gradient grows; a positive advantage is clipped already."""
+    settings = Loss(kind=kind, clip_dual=3.0)
+    ratios, samples = [2.9, 3.1, math.exp(90.0), math.exp(90.0)], [0, 1, 2, 3]
+    loss, gradient, limited, _ = _result(settings, ratios, [-2.0, -2.0, -2.0, 1.0], samples)
+    assert loss == pytest.approx([5.8, 6.0, 6.0, -1.2])
+    assert gradient == pytest.approx([5.8, 0.0, 0.0, 0.0])
+    assert limited == [False, True, True, True]
+
+
+@pytest.mark.parametrize("kind", LOSS_KINDS)
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+def test_no_ratio_gives_a_loss_or_a_gradient_that_is_not_finite(
+    kind: str, advantage: float
+) -> None:
+    for log_ratio in (-900.0, -95.0, 95.0, 900.0):
+        behaviour = min(0.0, -log_ratio) - 1.0
+        logprob = torch.tensor([behaviour + log_ratio], dtype=torch.float32, requires_grad=True)
+        entries = dataclasses.replace(
+            _entries([behaviour], [advantage], [0]),
+            behaviour=torch.tensor([behaviour]),
+            advantage=torch.tensor([advantage]),
+            reference=torch.tensor([-1.0]),
+        )
+        result = loss_function(Loss(kind=kind, reference_weight=0.1))(logprob, entries)
+        (gradient,) = torch.autograd.grad(result.loss.sum(), logprob)
+        assert bool(result.loss.isfinite().all()), log_ratio
+        assert bool(gradient.isfinite().all()), log_ratio
+
+
+def test_one_token_far_from_the_reference_adds_a_bounded_loss_and_no_gradient() -> None:
+    """k3 of 15 nats is 3.3e6; it counts as 10."""
+    entries = dataclasses.replace(
+        _entries([-2.0, -2.0], [0.0, 0.0], [0, 1]),
+        reference=torch.tensor([-1.0, -1.0], dtype=torch.float64),
+    )
+    logprob = torch.tensor([-16.0, -2.0], dtype=torch.float64, requires_grad=True)
+    result = loss_function(Loss(reference_weight=0.5))(logprob, entries)
+    (gradient,) = torch.autograd.grad(result.loss.sum(), logprob)
+    assert result.loss.tolist() == pytest.approx([5.0, 0.5 * (math.e - 2)])
+    assert gradient.tolist() == pytest.approx([0.0, 0.5 * (1 - math.e)])
 
 
 def test_gspo_uses_the_geometric_mean_of_a_samples_ratios() -> None:

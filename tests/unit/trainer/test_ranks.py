@@ -199,7 +199,7 @@ def _worst(found: Gradients, expected: Gradients) -> float:
 
 
 PLANS = ("own", "packed", "halved", "blocks")
-LOSSES = ("cispo", "tis", "ppo_clip", "gspo", "icepop", "user")
+LOSSES = ("cispo", "truncated_is", "ppo_clip", "gspo", "icepop", "user")
 CASES = [
     *(Case(loss=loss, plan=plan) for loss in LOSSES for plan in PLANS),
     *(Case(plan=plan, normalisation="group") for plan in ("own", "blocks")),

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from forgemq_contracts import topics
 from forgemq_contracts.run import Loss, RunConfiguration
 from forgemq_settings.environment import SettingsError
 from forgemq_trainer.core.loss import Entries
@@ -28,9 +29,24 @@ from tests.unit.trainer.rank_scene import (
     LostRankProcessError,
     RankPair,
 )
-from tests.unit.trainer.scene import make_model, save_base
+from tests.unit.trainer.scene import make_model, save_base, scheduled_step
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(START_DEADLINE_S + 2 * WORK_DEADLINE_S)]
+
+
+def _failures(
+    ranks: Ranks, configuration: RunConfiguration, life: Life
+) -> tuple[tuple[str, str], ...]:
+    """The groups of step 0 that rank 0 leaves out, and why."""
+    if ranks.rank > 0:
+        carry_out_commands(ranks, device="cpu")
+        return ()
+    training = Training(configuration, device="cpu", checkpoint=None, ranks=ranks)
+    trees = life.trees(0)
+    values = {tree.group_id: topics.encode(tree) for tree in trees}
+    failed = training.read(scheduled_step(0, trees), values).failed
+    training.end()
+    return failed
 
 
 def _refusal(ranks: Ranks, configuration: RunConfiguration, life: Life) -> str:
@@ -45,27 +61,42 @@ def _refusal(ranks: Ranks, configuration: RunConfiguration, life: Life) -> str:
     return ""
 
 
-def test_a_budget_that_holds_no_trees_keys_is_refused_by_name_on_every_rank(
+def test_trees_whose_keys_no_rank_has_room_for_fail_their_groups(
     tmp_path: Path, rank_pair: RankPair
 ) -> None:
-    """One rank trains within this budget, by offloading; several ranks do not."""
+    """One rank trains within the budget, by offloading; several hold a whole tree's keys each."""
     life = Life(tmp_path, (0,), rollouts=12)
     save_base(life.folder / "base")
     alone = life.configuration(world_size=1)
     forests = [read_tree(tree) for tree in life.trees(0)]
+    longest = max(int(forest.position_N.max()) + 1 for forest in forests)
     least = least_budget_bytes(
         prepare(make_model("qwen3", torch.float32)).policy.shape,
-        longest_path=max(int(forest.position_N.max()) + 1 for forest in forests),
+        longest_path=longest,
         head_chunk=alone.trainer.head_chunk_tokens,
     )
     trainer = msgspec.structs.replace(alone.trainer, memory_budget_bytes=least)
-    small = msgspec.structs.replace(alone, trainer=trainer)
+    model = msgspec.structs.replace(alone.model, context_tokens_max=longest)
+    small = msgspec.structs.replace(alone, trainer=trainer, model=model)
     assert train(Training(small, device="cpu", checkpoint=None), life, 0).loss_tokens > 0
     trainer = msgspec.structs.replace(trainer, world_size=2)
-    refusals = rank_pair.run(_refusal, msgspec.structs.replace(small, trainer=trainer), life)
+    failed, _ = rank_pair.run(_failures, msgspec.structs.replace(small, trainer=trainer), life)
+    assert [group for group, _ in failed] == ["g-0-0", "g-0-1", "g-0-2"]
+    assert all("trainer.memory_budget_bytes is" in reason for _, reason in failed)
+    assert all("keys and values of a whole tree" in reason for _, reason in failed)
+
+
+def test_a_budget_below_the_longest_context_is_refused_by_name_on_every_rank(
+    tmp_path: Path, rank_pair: RankPair
+) -> None:
+    life = Life(tmp_path, (0,))
+    save_base(life.folder / "base")
+    configuration = life.configuration(world_size=2)
+    trainer = msgspec.structs.replace(configuration.trainer, memory_budget_bytes=1000)
+    small = msgspec.structs.replace(configuration, trainer=trainer)
+    refusals = rank_pair.run(_refusal, small, life)
     assert refusals[0] == refusals[1]
-    assert "trainer.memory_budget_bytes is" in refusals[0]
-    assert "several ranks hold the keys and values of a whole tree" in refusals[0]
+    assert "trainer.memory_budget_bytes is 1000" in refusals[0]
 
 
 DEADLINE_S = 3.0

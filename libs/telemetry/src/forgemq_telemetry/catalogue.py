@@ -35,6 +35,7 @@ CounterName: TypeAlias = Literal[
     "trainer.loss_entries",
     "trainer.fast_path_failures",
     "trainer.route_disagreements",
+    "trainer.skipped_steps",
     "trainer.alarms",
     "gateway.requests",
     "gateway.bad_records",
@@ -159,6 +160,7 @@ COUNTERS: dict[CounterName, Metric] = {
     "trainer.route_disagreements": Metric(
         "{entry}", "Loss entries whose expert routes differ from those of the merged token."
     ),
+    "trainer.skipped_steps": Metric("{step}", "Steps whose gradient was not finite."),
     "trainer.alarms": Metric("{alarm}", "Metrics of a step above their threshold, by metric."),
     "gateway.requests": Metric(
         "{request}", "Chat requests by how they were answered: fresh, joined or replayed."

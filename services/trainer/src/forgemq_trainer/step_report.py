@@ -20,6 +20,9 @@ def report_step(trained: TrainedStep, telemetry: Telemetry, settings: TrainerSet
     )
     telemetry.count("trainer.steps")
     telemetry.count("trainer.failed_groups", len(trained.failed_group_ids))
+    if metrics.skipped_in_a_row:
+        telemetry.count("trainer.skipped_steps")
+        telemetry.event("step_skipped", step=trained.step, in_a_row=metrics.skipped_in_a_row)
     telemetry.gauge("trainer.version", trained.step + 1)
     telemetry.observe("trainer.step_s", trained.duration_s)
     _record_metrics(metrics, telemetry)

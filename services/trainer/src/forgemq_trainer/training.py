@@ -22,14 +22,16 @@ from forgemq_contracts.trees import MergedTree
 from forgemq_settings.environment import SettingsError
 from forgemq_trainer.core.expert_routes import check_expert_routes, token_expert_routes
 from forgemq_trainer.core.flops import savings
+from forgemq_trainer.core.forward import PolicyModel
 from forgemq_trainer.core.loss import LossFunction, UserLoss, loss_function
+from forgemq_trainer.core.memory import least_budget_bytes
 from forgemq_trainer.core.metrics import (
     AppliedUpdate,
     entry_metrics,
     group_totals,
     training_metrics,
 )
-from forgemq_trainer.core.optimizer import learning_rate
+from forgemq_trainer.core.optimizer import NonFiniteGradientError, learning_rate
 from forgemq_trainer.core.step import Objective, group_loss_weights
 from forgemq_trainer.core.tree import Forest, InvalidTreeError, read_tree
 from forgemq_trainer.heap import keep_freed_memory
@@ -100,9 +102,12 @@ class Training:
             if isinstance(ranks, Alone)
             else ShardedModel(folder, configuration, ranks=ranks, device=device)
         )
+        _check_budget(configuration, self._model.policy)
         self._loss = _loss_of(configuration)
         self.version = 0
+        self._skipped_in_a_row = 0
         if checkpoint is not None:
+            self._skipped_in_a_row = checkpoint.record.trained.metrics.skipped_in_a_row
             self._model.updater.restore(checkpoint.optimizer_state())
             torch.set_rng_state(checkpoint.random_state())
             self.version = checkpoint.step + 1
@@ -133,7 +138,8 @@ class Training:
 
         Args:
             scheduled: The step's record.
-            values: Wire bytes by group id; a missing or damaged one fails its group only.
+            values: Wire bytes by group id; one that is missing, damaged or too large for the
+                memory budget fails its group only.
         """
         groups: list[ScheduledGroup] = []
         forests: list[Forest] = []
@@ -144,6 +150,7 @@ class Training:
                 tree = _decode_tree(group, values.get(group.group_id))
                 forest = read_tree(tree)
                 self._check_fits(forest)
+                self._check_plan(forest)
             except InvalidTreeError as error:
                 # One damaged tree must not stop the others' step; the record names the group.
                 failed.append((group.group_id, str(error)))
@@ -163,10 +170,11 @@ class Training:
     def train(self, step: ReadStep) -> TrainingMetrics:
         """Take one optimizer step over the trees; `version` rises by one.
 
+        A gradient that is not finite changes no weight; the metrics say so.
+
         Raises:
-            NonFiniteGradientError: the weights are unchanged.
+            NonFiniteGradientError: More than optimizer.skipped_in_a_row_max in a row.
             RankLostError: another rank died or missed its deadline.
-            SettingsError: the memory budget is too small.
             ValueError: the step is not the next one.
         """
         if step.scheduled.step != self.version:
@@ -198,23 +206,53 @@ class Training:
         )
         # Without entries nothing has a gradient, so there is no norm to clip by.
         has_entries = any(forest.entry_count for forest in step.forests)
-        grad_norm = self._model.updater.update(lr=lr) if has_entries else 0.0
+        grad_norm = self._update(lr=lr) if has_entries else 0.0
         disagreements = self._route_disagreements(step.forests)
         metrics = training_metrics(
             entry_metrics(values, current_version=self.version),
             group_totals(step.groups, route_disagreements=disagreements),
             savings(self._model.policy.shape, step.forests),
-            update=AppliedUpdate(lr=lr, grad_norm=grad_norm),
+            update=AppliedUpdate(
+                lr=lr, grad_norm=grad_norm, skipped_in_a_row=self._skipped_in_a_row
+            ),
             forward_backward_s=forward_backward_s,
         )
         self.version += 1
         return metrics
+
+    def _update(self, *, lr: float) -> float:
+        """Apply the gradients, or skip them if they are not finite; returns their norm, 0 then."""
+        try:
+            grad_norm = self._model.updater.update(lr=lr)
+        except NonFiniteGradientError as error:
+            # The step cannot be changed: a restart would train it again and find the same.
+            self._skipped_in_a_row += 1
+            skipped_max = self._configuration.optimizer.skipped_in_a_row_max
+            if self._skipped_in_a_row > skipped_max:
+                raise NonFiniteGradientError(
+                    f"{self._skipped_in_a_row} steps in a row up to step {self.version} had no "
+                    f"finite gradient; optimizer.skipped_in_a_row_max is {skipped_max}"
+                ) from error
+            return 0.0
+        self._skipped_in_a_row = 0
+        return grad_norm
 
     def _route_disagreements(self, forests: tuple[Forest, ...]) -> int:
         policy = self._model.policy
         layers, top_k = len(policy.routers), policy.shape.experts_per_token
         routes = [token_expert_routes(forest, layers=layers, top_k=top_k) for forest in forests]
         return sum(route.disagreements for route in routes if route is not None)
+
+    def _check_plan(self, forest: Forest) -> None:
+        """Plan the tree alone: what fits alone fits among others, which run before or after it.
+
+        Raises:
+            InvalidTreeError: No plan of this tree fits the memory budget.
+        """
+        try:
+            self._model.plan((forest,))
+        except ValueError as error:
+            raise InvalidTreeError(str(error)) from error
 
     def _check_fits(self, forest: Forest) -> None:
         policy = self._model.policy
@@ -249,6 +287,24 @@ def _decode_tree(group: ScheduledGroup, value: bytes | None) -> MergedTree:
         raise InvalidTreeError(f"the tree does not decode: {error}") from error
     assert isinstance(tree, MergedTree)
     return tree
+
+
+def _check_budget(configuration: RunConfiguration, policy: PolicyModel) -> None:
+    """Refuse a budget in which an episode may become too long to train.
+
+    Raises:
+        SettingsError: Naming the least budget for model.context_tokens_max.
+    """
+    trainer, context_tokens_max = configuration.trainer, configuration.model.context_tokens_max
+    least = least_budget_bytes(
+        policy.shape, longest_path=context_tokens_max, head_chunk=trainer.head_chunk_tokens
+    )
+    if trainer.memory_budget_bytes < least:
+        raise SettingsError(
+            f"trainer.memory_budget_bytes is {trainer.memory_budget_bytes}; an episode of "
+            f"model.context_tokens_max = {context_tokens_max} tokens needs {least}: raise the one "
+            "or lower the other"
+        )
 
 
 def _check_reference(configuration: RunConfiguration) -> None:

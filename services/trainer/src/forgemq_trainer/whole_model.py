@@ -7,7 +7,6 @@ from pathlib import Path
 from torch import Tensor
 
 from forgemq_contracts.run import RunConfiguration
-from forgemq_settings.environment import SettingsError
 from forgemq_trainer.core.forward import PolicyModel
 from forgemq_trainer.core.memory import Microbatch, plan_step
 from forgemq_trainer.core.optimizer import Updater
@@ -31,12 +30,11 @@ class WholeModel:
         self._reference = _load_reference(configuration, device=device)
 
     def forward_backward(self, objective: Objective) -> EntryValues:
-        """Add the objective's gradients to the parameters; returns the values of its entries.
-
-        Raises:
-            SettingsError: the memory budget is below the least that a group needs.
-        """
-        microbatches = self._plan(objective.forests)
+        """Add the objective's gradients to the parameters; returns the values of its entries."""
+        microbatches = self.plan(objective.forests)
+        if self.policy.head_VH.device.type == "cpu":
+            predicted = max((batch.predicted_bytes for batch in microbatches), default=0)
+            suit_heap(predicted_bytes=predicted, budget_bytes=self._trainer.memory_budget_bytes)
         if self._reference is not None:
             forests = with_references(
                 self._reference,
@@ -53,24 +51,19 @@ class WholeModel:
         """None: `module` holds all weights itself."""
         return None
 
-    def _plan(self, forests: Sequence[Forest]) -> tuple[Microbatch, ...]:
-        """The step's microbatches; also sets the heap for what they will hold."""
-        budget_bytes = self._trainer.memory_budget_bytes
-        try:
-            microbatches = plan_step(
-                forests,
-                shape=self.policy.shape,
-                budget_bytes=budget_bytes,
-                head_chunk=self._trainer.head_chunk_tokens,
-                carried="path",
-            )
-        except ValueError as error:
-            # A SettingsError ends the process for good: after a restart the budget is the same.
-            raise SettingsError(str(error)) from error
-        if self.policy.head_VH.device.type == "cpu":
-            predicted = max((batch.predicted_bytes for batch in microbatches), default=0)
-            suit_heap(predicted_bytes=predicted, budget_bytes=budget_bytes)
-        return microbatches
+    def plan(self, forests: Sequence[Forest]) -> tuple[Microbatch, ...]:
+        """The microbatches of a step over these trees.
+
+        Raises:
+            ValueError: The memory budget is below the least that one of them needs.
+        """
+        return plan_step(
+            forests,
+            shape=self.policy.shape,
+            budget_bytes=self._trainer.memory_budget_bytes,
+            head_chunk=self._trainer.head_chunk_tokens,
+            carried="path",
+        )
 
 
 def _load_reference(configuration: RunConfiguration, *, device: str) -> PolicyModel | None:

@@ -6,7 +6,8 @@ each entry's loss by its group's loss weight, which is fixed before any backward
 
 r is exp(policy log-probability - behaviour log-probability), A the advantage, p the policy's
 probability, sg stop-gradient. Sources: CISPO arXiv 2506.13585 eq. 4-5 with the absolute cap of
-ScaleRL, arXiv 2510.13786; PPO arXiv 1707.06347 eq. 7; GSPO arXiv 2507.18071.
+ScaleRL, arXiv 2510.13786; PPO arXiv 1707.06347 eq. 7, dual clip arXiv 1912.09729 eq. 5; GSPO
+arXiv 2507.18071.
 """
 
 from collections.abc import Callable
@@ -60,6 +61,14 @@ class EntryLoss:
     is_limited: Tensor
 
 
+LOG_RATIO_MAX = 20.0
+"""Log-ratios are cut here before they are raised, nats: e^20 is beyond every clip, and an infinite
+ratio would make a gradient of 0 * inf. verl cuts at the same value."""
+
+KL_MAX = 10.0
+"""Largest k3 of one entry, nats: beyond it an entry adds no gradient, so that one token far from
+the reference cannot take over the clipped norm of the step. verl cuts at the same value."""
+
 LossFunction: TypeAlias = Callable[[Tensor, Entries], EntryLoss]
 UserLoss: TypeAlias = Callable[[Tensor, Entries], Tensor]
 
@@ -71,11 +80,12 @@ def cispo(logprob: Tensor, entries: Entries, *, ratio_cap: float) -> EntryLoss:
     return EntryLoss(loss, ratio > ratio_cap)
 
 
-def tis(logprob: Tensor, entries: Entries, *, ratio_cap: float) -> EntryLoss:
-    """-sg(min(r, cap)) A p / sg(p): truncated importance sampling.
+def truncated_is(logprob: Tensor, entries: Entries, *, ratio_cap: float) -> EntryLoss:
+    """-sg(min(r, cap)) A p / sg(p): truncated importance weights on the policy gradient.
 
     With one step after each forward, as here, its gradient is CISPO's; its value is minus the
-    advantage times the capped ratio.
+    advantage times the capped ratio. It is not the TIS of verl and slime, which multiplies a PPO
+    clip by a recomputed old policy over the behaviour.
     """
     ratio = _ratio(logprob, entries).detach()
     weight = ratio.clamp(max=ratio_cap)
@@ -83,13 +93,29 @@ def tis(logprob: Tensor, entries: Entries, *, ratio_cap: float) -> EntryLoss:
     return EntryLoss(loss, ratio > ratio_cap)
 
 
-def ppo_clip(logprob: Tensor, entries: Entries, *, clip_low: float, clip_high: float) -> EntryLoss:
-    """-min(r A, clip(r, 1 - low, 1 + high) A): PPO's clipped objective."""
-    return _clipped(_ratio(logprob, entries), entries.advantage, low=clip_low, high=clip_high)
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """Where ppo_clip and gspo stop a step.
+
+    Attributes:
+        low: Ratios below 1 - low count as that.
+        high: Ratios above 1 + high count as that.
+        dual: At a negative advantage the loss is at most dual * |A|. The anchor is the engine's
+            log-probability, several versions old, so large ratios there are normal.
+    """
+
+    low: float
+    high: float
+    dual: float
 
 
-def gspo(logprob: Tensor, entries: Entries, *, clip_low: float, clip_high: float) -> EntryLoss:
-    """PPO's clipped objective with one ratio for each sample: the geometric mean of its entries'.
+def ppo_clip(logprob: Tensor, entries: Entries, *, clip: Clip) -> EntryLoss:
+    """-min(r A, clip(r, 1 - low, 1 + high) A), and at most dual |A| if A < 0."""
+    return _clipped(_ratio(logprob, entries), entries.advantage, clip=clip)
+
+
+def gspo(logprob: Tensor, entries: Entries, *, clip: Clip) -> EntryLoss:
+    """As ppo_clip, with one ratio for each sample: the geometric mean of its entries' ratios.
 
     Differs from the paper: a sample counts by its length, as loss weights divide by entries.
     """
@@ -97,8 +123,8 @@ def gspo(logprob: Tensor, entries: Entries, *, clip_low: float, clip_high: float
     zeros = torch.zeros(entries.sample_count, dtype=logprob.dtype, device=logprob.device)
     totals = zeros.index_add(0, entries.sample, log_ratio)
     counts = zeros.index_add(0, entries.sample, torch.ones_like(log_ratio))
-    ratio = torch.exp(totals / counts.clamp(min=1))[entries.sample]
-    return _clipped(ratio, entries.advantage, low=clip_low, high=clip_high)
+    mean = (totals / counts.clamp(min=1))[entries.sample]
+    return _clipped(_exponential(mean), entries.advantage, clip=clip)
 
 
 def icepop(logprob: Tensor, entries: Entries, *, mask_low: float, mask_high: float) -> EntryLoss:
@@ -112,7 +138,8 @@ def icepop(logprob: Tensor, entries: Entries, *, mask_low: float, mask_high: flo
 def near_reference(loss: LossFunction, *, weight: float) -> LossFunction:
     """The loss plus weight * k3 of KL(policy || reference): x - 1 - log x, x = reference / policy.
 
-    Source: GRPO, arXiv 2402.03300 eq. 4. Entries without a reference add 0.
+    Source: GRPO, arXiv 2402.03300 eq. 4. Differs: at most KL_MAX an entry. Entries without a
+    reference add 0.
     """
 
     def with_kl(logprob: Tensor, entries: Entries) -> EntryLoss:
@@ -121,7 +148,8 @@ def near_reference(loss: LossFunction, *, weight: float) -> LossFunction:
             return result
         # Where there is no reference, log(policy / policy) = 0: no loss, and no gradient of NaN.
         log_ratio = torch.where(entries.reference.isnan(), logprob, entries.reference) - logprob
-        kl = torch.exp(log_ratio) - 1 - log_ratio
+        log_ratio = log_ratio.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX)
+        kl = (torch.exp(log_ratio) - 1 - log_ratio).clamp(max=KL_MAX)
         return EntryLoss(result.loss + weight * kl, result.is_limited)
 
     return with_kl
@@ -138,15 +166,14 @@ def loss_function(settings: Loss, *, user: UserLoss | None = None) -> LossFuncti
     Raises:
         ValueError: the name is unknown, or the user's function is missing.
     """
+    clip = Clip(settings.clip_low, settings.clip_high, settings.clip_dual)
     known: dict[str, LossFunction] = {
         "cispo": lambda logprob, entries: cispo(logprob, entries, ratio_cap=settings.ratio_cap),
-        "tis": lambda logprob, entries: tis(logprob, entries, ratio_cap=settings.ratio_cap),
-        "ppo_clip": lambda logprob, entries: ppo_clip(
-            logprob, entries, clip_low=settings.clip_low, clip_high=settings.clip_high
+        "truncated_is": lambda logprob, entries: truncated_is(
+            logprob, entries, ratio_cap=settings.ratio_cap
         ),
-        "gspo": lambda logprob, entries: gspo(
-            logprob, entries, clip_low=settings.clip_low, clip_high=settings.clip_high
-        ),
+        "ppo_clip": lambda logprob, entries: ppo_clip(logprob, entries, clip=clip),
+        "gspo": lambda logprob, entries: gspo(logprob, entries, clip=clip),
         "icepop": lambda logprob, entries: icepop(
             logprob, entries, mask_low=settings.mask_low, mask_high=settings.mask_high
         ),
@@ -177,10 +204,16 @@ def _with_reference(loss: LossFunction, settings: Loss) -> LossFunction:
 
 
 def _ratio(logprob: Tensor, entries: Entries) -> Tensor:
-    return torch.exp(logprob - entries.behaviour)
+    return _exponential(logprob - entries.behaviour)
 
 
-def _clipped(ratio: Tensor, advantage: Tensor, *, low: float, high: float) -> EntryLoss:
+def _exponential(log_ratio: Tensor) -> Tensor:
+    return torch.exp(log_ratio.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX))
+
+
+def _clipped(ratio: Tensor, advantage: Tensor, *, clip: Clip) -> EntryLoss:
     free = ratio * advantage
-    clipped = ratio.clamp(1 - low, 1 + high) * advantage
-    return EntryLoss(-torch.minimum(free, clipped), clipped < free)
+    clipped = torch.minimum(free, ratio.clamp(1 - clip.low, 1 + clip.high) * advantage)
+    least = (clip.dual * advantage).masked_fill(advantage >= 0, -torch.inf)
+    gain = torch.maximum(clipped, least)
+    return EntryLoss(-gain, gain != free)

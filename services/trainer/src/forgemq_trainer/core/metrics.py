@@ -5,8 +5,10 @@ is taken over the entries that the current version sampled: there both ran the s
 gap is numerical noise only.
 """
 
+import math
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from forgemq_contracts.steps import ScheduledGroup, TrainingMetrics
@@ -74,10 +76,17 @@ class GroupTotals:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppliedUpdate:
-    """What the optimizer did: its rate, and the gradient's norm before clipping."""
+    """What the optimizer did.
+
+    Attributes:
+        lr: Learning rate of the step.
+        grad_norm: Norm of the gradient before clipping; 0 if it was not finite.
+        skipped_in_a_row: Steps up to this one that changed no weight for that reason.
+    """
 
     lr: float
     grad_norm: float
+    skipped_in_a_row: int
 
 
 def entry_metrics(values: EntryValues, *, current_version: int) -> EntryMetrics:
@@ -148,8 +157,12 @@ def training_metrics(
     update: AppliedUpdate,
     forward_backward_s: float,
 ) -> TrainingMetrics:
-    """The step's metrics in the form of its TrainedStep record."""
-    return TrainingMetrics(
+    """The step's metrics in the form of its TrainedStep record: all finite, 0 for what is not.
+
+    JSON has no other numbers, and a checkpoint that names one would not read back. A step with a
+    number that is not finite has changed no weight, and `skipped_in_a_row` says so.
+    """
+    metrics = TrainingMetrics(
         loss=entries.loss,
         grad_norm=update.grad_norm,
         lr=update.lr,
@@ -174,4 +187,9 @@ def training_metrics(
         flop_ratio_attention=saved.flop_ratio_attention,
         route_disagreements=totals.route_disagreements,
         kl_reference=entries.kl_reference,
+        skipped_in_a_row=update.skipped_in_a_row,
+    )
+    values = msgspec.structs.asdict(metrics).items()
+    return msgspec.structs.replace(
+        metrics, **{name: 0.0 for name, value in values if not math.isfinite(value)}
     )

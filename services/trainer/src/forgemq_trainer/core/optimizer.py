@@ -70,7 +70,7 @@ class Updater:
         """Clip, step, and drop the gradients; returns the norm before clipping.
 
         Raises:
-            NonFiniteGradientError: neither weights nor state have changed.
+            NonFiniteGradientError: No weight and no moment was changed; the gradients are dropped.
         """
         with_grad = [master for master in self._masters.values() if master.grad is not None]
         try:
@@ -78,6 +78,7 @@ class Updater:
                 with_grad, self._settings.grad_norm_max, error_if_nonfinite=True
             )
         except RuntimeError as error:
+            self._adamw.zero_grad(set_to_none=True)
             raise NonFiniteGradientError(
                 "the gradient norm is not finite; the step was not applied"
             ) from error

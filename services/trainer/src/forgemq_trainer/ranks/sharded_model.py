@@ -1,14 +1,15 @@
 """The model of a trainer with several ranks: each rank holds a shard of every parameter."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch import Tensor
 
 from forgemq_contracts.run import RunConfiguration
-from forgemq_settings.environment import SettingsError
-from forgemq_trainer.core.assignment import plan_rounds
+from forgemq_trainer.core.assignment import Round, plan_rounds
 from forgemq_trainer.core.rounds import forward_backward_rounds, values_bytes, values_of
 from forgemq_trainer.core.step import EntryValues, Objective, merged
+from forgemq_trainer.core.tree import Forest
 from forgemq_trainer.model import DTYPES, load_model
 from forgemq_trainer.ranks.ranks import Ranks
 from forgemq_trainer.ranks.sharded_updater import ShardedUpdater
@@ -16,7 +17,7 @@ from forgemq_trainer.ranks.sharding import FsdpShards, shard, whole_state
 
 
 class ShardedModel:
-    """One rank's shards of the model and of the optimizer; every method is collective."""
+    """One rank's shards of model and optimizer; every method but `plan` is collective."""
 
     def __init__(
         self, folder: Path, configuration: RunConfiguration, *, ranks: Ranks, device: str
@@ -39,30 +40,30 @@ class ShardedModel:
 
         Returns:
             On rank 0 the values of all entries; on the others those of their own.
-
-        Raises:
-            SettingsError: the memory budget does not hold the keys and values of a whole tree.
         """
-        try:
-            rounds = plan_rounds(
-                objective.forests,
-                shape=self.policy.shape,
-                world_size=self._ranks.world_size,
-                budget_bytes=self._trainer.memory_budget_bytes,
-                head_chunk=self._trainer.head_chunk_tokens,
-            )
-        except ValueError as error:
-            # A SettingsError ends the process for good: after a restart the budget is the same.
-            raise SettingsError(str(error)) from error
         own = forward_backward_rounds(
             self.policy,
             objective,
-            rounds,
+            self.plan(objective.forests),
             peers=self._ranks,
             head_chunk=self._trainer.head_chunk_tokens,
         )
         everyones = self._ranks.gather_bytes(values_bytes(own))
         return merged([values_of(part) for part in everyones]) if everyones else own
+
+    def plan(self, forests: Sequence[Forest]) -> tuple[Round, ...]:
+        """The rounds of a step over these trees, the same on every rank.
+
+        Raises:
+            ValueError: The memory budget does not hold the keys and values of a whole tree.
+        """
+        return plan_rounds(
+            forests,
+            shape=self.policy.shape,
+            world_size=self._ranks.world_size,
+            budget_bytes=self._trainer.memory_budget_bytes,
+            head_chunk=self._trainer.head_chunk_tokens,
+        )
 
     def whole_weights(self) -> dict[str, Tensor] | None:
         """All weights by name on rank 0, in host memory; empty on the others."""

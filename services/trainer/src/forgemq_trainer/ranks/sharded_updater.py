@@ -32,7 +32,8 @@ class ShardedUpdater:
         """Clip by the norm over all ranks, step, and drop the gradients; returns that norm.
 
         Raises:
-            NonFiniteGradientError: no rank has changed anything.
+            NonFiniteGradientError: On every rank: no weight and no moment was changed; the
+                gradients are dropped.
         """
         # FSDP leaves a sharded gradient at the parameter; AdamW runs on the local shards.
         for name, parameter in self._parameters.items():
@@ -43,6 +44,7 @@ class ShardedUpdater:
         norms = torch.stack([torch.linalg.vector_norm(grad) for grad in owed])
         norm = self._shards.all_reduce(norms.square().sum()).sqrt()
         if not bool(norm.isfinite()):
+            self._drop_gradients()
             raise NonFiniteGradientError(
                 "the gradient norm is not finite; the step was not applied"
             )
@@ -52,9 +54,12 @@ class ShardedUpdater:
         for group in self._adamw.param_groups:
             group["lr"] = lr
         self._adamw.step()
+        self._drop_gradients()
+        return float(norm)
+
+    def _drop_gradients(self) -> None:
         for name, parameter in self._parameters.items():
             self._masters[name].grad = parameter.grad = None
-        return float(norm)
 
     def state(self) -> dict[str, Tensor]:
         """All state by name, every tensor whole, in rank 0's host memory; {} on the others.
