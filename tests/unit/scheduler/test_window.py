@@ -80,6 +80,12 @@ def test_a_window_below_one_is_refused():
         WindowedFifo(window=0)
 
 
+def first_of_the_window(fifo: WindowedFifo, *, window: int) -> int | None:
+    """The definition, by a look at everything: the oldest finish among the first W positions."""
+    _, order, _, finished = fifo.snapshot()
+    return next((index for index, _ in finished if index in order[:window]), None)
+
+
 @given(
     window=st.integers(1, 5),
     moves=st.lists(
@@ -105,10 +111,14 @@ def test_no_order_of_events_breaks_the_window(window, moves):
         elif index is not None:
             fifo.remove(index)
         fifo._check()
+        takeable = fifo.next_takeable()
+        assert (takeable and takeable[0]) == first_of_the_window(fifo, window=window)
         restored = WindowedFifo(window=window)
         next_index, order, taken_now, finished = fifo.snapshot()
         restored.restore(next_index=next_index, order=order, taken=taken_now, finished=finished)
         assert restored.snapshot() == fifo.snapshot()
+        restored._check()
+        assert restored.next_takeable() == takeable
 
 
 def slowest_last(*, slots: int, per_step: int, window: int, steps: int) -> int:

@@ -4,6 +4,7 @@ Source: windowed FIFO of MiniMax's Forge, arXiv 2605.26494 section 6.
 """
 
 from bisect import bisect_left
+from heapq import heapify, heappop, heappush
 
 from forgemq_contracts.groups import MergedGroup
 
@@ -18,6 +19,9 @@ class WindowedFifo:
 
     Example: W=3, indices 0 to 4, all but 0 finished. 1 and 2 are taken. 3 is finished but waits,
     because 0, 1 and 2 are the window. 0 retires: H jumps to 3, and 3 and 4 may be taken.
+
+    The last index of the window never falls: whatever leaves the queue moves it up. So a finished
+    index enters the window once, and `next_takeable` costs O(log N) however many wait outside.
     """
 
     def __init__(self, *, window: int) -> None:
@@ -28,6 +32,10 @@ class WindowedFifo:
         self._order: list[int] = []  # ascending; from H on, taken ones included
         self._taken: set[int] = set()  # members of _order
         self._finished: dict[int, MergedGroup] = {}  # untaken members of _order, oldest first
+        self._finish_count = 0
+        # Finished indices; those that left the queue are dropped when they come to the top.
+        self._outside: list[tuple[int, int]] = []  # heap of (index, number of its finish)
+        self._inside: list[tuple[int, int]] = []  # heap of (number of its finish, index)
 
     @property
     def head(self) -> int | None:
@@ -43,6 +51,9 @@ class WindowedFifo:
 
     def finish(self, index: int, merged: MergedGroup) -> None:
         """Note that the group can train; it may be taken once it is in the window."""
+        if index not in self._finished:
+            self._finish_count += 1
+            heappush(self._outside, (index, self._finish_count))
         self._finished[index] = merged
 
     def is_finished(self, index: int) -> bool:
@@ -60,9 +71,15 @@ class WindowedFifo:
         if not self._finished:
             return None
         last = self._order[min(self._window, len(self._order)) - 1]
-        return next(
-            ((index, merged) for index, merged in self._finished.items() if index <= last), None
-        )
+        while self._outside and self._outside[0][0] <= last:
+            index, number = heappop(self._outside)
+            heappush(self._inside, (number, index))
+        while self._inside:
+            _, index = self._inside[0]
+            if index in self._finished:
+                return index, self._finished[index]
+            heappop(self._inside)
+        return None
 
     def take(self, index: int) -> None:
         """Note that a step has taken the group; the head moves if this was the head."""
@@ -102,6 +119,10 @@ class WindowedFifo:
         self._order = list(order)
         self._taken = set(taken)
         self._finished = dict(finished)
+        self._finish_count = len(finished)
+        self._inside = []
+        self._outside = [(index, number) for number, (index, _) in enumerate(finished, 1)]
+        heapify(self._outside)
 
     def _drop_taken_head(self) -> None:
         passed = 0
@@ -116,6 +137,8 @@ class WindowedFifo:
         assert self.head not in self._taken, "the head must not be taken"
         assert self._taken <= set(self._order), "taken indices behind the head must be dropped"
         assert set(self._finished) <= set(self._order) - self._taken, "finished implies untaken"
+        waiting = {index for index, _ in self._outside} | {index for _, index in self._inside}
+        assert set(self._finished) <= waiting, "a finished index waits in or outside the window"
         if self._taken:
             reach = self._order.index(max(self._taken))
             assert reach < self._window, f"position {reach} taken with window {self._window}"
