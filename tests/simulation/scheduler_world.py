@@ -86,6 +86,9 @@ class World:
     def handle(self, event: Message | Tick) -> None:
         outputs = self.core.handle(event)
         self.core._check()
+        written = len(outputs)
+        self.core._advance()
+        assert len(self.core._outputs) == written, "a second look decides nothing more"
         for output in outputs:
             match output.record:
                 case AdmittedGroup() as admitted:

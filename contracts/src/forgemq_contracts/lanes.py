@@ -50,6 +50,9 @@ class LaneLiveness:
     def __init__(self) -> None:
         self._lanes: dict[int, KnownLane] = {}
         self.floor: WeightsId | None = None
+        self._passed_ms = 0
+        self.revision = 0
+        """Rises with the floor, and if a report says more than that a live lane is still there."""
 
     def observe(self, report: ReportedEngine, *, at_ms: int) -> bool:
         """Apply a heartbeat; False if it is ignored because the lane has a newer epoch."""
@@ -62,14 +65,17 @@ class LaneLiveness:
             # Heartbeats and LoadedWeights are on two topics without a common order. A lane never
             # serves older weights than before under one epoch, so the newest it named hold.
             weights = max(weights, known.weights)
-        self._lanes[report.lane] = KnownLane(
+        heard = KnownLane(
             lane=report.lane,
             epoch=report.epoch,
             is_serving=report.is_serving,
             weights=weights,
             heard_ms=at_ms,
         )
-        self.pass_time(at_ms)
+        is_news = known is None or not _says_the_same(known, heard)
+        self._keep(heard, is_news=is_news)
+        if is_news or at_ms != self._passed_ms:
+            self.pass_time(at_ms)
         return True
 
     def observe_loaded(self, loaded: LoadedWeights, *, at_ms: int) -> None:
@@ -81,24 +87,28 @@ class LaneLiveness:
         is_same_epoch = known is not None and loaded.epoch == known.epoch
         if known is not None and is_same_epoch:
             weights = max(weights, known.weights)
-        self._lanes[loaded.lane] = KnownLane(
+        served = KnownLane(
             lane=loaded.lane,
             epoch=loaded.epoch,
             is_serving=known is not None and is_same_epoch and known.is_serving,
             weights=weights,
             heard_ms=known.heard_ms if known is not None and is_same_epoch else at_ms,
         )
+        self._keep(served, is_news=True)
         self.pass_time(at_ms)
 
     def pass_time(self, at_ms: int) -> None:
         """Raise the floor to what all lanes serve that are live at this moment."""
+        self._passed_ms = at_ms
         oldest = min((lane.weights for lane in self.live(at_ms)), default=None)
         if oldest is not None:
             self.raise_floor(oldest)
 
     def raise_floor(self, weights: WeightsId) -> None:
         """Give lanes behind these weights no requests from here on."""
-        self.floor = weights if self.floor is None else max(self.floor, weights)
+        if self.floor is None or weights > self.floor:
+            self.floor = weights
+            self.revision += 1
 
     def live(self, at_ms: int) -> tuple[KnownLane, ...]:
         """Lanes that serve and were heard of in time, by number."""
@@ -131,3 +141,18 @@ class LaneLiveness:
         """Replace all state with what `known` and `floor` were."""
         self._lanes = {lane.lane: lane for lane in lanes}
         self.floor = floor
+        self.revision += 1
+
+    def _keep(self, lane: KnownLane, *, is_news: bool) -> None:
+        self._lanes[lane.lane] = lane
+        self.revision += is_news
+
+
+def _says_the_same(before: KnownLane, heard: KnownLane) -> bool:
+    """Whether a lane only says that it is still there, and was not thought dead."""
+    is_same = (before.epoch, before.is_serving, before.weights) == (
+        heard.epoch,
+        heard.is_serving,
+        heard.weights,
+    )
+    return is_same and heard.heard_ms - before.heard_ms <= LANE_LAPSE_MS

@@ -78,6 +78,9 @@ class Scene:
     def _handle(self, event: Message | Tick) -> list[msgspec.Struct]:
         outputs = self.core.handle(event)
         self.core._check()
+        written = len(outputs)
+        self.core._advance()
+        assert len(self.core._outputs) == written, "a second look decides nothing more"
         for output in outputs:
             self.places.append((output.topic, output.partition))
             match output.record:

@@ -13,6 +13,10 @@ class ServedLanes:
     def __init__(self) -> None:
         self._lanes = LaneLiveness()
         self._now_ms = 0
+        # Asked several times for each record; computed anew if lanes or time changed.
+        self._computed_for = (-1, -1)  # revision of the lanes, run time
+        self._live: tuple[KnownLane, ...] = ()
+        self._at_admission: WeightsId | None = None
 
     def on_time(self, now_ms: int) -> None:
         """Advance run time; lanes that were silent for too long stop to count."""
@@ -33,9 +37,15 @@ class ServedLanes:
         return self._lanes.floor
 
     @property
+    def revision(self) -> int:
+        """Rises if a report says more than that a live lane is still there."""
+        return self._lanes.revision
+
+    @property
     def is_any_live(self) -> bool:
         """Whether some engine could generate at this moment."""
-        return bool(self._lanes.live(self._now_ms))
+        self._compute()
+        return bool(self._live)
 
     def at_admission(self) -> WeightsId | None:
         """Lineage and version that no token of a group admitted at this moment is behind.
@@ -44,12 +54,8 @@ class ServedLanes:
         its checkpoint, which may be older than `served`; a live lane that is there already makes
         tokens of that version, so it counts.
         """
-        if self.served is None:
-            return None
-        lineage, version = self.served
-        live = self._lanes.live(self._now_ms)
-        newer = (lane.weights[1] for lane in live if lane.weights[0] > lineage)
-        return lineage, min([version, *newer])
+        self._compute()
+        return self._at_admission
 
     def version(self) -> int | None:
         """The version of `at_admission`."""
@@ -66,3 +72,14 @@ class ServedLanes:
         """Replace all state."""
         self._lanes.restore(lanes, floor=served)
         self._now_ms = now_ms
+
+    def _compute(self) -> None:
+        key = (self._lanes.revision, self._now_ms)
+        if key == self._computed_for:
+            return
+        self._computed_for, self._live = key, self._lanes.live(self._now_ms)
+        self._at_admission = self.served
+        if self.served is not None:
+            lineage, version = self.served
+            newer = (lane.weights[1] for lane in self._live if lane.weights[0] > lineage)
+            self._at_admission = lineage, min([version, *newer])

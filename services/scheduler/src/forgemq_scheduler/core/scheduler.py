@@ -58,10 +58,14 @@ class SchedulerCore:
     def handle(self, event: Event) -> Sequence[Output]:
         """Apply one event; return the records to write, in order."""
         self._outputs = []
+        lanes = self._lanes.revision
         if isinstance(event, Tick):
             self._on_tick(event)
         else:
             self._on_record(event.record)
+            if isinstance(event.record, ReportedEngine) and lanes == self._lanes.revision:
+                # Most records are heartbeats, and one without news changes no decision.
+                return self._outputs
         self._advance()
         return self._outputs
 
