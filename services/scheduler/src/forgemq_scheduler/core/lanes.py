@@ -13,7 +13,7 @@ class ServedLanes:
     def __init__(self) -> None:
         self._lanes = LaneLiveness()
         self._now_ms = 0
-        # Asked several times for each record; computed anew if lanes or time changed.
+        # Asked several times for each record; computed again if lanes or time changed.
         self._computed_for = (-1, -1)  # revision of the lanes, run time
         self._live: tuple[KnownLane, ...] = ()
         self._at_admission: WeightsId | None = None
