@@ -15,7 +15,7 @@ say() { printf 'setup: %s\n' "$*"; }
 "$venv/bin/python" -m pip --version >/dev/null 2>&1 || "$venv/bin/python" -m ensurepip -q
 # uv itself comes from the lock too, so that a uv of the machine's owner neither helps nor harms.
 sed -n '/^uv==/,/^[^ ]/{/^uv==/p;/^ .*--hash/p}' requirements.lock >"$venv/uv.lock"
-"$venv/bin/python" -m pip install -q --no-deps --require-hashes -r "$venv/uv.lock"
+"$venv/bin/python" -m pip install -q --disable-pip-version-check --no-deps --require-hashes -r "$venv/uv.lock"
 uv=$venv/bin/uv
 VIRTUAL_ENV=$(cd "$venv" && pwd)
 export VIRTUAL_ENV

@@ -1,7 +1,7 @@
 # SGLang on a CPU, for a cluster without GPUs: the locked packages and ForgeMQ's platform plug-in.
 # Build from the root: docker build -f deploy/engine/cpu.Dockerfile .
 FROM python:3.11-slim-bookworm AS build
-RUN pip install --no-cache-dir uv==0.13.8
+RUN pip install --no-cache-dir uv==0.13.9
 ENV UV_PYTHON_DOWNLOADS=never VIRTUAL_ENV=/venv
 WORKDIR /source
 COPY requirements.lock overrides.txt ./

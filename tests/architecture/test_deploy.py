@@ -74,6 +74,16 @@ def test_the_image_starts_the_service(service: str):
         assert (ROOT / f"services/{service}/src/forgemq_{service}/__main__.py").exists()
 
 
+def test_images_are_built_with_the_locked_uv():
+    lock = (ROOT / "requirements.lock").read_text(encoding="utf-8")
+    (version,) = re.findall(r"^uv==(\S+)", lock, re.MULTILINE)
+    dockerfiles = sorted(ROOT.glob("services/*/Dockerfile")) + sorted(
+        ROOT.glob("deploy/*/*ockerfile")
+    )
+    used = {found for path in dockerfiles for found in re.findall(r"\buv==(\S+)", path.read_text())}
+    assert used == {version}
+
+
 @functools.cache
 def manifests(overlay: Path) -> list[dict]:
     if shutil.which("kubectl") is None:
