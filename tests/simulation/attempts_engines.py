@@ -52,6 +52,7 @@ class Engine(msgspec.Struct, eq=False):
     epoch: int
     is_alive: bool = True
     silent_until_ms: int = 0
+    failing_until_ms: int = 0
     loading_until_ms: int = 0
     version: int = 0
     known: set[str] = msgspec.field(default_factory=set)
@@ -109,12 +110,15 @@ class Engines:
         )
 
     def fail_one(self) -> None:
-        """It dies, is cut off, loads weights, or is replaced while it still works."""
+        """It dies, is cut off, fails all requests, loads weights, or is replaced and works on."""
         now_ms = self.calendar.now_ms
         engine = self.random.choice(self.newest)
-        kind = self.random.choice(("dies", "is silent", "loads", "is replaced"))
+        kind = self.random.choice(("dies", "is silent", "fails", "loads", "is replaced"))
         if kind == "is silent":
             engine.silent_until_ms = now_ms + self.random.randint(2000, 15_000)
+            return
+        if kind == "fails":
+            engine.failing_until_ms = now_ms + self.random.randint(500, 12_000)
             return
         if kind == "loads":
             engine.loading_until_ms = now_ms + self.random.randint(500, 4000)
@@ -131,7 +135,9 @@ class Engines:
             return
         lost = record.is_delta and record.parent_id not in engine.known
         failure: FailureKind | None = "context_missing" if lost else None
-        if self.calendar.happens(0.15):
+        if self.calendar.now_ms < engine.failing_until_ms:
+            failure = "engine"
+        elif self.calendar.happens(0.15):
             failure = self.calendar.random.choice(
                 ("engine", "engine", "engine", "context_overflow")
             )

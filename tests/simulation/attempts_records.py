@@ -20,14 +20,6 @@ def parse(_: bytes, __: str, ___: Sequence[Mapping[str, Any]], ____: bytes) -> R
     return Reply(parts=(Text("yes"),))
 
 
-class Heard(msgspec.Struct):
-    """The newest heartbeat of a lane that the gateway got."""
-
-    epoch: int
-    at_ms: int
-    is_serving: bool
-
-
 class Client(msgspec.Struct, eq=False):
     """An agent's conversation: one request after the other, each on top of the previous reply."""
 

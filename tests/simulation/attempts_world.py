@@ -15,7 +15,6 @@ from forgemq_contracts.completions import (
 )
 from forgemq_contracts.episodes import OpenedEpisode
 from forgemq_contracts.groups import AdmittedGroup, RetiredGroup
-from forgemq_contracts.lanes import LANE_LAPSE_MS
 from forgemq_contracts.weights import ReportedEngine
 from forgemq_gateway.core.attempts import (
     DEADLINE_GRACE_MS,
@@ -26,9 +25,11 @@ from forgemq_gateway.core.attempts import (
     Effects,
     FailTurn,
     Moment,
+    ReportCircuit,
     ReportFailure,
     SendAttempt,
 )
+from forgemq_gateway.core.circuits import PAUSE_S_MAX
 from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.errors import RefusedError, gone, invalid
 from forgemq_gateway.core.history import KnownCompletion
@@ -36,9 +37,9 @@ from forgemq_gateway.core.lanes import Lanes
 from forgemq_gateway.core.registry import Registry
 from forgemq_gateway.core.turns import OpenTurn
 from tests.simulation.attempts_engines import Calendar, Engines
+from tests.simulation.attempts_hearing import Hearing
 from tests.simulation.attempts_records import (
     Client,
-    Heard,
     admitted_group,
     opened_episode,
     parse,
@@ -69,10 +70,9 @@ class World:
         self.requested_log: list[RequestedCompletion] = []
         self.cancelled_log: list[CancelledCompletion] = []
         self.finished_log: list[FinishedCompletion] = []
-        self.reports: dict[int, ReportedEngine] = {}
-        self.heard: dict[int, Heard] = {}
+        self.hearing = Hearing()
         self.excused: set[str] = set()
-        self.answers = self.refusals = self.moves = 0
+        self.answers = self.refusals = self.moves = self.circuits = 0
         self.start()
         self.engines.start()
         for _ in range(3):
@@ -86,13 +86,11 @@ class World:
         self.attempts._check()
         self.check_lanes()
 
+    now_ms = property(lambda self: self.calendar.now_ms)
+
     @property
     def at(self) -> Moment:
         return Moment(now_s=self.now_ms / 1000, wall_ms=self.now_ms)
-
-    @property
-    def now_ms(self) -> int:
-        return self.calendar.now_ms
 
     # The gateway.
 
@@ -116,8 +114,9 @@ class World:
             self.registry.apply_requested_completion(requested)
         for cancelled in self.cancelled_log:
             self.registry.apply_cancelled_completion(cancelled)
-        for lane, report in self.reports.items():
-            self.attempts.restore_lane(report, heard_s=self.heard[lane].at_ms / 1000)
+        self.hearing.note_restart()
+        for heard in self.hearing.lanes.values():
+            self.attempts.restore_lane(heard.report, heard_s=heard.at_ms / 1000)
         self.attempts.restore(self.registry.take_restored_turns())
         self.read_offset = len(self.finished_log)
         self.check_restored()
@@ -158,7 +157,8 @@ class World:
                     self.on_sent(record)
                 case CancelAttempt(record):
                     assert record.attempt == self.requested[record.request_id].attempt
-                    assert not self.waiting_for(record.request_id), "cancelled under a client"
+                    if self.is_held(record.lane, self.requested[record.request_id].epoch):
+                        assert not self.waiting_for(record.request_id), "cancelled under a client"
                     self.on_cancelled(record)
                 case AnswerTurn(completion):
                     self.on_answered(completion)
@@ -167,6 +167,9 @@ class World:
                 case ReportFailure(request_id, failure):
                     assert self.waiting_for(request_id), "a failure is reported of an idle turn"
                     self.errors[request_id] = self.errors.get(request_id, 0) + (failure == "engine")
+                case ReportCircuit(lane, pause_s):
+                    assert lane in self.hearing.lanes
+                    self.circuits += 0 < pause_s <= PAUSE_S_MAX
         assert all(count < ENGINE_ERRORS_MAX for count in self.errors.values()), "too many tries"
 
     def on_sent(self, record: RequestedCompletion) -> None:
@@ -215,25 +218,27 @@ class World:
     def check_sent(self, record: RequestedCompletion) -> None:
         """An attempt goes to a live lane, for a client, and only if the previous one is over."""
         assert self.waiting_for(record.request_id), "sent with no client waiting"
-        assert self.is_live(record.lane, record.epoch), "sent to a lane that is not live"
+        is_live = self.hearing.is_live(record.lane, record.epoch, now_ms=self.now_ms)
+        assert is_live, "sent to a lane that is not live"
         assert self.now_ms <= record.deadline_ms + DEADLINE_GRACE_MS, "sent past its deadline"
         previous = self.requested.get(record.request_id)
         if previous is None:
             assert record.attempt == 0
             return
         assert record.attempt == previous.attempt + 1, "attempts are numbered without gaps"
-        has_lost_lane = not self.is_heard(previous.lane, previous.epoch)
+        has_lost_lane = not self.is_held(previous.lane, previous.epoch)
         assert has_lost_lane or record.request_id in self.excused, "moved without a reason"
         self.moves += 1
 
     def check_moved(self) -> None:
-        """After a tick no client's attempt is on a lost lane, unless no lane is live."""
-        if not any(self.is_live(lane, heard.epoch) for lane, heard in self.heard.items()):
+        """After a tick no client's attempt is on a lost lane, unless no lane takes requests."""
+        if all(self.is_open(lane) for lane in self.hearing.lanes):
             return
         for client in self.clients:
             turn = client.turn
-            if turn is not None and turn.sent:
-                assert self.is_heard(turn.lane, turn.epoch), "left on a lane that is lost"
+            # A turn that an engine failed is on no lane while it pauses or all circuits are open.
+            if turn is not None and turn.sent and turn.lane >= 0:
+                assert self.is_held(turn.lane, turn.epoch), "left on a lane that is lost"
 
     def check_restored(self) -> None:
         """An attempt that the log says has ended is on no lane after a restart."""
@@ -251,19 +256,19 @@ class World:
         count: dict[int, int] = {}
         for _, episode in self.registry.episodes():
             for turn in episode.turns.values():
-                heard = self.heard.get(turn.lane)
-                if heard is not None and heard.epoch == turn.epoch:
+                heard = self.hearing.lanes.get(turn.lane)
+                if heard is not None and heard.report.epoch == turn.epoch:
                     count[turn.lane] = count.get(turn.lane, 0) + 1
         assert {n: c for n, c in self.attempts.in_flight().items() if c} == count
 
-    def is_heard(self, lane: int, epoch: int) -> bool:
-        heard = self.heard.get(lane)
-        if heard is None or heard.epoch != epoch:
-            return False
-        return self.now_ms - heard.at_ms <= LANE_LAPSE_MS
+    def is_held(self, lane: int, epoch: int) -> bool:
+        return self.hearing.holds(lane, epoch, now_ms=self.now_ms)
 
-    def is_live(self, lane: int, epoch: int) -> bool:
-        return self.is_heard(lane, epoch) and self.heard[lane].is_serving
+    def is_open(self, lane: int) -> bool:
+        """Whether this lane is dead, or takes nothing because its engine failed."""
+        epoch, circuits = self.hearing.epoch(lane), self.attempts._lanes.circuits
+        takes = circuits.takes_requests(lane, epoch, now_s=self.at.now_s)
+        return not (self.hearing.is_live(lane, epoch, now_ms=self.now_ms) and takes)
 
     # Clients.
 
@@ -364,10 +369,7 @@ class World:
     # Lanes.
 
     def report(self, record: ReportedEngine) -> None:
-        heard = self.heard.get(record.lane)
-        if heard is None or record.epoch >= heard.epoch:
-            self.heard[record.lane] = Heard(record.epoch, self.now_ms, record.is_serving)
-            self.reports[record.lane] = record
+        self.hearing.note(record, at_ms=self.now_ms)
         effects = self.attempts.take_report(record, heard_s=self.at.now_s, at=self.at)
         self.apply(effects)
 

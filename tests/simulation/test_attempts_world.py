@@ -25,6 +25,7 @@ def test_the_worlds_together_reach_every_way_a_turn_can_end() -> None:
     assert sum(world.moves for world in worlds) > 50
     assert sum(len(world.cancelled_log) for world in worlds) > 50
     assert sum(len(world.retired) for world in worlds) > 5
+    assert sum(world.circuits for world in worlds) > 1
 
 
 @pytest.mark.simulation

@@ -59,9 +59,9 @@ class Scene:
         )
         return self.attempts.dispatch(self.episode, self.turn, prepared, at=at(now_s))
 
-    def report(self, *, now_s: float = 0.0, epoch: int = 1) -> Effects:
+    def report(self, *, now_s: float = 0.0, epoch: int = 1, lane: int = 0) -> Effects:
         record = ReportedEngine(
-            lane=0,
+            lane=lane,
             epoch=epoch,
             url="",
             is_serving=True,
@@ -73,7 +73,7 @@ class Scene:
         )
         return self.attempts.take_report(record, heard_s=now_s, at=at(now_s))
 
-    def fail(self, failure: FailureKind) -> Effects:
+    def fail(self, failure: FailureKind, *, now_s: float = 0.0) -> Effects:
         result = LaneResult(
             episode=self.episode,
             request_id=self.turn.request_id,
@@ -82,7 +82,7 @@ class Scene:
             failure=failure,
             error="why",
         )
-        return self.attempts.take_result(result, at=at(0.0))
+        return self.attempts.take_result(result, at=at(now_s))
 
 
 def at(now_s: float) -> Moment:
@@ -137,7 +137,7 @@ def test_a_new_epoch_gets_the_turn_as_the_next_attempt() -> None:
         (["engine", "cancelled", "engine"], 503),
         (["context_missing", "engine", "context_missing", "engine"], 503),
         (["context_overflow"], 400),
-        (["engine", "deadline"], 504),
+        (["engine", "context_overflow"], 400),
     ],
 )
 def test_after_these_failures_the_clients_hear(failures: list[FailureKind], status: int) -> None:
@@ -145,11 +145,84 @@ def test_after_these_failures_the_clients_hear(failures: list[FailureKind], stat
     scene = Scene()
     scene.report()
     scene.dispatch()
-    for failure in failures[:-1]:
-        assert kinds(scene.fail(failure)) == [ReportFailure, SendAttempt]
+    for number, failure in enumerate(failures[:-1]):
+        if number == 0 and failure == "context_missing":
+            assert kinds(scene.fail(failure)) == [ReportFailure, SendAttempt]
+        else:
+            assert kinds(scene.fail(failure)) == [ReportFailure]
+            assert kinds(scene.attempts.tick(at(2.0))) == [SendAttempt]
     effects = scene.fail(failures[-1])
-    assert kinds(effects) == [ReportFailure, FailTurn]
+    assert kinds(effects)[-2:] == [ReportFailure, FailTurn]
     assert statuses(effects) == [status]
+
+
+def test_a_deadline_that_has_passed_ends_the_turn_and_one_that_has_not_is_the_lanes_error() -> None:
+    """The turn's deadline is at 60 s; a lane whose clock is ahead says so at 1 s."""
+    scene = Scene()
+    scene.report()
+    scene.dispatch()
+    assert kinds(scene.fail("deadline", now_s=1.0)) == [ReportFailure]
+    scene.report(now_s=60.0)
+    assert kinds(scene.attempts.tick(at(60.0))) == [SendAttempt]
+    assert statuses(scene.fail("deadline", now_s=60.0)) == [504]
+
+
+def test_another_attempt_pauses_twice_as_long_after_each_error() -> None:
+    scene = Scene()
+    scene.report()
+    scene.dispatch()
+    scene.fail("engine")
+    assert scene.attempts.tick(at(0.24)) == ()
+    assert kinds(scene.attempts.tick(at(0.25))) == [SendAttempt]
+    scene.fail("engine", now_s=0.25)
+    assert scene.attempts.tick(at(0.74)) == ()
+    assert kinds(scene.attempts.tick(at(0.75))) == [SendAttempt]
+
+
+def test_another_attempt_goes_to_another_lane_however_busy_that_is() -> None:
+    scene = Scene()
+    scene.report()
+    scene.dispatch()
+    scene.report(lane=1)
+    for _ in range(50):
+        scene.attempts._lanes.enter(1, 1)
+    scene.fail("engine")
+    (sent,) = scene.attempts.tick(at(1.0))
+    assert isinstance(sent, SendAttempt)
+    assert sent.record.lane == 1
+
+
+def test_a_turn_that_moves_off_a_silent_lane_is_cancelled_there() -> None:
+    """The process on lane 0 may only be unheard: it would work on what nobody waits for."""
+    scene = Scene()
+    scene.report()
+    scene.dispatch()
+    effects: Effects = ()
+    for second in range(1, 7):
+        effects += scene.report(now_s=float(second), lane=1)
+        effects += scene.attempts.tick(at(second + 0.5))
+    cancelled, sent = effects
+    assert isinstance(cancelled, CancelAttempt)
+    assert isinstance(sent, SendAttempt)
+    assert (cancelled.record.lane, cancelled.record.attempt) == (0, 0)
+    assert (sent.record.lane, sent.record.attempt) == (1, 1)
+
+
+def test_a_silence_of_all_lanes_moves_no_turn_and_neither_does_its_end() -> None:
+    """Eight seconds without the log; then lane 1 is heard a while before lane 0."""
+    scene = Scene()
+    scene.report()
+    scene.dispatch()
+    scene.report(lane=1)
+    effects: Effects = ()
+    for quarter in range(1, 33):
+        effects += scene.attempts.tick(at(quarter / 4))
+    effects += scene.report(now_s=8.0, lane=1)
+    effects += scene.attempts.tick(at(8.25))
+    effects += scene.report(now_s=9.0, lane=0)
+    effects += scene.attempts.tick(at(9.25))
+    assert effects == ()
+    assert scene.attempts.in_flight() == {0: 1, 1: 0}
 
 
 def test_an_abandoned_turn_is_cancelled_and_a_client_that_returns_continues_it() -> None:

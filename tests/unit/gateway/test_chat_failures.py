@@ -78,23 +78,47 @@ async def test_an_engine_that_fails_twice_only_delays_the_client(model: Path) ->
     assert len({asked.record.request_id for asked in lanes[0].seen}) == 1
 
 
-async def test_an_engine_that_always_fails_is_a_server_error_and_an_error_event(
+async def broken(asked: Asked) -> str:
+    await asyncio.sleep(0.2)
+    raise FailAttempt("engine: broken")
+
+
+async def test_an_engine_that_always_fails_is_a_server_error_and_then_left_alone(
     model: Path,
 ) -> None:
-    async def script(asked: Asked) -> str:
-        await asyncio.sleep(0.2)
-        raise FailAttempt("engine: broken")
-
-    async with running(log_store(), configuration_of(model), script) as (world, _):
+    async with running(log_store(), configuration_of(model), broken) as (world, lanes):
         client = world.client(await world.episode())
         with pytest.raises(openai.InternalServerError) as caught:
             await client.chat.completions.create(model="m", messages=HELLO)
         assert caught.value.status_code == 503
-        stream = await client.chat.completions.create(
-            model="m", messages=[*HELLO, *HELLO], stream=True
-        )
+        with pytest.raises(openai.RateLimitError, match=r"engines of all live lanes fail .*: 0"):
+            await client.chat.completions.create(model="m", messages=[*HELLO, *HELLO])
+    assert len(lanes[0].seen) == 3
+
+
+async def test_an_engine_that_always_fails_is_an_error_event_of_a_stream(model: Path) -> None:
+    async with running(log_store(), configuration_of(model), broken) as (world, _):
+        client = world.client(await world.episode())
+        stream = await client.chat.completions.create(model="m", messages=HELLO, stream=True)
         with pytest.raises(openai.APIError, match="broken"):
             await anext(chunk async for chunk in stream if chunk.choices[0].delta.content)
+
+
+async def test_a_client_with_its_default_retries_survives_an_engine_that_fails_for_ten_seconds(
+    model: Path,
+) -> None:
+    begun_s = asyncio.get_running_loop().time()
+
+    def script(asked: Asked) -> str:
+        if asyncio.get_running_loop().time() < begun_s + 10:
+            raise FailAttempt("engine: restarting")
+        return "yes"
+
+    async with running(log_store(), configuration_of(model), script) as (world, lanes):
+        client = world.client(await world.episode()).with_options(max_retries=2)
+        answer = await client.chat.completions.create(model="m", messages=HELLO)
+    assert answer.choices[0].message.content == "yes"
+    assert len(lanes[0].seen) <= 9
 
 
 async def test_a_context_that_only_the_engine_finds_too_long_is_the_clients_error_at_once(

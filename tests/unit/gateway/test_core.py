@@ -80,6 +80,8 @@ def test_dead_silent_and_leaving_lanes_take_nothing() -> None:
     lanes = lanes_of(report(0), report(1, is_serving=False))
     assert chosen(lanes, now_s=5.0) == 0
     assert chosen(lanes, now_s=5.1) is None
+    for second in range(1, 6):
+        lanes.report(report(1, is_serving=False), heard_s=second)
     assert lanes.holds(0, 1, now_s=5.0)
     assert not lanes.holds(0, 1, now_s=5.1)
 
@@ -115,6 +117,8 @@ def test_a_new_epoch_starts_empty_and_an_older_one_is_not_believed() -> None:
     assert lanes.report(report(0, epoch=2), heard_s=1.0)
     assert lanes.in_flight() == {0: 0}
     assert not lanes.holds(0, 1, now_s=1.0)
+    for second in range(2, 10):
+        lanes.report(report(1), heard_s=second)
     assert not lanes.report(report(0, epoch=1), heard_s=9.0)
     assert not lanes.holds(0, 2, now_s=9.0)
 

@@ -42,6 +42,7 @@ CounterName: TypeAlias = Literal[
     "gateway.refused",
     "gateway.forks",
     "gateway.attempts_failed",
+    "gateway.circuits_opened",
     "gateway.redispatched",
     "gateway.cancelled",
     "gateway.groups_requested",
@@ -171,6 +172,9 @@ COUNTERS: dict[CounterName, Metric] = {
         "{completion}", "Requests whose message history did not extend the recorded tokens."
     ),
     "gateway.attempts_failed": Metric("{attempt}", "Attempts that a lane ended with an error."),
+    "gateway.circuits_opened": Metric(
+        "{pause}", "Times that a lane took no requests because its engine failed, by lane."
+    ),
     "gateway.redispatched": Metric(
         "{attempt}", "Requests sent again, to another lane or the same one."
     ),

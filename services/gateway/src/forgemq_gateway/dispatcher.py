@@ -12,6 +12,7 @@ from forgemq_gateway.core.attempts import (
     Effects,
     FailTurn,
     LaneResult,
+    ReportCircuit,
     ReportFailure,
     SendAttempt,
 )
@@ -130,6 +131,9 @@ class Dispatcher:
                     self._take_future(request_id).set_exception(error)
                 case ReportFailure():
                     self._report(effect)
+                case ReportCircuit(lane, pause_s, error):
+                    self._telemetry.count("gateway.circuits_opened", lane=lane)
+                    self._telemetry.event("circuit_opened", lane=lane, pause_s=pause_s, error=error)
         return writes
 
     def _take_future(self, request_id: str) -> Result:

@@ -25,6 +25,12 @@ from forgemq_gateway.core.turns import OpenTurn, cached_on, requested
 # After this many engine errors for one request stop retrying: the request is the likely cause.
 ENGINE_ERRORS_MAX = 3
 
+# Pause before another attempt at a request that an engine failed; doubled with each error.
+RETRY_PAUSE_S = 0.25
+
+# A lane that reports a deadline this much too early has a wrong clock, which is its own error.
+CLOCK_SLACK_MS = 2000
+
 # A lane ends a request at its deadline by itself, and its word may take a moment to arrive.
 DEADLINE_GRACE_MS = 2000
 
@@ -87,7 +93,17 @@ class ReportFailure(Struct, frozen=True):
     error: str
 
 
-Effect: TypeAlias = SendAttempt | CancelAttempt | AnswerTurn | FailTurn | ReportFailure
+class ReportCircuit(Struct, frozen=True):
+    """A lane's engine fails and takes no request for this long: count it, and name the lane."""
+
+    lane: int
+    pause_s: float
+    error: str
+
+
+Effect: TypeAlias = (
+    SendAttempt | CancelAttempt | AnswerTurn | FailTurn | ReportFailure | ReportCircuit
+)
 Effects: TypeAlias = tuple[Effect, ...]
 
 
@@ -130,6 +146,7 @@ class Attempts:
         self._waited[turn.request_id] = _Waited(episode, turn)
         if turn.state != "requested":
             return ()
+        turn.not_before_s = 0.0  # Its client has paused already.
         turn.deadline_ms = max(turn.deadline_ms, deadline_ms)
         return self._advance(episode, turn, at)
 
@@ -176,6 +193,8 @@ class Attempts:
     def take_result(self, result: LaneResult, *, at: Moment) -> Effects:
         """Answer the turn's clients, or try again."""
         episode, turn = result.episode, result.episode.turns.get(result.request_id)
+        if result.completion is not None:
+            self._lanes.circuits.note_success(result.completion.lane, result.completion.epoch)
         if turn is None:
             return ()
         if result.completion is not None:
@@ -186,11 +205,20 @@ class Attempts:
             return (AnswerTurn(result.completion),) if was_waited else ()
         if turn.lane < 0 or result.attempt != turn.sent - 1:
             return ()  # An attempt that was given up already; its failure says nothing new.
+        lane, epoch = turn.lane, turn.epoch
         self._leave_lane(turn)
+        effects: Effects = ()
+        is_engines = _is_engines_fault(result, turn, at)
+        if is_engines:
+            turn.failed_on = lane
+            pause_s = self._lanes.circuits.note_error(lane, epoch, now_s=at.now_s)
+            effects = (ReportCircuit(lane, pause_s, result.error),) if pause_s else ()
         if turn.request_id not in self._waited:
-            return ()  # A client that comes back starts the next attempt.
+            return effects  # A client that comes back starts the next attempt.
         report = ReportFailure(result.request_id, result.failure, result.error)
-        return (report, *self._retry(episode, turn, result, at))
+        if is_engines:
+            return (*effects, report, *self._retry_later(turn, result, at))
+        return (*effects, report, *self._retry(episode, turn, result, at))
 
     def take_report(self, record: ReportedEngine, *, heard_s: float, at: Moment) -> Effects:
         """Take a heartbeat: a new epoch has lost what the old one had, and held turns may go."""
@@ -240,14 +268,25 @@ class Attempts:
             return self._fail(turn, _too_late())
         if turn.lane >= 0 and self._lanes.holds(turn.lane, turn.epoch, now_s=at.now_s):
             return ()
+        if at.now_s < turn.not_before_s:
+            return ()
         lane = self._choose(turn, at)
         if lane is not None:
+            # A process that is only silent still works on it; one of an older epoch is gone.
+            is_there = turn.lane >= 0 and self._lanes.is_epoch(turn.lane, turn.epoch)
+            cancelled = self._cancel(turn) if is_there else ()
             self._leave_lane(turn)
-            return (self._send(turn, lane),)
+            return (*cancelled, self._send(turn, lane))
         # No lane to move to: the turn stays where it is, since a silent lane may be heard again.
         if turn.sent or at.now_s < turn.held_until_s:
             return ()
-        return self.refuse(episode, turn, busy("no engine serves the newest weights at the moment"))
+        return self.refuse(episode, turn, self._no_lane(at))
+
+    def _no_lane(self, at: Moment) -> RefusedError:
+        if failing := self._lanes.failing(at.now_s):
+            lanes = ", ".join(str(lane) for lane in failing)
+            return busy(f"the engines of all live lanes fail at the moment: {lanes}")
+        return busy("no engine serves the newest weights at the moment")
 
     def _choose(self, turn: OpenTurn, at: Moment) -> KnownLane | None:
         prepared = turn.prepared
@@ -257,7 +296,10 @@ class Attempts:
             return cached_on(prepared, lane, epoch)
 
         return self._lanes.choose(
-            context_tokens=prepared.context_tokens, cached=cached, now_s=at.now_s
+            context_tokens=prepared.context_tokens,
+            cached=cached,
+            now_s=at.now_s,
+            failed_on=turn.failed_on,
         )
 
     def _send(self, turn: OpenTurn, lane: KnownLane) -> SendAttempt:
@@ -271,20 +313,25 @@ class Attempts:
     def _retry(
         self, episode: HeldEpisode, turn: OpenTurn, result: LaneResult, at: Moment
     ) -> Effects:
+        """Try again at once, or tell the clients why that is of no use."""
         match result.failure:
             case "deadline":
                 return self._fail(turn, _too_late())
             case "context_overflow":
                 # The engine keeps a few positions back, so its limit can be below the run's.
                 return self._fail(turn, engine_overflow(result.error))
-            case "context_missing" if not turn.needs_full_context:
+            case "context_missing":
                 turn.needs_full_context = True
-            case _:
-                turn.engine_errors += 1
+        return self._advance(episode, turn, at)
+
+    def _retry_later(self, turn: OpenTurn, result: LaneResult, at: Moment) -> Effects:
+        """Let a tick try again after a pause: an engine may fail faster than it can recover."""
+        turn.engine_errors += 1
         if turn.engine_errors >= ENGINE_ERRORS_MAX:
             turn.engine_errors = 0  # A client that comes back gets as many attempts again.
             return self._fail(turn, failed(f"the engine could not answer: {result.error}"))
-        return self._advance(episode, turn, at)
+        turn.not_before_s = at.now_s + RETRY_PAUSE_S * 2 ** (turn.engine_errors - 1)
+        return ()
 
     def _fail(self, turn: OpenTurn, error: RefusedError) -> Effects:
         """Tell the clients; a requested turn stays known, so that a retry continues it."""
@@ -330,6 +377,19 @@ class Attempts:
             assert (turn.state == "held") == (request_id in self._held)
             assert turn.engine_errors < ENGINE_ERRORS_MAX
         assert self._held <= self._waited.keys()
+
+
+def _is_engines_fault(result: LaneResult, turn: OpenTurn, at: Moment) -> bool:
+    """Whether the failure speaks of the lane rather than of the request."""
+    match result.failure:
+        case "context_overflow":
+            return False
+        case "context_missing":
+            return turn.needs_full_context  # It had the full context.
+        case "deadline":
+            return at.wall_ms < turn.deadline_ms - CLOCK_SLACK_MS
+        case _:
+            return True
 
 
 def _too_late() -> RefusedError:

@@ -24,6 +24,8 @@ class OpenTurn(Struct, kw_only=True, eq=False):
         lane: The lane that has its newest attempt; -1 if no lane has it.
         engine_errors: Attempts that an engine failed since the last refusal; dead lanes are no
             engine errors.
+        failed_on: The lane whose engine failed its newest attempt; -1 if none did.
+        not_before_s: Monotonic time of its next attempt at the earliest.
         waiting: Clients that wait for the answer and have not heard yet.
     """
 
@@ -44,6 +46,8 @@ class OpenTurn(Struct, kw_only=True, eq=False):
     epoch: int = -1
     needs_full_context: bool = False
     engine_errors: int = 0
+    failed_on: int = -1
+    not_before_s: float = 0.0
     waiting: int = 0
 
 
