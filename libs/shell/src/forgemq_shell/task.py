@@ -19,13 +19,13 @@ from forgemq_contracts.messages import Core, Output
 from forgemq_shell.bad_record_limit import BadRecordLimit
 from forgemq_shell.batch import BadRecord, Batch, stamped
 from forgemq_shell.journal import (
-    JournalError,
     JournalledInputs,
     read_journal,
     since_newest_snapshot,
 )
 from forgemq_shell.records import emit_of
 from forgemq_shell.replay import begin, replay
+from forgemq_shell.restored_positions import restored_positions
 from forgemq_shell.span_links import linked_traces
 from forgemq_shell.transform_settings import TransformSettings
 from forgemq_telemetry.telemetry import Telemetry
@@ -146,11 +146,14 @@ class TransformTask:
         places = (plan.journal, *plan.inputs)
         first = await self._log.first_positions(places)
         committed = await self._log.committed(group=plan.positions_group, places=places)
-        self._positions = {place: committed.get(place, first[place]) for place in plan.inputs}
         self._journal_start = committed.get(plan.journal, first[plan.journal])
         end = (await self._log.end_positions([plan.journal]))[plan.journal]
         kept = await read_journal(self._log, plan.journal, start=self._journal_start, end=end)
-        await self._replay(since_newest_snapshot(kept), committed)
+        batches = since_newest_snapshot(kept)
+        self._positions = restored_positions(
+            plan.inputs, batches=batches, committed=committed, first=first
+        )
+        await self._replay(batches)
         ticks = [item.tick_ms for batch in kept for item in batch.inputs if not item.topic]
         self._run_ms_start = max(ticks, default=0)
         self._sequence = kept[-1].sequence + 1 if kept else 0
@@ -160,12 +163,10 @@ class TransformTask:
             "transform.restore_s", self._live_since_s - began_s, partition=plan.journal.partition
         )
 
-    async def _replay(
-        self, batches: Sequence[JournalledBatch], committed: dict[Place, int]
-    ) -> None:
+    async def _replay(self, batches: Sequence[JournalledBatch]) -> None:
         """Bring the core to the state after the last journalled batch; write nothing."""
         left = begin(self._core, batches)
-        inputs = JournalledInputs(self._log)
+        inputs = JournalledInputs(self._log, clock_s=self._clock_s)
         try:
             await inputs.open(left)
             async for replayed in replay(
@@ -180,21 +181,6 @@ class TransformTask:
                     )
         finally:
             await inputs.close()
-        self._check_positions(left, committed)
-
-    def _check_positions(
-        self, batches: Sequence[JournalledBatch], committed: dict[Place, int]
-    ) -> None:
-        """Check that journal and positions agree, as they were committed together."""
-        for batch in batches:
-            for item in batch.inputs:
-                place = Place(item.topic, item.partition)
-                if item.topic and item.offset + item.count > committed.get(place, 0):
-                    raise JournalError(
-                        f"{self._plan.transactional_id}: the journal has handled {place.topic}/"
-                        f"{place.partition} up to {item.offset + item.count}, committed is "
-                        f"{committed.get(place)}"
-                    )
 
     async def _run_live(self, reader: Reader, writer: TransactionWriter) -> None:
         batch = self._new_batch()
@@ -221,7 +207,7 @@ class TransformTask:
         settings = self._plan.settings
         wait_s = _STOP_POLL_S
         if self._plan.tick_s > 0:
-            wait_s = min(wait_s, max(0.0, self._ticked_s + self._plan.tick_s - self._clock_s()))
+            wait_s = min(wait_s, self._tick_wait_s())
         records = await self._read(reader, timeout_s=wait_s, room=settings.batch_records_max)
         if not records:
             return records
@@ -243,8 +229,12 @@ class TransformTask:
         return await reader.read(timeout_s=timeout_s, records_max=records_max)
 
     def _tick_when_due(self, batch: Batch) -> None:
-        if 0 < self._plan.tick_s <= self._clock_s() - self._ticked_s:
+        if self._plan.tick_s > 0 and self._tick_wait_s() == 0:
             self._tick(batch)
+
+    def _tick_wait_s(self) -> float:
+        """Seconds until the next tick is due; 0: it is due."""
+        return max(0.0, self._ticked_s + self._plan.tick_s - self._clock_s())
 
     def _tick(self, batch: Batch) -> None:
         self._ticked_s = self._clock_s()
@@ -318,6 +308,7 @@ class TransformTask:
             sequence=self._sequence,
             logic_version=self._plan.logic_version,
             snapshot=snapshot,
+            positions={} if snapshot is None else self._positions,
         )
         topic, partition = self._plan.journal
         return emit_of(Output(topic=topic, partition=partition, record=journalled))
