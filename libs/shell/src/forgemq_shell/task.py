@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from forgemq_bus.errors import OutOfRangeError
 from forgemq_bus.log import Emit, Log, Place, Reader, Record, TransactionWriter
 from forgemq_contracts import topics
 from forgemq_contracts.journal import JournalledBatch
@@ -19,6 +20,7 @@ from forgemq_contracts.messages import Core, Output
 from forgemq_shell.bad_record_limit import BadRecordLimit
 from forgemq_shell.batch import BadRecord, Batch, stamped
 from forgemq_shell.journal import (
+    JournalError,
     JournalledInputs,
     read_journal,
     since_newest_snapshot,
@@ -132,14 +134,34 @@ class TransformTask:
         """
         writer = await self._log.transaction_writer(self._plan.transactional_id)
         try:
-            await self._restore()
-            reader = await self._log.reader(self._positions)
-            try:
-                await self._run_live(reader, writer)
-            finally:
-                await reader.close()
+            await self._restore_and_run(writer)
+        except (OutOfRangeError, JournalError, DivergedError):
+            await self._check_owner(writer)
+            raise
         finally:
             await writer.close()
+
+    async def _restore_and_run(self, writer: TransactionWriter) -> None:
+        await self._restore()
+        reader = await self._log.reader(self._positions)
+        try:
+            await self._run_live(reader, writer)
+        finally:
+            await reader.close()
+
+    async def _check_owner(self, writer: TransactionWriter) -> None:
+        """Raise FencedError if a newer owner exists.
+
+        While this task stood still, a newer owner may have committed and its old journal and inputs
+        may be trimmed. What this task reads then does not fit together, and says nothing about the
+        log. Committing the journal's position as it stands changes nothing and shows who owns it.
+        """
+        plan = self._plan
+        first = await self._log.first_positions([plan.journal])
+        committed = await self._log.committed(group=plan.positions_group, places=[plan.journal])
+        await writer.commit(
+            outputs=(), group=plan.positions_group, positions={**first, **committed}
+        )
 
     async def _restore(self) -> None:
         began_s, plan = self._clock_s(), self._plan
