@@ -166,8 +166,9 @@ class TransformTask:
     async def _restore(self) -> None:
         began_s, plan = self._clock_s(), self._plan
         places = (plan.journal, *plan.inputs)
-        first = await self._log.first_positions(places)
         committed = await self._log.committed(group=plan.positions_group, places=places)
+        # Asked for last: what is not committed is not trimmed, so these are still the first ones.
+        first = await self._log.first_positions(places)
         self._journal_start = committed.get(plan.journal, first[plan.journal])
         end = (await self._log.end_positions([plan.journal]))[plan.journal]
         kept = await read_journal(self._log, plan.journal, start=self._journal_start, end=end)
