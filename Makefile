@@ -9,7 +9,7 @@ GROUPS := build lint demo test
 FAST := not integration and not slow and not gpu
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup demo test test-fast lint contracts load lock clean
+.PHONY: help setup demo test test-fast storm lint contracts load lock clean
 
 help:  ## List the verbs
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -29,6 +29,10 @@ test: $(STAMP)  ## Run every test, on the real broker and the real engine
 
 test-fast: $(STAMP)  ## Run the tests that need neither broker nor engine
 	@$(BIN)/python -m pytest -q -n 2 -m "$(FAST)" $(ARGS)
+
+storm: $(STAMP)  ## Simulate SEEDS=n schedules of each service; CASE=<name> FIRST=<seed> choose some
+	@$(BIN)/python -m tests.simulation.storm --seeds $(or $(SEEDS),100) --first $(or $(FIRST),0) \
+		$(if $(CASE),--case $(CASE))
 
 lint: $(STAMP)  ## Check format, lint, types and layers
 	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/lint-imports

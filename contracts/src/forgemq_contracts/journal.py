@@ -17,6 +17,14 @@ class JournalInput(Struct, frozen=True, kw_only=True, omit_defaults=True):
     tick_ms: Annotated[int, Meta(ge=0, description="Run time of a tick, milliseconds.")] = 0
 
 
+class JournalPosition(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How far a task has handled one of its inputs."""
+
+    topic: str
+    partition: Partition = 0
+    position: Annotated[Offset, Meta(description="Of the next record to handle.")] = 0
+
+
 class JournalledBatch(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One committed batch, in the same transaction as its outputs."""
 
@@ -28,3 +36,7 @@ class JournalledBatch(Struct, frozen=True, kw_only=True, omit_defaults=True):
         bytes | None, Meta(description="State after this batch, if it was stored.")
     ] = None
     logic_version: Annotated[int, Meta(ge=1)] = 1
+    positions: Annotated[
+        tuple[JournalPosition, ...],
+        Meta(description="With a snapshot: of every input after this batch; () without one."),
+    ] = ()

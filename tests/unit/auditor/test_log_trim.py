@@ -174,7 +174,7 @@ async def test_a_log_that_refuses_ends_no_service_and_is_asked_again(tmp_path: P
 
 def test_every_group_that_holds_back_a_topic_is_one_that_a_service_commits():
     """Under another name it would hold records back for the run's life."""
-    from forgemq_reward.grading_loop import GROUP
+    from forgemq_reward.grading_positions import GROUP
 
     groups = {group for topic in topics.OF_RUN for group in topic.needed_by}
     transforms = {"merger", "reward", "scheduler"}

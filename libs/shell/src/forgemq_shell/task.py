@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from forgemq_bus.errors import OutOfRangeError
 from forgemq_bus.log import Emit, Log, Place, Reader, Record, TransactionWriter
 from forgemq_contracts import topics
 from forgemq_contracts.journal import JournalledBatch
@@ -26,6 +27,7 @@ from forgemq_shell.journal import (
 )
 from forgemq_shell.records import emit_of
 from forgemq_shell.replay import begin, replay
+from forgemq_shell.restored_positions import restored_positions
 from forgemq_shell.span_links import linked_traces
 from forgemq_shell.transform_settings import TransformSettings
 from forgemq_telemetry.telemetry import Telemetry
@@ -132,25 +134,49 @@ class TransformTask:
         """
         writer = await self._log.transaction_writer(self._plan.transactional_id)
         try:
-            await self._restore()
-            reader = await self._log.reader(self._positions)
-            try:
-                await self._run_live(reader, writer)
-            finally:
-                await reader.close()
+            await self._restore_and_run(writer)
+        except (OutOfRangeError, JournalError, DivergedError):
+            await self._check_owner(writer)
+            raise
         finally:
             await writer.close()
+
+    async def _restore_and_run(self, writer: TransactionWriter) -> None:
+        await self._restore()
+        reader = await self._log.reader(self._positions)
+        try:
+            await self._run_live(reader, writer)
+        finally:
+            await reader.close()
+
+    async def _check_owner(self, writer: TransactionWriter) -> None:
+        """Raise FencedError if a newer owner exists.
+
+        While this task stood still, a newer owner may have committed and its old journal and inputs
+        may be trimmed. What this task reads then does not fit together, and says nothing about the
+        log. Committing the journal's position as it stands changes nothing and shows who owns it.
+        """
+        plan = self._plan
+        first = await self._log.first_positions([plan.journal])
+        committed = await self._log.committed(group=plan.positions_group, places=[plan.journal])
+        await writer.commit(
+            outputs=(), group=plan.positions_group, positions={**first, **committed}
+        )
 
     async def _restore(self) -> None:
         began_s, plan = self._clock_s(), self._plan
         places = (plan.journal, *plan.inputs)
-        first = await self._log.first_positions(places)
         committed = await self._log.committed(group=plan.positions_group, places=places)
-        self._positions = {place: committed.get(place, first[place]) for place in plan.inputs}
+        # Asked for last: what is not committed is not trimmed, so these are still the first ones.
+        first = await self._log.first_positions(places)
         self._journal_start = committed.get(plan.journal, first[plan.journal])
         end = (await self._log.end_positions([plan.journal]))[plan.journal]
         kept = await read_journal(self._log, plan.journal, start=self._journal_start, end=end)
-        await self._replay(since_newest_snapshot(kept), committed)
+        batches = since_newest_snapshot(kept)
+        self._positions = restored_positions(
+            plan.inputs, batches=batches, committed=committed, first=first
+        )
+        await self._replay(batches)
         ticks = [item.tick_ms for batch in kept for item in batch.inputs if not item.topic]
         self._run_ms_start = max(ticks, default=0)
         self._sequence = kept[-1].sequence + 1 if kept else 0
@@ -160,12 +186,10 @@ class TransformTask:
             "transform.restore_s", self._live_since_s - began_s, partition=plan.journal.partition
         )
 
-    async def _replay(
-        self, batches: Sequence[JournalledBatch], committed: dict[Place, int]
-    ) -> None:
+    async def _replay(self, batches: Sequence[JournalledBatch]) -> None:
         """Bring the core to the state after the last journalled batch; write nothing."""
         left = begin(self._core, batches)
-        inputs = JournalledInputs(self._log)
+        inputs = JournalledInputs(self._log, clock_s=self._clock_s)
         try:
             await inputs.open(left)
             async for replayed in replay(
@@ -180,21 +204,6 @@ class TransformTask:
                     )
         finally:
             await inputs.close()
-        self._check_positions(left, committed)
-
-    def _check_positions(
-        self, batches: Sequence[JournalledBatch], committed: dict[Place, int]
-    ) -> None:
-        """Check that journal and positions agree, as they were committed together."""
-        for batch in batches:
-            for item in batch.inputs:
-                place = Place(item.topic, item.partition)
-                if item.topic and item.offset + item.count > committed.get(place, 0):
-                    raise JournalError(
-                        f"{self._plan.transactional_id}: the journal has handled {place.topic}/"
-                        f"{place.partition} up to {item.offset + item.count}, committed is "
-                        f"{committed.get(place)}"
-                    )
 
     async def _run_live(self, reader: Reader, writer: TransactionWriter) -> None:
         batch = self._new_batch()
@@ -221,7 +230,7 @@ class TransformTask:
         settings = self._plan.settings
         wait_s = _STOP_POLL_S
         if self._plan.tick_s > 0:
-            wait_s = min(wait_s, max(0.0, self._ticked_s + self._plan.tick_s - self._clock_s()))
+            wait_s = min(wait_s, self._tick_wait_s())
         records = await self._read(reader, timeout_s=wait_s, room=settings.batch_records_max)
         if not records:
             return records
@@ -243,8 +252,12 @@ class TransformTask:
         return await reader.read(timeout_s=timeout_s, records_max=records_max)
 
     def _tick_when_due(self, batch: Batch) -> None:
-        if 0 < self._plan.tick_s <= self._clock_s() - self._ticked_s:
+        if self._plan.tick_s > 0 and self._tick_wait_s() == 0:
             self._tick(batch)
+
+    def _tick_wait_s(self) -> float:
+        """Seconds until the next tick is due; 0: it is due."""
+        return max(0.0, self._ticked_s + self._plan.tick_s - self._clock_s())
 
     def _tick(self, batch: Batch) -> None:
         self._ticked_s = self._clock_s()
@@ -318,6 +331,7 @@ class TransformTask:
             sequence=self._sequence,
             logic_version=self._plan.logic_version,
             snapshot=snapshot,
+            positions={} if snapshot is None else self._positions,
         )
         topic, partition = self._plan.journal
         return emit_of(Output(topic=topic, partition=partition, record=journalled))

@@ -236,6 +236,8 @@ class _Tasks:
                 core=self._transform.core(partition),
                 telemetry=context.telemetry,
                 stop=stop,
+                # A simulation's loop has its own time; any other loop has the monotonic clock.
+                clock_s=asyncio.get_running_loop().time,
             )
             try:
                 await task.run()

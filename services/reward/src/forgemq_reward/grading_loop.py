@@ -11,21 +11,21 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from forgemq_bus.bounded_reads import read_to_end
-from forgemq_bus.log import Member, Place, Record, TransactionWriter, Writer
+from forgemq_bus.log import Member, Place, Record, Writer
 from forgemq_contracts import topics
 from forgemq_contracts.completions import FinishedCompletion
 from forgemq_contracts.episodes import FinishedEpisode, GradedEpisode
 from forgemq_contracts.groups import RetiredGroup
 from forgemq_contracts.messages import Output
-from forgemq_reward.core.pending import PendingEpisode, PendingEpisodes, PendingPositions
+from forgemq_reward.core.pending import PendingEpisode, PendingEpisodes
 from forgemq_reward.grader import Grader, load_rendering
+from forgemq_reward.grading_positions import GROUP, GradingPositions
 from forgemq_reward.settings import RewardSettings
 from forgemq_shell.records import emit_of
 from forgemq_shell.service import Context
 from forgemq_shell.span_links import completion_traces
 from forgemq_telemetry.traces import trace_headers
 
-GROUP = "reward-grading"
 INPUTS = (topics.FINISHED_EPISODES, topics.FINISHED_COMPLETIONS, topics.RETIRED_GROUPS)
 _READ_S = 0.2
 """One wait for records: how late the loop sees `stop`."""
@@ -45,8 +45,7 @@ class GradingLoop:
         self._settings = settings
         self._clock_s = clock_s
         self._partitions: dict[int, PendingEpisodes] = {}
-        self._committed: dict[int, PendingPositions] = {}
-        self._committers: dict[int, TransactionWriter] = {}
+        self._positions = GradingPositions(context.log, context.telemetry)
         self._arrived = asyncio.Event()
 
     async def run(self) -> None:
@@ -86,8 +85,7 @@ class GradingLoop:
         finally:
             await member.close()
             await writer.close()
-            for committer in self._committers.values():
-                await committer.close()
+            await self._positions.close()
 
     async def _take_partitions(self, partitions: frozenset[int]) -> None:
         """Read what is graded and which groups are retired, before the first episode arrives."""
@@ -95,10 +93,11 @@ class GradingLoop:
             pending = PendingEpisodes()
             graded = Place(topics.GRADED_EPISODES.name, partition)
             retired = Place(topics.RETIRED_GROUPS.name, partition)
+            committed = await self._positions.take_over(partition)
             starts = await self._context.log.first_positions([graded, retired])
             # Retired groups are read from the first one: completions of a group that is not known
             # to be retired would stay in memory until the process ends.
-            starts |= await self._context.log.committed(group=GROUP, places=[graded])
+            starts[graded] = committed.get(graded, starts[graded])
             async for records in read_to_end(self._context.log, starts):
                 for record in records:
                     match _decoded(record):
@@ -112,10 +111,7 @@ class GradingLoop:
     async def _release_partitions(self, partitions: frozenset[int]) -> None:
         for partition in partitions:
             self._partitions.pop(partition, None)
-            self._committed.pop(partition, None)
-            committer = self._committers.pop(partition, None)
-            if committer is not None:
-                await committer.close()
+        await self._positions.give_up(partitions)
 
     async def _read(self, member: Member) -> None:
         is_paused = False
@@ -204,28 +200,11 @@ class GradingLoop:
             telemetry.event("masked", episode=grade.episode_id, detail=grade.detail)
 
     async def _commit(self) -> None:
-        """Commit the positions from which a restart must read, if they changed."""
-        for partition, pending in list(self._partitions.items()):
-            positions = pending.positions()
-            if self._committed.get(partition) == positions:
-                continue
-            places = {
-                Place(topic.name, partition): position
-                for topic, position in (
-                    (topics.FINISHED_EPISODES, positions.episodes),
-                    (topics.FINISHED_COMPLETIONS, positions.completions),
-                    (topics.GRADED_EPISODES, positions.grades),
-                )
-                if position is not None
-            }
-            if not places:
-                continue
-            committer = self._committers.get(partition)
-            if committer is None:
-                committer = await self._context.log.transaction_writer(f"{GROUP}-{partition}")
-                self._committers[partition] = committer
-            await committer.commit(outputs=(), group=GROUP, positions=places)
-            self._committed[partition] = positions
+        """Say from where a restart has to read, for every partition that is still held."""
+        for partition in list(self._partitions):
+            pending = self._partitions.get(partition)
+            if pending is not None:
+                await self._positions.commit(partition, pending.positions())
 
 
 def _decoded(record: Record) -> msgspec.Struct | None:

@@ -1,0 +1,256 @@
+"""Small defects, each of which a storm must find: they say what the storm can see.
+
+A mutant is a change of text in a copy of one package's source. The copy stands before the package
+on the import path of a process that runs the storm; the working tree stays as it is.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[3]
+SHELL = "libs/shell/src"
+TASK = "forgemq_shell/task.py"
+BATCH = "forgemq_shell/batch.py"
+POSITIONS = "forgemq_shell/restored_positions.py"
+AUDITOR = "services/auditor/src"
+TRIM = "forgemq_auditor/core/trim.py"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mutant:
+    """One defect.
+
+    Attributes:
+        name: What is wrong.
+        file: Below the package's source.
+        edits: Texts that occur exactly once, and what takes their place.
+        case: Of the storm that must find it.
+        source: Source folder of the package.
+    """
+
+    name: str
+    file: str
+    edits: tuple[tuple[str, str], ...]
+    case: str = "counting"
+    source: str = SHELL
+
+
+def run_mutant(mutant: Mutant, folder: Path, *, seeds: int) -> subprocess.CompletedProcess[str]:
+    """Run the storm on the mutated package up to the first defect; exit status 1: it found one."""
+    copy = folder / "src"
+    shutil.copytree(REPOSITORY / mutant.source, copy)
+    file = copy / mutant.file
+    text = file.read_text(encoding="utf-8")
+    for old, new in mutant.edits:
+        if text.count(old) != 1:
+            raise ValueError(f"{mutant.name}: {old!r} is {text.count(old)} times in {mutant.file}")
+        text = text.replace(old, new)
+    file.write_text(text, encoding="utf-8")
+    arguments = ["--seeds", str(seeds), "--case", mutant.case, "--stop"]
+    return subprocess.run(
+        [sys.executable, "-m", "tests.simulation.storm", *arguments],
+        cwd=REPOSITORY,
+        env={**os.environ, "PYTHONPATH": f"{copy}{os.pathsep}{REPOSITORY}"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+MUTANTS = (
+    Mutant(
+        name="restores before it fences the previous owner",
+        file=TASK,
+        edits=(
+            (
+                "        writer = await self._log.transaction_writer(",
+                "        await self._restore()\n"
+                "        writer = await self._log.transaction_writer(",
+            ),
+            ("        await self._restore()\n        reader =", "        reader ="),
+        ),
+    ),
+    Mutant(
+        name="the journal forgets every second neighbour of a batch",
+        file=BATCH,
+        edits=(("count = record.offset + 1 - previous.offset", "count = previous.count"),),
+    ),
+    Mutant(
+        name="says that one record is not needed that is",
+        file=TASK,
+        edits=(
+            (
+                "positions=self._positions)",
+                "positions={place: at + 1 for place, at in self._positions.items()})",
+            ),
+        ),
+        case="merger",
+    ),
+    Mutant(
+        name="run time starts at 0 again",
+        file=TASK,
+        edits=(("self._run_ms_start = max(ticks, default=0)", "self._run_ms_start = 0"),),
+    ),
+    Mutant(
+        name="accepts positions that are ahead of the journal",
+        file=POSITIONS,
+        edits=(
+            (
+                "committed.get(place, journalled) != journalled",
+                "committed.get(place, 0) < journalled",
+            ),
+        ),
+    ),
+    Mutant(
+        name="reads a partition again whose position expired",
+        file=POSITIONS,
+        edits=(
+            (
+                "positions[place] = journalled or first",
+                "positions[place] = committed.get(place) or first",
+            ),
+        ),
+    ),
+    Mutant(
+        name="a snapshot holds the positions of its batch alone",
+        file=TASK,
+        edits=(
+            (
+                "if snapshot is None else self._positions",
+                "if snapshot is None else batch.positions",
+            ),
+        ),
+    ),
+    Mutant(
+        name="believes what it read although it was fenced",
+        file=TASK,
+        edits=(("            await self._check_owner(writer)\n", ""),),
+        case="reward_repeats",
+    ),
+    Mutant(
+        name="a snapshot's batch holds no tick",
+        file=TASK,
+        edits=(
+            (
+                "                self._tick(batch)\n            snapshot",
+                "                pass\n            snapshot",
+            ),
+        ),
+    ),
+    Mutant(
+        name="the journal begins one record behind the newest snapshot",
+        file=TASK,
+        edits=(
+            (
+                "self._journal_start = (await self._log",
+                "self._journal_start = 1 + (await self._log",
+            ),
+        ),
+    ),
+    Mutant(
+        name="numbers its batches by those that are kept",
+        file=TASK,
+        edits=(("kept[-1].sequence + 1 if kept else 0", "len(kept)"),),
+    ),
+    Mutant(
+        name="stamps outputs with the number of the next batch",
+        file=TASK,
+        edits=(("sequence=self._sequence),\n", "sequence=self._sequence + 1),\n"),),
+    ),
+    Mutant(
+        name="commits positions behind the outputs, in a transaction of their own",
+        file=TASK,
+        edits=(
+            (
+                "            positions={**batch.positions, plan",
+                "            positions={},\n"
+                "        )\n"
+                "        await writer.commit(\n"
+                "            outputs=(),\n"
+                "            group=plan.positions_group,\n"
+                "            positions={**batch.positions, plan",
+            ),
+        ),
+    ),
+    Mutant(
+        name="goes on with a batch that it has committed",
+        file=TASK,
+        edits=(("                batch = self._new_batch()\n", ""),),
+    ),
+    Mutant(
+        name="forgets ticks that it has not journalled yet",
+        file=TASK,
+        edits=(
+            (
+                "            await self._measure_lag(reader)\n",
+                "            else:\n                batch = self._new_batch()\n"
+                "            await self._measure_lag(reader)\n",
+            ),
+        ),
+        case="merger",
+    ),
+    Mutant(
+        name="does not journal a record that does not decode",
+        file=BATCH,
+        edits=(
+            ("        self._note(record)\n        try:\n", "        try:\n"),
+            (
+                "        try:\n            outputs = self._core.handle(message)\n",
+                "        self._note(record)\n        try:\n"
+                "            outputs = self._core.handle(message)\n",
+            ),
+        ),
+    ),
+    Mutant(
+        name="writes no dead letter for a record that the core refuses",
+        file=BATCH,
+        edits=(
+            ('refused: {error}", has_dead_letter=True', 'refused: {error}", has_dead_letter=False'),
+        ),
+    ),
+    Mutant(
+        name="trims what one of several readers still needs",
+        source=AUDITOR,
+        file=TRIM,
+        edits=(("before[partition] = min(limits)", "before[partition] = max(limits)"),),
+        case="merger",
+    ),
+    Mutant(
+        name="trims although a reader has not said what it needs",
+        source=AUDITOR,
+        file=TRIM,
+        edits=(
+            (
+                "needed[group].get(partition, first[partition]) for group in topic.needed_by]",
+                "needed[group][partition] for group in topic.needed_by\n"
+                "            if partition in needed[group]] or [0]",
+            ),
+        ),
+        case="merger",
+    ),
+    Mutant(
+        name="a merger restores without the completions of open groups",
+        source="services/merger/src",
+        file="forgemq_merger/core/merger.py",
+        edits=((" for group_id, kept in state.groups}", " for group_id, kept in ()}"),),
+        case="merger",
+    ),
+    Mutant(
+        name="a reward core restores without the groups it has scored",
+        source="services/reward/src",
+        file="forgemq_reward/core/groups.py",
+        edits=(("        self._scored = set(state.scored)\n", ""),),
+        case="reward",
+    ),
+    Mutant(
+        name="the grading ends when a zombie fences it",
+        source="services/reward/src",
+        file="forgemq_reward/grading_positions.py",
+        edits=(("except FencedError as error:", "except ZeroDivisionError as error:"),),
+        case="grading",
+    ),
+)
