@@ -63,6 +63,7 @@ async def rewritten(recording: Recording) -> Recording:
             sequence=old.sequence,
             logic_version=plan.logic_version,
             snapshot=None if old.snapshot is None else core.snapshot(),
+            positions={Place(at.topic, at.partition): at.position for at in old.positions},
         )
         topic, partition = plan.journal
         journal_emit = emit_of(Output(topic=topic, partition=partition, record=new))
