@@ -6,7 +6,9 @@ from tests.simulation.attempts_world import World
 
 
 @pytest.mark.simulation
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize(
+    "seed", [*range(80), *(pytest.param(n, marks=pytest.mark.slow) for n in range(80, 200))]
+)
 def test_every_waiting_client_hears_once_and_no_result_is_lost(seed: int) -> None:
     world = World(seed, lanes=1 + seed % 3)
     world.run(until_s=60)

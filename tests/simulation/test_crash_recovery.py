@@ -6,7 +6,11 @@ from tests.simulation.cases import CASES
 from tests.simulation.harness import CRASH_POINTS, Crashes, published
 
 SEEDS_A_TEST = 25
-FIRST_SEEDS = range(0, 100, SEEDS_A_TEST)
+# The fast suite runs a few of the seeds; the full one all of them.
+FIRST_SEEDS = [
+    pytest.param(first, marks=[pytest.mark.slow] if first else [])
+    for first in range(0, 100, SEEDS_A_TEST)
+]
 
 
 @pytest.mark.simulation

@@ -16,7 +16,8 @@ from forgemq_contracts.run import (
 )
 from tests.simulation.scheduler_world import Faults, World
 
-SEEDS = range(300)
+# The fast suite runs a third of the seeds; the full one all of them.
+SEEDS = [*range(100), *(pytest.param(n, marks=pytest.mark.slow) for n in range(100, 300))]
 
 
 def configuration_of(

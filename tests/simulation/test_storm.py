@@ -20,7 +20,11 @@ SEEDS = 120
 SEEDS_A_TEST = 30
 """So that the workers of a parallel run share a case."""
 
-FIRST_SEEDS = range(0, SEEDS, SEEDS_A_TEST)
+# The fast suite runs a few of the seeds; the full one all of them.
+FIRST_SEEDS = [
+    pytest.param(first, marks=[pytest.mark.slow] if first else [])
+    for first in range(0, SEEDS, SEEDS_A_TEST)
+]
 FEW_RECORDS = dataclasses.replace(ALONE, records=5)
 KILL = Fault("kill")
 STAND_STILL = Fault("pause", pause_s=8.0)
@@ -68,6 +72,7 @@ def pairs_of(count: int) -> list[tuple[int, int]]:
     return [(n, n + distance) for n in range(count) for distance in range(1, count + 10)]
 
 
+@pytest.mark.slow
 def test_ends_at_any_two_points_change_nothing():
     case = CASES["counting"]
     for pair in pairs_of(len(points_of(case, FEW_RECORDS))):
@@ -82,6 +87,7 @@ def test_ends_at_any_two_points_of_any_service_change_nothing(case):
         run_numbered(case, ALONE, NumberedFaults(dict.fromkeys(pair, KILL)))
 
 
+@pytest.mark.slow
 @every_case
 def test_a_process_that_stands_still_at_any_point_finds_out_that_it_was_replaced(case):
     points = points_of(case, SHARED)
@@ -91,6 +97,7 @@ def test_a_process_that_stands_still_at_any_point_finds_out_that_it_was_replaced
     assert fenced > 0
 
 
+@pytest.mark.slow
 @every_case
 def test_a_zombie_that_restores_from_a_journal_that_is_being_trimmed_stops_as_fenced(case):
     """It stands still in its restore; its successor commits snapshots, and the run is trimmed."""

@@ -104,6 +104,7 @@ async def test_an_engine_that_always_fails_is_an_error_event_of_a_stream(model: 
             await anext(chunk async for chunk in stream if chunk.choices[0].delta.content)
 
 
+@pytest.mark.slow
 async def test_a_client_with_its_default_retries_survives_an_engine_that_fails_for_ten_seconds(
     model: Path,
 ) -> None:
