@@ -55,8 +55,9 @@ CONDITIONS: dict[str, tuple[Callable[[], bool], str]] = {
 
 
 # Property tests draw the same cases every time, so that runs compare; `explore` draws new ones.
-settings.register_profile("repeatable", derandomize=True)
-settings.register_profile("explore", derandomize=False)
+# No deadline for an example: a busy machine is no defect, and each test has a timeout of its own.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.register_profile("explore", derandomize=False, deadline=None)
 settings.load_profile("repeatable")
 
 

@@ -252,6 +252,7 @@ def test_the_field_that_is_wrong_is_named(served: Served, body: bytes, param: st
         assert error["param"].startswith(param)
 
 
+@pytest.mark.slow
 def test_a_prompt_of_10_megabytes_is_too_long_and_others_are_served(served: Served) -> None:
     long = {**HELLO, "content": "x" * 10_000_000}
     answer = served.chat(json.dumps({"messages": [long]}).encode())

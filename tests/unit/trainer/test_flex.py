@@ -149,6 +149,7 @@ def _drawn(count: int) -> list[torch.Tensor]:
     return [torch.randn(count, heads, 16, generator=generator) for heads in (4, 2, 2)]
 
 
+@pytest.mark.slow
 def test_one_compilation_serves_trees_of_every_length_whole_and_in_blocks() -> None:
     backend, device = Counted(), torch.device("cpu")
     kernel = CompiledFlex(backend=backend)
