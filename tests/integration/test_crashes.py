@@ -20,13 +20,13 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900
 SERVICES = ("trainer", "scheduler", "merger", "reward", "inference", "gateway", "agents")
 STEPS_BETWEEN_KILLS = 2
 
-READERS = ("merger", "reward", "gateway", "console", "trainer", "scheduler")
+READERS = ("merger", "reward", "gateway", "auditor", "trainer", "scheduler")
 ALL_THE_TIME = {
-    "FORGEMQ_SCHEDULER_TRIM_EVERY_S": "0.5",
+    "FORGEMQ_AUDITOR_TRIM_EVERY_S": "0.5",
     "FORGEMQ_TRANSFORM_SNAPSHOT_EVERY_S": "1",
     "FORGEMQ_GATEWAY_MARK_EVERY_S": "0.5",
     "FORGEMQ_REWARD_COMMIT_EVERY_S": "0.5",
-    "FORGEMQ_CONSOLE_AUDIT_EVERY_S": "0.5",
+    "FORGEMQ_AUDITOR_AUDIT_EVERY_S": "0.5",
 }
 
 
