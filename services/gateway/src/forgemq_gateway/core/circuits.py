@@ -29,12 +29,14 @@ class Circuit(Struct, kw_only=True):
 
     Attributes:
         errors: Since the last success.
+        pause_s: The newest pause; 0 before the first.
         open_until_s: No request before this time; one trial after it.
         is_trying: Whether the trial is in flight.
     """
 
     epoch: int
     errors: int = 0
+    pause_s: float = 0.0
     open_until_s: float = 0.0
     is_trying: bool = False
 
@@ -64,9 +66,9 @@ class Circuits:
         circuit.is_trying = False
         if circuit.errors < ERRORS_IN_A_ROW_MAX:
             return 0.0
-        pause_s = min(PAUSE_S * 2.0 ** (circuit.errors - ERRORS_IN_A_ROW_MAX), PAUSE_S_MAX)
-        circuit.open_until_s = now_s + pause_s
-        return pause_s
+        circuit.pause_s = min(2 * circuit.pause_s or PAUSE_S, PAUSE_S_MAX)
+        circuit.open_until_s = now_s + circuit.pause_s
+        return circuit.pause_s
 
     def note_success(self, lane: int, epoch: int) -> None:
         """Close the circuit: the lane's engine has answered a request."""
