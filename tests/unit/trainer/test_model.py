@@ -109,6 +109,31 @@ def test_every_norm_rotary_embedding_and_router_is_ours(
     }
 
 
+@pytest.mark.parametrize("is_normalised", [False, True], ids=["as chosen", "normalised"])
+def test_routing_weights_of_a_bfloat16_model_are_those_of_a_float32_router(
+    *, is_normalised: bool
+) -> None:
+    """And each expert's output is multiplied by them before it is rounded."""
+    model = make_model("qwen3_moe", torch.bfloat16, norm_topk_prob=is_normalised)
+    make_precise(model)
+    block = model.get_submodule("model.layers.0.mlp")
+    router, experts = block.get_submodule("gate"), block.get_submodule("experts")
+    torch.manual_seed(1)
+    hidden = torch.randn(40, 32, dtype=torch.bfloat16)
+    logits, weights, chosen = router(hidden)
+    shares = logits.float().softmax(-1)
+    expected, best = shares.topk(2)
+    if is_normalised:
+        expected = expected / expected.sum(-1, keepdim=True)
+    assert weights.dtype == torch.float32
+    assert torch.equal(weights, expected)
+    assert torch.equal(chosen, best)
+    ones = torch.ones(40, 1)
+    each = [experts(hidden, chosen[:, [k]], ones).float() for k in (0, 1)]
+    total = weights[:, [0]] * each[0] + weights[:, [1]] * each[1]
+    assert torch.equal(block(hidden[None])[0], total.to(torch.bfloat16))
+
+
 def test_modules_that_are_precise_already_stay() -> None:
     model = make_model("qwen3_moe", torch.float32, norm_topk_prob=True)
     make_precise(model)

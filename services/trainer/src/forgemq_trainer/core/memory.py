@@ -75,9 +75,10 @@ class ModelShape:
         """
         heads = 3 * self.query_size + (0 if is_carried else 2 * self.key_size)
         heads += self.query_size + self.key_size if self.is_head_normed else 0
-        chosen = self.experts_per_token * (2 * self.hidden + 2)
+        chosen = self.experts_per_token * 2 * self.hidden
         values = 4 * self.hidden + heads + 4 * self.mlp_size + chosen
-        routes = self.experts * self.wide_bytes + self.experts_per_token * ROUTE_BYTES
+        weights = (self.experts + 2 * self.experts_per_token) * self.wide_bytes
+        routes = weights + self.experts_per_token * ROUTE_BYTES
         return self.layers * (values * self.value_bytes + routes)
 
     def block_bytes(self, tokens: int, *, chunk: int, is_carried: bool) -> int:
@@ -123,12 +124,13 @@ class ModelShape:
           widened gradient and the result.
         - The last layer's MLP: the gradients of its activation and of up.
         - Experts: for each chosen one the gradient of its output in the order of the tokens and in
-          the order of the experts, and the product of that gradient with the output.
+          the order of the experts, and the product of that gradient with the output. All are wide,
+          as the routing weights are.
         """
         is_narrow = self.value_bytes < self.wide_bytes
         norm = self.value_bytes + 2 * self.wide_bytes
         norm += self.wide_bytes + self.value_bytes if is_narrow else 0
-        experts = 3 * self.experts_per_token * self.value_bytes
+        experts = 3 * self.experts_per_token * self.wide_bytes
         return max(self.hidden * max(norm, experts), 2 * self.mlp_size * self.value_bytes)
 
     @property

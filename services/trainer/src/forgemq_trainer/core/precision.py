@@ -99,7 +99,12 @@ class TopKRouter(nn.Module):
         """Experts to run instead of the best k, if not below 0; set before each forward."""
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Router logits, weights of the chosen experts, and their indices."""
+        """Router logits, weights of the chosen experts in at least fp32, and their indices.
+
+        The weights are not rounded to the model's dtype, as the stock router of transformers does:
+        the engine multiplies with them in fp32, and a rounded weight would add to the difference
+        between the log-probabilities of both.
+        """
         logits = functional.linear(hidden.reshape(-1, hidden.shape[-1]), self.weight)
         shares = functional.softmax(logits, dim=-1, dtype=_wide(logits.dtype))
         weights, experts = torch.topk(shares, self.top_k, dim=-1)
@@ -109,7 +114,7 @@ class TopKRouter(nn.Module):
             weights = shares.gather(-1, experts)
         if self.is_normalised:
             weights = weights / weights.sum(dim=-1, keepdim=True)
-        return logits, weights.to(logits.dtype), experts
+        return logits, weights, experts
 
 
 PRECISE = (RmsNorm, RotaryAngles, TopKRouter)
