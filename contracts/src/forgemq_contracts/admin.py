@@ -7,7 +7,7 @@ reads: `Raw` keeps their bytes as they came.
 
 from typing import Annotated, Literal, TypeAlias
 
-from msgspec import Meta, Raw, Struct, field
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
 
 from forgemq_contracts.fields import (
     REWARD_SIZE_MAX,
@@ -16,6 +16,7 @@ from forgemq_contracts.fields import (
     GroupId,
     Purpose,
     Seconds,
+    TruncationCause,
 )
 from forgemq_contracts.groups import GroupSize, QueueIndex, RetireReason
 
@@ -40,6 +41,13 @@ ErrorType: TypeAlias = Literal[
     "gone_error",
     "rate_limit_error",
     "server_error",
+]
+EndedBy: TypeAlias = Annotated[
+    TruncationCause | UnsetType | None,
+    Meta(
+        description="The limit that ended the episode; null: no limit. If left out, the gateway "
+        "says context_full if it refused the episode's newest completion for that, else null."
+    ),
 ]
 _WAIT = "Answer after at most so many seconds; the gateway waits at most its LONG_POLL_S_MAX."
 
@@ -160,14 +168,20 @@ class FinishRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     virtual_s: Annotated[
         Seconds | None, Meta(description="Time on the environment's own clock, if it has one.")
     ] = None
+    truncated_by: EndedBy = UNSET
 
 
 class AbortRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Body of POST /v1/episodes/{episode_id}/abort."""
+    """Body of POST /v1/episodes/{episode_id}/abort.
+
+    The episode is masked, unless a limit ended it: most programs crash on a full context, and that
+    is what the policy did.
+    """
 
     detail: Annotated[
         str, Meta(max_length=DETAIL_CHARACTERS_MAX, description="Why, for people.")
     ] = ""
+    truncated_by: EndedBy = UNSET
 
 
 class Recorded(Struct, frozen=True):

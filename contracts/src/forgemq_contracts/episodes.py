@@ -15,6 +15,7 @@ from forgemq_contracts.fields import (
     Seconds,
     TimeMs,
     TokenCount,
+    TruncationCause,
 )
 from forgemq_contracts.groups import GroupSize
 from forgemq_contracts.rules import check_number
@@ -117,6 +118,13 @@ class FinishedEpisode(Struct, frozen=True, kw_only=True, omit_defaults=True):
     temperature: float | None = None
     round_name: str = ""
     detail: str = ""
+    truncated_by: Annotated[
+        TruncationCause | None,
+        Meta(
+            description="Only if completed: a limit ended it, not the agent's own decision; "
+            "`rewards.truncated` says what that earns."
+        ),
+    ] = None
 
 
 class ProcessReward(Struct, frozen=True, kw_only=True, omit_defaults=True):

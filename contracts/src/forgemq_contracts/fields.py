@@ -63,6 +63,15 @@ Seconds: TypeAlias = Annotated[float, Meta(ge=0, description="Duration in second
 TimeMs: TypeAlias = Annotated[
     int, Meta(ge=0, description="Wall-clock time, milliseconds since the Unix epoch.")
 ]
+TruncationCause: TypeAlias = Annotated[
+    Literal["context_full", "too_many_turns", "turn_too_long", "out_of_time", "declared"],
+    Meta(
+        description="The limit that the policy ran into. context_full: its messages do not fit "
+        "the context window. too_many_turns: the agent's limit. turn_too_long: a completion was "
+        "cut at its token limit. out_of_time: the agent's own limit. declared: any other limit "
+        "of the agent."
+    ),
+]
 JsonBytes: TypeAlias = Annotated[bytes, Meta(description="A UTF-8 JSON document.")]
 
 REWARD_SIZE_MAX = 1e12

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 from forgemq_contracts.episodes import ReportedReward
-from forgemq_contracts.fields import CompletionId, DomainName, EpisodeId, Seconds
+from forgemq_contracts.fields import CompletionId, DomainName, EpisodeId, Seconds, TruncationCause
 
 
 class GradingCompletion(Struct, frozen=True, kw_only=True):
@@ -45,3 +45,7 @@ class GradingEpisode(Struct, frozen=True, kw_only=True):
     tool_s: Seconds
     virtual_s: Seconds | None
     duration_s: Seconds
+    truncated_by: Annotated[
+        TruncationCause | None,
+        Meta(description="The limit that ended the episode; None if the agent ended it."),
+    ] = None

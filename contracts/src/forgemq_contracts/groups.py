@@ -19,6 +19,7 @@ from forgemq_contracts.fields import (
     Step,
     TimeMs,
     TokenCount,
+    TruncationCause,
     Version,
 )
 from forgemq_contracts.rules import check_json, check_number
@@ -110,6 +111,7 @@ class EpisodeScore(Struct, frozen=True, kw_only=True, omit_defaults=True):
     total: Annotated[float, Meta(description="alpha * process + beta * speed + outcome.")]
     is_masked: bool = False
     metrics: tuple[NamedValue, ...] = ()
+    truncated_by: TruncationCause | None = None
 
 
 class ScoredGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -87,6 +87,14 @@ class Rewards(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         bool, Meta(description="Control experiment: deal the group's returns out at random.")
     ] = False
     grader_timeout_s: Annotated[float, Meta(gt=0)] = 60.0
+    truncated: Annotated[
+        Literal["grade", "zero", "mask"],
+        Meta(
+            description="What an episode earns that a limit ended (context full, too many turns). "
+            "grade: what the reward functions say. zero: 0, without asking them. mask: nothing; "
+            "it counts in no baseline."
+        ),
+    ] = "grade"
 
 
 class Episodes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -6,8 +6,10 @@ from contextlib import suppress
 
 import msgspec
 import pytest
+from msgspec import Raw
 
 from forgemq_agents.app import play_run
+from forgemq_agents.errors import ContextFullError
 from forgemq_agents.settings import AgentsSettings
 from forgemq_agents.user_code import DomainCode
 from forgemq_contracts.admin import AbortRequest, FinishRequest
@@ -156,6 +158,30 @@ async def test_an_agent_that_raises_aborts_its_episode_with_the_error(memory_gat
     await play(gateway, broken)
     ends = [end for group in gateway.in_order() for end in group.ended.values()]
     assert set(ends) == {AbortRequest(detail="LookupError: no such shelf")}
+
+
+async def test_limits_end_an_episode_as_truncated_and_the_agent_has_the_last_word(memory_gateway):
+    full = ContextFullError("too long", status=400)
+    ends = {0: full, 1: full, 2: None, 3: LookupError("no such shelf")}
+    says = {1: None, 2: "declared", 3: "too_many_turns"}
+
+    async def limited(episode) -> None:
+        number = episode.task["k"]
+        episode.result = {"so": "far"}
+        if number in says:
+            episode.truncate(says[number])
+        if ends.get(number) is not None:
+            raise ends[number]
+
+    gateway = await memory_gateway(group_size=1)
+    await play(gateway, limited, evaluation=Evaluation(), slots=1)
+    result = Raw(b'{"so":"far"}')
+    assert [gateway.groups[f"g-count-{number}"].ended[0] for number in range(4)] == [
+        FinishRequest(result=result, truncated_by="context_full"),
+        FinishRequest(result=result, truncated_by=None),
+        FinishRequest(result=result, truncated_by="declared"),
+        AbortRequest(detail="LookupError: no such shelf", truncated_by="too_many_turns"),
+    ]
 
 
 @pytest.mark.parametrize(

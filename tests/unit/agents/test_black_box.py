@@ -7,7 +7,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from msgspec import Raw
+from msgspec import UNSET, Raw
 
 from forgemq_agents.black_box import black_box
 from forgemq_agents.episode import Episode
@@ -74,6 +74,15 @@ async def test_a_program_never_sees_the_admin_key(episode):
 async def test_a_program_that_fails_masks_the_episode_with_its_last_output(episode):
     with pytest.raises(AgentFailedError, match=r"status 3: .*no luck"):
         await python("import sys; print('no luck'); sys.exit(3)")(episode)
+
+
+async def test_out_of_time_masks_or_truncates_as_its_author_says(episode):
+    slow = (sys.executable, "-c", "import time; time.sleep(60)")
+    with pytest.raises(AgentFailedError, match=r"no end after 0.2 s"):
+        await black_box(slow, timeout_s=0.2)(episode)
+    assert episode.truncated_by is UNSET
+    await black_box(slow, timeout_s=0.2, truncates_at_timeout=True)(episode)
+    assert (episode.truncated_by, episode.result) == ("out_of_time", {"output": ""})
 
 
 async def test_a_result_that_is_not_json_masks_the_episode(episode):

@@ -239,6 +239,9 @@ async def test_the_loop_appends_the_message_unchanged():
             heard.append(list(messages))
             return completion_with("{}", content="odd  text ")
 
+        def truncate(self, cause) -> None:
+            raise AssertionError(f"no limit ended it, least of all {cause}")
+
     class Once:
         tools = ()
 

@@ -26,7 +26,11 @@ class TokenPolicy:
         self.contexts: list[list[int]] = []
         self.outputs: list[list[int]] = []
         self.completions: list[Completion] = []
+        self.truncated_by: str | None = None
         self._messages: list[dict] = []
+
+    def truncate(self, cause: str) -> None:
+        self.truncated_by = cause
 
     async def chat(self, messages, *, tools=()) -> Completion:
         context = self._context(messages, tools)

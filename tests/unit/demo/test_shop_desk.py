@@ -42,6 +42,7 @@ async def test_a_fast_right_episode_earns_the_outcome_and_the_saved_time(scripte
         scripted(price("lamp") + "\n" + price("mug"), total(), answer()),
     )
     assert await run_tool_loop(policy, desk, turns_max=TURNS_MAX) == ANSWERED
+    assert policy.truncated_by is None
     assert desk.clock_s == pytest.approx(0.4 + 1.0 + 0.4 + 0.3 + 0.4)
     assert desk.prices_at_once_max == 2
     episode = graded(policy, desk, ORDER)
@@ -126,6 +127,7 @@ async def test_an_unknown_item_is_answered_and_is_no_malformed_call(scripted):
 async def test_a_turn_cut_at_its_limit_ends_the_episode_and_counts_as_malformed(scripted):
     desk, policy = ShopDesk(ORDER), scripted(price("lamp"), None)
     assert await run_tool_loop(policy, desk, turns_max=TURNS_MAX) == TURN_TOO_LONG
+    assert policy.truncated_by == "turn_too_long"
     assert len(policy.outputs[1]) == 80
     episode = graded(policy, desk, ORDER)
     assert rewards.process(episode) == [0.0, -0.1]
@@ -138,6 +140,7 @@ async def test_pages_that_do_not_fit_end_the_episode(scripted):
     desk = ShopDesk(order)
     policy = scripted(*prices, *prices)
     assert await run_tool_loop(policy, desk, turns_max=TURNS_MAX) == CONTEXT_FULL
+    assert policy.truncated_by == "context_full"
     assert rewards.outcome(graded(policy, desk, order)) == 0.0
 
 
@@ -145,6 +148,7 @@ async def test_nine_turns_are_the_limit(scripted):
     notes = [call_text("note", "x")] * (TURNS_MAX + 1)
     policy = scripted(*notes)
     assert await run_tool_loop(policy, ShopDesk(ORDER), turns_max=TURNS_MAX) == TOO_MANY_TURNS
+    assert policy.truncated_by == "too_many_turns"
     assert len(policy.outputs) == TURNS_MAX
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -292,3 +293,53 @@ async def test_an_episode_that_ends_while_a_body_is_read_is_refused(model: Path)
             )
     assert answer.status_code == 409
     assert lanes[0].seen == []
+
+
+def refuse_long(asked: Asked) -> str:
+    if len(asked.context) > 200:
+        raise FailAttempt("too long", failure="context_overflow")
+    return "yes"
+
+
+LONG = [{"role": "user", "content": "hello " * 400}]
+
+
+CASES: list[tuple[tuple[Any, ...], str, dict[str, Any], tuple[str, str | None]]] = [
+    ((HELLO, LONG), "finish", {}, ("completed", "context_full")),
+    ((HELLO, LONG), "abort", {"detail": "crashed"}, ("completed", "context_full")),
+    ((HELLO, LONG), "finish", {"truncated_by": None}, ("completed", None)),
+    ((HELLO, LONG), "abort", {"truncated_by": None}, ("aborted", None)),
+    ((LONG, HELLO), "finish", {}, ("completed", None)),
+    ((LONG, HELLO), "abort", {}, ("aborted", None)),
+    ((HELLO,), "finish", {"truncated_by": "too_many_turns"}, ("completed", "too_many_turns")),
+]
+
+
+async def test_an_episode_whose_newest_request_overflowed_its_context_ends_truncated(
+    model: Path,
+) -> None:
+    ended = {}
+    async with running(log_store(), configuration_of(model), refuse_long) as (world, _):
+        for number, (asked, end, body, _) in enumerate(CASES):
+            claim = await world.claim(await world.open_group(f"k{number}"))
+            client = world.client(claim)
+            for messages in asked:
+                with suppress(openai.BadRequestError):
+                    await client.chat.completions.create(model="m", messages=messages)
+            answer = await world.admin("POST", f"/v1/episodes/{claim['episode_id']}/{end}", body)
+            assert answer.status_code == 200, answer.text
+            ended[claim["episode_id"]] = number
+        finished = await world.records(topics.FINISHED_EPISODES)
+    found = {ended[one.episode_id]: (one.status, one.truncated_by) for one in finished}
+    assert [found[number] for number in range(len(CASES))] == [case[-1] for case in CASES]
+    assert {one.detail for one in finished} == {"", "crashed"}
+
+
+async def test_a_limit_that_no_contract_names_is_refused_with_those_that_are(model: Path) -> None:
+    async with running(log_store(), configuration_of(model), lambda _: "yes") as (world, _):
+        claim = await world.episode()
+        path = f"/v1/episodes/{claim['episode_id']}/finish"
+        answer = await world.admin("POST", path, {"truncated_by": "boredom"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "truncated_by"
+    assert "one of context_full, declared, out_of_time" in answer.json()["error"]["message"]

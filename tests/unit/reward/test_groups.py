@@ -38,6 +38,52 @@ def test_a_failed_group_quotes_the_reason_of_its_first_masked_episode():
     assert failed.detail == f"2 of 3 episodes scored, 3 are needed; g-1.2.0: {'x' * 300}"
 
 
+@pytest.mark.parametrize(
+    ("treatment", "expected"),
+    [
+        ("grade", [(0, 0.7), (1, -0.3), (2, 0.0), (3, -0.4)]),
+        ("zero", [(0, 0.8), (1, -0.2), (2, -0.3), (3, -0.3)]),
+        ("mask", [(0, 0.5), (1, -0.5)]),
+    ],
+)
+def test_an_episode_that_a_limit_ended_earns_what_the_run_says(treatment, expected):
+    episodes = [finished_episode(i, size=4) for i in range(4)]
+    episodes[2:] = [
+        msgspec.structs.replace(one, truncated_by="context_full") for one in episodes[2:]
+    ]
+    grades = [
+        graded_episode(0, outcome=1.1),
+        graded_episode(1, outcome=0.1),
+        graded_episode(2, outcome=0.3, process=[0.1]),
+        graded_episode(3),
+    ]
+    scored = score(episodes, grades, truncated=treatment)
+    assert [(c.episode_index, round(c.advantage, 9)) for c in scored.completions] == expected
+    ends = [(one.is_masked, one.truncated_by) for one in scored.episodes]
+    end = (treatment == "mask", "context_full")
+    assert ends == [(False, None), (False, None), end, end]
+
+
+def test_a_zero_holds_if_no_grader_could_read_how_the_episode_ended():
+    episodes = [finished_episode(i) for i in range(2)]
+    episodes[1] = msgspec.structs.replace(episodes[1], truncated_by="turn_too_long")
+    grades = [graded_episode(0, outcome=1.0), graded_episode(1, is_masked=True)]
+    assert score(episodes, grades, truncated="grade").not_trainable == "failed"
+    scored = score(episodes, grades, truncated="zero")
+    assert [c.advantage for c in scored.completions] == [0.5, -0.5]
+
+
+def test_a_group_that_fails_because_its_episodes_were_truncated_says_so():
+    episodes = [
+        msgspec.structs.replace(finished_episode(i), truncated_by="context_full") for i in range(2)
+    ]
+    failed = score(episodes, [graded_episode(0), graded_episode(1)], truncated="mask")
+    assert failed.detail == (
+        "0 of 2 episodes scored, 2 are needed; "
+        "g-1.0.0: truncated by context_full, which rewards.truncated masks"
+    )
+
+
 def test_two_episodes_are_the_least_whatever_the_fraction():
     episodes = [finished_episode(0), finished_episode(1, status="failed")]
     scored = score(episodes, [graded_episode(0, outcome=1.0)], group_min_fraction=0.1)

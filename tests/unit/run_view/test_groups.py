@@ -2,8 +2,10 @@
 
 import random
 
+import msgspec
 import pytest
 
+from forgemq_contracts.episodes import FinishedEpisode
 from forgemq_contracts.messages import Message
 from forgemq_run_view.groups import GroupBook
 from tests.unit.run_view.synthetic import SyntheticRun, configuration
@@ -29,6 +31,7 @@ def totals(book: GroupBook) -> tuple[object, ...]:
         dict(book.retired),
         book.episodes_finished,
         book.forks,
+        dict(book.episode_ends),
         book.versions([queue]),
         book.evaluations(),
         book.queue(queue).waiting,
@@ -43,6 +46,22 @@ def test_a_book_of_few_groups_has_the_totals_of_all(run):
         "g-16", "g-17", "g-18", "g-19",
     ]  # fmt: skip
     assert [row.group_id for row in small.rows(rows_max=9)] == ["g-19", "g-18", "g-17", "g-16"]
+
+
+def test_a_truncated_episode_is_counted_as_such_and_a_completed_one_is_not():
+    run = SyntheticRun()
+    run.admit("g-1", index=0, version=0)
+    for index in range(2):
+        run.episode("g-1", index, version=0)
+    ends = [m.record for m in run.messages if isinstance(m.record, FinishedEpisode)]
+    truncated = msgspec.structs.replace(ends[0], truncated_by="context_full")
+    lapsed = msgspec.structs.replace(ends[1], status="failed")
+    book = GroupBook()
+    for record in (truncated, truncated, lapsed):
+        book.apply(Message(topic="", partition=0, offset=0, timestamp_ms=0, record=record))
+    assert dict(book.episode_ends) == {"truncated": 1, "failed": 1}
+    [row] = book.rows(rows_max=9)
+    assert row.truncated == 1
 
 
 def test_records_of_a_forgotten_group_that_come_again_change_nothing(run):

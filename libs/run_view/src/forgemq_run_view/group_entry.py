@@ -31,6 +31,7 @@ class GroupEntry:
     finished: set[int] = field(default_factory=set)
     completion_offsets: list[tuple[int, int]] = field(default_factory=list)
     completions: int = 0
+    truncated: int = 0
     version_min: int | None = None
     version_max: int | None = None
     is_passed_over: bool = False
@@ -98,5 +99,6 @@ def row(entry: GroupEntry) -> GroupRow:
         step=entry.scheduled_step,
         group_size=entry.group_size,
         completions=max(len(entry.completion_offsets), entry.completions),
+        truncated=entry.truncated,
         success=entry.success,
     )

@@ -75,6 +75,7 @@ class GroupBook:
         self.retired: Counter[str] = Counter()
         self.admitted = 0
         self.episodes_finished = 0
+        self.episode_ends: Counter[str] = Counter()
         self.forks = 0
 
     def apply(self, message: Message) -> None:
@@ -275,6 +276,9 @@ class GroupBook:
             entry.finished.add(record.index)
             self.episodes_finished += 1
             self.forks += record.forks
+            is_truncated = record.truncated_by is not None
+            self.episode_ends["truncated" if is_truncated else record.status] += 1
+            entry.truncated += is_truncated
 
     def _apply_audited(self, record: AuditedGroup) -> None:
         """Take the audit's numbers in place of the completions, which may be trimmed."""

@@ -53,6 +53,7 @@ class Report(Struct, frozen=True, kw_only=True):
     steps: int
     samples: int
     episodes: int
+    episode_ends: dict[str, int] = {}
     completions: int
     tokens_generated: int
     tokens_trained: int
@@ -107,6 +108,7 @@ def report(
         steps=state.steps_trained,
         samples=sum(len(facts.completion_ids) for facts in trees),
         episodes=state.episodes_finished,
+        episode_ends={each.end: each.episodes for each in state.episode_ends},
         completions=state.completions,
         tokens_generated=state.tokens_generated,
         tokens_trained=state.tokens_trained,

@@ -136,6 +136,15 @@ class RetiredCount(Struct, frozen=True, kw_only=True):
     groups: int
 
 
+class EndCount(Struct, frozen=True, kw_only=True):
+    """Episodes that ended in one way."""
+
+    end: Annotated[
+        str, Meta(description="completed, truncated (by a limit of the policy), aborted or failed.")
+    ]
+    episodes: int
+
+
 class RunState(Struct, frozen=True, kw_only=True):
     """Everything the panel and the page need, at one moment."""
 
@@ -153,6 +162,7 @@ class RunState(Struct, frozen=True, kw_only=True):
     completions: int
     episodes_finished: int
     episodes_forks: int
+    episode_ends: tuple[EndCount, ...]
     groups_admitted: int
     groups_open: int
     retired: tuple[RetiredCount, ...]
@@ -181,4 +191,5 @@ class GroupRow(Struct, frozen=True, kw_only=True):
     step: int | None
     group_size: int
     completions: int
+    truncated: Annotated[int, Meta(description="Episodes that a limit of the policy ended.")]
     success: float | None

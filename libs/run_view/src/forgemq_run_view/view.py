@@ -27,7 +27,7 @@ from forgemq_contracts.topics import (
 )
 from forgemq_run_view.engines import EngineBook
 from forgemq_run_view.groups import GroupBook
-from forgemq_run_view.state import GroupRow, RetiredCount, RunState
+from forgemq_run_view.state import EndCount, GroupRow, RetiredCount, RunState
 from forgemq_run_view.steps import StepBook
 
 TOPICS: tuple[Topic, ...] = (
@@ -103,6 +103,10 @@ class RunView:
             completions=self._engines.completions,
             episodes_finished=self._groups.episodes_finished,
             episodes_forks=self._groups.forks,
+            episode_ends=tuple(
+                EndCount(end=end, episodes=episodes)
+                for end, episodes in sorted(self._groups.episode_ends.items())
+            ),
             groups_admitted=self._groups.admitted,
             groups_open=self._groups.open,
             retired=tuple(

@@ -10,7 +10,8 @@ The program sees, and `{name}` in its arguments is replaced by:
     FORGEMQ_RESULT_FILE                     result_file: where it may write its result, JSON
 
 It runs in an empty folder, which is removed afterwards. Exit status 0 finishes the episode,
-whatever the program achieved; any other status masks it.
+whatever the program achieved; any other status masks it, unless the gateway refused its newest
+request because the context is full: that truncates the episode.
 """
 
 import asyncio
@@ -24,7 +25,7 @@ from pathlib import Path
 import msgspec
 
 from forgemq_agents.episode import Episode
-from forgemq_agents.errors import AgentFailedError
+from forgemq_agents.errors import AgentFailedError, AgentTimeoutError
 
 # Enough of the last output to see why a program failed: the end of a traceback.
 OUTPUT_BYTES_KEPT = 4000
@@ -39,6 +40,7 @@ class BlackBox:
     command: tuple[str, ...]
     timeout_s: float
     environ: Mapping[str, str]
+    truncates_at_timeout: bool
 
     async def __call__(self, episode: Episode) -> None:
         """Run the command to its end.
@@ -56,11 +58,17 @@ class BlackBox:
                 "key": episode.key,
                 **{key: str(path) for key, path in files.items()},
             }
-            output = await self._run(
-                [_fill(part, values) for part in self.command],
-                environ={**_environ(episode, values), **self.environ},
-                folder=folder,
-            )
+            try:
+                output = await self._run(
+                    [_fill(part, values) for part in self.command],
+                    environ={**_environ(episode, values), **self.environ},
+                    folder=folder,
+                )
+            except AgentTimeoutError:
+                if not self.truncates_at_timeout:
+                    raise
+                episode.truncate("out_of_time")
+                output = b""
             episode.result = _result(files["result_file"], output)
 
     async def _run(
@@ -79,7 +87,7 @@ class BlackBox:
             try:
                 status = await asyncio.wait_for(process.wait(), self.timeout_s)
             except TimeoutError as error:
-                raise AgentFailedError(f"no end after {self.timeout_s:g} s") from error
+                raise AgentTimeoutError(f"no end after {self.timeout_s:g} s") from error
             finally:
                 await _stop(process)
             size = output.seek(0, os.SEEK_END)
@@ -91,7 +99,11 @@ class BlackBox:
 
 
 def black_box(
-    command: Sequence[str], *, timeout_s: float, environ: Mapping[str, str] | None = None
+    command: Sequence[str],
+    *,
+    timeout_s: float,
+    environ: Mapping[str, str] | None = None,
+    truncates_at_timeout: bool = False,
 ) -> BlackBox:
     """Make an agent that runs this command for every episode.
 
@@ -99,10 +111,17 @@ def black_box(
         command: Program and arguments.
         timeout_s: The program is stopped after so long.
         environ: Environment variables to add to the inherited ones.
+        truncates_at_timeout: Whether `timeout_s` is the policy's limit and truncates the episode.
+            By default it masks: a slow engine, too, lets time run out.
     """
     if not command:
         raise ValueError("command must name a program, got none")
-    return BlackBox(command=tuple(command), timeout_s=timeout_s, environ=dict(environ or {}))
+    return BlackBox(
+        command=tuple(command),
+        timeout_s=timeout_s,
+        environ=dict(environ or {}),
+        truncates_at_timeout=truncates_at_timeout,
+    )
 
 
 def _fill(part: str, values: Mapping[str, str]) -> str:

@@ -5,11 +5,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from forgemq_agents.completion import Completion, Message, Tool, read_completion
 from forgemq_agents.gateway_client import GatewayClient
 from forgemq_agents.requests import JsonRequests
 from forgemq_contracts.admin import Claim, RewardRequest
+from forgemq_contracts.fields import TruncationCause
 from forgemq_settings.user_code import for_user_code
 from forgemq_telemetry.telemetry import Telemetry
 
@@ -18,7 +20,8 @@ class Episode:
     """One attempt at one task: the way to the model, and what to report at the end.
 
     Any OpenAI client may be used instead of `chat`: point it at `base_url` with `key`, or at
-    `session_url`. An exception out of `play` masks the episode; it is never a reward of zero.
+    `session_url`. An exception out of `play` masks the episode, except a full context: that is what
+    the policy did, and ends the episode as truncated.
 
     Attributes:
         task: As the task source made it.
@@ -32,6 +35,7 @@ class Episode:
         result: Reported at the end; any JSON value. Graders see it as `episode.result`.
         tool_s: Seconds spent in tools; add to it.
         virtual_s: Time on the environment's own clock, if it has one.
+        truncated_by: As `truncate` set it; UNSET leaves it to the gateway.
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class Episode:
         self.result: Any = {}
         self.tool_s = 0.0
         self.virtual_s: float | None = None
+        self.truncated_by: TruncationCause | UnsetType | None = UNSET
         self._gateway = gateway
         self._requests = requests
         self._telemetry = telemetry
@@ -88,6 +93,14 @@ class Episode:
             completion = read_completion(reply.body)
             span.set(completion=completion.completion_id)
         return completion
+
+    def truncate(self, cause: TruncationCause | None) -> None:
+        """Note that a limit ends the episode; what it earns is `rewards.truncated`.
+
+        The episode ends when `play` returns. None says that no limit ended it, even if its newest
+        request was refused because the context is full.
+        """
+        self.truncated_by = cause
 
     async def report_reward(
         self, name: str, value: float, *, completion: Completion | None = None

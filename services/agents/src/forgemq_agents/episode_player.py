@@ -4,9 +4,10 @@ import asyncio
 from collections.abc import Mapping
 
 import msgspec
+from msgspec import UNSET
 
 from forgemq_agents.episode import Episode
-from forgemq_agents.errors import EpisodeOverError, GatewayError
+from forgemq_agents.errors import ContextFullError, EpisodeOverError, GatewayError
 from forgemq_agents.gateway_client import GatewayClient
 from forgemq_agents.requests import JsonRequests
 from forgemq_agents.user_code import Play
@@ -48,7 +49,7 @@ class EpisodePlayer:
             playing.add_done_callback(lambda _: renewing.cancel())
 
     async def _play_and_report(self, episode: Episode, play: Play) -> None:
-        """Report how the user's code ended; its failure masks the episode."""
+        """Report how the user's code ended; its failure masks the episode, a limit truncates it."""
         try:
             end = await _play_to_end(episode, play)
             if isinstance(end, AbortRequest):
@@ -83,15 +84,21 @@ async def _play_to_end(episode: Episode, play: Play) -> FinishRequest | AbortReq
         EpisodeOverError: the gateway refused a request of the agent; there is nothing to report.
     """
     try:
-        await play(episode)
+        try:
+            await play(episode)
+        except ContextFullError:
+            if episode.truncated_by is UNSET:
+                episode.truncate("context_full")
         return _finish_of(episode)
     except EpisodeOverError:
         raise
     except Exception as error:  # noqa: BLE001 - user code: whatever it raises masks its episode
-        return AbortRequest(detail=f"{type(error).__name__}: {error}"[:DETAIL_CHARACTERS_MAX])
+        detail = f"{type(error).__name__}: {error}"[:DETAIL_CHARACTERS_MAX]
+        return AbortRequest(detail=detail, truncated_by=episode.truncated_by)
 
 
 def _finish_of(episode: Episode) -> FinishRequest:
     """What the user's code left in the episode, which may be no JSON or out of bounds."""
     fields = {"result": episode.result, "tool_s": episode.tool_s, "virtual_s": episode.virtual_s}
-    return msgspec.json.decode(msgspec.json.encode(fields), type=FinishRequest)
+    finish = msgspec.json.decode(msgspec.json.encode(fields), type=FinishRequest)
+    return msgspec.structs.replace(finish, truncated_by=episode.truncated_by)

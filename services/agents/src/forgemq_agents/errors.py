@@ -28,4 +28,8 @@ class TrainingEndedError(GatewayError):
 
 
 class AgentFailedError(Exception):
-    """A black-box agent ended with an error or ran out of time; its episode is masked."""
+    """A black-box agent ended with an error; its episode is masked."""
+
+
+class AgentTimeoutError(AgentFailedError):
+    """A black-box agent ran out of time."""

@@ -12,10 +12,11 @@ from typing import Any, Protocol, TypeAlias
 
 from forgemq_agents.completion import Completion, FunctionCall, Message, Tool
 from forgemq_agents.errors import ContextFullError
+from forgemq_contracts.fields import TruncationCause
 
-CONTEXT_FULL = "context full"
-TURN_TOO_LONG = "turn too long"
-TOO_MANY_TURNS = "too many turns"
+CONTEXT_FULL: TruncationCause = "context_full"
+TURN_TOO_LONG: TruncationCause = "turn_too_long"
+TOO_MANY_TURNS: TruncationCause = "too_many_turns"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,21 +67,26 @@ class ChatModel(Protocol):
         """Ask the model for the next message."""
         ...
 
+    def truncate(self, cause: TruncationCause) -> None:
+        """Note that a limit ends the episode."""
+        ...
+
 
 async def run_tool_loop(model: ChatModel, environment: Environment, *, turns_max: int) -> str:
     """Play until the environment stops; returns why it ended.
 
     The loop also ends after `turns_max` turns, if the context is full, and if a turn was cut at
-    its token limit: half a message is not what the model meant to send.
+    its token limit: half a message is not what the model meant to send. These limits truncate the
+    episode.
     """
     messages = list(environment.opening())
     for _ in range(turns_max):
         try:
             completion = await model.chat(messages, tools=environment.tools)
         except ContextFullError:
-            return CONTEXT_FULL
+            return _truncated(model, CONTEXT_FULL)
         if completion.finish_reason == "length":
-            return TURN_TOO_LONG
+            return _truncated(model, TURN_TOO_LONG)
         move = await environment.answer(completion)
         if isinstance(move, Stop):
             return move.reason
@@ -88,7 +94,12 @@ async def run_tool_loop(model: ChatModel, environment: Environment, *, turns_max
             messages = list(move.messages)
         else:
             messages += [completion.message, *move.messages]
-    return TOO_MANY_TURNS
+    return _truncated(model, TOO_MANY_TURNS)
+
+
+def _truncated(model: ChatModel, cause: TruncationCause) -> str:
+    model.truncate(cause)
+    return cause
 
 
 ToolFunction: TypeAlias = Callable[[Mapping[str, Any]], Awaitable[str]]

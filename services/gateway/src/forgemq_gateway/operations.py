@@ -2,7 +2,8 @@
 
 from contextlib import suppress
 
-from msgspec import Raw, Struct
+import msgspec
+from msgspec import Raw, Struct, UnsetType
 
 from forgemq_contracts.admin import (
     AbortRequest,
@@ -16,6 +17,7 @@ from forgemq_contracts.admin import (
     RunStatus,
 )
 from forgemq_contracts.episodes import OpenedEpisode, ReportedReward
+from forgemq_contracts.fields import TruncationCause
 from forgemq_contracts.groups import RequestedGroup
 from forgemq_contracts.partitions import episode_id, group_id
 from forgemq_contracts.run import Queue
@@ -251,15 +253,21 @@ class Operations:
             tool_s=request.tool_s,
             virtual_s=request.virtual_s,
         )
-        await self._end(episode_id, ending)
+        await self._end(episode_id, ending, said=request.truncated_by)
 
     async def abort(self, episode_id: str, request: AbortRequest) -> None:
-        """Write the episode's final record as aborted: it is masked."""
-        await self._end(episode_id, Ending(status="aborted", detail=request.detail))
+        """Write the final record as aborted, or as completed if a limit ended the episode."""
+        ending = Ending(status="aborted", detail=request.detail)
+        await self._end(episode_id, ending, said=request.truncated_by)
 
-    async def _end(self, episode_id: str, ending: Ending) -> None:
+    async def _end(
+        self, episode_id: str, ending: Ending, *, said: TruncationCause | UnsetType | None
+    ) -> None:
         episode = self._access.known_episode(episode_id)
         if episode.state not in ("finishing", "ended"):
+            cause = episode.truncated_by(said)
+            if cause is not None:
+                ending = msgspec.structs.replace(ending, status="completed", truncated_by=cause)
             await self.end(episode, ending)
             return
         # A repeated request: answer when the first one has written the final record.

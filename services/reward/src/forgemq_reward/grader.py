@@ -41,6 +41,7 @@ class Grader:
     ) -> None:
         self._functions = functions_of(configuration)
         self._rendering = rendering
+        self._truncated = configuration.rewards.truncated
         self._process = GraderProcess(
             Load(
                 code_paths=configuration.code_paths,
@@ -61,7 +62,8 @@ class Grader:
         if functions is None:
             verdict = Verdict(error=f"domain {episode.domain!r} has no queue in the run")
             return graded_episode(episode, verdict, grader="", grader_version="")
-        if not functions.names or self._rendering is None:
+        is_asked = episode.truncated_by is None or self._truncated == "grade"
+        if not functions.names or self._rendering is None or not is_asked:
             return graded_episode(episode, Verdict(), grader=REPORTED, grader_version="")
         completions: tuple[GradingCompletion, ...] = ()
         try:

@@ -35,6 +35,7 @@ def grading_episode(
         tool_s=episode.tool_s,
         virtual_s=episode.virtual_s,
         duration_s=episode.duration_s,
+        truncated_by=episode.truncated_by,
     )
 
 

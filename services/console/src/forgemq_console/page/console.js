@@ -63,6 +63,7 @@ function numbers(state) {
     number(`${state.staleness_max} / ${bound}`, "largest staleness / bound", state.staleness_max > bound),
     number(trained ? `${state.merge_ratio_per_request.toFixed(2)}x` : "-", "tree saving, per request"),
     number(trained ? `${state.merge_ratio_append.toFixed(2)}x` : "-", "tree saving, append-only"),
+    number(state.episode_ends.map((e) => whole(e.episodes)).join(" + ") || "0", `episodes ${state.episode_ends.map((e) => e.end).join(" + ")}`.trim()),
     number(String(state.groups_open), "groups in flight"),
     number(state.retired.map((r) => `${r.groups}`).join(" + ") || "0", state.retired.map((r) => r.reason.replace("_", " ")).join(" + ") || "retired"),
   );

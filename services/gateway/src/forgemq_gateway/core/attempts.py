@@ -200,7 +200,7 @@ class Attempts:
         if result.completion is not None:
             self._leave_lane(turn)
             self._end(episode, turn)
-            turn.waiting = 0
+            turn.waiting, episode.is_context_full = 0, False
             was_waited = self._waited.pop(turn.request_id, None) is not None
             return (AnswerTurn(result.completion),) if was_waited else ()
         if turn.lane < 0 or result.attempt != turn.sent - 1:
@@ -336,8 +336,10 @@ class Attempts:
     def _fail(self, turn: OpenTurn, error: RefusedError) -> Effects:
         """Tell the clients; a requested turn stays known, so that a retry continues it."""
         turn.waiting = 0
-        if self._waited.pop(turn.request_id, None) is None:
+        waited = self._waited.pop(turn.request_id, None)
+        if waited is None:
             return ()
+        waited[0].is_context_full = error.is_context_full
         return (FailTurn(turn.request_id, error),)
 
     def _cancel(self, turn: OpenTurn) -> Effects:

@@ -3,9 +3,10 @@
 from typing import Any, Literal, TypeAlias
 
 import msgspec
-from msgspec import Struct
+from msgspec import UNSET, Struct, UnsetType
 
 from forgemq_contracts.episodes import FinishedEpisode, OpenedEpisode, ReportedReward
+from forgemq_contracts.fields import TruncationCause
 from forgemq_contracts.partitions import request_id
 from forgemq_gateway.core.history import History
 from forgemq_gateway.core.manifest import counted, critical_path_s, manifest
@@ -15,9 +16,10 @@ EpisodeState: TypeAlias = Literal["open", "lapsed", "finishing", "ended"]
 
 
 class Ending(Struct, frozen=True, kw_only=True):
-    """How an episode ended: the agent ended it, or its lease lapsed."""
+    """How an episode ended: the agent ended it, a limit did, or its lease lapsed."""
 
     status: Literal["completed", "aborted", "failed"]
+    truncated_by: TruncationCause | None = None
     result: bytes = b""
     tool_s: float = 0.0
     virtual_s: float | None = None
@@ -53,6 +55,7 @@ class HeldEpisode:
         turns: Open turns by request id; `Attempts` removes them.
         delivered: Ids of completions that a client has had in full.
         clients: Connections that wait for an answer.
+        is_context_full: Whether the newest completion was refused because its context is full.
     """
 
     def __init__(self, opened: OpenedEpisode, *, lease_until_s: float) -> None:
@@ -66,6 +69,7 @@ class HeldEpisode:
         self.clients = 0
         self.next_sequence = 0
         self.forks = 0
+        self.is_context_full = False
         self._bodies: dict[str, KnownBody] = {}
         self._ended_attempts: dict[str, int] = {}
 
@@ -158,6 +162,12 @@ class HeldEpisode:
             return None
         return msgspec.structs.replace(self.opened, rewards=(*self.opened.rewards, reward))
 
+    def truncated_by(self, said: TruncationCause | UnsetType | None) -> TruncationCause | None:
+        """The limit that ended the episode, as the agent said, else as the requests show."""
+        if said is not UNSET:
+            return said
+        return "context_full" if self.is_context_full else None
+
     def final_record(
         self, ending: Ending, *, group: GroupFacts, finished_ms: int
     ) -> FinishedEpisode:
@@ -185,4 +195,5 @@ class HeldEpisode:
             temperature=opened.sampling.temperature,
             round_name=group.round_name,
             detail=ending.detail,
+            truncated_by=ending.truncated_by,
         )

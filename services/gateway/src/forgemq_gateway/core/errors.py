@@ -4,6 +4,9 @@ import re
 
 from forgemq_contracts.admin import ErrorType
 
+CONTEXT_FULL_CODE = "context_length_exceeded"
+"""What OpenAI's clients and the agents built on them look for."""
+
 
 class RefusedError(Exception):
     """A request that is refused; it has changed nothing.
@@ -34,6 +37,11 @@ class RefusedError(Exception):
         self.code = code
         self.retry_after_s = retry_after_s
 
+    @property
+    def is_context_full(self) -> bool:
+        """Whether the messages do not fit into the context window."""
+        return self.code == CONTEXT_FULL_CODE
+
 
 def invalid(message: str, *, param: str | None, code: str | None = None) -> RefusedError:
     """400: the request cannot be served as it is."""
@@ -46,7 +54,7 @@ def context_overflow(*, context_tokens: int, context_tokens_max: int) -> Refused
         f"This model's maximum context length is {context_tokens_max} tokens. However, your "
         f"messages resulted in {context_tokens} tokens. Please reduce the length of the messages.",
         param="messages",
-        code="context_length_exceeded",
+        code=CONTEXT_FULL_CODE,
     )
 
 
@@ -56,7 +64,7 @@ def engine_overflow(error: str) -> RefusedError:
         f"This model's maximum context length is exceeded: {error}. Please reduce the length of "
         "the messages.",
         param="messages",
-        code="context_length_exceeded",
+        code=CONTEXT_FULL_CODE,
     )
 
 

@@ -129,7 +129,7 @@ async def _end_of(log: Log, started: StartedRun) -> EndedRun | None:
 
 
 def _print_groups(follower: Follower, console: Console) -> None:
-    shown = Table("group", "queue index", "state", "step", "completions", "success")
+    shown = Table("group", "queue index", "state", "step", "completions", "truncated", "success")
     for row in reversed(follower.view.rows(rows_max=GROUPS_SHOWN_MAX)):
         shown.add_row(
             row.group_id,
@@ -137,6 +137,7 @@ def _print_groups(follower: Follower, console: Console) -> None:
             row.reason or row.position,
             "-" if row.step is None else str(row.step),
             str(row.completions),
+            str(row.truncated),
             "-" if row.success is None else f"{row.success:.2f}",
         )
     console.print(shown)

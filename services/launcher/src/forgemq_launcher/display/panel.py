@@ -87,6 +87,7 @@ def _rows(state: RunState, shown: PanelView) -> list[tuple[str, RenderableType]]
     rows += [(f"window {queue.domain}"[:20], _window(queue)) for queue in state.queues]
     rows += [
         ("groups", Text(_groups(state))),
+        ("episodes", Text(_episodes(state))),
         ("engine", Text(_engines(state, shown), overflow="ellipsis", no_wrap=True)),
         ("services", _services(shown.services)),
     ]
@@ -166,6 +167,10 @@ def _cell(position: WindowPosition) -> Text:
 def _groups(state: RunState) -> str:
     ends = ", ".join(f"{each.reason} {each.groups}" for each in state.retired)
     return f"{state.groups_open} in flight; {ends or 'none retired yet'}"
+
+
+def _episodes(state: RunState) -> str:
+    return ", ".join(f"{each.end} {each.episodes:,}" for each in state.episode_ends) or "none yet"
 
 
 def _engines(state: RunState, shown: PanelView) -> str:

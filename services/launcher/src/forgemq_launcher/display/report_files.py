@@ -121,6 +121,10 @@ def _lines(report: Report) -> list[tuple[str, str]]:
             "trained",
             f"{report.steps} steps, {report.samples:,} samples of {report.episodes:,} episodes",
         ),
+        (
+            "episodes",
+            ", ".join(f"{end} {count:,}" for end, count in report.episode_ends.items()),
+        ),
         ("tokens", f"{report.tokens_generated:,} generated, {report.tokens_trained:,} trained"),
         (
             "tree saving",

@@ -199,6 +199,8 @@ def _first_cause(
         if not detail and grade is not None:
             fault = grade_fault(episode, grade, settings=settings)
             detail = grade.detail if grade.is_masked else fault
+        if episode.truncated_by is not None and settings.truncated == "mask":
+            detail = f"truncated by {episode.truncated_by}, which rewards.truncated masks"
         if detail:
             return f"; {episode.episode_id}: {detail[:CAUSE_CHARACTERS_MAX]}"
     return ""

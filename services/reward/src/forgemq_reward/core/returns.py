@@ -18,6 +18,7 @@ import hashlib
 import math
 from collections.abc import Sequence
 
+import msgspec
 from msgspec import Struct
 
 from forgemq_contracts.episodes import FinishedEpisode, GradedEpisode, ManifestEntry
@@ -65,10 +66,12 @@ def score_of(
         total=0.0,
         is_masked=True,
         metrics=grade.metrics if grade is not None else (),
+        truncated_by=episode.truncated_by,
     )
-    if episode.status != "completed" or grade is None or grade.is_masked:
+    if episode.status != "completed" or grade is None:
         return masked
-    if grade_fault(episode, grade, settings=settings):
+    grade = treated(episode, grade, settings=settings)
+    if grade.is_masked or grade_fault(episode, grade, settings=settings):
         return masked
     process = math.fsum(reward.value for reward in grade.process)
     return EpisodeScore(
@@ -78,7 +81,20 @@ def score_of(
         process=process,
         total=settings.alpha * process + settings.beta * grade.speed + grade.outcome,
         metrics=grade.metrics,
+        truncated_by=episode.truncated_by,
     )
+
+
+def treated(episode: FinishedEpisode, grade: GradedEpisode, *, settings: Rewards) -> GradedEpisode:
+    """The grade as `rewards.truncated` wants it, if a limit ended the episode.
+
+    A zero holds even if the grade is masked: the policy cannot escape it by an ending that its
+    grader cannot read.
+    """
+    if episode.truncated_by is None or settings.truncated == "grade":
+        return grade
+    is_masked = settings.truncated == "mask"
+    return msgspec.structs.replace(grade, outcome=0.0, speed=0.0, process=(), is_masked=is_masked)
 
 
 def grade_fault(episode: FinishedEpisode, grade: GradedEpisode, *, settings: Rewards) -> str:
@@ -107,6 +123,7 @@ def return_of(
     episode: FinishedEpisode, grade: GradedEpisode, *, settings: Rewards
 ) -> EpisodeReturn:
     """The reward that each completion of an unmasked episode earned."""
+    grade = treated(episode, grade, settings=settings)
     entries = tuple(sorted(episode.manifest, key=lambda entry: entry.sequence))
     earned = dict.fromkeys((entry.completion_id for entry in entries), 0.0)
     for reward in grade.process:
