@@ -196,12 +196,15 @@ class FinishedCompletion(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class DeliveredCompletion(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The last byte of this completion was written to the client."""
+    """A client is there and gets this completion to its last byte; written before that byte is."""
 
     request_id: CompletionId
     episode_id: EpisodeId
     group_id: GroupId
     delivered_ms: TimeMs
+    is_withdrawn: Annotated[
+        bool, Meta(description="The client left before the last byte: it was not delivered.")
+    ] = False
 
 
 def _check_prefix(parent_id: str | None, shared_prefix_tokens: int) -> None:

@@ -1,6 +1,8 @@
 """What the routes of the admin API do: groups, claims, leases, rewards and ends of episodes."""
 
+import asyncio
 from contextlib import suppress
+from weakref import WeakValueDictionary
 
 import msgspec
 from msgspec import Raw, Struct, UnsetType
@@ -16,7 +18,7 @@ from forgemq_contracts.admin import (
     RewardRequest,
     RunStatus,
 )
-from forgemq_contracts.episodes import OpenedEpisode, ReportedReward
+from forgemq_contracts.episodes import FinishedEpisode, OpenedEpisode, ReportedReward
 from forgemq_contracts.fields import TruncationCause
 from forgemq_contracts.groups import RequestedGroup
 from forgemq_contracts.partitions import episode_id, group_id
@@ -65,6 +67,8 @@ class Operations:
         self.public_url = context.settings.public_url
         self.held_bytes = 0
         self._is_ending = False
+        # A lock lives as long as someone waits for it or holds it.
+        self._reward_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     def answer_long_polls(self) -> None:
         """Answer every long poll with the present state, because this gateway is about to end."""
@@ -225,25 +229,32 @@ class Operations:
         return Lease(lease_s=episode.opened.lease_s)
 
     async def reward(self, episode_id: str, request: RewardRequest) -> None:
-        """Add a reward to the episode's record; a known id changes nothing."""
+        """Add a reward to the episode's record; a known id changes nothing.
+
+        One at a time, since each record contains the rewards before it. The end of the episode
+        waits for them too: its record contains every reward that was answered with 200.
+        """
         episode = self._access.known_episode(episode_id)
-        reward = _reward(request)
-        record = episode.with_reward(reward)
-        if record is None:
-            return
-        if episode.state in ("finishing", "ended"):
-            raise conflict(f"episode {episode_id} has ended")
-        if (
-            reward.completion_id is not None
-            and reward.completion_id not in episode.history.completions
-        ):
-            raise invalid(
-                f"{reward.completion_id} is not a completion of this episode", param="completion_id"
-            )
-        # Applied before it is written: a second reward at the same time must contain this one.
-        self._registry.apply_opened_episode(record, lease_until_s=episode.lease_until_s)
-        await self._outbox.write(record)
+        async with self._rewarding(episode_id):
+            reward = _reward(request)
+            record = episode.with_reward(reward)
+            if record is None:
+                return
+            if episode.state in ("finishing", "ended"):
+                raise conflict(f"episode {episode_id} has ended")
+            completions = episode.history.completions
+            if reward.completion_id is not None and reward.completion_id not in completions:
+                raise invalid(
+                    f"{reward.completion_id} is not a completion of this episode",
+                    param="completion_id",
+                )
+            await self._outbox.write(record)
+            self._registry.apply_opened_episode(record, lease_until_s=episode.lease_until_s)
         episode.renew(self._clock.now_s())
+
+    def _rewarding(self, episode_id: str) -> asyncio.Lock:
+        """Held while a reward of this episode is written."""
+        return self._reward_locks.setdefault(episode_id, asyncio.Lock())
 
     async def finish(self, episode_id: str, request: FinishRequest) -> None:
         """Wait for the episode's open requests, then write its final record as completed."""
@@ -271,16 +282,32 @@ class Operations:
             await self.end(episode, ending)
             return
         # A repeated request: answer when the first one has written the final record.
-        is_written = await self._changed.until(
-            lambda: True if episode.state == "ended" else None,
+        state = await self._changed.until(
+            lambda: None if episode.state == "finishing" else episode.state,
             timeout_s=self._settings.drain_s + _WRITE_S,
         )
-        if not is_written:
+        if state != "ended":
             raise busy(f"the end of episode {episode_id} is not written yet", status=503)
 
     async def end(self, episode: HeldEpisode, ending: Ending) -> None:
-        """Write the final record of an episode; if completed, its open requests may end before."""
-        episode.state = "finishing"
+        """Write the final record of an episode; if completed, its open requests may end before.
+
+        If the record cannot be written, the episode is as it was: it can be ended again, or lapse.
+        """
+        before, episode.state = episode.state, "finishing"
+        try:
+            record = await self._final_record(episode, ending)
+            await self._outbox.write(record)
+        except BaseException:
+            episode.state = before
+            self._changed.notify()
+            raise
+        self._registry.apply_finished_episode(record)
+        self._changed.notify()
+        self._telemetry.count("gateway.episodes_finished", status=ending.status)
+
+    async def _final_record(self, episode: HeldEpisode, ending: Ending) -> FinishedEpisode:
+        """End the episode's turns; returns its record, if its group is open."""
         if ending.status == "completed":
             await self._changed.until(
                 lambda: None if episode.clients else True,
@@ -291,11 +318,10 @@ class Operations:
         group = self._registry.groups.get(episode.opened.group_id)
         if group is None:
             raise gone(f"group {episode.opened.group_id} is over")
-        record = episode.final_record(ending, group=group.facts, finished_ms=self._clock.wall_ms())
-        await self._outbox.write(record)
-        self._registry.apply_finished_episode(record)
-        self._changed.notify()
-        self._telemetry.count("gateway.episodes_finished", status=ending.status)
+        async with self._rewarding(episode.episode_id):
+            return episode.final_record(
+                ending, group=group.facts, finished_ms=self._clock.wall_ms()
+            )
 
     async def lapse(self) -> None:
         """Free the episodes whose lease has lapsed; fail those at their last attempt."""

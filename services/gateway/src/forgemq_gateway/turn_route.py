@@ -1,17 +1,21 @@
 """One request for a completion, in plain ASGI: wait, keep the connection alive, write the answer.
 
-A turn is sampled fully and committed to the log before its first byte is written. Before it is
+A turn is sampled fully and committed to the log before its first byte is written, and its delivery
+before its last byte (deliveries.py). Before it is
 dispatched every refusal is a plain HTTP error. A stream that has to wait after that opens with 200
 and keep-alives, and later failures are error events. What those look like is the protocol's.
 """
 
 import asyncio
 import traceback
-from typing import Any, Protocol
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any, Protocol, TypeAlias
 
+import orjson
 from msgspec import Struct
 
-from forgemq_contracts.completions import DeliveredCompletion
 from forgemq_gateway.access import Access
 from forgemq_gateway.composer import Composer
 from forgemq_gateway.context import GatewayContext
@@ -20,6 +24,7 @@ from forgemq_gateway.core.errors import RefusedError, busy, failed
 from forgemq_gateway.core.history import KnownCompletion
 from forgemq_gateway.core.replies import Answer
 from forgemq_gateway.core.requests import Request
+from forgemq_gateway.deliveries import Deliveries
 from forgemq_gateway.operations import Operations
 from forgemq_gateway.turn_source import Awaited, TurnSource
 from forgemq_gateway.wire import (
@@ -28,15 +33,17 @@ from forgemq_gateway.wire import (
     Scope,
     Send,
     headers_of,
+    json_start,
     read_body,
-    send_json,
     send_refusal,
 )
 from forgemq_telemetry.traces import Headers, headers_from_http
 
-# A longer answer is written in two steps: the second waits until the first is on its way, so a
+# The end of an answer is sent when all before it is on its way and its delivery is on the log: a
 # client that left in the meantime does not count as served. Small enough for any socket buffer.
-_ONE_WRITE_BYTES_MAX = 65_536
+_LAST_WRITE_BYTES = 65_536
+
+RecordDelivery: TypeAlias = Callable[[], Awaitable[None]]
 
 
 class WireProtocol(Protocol):
@@ -107,7 +114,7 @@ class TurnRoute:
         self._composer = composer
         self._operations = operations
         self._settings = context.settings
-        self._outbox = context.outbox
+        self._deliveries = Deliveries(context.outbox, clock=context.clock)
         self._tasks = context.tasks
         self._clock = context.clock
         self._changed = context.changed
@@ -204,12 +211,10 @@ class TurnRoute:
         answer = self._composer.answer(
             completion, model=client.request.model, with_logprobs=client.request.wants_logprobs
         )
-        if client.request.is_stream:
-            await _write_stream(client, answer)
-        else:
-            await _write_whole(client, answer)
-        if not client.leaving.done():
-            self._note_delivery(episode, completion)
+        record = partial(self._deliveries.record, episode, completion, has_left=client.leaving.done)
+        write = _write_stream if client.request.is_stream else _write_whole
+        with suppress(ClientGoneError):
+            await write(client, answer, record)
 
     async def _wait(self, client: Client, awaited: Awaited) -> KnownCompletion:
         """Wait for the completion; meanwhile a stream gets keep-alives.
@@ -248,19 +253,6 @@ class TurnRoute:
         else:
             await send_refusal(client.send, error, shape=client.protocol.error)
 
-    def _note_delivery(self, episode: HeldEpisode, completion: KnownCompletion) -> None:
-        """Write that a client has the whole answer, once per completion."""
-        if completion.request_id in episode.delivered:
-            return
-        episode.delivered.add(completion.request_id)
-        record = DeliveredCompletion(
-            request_id=completion.request_id,
-            episode_id=episode.episode_id,
-            group_id=episode.opened.group_id,
-            delivered_ms=self._clock.wall_ms(),
-        )
-        self._tasks.create_task(self._outbox.write(record))
-
 
 async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
@@ -279,17 +271,22 @@ async def _open_stream(client: Client) -> None:
     await client.send({"type": "http.response.start", "status": 200, "headers": headers})
 
 
-async def _write_stream(client: Client, answer: Answer) -> None:
-    includes_usage = client.request.includes_usage
-    data = client.protocol.stream(answer, includes_usage=includes_usage)
+async def _write_stream(client: Client, answer: Answer, record: RecordDelivery) -> None:
+    data = client.protocol.stream(answer, includes_usage=client.request.includes_usage)
     await _open_stream(client)
-    if len(data) > _ONE_WRITE_BYTES_MAX:
-        await client.send({"type": "http.response.body", "body": data, "more_body": True})
-        data = b""
-    await client.send({"type": "http.response.body", "body": data})
+    await _write_body(client, data, record)
 
 
-async def _write_whole(client: Client, answer: Answer) -> None:
-    await send_json(
-        client.send, client.protocol.whole(answer), headers={"x-request-id": answer.request_id}
-    )
+async def _write_whole(client: Client, answer: Answer, record: RecordDelivery) -> None:
+    data = orjson.dumps(client.protocol.whole(answer))
+    await client.send(json_start(len(data), headers={"x-request-id": answer.request_id}))
+    await _write_body(client, data, record)
+
+
+async def _write_body(client: Client, data: bytes, record: RecordDelivery) -> None:
+    """Write an answer; its end goes out when `record` has put the delivery on the log."""
+    begin, end = data[:-_LAST_WRITE_BYTES], data[-_LAST_WRITE_BYTES:]
+    if begin:
+        await client.send({"type": "http.response.body", "body": begin, "more_body": True})
+    await record()
+    await client.send({"type": "http.response.body", "body": end})

@@ -58,19 +58,24 @@ async def send_json(
 ) -> None:
     """Send one JSON answer in one piece."""
     data = orjson.dumps(body)
+    await send(json_start(len(data), status=status, headers=headers))
+    await send({"type": "http.response.body", "body": data})
+
+
+def json_start(
+    size_bytes: int, *, status: int = 200, headers: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """The message that opens a JSON answer of this size."""
     named = {
         "content-type": "application/json",
-        "content-length": str(len(data)),
+        "content-length": str(size_bytes),
         **(headers or {}),
     }
-    await send(
-        {
-            "type": "http.response.start",
-            "status": status,
-            "headers": [(n.encode(), v.encode("latin-1")) for n, v in named.items()],
-        }
-    )
-    await send({"type": "http.response.body", "body": data})
+    return {
+        "type": "http.response.start",
+        "status": status,
+        "headers": [(n.encode(), v.encode("latin-1")) for n, v in named.items()],
+    }
 
 
 def refusal_body(error: RefusedError) -> dict[str, Any]:

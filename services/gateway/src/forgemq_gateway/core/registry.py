@@ -228,9 +228,13 @@ class Registry:
         )
 
     def apply_delivered_completion(self, record: DeliveredCompletion) -> None:
-        """Note that a client has had the whole completion."""
+        """Note that a client has had the whole completion, or after all has not."""
         episode = self.episode(record.episode_id)
-        if episode is not None:
+        if episode is None:
+            return
+        if record.is_withdrawn:
+            episode.delivered.discard(record.request_id)
+        else:
             episode.delivered.add(record.request_id)
 
     def apply_trained_step(self, record: TrainedStep) -> None:

@@ -1,0 +1,33 @@
+"""A log whose plain writers ask before each record: a test may let one wait or fail."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from forgemq_bus.log import Emit
+
+Hinder = Callable[[Emit], Awaitable[None]]
+
+
+class HinderedWriter:
+    def __init__(self, writer: Any, hinder: Hinder) -> None:
+        self._writer, self._hinder = writer, hinder
+
+    async def write(self, emit: Emit) -> Any:
+        await self._hinder(emit)
+        return await self._writer.write(emit)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._writer, name)
+
+
+class HinderedLog:
+    """A log with such writers."""
+
+    def __init__(self, log: Any, hinder: Hinder) -> None:
+        self._log, self._hinder = log, hinder
+
+    async def writer(self) -> HinderedWriter:
+        return HinderedWriter(await self._log.writer(), self._hinder)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._log, name)

@@ -1,0 +1,146 @@
+"""What an agent has an answer about is on the log: its rewards, and its completions."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from forgemq_bus.errors import LogError
+from forgemq_bus.log import Emit
+from forgemq_bus.memory import MemoryLog
+from forgemq_contracts import topics
+from tests.unit.gateway.hindered_log import Hinder, HinderedLog
+from tests.unit.gateway.scripted_lane import wall_ms
+from tests.unit.gateway.world import World, configuration_of, running
+
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+
+
+def hindered(hinder: Hinder) -> Callable[[], Any]:
+    store = MemoryLog(run="r", clock_ms=wall_ms)
+    return lambda: HinderedLog(store.open(), hinder)
+
+
+async def restarted(world: World) -> None:
+    await world.kill()
+    assert world.tasks is not None
+    await world.start(world.tasks)
+
+
+async def test_a_reward_that_could_not_be_written_is_written_by_the_next_request(
+    model: Path,
+) -> None:
+    fails: list[bool] = [True]
+
+    async def fail_once(emit: Emit) -> None:
+        if emit.topic == topics.OPENED_EPISODES.name and b"rewards" in emit.value and fails:
+            fails.pop()
+            raise LogError("no room")
+
+    async with running(hindered(fail_once), configuration_of(model), lambda _: "yes") as (world, _):
+        claim = await world.episode()
+        path = f"/v1/episodes/{claim['episode_id']}/rewards"
+        reward = {"reward_id": "r", "name": "n", "value": 2.0}
+        failed = await world.admin("POST", path, reward)
+        repeated = await world.admin("POST", path, reward)
+        opened = await world.records(topics.OPENED_EPISODES)
+    assert (failed.status_code, repeated.status_code) == (500, 200)
+    assert [reward.value for reward in opened[-1].rewards] == [2.0]
+
+
+async def test_rewards_at_once_are_all_on_the_log_and_in_the_end_that_follows(model: Path) -> None:
+    async def slowly(emit: Emit) -> None:
+        if b"rewards" in emit.value:
+            await asyncio.sleep(0.05)
+
+    async with running(hindered(slowly), configuration_of(model), lambda _: "yes") as (world, _):
+        claim = await world.episode()
+        path = f"/v1/episodes/{claim['episode_id']}"
+        answers = [
+            asyncio.ensure_future(
+                world.admin(
+                    "POST", f"{path}/rewards", {"reward_id": f"r{n}", "name": "n", "value": n}
+                )
+            )
+            for n in range(3)
+        ]
+        await asyncio.sleep(0.03)
+        await world.admin("POST", f"{path}/finish", {"result": 1})
+        told = {n for n, answer in enumerate(answers) if (await answer).status_code == 200}
+        finished = (await world.records(topics.FINISHED_EPISODES))[0]
+    assert told
+    assert {int(reward.value) for reward in finished.rewards} == told
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_an_answer_ends_when_its_delivery_is_on_the_log(
+    model: Path, *, is_stream: bool
+) -> None:
+    """The gateway dies while the broker holds the record back: the agent has no answer yet."""
+    held, released = asyncio.Event(), asyncio.Event()
+
+    async def hold(emit: Emit) -> None:
+        if emit.topic == topics.DELIVERED_COMPLETIONS.name:
+            held.set()
+            await released.wait()
+
+    async def ask(client: openai.AsyncOpenAI) -> Any:
+        answer = await client.chat.completions.create(
+            model="policy", messages=HELLO, stream=is_stream
+        )
+        return [chunk async for chunk in answer] if is_stream else answer
+
+    async with running(hindered(hold), configuration_of(model), lambda _: "yes") as (world, _):
+        claim = await world.episode()
+        asking = asyncio.ensure_future(ask(world.client(claim)))
+        await held.wait()
+        await asyncio.sleep(0.05)
+        was_answered = asking.done()
+        restarting = asyncio.ensure_future(restarted(world))
+        await asyncio.sleep(0)  # The log is closed, and takes nothing of what is held.
+        released.set()
+        await restarting
+        with pytest.raises((openai.APIConnectionError, httpx.RemoteProtocolError)):
+            await asking
+        claim["base_url"] = f"{world.base_url}/v1"
+        await ask(world.client(claim))
+        path = f"/v1/episodes/{claim['episode_id']}/finish"
+        await world.admin("POST", path, {"result": {"said": "yes"}})
+        finished = (await world.records(topics.FINISHED_EPISODES))[0]
+        sampled = await world.records(topics.FINISHED_COMPLETIONS)
+    assert not was_answered
+    assert len(sampled) == 1
+    assert [entry.completion_id for entry in finished.manifest] == [sampled[0].request_id]
+
+
+async def test_a_client_that_leaves_while_its_delivery_is_written_has_not_had_it(
+    model: Path,
+) -> None:
+    held, released = asyncio.Event(), asyncio.Event()
+
+    async def hold(emit: Emit) -> None:
+        if emit.topic == topics.DELIVERED_COMPLETIONS.name:
+            held.set()
+            await released.wait()
+
+    async with running(hindered(hold), configuration_of(model), lambda _: "yes") as (world, _):
+        claim = await world.episode()
+        client = world.client(claim)
+        with pytest.raises(openai.APITimeoutError):
+            await client.with_options(timeout=0.3).chat.completions.create(
+                model="policy", messages=HELLO
+            )
+        assert held.is_set()
+        await asyncio.sleep(0.05)
+        released.set()
+        records = await world.eventually(topics.DELIVERED_COMPLETIONS, 2)
+        await restarted(world)
+        claim["base_url"] = f"{world.base_url}/v1"
+        again = await world.client(claim).chat.completions.create(model="policy", messages=HELLO)
+        sampled = await world.records(topics.FINISHED_COMPLETIONS)
+    assert [record.is_withdrawn for record in records] == [False, True]
+    assert [f"chatcmpl-{one.request_id}" for one in sampled] == [again.id]
