@@ -15,6 +15,7 @@ from forgemq_contracts.fields import (
     TokenCount,
     Version,
 )
+from forgemq_contracts.gaps import LogprobGap
 from forgemq_contracts.groups import QueueIndex
 
 
@@ -61,15 +62,17 @@ class TrainingMetrics(Struct, frozen=True, kw_only=True, omit_defaults=True):
         float, Meta(ge=0, le=1, description="Share of entries at the ratio cap.")
     ]
     logprob_gap_mean: Annotated[
-        float, Meta(ge=0, description="Mean |trainer - engine| on tokens of the current version.")
+        float, Meta(ge=0, description="Of logprob_gap; means nothing if gap_entries is 0.")
     ]
-    logprob_gap_max: Annotated[float, Meta(ge=0)]
+    logprob_gap_max: Annotated[
+        float, Meta(ge=0, description="Of logprob_gap; means nothing if gap_entries is 0.")
+    ]
     kl_k3: Annotated[float, Meta(description="k3 estimate of KL(behaviour || policy), nats.")]
     entropy: float
     staleness_max: Annotated[int, Meta(ge=0)]
     forward_backward_s: Seconds
     gap_entries: Annotated[
-        int, Meta(ge=0, description="Entries that the log-probability gap is over.")
+        int, Meta(ge=0, description="Entries of logprob_gap; 0: nothing was measured.")
     ] = 0
     branch_loss: Annotated[
         float,
@@ -106,6 +109,32 @@ class TrainingMetrics(Struct, frozen=True, kw_only=True, omit_defaults=True):
             "changed; 0 if this one changed them. grad_norm is 0 then.",
         ),
     ] = 0
+    logprob_gap: Annotated[
+        LogprobGap | None,
+        Meta(
+            description="Between trainer and engine on tokens of the current version: those of the "
+            "step and of the probe. Null if there was none."
+        ),
+    ] = None
+    probe_s: Annotated[
+        Seconds, Meta(description="Forward over the newest trees, for logprob_gap.")
+    ] = 0.0
+
+    def measured_gap(self) -> LogprobGap | None:
+        """`logprob_gap`; of a record without it, what the record has; None if not measured."""
+        if self.logprob_gap is not None or not self.gap_entries:
+            return self.logprob_gap
+        return LogprobGap(
+            entries=self.gap_entries, mean=self.logprob_gap_mean, max=self.logprob_gap_max
+        )
+
+
+class Alarm(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A metric of a step above the trainer's threshold for it."""
+
+    metric: Annotated[str, Meta(min_length=1, description="Field of TrainingMetrics.")]
+    value: float
+    threshold: Annotated[float, Meta(gt=0, description="FORGEMQ_TRAINER_ALARM_<metric>.")]
 
 
 class TrainedStep(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -123,3 +152,6 @@ class TrainedStep(Struct, frozen=True, kw_only=True, omit_defaults=True):
     ]
     duration_s: Seconds
     is_last: bool = False
+    alarms: Annotated[
+        tuple[Alarm, ...], Meta(description="Metrics above the trainer's thresholds.")
+    ] = ()

@@ -1,5 +1,6 @@
 """Lives of a trainer with one or two ranks, each from one checkpoint to the next."""
 
+import dataclasses
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -60,10 +61,18 @@ class Life:
 
 
 def train(training: Training, life: Life, step: int) -> TrainingMetrics:
-    """Train one step of a life."""
+    """Train one step of a life, and probe a tree of which it has newer tokens."""
     trees = life.trees(step)
     values = {tree.group_id: topics.encode(tree) for tree in trees}
-    return training.train(training.read(scheduled_step(step, trees), values))
+    training.compute_gradients(training.read(scheduled_step(step, trees), values))
+    samples = [
+        dataclasses.replace(sample, version=step)
+        for sample in agent_samples(np.random.default_rng(step))
+    ]
+    fresh = merge(samples, "fresh")
+    if life.is_routed:
+        fresh = routed(fresh, layers=2, top_k=2, experts=4)
+    return training.update((topics.encode(fresh),))
 
 
 def store_of(folder: Path, configuration: RunConfiguration) -> Store:

@@ -119,6 +119,9 @@ def test_the_number_of_ranks_may_change_between_two_lives(
     seen += live(ALONE, dataclasses.replace(changing, steps=(2,)))
     for ours, theirs in zip(seen, expected, strict=True):
         assert ours.loss_tokens == theirs.loss_tokens
+        assert ours.logprob_gap is not None
+        assert theirs.logprob_gap is not None
+        assert ours.logprob_gap.mean == pytest.approx(theirs.logprob_gap.mean, rel=5e-2)
         rel = 1e-4 if dtype == "float32" else 5e-2
         assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=rel)
     assert _distance(changing, alone, step=2) <= (1e-5 if dtype == "float32" else 1e-2)

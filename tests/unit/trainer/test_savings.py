@@ -4,9 +4,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from forgemq_contracts.steps import TrainingMetrics
+from forgemq_contracts.steps import Alarm, TrainingMetrics
 from forgemq_contracts.trees import MergedTree
-from forgemq_trainer.core.alarms import Alarm, Thresholds, alarms
+from forgemq_trainer.core.alarms import Thresholds, alarms
 from forgemq_trainer.core.flops import flops, savings
 from forgemq_trainer.core.memory import ModelShape
 from forgemq_trainer.core.tree import read_tree
@@ -42,6 +42,7 @@ METRICS = TrainingMetrics(
     entropy=1.0,
     staleness_max=0,
     forward_backward_s=0.1,
+    gap_entries=1,
 )
 
 
@@ -143,9 +144,14 @@ def test_each_metric_alarms_above_its_threshold_and_not_at_it(
     metric: str, value: float, threshold: float
 ) -> None:
     above = msgspec.structs.replace(METRICS, **{metric: value})
-    assert alarms(above, QUIET) == (Alarm(metric, value, threshold),)
+    assert alarms(above, QUIET) == (Alarm(metric=metric, value=value, threshold=threshold),)
     at = msgspec.structs.replace(METRICS, **{metric: threshold})
     assert alarms(at, QUIET) == ()
+
+
+def test_a_gap_that_was_not_measured_raises_no_alarm() -> None:
+    unmeasured = msgspec.structs.replace(METRICS, gap_entries=0, logprob_gap_mean=9.0)
+    assert alarms(unmeasured, QUIET) == ()
 
 
 def test_a_threshold_of_zero_never_alarms() -> None:

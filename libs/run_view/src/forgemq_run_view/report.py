@@ -1,12 +1,12 @@
 """The report of a run: `report.json`, and what the closing table shows."""
 
 from collections.abc import Sequence
-from typing import Literal, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from forgemq_contracts.audit import TreeFacts
-from forgemq_run_view.state import EvaluationPoint, RunState, StepPoint, Tally
+from forgemq_run_view.state import EvaluationPoint, RunState, StepAlarm, Tally
 
 Guarantee: TypeAlias = Literal["G1", "G2", "G3", "G4", "G5"]
 
@@ -67,6 +67,8 @@ class Report(Struct, frozen=True, kw_only=True):
     groups_retired: dict[str, int]
     logprob_gap_max: float | None
     logprob_gap_mean: float | None
+    logprob_gap_p99: Annotated[float | None, Meta(description="The largest one of a step.")]
+    alarms: tuple[StepAlarm, ...]
     guarantees: dict[str, bool]
     guarantees_checked: tuple[GuaranteeVerdict, ...]
     evaluations: tuple[EvaluationResult, ...]
@@ -120,8 +122,12 @@ def report(
         groups_admitted=state.groups_admitted,
         groups_open=state.groups_open,
         groups_retired={each.reason: each.groups for each in state.retired},
-        logprob_gap_max=max((p.logprob_gap_max for p in _measured(state)), default=None),
+        logprob_gap_max=state.logprob_gap_max,
         logprob_gap_mean=_gap_mean(state),
+        logprob_gap_p99=max(
+            (p.logprob_gap_p99 for p in state.points if p.logprob_gap_p99 is not None), default=None
+        ),
+        alarms=state.alarms,
         guarantees={verdict.name: verdict.holds for verdict in verdicts},
         guarantees_checked=tuple(verdicts),
         evaluations=tuple(_result(point) for point in state.evaluations),
@@ -133,14 +139,14 @@ def _success(parts: Tally | None) -> float | None:
     return parts.success if parts else None
 
 
-def _measured(state: RunState) -> list[StepPoint]:
-    return [point for point in state.points if point.gap_entries]
-
-
 def _gap_mean(state: RunState) -> float | None:
-    entries = sum(point.gap_entries for point in _measured(state))
-    total = sum(point.logprob_gap_mean * point.gap_entries for point in _measured(state))
-    return total / entries if entries else None
+    measured = [
+        (point.logprob_gap_mean, point.gap_entries)
+        for point in state.points
+        if point.logprob_gap_mean is not None
+    ]
+    entries = sum(count for _, count in measured)
+    return sum(mean * count for mean, count in measured) / entries if entries else None
 
 
 def _attention_ratio(state: RunState, trees: Sequence[TreeFacts]) -> float | None:

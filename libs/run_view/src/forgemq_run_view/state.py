@@ -49,14 +49,27 @@ class StepPoint(Struct, frozen=True, kw_only=True):
     staleness_bound: Annotated[
         int | None, Meta(description="None until the step's record is read.")
     ]
-    logprob_gap_mean: float
-    logprob_gap_max: float
+    logprob_gap_mean: Annotated[
+        float | None, Meta(description="Nats; null: no token of the current version was at hand.")
+    ]
+    logprob_gap_p99: float | None
+    logprob_gap_max: float | None
     gap_entries: int
     kl_k3: float
     entropy: float
     capped_share: float
     ratio_p99: float
     duration_s: float
+
+
+class StepAlarm(Struct, frozen=True, kw_only=True):
+    """A metric of a step of the surviving lineage above the trainer's threshold for it."""
+
+    step: int
+    lineage: int
+    metric: str
+    value: float
+    threshold: float
 
 
 class EvaluationPoint(Struct, frozen=True, kw_only=True):
@@ -169,8 +182,9 @@ class RunState(Struct, frozen=True, kw_only=True):
     staleness_max: int
     merge_ratio_per_request: float
     merge_ratio_append: float
-    logprob_gap_max: float
+    logprob_gap_max: Annotated[float | None, Meta(description="Null: nothing was measured.")]
     points: tuple[StepPoint, ...]
+    alarms: tuple[StepAlarm, ...]
     versions: tuple[VersionPoint, ...]
     rates: tuple[RatePoint, ...]
     evaluations: tuple[EvaluationPoint, ...]

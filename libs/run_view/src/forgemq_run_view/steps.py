@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from forgemq_contracts.messages import Message
 from forgemq_contracts.steps import ScheduledStep, TrainedStep
-from forgemq_run_view.state import StepPoint
+from forgemq_run_view.state import StepAlarm, StepPoint
 
 
 def surviving(steps: Iterable[TrainedStep]) -> dict[int, TrainedStep]:
@@ -23,6 +23,10 @@ def surviving(steps: Iterable[TrainedStep]) -> dict[int, TrainedStep]:
         kept.update({k: own[k] for k in own if limit is None or k < limit})
         limit = min(own) if limit is None else min(limit, min(own))
     return dict(sorted(kept.items()))
+
+
+GAP_SHARE = 0.99
+"""Of the tokens have a log-probability gap of at most the quantile that is shown."""
 
 
 class StepBook:
@@ -55,9 +59,25 @@ class StepBook:
             for record in kept.values()
         )
 
+    def alarms(self) -> tuple[StepAlarm, ...]:
+        """The alarms of the surviving steps, in order."""
+        kept = surviving(record for record, _ in self._trained.values())
+        return tuple(
+            StepAlarm(
+                step=record.step,
+                lineage=record.lineage,
+                metric=alarm.metric,
+                value=alarm.value,
+                threshold=alarm.threshold,
+            )
+            for record in kept.values()
+            for alarm in record.alarms
+        )
+
 
 def _point(record: TrainedStep, *, time_ms: int, bound: int | None) -> StepPoint:
     metrics = record.metrics
+    gap = metrics.measured_gap()
     return StepPoint(
         step=record.step,
         lineage=record.lineage,
@@ -72,9 +92,10 @@ def _point(record: TrainedStep, *, time_ms: int, bound: int | None) -> StepPoint
         attention_pairs=metrics.attention_pairs,
         staleness_max=metrics.staleness_max,
         staleness_bound=bound,
-        logprob_gap_mean=metrics.logprob_gap_mean,
-        logprob_gap_max=metrics.logprob_gap_max,
-        gap_entries=metrics.gap_entries,
+        logprob_gap_mean=gap.mean if gap else None,
+        logprob_gap_p99=gap.quantile(GAP_SHARE) if gap else None,
+        logprob_gap_max=gap.max if gap else None,
+        gap_entries=gap.entries if gap else 0,
         kl_k3=metrics.kl_k3,
         entropy=metrics.entropy,
         capped_share=metrics.capped_share,

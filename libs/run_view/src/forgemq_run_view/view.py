@@ -116,8 +116,11 @@ class RunView:
             staleness_max=max((point.staleness_max for point in points), default=0),
             merge_ratio_per_request=sum(p.request_tokens for p in points) / tree_tokens,
             merge_ratio_append=sum(p.append_tokens for p in points) / tree_tokens,
-            logprob_gap_max=max((point.logprob_gap_max for point in points), default=0.0),
+            logprob_gap_max=max(
+                (p.logprob_gap_max for p in points if p.logprob_gap_max is not None), default=None
+            ),
             points=points,
+            alarms=self._steps.alarms(),
             versions=self._groups.versions(configuration.queues),
             rates=self._engines.rates(),
             evaluations=self._groups.evaluations(),

@@ -72,6 +72,7 @@ GaugeName: TypeAlias = Literal[
     "trainer.capped_share",
     "trainer.logprob_gap_max",
     "trainer.logprob_gap_mean",
+    "trainer.gap_entries",
     "trainer.branch_loss",
     "trainer.flop_ratio",
     "trainer.flop_ratio_weights",
@@ -93,6 +94,7 @@ HistogramName: TypeAlias = Literal[
     "reward.grade_s",
     "trainer.step_s",
     "trainer.forward_backward_s",
+    "trainer.probe_s",
     "trainer.transfer_s",
     "gateway.prepare_s",
     "gateway.answer_s",
@@ -218,6 +220,9 @@ GAUGES: dict[GaugeName, Metric] = {
     ),
     "trainer.logprob_gap_max": Metric("{nat}", "Largest |trainer - engine| log-probability."),
     "trainer.logprob_gap_mean": Metric("{nat}", "Mean |trainer - engine| log-probability."),
+    "trainer.gap_entries": Metric(
+        "{token}", "Tokens whose gap the newest step measured; at 0 the gap is an older step's."
+    ),
     "trainer.branch_loss": Metric("1", "Tree tokens over those of each episode's last sample."),
     "trainer.flop_ratio": Metric("1", "Operations per request over those of the trees."),
     "trainer.flop_ratio_weights": Metric("1", "trainer.flop_ratio of the weights alone."),
@@ -241,6 +246,7 @@ HISTOGRAMS: dict[HistogramName, Metric] = {
     "reward.grade_s": Metric("s", "From an episode's transcript to its grade on the log."),
     "trainer.step_s": Metric("s", "One step, from scheduled to durable."),
     "trainer.forward_backward_s": Metric("s", "Time of forward and backward of one step."),
+    "trainer.probe_s": Metric("s", "Forward over the newest trees, to measure the gap."),
     "trainer.transfer_s": Metric("s", "Time of one version's fast path to all lanes."),
     "gateway.prepare_s": Metric(
         "s", "From the body read until the request is on its lane's topic."

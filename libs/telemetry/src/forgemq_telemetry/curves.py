@@ -33,12 +33,16 @@ class Curves:
         if self._file.read(1) != b"\n":
             self._file.write(b"\n")
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Append the values of this step; other processes can read them afterwards."""
+    def write(self, step: int, values: Mapping[str, float | None]) -> None:
+        """Append the values of this step; other processes can read them afterwards.
+
+        None stands for what the step did not measure: null in the file, and no point of a curve.
+        """
         self._file.write(msgspec.json.encode({"step": step, **values}) + b"\n")
         self._file.flush()
         if self._events is not None:
-            self._events.write(step, values)
+            measured = {name: value for name, value in values.items() if value is not None}
+            self._events.write(step, measured)
 
     def close(self) -> None:
         """Close the files."""

@@ -59,8 +59,16 @@ class GroupView(Struct, frozen=True, kw_only=True):
 
 
 def bounded(state: RunState) -> RunState:
-    """The state with at most `CURVE_POINTS_MAX` points a curve, the last one always there."""
-    return replace(state, points=_thinned(state.points), versions=_thinned(state.versions))
+    """The state with at most `CURVE_POINTS_MAX` points a curve, the last one always there.
+
+    Of the alarms the newest so many stay, whether or not their step's point does.
+    """
+    return replace(
+        state,
+        points=_thinned(state.points),
+        versions=_thinned(state.versions),
+        alarms=state.alarms[-CURVE_POINTS_MAX:],
+    )
 
 
 def group_view(

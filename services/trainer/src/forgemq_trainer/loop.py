@@ -17,6 +17,7 @@ from forgemq_shell.dead_letters import DeadLetters
 from forgemq_shell.records import emit_of
 from forgemq_shell.service import Context
 from forgemq_telemetry.traces import completion_trace, trace_headers
+from forgemq_trainer.core.alarms import Thresholds, alarms
 from forgemq_trainer.previous_lives import PreviousLives, TrainerLife
 from forgemq_trainer.publisher import Publisher
 from forgemq_trainer.settings import TrainerSettings
@@ -47,7 +48,12 @@ class TrainingLoop:
         life: TrainerLife,
     ) -> None:
         self._context = context
-        self._settings = settings
+        self._thresholds = Thresholds(
+            logprob_gap_mean=settings.alarm_logprob_gap_mean,
+            kl_k3=settings.alarm_kl_k3,
+            ratio_p99=settings.alarm_ratio_p99,
+            capped_share=settings.alarm_capped_share,
+        )
         self._store = store
         self._publisher = publisher
         self._life = life
@@ -138,7 +144,12 @@ class TrainingLoop:
             telemetry.event("group_failed", step=scheduled.step, group=group, reason=reason)
         links = [completion_trace(name) for name in step.completion_ids]
         with telemetry.span("step", parent=trace, links=links, step=scheduled.step) as span:
-            metrics = await asyncio.to_thread(training.train, step)
+            await asyncio.to_thread(training.compute_gradients, step)
+            # The latest moment at which the trainer still holds the weights that engines run.
+            fresh = await trees.fresh(
+                version=training.version, but=[group.group_id for group in scheduled.groups]
+            )
+            metrics = await asyncio.to_thread(training.update, fresh)
             # Before the checkpoint, whose positions must not count this step's trees as needed.
             trees.forget(
                 (group.group_id for group in scheduled.groups),
@@ -162,7 +173,7 @@ class TrainingLoop:
                 self._checkpoint_step = scheduled.step
                 needed = dict(positions)
             await self._commit(trained, needed=needed, headers=span.headers())
-            report_step(trained, telemetry, self._settings)
+            report_step(trained, telemetry)
             await self._publisher.publish(weights, version=training.version, headers=span.headers())
 
     def _read(
@@ -208,6 +219,7 @@ class TrainingLoop:
             checkpoint_step=scheduled.step if is_due else self._checkpoint_step,
             duration_s=duration_s,
             is_last=scheduled.is_last,
+            alarms=alarms(metrics, self._thresholds),
         )
 
     async def _commit(

@@ -2,20 +2,19 @@
 
 from forgemq_contracts.steps import TrainedStep, TrainingMetrics
 from forgemq_telemetry.telemetry import Telemetry
-from forgemq_trainer.core.alarms import Thresholds, alarms
-from forgemq_trainer.settings import TrainerSettings
 
 
-def report_step(trained: TrainedStep, telemetry: Telemetry, settings: TrainerSettings) -> None:
-    """Write the event `trained`, the step's metrics, and an alarm for each exceeded threshold."""
+def report_step(trained: TrainedStep, telemetry: Telemetry) -> None:
+    """Write the event `trained`, the step's metrics, and an event for each of its alarms."""
     metrics = trained.metrics
+    gap = metrics.measured_gap()
     telemetry.event(
         "trained",
         step=trained.step,
         loss=metrics.loss,
         grad_norm=metrics.grad_norm,
         loss_tokens=metrics.loss_tokens,
-        logprob_gap_max=metrics.logprob_gap_max,
+        logprob_gap_max=gap.max if gap else None,
         duration_s=trained.duration_s,
     )
     telemetry.count("trainer.steps")
@@ -26,7 +25,15 @@ def report_step(trained: TrainedStep, telemetry: Telemetry, settings: TrainerSet
     telemetry.gauge("trainer.version", trained.step + 1)
     telemetry.observe("trainer.step_s", trained.duration_s)
     _record_metrics(metrics, telemetry)
-    _raise_alarms(trained, telemetry, settings)
+    for alarm in trained.alarms:
+        telemetry.event(
+            "alarm",
+            step=trained.step,
+            metric=alarm.metric,
+            value=alarm.value,
+            threshold=alarm.threshold,
+        )
+        telemetry.count("trainer.alarms", metric=alarm.metric)
 
 
 def _record_metrics(metrics: TrainingMetrics, telemetry: Telemetry) -> None:
@@ -41,29 +48,15 @@ def _record_metrics(metrics: TrainingMetrics, telemetry: Telemetry) -> None:
     telemetry.gauge("trainer.kl_reference", metrics.kl_reference)
     telemetry.gauge("trainer.ratio_p99", metrics.ratio_p99)
     telemetry.gauge("trainer.capped_share", metrics.capped_share)
-    telemetry.gauge("trainer.logprob_gap_max", metrics.logprob_gap_max)
-    telemetry.gauge("trainer.logprob_gap_mean", metrics.logprob_gap_mean)
+    gap = metrics.measured_gap()
+    if gap is not None:  # A gauge keeps its last value; a step that measured nothing has none.
+        telemetry.gauge("trainer.logprob_gap_max", gap.max)
+        telemetry.gauge("trainer.logprob_gap_mean", gap.mean)
+    telemetry.gauge("trainer.gap_entries", gap.entries if gap else 0)
+    telemetry.observe("trainer.probe_s", metrics.probe_s)
     telemetry.gauge("trainer.branch_loss", metrics.branch_loss)
     telemetry.gauge("trainer.flop_ratio", metrics.flop_ratio)
     telemetry.gauge("trainer.flop_ratio_weights", metrics.flop_ratio_weights)
     telemetry.gauge("trainer.flop_ratio_attention", metrics.flop_ratio_attention)
     telemetry.gauge("trainer.token_ratio", metrics.request_tokens / max(1, metrics.tree_tokens))
     telemetry.gauge("trainer.append_ratio", metrics.append_tokens / max(1, metrics.tree_tokens))
-
-
-def _raise_alarms(trained: TrainedStep, telemetry: Telemetry, settings: TrainerSettings) -> None:
-    thresholds = Thresholds(
-        logprob_gap_mean=settings.alarm_logprob_gap_mean,
-        kl_k3=settings.alarm_kl_k3,
-        ratio_p99=settings.alarm_ratio_p99,
-        capped_share=settings.alarm_capped_share,
-    )
-    for alarm in alarms(trained.metrics, thresholds):
-        telemetry.event(
-            "alarm",
-            step=trained.step,
-            metric=alarm.metric,
-            value=alarm.value,
-            threshold=alarm.threshold,
-        )
-        telemetry.count("trainer.alarms", metric=alarm.metric)

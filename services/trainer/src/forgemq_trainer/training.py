@@ -4,41 +4,42 @@ Knows no log, and no clock but a stopwatch. Runs in a worker thread; one call at
 """
 
 import hashlib
-import importlib
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 import msgspec
+import numpy as np
 import torch
 
 from forgemq_contracts import topics
 from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.steps import ScheduledGroup, ScheduledStep, TrainingMetrics
 from forgemq_contracts.trees import MergedTree
-from forgemq_settings.environment import SettingsError
 from forgemq_trainer.core.expert_routes import check_expert_routes, token_expert_routes
 from forgemq_trainer.core.flops import savings
-from forgemq_trainer.core.forward import PolicyModel
-from forgemq_trainer.core.loss import LossFunction, UserLoss, loss_function
-from forgemq_trainer.core.memory import least_budget_bytes
 from forgemq_trainer.core.metrics import (
     AppliedUpdate,
+    Measured,
     entry_metrics,
+    gap_of,
     group_totals,
+    step_gaps,
     training_metrics,
 )
 from forgemq_trainer.core.optimizer import NonFiniteGradientError, learning_rate
-from forgemq_trainer.core.step import Objective, group_loss_weights
-from forgemq_trainer.core.tree import Forest, InvalidTreeError, read_tree
+from forgemq_trainer.core.probe import probe_of, probe_tokens_max
+from forgemq_trainer.core.step import EntryValues, Objective, group_loss_weights
+from forgemq_trainer.core.tree import Floats, Forest, InvalidTreeError, joined, read_tree
 from forgemq_trainer.heap import keep_freed_memory
 from forgemq_trainer.ranks import commands
 from forgemq_trainer.ranks.alone import ALONE, Alone
 from forgemq_trainer.ranks.ranks import Ranks
 from forgemq_trainer.ranks.sharded_model import ShardedModel
+from forgemq_trainer.start_checks import check_budget, check_reference, loss_of
 from forgemq_trainer.storage.checkpoint import Checkpoint
 from forgemq_trainer.whole_model import WholeModel
 
@@ -66,9 +67,19 @@ class ReadStep:
     values: Mapping[str, bytes]
 
 
-class Training:
-    """The model, the optimizer and the loss of a run; `train` is one optimizer step.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Computed:
+    """A step whose gradients are in the parameters."""
 
+    step: ReadStep
+    values: EntryValues
+    duration_s: float
+
+
+class Training:
+    """The model, the optimizer and the loss of a run.
+
+    An optimizer step is `compute_gradients` and `update`, or `train` if no tree is there to probe.
     Example: a new run is at version 0; `train(step 0)` makes it version 1. Made from the
     checkpoint of step 6 it is at version 7, and continues to the same bytes.
 
@@ -92,7 +103,7 @@ class Training:
             keep_freed_memory()
         # Loading may draw random numbers; a checkpoint's state replaces this below.
         torch.manual_seed(configuration.seed)
-        _check_reference(configuration)
+        check_reference(configuration)
         self._ranks = ranks
         self._configuration = configuration
         self._device = torch.device(device)
@@ -102,10 +113,11 @@ class Training:
             if isinstance(ranks, Alone)
             else ShardedModel(folder, configuration, ranks=ranks, device=device)
         )
-        _check_budget(configuration, self._model.policy)
-        self._loss = _loss_of(configuration)
+        check_budget(configuration, self._model.policy)
+        self._loss = loss_of(configuration)
         self.version = 0
         self._skipped_in_a_row = 0
+        self._computed: _Computed | None = None
         if checkpoint is not None:
             self._skipped_in_a_row = checkpoint.record.trained.metrics.skipped_in_a_row
             self._model.updater.restore(checkpoint.optimizer_state())
@@ -168,12 +180,14 @@ class Training:
         )
 
     def train(self, step: ReadStep) -> TrainingMetrics:
-        """Take one optimizer step over the trees; `version` rises by one.
+        """Take one optimizer step over the trees, without a probe; `version` rises by one."""
+        self.compute_gradients(step)
+        return self.update(())
 
-        A gradient that is not finite changes no weight; the metrics say so.
+    def compute_gradients(self, step: ReadStep) -> None:
+        """Run the step's forward and backward; `update` ends the step.
 
         Raises:
-            NonFiniteGradientError: More than optimizer.skipped_in_a_row_max in a row.
             RankLostError: another rank died or missed its deadline.
             ValueError: the step is not the next one.
         """
@@ -185,20 +199,73 @@ class Training:
         # also in a previous life.
         scheduled = msgspec.structs.replace(step.scheduled, groups=step.groups)
         values = {group.group_id: step.values[group.group_id] for group in step.groups}
-        self._ranks.announce(commands.TrainStep(scheduled=scheduled, values=values))
-        with self._ranks.together(), _current_device(self._device):
-            return self._take_step(step)
-
-    def _take_step(self, step: ReadStep) -> TrainingMetrics:
+        self._ranks.announce(commands.ComputeGradients(scheduled=scheduled, values=values))
         started_s = time.perf_counter()
-        normalisation = self._configuration.loss.normalisation
         objective = Objective(
             forests=step.forests,
-            loss_weights=group_loss_weights(step.forests, normalisation=normalisation),
+            loss_weights=group_loss_weights(
+                step.forests, normalisation=self._configuration.loss.normalisation
+            ),
             loss=self._loss,
         )
-        values = self._model.forward_backward(objective)
-        forward_backward_s = time.perf_counter() - started_s
+        with self._ranks.together(), _current_device(self._device):
+            entries = self._model.forward_backward(objective)
+        self._computed = _Computed(
+            step=step, values=entries, duration_s=time.perf_counter() - started_s
+        )
+
+    def update(self, fresh: Sequence[bytes]) -> TrainingMetrics:
+        """Probe the weights once more, then change them; `version` rises by one.
+
+        A gradient that is not finite changes no weight; the metrics say so.
+
+        Args:
+            fresh: Wire bytes of trees that do not train in this step, best first; those with
+                entries of `version` are probed within the probe's budget.
+
+        Raises:
+            NonFiniteGradientError: More than optimizer.skipped_in_a_row_max in a row.
+            RankLostError: another rank died or missed its deadline.
+            ValueError: no step's gradients were computed.
+        """
+        if self._computed is None:
+            raise ValueError(f"version {self.version} has no gradients to apply")
+        computed, self._computed = self._computed, None
+        started_s = time.perf_counter()
+        used, parts = self._probe_parts(fresh, step=computed.step)
+        self._ranks.announce(commands.Update(fresh=used))
+        with self._ranks.together(), _current_device(self._device):
+            probed = self._probe(joined(parts)) if parts else np.zeros(0)
+            probe_s = time.perf_counter() - started_s
+            return self._take_step(computed, probed, probe_s=probe_s)
+
+    def _probe_parts(
+        self, fresh: Sequence[bytes], *, step: ReadStep
+    ) -> tuple[tuple[bytes, ...], tuple[Forest, ...]]:
+        """What of these trees is probed, and the bytes of the trees that have it."""
+        step_tokens = sum(forest.token_count for forest in step.forests)
+        left = probe_tokens_max(step_tokens // self._ranks.world_size)
+        used, parts = [], []
+        for value in fresh:
+            try:
+                forest = read_tree(_decode(value))
+                self._check_fits(forest)
+            except InvalidTreeError:
+                continue  # The step that it is scheduled for fails it and says why.
+            part = probe_of(forest, version=self.version, tokens_max=left)
+            if part is not None:
+                used.append(value)
+                parts.append(part)
+                left -= part.token_count
+        return tuple(used), tuple(parts)
+
+    def _probe(self, forest: Forest) -> Floats:
+        """|trainer - engine| of the forest's entries that `version` sampled, nats."""
+        gaps = np.abs(self._model.read_logprobs(forest) - forest.entry_logprob_E)
+        return np.asarray(gaps[forest.entry_version_E == self.version])
+
+    def _take_step(self, computed: _Computed, probed: Floats, *, probe_s: float) -> TrainingMetrics:
+        step = computed.step
         lr = learning_rate(
             self._configuration.optimizer,
             step=self.version,
@@ -208,14 +275,19 @@ class Training:
         has_entries = any(forest.entry_count for forest in step.forests)
         grad_norm = self._update(lr=lr) if has_entries else 0.0
         disagreements = self._route_disagreements(step.forests)
+        own = step_gaps(computed.values, version=self.version)
         metrics = training_metrics(
-            entry_metrics(values, current_version=self.version),
+            entry_metrics(computed.values),
             group_totals(step.groups, route_disagreements=disagreements),
             savings(self._model.policy.shape, step.forests),
             update=AppliedUpdate(
                 lr=lr, grad_norm=grad_norm, skipped_in_a_row=self._skipped_in_a_row
             ),
-            forward_backward_s=forward_backward_s,
+            measured=Measured(
+                gap=gap_of(np.concatenate([own, probed])),
+                forward_backward_s=computed.duration_s,
+                probe_s=probe_s,
+            ),
         )
         self.version += 1
         return metrics
@@ -281,46 +353,13 @@ def _decode_tree(group: ScheduledGroup, value: bytes | None) -> MergedTree:
     sha256 = hashlib.sha256(value).hexdigest()
     if sha256 != group.tree_sha256:
         raise InvalidTreeError(f"the tree has sha256 {sha256}, scheduled was {group.tree_sha256}")
+    return _decode(value)
+
+
+def _decode(value: bytes) -> MergedTree:
     try:
         tree = topics.decode(topics.MERGED_TREES, value)
     except msgspec.MsgspecError as error:
         raise InvalidTreeError(f"the tree does not decode: {error}") from error
     assert isinstance(tree, MergedTree)
     return tree
-
-
-def _check_budget(configuration: RunConfiguration, policy: PolicyModel) -> None:
-    """Refuse a budget in which an episode may become too long to train.
-
-    Raises:
-        SettingsError: Naming the least budget for model.context_tokens_max.
-    """
-    trainer, context_tokens_max = configuration.trainer, configuration.model.context_tokens_max
-    least = least_budget_bytes(
-        policy.shape, longest_path=context_tokens_max, head_chunk=trainer.head_chunk_tokens
-    )
-    if trainer.memory_budget_bytes < least:
-        raise SettingsError(
-            f"trainer.memory_budget_bytes is {trainer.memory_budget_bytes}; an episode of "
-            f"model.context_tokens_max = {context_tokens_max} tokens needs {least}: raise the one "
-            "or lower the other"
-        )
-
-
-def _check_reference(configuration: RunConfiguration) -> None:
-    if configuration.loss.reference_weight and configuration.trainer.world_size > 1:
-        raise SettingsError("loss.reference_weight above 0 needs trainer.world_size 1")
-
-
-def _loss_of(configuration: RunConfiguration) -> LossFunction:
-    """The run's loss; raises SettingsError if its name leads to no function."""
-    kind = configuration.loss.kind
-    try:
-        if ":" not in kind:
-            return loss_function(configuration.loss)
-        module, _, name = kind.partition(":")
-        # The user's function is called with our types; its own annotations are not checked.
-        user = cast(UserLoss, getattr(importlib.import_module(module), name))
-    except (ValueError, ImportError, AttributeError) as error:
-        raise SettingsError(f"loss.kind {kind}: {error}") from error
-    return loss_function(configuration.loss, user=user)

@@ -10,9 +10,9 @@ from forgemq_contracts.run import RunConfiguration
 from forgemq_trainer.core.forward import PolicyModel
 from forgemq_trainer.core.memory import Microbatch, plan_step
 from forgemq_trainer.core.optimizer import Updater
-from forgemq_trainer.core.reference import with_references
+from forgemq_trainer.core.reference import read_logprobs, with_references
 from forgemq_trainer.core.step import EntryValues, Objective, forward_backward
-from forgemq_trainer.core.tree import Forest
+from forgemq_trainer.core.tree import Floats, Forest
 from forgemq_trainer.heap import suit_heap
 from forgemq_trainer.model import load_model
 
@@ -45,6 +45,13 @@ class WholeModel:
             objective = replace(objective, forests=forests)
         return forward_backward(
             self.policy, objective, microbatches, head_chunk=self._trainer.head_chunk_tokens
+        )
+
+    def read_logprobs(self, forest: Forest) -> Floats:
+        """Log-probability of each entry, nats; changes no gradient."""
+        (microbatch,) = self.plan((forest,))
+        return read_logprobs(
+            self.policy, forest, microbatch, head_chunk=self._trainer.head_chunk_tokens
         )
 
     def whole_weights(self) -> dict[str, Tensor] | None:

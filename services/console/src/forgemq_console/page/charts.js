@@ -60,9 +60,10 @@ export function drawCharts(state) {
   draw("chart-rate", [
     line("tokens/s", state.rates.map((r) => new Date(r.time_ms)), state.rates.map((r) => r.tokens_per_s), "blue", { fill: "tozeroy" }),
   ]);
-  const measured = state.points.filter((p) => p.gap_entries);
+  const measured = state.points.filter((p) => p.logprob_gap_mean !== null);
   draw("chart-gap", [
     line("largest", measured.map((p) => p.step), measured.map((p) => p.logprob_gap_max), "red"),
+    line("99 % within", measured.map((p) => p.step), measured.map((p) => p.logprob_gap_p99), "amber"),
     line("mean", measured.map((p) => p.step), measured.map((p) => p.logprob_gap_mean), "green"),
   ], { x: { title: { text: "step", standoff: 4 } }, y: { type: "log", exponentformat: "power" } });
   draw("chart-optimizer", [

@@ -5,6 +5,7 @@ import { showGroup, shownGroup } from "./trajectory.js";
 
 const POLL_MS = 1000;
 const SILENT_MS = 5000;
+const ALARMS_SHOWN_MAX = 50;
 const POSITIONS = { playing: "playing", complete: "scored", ready: "tree ready", scheduled: "scheduled", trained: "trained", retired: "retired untrained" };
 const byId = (id) => document.getElementById(id);
 
@@ -52,6 +53,7 @@ function numbers(state) {
   const last = state.versions.at(-1)?.tally;
   const bound = Math.max(...state.queues.map((q) => q.staleness_limit));
   const trained = state.points.length > 0;
+  const gap = state.points.findLast((p) => p.logprob_gap_mean !== null);
   const whole = (value) => value.toLocaleString("en-US");
   byId("numbers").replaceChildren(
     number(`${state.steps_trained} / ${state.steps}`, "steps trained"),
@@ -64,6 +66,8 @@ function numbers(state) {
     number(trained ? `${state.merge_ratio_per_request.toFixed(2)}x` : "-", "tree saving, per request"),
     number(trained ? `${state.merge_ratio_append.toFixed(2)}x` : "-", "tree saving, append-only"),
     number(state.episode_ends.map((e) => whole(e.episodes)).join(" + ") || "0", `episodes ${state.episode_ends.map((e) => e.end).join(" + ")}`.trim()),
+    number(gap === undefined ? "-" : gap.logprob_gap_mean.toExponential(1), gap === undefined ? "log-probability gap: not measured" : `nats gap to the engine, step ${gap.step}`),
+    number(String(state.alarms.length), "alarms", state.alarms.length > 0),
     number(String(state.groups_open), "groups in flight"),
     number(state.retired.map((r) => `${r.groups}`).join(" + ") || "0", state.retired.map((r) => r.reason.replace("_", " ")).join(" + ") || "retired"),
   );
@@ -119,6 +123,9 @@ function tables(state) {
     const kind = state.now_ms - s.last_ms > 30000 && !state.ended ? "quiet" : "";
     return { cells: [dot(kind, s.service), s.records.toLocaleString("en-US"), age(s.last_ms)] };
   }));
+  table("alarms", ["step", "metric", "value", "threshold"], state.alarms.slice(-ALARMS_SHOWN_MAX).reverse().map((a) => ({
+    cells: [dot("off", `${a.step}`), a.metric, a.value.toPrecision(3), `${a.threshold}`],
+  })));
   table("rounds", ["round", "weights", "played", "success", "reward"], state.evaluations.map((e) => ({
     cells: [
       e.round_name,

@@ -9,8 +9,8 @@ from forgemq_telemetry.curves import Curves, read_curves
 class CurveWriter:
     """Appends each step once, also if the run is resumed.
 
-    The line of step k has what the step measured. Its `success` and `reward` are those of the
-    training episodes in groups admitted under version k.
+    The line of step k has what the step measured; null is what it did not. Its `success` and
+    `reward` are those of the training episodes in groups admitted under version k.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -44,8 +44,11 @@ class CurveWriter:
                     "kl_k3": point.kl_k3,
                     "staleness_max": point.staleness_max,
                     "logprob_gap_mean": point.logprob_gap_mean,
+                    "logprob_gap_p99": point.logprob_gap_p99,
                     "logprob_gap_max": point.logprob_gap_max,
+                    "gap_entries": point.gap_entries,
                     "capped_share": point.capped_share,
+                    "ratio_p99": point.ratio_p99,
                     "loss_tokens": point.loss_tokens,
                     "tree_tokens": point.tree_tokens,
                     "request_tokens": point.request_tokens,

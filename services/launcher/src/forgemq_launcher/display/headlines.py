@@ -4,10 +4,15 @@ from forgemq_run_view.state import RunState
 
 
 def headlines(before: RunState | None, after: RunState) -> list[str]:
-    """Lines about steps, weights and evaluation rounds that are new; [] for the first state."""
+    """Lines about new steps, alarms, weights and evaluation rounds; [] for the first state."""
     if before is None:
         return []
-    return [*_steps(before, after), *_weights(before, after), *_rounds(before, after)]
+    return [
+        *_steps(before, after),
+        *_alarms(before, after),
+        *_weights(before, after),
+        *_rounds(before, after),
+    ]
 
 
 def _steps(before: RunState, after: RunState) -> list[str]:
@@ -17,6 +22,15 @@ def _steps(before: RunState, after: RunState) -> list[str]:
         f"gradient {p.grad_norm:.3f}, {p.duration_s:.1f} s"
         for p in after.points
         if (p.step, p.lineage) not in known
+    ]
+
+
+def _alarms(before: RunState, after: RunState) -> list[str]:
+    known = {(point.step, point.lineage) for point in before.points}
+    return [
+        f"ALARM step {each.step}: {each.metric} {each.value:.3g} above {each.threshold:g}"
+        for each in after.alarms
+        if (each.step, each.lineage) not in known
     ]
 
 

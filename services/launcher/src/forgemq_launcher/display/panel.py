@@ -83,6 +83,8 @@ def _rows(state: RunState, shown: PanelView) -> list[tuple[str, RenderableType]]
         ("tokens/s", Text(_tokens(state))),
         ("staleness", _staleness(state)),
         ("tree saving", Text(_saving(state))),
+        ("gap", Text(_gap(state))),
+        ("alarms", _alarms(state)),
     ]
     rows += [(f"window {queue.domain}"[:20], _window(queue)) for queue in state.queues]
     rows += [
@@ -146,6 +148,28 @@ def _saving(state: RunState) -> str:
     return (
         f"{state.merge_ratio_per_request:.2f}x against one sample a request, "
         f"{state.merge_ratio_append:.2f}x against append-only"
+    )
+
+
+def _gap(state: RunState) -> str:
+    measured = [point for point in state.points if point.logprob_gap_mean is not None]
+    if not measured:
+        return "not measured" if state.points else "-"
+    last = measured[-1]
+    return (
+        f"mean {last.logprob_gap_mean:.2g}, 99 % within {last.logprob_gap_p99:.2g} nats "
+        f"in step {last.step}; largest {state.logprob_gap_max:.2g}"
+    )
+
+
+def _alarms(state: RunState) -> Text:
+    if not state.alarms:
+        return Text("none" if state.points else "-")
+    newest = state.alarms[-1]
+    return Text(
+        f"{len(state.alarms)}, newest: step {newest.step} {newest.metric} {newest.value:.3g} "
+        f"above {newest.threshold:g}",
+        style="bold red",
     )
 
 

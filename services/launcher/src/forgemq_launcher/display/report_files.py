@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
+ALARMS_SHOWN_MAX = 5
+"""The newest ones; report.json has all."""
+
+
 def write_report(report: Report, state: RunState, *, folder: Path) -> None:
     """Write report.json and report.png of a run into its folder."""
     _write_json(report, folder / "report.json")
@@ -54,15 +58,20 @@ def _write_plot(state: RunState, report: Report, path: Path) -> None:
     )
     saving.set(title="training tokens over tree tokens", xlabel="step", ylim=(0, None))
     saving.legend()
-    measured = [point for point in state.points if point.gap_entries]
-    gap.semilogy([p.step for p in measured], [p.logprob_gap_max for p in measured], label="max")
-    gap.semilogy([p.step for p in measured], [p.logprob_gap_mean for p in measured], label="mean")
-    gap.set(title="|log p trainer - log p engine|, current version", xlabel="step", ylabel="nats")
-    if measured:
-        gap.legend()
+    _plot_gap(gap, state)
     for axes in figure.axes:
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     figure.savefig(path, dpi=110)
+
+
+def _plot_gap(axes: "Axes", state: RunState) -> None:
+    measured = [point for point in state.points if point.gap_entries]
+    for label in ("max", "p99", "mean"):
+        values = [getattr(point, f"logprob_gap_{label}") for point in measured]
+        axes.semilogy([point.step for point in measured], values, label=label)
+    axes.set(title="|log p trainer - log p engine|, current version", xlabel="step", ylabel="nats")
+    if measured:
+        axes.legend()
 
 
 def _plot_learning(axes: "Axes", state: RunState) -> None:
@@ -137,9 +146,29 @@ def _lines(report: Report) -> list[tuple[str, str]]:
             "groups",
             f"{report.groups_admitted} admitted, {report.groups_open} open; {retired}",
         ),
-        ("log-probability gap", f"largest {_of(report.logprob_gap_max, digits=6)} nats"),
+        ("log-probability gap", _gap(report)),
+        ("alarms", _alarms(report)),
         ("time", duration(report.duration_s)),
     ]
+
+
+def _gap(report: Report) -> str:
+    if report.logprob_gap_mean is None:
+        return "not measured"
+    return (
+        f"mean {report.logprob_gap_mean:.2g}, 99 % within {report.logprob_gap_p99:.2g}, "
+        f"largest {report.logprob_gap_max:.2g} nats"
+    )
+
+
+def _alarms(report: Report) -> str:
+    shown = [
+        f"step {each.step}: {each.metric} {each.value:.3g} above {each.threshold:g}"
+        for each in report.alarms[-ALARMS_SHOWN_MAX:]
+    ]
+    more = len(report.alarms) - len(shown)
+    earlier = [f"{more} earlier, see report.json"] if more else []
+    return "\n".join([*earlier, *shown]) or "none"
 
 
 def _of(value: float | None, *, digits: int = 2) -> str:

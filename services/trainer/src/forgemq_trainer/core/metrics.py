@@ -1,8 +1,9 @@
 """What one optimizer step measured, from the values of its entries.
 
 r is policy / behaviour probability of an entry. The log-probability gap between trainer and engine
-is taken over the entries that the current version sampled: there both ran the same weights, so the
-gap is numerical noise only.
+is taken over entries that the current version sampled: there both ran the same weights, so the gap
+is numerical noise only. They are those of the step, and those of the probe (`core.probe`), without
+which a step whose entries are all older would measure nothing.
 """
 
 import math
@@ -11,13 +12,18 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+from forgemq_contracts.gaps import GAP_EDGES_NATS, LogprobGap
 from forgemq_contracts.steps import ScheduledGroup, TrainingMetrics
 from forgemq_trainer.core.flops import Savings
 from forgemq_trainer.core.step import EntryValues
+from forgemq_trainer.core.tree import Floats
 
 RATIO_LOG_MAX = 60.0
 """Nats. Larger log ratios are reported as this: exp(60) is about 1e26, whose sum over a step is
 finite; without the limit one entry could make a metric infinite, which JSON cannot carry."""
+
+GAP_NATS_MAX = 1000.0
+"""A gap that is no finite number is counted as this: worse than any that is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +41,6 @@ class EntryMetrics:
         kl_reference: Mean of x - 1 - log x with x = reference / policy, an estimate of KL(policy ||
             reference), nats; 0 if no entry has a reference.
         entropy: Mean entropy of the policy at sampled tokens, nats.
-        gap_mean: Mean |log-probability of the trainer - of the engine| on the current version.
-        gap_max: Largest of these gaps.
-        gap_entries: Number of these gaps.
     """
 
     loss: float
@@ -48,9 +51,6 @@ class EntryMetrics:
     kl_k3: float
     kl_reference: float
     entropy: float
-    gap_mean: float
-    gap_max: float
-    gap_entries: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,13 +89,43 @@ class AppliedUpdate:
     skipped_in_a_row: int
 
 
-def entry_metrics(values: EntryValues, *, current_version: int) -> EntryMetrics:
-    """Statistics of a step's entries.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What was measured beside the entries' values.
 
-    Args:
-        values: The step's entries, of all ranks.
-        current_version: Version of the weights that computed the log-probabilities.
+    Attributes:
+        gap: Between trainer and engine; None if no entry was of the current version.
+        forward_backward_s: Time of the step's forward and backward.
+        probe_s: Time of the probe's forward.
     """
+
+    gap: LogprobGap | None
+    forward_backward_s: float
+    probe_s: float
+
+
+def step_gaps(values: EntryValues, *, version: int) -> Floats:
+    """|trainer - engine| of the step's entries that this version sampled, nats."""
+    gap_E = np.abs(values.logprob_E - values.behaviour_E)
+    return np.asarray(gap_E[values.version_E == version])
+
+
+def gap_of(gap_E: Floats) -> LogprobGap | None:
+    """The gaps as the step's record has them; None if there is none."""
+    if len(gap_E) == 0:
+        return None
+    gap_E = np.nan_to_num(gap_E, nan=GAP_NATS_MAX, posinf=GAP_NATS_MAX)
+    counts = np.bincount(np.searchsorted(GAP_EDGES_NATS, gap_E))
+    return LogprobGap(
+        entries=len(gap_E),
+        mean=float(gap_E.mean()),
+        max=float(gap_E.max()),
+        bins=tuple(counts.tolist()),
+    )
+
+
+def entry_metrics(values: EntryValues) -> EntryMetrics:
+    """Statistics of a step's entries, those of all ranks."""
     count = len(values.logprob_E)
     if count == 0:
         return EntryMetrics(
@@ -107,14 +137,9 @@ def entry_metrics(values: EntryValues, *, current_version: int) -> EntryMetrics:
             kl_k3=0.0,
             kl_reference=0.0,
             entropy=0.0,
-            gap_mean=0.0,
-            gap_max=0.0,
-            gap_entries=0,
         )
     log_ratio = np.clip(values.logprob_E - values.behaviour_E, -RATIO_LOG_MAX, RATIO_LOG_MAX)
     ratio = np.exp(log_ratio)
-    is_current = values.version_E == current_version
-    gap = np.abs(values.logprob_E - values.behaviour_E)[is_current]
     return EntryMetrics(
         loss=values.loss,
         loss_tokens=count,
@@ -124,9 +149,6 @@ def entry_metrics(values: EntryValues, *, current_version: int) -> EntryMetrics:
         kl_k3=float((ratio - 1 - log_ratio).mean()),
         kl_reference=_kl_reference(values),
         entropy=float(values.entropy_E.mean()),
-        gap_mean=float(gap.mean()) if len(gap) else 0.0,
-        gap_max=float(gap.max()) if len(gap) else 0.0,
-        gap_entries=len(gap),
     )
 
 
@@ -155,13 +177,14 @@ def training_metrics(
     saved: Savings,
     *,
     update: AppliedUpdate,
-    forward_backward_s: float,
+    measured: Measured,
 ) -> TrainingMetrics:
     """The step's metrics in the form of its TrainedStep record: all finite, 0 for what is not.
 
     JSON has no other numbers, and a checkpoint that names one would not read back. A step with a
     number that is not finite has changed no weight, and `skipped_in_a_row` says so.
     """
+    gap = measured.gap
     metrics = TrainingMetrics(
         loss=entries.loss,
         grad_norm=update.grad_norm,
@@ -174,13 +197,13 @@ def training_metrics(
         ratio_mean=entries.ratio_mean,
         ratio_p99=entries.ratio_p99,
         capped_share=entries.capped_share,
-        logprob_gap_mean=entries.gap_mean,
-        logprob_gap_max=entries.gap_max,
+        logprob_gap_mean=gap.mean if gap else 0.0,
+        logprob_gap_max=gap.max if gap else 0.0,
         kl_k3=entries.kl_k3,
         entropy=entries.entropy,
         staleness_max=totals.staleness_max,
-        forward_backward_s=forward_backward_s,
-        gap_entries=entries.gap_entries,
+        forward_backward_s=measured.forward_backward_s,
+        gap_entries=gap.entries if gap else 0,
         branch_loss=saved.branch_loss,
         flop_ratio=saved.flop_ratio,
         flop_ratio_weights=saved.flop_ratio_weights,
@@ -188,8 +211,11 @@ def training_metrics(
         route_disagreements=totals.route_disagreements,
         kl_reference=entries.kl_reference,
         skipped_in_a_row=update.skipped_in_a_row,
+        logprob_gap=gap,
+        probe_s=measured.probe_s,
     )
     values = msgspec.structs.asdict(metrics).items()
+    floats = ((name, value) for name, value in values if isinstance(value, float))
     return msgspec.structs.replace(
-        metrics, **{name: 0.0 for name, value in values if not math.isfinite(value)}
+        metrics, **{name: 0.0 for name, value in floats if not math.isfinite(value)}
     )

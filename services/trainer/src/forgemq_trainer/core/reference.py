@@ -32,7 +32,7 @@ def with_references(
     for microbatch in microbatches:
         groups = [_without_expert_routes(forests[group]) for group in microbatch.groups]
         forest = joined(groups)
-        read_E = _logprobs(reference, forest, microbatch, head_chunk=head_chunk)
+        read_E = read_logprobs(reference, forest, microbatch, head_chunk=head_chunk)
         for index, group in enumerate(microbatch.groups):
             own_E, known_E = read_E[forest.entry_group_E == index], groups[index].entry_reference_E
             reference_E = np.where(np.isnan(known_E), own_E, known_E)
@@ -40,9 +40,10 @@ def with_references(
     return tuple(filled)
 
 
-def _logprobs(
+def read_logprobs(
     policy: PolicyModel, forest: Forest, microbatch: Microbatch, *, head_chunk: int
 ) -> Floats:
+    """Log-probability of each entry under the policy, nats; no gradient is computed."""
     forward = TreeForward(policy, forest, head_chunk=head_chunk)
     edges = [forward.edges(start, end) for start, end in microbatch.blocks]
     keys = forward.path_keys(microbatch.blocks, is_offloaded=microbatch.is_offloaded)

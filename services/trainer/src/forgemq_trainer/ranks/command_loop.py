@@ -24,8 +24,10 @@ def carry_out_commands(ranks: Ranks, *, device: str) -> None:
     training = Training(begin.configuration, device=device, checkpoint=checkpoint, ranks=ranks)
     while True:
         match ranks.receive():
-            case commands.TrainStep(scheduled=scheduled, values=values):
-                training.train(training.read(scheduled, values))
+            case commands.ComputeGradients(scheduled=scheduled, values=values):
+                training.compute_gradients(training.read(scheduled, values))
+            case commands.Update(fresh=fresh):
+                training.update(fresh)
             case commands.GatherWeights():
                 training.whole_weights()
             case commands.GatherOptimizer():

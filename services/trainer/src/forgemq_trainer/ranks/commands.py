@@ -22,8 +22,8 @@ class Begin(Struct, frozen=True, kw_only=True, tag=True):
     checkpoint: str
 
 
-class TrainStep(Struct, frozen=True, kw_only=True, tag=True):
-    """Train this step.
+class ComputeGradients(Struct, frozen=True, kw_only=True, tag=True):
+    """Run this step's forward and backward.
 
     Attributes:
         scheduled: With the groups that rank 0 could read.
@@ -32,6 +32,16 @@ class TrainStep(Struct, frozen=True, kw_only=True, tag=True):
 
     scheduled: ScheduledStep
     values: Mapping[str, bytes]
+
+
+class Update(Struct, frozen=True, kw_only=True, tag=True):
+    """Run the probe over these trees, then end the step: change the weights.
+
+    Attributes:
+        fresh: Wire bytes of trees that rank 0 could read.
+    """
+
+    fresh: tuple[bytes, ...]
 
 
 class GatherWeights(Struct, frozen=True, kw_only=True, tag=True):
@@ -46,7 +56,7 @@ class End(Struct, frozen=True, kw_only=True, tag=True):
     """Stop: training is over, or rank 0 got a signal to stop."""
 
 
-Command: TypeAlias = Begin | TrainStep | GatherWeights | GatherOptimizer | End
+Command: TypeAlias = Begin | ComputeGradients | Update | GatherWeights | GatherOptimizer | End
 
 _DECODER: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 

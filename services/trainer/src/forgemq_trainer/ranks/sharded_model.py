@@ -7,13 +7,15 @@ from torch import Tensor
 
 from forgemq_contracts.run import RunConfiguration
 from forgemq_trainer.core.assignment import Round, plan_rounds
+from forgemq_trainer.core.memory import plan_step
+from forgemq_trainer.core.reference import read_logprobs
 from forgemq_trainer.core.rounds import forward_backward_rounds, values_bytes, values_of
 from forgemq_trainer.core.step import EntryValues, Objective, merged
-from forgemq_trainer.core.tree import Forest
+from forgemq_trainer.core.tree import Floats, Forest
 from forgemq_trainer.model import DTYPES, load_model
 from forgemq_trainer.ranks.ranks import Ranks
 from forgemq_trainer.ranks.sharded_updater import ShardedUpdater
-from forgemq_trainer.ranks.sharding import FsdpShards, shard, whole_state
+from forgemq_trainer.ranks.sharding import FsdpShards, reshard, shard, whole_state
 
 
 class ShardedModel:
@@ -64,6 +66,21 @@ class ShardedModel:
             budget_bytes=self._trainer.memory_budget_bytes,
             head_chunk=self._trainer.head_chunk_tokens,
         )
+
+    def read_logprobs(self, forest: Forest) -> Floats:
+        """Log-probability of each entry, nats; every rank runs the whole forest."""
+        (microbatch,) = plan_step(
+            (forest,),
+            shape=self.policy.shape,
+            budget_bytes=self._trainer.memory_budget_bytes,
+            head_chunk=self._trainer.head_chunk_tokens,
+            carried="path",
+        )
+        values = read_logprobs(
+            self.policy, forest, microbatch, head_chunk=self._trainer.head_chunk_tokens
+        )
+        reshard(self.policy.decoder)
+        return values
 
     def whole_weights(self) -> dict[str, Tensor] | None:
         """All weights by name on rank 0, in host memory; empty on the others."""

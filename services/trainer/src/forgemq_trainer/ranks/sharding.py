@@ -63,6 +63,17 @@ def shard(loaded: LoadedModel, *, ranks: Ranks, dtype: torch.dtype) -> LoadedMod
     return LoadedModel(model=model, policy=policy)
 
 
+def reshard(decoder: nn.Module) -> None:
+    """Drop what a forward gathered and no backward follows to drop.
+
+    FSDP would take the root's own parameters, the embedding among them, for up to date in the next
+    step, although an update has changed their shards.
+    """
+    for part in decoder.modules():
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
 def whole_state(model: nn.Module, *, dtype: torch.dtype, is_kept: bool) -> dict[str, Tensor]:
     """Gather the model's state with every tensor whole, in `dtype`; collective.
 

@@ -1,0 +1,52 @@
+"""What a run's configuration has to allow before it trains: its memory, reference and loss."""
+
+import importlib
+from typing import cast
+
+from forgemq_contracts.run import RunConfiguration
+from forgemq_settings.environment import SettingsError
+from forgemq_trainer.core.forward import PolicyModel
+from forgemq_trainer.core.loss import LossFunction, UserLoss, loss_function
+from forgemq_trainer.core.memory import least_budget_bytes
+
+
+def check_budget(configuration: RunConfiguration, policy: PolicyModel) -> None:
+    """Refuse a budget in which an episode may become too long to train.
+
+    Raises:
+        SettingsError: Naming the least budget for model.context_tokens_max.
+    """
+    trainer, context_tokens_max = configuration.trainer, configuration.model.context_tokens_max
+    least = least_budget_bytes(
+        policy.shape, longest_path=context_tokens_max, head_chunk=trainer.head_chunk_tokens
+    )
+    if trainer.memory_budget_bytes < least:
+        raise SettingsError(
+            f"trainer.memory_budget_bytes is {trainer.memory_budget_bytes}; an episode of "
+            f"model.context_tokens_max = {context_tokens_max} tokens needs {least}: raise the one "
+            "or lower the other"
+        )
+
+
+def check_reference(configuration: RunConfiguration) -> None:
+    """Refuse a reference where no rank holds a whole model.
+
+    Raises:
+        SettingsError: Names both fields.
+    """
+    if configuration.loss.reference_weight and configuration.trainer.world_size > 1:
+        raise SettingsError("loss.reference_weight above 0 needs trainer.world_size 1")
+
+
+def loss_of(configuration: RunConfiguration) -> LossFunction:
+    """The run's loss; raises SettingsError if its name leads to no function."""
+    kind = configuration.loss.kind
+    try:
+        if ":" not in kind:
+            return loss_function(configuration.loss)
+        module, _, name = kind.partition(":")
+        # The user's function is called with our types; its own annotations are not checked.
+        user = cast(UserLoss, getattr(importlib.import_module(module), name))
+    except (ValueError, ImportError, AttributeError) as error:
+        raise SettingsError(f"loss.kind {kind}: {error}") from error
+    return loss_function(configuration.loss, user=user)

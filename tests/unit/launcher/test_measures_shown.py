@@ -1,0 +1,107 @@
+"""What a step measured, and what it did not, as panel, lines, curves and report show it."""
+
+import io
+import json
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from forgemq_contracts.gaps import LogprobGap
+from forgemq_contracts.steps import Alarm, TrainingMetrics
+from forgemq_contracts.topics import TRAINED_STEPS
+from forgemq_launcher.display.curves import CurveWriter
+from forgemq_launcher.display.headlines import headlines
+from forgemq_launcher.display.panel import PanelView, panel
+from forgemq_launcher.display.report_files import ALARMS_SHOWN_MAX, table, write_report
+from forgemq_run_view.report import report
+from forgemq_run_view.state import RunState
+from forgemq_run_view.view import RunView
+from tests.unit.run_view.synthetic import SyntheticRun, metrics, started
+
+SHOWN = PanelView(engine_status="", is_engine_up=True, services=(), console_url="", events=())
+GAP = LogprobGap(entries=4, mean=0.25, max=0.75, bins=(1, 0, 3))
+KL = Alarm(metric="kl_k3", value=0.21, threshold=0.1)
+UNMEASURED = metrics(gap_entries=0)
+MEASURED = msgspec.structs.replace(metrics(), logprob_gap=GAP)
+
+
+def _run(*steps: TrainingMetrics, alarms: tuple[Alarm, ...] = ()) -> RunState:
+    """The state of a run of these steps; the last one has the alarms."""
+    run = SyntheticRun().play(steps=len(steps))
+    view = RunView(started(steps=len(steps)))
+    for message in run.messages:
+        if message.topic == TRAINED_STEPS.name:
+            record = message.record
+            is_last = record.step == len(steps) - 1
+            record = msgspec.structs.replace(
+                record, metrics=steps[record.step], alarms=alarms if is_last else ()
+            )
+            view.apply(msgspec.structs.replace(message, record=record))
+        else:
+            view.apply(message)
+    return view.state(now_ms=20_000)
+
+
+def _text(shown: object) -> str:
+    console = Console(file=io.StringIO(), width=100)
+    console.print(shown)
+    return console.file.getvalue()
+
+
+def _report(state: RunState):
+    return report(state, trees=(), verdicts=(), duration_s=1.0, reason="completed")
+
+
+def test_a_gap_that_no_step_measured_is_none_everywhere_and_not_zero(tmp_path: Path) -> None:
+    state = _run(UNMEASURED, UNMEASURED)
+    assert state.logprob_gap_max is None
+    points = [(p.logprob_gap_mean, p.logprob_gap_p99, p.logprob_gap_max) for p in state.points]
+    assert points == [(None, None, None)] * 2
+    assert "not measured" in _text(panel(state, SHOWN))
+    made = _report(state)
+    assert (made.logprob_gap_mean, made.logprob_gap_p99, made.logprob_gap_max) == (None,) * 3
+    assert "not measured" in _text(table(made))
+    write_report(made, state, folder=tmp_path)
+    assert json.loads((tmp_path / "report.json").read_text())["logprob_gap_max"] is None
+    writer = CurveWriter(tmp_path)
+    writer.write(state)
+    writer.close()
+    first = json.loads((tmp_path / "curves.jsonl").read_text().splitlines()[0])
+    assert (first["logprob_gap_mean"], first["logprob_gap_max"], first["gap_entries"]) == (
+        None,
+        None,
+        0,
+    )
+
+
+def test_the_gap_of_a_run_is_that_of_its_measured_steps() -> None:
+    state = _run(MEASURED, UNMEASURED)
+    assert state.logprob_gap_max == 0.75
+    assert [point.logprob_gap_mean for point in state.points] == [0.25, None]
+    made = _report(state)
+    assert (made.logprob_gap_mean, made.logprob_gap_max) == (0.25, 0.75)
+    assert made.logprob_gap_p99 == GAP.quantile(0.99) == 2.0**-19
+    assert "mean 0.25, 99 % within 1.9e-06, largest 0.75 nats" in _text(table(made))
+
+
+def test_an_alarm_shows_in_panel_line_and_report_with_step_value_and_threshold() -> None:
+    quiet, raised = _run(MEASURED), _run(MEASURED, MEASURED, alarms=(KL,))
+    assert "none" in _text(panel(quiet, SHOWN))
+    assert "1, newest: step 1 kl_k3 0.21 above 0.1" in _text(panel(raised, SHOWN))
+    assert "ALARM step 1: kl_k3 0.21 above 0.1" in headlines(quiet, raised)
+    assert headlines(raised, raised) == []
+    made = _report(raised)
+    assert [(a.step, a.metric, a.value, a.threshold) for a in made.alarms] == [
+        (1, "kl_k3", 0.21, 0.1)
+    ]
+    assert "step 1: kl_k3 0.21 above 0.1" in _text(table(made))
+    assert _report(quiet).alarms == ()
+
+
+def test_the_closing_table_shows_the_newest_alarms_and_counts_the_others() -> None:
+    made = _report(_run(MEASURED, alarms=(KL,) * (ALARMS_SHOWN_MAX + 2)))
+    assert len(made.alarms) == ALARMS_SHOWN_MAX + 2
+    text = _text(table(made))
+    assert text.count("kl_k3 0.21") == ALARMS_SHOWN_MAX
+    assert "2 earlier, see report.json" in text
