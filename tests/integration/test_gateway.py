@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -10,32 +11,42 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from forgemq_bus.blobs import BlobStore
 from forgemq_bus.kafka import KafkaConnection, KafkaLog
 from forgemq_contracts import topics
 from forgemq_contracts.run import RunConfiguration, StartedRun
-from tests.ports import free_port
+from forgemq_launcher.upkeep.machine import listening_socket
 from tests.unit.gateway.scripted_lane import Asked, ScriptedLane, contexts_of, wall_ms
 from tests.unit.gateway.world import ADMIN_KEY, World, configuration_of, partitions_of
 from tests.unit.rendering.folders import write_model_folder
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(180)]
 
+AWAY_S = 3.0
+"""The default pauses of OpenAI's client are 0.5 s and 1 s; its third refusal ends the agent."""
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 
 
 class GatewayProcess:
-    """`python -m forgemq_gateway` with its settings in the environment."""
+    """`python -m forgemq_gateway` on a socket that the test holds, as a supervisor does."""
 
-    def __init__(self, environ: dict[str, str]) -> None:
-        self._environ = {**os.environ, **environ}
+    def __init__(self, environ: dict[str, str], *, listener: socket.socket) -> None:
+        self._listener_fd = listener.fileno()
+        handed = {"FORGEMQ_GATEWAY_LISTENER_FD": str(self._listener_fd)}
+        self._environ = {**os.environ, **environ, **handed}
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self, world: World) -> None:
+        """Start it and wait until its state is rebuilt."""
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "forgemq_gateway", env=self._environ
+            sys.executable,
+            "-m",
+            "forgemq_gateway",
+            env=self._environ,
+            pass_fds=[self._listener_fd],
         )
         async with httpx.AsyncClient() as client:
             for _ in range(300):
@@ -61,7 +72,7 @@ async def on_broker(
     *,
     bootstrap: str,
     blobs: str,
-    port: int,
+    listener: socket.socket,
 ) -> AsyncIterator[tuple[World, ScriptedLane, GatewayProcess]]:
     """A started run, a lane, and a gateway process."""
 
@@ -73,7 +84,7 @@ async def on_broker(
         )
 
     world = World(open_log, configuration)
-    world.base_url = f"http://127.0.0.1:{port}"
+    world.base_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     await world.log.create_topics({topic.name: 1 for topic in topics.SHARED})
     await world.log.create_topics(partitions_of(configuration))
     started = StartedRun(
@@ -85,8 +96,8 @@ async def on_broker(
             "FORGEMQ_RUN": configuration.run,
             "FORGEMQ_KAFKA": bootstrap,
             "FORGEMQ_GATEWAY_ADMIN_KEY": ADMIN_KEY,
-            "FORGEMQ_GATEWAY_PORT": str(port),
-        }
+        },
+        listener=listener,
     )
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -105,10 +116,13 @@ async def on_broker(
         await world.log.close()
 
 
-async def test_agents_survive_the_gateways_sigkill_with_the_same_key_and_request(
+async def test_a_client_with_default_retries_survives_the_gateways_sigkill_with_the_same_request(
     kafka_bootstrap: str, new_run_id: Callable[[], str], tmp_path: Path
 ) -> None:
-    """A turn is in flight when the gateway dies; the client's own retry gets its answer."""
+    """A turn is in flight when the gateway dies; the client's first retry waits and is answered.
+
+    The gateway is away for longer than both of the client's pauses together, 1.5 s.
+    """
     release = asyncio.Event()
 
     async def script(asked: Asked) -> str:
@@ -119,15 +133,16 @@ async def test_agents_survive_the_gateways_sigkill_with_the_same_key_and_request
     configuration = configuration_of(
         write_model_folder(tmp_path / "model"), run=new_run_id(), context_tokens_max=20_000
     )
+    listener = listening_socket("127.0.0.1", wanted=0)
     async with on_broker(
         configuration,
         script,
         bootstrap=kafka_bootstrap,
         blobs=str(tmp_path / "blobs"),
-        port=free_port(),
+        listener=listener,
     ) as (world, lane, process):
         claim = await world.episode()
-        client = world.client(claim, retries=8)
+        client = world.client(claim, retries=openai.DEFAULT_MAX_RETRIES)
         await client.chat.completions.create(model="m", messages=HELLO)
         history: list[Any] = [
             *HELLO,
@@ -137,12 +152,14 @@ async def test_agents_survive_the_gateways_sigkill_with_the_same_key_and_request
         asking = asyncio.ensure_future(client.chat.completions.create(model="m", messages=history))
         await lane.has_seen(2)
         assert await process.end(signal.SIGKILL) == -signal.SIGKILL
+        await asyncio.sleep(AWAY_S)
         await process.start(world)
         release.set()
         answer = await asking
         await world.admin("POST", f"/v1/episodes/{claim['episode_id']}/finish", {})
         finished = await world.records(topics.FINISHED_COMPLETIONS)
         (ended,) = await world.records(topics.FINISHED_EPISODES)
+    listener.close()
     assert answer.id == f"chatcmpl-{lane.seen[1].record.request_id}"
     assert {asked.record.request_id for asked in lane.seen[1:]} == {lane.seen[1].record.request_id}
     whole = contexts_of(finished)

@@ -36,8 +36,14 @@ class Queue(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     domain: DomainName
     task_source: Annotated[
         FunctionName, Meta(description="(seed, domain, k) -> task as JSON-able value; pure.")
-    ]
-    agent: Annotated[FunctionName, Meta(description="async (Episode) -> None; plays one episode.")]
+    ] = ""
+    agent: Annotated[
+        FunctionName,
+        Meta(
+            description="async (Episode) -> None; plays one episode. Without agent and task_source "
+            "the groups come from outside, by POST /v1/groups."
+        ),
+    ] = ""
     outcome: Annotated[FunctionName, Meta(description="Grader of the outcome.")] = ""
     process: Annotated[FunctionName, Meta(description="Grader of each completion.")] = ""
     speed: Annotated[FunctionName, Meta(description="Grader of the completion time.")] = ""
@@ -273,6 +279,11 @@ def staleness_limit(queue: Queue) -> int:
     return bound if queue.staleness_max is None else min(bound, queue.staleness_max)
 
 
+def played_queues(configuration: RunConfiguration) -> tuple[Queue, ...]:
+    """Queues whose groups the run's own agents ask for and play; the others' come from outside."""
+    return tuple(queue for queue in configuration.queues if queue.agent)
+
+
 def check(configuration: RunConfiguration) -> None:
     """Refuse a configuration whose fields cannot work together.
 
@@ -299,6 +310,7 @@ def check(configuration: RunConfiguration) -> None:
                 f"queues.{queue.domain}.group_size (G) must be at least 2: an advantage compares "
                 f"the rollouts of a group, got {queue.group_size}"
             )
+    _check_agents(configuration)
     _check_sampling(configuration)
     if configuration.loss.clip_dual <= 1:
         raise ValueError(
@@ -309,6 +321,22 @@ def check(configuration: RunConfiguration) -> None:
         raise ValueError(
             f"loss.kind must be one of {', '.join(LOSS_KINDS)} or module:function, "
             f"got {configuration.loss.kind!r}"
+        )
+
+
+def _check_agents(configuration: RunConfiguration) -> None:
+    for queue in configuration.queues:
+        if bool(queue.agent) != bool(queue.task_source):
+            given, missing = ("agent", "task_source") if queue.agent else ("task_source", "agent")
+            raise ValueError(
+                f"queues.{queue.domain}.{missing} must be given if {given} is: an agent plays "
+                "what its task source makes; without both, groups come by POST /v1/groups"
+            )
+    if configuration.evaluation.tasks and not played_queues(configuration):
+        raise ValueError(
+            f"evaluation.tasks must be 0 if no queue has an agent, got "
+            f"{configuration.evaluation.tasks}: whoever plays from outside asks for held-out "
+            'groups too, by POST /v1/groups with "purpose": "eval"'
         )
 
 

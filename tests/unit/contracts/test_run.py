@@ -8,6 +8,7 @@ from forgemq_contracts.run import (
     LOSS_KINDS,
     MODEL_TYPES,
     Episodes,
+    Evaluation,
     Loss,
     Model,
     Queue,
@@ -50,6 +51,25 @@ def test_a_pin_that_truncates_the_support_is_refused_for_nothing_would_train(fie
 @pytest.mark.parametrize("pin", [{}, {"temperature": 0.7}, {"top_k": 0}, {"top_p": 1.0}])
 def test_a_pin_with_full_support_is_taken(pin):
     check(sampled(**pin))
+
+
+def queued(*queues: Queue, **changes: object) -> RunConfiguration:
+    return msgspec.structs.replace(SOUND, queues=queues, **changes)
+
+
+def test_a_queue_has_both_an_agent_and_a_task_source_or_neither():
+    check(queued(Queue(domain="d")))
+    with pytest.raises(ValueError, match=r"^queues\.d\.task_source must be given if agent is"):
+        check(queued(Queue(domain="d", agent="m:play")))
+    with pytest.raises(ValueError, match=r"^queues\.d\.agent must be given if task_source is"):
+        check(queued(Queue(domain="d", task_source="m:task")))
+
+
+def test_held_out_tasks_need_a_queue_with_an_agent():
+    tasks = Evaluation(tasks=8)
+    with pytest.raises(ValueError, match=r"^evaluation\.tasks must be 0 if no queue has an agent"):
+        check(queued(Queue(domain="d"), evaluation=tasks))
+    check(queued(Queue(domain="outside"), *SOUND.queues, evaluation=tasks))
 
 
 @pytest.mark.parametrize("kind", ["Cispo", "", "cispo2", "my_module", "module:", ":loss"])

@@ -8,8 +8,10 @@ import pytest
 
 from forgemq_contracts.run import Model, Queue, RunConfiguration, Trainer
 from forgemq_launcher.commands.creation import REQUIRED
+from forgemq_launcher.core.outside_agents import outside_agents
 from forgemq_launcher.run_folder import RunFolder
 from forgemq_launcher.upkeep.services import SERVICES, Addresses, service_specs
+from forgemq_launcher.upkeep.supervisor import ServiceSpec
 
 GIVEN = {
     "PATH": "/bin",
@@ -20,26 +22,34 @@ GIVEN = {
 }
 
 
-def environs(folder: Path) -> dict[str, dict[str, str]]:
-    configuration = RunConfiguration(
-        run="desk-1",
-        seed=0,
-        model=Model(path="model"),
-        queues=(Queue(domain="desk", task_source="", agent=""),),
-        trainer=Trainer(steps=1),
+PLAYED = Queue(domain="desk", task_source="desk:task", agent="desk:play")
+OUTSIDE = Queue(domain="outside")
+
+
+def configuration(*queues: Queue) -> RunConfiguration:
+    return RunConfiguration(
+        run="desk-1", seed=0, model=Model(path="model"), queues=queues, trainer=Trainer(steps=1)
     )
+
+
+def specs(folder: Path, *queues: Queue) -> dict[str, ServiceSpec]:
     addresses = Addresses(
         kafka="127.0.0.1:9",
         engine_urls=("http://127.0.0.1:1",),
         host="127.0.0.1",
         gateway_port=2,
+        gateway_fd=7,
         console_port=3,
         admin_key="admin-key",
     )
-    specs = service_specs(
-        configuration, folder=RunFolder(folder), addresses=addresses, environ=GIVEN
+    made = service_specs(
+        configuration(*queues), folder=RunFolder(folder), addresses=addresses, environ=GIVEN
     )
-    return {spec.module.removeprefix("forgemq_"): dict(spec.environ) for spec in specs}
+    return {spec.module.removeprefix("forgemq_"): spec for spec in made}
+
+
+def environs(folder: Path) -> dict[str, dict[str, str]]:
+    return {name: dict(spec.environ) for name, spec in specs(folder, PLAYED).items()}
 
 
 def test_a_service_sees_its_own_settings_and_no_others(tmp_path: Path) -> None:
@@ -64,6 +74,31 @@ def test_agents_get_no_broker_and_the_others_the_runs_own(tmp_path: Path) -> Non
     for environ in given.values():
         assert environ["FORGEMQ_KAFKA"] == "127.0.0.1:9"
         assert environ["FORGEMQ_KAFKA_SASL_PASSWORD"] == "broker-password"
+
+
+def test_agents_are_started_for_queues_that_have_one(tmp_path: Path) -> None:
+    started = {queues: set(specs(tmp_path, *queues)) for queues in ((PLAYED, OUTSIDE), (OUTSIDE,))}
+    assert started[(PLAYED, OUTSIDE)] == set(SERVICES)
+    assert started[(OUTSIDE,)] == set(SERVICES) - {"agents"}
+
+
+def test_the_gateway_alone_gets_the_socket_that_the_launcher_holds(tmp_path: Path) -> None:
+    made = specs(tmp_path, PLAYED)
+    assert {name: spec.inherited_fds for name, spec in made.items() if spec.inherited_fds} == {
+        "gateway": (7,)
+    }
+    assert made["gateway"].environ["FORGEMQ_GATEWAY_LISTENER_FD"] == "7"
+
+
+def test_the_commands_for_outside_agents_name_their_domain_address_and_key() -> None:
+    text = outside_agents(
+        configuration(PLAYED, OUTSIDE), gateway_url="http://here:1", admin_key="$(cat admin.key)"
+    )
+    assert text.startswith("groups of outside are asked for over HTTP (docs/your_agent.md):")
+    assert "export GATEWAY=http://here:1 ADMIN_KEY=$(cat admin.key)" in text
+    assert '"domain": "outside"' in text
+    none = configuration(PLAYED)
+    assert outside_agents(none, gateway_url="http://here:1", admin_key="k") == ""
 
 
 @pytest.mark.parametrize("service", SERVICES)

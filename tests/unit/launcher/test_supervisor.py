@@ -2,13 +2,16 @@
 
 import asyncio
 import os
+import signal
 import sys
 from pathlib import Path
 
+import msgspec
 import psutil
 import pytest
 
 from forgemq_launcher.core.restarts import RestartPolicy
+from forgemq_launcher.upkeep.machine import listening_socket
 from forgemq_launcher.upkeep.supervisor import (
     CHILD_MODULE,
     ProcessFailedError,
@@ -81,6 +84,56 @@ async def test_a_killed_service_is_restarted(tmp_path):
         assert notes[0].startswith("one was killed by SIGKILL; restarting in 0.0 s")
         await kept.stop()
     assert not psutil.pid_exists(second.pid)
+
+
+ANSWERS = """
+import os, socket
+listener = socket.socket(fileno=int(os.environ["LISTENER_FD"]))
+print("up", flush=True)
+while True:
+    connection, _ = listener.accept()
+    asked = connection.recv(100)
+    connection.sendall(b"heard " + asked)
+    connection.close()
+"""
+
+
+async def ask(address: tuple[str, int], text: bytes) -> bytes:
+    reader, writer = await asyncio.open_connection(*address)
+    writer.write(text)
+    try:
+        return await reader.read()
+    finally:
+        writer.close()
+
+
+async def test_a_client_that_connects_while_its_service_is_down_is_answered_by_the_next_start(
+    tmp_path,
+):
+    listener = listening_socket("127.0.0.1", wanted=0)
+    address = listener.getsockname()
+    slow = RestartPolicy(restarts_max=2, delay_first_s=0.2)
+    kept = Supervisor(policy=slow, grace_s=5.0, note=lambda _: None)
+    answering = spec(tmp_path, ANSWERS)
+    answering = msgspec.structs.replace(
+        answering,
+        environ={**answering.environ, "LISTENER_FD": str(listener.fileno())},
+        inherited_fds=(listener.fileno(),),
+    )
+    async with asyncio.TaskGroup() as group:
+        group.create_task(kept.keep(answering, may_end=lambda: False))
+        assert await ask(address, b"first") == b"heard first"
+        (up,) = kept.statuses()
+        assert up.pid is not None
+        os.kill(up.pid, signal.SIGKILL)
+        while kept.statuses()[0].pid is not None:  # noqa: ASYNC110 - a process has no event
+            await asyncio.sleep(0.01)
+        assert await ask(address, b"second") == b"heard second"
+        assert kept.statuses()[0].restarts == 1
+        await kept.stop()
+    listener.close()
+    with pytest.raises(ConnectionRefusedError):
+        await ask(address, b"third")
 
 
 async def test_an_exit_with_status_0_ends_a_service_only_when_it_may_end(tmp_path):

@@ -21,7 +21,7 @@ from forgemq_agents.errors import GatewayError, TrainingEndedError
 from forgemq_agents.gateway_client import GatewayClient
 from forgemq_agents.groups import Groups
 from forgemq_contracts.admin import GroupStatus
-from forgemq_contracts.run import Queue, RunConfiguration
+from forgemq_contracts.run import Queue, RunConfiguration, played_queues
 from forgemq_telemetry.telemetry import Telemetry
 
 
@@ -57,7 +57,7 @@ class AgentRun:
         self._telemetry.event("training", run=self._configuration.run)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._watch_run())
-            for queue in self._configuration.queues:
+            for queue in played_queues(self._configuration):
                 tasks.create_task(self._play_queue(queue))
 
     async def _watch_run(self) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forgemq_agents.episode import Episode
-from forgemq_contracts.run import Queue, RunConfiguration
+from forgemq_contracts.run import Queue, RunConfiguration, played_queues
 
 TaskSource = Callable[[int, str, int], Any]
 Play = Callable[[Episode], Awaitable[None]]
@@ -26,13 +26,16 @@ class DomainCode:
 
 
 def load_domains(configuration: RunConfiguration) -> dict[str, DomainCode]:
-    """Import the task source and the agent of every queue.
+    """Import the task source and the agent of every queue that has an agent.
 
     Raises:
         UserCodeError: naming the field, the name and what is wrong.
     """
     add_code_paths(configuration.code_paths)
-    return {queue.domain: _domain_code(queue) for queue in configuration.queues}
+    played = played_queues(configuration)
+    if not played:
+        raise UserCodeError("queues: none has an agent, so there is nothing to play here")
+    return {queue.domain: _domain_code(queue) for queue in played}
 
 
 def add_code_paths(code_paths: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ import uvicorn
 
 from forgemq_gateway.settings import GatewaySettings
 from forgemq_gateway.wire import Application
+from forgemq_settings.environment import SettingsError
 
 # Agents think between turns; a connection that is closed earlier costs them a new handshake.
 _KEEP_ALIVE_S = 120
@@ -23,10 +24,32 @@ def bound_socket(settings: GatewaySettings) -> socket.socket:
 
     The loop does so only if the socket names its protocol. Without it the body of an answer waits
     until the client acknowledges the head: 40 ms on a connection that is kept.
+
+    Raises:
+        SettingsError: the inherited file is no socket for TCP.
     """
+    if settings.listener_fd >= 0:
+        return _inherited_socket(settings.listener_fd)
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((settings.host, settings.port))
+    return listener
+
+
+def _inherited_socket(number: int) -> socket.socket:
+    """The socket that the process which started this one bound, and keeps while this one is gone.
+
+    Connections wait in its queue between a kill and the restart, so that no client is refused.
+    """
+    try:
+        listener = socket.socket(fileno=number)
+    except OSError as error:
+        raise SettingsError(
+            f"FORGEMQ_GATEWAY_LISTENER_FD: {number} is no inherited socket: {error.strerror}"
+        ) from error
+    if listener.type != socket.SOCK_STREAM or listener.proto != socket.IPPROTO_TCP:
+        listener.close()
+        raise SettingsError(f"FORGEMQ_GATEWAY_LISTENER_FD: {number} is no socket for TCP")
     return listener
 
 

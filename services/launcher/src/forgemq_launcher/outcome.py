@@ -42,7 +42,10 @@ class Outcome(NamedTuple):
 async def watch_run(
     processes: RunProcesses, follower: Follower, display: RunDisplay, *, stop: StopSignal
 ) -> Outcome:
-    """Keep a run up and show it until the agents have played it, a signal comes, or it fails."""
+    """Keep a run up and show it until it is played, a signal comes, or it fails.
+
+    It is played once its own agents have ended, or, if it has none, once the last step is trained.
+    """
     failures: list[BaseException] = []
     try:
         async with asyncio.TaskGroup() as group:
@@ -52,6 +55,8 @@ async def watch_run(
                 group.create_task(follower.watch_groups()),
                 group.create_task(display.show()),
             ]
+            if not processes.has_agents:
+                tasks.append(group.create_task(_end_agents(follower, processes.agents_ended)))
             await stop.wait_unless(processes.agents_ended)
             await _wait_settled(follower, stop)
             for task in tasks:
@@ -61,6 +66,13 @@ async def watch_run(
     if failures:
         return Outcome("failed", "\n".join(map(str, failures)))
     return Outcome("interrupted" if stop.event.is_set() else "completed")
+
+
+async def _end_agents(follower: Follower, ended: asyncio.Event) -> None:
+    """Set `ended` once the last step is trained."""
+    while not follower.is_trained:  # noqa: ASYNC110 - the state has no event for it
+        await asyncio.sleep(SETTLED_CHECK_EVERY_S)
+    ended.set()
 
 
 async def _wait_settled(follower: Follower, stop: StopSignal) -> None:

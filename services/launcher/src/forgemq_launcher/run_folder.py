@@ -59,13 +59,26 @@ class RunFolder:
         except msgspec.MsgspecError as error:
             raise RunFolderError(f"{path}: {error}") from error
 
+    @property
+    def key_path(self) -> Path:
+        """File with the gateway's admin key, unless a setting gives the key."""
+        return self.path / "admin.key"
+
     def admin_key(self) -> str:
         """The gateway's admin key; the same at every start, because episode keys derive from it."""
-        path = self.path / "admin.key"
-        if not path.is_file():
-            path.touch(mode=0o600)
-            path.write_text(secrets.token_urlsafe(ADMIN_KEY_BYTES))
-        return path.read_text()
+        if not self.key_path.is_file():
+            self.key_path.touch(mode=0o600)
+            self.key_path.write_text(secrets.token_urlsafe(ADMIN_KEY_BYTES))
+        return self.key_path.read_text()
+
+    def gateway_port(self) -> int:
+        """The gateway's port at the run's newest start; 0 if there was none."""
+        path = self.path / "gateway.port"
+        return int(path.read_text()) if path.is_file() else 0
+
+    def keep_gateway_port(self, port: int) -> None:
+        """Write down the port, so that the agents' addresses are the same after a resume."""
+        (self.path / "gateway.port").write_text(f"{port}\n")
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
-from forgemq_contracts.run import Evaluation, Queue, RunConfiguration
+from forgemq_contracts.run import Evaluation, Queue, RunConfiguration, played_queues
 
 START = "start"
 END = "end"
@@ -46,7 +46,7 @@ def evaluation_groups(
 ) -> Iterator[EvaluationGroup]:
     """All groups of a round, ordered by domain, mode and task."""
     evaluation = configuration.evaluation
-    for queue in configuration.queues:
+    for queue in played_queues(configuration):
         for mode, temperature in _modes(evaluation):
             for number in range(evaluation.tasks):
                 yield EvaluationGroup(

@@ -5,6 +5,9 @@ from pathlib import Path
 
 import psutil
 
+BACKLOG = 4096
+"""All agents of a run connect at once while a service restarts; Linux allows as many by default."""
+
 
 class MachineError(Exception):
     """The machine cannot run this; the text says what is missing and what to do."""
@@ -44,6 +47,25 @@ def port(host: str, *, wanted: int, preferred: int = 0) -> int:
             return int(probe.getsockname()[1])
     except OSError as error:
         raise MachineError(f"no free port on {host}: {error.strerror}") from error
+
+
+def listening_socket(host: str, *, wanted: int, preferred: int = 0) -> socket.socket:
+    """A socket that listens at a port as `port` chooses it; clients may connect at once.
+
+    Raises:
+        MachineError: as from `port`.
+    """
+    number = port(host, wanted=wanted, preferred=preferred)
+    # The protocol is named because an event loop sets TCP_NODELAY only if it is.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, number))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        raise MachineError(f"port {number} of {host}: {error.strerror}") from error
+    return listener
 
 
 def _is_free(host: str, number: int) -> bool:

@@ -2,16 +2,18 @@
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import Callable
 
 import psutil
 
 from forgemq_bus.kafka import KafkaConnection
+from forgemq_launcher.core.outside_agents import outside_agents
 from forgemq_launcher.core.restarts import RestartPolicy
 from forgemq_launcher.run_setup import RunSetup
 from forgemq_launcher.upkeep.broker import RunBroker
 from forgemq_launcher.upkeep.engines import Engines, servers
-from forgemq_launcher.upkeep.machine import check_memory, port
+from forgemq_launcher.upkeep.machine import check_memory, listening_socket, port
 from forgemq_launcher.upkeep.named_engines import NamedEngines, named_urls
 from forgemq_launcher.upkeep.services import Addresses, service_specs
 from forgemq_launcher.upkeep.supervisor import Note, ServiceSpec, ServiceStatus, Supervisor
@@ -39,6 +41,7 @@ class RunProcesses:
         self._engines: Engines | NamedEngines | None = None
         self._supervisor = Supervisor(policy=self._policy, grace_s=settings.stop_grace_s, note=note)
         self._specs: tuple[ServiceSpec, ...] = ()
+        self._gateway_listener: socket.socket | None = None
         self.agents_ended = asyncio.Event()
 
     @property
@@ -51,6 +54,11 @@ class RunProcesses:
         """The engines of all lanes; after `start_engines` only."""
         assert self._engines is not None, "start_engines comes first"
         return self._engines
+
+    @property
+    def has_agents(self) -> bool:
+        """Whether agents are among the planned services; else groups come from outside."""
+        return any(spec.name == "agents" for spec in self._specs)
 
     def service_statuses(self) -> tuple[ServiceStatus, ...]:
         """Every service in the order of its start."""
@@ -104,11 +112,13 @@ class RunProcesses:
             MachineError: a port that a setting names is taken.
         """
         setup, settings = self._setup, self._setup.settings
+        listener = self._open_gateway_listener()
         addresses = Addresses(
             kafka=self.connection.bootstrap,
             engine_urls=self.engines.urls,
             host=settings.host,
-            gateway_port=port(settings.host, wanted=settings.gateway_port),
+            gateway_port=listener.getsockname()[1],
+            gateway_fd=listener.fileno(),
             console_port=port(
                 settings.host, wanted=settings.console_port, preferred=CONSOLE_PORT_PREFERRED
             ),
@@ -117,8 +127,35 @@ class RunProcesses:
         self._specs = service_specs(
             setup.configuration, folder=setup.folder, addresses=addresses, environ=setup.environ
         )
-        self._note(f"starting {len(self._specs)} services; page: {addresses.console_url}")
+        self._note(
+            f"starting {len(self._specs)} services; gateway: {addresses.gateway_url}, "
+            f"page: {addresses.console_url}"
+        )
+        self._note_outside_agents(addresses)
         return addresses
+
+    def _note_outside_agents(self, addresses: Addresses) -> None:
+        """Say how groups are asked for, if some queue has no agent of the run."""
+        named = self._setup.environ.get("FORGEMQ_GATEWAY_ADMIN_KEY")
+        key = "$FORGEMQ_GATEWAY_ADMIN_KEY" if named else f"$(cat {self._setup.folder.key_path})"
+        text = outside_agents(
+            self._setup.configuration, gateway_url=addresses.gateway_url, admin_key=key
+        )
+        if text:
+            self._note(text)
+
+    def _open_gateway_listener(self) -> socket.socket:
+        """Open the gateway's socket, at the address of the run's earlier starts if it is free.
+
+        It is open while the run is up, so agents that connect while the gateway restarts wait for
+        its next start and are not refused.
+        """
+        settings, folder = self._setup.settings, self._setup.folder
+        self._gateway_listener = listening_socket(
+            settings.host, wanted=settings.gateway_port, preferred=folder.gateway_port()
+        )
+        folder.keep_gateway_port(self._gateway_listener.getsockname()[1])
+        return self._gateway_listener
 
     async def keep(self, *, may_end: Callable[[], bool]) -> None:
         """Start the planned services and keep everything up until cancelled.
@@ -147,6 +184,8 @@ class RunProcesses:
         # At the same time: the gateway asks again for what an engine was generating, next start.
         engines = [self._engines.stop()] if self._engines is not None else []
         await asyncio.gather(self._supervisor.stop(), *engines)
+        if self._gateway_listener is not None:
+            self._gateway_listener.close()
 
     async def stop(self) -> None:
         """Stop everything that was started here, the broker last; idempotent."""

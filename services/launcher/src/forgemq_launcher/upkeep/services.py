@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 
-from forgemq_contracts.run import RunConfiguration
+from forgemq_contracts.run import RunConfiguration, played_queues
 from forgemq_launcher.run_folder import RunFolder
 from forgemq_launcher.upkeep.supervisor import ServiceSpec
 
@@ -36,12 +36,16 @@ TORCHRUN = "forgemq_trainer.ranks.torchrun"
 
 
 class Addresses(Struct, frozen=True, kw_only=True):
-    """Where the parts of a run find one another."""
+    """Where the parts of a run find one another.
+
+    `gateway_fd`: the bound socket of the gateway, which the launcher keeps over its restarts.
+    """
 
     kafka: str
     engine_urls: tuple[str, ...]
     host: str
     gateway_port: int
+    gateway_fd: int
     console_port: int
     admin_key: str
 
@@ -67,7 +71,13 @@ def service_specs(
     shared = _shared_environ(environ, run=configuration.run, kafka=addresses.kafka)
 
     def spec(
-        service: str, own: Mapping[str, str], *, stop_stage: int, lane: int = -1, ranks: int = 1
+        service: str,
+        own: Mapping[str, str],
+        *,
+        stop_stage: int,
+        lane: int = -1,
+        ranks: int = 1,
+        fds: tuple[int, ...] = (),
     ) -> ServiceSpec:
         module, *arguments = _command(service, ranks=ranks)
         name = service if lane < 0 else f"{service}-{lane}"
@@ -78,6 +88,7 @@ def service_specs(
             environ={**service_environ(shared, service), **own},
             log_path=folder / "logs" / f"{name}.log",
             stop_stage=stop_stage,
+            inherited_fds=fds,
         )
 
     inference: Sequence[ServiceSpec] = [
@@ -90,8 +101,7 @@ def service_specs(
         for lane, url in enumerate(addresses.engine_urls)
     ]
     gateway = {
-        "FORGEMQ_GATEWAY_HOST": addresses.host,
-        "FORGEMQ_GATEWAY_PORT": str(addresses.gateway_port),
+        "FORGEMQ_GATEWAY_LISTENER_FD": str(addresses.gateway_fd),
         "FORGEMQ_GATEWAY_ADMIN_KEY": addresses.admin_key,
     }
     threads = dict.fromkeys(THREADS_VARIABLES, str(configuration.trainer.threads))
@@ -105,8 +115,9 @@ def service_specs(
         "FORGEMQ_AGENTS_ADMIN_KEY": addresses.admin_key,
         "FORGEMQ_AGENTS_CONFIGURATION": str(folder / "configuration.json"),
     }
+    played = [spec("agents", agents, stop_stage=0)] if played_queues(configuration) else []
     return (
-        spec("gateway", gateway, stop_stage=1),
+        spec("gateway", gateway, stop_stage=1, fds=(addresses.gateway_fd,)),
         *inference,
         spec("scheduler", {}, stop_stage=2),
         spec("reward", {}, stop_stage=2),
@@ -114,7 +125,7 @@ def service_specs(
         spec("trainer", trainer, stop_stage=2, ranks=configuration.trainer.world_size),
         spec("auditor", {}, stop_stage=3),  # Last: it then audits what was retired last.
         spec("console", console, stop_stage=2),
-        spec("agents", agents, stop_stage=0),
+        *played,
     )
 
 

@@ -33,7 +33,8 @@ class ProcessFailedError(Exception):
 class ServiceSpec(Struct, frozen=True, kw_only=True):
     """One service process: `python -m <module> <arguments>`.
 
-    `stop_stage`: lower stages are stopped first.
+    `stop_stage`: lower stages are stopped first. `inherited_fds`: open files that each start of it
+    gets under the same numbers.
     """
 
     name: str
@@ -42,6 +43,7 @@ class ServiceSpec(Struct, frozen=True, kw_only=True):
     log_path: Path
     stop_stage: int
     arguments: tuple[str, ...] = ()
+    inherited_fds: tuple[int, ...] = ()
 
 
 class ServiceStatus(Struct, frozen=True, kw_only=True):
@@ -154,6 +156,7 @@ async def _start_process(spec: ServiceSpec) -> asyncio.subprocess.Process:
             stdout=log,
             stderr=asyncio.subprocess.STDOUT,
             env=spec.environ,
+            pass_fds=spec.inherited_fds,
             start_new_session=True,
         )
 

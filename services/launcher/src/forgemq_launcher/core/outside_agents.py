@@ -1,0 +1,30 @@
+"""What a person types to play a run whose agents are not started with it."""
+
+from forgemq_contracts.run import RunConfiguration
+
+ASKED = """\
+curl -sS $GATEWAY/v1/groups -H "Authorization: Bearer $ADMIN_KEY" \
+-d '{"domain": "DOMAIN", "idempotency_key": "task/0", "task": {"n": 0}}'
+curl -sS "$GATEWAY/v1/groups/GROUP?wait_s=20&state=requested" -H "Authorization: Bearer $ADMIN_KEY"
+curl -sS $GATEWAY/v1/groups/GROUP/claim -H "Authorization: Bearer $ADMIN_KEY" -d '{"wait_s": 5}'
+curl -sS $GATEWAY/v1/episodes/EPISODE/finish -H "Authorization: Bearer $ADMIN_KEY" -d '{}'"""
+"""One episode: GROUP is in the first answer; EPISODE, its key and its base_url are in the third."""
+
+
+def outside_agents(configuration: RunConfiguration, *, gateway_url: str, admin_key: str) -> str:
+    """The commands for groups of the queues without an agent; '' if there is no such queue.
+
+    Args:
+        configuration: Says which queues have no agent.
+        gateway_url: Base address of the gateway.
+        admin_key: How a shell gets at the key: `$(cat FILE)` or `$VARIABLE`.
+    """
+    domains = [queue.domain for queue in configuration.queues if not queue.agent]
+    if not domains:
+        return ""
+    lines = [
+        f"groups of {', '.join(domains)} are asked for over HTTP (docs/your_agent.md):",
+        f"export GATEWAY={gateway_url} ADMIN_KEY={admin_key}",
+        *ASKED.replace("DOMAIN", domains[0]).splitlines(),
+    ]
+    return "\n  ".join(lines)
