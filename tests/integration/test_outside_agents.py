@@ -58,10 +58,13 @@ class OutsideAgents:
         self.turns_s: list[float] = []
 
     async def play(self) -> None:
-        """Play groups until training has ended."""
+        """Play groups until training has ended; groups that still wait for a slot are left."""
         async with asyncio.TaskGroup() as playing:
-            for _ in range(GROUPS_AT_ONCE):
-                playing.create_task(self._play_groups())
+            tasks = [playing.create_task(self._play_groups()) for _ in range(GROUPS_AT_ONCE)]
+            while not (await self._gateway.read_run()).training_ended:
+                await asyncio.sleep(0.2)
+            for task in tasks:
+                task.cancel()
 
     async def _play_groups(self) -> None:
         for number in self._numbers:

@@ -251,6 +251,10 @@ class StartedRun(Struct, frozen=True, kw_only=True, omit_defaults=True):
     resumed_from_step: Annotated[
         int, Meta(ge=-1, description="Last step trained before this start; -1 if none was.")
     ] = -1
+    changes: Annotated[
+        tuple[str, ...],
+        Meta(description="What differs from the start before, as `name: before -> after`."),
+    ] = ()
 
 
 class EndedRun(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -6,6 +6,7 @@ import pytest
 
 from forgemq_launcher.core.configuration import (
     ConfigurationError,
+    changed,
     configuration,
     document,
     name_of,
@@ -99,3 +100,24 @@ def test_a_name_that_cannot_begin_a_topic_is_refused():
     assert name_of({}, default="demo") == "demo"
     with pytest.raises(ConfigurationError, match="got 'Shop Desk'"):
         name_of({"run": "Shop Desk"}, default="demo")
+
+
+def test_a_resume_changes_what_may_change_and_keeps_the_rest():
+    was = made()
+    now = changed(was, ["optimizer.lr=0.5", "trainer.steps=80"], folder=PurePath("/elsewhere"))
+    assert (now.optimizer.lr, now.trainer.steps, now.model.path) == (0.5, 80, "/work/model")
+    assert changed(was, [], folder=PurePath("/elsewhere")) == was
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("queues.shop_desk.slots=18", "queues.shop_desk.slots was 12 .* the scheduler's journal"),
+        ("seed=4", "seed was 3 when this run was trained, and is 4 now: the tasks"),
+        ("trainer.stepz=3", "trainer.stepz: no such key; did you mean steps?"),
+        ("optimizer.lr=0", "optimizer.lr: Expected `float` > 0.0"),
+    ],
+)
+def test_a_resume_refuses_what_must_stay_by_name(override, expected):
+    with pytest.raises(ConfigurationError, match=expected.replace("?", r"\?")):
+        changed(made(), [override], folder=PurePath("/work"))

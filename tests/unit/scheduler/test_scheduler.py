@@ -89,6 +89,20 @@ def test_at_most_one_step_is_scheduled_ahead_of_training():
     assert [step.step for step in scene.steps] == [0, 1, 2]
 
 
+def test_until_the_last_step_is_scheduled_another_number_of_steps_changes_no_byte():
+    """So a run may be resumed with more or fewer steps, and its journal replays to the same."""
+    scenes = [scene_of(queue_of(slots=12, per_step=6, window=12), steps=n) for n in (3, 9)]
+    for scene in scenes:
+        scene.request(*range(24))
+        scene.merge(*range(12))
+        scene.train(0)
+        scene.load(version=1)
+    short, long = scenes
+    assert [step.step for step in short.steps] == [0, 1]
+    assert short.steps == long.steps
+    assert short.core.snapshot() == long.core.snapshot()
+
+
 def test_as_many_slots_as_groups_a_step_are_enough():
     scene = scene_of(queue_of(slots=6, per_step=6, window=2))
     scene.request(*range(18))

@@ -14,6 +14,7 @@ from forgemq_bus.log import Emit, Place
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
 from forgemq_contracts.trees import MergedTree
+from forgemq_trainer.core.optimizer import learning_rate
 from forgemq_trainer.loop import LostTreeError
 from forgemq_trainer.previous_lives import LostCheckpointError
 from forgemq_trainer.storage.checkpoint import OtherConfigurationError
@@ -176,7 +177,7 @@ async def test_an_older_trainer_writes_no_step_once_a_newer_one_has_started(
 @pytest.mark.parametrize(
     ("path", "value", "line"),
     [
-        (("optimizer", "lr"), 0.5, "optimizer.lr was 0.01 when this run was trained, and is 0.5"),
+        (("rewards", "alpha"), 0.5, "rewards.alpha was 1.0 when this run was trained, and is 0.5"),
         (("seed",), 8, "seed was 7 when this run was trained, and is 8"),
     ],
 )
@@ -198,17 +199,25 @@ async def test_another_configuration_is_refused_by_its_first_field(
     assert caught.group_contains(OtherConfigurationError, match=line)
 
 
-async def test_resources_may_change_between_two_lives(tmp_path: Path) -> None:
+async def test_resources_and_the_learning_rate_may_change_between_two_lives(tmp_path: Path) -> None:
     bench = await memory_bench(tmp_path)
     trees = _trees(4)
     await bench.put_trees(trees)
-    await bench.put_steps([scheduled_step(k, trees[2 * k : 2 * k + 2]) for k in range(2)])
+    await bench.put_steps([scheduled_step(0, trees[:2])])
     await bench.train(until=0)
+    await bench.put_steps([scheduled_step(1, trees[2:])])
     trainer = msgspec.structs.replace(
         bench.configuration.trainer, checkpoints_kept=7, memory_budget_bytes=2_000_000_000
     )
+    optimizer = msgspec.structs.replace(bench.configuration.optimizer, lr=0.5)
     changed = msgspec.structs.replace(
-        bench.configuration, trainer=trainer, code_paths=("elsewhere",)
+        bench.configuration, trainer=trainer, optimizer=optimizer, code_paths=("elsewhere",)
     )
     await replace(bench, configuration=changed).train(until=1)
-    assert [step.step for step in await bench.trained()][-1] == 1
+    before = bench.configuration
+    lrs = [
+        learning_rate(settings, step=step, steps=before.trainer.steps)
+        for step, settings in enumerate((before.optimizer, optimizer))
+    ]
+    trained = await bench.trained()
+    assert [(step.step, step.metrics.lr) for step in trained] == [(0, lrs[0]), (1, lrs[1])]

@@ -12,15 +12,11 @@ from forgemq_launcher.display.report_files import table, write_report
 from forgemq_launcher.display.run_display import RunDisplay
 from forgemq_launcher.display.screen import Screen
 from forgemq_launcher.outcome import FAILURES, Outcome, watch_run
+from forgemq_launcher.records.announcement import next_start
 from forgemq_launcher.records.follower import Follower
 from forgemq_launcher.records.run_audit import audit_run, result_values
 from forgemq_launcher.records.run_log import open_run_log
-from forgemq_launcher.records.run_topics import (
-    create_topics,
-    last_trained_step,
-    write_end,
-    write_start,
-)
+from forgemq_launcher.records.run_topics import create_topics, write_end, write_start
 from forgemq_launcher.run_setup import RunSetup
 from forgemq_launcher.upkeep.run_processes import RunProcesses
 from forgemq_launcher.upkeep.stop_signal import StopSignal
@@ -77,16 +73,17 @@ class RunningRun:
             await self._processes.stop()
 
     async def _announce_run(self, log: Log) -> StartedRun:
-        """Create what is missing of the topics; write the record that every service waits for."""
+        """Create what is missing of the topics; write the record that every service waits for.
+
+        Raises:
+            ConfigurationError: a resume changes what must stay.
+        """
         configuration = self._setup.configuration
         self._screen.say(f"{await create_topics(log, configuration)} topics are there")
-        started = StartedRun(
-            run=configuration.run,
-            configuration=configuration,
-            blobs=self._setup.blobs,
-            started_ms=now_ms(),
-            resumed_from_step=await last_trained_step(log, configuration),
-        )
+        started = await next_start(log, configuration, blobs=self._setup.blobs, now_ms=now_ms())
+        for change in started.changes:
+            self._screen.say(f"from here on {change}")
+        self._setup.folder.keep(configuration)
         await write_start(self._processes.connection, started)
         return started
 

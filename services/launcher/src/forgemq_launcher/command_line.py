@@ -17,6 +17,7 @@ from forgemq_contracts.run import RunConfiguration
 from forgemq_launcher import exit_status
 from forgemq_launcher.core.configuration import (
     ConfigurationError,
+    changed,
     configuration,
     document,
     name_of,
@@ -77,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     run.add_argument("file", type=Path, help="run configuration, TOML")
     run.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. trainer.steps=10")
-    run.add_argument("--resume", metavar="RUN", help="continue this run with its configuration")
+    run.add_argument("--resume", metavar="RUN", help="continue this run")
     create = commands.add_parser(
         "create",
         help="create topics and announce the run on FORGEMQ_KAFKA, start nothing",
@@ -176,10 +177,8 @@ def _run(
 def _folder(options: argparse.Namespace, *, runs: Path) -> tuple[RunFolder, RunConfiguration]:
     """The folder of the run that the arguments ask for; made if the run is new."""
     if options.resume:
-        if options.overrides:
-            raise ConfigurationError("a resumed run keeps its configuration: give no key=value")
         folder = RunFolder(runs / options.resume)
-        return folder, folder.configuration()
+        return folder, changed(folder.configuration(), options.overrides, folder=Path.cwd())
     made = _resolved(options, taken=[each.run for each in run_folders(runs)])
     _check_paths(made, file=options.file)
     folder = RunFolder(runs / made.run)

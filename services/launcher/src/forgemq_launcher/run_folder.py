@@ -46,8 +46,14 @@ class RunFolder:
             )
         for name in ("blobs", "kafka", "engine", "logs", "checkpoints"):
             (self.path / name).mkdir(parents=True)
+        self.keep(configuration)
+
+    def keep(self, configuration: RunConfiguration) -> None:
+        """Write the configuration down; the agents and the next resume read it."""
         text = msgspec.json.format(msgspec.json.encode(configuration), indent=2)
-        (self.path / "configuration.json").write_bytes(text + b"\n")
+        draft = self.path / "configuration.json.draft"
+        draft.write_bytes(text + b"\n")
+        draft.replace(self.path / "configuration.json")
 
     def configuration(self) -> RunConfiguration:
         """The configuration of the run; raises RunFolderError if there is no such run."""

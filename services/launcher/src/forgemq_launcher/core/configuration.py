@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from forgemq_contracts.run import RunConfiguration, check
+from forgemq_contracts.run_changes import check_changes
 
 _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<field>.*?)`(?: - at `(?P<path>.*)`)?$")
 _RULE = re.compile(r"^(?P<rule>.*?)(?: - at `(?P<path>.*)`)?$", re.DOTALL)
@@ -39,10 +40,7 @@ def document(text: str, *, overrides: Sequence[str]) -> Document:
     except tomllib.TOMLDecodeError as error:
         raise ConfigurationError(f"not a TOML file: {error}") from error
     for override in overrides:
-        key, separator, value = override.partition("=")
-        if not separator or not key.strip():
-            raise ConfigurationError(f"{override!r}: an override is written key=value")
-        _put(values, key.strip(), _value(value.strip()))
+        _override(values, override)
     return values
 
 
@@ -69,6 +67,25 @@ def configuration(values: Document, *, run: str, folder: PurePath) -> RunConfigu
     return msgspec.structs.replace(parsed, model=model, code_paths=code_paths)
 
 
+def changed(
+    was: RunConfiguration, overrides: Sequence[str], *, folder: PurePath
+) -> RunConfiguration:
+    """The configuration of a run that is resumed with these overrides.
+
+    Raises:
+        ConfigurationError: naming the key and the rule, or why the field must stay.
+    """
+    values: Document = msgspec.json.decode(msgspec.json.encode(was))
+    for override in overrides:
+        _override(values, override)
+    now = configuration(values, run=was.run, folder=folder)
+    try:
+        check_changes(was, now)
+    except ValueError as error:
+        raise ConfigurationError(str(error)) from error
+    return now
+
+
 def name_of(values: Document, *, default: str) -> str:
     """The name that the file gives the run, else the default.
 
@@ -86,6 +103,13 @@ def next_run(name: str, *, taken: Sequence[str]) -> str:
     pattern = re.compile(re.escape(name) + r"-(\d+)")
     numbers = [int(match[1]) for match in map(pattern.fullmatch, taken) if match]
     return f"{name}-{max(numbers, default=0) + 1}"
+
+
+def _override(values: Document, override: str) -> None:
+    key, separator, value = override.partition("=")
+    if not separator or not key.strip():
+        raise ConfigurationError(f"{override!r}: an override is written key=value")
+    _put(values, key.strip(), _value(value.strip()))
 
 
 def _value(text: str) -> TomlValue:

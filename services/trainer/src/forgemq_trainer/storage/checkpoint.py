@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from forgemq_contracts.run import RunConfiguration
+from forgemq_contracts.run_changes import check_changes
 from forgemq_contracts.steps import TrainedStep
 from forgemq_settings.environment import SettingsError
 from forgemq_trainer.storage.folders import file_sha256, forget_cached, remove_folder, write_folder
@@ -29,26 +30,6 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 RECORD_FILE = "trainer.json"
 RANDOM_STATE = "torch|random"
 """Key of torch's random state in the optimizer's file; no parameter's name holds a "|"."""
-
-MAY_CHANGE = frozenset(
-    {
-        "code_paths",
-        "episodes.concurrent_max",
-        "log.keep_for_replay",
-        "trainer.checkpoint_every_steps",
-        "trainer.checkpoints_kept",
-        "trainer.head_chunk_tokens",
-        "trainer.memory_budget_bytes",
-        "trainer.threads",
-        "trainer.world_size",
-    }
-)
-"""Fields of a run's configuration that may change between two lives: they decide with which
-resources a run trains and how often it is saved, not what it trains.
-
-Another budget, chunk or number of ranks adds numbers up in another order: results are then equal
-within rounding, not to the byte.
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,17 +109,15 @@ class DamagedCheckpointError(OSError):
 
 
 def check_configuration(was: RunConfiguration, now: RunConfiguration) -> None:
-    """Refuse to continue with another configuration, except in the fields of `MAY_CHANGE`.
+    """Refuse to continue with a configuration that differs in a field which must stay.
 
     Raises:
-        OtherConfigurationError: names the first field that differs, and both values.
+        OtherConfigurationError: names the first such field, both values and the reason.
     """
-    for name, before, after in _differences(was, now, path=""):
-        if name.partition("[")[0] not in MAY_CHANGE:
-            raise OtherConfigurationError(
-                f"{name} was {before!r} when this run was trained, and is {after!r} now: set it "
-                f"back, or start a new run; only these may change: {', '.join(sorted(MAY_CHANGE))}"
-            )
+    try:
+        check_changes(was, now)
+    except ValueError as error:
+        raise OtherConfigurationError(str(error)) from error
 
 
 def write_checkpoint(
@@ -231,16 +210,3 @@ def _read_intact(folder: Path) -> Checkpoint | None:
 
 def _record_sha256(record: CheckpointRecord) -> str:
     return hashlib.sha256(msgspec.json.encode(record)).hexdigest()
-
-
-def _differences(was: object, now: object, *, path: str) -> Iterator[tuple[str, object, object]]:
-    """(dotted path, value then, value now) of every field that differs, in order of declaration."""
-    if isinstance(was, msgspec.Struct) and type(was) is type(now):
-        for name in was.__struct_fields__:
-            inner = f"{path}.{name}" if path else name
-            yield from _differences(getattr(was, name), getattr(now, name), path=inner)
-    elif isinstance(was, tuple) and isinstance(now, tuple) and len(was) == len(now):
-        for index, (before, after) in enumerate(zip(was, now, strict=True)):
-            yield from _differences(before, after, path=f"{path}[{index}]")
-    elif was != now:
-        yield path, was, now

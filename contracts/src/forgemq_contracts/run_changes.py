@@ -1,0 +1,113 @@
+"""Which fields of a run's configuration may change at a resume, and why the others may not.
+
+A field may change if nothing on the log was decided by it in a way that a replay must find again:
+the trainer, the agents, the gateway and the grading loop read it when they need it. The cores of
+scheduler and reward are replayed from their journals with the newest configuration, so what they
+read stays. `trainer.steps` is read by the scheduler for one thing, which step is the last: it may
+change until that step is scheduled.
+"""
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from msgspec import Struct
+
+from forgemq_contracts.run import RunConfiguration
+
+MAY_CHANGE = (
+    "code_paths",
+    "episodes.attempts_max",
+    "episodes.concurrent_max",
+    "episodes.lease_s",
+    "episodes.request_deadline_s",
+    "evaluation.every_steps",
+    "log.keep_for_replay",
+    "loss.*",
+    "optimizer.*",
+    "queues.*.agent",
+    "queues.*.groups_requested_max",
+    "rewards.grader_timeout_s",
+    "trainer.checkpoint_every_steps",
+    "trainer.checkpoints_kept",
+    "trainer.head_chunk_tokens",
+    "trainer.memory_budget_bytes",
+    "trainer.steps",
+    "trainer.threads",
+    "trainer.world_size",
+)
+"""Dotted names; `*` is any domain, or any field of the table.
+
+Another budget, chunk or number of ranks adds numbers up in another order: results are then equal
+within rounding, not to the byte. Another loss or learning rate holds from the newest checkpoint on.
+"""
+
+REASONS = (
+    ("run", "it begins the names of the run's topics and blobs"),
+    ("seed", "the tasks that were asked for were made with it"),
+    ("model.*", "weights, tokens and checkpoints are those of this model"),
+    ("queues.*.task_source", "a task that is asked for again must be the same task"),
+    ("queues.*.outcome", "the episodes of a group are graded by one function"),
+    ("queues.*.process", "the episodes of a group are graded by one function"),
+    ("queues.*.speed", "the episodes of a group are graded by one function"),
+    ("queues*", "the scheduler's journal was written with it, and is replayed with it"),
+    ("trainer.steps_ahead_max", "the scheduler's journal was written and is replayed with it"),
+    ("rewards.*", "the journal of reward was written with it, and is replayed with it"),
+    ("episodes.*", "the episodes that are open were promised it"),
+    ("evaluation.*", "the rounds of a run are compared, so all of them play the same tasks"),
+    ("log.*", "the topics and their records were made with it"),
+    ("logic_version", "the journals say which logic wrote them"),
+)
+"""Why a field stays, by the first pattern that its name matches."""
+
+
+class FieldChange(NamedTuple):
+    """One field that differs between two configurations of a run."""
+
+    name: str
+    before: object
+    after: object
+
+    def __str__(self) -> str:
+        """As on the log and on the screen."""
+        return f"{self.name}: {self.before!r} -> {self.after!r}"
+
+
+def changes(was: RunConfiguration, now: RunConfiguration) -> tuple[FieldChange, ...]:
+    """Every field that differs, in order of declaration."""
+    return tuple(_differences(was, now, path=""))
+
+
+def check_changes(was: RunConfiguration, now: RunConfiguration) -> None:
+    """Refuse to continue a run with a change that cannot hold.
+
+    Raises:
+        ValueError: names the first such field, both values and the reason.
+    """
+    for change in changes(was, now):
+        if not any(fnmatchcase(change.name, pattern) for pattern in MAY_CHANGE):
+            raise ValueError(
+                f"{change.name} was {change.before!r} when this run was trained, and is "
+                f"{change.after!r} now: {_reason(change.name)}; set it back, or start a new run"
+            )
+
+
+def _reason(name: str) -> str:
+    return next(reason for pattern, reason in REASONS if fnmatchcase(name, pattern))
+
+
+def _differences(was: object, now: object, *, path: str) -> Iterator[FieldChange]:
+    if isinstance(was, Struct) and type(was) is type(now):
+        for name in was.__struct_fields__:
+            inner = f"{path}.{name}" if path else name
+            yield from _differences(getattr(was, name), getattr(now, name), path=inner)
+    elif isinstance(was, tuple) and isinstance(now, tuple) and _domains(was) == _domains(now) != ():
+        for domain, before, after in zip(_domains(was), was, now, strict=True):
+            yield from _differences(before, after, path=f"{path}.{domain}")
+    elif was != now:
+        yield FieldChange(path, was, now)
+
+
+def _domains(queues: tuple[object, ...]) -> tuple[str, ...]:
+    """Names of the queues; () if this is another tuple."""
+    return tuple(str(getattr(queue, "domain", "")) for queue in queues if isinstance(queue, Struct))

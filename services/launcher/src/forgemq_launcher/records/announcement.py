@@ -1,0 +1,81 @@
+"""The record of a start of a run: what it continues, and what differs from the start before."""
+
+from forgemq_bus.kept_records import message_of, read_all
+from forgemq_bus.log import Log, Place
+from forgemq_bus.partitions import partitions_of
+from forgemq_contracts.run import RunConfiguration, StartedRun
+from forgemq_contracts.run_changes import FieldChange, changes, check_changes
+from forgemq_contracts.steps import ScheduledStep
+from forgemq_contracts.topics import SCHEDULED_STEPS, STARTED_RUNS
+from forgemq_launcher.core.configuration import ConfigurationError
+from forgemq_launcher.records.run_topics import last_trained_step
+
+
+async def next_start(
+    log: Log, configuration: RunConfiguration, *, blobs: str, now_ms: int
+) -> StartedRun:
+    """The record that announces this start; not written yet.
+
+    Args:
+        log: Of the run; its topics are there, and its services are down.
+        configuration: Of this start.
+        blobs: Address of the blob store.
+        now_ms: When the run starts.
+
+    Raises:
+        ConfigurationError: a field differs from the start before and must stay.
+    """
+    found: tuple[FieldChange, ...] = ()
+    previous = await _newest_start(log, configuration.run)
+    if previous is not None:
+        try:
+            check_changes(previous.configuration, configuration)
+        except ValueError as error:
+            raise ConfigurationError(str(error)) from error
+        found = changes(previous.configuration, configuration)
+    if any(change.name == "trainer.steps" for change in found):
+        await _check_steps(log, configuration)
+    return StartedRun(
+        run=configuration.run,
+        configuration=configuration,
+        blobs=blobs,
+        started_ms=now_ms,
+        resumed_from_step=await last_trained_step(log, configuration),
+        changes=tuple(map(str, found)),
+    )
+
+
+async def _newest_start(log: Log, run: str) -> StartedRun | None:
+    newest: StartedRun | None = None
+    async for records in read_all(log, [Place(STARTED_RUNS.name, 0)]):
+        for record in records:
+            started = message_of(record).record
+            if isinstance(started, StartedRun) and started.run == run:
+                newest = started
+    return newest
+
+
+async def _check_steps(log: Log, configuration: RunConfiguration) -> None:
+    """Refuse another last step once the scheduler has written which one it is.
+
+    Its record of a step says whether the step is the last, and is replayed with the newest
+    configuration.
+    """
+    scheduled, last = 0, -1
+    async for records in read_all(log, partitions_of(SCHEDULED_STEPS, configuration)):
+        for record in records:
+            step = message_of(record).record
+            assert isinstance(step, ScheduledStep)
+            scheduled = max(scheduled, step.step + 1)
+            last = step.step if step.is_last else last
+    if last >= 0:
+        raise ConfigurationError(
+            f"trainer.steps: step {last} is scheduled as the last one, so the run cannot go on: "
+            "start a new one from its newest checkpoint, with model.path=<runs>/"
+            f"{configuration.run}/checkpoints/checkpoints/step-..."
+        )
+    if configuration.trainer.steps <= scheduled:
+        raise ConfigurationError(
+            f"trainer.steps: {scheduled} steps are scheduled already, and none of them as the "
+            f"last: at least {scheduled + 1}, got {configuration.trainer.steps}"
+        )

@@ -1,0 +1,72 @@
+"""Which fields of a configuration may change at a resume; each other one has its reason."""
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+
+import msgspec
+import pytest
+
+from forgemq_contracts.run import Model, Queue, RunConfiguration, Trainer
+from forgemq_contracts.run_changes import MAY_CHANGE, REASONS, changes, check_changes
+
+WAS = RunConfiguration(
+    run="r",
+    seed=0,
+    model=Model(path="m"),
+    queues=(Queue(domain="one"), Queue(domain="two")),
+    trainer=Trainer(steps=4),
+)
+
+
+def replaced(part: str, **fields: object) -> RunConfiguration:
+    inner = msgspec.structs.replace(getattr(WAS, part), **fields)
+    return msgspec.structs.replace(WAS, **{part: inner})
+
+
+def leaves(struct: msgspec.Struct, path: str = "") -> Iterator[str]:
+    for name in struct.__struct_fields__:
+        value, inner = getattr(struct, name), f"{path}{name}"
+        if isinstance(value, msgspec.Struct):
+            yield from leaves(value, f"{inner}.")
+        elif name == "queues":
+            yield from leaves(value[0], f"{inner}.one.")
+        else:
+            yield inner
+
+
+@pytest.mark.parametrize("name", list(leaves(WAS)))
+def test_every_field_may_change_or_has_a_reason_why_not(name):
+    may = any(fnmatchcase(name, pattern) for pattern in MAY_CHANGE)
+    assert may or any(fnmatchcase(name, pattern) for pattern, _ in REASONS)
+
+
+@pytest.mark.parametrize("pattern", [*MAY_CHANGE, *(pattern for pattern, _ in REASONS)])
+def test_every_line_of_the_table_is_about_a_field(pattern):
+    assert any(fnmatchcase(name, pattern) for name in leaves(WAS))
+
+
+def test_a_change_is_named_by_its_dotted_path_and_its_domain():
+    queues = (WAS.queues[0], msgspec.structs.replace(WAS.queues[1], agent="m:play"))
+    now = msgspec.structs.replace(replaced("optimizer", lr=0.5), queues=queues)
+    assert [str(change) for change in changes(WAS, now)] == [
+        "queues.two.agent: '' -> 'm:play'",
+        "optimizer.lr: 1e-06 -> 0.5",
+    ]
+    check_changes(WAS, now)
+    assert changes(WAS, WAS) == ()
+
+
+@pytest.mark.parametrize(
+    ("now", "expected"),
+    [
+        (replaced("rewards", beta=2.0), "rewards.beta was 0.1 .* and is 2.0 now: the journal of"),
+        (replaced("log", lanes=2), "log.lanes was 1 .*: the topics and their records"),
+        (replaced("trainer", steps_ahead_max=2), "trainer.steps_ahead_max .*scheduler's journal"),
+        (replaced("model", dtype="float32"), "model.dtype was 'bfloat16'"),
+        (msgspec.structs.replace(WAS, queues=WAS.queues[:1]), "queues was .*scheduler's journal"),
+        (msgspec.structs.replace(WAS, seed=1), "seed was 0 .*: the tasks that were asked for"),
+    ],
+)
+def test_a_field_that_must_stay_is_refused_with_its_values_and_the_reason(now, expected):
+    with pytest.raises(ValueError, match=expected):
+        check_changes(WAS, now)

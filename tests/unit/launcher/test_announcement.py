@@ -1,0 +1,82 @@
+"""What a start announces: where it continues, and what differs from the start before."""
+
+import msgspec
+import pytest
+
+from forgemq_bus.memory import MemoryLog
+from forgemq_contracts.messages import Output
+from forgemq_contracts.run import RunConfiguration
+from forgemq_contracts.topics import SCHEDULED_STEPS, STARTED_RUNS
+from forgemq_launcher.core.configuration import ConfigurationError
+from forgemq_launcher.records.announcement import next_start
+from forgemq_launcher.records.run_topics import create_topics
+from forgemq_shell.records import emit_of
+from tests.unit.run_view.synthetic import SyntheticRun, configuration
+
+WAS = configuration(steps=5)
+
+
+def with_steps(steps: int) -> RunConfiguration:
+    return msgspec.structs.replace(WAS, trainer=msgspec.structs.replace(WAS.trainer, steps=steps))
+
+
+def with_lr(lr: float) -> RunConfiguration:
+    return msgspec.structs.replace(WAS, optimizer=msgspec.structs.replace(WAS.optimizer, lr=lr))
+
+
+async def log_of(*, steps_played: int, last: bool = False) -> MemoryLog:
+    """A run of five steps that was started once and stopped after some of them."""
+    log = MemoryLog(run="r")
+    await create_topics(log, WAS)
+    await log.create_topics({STARTED_RUNS.name: 1})
+    run = SyntheticRun().play(steps=steps_played)
+    outputs = [Output(topic=m.topic, partition=m.partition, record=m.record) for m in run.messages]
+    outputs = [_ended_by(output, is_last=last) for output in outputs]
+    first = await next_start(log, WAS, blobs="/b", now_ms=1)
+    outputs.append(Output(topic=STARTED_RUNS.name, partition=0, record=first))
+    await (await log.writer()).write_all([emit_of(output) for output in outputs])
+    return log
+
+
+def _ended_by(output: Output, *, is_last: bool) -> Output:
+    """The synthetic run calls the newest step it plays the last."""
+    if output.topic != SCHEDULED_STEPS.name or not output.record.is_last:
+        return output
+    record = msgspec.structs.replace(output.record, is_last=is_last)
+    return msgspec.structs.replace(output, record=record)
+
+
+async def test_the_first_start_changes_nothing_and_the_next_one_says_what_it_changes():
+    log = await log_of(steps_played=3)
+    same = await next_start(log, WAS, blobs="/b", now_ms=2)
+    assert (same.resumed_from_step, same.changes) == (2, ())
+    other = await next_start(log, with_lr(0.5), blobs="/b", now_ms=2)
+    assert other.changes == (f"optimizer.lr: {WAS.optimizer.lr!r} -> 0.5",)
+    assert other.configuration.optimizer.lr == 0.5
+
+
+@pytest.mark.parametrize("steps", [4, 6, 100])
+async def test_the_number_of_steps_may_change_until_the_last_is_scheduled(steps):
+    log = await log_of(steps_played=3)
+    started = await next_start(log, with_steps(steps), blobs="/b", now_ms=2)
+    assert started.changes == (f"trainer.steps: 5 -> {steps}",)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+async def test_steps_that_are_scheduled_already_are_refused(steps):
+    log = await log_of(steps_played=3)
+    with pytest.raises(ConfigurationError, match=r"trainer\.steps: 3 steps .* at least 4, got"):
+        await next_start(log, with_steps(steps), blobs="/b", now_ms=2)
+
+
+async def test_a_run_whose_last_step_is_scheduled_cannot_go_on():
+    log = await log_of(steps_played=5, last=True)
+    with pytest.raises(ConfigurationError, match=r"trainer\.steps: step 4 is .* the last one"):
+        await next_start(log, with_steps(9), blobs="/b", now_ms=2)
+
+
+async def test_a_field_that_must_stay_is_refused_by_what_the_log_says():
+    log = await log_of(steps_played=1)
+    now = msgspec.structs.replace(WAS, seed=WAS.seed + 1)
+    with pytest.raises(ConfigurationError, match="seed was 0 when this run was trained"):
+        await next_start(log, now, blobs="/b", now_ms=2)
