@@ -61,7 +61,7 @@ class OutsideAgents:
         """Play groups until training has ended; groups that still wait for a slot are left."""
         async with asyncio.TaskGroup() as playing:
             tasks = [playing.create_task(self._play_groups()) for _ in range(GROUPS_AT_ONCE)]
-            while not (await self._gateway.read_run()).training_ended:
+            while not (await self._gateway.read_run()).training_ended:  # noqa: ASYNC110 - over HTTP
                 await asyncio.sleep(0.2)
             for task in tasks:
                 task.cancel()
