@@ -91,6 +91,7 @@ def service_specs(
             inherited_fds=fds,
         )
 
+    own = _own_environs(configuration, folder=folder, addresses=addresses)
     inference: Sequence[ServiceSpec] = [
         spec(
             "inference",
@@ -100,33 +101,43 @@ def service_specs(
         )
         for lane, url in enumerate(addresses.engine_urls)
     ]
-    gateway = {
-        "FORGEMQ_GATEWAY_LISTENER_FD": str(addresses.gateway_fd),
-        "FORGEMQ_GATEWAY_ADMIN_KEY": addresses.admin_key,
-    }
-    threads = dict.fromkeys(THREADS_VARIABLES, str(configuration.trainer.threads))
-    trainer = {"FORGEMQ_TRAINER_FOLDER": str(folder / "checkpoints"), **threads}
-    console = {
-        "FORGEMQ_CONSOLE_HOST": addresses.host,
-        "FORGEMQ_CONSOLE_PORT": str(addresses.console_port),
-    }
-    agents = {
-        "FORGEMQ_AGENTS_GATEWAY_URL": addresses.gateway_url,
-        "FORGEMQ_AGENTS_ADMIN_KEY": addresses.admin_key,
-        "FORGEMQ_AGENTS_CONFIGURATION": str(folder / "configuration.json"),
-    }
-    played = [spec("agents", agents, stop_stage=0)] if played_queues(configuration) else []
+    agents = [spec("agents", own["agents"], stop_stage=0)] if played_queues(configuration) else []
     return (
-        spec("gateway", gateway, stop_stage=1, fds=(addresses.gateway_fd,)),
+        spec("gateway", own["gateway"], stop_stage=1, fds=(addresses.gateway_fd,)),
         *inference,
         spec("scheduler", {}, stop_stage=2),
         spec("reward", {}, stop_stage=2),
         spec("merger", {}, stop_stage=2),
-        spec("trainer", trainer, stop_stage=2, ranks=configuration.trainer.world_size),
+        spec("trainer", own["trainer"], stop_stage=2, ranks=configuration.trainer.world_size),
         spec("auditor", {}, stop_stage=3),  # Last: it then audits what was retired last.
-        spec("console", console, stop_stage=2),
-        *played,
+        spec("console", own["console"], stop_stage=2),
+        *agents,
     )
+
+
+def _own_environs(
+    configuration: RunConfiguration, *, folder: RunFolder, addresses: Addresses
+) -> dict[str, dict[str, str]]:
+    """Variables that one service gets and no other, by service."""
+    return {
+        "gateway": {
+            "FORGEMQ_GATEWAY_LISTENER_FD": str(addresses.gateway_fd),
+            "FORGEMQ_GATEWAY_ADMIN_KEY": addresses.admin_key,
+        },
+        "trainer": {
+            "FORGEMQ_TRAINER_FOLDER": str(folder / "checkpoints"),
+            **dict.fromkeys(THREADS_VARIABLES, str(configuration.trainer.threads)),
+        },
+        "console": {
+            "FORGEMQ_CONSOLE_HOST": addresses.host,
+            "FORGEMQ_CONSOLE_PORT": str(addresses.console_port),
+        },
+        "agents": {
+            "FORGEMQ_AGENTS_GATEWAY_URL": addresses.gateway_url,
+            "FORGEMQ_AGENTS_ADMIN_KEY": addresses.admin_key,
+            "FORGEMQ_AGENTS_CONFIGURATION": str(folder / "configuration.json"),
+        },
+    }
 
 
 def service_environ(environ: Mapping[str, str], service: str) -> dict[str, str]:
