@@ -36,14 +36,14 @@ class Queue(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     domain: DomainName
     task_source: Annotated[
         FunctionName, Meta(description="(seed, domain, k) -> task as JSON-able value; pure.")
-    ] = ""
+    ]
     agent: Annotated[
         FunctionName,
         Meta(
             description="async (Episode) -> None; plays one episode. Without agent and task_source "
             "the groups come from outside, by POST /v1/groups."
         ),
-    ] = ""
+    ]
     outcome: Annotated[FunctionName, Meta(description="Grader of the outcome.")] = ""
     process: Annotated[FunctionName, Meta(description="Grader of each completion.")] = ""
     speed: Annotated[FunctionName, Meta(description="Grader of the completion time.")] = ""

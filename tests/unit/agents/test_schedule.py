@@ -86,20 +86,23 @@ def test_the_users_functions_are_found_on_the_code_paths(code_path):
     assert load_domains(run)["a"].task_source(1, "a", 2) == [1, "a", 2]
 
 
+OUTSIDE = Queue(domain="outside", task_source="", agent="")
+
+
 def test_a_queue_without_an_agent_is_left_to_others(code_path):
     (code_path / "played_here.py").write_text(
         "def task(seed, domain, k): pass\nasync def play(episode): pass\n"
     )
     (here,) = configuration("here", code="played_here").queues
     both = configuration(
-        queues=(Queue(domain="outside"), here),
+        queues=(OUTSIDE, here),
         code_paths=(str(code_path),),
         evaluation=Evaluation(tasks=1),
     )
     assert set(load_domains(both)) == {"here"}
     assert {group.domain for group in evaluation_groups(both, round_name="start")} == {"here"}
     with pytest.raises(UserCodeError, match="queues: none has an agent"):
-        load_domains(configuration(queues=(Queue(domain="outside"),)))
+        load_domains(configuration(queues=(OUTSIDE,)))
 
 
 @pytest.mark.parametrize(

@@ -53,23 +53,27 @@ def test_a_pin_with_full_support_is_taken(pin):
     check(sampled(**pin))
 
 
+def outside_queue(domain: str) -> Queue:
+    return Queue(domain=domain, task_source="", agent="")
+
+
 def queued(*queues: Queue, **changes: object) -> RunConfiguration:
     return msgspec.structs.replace(SOUND, queues=queues, **changes)
 
 
 def test_a_queue_has_both_an_agent_and_a_task_source_or_neither():
-    check(queued(Queue(domain="d")))
+    check(queued(outside_queue("d")))
     with pytest.raises(ValueError, match=r"^queues\.d\.task_source must be given if agent is"):
-        check(queued(Queue(domain="d", agent="m:play")))
+        check(queued(Queue(domain="d", agent="m:play", task_source="")))
     with pytest.raises(ValueError, match=r"^queues\.d\.agent must be given if task_source is"):
-        check(queued(Queue(domain="d", task_source="m:task")))
+        check(queued(Queue(domain="d", task_source="m:task", agent="")))
 
 
 def test_held_out_tasks_need_a_queue_with_an_agent():
     tasks = Evaluation(tasks=8)
     with pytest.raises(ValueError, match=r"^evaluation\.tasks must be 0 if no queue has an agent"):
-        check(queued(Queue(domain="d"), evaluation=tasks))
-    check(queued(Queue(domain="outside"), *SOUND.queues, evaluation=tasks))
+        check(queued(outside_queue("d"), evaluation=tasks))
+    check(queued(outside_queue("outside"), *SOUND.queues, evaluation=tasks))
 
 
 @pytest.mark.parametrize("kind", ["Cispo", "", "cispo2", "my_module", "module:", ":loss"])

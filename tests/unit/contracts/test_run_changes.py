@@ -13,7 +13,7 @@ WAS = RunConfiguration(
     run="r",
     seed=0,
     model=Model(path="m"),
-    queues=(Queue(domain="one"), Queue(domain="two")),
+    queues=tuple(Queue(domain=name, task_source="", agent="") for name in ("one", "two")),
     trainer=Trainer(steps=4),
 )
 

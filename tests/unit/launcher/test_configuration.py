@@ -121,3 +121,11 @@ def test_a_resume_changes_what_may_change_and_keeps_the_rest():
 def test_a_resume_refuses_what_must_stay_by_name(override, expected):
     with pytest.raises(ConfigurationError, match=expected.replace("?", r"\?")):
         changed(made(), [override], folder=PurePath("/work"))
+
+
+def test_a_queue_that_names_neither_agent_nor_task_source_is_played_from_outside():
+    outside = FILE.replace('task_source = "m:task"\n', "").replace('agent = "m:play"\n', "")
+    queue = made(text=outside).queues[0]
+    assert (queue.agent, queue.task_source) == ("", "")
+    half = FILE.replace('agent = "m:play"\n', "")
+    assert refusal(text=half) == "queues.0.agent: must be given"

@@ -23,7 +23,7 @@ GIVEN = {
 
 
 PLAYED = Queue(domain="desk", task_source="desk:task", agent="desk:play")
-OUTSIDE = Queue(domain="outside")
+OUTSIDE = Queue(domain="outside", task_source="", agent="")
 
 
 def configuration(*queues: Queue) -> RunConfiguration:

@@ -56,7 +56,9 @@ def configuration(values: Document, *, run: str, folder: PurePath) -> RunConfigu
         ConfigurationError: naming the key and the rule.
     """
     try:
-        parsed = msgspec.convert({**values, "run": run}, RunConfiguration, strict=True)
+        parsed = msgspec.convert(
+            {**_with_agents_outside(values), "run": run}, RunConfiguration, strict=True
+        )
         check(parsed)
     except msgspec.ValidationError as error:
         raise ConfigurationError(_explained(str(error))) from error
@@ -103,6 +105,19 @@ def next_run(name: str, *, taken: Sequence[str]) -> str:
     pattern = re.compile(re.escape(name) + r"-(\d+)")
     numbers = [int(match[1]) for match in map(pattern.fullmatch, taken) if match]
     return f"{name}-{max(numbers, default=0) + 1}"
+
+
+def _with_agents_outside(values: Document) -> Document:
+    """The document with `agent` and `task_source` of "" in queues that name neither."""
+    queues = values.get("queues")
+    if not isinstance(queues, list):
+        return values
+    outside = {"agent": "", "task_source": ""}
+    filled = [
+        {**outside, **queue} if isinstance(queue, dict) and not outside.keys() & queue else queue
+        for queue in queues
+    ]
+    return {**values, "queues": filled}
 
 
 def _override(values: Document, override: str) -> None:
