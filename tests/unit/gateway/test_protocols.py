@@ -34,7 +34,7 @@ def test_a_message_has_its_reasoning_text_and_calls_as_parts() -> None:
         Thinking("hm"),
         Text("a"),
         Text("b"),
-        Call("c1", "find", '{"a":1}'),
+        Call("c1", "find", '{"a": 1}'),
     )
     assert request.messages[1].parts == (ToolResult("c1", "found"),)
     assert request.call_ids == ("c1", "")

@@ -1,7 +1,8 @@
 """`Rendering`: renders messages as token ids, extends a context, parses sampled ids."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from struct import iter_unpack
 from typing import Any, TypeAlias
 
 import msgspec
@@ -36,10 +37,15 @@ _CONTENT_ERRORS = (RecursionError, ValueError, TypeError, LookupError, Attribute
 
 
 class Rendered(Struct, frozen=True, kw_only=True):
-    """Token ids, and the number of ids after each message; `message_ends` may be ()."""
+    """Tokens as int32 bytes, and their number after each message; `message_ends` may be ()."""
 
-    ids: list[int]
+    tokens: bytes
     message_ends: tuple[int, ...] = ()
+
+    @property
+    def ids(self) -> list[int]:
+        """The tokens as ids."""
+        return [token_id for (token_id,) in iter_unpack("<i", self.tokens)]
 
 
 class ToolCall(Struct, frozen=True, kw_only=True):
@@ -118,29 +124,54 @@ class Rendering:
             raise _unrenderable(error) from error
 
     def _rendered(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Rendered:
-        given = plain_messages(messages)
-        if self._is_opaque:
-            ids = self._renderer.render_ids(
-                given, tools=list(tools) or None, add_generation_prompt=True
-            )
-            return Rendered(ids=ids, message_ends=self._template_ends(given, tools, ids))
-        rendered = self._renderer.render(
-            given, tools=list(tools) or None, add_generation_prompt=True
-        )
+        given, shown = self._shielded(plain_messages(messages)), self._shown(tools)
+        with self._tokenizer.standing_in() as stand_ins:
+            if self._is_opaque:
+                ids = self._renderer.render_ids(given, tools=shown, add_generation_prompt=True)
+                whole = stand_ins.expand(ids)
+                ends = self._template_ends(given, shown, ids)
+                return Rendered(
+                    tokens=whole.tokens, message_ends=tuple(whole.position(end) for end in ends)
+                )
+            rendered = self._renderer.render(given, tools=shown, add_generation_prompt=True)
+            whole = stand_ins.expand(rendered.token_ids)
         if len(given) != len(messages):
-            return Rendered(ids=rendered.token_ids)
+            return Rendered(tokens=whole.tokens)
         ends = _ends(rendered.message_indices, count=len(messages))
-        return Rendered(ids=rendered.token_ids, message_ends=ends)
+        return Rendered(
+            tokens=whole.tokens, message_ends=tuple(whole.position(end) for end in ends)
+        )
+
+    def _shielded(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """The messages with their control tokens as text, but not those of reasoning."""
+        shield = self._tokenizer.control_tokens.shield
+        return [
+            {
+                **shield(message),
+                "role": message["role"],
+                "content": shield(
+                    message["content"], keeps_reasoning=message["role"] == "assistant"
+                ),
+            }
+            for message in messages
+        ]
+
+    def _shown(self, tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
+        shield = self._tokenizer.control_tokens.shield
+        return [shield(tool) for tool in tools] or None
 
     def _template_ends(
-        self, messages: list[dict[str, Any]], tools: Sequence[Tool], ids: list[int]
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        ids: list[int],
     ) -> tuple[int, ...]:
         if len(messages) > _ENDS_MESSAGES_MAX or len(ids) > _ENDS_TOKENS_MAX:
             return ()
         ends = []
         for count in range(1, len(messages) + 1):
             try:
-                prefix = self._renderer.render_ids(messages[:count], tools=list(tools) or None)
+                prefix = self._renderer.render_ids(messages[:count], tools=tools)
             except TemplateError:
                 return ()
             if ids[: len(prefix)] != prefix:
@@ -183,25 +214,31 @@ class Rendering:
         messages: Sequence[Message],
         tools: Sequence[Tool],
     ) -> Rendered | None:
-        given = plain_messages(messages, is_head=False)
+        given = self._shielded(plain_messages(messages, is_head=False))
         if not given or not output or any(m["role"] == "assistant" for m in given):
             return None
         if self._history == "template" and self._is_opaque:
             return None
-        if self._is_opaque:
-            ids = self._extension.after(output, given, tools)
-            return None if ids is None else Rendered(ids=ids)
-        before = [*context[-CONTEXT_TAIL_TOKENS:], *output]
-        bridged = self._renderer.bridge_to_next_turn(
-            before[: -len(output)], list(output), given, tools=list(tools) or None
-        )
-        if bridged is None or bridged.token_ids[: len(before)] != before:
-            return None
+        with self._tokenizer.standing_in() as stand_ins:
+            if self._is_opaque:
+                ids = self._extension.after(output, given, tools)
+                return None if ids is None else Rendered(tokens=stand_ins.expand(ids).tokens)
+            before = [*context[-CONTEXT_TAIL_TOKENS:], *output]
+            bridged = self._renderer.bridge_to_next_turn(
+                before[: -len(output)], list(output), given, tools=self._shown(tools)
+            )
+            if bridged is None or bridged.token_ids[: len(before)] != before:
+                return None
+            added = stand_ins.expand(bridged.token_ids[len(before) :])
         ends = _ends(bridged.message_indices, count=len(given))
         return Rendered(
-            ids=bridged.token_ids[len(before) :],
-            message_ends=tuple(max(0, end - len(before)) for end in ends),
+            tokens=added.tokens,
+            message_ends=tuple(added.position(max(0, end - len(before))) for end in ends),
         )
+
+    def tokens_min(self, texts: Iterable[str]) -> int:
+        """A number of tokens that messages with these texts have at least; quick."""
+        return self._tokenizer.bound.tokens_min(texts)
 
     def parse(
         self,

@@ -1,21 +1,26 @@
 """A tokenizer for `renderers` over the `tokenizers` package, without transformers and torch.
 
-Implements three protocols of `renderers`: Tokenizer, OffsetTokenizer (ids with character offsets)
-and ChatTemplateTokenizer.
+Implements two protocols of `renderers`: Tokenizer and ChatTemplateTokenizer. Not OffsetTokenizer:
+`renderers` walks each token's offsets in Python to know which tokens are content, and nobody asks.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer
 
 from forgemq_rendering.chat_template import RenderText, compile_chat_template
+from forgemq_rendering.control_tokens import ControlTokens
+from forgemq_rendering.pieces import Pieces, StandIns
+from forgemq_rendering.token_bound import TokenBound
 
 # The batch call releases the GIL and computes no offsets; for shorter texts its set-up costs more
-# than that gains.
-_BATCH_CHARACTERS_MIN = 4096
+# than that gains. The same holds for a stand-in.
+_LONG_CHARACTERS_MIN = 4096
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
@@ -45,11 +50,16 @@ class FolderTokenizer:
         self.named_tokens = {name: text for name, text in tokens.items() if text}
         self.eos_token_id = self._id_of(self.named_tokens.get("eos_token"))
         self.unk_token_id = self._id_of(self.named_tokens.get("unk_token"))
-        self.all_special_tokens = [
-            token.content
-            for token in self._tokenizer.get_added_tokens_decoder().values()
-            if token.special
-        ]
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.all_special_tokens = [token.content for token in added.values() if token.special]
+        self.control_tokens = ControlTokens(
+            [(token.content, token.special) for token in added.values()],
+            encode=self._tokenise,
+            ids={token.content: token_id for token_id, token in added.items()},
+        )
+        self.bound = TokenBound(self._tokenizer)
+        self._pieces = Pieces(self._tokenise)
+        self._rendering = threading.local()
         self.chat_template = _chat_template(folder, config)
         self.render_text: RenderText | None = (
             compile_chat_template(self.chat_template, tokens=self.named_tokens)
@@ -60,13 +70,33 @@ class FolderTokenizer:
     def _id_of(self, token: str | None) -> int | None:
         return None if token is None else self._tokenizer.token_to_id(token)
 
+    @contextmanager
+    def standing_in(self) -> Iterator[StandIns]:
+        """In this thread, `encode` gives one negative id for each long piece of a text."""
+        self._rendering.stand_ins = stand_ins = StandIns()
+        try:
+            yield stand_ins
+        finally:
+            self._rendering.stand_ins = None
+
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Token ids of a text; special tokens in the text are recognised, none are added."""
-        if len(text) < _BATCH_CHARACTERS_MIN:
-            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[
-            0
-        ].ids
+        """Token ids of a text; control tokens are recognised unless shielded, none are added."""
+        del add_special_tokens  # The templates write all of them.
+        ids: list[int] = []
+        for piece in self.control_tokens.pieces(text):
+            ids += self._piece(piece)
+        return ids
+
+    def _piece(self, text: str) -> list[int]:
+        stand_ins: StandIns | None = getattr(self._rendering, "stand_ins", None)
+        if stand_ins is None or len(text) < _LONG_CHARACTERS_MIN:
+            return self._tokenise(text)
+        return [stand_ins.put(self._pieces.of(text))]
+
+    def _tokenise(self, text: str) -> list[int]:
+        if len(text) < _LONG_CHARACTERS_MIN:
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
+        return self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
     def decode(self, token_ids: Sequence[int] | int, *, skip_special_tokens: bool = False) -> str:
         """Text of token ids; an id outside the vocabulary, also a negative one, has no text."""
@@ -80,13 +110,6 @@ class FolderTokenizer:
             found = self._tokenizer.token_to_id(tokens)
             return self.unk_token_id if found is None else found
         return [self.convert_tokens_to_ids(token) for token in tokens]
-
-    def __call__(
-        self, text: str, *, add_special_tokens: bool = False, **_asked: object
-    ) -> Mapping[str, list[Any]]:
-        """Ids and the half-open character span of each."""
-        encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return {"input_ids": encoding.ids, "offset_mapping": encoding.offsets}
 
     def apply_chat_template(
         self,

@@ -1,20 +1,20 @@
 """From a client's messages to the tokens of a turn, and from sampled tokens to a reply."""
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from forgemq_contracts.arrays import pack_ids, unpack_floats, unpack_ids
+from forgemq_contracts.arrays import unpack_floats, unpack_ids
 from forgemq_contracts.completions import TurnPart
 from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.errors import invalid
 from forgemq_gateway.core.history import TAIL_TOKENS, TOKEN_BYTES, KnownCompletion, tokens_of
 from forgemq_gateway.core.plans import Plan, Prepared
 from forgemq_gateway.core.replies import Answer, Reply, TokenLogprob, finish_reason
-from forgemq_gateway.core.requests import Call, Text, Thinking, characters, chat_form, chat_json
+from forgemq_gateway.core.requests import Call, Text, Thinking, chat_form, chat_json, size_of
 from forgemq_gateway.core.sampling import used_sampling
 from forgemq_gateway.core.turns import OpenTurn
-from forgemq_gateway.prompts import INLINE_CHARACTERS_MAX, Prompts
+from forgemq_gateway.large_work import LargeWork
+from forgemq_gateway.prompts import Prompts, check_fits
 from forgemq_rendering import Rendered, Rendering
 
 
@@ -27,7 +27,8 @@ class Composer:
 
     def __init__(self, rendering: Rendering, *, context_tokens_max: int) -> None:
         self._rendering = rendering
-        self._prompts = Prompts(rendering)
+        self._work = LargeWork("render")
+        self._prompts = Prompts(rendering, work=self._work, context_tokens_max=context_tokens_max)
         self._context_tokens_max = context_tokens_max
 
     async def prepare(self, turn: OpenTurn, *, planned: Plan, episode: HeldEpisode) -> Prepared:
@@ -42,7 +43,7 @@ class Composer:
         if planned.match is not None and extension is not None:
             parent = planned.match.completion
             shared = parent.total_tokens
-            context = pack_ids(extension.ids)
+            context = extension.tokens
             first, is_fork = planned.match.consumed, False
             ends = tuple(shared + end for end in extension.message_ends)
         else:
@@ -60,6 +61,8 @@ class Composer:
             context_tokens=context_tokens,
             context_tokens_max=self._context_tokens_max,
         )
+        added = request.messages[first:]
+        messages_json = await self._work.run(lambda: chat_json(added), size=size_of(added))
         if request.tools_digest:
             episode.tools.setdefault(request.tools_digest, request.tools)
         knows_tools = parent is not None and parent.tools_digest == request.tools_digest
@@ -77,7 +80,7 @@ class Composer:
                 is_fork=is_fork,
                 tools_digest=request.tools_digest,
                 tools=b"" if knows_tools else request.tools_json,
-                messages=chat_json(request.messages[first:]),
+                messages=messages_json,
                 message_digests=planned.keys[first:],
                 message_ends=ends,
                 asked=request.asked,
@@ -91,19 +94,20 @@ class Composer:
             return None
         completion = match.completion
         added = planned.request.messages[match.consumed :]
-        messages = [chat_form(message) for message in added]
         tools = episode.tools.get(completion.tools_digest, ())
         context = unpack_ids(context_tail(completion))
 
         def extend() -> Rendered | None:
+            check_fits(
+                added, rendering=self._rendering, context_tokens_max=self._context_tokens_max
+            )
+            messages = [chat_form(message) for message in added]
             return self._rendering.extend(
                 context, unpack_ids(completion.output), messages, tools=tools
             )
 
         try:
-            if characters(added) <= INLINE_CHARACTERS_MAX:
-                return extend()
-            return await asyncio.to_thread(extend)
+            return await self._work.run(extend, size=size_of(added))
         except ValueError as error:
             raise invalid(str(error), param="messages") from error
 

@@ -25,7 +25,14 @@ class GatewaySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     public_url: Annotated[
         str, Meta(description="Base URL that agents are given; '' for http://host:port.")
     ] = ""
-    body_bytes_max: Annotated[int, Meta(ge=1024)] = 64 * 1024 * 1024
+    body_bytes_max: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Longest body of a request; 0: 32 bytes for each token of the context, "
+            "at least 4 MiB.",
+        ),
+    ] = 0
     memory_bytes_max: Annotated[
         int,
         Meta(ge=1, description="Histories of open groups; above it 429 and 503."),
@@ -47,3 +54,17 @@ class GatewaySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Meta(gt=0, description="Seconds between two commits of a restart's start."),
     ] = 10.0
     long_poll_s_max: Annotated[float, Meta(gt=0, le=300)] = 60.0
+
+
+# A token is about 4 bytes of text, and 12 of a script that the client writes as \uXXXX.
+_BODY_BYTES_A_TOKEN = 32
+
+# Reads in a few milliseconds; tools and fields beside the messages need room, however short the
+# context.
+_BODY_BYTES_LEAST = 4 * 1024 * 1024
+
+
+def body_bytes_max(settings: GatewaySettings, *, context_tokens_max: int) -> int:
+    """The longest body that is read: beyond it no context could hold the messages."""
+    least = max(_BODY_BYTES_LEAST, _BODY_BYTES_A_TOKEN * context_tokens_max)
+    return settings.body_bytes_max or least

@@ -25,7 +25,9 @@ from forgemq_gateway.core.history import KnownCompletion
 from forgemq_gateway.core.replies import Answer
 from forgemq_gateway.core.requests import Request
 from forgemq_gateway.deliveries import Deliveries
+from forgemq_gateway.large_work import LargeWork
 from forgemq_gateway.operations import Operations
+from forgemq_gateway.settings import body_bytes_max
 from forgemq_gateway.turn_source import Awaited, TurnSource
 from forgemq_gateway.wire import (
     ClientGoneError,
@@ -113,8 +115,12 @@ class TurnRoute:
         self._access = access
         self._composer = composer
         self._operations = operations
+        self._work = LargeWork("read")
         self._settings = context.settings
         self._deliveries = Deliveries(context.outbox, clock=context.clock)
+        self._body_bytes_max = body_bytes_max(
+            context.settings, context_tokens_max=context.configuration.model.context_tokens_max
+        )
         self._tasks = context.tasks
         self._clock = context.clock
         self._changed = context.changed
@@ -134,10 +140,9 @@ class TurnRoute:
         headers = headers_of(scope)
         try:
             self._access.episode(key)
-            body = await read_body(
-                receive, bytes_max=self._settings.body_bytes_max, headers=headers
-            )
-            started = self._start(protocol, body, key=key, caller=headers_from_http(headers))
+            body = await read_body(receive, bytes_max=self._body_bytes_max, headers=headers)
+            request = await self._read(protocol, body)
+            started = self._start(request, key=key, caller=headers_from_http(headers))
         except ClientGoneError:
             return
         except RefusedError as error:
@@ -154,16 +159,26 @@ class TurnRoute:
         await self._attend(client, started.episode, started.awaited)
         self._telemetry.observe("gateway.answer_s", self._clock.now_s() - started_s)
 
-    def _start(
-        self, protocol: WireProtocol, body: bytes, *, key: str | None, caller: Headers
-    ) -> Started:
-        """Read the request and let a client wait for its turn.
+    async def _read(self, protocol: WireProtocol, body: bytes) -> Request:
+        """The request in a body; a large one is read beside the event loop.
+
+        Raises:
+            RefusedError: 4xx as the protocol says; 500 for any other error.
+        """
+        try:
+            return await self._work.run(lambda: protocol.read(body), size=len(body))
+        except RefusedError:
+            raise
+        except Exception as error:
+            raise self._failed(error) from error
+
+    def _start(self, request: Request, *, key: str | None, caller: Headers) -> Started:
+        """Let a client wait for the turn of its request.
 
         Raises:
             RefusedError: 4xx as the parts say; 500 for any other error.
         """
         try:
-            request = protocol.read(body)
             self._check_memory()
             # Checked again: the episode may have ended while the body came.
             episode = self._access.episode(key)
@@ -172,12 +187,15 @@ class TurnRoute:
         except RefusedError:
             raise
         except Exception as error:
-            self._telemetry.event(
-                "request_failed",
-                error=f"{type(error).__name__}: {error}",
-                traceback=traceback.format_exc(),
-            )
-            raise failed("the request could not be read", status=500) from error
+            raise self._failed(error) from error
+
+    def _failed(self, error: Exception) -> RefusedError:
+        self._telemetry.event(
+            "request_failed",
+            error=f"{type(error).__name__}: {error}",
+            traceback=traceback.format_exc(),
+        )
+        return failed("the request could not be read", status=500)
 
     def _check_memory(self) -> None:
         if self._operations.held_bytes > self._settings.memory_bytes_max:

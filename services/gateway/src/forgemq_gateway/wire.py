@@ -23,8 +23,10 @@ def headers_of(scope: Scope) -> dict[str, str]:
     return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
 
 
-async def read_body(receive: Receive, *, bytes_max: int, headers: Mapping[str, str]) -> bytes:
-    """Read the whole body.
+async def read_body(
+    receive: Receive, *, bytes_max: int, headers: Mapping[str, str], code: str | None = None
+) -> bytes:
+    """Read the whole body; `code` is the refusal's reason for programs.
 
     Raises:
         RefusedError: 413: it is longer than the limit; nothing beyond it is kept.
@@ -34,6 +36,7 @@ async def read_body(receive: Receive, *, bytes_max: int, headers: Mapping[str, s
         f"the body is over the limit of {bytes_max} bytes",
         status=413,
         kind="invalid_request_error",
+        code=code,
     )
     declared = headers.get("content-length", "0")
     if declared.isdigit() and int(declared) > bytes_max:

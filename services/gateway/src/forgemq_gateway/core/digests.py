@@ -13,6 +13,9 @@ import msgspec
 # 128 bits: among the messages of a run no two different ones share a digest.
 _DIGEST_BYTES = 16
 
+# Longer arguments match by their text alone: to read their JSON would hold the interpreter.
+_CANONICAL_CHARACTERS_MAX = 65_536
+
 # The path before the first message.
 EMPTY_PATH = b""
 
@@ -50,7 +53,9 @@ def message_digest(
 
 
 def canonical_json(text: str) -> bytes:
-    """The same bytes for JSON texts of equal value; other text is encoded as it is."""
+    """The same bytes for JSON texts of equal value; other or long text is encoded as it is."""
+    if len(text) > _CANONICAL_CHARACTERS_MAX:
+        return text.encode("utf-8", "surrogatepass")
     try:
         return msgspec.json.encode(msgspec.json.decode(text), order="deterministic")
     except (msgspec.DecodeError, ValueError, RecursionError):

@@ -58,6 +58,16 @@ def context_overflow(*, context_tokens: int, context_tokens_max: int) -> Refused
     )
 
 
+def surely_overflows(*, tokens_min: int, context_tokens_max: int) -> RefusedError:
+    """400 as `context_overflow`, for messages that nobody has tokenised."""
+    return invalid(
+        f"This model's maximum context length is {context_tokens_max} tokens. However, your "
+        f"messages have at least {tokens_min} tokens. Please reduce the length of the messages.",
+        param="messages",
+        code="context_length_exceeded",
+    )
+
+
 def engine_overflow(error: str) -> RefusedError:
     """400 as `context_overflow`, for a context that only the engine finds too long."""
     return invalid(

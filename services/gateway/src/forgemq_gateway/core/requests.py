@@ -3,7 +3,7 @@
 Nothing here knows how a protocol writes a request or a reply; `protocols` has one file for each.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -13,6 +13,13 @@ from forgemq_gateway.core.digests import message_digest
 
 Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool", "function"]
 ProtocolName: TypeAlias = Literal["chat_completions", "messages", "responses", "completions"]
+
+
+# Each costs several tokens of markup, and about 0.1 ms of work.
+MESSAGES_MAX = 10_000
+
+# About 250,000 tokens; 1 MiB of small values holds the interpreter for 10 ms when it is decoded.
+TOOLS_BYTES_MAX = 1024 * 1024
 
 
 class Text(Struct, frozen=True, tag=True):
@@ -60,7 +67,7 @@ class Request(Struct, frozen=True, kw_only=True):
         model: The name the client asked for; the answer repeats it.
         tools: As the client sent them.
         tools_json: The same as JSON; b"" without tools.
-        tools_digest: Digest of `tools_json`; "" without tools.
+        tools_digest: Digest of the tools, whatever the order of their keys; "" without tools.
         body_digest: Digest of everything that decides the answer.
         asked: What the client asked about sampling, JSON.
         includes_usage: Whether a stream ends with the token counts.
@@ -131,9 +138,30 @@ def chat_json(messages: Sequence[RequestMessage]) -> bytes:
     return msgspec.json.encode([chat_form(message) for message in messages])
 
 
-def characters(messages: Sequence[RequestMessage]) -> int:
-    """Length of the messages' text."""
-    return sum(len(text_of(message)) for message in messages)
+def canonical_tools(tools: Sequence[Mapping[str, Any]]) -> bytes:
+    """The same bytes for tools that differ only in the order of their keys."""
+    return msgspec.json.encode(tools, order="deterministic")
+
+
+def size_of(messages: Sequence[RequestMessage]) -> int:
+    """Characters of everything in the messages that a template may show."""
+    return sum(_length(part) for message in messages for part in message.parts)
+
+
+def shown_texts(messages: Sequence[RequestMessage]) -> Iterator[str]:
+    """Texts that every template shows whole: not reasoning, which it drops from earlier turns."""
+    for message in messages:
+        for part in message.parts:
+            if isinstance(part, Text | ToolResult) and not _has_reasoning(message.role, part.text):
+                yield part.text
+
+
+def _length(part: Part) -> int:
+    return len(part.name) + len(part.arguments) if isinstance(part, Call) else len(part.text)
+
+
+def _has_reasoning(role: Role, text: str) -> bool:
+    return role == "assistant" and "</think>" in text
 
 
 def _call_form(call: Call) -> dict[str, Any]:

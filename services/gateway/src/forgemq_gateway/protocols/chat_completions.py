@@ -14,6 +14,8 @@ from forgemq_gateway.core.digests import body_digest, digest_of
 from forgemq_gateway.core.errors import RefusedError, field_of, invalid
 from forgemq_gateway.core.replies import Answer, Reply, TokenLogprob
 from forgemq_gateway.core.requests import (
+    MESSAGES_MAX,
+    TOOLS_BYTES_MAX,
     Call,
     Part,
     Request,
@@ -22,6 +24,7 @@ from forgemq_gateway.core.requests import (
     Text,
     Thinking,
     ToolResult,
+    canonical_tools,
     match_key,
 )
 from forgemq_gateway.wire import refusal_body
@@ -38,7 +41,7 @@ class CalledFunction(Struct):
     """Name and arguments of a tool call; some clients send the arguments as an object."""
 
     name: str
-    arguments: str | dict[str, Any] | None = "{}"
+    arguments: Raw = Raw(b'"{}"')
 
 
 class CalledTool(Struct):
@@ -53,7 +56,7 @@ class ChatMessage(Struct):
     """One message; what a client adds beyond these fields is dropped."""
 
     role: Role
-    content: str | list[ContentBlock] | None = None
+    content: str | Annotated[list[ContentBlock], Meta(max_length=MESSAGES_MAX)] | None = None
     tool_calls: list[CalledTool] | None = None
     tool_call_id: str | None = None
     name: str | None = None
@@ -82,7 +85,7 @@ class OfferedTool(Struct):
 class ChatFields(Struct):
     """The fields of the body that we read."""
 
-    messages: Annotated[list[ChatMessage], Meta(min_length=1)]
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MESSAGES_MAX)]
     model: str | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
@@ -123,6 +126,8 @@ _MEDIA_BLOCKS = frozenset({"image_url", "input_audio", "image", "file", "video_u
 
 _FIELDS = msgspec.json.Decoder(ChatFields)
 _RAW = msgspec.json.Decoder(dict[str, Raw])
+_EACH = msgspec.json.Decoder(list[Raw])
+_TOOL = msgspec.json.Decoder(dict[str, Any])
 
 # Clients compare it with nothing; a constant gives the same completion the same bytes.
 _SYSTEM_FINGERPRINT = "forgemq"
@@ -142,6 +147,7 @@ class ChatCompletions:
         try:
             body.decode()  # JSON is UTF-8, also in the parts that are decoded later or only kept.
             raw = _RAW.decode(body)
+            _check_size(raw.get("tools", Raw()), param="tools")
             fields = _FIELDS.decode(body)
             asked = msgspec.json.encode({n: raw[n] for n in _SAMPLING_FIELDS if n in raw})
         except msgspec.ValidationError as error:
@@ -151,7 +157,7 @@ class ChatCompletions:
         _check(fields)
         tools = _tools(raw["tools"]) if fields.tools else ()
         tools_json = msgspec.json.encode(tools) if tools else b""
-        messages = tuple(_message(message) for message in fields.messages)
+        messages = tuple(_message(m, index=index) for index, m in enumerate(fields.messages))
         digests = tuple(match_key(message) for message in messages)
         rest = {name: bytes(value) for name, value in raw.items() if name not in _DELIVERY_FIELDS}
         return Request(
@@ -161,7 +167,7 @@ class ChatCompletions:
             digests=digests,
             tools=tools,
             tools_json=tools_json,
-            tools_digest=digest_of(tools_json) if tools else "",
+            tools_digest=digest_of(canonical_tools(tools)) if tools else "",
             body_digest=body_digest("chat_completions", digests, rest),
             asked=asked,
             max_tokens=fields.max_completion_tokens or fields.max_tokens,
@@ -204,7 +210,7 @@ class ChatCompletions:
 # Reading.
 
 
-def _message(message: ChatMessage) -> RequestMessage:
+def _message(message: ChatMessage, *, index: int) -> RequestMessage:
     """The message with ordered parts; chat completions has reasoning, text and calls apart."""
     parts: list[Part] = []
     if message.reasoning_content is not None:
@@ -214,10 +220,11 @@ def _message(message: ChatMessage) -> RequestMessage:
         parts.append(ToolResult(message.tool_call_id, "".join(texts)))
     else:
         parts += [Text(text) for text in texts]
-    parts += [
-        Call(call.id, call.function.name, _arguments(call.function))
-        for call in message.tool_calls or ()
-    ]
+    for number, call in enumerate(message.tool_calls or ()):
+        where = f"messages[{index}].tool_calls[{number}].function.arguments"
+        parts.append(
+            Call(call.id, call.function.name, _arguments(call.function.arguments, where=where))
+        )
     return RequestMessage(role=message.role, parts=tuple(parts), name=message.name)
 
 
@@ -227,10 +234,21 @@ def _texts(content: str | list[ContentBlock] | None) -> list[str]:
     return [content] if content else []
 
 
-def _arguments(function: CalledFunction) -> str:
-    if isinstance(function.arguments, dict):
-        return msgspec.json.encode(function.arguments).decode()
-    return "{}" if function.arguments is None else function.arguments
+def _arguments(raw: Raw, *, where: str) -> str:
+    """The arguments as JSON text; an object is not decoded, however large it is.
+
+    Raises:
+        RefusedError: 400: they are neither text nor an object.
+    """
+    data = bytes(raw)
+    if data == b"null":
+        return "{}"
+    if data.startswith(b"{"):
+        return data.decode()
+    try:
+        return msgspec.json.decode(data, type=str)
+    except msgspec.MsgspecError as error:
+        raise invalid(f"arguments must be JSON text or an object: {error}", param=where) from error
 
 
 def _check(fields: ChatFields) -> None:
@@ -260,19 +278,29 @@ def _check_blocks(blocks: list[ContentBlock], *, index: int) -> None:
             )
 
 
+def _check_size(raw: Raw, *, param: str) -> None:
+    if len(memoryview(raw)) > TOOLS_BYTES_MAX:
+        raise invalid(f"{param} must have at most {TOOLS_BYTES_MAX} bytes", param=param)
+
+
 def _tools(raw: Raw) -> tuple[dict[str, Any], ...]:
     """Function tools as sent; other kinds (web search, namespaces) are accepted and left out.
 
     Raises:
         RefusedError: 400: an integer of over 64 bits, or nested too deep.
     """
-    try:
-        offered = msgspec.json.decode(raw, type=list[dict[str, Any]])
-    except msgspec.DecodeError as error:
-        raise invalid(f"tools: {error}", param=f"tools{field_of(error) or ''}") from error
-    except RecursionError as error:
-        raise invalid(f"tools are nested too deep: {error}", param="tools") from error
+    # One by one: other threads run between two of them.
+    offered = [_tool(tool, index=index) for index, tool in enumerate(_EACH.decode(raw))]
     return tuple(tool for tool in offered if isinstance(tool.get("function"), dict))
+
+
+def _tool(raw: Raw, *, index: int) -> dict[str, Any]:
+    try:
+        return _TOOL.decode(raw)
+    except msgspec.DecodeError as error:
+        raise invalid(f"tools: {error}", param=f"tools[{index}]{field_of(error) or ''}") from error
+    except RecursionError as error:
+        raise invalid(f"tools are nested too deep: {error}", param=f"tools[{index}]") from error
 
 
 # Writing.
