@@ -8,7 +8,7 @@ from urllib.parse import unquote
 
 from forgemq_gateway.access import Access, key_in
 from forgemq_gateway.core.errors import RefusedError, busy, unknown
-from forgemq_gateway.protocols.chat_completions import DEFAULT_MODEL
+from forgemq_gateway.protocols.chat_body import DEFAULT_MODEL
 from forgemq_gateway.turn_route import TurnRoute, WireProtocol
 from forgemq_gateway.wire import (
     Application,

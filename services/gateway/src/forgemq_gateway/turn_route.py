@@ -140,7 +140,12 @@ class TurnRoute:
         headers = headers_of(scope)
         try:
             self._access.episode(key)
-            body = await read_body(receive, bytes_max=self._body_bytes_max, headers=headers)
+            body = await read_body(
+                receive,
+                bytes_max=self._body_bytes_max,
+                headers=headers,
+                code="context_length_exceeded",  # Agents shorten their history when they read it.
+            )
             request = await self._read(protocol, body)
             started = self._start(request, key=key, caller=headers_from_http(headers))
         except ClientGoneError:

@@ -1,0 +1,259 @@
+"""Reads the body of a chat completion, field by field.
+
+Unknown fields are accepted: they count in the body's digest and change nothing else.
+"""
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Raw, Struct
+
+from forgemq_gateway.core.digests import body_digest, digest_of
+from forgemq_gateway.core.errors import field_of, invalid
+from forgemq_gateway.core.requests import (
+    MESSAGES_MAX,
+    TOOLS_BYTES_MAX,
+    Call,
+    Part,
+    Request,
+    RequestMessage,
+    Role,
+    Text,
+    Thinking,
+    ToolResult,
+    canonical_tools,
+    match_key,
+)
+
+
+class ContentBlock(Struct):
+    """One part of a message's content."""
+
+    type: str
+    text: str | None = None
+
+
+class CalledFunction(Struct):
+    """Name and arguments of a tool call; some clients send the arguments as an object."""
+
+    name: str
+    arguments: Raw = Raw(b'"{}"')
+
+
+class CalledTool(Struct):
+    """One tool call of an echoed reply."""
+
+    function: CalledFunction
+    id: str = ""
+    type: str = "function"
+
+
+class ChatMessage(Struct):
+    """One message; what a client adds beyond these fields is dropped."""
+
+    role: Role
+    content: str | Annotated[list[ContentBlock], Meta(max_length=MESSAGES_MAX)] | None = None
+    tool_calls: list[CalledTool] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+    reasoning_content: str | None = None
+
+
+class StreamOptions(Struct):
+    """How a stream ends."""
+
+    include_usage: bool | None = False
+
+
+class ToolFunction(Struct):
+    """The part of a tool that must be there."""
+
+    name: Annotated[str, Meta(min_length=1)]
+
+
+class OfferedTool(Struct):
+    """A tool as far as it is checked; it is rendered as the client sent it."""
+
+    type: str = "function"
+    function: ToolFunction | None = None
+
+
+class ChatFields(Struct):
+    """The fields of the body that we read."""
+
+    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MESSAGES_MAX)]
+    model: str | None = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    tools: list[OfferedTool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    n: int | None = 1
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=10)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    stop: str | list[str] | None = None
+    logprobs: bool | None = False
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+
+
+# The name of the only model; clients may ask for any name and get this one.
+DEFAULT_MODEL = "policy"
+
+# What a client may ask about sampling; recorded beside what was used.
+_SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "max_tokens",
+    "max_completion_tokens",
+    "stop",
+    "seed",
+    "frequency_penalty",
+    "presence_penalty",
+    "reasoning_effort",
+    "response_format",
+    "tool_choice",
+    "parallel_tool_calls",
+)
+_DELIVERY_FIELDS = frozenset({"messages", "stream", "stream_options"})
+
+_MEDIA_BLOCKS = frozenset({"image_url", "input_audio", "image", "file", "video_url"})
+
+_FIELDS = msgspec.json.Decoder(ChatFields)
+_RAW = msgspec.json.Decoder(dict[str, Raw])
+_EACH = msgspec.json.Decoder(list[Raw])
+_TOOL = msgspec.json.Decoder(dict[str, Any])
+
+
+def request_of(body: bytes) -> Request:
+    """The request in this body.
+
+    Raises:
+        RefusedError: 400, naming the field.
+    """
+    try:
+        body.decode()  # JSON is UTF-8, also in the parts that are decoded later or only kept.
+        raw = _RAW.decode(body)
+        _check_size(raw.get("tools", Raw()), param="tools")
+        fields = _FIELDS.decode(body)
+        asked = msgspec.json.encode({n: raw[n] for n in _SAMPLING_FIELDS if n in raw})
+    except msgspec.ValidationError as error:
+        raise invalid(str(error), param=field_of(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise invalid(f"the body is not valid JSON: {error}", param=None) from error
+    _check(fields)
+    tools = _tools(raw["tools"]) if fields.tools else ()
+    tools_json = msgspec.json.encode(tools) if tools else b""
+    messages = tuple(_message(m, index=index) for index, m in enumerate(fields.messages))
+    digests = tuple(match_key(message) for message in messages)
+    rest = {name: bytes(value) for name, value in raw.items() if name not in _DELIVERY_FIELDS}
+    return Request(
+        protocol="chat_completions",
+        model=fields.model or DEFAULT_MODEL,
+        messages=messages,
+        digests=digests,
+        tools=tools,
+        tools_json=tools_json,
+        tools_digest=digest_of(canonical_tools(tools)) if tools else "",
+        body_digest=body_digest("chat_completions", digests, rest),
+        asked=asked,
+        max_tokens=fields.max_completion_tokens or fields.max_tokens,
+        stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()),
+        is_stream=bool(fields.stream),
+        includes_usage=bool(fields.stream_options and fields.stream_options.include_usage),
+        wants_logprobs=bool(fields.logprobs),
+    )
+
+
+def _message(message: ChatMessage, *, index: int) -> RequestMessage:
+    """The message with ordered parts; chat completions has reasoning, text and calls apart."""
+    parts: list[Part] = []
+    if message.reasoning_content is not None:
+        parts.append(Thinking(message.reasoning_content))
+    texts = _texts(message.content)
+    if message.tool_call_id is not None:
+        parts.append(ToolResult(message.tool_call_id, "".join(texts)))
+    else:
+        parts += [Text(text) for text in texts]
+    for number, call in enumerate(message.tool_calls or ()):
+        where = f"messages[{index}].tool_calls[{number}].function.arguments"
+        parts.append(
+            Call(call.id, call.function.name, _arguments(call.function.arguments, where=where))
+        )
+    return RequestMessage(role=message.role, parts=tuple(parts), name=message.name)
+
+
+def _texts(content: str | list[ContentBlock] | None) -> list[str]:
+    if isinstance(content, list):
+        return [block.text for block in content if block.text]
+    return [content] if content else []
+
+
+def _arguments(raw: Raw, *, where: str) -> str:
+    """The arguments as JSON text; an object is not decoded, however large it is.
+
+    Raises:
+        RefusedError: 400: they are neither text nor an object.
+    """
+    data = bytes(raw)
+    if data == b"null":
+        return "{}"
+    if data.startswith(b"{"):
+        return data.decode()
+    try:
+        return msgspec.json.decode(data, type=str)
+    except msgspec.MsgspecError as error:
+        raise invalid(f"arguments must be JSON text or an object: {error}", param=where) from error
+
+
+def _check(fields: ChatFields) -> None:
+    if fields.n is not None and fields.n != 1:
+        raise invalid(
+            f"n must be 1, got {fields.n}: send the request again for another sample", param="n"
+        )
+    if fields.top_logprobs:
+        raise invalid(
+            "top_logprobs is not available, only the sampled token's", param="top_logprobs"
+        )
+    for index, message in enumerate(fields.messages):
+        if message.role == "tool" and not message.tool_call_id:
+            raise invalid(
+                "a tool message needs tool_call_id", param=f"messages[{index}].tool_call_id"
+            )
+        if isinstance(message.content, list):
+            _check_blocks(message.content, index=index)
+
+
+def _check_blocks(blocks: list[ContentBlock], *, index: int) -> None:
+    for part, block in enumerate(blocks):
+        if block.type in _MEDIA_BLOCKS:
+            raise invalid(
+                f"content of type {block.type} is not supported: the model reads text",
+                param=f"messages[{index}].content[{part}].type",
+            )
+
+
+def _check_size(raw: Raw, *, param: str) -> None:
+    if len(memoryview(raw)) > TOOLS_BYTES_MAX:
+        raise invalid(f"{param} must have at most {TOOLS_BYTES_MAX} bytes", param=param)
+
+
+def _tools(raw: Raw) -> tuple[dict[str, Any], ...]:
+    """Function tools as sent; other kinds (web search, namespaces) are accepted and left out.
+
+    Raises:
+        RefusedError: 400: an integer of over 64 bits, or nested too deep.
+    """
+    # One by one: other threads run between two of them.
+    offered = [_tool(tool, index=index) for index, tool in enumerate(_EACH.decode(raw))]
+    return tuple(tool for tool in offered if isinstance(tool.get("function"), dict))
+
+
+def _tool(raw: Raw, *, index: int) -> dict[str, Any]:
+    try:
+        return _TOOL.decode(raw)
+    except msgspec.DecodeError as error:
+        raise invalid(f"tools: {error}", param=f"tools[{index}]{field_of(error) or ''}") from error
+    except RecursionError as error:
+        raise invalid(f"tools are nested too deep: {error}", param=f"tools[{index}]") from error
