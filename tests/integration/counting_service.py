@@ -16,6 +16,7 @@ async def main(context: Context) -> None:
         inputs=(topics.SCORED_GROUPS,),
         journal=topics.MERGER_JOURNAL,
         make_core=lambda partition: CountingCore(partition=partition),
+        logic_version=1,
         tick_s=0.1,
     )
     await transform.run(context)

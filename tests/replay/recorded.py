@@ -59,11 +59,11 @@ async def rewritten(recording: Recording) -> Recording:
                 batch.tick(item.tick_ms)
             for record in await inputs.read(item) if item.topic else ():
                 batch.record(record)
-        new = batch.journalled(
-            sequence=old.sequence,
-            logic_version=plan.logic_version,
+        new = msgspec.structs.replace(
+            batch.journalled(sequence=old.sequence, logic_version=plan.logic_version),
             snapshot=None if old.snapshot is None else core.snapshot(),
-            positions={Place(at.topic, at.partition): at.position for at in old.positions},
+            positions=old.positions,
+            run_ms=old.run_ms,
         )
         topic, partition = plan.journal
         journal_emit = emit_of(Output(topic=topic, partition=partition, record=new))

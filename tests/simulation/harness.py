@@ -16,7 +16,8 @@ from forgemq_bus.log import Emit, Log, Place, Reader, Record
 from forgemq_bus.memory import MemoryLog, MemoryTransactionWriter
 from forgemq_contracts import topics
 from forgemq_contracts.messages import Core
-from forgemq_shell.task import TaskPlan, TransformTask
+from forgemq_shell.task import TransformTask
+from forgemq_shell.task_plan import TaskPlan
 from forgemq_shell.transform_settings import TransformSettings
 from forgemq_telemetry import Telemetry
 
@@ -95,8 +96,11 @@ class CrashingLog:
         self.end_positions = log.end_positions
         self.trim = log.trim
 
-    async def reader(self, positions: Mapping[Place, int]) -> "CrashingReader":
-        return CrashingReader(await self._log.reader(positions), self._crashes)
+    async def reader(
+        self, positions: Mapping[Place, int], *, has_values: bool = True
+    ) -> "CrashingReader":
+        reader = await self._log.reader(positions, has_values=has_values)
+        return CrashingReader(reader, self._crashes)
 
     async def transaction_writer(self, transactional_id: str) -> "CrashingWriter":
         writer = await self._log.transaction_writer(transactional_id)

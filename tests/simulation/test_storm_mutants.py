@@ -20,6 +20,6 @@ def test_a_storm_finds(mutant: Mutant, tmp_path: Path):
 
 
 def test_a_storm_finds_nothing_in_a_copy_without_a_defect(tmp_path: Path):
-    same = Mutant(name="none", file="forgemq_shell/task.py", edits=(("class TaskPlan:",) * 2,))
+    same = Mutant(name="none", file="forgemq_shell/task.py", edits=(("class TransformTask:",) * 2,))
     ended = run_mutant(same, tmp_path, seeds=20)
     assert ended.returncode == 0, ended.stdout + ended.stderr

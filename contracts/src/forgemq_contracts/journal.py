@@ -35,8 +35,13 @@ class JournalledBatch(Struct, frozen=True, kw_only=True, omit_defaults=True):
     snapshot: Annotated[
         bytes | None, Meta(description="State after this batch, if it was stored.")
     ] = None
-    logic_version: Annotated[int, Meta(ge=1)] = 1
+    logic_version: Annotated[
+        int, Meta(ge=1, description="Of the core that handled it; a higher one is newer.")
+    ] = 1
     positions: Annotated[
         tuple[JournalPosition, ...],
         Meta(description="With a snapshot: of every input after this batch; () without one."),
     ] = ()
+    run_ms: Annotated[
+        int, Meta(ge=0, description="With a snapshot: run time of the last tick before it.")
+    ] = 0

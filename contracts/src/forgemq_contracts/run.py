@@ -238,7 +238,10 @@ class RunConfiguration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     code_paths: Annotated[
         tuple[str, ...], Meta(description="Folders with the user's modules, on sys.path.")
     ] = ()
-    logic_version: Annotated[int, Meta(ge=1)] = 1
+    logic_version: Annotated[
+        int,
+        Meta(ge=1, description="Without effect: each core has its own, and its journal says it."),
+    ] = 1
 
 
 class StartedRun(Struct, frozen=True, kw_only=True, omit_defaults=True):

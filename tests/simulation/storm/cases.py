@@ -56,6 +56,7 @@ def make_counting(_: RunConfiguration, environ: Mapping[str, str]) -> Transform:
         inputs=(topics.SCORED_GROUPS, topics.RETIRED_GROUPS),
         journal=topics.MERGER_JOURNAL,
         make_core=lambda partition: CountingCore(partition=partition, tick_outputs_ms=700),
+        logic_version=1,
         tick_s=tick_s,
     )
 

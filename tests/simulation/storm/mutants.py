@@ -14,6 +14,8 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[3]
 SHELL = "libs/shell/src"
 TASK = "forgemq_shell/task.py"
+RESTORE = "forgemq_shell/restore.py"
+SNAPSHOTS = "forgemq_shell/snapshots.py"
 BATCH = "forgemq_shell/batch.py"
 POSITIONS = "forgemq_shell/restored_positions.py"
 AUDITOR = "services/auditor/src"
@@ -71,7 +73,11 @@ MUTANTS = (
                 "        await self._restore()\n"
                 "        writer = await self._log.transaction_writer(",
             ),
-            ("        await self._restore()\n        reader =", "        reader ="),
+            (
+                "        if not await ends_before(self._stop, self._restore()):\n"
+                "            return\n",
+                "",
+            ),
         ),
     ),
     Mutant(
@@ -81,11 +87,14 @@ MUTANTS = (
     ),
     Mutant(
         name="says that one record is not needed that is",
-        file=TASK,
+        file=SNAPSHOTS,
         edits=(
             (
-                "positions=self._positions)",
-                "positions={place: at + 1 for place, at in self._positions.items()})",
+                "self._read = self._read, _kept(batch, self._written_at)",
+                "self._read = self._read, KeptSnapshot(\n"
+                "            position=self._written_at,\n"
+                "            positions={Place(at.topic, at.partition): at.position + 9\n"
+                "                       for at in batch.positions})",
             ),
         ),
         case="merger",
@@ -93,7 +102,7 @@ MUTANTS = (
     Mutant(
         name="run time starts at 0 again",
         file=TASK,
-        edits=(("self._run_ms_start = max(ticks, default=0)", "self._run_ms_start = 0"),),
+        edits=(("self._run_ms = restored.run_ms", "self._run_ms = 0"),),
     ),
     Mutant(
         name="accepts positions that are ahead of the journal",
@@ -116,12 +125,12 @@ MUTANTS = (
         ),
     ),
     Mutant(
-        name="a snapshot holds the positions of its batch alone",
+        name="a snapshot holds the position of one input alone",
         file=TASK,
         edits=(
             (
-                "if snapshot is None else self._positions",
-                "if snapshot is None else batch.positions",
+                "            positions=self._positions,\n",
+                "            positions=dict(list(self._positions.items())[:1]),\n",
             ),
         ),
     ),
@@ -132,29 +141,22 @@ MUTANTS = (
         case="reward_repeats",
     ),
     Mutant(
-        name="a snapshot's batch holds no tick",
+        name="a snapshot does not say the run time",
         file=TASK,
-        edits=(
-            (
-                "                self._tick(batch)\n            snapshot",
-                "                pass\n            snapshot",
-            ),
-        ),
+        edits=(("            run_ms=self._run_ms,\n", "            run_ms=0,\n"),),
     ),
     Mutant(
         name="the journal begins one record behind the newest snapshot",
-        file=TASK,
+        file=SNAPSHOTS,
         edits=(
-            (
-                "self._journal_start = (await self._log",
-                "self._journal_start = 1 + (await self._log",
-            ),
+            ("self.journal_start = previous.position", "self.journal_start = self._written_at + 1"),
         ),
+        case="merger",
     ),
     Mutant(
         name="numbers its batches by those that are kept",
-        file=TASK,
-        edits=(("kept[-1].sequence + 1 if kept else 0", "len(kept)"),),
+        file=RESTORE,
+        edits=(("entries[-1].sequence + 1 if entries else 0", "len(entries)"),),
     ),
     Mutant(
         name="stamps outputs with the number of the next batch",

@@ -18,7 +18,7 @@ from forgemq_contracts.journal import JournalledBatch
 from forgemq_contracts.messages import Core, InvalidRecordError, Message, Output, Tick
 from forgemq_shell.dead_letters import dead_letter, letter_of
 from forgemq_shell.records import emit_of
-from forgemq_shell.task import TaskPlan
+from forgemq_shell.task_plan import TaskPlan
 from tests.simulation.storm.cluster import StormStore, committed_records
 
 KeyAndValue = tuple[bytes, bytes]

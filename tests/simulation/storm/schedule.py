@@ -22,7 +22,8 @@ from forgemq_contracts.run import RunConfiguration
 from forgemq_settings.environment import parse
 from forgemq_shell.comparison import compare
 from forgemq_shell.journal import JournalError
-from forgemq_shell.task import TaskPlan, TransformTask
+from forgemq_shell.restore import restore
+from forgemq_shell.task_plan import TaskPlan
 from forgemq_shell.transform_settings import TransformSettings
 from tests.simulation.storm.cases import StormCase
 from tests.simulation.storm.cluster import StormStore, committed_records
@@ -281,19 +282,13 @@ class Schedule:
             raise ViolationError("a restart comes to another state than an undisturbed run")
 
     async def _restore(self, plan: TaskPlan) -> Core:
-        """The core of a task that starts, and stops before it reads an input."""
-        core, stop = self._transform.core(plan.journal.partition), asyncio.Event()
-        stop.set()
-        process = self._new_process(NumberedFaults())
-        task = TransformTask(
-            plan,
-            log=process.log,
-            core=core,
-            telemetry=process.telemetry,
-            stop=stop,
-            clock_s=asyncio.get_running_loop().time,
+        """The core of a task that starts, before it reads an input."""
+        core, process = (
+            self._transform.core(plan.journal.partition),
+            self._new_process(NumberedFaults()),
         )
-        await task.run()
+        await process.log.transaction_writer(plan.transactional_id)
+        await restore(plan, log=process.log, core=core, telemetry=process.telemetry)
         return core
 
 

@@ -40,7 +40,7 @@ def drawn_weather(rng: random.Random, case: StormCase) -> Weather:
         batch_linger_s=rng.choice((0.0, 0.05)),
         batch_records_max=rng.choice((3, 2000)),
         read_records_max=rng.choice((2, 200)),
-        snapshot_every_batches=rng.choice((2, 5, 50)),
+        snapshot_every_batches=rng.choice((1, 2, 5, 50)),
         snapshot_every_s=rng.choice((1e9, 2.0)),
         ticks_pending_max=rng.choice((2, 120)),
     )

@@ -17,7 +17,7 @@ from forgemq_shell.journal import JournalError
 from forgemq_shell.replay_command import replay_transform
 from forgemq_shell.transform import Transform
 from tests.simulation.counting_core import CountingCore
-from tests.unit.shell.test_task import MERGED, QUIET, SCORED, World
+from tests.unit.shell.task_world import MERGED, QUIET, SCORED, World
 
 Change = Callable[[Sequence[Output]], Sequence[Output]]
 DEAD = Place(topics.SCORED_GROUPS.dlq_name, 0)
@@ -93,7 +93,7 @@ async def test_a_replay_of_several_lives_equals_the_log_dead_letters_included(wo
     await handled(world, 4, first=3, settings=SNAPSHOTS)
     result = await compared(world)
     assert result.difference is None
-    assert (result.batch_first, result.batch_last, result.batches) == (0, 7, 8)
+    assert (result.batch_first, result.batch_last, result.batches) == (0, 11, 12)
     assert (result.inputs, result.outputs, result.outputs_trimmed) == (8, 8, 0)
 
 
@@ -152,21 +152,21 @@ async def test_another_state_is_a_difference_even_where_no_output_shows_it(world
     core.snapshot = lambda: snapshot() + b"?"
     difference = (await compared(world, core)).difference
     assert difference is not None
-    assert (difference.place, difference.sequence) == (None, 2)
+    assert (difference.place, difference.sequence) == (None, 3)
     assert difference_lines(difference) == (
-        "differs in batch 2: the state after it is not the snapshot in the journal",
+        "differs in batch 3: the state after it is not the snapshot in the journal",
     )
 
 
 async def test_a_replay_begins_behind_the_oldest_snapshot_after_which_inputs_are_kept(
     world: World,
 ):
-    await handled(world, 8, settings=SNAPSHOTS)  # snapshots in the batches 2 and 5
+    await handled(world, 8, settings=SNAPSHOTS)  # snapshots 3, 7 and 10
     await world.log.trim({SCORED: 2})
-    assert (await compared(world)).batch_first == 3
+    assert (await compared(world)).batch_first == 4
     await world.log.trim({SCORED: 4})
     result = await compared(world)
-    assert (result.batch_first, result.batch_last, result.difference) == (6, 7, None)
+    assert (result.batch_first, result.batch_last, result.difference) == (8, 10, None)
 
 
 async def test_without_the_inputs_a_replay_is_refused_and_says_which_are_gone(world: World):
@@ -201,6 +201,7 @@ async def test_each_partition_gets_its_line_and_the_status_is_that_of_the_worst(
             inputs=(topics.SCORED_GROUPS,),
             journal=topics.MERGER_JOURNAL,
             make_core=core,
+            logic_version=1,
         )
 
     async def replayed(core: Callable[[int], Core], *, partition: int | None = None):
@@ -222,11 +223,11 @@ async def test_each_partition_gets_its_line_and_the_status_is_that_of_the_worst(
     await handled(world, 4, settings=SNAPSHOTS)
     assert await replayed(lambda _: CountingCore(), partition=0) == (
         0,
-        ["merger 0: 4 inputs, 0 ticks, 4 outputs in batches 0 to 3: equal"],
+        ["merger 0: 4 inputs, 0 ticks, 4 outputs in batches 0 to 5: equal"],
     )
     status, lines = await replayed(lambda _: ChangedCore(with_tokens(5), group_id="g-3"))
     assert status == 1
-    assert lines[0].startswith("merger 0: 4 inputs, 0 ticks, 4 outputs in batches 0 to 3: first ")
+    assert lines[0].startswith("merger 0: 4 inputs, 0 ticks, 4 outputs in batches 0 to 4: first ")
     assert [line[:13] for line in lines[1:]] == ["  on the log:", "  replayed:  "]
     await world.log.trim({SCORED: 4})
     status, (line,) = await replayed(lambda _: CountingCore())

@@ -17,8 +17,8 @@ from forgemq_shell.recording import (
     write_recording,
 )
 from tests.simulation.counting_core import CountingCore
+from tests.unit.shell.task_world import MERGED, QUIET, SCORED, World
 from tests.unit.shell.test_comparison import CONFIGURATION, DEAD, SNAPSHOTS, handled
-from tests.unit.shell.test_task import MERGED, QUIET, SCORED, World
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ async def test_a_recording_compares_as_the_log_does_after_a_trip_through_a_file(
     result = await compared(world, recording)
     assert (result.difference, result.inputs, result.outputs) == (None, 4, 4)
     assert {part.topic: len(part.records) for part in recording.partitions} == {
-        "merger-journal-v1": 4,
+        "merger-journal-v1": 6,
         SCORED.topic: 4,
         MERGED.topic: 4,
         DEAD.topic: 0,

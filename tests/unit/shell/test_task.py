@@ -1,131 +1,23 @@
 import asyncio
-import io
 import json
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
 
 from forgemq_bus.errors import FencedError
 from forgemq_bus.log import Emit, Place, Record
-from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
 from forgemq_contracts.groups import ScoredGroup
 from forgemq_contracts.journal import JournalInput, JournalledBatch
-from forgemq_contracts.messages import Core, Output
 from forgemq_shell.bad_record_limit import TooManyBadRecordsError
 from forgemq_shell.batch import digest
 from forgemq_shell.journal import JournalError
-from forgemq_shell.records import emit_of
 from forgemq_shell.replay import replay_task
-from forgemq_shell.task import DivergedError, TaskPlan, TransformTask
-from forgemq_shell.transform_settings import TransformSettings
-from forgemq_telemetry import Telemetry
+from forgemq_shell.restore import DivergedError
 from tests.simulation.counting_core import CountingCore
 from tests.simulation.harness import records_of
-
-SCORED = Place(topics.SCORED_GROUPS.name, 0)
-MERGED = Place(topics.MERGED_GROUPS.name, 0)
-JOURNAL = Place(topics.MERGER_JOURNAL.name, 0)
-QUIET = TransformSettings(batch_linger_s=0.0, snapshot_every_batches=1000, snapshot_every_s=1e9)
-TRACE = ("traceparent", b"00-" + b"a" * 32 + b"-" + b"b" * 16 + b"-01")
-
-
-class ManualClock:
-    """A clock that a test moves."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-class World:
-    """One task on a memory log, and the records it wrote."""
-
-    def __init__(self) -> None:
-        self.log = MemoryLog(run="r")
-        self.clock = ManualClock()
-        self.lines = io.StringIO()
-
-    async def open(self) -> None:
-        names = [SCORED.topic, MERGED.topic, JOURNAL.topic, f"{SCORED.topic}-dlq"]
-        await self.log.create_topics(dict.fromkeys(names, 1))
-        self._writer = await self.log.writer()
-
-    def plan(self, settings: TransformSettings, *, tick_s: float) -> TaskPlan:
-        return TaskPlan(
-            service="merger",
-            journal=JOURNAL,
-            inputs=(SCORED,),
-            tick_s=tick_s,
-            logic_version=1,
-            settings=settings,
-        )
-
-    @asynccontextmanager
-    async def task(
-        self,
-        settings: TransformSettings = QUIET,
-        *,
-        core: Core | None = None,
-        tick_s: float = 0.0,
-    ) -> AsyncIterator[TransformTask]:
-        """Run the task; stops it cleanly at the end."""
-        stop = asyncio.Event()
-        task = TransformTask(
-            self.plan(settings, tick_s=tick_s),
-            log=self.log.open(),
-            core=core or CountingCore(),
-            telemetry=Telemetry(service="merger", stream=self.lines),
-            stop=stop,
-            clock_s=self.clock,
-        )
-        async with asyncio.timeout(10), asyncio.TaskGroup() as group:
-            group.create_task(task.run())
-            yield task
-            stop.set()
-
-    async def score(self, *group_ids: str) -> None:
-        await self.write(
-            [
-                emit_of(
-                    Output(
-                        topic=SCORED.topic,
-                        partition=0,
-                        record=ScoredGroup(group_id=g, domain="d", purpose="train", episodes=()),
-                    ),
-                    headers=(TRACE,),
-                )
-                for g in group_ids
-            ]
-        )
-
-    async def write(self, emits: Sequence[Emit]) -> None:
-        await self._writer.write_all(emits)
-
-    async def journal(self) -> list[JournalledBatch]:
-        written = (await records_of(self.log, [JOURNAL])).get(JOURNAL, [])
-        return [msgspec.msgpack.decode(value, type=JournalledBatch) for _, value in written]
-
-    async def merged(self) -> list[tuple[str, int]]:
-        written = (await records_of(self.log, [MERGED])).get(MERGED, [])
-        records = [topics.decode(topics.MERGED_GROUPS, value) for _, value in written]
-        return [(record.group_id, record.loss_tokens) for record in records]
-
-    async def until_merged(self, count: int) -> None:
-        await self.until(lambda: self.log_size(MERGED), count)
-
-    async def until(self, size: Callable[[], int], count: int) -> None:
-        while size() < count:
-            await self.log._store.wait_for_arrival(1.0)
-            await asyncio.sleep(0)
-
-    def log_size(self, place: Place) -> int:
-        entries = self.log._store.partition(Place(f"r.{place.topic}", place.partition)).entries
-        return sum(entry.record is not None for entry in entries)
+from tests.unit.shell.task_world import JOURNAL, MERGED, QUIET, SCORED, TRACE, World
 
 
 @pytest.fixture
@@ -138,7 +30,7 @@ async def world() -> AsyncIterator[World]:
 
 async def test_a_batch_is_one_transaction_of_outputs_journal_and_positions(world: World):
     await world.score("g-1", "g-2", "g-1")
-    async with world.task():
+    async with world.task(is_killed=True):
         await world.until_merged(3)
     assert await world.merged() == [("g-1", 1), ("g-2", 2), ("g-1", 3)]
     (batch,) = await world.journal()
@@ -176,7 +68,7 @@ async def test_a_task_holds_at_most_so_many_records_at_once(world: World):
 
 async def test_idle_ticks_write_no_transaction_until_there_are_too_many(world: World):
     settings = msgspec.structs.replace(QUIET, ticks_pending_max=5)
-    async with world.task(settings, tick_s=1.0):
+    async with world.task(settings, tick_s=1.0, is_killed=True):
         for _ in range(4):
             world.clock.now_s += 1.0
             await asyncio.sleep(0.3)
@@ -189,7 +81,7 @@ async def test_idle_ticks_write_no_transaction_until_there_are_too_many(world: W
 
 
 async def test_a_tick_that_writes_is_committed_at_once_with_those_before_it(world: World):
-    async with world.task(core=CountingCore(tick_outputs_ms=2000), tick_s=1.0):
+    async with world.task(core=CountingCore(tick_outputs_ms=2000), tick_s=1.0, is_killed=True):
         for _ in range(3):
             await asyncio.sleep(0.3)
             world.clock.now_s += 1.0
@@ -218,12 +110,17 @@ async def test_run_time_stands_still_while_the_task_is_down(world: World):
     assert ticks[-1] == 7000
 
 
-async def test_after_a_snapshot_neither_the_journal_nor_the_inputs_before_it_are_needed(
+async def test_the_journal_and_inputs_are_kept_from_the_snapshot_before_the_newest_on(
     world: World,
 ):
     settings = msgspec.structs.replace(QUIET, snapshot_every_batches=3)
-    async with world.task(settings):
-        for number in range(4):
+    async with world.task(settings, is_killed=True):
+        for number in range(3):
+            await world.score(f"g-{number}")
+            await world.until_merged(number + 1)
+        await world.until(lambda: world.log_size(JOURNAL), 4)
+        assert await world.log.committed(group="merger-needed", places=[SCORED]) == {}
+        for number in range(3, 7):
             await world.score(f"g-{number}")
             await world.until_merged(number + 1)
     assert await world.log.committed(group="merger-needed", places=[SCORED]) == {SCORED: 3}
@@ -231,13 +128,33 @@ async def test_after_a_snapshot_neither_the_journal_nor_the_inputs_before_it_are
     await world.log.trim(await world.log.committed(group="merger-positions", places=[JOURNAL]))
     kept = await world.journal()
     assert [(batch.sequence, batch.snapshot is not None) for batch in kept] == [
-        (2, True),
-        (3, False),
+        (3, True),
+        (4, False),
+        (5, False),
+        (6, False),
+        (7, True),
+        (8, False),
     ]
+    assert [len(batch.inputs) for batch in kept] == [0, 1, 1, 1, 0, 1]
     async with world.task(settings):
         await world.score("g-0")
-        await world.until_merged(5)
-    assert (await world.merged())[-1] == ("g-0", 5)
+        await world.until_merged(8)
+    assert (await world.merged())[-1] == ("g-0", 8)
+
+
+async def test_a_clean_stop_leaves_nothing_behind_its_snapshot(world: World):
+    async with world.task(tick_s=1.0):
+        await world.score("g-1")
+        await world.until_merged(1)
+        world.clock.now_s += 1.0
+        await asyncio.sleep(0.3)
+    first, ticks, snapshot = await world.journal()
+    assert [item.topic for item in first.inputs] == ["", SCORED.topic]
+    assert [item.tick_ms for item in ticks.inputs] == [1000]
+    assert (snapshot.inputs, snapshot.run_ms) == ((), 1000)
+    async with world.task(tick_s=1.0):
+        await asyncio.sleep(0)
+    assert len(await world.journal()) == 3
 
 
 async def test_a_journal_that_is_kept_replays_from_its_first_batch_over_its_snapshots(world: World):
@@ -246,16 +163,19 @@ async def test_a_journal_that_is_kept_replays_from_its_first_batch_over_its_snap
         for number in range(6):
             await world.score(f"g-{number}")
             await world.until_merged(number + 1)
-    assert [batch.sequence for batch in await world.journal()] == [0, 1, 2, 3, 4, 5]
+    assert [batch.sequence for batch in await world.journal()] == list(range(9))
     replayed = [
-        item async for item in replay_task(world.log, JOURNAL, CountingCore(), service="merger")
+        item
+        async for item in replay_task(
+            world.log, JOURNAL, CountingCore(), service="merger", logic_version=1
+        )
     ]
-    assert [item.is_same for item in replayed] == [True] * 6
-    assert [item.snapshot is not None for item in replayed] == [False, True] * 3
+    assert [item.is_same for item in replayed] == [True] * 9
+    assert [item.snapshot is not None for item in replayed] == [False, False, True] * 3
 
 
 async def test_a_replay_finds_the_batch_where_bytes_differ(world: World):
-    async with world.task():
+    async with world.task(is_killed=True):
         for number in range(3):
             await world.score(f"g-{number}")
             await world.until_merged(number + 1)
@@ -272,7 +192,10 @@ async def test_a_replay_finds_the_batch_where_bytes_differ(world: World):
     )
     world.log._store.partitions[place].entries[1] = type(entry)(tampered, None)
     replayed = [
-        item async for item in replay_task(world.log, JOURNAL, CountingCore(), service="merger")
+        item
+        async for item in replay_task(
+            world.log, JOURNAL, CountingCore(), service="merger", logic_version=1
+        )
     ]
     assert [item.is_same for item in replayed] == [True, False, True]
     with pytest.raises(ExceptionGroup) as died:
@@ -282,7 +205,7 @@ async def test_a_replay_finds_the_batch_where_bytes_differ(world: World):
 
 
 async def test_a_core_that_is_not_the_one_of_the_journal_is_refused(world: World):
-    async with world.task():
+    async with world.task(is_killed=True):
         await world.score("g-1")
         await world.until_merged(1)
     with pytest.raises(ExceptionGroup) as died:
@@ -292,7 +215,7 @@ async def test_a_core_that_is_not_the_one_of_the_journal_is_refused(world: World
 
 
 async def test_an_input_that_was_trimmed_too_early_is_named(world: World):
-    async with world.task():
+    async with world.task(is_killed=True):
         await world.score("g-1", "g-2")
         await world.until_merged(2)
     await world.log.trim({SCORED: 1})
@@ -305,7 +228,7 @@ async def test_an_input_that_was_trimmed_too_early_is_named(world: World):
 
 
 async def test_a_journal_without_its_beginning_is_refused(world: World):
-    async with world.task():
+    async with world.task(is_killed=True):
         for number in range(2):
             await world.score(f"g-{number}")
             await world.until_merged(number + 1)

@@ -54,19 +54,20 @@ class Process:
         return [line for line in lines if line["event"] == name]
 
 
-def counting() -> Transform:
+def counting(core: type[CountingCore] = CountingCore) -> Transform:
     return Transform(
         service="merger",
         inputs=(topics.SCORED_GROUPS,),
         journal=topics.MERGER_JOURNAL,
-        make_core=lambda partition: CountingCore(partition=partition),
+        make_core=lambda partition: core(partition=partition),
+        logic_version=1,
     )
 
 
 @asynccontextmanager
-async def running(process: Process) -> AsyncIterator[None]:
+async def running(process: Process, core: type[CountingCore] = CountingCore) -> AsyncIterator[None]:
     async with asyncio.timeout(20), asyncio.TaskGroup() as group:
-        group.create_task(counting().run(process))
+        group.create_task(counting(core).run(process))
         yield
         process.stop.set()
 
@@ -194,6 +195,7 @@ def test_inputs_that_are_not_partitioned_as_the_journal_are_refused():
             inputs=(topics.SCORED_GROUPS, topics.TRAINED_STEPS),
             journal=topics.MERGER_JOURNAL,
             make_core=lambda _: CountingCore(),
+            logic_version=1,
         )
 
 
@@ -203,6 +205,7 @@ def test_the_only_task_of_a_run_reads_every_partition_of_every_input():
         inputs=(topics.REQUESTED_GROUPS, topics.MERGED_GROUPS, topics.REPORTED_ENGINES),
         journal=topics.SCHEDULER_JOURNAL,
         make_core=lambda _: CountingCore(),
+        logic_version=1,
     )
     plan = transform.plan(0, configuration=CONFIGURATION, settings=TransformSettings())
     assert plan.inputs == (

@@ -5,14 +5,14 @@ Live handling, restore and replay all use this class, so they cannot differ.
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from forgemq_bus.log import Emit, Headers, Place, Record
 from forgemq_contracts import topics
-from forgemq_contracts.journal import JournalInput, JournalledBatch, JournalPosition
+from forgemq_contracts.journal import JournalInput, JournalledBatch
 from forgemq_contracts.messages import Core, InvalidRecordError, Message, Output, Tick
 from forgemq_shell.dead_letters import dead_letter, letter_of
 from forgemq_shell.records import emit_of
@@ -89,26 +89,14 @@ class Batch:
         self._write(outputs, headers)
         return None
 
-    def journalled(
-        self,
-        *,
-        sequence: int,
-        logic_version: int,
-        snapshot: bytes | None,
-        positions: Mapping[Place, int],
-    ) -> JournalledBatch:
+    def journalled(self, *, sequence: int, logic_version: int) -> JournalledBatch:
         """The journal's record of this batch."""
         return JournalledBatch(
             sequence=sequence,
             inputs=self.inputs,
             outputs=len(self.emits),
             outputs_digest=digest(self.emits),
-            snapshot=snapshot,
             logic_version=logic_version,
-            positions=tuple(
-                JournalPosition(topic=place.topic, partition=place.partition, position=position)
-                for place, position in sorted(positions.items())
-            ),
         )
 
     def _note(self, record: Record) -> None:

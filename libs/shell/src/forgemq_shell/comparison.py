@@ -9,7 +9,7 @@ from itertools import zip_longest
 from forgemq_bus.log import Emit, LogReads, Place, Record
 from forgemq_contracts.messages import Core
 from forgemq_shell.replay import ReplayedBatch, replay_task
-from forgemq_shell.task import TaskPlan
+from forgemq_shell.task_plan import TaskPlan
 from forgemq_shell.written_outputs import WrittenBatch, WrittenOutputs
 
 
@@ -125,7 +125,9 @@ async def compare(
     """
     result = Comparison(journal=plan.journal)
     written = WrittenOutputs(log, task=plan.transactional_id)
-    again = replay_task(log, plan.journal, core, service=plan.service)
+    again = replay_task(
+        log, plan.journal, core, service=plan.service, logic_version=plan.logic_version
+    )
     try:
         async with aclosing(again):
             async for replayed in again:

@@ -3,12 +3,22 @@
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import msgspec
 
 from forgemq_bus.bounded_reads import STALLED_S, read_up_to
-from forgemq_bus.log import LogReads, Place, Reader, Record
+from forgemq_bus.errors import LogUnavailableError, LostBlobError
+from forgemq_bus.log import Headers, LogReads, Place, Reader, Record
+from forgemq_bus.payloads import reference_of
 from forgemq_contracts.journal import JournalInput, JournalledBatch
+
+SNAPSHOT_HEADER = "snapshot"
+"""Header of a journal record that holds a snapshot and no input: the number of its batch.
+
+A snapshot lies in the blob store if it is large. If it is lost there, the header says that nothing
+else is.
+"""
 
 _DECODER = msgspec.msgpack.Decoder(JournalledBatch)
 
@@ -21,6 +31,31 @@ _RECORDS_MAX = 200
 
 class JournalError(Exception):
     """The journal or an input it names is incomplete; the task's state cannot be rebuilt."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JournalEntry:
+    """One record of a journal.
+
+    Attributes:
+        position: Its offset.
+        sequence: Number of its batch.
+        batch: None: a snapshot alone, which lies in the blob store.
+    """
+
+    position: int
+    sequence: int
+    batch: JournalledBatch | None
+
+    @property
+    def has_snapshot(self) -> bool:
+        """Whether a task can begin with it."""
+        return self.batch is None or self.batch.snapshot is not None
+
+
+def snapshot_headers(sequence: int) -> Headers:
+    """Headers of the journal record of a snapshot."""
+    return ((SNAPSHOT_HEADER, str(sequence).encode()),)
 
 
 async def read_journal(
@@ -39,32 +74,82 @@ async def read_batches(
         JournalError: a batch is missing.
         LogUnavailableError: the log does not give all it has.
     """
-    previous: JournalledBatch | None = None
+    previous: int | None = None
     reader = await log.reader({place: start})
     try:
         async for records in read_up_to(reader, {place: end}):
             for record in records:
                 if record.offset < end:
-                    previous = _following(previous, record)
-                    yield record.offset, previous
+                    batch = _DECODER.decode(record.value)
+                    previous = _following(previous, batch.sequence, record)
+                    yield record.offset, batch
     finally:
         await reader.close()
 
 
-def _following(previous: JournalledBatch | None, record: Record) -> JournalledBatch:
-    batch = _DECODER.decode(record.value)
-    if previous is not None and batch.sequence != previous.sequence + 1:
+async def read_entries(
+    log: LogReads, place: Place, *, start: int, end: int
+) -> Sequence[JournalEntry]:
+    """Every journal record in [start, end) of one partition; fetches no snapshot's blob.
+
+    Raises:
+        JournalError: a batch is missing, or the blob with its inputs is lost.
+        LogUnavailableError: the log does not give all it has.
+    """
+    entries: list[JournalEntry] = []
+    reader = await log.reader({place: start}, has_values=False)
+    try:
+        async for records in read_up_to(reader, {place: end}):
+            for record in (record for record in records if record.offset < end):
+                entry = await _entry(log, record)
+                _following(entries[-1].sequence if entries else None, entry.sequence, record)
+                entries.append(entry)
+    finally:
+        await reader.close()
+    return entries
+
+
+async def _entry(log: LogReads, record: Record) -> JournalEntry:
+    batch: JournalledBatch | None = None
+    if reference_of(record) is None:
+        batch = _DECODER.decode(record.value)
+    elif (number := dict(record.headers).get(SNAPSHOT_HEADER)) is not None:
+        return JournalEntry(position=record.offset, sequence=int(number), batch=None)
+    else:
+        try:
+            batch = await read_batch(log, record.place, record.offset)
+        except LostBlobError as error:
+            raise JournalError(f"inputs of a batch are lost: {error}") from error
+    return JournalEntry(position=record.offset, sequence=batch.sequence, batch=batch)
+
+
+async def read_batch(
+    log: LogReads, place: Place, position: int, *, clock_s: Callable[[], float] = time.monotonic
+) -> JournalledBatch:
+    """The first batch of a journal's partition at or behind this position, with its value.
+
+    Raises:
+        LostBlobError: its blob is missing or damaged.
+        LogUnavailableError: the log does not give it.
+    """
+    deadline_s = clock_s() + STALLED_S
+    reader = await log.reader({place: position})
+    try:
+        while clock_s() < deadline_s:
+            for record in await reader.read(timeout_s=_READ_S, records_max=1):
+                return _DECODER.decode(record.value)
+    finally:
+        await reader.close()
+    raise LogUnavailableError(f"{place.topic}/{place.partition}: nothing came at {position}")
+
+
+def _following(previous: int | None, sequence: int, record: Record) -> int:
+    if previous is not None and sequence != previous + 1:
         raise JournalError(
-            f"{record.topic}/{record.partition}: batch {batch.sequence} at {record.offset} "
-            f"follows batch {previous.sequence}"
+            f"{record.topic}/{record.partition}: batch {sequence} at {record.offset} "
+            f"follows batch {previous}"
         )
-    return batch
-
-
-def since_newest_snapshot(batches: Sequence[JournalledBatch]) -> list[JournalledBatch]:
-    """The batches that rebuild the state: from the newest snapshot on, or all without one."""
-    snapshots = [index for index, batch in enumerate(batches) if batch.snapshot is not None]
-    return list(batches[snapshots[-1] :] if snapshots else batches)
+    return sequence
 
 
 def input_starts(batches: Sequence[JournalledBatch]) -> dict[Place, int]:

@@ -17,7 +17,7 @@ from forgemq_bus.log import Headers, LogReads, Place, Record
 from forgemq_contracts.run import RunConfiguration
 from forgemq_shell.batch import batch_sequence
 from forgemq_shell.journal import input_starts, read_journal
-from forgemq_shell.task import TaskPlan
+from forgemq_shell.task_plan import TaskPlan
 
 RECORDING_BYTES_MAX = 256 * 2**20
 """Of values, before compression: a recording is held in memory as a whole, by both sides."""

@@ -10,6 +10,7 @@ from forgemq_bus.log import Emit, LogReads, Place
 from forgemq_contracts.journal import JournalledBatch
 from forgemq_contracts.messages import Core
 from forgemq_shell.batch import Batch, digest
+from forgemq_shell.interruption import Turns
 from forgemq_shell.journal import (
     JournalError,
     JournalledInputs,
@@ -85,13 +86,14 @@ async def _replay_batch(
     inputs: JournalledInputs,
     service: str,
 ) -> ReplayedBatch:
-    replayed = Batch(core, service=service)
+    replayed, turns = Batch(core, service=service), Turns()
     for item in batch.inputs:
         if not item.topic:
             replayed.tick(item.tick_ms)
             continue
         for record in await inputs.read(item):
             replayed.record(record)
+            await turns.give()
     return ReplayedBatch(
         batch=batch,
         records=replayed.records,
@@ -102,7 +104,7 @@ async def _replay_batch(
 
 
 async def replay_task(
-    log: LogReads, place: Place, core: Core, *, service: str
+    log: LogReads, place: Place, core: Core, *, service: str, logic_version: int
 ) -> AsyncGenerator[ReplayedBatch, None]:
     """Run everything that is kept of one task's journal again; writes nothing.
 
@@ -114,9 +116,12 @@ async def replay_task(
         place: One partition of a journal topic.
         core: Fresh, made as the service makes it for this partition.
         service: Owner of the journal.
+        logic_version: Of the core. Batches of an older one are left out: a build that takes a
+            journal over begins with a snapshot of its own.
 
     Raises:
-        JournalError: a batch is missing, or inputs are missing and no snapshot follows them.
+        JournalError: a batch is missing, or inputs are missing and no snapshot follows them, or
+            none is of this logic version.
     """
     start = (await log.first_positions([place]))[place]
     end = (await log.end_positions([place]))[place]
@@ -126,6 +131,8 @@ async def replay_task(
     ]
     if not outline:
         return
+    _check_logic(outline[-1][1], service=service, logic_version=logic_version)
+    outline = _since_taken_over(outline, logic_version=logic_version)
     batches = [batch for _, batch in outline]
     begins = await _oldest_beginning(log, batches)
     inputs = JournalledInputs(log)
@@ -177,6 +184,21 @@ async def _oldest_beginning(log: LogReads, batches: Sequence[JournalledBatch]) -
             return candidate
     assert refused is not None
     raise refused
+
+
+def _check_logic(newest: JournalledBatch, *, service: str, logic_version: int) -> None:
+    if newest.logic_version != logic_version:
+        raise JournalError(
+            f"the journal was written by logic version {newest.logic_version} of {service}, this "
+            f"build has {logic_version}"
+        )
+
+
+def _since_taken_over(
+    outline: list[tuple[int, JournalledBatch]], *, logic_version: int
+) -> list[tuple[int, JournalledBatch]]:
+    others = [n for n, (_, batch) in enumerate(outline) if batch.logic_version != logic_version]
+    return outline[others[-1] + 1 :] if others else outline
 
 
 def _without_beginning(batches: Sequence[JournalledBatch]) -> JournalError:

@@ -18,6 +18,7 @@ from forgemq_contracts.run import RunConfiguration, StartedRun
 from forgemq_settings.environment import SettingsError, parse
 from forgemq_shell.connection import kafka_connection, run_id
 from forgemq_shell.library_logs import library_logs
+from forgemq_shell.restore import NewerLogicError
 from forgemq_shell.started_run import started_run
 from forgemq_telemetry.causes import causes
 from forgemq_telemetry.settings import TelemetrySettings
@@ -27,6 +28,9 @@ EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_REFUSED = 2
 """As argparse and the shell use it: the caller is wrong, so a restart cannot help."""
+
+
+_REFUSED = (SettingsError, AccessError, NewerLogicError)
 
 
 class ServiceSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -83,7 +87,7 @@ def run_service(name: str, main: Main, environ: Mapping[str, str]) -> int:
         return EXIT_OK
     except Exception as error:  # noqa: BLE001 - outermost: report any error once, then exit
         found = causes(error)
-        if all(isinstance(cause, SettingsError | AccessError) for cause in found):
+        if all(isinstance(cause, _REFUSED) for cause in found):
             telemetry.event("refused", error="; ".join(map(str, found)))
             return EXIT_REFUSED
         telemetry.event("failed", error="; ".join(f"{type(c).__name__}: {c}" for c in found))

@@ -10,81 +10,26 @@ So a task can be killed at any moment: its next owner continues with the same by
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from forgemq_bus.errors import OutOfRangeError
 from forgemq_bus.log import Emit, Log, Place, Reader, Record, TransactionWriter
-from forgemq_contracts import topics
-from forgemq_contracts.journal import JournalledBatch
 from forgemq_contracts.messages import Core, Output
 from forgemq_shell.bad_record_limit import BadRecordLimit
 from forgemq_shell.batch import BadRecord, Batch, stamped
-from forgemq_shell.journal import (
-    JournalError,
-    JournalledInputs,
-    read_journal,
-    since_newest_snapshot,
-)
+from forgemq_shell.interruption import Turns, ends_before
+from forgemq_shell.journal import JournalError
 from forgemq_shell.records import emit_of
-from forgemq_shell.replay import begin, replay
-from forgemq_shell.restored_positions import restored_positions
+from forgemq_shell.restore import DivergedError, NewerLogicError, restore
+from forgemq_shell.snapshots import Snapshots
 from forgemq_shell.span_links import linked_traces
-from forgemq_shell.transform_settings import TransformSettings
+from forgemq_shell.task_plan import TaskPlan
 from forgemq_telemetry.telemetry import Telemetry
 
 _STOP_POLL_S = 0.25
 """Longest wait for records: how late an idle task sees `stop`."""
 
-_YIELD_AFTER_S = 0.02
-"""Longest run of the core without a pause: short beside a heartbeat of group membership (1 s)."""
-
 _LAG_EVERY_S = 15.0
 """Between two measurements of the lag: each asks the broker; dashboards scrape about as often."""
-
-
-class DivergedError(Exception):
-    """The core's replay differs from what its journal says it wrote.
-
-    Either the core is not deterministic, or its code or the run's configuration changed after the
-    journal was written. The task writes nothing: a run must be finished by code that writes the
-    same bytes. (`logic_version` in the configuration records which logic a run was started with;
-    no code branches on it, so setting it does not help here.)
-    """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TaskPlan:
-    """What a task reads and writes, fixed for its life.
-
-    Attributes:
-        service: Prefix of the transactional id and of the consumer groups with its positions.
-        journal: Its partition of the service's journal.
-        inputs: Every partition that the task reads.
-        tick_s: Seconds between two ticks; 0: the core gets none.
-        logic_version: From the run's configuration; written into every journal record.
-    """
-
-    service: str
-    journal: Place
-    inputs: tuple[Place, ...]
-    tick_s: float
-    logic_version: int
-    settings: TransformSettings
-
-    @property
-    def transactional_id(self) -> str:
-        """Names the owner of the partition: a newer writer with this id fences the older one."""
-        return f"{self.service}-{self.journal.partition}"
-
-    @property
-    def positions_group(self) -> str:
-        """Consumer group of the positions that each batch commits in its transaction."""
-        return f"{self.service}-positions"
-
-    @property
-    def needed_group(self) -> str:
-        """Consumer group of the input positions that a restart needs; set at each snapshot."""
-        return topics.needed_group(self.service)
 
 
 class TransformTask:
@@ -113,15 +58,14 @@ class TransformTask:
         self._stop = stop
         self._clock_s = clock_s
         self._limit = BadRecordLimit(plan.settings)
+        self._snapshots = Snapshots(plan, log=log, telemetry=telemetry, clock_s=clock_s)
         self._sequence = 0
         self._positions: dict[Place, int] = {}
-        self._journal_start = 0
         self._run_ms_start = 0
+        self._run_ms = 0
         self._live_since_s = 0.0
         self._ticked_s = float("-inf")
         self._lag_s = float("-inf")
-        self._snapshot_s = 0.0
-        self._snapshot_sequence = 0
 
     async def run(self) -> None:
         """Restore, then handle batches until stopped.
@@ -130,24 +74,29 @@ class TransformTask:
             FencedError: a newer owner exists.
             JournalError: the state cannot be rebuilt.
             DivergedError: the replay differs from the journal.
+            NewerLogicError: the journal is that of a newer core.
             TooManyBadRecordsError: see `BadRecordLimit`.
         """
         writer = await self._log.transaction_writer(self._plan.transactional_id)
         try:
             await self._restore_and_run(writer)
-        except (OutOfRangeError, JournalError, DivergedError):
+        except (OutOfRangeError, JournalError, DivergedError, NewerLogicError):
             await self._check_owner(writer)
             raise
         finally:
             await writer.close()
 
     async def _restore_and_run(self, writer: TransactionWriter) -> None:
-        await self._restore()
+        if not await ends_before(self._stop, self._restore()):
+            return
+        if self._snapshots.is_due:
+            await self._take_snapshot(writer)
         reader = await self._log.reader(self._positions)
         try:
-            await self._run_live(reader, writer)
+            batch = await self._run_live(reader, writer)
         finally:
             await reader.close()
+        await self._conclude(batch, writer)
 
     async def _check_owner(self, writer: TransactionWriter) -> None:
         """Raise FencedError if a newer owner exists.
@@ -165,47 +114,18 @@ class TransformTask:
 
     async def _restore(self) -> None:
         began_s, plan = self._clock_s(), self._plan
-        places = (plan.journal, *plan.inputs)
-        committed = await self._log.committed(group=plan.positions_group, places=places)
-        # Asked for last: what is not committed is not trimmed, so these are still the first ones.
-        first = await self._log.first_positions(places)
-        self._journal_start = committed.get(plan.journal, first[plan.journal])
-        end = (await self._log.end_positions([plan.journal]))[plan.journal]
-        kept = await read_journal(self._log, plan.journal, start=self._journal_start, end=end)
-        batches = since_newest_snapshot(kept)
-        self._positions = restored_positions(
-            plan.inputs, batches=batches, committed=committed, first=first
-        )
-        await self._replay(batches)
-        ticks = [item.tick_ms for batch in kept for item in batch.inputs if not item.topic]
-        self._run_ms_start = max(ticks, default=0)
-        self._sequence = kept[-1].sequence + 1 if kept else 0
-        self._snapshot_sequence = self._sequence
-        self._live_since_s = self._snapshot_s = self._clock_s()
+        restored = await restore(plan, log=self._log, core=self._core, telemetry=self._telemetry)
+        self._positions = restored.positions
+        self._sequence = restored.sequence
+        self._run_ms_start = self._run_ms = restored.run_ms
+        self._snapshots.begin(restored)
+        self._live_since_s = self._clock_s()
         self._telemetry.observe(
             "transform.restore_s", self._live_since_s - began_s, partition=plan.journal.partition
         )
 
-    async def _replay(self, batches: Sequence[JournalledBatch]) -> None:
-        """Bring the core to the state after the last journalled batch; write nothing."""
-        left = begin(self._core, batches)
-        inputs = JournalledInputs(self._log, clock_s=self._clock_s)
-        try:
-            await inputs.open(left)
-            async for replayed in replay(
-                self._core, left, inputs=inputs, service=self._plan.service
-            ):
-                if not replayed.is_same:
-                    raise DivergedError(
-                        f"{self._plan.transactional_id}: batch {replayed.batch.sequence} wrote "
-                        f"{replayed.batch.outputs} records with digest "
-                        f"{replayed.batch.outputs_digest}, its replay {len(replayed.emits)} with "
-                        f"{replayed.digest}"
-                    )
-        finally:
-            await inputs.close()
-
-    async def _run_live(self, reader: Reader, writer: TransactionWriter) -> None:
+    async def _run_live(self, reader: Reader, writer: TransactionWriter) -> Batch:
+        """Handle batches until stopped; returns the one that is not committed."""
         batch = self._new_batch()
         while not self._stop.is_set():
             records = await self._gather(reader)
@@ -216,7 +136,21 @@ class TransformTask:
                 await self._commit(batch, writer)
                 batch = self._new_batch()
                 self._telemetry.observe("transform.batch_s", self._clock_s() - began_s)
+                if self._snapshots.is_due:
+                    await self._take_snapshot(writer)
             await self._measure_lag(reader)
+        return batch
+
+    async def _conclude(self, batch: Batch, writer: TransactionWriter) -> None:
+        """Leave a snapshot behind the last batch: the next owner has nothing to handle again.
+
+        That owner may be a newer build of the core.
+        """
+        if not self._snapshots.batches_since:
+            return
+        if batch.inputs:
+            await self._commit(batch, writer)
+        await self._take_snapshot(writer, is_last=True)
 
     def _new_batch(self) -> Batch:
         return Batch(self._core, service=self._plan.service)
@@ -262,10 +196,11 @@ class TransformTask:
     def _tick(self, batch: Batch) -> None:
         self._ticked_s = self._clock_s()
         live_ms = int((self._ticked_s - self._live_since_s) * 1000)
-        batch.tick(self._run_ms_start + live_ms)
+        self._run_ms = self._run_ms_start + live_ms
+        batch.tick(self._run_ms)
 
     async def _feed(self, batch: Batch, records: Sequence[Record]) -> None:
-        yielded_s = self._clock_s()
+        turns = Turns()
         for record in records:
             with self._telemetry.span(
                 "transform",
@@ -279,10 +214,7 @@ class TransformTask:
                 self._limit.count_good(record.place)
             else:
                 self._report_bad(bad)
-            if self._clock_s() - yielded_s > _YIELD_AFTER_S:
-                # Heartbeats of group membership run on the same event loop and must not starve.
-                await asyncio.sleep(0)
-                yielded_s = self._clock_s()
+            await turns.give()
 
     def _report_bad(self, bad: BadRecord) -> None:
         record = bad.record
@@ -301,57 +233,42 @@ class TransformTask:
 
     async def _commit(self, batch: Batch, writer: TransactionWriter) -> None:
         plan, began_s = self._plan, self._clock_s()
-        snapshot = None
-        if self._is_snapshot_due():
-            if plan.tick_s > 0:
-                # A restart continues run time from the journal's last tick. The batches before the
-                # snapshot may be trimmed, so the snapshot's batch must hold one.
-                self._tick(batch)
-            snapshot = self._core.snapshot()
-            self._journal_start = (await self._log.end_positions([plan.journal]))[plan.journal]
         self._positions |= batch.positions
         await writer.commit(
             outputs=[
                 *stamped(batch.emits, task=plan.transactional_id, sequence=self._sequence),
-                self._journal_emit(batch, snapshot),
+                self._journal_emit(batch),
             ],
             group=plan.positions_group,
-            positions={**batch.positions, plan.journal: self._journal_start},
+            positions={**batch.positions, plan.journal: self._snapshots.journal_start},
         )
         self._sequence += 1
+        self._snapshots.count_batch()
         self._telemetry.observe("transform.commit_s", self._clock_s() - began_s)
         self._telemetry.count("transform.batches")
         self._telemetry.count("transform.records", batch.records)
         self._telemetry.count("transform.outputs", len(batch.emits))
-        if snapshot is not None:
-            await self._settle_snapshot(snapshot, writer)
 
-    def _journal_emit(self, batch: Batch, snapshot: bytes | None) -> Emit:
+    def _journal_emit(self, batch: Batch) -> Emit:
         journalled = batch.journalled(
-            sequence=self._sequence,
-            logic_version=self._plan.logic_version,
-            snapshot=snapshot,
-            positions={} if snapshot is None else self._positions,
+            sequence=self._sequence, logic_version=self._plan.logic_version
         )
         topic, partition = self._plan.journal
         return emit_of(Output(topic=topic, partition=partition, record=journalled))
 
-    def _is_snapshot_due(self) -> bool:
-        settings = self._plan.settings
-        return (
-            self._sequence + 1 - self._snapshot_sequence >= settings.snapshot_every_batches
-            or self._clock_s() - self._snapshot_s >= settings.snapshot_every_s
+    async def _take_snapshot(self, writer: TransactionWriter, *, is_last: bool = False) -> None:
+        """Write the state behind the last batch; no input may have been handled since."""
+        batch = self._snapshots.batch(
+            self._core.snapshot(),
+            sequence=self._sequence,
+            positions=self._positions,
+            run_ms=self._run_ms,
         )
-
-    async def _settle_snapshot(self, snapshot: bytes, writer: TransactionWriter) -> None:
-        """Commit that inputs before the snapshot are not needed; the auditor may delete them."""
-        plan = self._plan
-        self._snapshot_s, self._snapshot_sequence = self._clock_s(), self._sequence
-        await writer.commit(outputs=(), group=plan.needed_group, positions=self._positions)
-        self._telemetry.count("transform.snapshots")
-        self._telemetry.gauge(
-            "transform.snapshot_bytes", len(snapshot), partition=plan.journal.partition
-        )
+        await self._snapshots.write(batch, writer)
+        self._sequence += 1
+        if not is_last:
+            # The next owner reads the last one, and begins with an older one if it cannot.
+            await self._snapshots.read_back(batch, writer)
 
     async def _measure_lag(self, reader: Reader) -> None:
         if not self._telemetry.is_exporting or self._clock_s() - self._lag_s < _LAG_EVERY_S:

@@ -9,6 +9,7 @@ active and the others stand by.
         inputs=(topics.SCORED_GROUPS, topics.FINISHED_COMPLETIONS, topics.RETIRED_GROUPS),
         journal=topics.MERGER_JOURNAL,
         make_core=lambda partition: MergerCore(partition=partition),
+        logic_version=LOGIC_VERSION,
     )
     await transform.run(context)
 """
@@ -26,7 +27,8 @@ from forgemq_contracts.messages import Core
 from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.topics import Topic
 from forgemq_settings.environment import parse
-from forgemq_shell.task import TaskPlan, TransformTask
+from forgemq_shell.task import TransformTask
+from forgemq_shell.task_plan import TaskPlan
 from forgemq_shell.transform_settings import TransformSettings
 from forgemq_telemetry.telemetry import Telemetry
 
@@ -73,6 +75,7 @@ class Transform:
             p reads partition p of each. If it is partitioned by run, the only task reads all.
         journal: Journal topic.
         make_core: Makes a fresh core for a journal partition.
+        logic_version: Of the core: raised with each change of what it writes for old inputs.
         tick_s: Seconds between two ticks; 0: the core gets none.
         dead_letters: Topics whose dead letters it also reads, as `DeadLetter`.
     """
@@ -81,6 +84,7 @@ class Transform:
     inputs: tuple[Topic, ...]
     journal: Topic
     make_core: Callable[[int], Core]
+    logic_version: int
     tick_s: float = 0.0
     dead_letters: tuple[Topic, ...] = ()
 
@@ -105,14 +109,11 @@ class Transform:
                 on_assigned=tasks.start,
                 on_revoked=tasks.stop,
             )
-            paused: frozenset[int] = frozenset()
+            # Membership only: the tasks read the journal, also of partitions assigned later.
+            member.pause(partitions_of(self.journal, context.configuration))
             try:
                 while not context.stop.is_set():
-                    # Membership only: the journal's records are read by the tasks.
                     await member.read(timeout_s=_MEMBER_READ_S, records_max=1)
-                    if (assigned := member.assigned()) != paused:
-                        member.pause([Place(self.journal.name, p) for p in sorted(assigned)])
-                        paused = assigned
             finally:
                 await tasks.close()
                 await member.close()
@@ -129,7 +130,7 @@ class Transform:
                 *self._places(self.dead_letters, partition, configuration, are_dead=True),
             ),
             tick_s=self.tick_s,
-            logic_version=configuration.logic_version,
+            logic_version=self.logic_version,
             settings=settings,
         )
 

@@ -12,6 +12,7 @@ from forgemq_contracts.topics import (
     SCORED_GROUPS,
     Topic,
 )
+from forgemq_merger.core.logic_version import LOGIC_VERSION
 from forgemq_merger.core.merger import Merger
 from forgemq_merger.settings import MergerSettings
 from forgemq_settings.environment import parse
@@ -30,6 +31,7 @@ def transform_of(_: RunConfiguration, environ: Mapping[str, str]) -> Transform:
         inputs=CONSUMES,
         journal=MERGER_JOURNAL,
         make_core=Merger,
+        logic_version=LOGIC_VERSION,
         tick_s=settings.tick_s,
     )
 

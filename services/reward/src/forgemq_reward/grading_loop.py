@@ -12,6 +12,7 @@ import msgspec
 
 from forgemq_bus.bounded_reads import read_to_end
 from forgemq_bus.log import Member, Place, Record, Writer
+from forgemq_bus.partitions import partitions_of
 from forgemq_contracts import topics
 from forgemq_contracts.completions import FinishedCompletion
 from forgemq_contracts.episodes import FinishedEpisode, GradedEpisode
@@ -115,15 +116,13 @@ class GradingLoop:
 
     async def _read(self, member: Member) -> None:
         is_paused = False
+        # All of them: a partition that is assigned during a pause waits for its end too.
+        places = partitions_of(topics.FINISHED_EPISODES, self._context.configuration)
         committed_s = self._clock_s()
         while not self._context.stop.is_set():
             waiting = sum(map(len, self._partitions.values()))
             if is_paused != (waiting >= self._settings.episodes_waiting_max):
                 is_paused = not is_paused
-                places = [
-                    Place(topics.FINISHED_EPISODES.name, number)
-                    for number in sorted(member.assigned())
-                ]
                 (member.pause if is_paused else member.resume)(places)
                 self._context.telemetry.gauge("reward.episodes_waiting", waiting)
             for record in await member.read(

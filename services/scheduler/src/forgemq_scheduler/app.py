@@ -17,6 +17,7 @@ from forgemq_contracts.topics import (
     Topic,
 )
 from forgemq_scheduler.core import SchedulerCore
+from forgemq_scheduler.core.logic_version import LOGIC_VERSION
 from forgemq_scheduler.settings import SchedulerSettings
 from forgemq_settings.environment import parse
 from forgemq_shell.service import Context
@@ -45,6 +46,7 @@ def transform_of(configuration: RunConfiguration, environ: Mapping[str, str]) ->
         inputs=CONSUMES,
         journal=SCHEDULER_JOURNAL,
         make_core=lambda _: SchedulerCore(configuration),
+        logic_version=LOGIC_VERSION,
         tick_s=settings.tick_s,
         dead_letters=DEAD_LETTERS,
     )

@@ -1,0 +1,45 @@
+"""Ends long work early: at a stop, and with pauses in which a stop can arrive."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+_TURN_S = 0.02
+"""Longest run without a pause: short beside a heartbeat of group membership (1 s)."""
+
+
+async def ends_before(stop: asyncio.Event, work: Coroutine[Any, Any, None]) -> bool:
+    """Run `work`, but cancel it at the stop; returns whether it came to its end.
+
+    A stop that is set already lets it run up to its first wait at most.
+    """
+    # Not in a task group: an error of `work` leaves here as it is.
+    working = asyncio.ensure_future(work)
+    stopping = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait([working, stopping], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopping.cancel()
+        working.cancel()
+        await asyncio.wait([working])
+        failure = None if working.cancelled() else working.exception()
+    if failure is not None:
+        raise failure
+    return not working.cancelled()
+
+
+class Turns:
+    """Lets other tasks of the event loop have their turn while one computes for long.
+
+    Heartbeats of group membership run on the same event loop and must not starve.
+    """
+
+    def __init__(self) -> None:
+        self._clock_s = asyncio.get_running_loop().time
+        self._since_s = self._clock_s()
+
+    async def give(self) -> None:
+        """Pause if the last pause is long ago."""
+        if self._clock_s() - self._since_s > _TURN_S:
+            await asyncio.sleep(0)
+            self._since_s = self._clock_s()

@@ -1,0 +1,8 @@
+"""Which logic the reward core has; a higher one takes over the runs of a lower one."""
+
+LOGIC_VERSION = 1
+"""Raise it by one with every change of what the core writes, or keeps, for inputs it got before.
+
+A restart then takes journalled inputs over instead of comparing outputs: CONTRIBUTING.md, "Change a
+core". A journal keeps the number, so it never goes down.
+"""
