@@ -148,6 +148,17 @@ def routed(tree: MergedTree, *, layers: int, top_k: int, experts: int, seed: int
     return msgspec.structs.replace(tree, entry_route=routes.astype("<i2").tobytes())
 
 
+def with_one_disagreement(tree: MergedTree, *, experts: int) -> MergedTree:
+    """The routed tree, but one entry recorded other experts than the first of its token."""
+    forest = read_tree(tree)
+    sources = forest.parent_N[forest.entry_token_E]
+    _, firsts = np.unique(sources, return_index=True)
+    other = np.setdiff1d(np.arange(len(sources)), firsts)[0]
+    routes = forest.entry_route_ER.copy()
+    routes[other] = (routes[other] + 1) % experts
+    return msgspec.structs.replace(tree, entry_route=routes.tobytes())
+
+
 def make_sample(
     context: Sequence[int], sampled: Sequence[int], generator: np.random.Generator
 ) -> Sample:

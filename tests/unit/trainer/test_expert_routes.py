@@ -1,5 +1,7 @@
 """Expert route replay: equal to per-request training with the same expert routes."""
 
+from dataclasses import replace
+
 import msgspec
 import numpy as np
 import pytest
@@ -8,23 +10,26 @@ from torch import nn
 
 from forgemq_contracts.run import Loss
 from forgemq_contracts.trees import MergedTree
-from forgemq_trainer.core.expert_routes import ROUTED_HERE, check_expert_routes, token_expert_routes
+from forgemq_trainer.core.expert_routes import check_expert_routes, token_expert_routes
 from forgemq_trainer.core.loss import cispo, loss_function
 from forgemq_trainer.core.memory import Microbatch
 from forgemq_trainer.core.step import Objective, forward_backward
 from forgemq_trainer.core.tree import Forest, InvalidTreeError, read_tree
 from forgemq_trainer.model import prepare
 from tests.unit.trainer.scene import (
+    SHAPE,
     Sample,
     adversarial_samples,
     agent_samples,
     make_model,
+    make_sample,
     merge,
     routed,
     sample_entries,
 )
 
 LAYERS, TOP_K, EXPERTS = 2, 2, 4
+MIXTURE = replace(SHAPE, layers=LAYERS, experts=EXPERTS, experts_per_token=TOP_K)
 
 
 def _samples() -> list[Sample]:
@@ -66,7 +71,7 @@ def test_gradients_equal_per_request_training_with_the_same_expert_routes(
     forest = read_tree(tree)
     model = _model(is_normalised=is_normalised)
     policy = prepare(model).policy
-    routes = token_expert_routes(forest, layers=LAYERS, top_k=TOP_K)
+    routes = token_expert_routes(forest, MIXTURE)
     assert routes is not None
     leaves = np.frombuffer(tree.sample_leaf, "<i4")
     model.set_attn_implementation("sdpa")
@@ -105,7 +110,7 @@ def test_gradients_equal_per_request_training_with_the_same_expert_routes(
 def test_a_token_takes_its_first_entrys_expert_route_and_other_ones_are_counted() -> None:
     tree = _routed(_samples())
     forest = read_tree(tree)
-    routes = token_expert_routes(forest, layers=LAYERS, top_k=TOP_K)
+    routes = token_expert_routes(forest, MIXTURE)
     assert routes is not None
     assert routes.disagreements == 0
     sources = forest.parent_N[forest.entry_token_E]
@@ -115,7 +120,7 @@ def test_a_token_takes_its_first_entrys_expert_route_and_other_ones_are_counted(
     changed[others[0]] = (changed[others[0]] + 1) % EXPERTS
     changed[others[1], :TOP_K] = changed[others[1], :TOP_K][::-1]  # The same set of experts.
     again = read_tree(msgspec.structs.replace(tree, entry_route=changed.tobytes()))
-    routes = token_expert_routes(again, layers=LAYERS, top_k=TOP_K)
+    routes = token_expert_routes(again, MIXTURE)
     assert routes is not None
     assert routes.disagreements == 1
     assert routes.expert_NLK[shared].reshape(-1).tolist() == changed[first].tolist()
@@ -123,12 +128,63 @@ def test_a_token_takes_its_first_entrys_expert_route_and_other_ones_are_counted(
 
 def test_the_trainers_router_chooses_for_tokens_that_no_entry_continues() -> None:
     forest = read_tree(_routed(_samples()))
-    routes = token_expert_routes(forest, layers=LAYERS, top_k=TOP_K)
+    routes = token_expert_routes(forest, MIXTURE)
     assert routes is not None
     free = np.setdiff1d(np.arange(forest.token_count), forest.parent_N[forest.entry_token_E])
     assert len(free) > 0
-    assert (routes.expert_NLK[free] == ROUTED_HERE).all()
-    assert token_expert_routes(read_tree(merge(_samples())), layers=LAYERS, top_k=TOP_K) is None
+    assert (routes.expert_NLK[free] == EXPERTS).all()
+    assert token_expert_routes(read_tree(merge(_samples())), MIXTURE) is None
+
+
+def test_only_the_newest_versions_routes_of_a_completion_are_replayed() -> None:
+    """The engine's routes of older tokens are those of a pass that sampled none of them."""
+    generator = np.random.default_rng(0)
+    tree = _routed([make_sample([1, 2, 3], [4, 5, 6, 7], generator)])
+    versions = np.array([6, 6, 7, 7], "<i4").tobytes()
+    forest = read_tree(msgspec.structs.replace(tree, entry_version=versions))
+    routes = token_expert_routes(forest, MIXTURE)
+    assert routes is not None
+    # Tokens 2 to 5 are those that the four entries continue.
+    chosen = routes.expert_NLK.reshape(7, -1)
+    assert (chosen[[0, 1, 2, 3, 6]] == EXPERTS).all()
+    assert chosen[[4, 5]].tolist() == forest.entry_route_ER[[2, 3]].tolist()
+    assert routes.disagreements == 0
+
+
+def test_an_older_weight_span_neither_lends_its_routes_nor_counts_as_a_disagreement() -> None:
+    """Of two completions of one context, the first goes on under newer weights."""
+    generator = np.random.default_rng(0)
+    samples = [make_sample([1, 2], tokens, generator) for tokens in ([3, 4], [3, 5])]
+    tree = _routed(samples)
+    routes = read_tree(tree).entry_route_ER.copy()
+    routes[0] = (routes[0] + 1) % EXPERTS
+    changed = msgspec.structs.replace(
+        tree,
+        entry_route=routes.tobytes(),
+        entry_version=np.array([6, 7, 6, 6], "<i4").tobytes(),
+    )
+    found = token_expert_routes(read_tree(changed), MIXTURE)
+    assert found is not None
+    assert found.expert_NLK[1].reshape(-1).tolist() == routes[2].tolist()
+    assert found.disagreements == 0
+
+
+@pytest.mark.parametrize(("experts", "itemsize"), [(4, 1), (255, 1), (256, 2), (512, 2)])
+def test_a_tokens_experts_are_of_the_narrowest_dtype_and_the_plan_counts_them(
+    experts: int, itemsize: int
+) -> None:
+    tree = routed(merge(_samples()), layers=LAYERS, top_k=TOP_K, experts=experts)
+    shape = replace(MIXTURE, experts=experts)
+    routes = token_expert_routes(read_tree(tree), shape)
+    assert routes is not None
+    assert routes.expert_NLK.dtype.itemsize == itemsize
+    assert routes.expert_NLK.max() == experts
+    wider = replace(shape, experts=experts + 256)
+    grown = wider.saved_bytes_per_token(is_carried=False) - shape.saved_bytes_per_token(
+        is_carried=False
+    )
+    of_routes = LAYERS * TOP_K * (2 - itemsize)
+    assert grown == LAYERS * 256 * shape.wide_bytes + of_routes
 
 
 @pytest.mark.parametrize(
@@ -138,7 +194,7 @@ def test_the_trainers_router_chooses_for_tokens_that_no_entry_continues() -> Non
 def test_expert_routes_of_another_model_are_refused(layers: int, experts: int, match: str) -> None:
     forest = read_tree(_routed(_samples()))
     with pytest.raises(InvalidTreeError, match=match):
-        check_expert_routes(forest, layers=layers, top_k=TOP_K, experts=experts)
+        check_expert_routes(forest, replace(MIXTURE, layers=layers, experts=experts))
 
 
 def test_one_expert_twice_is_refused() -> None:
@@ -147,4 +203,4 @@ def test_one_expert_twice_is_refused() -> None:
     routes = np.zeros_like(forest.entry_route_ER)
     twice = read_tree(msgspec.structs.replace(tree, entry_route=routes.tobytes()))
     with pytest.raises(InvalidTreeError, match="one expert twice"):
-        check_expert_routes(twice, layers=LAYERS, top_k=TOP_K, experts=EXPERTS)
+        check_expert_routes(twice, MIXTURE)

@@ -33,6 +33,7 @@ from tests.unit.trainer.scene import (
     merge,
     reinforce,
     routed,
+    with_one_disagreement,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(START_DEADLINE_S + 2 * WORK_DEADLINE_S)]
@@ -90,6 +91,7 @@ def _forests(case: Case) -> list[Forest]:
     trees = [merge(samples, f"g-{n}") for n, samples in enumerate(groups)]
     if case.is_routed:
         trees = [routed(tree, layers=2, top_k=TOP_K, experts=EXPERTS) for tree in trees]
+        trees = [with_one_disagreement(tree, experts=EXPERTS) for tree in trees]
     return [read_tree(tree) for tree in trees]
 
 
@@ -233,5 +235,9 @@ def test_gradients_of_two_ranks_are_those_of_one(case: Case, rank_pair: RankPair
     for name in ("logprob_E", "loss_E", "entropy_E", "is_limited_E", "version_E"):
         ours, theirs = (np.sort(getattr(s.values, name)) for s in (found, expected))
         assert np.allclose(ours, theirs, rtol=100 * bound), name
+    # Each group is counted once, on whichever rank it runs.
+    disagreements = len(_forests(case)) if case.is_routed else 0
+    assert found.values.route_disagreements == disagreements
+    assert expected.values.route_disagreements == disagreements
     if case.loss != "user":
         assert 0 < expected.values.is_limited_E.mean() < 1

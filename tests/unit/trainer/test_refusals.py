@@ -8,8 +8,8 @@ from forgemq_contracts.run import Loss, Model, Queue, RunConfiguration, Trainer
 from forgemq_settings.environment import SettingsError
 from forgemq_trainer.model import check_supported
 from forgemq_trainer.ranks.ranks import RankLaunch, check_world_size
+from forgemq_trainer.start_checks import loss_of
 from forgemq_trainer.storage.checkpoint import OtherConfigurationError, OtherRunError
-from forgemq_trainer.training import _loss_of
 
 
 def test_a_model_that_cannot_be_trained_is_refused():
@@ -38,4 +38,4 @@ def test_a_loss_name_without_a_function_is_refused_by_name(kind):
         loss=Loss(kind=kind),
     )
     with pytest.raises(SettingsError, match=rf"loss\.kind {kind}: "):
-        _loss_of(run)
+        loss_of(run)

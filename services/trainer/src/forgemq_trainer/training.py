@@ -19,7 +19,7 @@ from forgemq_contracts import topics
 from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.steps import ScheduledGroup, ScheduledStep, TrainingMetrics
 from forgemq_contracts.trees import MergedTree
-from forgemq_trainer.core.expert_routes import check_expert_routes, token_expert_routes
+from forgemq_trainer.core.expert_routes import check_expert_routes
 from forgemq_trainer.core.flops import savings
 from forgemq_trainer.core.metrics import (
     AppliedUpdate,
@@ -161,8 +161,9 @@ class Training:
             try:
                 tree = _decode_tree(group, values.get(group.group_id))
                 forest = read_tree(tree)
-                self._check_fits(forest)
-                self._check_plan(forest)
+                if self._ranks.rank == 0:  # It announces only groups that passed.
+                    self._check_fits(forest)
+                    self._check_plan(forest)
             except InvalidTreeError as error:
                 # One damaged tree must not stop the others' step; the record names the group.
                 failed.append((group.group_id, str(error)))
@@ -274,11 +275,10 @@ class Training:
         # Without entries nothing has a gradient, so there is no norm to clip by.
         has_entries = any(forest.entry_count for forest in step.forests)
         grad_norm = self._update(lr=lr) if has_entries else 0.0
-        disagreements = self._route_disagreements(step.forests)
         own = step_gaps(computed.values, version=self.version)
         metrics = training_metrics(
             entry_metrics(computed.values),
-            group_totals(step.groups, route_disagreements=disagreements),
+            group_totals(step.groups, route_disagreements=computed.values.route_disagreements),
             savings(self._model.policy.shape, step.forests),
             update=AppliedUpdate(
                 lr=lr, grad_norm=grad_norm, skipped_in_a_row=self._skipped_in_a_row
@@ -309,12 +309,6 @@ class Training:
         self._skipped_in_a_row = 0
         return grad_norm
 
-    def _route_disagreements(self, forests: tuple[Forest, ...]) -> int:
-        policy = self._model.policy
-        layers, top_k = len(policy.routers), policy.shape.experts_per_token
-        routes = [token_expert_routes(forest, layers=layers, top_k=top_k) for forest in forests]
-        return sum(route.disagreements for route in routes if route is not None)
-
     def _check_plan(self, forest: Forest) -> None:
         """Plan the tree alone: what fits alone fits among others, which run before or after it.
 
@@ -329,12 +323,7 @@ class Training:
     def _check_fits(self, forest: Forest) -> None:
         policy = self._model.policy
         vocabulary = policy.shape.vocabulary
-        check_expert_routes(
-            forest,
-            layers=len(policy.routers),
-            top_k=policy.shape.experts_per_token,
-            experts=policy.shape.experts,
-        )
+        check_expert_routes(forest, policy.shape)
         if forest.tokens_N.min() < 0 or forest.tokens_N.max() >= vocabulary:
             raise InvalidTreeError(f"tokens: ids must be in 0..{vocabulary - 1}")
 

@@ -79,12 +79,12 @@ class TreeForward:
         self._wide = torch.promote_types(policy.head_VH.dtype, torch.float32)
         self._tokens_N = torch.from_numpy(forest.tokens_N).to(self._device)
         self._position_N = torch.from_numpy(forest.position_N).to(self._device)
-        self._expert_routes = None
-        if policy.routers:
-            top_k = policy.routers[0].top_k
-            self._expert_routes = token_expert_routes(
-                forest, layers=len(policy.routers), top_k=top_k
-            )
+        self._expert_routes = token_expert_routes(forest, policy.shape) if policy.routers else None
+
+    @property
+    def route_disagreements(self) -> int:
+        """Entries whose recorded experts are not those that the token they continue runs."""
+        return self._expert_routes.disagreements if self._expert_routes else 0
 
     def edges(self, start: int, end: int) -> Edges:
         """The edges that leave the tokens [start, end), on the model's device."""

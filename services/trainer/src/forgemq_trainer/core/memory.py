@@ -71,14 +71,15 @@ class ModelShape:
         Each norm's input and output and the residual stream; queries, output and its copy for the
         projection; keys and values, unless they lie in a carry; gate, its activation, up, product.
         With experts also the router's probabilities of all of them, and for each chosen one its
-        input, output and weight (and the weight again in the order of the experts) and indices.
+        input, output and weight (and the weight again in the order of the experts), indices, and
+        the expert route of the engine if there is one.
         """
         heads = 3 * self.query_size + (0 if is_carried else 2 * self.key_size)
         heads += self.query_size + self.key_size if self.is_head_normed else 0
         chosen = self.experts_per_token * 2 * self.hidden
         values = 4 * self.hidden + heads + 4 * self.mlp_size + chosen
         weights = (self.experts + 2 * self.experts_per_token) * self.wide_bytes
-        routes = weights + self.experts_per_token * ROUTE_BYTES
+        routes = weights + self.experts_per_token * (ROUTE_BYTES + self.expert_index_bytes)
         return self.layers * (values * self.value_bytes + routes)
 
     def block_bytes(self, tokens: int, *, chunk: int, is_carried: bool) -> int:
@@ -132,6 +133,11 @@ class ModelShape:
         norm += self.wide_bytes + self.value_bytes if is_narrow else 0
         experts = 3 * self.experts_per_token * self.wide_bytes
         return max(self.hidden * max(norm, experts), 2 * self.mlp_size * self.value_bytes)
+
+    @property
+    def expert_index_bytes(self) -> int:
+        """Bytes of the narrowest index that holds 0 to `experts`, the last for "no expert"."""
+        return 1 if self.experts < 1 << 8 else 2
 
     @property
     def key_bytes_per_token(self) -> int:

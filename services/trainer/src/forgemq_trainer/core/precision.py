@@ -96,7 +96,8 @@ class TopKRouter(nn.Module):
         self.top_k = top_k
         self.is_normalised = is_normalised
         self.recorded_TK: Tensor | None = None
-        """Experts to run instead of the best k, if not below 0; set before each forward."""
+        """Experts to run instead of the best k, of any integer dtype; the number of experts, which
+        is one past the last, stands for the best. Set before each forward."""
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Router logits, weights of the chosen experts in at least fp32, and their indices.
@@ -110,7 +111,8 @@ class TopKRouter(nn.Module):
         weights, experts = torch.topk(shares, self.top_k, dim=-1)
         if self.recorded_TK is not None:
             # Only the choice is replayed; probabilities, hence gradients, are this router's own.
-            experts = torch.where(self.recorded_TK < 0, experts, self.recorded_TK)
+            recorded = self.recorded_TK.to(experts.dtype)
+            experts = torch.where(recorded == shares.shape[-1], experts, recorded)
             weights = shares.gather(-1, experts)
         if self.is_normalised:
             weights = weights / weights.sum(dim=-1, keepdim=True)

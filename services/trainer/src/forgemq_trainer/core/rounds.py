@@ -33,17 +33,21 @@ _ENTRY_ARRAYS = (
 )
 """Fields of `EntryValues`, in the order in which ranks send them."""
 
+_SUMS = struct.Struct("<dq")
+"""Before the arrays: `loss` and `route_disagreements`."""
+
 
 def values_bytes(values: EntryValues) -> bytes:
     """Values that a rank sends to rank 0; both run one version of this package."""
     arrays = [getattr(values, name) for name in _ENTRY_ARRAYS]
     columns = np.stack([array.astype(np.float64) for array in arrays])
-    return struct.pack("<d", values.loss) + columns.tobytes()
+    return _SUMS.pack(values.loss, values.route_disagreements) + columns.tobytes()
 
 
 def values_of(data: bytes) -> EntryValues:
     """The values in bytes from `values_bytes`."""
-    columns = np.frombuffer(data, np.float64, offset=8).reshape(len(_ENTRY_ARRAYS), -1)
+    loss, route_disagreements = _SUMS.unpack_from(data)
+    columns = np.frombuffer(data, np.float64, offset=_SUMS.size).reshape(len(_ENTRY_ARRAYS), -1)
     return EntryValues(
         logprob_E=columns[0],
         behaviour_E=columns[1],
@@ -52,7 +56,8 @@ def values_of(data: bytes) -> EntryValues:
         entropy_E=columns[4],
         version_E=columns[5].astype(np.int64),
         reference_E=columns[6],
-        loss=struct.unpack_from("<d", data)[0],
+        loss=loss,
+        route_disagreements=route_disagreements,
     )
 
 

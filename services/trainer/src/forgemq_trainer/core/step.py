@@ -10,7 +10,7 @@ E entries (sampling events), J edges, G groups.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -54,6 +54,7 @@ class EntryValues:
         version_E: Weight version that sampled it.
         reference_E: Log-probability under the reference; NaN if the entry has no reference.
         loss: Sum of the weighted losses.
+        route_disagreements: Entries whose recorded experts are not those the token ran through.
     """
 
     logprob_E: Floats
@@ -64,6 +65,7 @@ class EntryValues:
     version_E: Integers
     reference_E: Floats
     loss: float
+    route_disagreements: int = 0
 
 
 def group_loss_weights(
@@ -106,10 +108,11 @@ def forward_backward(
         forest_loss = _ForestLoss(forest, loss_weight_E, objective.loss, like=policy.head_VH)
         forward = TreeForward(policy, forest, head_chunk=head_chunk)
         if len(microbatch.blocks) == 1:
-            parts.append(_run_whole(forward, forest_loss))
-            continue
-        keys = forward.path_keys(microbatch.blocks, is_offloaded=microbatch.is_offloaded)
-        parts.append(_run_in_blocks(forward, forest_loss, microbatch.blocks, keys))
+            values = _run_whole(forward, forest_loss)
+        else:
+            keys = forward.path_keys(microbatch.blocks, is_offloaded=microbatch.is_offloaded)
+            values = _run_in_blocks(forward, forest_loss, microbatch.blocks, keys)
+        parts.append(replace(values, route_disagreements=forward.route_disagreements))
     return merged(parts)
 
 
@@ -139,7 +142,8 @@ def forward_backward_shared(
     forward = TreeForward(policy, forest, head_chunk=head_chunk)
     exchanges = [KeyExchange(ranges=ranges, peers=peers) for ranges in shared.blocks]
     own = [ranges[peers.rank] for ranges in shared.blocks]
-    return _run_in_blocks(forward, forest_loss, own, forward.whole_keys(own), exchanges)
+    values = _run_in_blocks(forward, forest_loss, own, forward.whole_keys(own), exchanges)
+    return replace(values, route_disagreements=forward.route_disagreements)
 
 
 def merged(parts: Sequence[EntryValues]) -> EntryValues:
@@ -158,6 +162,7 @@ def merged(parts: Sequence[EntryValues]) -> EntryValues:
         version_E=all_of("version_E").astype(np.int64),
         reference_E=all_of("reference_E"),
         loss=float(sum(part.loss for part in parts)),
+        route_disagreements=sum(part.route_disagreements for part in parts),
     )
 
 

@@ -55,8 +55,8 @@ class Forest:
         entry_advantage_E: Of its sample.
         entry_temperature_E: Of its sample, above 0.
         entry_reference_E: Log-probability under a reference policy, nats; NaN if not recorded.
-        entry_route_ER: int16, experts of all layers when it was sampled, -1 if not recorded; R is
-            0 if no group has expert routes.
+        entry_route_ER: int16, recorded experts of all layers; R is 0 if no group has expert routes.
+        entry_is_routed_E: True if the recorded experts are those of the pass that sampled it.
         sample_count: S.
         request_tokens: Tokens of all samples, each with its whole context.
         request_pairs: Pairs that attention would visit in them.
@@ -81,6 +81,7 @@ class Forest:
     entry_temperature_E: Floats
     entry_reference_E: Floats
     entry_route_ER: NDArray[np.int16]
+    entry_is_routed_E: NDArray[np.bool_]
     sample_count: int
     request_tokens: int
     request_pairs: int
@@ -141,6 +142,7 @@ def read_tree(tree: MergedTree) -> Forest:
         entry_temperature_E=entries.temperature_E,
         entry_reference_E=entries.reference_E,
         entry_route_ER=entries.route_ER,
+        entry_is_routed_E=_is_of_newest_version(entries) & bool(entries.route_ER.shape[1]),
         sample_count=entries.sample_count,
         request_tokens=int(length_S.sum()),
         request_pairs=int((length_S * (length_S + 1) // 2).sum()),
@@ -192,6 +194,7 @@ def joined(forests: Sequence[Forest]) -> Forest:
         entry_temperature_E=np.concatenate([forest.entry_temperature_E for forest in forests]),
         entry_reference_E=np.concatenate([forest.entry_reference_E for forest in forests]),
         entry_route_ER=_joined_expert_routes([forest.entry_route_ER for forest in forests]),
+        entry_is_routed_E=np.concatenate([forest.entry_is_routed_E for forest in forests]),
         sample_count=sum(forest.sample_count for forest in forests),
         request_tokens=sum(forest.request_tokens for forest in forests),
         request_pairs=sum(forest.request_pairs for forest in forests),
@@ -201,10 +204,9 @@ def joined(forests: Sequence[Forest]) -> Forest:
 
 def _joined_expert_routes(routes: Sequence[NDArray[np.int16]]) -> NDArray[np.int16]:
     width = max(route.shape[1] for route in routes)
-    missing = np.int16(-1)
     return np.concatenate(
         [
-            route if route.shape[1] == width else np.full((len(route), width), missing)
+            route if route.shape[1] == width else np.zeros((len(route), width), dtype=np.int16)
             for route in routes
         ]
     )
@@ -271,6 +273,13 @@ def _expert_routes(tree: MergedTree, *, count: int) -> NDArray[np.int16]:
     if size % (2 * count):
         raise InvalidTreeError(f"entry_route: {size} bytes are no int16 array of {count} rows")
     return np.frombuffer(tree.entry_route, dtype="<i2").reshape(count, -1)
+
+
+def _is_of_newest_version(entries: _Entries) -> NDArray[np.bool_]:
+    """Whether an entry's version is that of its sample's last entry; samples are contiguous."""
+    last_S = np.searchsorted(entries.sample_E, np.arange(entries.sample_count), "right") - 1
+    is_newest: NDArray[np.bool_] = entries.version_E == entries.version_E[last_S[entries.sample_E]]
+    return is_newest
 
 
 def _leaves(tree: MergedTree, *, token_count: int, sample_count: int) -> Integers:
