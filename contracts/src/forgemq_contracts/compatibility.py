@@ -4,7 +4,7 @@ Within a major only new structs, new topics and new fields with defaults are all
 else needs a new topic, because during a rollout both versions read and write the same log.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import msgspec
@@ -22,7 +22,13 @@ _RENAMED: Mapping[str, str] = {"Log": "LogLayout"}
 
 def schemas(*, ref_template: str = "#/$defs/{name}") -> dict[str, dict[str, Any]]:
     """JSON Schema of every struct that a topic carries, by name, sorted."""
-    records = [topic.record for topic in topics.ALL]
+    return schemas_of([topic.record for topic in topics.ALL], ref_template=ref_template)
+
+
+def schemas_of(
+    records: Sequence[type[msgspec.Struct]], *, ref_template: str = "#/$defs/{name}"
+) -> dict[str, dict[str, Any]]:
+    """JSON Schema of these structs and of all that they hold, by name, sorted."""
     _, components = msgspec.json.schema_components(records, ref_template=ref_template)
     # Through JSON once: defaults then have the same form as in a released file.
     plain = msgspec.json.decode(msgspec.json.encode(components), type=dict[str, dict[str, Any]])
