@@ -221,6 +221,18 @@ class LogLayout(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = False
 
 
+class Audit(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the audit of G5 allows |trainer - engine| to be, over the run's compared tokens."""
+
+    logprob_gap_mean_max: (
+        Annotated[float, Meta(gt=0, description="Mean, nats; null: by model.dtype.")] | None
+    ) = None
+    logprob_gap_p999_max: (
+        Annotated[float, Meta(gt=0, description="99.9 % quantile, nats; null: by model.dtype.")]
+        | None
+    ) = None
+
+
 class RunConfiguration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that decides what a run does; it is in StartedRun, so that a replay has it."""
 
@@ -235,6 +247,7 @@ class RunConfiguration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     optimizer: Optimizer = Optimizer()
     loss: Loss = Loss()
     log: LogLayout = LogLayout()
+    audit: Audit = Audit()
     code_paths: Annotated[
         tuple[str, ...], Meta(description="Folders with the user's modules, on sys.path.")
     ] = ()

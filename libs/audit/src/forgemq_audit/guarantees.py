@@ -7,6 +7,7 @@ guarantee counts as kept only if everything it speaks of was compared.
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from forgemq_audit.same_logprobs import gap_text, gap_violations, limits_of
 from forgemq_contracts.audit import AuditedGroup, TreeFacts
 from forgemq_contracts.groups import AdmittedGroup, RetiredGroup
 from forgemq_contracts.messages import Message
@@ -31,12 +32,6 @@ TOPICS: tuple[Topic, ...] = (
     TRAINED_STEPS,
 )
 
-LOGPROB_GAP_MAX = {"float32": 1e-2, "bfloat16": 0.5}
-"""Largest |trainer - engine| on tokens of the current version that rounding explains.
-
-In float32 engine and trainer agree within about 1e-4 here; a wrong mask, position or token is off
-by whole nats. bfloat16 keeps 8 bits: logits near 10 round to 0.06, and several roundings add up.
-"""
 VIOLATIONS_KEPT_MAX = 20
 """Enough to see what kind of fault it is; a broken run has thousands."""
 
@@ -228,23 +223,10 @@ class Ledger:
         )
 
     def _same_logprobs(self) -> GuaranteeVerdict:
-        limit = LOGPROB_GAP_MAX[self._configuration.model.dtype]
-        kept = surviving(self._trained)
-        measured = [step for step in kept.values() if step.metrics.gap_entries]
-        entries = sum(step.metrics.gap_entries for step in measured)
-        wrong = [
-            f"step {step.step}: gap {step.metrics.logprob_gap_max:.2g} nats, limit {limit:g}"
-            for step in measured
-            if not step.metrics.logprob_gap_max <= limit
-        ]
-        if kept and not entries:
-            wrong.append("no token of the current version was trained, so nothing was measured")
-        return _verdict(
-            "G5",
-            wrong,
-            checked=f"{entries} tokens of the current version: the tree's log-probabilities "
-            f"against the engine's, which computed each request on its own; limit {limit:g} nats",
-        )
+        limits = limits_of(self._configuration)
+        steps = tuple(surviving(self._trained).values())
+        wrong = gap_violations(steps, limits) if steps else []
+        return _verdict("G5", wrong, checked=gap_text(steps, limits))
 
 
 def _is_refused(records: Iterable[RetiredGroup]) -> bool:
