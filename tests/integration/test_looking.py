@@ -2,6 +2,7 @@
 
 import asyncio
 import io
+import json
 from collections.abc import Callable
 
 import msgspec
@@ -10,7 +11,8 @@ from rich.console import Console
 
 from forgemq_bus.blobs import BlobStore
 from forgemq_bus.kafka import KafkaConnection, KafkaLog
-from forgemq_bus.log import Emit
+from forgemq_bus.kafka_removal import RunOnBroker, kafka_removal
+from forgemq_bus.log import Emit, Place
 from forgemq_contracts.messages import Output
 from forgemq_contracts.run import EndedRun
 from forgemq_contracts.topics import RETIRED_GROUPS
@@ -125,3 +127,103 @@ def test_a_guarantee_that_is_broken_and_a_dead_letter_are_shown_by_status_one(pu
     assert status == 1
     assert "it does not decode" in printed
     assert "not a record" in printed
+
+
+def test_a_run_that_another_machine_started_is_looked_at_from_its_log_and_blobs_alone(
+    put, kafka_bootstrap, run_id, tmp_path
+):
+    put()
+    empty = tmp_path / "another-machine"
+    environ = {"FORGEMQ_KAFKA": kafka_bootstrap, "FORGEMQ_LAUNCHER_RUNS": str(empty / "runs")}
+
+    def look(*arguments: str) -> tuple[int, str]:
+        console = Console(file=io.StringIO(), width=200)
+        return run_tool(arguments, environ=environ, console=console), console.file.getvalue()
+
+    status, printed = look("audit", run_id)
+    assert (status, "24 samples against the log" in printed) == (0, True), printed
+    status, printed = look("inspect", run_id)
+    assert (status, printed.count("trained")) == (0, 6)
+    status, printed = look("inspect", run_id, "g-2")
+    assert (status, "20:-0.250 30:-0.500 2:-0.125" in printed) == (0, True)
+    assert look("dlq", run_id) == (0, "no dead letters\n")
+    assert look("report", run_id, "--to", str(empty / "report"))[0] == 0
+    report = json.loads((empty / "report" / "report.json").read_text())
+    assert (report["run"], report["steps"], report["reason"]) == (run_id, 3, "completed")
+    assert (empty / "report" / "report.png").stat().st_size > 0
+    assert [
+        json.loads(line)["step"]
+        for line in (empty / "report" / "curves.jsonl").read_text().splitlines()
+    ] == [0, 1, 2]
+    assert not (empty / "runs").exists()
+
+
+def test_a_run_is_deleted_with_its_topics_groups_blobs_and_folder_and_no_other_run(
+    put, tool, kafka_bootstrap, run_id, tmp_path
+):
+    put()
+    other = f"{run_id}x"
+    connection = KafkaConnection(bootstrap=kafka_bootstrap)
+
+    async def prepare() -> None:
+        log = KafkaLog(connection, run=other)
+        await log.create_topics({RETIRED_GROUPS.name: 1})
+        await log.close()
+        log = KafkaLog(connection, run=run_id)
+        writer = await log.transaction_writer("test")
+        await writer.commit(outputs=(), group="test", positions={Place(RETIRED_GROUPS.name, 0): 1})
+        await log.close()
+        for run in (run_id, other):
+            await BlobStore(str(tmp_path / "blobs"), run=run).put(b"kept elsewhere")
+
+    async def there() -> dict[str, RunOnBroker]:
+        async with kafka_removal(connection) as removal:
+            return {run: await removal.find(run) for run in (run_id, other)}
+
+    asyncio.run(prepare())
+    before = asyncio.run(there())
+    assert f"{run_id}.test" in before[run_id].groups
+    status, printed = tool("delete", run_id)
+    assert status == 2
+    assert "nothing was removed; --yes removes without asking" in printed
+    assert asyncio.run(there()) == before
+
+    status, printed = tool("delete", run_id, "--yes")
+    assert status == 0, printed
+    assert f"removed topic {run_id}.retired-groups-v1\n" in printed
+    assert f"removed consumer group {run_id}.test\n" in printed
+    assert f"removed its blobs and weights in {tmp_path / 'blobs'} (14 bytes)" in printed
+    after = asyncio.run(there())
+    assert after[run_id] == RunOnBroker(topics=(), groups=(), joined=())
+    assert after[other] == before[other]
+    assert [path.name for path in (tmp_path / "blobs" / "values").iterdir()] == [other]
+    assert list((tmp_path / "runs").iterdir()) == []
+    status, printed = tool("delete", run_id, "--yes")
+    assert (status, f"run {run_id} has nothing on" in printed) == (2, True)
+
+
+def test_a_run_whose_services_are_up_on_the_broker_is_not_deleted(
+    put, tool, kafka_bootstrap, run_id
+):
+    put()
+
+    async def delete_while_joined() -> tuple[int, str]:
+        async def nothing(_: frozenset[int]) -> None:
+            pass
+
+        log = KafkaLog(KafkaConnection(bootstrap=kafka_bootstrap), run=run_id)
+        try:
+            await log.member(
+                group="reward",
+                topics=[RETIRED_GROUPS.name],
+                on_assigned=nothing,
+                on_revoked=nothing,
+            )
+            return await asyncio.to_thread(tool, "delete", run_id, "--yes")
+        finally:
+            await log.close()
+
+    status, printed = asyncio.run(delete_while_joined())
+    assert status == 2
+    assert f"{run_id}.reward have members; stop its services first" in printed
+    assert tool("audit", run_id)[0] == 0

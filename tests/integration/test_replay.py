@@ -225,6 +225,8 @@ def test_inputs_that_are_gone_are_named_and_a_run_that_is_down_gets_its_own_brok
             0,
             ["merger 0: 2 inputs, 1 ticks, 2 outputs in batches 0 to 1: equal"],
         )
+        elsewhere = EndedRun(runs=tmp_path / "another-machine", run_id="small", kafka=run.kafka)
+        assert elsewhere.replay("merger") == run.replay("merger")
         asyncio.run(trimmed(run, topics.FINISHED_COMPLETIONS))
     finally:
         broker.stop()

@@ -9,6 +9,8 @@ from rich.console import Console
 
 from forgemq_launcher.command_line import run_tool
 from forgemq_launcher.commands.creation import blobs_address
+from forgemq_launcher.run_folder import RunFolder
+from tests.small_run import small_run
 
 DEMO = Path(__file__).parents[3] / "deploy" / "demo"
 
@@ -101,3 +103,43 @@ def test_a_run_without_a_broker_or_a_blob_store_is_not_created(tool):
 
 def test_without_runs_the_list_says_how_to_make_one(tool):
     assert tool("runs") == (0, "no runs yet: `make demo` makes the first\n")
+
+
+@pytest.fixture
+def run_folder(tmp_path) -> RunFolder:
+    """The folder of a run with a broker of its own."""
+    folder = RunFolder(tmp_path / "runs" / "desk-1")
+    folder.make(small_run(group_partitions=1))
+    (folder / "kafka" / "ports.json").write_text('{"broker": 1}')
+    return folder
+
+
+def test_a_run_with_its_own_broker_is_deleted_with_its_folder(tool, run_folder):
+    status, printed = tool("delete", "desk-1")
+    assert (status, run_folder.path.is_dir()) == (2, True)
+    assert f"delete run desk-1: {run_folder.path}?" in printed
+    status, printed = tool("delete", "desk-1", "--yes")
+    assert (status, run_folder.path.exists()) == (0, False)
+    assert printed.endswith(f"removed {run_folder.path}\n")
+
+
+def test_a_run_that_is_up_is_not_deleted(tool, run_folder):
+    with run_folder.locked():
+        status, printed = tool("delete", "desk-1", "--yes")
+    assert (status, run_folder.path.is_dir()) == (2, True)
+    assert "run desk-1 is already up (process" in printed
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../other", "a/b", "Desk", "no-such-run"])
+def test_nothing_but_a_run_is_deleted(tool, tmp_path, name):
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "other").mkdir()
+    assert tool("delete", name, "--yes")[0] == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "runs"]
+
+
+def test_a_folder_without_a_configuration_is_no_run_and_is_not_deleted(tool, tmp_path):
+    (tmp_path / "runs" / "photos").mkdir(parents=True)
+    status, printed = tool("delete", "photos", "--yes")
+    assert (status, (tmp_path / "runs" / "photos").is_dir()) == (2, True)
+    assert "there is no run 'photos'" in printed

@@ -100,6 +100,16 @@ class BlobStore:
         """
         await asyncio.to_thread(self._delete, minute, names)
 
+    async def delete_all(self) -> int:
+        """Delete every blob of the run and the weights beside them; returns the number of bytes.
+
+        For a run that is deleted: no process of it may be up.
+
+        Raises:
+            BlobError: the store refuses or does not answer; some may be gone already.
+        """
+        return await asyncio.to_thread(self._delete_all)
+
     def _put(self, data: bytes) -> BlobReference:
         sha256 = hashlib.sha256(data).hexdigest()
         minute = minute_of(self._clock_s())
@@ -149,6 +159,19 @@ class BlobStore:
             return  # Another process of the run deletes the same.
         except OSError as error:
             raise BlobError(f"cannot delete from {folder}: {error}") from error
+
+    def _delete_all(self) -> int:
+        size_bytes = 0
+        for kind in ("values", "weights"):
+            folder = str(self._root.parent.parent / kind / self._root.name)
+            try:
+                self._filesystem.invalidate_cache(folder)
+                if self._filesystem.exists(folder):
+                    size_bytes += self._filesystem.du(folder)
+                    self._filesystem.rm(folder, recursive=True)
+            except OSError as error:
+                raise BlobError(f"cannot delete {folder}: {error}") from error
+        return size_bytes
 
 
 def minute_of(clock_s: float) -> str:

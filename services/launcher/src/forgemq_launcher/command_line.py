@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import logging
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,8 @@ from forgemq_launcher.settings import LauncherSettings
 from forgemq_launcher.upkeep.services import TRANSFORMS
 from forgemq_settings.environment import SettingsError, parse
 from forgemq_shell.started_run import RunNotStartedError
+
+RUN_ID = r"[a-z0-9-]{1,40}"
 
 
 def main() -> None:
@@ -109,6 +112,20 @@ def _parser() -> argparse.ArgumentParser:
     replay.add_argument("service", nargs="?", choices=TRANSFORMS, help="default: all three")
     replay.add_argument("--partition", type=int, help="of the journal; default: all of them")
     replay.add_argument("--to", metavar="FOLDER", help="write recordings there, replay nothing")
+    report = commands.add_parser(
+        "report", help="write report.json, report.png and curves.jsonl of a run from its log"
+    )
+    report.add_argument("run", metavar="RUN")
+    report.add_argument(
+        "--to", type=Path, metavar="FOLDER", help="default: the run's folder, else RUN-report"
+    )
+    delete = commands.add_parser(
+        "delete",
+        help="remove a run that is down: topics, consumer groups, blobs, weights, its folder",
+        description="Shows what it will remove and asks. Exit status: 0 removed, 2 refused.",
+    )
+    delete.add_argument("run", metavar="RUN")
+    delete.add_argument("--yes", action="store_true", help="do not ask")
     dlq = commands.add_parser("dlq", help="list records that did not decode")
     dlq.add_argument("run", metavar="RUN")
     return parser
@@ -122,7 +139,7 @@ def _command(
     console: Console,
 ) -> int:
     # Imported here: `forgemq runs` and a refused file need no broker client.
-    from forgemq_launcher.commands import inspection, replay
+    from forgemq_launcher.commands import inspection
 
     runs = Path(settings.runs)
     match options.command:
@@ -134,23 +151,54 @@ def _command(
             return _resolve(options, environ=environ)
         case "runs":
             return inspection.list_runs(run_folders(runs), console)
-        case "audit":
-            return asyncio.run(inspection.audit(RunFolder(runs / options.run), environ, console))
-        case "inspect":
-            folder = RunFolder(runs / options.run)
-            return asyncio.run(inspection.inspect(folder, environ, console, what=options.what))
         case "replay":
-            services = (options.service,) if options.service else TRANSFORMS
-            given = {"--partition": options.partition, "--to": options.to}
-            arguments = [f"{name}={value}" for name, value in given.items() if value is not None]
-            folder = RunFolder(runs / options.run)
-            return asyncio.run(
-                replay.replay_journals(
-                    folder, environ, console, services=services, arguments=arguments
-                )
-            )
+            return _replay(options, environ=environ, console=console, runs=runs)
+        case "delete":
+            return _delete(options, environ=environ, console=console, runs=runs)
+    folder = _folder_of(options.run, runs=runs)
+    match options.command:
+        case "audit":
+            return asyncio.run(inspection.audit(folder, environ, console))
+        case "inspect":
+            return asyncio.run(inspection.inspect(folder, environ, console, what=options.what))
+        case "report":
+            return asyncio.run(inspection.report(folder, environ, console, to=options.to))
         case _:
-            return asyncio.run(inspection.dlq(RunFolder(runs / options.run), environ, console))
+            return asyncio.run(inspection.dlq(folder, environ, console))
+
+
+def _folder_of(run: str, *, runs: Path) -> RunFolder:
+    """The folder of a run that the arguments name; a path is no run id."""
+    if not re.fullmatch(RUN_ID, run):
+        raise RunFolderError(f"run: an id has up to 40 of a-z, 0-9 and -, got {run!r}")
+    return RunFolder(runs / run)
+
+
+def _replay(
+    options: argparse.Namespace, *, environ: Mapping[str, str], console: Console, runs: Path
+) -> int:
+    from forgemq_launcher.commands import replay
+
+    services = (options.service,) if options.service else TRANSFORMS
+    given = {"--partition": options.partition, "--to": options.to}
+    arguments = [f"{name}={value}" for name, value in given.items() if value is not None]
+    folder = _folder_of(options.run, runs=runs)
+    return asyncio.run(
+        replay.replay_journals(folder, environ, console, services=services, arguments=arguments)
+    )
+
+
+def _delete(
+    options: argparse.Namespace, *, environ: Mapping[str, str], console: Console, runs: Path
+) -> int:
+    from forgemq_launcher.commands.deletion import asks_terminal, delete_run
+
+    def confirm(question: str) -> bool:
+        _print_plain(console, question)
+        return bool(options.yes) or asks_terminal()
+
+    folder = _folder_of(options.run, runs=runs)
+    return asyncio.run(delete_run(folder, environ, console, confirm=confirm))
 
 
 def _run(
@@ -177,7 +225,7 @@ def _run(
 def _folder(options: argparse.Namespace, *, runs: Path) -> tuple[RunFolder, RunConfiguration]:
     """The folder of the run that the arguments ask for; made if the run is new."""
     if options.resume:
-        folder = RunFolder(runs / options.resume)
+        folder = _folder_of(options.resume, runs=runs)
         return folder, changed(folder.configuration(), options.overrides, folder=Path.cwd())
     made = _resolved(options, taken=[each.run for each in run_folders(runs)])
     _check_paths(made, file=options.file)

@@ -16,11 +16,13 @@ from forgemq_contracts.run import EndedRun, StartedRun
 from forgemq_contracts.topics import ENDED_RUNS, FINISHED_COMPLETIONS, OF_RUN
 from forgemq_launcher import exit_status
 from forgemq_launcher.commands.run_on_broker import run_on_broker
-from forgemq_launcher.display.report_files import table
+from forgemq_launcher.display.curves import CurveWriter
+from forgemq_launcher.display.report_files import table, write_report
 from forgemq_launcher.records import run_audit
 from forgemq_launcher.records.follower import Follower
 from forgemq_launcher.run_folder import RunFolder
 from forgemq_run_view.report import Report
+from forgemq_run_view.state import RunState
 from forgemq_run_view.trajectory import Trajectory, TrajectoryTurn, trajectories
 
 LETTER_BYTES_SHOWN_MAX = 60
@@ -50,13 +52,38 @@ def list_runs(folders: Sequence[RunFolder], console: Console) -> int:
 
 async def audit(folder: RunFolder, environ: Mapping[str, str], console: Console) -> int:
     """Check the guarantees of a run on its log; the status is 1 if one does not hold."""
+    result, _ = await _audited(folder, environ)
+    console.print(table(result))
+    return exit_status.OK if all(result.guarantees.values()) else exit_status.FAILED
+
+
+async def report(
+    folder: RunFolder, environ: Mapping[str, str], console: Console, *, to: Path | None
+) -> int:
+    """Write the report and the curves of a run from its log, wherever it was played.
+
+    Without `to` they go into the run's folder, or a new one here. The status is as of `audit`.
+    """
+    result, state = await _audited(folder, environ)
+    target = to or (folder.path if folder.path.is_dir() else Path(f"{folder.run}-report"))
+    target.mkdir(parents=True, exist_ok=True)
+    write_report(result, state, folder=target)
+    curves = CurveWriter(target)
+    curves.write(state)
+    curves.close()
+    console.print(table(result))
+    names = "report.json, report.png and curves.jsonl"
+    console.print(f"{names} are in {target}", highlight=False, soft_wrap=True)
+    return exit_status.OK if all(result.guarantees.values()) else exit_status.FAILED
+
+
+async def _audited(folder: RunFolder, environ: Mapping[str, str]) -> tuple[Report, RunState]:
     async with run_on_broker(folder, environ) as (log, started):
         ended = await _end_of(log, started)
         reason = ended.reason if ended else ""
         now_ms = ended.ended_ms if ended else started.started_ms
-        result, _ = await run_audit.audit_run(log, started, reason=reason, now_ms=now_ms)
-    console.print(table(result))
-    return exit_status.OK if all(result.guarantees.values()) else exit_status.FAILED
+        result, follower = await run_audit.audit_run(log, started, reason=reason, now_ms=now_ms)
+    return result, follower.view.state(now_ms=now_ms)
 
 
 async def inspect(
