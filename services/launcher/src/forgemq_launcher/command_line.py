@@ -96,6 +96,12 @@ def _parser() -> argparse.ArgumentParser:
     resolve.add_argument("file", type=Path, help="run configuration, TOML")
     resolve.add_argument("overrides", nargs="*", metavar="key=value")
     resolve.add_argument("--to", type=Path, required=True, metavar="JSON", help="file to write")
+    _add_looks(commands)
+    return parser
+
+
+def _add_looks(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the commands about runs that exist."""
     commands.add_parser("runs", help="list the runs")
     audit = commands.add_parser("audit", help="check the guarantees of a run on its log")
     audit.add_argument("run", metavar="RUN")
@@ -128,7 +134,6 @@ def _parser() -> argparse.ArgumentParser:
     delete.add_argument("--yes", action="store_true", help="do not ask")
     dlq = commands.add_parser("dlq", help="list records that did not decode")
     dlq.add_argument("run", metavar="RUN")
-    return parser
 
 
 def _command(
