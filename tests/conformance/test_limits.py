@@ -88,6 +88,20 @@ class TestLargeValues:
         assert reference is not None
         assert reference.uri.endswith(reference.sha256)
 
+    async def test_a_read_is_bounded_in_bytes_also_of_values_in_the_blob_store(
+        self, log: Log
+    ) -> None:
+        values = [bytes([number]) * 4_000 for number in range(6)]
+        await write(log, [emit(A0, value) for value in values])
+        reader = await log.reader({A0: 0})
+        sizes = []
+        while sum(sizes) < 6:
+            records = await reader.read(timeout_s=5.0, records_max=100, bytes_max=9_000)
+            assert [r.value for r in records] == values[sum(sizes) :][: len(records)]
+            assert reader.position(A0) == sum(sizes) + len(records)
+            sizes.append(len(records))
+        assert max(sizes) == 2
+
     async def test_large_outputs_of_a_transaction_are_blobs_too(self, log: Log) -> None:
         writer = await log.transaction_writer("t")
         values = [b"%d" % number * 5_000 for number in range(4)]

@@ -327,11 +327,7 @@ def loaded(version: int) -> LoadedWeights:
 
 
 def trained(step: ScheduledStep) -> TrainedStep:
-    zeros = {
-        name: 0
-        for name in TrainingMetrics.__struct_fields__
-        if name not in TrainingMetrics.__struct_defaults__
-    }
+    zeros = {field.name: 0 for field in msgspec.structs.fields(TrainingMetrics) if field.required}
     return TrainedStep(
         step=step.step,
         lineage=1,

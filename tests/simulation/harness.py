@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from forgemq_bus.log import Emit, Log, Place, Reader, Record
+from forgemq_bus.log import READ_BYTES_MAX, Emit, Log, Place, Reader, Record
 from forgemq_bus.memory import MemoryLog, MemoryTransactionWriter
 from forgemq_contracts import topics
 from forgemq_contracts.messages import Core
@@ -118,8 +118,12 @@ class CrashingReader:
         self.resume = reader.resume
         self.close = reader.close
 
-    async def read(self, *, timeout_s: float, records_max: int) -> list[Record]:
-        records = await self._reader.read(timeout_s=timeout_s, records_max=records_max)
+    async def read(
+        self, *, timeout_s: float, records_max: int, bytes_max: int = READ_BYTES_MAX
+    ) -> list[Record]:
+        records = await self._reader.read(
+            timeout_s=timeout_s, records_max=records_max, bytes_max=bytes_max
+        )
         if records and self._crashes.is_due("read"):
             raise CrashError
         return records

@@ -96,3 +96,6 @@ class BlobReference(Struct, frozen=True, kw_only=True, omit_defaults=True):
     uri: Annotated[str, Meta(min_length=1, description="fsspec address, content-addressed.")]
     sha256: Sha256
     size_bytes: Annotated[int, Meta(ge=0)]
+    value_bytes: Annotated[
+        int, Meta(ge=0, description="Of the payload, which may be compressed there; 0: not known.")
+    ] = 0

@@ -25,6 +25,22 @@ class JournalPosition(Struct, frozen=True, kw_only=True, omit_defaults=True):
     position: Annotated[Offset, Meta(description="Of the next record to handle.")] = 0
 
 
+class JournalLoss(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A record whose value no reader can have any more: its blob is gone or damaged."""
+
+    topic: str
+    partition: Partition = 0
+    offset: Offset = 0
+    key: bytes = b""
+    is_late: Annotated[
+        bool,
+        Meta(
+            description="An earlier batch handled the record with its value. A restart found the "
+            "value lost, and this batch wrote the dead letter."
+        ),
+    ] = False
+
+
 class JournalledBatch(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One committed batch, in the same transaction as its outputs."""
 
@@ -45,3 +61,7 @@ class JournalledBatch(Struct, frozen=True, kw_only=True, omit_defaults=True):
     run_ms: Annotated[
         int, Meta(ge=0, description="With a snapshot: run time of the last tick before it.")
     ] = 0
+    lost: Annotated[
+        tuple[JournalLoss, ...],
+        Meta(description="Records that the core did not get, since their values were lost."),
+    ] = ()

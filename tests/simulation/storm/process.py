@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from forgemq_bus.errors import ClosedError, FencedError, LogUnavailableError
 from forgemq_bus.log import (
+    READ_BYTES_MAX,
     AssignmentCallback,
     Emit,
     Isolation,
@@ -206,9 +207,13 @@ class StormReader:
         self.resume = reader.resume
         self.close = reader.close
 
-    async def read(self, *, timeout_s: float, records_max: int) -> list[Record]:
+    async def read(
+        self, *, timeout_s: float, records_max: int, bytes_max: int = READ_BYTES_MAX
+    ) -> list[Record]:
         await self._process.pass_gate()
-        records = await self._reader.read(timeout_s=timeout_s, records_max=records_max)
+        records = await self._reader.read(
+            timeout_s=timeout_s, records_max=records_max, bytes_max=bytes_max
+        )
         if records:
             await self._process.reach("read")
         return records

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -90,10 +91,19 @@ async def test_a_blob_of_the_wrong_length_is_written_again(tmp_path: Path) -> No
     assert await store.get(reference) == b"whole"
 
 
-async def test_a_missing_blob_is_an_error(tmp_path: Path) -> None:
-    reference = await store_at(tmp_path / "here").put(b"x")
+async def test_a_missing_blob_is_lost(tmp_path: Path) -> None:
+    store = store_at(tmp_path)
+    gone, _ = await store.put(b"x"), await store.put(b"y")
+    os.unlink(gone.uri)
     with pytest.raises(LostBlobError, match="cannot read"):
+        await store.get(gone)
+
+
+async def test_in_a_store_that_is_not_there_no_blob_counts_as_lost(tmp_path: Path) -> None:
+    reference = await store_at(tmp_path / "here").put(b"x")
+    with pytest.raises(BlobError, match="mounted") as raised:
         await store_at(tmp_path / "elsewhere").get(reference)
+    assert not isinstance(raised.value, LostBlobError)
 
 
 @pytest.mark.parametrize("uri", ["x", "../../20261118-1200/secret", "values/r/today/{sha256}"])
@@ -202,7 +212,9 @@ async def test_without_a_store_a_large_value_is_refused_by_name() -> None:
         await offloaded([emit(b"a" * 101)], blobs=None, inline_bytes_max=100)
 
 
-async def test_a_lost_blob_names_the_record(tmp_path: Path) -> None:
+async def test_a_store_that_does_not_answer_is_an_error_that_names_the_record(
+    tmp_path: Path,
+) -> None:
     store = store_at(tmp_path / "here")
     (ready,) = await offloaded([emit(b"a" * 200)], blobs=store, inline_bytes_max=100)
     elsewhere = store_at(tmp_path / "elsewhere")

@@ -10,7 +10,14 @@ from hypothesis import strategies as st
 from forgemq_bus.blobs import BlobStore
 from forgemq_bus.errors import BlobError
 from forgemq_bus.log import Emit, Record
-from forgemq_bus.payloads import BLOB_HEADER, CODEC_HEADER, fetched, offloaded
+from forgemq_bus.payloads import (
+    BLOB_HEADER,
+    CODEC_HEADER,
+    LEAVE_IN_STORE,
+    fetch_from,
+    fetched,
+    offloaded,
+)
 from forgemq_contracts.fields import BlobReference
 
 TRACE = ("traceparent", b"00-1")
@@ -61,13 +68,47 @@ async def test_a_blob_from_before_compression_is_read_as_it_is(blobs: BlobStore)
     assert (got.value, got.headers) == (b"plain", ())
 
 
-@pytest.mark.parametrize(
-    ("codec", "error"), [(b"zstd", "does not decompress"), (b"lzma", "which this reader")]
-)
-async def test_what_cannot_be_decompressed_is_a_blob_error_that_names_the_record(
-    blobs: BlobStore, codec: bytes, error: str
+async def test_a_value_that_a_newer_writer_compressed_is_an_error_that_names_the_record(
+    blobs: BlobStore,
 ) -> None:
     reference = await blobs.put(b"no frame")
-    headers = ((BLOB_HEADER, msgspec.msgpack.encode(reference)), (CODEC_HEADER, codec))
-    with pytest.raises(BlobError, match=f"t/0@7: .*{error}"):
+    headers = ((BLOB_HEADER, msgspec.msgpack.encode(reference)), (CODEC_HEADER, b"lzma"))
+    with pytest.raises(BlobError, match=r"t/0@7: .*which this reader"):
         await fetched([record(replace(emit(b""), headers=headers))], blobs=blobs)
+
+
+async def test_a_lost_value_is_a_record_without_one_that_says_why(blobs: BlobStore) -> None:
+    (good,) = await offloaded([emit(b"good" * 99)], blobs=blobs, inline_bytes_max=100)
+    nowhere = BlobReference(uri="nowhere", sha256="0" * 64, size_bytes=0)
+    no_frame = await blobs.put(b"no frame")
+    codec = (CODEC_HEADER, b"zstd")
+    lost = {
+        "names no blob": ((BLOB_HEADER, msgspec.msgpack.encode(nowhere)), codec),
+        "its header": ((BLOB_HEADER, b"\xc1"),),
+        "not decompress": (
+            (BLOB_HEADER, msgspec.msgpack.encode(no_frame)),
+            (CODEC_HEADER, b"zstd"),
+        ),
+    }
+    sent = [good, *(replace(emit(b""), headers=(TRACE, *one)) for one in lost.values())]
+    got = await fetched([record(one) for one in sent], blobs=blobs)
+    assert [one.value for one in got] == [b"good" * 99, b"", b"", b""]
+    assert [one.headers for one in got] == [(TRACE,)] * 4
+    assert got[0].lost == ""
+    for one, why in zip(got[1:], lost, strict=True):
+        assert one.lost.startswith("the value is lost: ")
+        assert why in one.lost
+
+
+async def test_a_reference_says_how_large_its_value_is(blobs: BlobStore) -> None:
+    sent = await offloaded([emit(bytes(5_000)), emit(b"abc")], blobs=blobs, inline_bytes_max=100)
+    values = fetch_from(blobs)
+    assert [values.size_bytes(record(one)) for one in sent] == [5_000, 3]
+    assert [LEAVE_IN_STORE.size_bytes(record(one)) for one in sent] == [0, 3]
+
+
+def test_what_fits_is_a_beginning_and_at_least_one() -> None:
+    records = [record(emit(bytes(size))) for size in (60, 30, 20, 5)]
+    sizes = {limit: len(LEAVE_IN_STORE.fitting(records, limit)) for limit in (1, 89, 90, 114, 115)}
+    assert sizes == {1: 1, 89: 1, 90: 2, 114: 3, 115: 4}
+    assert LEAVE_IN_STORE.fitting([], 10) == []

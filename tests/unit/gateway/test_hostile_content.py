@@ -17,6 +17,7 @@ from forgemq_contracts import topics
 from forgemq_contracts.episodes import Sampling
 from forgemq_contracts.partitions import group_partition
 from forgemq_telemetry.telemetry import Telemetry
+from tests.lost_values import LosingStore, log_with, write_lost
 from tests.unit.gateway.scripted_lane import GROUP_PARTITIONS, Asked, wall_ms
 from tests.unit.gateway.world import World, configuration_of, plain_http, running
 from tests.unit.rendering.folders import APPENDING_TEMPLATE, write_model_folder
@@ -192,6 +193,31 @@ async def test_bad_records_that_only_the_gateway_reads_have_one_dead_letter_each
             topic.name.encode(),
             str(offset).encode(),
         )
+
+
+async def test_lost_values_end_no_gateway_and_each_of_its_own_has_one_dead_letter(
+    model: Path, tmp_path: Path
+) -> None:
+    """They come while it serves; a restart reads them again."""
+    store = LosingStore(tmp_path)
+    opener = log_with(store, clock_ms=wall_ms).open
+    lost = (topics.OPENED_EPISODES, topics.DELIVERED_COMPLETIONS, topics.FINISHED_COMPLETIONS)
+    await opener().create_topics({topic.dlq_name: GROUP_PARTITIONS for topic in lost})
+    async with running(opener, configuration_of(model), yes) as (world, _):
+        for topic in lost:
+            emit = Emit(topic=topic.name, partition=0, key=b"g-1.0.0", value=b"x" * 99)
+            await write_lost(opener(), store, emit)
+        claim = await world.episode()
+        body = json.dumps({"messages": HELLO}).encode()
+        live = await asked(claim, body)
+        for _ in range(2):
+            await world.stop()
+            assert world.tasks is not None
+            await world.start(world.tasks)
+        letters = [len(await dead_letters(world, topic, 0)) for topic in lost]
+    assert live.status_code == 200
+    # A finished completion is the merger's to write.
+    assert letters == [1, 1, 0]
 
 
 async def test_a_turn_whose_completion_does_not_decode_ends_with_its_group(model: Path) -> None:

@@ -5,6 +5,7 @@ import io
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -32,6 +33,7 @@ from forgemq_settings.environment import SettingsError
 from forgemq_shell.dead_letters import letter_of
 from forgemq_shell.service import Context
 from forgemq_telemetry import Telemetry
+from tests.lost_values import LosingStore, log_with, write_lost
 from tests.small_run import small_run
 from tests.unit.reward.records import finished_completion, finished_episode
 
@@ -317,6 +319,36 @@ async def test_a_record_that_does_not_decode_is_one_dead_letter_and_the_next_is_
     reader = await desk.log.reader({Place(topics.FINISHED_EPISODES.dlq_name, PARTITION): 0})
     [letter] = await reader.read(timeout_s=0, records_max=10)
     assert letter_of(letter).group == "g-7"
+
+
+async def test_a_lost_value_is_one_dead_letter_and_the_next_group_is_scored(tmp_path: Path):
+    """Of an episode the transform writes it, of a completion the merger; after a restart too."""
+    desk = Desk(configuration_of(tmp_path, outcome="user_rewards:outcome"), tmp_path)
+    store = LosingStore(tmp_path / "blobs")
+    desk.log = log_with(store)
+    await desk.open()
+    lost = Emit(
+        topic=topics.FINISHED_EPISODES.name, partition=PARTITION, key=b"g-7.0.0", value=b"x" * 99
+    )
+    for _ in range(2):
+        async with desk.service():
+            if not await desk.log.committed(group="reward-positions", places=[lost.place]):
+                await write_lost(desk.log, store, lost)
+                await write_lost(
+                    desk.log,
+                    store,
+                    replace(lost, topic=topics.FINISHED_COMPLETIONS.name, key=b"1" * 32),
+                )
+                await desk.play(0, [[5]])
+                await desk.play(1, [[5]])
+            [scored] = await desk.records(topics.SCORED_GROUPS, count=1)
+    assert (scored.group_id, scored.not_trainable) == ("g-1", "zero_variance")
+    place = Place(topics.FINISHED_EPISODES.dlq_name, PARTITION)
+    [letter] = await (await desk.log.reader({place: 0})).read(timeout_s=0, records_max=10)
+    assert (letter_of(letter).group, letter_of(letter).offset) == ("g-7", 0)
+    other = Place(topics.FINISHED_COMPLETIONS.dlq_name, PARTITION)
+    assert await desk.log.end_positions([other]) == {other: 0}
+    await desk.log.close()
 
 
 async def test_without_functions_the_agents_rewards_count_and_no_process_starts(tmp_path):

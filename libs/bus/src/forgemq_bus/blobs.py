@@ -71,7 +71,7 @@ class BlobStore:
 
         Raises:
             LostBlobError: they are gone, or not the bytes that were written.
-            BlobError: the store does not answer.
+            BlobError: the store does not answer, or is not there.
         """
         return await asyncio.to_thread(self._get, reference)
 
@@ -129,6 +129,7 @@ class BlobStore:
         try:
             data: bytes = self._filesystem.cat_file(path)
         except FileNotFoundError as error:
+            self._check_there()
             raise LostBlobError(f"cannot read {path}: {error}") from error
         except OSError as error:
             raise BlobError(f"cannot read {path}: {error}") from error
@@ -136,6 +137,20 @@ class BlobStore:
         if found != reference.sha256:
             raise LostBlobError(f"{path} holds {len(data)} bytes with sha256 {found}")
         return data
+
+    def _check_there(self) -> None:
+        """Raise BlobError if the store itself is missing: then no blob counts as lost.
+
+        A folder that is not mounted has none of the run's blobs, and would fail every group.
+        """
+        # An object store has no folders: there it is the bucket.
+        path = self._root if self._is_local else PurePosixPath(self._root.parts[0])
+        try:
+            is_there = self._filesystem.exists(str(path))
+        except OSError as error:
+            raise BlobError(f"cannot look for {path}: {error}") from error
+        if not is_there:
+            raise BlobError(f"{path} does not exist: is the blob store of the run mounted?")
 
     def _list(self, folder: PurePosixPath) -> list[BlobFile]:
         try:

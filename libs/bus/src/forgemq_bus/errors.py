@@ -8,7 +8,8 @@ LogError
  |- OutOfRangeError       a position below the first or above the end of its partition
  |- UnknownPlaceError     a topic or partition that does not exist
  |- BlobError             the blob store refuses or does not answer
- |  |- LostBlobError      a blob is missing, or its bytes are not those that were written
+ |  |- LostBlobError      a blob is missing, or its bytes are not those that were written;
+ |                        a reader raises none, but returns the record as `lost`
  |- ClosedError           used after close
 """
 

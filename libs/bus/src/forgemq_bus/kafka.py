@@ -22,7 +22,7 @@ from forgemq_bus.kafka_writer import (
 )
 from forgemq_bus.log import AssignmentCallback, Isolation, Place, Subscription
 from forgemq_bus.names import broker_place, broker_topic, in_run
-from forgemq_bus.payloads import fetch_from, leave_in_store
+from forgemq_bus.payloads import LEAVE_IN_STORE, fetch_from
 
 __all__ = ["KafkaConnection", "KafkaLog"]
 
@@ -71,7 +71,7 @@ class KafkaLog:
         """Open a reader of exactly these partitions, from these positions."""
         self._check_open()
         await self._topics.check({broker_place(place, run=self._run) for place in positions})
-        values = fetch_from(self._kafka_run.blobs) if has_values else leave_in_store
+        values = fetch_from(self._kafka_run.blobs) if has_values else LEAVE_IN_STORE
         reader = await open_reader(self._kafka_run, positions, isolation=isolation, values=values)
         self._keep(reader)
         return reader

@@ -17,7 +17,7 @@ from forgemq_bus.kafka_connection import client_settings, connect, stop_client
 from forgemq_bus.kafka_reader import KafkaReader, open_reader
 from forgemq_bus.kafka_run import KafkaRun
 from forgemq_bus.kafka_topics import KafkaTopics
-from forgemq_bus.log import Place, Record, Subscription
+from forgemq_bus.log import READ_BYTES_MAX, Place, Record, Subscription
 from forgemq_bus.names import broker_place, broker_topic
 from forgemq_bus.payloads import fetch_from
 
@@ -171,7 +171,9 @@ class KafkaMember:
         if self._failure is not None:
             raise self._failure
 
-    async def read(self, *, timeout_s: float, records_max: int) -> list[Record]:
+    async def read(
+        self, *, timeout_s: float, records_max: int, bytes_max: int = READ_BYTES_MAX
+    ) -> list[Record]:
         """Records in offset order per partition; [] if none came within the time.
 
         Raises:
@@ -197,7 +199,9 @@ class KafkaMember:
                     return []
                 continue
             try:
-                records = await reader.read(timeout_s=left_s, records_max=records_max)
+                records = await reader.read(
+                    timeout_s=left_s, records_max=records_max, bytes_max=bytes_max
+                )
             except ClosedError:
                 continue  # Revoked while reading: wait for the next assignment.
             return records if reader is self._reader else []

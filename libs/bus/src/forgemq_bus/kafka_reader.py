@@ -15,7 +15,7 @@ from forgemq_bus.kafka_connection import (
     stop_client,
 )
 from forgemq_bus.kafka_run import KafkaRun
-from forgemq_bus.log import Isolation, Place, Record
+from forgemq_bus.log import READ_BYTES_MAX, Isolation, Place, Record
 from forgemq_bus.names import broker_topic
 from forgemq_bus.payloads import Values
 from forgemq_bus.read_ahead import ReadAhead
@@ -24,8 +24,8 @@ from forgemq_bus.read_ahead import ReadAhead
 # such a partition waits this long at most. An arriving record ends the wait at once.
 FETCH_WAIT_MS_MAX = 250
 # One fetch and one partition's part in it: bounds a reader's memory (see KafkaReader).
-FETCH_BYTES_MAX = 16 * 1024 * 1024
-PARTITION_FETCH_BYTES_MAX = 2 * 1024 * 1024
+FETCH_BYTES_MAX = 4 * 1024 * 1024
+PARTITION_FETCH_BYTES_MAX = 1024 * 1024
 # aiokafka's fetcher retries a dead broker without end and without an error: ask the broker itself.
 PROBE_AFTER_S = 10.0
 
@@ -46,7 +46,8 @@ def fetching_consumer(connection: KafkaConnection, *, isolation: Isolation) -> A
 class KafkaReader:
     """Implements `log.Reader`; for one task at a time. `open_reader` makes one.
 
-    Memory: at most one fetch here and one in aiokafka, 16 MiB each before decompression.
+    Memory: at most one fetch here and one in aiokafka, each 4 MiB from each broker, before
+    decompression.
     """
 
     def __init__(
@@ -77,12 +78,14 @@ class KafkaReader:
             for place, position in positions.items():
                 consumer.seek(self._partitions[place], position)
 
-    async def read(self, *, timeout_s: float, records_max: int) -> list[Record]:
+    async def read(
+        self, *, timeout_s: float, records_max: int, bytes_max: int = READ_BYTES_MAX
+    ) -> list[Record]:
         """Records in offset order per partition; [] if none came within the time.
 
         Raises:
             OutOfRangeError: a position that its partition does not have; names both.
-            BlobError: a value's blob cannot be fetched; a later call tries the record again.
+            BlobError: the blob store does not answer; a later call tries the record again.
             LogUnavailableError: the brokers do not answer.
         """
         loop = asyncio.get_running_loop()
@@ -91,9 +94,10 @@ class KafkaReader:
         while True:
             if self.is_closed:
                 raise ClosedError("read after close")
-            taken, seeks = self._ahead.peek(records_max, without=self._paused), self._seeks
+            ahead, seeks = self._ahead.peek(records_max, without=self._paused), self._seeks
+            taken = self._values.fitting(ahead, bytes_max)
             if taken:
-                records = await self._values(taken)
+                records = await self._values.fetch(taken)
                 if seeks == self._seeks:
                     self._ahead.drop(taken)
                     return records
@@ -151,8 +155,9 @@ class KafkaReader:
             place = self._places[partition]
             self._ahead.add(place, [_record(place, message) for message in batch])
         # Also for partitions without records: markers and aborted records advance positions.
+        state = self._consumer._subscription.subscription.assignment.state_value
         for place, partition in self._partitions.items():
-            self._positions[place] = await self._consumer.position(partition)
+            self._positions[place] = state(partition).position
         await self._probe(has_heard=bool(batches))
 
     async def _probe(self, *, has_heard: bool) -> None:

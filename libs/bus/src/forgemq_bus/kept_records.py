@@ -3,28 +3,24 @@
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 
 from forgemq_bus.bounded_reads import read_up_to
-from forgemq_bus.errors import LostBlobError, OutOfRangeError
+from forgemq_bus.decoding import decoded_record
+from forgemq_bus.errors import OutOfRangeError
 from forgemq_bus.log import Isolation, Log, Place, Reader, Record
-from forgemq_contracts import topics
 from forgemq_contracts.messages import Message
-
-_READ_S = 0.5
-_PROBE_S = 2.0
-"""A record that is on the log comes within this time; behind the last one nothing comes."""
 
 
 def message_of(record: Record) -> Message:
     """The decoded message.
 
     Raises:
-        msgspec.ValidationError: the bytes are not a record of the topic.
+        msgspec.ValidationError: the bytes are not a record of the topic, or are lost.
     """
     return Message(
         topic=record.topic,
         partition=record.partition,
         offset=record.offset,
         timestamp_ms=record.timestamp_ms,
-        record=topics.decode(topics.BY_NAME[record.topic], record.value),
+        record=decoded_record(record),
     )
 
 
@@ -69,45 +65,12 @@ async def read_from(
         while not is_done:
             try:
                 async for records in read_up_to(reader, ends):
-                    yield records
+                    yield [record for record in records if not record.lost]
                 is_done = True
             except OutOfRangeError:
                 await pass_trimmed(log, reader, list(starts))
-            except LostBlobError:
-                async for records in _read_to_lost(reader, ends):
-                    yield records
-                await _pass_lost(log, reader, ends, isolation=isolation)
     finally:
         await reader.close()
-
-
-async def _read_to_lost(reader: Reader, ends: Mapping[Place, int]) -> AsyncIterator[list[Record]]:
-    """Records one by one, up to the next one whose blob is lost or to the ends."""
-    try:
-        while _behind(reader, ends):
-            if records := await reader.read(timeout_s=_READ_S, records_max=1):
-                yield records
-    except LostBlobError:
-        return
-
-
-async def _pass_lost(
-    log: Log, reader: Reader, ends: Mapping[Place, int], *, isolation: Isolation
-) -> None:
-    """Move a reader past each partition's next record if that record's blob is lost."""
-    for place in _behind(reader, ends):
-        position = reader.position(place)
-        probe = await log.reader({place: position}, isolation=isolation)
-        try:
-            await probe.read(timeout_s=_PROBE_S, records_max=1)
-        except LostBlobError:
-            reader.seek(place, position + 1)
-        finally:
-            await probe.close()
-
-
-def _behind(reader: Reader, ends: Mapping[Place, int]) -> list[Place]:
-    return [place for place, end in ends.items() if reader.position(place) < end]
 
 
 async def pass_trimmed(log: Log, reader: Reader, places: Sequence[Place]) -> None:

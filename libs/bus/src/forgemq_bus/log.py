@@ -13,6 +13,10 @@ Headers: TypeAlias = tuple[tuple[str, bytes], ...]
 Isolation: TypeAlias = Literal["committed", "uncommitted"]
 
 
+READ_BYTES_MAX = 32 * 1024 * 1024
+"""Values of one read if its caller sets no bound: many small records, or a few large ones."""
+
+
 class Place(NamedTuple):
     """One partition of one topic."""
 
@@ -22,7 +26,12 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One record as read from a log; its value is encoded and complete, also if it was a blob."""
+    """One record as read from a log; its value is encoded and complete, also if it was a blob.
+
+    Attributes:
+        lost: Why no reader can have the value any more, which is b"" then: its blob is gone or
+            damaged. "" if it is there.
+    """
 
     topic: str
     partition: int
@@ -31,6 +40,7 @@ class Record:
     key: bytes
     value: bytes
     headers: Headers = ()
+    lost: str = ""
 
     @property
     def place(self) -> Place:
@@ -57,8 +67,14 @@ class Emit:
 class Reader(Protocol):
     """Reads fixed partitions from given positions; commits nothing."""
 
-    async def read(self, *, timeout_s: float, records_max: int) -> list[Record]:
-        """Records in offset order per partition; [] if none came within the time."""
+    async def read(
+        self, *, timeout_s: float, records_max: int, bytes_max: int = READ_BYTES_MAX
+    ) -> list[Record]:
+        """Records in offset order per partition; [] if none came within the time.
+
+        Their values have `bytes_max` together, those from the blob store included; a value that is
+        larger comes alone.
+        """
         ...
 
     def position(self, place: Place) -> int:

@@ -14,7 +14,7 @@ from forgemq_bus.memory_groups import MemoryGroups, MemoryMember
 from forgemq_bus.memory_reader import MemoryReader
 from forgemq_bus.memory_store import MemoryStore, Transaction
 from forgemq_bus.names import broker_place, broker_topic, in_run
-from forgemq_bus.payloads import fetch_from, leave_in_store, offloaded
+from forgemq_bus.payloads import LEAVE_IN_STORE, fetch_from, offloaded
 
 
 class MemoryWriter:
@@ -166,7 +166,7 @@ class MemoryLog:
         self._check_open()
         for place in positions:
             self._store.partition(broker_place(place, run=self._run))
-        values = fetch_from(self._blobs) if has_values else leave_in_store
+        values = fetch_from(self._blobs) if has_values else LEAVE_IN_STORE
         reader = MemoryReader(
             self._store, positions, run=self._run, isolation=isolation, values=values
         )

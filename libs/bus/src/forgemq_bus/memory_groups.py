@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from forgemq_bus.errors import UnknownPlaceError
-from forgemq_bus.log import Place, Record, Subscription
+from forgemq_bus.log import READ_BYTES_MAX, Place, Record, Subscription
 from forgemq_bus.memory_reader import MemoryReader
 from forgemq_bus.memory_store import MemoryStore
 from forgemq_bus.names import broker_place, broker_topic
@@ -112,9 +112,13 @@ class MemoryMember:
         committed = self._store.positions.get((self.group, on_broker))
         return self._store.partition(on_broker).first if committed is None else committed
 
-    async def read(self, *, timeout_s: float, records_max: int) -> list[Record]:
+    async def read(
+        self, *, timeout_s: float, records_max: int, bytes_max: int = READ_BYTES_MAX
+    ) -> list[Record]:
         """Records in offset order per partition; [] if none came within the time."""
-        return await self._reader.read(timeout_s=timeout_s, records_max=records_max)
+        return await self._reader.read(
+            timeout_s=timeout_s, records_max=records_max, bytes_max=bytes_max
+        )
 
     def position(self, place: Place) -> int:
         """Offset of the next record that `read` returns for the partition."""

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 
 from forgemq_bus.errors import ClosedError
-from forgemq_bus.log import Isolation, Place, Record
+from forgemq_bus.log import READ_BYTES_MAX, Isolation, Place, Record
 from forgemq_bus.memory_store import MemoryStore
 from forgemq_bus.names import broker_place
 from forgemq_bus.payloads import Values
@@ -36,7 +36,9 @@ class MemoryReader:
         self._positions = dict(positions)
         self.store.wake()
 
-    async def read(self, *, timeout_s: float, records_max: int) -> list[Record]:
+    async def read(
+        self, *, timeout_s: float, records_max: int, bytes_max: int = READ_BYTES_MAX
+    ) -> list[Record]:
         """Records in offset order per partition; [] if none came within the time."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         while True:
@@ -44,7 +46,10 @@ class MemoryReader:
                 raise ClosedError("read after close")
             found, positions = self._collect(records_max)
             previous = {place: self._positions[place] for place in positions}
-            records = await self._values(found)
+            taken = self._values.fitting(found, bytes_max)
+            for record in reversed(found[len(taken) :]):
+                positions[record.place] = record.offset
+            records = await self._values.fetch(taken)
             if any(self._positions.get(place) != previous[place] for place in previous):
                 continue  # `seek` or `assign` was called while the blobs were fetched.
             self._positions.update(positions)

@@ -6,14 +6,13 @@ visible outside the bus.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
-from typing import TypeAlias
+from dataclasses import dataclass, replace
 
 import cramjam
 import msgspec
 
 from forgemq_bus.blobs import BlobStore
-from forgemq_bus.errors import BlobError, RecordTooLargeError
+from forgemq_bus.errors import BlobError, LostBlobError, RecordTooLargeError
 from forgemq_bus.log import Emit, Record
 from forgemq_contracts.fields import BlobReference
 
@@ -46,6 +45,7 @@ async def offloaded(
             )
         async with gate:
             reference = await blobs.put(await asyncio.to_thread(_compressed, emit.value))
+        reference = msgspec.structs.replace(reference, value_bytes=len(emit.value))
         headers = ((BLOB_HEADER, msgspec.msgpack.encode(reference)), (CODEC_HEADER, ZSTD))
         return replace(emit, value=b"", headers=emit.headers + headers)
 
@@ -55,8 +55,9 @@ async def offloaded(
 async def fetched(records: Sequence[Record], *, blobs: BlobStore | None) -> list[Record]:
     """Fetch the blobs; returns the records with their values, and without the blob headers.
 
+    A record whose blob is lost comes without a value and says so: see `Record.lost`.
+
     Raises:
-        LostBlobError: the blob is missing or damaged; names the record.
         BlobError: the store does not answer, or this log has none.
     """
     if not any(name == BLOB_HEADER for record in records for name, _ in record.headers):
@@ -64,48 +65,92 @@ async def fetched(records: Sequence[Record], *, blobs: BlobStore | None) -> list
     gate = asyncio.Semaphore(BLOBS_AT_ONCE_MAX)
 
     async def one(record: Record) -> Record:
-        named = dict(record.headers)
-        encoded, codec = named.get(BLOB_HEADER), named.get(CODEC_HEADER, b"")
-        if encoded is None:
+        if BLOB_HEADER not in dict(record.headers):
             return record
-        position = f"{record.topic}/{record.partition}@{record.offset}"
-        if blobs is None:
-            raise BlobError(f"{position} points at a blob and this log has no blob store")
-        reference = msgspec.msgpack.decode(encoded, type=BlobReference)
+        headers = tuple(h for h in record.headers if h[0] not in (BLOB_HEADER, CODEC_HEADER))
         try:
             async with gate:
-                stored = await blobs.get(reference)
-                value = await asyncio.to_thread(_plain, stored, codec)
+                value = await _value(record, blobs=blobs)
+        except LostBlobError as error:
+            return replace(record, value=b"", headers=headers, lost=f"the value is lost: {error}")
         except BlobError as error:
-            raise type(error)(f"{position}: {error}") from error
-        headers = tuple(h for h in record.headers if h[0] not in (BLOB_HEADER, CODEC_HEADER))
+            raise BlobError(
+                f"{record.topic}/{record.partition}@{record.offset}: {error}"
+            ) from error
         return replace(record, value=value, headers=headers)
 
     return list(await asyncio.gather(*map(one, records)))
 
 
-Values: TypeAlias = Callable[[Sequence[Record]], Awaitable[list[Record]]]
-"""What a reader does about values in the blob store before it returns records."""
+async def _value(record: Record, *, blobs: BlobStore | None) -> bytes:
+    if blobs is None:
+        raise BlobError("the value is in a blob and this log has no blob store")
+    try:
+        reference = reference_of(record)
+    except msgspec.MsgspecError as error:
+        raise LostBlobError(f"its header names no blob: {error}") from error
+    assert reference is not None, "asked for a record that points at a blob"
+    stored = await blobs.get(reference)
+    return await asyncio.to_thread(_plain, stored, dict(record.headers).get(CODEC_HEADER, b""))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Values:
+    """What a reader does about values in the blob store before it returns records.
+
+    Attributes:
+        fetch: Makes of records as they lie on the log what the reader returns.
+        size_bytes: How much memory the value takes that it returns for such a record.
+    """
+
+    fetch: Callable[[Sequence[Record]], Awaitable[list[Record]]]
+    size_bytes: Callable[[Record], int]
+
+    def fitting(self, records: Sequence[Record], bytes_max: int) -> list[Record]:
+        """The first records whose values fit in `bytes_max` together, at least one."""
+        size_bytes = 0
+        for index, record in enumerate(records):
+            size_bytes += self.size_bytes(record)
+            if index and size_bytes > bytes_max:
+                return list(records[:index])
+        return list(records)
 
 
 def fetch_from(blobs: BlobStore | None) -> Values:
     """Fetch every value that lies in the blob store."""
 
-    async def values(records: Sequence[Record]) -> list[Record]:
+    async def fetch(records: Sequence[Record]) -> list[Record]:
         return await fetched(records, blobs=blobs)
 
-    return values
+    return Values(fetch=fetch, size_bytes=_fetched_bytes)
 
 
-async def leave_in_store(records: Sequence[Record]) -> list[Record]:
-    """The records as they lie on the log."""
+async def _as_is(records: Sequence[Record]) -> list[Record]:
     return list(records)
+
+
+def _inline_bytes(record: Record) -> int:
+    return len(record.value)
+
+
+LEAVE_IN_STORE = Values(fetch=_as_is, size_bytes=_inline_bytes)
+"""The records as they lie on the log."""
 
 
 def reference_of(record: Record) -> BlobReference | None:
     """Where the value of a record read without values lies; None if it lies in the record."""
     encoded = dict(record.headers).get(BLOB_HEADER)
     return None if encoded is None else msgspec.msgpack.decode(encoded, type=BlobReference)
+
+
+def _fetched_bytes(record: Record) -> int:
+    try:
+        reference = reference_of(record)
+    except msgspec.MsgspecError:
+        return 0
+    if reference is None:
+        return len(record.value)
+    return reference.value_bytes or reference.size_bytes
 
 
 def _compressed(value: bytes) -> bytes:
@@ -116,8 +161,9 @@ def _plain(stored: bytes, codec: bytes) -> bytes:
     if not codec:
         return stored
     if codec != ZSTD:
+        # Not lost: a newer reader knows it.
         raise BlobError(f"compressed with {codec!r}, which this reader does not know")
     try:
         return bytes(cramjam.zstd.decompress(stored))
     except cramjam.DecompressionError as error:
-        raise BlobError(f"does not decompress: {error}") from error
+        raise LostBlobError(f"does not decompress: {error}") from error

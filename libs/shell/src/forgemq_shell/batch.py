@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import msgspec
 
+from forgemq_bus.decoding import decoded_record
 from forgemq_bus.log import Emit, Headers, Place, Record
 from forgemq_contracts import topics
-from forgemq_contracts.journal import JournalInput, JournalledBatch
+from forgemq_contracts.journal import JournalInput, JournalledBatch, JournalLoss
 from forgemq_contracts.messages import Core, InvalidRecordError, Message, Output, Tick
 from forgemq_shell.dead_letters import dead_letter, letter_of
 from forgemq_shell.records import emit_of
@@ -50,6 +51,7 @@ class Batch:
         self._core = core
         self._service = service
         self._inputs: list[JournalInput] = []
+        self._lost: list[JournalLoss] = []
         self._positions: dict[Place, int] = {}
 
     @property
@@ -74,11 +76,14 @@ class Batch:
             The record with its reason if it was bad, else None.
         """
         self._note(record)
+        if record.lost:
+            return self._lose(record, is_late=False)
         try:
             message = _message(record)
         except msgspec.ValidationError as error:
-            is_own = topics.BY_NAME[record.topic].dead_letters_by == self._service
-            return self._add_bad(record, f"does not decode: {error}", has_dead_letter=is_own)
+            return self._add_bad(
+                record, f"does not decode: {error}", has_dead_letter=self._is_own(record)
+            )
         try:
             outputs = self._core.handle(message)
         except InvalidRecordError as error:
@@ -89,6 +94,10 @@ class Batch:
         self._write(outputs, headers)
         return None
 
+    def lose(self, record: Record) -> BadRecord:
+        """Write the dead letter of a record that an earlier batch handled, whose value is lost."""
+        return self._lose(record, is_late=True)
+
     def journalled(self, *, sequence: int, logic_version: int) -> JournalledBatch:
         """The journal's record of this batch."""
         return JournalledBatch(
@@ -97,6 +106,7 @@ class Batch:
             outputs=len(self.emits),
             outputs_digest=digest(self.emits),
             logic_version=logic_version,
+            lost=tuple(self._lost),
         )
 
     def _note(self, record: Record) -> None:
@@ -117,6 +127,21 @@ class Batch:
 
     def _write(self, outputs: Sequence[Output], headers: Headers) -> None:
         self.emits.extend(emit_of(output, headers=headers) for output in outputs)
+
+    def _lose(self, record: Record, *, is_late: bool) -> BadRecord:
+        loss = JournalLoss(
+            topic=record.topic,
+            partition=record.partition,
+            offset=record.offset,
+            key=record.key,
+            is_late=is_late,
+        )
+        self._lost.append(loss)
+        return self._add_bad(record, record.lost, has_dead_letter=self._is_own(record))
+
+    def _is_own(self, record: Record) -> bool:
+        """Whether this service writes the dead letters of the record's topic."""
+        return topics.BY_NAME[record.topic].dead_letters_by == self._service
 
     def _add_bad(self, record: Record, reason: str, *, has_dead_letter: bool) -> BadRecord:
         if has_dead_letter:
@@ -156,7 +181,7 @@ def _message(record: Record) -> Message:
     if record.topic in topics.BY_DLQ_NAME:
         decoded: msgspec.Struct = letter_of(record)
     else:
-        decoded = topics.decode(topics.BY_NAME[record.topic], record.value)
+        decoded = decoded_record(record)
     return Message(
         topic=record.topic,
         partition=record.partition,

@@ -64,7 +64,11 @@ class Comparison:
         self.ticks += sum(1 for item in batch.inputs if not item.topic)
         self.inputs += replayed.records
         self.outputs += len(replayed.emits)
-        self.difference = self._record_difference(replayed, written) or _state_difference(replayed)
+        self.difference = (
+            _lost_input(replayed)
+            or self._record_difference(replayed, written)
+            or _state_difference(replayed)
+        )
 
     def _record_difference(
         self, replayed: ReplayedBatch, written: Mapping[Place, WrittenBatch]
@@ -92,6 +96,15 @@ _NOTHING = WrittenBatch(records=(), is_partial=False)
 
 def _is_same(record: Record, emit: Emit) -> bool:
     return (record.key, record.value) == (emit.key, emit.value)
+
+
+def _lost_input(replayed: ReplayedBatch) -> Difference | None:
+    """The first input that the replay cannot read and the task could."""
+    if not replayed.lost:
+        return None
+    record = replayed.lost[0]
+    place = f"{record.topic}/{record.partition}@{record.offset}"
+    return Difference(sequence=replayed.batch.sequence, detail=f"input {place}: {record.lost}")
 
 
 def _state_difference(replayed: ReplayedBatch) -> Difference | None:

@@ -80,7 +80,7 @@ async def read_batches(
         async for records in read_up_to(reader, {place: end}):
             for record in records:
                 if record.offset < end:
-                    batch = _DECODER.decode(record.value)
+                    batch = _batch(record)
                     previous = _following(previous, batch.sequence, record)
                     yield record.offset, batch
     finally:
@@ -112,7 +112,7 @@ async def read_entries(
 async def _entry(log: LogReads, record: Record) -> JournalEntry:
     batch: JournalledBatch | None = None
     if reference_of(record) is None:
-        batch = _DECODER.decode(record.value)
+        batch = _batch(record)
     elif (number := dict(record.headers).get(SNAPSHOT_HEADER)) is not None:
         return JournalEntry(position=record.offset, sequence=int(number), batch=None)
     else:
@@ -137,10 +137,16 @@ async def read_batch(
     try:
         while clock_s() < deadline_s:
             for record in await reader.read(timeout_s=_READ_S, records_max=1):
-                return _DECODER.decode(record.value)
+                return _batch(record)
     finally:
         await reader.close()
     raise LogUnavailableError(f"{place.topic}/{place.partition}: nothing came at {position}")
+
+
+def _batch(record: Record) -> JournalledBatch:
+    if record.lost:
+        raise LostBlobError(f"{record.topic}/{record.partition}@{record.offset}: {record.lost}")
+    return _DECODER.decode(record.value)
 
 
 def _following(previous: int | None, sequence: int, record: Record) -> int:

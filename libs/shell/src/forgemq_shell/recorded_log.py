@@ -3,7 +3,7 @@
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
-from forgemq_bus.log import Isolation, Place, Record
+from forgemq_bus.log import READ_BYTES_MAX, Isolation, Place, Record
 from forgemq_shell.recording import RecordedPartition, RecordedRecord, Recording, RecordingError
 
 
@@ -55,13 +55,16 @@ class RecordedReader:
         self._positions = dict(positions)
         self._paused: set[Place] = set()
 
-    async def read(self, *, timeout_s: float, records_max: int) -> list[Record]:
+    async def read(
+        self, *, timeout_s: float, records_max: int, bytes_max: int = READ_BYTES_MAX
+    ) -> list[Record]:
         """Records of one partition in offset order; [] at the end of one without records.
 
         Raises:
             RecordingError: every partition that is not paused was read to its end.
         """
-        del timeout_s
+        # A recording is in memory as a whole.
+        del timeout_s, bytes_max
         is_at_end = True
         for place, part in self._parts.items():
             position = self._positions[place]

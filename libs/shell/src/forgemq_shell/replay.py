@@ -2,12 +2,12 @@
 
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from msgspec import structs
 
-from forgemq_bus.log import Emit, LogReads, Place
-from forgemq_contracts.journal import JournalledBatch
+from forgemq_bus.log import Emit, LogReads, Place, Record
+from forgemq_contracts.journal import JournalledBatch, JournalLoss
 from forgemq_contracts.messages import Core
 from forgemq_shell.batch import Batch, digest
 from forgemq_shell.interruption import Turns
@@ -18,6 +18,9 @@ from forgemq_shell.journal import (
     input_starts,
     read_batches,
 )
+
+_LOST = "the value was lost"
+"""In a replay only: the reason of a dead letter is in its headers, which no digest covers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +33,8 @@ class ReplayedBatch:
         emits: What the core writes in the replay; never written to the log.
         digest: Of `emits`.
         snapshot: State after the batch; None if the journal has no snapshot there.
+        lost: Inputs whose values are lost and were not when the batch was journalled. The core did
+            not get them, so what it writes from here on may differ from the journal.
     """
 
     batch: JournalledBatch
@@ -37,6 +42,7 @@ class ReplayedBatch:
     emits: tuple[Emit, ...]
     digest: str
     snapshot: bytes | None
+    lost: tuple[Record, ...] = ()
 
     @property
     def is_same(self) -> bool:
@@ -87,12 +93,21 @@ async def _replay_batch(
     service: str,
 ) -> ReplayedBatch:
     replayed, turns = Batch(core, service=service), Turns()
+    known = {(loss.topic, loss.partition, loss.offset) for loss in batch.lost}
+    lost: list[Record] = []
+    for loss in batch.lost:
+        if loss.is_late:
+            replayed.lose(_lost_record(loss))
     for item in batch.inputs:
         if not item.topic:
             replayed.tick(item.tick_ms)
             continue
         for record in await inputs.read(item):
-            replayed.record(record)
+            is_known = (*record.place, record.offset) in known
+            if record.lost and not is_known:
+                lost.append(record)
+            # A known loss stays one if the value is there again: the core did not get it then.
+            replayed.record(replace(record, value=b"", lost=_LOST) if is_known else record)
             await turns.give()
     return ReplayedBatch(
         batch=batch,
@@ -100,6 +115,19 @@ async def _replay_batch(
         emits=tuple(replayed.emits),
         digest=digest(replayed.emits),
         snapshot=core.snapshot() if batch.snapshot is not None else None,
+        lost=tuple(lost),
+    )
+
+
+def _lost_record(loss: JournalLoss) -> Record:
+    return Record(
+        topic=loss.topic,
+        partition=loss.partition,
+        offset=loss.offset,
+        timestamp_ms=0,
+        key=loss.key,
+        value=b"",
+        lost=_LOST,
     )
 
 

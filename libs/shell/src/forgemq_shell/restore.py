@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from forgemq_bus.errors import LostBlobError
-from forgemq_bus.log import Log, Place
+from forgemq_bus.log import Log, Place, Record
 from forgemq_contracts.journal import JournalledBatch
 from forgemq_contracts.messages import Core
 from forgemq_shell.journal import (
@@ -97,6 +97,8 @@ class Restored:
         snapshot: The one that the state was built from; None: from the first batch.
         batches: Number of batches handled after it.
         wants_snapshot: The newest one is lost or of an older core: write one before anything else.
+        lost: Inputs that were handled after the snapshot, whose values are lost since and which
+            have no dead letter yet.
     """
 
     positions: dict[Place, int]
@@ -106,6 +108,23 @@ class Restored:
     snapshot: KeptSnapshot | None
     batches: int
     wants_snapshot: bool
+    lost: Sequence[Record]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Losses:
+    """Inputs that a replay has to do without although the task had them."""
+
+    has_any: bool = False
+    unwritten: dict[tuple[Place, int], Record] = field(default_factory=dict)
+
+    def add(self, replayed: ReplayedBatch) -> None:
+        """Count the losses of one batch, and the dead letters that it wrote of earlier ones."""
+        for record in replayed.lost:
+            self.has_any = True
+            self.unwritten[record.place, record.offset] = record
+        for loss in replayed.batch.lost:
+            self.unwritten.pop((Place(loss.topic, loss.partition), loss.offset), None)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -136,7 +155,7 @@ async def restore(plan: TaskPlan, *, log: Log, core: Core, telemetry: Telemetry)
     batches = chain.batches
     _check_logic(plan, batches)
     positions = restored_positions(plan.inputs, batches=batches, committed=committed, first=first)
-    await _replay(plan, batches, log=log, core=core, telemetry=telemetry)
+    lost = await _replay(plan, batches, log=log, core=core, telemetry=telemetry)
     has_snapshot = bool(batches) and batches[0].snapshot is not None
     return Restored(
         positions=positions,
@@ -147,6 +166,7 @@ async def restore(plan: TaskPlan, *, log: Log, core: Core, telemetry: Telemetry)
         batches=len(batches) - has_snapshot,
         wants_snapshot=chain.lost > 0
         or any(batch.logic_version != plan.logic_version for batch in batches),
+        lost=lost,
     )
 
 
@@ -192,16 +212,18 @@ async def _replay(
     log: Log,
     core: Core,
     telemetry: Telemetry,
-) -> None:
+) -> Sequence[Record]:
+    """Handle the batches again; returns inputs whose values are lost and that have no letter."""
     left = begin(core, batches)
     inputs = JournalledInputs(log, clock_s=asyncio.get_running_loop().time)
-    taken_over = TakenOver()
+    taken_over, losses = TakenOver(), _Losses()
     try:
         await inputs.open(left)
         async for replayed in replay(core, left, inputs=inputs, service=plan.service):
+            losses.add(replayed)
             if replayed.batch.logic_version != plan.logic_version:
                 taken_over.add(replayed)
-            elif not replayed.is_same:
+            elif not replayed.is_same and not losses.has_any:
                 raise _diverged(plan, replayed)
     finally:
         await inputs.close()
@@ -217,6 +239,7 @@ async def _replay(
             outputs_written=taken_over.outputs_written,
             outputs_dropped=taken_over.outputs_dropped,
         )
+    return tuple(losses.unwritten.values())
 
 
 def _diverged(plan: TaskPlan, replayed: ReplayedBatch) -> DivergedError:

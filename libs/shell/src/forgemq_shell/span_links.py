@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from forgemq_bus.decoding import decoded_record
 from forgemq_bus.log import Headers, Record
 from forgemq_contracts import topics
 from forgemq_contracts.episodes import FinishedEpisode
@@ -21,7 +22,7 @@ def linked_traces(record: Record) -> Sequence[Headers]:
     if record.topic not in _TOPICS:
         return ()
     try:
-        decoded = topics.decode(topics.BY_NAME[record.topic], record.value)
+        decoded = decoded_record(record)
     except msgspec.ValidationError:
         return ()
     return completion_traces(decoded)

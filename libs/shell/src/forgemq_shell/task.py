@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from forgemq_bus.errors import OutOfRangeError
-from forgemq_bus.log import Emit, Log, Place, Reader, Record, TransactionWriter
+from forgemq_bus.log import READ_BYTES_MAX, Emit, Log, Place, Reader, Record, TransactionWriter
 from forgemq_contracts.messages import Core, Output
 from forgemq_shell.bad_record_limit import BadRecordLimit
 from forgemq_shell.batch import BadRecord, Batch, stamped
@@ -66,6 +66,7 @@ class TransformTask:
         self._live_since_s = 0.0
         self._ticked_s = float("-inf")
         self._lag_s = float("-inf")
+        self._lost: Sequence[Record] = ()
 
     async def run(self) -> None:
         """Restore, then handle batches until stopped.
@@ -119,6 +120,7 @@ class TransformTask:
         self._sequence = restored.sequence
         self._run_ms_start = self._run_ms = restored.run_ms
         self._snapshots.begin(restored)
+        self._lost = restored.lost
         self._live_since_s = self._clock_s()
         self._telemetry.observe(
             "transform.restore_s", self._live_since_s - began_s, partition=plan.journal.partition
@@ -127,6 +129,8 @@ class TransformTask:
     async def _run_live(self, reader: Reader, writer: TransactionWriter) -> Batch:
         """Handle batches until stopped; returns the one that is not committed."""
         batch = self._new_batch()
+        for record in self._lost:
+            self._report_bad(batch.lose(record))
         while not self._stop.is_set():
             records = await self._gather(reader)
             began_s = self._clock_s()
@@ -159,31 +163,36 @@ class TransformTask:
         """Read the next records; [] if a tick or a stop comes first.
 
         Nothing is read while a batch is handled. That is the back-pressure: a task holds at most
-        `batch_records_max` records and about `batch_bytes_max` bytes.
+        `batch_records_max` records and `batch_bytes_max` bytes, and one further value.
         """
         settings = self._plan.settings
         wait_s = _STOP_POLL_S
         if self._plan.tick_s > 0:
             wait_s = min(wait_s, self._tick_wait_s())
-        records = await self._read(reader, timeout_s=wait_s, room=settings.batch_records_max)
+        records = await self._read(reader, timeout_s=wait_s)
         if not records:
             return records
         if len(records) < settings.read_records_max:
             # Sleep instead of reading on: each read of a few records costs the brokers a fetch.
             await asyncio.sleep(settings.batch_linger_s)
-        size = sum(len(record.value) for record in records)
-        while len(records) < settings.batch_records_max and size < settings.batch_bytes_max:
-            room = settings.batch_records_max - len(records)
-            more = await self._read(reader, timeout_s=0.0, room=room)
-            if not more:
-                break
+        while more := await self._read(reader, timeout_s=0.0, behind=records):
             records.extend(more)
-            size += sum(len(record.value) for record in more)
         return records
 
-    async def _read(self, reader: Reader, *, timeout_s: float, room: int) -> list[Record]:
-        records_max = min(room, self._plan.settings.read_records_max)
-        return await reader.read(timeout_s=timeout_s, records_max=records_max)
+    async def _read(
+        self, reader: Reader, *, timeout_s: float, behind: Sequence[Record] = ()
+    ) -> list[Record]:
+        """Read what fits in the batch behind these records; [] if it is full or none came."""
+        settings = self._plan.settings
+        room = settings.batch_records_max - len(behind)
+        room_bytes = settings.batch_bytes_max - sum(len(record.value) for record in behind)
+        if room <= 0 or room_bytes <= 0:
+            return []
+        return await reader.read(
+            timeout_s=timeout_s,
+            records_max=min(room, settings.read_records_max),
+            bytes_max=min(room_bytes, READ_BYTES_MAX),
+        )
 
     def _tick_when_due(self, batch: Batch) -> None:
         if self._plan.tick_s > 0 and self._tick_wait_s() == 0:

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 import msgspec
 
 from forgemq_bus.bounded_reads import read_up_to
+from forgemq_bus.decoding import decoded_record
 from forgemq_bus.log import Log, Place, Record
 from forgemq_bus.partitions import partitions_of
 from forgemq_contracts import topics
@@ -260,7 +261,7 @@ class Feed:
         The scheduler then retires the group, and that ends its open turns like any retirement.
         """
         try:
-            return topics.decode(topics.BY_NAME[record.topic], record.value)
+            return decoded_record(record)
         except msgspec.ValidationError as error:
             reason = f"does not decode: {error}"
             has_dead_letter = await self._outbox.write_dead_letter(record, reason=reason)

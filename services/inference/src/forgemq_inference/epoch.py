@@ -10,6 +10,7 @@ from typing import NamedTuple
 import msgspec
 
 from forgemq_bus.bounded_reads import read_up_to
+from forgemq_bus.decoding import decoded_record
 from forgemq_bus.log import Emit, Log, Place, Reader, Record, Writer
 from forgemq_contracts import topics
 from forgemq_contracts.weights import LoadedWeights, ReportedEngine
@@ -90,7 +91,7 @@ async def _up_to(reader: Reader, place: Place, offset: int) -> list[Record]:
 def _epoch(record: Record) -> int:
     """The epoch in a record; the one before the first if the record does not decode."""
     try:
-        decoded = topics.decode(topics.BY_NAME[record.topic], record.value)
+        decoded = decoded_record(record)
     except msgspec.ValidationError:
         return FIRST_EPOCH - 1
     assert isinstance(decoded, ReportedEngine | LoadedWeights)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from forgemq_bus.decoding import decoded_record
 from forgemq_bus.errors import FencedError
 from forgemq_bus.log import Place, Reader, Record
 from forgemq_contracts import topics
@@ -59,7 +60,7 @@ class Inbox:
     async def take(self, record: Record) -> None:
         """Pass one record on; one that does not decode becomes a dead letter of this service."""
         try:
-            decoded = topics.decode(topics.BY_NAME[record.topic], record.value)
+            decoded = decoded_record(record)
         except msgspec.ValidationError as error:
             is_written = await self._dead_letters.write(record, f"does not decode: {error}")
             event = "bad_record" if is_written else "bad_record_skipped"

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from forgemq_bus.bounded_reads import read_to_end
+from forgemq_bus.decoding import decoded_record
 from forgemq_bus.log import Member, Place, Record, Writer
 from forgemq_bus.partitions import partitions_of
 from forgemq_contracts import topics
@@ -208,6 +209,6 @@ class GradingLoop:
 
 def _decoded(record: Record) -> msgspec.Struct | None:
     try:
-        return topics.decode(topics.BY_NAME[record.topic], record.value)
+        return decoded_record(record)
     except msgspec.ValidationError:
         return None

@@ -4,8 +4,8 @@ import asyncio
 
 import msgspec
 
+from forgemq_bus.decoding import decoded_record
 from forgemq_bus.log import Place
-from forgemq_contracts import topics
 from forgemq_contracts.topics import LOADED_WEIGHTS, PUBLISHED_WEIGHTS, REPORTED_ENGINES
 from forgemq_contracts.weights import LoadedWeights, PublishedWeights, ReportedEngine
 from forgemq_shell.dead_letters import DeadLetters
@@ -39,7 +39,7 @@ async def watch_lanes(context: Context, publisher: Publisher, *, lineage: int) -
             publisher.give_up_lapsed(at_s=clock.time())
             for record in await reader.read(timeout_s=READ_TIMEOUT_S, records_max=RECORDS_MAX):
                 try:
-                    fact = topics.decode(topics.BY_NAME[record.topic], record.value)
+                    fact = decoded_record(record)
                 except msgspec.ValidationError as error:
                     await dead_letters.write(record, f"does not decode: {error}")
                     continue

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import msgspec
 from msgspec.structs import replace
 
+from forgemq_bus.decoding import decoded_record
 from forgemq_bus.log import Headers, Place, Reader
 from forgemq_contracts import topics
 from forgemq_contracts.messages import Output
@@ -117,7 +118,7 @@ class TrainingLoop:
             # One at a time: a record that is read beyond the wanted one would be lost.
             for record in await steps.read(timeout_s=READ_TIMEOUT_S, records_max=1):
                 try:
-                    scheduled = topics.decode(SCHEDULED_STEPS, record.value)
+                    scheduled = decoded_record(record)
                 except msgspec.ValidationError as error:
                     await dead_letters.write(record, f"does not decode: {error}")
                     continue

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import msgspec
 
 from forgemq_bus.bounded_reads import read_to_end
+from forgemq_bus.decoding import decoded_record
 from forgemq_bus.log import Log, Place, TransactionWriter, Writer
-from forgemq_contracts import topics
 from forgemq_contracts.steps import TrainedStep
 from forgemq_contracts.topics import PUBLISHED_WEIGHTS, TRAINED_STEPS
 from forgemq_contracts.weights import PublishedWeights
@@ -106,7 +106,7 @@ async def _read_facts(log: Log) -> list[TrainedStep | PublishedWeights]:
     async for records in read_to_end(log, await log.first_positions(places)):
         for record in records:
             with contextlib.suppress(msgspec.ValidationError):
-                fact = topics.decode(topics.BY_NAME[record.topic], record.value)
+                fact = decoded_record(record)
                 assert isinstance(fact, TrainedStep | PublishedWeights)
                 facts.append(fact)
     return facts

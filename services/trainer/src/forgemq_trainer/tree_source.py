@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from forgemq_bus.errors import BlobError, LostBlobError
+from forgemq_bus.decoding import decoded_record
+from forgemq_bus.errors import BlobError
 from forgemq_bus.log import Log, Place, Reader, Record, Writer
-from forgemq_contracts import topics
 from forgemq_contracts.steps import ScheduledStep
 from forgemq_contracts.topics import MERGED_TREES
 from forgemq_contracts.trees import MergedTree
@@ -158,10 +158,6 @@ class TreeSource:
     async def _read(self) -> list[Record]:
         try:
             records = await self._reader.read(timeout_s=READ_TIMEOUT_S, records_max=RECORDS_MAX)
-        except LostBlobError as error:
-            self._telemetry.event("tree_lost", error=str(error))
-            await self._pass_over_lost_blobs()
-            return []
         except BlobError as error:
             self._blob_failures += 1
             if self._blob_failures > BLOB_RETRIES_MAX:
@@ -172,24 +168,9 @@ class TreeSource:
         self._blob_failures = 0
         return records
 
-    async def _pass_over_lost_blobs(self) -> None:
-        """In each partition, skip the next record if its blob is lost; its group fails later."""
-        for place in self._places:
-            position = self._reader.position(place)
-            # One reader for each partition: an error does not say which one it is about.
-            probe = await self._log.reader({place: position})
-            try:
-                await probe.read(timeout_s=0, records_max=1)
-            except LostBlobError:
-                self._reader.seek(place, position + 1)
-            except BlobError:
-                pass  # Perhaps not lost; the next read tries it again.
-            finally:
-                await probe.close()
-
     async def _keep(self, record: Record) -> None:
         try:
-            tree = topics.decode(MERGED_TREES, record.value)
+            tree = decoded_record(record)
         except msgspec.ValidationError as error:
             await self._refuse(record, reason=f"does not decode: {error}")
             return

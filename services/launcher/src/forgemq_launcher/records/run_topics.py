@@ -1,5 +1,6 @@
 """Creates the topics of a run and writes its start and end."""
 
+from forgemq_bus.decoding import decoded_record
 from forgemq_bus.kafka import KafkaConnection, KafkaLog
 from forgemq_bus.kept_records import read_all
 from forgemq_bus.log import Log
@@ -30,7 +31,7 @@ async def last_trained_step(log: Log, configuration: RunConfiguration) -> int:
     last = NO_STEP
     async for records in read_all(log, partitions_of(TRAINED_STEPS, configuration)):
         for record in records:
-            trained = topics.decode(TRAINED_STEPS, record.value)
+            trained = decoded_record(record)
             assert isinstance(trained, TrainedStep)
             last = max(last, trained.step)
     return last
