@@ -9,6 +9,7 @@ from forgemq_contracts.fields import (
     CompletionId,
     EpisodeId,
     Epoch,
+    ForkReason,
     GroupId,
     JsonBytes,
     Lane,
@@ -64,6 +65,9 @@ class TurnPart(Struct, frozen=True, kw_only=True, omit_defaults=True):
             "parent only says how many leading tokens are the same."
         ),
     ] = False
+    fork_reason: Annotated[
+        ForkReason | None, Meta(description="None if it is no fork, or was recorded without one.")
+    ] = None
     tools_digest: str = ""
     tools: Annotated[
         bytes, Meta(description="JSON array; empty if the parent has the same tools.")
@@ -178,6 +182,13 @@ class FinishedCompletion(Struct, frozen=True, kw_only=True, omit_defaults=True):
     engine_s: Annotated[Seconds, Meta(description="Prefill and decode.")] = 0.0
     cached_tokens: TokenCount = 0
     retractions: Annotated[int, Meta(ge=0)] = 0
+    stop_string: Annotated[
+        str,
+        Meta(
+            description="The stop string that ended the output, which has its tokens; the client's "
+            "text ends before it. '' if a token or a limit ended it."
+        ),
+    ] = ""
     error: Annotated[
         str, Meta(description="The failure in words, for people; '' for a completion.")
     ] = ""

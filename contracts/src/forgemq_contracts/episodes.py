@@ -8,6 +8,7 @@ from forgemq_contracts.fields import (
     CompletionId,
     DomainName,
     EpisodeId,
+    ForkReason,
     GroupId,
     NamedValue,
     Offset,
@@ -89,6 +90,13 @@ class ManifestEntry(Struct, frozen=True, kw_only=True, omit_defaults=True):
     parent_id: CompletionId | None = None
 
 
+class ForkCount(Struct, frozen=True, kw_only=True):
+    """Forks of one episode for one reason."""
+
+    reason: ForkReason
+    count: Annotated[int, Meta(ge=1)]
+
+
 class FinishedEpisode(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The end of an episode; of each (group, index) the first record in the log counts."""
 
@@ -115,6 +123,9 @@ class FinishedEpisode(Struct, frozen=True, kw_only=True, omit_defaults=True):
     forks: Annotated[
         int, Meta(ge=0, description="Requests whose history was not what the episode had recorded.")
     ] = 0
+    fork_reasons: Annotated[
+        tuple[ForkCount, ...], Meta(description="The forks by reason, in the order of the names.")
+    ] = ()
     temperature: float | None = None
     round_name: str = ""
     detail: str = ""

@@ -4,7 +4,7 @@ from forgemq_contracts.arrays import pack_ids
 from forgemq_gateway.core.digests import EMPTY_PATH, message_digest
 from forgemq_gateway.core.history import History, KnownCompletion
 from forgemq_gateway.core.replies import Reply
-from forgemq_gateway.core.requests import Call, Text
+from forgemq_gateway.core.requests import Call, Text, Thinking
 
 
 def user(text: str) -> str:
@@ -19,6 +19,7 @@ def completion_of(
     context: list[int],
     output: list[int],
     text: str = "",
+    thinking: str = "",
     calls: int = 0,
     requested_ms: int = 0,
     finished_ms: int = 0,
@@ -39,6 +40,7 @@ def completion_of(
         path=EMPTY_PATH,
         reply=Reply(
             parts=(
+                *([Thinking(thinking)] if thinking else []),
                 Text(text),
                 *(Call(f"call_{identifier}_{n}", "find", "{}") for n in range(calls)),
             )

@@ -6,7 +6,7 @@ deltas and errors included.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -141,13 +141,17 @@ class ScriptedLane:
         except FailAttempt as failure:
             await self._finish(record, pack_ids(delta), reason="error", failed=failure)
             return
-        ids = [*self._rendering._tokenizer.encode(text), self._rendering.stop_token_ids[0]]
+        stop, ends = _ended(text, record.sampling.stop)
+        ids = self._rendering._tokenizer.encode(text[:ends])
+        ids += [] if stop else [self._rendering.stop_token_ids[0]]
         reason = "stop"
         if len(ids) > record.sampling.max_tokens:
-            ids, reason = ids[: record.sampling.max_tokens], "length"
+            ids, reason, stop = ids[: record.sampling.max_tokens], "length", ""
         self.known[record.request_id] = [*context, *ids]
         engine_s = (wall_ms() - started_ms) / 1000
-        await self._finish(record, pack_ids(delta), reason=reason, ids=ids, engine_s=engine_s)
+        await self._finish(
+            record, pack_ids(delta), reason=reason, ids=ids, engine_s=engine_s, stop=stop
+        )
 
     async def _finish(
         self,
@@ -158,6 +162,7 @@ class ScriptedLane:
         ids: list[int] | None = None,
         engine_s: float = 0.0,
         failed: FailAttempt | None = None,
+        stop: str = "",
     ) -> None:
         output = ids or []
         await self._write(
@@ -178,6 +183,7 @@ class ScriptedLane:
                 output=pack_ids(output),
                 logprobs=pack_floats([-0.5] * len(output)),
                 engine_s=engine_s,
+                stop_string=stop,
                 error="" if failed is None else str(failed),
                 failure=None if failed is None else failed.failure,
             ),
@@ -186,3 +192,9 @@ class ScriptedLane:
     async def _write(self, topic: topics.Topic, partition: int, record: msgspec.Struct) -> None:
         output = Output(topic=topic.name, partition=partition, record=record)
         await self._writer.write(emit_of(output))
+
+
+def _ended(text: str, stops: Sequence[str]) -> tuple[str, int | None]:
+    """The stop string that comes first in the text, and where it ends; as SGLang stops."""
+    found = [(text.find(stop) + len(stop), stop) for stop in stops if stop in text]
+    return (min(found)[1], min(found)[0]) if found else ("", None)

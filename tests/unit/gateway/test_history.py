@@ -1,10 +1,15 @@
 """The tree of message paths and the tree of tokens of one episode."""
 
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from forgemq_contracts.arrays import pack_ids, unpack_ids
-from forgemq_gateway.core.digests import EMPTY_PATH, message_digest
+from forgemq_gateway.core.digests import EMPTY_PATH, canonical_json, message_digest
+from forgemq_gateway.core.forks import fork_reason
 from forgemq_gateway.core.history import (
     History,
     KnownCompletion,
@@ -55,18 +60,101 @@ def test_a_fork_takes_the_parent_with_the_longest_shared_prefix(
         assert unpack_ids(tokens_of(parent, count=shared)) == probe[:shared]
 
 
-def test_a_reply_is_found_by_its_text_or_by_its_calls_with_any_text() -> None:
+def test_a_reply_is_found_by_its_text_or_by_its_calls_with_its_text_or_none() -> None:
     history = History()
     texted = add_first(history, completion_of(1, context=[1], output=[2], text="hi "), "a")
     called = add_first(history, completion_of(2, context=[3], output=[4], text="x", calls=2), "b")
-    by_text = history.keys([user("a"), message_digest("assistant", "hi")], ["", ""])
-    lost = message_digest("assistant", "")
-    by_call = history.keys([user("b"), lost], ["", called.reply.calls[0].id])
-    found = history.match(by_text), history.match(by_call)
-    assert found[0] is not None
-    assert found[1] is not None
-    assert [match.completion for match in found if match] == [texted, called]
-    assert history.match(history.keys([user("b"), lost], ["", "call_of_nobody"])) is None
+    calls = [(call.id, call.name, "{ }") for call in called.reply.calls]
+
+    def found(first: str, text: str, calls: Sequence[tuple[str, str, str]] = ()) -> object:
+        echo = message_digest("assistant", text, tool_calls=calls)
+        match = history.match(history.keys([user(first), echo]))
+        return None if match is None else match.completion
+
+    assert found("a", "hi") is texted
+    assert found("a", "<think>so what</think>\n\nhi ") is texted
+    assert [found("b", text, calls) for text in ("x", "", "<think>hm</think>x")] == [called] * 3
+    edits = [(*calls[0][:2], '{"a": 1}'), calls[1]]
+    assert [found("b", "x", each) for each in (calls[:1], edits, [])] == [None] * 3
+    assert found("b", "y", calls) is None
+
+
+def test_of_replies_with_the_same_text_the_echoed_reasoning_says_which_is_meant() -> None:
+    history = History()
+    reply = message_digest("assistant", "yes")
+    twins = [
+        add_first(
+            history,
+            completion_of(number, context=[1], output=[number], text="yes", thinking=thought),
+            "a",
+        )
+        for number, thought in enumerate(("first", "second"))
+    ]
+    children = [
+        completion_of(2 + n, parent=twin, shared=2, context=[3], output=[4], text="so")
+        for n, twin in enumerate(twins)
+    ]
+    for child, twin in zip(children, twins, strict=True):
+        history.add(child, keys=[user("b")], after=twin.path)
+    keys = [user("a"), reply, user("b"), message_digest("assistant", "so")]
+
+    def found(count: int, thought: str) -> object:
+        match = history.match(keys[:count], ["", thought, "", ""][:count])
+        return None if match is None else match.completion
+
+    assert [found(2, thought) for thought in ("first", "second", "", "changed")] == [
+        twins[0],
+        twins[1],
+        twins[1],
+        twins[1],
+    ]
+    assert [found(4, thought) for thought in ("first", "second")] == children
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        (["system s", "user a", "assistant one", "user b", "assistant two!", "user c"], "edited"),
+        (["system s2", "user a", "assistant one", "user b", "assistant two", "user c"], "edited"),
+        (["system s", "user a!", "assistant one", "user b", "assistant two"], "edited"),
+        (["system s", "user a summary"], "compaction"),
+        (["system s", "user a summary", "assistant two"], "compaction"),
+        (["system title", "user a"], "side_request"),
+        (["user a"], "side_request"),
+        (["system s", "user a"], "resampled"),
+    ],
+)
+def test_a_fork_has_a_reason_from_the_requests_before_it(messages: list[str], reason: str) -> None:
+    """The policy said `one` and `two`; the longest request has five messages."""
+
+    def keys_of(messages: list[str]) -> list[str]:
+        return [message_digest(*message.split(" ", 1)) for message in messages]
+
+    told = ["system s", "user a", "assistant one", "user b", "assistant two", "user c"]
+    history = History()
+    first = completion_of(1, context=[1], output=[2], text="one")
+    history.add(first, keys=keys_of(told[:2]), after=EMPTY_PATH)
+    second = completion_of(2, parent=first, shared=2, context=[1], output=[2], text="two")
+    history.add(second, keys=keys_of(told[3:4]), after=first.path)
+    history.note(keys_of(told[:5]), after=EMPTY_PATH)
+    roles: list[Any] = [message.split(" ", 1)[0] for message in messages]
+    assert fork_reason(history, keys_of(messages), roles) == reason
+
+
+def test_the_first_request_is_no_fork_and_one_beside_it_is_whether_or_not_it_was_answered() -> None:
+    history = History()
+    keys = [message_digest("system", "s"), user("a")]
+    assert fork_reason(history, keys, ["system", "user"]) is None
+    history.note(keys, after=EMPTY_PATH)
+    other = [message_digest("system", "s"), user("b")]
+    assert fork_reason(history, other, ["system", "user"]) == "side_request"
+    add_first(history, completion_of(1, context=[1], output=[2], text="x"), "z")
+    assert fork_reason(history, other, ["system", "user"]) == "side_request"
+
+
+def test_a_whole_number_is_the_same_with_and_without_a_fraction() -> None:
+    one, other = ('{"a": [1.0, 2.5, 1e2]}', '{"a":[1,2.5,100]}')
+    assert canonical_json(one) == canonical_json(other) != canonical_json('{"a":[1,2,100]}')
 
 
 def test_the_deepest_completion_on_the_path_is_matched_and_its_tail_is_new() -> None:

@@ -226,17 +226,19 @@ def test_support_is_full_only_where_nothing_truncates(sampling: Sampling, suppor
     assert support_of(sampling) == support
 
 
-def test_an_answer_becomes_a_record_with_exactly_its_numbers() -> None:
+def test_an_answer_becomes_a_record_with_exactly_its_numbers_and_its_stop_string() -> None:
     request = requested(shared_prefix_tokens=2, parent_id=request_id(9), attempt=4)
+    finish = EngineFinish("stop", matched="END")
+    spans = [EngineSpan("1.2", 0, 1), EngineSpan("1.3", 1, 2)]
     record = finished_completion(
         request,
-        answer([EngineSpan("1.2", 0, 1), EngineSpan("1.3", 1, 2)], cached_tokens=2),
+        answer(spans, cached_tokens=2, finish_reason=finish),
         limits=LIMITS,
         timing=TIMING,
         is_cancelled=False,
     )
     assert unpack_ids(record.context) == [3]
-    assert unpack_ids(record.output) == [7, 8]
+    assert (unpack_ids(record.output), record.stop_string) == ([7, 8], "END")
     assert unpack_floats(record.logprobs) == [-0.5, -1.5]
     assert record.spans == (
         WeightSpan(start=0, end=1, lineage=1, version=2),

@@ -5,7 +5,7 @@ import random
 import msgspec
 import pytest
 
-from forgemq_contracts.episodes import FinishedEpisode
+from forgemq_contracts.episodes import FinishedEpisode, ForkCount
 from forgemq_contracts.messages import Message
 from forgemq_run_view.groups import GroupBook
 from tests.unit.run_view.synthetic import SyntheticRun, configuration
@@ -62,6 +62,20 @@ def test_a_truncated_episode_is_counted_as_such_and_a_completed_one_is_not():
     assert dict(book.episode_ends) == {"truncated": 1, "failed": 1}
     [row] = book.rows(rows_max=9)
     assert row.truncated == 1
+
+
+def test_forks_are_added_up_by_reason():
+    run = SyntheticRun()
+    run.admit("g-1", index=0, version=0)
+    for index in range(2):
+        run.episode("g-1", index, version=0)
+    ends = [m.record for m in run.messages if isinstance(m.record, FinishedEpisode)]
+    reasons = (ForkCount(reason="compaction", count=2), ForkCount(reason="edited", count=1))
+    book = GroupBook()
+    for end in ends:
+        record = msgspec.structs.replace(end, forks=3, fork_reasons=reasons)
+        book.apply(Message(topic="", partition=0, offset=0, timestamp_ms=0, record=record))
+    assert (book.forks, dict(book.fork_reasons)) == (6, {"compaction": 4, "edited": 2})
 
 
 def test_records_of_a_forgotten_group_that_come_again_change_nothing(run):

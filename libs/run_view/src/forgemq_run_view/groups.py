@@ -77,6 +77,7 @@ class GroupBook:
         self.episodes_finished = 0
         self.episode_ends: Counter[str] = Counter()
         self.forks = 0
+        self.fork_reasons: Counter[str] = Counter()
 
     def apply(self, message: Message) -> None:
         """Take in one record; records of other kinds and of forgotten groups are ignored."""
@@ -276,6 +277,7 @@ class GroupBook:
             entry.finished.add(record.index)
             self.episodes_finished += 1
             self.forks += record.forks
+            self.fork_reasons.update({fork.reason: fork.count for fork in record.fork_reasons})
             is_truncated = record.truncated_by is not None
             self.episode_ends["truncated" if is_truncated else record.status] += 1
             entry.truncated += is_truncated

@@ -54,6 +54,7 @@ class Report(Struct, frozen=True, kw_only=True):
     samples: int
     episodes: int
     episode_ends: dict[str, int] = {}
+    fork_reasons: dict[str, int] = {}
     completions: int
     tokens_generated: int
     tokens_trained: int
@@ -111,6 +112,7 @@ def report(
         samples=sum(len(facts.completion_ids) for facts in trees),
         episodes=state.episodes_finished,
         episode_ends={each.end: each.episodes for each in state.episode_ends},
+        fork_reasons={each.reason: each.forks for each in state.fork_reasons},
         completions=state.completions,
         tokens_generated=state.tokens_generated,
         tokens_trained=state.tokens_trained,

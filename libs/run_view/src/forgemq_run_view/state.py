@@ -158,6 +158,13 @@ class EndCount(Struct, frozen=True, kw_only=True):
     episodes: int
 
 
+class ForkTotal(Struct, frozen=True, kw_only=True):
+    """Requests that did not extend the recorded tokens, for one reason."""
+
+    reason: str
+    forks: int
+
+
 class RunState(Struct, frozen=True, kw_only=True):
     """Everything the panel and the page need, at one moment."""
 
@@ -176,6 +183,7 @@ class RunState(Struct, frozen=True, kw_only=True):
     episodes_finished: int
     episodes_forks: int
     episode_ends: tuple[EndCount, ...]
+    fork_reasons: tuple[ForkTotal, ...]
     groups_admitted: int
     groups_open: int
     retired: tuple[RetiredCount, ...]

@@ -171,7 +171,7 @@ COUNTERS: dict[CounterName, Metric] = {
     "gateway.bad_records": Metric("{record}", "Records that did not decode and were skipped."),
     "gateway.refused": Metric("{request}", "Requests refused, by HTTP status."),
     "gateway.forks": Metric(
-        "{completion}", "Requests whose message history did not extend the recorded tokens."
+        "{completion}", "Requests whose messages did not extend the recorded tokens, by reason."
     ),
     "gateway.attempts_failed": Metric("{attempt}", "Attempts that a lane ended with an error."),
     "gateway.circuits_opened": Metric(

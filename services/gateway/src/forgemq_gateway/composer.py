@@ -5,6 +5,7 @@ from typing import Any
 
 from forgemq_contracts.arrays import unpack_floats, unpack_ids
 from forgemq_contracts.completions import TurnPart
+from forgemq_contracts.fields import ForkReason
 from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.errors import invalid
 from forgemq_gateway.core.history import TAIL_TOKENS, TOKEN_BYTES, KnownCompletion, tokens_of
@@ -39,18 +40,20 @@ class Composer:
         """
         request = planned.request
         parent: KnownCompletion | None
+        reason: ForkReason | None
         extension = await self._extension(planned, episode=episode)
         if planned.match is not None and extension is not None:
             parent = planned.match.completion
             shared = parent.total_tokens
             context = extension.tokens
-            first, is_fork = planned.match.consumed, False
+            first, reason = planned.match.consumed, None
             ends = tuple(shared + end for end in extension.message_ends)
         else:
             prompt = await self._prompts.of(request)
             parent, shared = episode.history.nearest(prompt.tokens)
             context = prompt.tokens[shared * TOKEN_BYTES :]
-            first, is_fork = 0, bool(episode.history.completions)
+            first = 0
+            reason = planned.fork_reason if planned.match is None else "rewritten"
             ends = prompt.message_ends
         context_tokens = shared + len(context) // TOKEN_BYTES
         sampling = used_sampling(
@@ -77,7 +80,8 @@ class Composer:
                 protocol=request.protocol,
                 body_digest=turn.body_digest,
                 ordinal=turn.ordinal,
-                is_fork=is_fork,
+                is_fork=reason is not None,
+                fork_reason=reason,
                 tools_digest=request.tools_digest,
                 tools=b"" if knows_tools else request.tools_json,
                 messages=messages_json,
@@ -114,7 +118,7 @@ class Composer:
     def parse(
         self, output: bytes, request_id: str, tools: Sequence[Mapping[str, Any]], context: bytes
     ) -> Reply:
-        """What the model said; implements `registry.Parse`."""
+        """What the model said, stop strings included; implements `registry.Parse`."""
         parsed = self._rendering.parse(
             unpack_ids(output),
             completion_id=request_id,

@@ -7,6 +7,7 @@ from msgspec import Struct
 
 from forgemq_gateway.composer import Composer
 from forgemq_gateway.context import GatewayContext
+from forgemq_gateway.core.digests import EMPTY_PATH
 from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.errors import RefusedError, failed
 from forgemq_gateway.core.history import KnownCompletion
@@ -75,6 +76,10 @@ class TurnSource:
         planned = plan(request, history=episode.history)
         now_ms = self._clock.wall_ms()
         match = planned.match
+        if match is None:
+            episode.history.note(planned.keys, after=EMPTY_PATH)
+        else:
+            episode.history.note(planned.keys[match.consumed :], after=match.path)
         turn = episode.begin(
             request.body_digest,
             matched=None if match is None else match.completion.request_id,
@@ -105,7 +110,7 @@ class TurnSource:
                 if planned.match is not None:
                     planned.match.completion.echoed = True
                 if prepared.part.is_fork:
-                    self._telemetry.count("gateway.forks")
+                    self._telemetry.count("gateway.forks", reason=prepared.part.fork_reason or "")
                 await self._dispatcher.dispatch(episode, turn, prepared, trace=span.headers())
         self._telemetry.observe("gateway.prepare_s", self._clock.now_s() - started_s)
 

@@ -66,6 +66,7 @@ function numbers(state) {
     number(trained ? `${state.merge_ratio_per_request.toFixed(2)}x` : "-", "tree saving, per request"),
     number(trained ? `${state.merge_ratio_append.toFixed(2)}x` : "-", "tree saving, append-only"),
     number(state.episode_ends.map((e) => whole(e.episodes)).join(" + ") || "0", `episodes ${state.episode_ends.map((e) => e.end).join(" + ")}`.trim()),
+    number(state.fork_reasons.map((r) => whole(r.forks)).join(" + ") || "0", `forks ${state.fork_reasons.map((r) => r.reason.replace("_", " ")).join(" + ")}`.trim()),
     number(gap === undefined ? "-" : gap.logprob_gap_mean.toExponential(1), gap === undefined ? "log-probability gap: not measured" : `nats gap to the engine, step ${gap.step}`),
     number(String(state.alarms.length), "alarms", state.alarms.length > 0),
     number(String(state.groups_open), "groups in flight"),

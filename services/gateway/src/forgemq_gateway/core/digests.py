@@ -2,16 +2,20 @@
 
 Two messages match if role, text and tool calls agree: a list of text blocks is its joined text,
 null is the empty text, and arguments are compared as JSON values. Cache marks, refusals, provider
-fields and reasoning are left out, because clients change or drop them between requests.
+fields and reasoning are left out, because clients change or drop them between requests, or write
+the reasoning in front of the text.
 """
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import msgspec
 
 # 128 bits: among the messages of a run no two different ones share a digest.
 _DIGEST_BYTES = 16
+
+_THINK, _THINK_END = "<think>", "</think>"
 
 # Longer arguments match by their text alone: to read their JSON would hold the interpreter.
 _CANONICAL_CHARACTERS_MAX = 65_536
@@ -43,7 +47,7 @@ def message_digest(
     hasher = hashlib.blake2b(digest_size=_DIGEST_BYTES)
     head = "system" if role == "developer" else role
     if role == "assistant":
-        text = text.strip()  # Several clients trim what they echo.
+        text = parted_reasoning(text)[1].strip()  # Several clients trim what they echo.
     hasher.update(f"{head}\0{tool_call_id}\0".encode())
     hasher.update(text.encode("utf-8", "surrogatepass"))
     for call_id, name, arguments in tool_calls:
@@ -52,14 +56,35 @@ def message_digest(
     return hasher.hexdigest()
 
 
+def parted_reasoning(text: str) -> tuple[str, str]:
+    """The reasoning that an assistant's text begins with, and the text behind it."""
+    head = text.lstrip()
+    if not head.startswith(_THINK):
+        return "", text
+    reasoning, end, rest = head.removeprefix(_THINK).partition(_THINK_END)
+    return (reasoning, rest) if end else ("", text)
+
+
 def canonical_json(text: str) -> bytes:
     """The same bytes for JSON texts of equal value; other or long text is encoded as it is."""
     if len(text) > _CANONICAL_CHARACTERS_MAX:
         return text.encode("utf-8", "surrogatepass")
     try:
-        return msgspec.json.encode(msgspec.json.decode(text), order="deterministic")
+        return msgspec.json.encode(_whole_numbers(msgspec.json.decode(text)), order="deterministic")
     except (msgspec.DecodeError, ValueError, RecursionError):
         return text.encode("utf-8", "surrogatepass")
+
+
+def _whole_numbers(value: Any) -> Any:  # noqa: ANN401 - any JSON value
+    """The value with 1.0 as 1: JavaScript has one kind of number, and writes it so."""
+    match value:
+        case float() if value.is_integer():
+            return int(value)
+        case list():
+            return [_whole_numbers(each) for each in value]
+        case dict():
+            return {name: _whole_numbers(each) for name, each in value.items()}
+    return value
 
 
 def path_after(path: bytes, key: str) -> bytes:

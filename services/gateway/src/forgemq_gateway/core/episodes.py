@@ -1,12 +1,14 @@
 """One attempt at one episode: its lease, its history and its requests in flight."""
 
+from collections import Counter
 from typing import Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from forgemq_contracts.episodes import FinishedEpisode, OpenedEpisode, ReportedReward
-from forgemq_contracts.fields import TruncationCause
+from forgemq_contracts.completions import TurnPart
+from forgemq_contracts.episodes import FinishedEpisode, ForkCount, OpenedEpisode, ReportedReward
+from forgemq_contracts.fields import ForkReason, TruncationCause
 from forgemq_contracts.partitions import request_id
 from forgemq_gateway.core.history import History
 from forgemq_gateway.core.manifest import counted, critical_path_s, manifest
@@ -69,6 +71,7 @@ class HeldEpisode:
         self.clients = 0
         self.next_sequence = 0
         self.forks = 0
+        self.fork_reasons: Counter[ForkReason] = Counter()
         self.is_context_full = False
         self._bodies: dict[str, KnownBody] = {}
         self._ended_attempts: dict[str, int] = {}
@@ -152,6 +155,12 @@ class HeldEpisode:
         """The newest attempt at a request that failed or was cancelled; -1 for no such attempt."""
         return self._ended_attempts.get(request, -1)
 
+    def note_fork(self, part: TurnPart) -> None:
+        """Count a completion's fork, if its turn is one."""
+        self.forks += part.is_fork
+        if part.fork_reason is not None:
+            self.fork_reasons[part.fork_reason] += 1
+
     def note_sequence(self, sequence: int) -> None:
         """Note that a sequence number, read back from the log, is taken."""
         self.next_sequence = max(self.next_sequence, sequence + 1)
@@ -192,6 +201,10 @@ class HeldEpisode:
             virtual_s=ending.virtual_s,
             duration_s=max(0, finished_ms - opened.opened_ms) / 1000,
             forks=self.forks,
+            fork_reasons=tuple(
+                ForkCount(reason=reason, count=count)
+                for reason, count in sorted(self.fork_reasons.items())
+            ),
             temperature=opened.sampling.temperature,
             round_name=group.round_name,
             detail=ending.detail,

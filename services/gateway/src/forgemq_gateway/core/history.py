@@ -10,12 +10,15 @@ from collections.abc import Sequence
 from msgspec import Struct
 
 from forgemq_gateway.core.digests import EMPTY_PATH, path_after
-from forgemq_gateway.core.replies import Reply, echo_key
+from forgemq_gateway.core.replies import Reply, echo_digests, echo_key
 
 TOKEN_BYTES = 4
 
 # About what the Python objects of one completion take beside its tokens and text.
 _OBJECT_BYTES = 1024
+
+# About what a message on a known path takes.
+_PATH_BYTES = 128
 
 # Renderers look back to the start of the assistant's message; these tokens reach it.
 TAIL_TOKENS = 1024
@@ -87,30 +90,59 @@ class History:
         self.completions: dict[str, KnownCompletion] = {}
         self.size_bytes = 0
         self._roots: list[KnownCompletion] = []
-        self._by_path: dict[bytes, KnownCompletion] = {}
-        self._turn_of_call: dict[str, str] = {}
+        self._by_path: dict[bytes, list[KnownCompletion]] = {}
+        self._turn_of_echo: dict[str, str] = {}
+        self._depths: dict[bytes, int] = {EMPTY_PATH: 0}
+        self._echoes: set[str] = set()
+        self.deepest = 0
 
-    def keys(self, digests: Sequence[str], call_ids: Sequence[str]) -> tuple[str, ...]:
-        """Match keys of messages: their digests, but a known tool call's id stands for its reply.
+    def keys(self, digests: Sequence[str]) -> tuple[str, ...]:
+        """Match keys of messages: their digests, but an echoed reply with calls is that reply.
 
-        `call_ids` has the id of each message's first tool call, "" for a message without calls.
-        Clients change an echoed reply's text and arguments, and keep the id.
+        Such an echo has the reply's calls, arguments compared as JSON, and its text or none.
         """
-        turns = self._turn_of_call
-        return tuple(
-            turns.get(call_id, digest) if call_id else digest
-            for digest, call_id in zip(digests, call_ids, strict=True)
-        )
+        return tuple(self._turn_of_echo.get(digest, digest) for digest in digests)
 
-    def match(self, keys: Sequence[str]) -> Match | None:
-        """The deepest completion on this path, if any; cost O(messages)."""
+    def match(self, keys: Sequence[str], thoughts: Sequence[str] = ()) -> Match | None:
+        """The deepest completion on this path, if any; cost O(messages).
+
+        Args:
+            keys: Match key of each message.
+            thoughts: Reasoning in each message: it decides between replies with the same text.
+        """
         path, best = EMPTY_PATH, None
         for index, key in enumerate(keys):
             path = path_after(path, key)
             found = self._by_path.get(path)
             if found is not None:
-                best = Match(completion=found, consumed=index + 1, path=path)
+                thought = thoughts[index] if thoughts else ""
+                chosen = _twin(found, thought=thought, before=best)
+                best = Match(completion=chosen, consumed=index + 1, path=path)
         return best
+
+    def note(self, keys: Sequence[str], *, after: bytes) -> bytes:
+        """Note the messages of a request behind a known path; returns the path to the last one."""
+        path, depth = after, self._depths.get(after, 0)
+        for key in keys:
+            path, depth = path_after(path, key), depth + 1
+            if path not in self._depths:
+                self._depths[path] = depth
+                self.size_bytes += _PATH_BYTES
+        self.deepest = max(self.deepest, depth)
+        return path
+
+    def known_count(self, keys: Sequence[str]) -> int:
+        """Number of leading messages that an earlier request had."""
+        path = EMPTY_PATH
+        for index, key in enumerate(keys):
+            path = path_after(path, key)
+            if path not in self._depths:
+                return index
+        return len(keys)
+
+    def is_echo(self, key: str) -> bool:
+        """Whether a message with this key is one of the policy's replies."""
+        return key in self._echoes
 
     def add(self, completion: KnownCompletion, *, keys: Sequence[str], after: bytes) -> None:
         """Add a finished completion and set its `path`.
@@ -120,20 +152,23 @@ class History:
             keys: Match keys of the request's messages behind `after`.
             after: Path digest that those messages follow.
         """
-        path = after
-        for key in keys:
-            path = path_after(path, key)
-        completion.path = path_after(
-            path, echo_key(completion.reply, request_id=completion.request_id)
-        )
+        echo = echo_key(completion.reply, request_id=completion.request_id)
+        completion.path = self._follow(self.note(keys, after=after), echo)
         self.completions[completion.request_id] = completion
-        self._by_path[completion.path] = completion
-        for call in completion.reply.calls:
-            self._turn_of_call[call.id] = f"turn:{completion.request_id}"
+        self._by_path.setdefault(completion.path, []).append(completion)
+        self._echoes.add(echo)
+        for digest in echo_digests(completion.reply):
+            self._turn_of_echo[digest] = echo
         siblings = self._roots if completion.parent is None else completion.parent.children
         siblings.append(completion)
         self.size_bytes += len(completion.context) + len(completion.output)
         self.size_bytes += len(completion.logprobs) + len(completion.reply.text) + _OBJECT_BYTES
+
+    def _follow(self, path: bytes, echo: str) -> bytes:
+        """The path to a reply; it makes no request deeper before a client echoes it."""
+        behind = path_after(path, echo)
+        self._depths.setdefault(behind, self._depths[path] + 1)
+        return behind
 
     def nearest(self, tokens: bytes) -> tuple[KnownCompletion | None, int]:
         """The completion that shares most leading tokens with these, and how many.
@@ -158,6 +193,21 @@ class History:
                 break
             level, prefix = ahead.children, shared
         return best, shared
+
+
+def _twin(
+    found: Sequence[KnownCompletion], *, thought: str, before: Match | None
+) -> KnownCompletion:
+    """The one of several replies with the same path: by its reasoning, its parent, or the last."""
+    if len(found) == 1:
+        return found[0]
+    parent = None if before is None else before.completion
+
+    def likeness(completion: KnownCompletion) -> tuple[bool, bool, int]:
+        has_thought = bool(thought) and completion.reply.thinking.strip() == thought
+        return has_thought, completion.parent is parent, completion.offset
+
+    return max(found, key=likeness)
 
 
 def tokens_of(completion: KnownCompletion, *, count: int | None = None, skip: int = 0) -> bytes:

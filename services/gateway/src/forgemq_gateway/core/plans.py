@@ -4,6 +4,8 @@ from msgspec import Struct
 
 from forgemq_contracts.completions import TurnPart
 from forgemq_contracts.episodes import Sampling
+from forgemq_contracts.fields import ForkReason
+from forgemq_gateway.core.forks import fork_reason
 from forgemq_gateway.core.history import History, KnownCompletion, Match
 from forgemq_gateway.core.requests import Request
 
@@ -14,11 +16,13 @@ class Plan(Struct, frozen=True, kw_only=True):
     Attributes:
         keys: Match key of each message.
         match: The longest known path it starts with; None if it is rendered from its start.
+        fork_reason: Why it has no match; None if it has one, or is the first of its episode.
     """
 
     request: Request
     keys: tuple[str, ...]
     match: Match | None
+    fork_reason: ForkReason | None = None
 
 
 class Prepared(Struct, frozen=True, kw_only=True):
@@ -40,11 +44,15 @@ class Prepared(Struct, frozen=True, kw_only=True):
 
 def plan(request: Request, *, history: History) -> Plan:
     """Find the completion that this request extends."""
-    keys = history.keys(request.digests, request.call_ids)
-    match = history.match(keys)
+    keys = history.keys(request.digests)
+    match = history.match(keys, request.thoughts)
     if match is not None and not _keeps_tools(match.completion, request):
-        match = None
-    return Plan(request=request, keys=keys, match=match)
+        return Plan(request=request, keys=keys, match=None, fork_reason="other_tools")
+    if match is not None:
+        return Plan(request=request, keys=keys, match=match)
+    roles = [message.role for message in request.messages]
+    reason = fork_reason(history, keys, roles)
+    return Plan(request=request, keys=keys, match=None, fork_reason=reason)
 
 
 def _keeps_tools(completion: KnownCompletion, request: Request) -> bool:

@@ -26,7 +26,7 @@ from forgemq_gateway.core.attempts import LaneResult, RestoredTurn
 from forgemq_gateway.core.digests import EMPTY_PATH
 from forgemq_gateway.core.episodes import GroupFacts, HeldEpisode
 from forgemq_gateway.core.history import TAIL_TOKENS, TOKEN_BYTES, KnownCompletion, tokens_of
-from forgemq_gateway.core.replies import Reply
+from forgemq_gateway.core.replies import Reply, cut_at
 from forgemq_gateway.core.turns import OpenTurn, restored
 
 # (output, request id, tools, tail of the context) -> the parsed reply.
@@ -179,6 +179,8 @@ class Registry:
             return
         known = episode.turns.get(record.request_id)
         if known is None or known.sent <= record.attempt:
+            after = EMPTY_PATH if parent is None or record.turn.is_fork else parent.path
+            episode.history.note(record.turn.message_digests, after=after)
             turn = restored(record, parent=parent)
             episode.turns[record.request_id] = turn
             self._restored[record.request_id] = _Restored(episode, turn)
@@ -338,8 +340,11 @@ class Registry:
             output=record.output,
             context_tokens=record.shared_prefix_tokens + len(record.context) // TOKEN_BYTES,
             path=EMPTY_PATH,
-            reply=parse(
-                record.output, record.request_id, tools, context[-TAIL_TOKENS * TOKEN_BYTES :]
+            reply=cut_at(
+                parse(
+                    record.output, record.request_id, tools, context[-TAIL_TOKENS * TOKEN_BYTES :]
+                ),
+                record.stop_string,
             ),
             tools_digest=part.tools_digest,
             lane=record.lane,
@@ -359,7 +364,7 @@ class Registry:
             keys=part.message_digests,
             after=parent.path if parent is not None and follows else EMPTY_PATH,
         )
-        episode.forks += part.is_fork
+        episode.note_fork(part)
         return completion
 
 

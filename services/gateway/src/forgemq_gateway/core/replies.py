@@ -2,6 +2,7 @@
 
 from typing import Literal, TypeAlias
 
+import msgspec
 from msgspec import Struct
 
 from forgemq_gateway.core.digests import message_digest
@@ -58,10 +59,36 @@ class Answer(Struct, frozen=True, kw_only=True):
 
 
 def echo_key(reply: Reply, *, request_id: str) -> str:
-    """Match key of this reply in a later history: its calls' ids if it has any, else its text."""
+    """Match key of this reply in a later history: itself if it has calls, else its text."""
     if reply.calls:
         return f"turn:{request_id}"
     return message_digest("assistant", reply.text)
+
+
+def echo_digests(reply: Reply) -> tuple[str, ...]:
+    """Digests of the messages that are this reply with its calls; () without calls.
+
+    Clients may leave out the text beside the calls. The calls' ids are of this reply alone, so
+    another message never has these digests.
+    """
+    if not reply.calls:
+        return ()
+    calls = [(call.id, call.name, call.arguments) for call in reply.calls]
+    return tuple(message_digest("assistant", text, tool_calls=calls) for text in (reply.text, ""))
+
+
+def cut_at(reply: Reply, stop: str) -> Reply:
+    """The reply up to the stop string that ended it; reasoning and calls before it stay."""
+    parts: list[Text | Thinking | Call] = []
+    for part in reply.parts:
+        found = -1 if isinstance(part, Call) or not stop else part.text.find(stop)
+        if found < 0 or isinstance(part, Call):
+            parts.append(part)
+            continue
+        if found:
+            parts.append(msgspec.structs.replace(part, text=part.text[:found]))
+        break
+    return msgspec.structs.replace(reply, parts=tuple(parts))
 
 
 def finish_reason(reply: Reply, *, sampled: str) -> FinishReason:

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 from msgspec import Struct
 
-from forgemq_gateway.core.digests import message_digest
+from forgemq_gateway.core.digests import message_digest, parted_reasoning
 
 Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool", "function"]
 ProtocolName: TypeAlias = Literal["chat_completions", "messages", "responses", "completions"]
@@ -89,9 +89,9 @@ class Request(Struct, frozen=True, kw_only=True):
     wants_logprobs: bool = False
 
     @property
-    def call_ids(self) -> tuple[str, ...]:
-        """Id of each message's first tool call; "" for a message without calls."""
-        return tuple(next((call.id for call in calls_of(m)), "") for m in self.messages)
+    def thoughts(self) -> tuple[str, ...]:
+        """Reasoning in each message, of its own or in front of its text; "" without any."""
+        return tuple(thought_of(message) for message in self.messages)
 
 
 def text_of(message: RequestMessage) -> str:
@@ -102,6 +102,14 @@ def text_of(message: RequestMessage) -> str:
 def calls_of(message: RequestMessage) -> list[Call]:
     """The message's tool calls, in order."""
     return [part for part in message.parts if isinstance(part, Call)]
+
+
+def thought_of(message: RequestMessage) -> str:
+    """The reasoning that comes with an assistant's message; "" without any."""
+    if message.role != "assistant":
+        return ""
+    apart = "".join(part.text for part in message.parts if isinstance(part, Thinking))
+    return (apart or parted_reasoning(text_of(message))[0]).strip()
 
 
 def match_key(message: RequestMessage) -> str:

@@ -56,10 +56,11 @@ class EngineSpan(Struct, frozen=True):
 
 
 class EngineFinish(Struct, frozen=True):
-    """Why the engine stopped; `message` if it aborted."""
+    """Why the engine stopped: the stop token or string that matched, `message` if it aborted."""
 
     type: str
     message: str | None = None
+    matched: int | str | list[int] | None = None
 
 
 class EngineMeta(Struct, frozen=True):
@@ -196,6 +197,7 @@ def finished_completion(
         request,
         finish_reason="stop" if reason == "stop" else "length",
         output=pack_ids(answer.output_ids),
+        stop_string=_stop_string(meta.finish_reason),
         logprobs=logprobs,
         temperature=0.0 if is_greedy else request.sampling.temperature,
         support=support_of(request.sampling),
@@ -287,6 +289,11 @@ def _routes(answer: EngineAnswer, experts: Experts | None) -> bytes:
         return packed_routes(recorded, tokens_count=len(answer.output_ids), experts=experts)
     except InvalidRoutesError as error:
         raise InvalidAnswerError(str(error)) from error
+
+
+def _stop_string(finish: EngineFinish) -> str:
+    """The stop string that ended the output; its tokens are in the output."""
+    return finish.matched if isinstance(finish.matched, str) else ""
 
 
 def _aborted(message: str, *, is_cancelled: bool) -> Refused:

@@ -134,6 +134,11 @@ def _lines(report: Report) -> list[tuple[str, str]]:
             "episodes",
             ", ".join(f"{end} {count:,}" for end, count in report.episode_ends.items()),
         ),
+        (
+            "forks",
+            ", ".join(f"{reason} {count:,}" for reason, count in report.fork_reasons.items())
+            or "none",
+        ),
         ("tokens", f"{report.tokens_generated:,} generated, {report.tokens_trained:,} trained"),
         (
             "tree saving",

@@ -1,0 +1,35 @@
+"""Why a request does not extend the tokens that its episode has recorded.
+
+Decided when the request arrives, from the requests before it and never from their answers: whether
+an answer was there in time does not change what is counted.
+"""
+
+from collections.abc import Sequence
+
+from forgemq_contracts.fields import ForkReason
+from forgemq_gateway.core.history import History
+from forgemq_gateway.core.requests import Role
+
+
+def fork_reason(history: History, keys: Sequence[str], roles: Sequence[Role]) -> ForkReason | None:
+    """Why a request without a match forks; None for the first request of an episode.
+
+    Example: after [system, a, reply], the messages [system, a, changed reply, b] are `edited`, and
+    [system, summary] are `compaction`; [title system, a] is a `side_request`.
+
+    Args:
+        history: What the episode has recorded, with the requests that have no answer yet.
+        keys: Match key of each message.
+        roles: Role of each message.
+    """
+    if not history.deepest:
+        return None
+    known = history.known_count(keys)
+    if known == len(keys):
+        return "resampled"
+    echoes = any(history.is_echo(key) for key in keys[known:])
+    if not known and not echoes:
+        return "side_request"
+    if len(keys) < history.deepest:
+        return "compaction"
+    return "edited" if echoes or "assistant" in roles[known:] else "side_request"
