@@ -8,14 +8,20 @@ from collections import Counter
 
 import msgspec
 
-from forgemq_contracts.groups import AdmittedGroup, MergedGroup, RequestedGroup, RetiredGroup
+from forgemq_contracts.groups import (
+    AdmittedGroup,
+    ClosedGroup,
+    MergedGroup,
+    RequestedGroup,
+    RetiredGroup,
+)
 from forgemq_contracts.messages import Message, Tick
 from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.steps import ScheduledStep, TrainedStep
 from forgemq_contracts.weights import LoadedWeights, ReportedEngine
 from forgemq_scheduler.core import SchedulerCore
 from tests.simulation.lane_world import Calendar, Engines, Gateway, Observer
-from tests.unit.scheduler.scene import METRICS
+from tests.unit.scheduler.scene import METRICS, opened_episode
 
 GATEWAYS = 2
 
@@ -48,6 +54,7 @@ class World:
         self.is_training = False
         self.admitted: dict[str, AdmittedGroup] = {}
         self.retired: dict[str, RetiredGroup] = {}
+        self.closed: set[str] = set()
         self.given: list[msgspec.Struct] = []
         self.requested = 0
         self.waiting = Counter[str]()
@@ -93,6 +100,8 @@ class World:
             match output.record:
                 case AdmittedGroup() as admitted:
                     self.on_admitted(admitted)
+                case ClosedGroup() as closed:
+                    self.on_closed(closed)
                 case RetiredGroup() as retired:
                     assert retired.group_id in self.admitted, "retired before admitted"
                     assert retired.group_id not in self.retired, "retired twice"
@@ -150,9 +159,31 @@ class World:
         self.admitted[admitted.group_id] = admitted
         if admitted.purpose == "train":
             self.waiting[admitted.domain] -= 1
+        if self.random.random() < 0.02:
+            return  # nobody ever claims it: only the deadline of that name ends it
         gateway = self.random.choice(self.gateways)
         turns = self.random.randint(1, 3)
-        gateway.admit(admitted, then=lambda: self.play(admitted, gateway, turns=turns))
+
+        def claim() -> None:
+            for index in range(admitted.group_size):
+                self.give(opened_episode(admitted.group_id, index=index))
+            self.play(admitted, gateway, turns=turns)
+
+        gateway.admit(admitted, then=claim)
+
+    def on_closed(self, closed: ClosedGroup) -> None:
+        """The gateway ends what is unfinished; mostly the group is then scored and merged."""
+        assert closed.group_id not in self.closed, "closed twice"
+        assert closed.group_id not in self.retired, "closed when it is over"
+        self.closed.add(closed.group_id)
+        if self.random.random() < 0.8:
+            admitted = self.admitted[closed.group_id]
+            version = admitted.version_at_admission
+
+            def merge() -> None:
+                self.merge(admitted, version=version)
+
+            self.calendar.after(self.random.randrange(100, 5000), merge)
 
     def play(
         self,

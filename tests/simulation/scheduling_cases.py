@@ -78,6 +78,8 @@ def scheduler() -> CoreCase:
             recorder.request(requested)
             requested += 1
         waiting = [group for group in recorder.admitted[merged:] if group.purpose == "train"]
+        if waiting and rng.random() < 0.5:
+            recorder.open(int(waiting[0].group_id[2:]), index=rng.randrange(4))
         if waiting and rng.random() < 0.7:
             _merge(recorder, waiting[0], roll=rng.random(), version=trained)
             merged = recorder.admitted.index(waiting[0]) + 1

@@ -23,7 +23,7 @@ SEEDS = [*range(100), *(pytest.param(n, marks=pytest.mark.slow) for n in range(1
 def configuration_of(
     *, queues: list[tuple[int, int, int]], steps: int, ahead: int = 1, lanes: int = 1
 ) -> RunConfiguration:
-    """A run with these queues (N, P, W) and a head deadline of 60 s."""
+    """A run with these queues (N, P, W) and deadlines of a minute or two."""
     configuration = RunConfiguration(
         run="sim",
         seed=0,
@@ -37,6 +37,7 @@ def configuration_of(
                 groups_per_step=groups,
                 window=window,
                 group_deadline_s=60.0,
+                claim_deadline_s=120.0,
             )
             for number, (slots, groups, window) in enumerate(queues)
         ),

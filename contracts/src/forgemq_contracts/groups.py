@@ -85,6 +85,19 @@ class AdmittedGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
         check_json("task", self.task)
 
 
+class ClosedGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The group is past its deadline: its unfinished episodes end, the finished ones are scored.
+
+    At most one for each admitted group. The gateway ends the episodes as failed, so that they are
+    masked; the group then goes the way of every group.
+    """
+
+    group_id: GroupId
+    domain: DomainName
+    purpose: Purpose
+    detail: str = ""
+
+
 class ScoredCompletion(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One trainable completion with its return-to-go and its advantage."""
 

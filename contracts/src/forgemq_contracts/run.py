@@ -59,8 +59,17 @@ class Queue(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         | None
     ) = None
     group_deadline_s: Annotated[
-        float, Meta(gt=0, description="A head older than this expires so that it can move.")
+        float,
+        Meta(
+            gt=0,
+            description="Counts from the group's first claim. Then its unfinished episodes are "
+            "masked and it is scored; if that takes as long again, it expires.",
+        ),
     ] = 3600.0
+    claim_deadline_s: Annotated[
+        float,
+        Meta(gt=0, description="An admitted group of which no agent claims an episode expires."),
+    ] = 86_400.0
     groups_requested_max: Annotated[
         int, Meta(ge=1, description="Requested, not yet admitted; above it: 429.")
     ] = 4096

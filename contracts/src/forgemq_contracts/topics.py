@@ -9,21 +9,9 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from forgemq_contracts import completions, groups
 from forgemq_contracts.audit import AuditedGroup
-from forgemq_contracts.completions import (
-    CancelledCompletion,
-    DeliveredCompletion,
-    FinishedCompletion,
-    RequestedCompletion,
-)
 from forgemq_contracts.episodes import FinishedEpisode, GradedEpisode, OpenedEpisode
-from forgemq_contracts.groups import (
-    AdmittedGroup,
-    MergedGroup,
-    RequestedGroup,
-    RetiredGroup,
-    ScoredGroup,
-)
 from forgemq_contracts.journal import JournalledBatch
 from forgemq_contracts.run import EndedRun, RunConfiguration, StartedRun
 from forgemq_contracts.steps import ScheduledStep, TrainedStep
@@ -112,7 +100,7 @@ ENDED_RUNS = Topic(
 )
 REQUESTED_GROUPS = Topic(
     name="requested-groups-v1",
-    record=RequestedGroup,
+    record=groups.RequestedGroup,
     key="group_id",
     partitioned_by="queue",
     is_transactional=False,
@@ -122,12 +110,22 @@ REQUESTED_GROUPS = Topic(
 )
 ADMITTED_GROUPS = Topic(
     name="admitted-groups-v1",
-    record=AdmittedGroup,
+    record=groups.AdmittedGroup,
     key="group_id",
     partitioned_by="queue",
     is_transactional=True,
     producer="scheduler",
     consumers=("gateway", "console", "launcher"),
+    dead_letters_by="gateway",
+)
+CLOSED_GROUPS = Topic(
+    name="closed-groups-v1",
+    record=groups.ClosedGroup,
+    key="group_id",
+    partitioned_by="queue",
+    is_transactional=True,
+    producer="scheduler",
+    consumers=("gateway",),
     dead_letters_by="gateway",
 )
 OPENED_EPISODES = Topic(
@@ -137,12 +135,12 @@ OPENED_EPISODES = Topic(
     partitioned_by="group",
     is_transactional=False,
     producer="gateway",
-    consumers=("gateway",),
+    consumers=("gateway", "scheduler"),
     dead_letters_by="gateway",
 )
 REQUESTED_COMPLETIONS = Topic(
     name="requested-completions-v1",
-    record=RequestedCompletion,
+    record=completions.RequestedCompletion,
     key="request_id",
     partitioned_by="lane",
     is_transactional=False,
@@ -153,7 +151,7 @@ REQUESTED_COMPLETIONS = Topic(
 )
 CANCELLED_COMPLETIONS = Topic(
     name="cancelled-completions-v1",
-    record=CancelledCompletion,
+    record=completions.CancelledCompletion,
     key="request_id",
     partitioned_by="lane",
     is_transactional=False,
@@ -164,7 +162,7 @@ CANCELLED_COMPLETIONS = Topic(
 )
 FINISHED_COMPLETIONS = Topic(
     name="finished-completions-v1",
-    record=FinishedCompletion,
+    record=completions.FinishedCompletion,
     key="request_id",
     partitioned_by="group",
     is_transactional=False,
@@ -180,7 +178,7 @@ FINISHED_COMPLETIONS = Topic(
 )
 DELIVERED_COMPLETIONS = Topic(
     name="delivered-completions-v1",
-    record=DeliveredCompletion,
+    record=completions.DeliveredCompletion,
     key="request_id",
     partitioned_by="group",
     is_transactional=False,
@@ -211,7 +209,7 @@ GRADED_EPISODES = Topic(
 )
 SCORED_GROUPS = Topic(
     name="scored-groups-v1",
-    record=ScoredGroup,
+    record=groups.ScoredGroup,
     key="group_id",
     partitioned_by="group",
     is_transactional=True,
@@ -232,7 +230,7 @@ MERGED_TREES = Topic(
 )
 MERGED_GROUPS = Topic(
     name="merged-groups-v1",
-    record=MergedGroup,
+    record=groups.MergedGroup,
     key="group_id",
     partitioned_by="group",
     is_transactional=True,
@@ -252,7 +250,7 @@ SCHEDULED_STEPS = Topic(
 )
 RETIRED_GROUPS = Topic(
     name="retired-groups-v1",
-    record=RetiredGroup,
+    record=groups.RetiredGroup,
     key="group_id",
     partitioned_by="group",
     is_transactional=True,
@@ -334,6 +332,7 @@ SHARED: tuple[Topic, ...] = (STARTED_RUNS, ENDED_RUNS)
 OF_RUN: tuple[Topic, ...] = (
     REQUESTED_GROUPS,
     ADMITTED_GROUPS,
+    CLOSED_GROUPS,
     OPENED_EPISODES,
     REQUESTED_COMPLETIONS,
     CANCELLED_COMPLETIONS,

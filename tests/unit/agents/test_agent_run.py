@@ -160,6 +160,19 @@ async def test_an_agent_that_raises_aborts_its_episode_with_the_error(memory_gat
     assert set(ends) == {AbortRequest(detail="LookupError: no such shelf")}
 
 
+async def test_a_group_is_played_whole_before_the_next_one_begins(memory_gateway, capsys):
+    played = []
+
+    async def slowly(episode) -> None:
+        played.append(episode.task["k"])
+        await asyncio.sleep(0.02)
+
+    gateway = await memory_gateway(group_size=4, slots=3, groups_to_train=3)
+    await play(gateway, slowly, slots=3, evaluation=Evaluation(), concurrent_max=1)
+    assert played[:12] == [0] * 4 + [1] * 4 + [2] * 4
+    assert '"event":"few_players"' in capsys.readouterr().err
+
+
 async def test_limits_end_an_episode_as_truncated_and_the_agent_has_the_last_word(memory_gateway):
     full = ContextFullError("too long", status=400)
     ends = {0: full, 1: full, 2: None, 3: LookupError("no such shelf")}

@@ -5,7 +5,14 @@ from typing import Any
 
 import msgspec
 
-from forgemq_contracts.groups import AdmittedGroup, MergedGroup, RequestedGroup, RetiredGroup
+from forgemq_contracts.episodes import OpenedEpisode, Sampling
+from forgemq_contracts.groups import (
+    AdmittedGroup,
+    ClosedGroup,
+    MergedGroup,
+    RequestedGroup,
+    RetiredGroup,
+)
 from forgemq_contracts.messages import Message, Tick
 from forgemq_contracts.run import LogLayout, Model, Queue, RunConfiguration, Trainer, check
 from forgemq_contracts.steps import ScheduledStep, TrainedStep, TrainingMetrics
@@ -62,6 +69,20 @@ def queue_of(
     )
 
 
+def opened_episode(group: str, *, index: int = 0, attempt: int = 0) -> OpenedEpisode:
+    return OpenedEpisode(
+        episode_id=f"{group}.{index}.{attempt}",
+        group_id=group,
+        index=index,
+        attempt=attempt,
+        key_sha256="0" * 64,
+        sampling=Sampling(),
+        history="append_only",
+        lease_s=60.0,
+        opened_ms=0,
+    )
+
+
 class Scene:
     """Feeds records one by one and checks the invariants after each; keeps outputs by type."""
 
@@ -70,6 +91,7 @@ class Scene:
         self.admitted: list[AdmittedGroup] = []
         self.steps: list[ScheduledStep] = []
         self.retired: list[RetiredGroup] = []
+        self.closed: list[str] = []
         self.places: list[tuple[str, int]] = []
 
     def feed(self, record: msgspec.Struct) -> list[msgspec.Struct]:
@@ -90,6 +112,9 @@ class Scene:
                     self.steps.append(step)
                 case RetiredGroup() as retired:
                     self.retired.append(retired)
+                case ClosedGroup() as closed:
+                    assert closed.group_id not in self.closed, "closed twice"
+                    self.closed.append(closed.group_id)
         return [output.record for output in outputs]
 
     def tick(self, run_s: float) -> list[msgspec.Struct]:
@@ -131,6 +156,11 @@ class Scene:
                 reported_ms=0,
             )
         )
+
+    def open(self, *numbers: int, index: int = 0, attempt: int = 0) -> None:
+        """Let an agent claim an episode of these groups."""
+        for number in numbers:
+            self.feed(opened_episode(f"g-{number}", index=index, attempt=attempt))
 
     def load(self, lane: int = 0, *, version: int, lineage: int = 1, epoch: int = 0) -> None:
         self.feed(

@@ -171,40 +171,108 @@ def test_the_last_step_says_so_and_nothing_is_scheduled_after_it():
 # Retirement.
 
 
-def test_a_head_past_its_deadline_expires_and_the_queue_moves():
+ONE = queue_of(slots=1, per_step=1, window=1, group_deadline_s=30.0, claim_deadline_s=900.0)
+
+
+def test_a_deadline_counts_from_the_first_claim_of_the_group():
+    scene = scene_of(ONE)
+    scene.request(0)
+    scene.tick(600)
+    assert (scene.closed, scene.ends()) == ([], {})
+    scene.open(0)
+    scene.tick(620)
+    scene.open(0, index=1)
+    scene.open(0, attempt=1)
+    scene.tick(629)
+    assert scene.closed == []
+    scene.tick(630)
+    assert (scene.closed, scene.ends()) == (["g-0"], {})
+
+
+def test_a_group_that_nobody_claims_expires_by_a_deadline_of_that_name():
+    scene = scene_of(ONE)
+    scene.request(0)
+    scene.tick(899)
+    assert scene.ends() == {}
+    scene.tick(900)
+    assert scene.ends() == {0: "expired"}
+    assert "no agent claimed an episode within 900 s" in scene.retired[0].detail
+    assert scene.closed == []
+
+
+def test_a_closed_group_trains_with_what_it_has():
+    scene = scene_of(ONE)
+    scene.request(0)
+    scene.open(0)
+    scene.tick(31)
+    scene.merge(0)
+    assert scene.taken(0) == [0]
+    scene.train(0)
+    assert scene.ends() == {0: "trained"}
+
+
+@pytest.mark.parametrize(
+    ("reason", "end"), [("failed", "expired"), ("zero_variance", "zero_variance")]
+)
+def test_a_closed_group_with_too_few_finished_episodes_expires(reason, end):
+    scene = scene_of(ONE)
+    scene.request(0, 1)
+    scene.open(0)
+    scene.tick(31)
+    scene.merge(0, not_trainable=reason)
+    assert scene.ends() == {0: end}
+    scene.report()
+    scene.merge(1, not_trainable="failed")
+    assert scene.ends() == {0: end, 1: "failed"}
+
+
+def test_a_group_past_its_deadline_that_nothing_scores_expires_and_the_queue_moves():
     scene = scene_of(queue_of(slots=4, per_step=2, window=2, group_deadline_s=30.0))
     scene.tick(5)
     scene.request(0, 1, 2, 3)
+    scene.open(0, 1, 2, 3)
     scene.merge(1, 2, 3)
     assert scene.steps == []  # 1 is taken; 2 and 3 are outside the window of two
-    for second in range(6, 35):
+    for second in range(6, 65):
         scene.report()
         scene.tick(second)
-    assert scene.ends() == {}
+    assert (scene.closed, scene.ends()) == (["g-0"], {})
     scene.report()
-    scene.tick(35)
+    scene.tick(65)
     assert scene.ends() == {0: "expired"}
+    assert "not scored within another 30 s" in scene.retired[0].detail
     assert scene.taken(0) == [1, 2]
 
 
-def test_a_head_that_finished_in_time_and_waits_for_its_step_never_expires():
+def test_a_group_that_finished_in_time_and_waits_for_its_step_never_expires():
     scene = scene_of(queue_of(slots=4, per_step=2, window=2, group_deadline_s=30.0), ahead=0)
     scene.request(0, 1, 2, 3)
+    scene.open(0, 1, 2, 3)
     scene.merge(0, 1, 2)
     scene.tick(31)
-    assert scene.ends() == {}, "2 is the head, and 3 is in nobody's way yet"
-    scene.train(0)
-    scene.load(version=1)
-    assert scene.ends() == {0: "trained", 1: "trained", 3: "expired"}
+    assert scene.closed == ["g-3"], "0 and 1 are taken and 2 has finished"
+    scene.tick(61)
+    assert scene.ends() == {3: "expired"}
 
 
 def test_what_comes_of_an_expired_group_afterwards_is_ignored():
-    scene = scene_of(queue_of(slots=1, per_step=1, window=1, group_deadline_s=30.0))
+    scene = scene_of(ONE)
     scene.request(0)
-    scene.tick(31)
+    scene.tick(900)
     before = scene.core.snapshot()
+    scene.open(0)
     scene.merge(0)
     assert (scene.core.snapshot(), scene.steps) == (before, [])
+
+
+def test_a_claim_of_a_closed_group_gives_it_no_more_time():
+    scene = scene_of(ONE)
+    scene.request(0)
+    scene.open(0)
+    scene.tick(31)
+    before = scene.core.snapshot()
+    scene.open(0, attempt=1)
+    assert scene.core.snapshot() == before
 
 
 def test_a_tree_that_the_trainer_could_not_load_retires_failed_and_holds_its_slot():
@@ -295,13 +363,17 @@ def test_evaluation_after_the_end_waits_for_the_final_weights_on_every_lane():
     assert scene.admitted[-1].version_at_admission == 1
 
 
-def test_evaluation_groups_expire_at_their_deadline():
-    scene = scene_of(queue_of(slots=1, per_step=1, window=1, group_deadline_s=30.0))
-    scene.request(10, purpose="eval")
+def test_an_evaluation_group_past_its_deadline_ends_with_what_it_has():
+    scene = scene_of(ONE)
+    scene.request(10, 11, purpose="eval")
+    scene.open(10, 11)
     scene.tick(29)
-    assert scene.ends() == {}
+    assert scene.closed == []
     scene.tick(30)
-    assert scene.ends() == {10: "expired"}
+    assert (scene.closed, scene.ends()) == (["g-10", "g-11"], {})
+    scene.merge(10, not_trainable="evaluated", purpose="eval")
+    scene.tick(60)
+    assert scene.ends() == {10: "evaluated", 11: "expired"}
 
 
 # State.

@@ -16,6 +16,7 @@ from forgemq_agents.requests import JsonRequests, Retry
 from forgemq_agents.run import AgentRun
 from forgemq_agents.settings import AgentsSettings
 from forgemq_agents.user_code import DomainCode, UserCodeError, load_domains
+from forgemq_contracts.players import shortage
 from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.topics import Topic
 from forgemq_settings.environment import SettingsError, parse
@@ -102,6 +103,8 @@ async def play_run(
             telemetry=telemetry,
             poll_s=settings.poll_s,
         )
+        if short := shortage(configuration):
+            telemetry.event("few_players", detail=short)
         await run.play()
 
 

@@ -1,7 +1,7 @@
 """Plays groups: each is requested, waits for its slot, is claimed and played, and retires."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 
 import msgspec
 from msgspec import Raw
@@ -40,6 +40,9 @@ class Groups:
         self._domains = domains
         self._seed = seed
         self._room = asyncio.Semaphore(episodes_max)
+        # One group of each kind claims at a time, in the order in which they were admitted. If all
+        # took turns, all would begin, and with little room none would end before its deadline.
+        self._claiming = {is_training: asyncio.Lock() for is_training in (True, False)}
         self.training_ended = asyncio.Event()
 
     async def request_training(self, domain: str, task_number: int) -> GroupStatus:
@@ -80,10 +83,10 @@ class Groups:
         async with asyncio.TaskGroup() as playing:
             episodes: list[asyncio.Task[None]] = []
             while current is not None and current.state != "retired":
-                episodes += [
-                    self._start(claim, domain=domain, playing=playing)
-                    async for claim in self._claim_all(status.group_id)
-                ]
+                async with self._claiming[is_training]:
+                    episodes += await self._claim_free(
+                        status.group_id, domain=domain, playing=playing
+                    )
                 current = await self._read(current, wait_s=CLAIM_WAIT_S)
             for episode in episodes:
                 episode.cancel()
@@ -115,21 +118,27 @@ class Groups:
         except EpisodeOverError:
             return None
 
-    async def _claim_all(self, group_id: str) -> AsyncIterator[Claim]:
-        """Claim the group's free episodes, each as soon as this process has room for it."""
-        while True:
-            await self._room.acquire()
-            claim = None
-            try:
-                claim = await self._gateway.claim(group_id)
-            except EpisodeOverError:
-                return
-            finally:
-                if claim is None:
-                    self._room.release()
+    async def _claim_free(
+        self, group_id: str, *, domain: str, playing: asyncio.TaskGroup
+    ) -> "list[asyncio.Task[None]]":
+        """Claim the group's free episodes, each as soon as this process has room, and play them."""
+        started: list[asyncio.Task[None]] = []
+        while (claim := await self._claim(group_id)) is not None:
+            started.append(self._start(claim, domain=domain, playing=playing))
+        return started
+
+    async def _claim(self, group_id: str) -> Claim | None:
+        """Claim one episode and hold room for it; None if nothing in the group is free."""
+        await self._room.acquire()
+        claim = None
+        try:
+            claim = await self._gateway.claim(group_id)
+        except EpisodeOverError:
+            pass
+        finally:
             if claim is None:
-                return
-            yield claim
+                self._room.release()
+        return claim
 
     def _start(
         self, claim: Claim, *, domain: str, playing: asyncio.TaskGroup

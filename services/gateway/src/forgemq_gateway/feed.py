@@ -4,7 +4,8 @@ A client hears a completion when it comes back from finished-completions, never 
 on the log is the reply.
 
 A restart begins where `marks.py` has committed, since earlier records belong to retired groups.
-Retired groups (a few bytes each) and trained steps are read in full, heartbeats only at their end.
+Closed and retired groups (a few bytes each) and trained steps are read in full, heartbeats only at
+their end.
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from forgemq_contracts.completions import (
     RequestedCompletion,
 )
 from forgemq_contracts.episodes import FinishedEpisode, OpenedEpisode
-from forgemq_contracts.groups import AdmittedGroup, RequestedGroup, RetiredGroup
+from forgemq_contracts.groups import AdmittedGroup, ClosedGroup, RequestedGroup, RetiredGroup
 from forgemq_contracts.steps import TrainedStep
 from forgemq_contracts.weights import ReportedEngine
 from forgemq_gateway.context import GatewayContext
@@ -34,6 +35,7 @@ from forgemq_gateway.marks import FIRST_RECORDS, NEEDED_GROUP, Marks
 CONSUMES = (
     topics.REQUESTED_GROUPS,
     topics.ADMITTED_GROUPS,
+    topics.CLOSED_GROUPS,
     topics.RETIRED_GROUPS,
     topics.TRAINED_STEPS,
     topics.OPENED_EPISODES,
@@ -48,7 +50,7 @@ CONSUMES = (
 # Each stage needs what earlier stages have applied; within a stage the order does not matter.
 _STAGES = (
     (topics.REQUESTED_GROUPS, topics.ADMITTED_GROUPS, topics.RETIRED_GROUPS, topics.TRAINED_STEPS),
-    (topics.OPENED_EPISODES,),
+    (topics.OPENED_EPISODES, topics.CLOSED_GROUPS),
     (topics.FINISHED_EPISODES,),
     (topics.FINISHED_COMPLETIONS,),
     (topics.REQUESTED_COMPLETIONS, topics.DELIVERED_COMPLETIONS, topics.REPORTED_ENGINES),
@@ -72,6 +74,7 @@ _BY_GROUP = (
 _LIVE = (
     topics.REQUESTED_GROUPS,
     topics.ADMITTED_GROUPS,
+    topics.CLOSED_GROUPS,
     topics.RETIRED_GROUPS,
     topics.TRAINED_STEPS,
     topics.FINISHED_COMPLETIONS,
@@ -215,6 +218,8 @@ class Feed:
                 # First: its requests may only go to lanes that serve at least its weights.
                 self._dispatcher.attempts.admit(decoded)
                 self._registry.apply_admitted_group(decoded)
+            case ClosedGroup():
+                self._registry.apply_closed_group(decoded)
             case RetiredGroup():
                 self._registry.apply_retired_group(decoded)
             case TrainedStep():

@@ -182,22 +182,9 @@ class Operations:
         return await self._open(found)
 
     async def _open(self, free: FreeEpisode) -> Claim:
-        group, index, attempt = free.group, free.index, free.attempt
-        facts = group.facts
-        identifier = episode_id(group=facts.group_id, index=index, attempt=attempt)
-        key = self._mint.key_of(identifier)
-        episodes = self._configuration.episodes
-        record = OpenedEpisode(
-            episode_id=identifier,
-            group_id=facts.group_id,
-            index=index,
-            attempt=attempt,
-            key_sha256=key_sha256(key),
-            sampling=pinned_sampling(episodes.sampling, temperature=facts.temperature),
-            history=episodes.history,
-            lease_s=episodes.lease_s,
-            opened_ms=self._clock.wall_ms(),
-        )
+        group, index, facts = free.group, free.index, free.group.facts
+        record = self._opening(group, index=index, attempt=free.attempt)
+        key = self._mint.key_of(record.episode_id)
         group.claiming.add(index)
         try:
             await self._outbox.write(record)
@@ -208,16 +195,32 @@ class Operations:
         )
         self._telemetry.count("gateway.episodes_opened")
         return Claim(
-            episode_id=identifier,
+            episode_id=record.episode_id,
             group_id=facts.group_id,
             index=index,
-            attempt=attempt,
+            attempt=record.attempt,
             key=key,
             base_url=f"{self.public_url}/v1",
             session_url=f"{self.public_url}/s/{key}/v1",
             lease_s=record.lease_s,
             task=Raw(facts.task),
             temperature=record.sampling.temperature,
+        )
+
+    def _opening(self, group: Group, *, index: int, attempt: int) -> OpenedEpisode:
+        """The record that lets an agent play this attempt."""
+        facts, episodes = group.facts, self._configuration.episodes
+        identifier = episode_id(group=facts.group_id, index=index, attempt=attempt)
+        return OpenedEpisode(
+            episode_id=identifier,
+            group_id=facts.group_id,
+            index=index,
+            attempt=attempt,
+            key_sha256=key_sha256(self._mint.key_of(identifier)),
+            sampling=pinned_sampling(episodes.sampling, temperature=facts.temperature),
+            history=episodes.history,
+            lease_s=episodes.lease_s,
+            opened_ms=self._clock.wall_ms(),
         )
 
     def renew_lease(self, episode_id: str) -> Lease:
@@ -338,6 +341,20 @@ class Operations:
                 detail = f"the lease of attempt {attempts} of {attempts} lapsed"
                 with suppress(RefusedError):  # The group may retire meanwhile.
                     await self.end(episode, Ending(status="failed", detail=detail))
+
+    async def end_closed(self) -> None:
+        """End what is unfinished of groups past their deadline as failed, so that it is masked."""
+        closed = [group for group in self._registry.groups.values() if group.closed]
+        unfinished = [(each, index) for each in closed for index in each.unfinished()]
+        for group, index in unfinished:
+            episode = group.episodes.get(index) or self._unopened(group, index)
+            self._telemetry.event("episode_closed", episode=episode.episode_id)
+            with suppress(RefusedError):  # The group may retire meanwhile.
+                await self.end(episode, Ending(status="failed", detail=group.closed))
+
+    def _unopened(self, group: Group, index: int) -> HeldEpisode:
+        """An episode that no agent has claimed, to be ended."""
+        return HeldEpisode(self._opening(group, index=index, attempt=0), lease_until_s=0.0)
 
     def run(self) -> RunStatus:
         """How far the run is."""

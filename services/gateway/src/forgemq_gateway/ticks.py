@@ -19,6 +19,7 @@ async def keep_ticking(
         await asyncio.sleep(TICK_S)
         dispatcher.tick()
         await operations.lapse()
+        await operations.end_closed()
         operations.held_bytes = registry.size_bytes()
         telemetry.gauge("gateway.history_bytes", operations.held_bytes)
         telemetry.gauge("gateway.groups", len(registry.groups))

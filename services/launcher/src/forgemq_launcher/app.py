@@ -4,6 +4,7 @@ from rich.console import Console
 
 from forgemq_audit import group_index, guarantees
 from forgemq_bus.log import Log
+from forgemq_contracts.players import shortage
 from forgemq_contracts.run import EndedRun, StartedRun
 from forgemq_contracts.topics import ENDED_RUNS, STARTED_RUNS, Topic
 from forgemq_launcher import exit_status
@@ -83,6 +84,8 @@ class RunningRun:
         started = await next_start(log, configuration, blobs=self._setup.blobs, now_ms=now_ms())
         for change in started.changes:
             self._screen.say(f"from here on {change}")
+        if short := shortage(configuration):
+            self._screen.say(f"warning: {short}")
         self._setup.folder.keep(configuration)
         await write_start(self._processes.connection, started)
         return started

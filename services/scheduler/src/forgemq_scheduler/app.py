@@ -5,9 +5,11 @@ from collections.abc import Mapping
 from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.topics import (
     ADMITTED_GROUPS,
+    CLOSED_GROUPS,
     LOADED_WEIGHTS,
     MERGED_GROUPS,
     OF_RUN,
+    OPENED_EPISODES,
     REPORTED_ENGINES,
     REQUESTED_GROUPS,
     RETIRED_GROUPS,
@@ -25,12 +27,18 @@ from forgemq_shell.transform import Transform
 
 CONSUMES: tuple[Topic, ...] = (
     REQUESTED_GROUPS,
+    OPENED_EPISODES,
     MERGED_GROUPS,
     TRAINED_STEPS,
     LOADED_WEIGHTS,
     REPORTED_ENGINES,
 )
-PRODUCES: tuple[Topic, ...] = (ADMITTED_GROUPS, SCHEDULED_STEPS, RETIRED_GROUPS)
+PRODUCES: tuple[Topic, ...] = (
+    ADMITTED_GROUPS,
+    CLOSED_GROUPS,
+    SCHEDULED_STEPS,
+    RETIRED_GROUPS,
+)
 
 # Dead letters that may be about a group, whichever service wrote them.
 DEAD_LETTERS: tuple[Topic, ...] = tuple(

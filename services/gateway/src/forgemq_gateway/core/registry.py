@@ -20,7 +20,7 @@ from forgemq_contracts.completions import (
     TurnPart,
 )
 from forgemq_contracts.episodes import FinishedEpisode, OpenedEpisode
-from forgemq_contracts.groups import AdmittedGroup, RequestedGroup, RetiredGroup
+from forgemq_contracts.groups import AdmittedGroup, ClosedGroup, RequestedGroup, RetiredGroup
 from forgemq_contracts.steps import TrainedStep
 from forgemq_gateway.core.attempts import LaneResult, RestoredTurn
 from forgemq_gateway.core.digests import EMPTY_PATH
@@ -44,6 +44,7 @@ class Group:
         episodes: Newest attempt by index.
         finished: Episode id of each index's first final record on the log.
         claiming: Indices whose OpenedEpisode is being written.
+        closed: Why no agent may play it any longer; "" while agents may.
     """
 
     def __init__(self, facts: GroupFacts) -> None:
@@ -53,10 +54,11 @@ class Group:
         self.episodes: dict[int, HeldEpisode] = {}
         self.finished: dict[int, str] = {}
         self.claiming: set[int] = set()
+        self.closed = ""
 
     def claimable(self) -> tuple[int, int] | None:
         """The lowest index that an agent may take now, and its next attempt."""
-        if self.state != "admitted":
+        if self.state != "admitted" or self.closed:
             return None
         for index in range(self.facts.group_size):
             if index in self.finished or index in self.claiming:
@@ -67,6 +69,19 @@ class Group:
             if episode.state == "lapsed":
                 return index, episode.opened.attempt + 1
         return None
+
+    def unfinished(self) -> list[int]:
+        """Indices without a final record, of which none is on its way."""
+        return [
+            index
+            for index in range(self.facts.group_size)
+            if index not in self.finished
+            and index not in self.claiming
+            and not self._is_finishing(index)
+        ]
+
+    def _is_finishing(self, index: int) -> bool:
+        return index in self.episodes and self.episodes[index].state == "finishing"
 
     def open_count(self) -> int:
         """Number of episodes that an agent holds."""
@@ -102,6 +117,12 @@ class Registry:
         group = self._enter(record)
         if group is not None:
             group.state, group.queue_index = "admitted", record.queue_index
+
+    def apply_closed_group(self, record: ClosedGroup) -> None:
+        """Let nobody claim an episode of the group: what is unfinished is to be ended."""
+        group = self.groups.get(record.group_id)
+        if group is not None:
+            group.closed = record.detail or "past its deadline"
 
     def _enter(self, record: RequestedGroup | AdmittedGroup) -> Group | None:
         if record.group_id in self.retired:

@@ -3,12 +3,10 @@
 from collections import deque
 from collections.abc import Iterable, MutableSequence
 
-import msgspec
-
 from forgemq_contracts.groups import MergedGroup, RequestedGroup
 from forgemq_contracts.run import Queue, staleness_limit, window_of
 from forgemq_contracts.steps import ScheduledGroup
-from forgemq_scheduler.core.snapshot import OpenGroup, QueueSnapshot
+from forgemq_scheduler.core.snapshot import GroupPhase, OpenGroup, QueueSnapshot
 from forgemq_scheduler.core.window import WindowedFifo
 
 
@@ -32,7 +30,11 @@ class DomainQueue:
         """Append a group to the generation queue; its slot is taken from here on."""
         index = self.fifo.append()
         group = OpenGroup(
-            group_id=group_id, queue=queue, queue_index=index, deadline_ms=deadline_ms
+            group_id=group_id,
+            queue=queue,
+            queue_index=index,
+            deadline_ms=deadline_ms,
+            phase="unclaimed",
         )
         self.groups[index] = group
         return group
@@ -64,21 +66,24 @@ class DomainQueue:
         """Whether a step has taken this group; always False for an evaluation group."""
         return group.queue_index is not None and not self.fifo.is_untaken(group.queue_index)
 
-    def note_failure(self, group: OpenGroup, failure: str) -> OpenGroup:
-        """Keep the reason why a taken group may fail to load; returns the group with it."""
-        assert group.queue_index is not None, "evaluation groups are in no queue"
-        noted = msgspec.structs.replace(group, failure=failure)
-        self.groups[group.queue_index] = noted
-        return noted
+    def deadline_ms(self, phase: GroupPhase, *, now_ms: int) -> int:
+        """Until when a group may be in a phase that begins now."""
+        settings = self.settings
+        within_s = settings.claim_deadline_s if phase == "unclaimed" else settings.group_deadline_s
+        return now_ms + round(1000 * within_s)
 
-    def lapsed_head(self, *, now_ms: int) -> OpenGroup | None:
-        """The head if it is past its deadline and has not finished, else None."""
-        head = self.fifo.head
-        if head is None or self.fifo.is_finished(head):
-            return None
-        # A finished head never lapses: it waits for its step, and retiring it would lose its work.
-        group = self.groups[head]
-        return group if group.deadline_ms <= now_ms else None
+    def lapsed(self, *, now_ms: int) -> list[OpenGroup]:
+        """Groups past their deadline that have not finished, oldest first.
+
+        A finished group never lapses: it waits for its step, and retiring it would lose its work.
+        """
+        return [
+            group
+            for index, group in self.groups.items()
+            if group.deadline_ms <= now_ms
+            and not self.fifo.is_finished(index)
+            and self.fifo.is_untaken(index)
+        ]
 
     def snapshot(self) -> QueueSnapshot:
         """All state of the queue, to be given to `restore`."""

@@ -18,7 +18,11 @@ class Evaluations:
     def open(self, request: RequestedGroup, *, queue: int, deadline_ms: int) -> OpenGroup:
         """Let a group begin; its domain's queue lends the number and the deadline, no slot."""
         group = OpenGroup(
-            group_id=request.group_id, queue=queue, queue_index=None, deadline_ms=deadline_ms
+            group_id=request.group_id,
+            queue=queue,
+            queue_index=None,
+            deadline_ms=deadline_ms,
+            phase="unclaimed",
         )
         self._open[group.group_id] = group
         return group
@@ -27,9 +31,13 @@ class Evaluations:
         """Drop a group that retires."""
         del self._open[group_id]
 
-    def expired(self, now_ms: int) -> tuple[OpenGroup, ...]:
+    def keep(self, group: OpenGroup) -> None:
+        """Replace an open group by what is known of it since."""
+        self._open[group.group_id] = group
+
+    def lapsed(self, *, now_ms: int) -> list[OpenGroup]:
         """Open groups past their deadline, oldest first."""
-        return tuple(group for group in self._open.values() if group.deadline_ms <= now_ms)
+        return [group for group in self._open.values() if group.deadline_ms <= now_ms]
 
     def groups(self) -> tuple[OpenGroup, ...]:
         """All open groups, oldest first."""

@@ -2,8 +2,15 @@
 
 from forgemq_contracts.dead_letters import DeadLetter
 from forgemq_contracts.fields import DomainName
-from forgemq_contracts.groups import AdmittedGroup, RequestedGroup, RetiredGroup, RetireReason
+from forgemq_contracts.groups import (
+    AdmittedGroup,
+    ClosedGroup,
+    RequestedGroup,
+    RetiredGroup,
+    RetireReason,
+)
 from forgemq_contracts.lanes import WeightsId
+from forgemq_contracts.run import Queue
 from forgemq_scheduler.core.snapshot import OpenGroup
 
 DETAIL_MAX = 500
@@ -33,6 +40,26 @@ def admitted_group(
         temperature=request.temperature,
         round_name=request.round_name,
     )
+
+
+def closed_group(group: OpenGroup, *, settings: Queue) -> ClosedGroup:
+    """The record that ends what is unfinished of a group."""
+    return ClosedGroup(
+        group_id=group.group_id,
+        domain=settings.domain,
+        purpose="eval" if group.queue_index is None else "train",
+        detail=f"not finished {settings.group_deadline_s:g} s after its first claim "
+        "(group_deadline_s)",
+    )
+
+
+def expiry(group: OpenGroup, *, settings: Queue) -> str:
+    """Why a group that is past the deadline of its phase expires: names the setting."""
+    if group.phase == "unclaimed":
+        within_s = f"{settings.claim_deadline_s:g} s (claim_deadline_s)"
+        return f"no agent claimed an episode within {within_s}"
+    within_s = f"{settings.group_deadline_s:g} s (group_deadline_s)"
+    return f"past its deadline, and not scored within another {within_s}"
 
 
 def retired_group(

@@ -12,6 +12,7 @@ import msgspec
 from forgemq_contracts import topics
 from forgemq_contracts.accounting import RetiredIds
 from forgemq_contracts.dead_letters import DeadLetter
+from forgemq_contracts.episodes import OpenedEpisode
 from forgemq_contracts.groups import MergedGroup, RequestedGroup, RetireReason
 from forgemq_contracts.lanes import WeightsId
 from forgemq_contracts.messages import Event, InvalidRecordError, Output, Tick
@@ -22,7 +23,14 @@ from forgemq_contracts.weights import LoadedWeights, ReportedEngine
 from forgemq_scheduler.core.domain_queue import DomainQueue, withdraw
 from forgemq_scheduler.core.evaluations import Evaluations
 from forgemq_scheduler.core.lanes import ServedLanes
-from forgemq_scheduler.core.records import admitted_group, failure, never_admitted, retired_group
+from forgemq_scheduler.core.records import (
+    admitted_group,
+    closed_group,
+    expiry,
+    failure,
+    never_admitted,
+    retired_group,
+)
 from forgemq_scheduler.core.slots import Slots
 from forgemq_scheduler.core.snapshot import OpenGroup, SchedulerSnapshot, TakenStep
 from forgemq_scheduler.core.steps import Steps
@@ -33,7 +41,8 @@ class SchedulerCore:
 
     Life of a train group: waiting -> open (has a queue index and a slot) -> finished (merged,
     trainable) -> taken (scheduled into the step that forms) -> retired. Its slot is free when it
-    retires untrained, or when all live lanes serve the version its step made.
+    retires untrained, or when all live lanes serve the version its step made. An open group is
+    unclaimed, then playing, then perhaps closed: past its deadline, to be scored as it is.
 
     Example, one queue with N=12, W=4, P=6 and one step ahead: 12 groups are admitted at version
     0. Six finish inside the window: step 0. Six more: step 1, though step 0 still trains. Step 0
@@ -63,8 +72,11 @@ class SchedulerCore:
             self._on_tick(event)
         else:
             self._on_record(event.record)
-            if isinstance(event.record, ReportedEngine) and lanes == self._lanes.revision:
-                # Most records are heartbeats, and one without news changes no decision.
+            is_report = isinstance(event.record, ReportedEngine)
+            if isinstance(event.record, OpenedEpisode) or (
+                is_report and lanes == self._lanes.revision
+            ):
+                # Most records are claims and heartbeats; those without news change no decision.
                 return self._outputs
         self._advance()
         return self._outputs
@@ -114,13 +126,28 @@ class SchedulerCore:
     def _on_tick(self, tick: Tick) -> None:
         self._now_ms = max(self._now_ms, tick.run_ms)
         self._lanes.on_time(self._now_ms)
-        for group in self._evaluations.expired(self._now_ms):
-            self._retire(group, "expired", detail="past the group's deadline")
+        late = self._evaluations.lapsed(now_ms=self._now_ms)
+        late += [group for queue in self._queues for group in queue.lapsed(now_ms=self._now_ms)]
+        for group in late:
+            self._lapse(group)
+
+    def _lapse(self, group: OpenGroup) -> None:
+        """Close a group whose time to play is over; retire one that nothing moves."""
+        queue = self._queues[group.queue]
+        if group.phase == "playing":
+            deadline_ms = queue.deadline_ms("closed", now_ms=self._now_ms)
+            self._keep(group, phase="closed", deadline_ms=deadline_ms)
+            record = closed_group(group, settings=queue.settings)
+            self._write(topics.CLOSED_GROUPS, partition=group.queue, record=record)
+        else:
+            self._remove(group, "expired", detail=expiry(group, settings=queue.settings))
 
     def _on_record(self, record: msgspec.Struct) -> None:
         match record:
             case RequestedGroup():
                 self._on_requested(record)
+            case OpenedEpisode():
+                self._on_opened(record)
             case MergedGroup():
                 self._on_merged(record)
             case TrainedStep():
@@ -151,6 +178,13 @@ class SchedulerCore:
             self._queues[number].waiting.append(request)
         self._requested_ids.add(group_id)
 
+    def _on_opened(self, opened: OpenedEpisode) -> None:
+        """Let the group's time to play begin, if this is its first claim."""
+        group = self._open.get(opened.group_id)
+        if group is not None and group.phase == "unclaimed":
+            deadline_ms = self._queues[group.queue].deadline_ms("playing", now_ms=self._now_ms)
+            self._keep(group, phase="playing", deadline_ms=deadline_ms)
+
     def _on_merged(self, merged: MergedGroup) -> None:
         group = self._open.get(merged.group_id)
         if group is None:
@@ -163,7 +197,9 @@ class SchedulerCore:
         fifo = self._queues[group.queue].fifo
         if fifo.is_finished(group.queue_index) or not fifo.is_untaken(group.queue_index):
             return  # the record is delivered a second time
-        if merged.not_trainable:
+        if merged.not_trainable == "failed" and group.phase == "closed":
+            self._remove(group, "expired", detail=f"past its deadline; {merged.detail}")
+        elif merged.not_trainable:
             self._remove(group, merged.not_trainable, detail=merged.detail)
         else:
             fifo.finish(group.queue_index, merged)
@@ -193,9 +229,7 @@ class SchedulerCore:
         if group is None:
             self._withdraw(letter)
         elif self._queues[group.queue].is_taken(group):
-            self._open[letter.group] = self._queues[group.queue].note_failure(
-                group, failure(letter)
-            )
+            self._keep(group, failure=failure(letter))
         else:
             self._remove(group, "failed", detail=failure(letter))
 
@@ -224,9 +258,6 @@ class SchedulerCore:
         if version is not None:
             self._slots.forget_served(version)
         self._form_steps()
-        # A head that expires uncovers finished groups behind it, which may complete a step.
-        while self._expire():
-            self._form_steps()
         self._admit_evaluations()
         for number in range(len(self._queues)):
             self._admit(number)
@@ -279,15 +310,6 @@ class SchedulerCore:
         )
         self._write(topics.SCHEDULED_STEPS, partition=0, record=record)
 
-    def _expire(self) -> bool:
-        """Retire heads that are past their deadline; True if a head moved."""
-        has_moved = False
-        for queue in self._queues:
-            while (group := queue.lapsed_head(now_ms=self._now_ms)) is not None:
-                self._remove(group, "expired", detail="the head ran past the group's deadline")
-                has_moved = True
-        return has_moved
-
     def _admit_evaluations(self) -> None:
         weights = self._lanes.at_admission()
         if weights is None or not self._lanes.is_any_live:
@@ -297,9 +319,8 @@ class SchedulerCore:
             return
         for request in self._evaluations.waiting:
             number = self._numbers[request.domain]
-            group = self._evaluations.open(
-                request, queue=number, deadline_ms=self._deadline_ms(number)
-            )
+            deadline_ms = self._queues[number].deadline_ms("unclaimed", now_ms=self._now_ms)
+            group = self._evaluations.open(request, queue=number, deadline_ms=deadline_ms)
             self._open_group(request, group, weights=weights)
         self._evaluations.waiting.clear()
 
@@ -312,9 +333,8 @@ class SchedulerCore:
         slots_free = queue.settings.slots - len(queue.groups) - held
         while queue.waiting and slots_free > 0:
             request = queue.waiting.popleft()
-            group = queue.admit(
-                request.group_id, queue=number, deadline_ms=self._deadline_ms(number)
-            )
+            deadline_ms = queue.deadline_ms("unclaimed", now_ms=self._now_ms)
+            group = queue.admit(request.group_id, queue=number, deadline_ms=deadline_ms)
             self._open_group(request, group, weights=weights)
             slots_free -= 1
 
@@ -322,8 +342,14 @@ class SchedulerCore:
         yield self._evaluations.waiting
         yield from (queue.waiting for queue in self._queues)
 
-    def _deadline_ms(self, number: int) -> int:
-        return self._now_ms + round(1000 * self._queues[number].settings.group_deadline_s)
+    def _keep(self, group: OpenGroup, **changes: object) -> None:
+        """Replace what is known of an open group."""
+        changed = msgspec.structs.replace(group, **changes)
+        self._open[group.group_id] = changed
+        if group.queue_index is None:
+            self._evaluations.keep(changed)
+        else:
+            self._queues[group.queue].groups[group.queue_index] = changed
 
     def _open_group(self, request: RequestedGroup, group: OpenGroup, *, weights: WeightsId) -> None:
         self._requested_ids.remove(request.group_id)

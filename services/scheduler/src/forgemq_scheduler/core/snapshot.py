@@ -1,16 +1,22 @@
 """The scheduler's state as bytes: plain tuples in an order that the state alone decides."""
 
+from typing import Literal, TypeAlias
+
 from msgspec import Struct
 
 from forgemq_contracts.groups import MergedGroup, RequestedGroup
 from forgemq_contracts.lanes import KnownLane, WeightsId
 from forgemq_contracts.steps import ScheduledGroup
 
+GroupPhase: TypeAlias = Literal["unclaimed", "playing", "closed"]
+"""unclaimed: no agent has begun an episode. closed: past its deadline, to be scored as it is."""
+
 
 class OpenGroup(Struct, frozen=True, kw_only=True):
     """An admitted group that is not retired.
 
     Attributes:
+        deadline_ms: Of its phase: to be claimed, to be played, to be scored once it is closed.
         failure: Which of its records is bad, if that became known after a step had taken it.
     """
 
@@ -19,6 +25,7 @@ class OpenGroup(Struct, frozen=True, kw_only=True):
     queue_index: int | None
     deadline_ms: int
     failure: str = ""
+    phase: GroupPhase = "playing"
 
 
 class TakenStep(Struct, frozen=True, kw_only=True):
