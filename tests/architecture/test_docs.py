@@ -42,7 +42,7 @@ SETTINGS = {
     "FORGEMQ_TELEMETRY_": ("forgemq_telemetry.settings", "TelemetrySettings"),
     "FORGEMQ_TRANSFORM_": ("forgemq_shell.transform_settings", "TransformSettings"),
     "FORGEMQ_SERVICE_": ("forgemq_shell.service", "ServiceSettings"),
-    "FORGEMQ_KAFKA_": ("forgemq_shell.connection", "KafkaSecurity"),
+    "FORGEMQ_KAFKA_": ("forgemq_shell.connection", "KafkaSettings"),
     **{
         f"FORGEMQ_{path.name.upper()}_": (
             f"forgemq_{path.name}.settings",

@@ -223,7 +223,7 @@ def test_inputs_that_are_gone_are_named_and_a_run_that_is_down_gets_its_own_brok
         asyncio.run(merged_by_a_merger(run))
         assert run.replay("merger") == (
             0,
-            ["merger 0: 2 inputs, 1 ticks, 2 outputs in batches 0 to 1: equal"],
+            ["merger 0: 2 inputs, 1 ticks, 2 outputs in batches 0 to 2: equal"],
         )
         elsewhere = EndedRun(runs=tmp_path / "another-machine", run_id="small", kafka=run.kafka)
         assert elsewhere.replay("merger") == run.replay("merger")

@@ -66,16 +66,17 @@ def test_the_connection_takes_every_security_setting():
             "FORGEMQ_KAFKA_SASL_USERNAME": "u",
             "FORGEMQ_KAFKA_SASL_PASSWORD": "p",
             "FORGEMQ_KAFKA_TLS_CA_FILE": "/ca.pem",
+            "FORGEMQ_KAFKA_RETRY_S": "90",
         }
     )
-    assert msgspec.structs.asdict(connection) | {"retry_s": 0} == {
+    assert msgspec.structs.asdict(connection) == {
         "bootstrap": "a:1,b:2",
         "security_protocol": "SASL_SSL",
         "sasl_mechanism": "SCRAM-SHA-512",
         "sasl_username": "u",
         "sasl_password": "p",
         "tls_ca_file": "/ca.pem",
-        "retry_s": 0,
+        "retry_s": 90.0,
     }
     with pytest.raises(SettingsError, match=r"^FORGEMQ_KAFKA_SASL_MECHANISM: "):
         kafka_connection({**BROKER, "FORGEMQ_KAFKA_SASL_MECHANISM": "MD5"})

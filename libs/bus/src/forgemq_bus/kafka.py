@@ -23,6 +23,8 @@ from forgemq_bus.kafka_writer import (
 from forgemq_bus.log import AssignmentCallback, Isolation, Place, Subscription
 from forgemq_bus.names import broker_place, broker_topic, in_run
 from forgemq_bus.payloads import LEAVE_IN_STORE, fetch_from
+from forgemq_bus.setting_faults import SettingFault
+from forgemq_contracts.topics import OF_RUN
 
 __all__ = ["KafkaConnection", "KafkaLog"]
 
@@ -59,6 +61,16 @@ class KafkaLog:
         self._check_open()
         await self._topics.create(
             {broker_topic(topic, run=self._run): count for topic, count in partitions.items()}
+        )
+
+    async def setting_faults(self) -> list[SettingFault]:
+        """Name the settings of the cluster under which records of this run can be lost.
+
+        What this process may not read is not named.
+        """
+        self._check_open()
+        return await self._topics.setting_faults(
+            [broker_topic(topic.name, run=self._run) for topic in OF_RUN]
         )
 
     async def reader(

@@ -20,15 +20,21 @@ from forgemq_bus.kafka_connection import (
     stop_client,
 )
 from forgemq_bus.kafka_reader import fetching_consumer
+from forgemq_bus.kafka_settings import broker_settings, topic_facts
 from forgemq_bus.log import Isolation, Place
+from forgemq_bus.setting_faults import (
+    TOPIC_RULES,
+    SettingFault,
+    insync_replicas_min,
+    setting_faults,
+)
 from forgemq_bus.stable_positions import UNSTABLE_OFFSET_COMMIT, StablePositionsRequest
 
 RECORD_BYTES_MAX = 8 * 1024 * 1024  # Of a value, if the log has no blob store.
+MESSAGE_BYTES_MAX = RECORD_BYTES_MAX + 128 * 1024  # With keys, headers and framing.
 TOPIC_CONFIGURATION = {
-    "cleanup.policy": "delete",
-    "retention.ms": "-1",  # Records are kept until they are trimmed.
-    "retention.bytes": "-1",
-    "max.message.bytes": str(RECORD_BYTES_MAX + 128 * 1024),
+    **{name: value for name, (value, _) in TOPIC_RULES.items()},
+    "max.message.bytes": str(MESSAGE_BYTES_MAX),
     "message.timestamp.type": "CreateTime",
 }
 BROKER_DEFAULT = -1  # Replication factor: the one that the cluster is configured with.
@@ -61,9 +67,10 @@ class KafkaTopics:
         if not missing:
             return
         admin = await self._admin_client()
+        configuration = TOPIC_CONFIGURATION | await self._replication()
         new = [
             # NewTopic accepts the default factor only with an explicit, empty assignment.
-            NewTopic(topic, count, BROKER_DEFAULT, {}, TOPIC_CONFIGURATION)
+            NewTopic(topic, count, BROKER_DEFAULT, {}, configuration)
             for topic, count in missing.items()
         ]
         async with bound_and_translate(self._connection, "create topics"):
@@ -80,6 +87,25 @@ class KafkaTopics:
                 known = await self._describe(partitions)
                 await asyncio.sleep(RETRY_PAUSE_S if partitions.keys() - known.keys() else 0)
         _check_counts(known, partitions)
+
+    async def _replication(self) -> dict[str, str]:
+        """How many copies an acknowledged record has; {} if the cluster does not say its factor."""
+        admin = await self._admin_client()
+        async with bound_and_translate(self._connection, "settings of the brokers"):
+            brokers = await retry(lambda: broker_settings(admin))
+        factors = {settings.get("default.replication.factor") for settings in brokers.values()}
+        if None in factors or not factors:
+            return {}
+        replicas = min(int(factor) for factor in factors if factor)
+        return {"min.insync.replicas": str(insync_replicas_min(replicas))}
+
+    async def setting_faults(self, topics: Sequence[str]) -> list[SettingFault]:
+        """Name the settings under which records of these topics can be lost."""
+        admin = await self._admin_client()
+        async with bound_and_translate(self._connection, "settings of brokers and topics"):
+            brokers = await retry(lambda: broker_settings(admin))
+            facts = await retry(lambda: topic_facts(admin, topics))
+        return setting_faults(brokers=brokers, topics=facts, message_bytes_min=MESSAGE_BYTES_MAX)
 
     async def check(self, places: Set[Place]) -> None:
         """Check that these partitions exist; counts never change, so the broker is asked once.

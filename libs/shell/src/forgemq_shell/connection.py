@@ -1,6 +1,7 @@
 """Reads from the environment how to reach the broker, and the run's id."""
 
 from collections.abc import Mapping
+from typing import Annotated
 
 import msgspec
 
@@ -8,7 +9,7 @@ from forgemq_bus.kafka_connection import KafkaConnection, SaslMechanism, Securit
 from forgemq_settings.environment import SettingsError, parse
 
 
-class KafkaSecurity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class KafkaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Read from `FORGEMQ_KAFKA_*`; the address itself is `FORGEMQ_KAFKA`."""
 
     security_protocol: SecurityProtocol = "PLAINTEXT"
@@ -16,6 +17,9 @@ class KafkaSecurity(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     sasl_username: str = ""
     sasl_password: str = ""
     tls_ca_file: str = ""
+    retry_s: Annotated[
+        float, msgspec.Meta(gt=0, description="An outage that is longer ends the process.")
+    ] = 30.0
 
 
 def kafka_connection(environ: Mapping[str, str]) -> KafkaConnection:
@@ -24,10 +28,10 @@ def kafka_connection(environ: Mapping[str, str]) -> KafkaConnection:
     Raises:
         SettingsError: `FORGEMQ_KAFKA` is not set, or a `FORGEMQ_KAFKA_*` is wrong.
     """
-    security = parse(KafkaSecurity, prefix="FORGEMQ_KAFKA_", environ=environ)
+    settings = parse(KafkaSettings, prefix="FORGEMQ_KAFKA_", environ=environ)
     bootstrap = _required(environ, "FORGEMQ_KAFKA", "host:port[,host:port] of the broker")
     try:
-        return KafkaConnection(bootstrap=bootstrap, **msgspec.structs.asdict(security))
+        return KafkaConnection(bootstrap=bootstrap, **msgspec.structs.asdict(settings))
     except ValueError as error:
         raise SettingsError(f"FORGEMQ_KAFKA: {error}") from error
 

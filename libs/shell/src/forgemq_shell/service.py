@@ -157,10 +157,23 @@ async def _run_main(
     )
     telemetry.event("started", run=configuration.run)
     try:
+        await _report_weak_settings(log, telemetry)
         await main(context)
     finally:
         await log.close()
     telemetry.event("ended", run=configuration.run)
+
+
+async def _report_weak_settings(log: KafkaLog, telemetry: Telemetry) -> None:
+    """Name settings of the cluster that can cost records; the service runs all the same."""
+    for fault in await log.setting_faults():
+        telemetry.event(
+            "weak_setting",
+            setting=fault.setting,
+            value=fault.value,
+            where=fault.where,
+            rule=fault.rule,
+        )
 
 
 async def _read_started_run(environ: Mapping[str, str], timeout_s: float) -> StartedRun:
