@@ -1,10 +1,12 @@
 """The HTTP server: its socket, and uvicorn under the gateway's own signals."""
 
 import asyncio
+import logging
 import socket
 
 import uvicorn
 
+from forgemq_gateway.connections import DeadlineConnection, SparseLog
 from forgemq_gateway.settings import GatewaySettings
 from forgemq_gateway.wire import Application
 from forgemq_settings.environment import SettingsError
@@ -55,10 +57,13 @@ def _inherited_socket(number: int) -> socket.socket:
 
 def http_server(application: Application) -> uvicorn.Server:
     """A server of this application; `should_exit` ends it."""
+    log = logging.getLogger("uvicorn.error")
+    if not any(isinstance(each, SparseLog) for each in log.filters):
+        log.addFilter(SparseLog())
     return uvicorn.Server(
         uvicorn.Config(
             application,
-            http="httptools",
+            http=DeadlineConnection,
             ws="none",
             lifespan="off",
             log_config=None,

@@ -17,10 +17,11 @@ import orjson
 from msgspec import Struct
 
 from forgemq_gateway.access import Access
+from forgemq_gateway.body_memory import BodyMemory, CountedBody
 from forgemq_gateway.composer import Composer
 from forgemq_gateway.context import GatewayContext
 from forgemq_gateway.core.episodes import HeldEpisode
-from forgemq_gateway.core.errors import RefusedError, busy, failed
+from forgemq_gateway.core.errors import RefusedError, failed
 from forgemq_gateway.core.history import KnownCompletion
 from forgemq_gateway.core.replies import Answer
 from forgemq_gateway.core.requests import Request
@@ -121,6 +122,10 @@ class TurnRoute:
         self._body_bytes_max = body_bytes_max(
             context.settings, context_tokens_max=context.configuration.model.context_tokens_max
         )
+        self._memory = BodyMemory(
+            bytes_max=context.settings.memory_bytes_max,
+            histories_bytes=lambda: operations.held_bytes,
+        )
         self._tasks = context.tasks
         self._clock = context.clock
         self._changed = context.changed
@@ -136,8 +141,21 @@ class TurnRoute:
         protocol: WireProtocol,
     ) -> None:
         """Answer one request of the episode with this key."""
+        with self._memory.body() as counted:
+            await self._serve(scope, receive, send, key, (protocol, counted))
+
+    async def _serve(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        key: str | None,
+        how: tuple[WireProtocol, CountedBody],
+    ) -> None:
+        """As `serve`; the body stays counted until the request is answered."""
         started_s = self._clock.now_s()
         headers = headers_of(scope)
+        protocol, counted = how
         try:
             self._access.episode(key)
             body = await read_body(
@@ -145,6 +163,7 @@ class TurnRoute:
                 bytes_max=self._body_bytes_max,
                 headers=headers,
                 code="context_length_exceeded",  # Agents shorten their history when they read it.
+                grow=counted.grow,
             )
             request = await self._read(protocol, body)
             started = self._start(request, key=key, caller=headers_from_http(headers))
@@ -184,7 +203,7 @@ class TurnRoute:
             RefusedError: 4xx as the parts say; 500 for any other error.
         """
         try:
-            self._check_memory()
+            self._memory.check()
             # Checked again: the episode may have ended while the body came.
             episode = self._access.episode(key)
             awaited = self._source.start(episode, request, caller=caller)
@@ -201,14 +220,6 @@ class TurnRoute:
             traceback=traceback.format_exc(),
         )
         return failed("the request could not be read", status=500)
-
-    def _check_memory(self) -> None:
-        if self._operations.held_bytes > self._settings.memory_bytes_max:
-            raise busy(
-                "the histories of open groups fill the gateway's memory",
-                status=503,
-                retry_after_s=5,
-            )
 
     async def _attend(self, client: Client, episode: HeldEpisode, awaited: Awaited) -> None:
         """Answer a client; its episode's lease cannot lapse meanwhile."""

@@ -24,12 +24,24 @@ def headers_of(scope: Scope) -> dict[str, str]:
 
 
 async def read_body(
-    receive: Receive, *, bytes_max: int, headers: Mapping[str, str], code: str | None = None
+    receive: Receive,
+    *,
+    bytes_max: int,
+    headers: Mapping[str, str],
+    code: str | None = None,
+    grow: Callable[[int], None] = lambda _: None,
 ) -> bytes:
-    """Read the whole body; `code` is the refusal's reason for programs.
+    """Read the whole body.
+
+    Args:
+        receive: Of the connection.
+        bytes_max: The longest body.
+        headers: Of the request.
+        code: Of the refusal, for programs.
+        grow: Called with the size of each part before it is kept; may refuse it.
 
     Raises:
-        RefusedError: 413: it is longer than the limit; nothing beyond it is kept.
+        RefusedError: 413: it is longer than the limit; nothing beyond it is kept. Or as `grow`.
         ClientGoneError: the connection closed.
     """
     too_long = RefusedError(
@@ -51,6 +63,7 @@ async def read_body(
         size += len(part)
         if size > bytes_max:
             raise too_long
+        grow(len(part))
         parts.append(part)
         if not message.get("more_body", False):
             return parts[0] if len(parts) == 1 else b"".join(parts)

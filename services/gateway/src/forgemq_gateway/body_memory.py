@@ -1,0 +1,66 @@
+"""Bytes of requests' bodies in memory: counted from their first byte until they are answered."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from forgemq_gateway.core.errors import RefusedError, busy
+
+
+class BodyMemory:
+    """What all open bodies take, beside the histories of open groups, within one limit.
+
+    Example: `with memory.body() as body:`, then `body.grow(len(part))` for each part.
+
+    Args:
+        bytes_max: Of both together; at more, the next bytes are refused.
+        histories_bytes: What the histories take now.
+    """
+
+    def __init__(self, *, bytes_max: int, histories_bytes: Callable[[], int]) -> None:
+        self._bytes_max = bytes_max
+        self._histories_bytes = histories_bytes
+        self.held_bytes = 0
+
+    @contextmanager
+    def body(self) -> Iterator["CountedBody"]:
+        """One body; its bytes are given back when the context ends."""
+        counted = CountedBody(self)
+        try:
+            yield counted
+        finally:
+            self.held_bytes -= counted.size_bytes
+
+    def check(self) -> None:
+        """Return if there is room.
+
+        Raises:
+            RefusedError: 503, there is none.
+        """
+        if self.held_bytes + self._histories_bytes() > self._bytes_max:
+            raise _full()
+
+
+class CountedBody:
+    """The bytes of one body so far."""
+
+    def __init__(self, memory: BodyMemory) -> None:
+        self._memory = memory
+        self.size_bytes = 0
+
+    def grow(self, count: int) -> None:
+        """Count more bytes.
+
+        Raises:
+            RefusedError: 503, there is no room for them.
+        """
+        self.size_bytes += count
+        self._memory.held_bytes += count
+        self._memory.check()
+
+
+def _full() -> RefusedError:
+    return busy(
+        "the histories of open groups and open requests fill the gateway's memory",
+        status=503,
+        retry_after_s=5,
+    )

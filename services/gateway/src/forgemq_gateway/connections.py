@@ -1,0 +1,125 @@
+"""HTTP connections with deadlines: a request that is only half there is closed.
+
+uvicorn ends a connection that is idle between two requests, and no other. A client that never ends
+its headers, or its body, would keep a connection and what it has sent.
+"""
+
+import asyncio
+import logging
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+# Headers are one or two packets; a client that needs longer is gone or means harm.
+HEADERS_S = 20.0
+
+# For the longest body over a slow network: 6 MB at 100 KB a second.
+BODY_S = 60.0
+
+# Agents' headers have a few hundred bytes. The parser itself has no limit.
+_HEADER_BYTES_MAX = 65_536
+
+_LOGGED_EVERY_S = 60.0
+
+
+class DeadlineConnection(HttpToolsProtocol):
+    """One connection; each request on it must be complete in time.
+
+    Lifecycle of a request: its headers arrive (`headers_s`), then its body (`body_s`), then it is
+    complete, and the time until the next one is the server's `timeout_keep_alive`. A request behind
+    one that is still being answered waits for it, so its time begins again.
+    """
+
+    headers_s = HEADERS_S
+    body_s = BODY_S
+
+    def __init__(self, *args: Any, **named: Any) -> None:  # noqa: ANN401 - uvicorn's
+        super().__init__(*args, **named)
+        self._deadline: asyncio.TimerHandle | None = None
+        self._seconds = self.headers_s
+        self._header_bytes = 0
+        self._has_request = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for the first request's headers."""
+        super().connection_made(transport)
+        self._wait(self.headers_s)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Forget the deadline."""
+        self._complete()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes; the first of a request begin its time."""
+        if self._deadline is None and self._is_answered():
+            self._wait(self.headers_s)
+        if self._seconds == self.headers_s:
+            self._header_bytes += len(data)
+        super().data_received(data)
+        if self._header_bytes > _HEADER_BYTES_MAX and not self.transport.is_closing():
+            self.send_400_response("The headers are too long.")
+
+    def on_message_begin(self) -> None:
+        """Begin to wait for headers, if the request came with the end of the one before it."""
+        super().on_message_begin()
+        if self._deadline is None:
+            self._wait(self.headers_s)
+
+    def on_headers_complete(self) -> None:
+        """Begin to wait for the body."""
+        self._wait(self.body_s)
+        self._header_bytes = 0
+        super().on_headers_complete()
+        self._has_request = True
+
+    def on_message_complete(self) -> None:
+        """The request is there; nothing is awaited from the client until it is answered."""
+        self._complete()
+        super().on_message_complete()
+
+    def _is_answered(self) -> bool:
+        return not self._has_request or self.cycle.response_complete
+
+    def _wait(self, seconds: float) -> None:
+        self._complete()
+        self._seconds = seconds
+        self._deadline = self.loop.call_later(seconds, self._end)
+
+    def _complete(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _end(self) -> None:
+        """Close the connection, unless the late request is behind one that is being answered."""
+        self._deadline = None
+        if self.transport.is_closing():
+            return
+        are_headers_late = self._seconds == self.headers_s
+        if self.pipeline or (are_headers_late and not self._is_answered()):
+            self._wait(self._seconds)
+            return
+        if are_headers_late or not self.cycle.response_started:
+            self.transport.write(
+                b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+            )
+        self.transport.close()
+
+
+class SparseLog(logging.Filter):
+    """Lets each text through once a minute: anybody can make uvicorn log one by a bad request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._logged_s: dict[str, float] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether this record is the first of its text within a minute; errors always pass."""
+        if record.levelno >= logging.ERROR:
+            return True
+        last_s = self._logged_s.get(record.msg)
+        if last_s is not None and record.created - last_s < _LOGGED_EVERY_S:
+            return False
+        self._logged_s[record.msg] = record.created
+        return True

@@ -1,0 +1,125 @@
+"""Requests that are only half there: they end by a deadline, and what they sent is counted."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+import uvicorn
+
+from forgemq_gateway.body_memory import BodyMemory
+from forgemq_gateway.connections import DeadlineConnection, SparseLog
+from forgemq_gateway.core.errors import RefusedError
+from forgemq_gateway.http_server import http_server
+from forgemq_gateway.wire import Receive, Scope, Send, read_body
+
+LINE = b"POST / HTTP/1.1\r\nhost: x\r\n"
+WHOLE = LINE + b"content-length: 2\r\n\r\nok"
+
+
+class ShortDeadlines(DeadlineConnection):
+    headers_s = 0.1
+    body_s = 0.3
+
+
+async def application(_: Scope, receive: Receive, send: Send) -> None:
+    body = await read_body(receive, bytes_max=1 << 20, headers={})
+    if body == b"slow":
+        await asyncio.sleep(0.6)
+    headers = [(b"content-length", b"2")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": b"ok"})
+
+
+@asynccontextmanager
+async def connected() -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    config = uvicorn.Config(
+        application, http=ShortDeadlines, lifespan="off", log_config=None, port=0
+    )
+    server = uvicorn.Server(config)
+    config.load()
+    server.lifespan = config.lifespan_class(config)
+    await server.startup()
+    port = server.servers[0].sockets[0].getsockname()[1]
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+        server.should_exit = True
+        server.force_exit = True
+        await server.shutdown()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"", b"POST / HT", LINE, WHOLE + LINE, LINE + b"content-length: 9\r\n\r\nhalf"],
+    ids=["nothing", "half a line", "half the headers", "after a whole one", "half the body"],
+)
+async def test_a_request_that_is_not_complete_in_time_is_closed_with_408(sent: bytes) -> None:
+    async with connected() as (reader, writer):
+        writer.write(sent)
+        said = await asyncio.wait_for(reader.read(), 5)
+    assert said.count(b"HTTP/1.1 200") == sent.count(b"ok")
+    assert b"HTTP/1.1 408 Request Timeout" in said
+
+
+async def test_bytes_that_trickle_do_not_stretch_the_deadline() -> None:
+    async with connected() as (reader, writer):
+        writer.write(b"POST / HTTP/1.1\r\n")
+        read = asyncio.ensure_future(reader.read())
+        for number in range(200):
+            if read.done():
+                break
+            writer.write(b"x-%d: y\r\n" % number)
+            await asyncio.sleep(0.02)
+        assert read.done()
+
+
+async def test_a_request_behind_one_that_is_answered_slowly_waits_for_it() -> None:
+    slow = LINE + b"content-length: 4\r\n\r\nslow"
+    async with connected() as (reader, writer):
+        writer.write(slow + WHOLE)
+        said = b""
+        while said.count(b"HTTP/1.1 200") < 2:
+            said += await asyncio.wait_for(reader.read(1000), 5)
+    assert b"408" not in said
+
+
+async def test_headers_without_end_are_refused_by_their_size() -> None:
+    async with connected() as (reader, writer):
+        writer.write(LINE + b"x: " + b"y" * 70_000)
+        assert (await asyncio.wait_for(reader.read(), 5)).startswith(b"HTTP/1.1 400")
+
+
+def test_the_gateways_server_has_these_connections_and_logs_sparsely() -> None:
+    assert http_server(application).config.http is DeadlineConnection
+    assert any(isinstance(each, SparseLog) for each in logging.getLogger("uvicorn.error").filters)
+
+
+def test_one_text_is_logged_once_a_minute_and_errors_always() -> None:
+    sparse = SparseLog()
+
+    def passes(created_s: float, text: str, level: int = logging.WARNING) -> bool:
+        record = logging.LogRecord("x", level, "", 0, text, None, None)
+        record.created = created_s
+        return bool(sparse.filter(record))
+
+    bad = "Invalid HTTP request received."
+    assert [passes(at, bad) for at in (0.0, 1.0, 59.0, 60.0, 61.0)] == [True, 0, 0, True, 0]
+    assert passes(1.0, "another")
+    assert passes(1.0, bad, logging.ERROR)
+
+
+def test_bodies_count_beside_the_histories_until_they_are_answered() -> None:
+    memory = BodyMemory(bytes_max=100, histories_bytes=lambda: 40)
+    with memory.body() as first:
+        first.grow(50)
+        with memory.body() as second:
+            second.grow(5)
+            with pytest.raises(RefusedError) as refused:
+                second.grow(6)
+        assert refused.value.status == 503
+        assert memory.held_bytes == 50
+    assert memory.held_bytes == 0
