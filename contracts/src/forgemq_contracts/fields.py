@@ -50,6 +50,14 @@ Step: TypeAlias = Annotated[
 Partition: TypeAlias = Annotated[int, Meta(ge=0, description="Partition number.")]
 Offset: TypeAlias = Annotated[int, Meta(ge=0, description="Offset of the record itself.")]
 TokenCount: TypeAlias = Annotated[int, Meta(ge=0, description="Number of tokens.")]
+TreeTokensMax: TypeAlias = Annotated[
+    int,
+    Meta(
+        ge=2,
+        description="A group whose tree has more tokens fails in the merger and frees its slot. "
+        "None: only the trainer's memory bounds a tree, when it reads it.",
+    ),
+]
 TokenIds: TypeAlias = Annotated[
     bytes, Meta(description="Token ids, little-endian int32, 4 bytes each.")
 ]

@@ -95,3 +95,12 @@ def _check_document(
 _ANY: "msgspec.json.Decoder[object]" = msgspec.json.Decoder(msgspec.Raw)
 _OBJECTS: "msgspec.json.Decoder[object]" = msgspec.json.Decoder(list[dict[str, Any]])
 _OBJECT: "msgspec.json.Decoder[object]" = msgspec.json.Decoder(dict[str, msgspec.Raw])
+
+
+def check_tree_limit(limit: int | None, *, context_tokens_max: int) -> None:
+    """Raise ValueError if one episode that fits the context could be a tree over the limit."""
+    if limit is not None and limit < context_tokens_max:
+        raise ValueError(
+            "trainer.tree_tokens_max must be at least model.context_tokens_max: one episode may be "
+            f"that long, got {limit} and {context_tokens_max}"
+        )

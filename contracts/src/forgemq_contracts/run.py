@@ -10,7 +10,8 @@ from typing import Annotated, Literal, TypeAlias
 from msgspec import Meta, Struct
 
 from forgemq_contracts.episodes import HistoryPolicy, Sampling
-from forgemq_contracts.fields import DomainName, NamedValue, TimeMs
+from forgemq_contracts.fields import DomainName, NamedValue, TimeMs, TreeTokensMax
+from forgemq_contracts.rules import check_tree_limit
 
 RunId: TypeAlias = Annotated[
     str, Meta(pattern=r"^[a-z0-9-]{1,40}$", description="Prefix of the run's topics and blobs.")
@@ -213,6 +214,7 @@ class Trainer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     head_chunk_tokens: Annotated[
         int, Meta(ge=1, description="Rows of logits in memory at once; 1024 to 4096 is usual.")
     ] = 1024
+    tree_tokens_max: TreeTokensMax | None = None
     world_size: Annotated[int, Meta(ge=1)] = 1
     threads: Annotated[int, Meta(ge=1, description="CPU threads of each rank.")] = 1
 
@@ -341,6 +343,8 @@ def check(configuration: RunConfiguration) -> None:
             )
     _check_agents(configuration)
     _check_sampling(configuration)
+    context_tokens_max = configuration.model.context_tokens_max
+    check_tree_limit(configuration.trainer.tree_tokens_max, context_tokens_max=context_tokens_max)
     if configuration.loss.clip_dual <= 1:
         raise ValueError(
             "loss.clip_dual must be above 1: at 1 an entry of ratio 1 is limited already, "

@@ -52,6 +52,7 @@ REASONS = (
     ("queues.*.speed", "the episodes of a group are graded by one function"),
     ("queues*", "the scheduler's journal was written with it, and is replayed with it"),
     ("trainer.steps_ahead_max", "the scheduler's journal was written and is replayed with it"),
+    ("trainer.tree_tokens_max", "the merger's journal was written and is replayed with it"),
     ("rewards.*", "the journal of reward was written with it, and is replayed with it"),
     ("episodes.*", "the episodes that are open were promised it"),
     ("evaluation.*", "the rounds of a run are compared, so all of them play the same tasks"),

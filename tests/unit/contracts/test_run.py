@@ -92,5 +92,21 @@ def test_every_known_loss_is_one_of_the_trainer(kind):
     assert callable(loss_function(Loss(kind=kind)))
 
 
+@pytest.mark.parametrize("limit", [None, 1000])
+def test_a_tree_limit_has_room_for_the_longest_episode(limit):
+    model = Model(path="m", context_tokens_max=1000)
+    sampling = Episodes(sampling=Sampling(max_tokens=10))
+    sound = msgspec.structs.replace(
+        SOUND,
+        model=model,
+        episodes=sampling,
+        trainer=Trainer(steps=1, tree_tokens_max=limit),
+    )
+    check(sound)
+    trainer = Trainer(steps=1, tree_tokens_max=999)
+    with pytest.raises(ValueError, match=r"^trainer\.tree_tokens_max must be at least .* 999 and"):
+        check(msgspec.structs.replace(sound, trainer=trainer))
+
+
 def test_the_supported_models_are_those_of_the_trainer():
     assert set(MODEL_TYPES) == set(ARCHITECTURES)

@@ -298,3 +298,15 @@ def test_snapshots_and_outputs_do_not_depend_on_the_hash_seed():
         for seed in ("0", "1", "2")
     }
     assert len(digests) == 1
+
+
+@pytest.mark.parametrize(("limit", "has_tree"), [(None, True), (5, True), (4, False)])
+def test_a_group_whose_tree_is_over_the_limit_fails_by_the_name_of_the_setting(limit, has_tree):
+    core = Merger(4, tree_tokens_max=limit)
+    records = finished(0, None, 0, [1], [2]), finished(1, 0, 2, [4], [5, 6])
+    outputs = feed(core, *records, scored(0, 1))
+    summary = outputs[-1].record
+    assert (len(outputs), summary.not_trainable) == ((2, "") if has_tree else (1, "failed"))
+    assert summary.tree_tokens == (5 if has_tree else 0)
+    if not has_tree:
+        assert summary.detail == "its tree has 5 tokens, trainer.tree_tokens_max is 4"

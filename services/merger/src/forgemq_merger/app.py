@@ -23,14 +23,16 @@ CONSUMES: tuple[Topic, ...] = (SCORED_GROUPS, FINISHED_COMPLETIONS, RETIRED_GROU
 PRODUCES: tuple[Topic, ...] = (MERGED_TREES, MERGED_GROUPS)
 
 
-def transform_of(_: RunConfiguration, environ: Mapping[str, str]) -> Transform:
+def transform_of(configuration: RunConfiguration, environ: Mapping[str, str]) -> Transform:
     """One core for each group partition."""
     settings = parse(MergerSettings, prefix="FORGEMQ_MERGER_", environ=environ)
     return Transform(
         service="merger",
         inputs=CONSUMES,
         journal=MERGER_JOURNAL,
-        make_core=Merger,
+        make_core=lambda partition: Merger(
+            partition, tree_tokens_max=configuration.trainer.tree_tokens_max
+        ),
         logic_version=LOGIC_VERSION,
         tick_s=settings.tick_s,
     )

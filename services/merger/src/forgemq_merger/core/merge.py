@@ -40,7 +40,11 @@ class MergedSample:
 
 
 def merge_group(
-    scored: ScoredGroup, completions: Sequence[KeptCompletion], *, partition: int
+    scored: ScoredGroup,
+    completions: Sequence[KeptCompletion],
+    *,
+    partition: int,
+    tree_tokens_max: int | None = None,
 ) -> tuple[MergedTree | None, MergedGroup]:
     """The group's tree and its summary; without a tree the summary says why.
 
@@ -48,6 +52,7 @@ def merge_group(
         scored: The group with one advantage per completion.
         completions: In log order.
         partition: Of the group-keyed topics.
+        tree_tokens_max: A larger tree fails its group; None: no limit.
     """
     if scored.not_trainable:
         return None, not_merged(
@@ -58,6 +63,7 @@ def merge_group(
         deltas = _deltas(needed)
         samples = _samples(scored, needed, deltas)
         tree = build(deltas, kept=_kept(samples, deltas))
+        _check_size(len(tree.tokens), tree_tokens_max=tree_tokens_max)
         merged = _wire(scored, samples, tree)
     except UnmergeableError as error:
         return None, not_merged(scored, partition=partition, reason="failed", detail=str(error))
@@ -155,6 +161,13 @@ def _check(completion: KeptCompletion, score: ScoredCompletion, *, length: int) 
         raise UnmergeableError(f"completion {name}: no context before the first sampled token")
     if not completion.spans:
         raise UnmergeableError(f"completion {name}: no weight spans")
+
+
+def _check_size(tokens: int, *, tree_tokens_max: int | None) -> None:
+    if tree_tokens_max is not None and tokens > tree_tokens_max:
+        raise UnmergeableError(
+            f"its tree has {tokens} tokens, trainer.tree_tokens_max is {tree_tokens_max}"
+        )
 
 
 def _kept(samples: Sequence[MergedSample], deltas: Sequence[Delta]) -> list[int]:

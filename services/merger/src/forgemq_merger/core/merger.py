@@ -44,8 +44,9 @@ class MergerState(Struct, frozen=True, kw_only=True):
 class Merger:
     """The `Core` of one group partition."""
 
-    def __init__(self, partition: int) -> None:
+    def __init__(self, partition: int, *, tree_tokens_max: int | None = None) -> None:
         self._partition = partition
+        self._tree_tokens_max = tree_tokens_max
         self._run_ms = 0
         self._heard_ms = 0
         self._completions_position = 0
@@ -151,7 +152,12 @@ class Merger:
                 detail=scored.detail or "retired before it was scored",
             )
             return [self._output(MERGED_GROUPS.name, summary)]
-        tree, summary = merge_group(scored, group.in_log_order(), partition=self._partition)
+        tree, summary = merge_group(
+            scored,
+            group.in_log_order(),
+            partition=self._partition,
+            tree_tokens_max=self._tree_tokens_max,
+        )
         outputs = [] if tree is None else [self._output(MERGED_TREES.name, tree)]
         return [*outputs, self._output(MERGED_GROUPS.name, summary)]
 
