@@ -16,6 +16,7 @@ from msgspec import Struct
 from forgemq_contracts.run import RunConfiguration
 
 MAY_CHANGE = (
+    "audit.*",
     "code_paths",
     "episodes.attempts_max",
     "episodes.concurrent_max",
