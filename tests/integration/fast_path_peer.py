@@ -23,8 +23,7 @@ from torch.distributed.distributed_c10d import (
     rendezvous,
 )
 
-from forgemq_contracts.weight_buckets import buckets
-from forgemq_trainer.fast_path import specs_of
+from forgemq_contracts.weight_buckets import buckets, tensor_specs
 
 HANGS = -2
 
@@ -48,7 +47,7 @@ def main(host: str, port: str, name: str, dies_after: int, files: list[str]) -> 
         time.sleep(600)
     for number, file in enumerate(files):
         received = {}
-        for bucket in buckets(specs_of(Path(file))):
+        for bucket in buckets(tensor_specs(Path(file).read_bytes())):
             flat = torch.empty(sum(spec.size_bytes for spec in bucket), dtype=torch.uint8)
             distributed.broadcast(flat, src=0, group=group)
             start = 0

@@ -11,18 +11,21 @@ Prints the offer as one JSON line, waits for a line on stdin, and then, by MODE:
 
 import json
 import sys
+import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import msgspec
 
 from forgemq_trainer.fast_path import FastPaths
+from forgemq_trainer.transfer_deadline import TransferDeadline
 
 DEADLINE_S = 20.0
 
 
 def main(folder: str, mode: str) -> None:
-    paths = FastPaths(host="127.0.0.1", backend="gloo", deadline_s=DEADLINE_S)
+    paths = FastPaths(host="127.0.0.1", backend="gloo", deadline=TransferDeadline(DEADLINE_S, 2e8))
     for line in _lines(folder):
         offers = paths.offer({0: 1}, prefix="test")
         _say(msgspec.json.encode(offers).decode())
@@ -30,10 +33,19 @@ def main(folder: str, mode: str) -> None:
         if mode == "absent":
             sys.stdin.readline()
             return
-        # The missing file raises once the group has been formed, which ends this process.
-        file = "missing" if mode == "die" else "model.safetensors"
-        failures = paths.send(offers, Path(line) / file)
+        if mode == "die":
+            _join(paths)
+            return
+        failures = paths.send(offers, Path(line) / "model.safetensors")
         _say(json.dumps(failures))
+
+
+def _join(paths: FastPaths) -> None:
+    """Form the group with the engine, as `send` does before its first byte."""
+    link = paths._links[0]
+    while link.store.num_keys() == 0:
+        time.sleep(0.02)
+    paths._form_group(link, left=timedelta(seconds=DEADLINE_S))
 
 
 def _say(line: str) -> None:

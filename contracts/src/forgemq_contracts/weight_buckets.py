@@ -10,6 +10,7 @@ import json
 import math
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
@@ -76,20 +77,40 @@ def tensor_specs(file_start: bytes) -> tuple[TensorSpec, ...]:
     Raises:
         ValueError: The header is cut short, or a dtype is unknown.
     """
-    end = header_bytes(file_start)
-    if len(file_start) < end:
-        raise ValueError(f"safetensors header needs {end} bytes, got {len(file_start)}")
-    header = json.loads(file_start[_LENGTH.size : end])
+    header = _header(file_start)
     specs = []
     for name in sorted(header):
-        if name == "__metadata__":
-            continue
         dtype = header[name]["dtype"]
         if dtype not in _DTYPES:
             raise ValueError(f"tensor {name}: dtype {dtype} is not one of {sorted(_DTYPES)}")
         shape = tuple(int(size) for size in header[name]["shape"])
         specs.append(TensorSpec(name, _DTYPES[dtype][0], shape))
     return tuple(specs)
+
+
+def tensor_ranges(file_start: bytes) -> dict[str, tuple[int, int]]:
+    """First byte of each tensor's values in the file, and one past the last, by name.
+
+    Args:
+        file_start: The first `header_bytes` bytes of the file, or more.
+
+    Raises:
+        ValueError: The header is cut short.
+    """
+    values = header_bytes(file_start)
+    return {
+        name: (values + int(entry["data_offsets"][0]), values + int(entry["data_offsets"][1]))
+        for name, entry in _header(file_start).items()
+    }
+
+
+def _header(file_start: bytes) -> dict[str, Any]:
+    """The header's entries by tensor name."""
+    end = header_bytes(file_start)
+    if len(file_start) < end:
+        raise ValueError(f"safetensors header needs {end} bytes, got {len(file_start)}")
+    header: dict[str, Any] = json.loads(file_start[_LENGTH.size : end])
+    return {name: entry for name, entry in header.items() if name != "__metadata__"}
 
 
 def buckets(

@@ -34,7 +34,10 @@ class PublishedWeights(Struct, frozen=True, kw_only=True, omit_defaults=True):
         Literal["full", "delta", "adapter"], Meta(description="Only full is published.")
     ] = "full"
     fast_paths: tuple[Rendezvous, ...] = ()
-    deadline_s: Annotated[Seconds, Meta(description="For every phase of the fast path.")] = 30.0
+    deadline_s: Annotated[
+        Seconds,
+        Meta(description="For the whole fast path of a lane; follows size_bytes."),
+    ] = 30.0
 
 
 class LoadedWeights(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -77,8 +77,8 @@ def test_a_mixture_of_experts_is_started_so_that_it_can_say_which_ran(
 
 def test_the_environment_keeps_health_checks_shallow_and_logprobs_after_the_temperature() -> None:
     inherited = {"PATH": "/bin", "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "9"}
-    cpu = environment(EngineOptions(threads=2), inherited, pid=5)
-    gpu = environment(EngineOptions(has_gpu=True), inherited, pid=5)
+    cpu = environment(EngineOptions(threads=2), inherited, pid=5, weight_bytes=0)
+    gpu = environment(EngineOptions(has_gpu=True), inherited, pid=5, weight_bytes=0)
     assert cpu["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] == "0"
     assert cpu["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "0"
     assert (cpu["OMP_NUM_THREADS"], gpu["OMP_NUM_THREADS"]) == ("2", "9")
@@ -87,6 +87,15 @@ def test_the_environment_keeps_health_checks_shallow_and_logprobs_after_the_temp
     assert (cpu["PATH"], cpu["FORGEMQ_ENGINE_PARENT"]) == ("/bin", "5")
     # SGLang builds GPU kernels with the ninja in the interpreter's folder.
     assert gpu["PATH"] == f"{Path(sys.executable).parent}:/bin"
+
+
+def test_an_engine_waits_for_its_trainer_by_the_size_of_the_weights() -> None:
+    options = EngineOptions(weight_group_timeout_s=30, weight_bytes_per_s_min=2e8)
+    variables = [
+        environment(options, {}, pid=5, weight_bytes=size)["FORGEMQ_ENGINE_WEIGHT_GROUP_TIMEOUT_S"]
+        for size in (0, 61 * 10**9)
+    ]
+    assert variables == ["30.0", "335.0"]
 
 
 def test_sglang_finds_the_platform_and_the_hooks() -> None:

@@ -8,6 +8,7 @@ from forgemq_trainer.core.lanes import LiveLanes
 from forgemq_trainer.fast_path import FastPaths, fast_paths_of
 from forgemq_trainer.ranks.ranks import check_device
 from forgemq_trainer.settings import TrainerSettings
+from forgemq_trainer.transfer_deadline import TransferDeadline
 
 
 @pytest.mark.parametrize(("device", "gpus"), [("cuda", 0), ("cuda:0", 0), ("cuda:2", 2)])
@@ -50,7 +51,7 @@ def test_a_lanes_group_has_a_rank_for_each_process_of_its_engine() -> None:
     lanes = LiveLanes()
     lanes.observe(_report(0, ranks=4), at_s=0)
     lanes.observe(_report(1, ranks=1), at_s=0)
-    paths = FastPaths(host="127.0.0.1", backend="gloo", deadline_s=1)
+    paths = FastPaths(host="127.0.0.1", backend="gloo", deadline=TransferDeadline(1, 2e8))
     offers = paths.offer(lanes.live(at_s=0), prefix="r-1", ranks=lanes.ranks())
     assert [offer.world_size for offer in offers] == [5, 2]
     # The lane's engine restarted with fewer GPUs under the same epoch.

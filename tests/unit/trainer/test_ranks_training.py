@@ -19,6 +19,7 @@ from forgemq_trainer.storage.checkpoint import OPTIMIZER_FILE
 from forgemq_trainer.storage.folders import file_sha256
 from forgemq_trainer.storage.weights import WEIGHTS_FILE
 from forgemq_trainer.training import AnyRanks, Training
+from forgemq_trainer.transfer_deadline import TransferDeadline
 from tests.unit.trainer.rank_life import Life, live, restored
 from tests.unit.trainer.rank_scene import START_DEADLINE_S, WORK_DEADLINE_S, RankPair
 from tests.unit.trainer.scene import save_base, scheduled_step
@@ -157,7 +158,7 @@ def _send(ranks: Ranks, file: Path) -> tuple[dict[int, str], str]:
     """Send a file from rank 0 to a peer process: failures by lane, and the peer's output."""
     if ranks.rank > 0:
         return {}, ""
-    paths = FastPaths(host="127.0.0.1", backend="gloo", deadline_s=30)
+    paths = FastPaths(host="127.0.0.1", backend="gloo", deadline=TransferDeadline(30, 2e8))
     (offer,) = paths.offer({0: 1}, prefix="r-1")
     address = (offer.host, str(offer.port), offer.group_name)
     peer = subprocess.Popen(

@@ -33,7 +33,10 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
         tensor_parallel: GPUs of this server.
         gpu_first: Number of the first of them among the GPUs that its environment shows.
         weight_version: Name of the weights the server starts with.
-        weight_group_timeout_s: Longest wait of SGLang's scheduler for the trainer's process group.
+        weight_group_timeout_s: Longest wait of SGLang's scheduler for the trainer's process group,
+            without the time that the weights' bytes take.
+        weight_bytes_per_s_min: Least rate at which they arrive; their size adds to the wait. As the
+            trainer's settings `transfer_deadline_s` and `transfer_bytes_per_s_min`.
         extra: More arguments, appended unchanged; the last one of a name counts.
     """
 
@@ -46,6 +49,7 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
     gpu_first: int = 0
     weight_version: str = "0.0"
     weight_group_timeout_s: float = 30.0
+    weight_bytes_per_s_min: float = 2e8
     extra: tuple[str, ...] = ()
 
 
@@ -106,7 +110,7 @@ def _gpu_arguments(options: EngineOptions) -> list[str]:
 
 
 def environment(
-    options: EngineOptions, inherited: Mapping[str, str], *, pid: int
+    options: EngineOptions, inherited: Mapping[str, str], *, pid: int, weight_bytes: int
 ) -> dict[str, str]:
     """The environment of the server's processes.
 
@@ -114,7 +118,9 @@ def environment(
         options: Decide threads and device.
         inherited: The caller's environment.
         pid: The caller's process id; the server ends with that process.
+        weight_bytes: Size of the model's weights.
     """
+    timeout_s = options.weight_group_timeout_s + weight_bytes / options.weight_bytes_per_s_min
     own = {
         "FORGEMQ_ENGINE_PARENT": str(pid),
         "HF_HUB_OFFLINE": "1",
@@ -123,7 +129,7 @@ def environment(
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",
         # Log-probabilities must be those of the sampling distribution, after the temperature.
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
-        WEIGHT_GROUP_TIMEOUT_VARIABLE: str(options.weight_group_timeout_s),
+        WEIGHT_GROUP_TIMEOUT_VARIABLE: str(round(timeout_s, 3)),
     }
     if not options.has_gpu:
         own |= {"OMP_NUM_THREADS": str(options.threads), "CUDA_VISIBLE_DEVICES": ""}

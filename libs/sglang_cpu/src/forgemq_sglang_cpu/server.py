@@ -124,7 +124,12 @@ class EngineServer:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=environment(self._options, inherited, pid=os.getpid()),
+                env=environment(
+                    self._options,
+                    inherited,
+                    pid=os.getpid(),
+                    weight_bytes=_weight_bytes(Path(self._model_path)),
+                ),
                 start_new_session=True,
             )
 
@@ -215,6 +220,11 @@ class EngineServer:
         return EngineServerError(
             f"the engine on port {self._port} {what}; {self.log_path}:\n{tail}"
         )
+
+
+def _weight_bytes(model: Path) -> int:
+    """Bytes of the weights in a folder of Hugging Face format."""
+    return sum(file.stat().st_size for file in model.glob("*.safetensors"))
 
 
 def _wait_gone(process: "subprocess.Popen[bytes]", *, timeout_s: float) -> bool:

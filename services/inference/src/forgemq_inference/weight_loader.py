@@ -31,6 +31,9 @@ from forgemq_telemetry import Telemetry
 
 Path: TypeAlias = Literal["start", "fast", "durable"]
 
+_PAUSE_TIMEOUT_S = 30.0
+"""The engine answers within a decoding step, but may be busy with its first compilation."""
+
 _PROBE_TIMEOUT_S = 5.0
 """A connection takes milliseconds; the engine stands still meanwhile."""
 
@@ -41,6 +44,33 @@ class Loading(Struct, frozen=True, kw_only=True):
     path: Path
     duration_s: float
     paused_s: float
+
+
+class _Progress:
+    """One fast path in numbers; a single deadline holds for all of its calls."""
+
+    def __init__(self, published: PublishedWeights, *, started_s: float) -> None:
+        self._published = published
+        self._started_s = started_s
+        self.received_bytes = 0
+
+    def left_s(self) -> float:
+        """The seconds left until the deadline.
+
+        Raises:
+            EngineRefusedError: The deadline has passed.
+        """
+        left_s = self._started_s + self._published.deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise EngineRefusedError(f"too slow: {self}")
+        return left_s
+
+    def __str__(self) -> str:
+        """How far the fast path is, for people."""
+        return (
+            f"{self.received_bytes} of {self._published.size_bytes} bytes in "
+            f"{time.monotonic() - self._started_s:.1f} s of {self._published.deadline_s:.1f} s"
+        )
 
 
 class WeightLoader:
@@ -104,20 +134,25 @@ class WeightLoader:
         self, published: PublishedWeights, rendezvous: Rendezvous
     ) -> tuple[Path, float]:
         tensors = await self._copies.tensors(published)
-        deadline_s = published.deadline_s
         paused_s = self._pauses.total_s
-        await self._pause(timeout_s=deadline_s)
+        await self._pause(timeout_s=_PAUSE_TIMEOUT_S)
         path: Path = "fast"
+        progress = _Progress(published, started_s=time.monotonic())
         try:
-            await self._receive(published, rendezvous, tensors)
+            await self._receive(published, rendezvous, tensors, progress=progress)
         except EngineError as error:
-            self._telemetry.event("fast_path_failed", group=rendezvous.group_name, error=str(error))
+            self._telemetry.event(
+                "fast_path_failed",
+                group=rendezvous.group_name,
+                error=str(error),
+                received=str(progress),
+            )
             self._telemetry.count("inference.fast_path_failures", lane=rendezvous.lane)
             await self._abandon_update(rendezvous.group_name)
             folder = await self._copies.folder(published)
             await self._load_folder(published, str(folder))
             path = "durable"
-        await self._resume(timeout_s=deadline_s)
+        await self._resume(timeout_s=_PAUSE_TIMEOUT_S)
         return path, self._pauses.total_s - paused_s
 
     async def _pause(self, *, timeout_s: float) -> None:
@@ -129,17 +164,21 @@ class WeightLoader:
         self._pauses.resume()
 
     async def _receive(
-        self, published: PublishedWeights, rendezvous: Rendezvous, tensors: Sequence[TensorSpec]
+        self,
+        published: PublishedWeights,
+        rendezvous: Rendezvous,
+        tensors: Sequence[TensorSpec],
+        *,
+        progress: _Progress,
     ) -> None:
-        deadline_s = published.deadline_s
         if rendezvous.is_new:
             # The engine's scheduler blocks until rank 0 answers, so ask first whether it is there.
             await _check_listener(rendezvous)
-            await self._engine.join_group(rendezvous, timeout_s=deadline_s)
+            await self._engine.join_group(rendezvous, timeout_s=progress.left_s())
             self._state.note_joined(rendezvous.group_name)
         await self._engine.name_weights(BROKEN_NAME)
         self._state.note_broken()
-        await self._engine.begin_update(timeout_s=deadline_s)
+        await self._engine.begin_update(timeout_s=progress.left_s())
         plan = buckets(tensors)
         for index, bucket in enumerate(plan):
             is_last = index == len(plan) - 1
@@ -147,9 +186,10 @@ class WeightLoader:
                 bucket,
                 group_name=rendezvous.group_name,
                 final_name=_name(published) if is_last else None,
-                timeout_s=deadline_s,
+                timeout_s=progress.left_s(),
             )
-        await self._engine.end_update(timeout_s=deadline_s)
+            progress.received_bytes += sum(tensor.size_bytes for tensor in bucket)
+        await self._engine.end_update(timeout_s=progress.left_s())
 
     async def _load_folder(self, published: PublishedWeights, folder: str) -> None:
         name = _name(published)

@@ -4,10 +4,12 @@ In a lane's group the trainer is rank 0 and only broadcasts; every process of th
 one further rank, and the lane's inference process tells these processes to join and to receive.
 Groups are made outside torch's global registry, so a lane that dies affects only its own group.
 
-One deadline covers a whole transfer. A lane may be given up earlier, because it left or has the
-weights; then nobody waits for it. Its transfer cannot be interrupted inside torch's calls, so each
-transfer runs in its own thread, which ends by itself at the deadline. A lane that was given up
-loads the durable copy.
+One deadline covers a whole transfer and follows the weights' size. A lane may be given up earlier,
+because it left or has the weights; then nobody waits for it. Its transfer cannot be interrupted
+inside torch's calls, so each transfer runs in its own thread, which ends by itself at the deadline.
+A lane that was given up loads the durable copy.
+
+All lanes send from one mapping of the file, so their number adds no memory (`mapped_weights.py`).
 
 Gloo goes through host memory and reaches engines on CPUs and GPUs alike. NCCL goes from GPU to
 GPU; it refuses two ranks on one GPU. If an engine dies before NCCL has connected, its thread
@@ -28,7 +30,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from safetensors import safe_open
 from torch._C._distributed_c10d import (
     Backend,
     BroadcastOptions,
@@ -39,10 +40,11 @@ from torch._C._distributed_c10d import (
     TCPStore,
 )
 
-from forgemq_contracts.weight_buckets import TensorSpec, buckets, header_bytes, tensor_specs
 from forgemq_contracts.weights import Rendezvous
 from forgemq_settings.environment import SettingsError
+from forgemq_trainer.mapped_weights import MappedWeights
 from forgemq_trainer.settings import TrainerSettings
+from forgemq_trainer.transfer_deadline import TransferDeadline
 
 JOIN_POLL_S = 0.02
 """Between two looks at the store while an engine joins: short beside a transfer of a second or
@@ -80,6 +82,41 @@ class _Link:
         with self.changed:
             self.is_given_up = True
             self.changed.notify_all()
+
+
+@dataclass(slots=True)
+class _Progress:
+    """One lane's transfer in numbers: when it must end, and how far it is."""
+
+    size_bytes: int
+    deadline_s: float
+    started_s: float
+    sent_bytes: int = 0
+
+    def left(self) -> timedelta:
+        """The time left until the deadline.
+
+        Raises:
+            TransferError: the deadline has passed.
+        """
+        left_s = self._left_s()
+        if left_s <= 0:
+            raise TransferError(str(self))
+        return timedelta(seconds=left_s)
+
+    def is_late(self) -> bool:
+        """Whether the deadline has passed."""
+        return self._left_s() <= 0
+
+    def _left_s(self) -> float:
+        return self.started_s + self.deadline_s - time.monotonic()
+
+    def __str__(self) -> str:
+        """How far the transfer is, for people."""
+        return (
+            f"sent {self.sent_bytes} of {self.size_bytes} bytes in "
+            f"{time.monotonic() - self.started_s:.1f} s of {self.deadline_s:.1f} s"
+        )
 
 
 class _Transfer:
@@ -127,7 +164,7 @@ class FastPaths:
         *,
         host: str,
         backend: Literal["gloo", "nccl"],
-        deadline_s: float,
+        deadline: TransferDeadline,
         device: str = "cuda",
     ) -> None:
         """Make no group yet.
@@ -135,16 +172,18 @@ class FastPaths:
         Args:
             host: Address at which engines reach this process.
             backend: How groups communicate; one for all lanes.
-            deadline_s: For one transfer, including the engine's joining.
+            deadline: For one transfer, including the engine's joining.
             device: GPU that NCCL sends from; Gloo sends from host memory.
         """
         self._host = host
         self._backend = backend
-        self._deadline_s = deadline_s
+        self._deadline = deadline
         self._device = torch.device(device if backend == "nccl" else "cpu")
         self._links: dict[int, _Link] = {}
         self._threads: list[threading.Thread] = []
         self._made = 0
+        self.copied_bytes_peak = 0
+        """The most bytes of copies that the newest `send` held at once, for all lanes together."""
 
     def offer(
         self, lanes: Mapping[int, int], *, prefix: str, ranks: Mapping[int, int] | None = None
@@ -174,7 +213,9 @@ class FastPaths:
         Returns:
             Lane -> the reason it failed, "" if all was sent. A failed lane's group is dropped.
         """
-        end_s = time.monotonic() + self._deadline_s
+        weights = MappedWeights(file, device=self._device)
+        size_bytes, started_s = file.stat().st_size, time.monotonic()
+        deadline_s = self._deadline.of(size_bytes)
         transfers: dict[int, _Transfer] = {}
         failures: dict[int, str] = {}
         for offer in offers:
@@ -183,12 +224,14 @@ class FastPaths:
             if link is None or link.name != offer.group_name:
                 failures[offer.lane] = GIVEN_UP
                 continue
-            send = functools.partial(self._send, link, file, end_s=end_s)
+            progress = _Progress(size_bytes, deadline_s, started_s)
+            send = functools.partial(self._send, link, weights, progress)
             transfers[offer.lane] = _Transfer(link, send)
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         self._threads += [transfer.thread for transfer in transfers.values()]
         for lane, transfer in transfers.items():
             failures[lane] = transfer.failure()
+        self.copied_bytes_peak = weights.copied_bytes_peak
         # A broadcast that broke off leaves a group's processes at different points, of no use.
         for lane, failure in failures.items():
             if failure:
@@ -238,7 +281,7 @@ class FastPaths:
                 0,
                 world_size=world_size,
                 is_master=True,
-                timeout=timedelta(seconds=self._deadline_s),
+                timeout=timedelta(seconds=self._deadline.floor_s),
                 wait_for_workers=False,
             )
             link = _Link(epoch, f"{prefix}-{lane}-{epoch}-{self._made}", world_size, store)
@@ -254,36 +297,24 @@ class FastPaths:
             world_size=world_size,
         )
 
-    def _send(self, link: _Link, file: Path, *, end_s: float) -> None:
+    def _send(self, link: _Link, weights: MappedWeights, progress: _Progress) -> None:
         try:
             if link.group is None:
-                self._wait_for_engine(link, end_s=end_s)
-                link.group = self._form_group(link, left=self._left(end_s))
-            self._broadcast(link, link.group, file, end_s=end_s)
+                self._wait_for_engine(link, progress)
+                link.group = self._form_group(link, left=progress.left())
+            self._broadcast(link, link.group, weights, progress)
         except RuntimeError as error:
-            raise TransferError(f"{type(error).__name__}: {error}") from error
+            raise TransferError(f"{type(error).__name__}: {error}; {progress}") from error
 
-    def _left(self, end_s: float) -> timedelta:
-        """The time left until the transfer's deadline.
-
-        Raises:
-            TransferError: the deadline has passed.
-        """
-        left_s = end_s - time.monotonic()
-        if left_s <= 0:
-            raise TransferError(f"the transfer took longer than {self._deadline_s} s")
-        return timedelta(seconds=left_s)
-
-    def _wait_for_engine(self, link: _Link, *, end_s: float) -> None:
+    def _wait_for_engine(self, link: _Link, progress: _Progress) -> None:
         """Wait until the engine has written its address to the store.
 
         Forming the group would wait too, but could not be given up.
         """
         while link.store.num_keys() == 0:
-            if link.is_given_up:
-                raise TransferError(GIVEN_UP)
-            if time.monotonic() > end_s:
-                raise TransferError(f"the engine did not join within {self._deadline_s} s")
+            _check_wanted(link)
+            if progress.is_late():
+                raise TransferError(f"the engine did not join within {progress.deadline_s:.1f} s")
             time.sleep(JOIN_POLL_S)
 
     def _form_group(self, link: _Link, *, left: timedelta) -> Backend:
@@ -302,23 +333,31 @@ class FastPaths:
         nccl_options._timeout = left
         return ProcessGroupNCCL(store, 0, link.world_size, nccl_options)
 
-    def _broadcast(self, link: _Link, group: Backend, file: Path, *, end_s: float) -> None:
-        """Send the file's tensors bucket by bucket, in the order the engine expects them."""
+    def _broadcast(
+        self, link: _Link, group: Backend, weights: MappedWeights, progress: _Progress
+    ) -> None:
+        """Send the weights bucket by bucket, in the order the engine expects them."""
+
+        def check() -> None:
+            _check_wanted(link)
+            progress.left()
+
         options = BroadcastOptions()
         options.rootRank = 0
-        with safe_open(file, framework="pt", device=str(self._device)) as tensors:
-            for bucket in buckets(specs_of(file)):
-                # One broadcast for many tensors: a small tensor's would cost a round trip each.
-                flat = torch.cat(
-                    [tensors.get_tensor(spec.name).reshape(-1).view(torch.uint8) for spec in bucket]
-                )
-                if link.is_given_up:
-                    raise TransferError(GIVEN_UP)
-                left = self._left(end_s)
-                options.timeout = left
+        for index, size_bytes in enumerate(weights.bucket_bytes):
+            # One broadcast for many tensors: a small tensor's would cost a round trip each.
+            with weights.lent(index, check=check) as flat:
+                check()
+                options.timeout = left = progress.left()
                 work = group.broadcast([flat], options)  # type: ignore[attr-defined]  # not in the stub
                 if not work.wait(left):
-                    raise TransferError(f"the transfer took longer than {self._deadline_s} s")
+                    raise TransferError(str(progress))
+            progress.sent_bytes += size_bytes
+
+
+def _check_wanted(link: _Link) -> None:
+    if link.is_given_up:
+        raise TransferError(GIVEN_UP)
 
 
 def fast_paths_of(settings: TrainerSettings, *, device: str) -> FastPaths | None:
@@ -337,13 +376,6 @@ def fast_paths_of(settings: TrainerSettings, *, device: str) -> FastPaths | None
     return FastPaths(
         host=settings.host,
         backend=settings.fast_path,
-        deadline_s=settings.transfer_deadline_s,
+        deadline=TransferDeadline.of_settings(settings),
         device=device,
     )
-
-
-def specs_of(file: Path) -> tuple[TensorSpec, ...]:
-    """The tensors of a safetensors file, sorted by name."""
-    with file.open("rb") as opened:
-        start = opened.read(8)
-        return tensor_specs(start + opened.read(header_bytes(start) - len(start)))

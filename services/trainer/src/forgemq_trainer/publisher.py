@@ -20,6 +20,7 @@ from forgemq_trainer.fast_path import FastPaths
 from forgemq_trainer.previous_lives import TrainerLife
 from forgemq_trainer.settings import TrainerSettings
 from forgemq_trainer.storage.weights import WEIGHTS_FILE, WeightsFolder
+from forgemq_trainer.transfer_deadline import TransferDeadline
 
 
 class Publisher:
@@ -48,7 +49,7 @@ class Publisher:
         self._tasks = tasks
         self._lanes = LiveLanes()
         self._group_prefix = f"{context.configuration.run}-{life.lineage}"
-        self._deadline_s = settings.transfer_deadline_s
+        self._deadline = TransferDeadline.of_settings(settings)
         self._telemetry = context.telemetry
         self._transfer: asyncio.Task[None] | None = None
         self._version = 0
@@ -67,7 +68,7 @@ class Publisher:
             uri=weights.uri,
             size_bytes=weights.size_bytes,
             fast_paths=offers,
-            deadline_s=self._deadline_s,
+            deadline_s=self._deadline.of(weights.size_bytes),
         )
         output = Output(topic=PUBLISHED_WEIGHTS.name, partition=0, record=published)
         await self._life.writer.write(emit_of(output, headers=headers))
@@ -127,4 +128,13 @@ class Publisher:
             if failure:
                 self._telemetry.event("lane_left_out", lane=lane, version=version, reason=failure)
                 self._telemetry.count("trainer.fast_path_failures")
-        self._telemetry.observe("trainer.transfer_s", loop.time() - started_s)
+        took_s = loop.time() - started_s
+        self._telemetry.observe("trainer.transfer_s", took_s)
+        self._telemetry.event(
+            "transferred",
+            version=version,
+            lanes=len(offers) - sum(map(bool, failures.values())),
+            size_bytes=weights.size_bytes,
+            copied_bytes_peak=self._fast_paths.copied_bytes_peak,
+            took_s=round(took_s, 3),
+        )

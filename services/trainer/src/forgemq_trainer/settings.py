@@ -23,8 +23,21 @@ class TrainerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Literal["gloo", "nccl", "off"], Meta(description="How new weights reach engines.")
     ] = "gloo"
     transfer_deadline_s: Annotated[
-        float, Meta(gt=0, description="For one transfer to a lane, including the engine's joining.")
+        float,
+        Meta(
+            gt=0,
+            description="For a transfer to a lane without its bytes: the engine pauses after a "
+            "decoding step, joins and flushes its cache. 30 s also cover its first compilation.",
+        ),
     ] = 30.0
+    transfer_bytes_per_s_min: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="Least rate of a transfer to a lane; its bytes add to the deadline at this "
+            "rate. Two busy cores moved 0.8 GB/s over loopback: a quarter of that.",
+        ),
+    ] = 2e8
     rank_deadline_s: Annotated[
         float, Meta(gt=0, description="How long one rank waits for another within a step.")
     ] = 1800.0
