@@ -4,7 +4,7 @@ import math
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from forgemq_contracts.groups import ScoredGroup
@@ -102,6 +102,25 @@ def test_equal_episodes_teach_nothing_whatever_they_earned_on_the_way():
     scored = score(
         [finished_episode(i, size=4, turns=5) for i in range(4)],
         [graded_episode(i, outcome=1.0, process=[0.2, -0.5, 1.0, 0.2, 0.2]) for i in range(4)],
+    )
+    assert scored.not_trainable == "zero_variance"
+
+
+@given(
+    st.integers(2, 17),
+    st.lists(st.floats(-1e10, 1e10), max_size=6),
+    st.floats(-1e11, 1e11),
+    st.sampled_from(["mean", "leave_one_out"]),
+)
+@example(3, [], 99_999_999_999.9, "mean")
+def test_equal_episodes_teach_nothing_whatever_the_size_of_their_rewards(
+    size, process, outcome, baseline
+):
+    """The mean of equal numbers of 1e11 differs from them by float64's rounding, 1e-5."""
+    scored = score(
+        [finished_episode(i, size=size, turns=len(process) + 1) for i in range(size)],
+        [graded_episode(i, outcome=outcome, process=process) for i in range(size)],
+        baseline=baseline,
     )
     assert scored.not_trainable == "zero_variance"
 

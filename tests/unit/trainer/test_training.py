@@ -14,8 +14,7 @@ from forgemq_contracts.run import Loss, Optimizer, RunConfiguration
 from forgemq_contracts.trees import MergedTree
 from forgemq_settings.environment import SettingsError
 from forgemq_trainer.core.loss import Entries
-from forgemq_trainer.core.optimizer import NonFiniteGradientError
-from forgemq_trainer.training import ReadStep, Training
+from forgemq_trainer.training import DivergedTrainingError, ReadStep, Training
 from tests.unit.trainer.rank_life import Life, save_checkpoint, store_of
 from tests.unit.trainer.scene import (
     agent_samples,
@@ -154,9 +153,11 @@ def test_too_many_steps_in_a_row_without_a_finite_gradient_end_the_run(tmp_path:
     bad = line_tree(40, advantage=99.0)
     for step in range(2):
         assert training.train(_read(training, [bad], step=step)).skipped_in_a_row == step + 1
-    with pytest.raises(NonFiniteGradientError, match="3 steps in a row up to step 2"):
+    with pytest.raises(DivergedTrainingError, match="3 steps in a row up to step 2") as ended:
         training.train(_read(training, [bad], step=2))
     assert training.version == 2
+    # Status 2, with which nothing restarts it: the next life would train the same step.
+    assert isinstance(ended.value, SettingsError)
 
 
 def test_a_restart_goes_on_counting_the_steps_that_were_skipped(tmp_path: Path) -> None:
@@ -171,7 +172,7 @@ def test_a_restart_goes_on_counting_the_steps_that_were_skipped(tmp_path: Path) 
     training = Training(configuration, device="cpu", checkpoint=None)
     save_checkpoint(store, training, training.train(_read(training, [bad])))
     later = Training(configuration, device="cpu", checkpoint=store.newest_checkpoint())
-    with pytest.raises(NonFiniteGradientError, match="2 steps in a row up to step 1"):
+    with pytest.raises(DivergedTrainingError, match="2 steps in a row up to step 1"):
         later.train(_read(later, [bad], step=1))
 
 

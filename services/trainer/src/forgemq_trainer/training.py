@@ -19,6 +19,7 @@ from forgemq_contracts import topics
 from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.steps import ScheduledGroup, ScheduledStep, TrainingMetrics
 from forgemq_contracts.trees import MergedTree
+from forgemq_settings.environment import SettingsError
 from forgemq_trainer.core.expert_routes import check_expert_routes
 from forgemq_trainer.core.flops import savings
 from forgemq_trainer.core.metrics import (
@@ -44,6 +45,13 @@ from forgemq_trainer.storage.checkpoint import Checkpoint
 from forgemq_trainer.whole_model import WholeModel
 
 AnyRanks: TypeAlias = Ranks | Alone
+
+
+class DivergedTrainingError(SettingsError):
+    """Too many steps in a row had no finite gradient.
+
+    A SettingsError, so that nothing starts the trainer again: it would train the same step.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,7 +233,7 @@ class Training:
                 entries of `version` are probed within the probe's budget.
 
         Raises:
-            NonFiniteGradientError: More than optimizer.skipped_in_a_row_max in a row.
+            DivergedTrainingError: More than optimizer.skipped_in_a_row_max in a row.
             RankLostError: another rank died or missed its deadline.
             ValueError: no step's gradients were computed.
         """
@@ -301,9 +309,10 @@ class Training:
             self._skipped_in_a_row += 1
             skipped_max = self._configuration.optimizer.skipped_in_a_row_max
             if self._skipped_in_a_row > skipped_max:
-                raise NonFiniteGradientError(
+                raise DivergedTrainingError(
                     f"{self._skipped_in_a_row} steps in a row up to step {self.version} had no "
-                    f"finite gradient; optimizer.skipped_in_a_row_max is {skipped_max}"
+                    f"finite gradient; optimizer.skipped_in_a_row_max is {skipped_max}. Resume "
+                    "with another loss or a lower optimizer.lr, or raise the limit"
                 ) from error
             return 0.0
         self._skipped_in_a_row = 0

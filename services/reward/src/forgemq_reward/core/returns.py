@@ -30,6 +30,10 @@ from forgemq_reward.core.bounds import reward_fault
 ADVANTAGE_MIN = 1e-6
 """A group whose advantages are all smaller by size is not trained: its gradient is rounding."""
 
+ADVANTAGE_MIN_SHARE = 1e-12
+"""Of the group's largest return, for the same reason: the mean of equal returns of 1e11 differs
+from them by 1e-5, float64's rounding."""
+
 
 class EpisodeReturn(Struct, frozen=True, kw_only=True):
     """One unmasked episode: its completions by sequence, and what they and its end earned.
@@ -194,5 +198,7 @@ def scored_completions(
 
 
 def has_variance(completions: Sequence[ScoredCompletion]) -> bool:
-    """Whether any advantage is at least ADVANTAGE_MIN by size."""
-    return any(abs(completion.advantage) >= ADVANTAGE_MIN for completion in completions)
+    """Whether any advantage is, by size, more than the rounding of what was subtracted."""
+    largest = max((abs(completion.return_to_go) for completion in completions), default=0.0)
+    least = max(ADVANTAGE_MIN, ADVANTAGE_MIN_SHARE * largest)
+    return any(abs(completion.advantage) >= least for completion in completions)
