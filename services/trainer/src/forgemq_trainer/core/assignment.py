@@ -184,7 +184,9 @@ def _shared_blocks(
     per_pair = shape.cost(tokens=0, attention_pairs=1)
     cost_N = per_token + per_pair * (forest.position_N + 1)
     # Ranges of equal cost have unequal lengths, so the longest range is known only once it is cut.
-    for count in range(1, tokens // world_size + 1):
+    # Fewer blocks than in equal lengths never fit.
+    fewest = -(-tokens // (world_size * tokens_max))
+    for count in range(fewest, tokens // world_size + 1):
         size = -(-tokens // count)
         blocks = tuple(
             query_ranges(cost_N[start : start + size], start=start, parts=world_size)
