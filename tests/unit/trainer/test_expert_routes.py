@@ -13,6 +13,7 @@ from forgemq_contracts.trees import MergedTree
 from forgemq_trainer.core.expert_routes import check_expert_routes, token_expert_routes
 from forgemq_trainer.core.loss import cispo, loss_function
 from forgemq_trainer.core.memory import Microbatch
+from forgemq_trainer.core.probe import probe_of
 from forgemq_trainer.core.step import Objective, forward_backward
 from forgemq_trainer.core.tree import Forest, InvalidTreeError, read_tree
 from forgemq_trainer.model import prepare
@@ -167,6 +168,18 @@ def test_an_older_weight_span_neither_lends_its_routes_nor_counts_as_a_disagreem
     assert found is not None
     assert found.expert_NLK[1].reshape(-1).tolist() == routes[2].tolist()
     assert found.disagreements == 0
+
+
+def test_a_cut_trees_entries_keep_or_lack_the_routes_that_they_have_in_the_whole_tree() -> None:
+    """The cut leaves out the newest entry of the second sample, not the older two before it."""
+    generator = np.random.default_rng(0)
+    tree = _routed([make_sample([1, 2], tokens, generator) for tokens in ([3, 4], [3, 4, 5])])
+    versions = np.array([7, 7, 6, 6, 7], "<i4").tobytes()
+    forest = read_tree(msgspec.structs.replace(tree, entry_version=versions))
+    part = probe_of(forest, version=7, tokens_max=4)
+    assert part is not None
+    assert part.entry_version_E.tolist() == [7, 7, 6, 6]
+    assert part.entry_is_routed_E.tolist() == [True, True, False, False]
 
 
 @pytest.mark.parametrize(("experts", "itemsize"), [(4, 1), (255, 1), (256, 2), (512, 2)])
