@@ -44,7 +44,7 @@ class Access:
         """
         episode_id = None if key is None else self._mint.episode_of(key)
         if episode_id is None:
-            raise unauthorized("no valid episode key: send it as bearer token, x-api-key or in /s/")
+            raise no_episode_key()
         episode = self.known_episode(episode_id)
         if episode.state in ("finishing", "ended"):
             raise conflict(f"episode {episode_id} has ended")
@@ -75,6 +75,11 @@ class Access:
         if newest.opened.attempt > int(attempt):
             return conflict(f"episode {episode_id} was replaced by {newest.episode_id}")
         return unknown(f"there is no episode {episode_id}")
+
+
+def no_episode_key() -> RefusedError:
+    """401 for an agent without the key of an episode."""
+    return unauthorized("no valid episode key: send it as bearer token, x-api-key or in /s/")
 
 
 def key_in(headers: Mapping[str, str]) -> str | None:

@@ -1,12 +1,12 @@
 """The one ASGI application: agents' requests go to their protocol, others to the admin API."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TypeAlias
 from urllib.parse import unquote
 
-from forgemq_gateway.access import Access, key_in
+from forgemq_gateway.access import Access, key_in, no_episode_key
 from forgemq_gateway.core.errors import RefusedError, busy, unknown
 from forgemq_gateway.protocols.chat_body import DEFAULT_MODEL
 from forgemq_gateway.turn_route import TurnRoute, WireProtocol
@@ -21,6 +21,14 @@ from forgemq_gateway.wire import (
 )
 
 _SESSION = "/s/"
+_MODELS = "/v1/models"
+
+# What agents ask for, spoken here or not: their keys are episodes' and never the admin key.
+_ANTHROPIC_PATHS = ("/v1/messages",)
+_AGENTS_PATHS = (
+    *_ANTHROPIC_PATHS,
+    *("/v1/chat", "/v1/completions", "/v1/responses", "/v1/embeddings", "/chat", "/responses"),
+)
 
 Route: TypeAlias = Callable[[Scope, Receive, Send, str | None], Awaitable[None]]
 
@@ -50,7 +58,6 @@ class Router:
         self._ready = ready
         self._hold_s = hold_s
         self._routes: Mapping[tuple[str, str], Route] = {
-            ("GET", "/v1/models"): self._models,
             **{
                 ("POST", protocol.path): partial(turns.serve, protocol=protocol)
                 for protocol in protocols
@@ -75,23 +82,31 @@ class Router:
                 await self._ready.wait()
         except TimeoutError:
             error = busy("the gateway rebuilds its state", status=503)
-            await send_refusal(send, error, shape=self._protocol_of(path).error)
+            await send_refusal(send, error, shape=self._shape_of(path))
             return
         route = self._routes.get((method, path))
         if route is not None:
             await route(scope, receive, send, key)
+        elif path == _MODELS or path.startswith(f"{_MODELS}/"):
+            await self._models(send, key, path.removeprefix(_MODELS).strip("/"), method=method)
         elif self._access.is_episode_key(key):
-            error = unknown(f"agents have no {method} {path}")
-            await send_refusal(send, error, shape=self._protocol_of(path).error)
+            await send_refusal(send, self._unspoken(method, path), shape=self._shape_of(path))
+        elif _is_below(path, _AGENTS_PATHS):
+            error = no_episode_key()
+            await send_refusal(send, error, shape=self._shape_of(path))
         else:
             await self._admin(scope, receive, send)
 
-    def _protocol_of(self, path: str) -> WireProtocol:
-        """The protocol whose clients ask for this path, or for one below it."""
+    def _unspoken(self, method: str, path: str) -> RefusedError:
+        spoken = ", ".join(f"POST {protocol.path}" for protocol in self._protocols)
+        return unknown(f"agents have no {method} {path}; there are {spoken} and GET {_MODELS}")
+
+    def _shape_of(self, path: str) -> Callable[[RefusedError], object]:
+        """How clients that ask for this path read an error."""
         for protocol in self._protocols:
-            if path == protocol.path or path.startswith(f"{protocol.path}/"):
-                return protocol
-        return self._protocols[0]
+            if _is_below(path, (protocol.path,)):
+                return protocol.error
+        return _anthropic_error if _is_below(path, _ANTHROPIC_PATHS) else self._protocols[0].error
 
     async def _health(self, send: Send) -> None:
         if self._ready.is_set():
@@ -99,19 +114,31 @@ class Router:
         else:
             await send_json(send, {"status": "restoring"}, status=503)
 
-    async def _models(self, _: Scope, __: Receive, send: Send, key: str | None) -> None:
+    async def _models(self, send: Send, key: str | None, name: str, *, method: str) -> None:
+        """Answer with the one model, or as the one that the client names: any name is taken."""
         try:
             episode = self._access.episode(key)
+            if method != "GET":
+                raise self._unspoken(method, _MODELS)
         except RefusedError as error:
             await send_refusal(send, error, shape=self._protocols[0].error)
             return
         model = {
-            "id": DEFAULT_MODEL,
+            "id": name or DEFAULT_MODEL,
             "object": "model",
             "created": episode.opened.opened_ms // 1000,
             "owned_by": "forgemq",
         }
-        await send_json(send, {"object": "list", "data": [model]})
+        await send_json(send, model if name else {"object": "list", "data": [model]})
+
+
+def _is_below(path: str, starts: Iterable[str]) -> bool:
+    return any(path == start or path.startswith(f"{start}/") for start in starts)
+
+
+def _anthropic_error(error: RefusedError) -> object:
+    """The refusal as clients of Anthropic's API read it: others lose the sentence."""
+    return {"type": "error", "error": {"type": error.kind, "message": error.message}}
 
 
 def _key_and_path(scope: Scope, path: str) -> tuple[str | None, str]:

@@ -301,6 +301,7 @@ async def _open_stream(client: Client) -> None:
         (b"content-type", b"text/event-stream; charset=utf-8"),
         (b"cache-control", b"no-cache"),
         (b"x-accel-buffering", b"no"),
+        *((name.encode(), value.encode()) for name, value in _unused(client.request).items()),
     ]
     await client.send({"type": "http.response.start", "status": 200, "headers": headers})
 
@@ -313,7 +314,8 @@ async def _write_stream(client: Client, answer: Answer, record: RecordDelivery) 
 
 async def _write_whole(client: Client, answer: Answer, record: RecordDelivery) -> None:
     data = orjson.dumps(client.protocol.whole(answer))
-    await client.send(json_start(len(data), headers={"x-request-id": answer.request_id}))
+    headers = {"x-request-id": answer.request_id, **_unused(client.request)}
+    await client.send(json_start(len(data), headers=headers))
     await _write_body(client, data, record)
 
 
@@ -324,3 +326,8 @@ async def _write_body(client: Client, data: bytes, record: RecordDelivery) -> No
         await client.send({"type": "http.response.body", "body": begin, "more_body": True})
     await record()
     await client.send({"type": "http.response.body", "body": end})
+
+
+def _unused(request: Request) -> dict[str, str]:
+    """The header that names what the client set and the episode decides."""
+    return {"x-forgemq-unused": ", ".join(request.unused)} if request.unused else {}

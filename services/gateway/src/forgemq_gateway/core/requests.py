@@ -71,6 +71,7 @@ class Request(Struct, frozen=True, kw_only=True):
         body_digest: Digest of everything that decides the answer.
         asked: What the client asked about sampling, JSON.
         includes_usage: Whether a stream ends with the token counts.
+        unused: Fields that the client set and the episode decides; the answer names them.
     """
 
     protocol: ProtocolName
@@ -87,6 +88,7 @@ class Request(Struct, frozen=True, kw_only=True):
     is_stream: bool = False
     includes_usage: bool = False
     wants_logprobs: bool = False
+    unused: tuple[str, ...] = ()
 
     @property
     def thoughts(self) -> tuple[str, ...]:
@@ -131,7 +133,7 @@ def chat_form(message: RequestMessage) -> dict[str, Any]:
     if calls:
         form["tool_calls"] = [_call_form(call) for call in calls]
     result_id = _result_id(message)
-    if result_id is not None:
+    if result_id:
         form["tool_call_id"] = result_id
     if message.name is not None:
         form["name"] = message.name

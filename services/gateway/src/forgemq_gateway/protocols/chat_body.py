@@ -55,6 +55,7 @@ class ChatMessage(Struct):
     content: str | Annotated[list[ContentBlock], Meta(max_length=MESSAGES_MAX)] | None = None
     tool_calls: list[CalledTool] | None = None
     tool_call_id: str | None = None
+    id: str | None = None
     name: str | None = None
     reasoning_content: str | None = None
 
@@ -78,6 +79,12 @@ class OfferedTool(Struct):
     function: ToolFunction | None = None
 
 
+class ResponseFormat(Struct):
+    """The form of the reply's text."""
+
+    type: str = "text"
+
+
 class ChatFields(Struct):
     """The fields of the body that we read."""
 
@@ -87,6 +94,11 @@ class ChatFields(Struct):
     stream_options: StreamOptions | None = None
     tools: list[OfferedTool] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
+    logit_bias: dict[str, float] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     n: int | None = 1
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
@@ -116,6 +128,18 @@ _SAMPLING_FIELDS = (
     "tool_choice",
     "parallel_tool_calls",
 )
+# What the episode decides in the client's place: the answer names them in a header.
+_UNUSED = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+)
+_NULL = Raw(b"null")
 _DELIVERY_FIELDS = frozenset({"messages", "stream", "stream_options"})
 
 _MEDIA_BLOCKS = frozenset({"image_url", "input_audio", "image", "file", "video_url"})
@@ -163,6 +187,8 @@ def request_of(body: bytes) -> Request:
         is_stream=bool(fields.stream),
         includes_usage=bool(fields.stream_options and fields.stream_options.include_usage),
         wants_logprobs=bool(fields.logprobs),
+        unused=tuple(name for name in _UNUSED if raw.get(name, _NULL) != _NULL)
+        + (("tool_choice",) if fields.tool_choice == "required" else ()),
     )
 
 
@@ -172,8 +198,11 @@ def _message(message: ChatMessage, *, index: int) -> RequestMessage:
     if message.reasoning_content is not None:
         parts.append(Thinking(message.reasoning_content))
     texts = _texts(message.content)
-    if message.tool_call_id is not None:
-        parts.append(ToolResult(message.tool_call_id, "".join(texts)))
+    answered = message.tool_call_id
+    if message.role == "tool":
+        answered = answered or message.id or ""  # Some clients call it `id`, or leave it out.
+    if answered is not None:
+        parts.append(ToolResult(answered, "".join(texts)))
     else:
         parts += [Text(text) for text in texts]
     for number, call in enumerate(message.tool_calls or ()):
@@ -216,13 +245,45 @@ def _check(fields: ChatFields) -> None:
         raise invalid(
             "top_logprobs is not available, only the sampled token's", param="top_logprobs"
         )
+    _check_form(fields)
     for index, message in enumerate(fields.messages):
-        if message.role == "tool" and not message.tool_call_id:
-            raise invalid(
-                "a tool message needs tool_call_id", param=f"messages[{index}].tool_call_id"
-            )
         if isinstance(message.content, list):
             _check_blocks(message.content, index=index)
+
+
+def _check_form(fields: ChatFields) -> None:
+    """Refuse what would change the form of the reply and is not done.
+
+    To sample under a grammar is another distribution, whose tokens could not train.
+    """
+    if fields.response_format is not None and fields.response_format.type != "text":
+        raise invalid(
+            f"response_format {fields.response_format.type!r} is not available: say in the "
+            "messages which form the reply must have",
+            param="response_format",
+        )
+    if isinstance(fields.tool_choice, dict):
+        raise invalid(
+            "a named tool cannot be forced: offer only that tool, or send tool_choice 'auto'",
+            param="tool_choice",
+        )
+    if fields.tool_choice not in (None, "none", "auto", "required"):
+        raise invalid(
+            f"tool_choice must be 'none', 'auto' or 'required', got {fields.tool_choice!r}",
+            param="tool_choice",
+        )
+    if fields.logit_bias:
+        raise invalid("logit_bias is not available: it would change the policy", param="logit_bias")
+    if fields.chat_template_kwargs:
+        raise invalid(
+            "chat_template_kwargs are the run's (model.renderer), not a request's",
+            param="chat_template_kwargs",
+        )
+    if fields.continue_final_message or fields.add_generation_prompt is False:
+        name = (
+            "continue_final_message" if fields.continue_final_message else "add_generation_prompt"
+        )
+        raise invalid(f"{name}: a reply is always a message of its own", param=name)
 
 
 def _check_blocks(blocks: list[ContentBlock], *, index: int) -> None:
