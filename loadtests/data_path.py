@@ -5,6 +5,9 @@ parts are stand-ins: the engine answers after a fixed time with a fixed number o
 trainer takes steps without computing, and agents do nothing between two turns.
 `make load NAME=data_path`.
 
+What it costs is compared with the least that could move the same bytes on the same machine in the
+same run: `cpu_over_bare` (data_path_bare.py).
+
 `small`: contexts of about 200 tokens. `context_196k`: contexts of 196,608 tokens, sent again as a
 whole every turn; 12 completions a second are a million a day.
 """
@@ -20,6 +23,7 @@ from pathlib import Path
 
 import msgspec
 from data_path_agents import Played
+from data_path_bare import Shape, bare_cpu_ms
 from data_path_system import SERVICES, STAND_INS, RunningSystem, Workload, running
 from measurement import Measurement, arguments
 from msgspec import Struct
@@ -98,12 +102,16 @@ class Window(Struct, frozen=True, kw_only=True):
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
-    """Results of a case: completions delivered and merged within the window."""
+    """Results of a case: completions delivered and merged within the window.
+
+    `bare_cpu_ms`: CPU time for the same bytes through a bare server and two topics.
+    """
 
     window: Window
     delivered: int
     merged: int
     played: Sequence[Played]
+    bare_cpu_ms: float
 
 
 async def measure(name: str, workload: Workload, *, folder: Path) -> Outcome:
@@ -117,16 +125,34 @@ async def measure(name: str, workload: Workload, *, folder: Path) -> Outcome:
         merged = await _read_records(system, topics.MERGED_GROUPS)
         await system.supervisor.stop()
         lines = await asyncio.to_thread(system.played.read_bytes)
-    started_s, ended_s = window.monotonic_s
+        started_s, ended_s = window.monotonic_s
+        played = [
+            each
+            for each in msgspec.json.Decoder(Played).decode_lines(lines)
+            if started_s <= each.ended_s < ended_s
+        ]
+        count = sum(_is_within(record, window) for record in delivered)
+        shape = _shape(workload, played, window=window, kafka=system.kafka)
+        bare_ms = await bare_cpu_ms(shape, broker=system.broker)
     return Outcome(
         window=window,
-        delivered=sum(_is_within(record, window) for record in delivered),
+        delivered=count,
         merged=_merged_completions(scored, [r for r in merged if _is_within(r, window)]),
-        played=[
-            played
-            for played in msgspec.json.Decoder(Played).decode_lines(lines)
-            if started_s <= played.ended_s < ended_s
-        ],
+        played=played,
+        bare_cpu_ms=bare_ms,
+    )
+
+
+def _shape(workload: Workload, played: Sequence[Played], *, window: Window, kafka: str) -> Shape:
+    """What a completion moved, for the baseline."""
+    count = max(1, len(played))
+    return Shape(
+        kafka=kafka,
+        body_bytes=round(_mean([each.body_bytes for each in played])),
+        reply_bytes=round(_mean([each.reply_bytes for each in played])),
+        log_bytes=window.stored_bytes // count,
+        engine_s=workload.engine_s,
+        clients=workload.agents,
     )
 
 
@@ -205,6 +231,8 @@ def _merged_completions(scored: Sequence[Record], merged: Sequence[Record]) -> i
 def report(measurement: Measurement, case: str, outcome: Outcome, *, engine_s: float) -> None:
     """Add the rows of one case to the measurement."""
     window, delivered = outcome.window, outcome.delivered
+    parts = (*SERVICES, "broker")
+    system_ms = 1000 * sum(window.cpu_s.get(name, 0.0) for name in parts) / max(1, delivered)
     added_ms = sorted(1000 * (played.took_s - engine_s) for played in outcome.played)
     rows = [
         ("completions_per_second", delivered / window.duration_s, "1/s"),
@@ -215,6 +243,8 @@ def report(measurement: Measurement, case: str, outcome: Outcome, *, engine_s: f
         ("added_latency_p50", _percentile(added_ms, 50), "ms"),
         ("added_latency_p99", _percentile(added_ms, 99), "ms"),
         ("log_bytes_per_completion", window.stored_bytes / max(1, delivered), "bytes"),
+        ("cpu_over_bare", system_ms / outcome.bare_cpu_ms, "x"),
+        ("cpu_bare", outcome.bare_cpu_ms, "ms per completion"),
         ("cpu", 1000 * sum(window.cpu_s.values()) / max(1, delivered), "ms per completion"),
     ]
     rows += [

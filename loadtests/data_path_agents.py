@@ -102,6 +102,8 @@ class Played(Struct, frozen=True):
     took_s: float
     context_tokens: int
     output_tokens: int
+    body_bytes: int
+    reply_bytes: int
 
 
 def message(role: str, content: str) -> bytes:
@@ -176,13 +178,16 @@ class Agents:
         await self._ask(admin_routes.FINISH_EPISODE, claim.episode_id, finish, Recorded)
 
     async def _complete(self, claim: Claim, messages: bytes) -> Reply:
-        body = b'{"model":"policy","max_tokens":%d,"messages":[%s]}'
+        body = b'{"model":"policy","max_tokens":%d,"messages":[%s]}' % (
+            self._settings.tokens_max,
+            messages,
+        )
         headers = {"authorization": f"Bearer {claim.key}", "content-type": "application/json"}
         while True:
             began_s = time.monotonic()
             async with self._session.post(
                 f"{self._settings.url}/v1/chat/completions",
-                data=body % (self._settings.tokens_max, messages),
+                data=body,
                 headers=headers,
             ) as response:
                 answer = await response.read()
@@ -196,7 +201,14 @@ class Agents:
         reply = msgspec.json.decode(answer, type=Reply)
         usage = reply.usage
         self.played.append(
-            Played(ended_s, ended_s - began_s, usage.prompt_tokens, usage.completion_tokens)
+            Played(
+                ended_s,
+                ended_s - began_s,
+                usage.prompt_tokens,
+                usage.completion_tokens,
+                len(body),
+                len(answer),
+            )
         )
         return reply
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import shutil
+import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -32,7 +33,7 @@ from forgemq_launcher.core.restarts import RestartPolicy
 from forgemq_launcher.records.run_topics import create_topics, write_start
 from forgemq_launcher.run_folder import RunFolder
 from forgemq_launcher.upkeep.broker import RunBroker
-from forgemq_launcher.upkeep.machine import port
+from forgemq_launcher.upkeep.machine import listening_socket, port
 from forgemq_launcher.upkeep.services import Addresses, service_specs
 from forgemq_launcher.upkeep.supervisor import ServiceSpec, Supervisor
 
@@ -86,6 +87,7 @@ class RunningSystem(Struct, frozen=True, kw_only=True):
         supervisor: Keeps services and stand-ins running.
         broker: The broker that the run started; None if a setting names another one.
         played: File that the agents write when they end.
+        kafka: Address of the broker.
     """
 
     log: Log
@@ -95,6 +97,7 @@ class RunningSystem(Struct, frozen=True, kw_only=True):
     trainer: StandInTrainer
     broker: psutil.Process | None
     played: Path
+    kafka: str
 
     def cpu_s(self) -> dict[str, float]:
         """CPU time each process has used so far, with its children's, by name."""
@@ -147,7 +150,9 @@ async def running(name: str, workload: Workload, *, folder: Path) -> AsyncIterat
             folder=run / "checkpoints",
             group_partitions=configuration.log.group_partitions,
         )
-        specs = _specs(configuration, workload, folder=run, kafka=broker.connection.bootstrap)
+        listener = listening_socket(HOST, wanted=0)
+        addresses = _addresses(broker, run, listener=listener)
+        specs = _specs(configuration, workload, folder=run, addresses=addresses)
         async with asyncio.TaskGroup() as tasks:
             kept = [
                 tasks.create_task(supervisor.keep(spec, may_end=lambda: False)) for spec in specs
@@ -161,9 +166,11 @@ async def running(name: str, workload: Workload, *, folder: Path) -> AsyncIterat
                 trainer=trainer,
                 broker=_java() if broker.is_own else None,
                 played=run / "played.jsonl",
+                kafka=broker.connection.bootstrap,
             )
             for task in kept:
                 task.cancel()
+        listener.close()
     finally:
         await supervisor.stop()
         await log.close()
@@ -197,18 +204,21 @@ def run_configuration(run: str, workload: Workload, *, model: Path) -> RunConfig
     )
 
 
-def _specs(
-    configuration: RunConfiguration, workload: Workload, *, folder: RunFolder, kafka: str
-) -> Sequence[ServiceSpec]:
-    engine_port = port(HOST, wanted=0)
-    addresses = Addresses(
-        kafka=kafka,
-        engine_urls=(f"http://{HOST}:{engine_port}",),
+def _addresses(broker: RunBroker, folder: RunFolder, *, listener: socket.socket) -> Addresses:
+    return Addresses(
+        kafka=broker.connection.bootstrap,
+        engine_urls=(f"http://{HOST}:{port(HOST, wanted=0)}",),
         host=HOST,
-        gateway_port=port(HOST, wanted=0),
+        gateway_port=listener.getsockname()[1],
+        gateway_fd=listener.fileno(),
         console_port=0,
         admin_key=folder.admin_key(),
     )
+
+
+def _specs(
+    configuration: RunConfiguration, workload: Workload, *, folder: RunFolder, addresses: Addresses
+) -> Sequence[ServiceSpec]:
     services = service_specs(
         configuration, folder=folder, addresses=addresses, environ=dict(os.environ)
     )
@@ -226,7 +236,7 @@ def _specs(
         )
 
     engine = {
-        "port": engine_port,
+        "port": addresses.engine_urls[0].rpartition(":")[2],
         "latency_s": workload.engine_s,
         "tokens": workload.output_tokens,
         "context_tokens_max": workload.context_tokens_max,

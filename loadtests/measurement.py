@@ -6,6 +6,7 @@ import os
 import platform
 import sys
 import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -33,7 +34,7 @@ class Measurement:
         self.rows.append((case, metric, value, unit))
 
     def finish(self, json_path: str | None) -> int:
-        """Print the table and write the JSON; returns 1 if a value is below its threshold."""
+        """Print the table and write the JSON; returns 1 if a value is beyond its threshold."""
         self.conditions |= {
             "cores": str(len(os.sched_getaffinity(0))),
             "machine": platform.machine(),
@@ -44,7 +45,7 @@ class Measurement:
             Path(json_path).write_text(json.dumps(self.document(), indent=2) + "\n")
         broken = self.broken_thresholds()
         for line in broken:
-            sys.stdout.write(f"below its threshold: {line}\n")
+            sys.stdout.write(f"beyond its threshold: {line}\n")
         return 1 if broken else 0
 
     def document(self) -> dict[str, object]:
@@ -75,13 +76,28 @@ class Measurement:
         return "\n".join([*head, "", *lines, ""])
 
     def broken_thresholds(self) -> list[str]:
-        """One line for each row below its least value in thresholds.toml."""
+        """One line for each row beyond its limit in thresholds.toml."""
         wanted = tomllib.loads(THRESHOLDS.read_text()).get(self.name, {})
-        return [
-            f"{case} {metric} = {value:.4g}, at least {wanted[case][metric]}"
+        limits = {
+            (case, metric): limit
+            for case, metrics in wanted.items()
+            for metric, limit in metrics.items()
+        }
+        broken = (
+            _broken(value, limits.get((case, metric)), name=f"{case} {metric}")
             for case, metric, value, _ in self.rows
-            if value < wanted.get(case, {}).get(metric, float("-inf"))
-        ]
+        )
+        return [line for line in broken if line]
+
+
+def _broken(value: float, limit: float | Mapping[str, float] | None, *, name: str) -> str:
+    """What is wrong with a value; '' if nothing is. A number is the least, a table the most."""
+    if isinstance(limit, Mapping):
+        most = limit["at_most"]
+        return f"{name} = {value:.4g}, at most {most}" if value > most else ""
+    if limit is not None and value < limit:
+        return f"{name} = {value:.4g}, at least {limit}"
+    return ""
 
 
 def arguments(description: str) -> argparse.Namespace:

@@ -8,6 +8,9 @@ records and drawing their tokens happen before.
 Case `records_to_wire` is 16 rollouts of 40 turns after a prompt of 16k tokens. The others are
 smaller, or share less. The slowest cases begin with `worst_`: turns of a few tokens, and requests
 that share nothing.
+
+`over_decode` compares with decoding the same records from their wire bytes in the same run, so it
+says the same on a fast machine and on a slow one.
 """
 
 import statistics
@@ -16,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 from measurement import Measurement, arguments
 
@@ -172,6 +176,8 @@ def measure(workload: Workload, report: Callable[[str, float, str], None]) -> No
     assert isinstance(merged, MergedGroup), "a scored group ends in its summary"
     assert not merged.not_trainable, merged.detail
     median_s = statistics.median(seconds)
+    decode_s = statistics.median(_decode_s([*completions, scored]) for _ in range(REPEATS))
+    report("over_decode", median_s / decode_s, "x")
     report("tokens_per_second", merged.request_tokens / median_s, "linear tokens/s")
     report("tree_tokens_per_second", merged.tree_tokens / median_s, "tree tokens/s")
     report("completions_per_second", len(completions) / median_s, "1/s")
@@ -180,6 +186,16 @@ def measure(workload: Workload, report: Callable[[str, float, str], None]) -> No
     report("request_tokens", merged.request_tokens, "tokens")
     report("tree_tokens", merged.tree_tokens, "tokens")
     report("wire_bytes", sum(map(len, values)), "bytes")
+
+
+def _decode_s(records: Sequence[FinishedCompletion | ScoredGroup]) -> float:
+    """CPU seconds to decode these records from their wire bytes, as a service does before."""
+    values = [(type(record), msgspec.msgpack.encode(record)) for record in records]
+    decoders = {kind: msgspec.msgpack.Decoder(kind) for kind, _ in values}
+    started_s = time.thread_time()
+    for kind, value in values:
+        decoders[kind].decode(value)
+    return time.thread_time() - started_s
 
 
 def _message(record: FinishedCompletion | ScoredGroup, offset: int) -> Message:

@@ -28,6 +28,7 @@ from tokenizers import Tokenizer
 
 from forgemq_agents.episode_player import EpisodePlayer
 from forgemq_agents.gateway_client import GatewayClient
+from forgemq_agents.lease_thread import LeaseThread
 from forgemq_agents.requests import JsonRequests, Retry
 from forgemq_agents.user_code import Play
 from forgemq_bus.log import Place
@@ -219,8 +220,10 @@ async def finished_episode(world: World, group_id: str) -> FinishedEpisode:
 
 async def played(play: Play, url: str, world: World) -> FinishedEpisode:
     """Play one episode of ORDER to its end with the agents' service code."""
-    async with aiohttp.ClientSession() as http:
-        requests = JsonRequests(http, retry=Retry(deadline_s=20))
+    retry = Retry(deadline_s=20)
+    leases = LeaseThread(url=url, admin_key=ADMIN_KEY, retry=retry)
+    async with aiohttp.ClientSession() as http, leases:
+        requests = JsonRequests(http, retry=retry)
         gateway = GatewayClient(requests, url=url, admin_key=ADMIN_KEY)
         status = await gateway.request_group(
             GroupRequest(
@@ -236,6 +239,7 @@ async def played(play: Play, url: str, world: World) -> FinishedEpisode:
         player = EpisodePlayer(
             gateway=gateway,
             requests=requests,
+            leases=leases,
             environ=dict(os.environ),
             telemetry=Telemetry(service="agents", stream=StringIO()),
         )

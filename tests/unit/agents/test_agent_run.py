@@ -215,6 +215,7 @@ async def test_an_end_that_cannot_be_reported_masks_the_episode(memory_gateway, 
     assert gateway.groups["g-count-0"].ended == {0: AbortRequest(detail=detail)}
 
 
+@pytest.mark.wall_clock
 async def test_a_long_episode_keeps_its_lease_by_heartbeats(memory_gateway):
     gateway = await memory_gateway(groups_to_train=1, slots=1, group_size=1)
 
@@ -225,6 +226,7 @@ async def test_a_long_episode_keeps_its_lease_by_heartbeats(memory_gateway):
     assert gateway.heartbeats.count("g-count-0.0.0") >= 3
 
 
+@pytest.mark.wall_clock
 async def test_an_episode_that_was_replaced_is_stopped_and_reports_nothing(memory_gateway):
     gateway = await memory_gateway(groups_to_train=1, slots=1, group_size=1)
     played, cancelled = [], []

@@ -12,6 +12,7 @@ from forgemq_agents.episode_player import EpisodePlayer
 from forgemq_agents.errors import GatewayError
 from forgemq_agents.gateway_client import GatewayClient
 from forgemq_agents.groups import Groups
+from forgemq_agents.lease_thread import LeaseThread
 from forgemq_agents.requests import JsonRequests, Retry
 from forgemq_agents.run import AgentRun
 from forgemq_agents.settings import AgentsSettings
@@ -84,13 +85,18 @@ async def play_run(
     # No limit on connections: episodes at once are bounded already, and long polls would use up
     # a limit that episodes need.
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60)
-    async with aiohttp.ClientSession(connector=connector) as http:
+    leases = LeaseThread(url=settings.gateway_url, admin_key=settings.admin_key, retry=retry)
+    async with aiohttp.ClientSession(connector=connector) as http, leases:
         requests = JsonRequests(http, retry=retry)
         gateway = GatewayClient(requests, url=settings.gateway_url, admin_key=settings.admin_key)
         groups = Groups(
             gateway=gateway,
             player=EpisodePlayer(
-                gateway=gateway, requests=requests, environ=environ, telemetry=telemetry
+                gateway=gateway,
+                requests=requests,
+                leases=leases,
+                environ=environ,
+                telemetry=telemetry,
             ),
             domains=domains,
             seed=configuration.seed,

@@ -9,13 +9,11 @@ from msgspec import UNSET
 from forgemq_agents.episode import Episode
 from forgemq_agents.errors import ContextFullError, EpisodeOverError, GatewayError
 from forgemq_agents.gateway_client import GatewayClient
+from forgemq_agents.lease_thread import LeaseThread
 from forgemq_agents.requests import JsonRequests
 from forgemq_agents.user_code import Play
 from forgemq_contracts.admin import DETAIL_CHARACTERS_MAX, AbortRequest, Claim, FinishRequest
 from forgemq_telemetry.telemetry import Telemetry
-
-# Two heartbeats may be lost before the lease lapses.
-HEARTBEATS_PER_LEASE = 3
 
 
 class EpisodePlayer:
@@ -26,10 +24,12 @@ class EpisodePlayer:
         *,
         gateway: GatewayClient,
         requests: JsonRequests,
+        leases: LeaseThread,
         environ: Mapping[str, str],
         telemetry: Telemetry,
     ) -> None:
         self._gateway = gateway
+        self._leases = leases
         self._requests = requests
         self._environ = environ
         self._telemetry = telemetry
@@ -45,8 +45,16 @@ class EpisodePlayer:
         )
         async with asyncio.TaskGroup() as tasks:
             playing = tasks.create_task(self._play_and_report(episode, play))
-            renewing = tasks.create_task(self._renew_lease(claim, playing))
-            playing.add_done_callback(lambda _: renewing.cancel())
+
+            def stop(detail: str) -> None:
+                self._telemetry.event("superseded", episode=claim.episode_id, detail=detail)
+                playing.cancel()
+
+            def note(detail: str) -> None:
+                self._telemetry.event("unheard", episode=claim.episode_id, detail=detail)
+
+            renewal = self._leases.renew(claim, on_over=stop, on_unheard=note)
+            playing.add_done_callback(lambda _: renewal.cancel())
 
     async def _play_and_report(self, episode: Episode, play: Play) -> None:
         """Report how the user's code ended; its failure masks the episode, a limit truncates it."""
@@ -62,19 +70,6 @@ class EpisodePlayer:
         except GatewayError as error:
             # The lease lapses, and this or another process plays the episode again.
             self._telemetry.event("unreported", episode=episode.episode_id, detail=str(error))
-
-    async def _renew_lease(self, claim: Claim, playing: "asyncio.Task[None]") -> None:
-        """Send heartbeats; stop the agent if the episode is over."""
-        while True:
-            await asyncio.sleep(claim.lease_s / HEARTBEATS_PER_LEASE)
-            try:
-                await self._gateway.renew_lease(claim.episode_id)
-            except EpisodeOverError as error:
-                self._telemetry.event("superseded", episode=claim.episode_id, detail=str(error))
-                playing.cancel()
-                return
-            except GatewayError as error:
-                self._telemetry.event("unheard", episode=claim.episode_id, detail=str(error))
 
 
 async def _play_to_end(episode: Episode, play: Play) -> FinishRequest | AbortRequest:

@@ -5,6 +5,7 @@ harmless: the group core counts the first grade of each episode.
 """
 
 import asyncio
+import os
 import time
 from collections.abc import Callable, Sequence
 
@@ -22,7 +23,7 @@ from forgemq_contracts.messages import Output
 from forgemq_reward.core.pending import PendingEpisode, PendingEpisodes
 from forgemq_reward.grader import Grader, load_rendering
 from forgemq_reward.grading_positions import GROUP, GradingPositions
-from forgemq_reward.settings import RewardSettings
+from forgemq_reward.settings import RewardSettings, grader_count
 from forgemq_shell.records import emit_of
 from forgemq_shell.service import Context
 from forgemq_shell.span_links import completion_traces
@@ -57,11 +58,13 @@ class GradingLoop:
             GraderRefusedError: a reward function of the configuration cannot be loaded.
         """
         rendering = await load_rendering(self._context.configuration)
+        count = grader_count(self._settings, cores=len(os.sched_getaffinity(0)))
         graders = [
             Grader(self._context.configuration, rendering=rendering, environ=self._context.environ)
-            for _ in range(self._settings.graders)
+            for _ in range(count)
         ]
         try:
+            # One after the other: if a function cannot be loaded, one process says so.
             for grader in graders:
                 await grader.start()
             await self._run_with(graders)

@@ -9,8 +9,14 @@ class RewardSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Read from `FORGEMQ_REWARD_*`."""
 
     graders: Annotated[
-        int, Meta(ge=1, le=256, description="Processes that run the user's functions.")
-    ] = 1
+        int,
+        Meta(
+            ge=0,
+            le=256,
+            description="Processes that run the user's functions, an episode each at a time; 0: "
+            "one for each core that this process may use, 2 to 16.",
+        ),
+    ] = 0
     episodes_waiting_max: Annotated[
         int, Meta(ge=1, description="Finished and not graded; above: reading pauses.")
     ] = 1024
@@ -18,3 +24,16 @@ class RewardSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     commit_every_s: Annotated[
         float, Meta(gt=0, le=600, description="How often the grading positions are committed.")
     ] = 5.0
+
+
+def grader_count(settings: RewardSettings, *, cores: int) -> int:
+    """How many grader processes there are.
+
+    At least two, so that one episode whose judge is slow does not hold up all others; at most 16,
+    because each has the user's modules in memory.
+
+    Args:
+        settings: May name the number.
+        cores: That this process may use.
+    """
+    return settings.graders or max(2, min(16, cores))
