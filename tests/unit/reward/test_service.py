@@ -29,7 +29,6 @@ from forgemq_contracts.run import (
 from forgemq_rendering.tokenizer import FolderTokenizer
 from forgemq_reward.app import CONSUMES, PRODUCES, main
 from forgemq_reward.grader_process import GraderRefusedError
-from forgemq_reward.settings import RewardSettings, grader_count
 from forgemq_settings.environment import SettingsError
 from forgemq_shell.dead_letters import letter_of
 from forgemq_shell.service import Context
@@ -56,7 +55,6 @@ TOOLS = msgspec.json.encode(
 QUICK = {"FORGEMQ_REWARD_COMMIT_EVERY_S": "0.05", "FORGEMQ_REWARD_GRADERS": "1"}
 CODE = """
 import pathlib
-import time
 
 def outcome(episode):
     with pathlib.Path(__file__).with_name("graded.txt").open("a") as file:
@@ -65,14 +63,6 @@ def outcome(episode):
     contents = [m["content"] for c in episode.completions for m in c.messages_before]
     assert contents == ["go"] * len(calls), contents
     return sum(calls) if episode.task == {"item": "lamp"} else 100.0
-
-def meets_its_sibling(episode):
-    here = pathlib.Path(__file__).with_name("met")
-    here.mkdir(exist_ok=True)
-    (here / episode.episode_id).touch()
-    while len(list(here.iterdir())) < 2:
-        time.sleep(0.01)
-    return 1.0
 """
 
 
@@ -209,25 +199,6 @@ async def test_a_grade_carries_its_group_for_readers_that_cannot_decode_it(desk)
     reader = await desk.log.reader({Place(topics.GRADED_EPISODES.name, PARTITION): 0})
     [grade] = await reader.read(timeout_s=0, records_max=10)
     assert (grade.key, dict(grade.headers)["group"]) == (b"g-1.0.0", b"g-1")
-
-
-async def test_by_default_an_episode_is_graded_while_the_grader_of_another_one_waits(tmp_path):
-    """Each grader returns only once the other one was called."""
-    desk = Desk(configuration_of(tmp_path, outcome="user_rewards:meets_its_sibling"), tmp_path)
-    await desk.open()
-    async with desk.service(FORGEMQ_REWARD_GRADERS="0"):
-        await desk.play(0, [[5]])
-        await desk.play(1, [[6]])
-        grades = await desk.records(topics.GRADED_EPISODES, count=2)
-    await desk.log.close()
-    assert [(grade.outcome, grade.is_masked) for grade in grades] == [(1.0, False)] * 2
-
-
-@pytest.mark.parametrize(
-    ("named", "cores", "count"), [(0, 1, 2), (0, 8, 8), (0, 96, 16), (1, 8, 1), (200, 8, 200)]
-)
-def test_graders_follow_the_cores_unless_a_setting_names_their_number(named, cores, count):
-    assert grader_count(RewardSettings(graders=named), cores=cores) == count
 
 
 @pytest.mark.parametrize("result", [b'"\xff"', b"[" * 20_000 + b"]" * 20_000, b"9" * 5000])
