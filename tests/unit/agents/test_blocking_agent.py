@@ -38,7 +38,7 @@ class TimedGateway(MemoryGateway):
 
 
 class GatewayThread:
-    """A gateway on a loop of its own, as in a process of its own."""
+    """A gateway on another thread's loop, as if it were another process."""
 
     def __init__(self) -> None:
         self.gateway: TimedGateway | None = None
