@@ -29,10 +29,8 @@ def view(run) -> RunView:
 
 def client(view: RunView, run: SyntheticRun) -> httpx.AsyncClient:
     async def read_group(group_id: str, episode_id: str | None):
-        completions = (m for m in run.of(FINISHED_COMPLETIONS) if m.record.group_id == group_id)
-        return group_view(
-            group_id, completions, episode_id=episode_id, token_text=str, episodes_max=8
-        )
+        of_group = (m for m in run.messages if getattr(m.record, "group_id", "") == group_id)
+        return group_view(group_id, of_group, episode_id=episode_id, token_text=str, episodes_max=8)
 
     app = web(view, clock_ms=lambda: 20_000, read_group=read_group)
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://console")
@@ -85,6 +83,13 @@ async def test_groups_are_listed_newest_first(view, run):
     assert [(row["group_id"], row["position"]) for row in rows] == [
         (f"g-{index}", "trained") for index in (3, 2, 1, 0)
     ]
+
+
+async def test_rewards_and_advantages_are_served_by_turn(view, run):
+    async with client(view, run) as http:
+        episode = json.loads((await http.get("/api/groups/g-3")).content)["episode"]
+    assert episode["reward"]["total"] == pytest.approx(1.4)
+    assert [turn["reward"]["advantage"] for turn in episode["turns"]] == [0.3, 0.3]
 
 
 async def test_an_unknown_group_is_404_and_a_known_one_comes_with_its_first_episode(view, run):

@@ -30,6 +30,7 @@ class GroupEntry:
     success: float | None = None
     finished: set[int] = field(default_factory=set)
     completion_offsets: list[tuple[int, int]] = field(default_factory=list)
+    reward_offsets: list[tuple[str, int, int]] = field(default_factory=list)
     completions: int = 0
     truncated: int = 0
     version_min: int | None = None

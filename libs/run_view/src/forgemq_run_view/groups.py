@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from forgemq_contracts.accounting import RetiredIds
 from forgemq_contracts.audit import AuditedGroup
 from forgemq_contracts.completions import FinishedCompletion
-from forgemq_contracts.episodes import FinishedEpisode
+from forgemq_contracts.episodes import FinishedEpisode, GradedEpisode
 from forgemq_contracts.groups import (
     AdmittedGroup,
     MergedGroup,
@@ -18,6 +18,7 @@ from forgemq_contracts.groups import (
 from forgemq_contracts.messages import Message
 from forgemq_contracts.run import Queue, staleness_bound, staleness_limit, window_of
 from forgemq_contracts.steps import ScheduledStep, TrainedStep
+from forgemq_contracts.topics import FINISHED_COMPLETIONS
 from forgemq_run_view.group_entry import GroupEntry, row, window_positions
 from forgemq_run_view.state import (
     EvaluationPoint,
@@ -84,6 +85,9 @@ class GroupBook:
         group_id = getattr(message.record, "group_id", None)
         if group_id is not None and not self._is_kept(group_id):
             return
+        if isinstance(message.record, GradedEpisode | ScoredGroup):
+            at = (message.topic, message.partition, message.offset)
+            self._entry(message.record.group_id).reward_offsets.append(at)
         match message.record:
             case RequestedGroup() as record:
                 self._apply_requested(record)
@@ -126,10 +130,16 @@ class GroupBook:
         """Whether any record named this group, and it is not forgotten."""
         return group_id in self._entries
 
-    def completion_offsets(self, group_id: str) -> tuple[tuple[int, int], ...]:
-        """(partition, offset) of the group's finished completions; () if they were dropped."""
+    def record_offsets(self, group_id: str) -> tuple[tuple[str, int, int], ...]:
+        """(topic, partition, offset) of the group's completions, grades and score.
+
+        () if they were dropped.
+        """
         entry = self._entries.get(group_id)
-        return tuple(entry.completion_offsets) if entry else ()
+        if entry is None:
+            return ()
+        completions = ((FINISHED_COMPLETIONS.name, *at) for at in entry.completion_offsets)
+        return (*completions, *entry.reward_offsets)
 
     def rows(self, *, rows_max: int) -> tuple[GroupRow, ...]:
         """The groups that records named last, newest first."""
@@ -207,6 +217,7 @@ class GroupBook:
                 without = self._entries.get(self._with_offsets.popleft())
                 if without:
                     without.completion_offsets.clear()
+                    without.reward_offsets.clear()
             self._by_age.append(group_id)
             self._forget()
         return entry

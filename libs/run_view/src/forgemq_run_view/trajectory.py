@@ -1,4 +1,4 @@
-"""The turns of a group: tokens, log-probabilities and weight versions of its completions."""
+"""The turns of a group: tokens, log-probabilities, weight versions and what they earned."""
 
 from collections.abc import Iterable, Mapping
 
@@ -8,6 +8,7 @@ from forgemq_contracts.accounting import is_candidate
 from forgemq_contracts.arrays import unpack_floats, unpack_ids
 from forgemq_contracts.completions import FinishedCompletion
 from forgemq_contracts.messages import Message
+from forgemq_run_view.rewards import EpisodeReward, GroupRewards, TurnReward
 
 
 class TrajectoryTurn(Struct, frozen=True, kw_only=True):
@@ -29,6 +30,7 @@ class TrajectoryTurn(Struct, frozen=True, kw_only=True):
     engine_s: float
     cached_tokens: int
     messages: str
+    reward: TurnReward
 
 
 class Trajectory(Struct, frozen=True, kw_only=True):
@@ -36,6 +38,7 @@ class Trajectory(Struct, frozen=True, kw_only=True):
 
     episode_id: str
     turns: tuple[TrajectoryTurn, ...]
+    reward: EpisodeReward | None
 
 
 def chosen(messages: Iterable[Message]) -> dict[str, FinishedCompletion]:
@@ -82,20 +85,29 @@ def versions(completion: FinishedCompletion) -> tuple[int, ...]:
 
 
 def trajectories(messages: Iterable[Message]) -> tuple[Trajectory, ...]:
-    """Episodes of these completions, by episode id; turns in order of admission."""
+    """Episodes of these completions, by episode id; turns in order of admission.
+
+    Rewards come from grades and scored groups among the messages.
+    """
+    messages = list(messages)
+    rewards = GroupRewards(messages)
     by_episode: dict[str, list[FinishedCompletion]] = {}
     for completion in chosen(messages).values():
         by_episode.setdefault(completion.episode_id, []).append(completion)
     return tuple(
         Trajectory(
             episode_id=episode_id,
-            turns=tuple(_turn(each) for each in sorted(found, key=lambda c: c.turn.sequence)),
+            turns=tuple(
+                _turn(each, reward=rewards.turn(each.request_id))
+                for each in sorted(found, key=lambda c: c.turn.sequence)
+            ),
+            reward=rewards.episode(episode_id),
         )
         for episode_id, found in sorted(by_episode.items())
     )
 
 
-def _turn(completion: FinishedCompletion) -> TrajectoryTurn:
+def _turn(completion: FinishedCompletion, *, reward: TurnReward) -> TrajectoryTurn:
     return TrajectoryTurn(
         completion_id=completion.request_id,
         episode_id=completion.episode_id,
@@ -113,4 +125,5 @@ def _turn(completion: FinishedCompletion) -> TrajectoryTurn:
         engine_s=completion.engine_s,
         cached_tokens=completion.cached_tokens,
         messages=completion.turn.messages.decode(errors="replace"),
+        reward=reward,
     )

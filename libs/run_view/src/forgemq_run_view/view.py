@@ -75,9 +75,12 @@ class RunView:
         """Whether any record named this group, and it is not forgotten."""
         return self._groups.knows(group_id)
 
-    def completion_offsets(self, group_id: str) -> tuple[tuple[int, int], ...]:
-        """(partition, offset) of the group's finished completions; () if they were dropped."""
-        return self._groups.completion_offsets(group_id)
+    def record_offsets(self, group_id: str) -> tuple[tuple[str, int, int], ...]:
+        """(topic, partition, offset) of the group's completions, grades and score.
+
+        () if they were dropped.
+        """
+        return self._groups.record_offsets(group_id)
 
     def rows(self, *, rows_max: int) -> tuple[GroupRow, ...]:
         """The groups that records named last, newest first."""

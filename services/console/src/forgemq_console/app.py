@@ -14,7 +14,7 @@ from forgemq_console.core import GroupView, TokenText, group_view
 from forgemq_console.http import ReadGroup, web
 from forgemq_console.settings import ConsoleSettings
 from forgemq_console.stream import stream_app
-from forgemq_contracts.topics import FINISHED_COMPLETIONS, Topic
+from forgemq_contracts.topics import Topic
 from forgemq_run_view.view import TOPICS, RunView
 from forgemq_settings.environment import parse
 from forgemq_shell.clock import now_ms
@@ -82,12 +82,10 @@ async def serve(server: uvicorn.Server, stop: asyncio.Event) -> None:
 
 
 def group_reader(log: Log, view: RunView, *, token_text: TokenText, episodes_max: int) -> ReadGroup:
-    """A function that reads a group's completions from the log, at the offsets the view knows."""
+    """A function that reads a group's turns and rewards at the offsets that the view knows."""
 
     async def read_group(group_id: str, episode_id: str | None) -> GroupView:
-        places = [
-            (Place(FINISHED_COMPLETIONS.name, p), at) for p, at in view.completion_offsets(group_id)
-        ]
+        places = [(Place(topic, p), at) for topic, p, at in view.record_offsets(group_id)]
         return group_view(
             group_id,
             [message_of(record) for record in await read_at(log, places)],

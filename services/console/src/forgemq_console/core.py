@@ -1,12 +1,13 @@
 """What the page shows, as values: a bounded state, and one group's turns with their tokens."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from forgemq_contracts.messages import Message
+from forgemq_run_view.rewards import EpisodeReward, TurnReward
 from forgemq_run_view.state import RunState
 from forgemq_run_view.trajectory import TrajectoryTurn, trajectories
 
@@ -41,6 +42,7 @@ class TurnView(Struct, frozen=True, kw_only=True):
     queued_s: float
     engine_s: float
     cached_tokens: int
+    reward: TurnReward
 
 
 class EpisodeView(Struct, frozen=True, kw_only=True):
@@ -48,6 +50,7 @@ class EpisodeView(Struct, frozen=True, kw_only=True):
 
     episode_id: str
     turns: tuple[TurnView, ...]
+    reward: Annotated[EpisodeReward | None, Meta(description="null until its group is scored.")]
 
 
 class GroupView(Struct, frozen=True, kw_only=True):
@@ -90,6 +93,7 @@ def group_view(
             EpisodeView(
                 episode_id=shown.episode_id,
                 turns=tuple(_turn(turn, token_text=token_text) for turn in shown.turns),
+                reward=shown.reward,
             )
             if shown
             else None
@@ -116,6 +120,7 @@ def _turn(turn: TrajectoryTurn, *, token_text: TokenText) -> TurnView:
         queued_s=turn.queued_s,
         engine_s=turn.engine_s,
         cached_tokens=turn.cached_tokens,
+        reward=turn.reward,
     )
 
 

@@ -17,7 +17,8 @@ export async function showGroup(group, episode = null) {
   document.getElementById("trajectory-name").textContent = found.episode ? found.episode.episode_id : group;
   document.getElementById("episodes").replaceChildren(...found.episode_ids.map((id) => choice(found, id)));
   const turns = found.episode ? found.episode.turns.map(turnOf) : [element("p", { className: "hint", textContent: "No finished completion yet." })];
-  document.getElementById("trajectory").replaceChildren(...turns);
+  const earned = found.episode ? [element("p", { className: "hint", textContent: earnedBy(found.episode.reward) })] : [];
+  document.getElementById("trajectory").replaceChildren(...earned, ...turns);
 }
 
 export const shownGroup = () => shown.group;
@@ -28,6 +29,15 @@ function choice(found, id) {
   const button = element("button", { textContent: `episode ${label}`, className: isShown ? "chosen" : "" });
   button.addEventListener("click", () => showGroup(found.group_id, id));
   return button;
+}
+
+const signed = (value) => `${value < 0 ? "" : "+"}${Number(value.toPrecision(4))}`;
+
+function earnedBy(reward) {
+  if (!reward) return "not scored";
+  const parts = ["outcome", "speed", "process", "total"].map((name) => `${name} ${Number(reward[name].toPrecision(4))}`).join(", ");
+  const truncated = reward.truncated_by && `truncated by ${reward.truncated_by}`;
+  return [reward.is_masked ? "masked" : parts, truncated, reward.detail].filter(Boolean).join("; ");
 }
 
 function turnOf(turn) {
@@ -41,6 +51,9 @@ function turnOf(turn) {
     turn.finish_reason,
     turn.support === "full" ? "" : `support ${turn.support}: context, no loss`,
     `${turn.engine_s.toFixed(2)} s, ${turn.cached_tokens} cached`,
+    turn.reward.process === null ? "" : `reward ${signed(turn.reward.process)}`,
+    turn.reward.return_to_go === null ? "" : `return ${signed(turn.reward.return_to_go)}`,
+    turn.reward.advantage === null ? "" : `advantage ${signed(turn.reward.advantage)}`,
   ].filter(Boolean).join(" | ");
   const tokens = element("div", { className: "tokens" }, ...turn.context.map((t) => tokenOf(t, false)), ...turn.output.map((t) => tokenOf(t, true)));
   return element("article", { className: "turn" }, element("h3", { textContent: head }), tokens);

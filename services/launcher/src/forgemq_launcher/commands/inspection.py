@@ -13,7 +13,7 @@ from forgemq_bus.kept_records import message_of, read_all, read_at
 from forgemq_bus.log import Log, Place, Record
 from forgemq_bus.partitions import partitions_of
 from forgemq_contracts.run import EndedRun, StartedRun
-from forgemq_contracts.topics import ENDED_RUNS, FINISHED_COMPLETIONS, OF_RUN
+from forgemq_contracts.topics import ENDED_RUNS, OF_RUN
 from forgemq_launcher import exit_status
 from forgemq_launcher.commands.run_on_broker import run_on_broker
 from forgemq_launcher.display.curves import CurveWriter
@@ -22,6 +22,7 @@ from forgemq_launcher.records import run_audit
 from forgemq_launcher.records.follower import Follower
 from forgemq_launcher.run_folder import RunFolder
 from forgemq_run_view.report import Report
+from forgemq_run_view.rewards import EpisodeReward, TurnReward
 from forgemq_run_view.state import RunState
 from forgemq_run_view.trajectory import Trajectory, TrajectoryTurn, trajectories
 
@@ -97,10 +98,8 @@ async def inspect(
             _print_groups(follower, console)
             return exit_status.OK
         group_id = what.split(".", maxsplit=1)[0]
-        places = follower.view.completion_offsets(group_id)
-        records = await read_at(
-            log, ((Place(FINISHED_COMPLETIONS.name, p), offset) for p, offset in places)
-        )
+        offsets = follower.view.record_offsets(group_id)
+        records = await read_at(log, ((Place(topic, p), offset) for topic, p, offset in offsets))
         found = [
             each
             for each in trajectories(message_of(record) for record in records)
@@ -114,7 +113,7 @@ async def inspect(
         return exit_status.FAILED
     tokenizer = _tokenizer(Path(started.configuration.model.path))
     for trajectory in found:
-        _print_trajectory(trajectory, tokenizer, console)
+        print_trajectory(trajectory, tokenizer, console)
     return exit_status.OK
 
 
@@ -170,10 +169,10 @@ def _print_groups(follower: Follower, console: Console) -> None:
     console.print(shown)
 
 
-def _print_trajectory(
-    trajectory: Trajectory, tokenizer: Tokenizer | None, console: Console
-) -> None:
+def print_trajectory(trajectory: Trajectory, tokenizer: Tokenizer | None, console: Console) -> None:
+    """Print an episode: what it earned, and each turn with its tokens and what that earned."""
     console.rule(f"episode {trajectory.episode_id}")
+    console.print(_earned(trajectory.reward), highlight=False, soft_wrap=True)
     for turn in trajectory.turns:
         console.print(_header(turn), style="bold", highlight=False)
         console.print(Text(_decoded(turn.context, tokenizer), style="dim"), soft_wrap=True)
@@ -193,6 +192,31 @@ def _header(turn: TrajectoryTurn) -> str:
         f"{turn.shared_prefix_tokens} tokens shared, {len(turn.context)} new, "
         f"{len(turn.output)} sampled at T={turn.temperature:g} by version "
         f"{'-'.join(map(str, versions)) or '?'}; {turn.finish_reason}, {turn.engine_s:.2f} s)"
+        f"{_turn_earned(turn.reward)}"
+    )
+
+
+def _turn_earned(reward: TurnReward) -> str:
+    """What the turn earned, to append to its header."""
+    parts = {
+        "reward": reward.process,
+        "return": reward.return_to_go,
+        "advantage": reward.advantage,
+    }
+    said = [f"{name} {value:+.4g}" for name, value in parts.items() if value is not None]
+    return f"; {', '.join(said)}" if said else ""
+
+
+def _earned(reward: EpisodeReward | None) -> str:
+    if reward is None:
+        return "not scored"
+    parts = (
+        f"outcome {reward.outcome:g}, speed {reward.speed:g}, process {reward.process:g}, "
+        f"total {reward.total:g}"
+    )
+    truncated = f"truncated by {reward.truncated_by}" if reward.truncated_by else ""
+    return "; ".join(
+        filter(None, ("masked" if reward.is_masked else parts, truncated, reward.detail))
     )
 
 
