@@ -3,8 +3,9 @@
 from pathlib import Path
 
 from forgemq_bus.blobs import BlobStore
-from forgemq_bus.log import Emit
+from forgemq_bus.log import Emit, Place
 from forgemq_bus.memory import MemoryLog
+from forgemq_bus.payloads import reference_of
 
 INLINE_BYTES_MAX = 8
 """Nearly every value is a blob."""
@@ -49,3 +50,13 @@ async def write_lost(log: MemoryLog, store: LosingStore, emit: Emit) -> int:
     store.lose_newest()
     await writer.close()
     return offset
+
+
+async def blob_of(log: MemoryLog, place: Place, offset: int) -> str:
+    """The file of a record's value."""
+    reader = await log.reader({place: offset}, has_values=False)
+    [record] = await reader.read(timeout_s=0, records_max=1)
+    await reader.close()
+    reference = reference_of(record)
+    assert reference is not None
+    return reference.uri

@@ -6,9 +6,11 @@ test_determinism runs this in separate processes, so that each has another hash 
 import hashlib
 import itertools
 import sys
+from collections.abc import Sequence
 
+from forgemq_bus.kept_records import message_of
 from forgemq_bus.log import Emit, Record
-from forgemq_contracts.messages import Core
+from forgemq_contracts.messages import Core, RecallingCore
 from forgemq_shell.batch import Batch, digest
 from tests.simulation.cases import CASES
 from tests.simulation.harness import CoreCase
@@ -48,8 +50,19 @@ def case_digest(case: CoreCase, *, is_restored: bool = False) -> str:
             if is_restored:
                 core = case.make_core()
                 core.restore(snapshot)
+                recall_from(records(case), core)
     state.update(digest(emits).encode())
     return state.hexdigest()
+
+
+def recall_from(kept: Sequence[Record], core: Core) -> None:
+    """Give a restored core the records that its snapshot names."""
+    if not isinstance(core, RecallingCore):
+        return
+    at = {(*record.place, record.offset): record for record in kept}
+    for named in core.references():
+        for offset in named.offsets:
+            core.recall(message_of(at[named.topic, named.partition, offset]))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from forgemq_reward import app as reward
 from forgemq_scheduler import app as scheduler
 from forgemq_shell.batch import Batch, stamped
 from forgemq_shell.journal import JournalledInputs, read_journal
+from forgemq_shell.recall import oldest_named
 from forgemq_shell.recorded_log import RecordedLog
 from forgemq_shell.recording import (
     RecordedPartition,
@@ -64,6 +65,7 @@ async def rewritten(recording: Recording) -> Recording:
             snapshot=None if old.snapshot is None else core.snapshot(),
             positions=old.positions,
             run_ms=old.run_ms,
+            needed=() if old.snapshot is None else oldest_named(core),
         )
         topic, partition = plan.journal
         journal_emit = emit_of(Output(topic=topic, partition=partition, record=new))

@@ -95,6 +95,7 @@ class CrashingLog:
         self.first_positions = log.first_positions
         self.end_positions = log.end_positions
         self.trim = log.trim
+        self.values = log.values
 
     async def reader(
         self, positions: Mapping[Place, int], *, has_values: bool = True

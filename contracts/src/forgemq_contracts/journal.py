@@ -61,6 +61,13 @@ class JournalledBatch(Struct, frozen=True, kw_only=True, omit_defaults=True):
     run_ms: Annotated[
         int, Meta(ge=0, description="With a snapshot: run time of the last tick before it.")
     ] = 0
+    needed: Annotated[
+        tuple[JournalPosition, ...],
+        Meta(
+            description="With a snapshot: the oldest record of a partition that it names instead "
+            "of containing it; () if it names none."
+        ),
+    ] = ()
     lost: Annotated[
         tuple[JournalLoss, ...],
         Meta(description="Records that the core did not get, since their values were lost."),

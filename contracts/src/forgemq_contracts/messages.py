@@ -5,7 +5,7 @@ outputs into log records.
 """
 
 from collections.abc import Sequence
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
 from msgspec import Struct
 
@@ -41,6 +41,14 @@ class InvalidRecordError(Exception):
     """The record contradicts the log before it; the shell writes a dead letter."""
 
 
+class References(Struct, frozen=True, kw_only=True):
+    """Records of one partition that a state names instead of containing them."""
+
+    topic: str
+    partition: int
+    offsets: tuple[int, ...]
+
+
 class Core(Protocol):
     """A deterministic state machine: outputs are a function of the events so far, byte for byte."""
 
@@ -58,4 +66,21 @@ class Core(Protocol):
 
     def restore(self, snapshot: bytes) -> None:
         """Replace all state with that of a `snapshot()`."""
+        ...
+
+
+@runtime_checkable
+class RecallingCore(Core, Protocol):
+    """A core whose snapshots are small because they name large records.
+
+    After `restore` it gets each of these records again by `recall`, in offset order, before any
+    event. They stay on the log as long as a kept snapshot names them.
+    """
+
+    def references(self) -> Sequence[References]:
+        """The records that a snapshot of the present state names; offsets ascend."""
+        ...
+
+    def recall(self, message: Message) -> None:
+        """Take back one of them."""
         ...

@@ -122,6 +122,7 @@ class StormLog:
         self._run = log._run
         assert isinstance(log._store, StormStore)
         self._store: StormStore = log._store
+        self.values = log.values
 
     async def create_topics(self, partitions: Mapping[str, int]) -> None:
         raise NotImplementedError("the storm creates them")

@@ -83,6 +83,16 @@ def feed(core: Merger, *records) -> list[Output]:
     return outputs
 
 
+def restored(snapshot: bytes, *records) -> Merger:
+    """A core from this snapshot, with what it names of these records."""
+    core = Merger(4)
+    core.restore(snapshot)
+    for named in core.references():
+        for offset in named.offsets:
+            core.recall(message(records[offset], offset))
+    return core
+
+
 def only_summary(outputs: list[Output]) -> MergedGroup:
     assert [output.topic for output in outputs] == ["merged-groups-v1"]
     summary = outputs[0].record

@@ -25,6 +25,7 @@ from tests.unit.merger.records import (
     name,
     only_summary,
     read_back,
+    restored,
     retired,
     scored,
 )
@@ -236,6 +237,46 @@ def test_a_retired_group_leaves_no_state_and_late_completions_bring_none():
     assert b"context" not in empty.snapshot()
 
 
+def test_a_snapshot_holds_eight_bytes_and_not_the_tokens_of_an_open_completion():
+    """A thousand tokens or ten: the snapshot names the record."""
+    sizes = []
+    for tokens in (10, 1_000):
+        core = Merger(4)
+        for number in range(100):
+            record = finished(number, None, 0, range(tokens), [1] * tokens)
+            core.handle(message(record, 1_000_000_000 + number))
+        sizes.append(len(core.snapshot()) - len(Merger(4).snapshot()))
+    assert sizes[0] == sizes[1]
+    assert sizes[1] <= 100 * 8
+
+
+def test_a_completion_that_a_restart_cannot_recall_fails_its_group_alone():
+    core = Merger(4)
+    first = [finished(0, None, 0, [1], [2, 3]), finished(1, None, 0, [1], [2, 4], group_id="g-2")]
+    feed(core, *first)
+    other = Merger(4)
+    other.restore(core.snapshot())
+    other.recall(message(first[1], 1))
+    assert [named.offsets for named in other.references()] == [(0, 1)]
+    [failed] = other.handle(message(scored(0)))
+    assert failed.record.detail == f"completion {name(0)} is not in the log"
+    whole = other.handle(message(scored(1, group_id="g-2", offsets={1: 1})))
+    assert [output.topic for output in whole] == ["merged-trees-v1", "merged-groups-v1"]
+    assert other.references()[0].offsets == ()
+
+
+def test_groups_of_an_older_snapshot_keep_their_tokens_until_they_are_merged():
+    """Their records may be trimmed: an older build did not say that it needs them."""
+    old = FROZEN.read_bytes()
+    core, again = Merger(0), Merger(0)
+    core.restore(old)
+    assert core.references()[0].offsets == ()
+    again.restore(core.snapshot())
+    groups = msgspec.msgpack.decode(old)["groups"]
+    assert len(groups) > 0
+    assert msgspec.msgpack.decode(again.snapshot())["groups"] == groups
+
+
 def test_the_memory_of_closed_groups_is_bounded():
     core = Merger(4)
     for number in range(RETIRED_IDS_MAX + 50):
@@ -258,8 +299,7 @@ def test_a_restored_core_continues_byte_for_byte():
     for cut in range(len(records)):
         core = Merger(4)
         feed(core, *records[:cut])
-        other = Merger(4)
-        other.restore(core.snapshot())
+        other = restored(core.snapshot(), *records)
         assert other.snapshot() == core.snapshot()
         outputs: list[Output] = []
         for offset in range(cut, len(records)):
@@ -268,6 +308,9 @@ def test_a_restored_core_continues_byte_for_byte():
             topics.encode(o.record) for o in straight
         ]
 
+
+FROZEN = Path(__file__).parents[2] / "contracts" / "snapshots" / "merger-1.msgpack"
+"""A snapshot of logic version 1."""
 
 PROGRAM = """
 import hashlib, importlib.util

@@ -6,7 +6,7 @@ import pytest
 from forgemq_contracts.messages import Output
 from forgemq_contracts.trees import MergedTree
 from forgemq_merger.core.merger import Merger
-from tests.unit.merger.records import feed, finished, message, name, only_summary, scored
+from tests.unit.merger.records import feed, finished, message, name, only_summary, restored, scored
 
 LAYERS, TOP_K = 3, 2
 
@@ -62,8 +62,6 @@ def test_routes_survive_a_snapshot(restored_after: int) -> None:
     core, outputs = Merger(4), list[Output]()
     for offset, record in enumerate(records):
         if offset == restored_after:
-            snapshot = core.snapshot()
-            core = Merger(4)
-            core.restore(snapshot)
+            core = restored(core.snapshot(), *records)
         outputs.extend(core.handle(message(record, offset)))
     assert tree_of(outputs) == tree_of(feed(Merger(4), *records))

@@ -13,7 +13,7 @@ from forgemq_contracts.groups import ScoredGroup
 from forgemq_shell.comparison import compare
 from forgemq_shell.dead_letters import letter_of
 from forgemq_shell.journal import JournalError
-from tests.lost_values import LosingStore, log_with, write_lost
+from tests.lost_values import LosingStore, blob_of, log_with, write_lost
 from tests.simulation.counting_core import CountingCore
 from tests.unit.shell.task_world import JOURNAL, MERGED, QUIET, SCORED, World
 
@@ -110,7 +110,7 @@ async def test_a_lost_record_of_the_journal_ends_the_task_and_is_named(world: Lo
     await world.score("g-1")
     async with world.task(is_killed=True):
         await world.until_merged(1)
-    world.store.lose_newest()
+    world.store.lose(await blob_of(world.log, JOURNAL, 0))
     with pytest.raises(ExceptionGroup) as died:
         async with world.task(is_killed=True):
             await asyncio.sleep(5)

@@ -20,9 +20,9 @@ from forgemq_bus.kafka_writer import (
     KafkaWriter,
     open_producer,
 )
-from forgemq_bus.log import AssignmentCallback, Isolation, Place, Subscription
+from forgemq_bus.log import AssignmentCallback, Isolation, Place, Record, Subscription
 from forgemq_bus.names import broker_place, broker_topic, in_run
-from forgemq_bus.payloads import LEAVE_IN_STORE, fetch_from
+from forgemq_bus.payloads import LEAVE_IN_STORE, fetch_from, fetched
 from forgemq_bus.setting_faults import SettingFault
 from forgemq_contracts.topics import OF_RUN
 
@@ -87,6 +87,10 @@ class KafkaLog:
         reader = await open_reader(self._kafka_run, positions, isolation=isolation, values=values)
         self._keep(reader)
         return reader
+
+    async def values(self, records: Sequence[Record]) -> list[Record]:
+        """The same records, read without values, with their values."""
+        return await fetched(records, blobs=self._kafka_run.blobs)
 
     async def member(
         self,

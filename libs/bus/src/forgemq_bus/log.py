@@ -178,6 +178,10 @@ class LogReads(Protocol):
         """
         ...
 
+    async def values(self, records: Sequence[Record]) -> list[Record]:
+        """The same records, read without values, with their values."""
+        ...
+
     async def first_positions(self, places: Sequence[Place]) -> dict[Place, int]:
         """Offset of the oldest record that is kept (equal to the end if the partition is empty)."""
         ...

@@ -9,12 +9,12 @@ from typing import TypeAlias
 
 from forgemq_bus.blobs import BlobStore
 from forgemq_bus.errors import ClosedError
-from forgemq_bus.log import AssignmentCallback, Emit, Isolation, Place, Subscription
+from forgemq_bus.log import AssignmentCallback, Emit, Isolation, Place, Record, Subscription
 from forgemq_bus.memory_groups import MemoryGroups, MemoryMember
 from forgemq_bus.memory_reader import MemoryReader
 from forgemq_bus.memory_store import MemoryStore, Transaction
 from forgemq_bus.names import broker_place, broker_topic, in_run
-from forgemq_bus.payloads import LEAVE_IN_STORE, fetch_from, offloaded
+from forgemq_bus.payloads import LEAVE_IN_STORE, fetch_from, fetched, offloaded
 
 
 class MemoryWriter:
@@ -172,6 +172,10 @@ class MemoryLog:
         )
         self._keep(reader)
         return reader
+
+    async def values(self, records: Sequence[Record]) -> list[Record]:
+        """The same records, read without values, with their values."""
+        return await fetched(records, blobs=self._blobs)
 
     async def member(
         self,

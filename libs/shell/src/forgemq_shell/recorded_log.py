@@ -27,6 +27,10 @@ class RecordedLog:
         del isolation, has_values
         return RecordedReader({place: self._part(place) for place in positions}, positions)
 
+    async def values(self, records: Sequence[Record]) -> list[Record]:
+        """The same records: each was recorded with its value."""
+        return list(records)
+
     async def first_positions(self, places: Sequence[Place]) -> dict[Place, int]:
         """Offset of the oldest record that was recorded."""
         return {place: self._part(place).first for place in places}

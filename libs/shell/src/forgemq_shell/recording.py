@@ -17,6 +17,7 @@ from forgemq_bus.log import Headers, LogReads, Place, Record
 from forgemq_contracts.run import RunConfiguration
 from forgemq_shell.batch import batch_sequence
 from forgemq_shell.journal import input_starts, read_journal
+from forgemq_shell.recall import recalled_starts
 from forgemq_shell.task_plan import TaskPlan
 
 RECORDING_BYTES_MAX = 256 * 2**20
@@ -112,7 +113,10 @@ async def record_task(
         if item.topic
     }
     kept = await log.first_positions(list(ends))
-    for place, start in input_starts(batches).items():
+    starts = input_starts(batches)
+    for place, start in recalled_starts(batches).items():
+        starts[place] = min(start, starts.get(place, start))
+    for place, start in starts.items():
         # The first one that is left tells the replay what was trimmed away.
         start_kept = min(max(start, kept[place]), ends[place])
         partitions.append(await copy.partition(place, start_kept, ends[place]))

@@ -18,6 +18,7 @@ from forgemq_shell.journal import (
     input_starts,
     read_batches,
 )
+from forgemq_shell.recall import recall, recalled_starts
 
 _LOST = "the value was lost"
 """In a replay only: the reason of a dead letter is in its headers, which no digest covers."""
@@ -172,6 +173,8 @@ async def replay_task(
                 if at == offset and begins.is_restored:
                     assert batch.snapshot is not None
                     core.restore(batch.snapshot)
+                    for record in await recall(core, log):
+                        raise JournalError(f"{_at(record)}: {record.lost}")
                     continue
                 yield await _replay_batch(core, batch, inputs=inputs, service=service)
     finally:
@@ -199,12 +202,15 @@ async def _oldest_beginning(log: LogReads, batches: Sequence[JournalledBatch]) -
     ]
     if not candidates:
         raise _without_beginning(batches)
-    kept = await log.first_positions(list(input_starts(batches)))
+    read = {*input_starts(batches), *recalled_starts(batches)}
+    kept = await log.first_positions(sorted(read))
     refused: JournalError | None = None
     for candidate in candidates:
         left = batches[candidate.batches_done :]
         try:
             check_kept(input_starts(left), kept)
+            if candidate.is_restored:
+                check_kept(recalled_starts([batches[candidate.index]]), kept)
         except JournalError as error:
             refused = error
             continue
@@ -233,6 +239,10 @@ def _without_beginning(batches: Sequence[JournalledBatch]) -> JournalError:
     return JournalError(
         f"the journal starts with batch {batches[0].sequence} and has no snapshot to begin with"
     )
+
+
+def _at(record: Record) -> str:
+    return f"{record.topic}/{record.partition}@{record.offset}"
 
 
 def _without_state(batch: JournalledBatch) -> JournalledBatch:

@@ -23,6 +23,7 @@ from forgemq_shell.journal import (
     read_batch,
     read_entries,
 )
+from forgemq_shell.recall import positions_needed, recall
 from forgemq_shell.replay import ReplayedBatch, begin, replay
 from forgemq_shell.restored_positions import restored_positions
 from forgemq_shell.task_plan import TaskPlan
@@ -117,6 +118,11 @@ class _Losses:
 
     has_any: bool = False
     unwritten: dict[tuple[Place, int], Record] = field(default_factory=dict)
+
+    def begin(self, lost: Sequence[Record]) -> None:
+        """Count what the snapshot names."""
+        self.has_any = bool(lost)
+        self.unwritten = {(record.place, record.offset): record for record in lost}
 
     def add(self, replayed: ReplayedBatch) -> None:
         """Count the losses of one batch, and the dead letters that it wrote of earlier ones."""
@@ -215,8 +221,10 @@ async def _replay(
 ) -> Sequence[Record]:
     """Handle the batches again; returns inputs whose values are lost and that have no letter."""
     left = begin(core, batches)
+    lost = await recall(core, log)
     inputs = JournalledInputs(log, clock_s=asyncio.get_running_loop().time)
     taken_over, losses = TakenOver(), _Losses()
+    losses.begin(lost)
     try:
         await inputs.open(left)
         async for replayed in replay(core, left, inputs=inputs, service=plan.service):
@@ -256,5 +264,4 @@ def _run_ms(batches: Sequence[JournalledBatch]) -> int:
 
 
 def _kept(chain: _Chain) -> KeptSnapshot:
-    positions = {Place(at.topic, at.partition): at.position for at in chain.batches[0].positions}
-    return KeptSnapshot(position=chain.position, positions=positions)
+    return KeptSnapshot(position=chain.position, positions=positions_needed(chain.batches[0]))

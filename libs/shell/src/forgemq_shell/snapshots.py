@@ -11,9 +11,10 @@ from collections.abc import Callable, Mapping
 from forgemq_bus.errors import BlobError
 from forgemq_bus.log import Log, Place, TransactionWriter
 from forgemq_contracts.journal import JournalledBatch, JournalPosition
-from forgemq_contracts.messages import Output
+from forgemq_contracts.messages import Core, Output
 from forgemq_shell.batch import digest
 from forgemq_shell.journal import read_batch, snapshot_headers
+from forgemq_shell.recall import oldest_named, positions_needed
 from forgemq_shell.records import emit_of
 from forgemq_shell.restore import KeptSnapshot, Restored
 from forgemq_shell.task_plan import TaskPlan
@@ -68,20 +69,21 @@ class Snapshots:
         )
 
     def batch(
-        self, snapshot: bytes, *, sequence: int, positions: Mapping[Place, int], run_ms: int
+        self, core: Core, *, sequence: int, positions: Mapping[Place, int], run_ms: int
     ) -> JournalledBatch:
-        """The journal's record of a snapshot."""
+        """The journal's record of a snapshot of the core's present state."""
         return JournalledBatch(
             sequence=sequence,
             inputs=(),
             outputs=0,
             outputs_digest=digest(()),
-            snapshot=snapshot,
+            snapshot=core.snapshot(),
             logic_version=self._plan.logic_version,
             positions=tuple(
                 JournalPosition(topic=place.topic, partition=place.partition, position=position)
                 for place, position in sorted(positions.items())
             ),
+            needed=oldest_named(core),
             run_ms=run_ms,
         )
 
@@ -123,5 +125,4 @@ class Snapshots:
 
 
 def _kept(batch: JournalledBatch, position: int) -> KeptSnapshot:
-    positions = {Place(at.topic, at.partition): at.position for at in batch.positions}
-    return KeptSnapshot(position=position, positions=positions)
+    return KeptSnapshot(position=position, positions=positions_needed(batch))

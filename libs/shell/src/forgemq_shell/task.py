@@ -268,7 +268,7 @@ class TransformTask:
     async def _take_snapshot(self, writer: TransactionWriter, *, is_last: bool = False) -> None:
         """Write the state behind the last batch; no input may have been handled since."""
         batch = self._snapshots.batch(
-            self._core.snapshot(),
+            self._core,
             sequence=self._sequence,
             positions=self._positions,
             run_ms=self._run_ms,

@@ -46,15 +46,32 @@ class GroupCompletions:
 
     Records come in offset order, so the first candidate of a request id has the lowest offset:
     the rule of `forgemq_contracts.accounting`.
+
+    Attributes:
+        is_named: A snapshot names its records, and a restore recalls them. False for a group whose
+            completions came in a snapshot of logic version 1.
     """
 
-    def __init__(self, completions: Sequence[KeptCompletion] = ()) -> None:
+    def __init__(
+        self, completions: Sequence[KeptCompletion] = (), *, offsets: Sequence[int] = ()
+    ) -> None:
         self._by_id = {completion.completion_id: completion for completion in completions}
+        self._offsets = list(offsets)
+        self.is_named = not completions
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Offsets of the records that hold its completions, ascending."""
+        return tuple(self._offsets)
 
     def add(self, record: FinishedCompletion, *, offset: int) -> None:
         """Keep the record if it is the completion of its request id."""
-        if not is_candidate(record) or record.request_id in self._by_id:
-            return
+        if is_candidate(record) and record.request_id not in self._by_id:
+            self._offsets.append(offset)
+            self.recall(record, offset=offset)
+
+    def recall(self, record: FinishedCompletion, *, offset: int) -> None:
+        """Take back a record at one of the offsets."""
         self._by_id[record.request_id] = KeptCompletion(
             completion_id=record.request_id,
             offset=offset,

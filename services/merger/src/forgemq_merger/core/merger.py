@@ -15,8 +15,8 @@ from msgspec import Struct
 from forgemq_contracts.accounting import RetiredIds
 from forgemq_contracts.completions import FinishedCompletion
 from forgemq_contracts.groups import RetiredGroup, ScoredGroup
-from forgemq_contracts.messages import Event, Message, Output, Tick
-from forgemq_contracts.topics import MERGED_GROUPS, MERGED_TREES
+from forgemq_contracts.messages import Event, Message, Output, References, Tick
+from forgemq_contracts.topics import FINISHED_COMPLETIONS, MERGED_GROUPS, MERGED_TREES
 from forgemq_merger.core.completions import GroupCompletions, KeptCompletion
 from forgemq_merger.core.merge import merge_group, not_merged
 
@@ -36,9 +36,12 @@ class MergerState(Struct, frozen=True, kw_only=True):
     heard_ms: int
     completions_position: int
     groups: tuple[tuple[str, tuple[KeptCompletion, ...]], ...]
+    """Groups that were open when logic version 2 took over, whose records may be trimmed."""
     waiting: tuple[tuple[int, ScoredGroup], ...]
     merged: bytes
     retired: bytes
+    offsets: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Of each group the records that hold its completions."""
 
 
 class Merger:
@@ -74,11 +77,18 @@ class Merger:
             heard_ms=self._heard_ms,
             completions_position=self._completions_position,
             groups=tuple(
-                (group_id, group.in_log_order()) for group_id, group in sorted(self._groups.items())
+                (group_id, group.in_log_order())
+                for group_id, group in sorted(self._groups.items())
+                if not group.is_named
             ),
             waiting=tuple(self._waiting),
             merged=self._merged.to_bytes(),
             retired=self._retired.to_bytes(),
+            offsets=tuple(
+                (group_id, group.offsets)
+                for group_id, group in sorted(self._groups.items())
+                if group.is_named
+            ),
         )
         return msgspec.msgpack.encode(state)
 
@@ -89,9 +99,27 @@ class Merger:
         self._heard_ms = state.heard_ms
         self._completions_position = state.completions_position
         self._groups = {group_id: GroupCompletions(kept) for group_id, kept in state.groups}
+        for group_id, offsets in state.offsets:
+            self._groups[group_id] = GroupCompletions(offsets=offsets)
         self._waiting = list(state.waiting)
         self._merged.restore(state.merged)
         self._retired.restore(state.retired)
+
+    def references(self) -> Sequence[References]:
+        """The completions of open groups: a snapshot names their records."""
+        groups = [group for group in self._groups.values() if group.is_named]
+        offsets = sorted(offset for group in groups for offset in group.offsets)
+        return (
+            References(
+                topic=FINISHED_COMPLETIONS.name, partition=self._partition, offsets=tuple(offsets)
+            ),
+        )
+
+    def recall(self, message: Message) -> None:
+        """Take back a completion of an open group."""
+        record = message.record
+        assert isinstance(record, FinishedCompletion), f"{message.topic} is never recalled"
+        self._groups[record.group_id].recall(record, offset=message.offset)
 
     def _finished(self, record: FinishedCompletion, message: Message) -> list[Output]:
         self._completions_position = message.offset + 1
