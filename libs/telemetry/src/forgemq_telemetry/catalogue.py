@@ -81,6 +81,7 @@ GaugeName: TypeAlias = Literal[
     "trainer.append_ratio",
     "gateway.in_flight",
     "gateway.groups",
+    "gateway.groups_unclaimed",
     "gateway.history_bytes",
 ]
 HistogramName: TypeAlias = Literal[
@@ -231,6 +232,9 @@ GAUGES: dict[GaugeName, Metric] = {
     "trainer.append_ratio": Metric("1", "Tokens merged by appending over those of the trees."),
     "gateway.in_flight": Metric("{request}", "Requests in flight, by lane."),
     "gateway.groups": Metric("{group}", "Groups that have not retired."),
+    "gateway.groups_unclaimed": Metric(
+        "{group}", "Admitted groups of which no agent has claimed an episode."
+    ),
     "gateway.history_bytes": Metric("By", "Memory of the message histories of open groups."),
 }
 HISTOGRAMS: dict[HistogramName, Metric] = {

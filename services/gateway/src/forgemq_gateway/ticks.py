@@ -23,5 +23,7 @@ async def keep_ticking(
         operations.held_bytes = registry.size_bytes()
         telemetry.gauge("gateway.history_bytes", operations.held_bytes)
         telemetry.gauge("gateway.groups", len(registry.groups))
+        admitted = [group for group in registry.groups.values() if group.state == "admitted"]
+        telemetry.gauge("gateway.groups_unclaimed", sum(not each.episodes for each in admitted))
         for lane, in_flight in dispatcher.attempts.in_flight().items():
             telemetry.gauge("gateway.in_flight", in_flight, lane=lane)
