@@ -84,7 +84,7 @@ class Evaluation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         int, Meta(ge=0, description="First task number of the held-out range.")
     ] = 1_000_000
     every_steps: Annotated[
-        int, Meta(ge=0, description="0: only before the first and after the last step.")
+        int, Meta(ge=0, description="0: only of the base model and after the last step.")
     ] = 0
     sampled: bool = True
     greedy: bool = True

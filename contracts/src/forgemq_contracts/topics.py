@@ -115,7 +115,7 @@ ADMITTED_GROUPS = Topic(
     partitioned_by="queue",
     is_transactional=True,
     producer="scheduler",
-    consumers=("gateway", "console", "launcher"),
+    consumers=("gateway", "trainer", "console", "launcher"),
     dead_letters_by="gateway",
 )
 CLOSED_GROUPS = Topic(
@@ -255,7 +255,7 @@ RETIRED_GROUPS = Topic(
     partitioned_by="group",
     is_transactional=True,
     producer="scheduler",
-    consumers=("gateway", "reward", "merger", "auditor", "console", "launcher"),
+    consumers=("gateway", "reward", "merger", "trainer", "auditor", "console", "launcher"),
     dead_letters_by="reward",
 )
 AUDITED_GROUPS = Topic(

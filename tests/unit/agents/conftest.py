@@ -21,6 +21,7 @@ class WholeRun:
     def __init__(self, *, slots: int, groups_to_train: int, steps: int) -> None:
         self.slots, self.groups_to_train, self.steps = slots, groups_to_train, steps
         self.open_max = 0
+        self.trained = 0
         self.outstanding_max = 0
 
     def __call__(self, gateway: MemoryGateway) -> None:
@@ -32,7 +33,7 @@ class WholeRun:
         training = [g for g in groups if not is_eval(g)]
         outstanding = [g for g in training if g.state != "retired"]
         self.outstanding_max = max(self.outstanding_max, len(outstanding))
-        trained = len(training) - len(outstanding)
+        trained = self.trained = len(training) - len(outstanding)
         is_last = trained >= self.groups_to_train
         gateway.train(self.steps if is_last else min(trained, self.steps - 1), is_last=is_last)
         self._admit(gateway, is_over=is_last)

@@ -100,6 +100,33 @@ async def test_a_run_is_evaluated_trained_and_evaluated_again(memory_gateway):
     assert msgspec.json.decode(end.result) == {"said": "key-g-count-0.0.0 speaking"}
 
 
+async def test_training_is_played_beside_the_round_of_the_base_model(memory_gateway):
+    """The round begins first, so that the trainer sees it; training does not wait for its end."""
+    gateway = await memory_gateway(slots=2, groups_to_train=2)
+    trained_during_round: list[int] = []
+
+    async def slow_in_evaluations(episode) -> None:
+        if episode.task["k"] >= 1_000_000:
+            await asyncio.sleep(2.0)
+            trained_during_round.append(gateway.scheduler.trained)
+
+    await play(gateway, slow_in_evaluations, evaluation=Evaluation(tasks=2, greedy=False))
+    requests = [group.request.idempotency_key for group in gateway.in_order()]
+    assert requests[0] == "eval/start-sampled/count/1000000"
+    assert requests.index("count/0") < requests.index("eval/end-sampled/count/1000000")
+    assert trained_during_round[0] >= 2
+
+
+@pytest.mark.parametrize(("steps_trained", "names"), [(1, ["start-sampled"]), (2, [])])
+async def test_a_restart_plays_on_the_round_of_the_base_model_until_a_later_step_is_trained(
+    memory_gateway, steps_trained, names
+):
+    gateway = await memory_gateway(slots=1, groups_to_train=4)
+    gateway.train(steps_trained, is_last=False)
+    await play(gateway, well, slots=1, evaluation=Evaluation(tasks=1, greedy=False))
+    assert rounds(gateway) == [*names, "end-sampled"]
+
+
 async def test_one_step_of_groups_more_than_slots_is_requested(memory_gateway):
     gateway = await memory_gateway(groups_to_train=12, slots=3)
 

@@ -158,13 +158,16 @@ def _attention_ratio(state: RunState, trees: Sequence[TreeFacts]) -> float | Non
 
 
 def _outer(state: RunState, *, is_greedy: bool) -> tuple[Tally | None, Tally | None]:
-    """The first evaluation of version 0 and the newest of the final weights; None if not made."""
+    """The evaluation of the base model and the newest of the final weights; None if not made.
+
+    A round that later weights played too is neither; `Report.evaluations` has it with its versions.
+    """
     rounds = [
         point
         for point in state.evaluations
         if point.is_greedy == is_greedy and point.tally.episodes
     ]
-    start = [point for point in rounds if point.version_min == 0]
+    start = [point for point in rounds if point.version_max == 0]
     end = [point for point in rounds if point.version_min and point.version_max >= state.steps]
     return (start[0].tally if start else None, end[-1].tally if end else None)
 

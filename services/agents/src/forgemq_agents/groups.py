@@ -1,7 +1,7 @@
 """Plays groups: each is requested, waits for its slot, is claimed and played, and retires."""
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine, Mapping
 
 import msgspec
 from msgspec import Raw
@@ -10,6 +10,7 @@ from forgemq_agents.core.schedule import EvaluationGroup, training_key
 from forgemq_agents.episode_player import EpisodePlayer
 from forgemq_agents.errors import EpisodeOverError
 from forgemq_agents.gateway_client import GatewayClient
+from forgemq_agents.room import Reservation, Room
 from forgemq_agents.user_code import DomainCode
 from forgemq_contracts.admin import Claim, GroupRequest, GroupStatus
 
@@ -39,7 +40,7 @@ class Groups:
         self._player = player
         self._domains = domains
         self._seed = seed
-        self._room = asyncio.Semaphore(episodes_max)
+        self._room = Room(episodes_max)
         # One group of each kind claims at a time, in the order in which they were admitted. If all
         # took turns, all would begin, and with little room none would end before its deadline.
         self._claiming = {is_training: asyncio.Lock() for is_training in (True, False)}
@@ -84,9 +85,12 @@ class Groups:
             episodes: list[asyncio.Task[None]] = []
             while current is not None and current.state != "retired":
                 async with self._claiming[is_training]:
-                    episodes += await self._claim_free(
-                        status.group_id, domain=domain, playing=playing
-                    )
+                    episodes += [
+                        self._start(claim, domain=domain, playing=playing, place=place)
+                        async for claim, place in self._claim_free(
+                            status.group_id, is_training=is_training
+                        )
+                    ]
                 current = await self._read(current, wait_s=CLAIM_WAIT_S)
             for episode in episodes:
                 episode.cancel()
@@ -119,33 +123,29 @@ class Groups:
             return None
 
     async def _claim_free(
-        self, group_id: str, *, domain: str, playing: asyncio.TaskGroup
-    ) -> "list[asyncio.Task[None]]":
-        """Claim the group's free episodes, each as soon as this process has room, and play them."""
-        started: list[asyncio.Task[None]] = []
-        while (claim := await self._claim(group_id)) is not None:
-            started.append(self._start(claim, domain=domain, playing=playing))
-        return started
-
-    async def _claim(self, group_id: str) -> Claim | None:
-        """Claim one episode and hold room for it; None if nothing in the group is free."""
-        await self._room.acquire()
-        claim = None
-        try:
-            claim = await self._gateway.claim(group_id)
-        except EpisodeOverError:
-            pass
-        finally:
+        self, group_id: str, *, is_training: bool
+    ) -> AsyncIterator[tuple[Claim, Reservation]]:
+        """Claim the group's free episodes, each as soon as this process has a place for it."""
+        while True:
+            place = await self._room.enter(is_training=is_training)
+            claim = None
+            try:
+                claim = await self._gateway.claim(group_id)
+            except EpisodeOverError:
+                return
+            finally:
+                if claim is None:
+                    place.leave()
             if claim is None:
-                self._room.release()
-        return claim
+                return
+            yield claim, place
 
     def _start(
-        self, claim: Claim, *, domain: str, playing: asyncio.TaskGroup
+        self, claim: Claim, *, domain: str, playing: asyncio.TaskGroup, place: Reservation
     ) -> "asyncio.Task[None]":
         task = playing.create_task(self._player.play(claim, self._domains[domain].play))
         # Not a `finally` inside the task: one that is cancelled before it starts runs none.
-        task.add_done_callback(lambda _: self._room.release())
+        task.add_done_callback(lambda _: place.leave())
         return task
 
     async def _make_task(self, domain: str, task_number: int) -> Raw:

@@ -1,4 +1,7 @@
-"""The phases of a run on the agent side: round `start`, training, round `end`.
+"""The phases of a run on the agent side: training with round `start` beside it, then round `end`.
+
+Round `start` measures the base model, so the trainer publishes version 1 only when it is over. It
+begins before training, so that the trainer can see it, and training is played beside it.
 
 Idempotency keys name the groups, so a process that was killed simply starts over: groups that are
 done answer `retired` and are skipped, and episodes that the killed process held are claimed when
@@ -11,16 +14,17 @@ from collections.abc import Iterator
 
 from forgemq_agents.core.schedule import (
     END,
-    START,
     EvaluationGroup,
     evaluation_groups,
     groups_ahead,
+    plays_start_round,
     round_due,
 )
 from forgemq_agents.errors import GatewayError, TrainingEndedError
 from forgemq_agents.gateway_client import GatewayClient
 from forgemq_agents.groups import Groups
 from forgemq_contracts.admin import GroupStatus
+from forgemq_contracts.rounds import START_ROUND
 from forgemq_contracts.run import Queue, RunConfiguration, played_queues
 from forgemq_telemetry.telemetry import Telemetry
 
@@ -46,24 +50,30 @@ class AgentRun:
     async def play(self) -> None:
         """Play everything the run needs from agents; returns when nothing is left to play."""
         status = await self._gateway.read_run()
-        if status.steps_trained == 0:
-            await self._play_round(START)
-        if not status.training_ended:
-            await self._play_training()
+        async with asyncio.TaskGroup() as tasks:
+            start: asyncio.Task[None] | None = None
+            if plays_start_round(steps_trained=status.steps_trained):
+                await self._begin_round(START_ROUND)
+                start = tasks.create_task(self._play_round(START_ROUND))
+            if not status.training_ended:
+                await self._play_training(start)
         await self._play_round(END)
         self._telemetry.event("played", run=self._configuration.run)
 
-    async def _play_training(self) -> None:
+    async def _play_training(self, start: asyncio.Task[None] | None) -> None:
         self._telemetry.event("training", run=self._configuration.run)
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._watch_run())
+            tasks.create_task(self._watch_run(start))
             for queue in played_queues(self._configuration):
                 tasks.create_task(self._play_queue(queue))
 
-    async def _watch_run(self) -> None:
-        """Poll the run: start periodic rounds, one at a time, and note the end of training."""
+    async def _watch_run(self, playing: asyncio.Task[None] | None) -> None:
+        """Poll the run: start periodic rounds, one at a time, and note the end of training.
+
+        Args:
+            playing: A round that is played already.
+        """
         last_round: str | None = None
-        playing: asyncio.Task[None] | None = None
         async with asyncio.TaskGroup() as rounds:
             while not self._groups.training_ended.is_set():
                 status = await self._gateway.read_run()
@@ -106,6 +116,11 @@ class AgentRun:
                 if error.status != 429:
                     raise
                 self._telemetry.event("no_room", domain=domain, task_number=number)
+
+    async def _begin_round(self, name: str) -> None:
+        """Ask for the round's first group; an answer means that it is on the log."""
+        for group in itertools.islice(evaluation_groups(self._configuration, round_name=name), 1):
+            await self._groups.request_evaluation(group)
 
     async def _play_round(self, name: str) -> None:
         """Play every held-out task once, sampled and greedy."""

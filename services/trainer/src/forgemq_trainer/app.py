@@ -16,10 +16,12 @@ from pathlib import Path
 import torch
 
 from forgemq_contracts.topics import (
+    ADMITTED_GROUPS,
     LOADED_WEIGHTS,
     MERGED_TREES,
     PUBLISHED_WEIGHTS,
     REPORTED_ENGINES,
+    RETIRED_GROUPS,
     SCHEDULED_STEPS,
     TRAINED_STEPS,
     Topic,
@@ -45,6 +47,8 @@ CONSUMES: tuple[Topic, ...] = (
     LOADED_WEIGHTS,
     TRAINED_STEPS,
     PUBLISHED_WEIGHTS,
+    ADMITTED_GROUPS,
+    RETIRED_GROUPS,
 )
 PRODUCES: tuple[Topic, ...] = (TRAINED_STEPS, PUBLISHED_WEIGHTS)
 

@@ -15,6 +15,7 @@ from forgemq_contracts.topics import PUBLISHED_WEIGHTS
 from forgemq_contracts.weights import LoadedWeights, PublishedWeights, Rendezvous, ReportedEngine
 from forgemq_shell.records import emit_of
 from forgemq_shell.service import Context
+from forgemq_trainer.baseline import wait_for_baseline
 from forgemq_trainer.core.lanes import LiveLanes
 from forgemq_trainer.fast_path import FastPaths
 from forgemq_trainer.previous_lives import TrainerLife
@@ -44,6 +45,7 @@ class Publisher:
             fast_paths: To the lanes; None if the fast path is off.
             tasks: Runs the transfers.
         """
+        self._context = context
         self._life = life
         self._fast_paths = fast_paths
         self._tasks = tasks
@@ -55,7 +57,15 @@ class Publisher:
         self._version = 0
 
     async def publish(self, weights: WeightsFolder, *, version: int, headers: Headers) -> None:
-        """Write PublishedWeights and start the fast path to every live lane."""
+        """Write PublishedWeights and start the fast path to every live lane.
+
+        Version 1 waits until the base model is evaluated. If the run is to stop before that, it is
+        not published: the next life of the trainer does it.
+        """
+        if version == 1:
+            await wait_for_baseline(self._context)
+            if self._context.stop.is_set():
+                return
         # Two transfers at once would interleave their broadcasts in one process group.
         await self._finish_transfer()
         self._version = version

@@ -5,8 +5,11 @@ from typing import Literal, NamedTuple
 
 from forgemq_contracts.run import Evaluation, Queue, RunConfiguration, played_queues
 
-START = "start"
 END = "end"
+
+STEPS_BEFORE_BASELINE_MAX = 1
+"""Steps that can be trained while the round of the base model is played: the trainer publishes no
+version before it is over. A restart that finds more has nothing of it left to play."""
 
 Mode = Literal["sampled", "greedy"]
 
@@ -26,6 +29,11 @@ class EvaluationGroup(NamedTuple):
     def idempotency_key(self) -> str:
         """The same in every process and after every restart."""
         return f"eval/{self.round_name}/{self.domain}/{self.task_number}"
+
+
+def plays_start_round(*, steps_trained: int) -> bool:
+    """Whether groups of the round of the base model may be left to play."""
+    return steps_trained <= STEPS_BEFORE_BASELINE_MAX
 
 
 def training_key(domain: str, task_number: int) -> str:
