@@ -117,7 +117,7 @@ class TrainingMetrics(Struct, frozen=True, kw_only=True, omit_defaults=True):
         ),
     ] = None
     probe_s: Annotated[
-        Seconds, Meta(description="Forward over the newest trees, for logprob_gap.")
+        Seconds, Meta(description="Forward over fresh completions, for logprob_gap.")
     ] = 0.0
 
     def measured_gap(self) -> LogprobGap | None:

@@ -167,7 +167,7 @@ FINISHED_COMPLETIONS = Topic(
     partitioned_by="group",
     is_transactional=False,
     producer="inference",
-    consumers=("gateway", "reward", "merger", "auditor", "console", "launcher"),
+    consumers=("gateway", "reward", "merger", "trainer", "auditor", "console", "launcher"),
     dead_letters_by="merger",
     needed_by=(
         needed_group("auditor"),

@@ -1,4 +1,4 @@
-"""The probe: which tokens of untrained trees tell how far trainer and engine are apart."""
+"""The probe: which tokens of fresh trees tell how far trainer and engine are apart."""
 
 import dataclasses
 from pathlib import Path
@@ -15,7 +15,6 @@ from forgemq_trainer.core.metrics import GAP_NATS_MAX, gap_of
 from forgemq_trainer.core.probe import probe_of, probe_tokens_max
 from forgemq_trainer.core.tree import Forest, read_tree
 from forgemq_trainer.training import ReadStep, Training
-from tests.unit.trainer.bench import memory_bench
 from tests.unit.trainer.scene import (
     agent_samples,
     configuration_of,
@@ -150,21 +149,6 @@ def test_a_probe_reads_the_log_probabilities_that_training_computes(tmp_path: Pa
     assert part is not None
     assert twice.gap_entries == alone.gap_entries + part.entry_count
     assert twice.logprob_gap.max == pytest.approx(alone.logprob_gap.max, rel=1e-5)
-
-
-async def test_a_run_probes_trees_that_wait_for_later_steps(tmp_path: Path) -> None:
-    """Both steps train tokens of version 0; a group that waits has tokens of version 1."""
-    bench = await memory_bench(tmp_path)
-    old = [_tree(f"g-{number}", version=0, seed=number) for number in range(4)]
-    newest = _tree("g-9", version=1, seed=9)
-    await bench.put_trees([*old, newest])
-    await bench.put_steps([scheduled_step(0, old[:2]), scheduled_step(1, old[2:])])
-    await bench.train(until=1)
-    first, second = [step.metrics for step in await bench.trained()]
-    assert first.gap_entries > first.loss_tokens
-    assert 0 < second.gap_entries < second.loss_tokens
-    assert second.logprob_gap is not None
-    assert second.probe_s > 0
 
 
 def test_a_quantile_lies_between_the_exact_one_and_half_an_octave_above() -> None:

@@ -250,7 +250,7 @@ HISTOGRAMS: dict[HistogramName, Metric] = {
     "reward.grade_s": Metric("s", "From an episode's transcript to its grade on the log."),
     "trainer.step_s": Metric("s", "One step, from scheduled to durable."),
     "trainer.forward_backward_s": Metric("s", "Time of forward and backward of one step."),
-    "trainer.probe_s": Metric("s", "Forward over the newest trees, to measure the gap."),
+    "trainer.probe_s": Metric("s", "Forward over fresh completions, to measure the gap."),
     "trainer.transfer_s": Metric("s", "Time of one version's fast path to all lanes."),
     "gateway.prepare_s": Metric(
         "s", "From the body read until the request is on its lane's topic."

@@ -17,6 +17,7 @@ import torch
 
 from forgemq_contracts.topics import (
     ADMITTED_GROUPS,
+    FINISHED_COMPLETIONS,
     LOADED_WEIGHTS,
     MERGED_TREES,
     PUBLISHED_WEIGHTS,
@@ -28,6 +29,7 @@ from forgemq_contracts.topics import (
 )
 from forgemq_settings.environment import parse
 from forgemq_shell.service import Context
+from forgemq_trainer.completion_source import follow_completions
 from forgemq_trainer.fast_path import FastPaths, fast_paths_of
 from forgemq_trainer.lane_watch import watch_lanes
 from forgemq_trainer.loop import TrainingLoop
@@ -49,6 +51,7 @@ CONSUMES: tuple[Topic, ...] = (
     PUBLISHED_WEIGHTS,
     ADMITTED_GROUPS,
     RETIRED_GROUPS,
+    FINISHED_COMPLETIONS,
 )
 PRODUCES: tuple[Topic, ...] = (TRAINED_STEPS, PUBLISHED_WEIGHTS)
 
@@ -107,14 +110,16 @@ async def _train(
         publisher = Publisher(context, settings, life=life, fast_paths=fast_paths, tasks=tasks)
         # Before the model is loaded, which may take minutes: the first publication then knows which
         # lanes live.
-        watching = tasks.create_task(watch_lanes(context, publisher, lineage=life.lineage))
+        watching = [tasks.create_task(watch_lanes(context, publisher, lineage=life.lineage))]
         try:
             training = await asyncio.to_thread(
                 Training, configuration, device=device, checkpoint=checkpoint, ranks=ranks
             )
             loop = TrainingLoop(context, settings, store=store, publisher=publisher, life=life)
+            watching.append(tasks.create_task(follow_completions(context, loop.fresh)))
             await loop.run(training, checkpoint, previous)
         finally:
-            # The watch never ends by itself, and the group waits for all its tasks.
-            watching.cancel()
+            # They never end by themselves, and the group waits for all its tasks.
+            for task in watching:
+                task.cancel()
             await publisher.close()

@@ -18,7 +18,9 @@ from forgemq_shell.dead_letters import DeadLetters
 from forgemq_shell.records import emit_of
 from forgemq_shell.service import Context
 from forgemq_telemetry.traces import completion_trace, trace_headers
+from forgemq_trainer.completion_source import KEPT_BYTES_MAX
 from forgemq_trainer.core.alarms import Thresholds, alarms
+from forgemq_trainer.core.fresh import FreshCompletions, HeldWeights
 from forgemq_trainer.previous_lives import PreviousLives, TrainerLife
 from forgemq_trainer.publisher import Publisher
 from forgemq_trainer.settings import TrainerSettings
@@ -58,6 +60,7 @@ class TrainingLoop:
         self._store = store
         self._publisher = publisher
         self._life = life
+        self.fresh = FreshCompletions(bytes_max=KEPT_BYTES_MAX)
         self._checkpoint_step = -1
         self._accounted: Mapping[int, TrainedStep] = {}
         configuration = context.configuration
@@ -147,10 +150,13 @@ class TrainingLoop:
         with telemetry.span("step", parent=trace, links=links, step=scheduled.step) as span:
             await asyncio.to_thread(training.compute_gradients, step)
             # The latest moment at which the trainer still holds the weights that engines run.
-            fresh = await trees.fresh(
-                version=training.version, but=[group.group_id for group in scheduled.groups]
+            fresh = self.fresh.trees(
+                HeldWeights(self._life.lineage, training.version),
+                but=frozenset(group.group_id for group in scheduled.groups),
             )
-            metrics = await asyncio.to_thread(training.update, fresh)
+            metrics = await asyncio.to_thread(
+                training.update, [topics.encode(tree) for tree in fresh]
+            )
             # Before the checkpoint, whose positions must not count this step's trees as needed.
             trees.forget(
                 (group.group_id for group in scheduled.groups),

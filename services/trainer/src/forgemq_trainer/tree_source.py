@@ -33,20 +33,12 @@ WAITING_EVENT_S = 10.0
 for up to 10 s, which needs no event."""
 
 
-FRESH_READ_S = 0.5
-"""A step waits no longer for trees that it only probes."""
-
-FRESH_TREES_MAX = 16
-"""Trees given to a probe: reading one costs some milliseconds, and few fill the probe's budget."""
-
-
 @dataclass(frozen=True, slots=True)
 class _Waiting:
     place: Place
     offset: int
     value: bytes
     version_min: int
-    version_max: int
 
 
 class TreeSource:
@@ -110,31 +102,6 @@ class TreeSource:
                 event_s = loop.time() + WAITING_EVENT_S
         return {group: self._waiting[group].value for group in wanted if group in self._waiting}
 
-    async def fresh(self, *, version: int, but: Iterable[str]) -> tuple[bytes, ...]:
-        """Wire bytes of the newest trees with entries of this version, the newest first.
-
-        They stay here for the steps that will train them.
-
-        Args:
-            version: Of the weights in training; newer entries do not exist.
-            but: Groups that are not wanted.
-        """
-        ends = await self._log.end_positions(self._places, isolation="committed")
-        loop = asyncio.get_running_loop()
-        deadline_s = loop.time() + FRESH_READ_S
-        while loop.time() < deadline_s and any(
-            self._reader.position(place) < ends[place] for place in self._places
-        ):
-            for record in await self._read():
-                await self._keep(record)
-        passed = set(but)
-        values = [
-            tree.value
-            for group, tree in reversed(self._waiting.items())
-            if tree.version_max == version and group not in passed
-        ]
-        return tuple(values[:FRESH_TREES_MAX])
-
     def forget(self, group_ids: Iterable[str], *, version_min: int) -> None:
         """Drop these groups, and all groups whose oldest entry is below `version_min`."""
         for group in group_ids:
@@ -178,11 +145,7 @@ class TreeSource:
         # Truncated to whole values: a damaged array must not raise here, but fail its group later.
         versions = np.frombuffer(tree.entry_version[: len(tree.entry_version) // 4 * 4], "<i4")
         self._waiting[tree.group_id] = _Waiting(
-            record.place,
-            record.offset,
-            record.value,
-            version_min=int(versions.min()) if len(versions) else 0,
-            version_max=int(versions.max()) if len(versions) else 0,
+            record.place, record.offset, record.value, int(versions.min()) if len(versions) else 0
         )
 
     async def _refuse(self, record: Record, *, reason: str) -> None:

@@ -1,9 +1,10 @@
-"""Which tokens of trees that are not yet trained tell whether trainer and engine compute the same.
+"""Which tokens of fresh trees tell whether trainer and engine compute the same.
 
 Just before a step's update the trainer still holds the weights that the engine samples with, and
-trees have come in whose newest tokens those weights sampled. The probe is a forward over such
-tokens and their ancestors, without gradient and within a budget; the trees train later as if it had
-not been. In a run whose steps train older tokens only, nothing else compares the two.
+completions have come in that those weights sampled (`core.fresh` makes trees of them). The probe is
+a forward over such tokens and their ancestors, without gradient and within a budget; they train
+later as if it had not been. In a run whose steps train older tokens only, nothing else compares the
+two.
 
 N tokens, M segments, E entries.
 """
