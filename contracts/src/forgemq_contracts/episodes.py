@@ -64,8 +64,8 @@ class ReportedReward(Struct, frozen=True, kw_only=True, omit_defaults=True):
 class OpenedEpisode(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """An agent holds this episode; a later attempt replaces an earlier one.
 
-    Written again with all rewards so far when the agent posts a reward. The newest record of an
-    episode is the one that holds.
+    Written again with each reward that the agent posts. The newest record of an episode is the one
+    that holds, with the rewards of the records before it.
     """
 
     episode_id: EpisodeId
@@ -78,6 +78,10 @@ class OpenedEpisode(Struct, frozen=True, kw_only=True, omit_defaults=True):
     lease_s: Seconds
     opened_ms: TimeMs
     rewards: tuple[ReportedReward, ...] = ()
+    rewards_before: Annotated[
+        int,
+        Meta(ge=0, description="How many of the rewards so far come before `rewards`."),
+    ] = 0
 
 
 class ManifestEntry(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from forgemq_bus.memory import MemoryLog
+from forgemq_contracts import topics
 from tests.unit.gateway.scripted_lane import wall_ms
 from tests.unit.gateway.world import configuration_of, running
 
@@ -22,3 +23,27 @@ async def test_a_reward_out_of_bounds_is_refused(model: Path, value: float, sign
     assert error["param"] == "value"
     assert f"{sign} {'-' * (value < 0)}1000000000000.0" in error["message"]
     assert largest.status_code == 200
+
+
+async def test_each_reward_is_written_once_and_all_of_them_outlive_a_restart(model: Path) -> None:
+    """A record with all rewards so far would make an episode's records quadratic in them."""
+    count = 40
+    log = MemoryLog(run="r", clock_ms=wall_ms).open
+    async with running(log, configuration_of(model), lambda _: "yes") as (world, _):
+        claim = await world.episode()
+        path = f"/v1/episodes/{claim['episode_id']}"
+        for number in range(count):
+            if number == count // 2:
+                await world.kill()
+                assert world.tasks is not None
+                await world.start(world.tasks)
+            reward = {"reward_id": f"r{number}", "name": "n", "value": number}
+            for _ in range(2):
+                answer = await world.admin("POST", f"{path}/rewards", reward)
+                assert answer.status_code == 200
+        opened = await world.eventually(topics.OPENED_EPISODES, 1 + count)
+        await world.admin("POST", f"{path}/finish", {"result": {}})
+        [finished] = await world.eventually(topics.FINISHED_EPISODES, 1)
+    assert [record.rewards_before for record in opened] == [0, *range(count)]
+    assert max(len(record.rewards) for record in opened) == 1
+    assert [reward.value for reward in finished.rewards] == list(range(count))

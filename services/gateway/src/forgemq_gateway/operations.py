@@ -234,7 +234,7 @@ class Operations:
     async def reward(self, episode_id: str, request: RewardRequest) -> None:
         """Add a reward to the episode's record; a known id changes nothing.
 
-        One at a time, since each record contains the rewards before it. The end of the episode
+        One at a time, since each record counts the rewards before it. The end of the episode
         waits for them too: its record contains every reward that was answered with 200.
         """
         episode = self._access.known_episode(episode_id)

@@ -169,7 +169,16 @@ class HeldEpisode:
         """The record that adds this reward; None if the reward id is known."""
         if any(known.reward_id == reward.reward_id for known in self.opened.rewards):
             return None
-        return msgspec.structs.replace(self.opened, rewards=(*self.opened.rewards, reward))
+        return msgspec.structs.replace(
+            self.opened, rewards=(reward,), rewards_before=len(self.opened.rewards)
+        )
+
+    def add_rewards(self, record: OpenedEpisode) -> None:
+        """Add the rewards of a later record; one that is behind changes nothing."""
+        known, before = self.opened.rewards, record.rewards_before
+        rewards = (*known[:before], *record.rewards)
+        if before <= len(known) <= len(rewards):
+            self.opened = msgspec.structs.replace(record, rewards=rewards, rewards_before=0)
 
     def truncated_by(self, said: TruncationCause | UnsetType | None) -> TruncationCause | None:
         """The limit that ended the episode, as the agent said, else as the requests show."""

@@ -173,8 +173,8 @@ class Registry:
             episode = group.episodes[record.index] = HeldEpisode(
                 record, lease_until_s=lease_until_s
             )
-        elif len(record.rewards) >= len(episode.opened.rewards):
-            episode.opened = record
+        else:
+            episode.add_rewards(record)
         return episode
 
     def apply_finished_episode(self, record: FinishedEpisode) -> None:
