@@ -6,6 +6,7 @@ import json
 import msgspec
 import pytest
 from rich.console import Console
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from forgemq_bus.log import Emit
 from forgemq_bus.memory import MemoryLog
@@ -239,6 +240,15 @@ def test_curves_are_written_once_also_over_restarts(tmp_path):
         writer.close()
     lines = [json.loads(text) for text in (tmp_path / "curves.jsonl").read_text().splitlines()]
     assert [(each["step"], each["success"]) for each in lines] == [(0, 0.5), (1, 1.0), (2, 1.0)]
+
+
+def test_the_curves_of_a_run_are_written_for_tensorboard_if_asked(tmp_path):
+    writer = CurveWriter(tmp_path, for_tensorboard=True)
+    writer.write(state_of(SyntheticRun().play(steps=3)))
+    writer.close()
+    (events,) = tmp_path.glob("events.out.tfevents.*")
+    tags = {v.tag for e in EventFileLoader(str(events)).Load() for v in e.summary.value}
+    assert {"success", "reward", "lr", "staleness_max"} <= tags
 
 
 def test_a_run_is_held_by_one_launcher_and_made_once(tmp_path):

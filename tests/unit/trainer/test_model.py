@@ -167,6 +167,20 @@ def test_shapes_follow_the_configuration() -> None:
     assert sparse.mlp_size == 2 * 24
 
 
+def test_a_base_model_in_shards_loads_to_the_same_parameters(tmp_path: Path) -> None:
+    model = make_model("qwen3", torch.float32)
+    model.save_pretrained(tmp_path / "whole")
+    model.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
+    assert not (tmp_path / "shards" / "model.safetensors").exists()
+    whole, shards = (
+        load_model(tmp_path / name, dtype="float32").model.state_dict()
+        for name in ("whole", "shards")
+    )
+    assert whole.keys() == shards.keys()
+    assert all(torch.equal(whole[name], shards[name]) for name in whole)
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3_moe"])
 def test_written_weights_have_the_names_and_bytes_that_were_loaded(
     kind: str, tmp_path: Path

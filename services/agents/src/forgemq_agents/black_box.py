@@ -5,7 +5,8 @@
 The program sees, and `{name}` in its arguments is replaced by:
 
     OPENAI_BASE_URL, OPENAI_API_KEY         base_url, key
-    ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY   the same address and key for Anthropic's clients
+    ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY   the gateway too, which refuses Anthropic's protocol by
+                                            name, so that no model but the policy is asked
     FORGEMQ_TASK_FILE                       task_file: the task, JSON
     FORGEMQ_RESULT_FILE                     result_file: where it may write its result, JSON
 

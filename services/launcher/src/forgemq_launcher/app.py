@@ -8,6 +8,7 @@ from forgemq_contracts.players import shortage
 from forgemq_contracts.run import EndedRun, StartedRun
 from forgemq_contracts.topics import ENDED_RUNS, STARTED_RUNS, Topic
 from forgemq_launcher import exit_status
+from forgemq_launcher.display.curves import CurveWriter
 from forgemq_launcher.display.panel import PanelView
 from forgemq_launcher.display.report_files import table, write_report
 from forgemq_launcher.display.run_display import RunDisplay
@@ -92,11 +93,11 @@ class RunningRun:
 
     async def _watch_run(self, log: Log, started: StartedRun, *, console_url: str) -> Outcome:
         """Start the services; keep everything up and on the screen until the run is over."""
-        limit = self._setup.settings.groups_failed_max
+        limit, folder = self._setup.settings.groups_failed_max, self._setup.folder.path
         follower = Follower(log, started, groups_failed_max=limit)
         display = RunDisplay(
             self._screen,
-            folder=self._setup.folder.path,
+            curves=CurveWriter(folder, for_tensorboard=self._setup.settings.tensorboard),
             state=follower.state,
             panel_view=lambda: self._panel_view(console_url),
         )

@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import importlib.util
 import logging
 import os
 import re
@@ -216,6 +217,10 @@ def _run(
     from forgemq_launcher.app import RunningRun
     from forgemq_launcher.run_setup import RunSetup
 
+    if settings.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise SettingsError(
+            "FORGEMQ_LAUNCHER_TENSORBOARD: install forgemq-telemetry[tensorboard], or leave it off"
+        )
     folder, made = _folder(options, runs=Path(settings.runs))
     with folder.locked():
         console.print(f"run {folder.run} in {folder.path}", highlight=False, soft_wrap=True)

@@ -45,6 +45,12 @@ class LauncherSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             "0: three times the slots of its queue.",
         ),
     ] = 0
+    tensorboard: Annotated[
+        bool,
+        Meta(
+            description="Also write the curves as TensorBoard's event files, in the run's folder."
+        ),
+    ] = False
     host: Annotated[str, Meta(description="Gateway and console listen here.")] = "127.0.0.1"
     gateway_port: Annotated[int, Meta(ge=0, le=65535, description="0: any free port.")] = 0
     console_port: Annotated[

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from forgemq_run_view.state import RunState
-from forgemq_telemetry.curves import Curves, read_curves
+from forgemq_telemetry.curves import CurveFormat, Curves, read_curves
 
 
 class CurveWriter:
@@ -13,8 +13,9 @@ class CurveWriter:
     `reward` are those of the training episodes in groups admitted under version k.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._curves = Curves(folder)
+    def __init__(self, folder: Path, *, for_tensorboard: bool = False) -> None:
+        others: tuple[CurveFormat, ...] = ("tensorboard",) if for_tensorboard else ()
+        self._curves = Curves(folder, formats=("jsonl", *others))
         self._written = {
             step: values.get("lineage", -1.0) for step, values in read_curves(folder).items()
         }

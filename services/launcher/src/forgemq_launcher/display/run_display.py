@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable
-from pathlib import Path
 
 from forgemq_launcher.display.curves import CurveWriter
 from forgemq_launcher.display.headlines import headlines
@@ -19,7 +18,7 @@ class RunDisplay:
 
     Args:
         screen: An open one shows the panel.
-        folder: Of the run; its curves.jsonl grows by a line a step.
+        curves: Grow by a line a step; closed at the end of `show`.
         state: The run as it is at this moment.
         panel_view: What the panel shows besides.
     """
@@ -28,18 +27,17 @@ class RunDisplay:
         self,
         screen: Screen,
         *,
-        folder: Path,
+        curves: CurveWriter,
         state: Callable[[], RunState],
         panel_view: Callable[[], PanelView],
     ) -> None:
         self._screen = screen
-        self._folder = folder
+        self._curves = curves
         self._state = state
         self._panel_view = panel_view
 
     async def show(self) -> None:
         """Show the run once a second until cancelled."""
-        curves = CurveWriter(self._folder)
         before: RunState | None = None
         try:
             while True:
@@ -47,9 +45,9 @@ class RunDisplay:
                 for text in headlines(before, state):
                     self._screen.say(text)
                 self._screen.show(state, self._panel_view())
-                curves.write(state)
+                self._curves.write(state)
                 before = state
                 await asyncio.sleep(SHOW_EVERY_S)
         finally:
-            curves.write(self._state())
-            curves.close()
+            self._curves.write(self._state())
+            self._curves.close()
