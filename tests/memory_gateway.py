@@ -6,6 +6,7 @@ scheduler's and the trainer's part is done by `admit`, `retire` and `train`.
 """
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -120,6 +121,8 @@ class MemoryGateway:
         self.url = ""
         self.answers: list[web.Response] = []
         """Given instead of the next answers to POST /v1/groups and to chat completions."""
+        self.asked_keys: list[str] = []
+        """Idempotency key of each request for a group, in order."""
         self.requests: list[str] = []
         """Name of each route that was called, in order."""
         self.chats: list[bytes] = []
@@ -169,6 +172,7 @@ class MemoryGateway:
         return attempt
 
     async def request_group(self, asked: GroupRequest) -> GroupStatus:
+        self.asked_keys.append(asked.idempotency_key)
         if asked.domain != self.domain:
             raise RefusedError(400, f"there is no domain {asked.domain!r}", param="domain")
         group_id = "g-" + asked.idempotency_key.replace("/", "-").replace("_", "-")
@@ -181,7 +185,17 @@ class MemoryGateway:
                 group_id=group_id, request=asked, size=asked.group_size or self.group_size
             )
             self.scheduler(self)
+        known = self.groups[group_id]
+        if known.state != "retired" and not asked.takes_known:
+            self._check_same(known, asked)
         return self._status(group_id)
+
+    def _check_same(self, known: Group, asked: GroupRequest) -> None:
+        for name in ("purpose", "temperature", "round_name", "task"):
+            if getattr(known.request, name) != getattr(asked, name):
+                raise RefusedError(409, f"{name}: it is another group's key", param=name)
+        if known.size != (asked.group_size or self.group_size):
+            raise RefusedError(409, "group_size: it is another group's key", param="group_size")
 
     async def read_group(self, group_id: str, asked: GroupQuery) -> GroupStatus:
         before = asked.state or self._status(group_id).state
@@ -228,7 +242,11 @@ class MemoryGateway:
         return self._end(episode_id, asked)
 
     async def read_run(self) -> RunStatus:
-        return self.run
+        return msgspec.structs.replace(self.run, first_tasks={self.domain: self._first_task()})
+
+    def _first_task(self) -> int:
+        over = {g.request.idempotency_key for g in self.in_order() if g.state == "retired"}
+        return next(n for n in itertools.count() if f"{self.domain}/{n}" not in over)
 
     def _open(self, group: Group, index: int, number: int) -> Claim:
         episode_id = f"{group.group_id}.{index}.{number}"

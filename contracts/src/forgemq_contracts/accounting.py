@@ -11,16 +11,16 @@ from collections import OrderedDict
 
 from forgemq_contracts.completions import FinishedCompletion
 
-RETIRED_IDS_MAX = 131_072
-"""Retired groups that a service remembers, of the run (gateway, scheduler) or of one partition
-(reward, merger).
+RETIRED_IDS_MAX = 32_768
+"""Retired groups by which a service recognises late records, of the run (scheduler) or of one
+partition (reward, merger).
 
-That is 1 MiB of digests in a snapshot, and at least three weeks of groups at a million
-completions a day (16 rollouts of 10 turns). A late record needs far fewer: it is at most a
-request deadline late. But agents that start again ask for every group of the run once more.
+That is 256 KiB of digests in a snapshot, and half a day of single-turn groups of 16 at a million
+completions a day. A late record needs far fewer: it is at most a request deadline late. Repeated
+requests for groups are recognised by their keys, which are never forgotten (`asked_keys.py`).
 """
 
-_DIGEST_BYTES = 8  # two of 131,072 ids collide with probability 2**-31
+_DIGEST_BYTES = 8  # two of 32,768 ids collide with probability 2**-35
 
 
 def is_candidate(completion: FinishedCompletion) -> bool:

@@ -58,7 +58,13 @@ class GroupRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     domain: DomainName
     idempotency_key: Annotated[
         str,
-        Meta(min_length=1, max_length=200, description="The same key asks for the same group."),
+        Meta(
+            min_length=1,
+            max_length=200,
+            description="The same key asks for the same group, for the life of the run. Keys that "
+            "end in '/<number>' and count up, as 'shop/0', 'shop/1', have no limit; of all other "
+            "keys a run takes 49,152.",
+        ),
     ]
     task: Annotated[Raw, Meta(description="Any JSON value; agents and graders get it as it is.")]
     purpose: Purpose = "train"
@@ -71,6 +77,13 @@ class GroupRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     round_name: Annotated[
         str, Meta(max_length=80, description="Evaluation round that the group belongs to.")
     ] = ""
+    takes_known: Annotated[
+        bool,
+        Meta(
+            description="An open group of this key is taken as it is. Otherwise a request that "
+            "differs from the first one of its key is refused."
+        ),
+    ] = False
 
 
 class GroupStatus(Struct, frozen=True, kw_only=True):
@@ -79,7 +92,8 @@ class GroupStatus(Struct, frozen=True, kw_only=True):
     group_id: GroupId
     state: GroupState
     retire_reason: Annotated[
-        Literal[RetireReason, ""], Meta(description="'' until the group retires.")
+        Literal[RetireReason, ""],
+        Meta(description="'' until the group retires, and if it did long ago."),
     ]
     group_size: Annotated[
         int,
@@ -196,6 +210,13 @@ class RunStatus(Struct, frozen=True, kw_only=True):
     steps_trained: Annotated[int, Meta(ge=0)]
     training_ended: Annotated[bool, Meta(description="No further training group is taken.")]
     domains: tuple[DomainName, ...]
+    first_tasks: Annotated[
+        dict[str, Annotated[int, Meta(ge=0)]],
+        Meta(
+            description="By domain: the lowest n whose group with the idempotency key "
+            "'<domain>/<n>' is not over. An agent that counts its tasks begins there."
+        ),
+    ] = {}
 
 
 class ErrorBody(Struct, frozen=True, kw_only=True):

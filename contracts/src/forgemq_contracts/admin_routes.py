@@ -73,6 +73,7 @@ REQUEST_GROUP = Route(
     body=GroupRequest,
     answer=GroupStatus,
     refusals=(
+        (409, "The key asked for another group before, which is open; names what differs."),
         (410, "Training has ended: no training group is taken."),
         (429, "Too many groups of the domain wait for a slot, or open groups fill the memory."),
     ),

@@ -64,9 +64,10 @@ async def test_an_id_that_no_episode_can_have_is_404(caller: Caller, episode_id)
 
 async def test_the_same_key_asks_for_the_same_group(caller: Caller):
     first = await caller.request_group("k")
-    again = await caller.request_group("k", group_size=7)
+    again = await caller.request_group("k")
+    taken = await caller.request_group("k", group_size=7, takes_known=True)
     other = await caller.request_group("other")
-    assert first == again
+    assert first == again == taken
     assert other.group_id != first.group_id
     assert first == GroupStatus(
         group_id=first.group_id,
@@ -77,6 +78,42 @@ async def test_the_same_key_asks_for_the_same_group(caller: Caller):
         open=0,
         finished=0,
     )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"task": {"n": 99}},
+        {"group_size": 7},
+        {"purpose": "eval"},
+        {"temperature": 0.5},
+        {"round_name": "x"},
+    ],
+)
+async def test_a_key_of_another_open_group_is_refused_by_the_field(caller: Caller, change):
+    await caller.request_group("k")
+    same = msgspec.json.decode(msgspec.json.encode(group_request("k")))
+    answer = await caller.call(admin_routes.REQUEST_GROUP, body=same | change)
+    error = error_of(answer)
+    assert (answer.status_code, error.type, error.param) == (409, "conflict_error", *change)
+
+
+async def test_a_run_says_which_task_is_the_first_that_is_not_over(caller: Caller):
+    async def first() -> dict[str, int]:
+        status = (await caller.call(admin_routes.READ_RUN)).json()
+        return status["first_tasks"]
+
+    firsts = [await first()]
+    for number in (0, 1):
+        await caller.request_group(f"{DOMAIN}/{number}")
+    await caller.request_group("another/7")
+    firsts.append(await first())
+    for key in (f"{DOMAIN}/0", "another/7", f"{DOMAIN}/1"):
+        group_id = (await caller.request_group(key)).group_id
+        await caller.stage.retire(group_id, "trained")
+        await caller.read_group(group_id, GroupQuery(wait_s=20, state="requested"))
+        firsts.append(await first())
+    assert [one[DOMAIN] for one in firsts] == [0, 0, 1, 1, 2]
 
 
 async def test_a_group_may_have_its_own_size(caller: Caller):
@@ -131,7 +168,12 @@ async def test_after_the_last_step_only_training_groups_are_410(caller: Caller):
                 break
             await asyncio.sleep(0.02)
     assert msgspec.json.decode(running, type=RunStatus) == RunStatus(
-        run="r", steps=STEPS, steps_trained=0, training_ended=False, domains=(DOMAIN,)
+        run="r",
+        steps=STEPS,
+        steps_trained=0,
+        training_ended=False,
+        domains=(DOMAIN,),
+        first_tasks={DOMAIN: 0},
     )
     assert ended.steps_trained == STEPS
     statuses = [

@@ -293,7 +293,11 @@ async def test_a_killed_process_is_continued_without_a_second_group_for_a_task(m
         for index, attempt in group.attempts.items():
             if index not in group.ended:
                 gateway.lapse(attempt.episode_id)
+    asked_before, run = len(gateway.asked_keys), await gateway.read_run()
     await play(gateway, well)
+    asked = [key for key in gateway.asked_keys[asked_before:] if not key.startswith("eval/")]
+    assert run.first_tasks["count"] > 0
+    assert asked[0] == f"count/{run.first_tasks['count']}", "it goes on where training is"
     keys = [group.request.idempotency_key for group in gateway.in_order()]
     assert len(set(keys)) == len(keys)
     assert rounds(gateway) == ["start-sampled", "start-greedy", "end-sampled", "end-greedy"]

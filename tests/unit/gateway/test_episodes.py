@@ -129,7 +129,7 @@ async def test_train_groups_are_410_after_the_last_step_and_eval_groups_are_not(
         evaluation = await world.admin("POST", "/v1/groups", {**GROUP, "purpose": "eval"})
         run = (await world.admin("GET", "/v1/run")).json()
     assert (train.status_code, evaluation.status_code) == (410, 200)
-    assert run == {
+    assert run == run | {
         "run": "r",
         "steps": 10,
         "steps_trained": 10,

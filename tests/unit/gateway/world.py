@@ -20,6 +20,7 @@ from forgemq_contracts.messages import Output
 from forgemq_contracts.partitions import group_partition
 from forgemq_contracts.run import Episodes, LogLayout, Model, Queue, RunConfiguration, Trainer
 from forgemq_gateway.app import serve
+from forgemq_gateway.ownership import ReplacedError
 from forgemq_gateway.settings import GatewaySettings
 from forgemq_rendering import Rendering
 from forgemq_shell.records import emit_of
@@ -65,6 +66,10 @@ def plain_http(*, timeout_s: float = 5.0) -> httpx.AsyncClient:
     return httpx.AsyncClient(timeout=timeout_s, verify=False)
 
 
+def unexpected() -> None:
+    raise AssertionError("another gateway took over")
+
+
 class World:
     """A run with a gateway; tests act as agents, scheduler and lanes."""
 
@@ -83,6 +88,7 @@ class World:
         self._log = open_log()
         self._stop = asyncio.Event()
         self._gateway: asyncio.Task[None] | None = None
+        self.on_replaced: Callable[[], object] = unexpected
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
         """Start a gateway on a free port, from the log alone."""
@@ -123,6 +129,8 @@ class World:
             )
         except* ClosedError:  # What `kill` does.
             pass
+        except* ReplacedError:
+            self.on_replaced()
 
     async def kill(self) -> None:
         """End the gateway at once, as kill -9 does: its log takes no record after this."""

@@ -58,6 +58,7 @@ class Groups:
                 idempotency_key=training_key(domain, task_number),
                 task=await self._make_task(domain, task_number),
                 purpose="train",
+                takes_known=True,  # A source may make another task of a number than before.
             )
         )
 
@@ -72,6 +73,7 @@ class Groups:
                 group_size=1,
                 temperature=group.temperature,
                 round_name=group.round_name,
+                takes_known=True,
             )
         )
 

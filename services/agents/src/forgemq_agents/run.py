@@ -3,9 +3,10 @@
 Round `start` measures the base model, so the trainer publishes version 1 only when it is over. It
 begins before training, so that the trainer can see it, and training is played beside it.
 
-Idempotency keys name the groups, so a process that was killed simply starts over: groups that are
-done answer `retired` and are skipped, and episodes that the killed process held are claimed when
-their leases have lapsed.
+Idempotency keys name the groups, so a process that was killed goes on where training is: the
+gateway says which task of a domain is the first that is not over. Groups beyond it that are done
+answer `retired` and are skipped, and episodes that the killed process held are claimed when their
+leases have lapsed.
 """
 
 import asyncio
@@ -94,16 +95,17 @@ class AgentRun:
     async def _play_queue(self, queue: Queue) -> None:
         """Keep the queue supplied with groups until training ends."""
         ahead = asyncio.Semaphore(groups_ahead(queue))
+        status = await self._gateway.read_run()
         async with asyncio.TaskGroup() as playing:
-            for number in itertools.count():
+            for number in itertools.count(status.first_tasks.get(queue.domain, 0)):
                 await ahead.acquire()
                 try:
-                    status = await self._request_group(queue.domain, number)
+                    group = await self._request_group(queue.domain, number)
                 except TrainingEndedError:
                     self._groups.training_ended.set()
                     return
                 task = playing.create_task(
-                    self._groups.play(status, domain=queue.domain, is_training=True)
+                    self._groups.play(group, domain=queue.domain, is_training=True)
                 )
                 task.add_done_callback(lambda _: ahead.release())
 

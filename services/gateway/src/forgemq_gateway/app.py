@@ -127,7 +127,7 @@ class GatewayServer:
         server = http_server(self._router)
         tasks.create_task(self._end(server, stop))
         serving = tasks.create_task(serve_http(server, listener))
-        await self._feed.restore()
+        await self._feed.restore(url=self._operations.public_url)
         ticking = keep_ticking(
             self._context, dispatcher=self._dispatcher, operations=self._operations
         )

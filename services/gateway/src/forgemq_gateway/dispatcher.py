@@ -18,9 +18,9 @@ from forgemq_gateway.core.attempts import (
 )
 from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.errors import RefusedError, gone
+from forgemq_gateway.core.group import Group
 from forgemq_gateway.core.history import KnownCompletion
 from forgemq_gateway.core.plans import Prepared
-from forgemq_gateway.core.registry import Group
 from forgemq_gateway.core.turns import OpenTurn
 from forgemq_telemetry.traces import Headers, completion_trace
 

@@ -3,9 +3,9 @@
 A client hears a completion when it comes back from finished-completions, never earlier: the record
 on the log is the reply.
 
-A restart begins where `marks.py` has committed, since earlier records belong to retired groups.
-Closed and retired groups (a few bytes each) and trained steps are read in full, heartbeats only at
-their end.
+A restart takes the run over (`ownership.py`), which also says which groups were ever requested. It
+then begins where `marks.py` has committed, since earlier records belong to retired groups. Trained
+steps are read in full, retired groups further back for their reasons, heartbeats only at their end.
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -25,12 +25,15 @@ from forgemq_contracts.completions import (
 )
 from forgemq_contracts.episodes import FinishedEpisode, OpenedEpisode
 from forgemq_contracts.groups import AdmittedGroup, ClosedGroup, RequestedGroup, RetiredGroup
+from forgemq_contracts.ownership import OwnedRun
 from forgemq_contracts.steps import TrainedStep
 from forgemq_contracts.weights import ReportedEngine
+from forgemq_gateway import ownership
 from forgemq_gateway.context import GatewayContext
-from forgemq_gateway.core.registry import Parse
+from forgemq_gateway.core.registry import RETIRED_STATUSES_MAX, Parse
 from forgemq_gateway.dispatcher import Dispatcher
 from forgemq_gateway.marks import FIRST_RECORDS, NEEDED_GROUP, Marks
+from forgemq_gateway.ownership import Claimed, KeptKeys, claim_run
 
 CONSUMES = (
     topics.REQUESTED_GROUPS,
@@ -45,6 +48,7 @@ CONSUMES = (
     topics.FINISHED_COMPLETIONS,
     topics.DELIVERED_COMPLETIONS,
     topics.REPORTED_ENGINES,
+    topics.OWNED_RUNS,
 )
 
 # Each stage needs what earlier stages have applied; within a stage the order does not matter.
@@ -61,6 +65,8 @@ _STAGES = (
 _BY_GROUP = (
     topics.REQUESTED_GROUPS,
     topics.ADMITTED_GROUPS,
+    topics.CLOSED_GROUPS,
+    topics.RETIRED_GROUPS,
     topics.OPENED_EPISODES,
     topics.FINISHED_EPISODES,
     topics.REQUESTED_COMPLETIONS,
@@ -110,10 +116,18 @@ class Feed:
         self._positions: dict[Place, int] = {}
         self._starts: dict[Place, int] = {}
         self._first_read: dict[Place, int] = {}
+        self._claimed: Claimed | None = None
 
-    async def restore(self) -> None:
-        """Rebuild all open groups from the log as they were at the previous stop."""
+    async def restore(self, *, url: str) -> None:
+        """Take the run over and rebuild all open groups as they were at the previous stop.
+
+        Args:
+            url: Where this gateway answers.
+        """
         started_s = self._clock.now_s()
+        run = self._configuration.run
+        self._claimed = await claim_run(self._log, run=run, url=url, at_ms=self._clock.wall_ms())
+        self._registry.asked.restore(self._claimed.record.asked_keys)
         for stage in _STAGES:
             async for record in self._until_now(stage):
                 await self._restore(record)
@@ -121,10 +135,14 @@ class Feed:
             episode.renew(self._clock.now_s())
         self._dispatcher.attempts.restore(self._registry.take_restored_turns())
         self._first_read = {p: at for p, at in self._positions.items() if p.topic in FIRST_RECORDS}
+        self._registry.forget_retired()
         restore_s = self._clock.now_s() - started_s
         self._telemetry.observe("gateway.restore_s", restore_s)
         self._telemetry.event(
-            "restored", seconds=round(restore_s, 3), groups=len(self._registry.groups)
+            "restored",
+            seconds=round(restore_s, 3),
+            groups=len(self._registry.groups),
+            owner=self._claimed.record.owner,
         )
 
     async def _until_now(self, stage: Sequence[topics.Topic]) -> AsyncIterator[Record]:
@@ -152,15 +170,27 @@ class Feed:
         )
         for place, first in starts.items():
             start = needed.get(place, first)
+            if place.topic == topics.REQUESTED_GROUPS.name:
+                start = min(start, self._asked_before(place))
+            if place.topic == topics.RETIRED_GROUPS.name:
+                start = min(start, ends[place] - RETIRED_STATUSES_MAX)
             if place.topic == topics.REPORTED_ENGINES.name:
                 start = ends[place] - _REPORTS_READ_MAX
             starts[place] = max(first, start)
         return starts
 
+    def _asked_before(self, place: Place) -> int:
+        """From where on requested groups are not among the keys of the claim."""
+        assert self._claimed is not None, "the claim comes first"
+        before = self._claimed.record.asked_before
+        return before[place.partition] if place.partition < len(before) else 0
+
     async def follow(self) -> None:
         """Apply new records until cancelled."""
         live = {topic.name for topic in _LIVE}
         positions = {p: at for p, at in self._positions.items() if p.topic in live}
+        assert self._claimed is not None, "`restore` comes first"
+        positions[ownership.PLACE] = self._claimed.position
         reader = await self._log.reader(positions)
         try:
             while True:
@@ -168,6 +198,7 @@ class Feed:
                 for record in records:
                     await self._apply(record)
                 self._first_read |= {place: reader.position(place) for place in self._first_read}
+                self._registry.forget_retired()
                 if records:
                     self._changed.notify()
         finally:
@@ -177,13 +208,20 @@ class Feed:
         """Commit until cancelled where a restart must begin to read."""
         run = self._configuration
         places = [place for topic in _BY_GROUP for place in partitions_of(topic, run)]
+        assert self._claimed is not None, "`restore` comes first"
+        kept = KeptKeys(self._claimed, clock=self._clock, asked=self._registry.asked)
+        requested = partitions_of(topics.REQUESTED_GROUPS, run)
         await Marks(
             self._log,
-            starts={place: self._starts[place] for place in places},
+            starts={
+                ownership.PLACE: self._claimed.position,
+                **{place: self._starts[place] for place in places},
+            },
             first_read=self._first_read,
             open_groups=self._registry.groups,
             every_s=self._mark_every_s,
             telemetry=self._telemetry,
+            kept=lambda: kept.due(read_before=[self._first_read[place] for place in requested]),
         ).keep()
 
     async def _restore(self, record: Record) -> None:
@@ -251,6 +289,9 @@ class Feed:
                     self._dispatcher.take_result(result)
             case ReportedEngine():
                 self._dispatcher.take_report(decoded)
+            case OwnedRun():
+                assert self._claimed is not None, "`restore` comes first"
+                self._claimed.check(decoded)
             case RetiredGroup():
                 group = self._registry.apply_retired_group(decoded)
                 if group is not None:

@@ -27,8 +27,10 @@ from forgemq_gateway.access import Access
 from forgemq_gateway.context import GatewayContext
 from forgemq_gateway.core.episodes import Ending, HeldEpisode
 from forgemq_gateway.core.errors import RefusedError, busy, conflict, gone, invalid, unknown
+from forgemq_gateway.core.group import Group
 from forgemq_gateway.core.keys import KeyMint, key_sha256
-from forgemq_gateway.core.registry import Group
+from forgemq_gateway.core.registry import RETIRED_STATUSES_MAX
+from forgemq_gateway.core.repeated import check_new, first_task, known_group
 from forgemq_gateway.core.sampling import pinned_sampling
 from forgemq_gateway.dispatcher import Dispatcher
 
@@ -79,7 +81,8 @@ class Operations:
         """Request the group of this idempotency key, unless it is known; returns its status.
 
         Raises:
-            RefusedError: 400 unknown domain, 410 training has ended, 429 too many wait.
+            RefusedError: 400 unknown domain, or no more keys of this kind are remembered; 409 the
+                key asked for another group before; 410 training has ended; 429 too many wait.
         """
         queue = self._queue(request.domain)
         group = group_id(
@@ -87,10 +90,6 @@ class Operations:
             domain=request.domain,
             idempotency_key=request.idempotency_key,
         )
-        known = self._registry.view(group)
-        if known is not None:
-            return known
-        self._check_room(queue, is_train=request.purpose == "train")
         record = RequestedGroup(
             group_id=group,
             domain=request.domain,
@@ -102,6 +101,11 @@ class Operations:
             temperature=request.temperature,
             round_name=request.round_name,
         )
+        known = known_group(self._registry, record, takes_any=request.takes_known)
+        if known is not None:
+            return known
+        self._check_room(queue, is_train=request.purpose == "train")
+        check_new(self._registry.asked, record)
         await self._outbox.write(record)
         self._registry.apply_requested_group(record)
         self._telemetry.count("gateway.groups_requested")
@@ -131,7 +135,10 @@ class Operations:
         """
         view = self._registry.view(group_id)
         if view is None:
-            raise unknown(f"there is no group {group_id}")
+            raise unknown(
+                f"there is no group {group_id}, or it retired before the newest "
+                f"{RETIRED_STATUSES_MAX}"
+            )
         return view
 
     async def changed_group(
@@ -358,12 +365,14 @@ class Operations:
 
     def run(self) -> RunStatus:
         """How far the run is."""
+        domains = tuple(queue.domain for queue in self._configuration.queues)
         return RunStatus(
             run=self._configuration.run,
             steps=self._configuration.trainer.steps,
             steps_trained=self._registry.steps_trained,
             training_ended=self._registry.training_ended,
-            domains=tuple(queue.domain for queue in self._configuration.queues),
+            domains=domains,
+            first_tasks={d: first_task(self._registry, domain=d) for d in domains},
         )
 
     def _wait_s(self, wait_s: float) -> float:

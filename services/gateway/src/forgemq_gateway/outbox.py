@@ -19,6 +19,7 @@ from forgemq_shell.records import emit_of
 
 PRODUCES = (
     topics.REQUESTED_GROUPS,
+    topics.OWNED_RUNS,  # in transactions: ownership.py
     topics.OPENED_EPISODES,
     topics.REQUESTED_COMPLETIONS,
     topics.CANCELLED_COMPLETIONS,

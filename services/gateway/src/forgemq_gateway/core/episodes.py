@@ -38,6 +38,7 @@ class GroupFacts(Struct, frozen=True, kw_only=True):
     task: bytes
     temperature: float | None = None
     round_name: str = ""
+    idempotency_key: str = ""
 
 
 class KnownBody(Struct, frozen=True, kw_only=True):

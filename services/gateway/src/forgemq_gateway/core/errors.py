@@ -94,9 +94,9 @@ def unauthorized(message: str) -> RefusedError:
     return RefusedError(message, status=401, kind="authentication_error", code="invalid_api_key")
 
 
-def conflict(message: str) -> RefusedError:
-    """409: a newer attempt has replaced the episode, or it has ended."""
-    return RefusedError(message, status=409, kind="conflict_error")
+def conflict(message: str, *, param: str | None = None) -> RefusedError:
+    """409: what is there already does not agree, as an episode that has ended or was replaced."""
+    return RefusedError(message, status=409, kind="conflict_error", param=param)
 
 
 def gone(message: str) -> RefusedError:

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple, TypeAlias
 import msgspec
 from msgspec import Struct
 
-from forgemq_contracts.accounting import RETIRED_IDS_MAX, is_candidate
-from forgemq_contracts.admin import GroupState, GroupStatus
+from forgemq_contracts.accounting import is_candidate
+from forgemq_contracts.admin import GroupStatus
+from forgemq_contracts.asked_keys import AskedKeys
 from forgemq_contracts.completions import (
     CancelledCompletion,
     DeliveredCompletion,
@@ -25,6 +26,7 @@ from forgemq_contracts.steps import TrainedStep
 from forgemq_gateway.core.attempts import LaneResult, RestoredTurn
 from forgemq_gateway.core.digests import EMPTY_PATH
 from forgemq_gateway.core.episodes import GroupFacts, HeldEpisode
+from forgemq_gateway.core.group import Group
 from forgemq_gateway.core.history import TAIL_TOKENS, TOKEN_BYTES, KnownCompletion, tokens_of
 from forgemq_gateway.core.replies import Reply, cut_at
 from forgemq_gateway.core.turns import OpenTurn, restored
@@ -33,62 +35,12 @@ from forgemq_gateway.core.turns import OpenTurn, restored
 Parse: TypeAlias = Callable[[bytes, str, Sequence[Mapping[str, Any]], bytes], Reply]
 
 
+RETIRED_STATUSES_MAX = 16_384
+"""Retired groups whose reason and position the gateway still tells by id, some hundred bytes each.
+A repeated request for an older one is recognised by its key, for the whole run."""
+
 # An id from outside with more digits is unknown: Python refuses to read thousands of them.
 _INDEX_DIGITS_MAX = 9
-
-
-class Group:
-    """A group that has not retired.
-
-    Attributes:
-        episodes: Newest attempt by index.
-        finished: Episode id of each index's first final record on the log.
-        claiming: Indices whose OpenedEpisode is being written.
-        closed: Why no agent may play it any longer; "" while agents may.
-    """
-
-    def __init__(self, facts: GroupFacts) -> None:
-        self.facts = facts
-        self.state: GroupState = "requested"
-        self.queue_index: int | None = None
-        self.episodes: dict[int, HeldEpisode] = {}
-        self.finished: dict[int, str] = {}
-        self.claiming: set[int] = set()
-        self.closed = ""
-
-    def claimable(self) -> tuple[int, int] | None:
-        """The lowest index that an agent may take now, and its next attempt."""
-        if self.state != "admitted" or self.closed:
-            return None
-        for index in range(self.facts.group_size):
-            if index in self.finished or index in self.claiming:
-                continue
-            episode = self.episodes.get(index)
-            if episode is None:
-                return index, 0
-            if episode.state == "lapsed":
-                return index, episode.opened.attempt + 1
-        return None
-
-    def unfinished(self) -> list[int]:
-        """Indices without a final record, of which none is on its way."""
-        return [
-            index
-            for index in range(self.facts.group_size)
-            if index not in self.finished
-            and index not in self.claiming
-            and not self._is_finishing(index)
-        ]
-
-    def _is_finishing(self, index: int) -> bool:
-        return index in self.episodes and self.episodes[index].state == "finishing"
-
-    def open_count(self) -> int:
-        """Number of episodes that an agent holds."""
-        return sum(
-            episode.state in ("open", "finishing") and index not in self.finished
-            for index, episode in self.episodes.items()
-        )
 
 
 class _Restored(NamedTuple):
@@ -104,13 +56,19 @@ class Registry:
     def __init__(self) -> None:
         self.groups: dict[str, Group] = {}
         self.retired: dict[str, GroupStatus] = {}
+        self.asked = AskedKeys()
         self.steps_trained = 0
         self.training_ended = False
         self._restored: dict[str, _Restored] = {}
 
     def apply_requested_group(self, record: RequestedGroup) -> None:
         """Add a group that waits for its slot; idempotent."""
-        self._enter(record)
+        self.asked.add(record.idempotency_key, domain=record.domain)
+        group = self._enter(record)
+        if group is not None:
+            # A restart may read the admission first, which has no key.
+            key = record.idempotency_key
+            group.facts = msgspec.structs.replace(group.facts, idempotency_key=key)
 
     def apply_admitted_group(self, record: AdmittedGroup) -> None:
         """Let the group's episodes be claimed."""
@@ -155,9 +113,15 @@ class Registry:
                 open=0,
                 finished=0 if group is None else len(group.finished),
             )
-        if len(self.retired) > RETIRED_IDS_MAX:
-            del self.retired[next(iter(self.retired))]
         return group
+
+    def forget_retired(self) -> None:
+        """Keep the newest `RETIRED_STATUSES_MAX`; call it when all that was read is applied.
+
+        Not before: a record of a group may be read after its retirement.
+        """
+        while len(self.retired) > RETIRED_STATUSES_MAX:
+            del self.retired[next(iter(self.retired))]
 
     def apply_opened_episode(
         self, record: OpenedEpisode, *, lease_until_s: float

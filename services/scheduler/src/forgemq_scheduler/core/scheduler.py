@@ -11,6 +11,7 @@ import msgspec
 
 from forgemq_contracts import topics
 from forgemq_contracts.accounting import RetiredIds
+from forgemq_contracts.asked_keys import AskedKeys
 from forgemq_contracts.dead_letters import DeadLetter
 from forgemq_contracts.episodes import OpenedEpisode
 from forgemq_contracts.groups import MergedGroup, RequestedGroup, RetireReason
@@ -62,6 +63,7 @@ class SchedulerCore:
         self._open: dict[str, OpenGroup] = {}  # admitted, not retired, any purpose
         self._evaluations = Evaluations()
         self._retired = RetiredIds()
+        self._asked = AskedKeys()  # of all groups ever requested
         self._outputs: list[Output] = []
 
     def handle(self, event: Event) -> Sequence[Output]:
@@ -84,27 +86,26 @@ class SchedulerCore:
     def snapshot(self) -> bytes:
         """All state; equal states give equal bytes."""
         checkpoint_step, holding = self._slots.snapshot()
-        return _ENCODER.encode(
-            SchedulerSnapshot(
-                now_ms=self._now_ms,
-                lanes=self._lanes.known(),
-                served=self._lanes.served,
-                lineage=self._steps.lineage,
-                steps_scheduled=self._steps.scheduled,
-                steps_trained=self._steps.trained,
-                checkpoint_step=checkpoint_step,
-                scheduled=self._steps.in_training(),
-                holding=holding,
-                queues=tuple(queue.snapshot() for queue in self._queues),
-                evaluations_waiting=tuple(self._evaluations.waiting),
-                evaluations=self._evaluations.groups(),
-                retired=self._retired.to_bytes(),
-            )
-        )
+        return SchedulerSnapshot(
+            now_ms=self._now_ms,
+            lanes=self._lanes.known(),
+            served=self._lanes.served,
+            lineage=self._steps.lineage,
+            steps_scheduled=self._steps.scheduled,
+            steps_trained=self._steps.trained,
+            checkpoint_step=checkpoint_step,
+            scheduled=self._steps.in_training(),
+            holding=holding,
+            queues=tuple(queue.snapshot() for queue in self._queues),
+            evaluations_waiting=tuple(self._evaluations.waiting),
+            evaluations=self._evaluations.groups(),
+            retired=self._retired.to_bytes(),
+            asked=self._asked.to_bytes(),
+        ).to_bytes()
 
     def restore(self, snapshot: bytes) -> None:
         """Replace all state with that of a `snapshot()`."""
-        state = _DECODER.decode(snapshot)
+        state = SchedulerSnapshot.of(snapshot)
         self._now_ms = state.now_ms
         self._lanes.restore(state.lanes, served=state.served, now_ms=state.now_ms)
         self._steps.restore(
@@ -122,6 +123,7 @@ class SchedulerCore:
         train = (group for queue in self._queues for group in queue.groups.values())
         self._open = {group.group_id: group for group in (*state.evaluations, *train)}
         self._retired.restore(state.retired)
+        self._asked.restore(state.asked)
 
     def _on_tick(self, tick: Tick) -> None:
         self._now_ms = max(self._now_ms, tick.run_ms)
@@ -167,8 +169,9 @@ class SchedulerCore:
             raise InvalidRecordError(
                 f"domain {request.domain!r} has no queue in the run's configuration"
             )
-        group_id = request.group_id
-        if group_id in self._requested_ids or group_id in self._open or group_id in self._retired:
+        is_new = self._asked.add(request.idempotency_key, domain=request.domain)
+        by_id = (self._requested_ids, self._open, self._retired)  # of snapshots without keys
+        if not is_new or any(request.group_id in ids for ids in by_id):
             return
         if request.purpose == "eval":
             self._evaluations.waiting.append(request)
@@ -176,7 +179,7 @@ class SchedulerCore:
             return  # nothing will train it, and the agents hear of the end from trained-steps
         else:
             self._queues[number].waiting.append(request)
-        self._requested_ids.add(group_id)
+        self._requested_ids.add(request.group_id)
 
     def _on_opened(self, opened: OpenedEpisode) -> None:
         """Let the group's time to play begin, if this is its first claim."""
@@ -394,7 +397,3 @@ class SchedulerCore:
         for queue in self._queues:
             queue._check(taken_ids)
             assert not self._steps.has_ended or not queue.groups, "open train groups after the end"
-
-
-_ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(SchedulerSnapshot)

@@ -2,6 +2,7 @@
 
 from typing import Literal, TypeAlias
 
+import msgspec
 from msgspec import Struct
 
 from forgemq_contracts.groups import MergedGroup, RequestedGroup
@@ -64,3 +65,17 @@ class SchedulerSnapshot(Struct, frozen=True, kw_only=True):
     evaluations_waiting: tuple[RequestedGroup, ...]
     evaluations: tuple[OpenGroup, ...]
     retired: bytes
+    asked: bytes = b""
+
+    def to_bytes(self) -> bytes:
+        """The snapshot's bytes; equal states have equal ones."""
+        return _ENCODER.encode(self)
+
+    @staticmethod
+    def of(snapshot: bytes) -> "SchedulerSnapshot":
+        """The state in the bytes of a snapshot."""
+        return _DECODER.decode(snapshot)
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(SchedulerSnapshot)

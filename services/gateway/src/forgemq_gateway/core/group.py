@@ -1,0 +1,58 @@
+"""A group that has not retired, and its episodes."""
+
+from forgemq_contracts.admin import GroupState
+from forgemq_gateway.core.episodes import GroupFacts, HeldEpisode
+
+
+class Group:
+    """A group that has not retired.
+
+    Attributes:
+        episodes: Newest attempt by index.
+        finished: Episode id of each index's first final record on the log.
+        claiming: Indices whose OpenedEpisode is being written.
+        closed: Why no agent may play it any longer; "" while agents may.
+    """
+
+    def __init__(self, facts: GroupFacts) -> None:
+        self.facts = facts
+        self.state: GroupState = "requested"
+        self.queue_index: int | None = None
+        self.episodes: dict[int, HeldEpisode] = {}
+        self.finished: dict[int, str] = {}
+        self.claiming: set[int] = set()
+        self.closed = ""
+
+    def claimable(self) -> tuple[int, int] | None:
+        """The lowest index that an agent may take now, and its next attempt."""
+        if self.state != "admitted" or self.closed:
+            return None
+        for index in range(self.facts.group_size):
+            if index in self.finished or index in self.claiming:
+                continue
+            episode = self.episodes.get(index)
+            if episode is None:
+                return index, 0
+            if episode.state == "lapsed":
+                return index, episode.opened.attempt + 1
+        return None
+
+    def unfinished(self) -> list[int]:
+        """Indices without a final record, of which none is on its way."""
+        return [
+            index
+            for index in range(self.facts.group_size)
+            if index not in self.finished
+            and index not in self.claiming
+            and not self._is_finishing(index)
+        ]
+
+    def _is_finishing(self, index: int) -> bool:
+        return index in self.episodes and self.episodes[index].state == "finishing"
+
+    def open_count(self) -> int:
+        """Number of episodes that an agent holds."""
+        return sum(
+            episode.state in ("open", "finishing") and index not in self.finished
+            for index, episode in self.episodes.items()
+        )

@@ -1,0 +1,144 @@
+"""One gateway owns a run, and knows every key that was ever used in it."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+
+from forgemq_bus.log import Log
+from forgemq_bus.memory import MemoryLog
+from forgemq_bus.partitions import partitions_of
+from forgemq_contracts import topics
+from forgemq_contracts.asked_keys import KEYS_MAX, AskedKeys
+from forgemq_contracts.groups import RequestedGroup
+from forgemq_gateway.core.errors import RefusedError
+from forgemq_gateway.core.repeated import check_new
+from forgemq_gateway.marks import NEEDED_GROUP
+from forgemq_gateway.ownership import PLACE, Claimed, ReplacedError, claim_run
+from tests.unit.gateway.scripted_lane import wall_ms
+from tests.unit.gateway.world import World, configuration_of, running
+
+GROUP = {"domain": "shop", "idempotency_key": "shop/0", "task": {"n": 1}}
+
+
+def store() -> Callable[[], MemoryLog]:
+    return MemoryLog(run="r", clock_ms=wall_ms).open
+
+
+@asynccontextmanager
+async def in_world(model: Path) -> AsyncIterator[World]:
+    async with running(store(), configuration_of(model), lambda _: "yes") as (world, _):
+        yield world
+
+
+async def claimed(log: Log) -> Claimed:
+    return await claim_run(log, run="r", url="http://here", at_ms=1)
+
+
+async def test_each_claim_is_higher_than_all_before_and_the_older_one_hears_of_it() -> None:
+    log = store()()
+    await log.create_topics({PLACE.topic: 1})
+    first, second = await claimed(log), await claimed(log.open())
+    assert (first.record.owner, second.record.owner) == (1, 2)
+    second.check(first.record)
+    with pytest.raises(ReplacedError, match="gateway 2 at http://here has taken over run r"):
+        first.check(second.record)
+
+
+async def test_the_older_of_two_gateways_ends_and_the_newer_one_serves(model: Path) -> None:
+    async with in_world(model) as world:
+        group = await world.open_group()
+        older_url, older = world.base_url, world._gateway
+        assert world.tasks is not None
+        assert older is not None
+        ended = asyncio.Event()
+        world.on_replaced = ended.set
+        await world.start(world.tasks)
+        await asyncio.wait_for(ended.wait(), timeout=10)
+        await asyncio.wait([older])
+        with pytest.raises(httpx.ConnectError):
+            async with httpx.AsyncClient(verify=False) as client:
+                await client.get(f"{older_url}/health")
+        claim = await world.claim(group)
+        records = await world.records(topics.OPENED_EPISODES)
+    assert [record.episode_id for record in records] == [claim["episode_id"]]
+
+
+async def test_a_gateway_that_was_killed_is_replaced_without_a_wait(model: Path) -> None:
+    async with in_world(model) as world:
+        await world.kill()
+        assert world.tasks is not None
+        await asyncio.wait_for(world.start(world.tasks), timeout=10)
+        owners = [record.owner for record in await world.records(topics.OWNED_RUNS)]
+        assert (await world.admin("POST", "/v1/groups", GROUP)).status_code == 200
+    assert owners == [1, 2]
+
+
+async def test_a_key_is_known_when_all_records_of_its_group_are_gone(model: Path) -> None:
+    """The run is older than what the log keeps: only the owner's record knows the key."""
+
+    async with in_world(model) as world:
+        world.settings = msgspec.structs.replace(world.settings, mark_every_s=0.05)
+        await restarted(world)
+        group = (await world.admin("POST", "/v1/groups", GROUP)).json()["group_id"]
+        await world.admit(group)
+        await world.retire(group, reason="trained")
+        await until_over(world)
+        await world.kill()
+        await trim_all(world, topics.REQUESTED_GROUPS, topics.RETIRED_GROUPS)
+        assert world.tasks is not None
+        await world.start(world.tasks)
+        again = (await world.admin("POST", "/v1/groups", {**GROUP, "task": {"n": 2}})).json()
+        run = (await world.admin("GET", "/v1/run")).json()
+        by_id = await world.admin("GET", f"/v1/groups/{group}")
+    assert (again["group_id"], again["state"], again["retire_reason"]) == (group, "retired", "")
+    assert run["first_tasks"] == {"shop": 1}
+    assert by_id.status_code == 404
+
+
+async def restarted(world: World) -> None:
+    await world.kill()
+    assert world.tasks is not None
+    await world.start(world.tasks)
+
+
+async def until_over(world: World) -> None:
+    """Wait until no restart needs the records that are there, and the keys are written."""
+    places = [
+        place
+        for topic in (topics.REQUESTED_GROUPS, topics.ADMITTED_GROUPS, topics.RETIRED_GROUPS)
+        for place in partitions_of(topic, world.configuration)
+    ]
+    ends = await world.log.end_positions(places)
+    for _ in range(200):
+        if await world.log.committed(group=NEEDED_GROUP, places=places) == ends:
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError("the group is still needed")
+
+
+async def trim_all(world: World, *of: topics.Topic) -> None:
+    places = [place for topic in of for place in partitions_of(topic, world.configuration)]
+    await world.log.trim(await world.log.end_positions(places))
+
+
+def test_a_key_of_a_kind_that_is_full_is_refused_by_name() -> None:
+    asked = AskedKeys()
+    for number in range(KEYS_MAX):
+        asked.add(f"k{number}", domain="shop")
+    request = RequestedGroup(
+        group_id="g-1",
+        domain="shop",
+        purpose="train",
+        group_size=2,
+        task=b"{}",
+        idempotency_key="one more",
+        requested_ms=0,
+    )
+    with pytest.raises(RefusedError, match=f"idempotency_key: a run remembers at most {KEYS_MAX}"):
+        check_new(asked, request)
+    check_new(asked, msgspec.structs.replace(request, idempotency_key="shop/0"))
