@@ -63,8 +63,8 @@ def test_a_turn_shows_its_reward_its_return_and_its_advantage(records):
     )
     text = shown(second)
     assert "outcome 1, speed 0.5, process -0.1, total 1.4\n" in text
-    assert "s); reward -0.2, return +1, advantage -0.3\n" in text
-    assert "s); return +1, advantage -0.3\n" in text
+    assert "s); reward -0.2, return-to-go +1, advantage -0.3\n" in text
+    assert "s); return-to-go +1, advantage -0.3\n" in text
 
 
 def test_an_episode_that_does_not_train_says_why(records):

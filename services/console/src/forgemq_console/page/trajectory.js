@@ -52,7 +52,7 @@ function turnOf(turn) {
     turn.support === "full" ? "" : `support ${turn.support}: context, no loss`,
     `${turn.engine_s.toFixed(2)} s, ${turn.cached_tokens} cached`,
     turn.reward.process === null ? "" : `reward ${signed(turn.reward.process)}`,
-    turn.reward.return_to_go === null ? "" : `return ${signed(turn.reward.return_to_go)}`,
+    turn.reward.return_to_go === null ? "" : `return-to-go ${signed(turn.reward.return_to_go)}`,
     turn.reward.advantage === null ? "" : `advantage ${signed(turn.reward.advantage)}`,
   ].filter(Boolean).join(" | ");
   const tokens = element("div", { className: "tokens" }, ...turn.context.map((t) => tokenOf(t, false)), ...turn.output.map((t) => tokenOf(t, true)));

@@ -200,7 +200,7 @@ def _turn_earned(reward: TurnReward) -> str:
     """What the turn earned, to append to its header."""
     parts = {
         "reward": reward.process,
-        "return": reward.return_to_go,
+        "return-to-go": reward.return_to_go,
         "advantage": reward.advantage,
     }
     said = [f"{name} {value:+.4g}" for name, value in parts.items() if value is not None]
