@@ -22,7 +22,7 @@ class Cluster(Protocol):
 
     quiet_s: float
 
-    def process(self, *, has_blobs: bool = True) -> Log:
+    def process(self, *, has_blobs: bool = True, instance: str = "") -> Log:
         """Open another handle of the same run, as another process has."""
         ...
 
@@ -44,8 +44,8 @@ class MemoryCluster:
         self._log = MemoryLog(run="r", blobs=blobs, inline_bytes_max=INLINE_BYTES_MAX)
         self._opened = [self._log]
 
-    def process(self, *, has_blobs: bool = True) -> Log:
-        log = self._log.open(has_blobs=has_blobs)
+    def process(self, *, has_blobs: bool = True, instance: str = "") -> Log:
+        log = self._log.open(has_blobs=has_blobs, instance=instance)
         self._opened.append(log)
         return log
 
@@ -72,12 +72,13 @@ class KafkaCluster:
         self._opened: list[KafkaLog] = []
         self._producers: list[AIOKafkaProducer] = []
 
-    def process(self, *, has_blobs: bool = True) -> Log:
+    def process(self, *, has_blobs: bool = True, instance: str = "") -> Log:
         log = KafkaLog(
             KafkaConnection(bootstrap=self._bootstrap),
             run=self._run,
             blobs=self._blobs if has_blobs else None,
             inline_bytes_max=INLINE_BYTES_MAX,
+            instance=instance,
         )
         self._opened.append(log)
         return log

@@ -196,3 +196,37 @@ async def test_an_error_of_the_first_callback_reaches_the_caller_who_is_then_not
     watched = Watched()
     member = await watched.join(log, topics=("a",))
     assert member.assigned() == frozenset({0, 1})
+
+
+async def test_an_instance_gets_its_partitions_back_and_no_other_member_notices(
+    log: Log, cluster: Cluster
+) -> None:
+    first, second, again = Watched(), Watched(), Watched()
+    await first.join(cluster.process(instance="one"), topics=("a",))
+    async with reading(first):
+        leaving = await second.join(cluster.process(instance="two"), topics=("a",))
+        await until(lambda: first.member is not None and len(first.member.assigned()) == 1)
+        before, owned = list(first.callbacks), leaving.assigned()
+        began_s = time.monotonic()
+        await leaving.close()
+        returned = await again.join(cluster.process(instance="two"), topics=("a",))
+        assert returned.assigned() == owned
+        assert time.monotonic() - began_s < PATIENCE_S
+        assert first.callbacks == before
+        await (await log.writer()).write_all(emits("a", 4))
+        async with reading(again):
+            await until(lambda: len(first.records) + len(again.records) == 4)
+
+
+@pytest.mark.slow
+async def test_the_partitions_of_an_instance_that_stays_away_go_to_the_others(
+    log: Log, cluster: Cluster
+) -> None:
+    first, second = Watched(), Watched()
+    await first.join(cluster.process(instance="one"), topics=("a",))
+    async with reading(first):
+        leaving = await second.join(cluster.process(instance="two"), topics=("a",))
+        await until(lambda: first.member is not None and len(first.member.assigned()) == 1)
+        await leaving.close()
+        await until(lambda: first.member is not None and len(first.member.assigned()) == 2)
+    assert log is not None

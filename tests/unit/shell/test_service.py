@@ -67,6 +67,7 @@ def test_the_connection_takes_every_security_setting():
             "FORGEMQ_KAFKA_SASL_PASSWORD": "p",
             "FORGEMQ_KAFKA_TLS_CA_FILE": "/ca.pem",
             "FORGEMQ_KAFKA_RETRY_S": "90",
+            "FORGEMQ_KAFKA_SESSION_TIMEOUT_S": "45",
         }
     )
     assert msgspec.structs.asdict(connection) == {
@@ -77,6 +78,7 @@ def test_the_connection_takes_every_security_setting():
         "sasl_password": "p",
         "tls_ca_file": "/ca.pem",
         "retry_s": 90.0,
+        "session_timeout_s": 45.0,
     }
     with pytest.raises(SettingsError, match=r"^FORGEMQ_KAFKA_SASL_MECHANISM: "):
         kafka_connection({**BROKER, "FORGEMQ_KAFKA_SASL_MECHANISM": "MD5"})

@@ -46,9 +46,15 @@ class KafkaLog:
         run: str,
         blobs: BlobStore | None = None,
         inline_bytes_max: int = 900_000,
+        instance: str = "",
     ) -> None:
-        """Nothing is connected yet; without a blob store values are limited to 8 MiB."""
+        """Nothing is connected yet; without a blob store values are limited to 8 MiB.
+
+        With an `instance` the members of this log keep their partitions over a restart: see
+        `log.Subscription`.
+        """
         self._run = run
+        self._instance = instance
         self._kafka_run = KafkaRun(
             connection=connection, run=run, blobs=blobs, inline_bytes_max=inline_bytes_max
         )
@@ -107,6 +113,7 @@ class KafkaLog:
             topics=tuple(topics),
             on_assigned=on_assigned,
             on_revoked=on_revoked,
+            instance=self._instance,
         )
         member = KafkaMember(subscription, topics=self._topics, kafka_run=self._kafka_run)
         await member.join()

@@ -52,6 +52,10 @@ class KafkaConnection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     retry_s: Annotated[
         float, Meta(gt=0, description="How long a call tries before LogUnavailableError.")
     ] = 30.0
+    session_timeout_s: Annotated[
+        float,
+        Meta(ge=6, le=1800, description="Without a heartbeat for so long, a member is dead."),
+    ] = 10.0
 
     def __post_init__(self) -> None:
         """Check the fields; an error names the field."""

@@ -6,13 +6,14 @@ paused and only reports the assignment; a `KafkaReader` reads once the callback 
 """
 
 import asyncio
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 from aiokafka import AIOKafkaConsumer, ConsumerRebalanceListener, TopicPartition
 from aiokafka import errors as kafka_errors
 from aiokafka.coordinator.assignors.range import RangePartitionAssignor
 
-from forgemq_bus.errors import ClosedError, LogError
+from forgemq_bus.errors import ClosedError, FencedError, LogError
 from forgemq_bus.kafka_connection import client_settings, connect, stop_client
 from forgemq_bus.kafka_reader import KafkaReader, open_reader
 from forgemq_bus.kafka_run import KafkaRun
@@ -21,9 +22,12 @@ from forgemq_bus.log import READ_BYTES_MAX, Place, Record, Subscription
 from forgemq_bus.names import broker_place, broker_topic
 from forgemq_bus.payloads import fetch_from
 
-SESSION_TIMEOUT_MS = 10_000  # A killed member's partitions go to others after this time.
 HEARTBEAT_MS = 1_000  # Also how soon a member learns that another one joined.
 REBALANCE_TIMEOUT_MS = 60_000  # How long `on_assigned` and `on_revoked` may take together.
+# Two processes of one instance replace each other with each heartbeat; a process that was taken for
+# dead is replaced once.
+REPLACED_MAX = 3
+REPLACED_WITHIN_S = 60.0
 
 
 class Membership(ConsumerRebalanceListener):  # type: ignore[misc] # aiokafka has no types here.
@@ -60,6 +64,9 @@ class KafkaMember:
         self._names = subscription.topics
         self._on_assigned = subscription.on_assigned
         self._on_revoked = subscription.on_revoked
+        self._instance = subscription.instance
+        self._member_id = ""
+        self._replaced_s: deque[float] = deque(maxlen=REPLACED_MAX)
         self._consumer: AIOKafkaConsumer | None = None
         self._reader: KafkaReader | None = None
         self._taking: asyncio.Task[None] | None = None
@@ -85,10 +92,11 @@ class KafkaMember:
         self._consumer = AIOKafkaConsumer(
             **client_settings(self._kafka_run.connection),
             group_id=self._group,
+            group_instance_id=self._instance or None,
             enable_auto_commit=False,
             auto_offset_reset="earliest",  # Never used: the consumer is paused.
             partition_assignment_strategy=(RangePartitionAssignor,),
-            session_timeout_ms=SESSION_TIMEOUT_MS,
+            session_timeout_ms=int(self._kafka_run.connection.session_timeout_s * 1000),
             heartbeat_interval_ms=HEARTBEAT_MS,
             rebalance_timeout_ms=REBALANCE_TIMEOUT_MS,
             max_partition_fetch_bytes=1,
@@ -129,8 +137,29 @@ class KafkaMember:
         if self.is_closed or self._consumer is None:
             return
         self._consumer.pause(*self._consumer.assignment())
+        if self._instance and self._is_replaced(self._consumer._coordinator.member_id):
+            self._fail(
+                FencedError(
+                    f"another process of {self._group} is instance {self._instance!r} too: "
+                    "FORGEMQ_SERVICE_INSTANCE must differ"
+                )
+            )
+            return
         # Not in a task group: it belongs to aiokafka's rebalance, and `revoke` awaits it.
         self._taking = asyncio.create_task(self._take(numbers))  # noqa: TID251
+
+    def _is_replaced(self, member_id: str) -> bool:
+        """Whether other processes of this instance take its place again and again.
+
+        The brokers give a member another id only after they dropped its former one.
+        """
+        former, self._member_id = self._member_id, member_id
+        if not former or former == member_id:
+            return False
+        now_s = asyncio.get_running_loop().time()
+        self._replaced_s.append(now_s)
+        is_full = len(self._replaced_s) == REPLACED_MAX
+        return is_full and now_s - self._replaced_s[0] < REPLACED_WITHIN_S
 
     async def _take(self, numbers: frozenset[int]) -> None:
         try:

@@ -153,12 +153,16 @@ class Subscription:
 
     Attributes:
         group: Name on the broker.
+        instance: Which process of the group this is, also after a restart: the newest member of an
+            instance gets the partitions of the one before it, and no other member notices. "": a
+            process like any other.
     """
 
     group: str
     topics: tuple[str, ...]
     on_assigned: AssignmentCallback
     on_revoked: AssignmentCallback
+    instance: str = ""
 
 
 class LogReads(Protocol):

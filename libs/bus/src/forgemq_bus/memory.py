@@ -127,22 +127,27 @@ class MemoryLog:
         clock_ms: Callable[[], int] | None = None,
         blobs: BlobStore | None = None,
         inline_bytes_max: int = 900_000,
+        instance: str = "",
     ) -> None:
         """An empty cluster; without a clock the n-th record of all has the timestamp n."""
         self._run = run
         self._blobs = blobs
         self._inline_bytes_max = inline_bytes_max
+        self._instance = instance
         self._store = MemoryStore(clock_ms)
         self._groups = MemoryGroups()
         self._opened: list[Opened] = []
         self.is_closed = False
 
-    def open(self, *, run: str | None = None, has_blobs: bool = True) -> "MemoryLog":
+    def open(
+        self, *, run: str | None = None, has_blobs: bool = True, instance: str = ""
+    ) -> "MemoryLog":
         """Open another handle on the same cluster, as another process has; of this run or `run`."""
         other = MemoryLog(
             run=self._run if run is None else run,
             blobs=self._blobs if has_blobs else None,
             inline_bytes_max=self._inline_bytes_max,
+            instance=instance,
         )
         other._store = self._store
         other._groups = self._groups
@@ -192,6 +197,7 @@ class MemoryLog:
             topics=tuple(topics),
             on_assigned=on_assigned,
             on_revoked=on_revoked,
+            instance=self._instance,
         )
         reader = MemoryReader(self._store, {}, run=self._run, values=fetch_from(self._blobs))
         member = MemoryMember(reader, subscription, groups=self._groups)

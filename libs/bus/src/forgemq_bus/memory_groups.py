@@ -10,18 +10,33 @@ from forgemq_bus.memory_reader import MemoryReader
 from forgemq_bus.memory_store import MemoryStore
 from forgemq_bus.names import broker_place, broker_topic
 
+SESSION_S = 10.0
+"""How long the partitions of an instance wait for it, as on Kafka by default."""
+
 
 @dataclass(slots=True)
 class MemoryGroups:
-    """All groups of a store, by their name on the broker."""
+    """All groups of a store, by their name on the broker.
+
+    A member with an instance that has left keeps its place until the session is over or the group
+    rebalances.
+    """
 
     members: dict[str, list["MemoryMember"]] = field(default_factory=dict)
     gate: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _ending: asyncio.Future[None] | None = None
 
     async def join(self, member: "MemoryMember") -> None:
         """Add a member; returns when every member has its new partitions."""
         async with self.gate:
-            self.members.setdefault(member.group, []).append(member)
+            members = self.members.setdefault(member.group, [])
+            for index, other in enumerate(members):
+                if member.instance and other.instance == member.instance:
+                    await other.revoke()
+                    members[index] = member
+                    await self._assign(member.group, index)
+                    return
+            members.append(member)
             try:
                 await self._reassign(member.group)
             except BaseException:
@@ -32,16 +47,31 @@ class MemoryGroups:
         """Remove a member; its partitions go to the others."""
         async with self.gate:
             await member.revoke()
-            self.members[member.group].remove(member)
-            await self._reassign(member.group)
+            if member.instance:
+                loop = asyncio.get_running_loop()
+                loop.call_later(SESSION_S, self._end_session, member)
+            else:
+                await self._reassign(member.group)
+
+    def _end_session(self, member: "MemoryMember") -> None:
+        if member in self.members[member.group]:
+            self._ending = asyncio.ensure_future(self._rebalance(member.group))
+
+    async def _rebalance(self, group: str) -> None:
+        async with self.gate:
+            await self._reassign(group)
 
     async def _reassign(self, group: str) -> None:
-        members = self.members[group]
-        for member in members:
+        self.members[group] = [member for member in self.members[group] if not member.is_closed]
+        for member in self.members[group]:
             await member.revoke()
-        for index, member in enumerate(members):
-            numbers = assigned_range(member.partition_count(), index=index, members=len(members))
-            await member.assign(numbers)
+        for index in range(len(self.members[group])):
+            await self._assign(group, index)
+
+    async def _assign(self, group: str, index: int) -> None:
+        members = self.members[group]
+        count = members[index].partition_count()
+        await members[index].assign(assigned_range(count, index=index, members=len(members)))
 
 
 def assigned_range(partitions: int, *, index: int, members: int) -> frozenset[int]:
@@ -63,6 +93,7 @@ class MemoryMember:
     ) -> None:
         """A member that has not joined: `MemoryGroups.join` adds it."""
         self.group = subscription.group
+        self.instance = subscription.instance
         self._reader = reader
         self._topics = subscription.topics
         self._on_assigned = subscription.on_assigned

@@ -20,6 +20,10 @@ class KafkaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     retry_s: Annotated[
         float, msgspec.Meta(gt=0, description="An outage that is longer ends the process.")
     ] = 30.0
+    session_timeout_s: Annotated[
+        float,
+        msgspec.Meta(ge=6, le=1800, description="A silent process's partitions wait so long."),
+    ] = 10.0
 
 
 def kafka_connection(environ: Mapping[str, str]) -> KafkaConnection:

@@ -42,6 +42,15 @@ class ServiceSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     stop_grace_s: Annotated[
         float, Meta(gt=0, description="After a signal `main` has this long, then it is cancelled.")
     ] = 15.0
+    instance: Annotated[
+        str,
+        Meta(
+            pattern=r"^[A-Za-z0-9._-]*$",
+            max_length=200,
+            description="Name of this process among its replicas, the same after a restart: it "
+            "then gets its partitions back and no other process notices. Empty: it joins anew.",
+        ),
+    ] = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,6 +160,7 @@ async def _run_main(
         run=configuration.run,
         blobs=blobs,
         inline_bytes_max=configuration.log.inline_bytes_max,
+        instance=settings.instance,
     )
     context = Context(
         started=started, log=log, blobs=blobs, telemetry=telemetry, stop=stop, environ=environ

@@ -85,7 +85,13 @@ def service_specs(
             name=name,
             module=module,
             arguments=tuple(arguments),
-            environ={**service_environ(shared, service), **own},
+            # A service that is started again gets its partitions at once, instead of when the
+            # brokers take the one before it for dead.
+            environ={
+                **service_environ(shared, service),
+                "FORGEMQ_SERVICE_INSTANCE": name,
+                **own,
+            },
             log_path=folder / "logs" / f"{name}.log",
             stop_stage=stop_stage,
             inherited_fds=fds,
