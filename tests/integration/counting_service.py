@@ -4,22 +4,42 @@ import asyncio
 import os
 import sys
 
+from msgspec import structs
+
 from forgemq_contracts import topics
+from forgemq_contracts.messages import Output
 from forgemq_shell.service import Context, run_service
 from forgemq_shell.transform import Transform
 from tests.simulation.counting_core import CountingCore
 
 
-async def main(context: Context) -> None:
-    transform = Transform(
+class NewerCore(CountingCore):
+    """The next version of the counting core: it writes higher numbers."""
+
+    def _output(self, group_id: str, count: int) -> Output:
+        output = super()._output(group_id, count)
+        tokens = output.record.loss_tokens + 1000
+        return structs.replace(output, record=structs.replace(output.record, loss_tokens=tokens))
+
+
+def transform(core: type[CountingCore], *, logic_version: int) -> Transform:
+    return Transform(
         service="merger",
         inputs=(topics.SCORED_GROUPS,),
         journal=topics.MERGER_JOURNAL,
-        make_core=lambda partition: CountingCore(partition=partition),
-        logic_version=1,
+        make_core=lambda partition: core(partition=partition),
+        logic_version=logic_version,
         tick_s=0.1,
     )
-    await transform.run(context)
+
+
+async def main(context: Context) -> None:
+    await transform(CountingCore, logic_version=1).run(context)
+
+
+async def newer(context: Context) -> None:
+    """Run the next version of the core."""
+    await transform(NewerCore, logic_version=2).run(context)
 
 
 async def broken(context: Context) -> None:
@@ -34,5 +54,5 @@ async def deaf(context: Context) -> None:
 
 
 if __name__ == "__main__":
-    chosen = {"broken": broken, "deaf": deaf}.get(sys.argv[-1], main)
+    chosen = {"broken": broken, "deaf": deaf, "newer": newer}.get(sys.argv[-1], main)
     sys.exit(run_service("merger", chosen, os.environ))
