@@ -23,9 +23,11 @@ from forgemq_launcher.core.configuration import (
     configuration,
     document,
     name_of,
+    names_budget,
     next_run,
 )
 from forgemq_launcher.model_folder import check_model_folder
+from forgemq_launcher.placement import DEVICE, device_of, with_budget
 from forgemq_launcher.run_folder import RunFolder, RunFolderError, run_folders
 from forgemq_launcher.settings import LauncherSettings
 from forgemq_launcher.upkeep.services import TRANSFORMS
@@ -221,9 +223,13 @@ def _run(
         raise SettingsError(
             "FORGEMQ_LAUNCHER_TENSORBOARD: install forgemq-telemetry[tensorboard], or leave it off"
         )
-    folder, made = _folder(options, runs=Path(settings.runs))
+    folder, made = _folder(options, runs=Path(settings.runs), environ=environ)
+    device = device_of(made, environ)
+    environ = {**environ, DEVICE: device}
     with folder.locked():
         console.print(f"run {folder.run} in {folder.path}", highlight=False, soft_wrap=True)
+        budget = made.trainer.memory_budget_bytes / 1e9
+        _print_plain(console, f"trainer on {device}, trainer.memory_budget_bytes {budget:.1f} GB")
         setup = RunSetup(folder=folder, configuration=made, settings=settings, environ=environ)
 
         async def play() -> int:
@@ -232,13 +238,17 @@ def _run(
         return asyncio.run(play())
 
 
-def _folder(options: argparse.Namespace, *, runs: Path) -> tuple[RunFolder, RunConfiguration]:
+def _folder(
+    options: argparse.Namespace, *, runs: Path, environ: Mapping[str, str]
+) -> tuple[RunFolder, RunConfiguration]:
     """The folder of the run that the arguments ask for; made if the run is new."""
     if options.resume:
         folder = _folder_of(options.resume, runs=runs)
         return folder, changed(folder.configuration(), options.overrides, folder=Path.cwd())
     made = _resolved(options, taken=[each.run for each in run_folders(runs)])
     _check_paths(made, file=options.file)
+    if not names_budget(document(options.file.read_text(), overrides=options.overrides)):
+        made = with_budget(made, device=device_of(made, environ))
     folder = RunFolder(runs / made.run)
     folder.make(made)
     return folder, made

@@ -100,6 +100,12 @@ def name_of(values: Document, *, default: str) -> str:
     return name
 
 
+def names_budget(values: Document) -> bool:
+    """Whether the document says how much memory the trainer may take."""
+    trainer = values.get("trainer")
+    return isinstance(trainer, dict) and "memory_budget_bytes" in trainer
+
+
 def next_run(name: str, *, taken: Sequence[str]) -> str:
     """`<name>-<n>` with the lowest n above all taken ones, from 1."""
     pattern = re.compile(re.escape(name) + r"-(\d+)")

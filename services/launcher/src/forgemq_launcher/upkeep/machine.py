@@ -1,6 +1,7 @@
 """What this machine offers: free memory, free ports, a GPU."""
 
 import socket
+import subprocess
 from pathlib import Path
 
 import psutil
@@ -27,6 +28,16 @@ def check_memory(*, bytes_min: int) -> None:
 def installed_gpus() -> int:
     """How many NVIDIA GPUs this machine has, by the device files of their driver."""
     return sum(path.name[len("nvidia") :].isdigit() for path in Path("/dev").glob("nvidia*"))
+
+
+def free_gpu_bytes() -> int | None:
+    """Free memory of the GPU that has the least; None if the driver's tool does not tell."""
+    command = ("nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits")
+    try:
+        told = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+        return min(int(line) for line in told.stdout.split()) * 1024 * 1024
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
 
 
 def port(host: str, *, wanted: int, preferred: int = 0) -> int:

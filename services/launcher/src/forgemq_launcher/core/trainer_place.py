@@ -1,0 +1,69 @@
+"""Where the trainer of a run on one machine computes, and in how much memory."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+STATE_BYTES = {"float32": 16, "bfloat16": 18}
+"""Bytes a parameter that the budget does not count: the weights (4; in bfloat16 2, and 4 of their
+float32 masters), gradients (4) and AdamW's two moments (8)."""
+
+GPU_SHARE = 0.9
+"""Of a GPU's free memory. The rest: the CUDA context, NCCL's buffers, holes between tensors."""
+
+HOST_SHARE = 0.5
+"""Of a machine's free memory, which the engine, the broker and eight other services share."""
+
+STEP_BYTES = 100_000_000
+"""Budgets are whole multiples: a difference of a few pages makes no other plan."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What was found.
+
+    Attributes:
+        free_bytes: Of the GPU with the least, if there are GPUs; else of the machine.
+        parameters: Of the model.
+    """
+
+    free_bytes: int
+    parameters: int
+
+
+def trainer_device(*, engines: int, gpus: int, ranks: int) -> Literal["cpu", "cuda"]:
+    """`cuda` if every engine and every rank gets a GPU of its own, else `cpu`.
+
+    Args:
+        engines: That this run starts on the machine.
+        gpus: That it shows.
+        ranks: Processes of the trainer.
+    """
+    return "cuda" if gpus >= engines + ranks else "cpu"
+
+
+def memory_budget_bytes(
+    memory: Memory,
+    *,
+    device: str,
+    ranks: int,
+    dtype: Literal["float32", "bfloat16"],
+    usual_bytes: int,
+) -> int:
+    """Bytes for one rank's activations, keys, values and their gradients; 0 if none are left.
+
+    On a GPU all that the model's state leaves. On a CPU no more than usual: nothing is won by
+    taking a machine's whole memory, and others run there too.
+
+    Args:
+        memory: Found before the run starts.
+        device: Of the trainer.
+        ranks: Its processes; each holds a part of the model's state.
+        dtype: Of the model.
+        usual_bytes: The configuration's default.
+    """
+    state_bytes = STATE_BYTES[dtype] * memory.parameters
+    if device == "cpu":
+        left = min(usual_bytes, (int(HOST_SHARE * memory.free_bytes) - state_bytes) // ranks)
+    else:
+        left = int(GPU_SHARE * memory.free_bytes) - state_bytes // ranks
+    return max(0, left // STEP_BYTES * STEP_BYTES)

@@ -1,0 +1,69 @@
+"""Finds a device and a memory budget for the trainer of a run, if the user names none."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from forgemq_contracts.run import RunConfiguration
+from forgemq_launcher.core.gpus import visible_gpus
+from forgemq_launcher.core.trainer_place import Memory, memory_budget_bytes, trainer_device
+from forgemq_launcher.upkeep.machine import free_gpu_bytes, installed_gpus
+
+DEVICE = "FORGEMQ_TRAINER_DEVICE"
+
+
+def device_of(configuration: RunConfiguration, environ: Mapping[str, str]) -> str:
+    """The trainer's device: as named, else what this machine has beside the run's engines."""
+    if environ.get(DEVICE):
+        return environ[DEVICE]
+    seen = visible_gpus(installed_gpus(), cuda_visible_devices=environ.get("CUDA_VISIBLE_DEVICES"))
+    engines = 0 if environ.get("FORGEMQ_ENGINE_URL") else configuration.log.lanes
+    return trainer_device(engines=engines, gpus=seen, ranks=configuration.trainer.world_size)
+
+
+def with_budget(configuration: RunConfiguration, *, device: str) -> RunConfiguration:
+    """The configuration with the memory budget that this machine has for it.
+
+    It stays as it is if nothing is left, or if the GPU does not tell: then the default holds, and
+    the trainer names the least budget that its longest episode needs.
+    """
+    free_bytes = psutil.virtual_memory().available if device == "cpu" else free_gpu_bytes()
+    if free_bytes is None:
+        return configuration
+    trainer = configuration.trainer
+    budget = memory_budget_bytes(
+        Memory(free_bytes=free_bytes, parameters=parameters_of(Path(configuration.model.path))),
+        device=device,
+        ranks=trainer.world_size,
+        dtype=configuration.model.dtype,
+        usual_bytes=trainer.memory_budget_bytes,
+    )
+    if not budget:
+        return configuration
+    trainer = msgspec.structs.replace(trainer, memory_budget_bytes=budget)
+    return msgspec.structs.replace(configuration, trainer=trainer)
+
+
+def parameters_of(folder: Path) -> int:
+    """Parameters in a model's safetensors files, by their headers."""
+    return sum(_elements(file) for file in folder.glob("*.safetensors"))
+
+
+def _elements(file: Path) -> int:
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        header = msgspec.json.decode(opened.read(size), type=dict[str, _Tensor])
+    total = 0
+    for name, tensor in header.items():
+        count = 0 if name == "__metadata__" else 1
+        total += count * math.prod(tensor.shape)
+    return total
+
+
+class _Tensor(msgspec.Struct, frozen=True):
+    """What the header of a safetensors file says of a tensor, as far as it is read here."""
+
+    shape: tuple[int, ...] = ()

@@ -1,0 +1,80 @@
+"""The trainer's device and memory budget, found by themselves where the user names none."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from forgemq_contracts.run import Model, Queue, RunConfiguration, Trainer
+from forgemq_launcher.core.configuration import document, names_budget
+from forgemq_launcher.core.trainer_place import Memory, memory_budget_bytes, trainer_device
+from forgemq_launcher.placement import DEVICE, device_of, parameters_of, with_budget
+
+DEMO_MODEL = Path(__file__).parents[3] / "deploy/demo/model"
+USUAL = 8_000_000_000
+RUN = RunConfiguration(
+    run="r",
+    seed=0,
+    model=Model(path=str(DEMO_MODEL), dtype="float32"),
+    queues=(Queue(domain="d", task_source="m:f", agent="m:g"),),
+    trainer=Trainer(steps=1),
+)
+
+
+@pytest.mark.parametrize(
+    ("engines", "gpus", "ranks", "expected"),
+    [
+        (1, 0, 1, "cpu"),
+        (1, 1, 1, "cpu"),  # The engine has the only one.
+        (1, 2, 1, "cuda"),
+        (0, 1, 1, "cuda"),  # The engine runs elsewhere.
+        (4, 8, 4, "cuda"),
+        (4, 8, 5, "cpu"),
+    ],
+)
+def test_the_trainer_takes_gpus_that_the_engines_leave(
+    engines: int, gpus: int, ranks: int, expected: str
+) -> None:
+    assert trainer_device(engines=engines, gpus=gpus, ranks=ranks) == expected
+
+
+def _budget(free_gb: float, *, parameters_b: float, device: str, ranks: int = 1) -> float:
+    found = memory_budget_bytes(
+        Memory(free_bytes=int(free_gb * 1e9), parameters=int(parameters_b * 1e9)),
+        device=device,
+        ranks=ranks,
+        dtype="bfloat16",
+        usual_bytes=USUAL,
+    )
+    return found / 1e9
+
+
+def test_a_gpus_budget_is_what_the_models_state_leaves_of_it_with_a_margin() -> None:
+    assert _budget(150, parameters_b=4, device="cuda") == 63.0
+    assert _budget(150, parameters_b=8, device="cuda", ranks=4) == 99.0
+    assert _budget(150, parameters_b=8, device="cuda") == 0.0
+
+
+def test_a_cpus_budget_is_the_usual_one_or_half_of_what_is_free() -> None:
+    assert _budget(64, parameters_b=0.001, device="cpu") == 8.0
+    assert _budget(10, parameters_b=0.001, device="cpu") == 4.9
+    assert _budget(10, parameters_b=0.001, device="cpu", ranks=2) == 2.4
+
+
+def test_what_is_named_stays() -> None:
+    assert device_of(RUN, {DEVICE: "cuda:3"}) == "cuda:3"
+    assert device_of(RUN, {"CUDA_VISIBLE_DEVICES": "-1"}) == "cpu"
+    assert names_budget(
+        document("[trainer]\nsteps = 1", overrides=["trainer.memory_budget_bytes=5"])
+    )
+    assert not names_budget(document("[trainer]\nsteps = 1", overrides=[]))
+    assert not names_budget({})
+
+
+def test_a_run_on_this_machine_gets_a_budget_that_fits_it() -> None:
+    assert parameters_of(DEMO_MODEL) == 681_024
+    found = with_budget(RUN, device="cpu").trainer.memory_budget_bytes
+    assert 0 < found <= USUAL
+    huge = msgspec.structs.replace(RUN.trainer, memory_budget_bytes=10**15)
+    bounded = with_budget(msgspec.structs.replace(RUN, trainer=huge), device="cpu")
+    assert bounded.trainer.memory_budget_bytes < 10**15
