@@ -20,6 +20,7 @@ from forgemq_gateway.core.registry import Registry
 from forgemq_gateway.dispatcher import Dispatcher
 from forgemq_gateway.feed import CONSUMES, Feed
 from forgemq_gateway.http_server import bound_socket, http_server, serve_http
+from forgemq_gateway.large_work import favour_event_loop
 from forgemq_gateway.operations import Operations
 from forgemq_gateway.outbox import PRODUCES, Outbox
 from forgemq_gateway.protocols import PROTOCOLS
@@ -39,6 +40,7 @@ __all__ = ["CONSUMES", "PRODUCES", "main", "serve"]
 
 async def main(context: Context) -> None:
     """Serve until the context says stop."""
+    favour_event_loop()
     settings = parse(GatewaySettings, prefix="FORGEMQ_GATEWAY_", environ=context.environ)
     await serve(
         configuration=context.configuration,

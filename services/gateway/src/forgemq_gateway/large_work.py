@@ -1,7 +1,9 @@
 """Runs what takes long beside the event loop: bodies to read, histories to tokenise."""
 
 import asyncio
+import gc
 import os
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -14,6 +16,23 @@ INLINE_SIZE_MAX = 16_384
 # One for each core that is there: to tokenise needs no interpreter lock. More would only take the
 # event loop's core from it.
 _THREADS_MAX = max(2, min(4, os.cpu_count() or 1))
+
+
+# A thread that works on a large request gives the interpreter to the event loop after so long. The
+# loop gives it up at every read and write, several times a request: with Python's 5 ms, each of
+# them would cost 5 ms.
+_SWITCH_S = 0.001
+
+
+def favour_event_loop() -> None:
+    """Let no thread of this process hold the interpreter for long.
+
+    The collector of reference cycles looks through all objects whenever many new ones were made,
+    as by a large request: 0.1 s for the modules alone, which are left out from here on.
+    """
+    sys.setswitchinterval(_SWITCH_S)
+    gc.collect()
+    gc.freeze()
 
 
 class LargeWork:
