@@ -34,13 +34,16 @@ class Weather:
 
 
 def drawn_weather(rng: random.Random, case: StormCase) -> Weather:
-    """Draw a weather; half of the schedules have ticks, trimming, delays or expiry each."""
+    """Draw a weather; about half of the schedules have ticks, delays or expiry, most trimming.
+
+    Two snapshots are kept, so trimming begins with the third one: most schedules write it.
+    """
     tick_s = rng.choice((0.0, 0.3))
     environ = _transform_environ(
         batch_linger_s=rng.choice((0.0, 0.05)),
         batch_records_max=rng.choice((3, 2000)),
         read_records_max=rng.choice((2, 200)),
-        snapshot_every_batches=rng.choice((1, 2, 5, 50)),
+        snapshot_every_batches=rng.choice((1, 1, 2, 5, 50)),
         snapshot_every_s=rng.choice((1e9, 2.0)),
         ticks_pending_max=rng.choice((2, 120)),
     )
@@ -52,7 +55,7 @@ def drawn_weather(rng: random.Random, case: StormCase) -> Weather:
         records=rng.choice((8, 20, 40)),
         pauses_s=rng.choice(((0.0,), (0.0, 0.02, 0.4), (0.1, 0.4), (0.4, 3.0))),
         marker_delay_s=rng.choice((0.0, 0.0, 0.02, 0.5)),
-        has_trimming=rng.random() < 0.5,
+        has_trimming=rng.random() < 0.75,
         has_expiry=rng.random() < 0.4,
         environ=environ,
     )
