@@ -85,6 +85,13 @@ class TurnPart(Struct, frozen=True, kw_only=True, omit_defaults=True):
     asked: Annotated[bytes, Meta(description="Sampling fields as the client sent them, JSON.")] = (
         b""
     )
+    after_offset: Annotated[
+        int | None,
+        Meta(
+            description="Offset of the episode's newest completion that the gateway had when this "
+            "was requested: what a client can have waited for. -1: none. None: not recorded."
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         if self.tools:

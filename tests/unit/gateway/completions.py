@@ -2,7 +2,7 @@
 
 from forgemq_contracts.arrays import pack_ids
 from forgemq_gateway.core.digests import EMPTY_PATH, message_digest
-from forgemq_gateway.core.history import History, KnownCompletion
+from forgemq_gateway.core.history import NO_OFFSET, History, KnownCompletion
 from forgemq_gateway.core.replies import Reply
 from forgemq_gateway.core.requests import Call, Text, Thinking
 
@@ -21,8 +21,7 @@ def completion_of(
     text: str = "",
     thinking: str = "",
     calls: int = 0,
-    requested_ms: int = 0,
-    finished_ms: int = 0,
+    after_offset: int = NO_OFFSET,
     engine_s: float = 0.0,
     lane: int = 0,
     epoch: int = 1,
@@ -51,8 +50,8 @@ def completion_of(
         sampled_end="stop",
         engine_s=engine_s,
         cached_tokens=0,
-        requested_ms=requested_ms,
-        finished_ms=finished_ms,
+        after_offset=after_offset,
+        finished_ms=0,
         temperature=1.0,
     )
 

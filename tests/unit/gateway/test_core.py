@@ -241,10 +241,10 @@ def test_a_turn_is_the_same_after_it_went_through_the_log(is_delta: bool) -> Non
 
 
 def test_overlapping_completions_count_once_in_the_engine_time() -> None:
-    times = [(0, 1000, 1.0), (1000, 3000, 2.0), (1000, 2500, 1.5), (3000, 4000, 0.5)]
+    ran = [(-1, 1.0), (0, 1.5), (0, 2.0), (2, 0.5)]
     completions = [
-        completion_of(n, context=[1], output=[1], requested_ms=a, finished_ms=b, engine_s=s)
-        for n, (a, b, s) in enumerate(times)
+        completion_of(offset, context=[1], output=[1], after_offset=after, engine_s=engine_s)
+        for offset, (after, engine_s) in enumerate(ran)
     ]
     assert critical_path_s(completions) == 3.5
     assert critical_path_s(completions[:1]) == 1.0

@@ -88,6 +88,7 @@ class Composer:
                 message_digests=planned.keys[first:],
                 message_ends=ends,
                 asked=request.asked,
+                after_offset=turn.after_offset,
             ),
         )
 

@@ -121,6 +121,7 @@ class HeldEpisode:
             ordinal=ordinal,
             sequence=self.next_sequence,
             requested_ms=requested_ms,
+            after_offset=self.history.newest_offset,
             deadline_ms=deadline_ms,
             earlier_id=None if earlier is None else earlier.request_id,
         )

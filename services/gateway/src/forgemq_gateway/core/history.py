@@ -24,6 +24,10 @@ _PATH_BYTES = 128
 TAIL_TOKENS = 1024
 
 
+NO_OFFSET = -1
+"""Below every offset: no completion was known."""
+
+
 class KnownCompletion(Struct, kw_only=True, eq=False):
     """One finished completion; tokens as int32 bytes.
 
@@ -32,6 +36,7 @@ class KnownCompletion(Struct, kw_only=True, eq=False):
         context_tokens: Length of the whole context.
         path: Digest of the message path that ends with this reply.
         echoed: Whether a later request of the client extends it.
+        after_offset: Offset of the newest completion that the gateway had when this was requested.
     """
 
     request_id: str
@@ -50,12 +55,12 @@ class KnownCompletion(Struct, kw_only=True, eq=False):
     sampled_end: str
     engine_s: float
     cached_tokens: int
-    requested_ms: int
     finished_ms: int
     temperature: float
     logprobs: bytes = b""
     is_fork: bool = False
     echoed: bool = False
+    after_offset: int = NO_OFFSET
     children: "list[KnownCompletion]" = []
 
     @property
@@ -89,6 +94,7 @@ class History:
     def __init__(self) -> None:
         self.completions: dict[str, KnownCompletion] = {}
         self.size_bytes = 0
+        self.newest_offset = NO_OFFSET
         self._roots: list[KnownCompletion] = []
         self._by_path: dict[bytes, list[KnownCompletion]] = {}
         self._turn_of_echo: dict[str, str] = {}
@@ -155,6 +161,7 @@ class History:
         echo = echo_key(completion.reply, request_id=completion.request_id)
         completion.path = self._follow(self.note(keys, after=after), echo)
         self.completions[completion.request_id] = completion
+        self.newest_offset = max(self.newest_offset, completion.offset)
         self._by_path.setdefault(completion.path, []).append(completion)
         self._echoes.add(echo)
         for digest in echo_digests(completion.reply):

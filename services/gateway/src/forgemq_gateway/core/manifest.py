@@ -34,13 +34,14 @@ def manifest(completions: Iterable[KnownCompletion]) -> tuple[ManifestEntry, ...
 def critical_path_s(completions: Iterable[KnownCompletion]) -> float:
     """Engine time of the heaviest chain of completions that did not overlap, seconds.
 
-    One completion follows another if it was requested after the other had finished, so parallel
-    ones (sub-agents) count once. Weighted interval scheduling, O(n log n).
+    One completion follows another if the gateway had the other when this one was requested, so
+    parallel ones (sub-agents) count once. Offsets decide that, and each duration is of one clock:
+    the clocks of two hosts are never compared. Weighted interval scheduling, O(n log n).
     """
-    ordered = sorted(completions, key=lambda completion: completion.finished_ms)
-    ends = [completion.finished_ms for completion in ordered]
+    ordered = sorted(completions, key=lambda completion: completion.offset)
+    offsets = [completion.offset for completion in ordered]
     best = [0.0]
     for index, completion in enumerate(ordered):
-        before = bisect_right(ends, completion.requested_ms, 0, index)
+        before = bisect_right(offsets, completion.after_offset, 0, index)
         best.append(max(best[-1], best[before] + completion.engine_s))
     return best[-1]

@@ -27,7 +27,13 @@ from forgemq_gateway.core.attempts import LaneResult, RestoredTurn
 from forgemq_gateway.core.digests import EMPTY_PATH
 from forgemq_gateway.core.episodes import GroupFacts, HeldEpisode
 from forgemq_gateway.core.group import Group
-from forgemq_gateway.core.history import TAIL_TOKENS, TOKEN_BYTES, KnownCompletion, tokens_of
+from forgemq_gateway.core.history import (
+    NO_OFFSET,
+    TAIL_TOKENS,
+    TOKEN_BYTES,
+    KnownCompletion,
+    tokens_of,
+)
 from forgemq_gateway.core.replies import Reply, cut_at
 from forgemq_gateway.core.turns import OpenTurn, restored
 
@@ -314,7 +320,6 @@ class Registry:
             )
         ) + record.context
         tools = episode.tools.get(part.tools_digest, ()) if _parses_tools(part) else ()
-        took_ms = round((record.queued_s + record.engine_s) * 1000)
         completion = KnownCompletion(
             request_id=record.request_id,
             offset=offset,
@@ -337,11 +342,11 @@ class Registry:
             sampled_end=record.finish_reason,
             engine_s=record.engine_s,
             cached_tokens=record.cached_tokens,
-            requested_ms=finished_ms - took_ms,
             finished_ms=finished_ms,
             temperature=record.temperature,
             logprobs=record.logprobs,
             is_fork=part.is_fork,
+            after_offset=_after(part, parent=parent),
         )
         follows = parent is not None and not part.is_fork
         episode.history.add(
@@ -351,6 +356,13 @@ class Registry:
         )
         episode.note_fork(part)
         return completion
+
+
+def _after(part: TurnPart, *, parent: KnownCompletion | None) -> int:
+    """What the request can have waited for; by its parent alone if the record does not say."""
+    if part.after_offset is not None:
+        return part.after_offset
+    return NO_OFFSET if parent is None else parent.offset
 
 
 class _Asked(Struct):

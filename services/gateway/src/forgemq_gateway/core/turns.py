@@ -19,6 +19,7 @@ class OpenTurn(Struct, kw_only=True, eq=False):
     again. Afterwards it stays requested, so that a client that comes back continues it.
 
     Attributes:
+        after_offset: Offset of the episode's newest completion when it was requested.
         earlier_id: The request that the same body led to before, if any.
         sent: How often it was given to a lane; the newest attempt is `sent - 1`.
         lane: The lane that has its newest attempt; -1 if no lane has it.
@@ -36,6 +37,7 @@ class OpenTurn(Struct, kw_only=True, eq=False):
     ordinal: int
     sequence: int
     requested_ms: int
+    after_offset: int | None = None
     earlier_id: str | None = None
     deadline_ms: int
     state: TurnState = "preparing"
@@ -96,6 +98,7 @@ def restored(record: RequestedCompletion, *, parent: KnownCompletion | None) -> 
         ordinal=record.turn.ordinal,
         sequence=record.turn.sequence,
         requested_ms=record.requested_ms,
+        after_offset=record.turn.after_offset,
         deadline_ms=record.deadline_ms,
         state="requested",
         prepared=Prepared(
