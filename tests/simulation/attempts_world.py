@@ -16,20 +16,17 @@ from forgemq_contracts.completions import (
 from forgemq_contracts.episodes import OpenedEpisode
 from forgemq_contracts.groups import AdmittedGroup, RetiredGroup
 from forgemq_contracts.weights import ReportedEngine
-from forgemq_gateway.core.attempts import (
-    DEADLINE_GRACE_MS,
-    ENGINE_ERRORS_MAX,
+from forgemq_gateway.core.attempts import DEADLINE_GRACE_MS, ENGINE_ERRORS_MAX, Attempts, Moment
+from forgemq_gateway.core.circuits import PAUSE_S_MAX
+from forgemq_gateway.core.effects import (
     AnswerTurn,
-    Attempts,
     CancelAttempt,
     Effects,
     FailTurn,
-    Moment,
     ReportCircuit,
     ReportFailure,
     SendAttempt,
 )
-from forgemq_gateway.core.circuits import PAUSE_S_MAX
 from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.errors import RefusedError, gone, invalid
 from forgemq_gateway.core.history import KnownCompletion

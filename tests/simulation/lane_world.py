@@ -106,7 +106,7 @@ class Gateway:
 
     def choose(self) -> KnownLane | None:
         return self.lanes.choose(
-            context_tokens=100, cached=lambda *_: 0, now_s=self._calendar.now_ms / 1000
+            context_tokens=100, cached=dict, now_s=self._calendar.now_ms / 1000
         )
 
     def _report(self, report: ReportedEngine) -> None:

@@ -1,18 +1,19 @@
 """What one turn goes through, effect by effect."""
 
+from typing import Any
+
 import pytest
 
 from forgemq_contracts.arrays import pack_ids
 from forgemq_contracts.completions import FailureKind, TurnPart
 from forgemq_contracts.episodes import OpenedEpisode, Sampling
+from forgemq_contracts.lanes import KnownLane
 from forgemq_contracts.weights import ReportedEngine
-from forgemq_gateway.core.attempts import (
-    Attempts,
+from forgemq_gateway.core.attempts import Attempts, LaneResult, Moment
+from forgemq_gateway.core.effects import (
     CancelAttempt,
     Effects,
     FailTurn,
-    LaneResult,
-    Moment,
     ReportFailure,
     SendAttempt,
 )
@@ -23,11 +24,29 @@ from forgemq_gateway.core.plans import Prepared
 from forgemq_gateway.core.turns import OpenTurn
 
 
+class CountedLanes(Lanes):
+    """Counts what grows with the number of turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.choices = 0
+        self.held_asked = 0
+
+    def choose(self, **asked: Any) -> KnownLane | None:
+        self.choices += 1
+        return super().choose(**asked)
+
+    def holds(self, lane: int, epoch: int, *, now_s: float) -> bool:
+        self.held_asked += 1
+        return super().holds(lane, epoch, now_s=now_s)
+
+
 class Scene:
     """One episode with one turn, and one lane that reports when a test says so."""
 
     def __init__(self) -> None:
-        self.attempts = Attempts(Lanes(), lane_hold_s=3.0)
+        self.lanes = CountedLanes()
+        self.attempts = Attempts(self.lanes, lane_hold_s=3.0)
         opened = OpenedEpisode(
             episode_id="g-1.0.0",
             group_id="g-1",
@@ -42,12 +61,12 @@ class Scene:
         self.episode = HeldEpisode(opened, lease_until_s=10.0)
         self.turn = self.begin()
 
-    def begin(self) -> OpenTurn:
-        turn = self.episode.begin("d", matched=None, requested_ms=0, deadline_ms=60_000)
+    def begin(self, body: str = "d") -> OpenTurn:
+        turn = self.episode.begin(body, matched=None, requested_ms=0, deadline_ms=60_000)
         self.attempts.begin(self.episode, turn)
         return turn
 
-    def dispatch(self, *, now_s: float = 0.0) -> Effects:
+    def dispatch(self, *, now_s: float = 0.0, turn: OpenTurn | None = None) -> Effects:
         part = TurnPart(sequence=0, protocol="chat_completions", body_digest="d")
         prepared = Prepared(
             parent=None,
@@ -57,14 +76,16 @@ class Scene:
             sampling=Sampling(),
             part=part,
         )
-        return self.attempts.dispatch(self.episode, self.turn, prepared, at=at(now_s))
+        return self.attempts.dispatch(self.episode, turn or self.turn, prepared, at=at(now_s))
 
-    def report(self, *, now_s: float = 0.0, epoch: int = 1, lane: int = 0) -> Effects:
+    def report(
+        self, *, now_s: float = 0.0, epoch: int = 1, lane: int = 0, is_serving: bool = True
+    ) -> Effects:
         record = ReportedEngine(
             lane=lane,
             epoch=epoch,
             url="",
-            is_serving=True,
+            is_serving=is_serving,
             lineage=1,
             version=0,
             running=0,
@@ -255,3 +276,51 @@ def test_a_client_that_returns_during_the_preparation_is_not_refused_with_the_tu
     assert again.request_id == abandoned.request_id
     assert scene.attempts.refuse(scene.episode, abandoned, gone("over")) == ()
     assert again.waiting == 1
+
+
+def test_while_no_lane_takes_requests_no_held_turn_looks_for_one() -> None:
+    scene = Scene()
+    turns = [scene.turn, *(scene.begin(str(number)) for number in range(20))]
+    for turn in turns:
+        scene.dispatch(turn=turn)
+    asked = scene.lanes.choices
+    for tenth in range(10):
+        assert scene.report(now_s=tenth / 10, is_serving=False) == ()
+        assert scene.attempts.tick(at(tenth / 10)) == ()
+    assert scene.lanes.choices == asked
+    assert kinds(scene.report(now_s=1.0, lane=1)) == [SendAttempt] * 21
+
+
+def test_a_tick_asks_once_for_each_lane_however_many_turns_are_there() -> None:
+    scene = Scene()
+    scene.report()
+    for turn in [scene.turn, *(scene.begin(str(number)) for number in range(20))]:
+        scene.dispatch(turn=turn)
+    assert scene.attempts.in_flight() == {0: 21}
+    before = scene.lanes.held_asked
+    assert scene.attempts.tick(at(1.0)) == ()
+    assert scene.lanes.held_asked == before + 1
+
+
+def test_a_late_turn_on_a_live_lane_ends_and_a_client_that_joined_has_put_that_off() -> None:
+    scene = Scene()
+    scene.report()
+    other = scene.begin("other")
+    scene.dispatch()
+    scene.dispatch(turn=other)
+    scene.attempts.join(scene.episode, other, deadline_ms=80_000, at=at(1.0))
+    ended: dict[int, list[str]] = {}
+    for second in range(1, 90):
+        scene.report(now_s=float(second))
+        for effect in scene.attempts.tick(at(second)):
+            assert isinstance(effect, FailTurn)
+            ended.setdefault(second, []).append(effect.request_id)
+    assert ended == {63: [scene.turn.request_id], 83: [other.request_id]}
+    assert scene.attempts.in_flight() == {0: 0}
+
+
+def test_deadlines_of_turns_that_have_ended_are_forgotten() -> None:
+    scene = Scene()
+    for number in range(1000):
+        scene.attempts.leave(scene.episode, scene.begin(str(number)))
+    assert len(scene.attempts._waited._deadlines) < 100

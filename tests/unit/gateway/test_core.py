@@ -59,7 +59,9 @@ def lanes_of(*reports: ReportedEngine, heard_s: float = 0.0) -> Lanes:
 def chosen(lanes: Lanes, *, cached: dict[int, int] | None = None, now_s: float = 0.0) -> int | None:
     known = cached or {}
     lane = lanes.choose(
-        context_tokens=2000, cached=lambda number, _: known.get(number, 0), now_s=now_s
+        context_tokens=2000,
+        cached=lambda: {(number, 1): tokens for number, tokens in known.items()},
+        now_s=now_s,
     )
     return None if lane is None else lane.lane
 
@@ -74,6 +76,20 @@ def test_an_episode_stays_where_its_prefix_is_until_that_costs_more() -> None:
     assert chosen(lanes, cached={1: 1900}) == 0
     lanes.leave(1, 1)
     assert chosen(lanes, cached={1: 1900}) == 1
+
+
+def test_what_lanes_have_cached_is_asked_once_for_all_and_not_if_there_is_none() -> None:
+    asked = []
+
+    def cached() -> dict[tuple[int, int], int]:
+        asked.append(1)
+        return {}
+
+    assert Lanes().choose(context_tokens=2000, cached=cached, now_s=0.0) is None
+    assert asked == []
+    lanes = lanes_of(*(report(lane) for lane in range(100)))
+    assert lanes.choose(context_tokens=2000, cached=cached, now_s=0.0) is not None
+    assert asked == [1]
 
 
 def test_dead_silent_and_leaving_lanes_take_nothing() -> None:

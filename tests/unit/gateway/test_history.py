@@ -186,11 +186,9 @@ def test_blocks_nulls_roles_and_argument_spacing_do_not_change_a_digest() -> Non
 def test_a_lane_has_cached_what_it_computed_of_the_ancestors_under_this_epoch() -> None:
     root = completion_of(1, context=[1, 1, 1], output=[2], lane=0)
     child = completion_of(2, parent=root, shared=4, context=[3], output=[4, 4], lane=1)
-    assert cached_tokens(child, shared=7, lane=1, epoch=1) == 7
-    assert cached_tokens(child, shared=7, lane=0, epoch=1) == 4
-    assert cached_tokens(child, shared=2, lane=0, epoch=1) == 2
-    assert cached_tokens(child, shared=7, lane=0, epoch=2) == 0
-    assert cached_tokens(None, shared=0, lane=0, epoch=1) == 0
+    assert cached_tokens(child, shared=7) == {(1, 1): 7, (0, 1): 4}
+    assert cached_tokens(child, shared=2) == {(1, 1): 2, (0, 1): 2}
+    assert cached_tokens(None, shared=0) == {}
 
 
 def test_paths_with_the_same_messages_in_another_order_differ() -> None:

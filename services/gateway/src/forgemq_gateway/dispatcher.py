@@ -5,13 +5,12 @@ from collections.abc import Coroutine
 
 from forgemq_contracts.weights import ReportedEngine
 from forgemq_gateway.context import GatewayContext
-from forgemq_gateway.core.attempts import (
+from forgemq_gateway.core.attempts import Attempts, LaneResult
+from forgemq_gateway.core.effects import (
     AnswerTurn,
-    Attempts,
     CancelAttempt,
     Effects,
     FailTurn,
-    LaneResult,
     ReportCircuit,
     ReportFailure,
     SendAttempt,

@@ -7,20 +7,31 @@ Pure: every method returns effects, in order; `dispatcher.py` applies them.
 """
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from msgspec import Struct
 
-from forgemq_contracts.completions import CancelledCompletion, FailureKind, RequestedCompletion
+from forgemq_contracts.completions import CancelledCompletion, FailureKind
 from forgemq_contracts.groups import AdmittedGroup
 from forgemq_contracts.lanes import KnownLane
 from forgemq_contracts.weights import ReportedEngine
+from forgemq_gateway.core.effects import (
+    AnswerTurn,
+    CancelAttempt,
+    Effect,
+    Effects,
+    FailTurn,
+    ReportCircuit,
+    ReportFailure,
+    SendAttempt,
+)
 from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.errors import RefusedError, busy, engine_overflow, failed
 from forgemq_gateway.core.history import KnownCompletion
 from forgemq_gateway.core.lanes import Lanes
 from forgemq_gateway.core.plans import Prepared
-from forgemq_gateway.core.turns import OpenTurn, cached_on, requested
+from forgemq_gateway.core.turns import OpenTurn, cached_by_lane, requested
+from forgemq_gateway.core.waited_turns import WaitedTurn, WaitedTurns
 
 # After this many engine errors for one request stop retrying: the request is the likely cause.
 ENGINE_ERRORS_MAX = 3
@@ -60,60 +71,6 @@ class RestoredTurn(Struct, frozen=True, kw_only=True):
     is_on_lane: bool
 
 
-class SendAttempt(Struct, frozen=True):
-    """Write this request to its lane."""
-
-    record: RequestedCompletion
-
-
-class CancelAttempt(Struct, frozen=True):
-    """Let the lane stop."""
-
-    record: CancelledCompletion
-
-
-class AnswerTurn(Struct, frozen=True):
-    """Every waiting client hears this completion."""
-
-    completion: KnownCompletion
-
-
-class FailTurn(Struct, frozen=True):
-    """Every waiting client hears this error."""
-
-    request_id: str
-    error: RefusedError
-
-
-class ReportFailure(Struct, frozen=True):
-    """An attempt that clients wait for failed: count it, and say why."""
-
-    request_id: str
-    failure: FailureKind
-    error: str
-
-
-class ReportCircuit(Struct, frozen=True):
-    """A lane's engine fails and takes no request for this long: count it, and name the lane."""
-
-    lane: int
-    pause_s: float
-    error: str
-
-
-Effect: TypeAlias = (
-    SendAttempt | CancelAttempt | AnswerTurn | FailTurn | ReportFailure | ReportCircuit
-)
-Effects: TypeAlias = tuple[Effect, ...]
-
-
-class _Waited(NamedTuple):
-    """A turn that clients wait for."""
-
-    episode: HeldEpisode
-    turn: OpenTurn
-
-
 class Attempts:
     """All turns that clients wait for, and the lanes that work on them.
 
@@ -128,22 +85,22 @@ class Attempts:
     def __init__(self, lanes: Lanes, *, lane_hold_s: float) -> None:
         self._lanes = lanes
         self._lane_hold_s = lane_hold_s
-        self._waited: dict[str, _Waited] = {}
-        self._held: set[str] = set()
+        self._waited = WaitedTurns()
+        self._held: dict[str, WaitedTurn] = {}
 
     # Clients.
 
     def begin(self, episode: HeldEpisode, turn: OpenTurn) -> None:
         """Note the first client of a new turn."""
         turn.waiting = 1
-        self._waited[turn.request_id] = _Waited(episode, turn)
+        self._waited.add(episode, turn)
 
     def join(
         self, episode: HeldEpisode, turn: OpenTurn, *, deadline_ms: int, at: Moment
     ) -> Effects:
         """Note another client of a turn; work on it goes on if it had stopped."""
         turn.waiting += 1
-        self._waited[turn.request_id] = _Waited(episode, turn)
+        self._waited.add(episode, turn)
         if turn.state != "requested":
             return ()
         turn.not_before_s = 0.0  # Its client has paused already.
@@ -158,7 +115,7 @@ class Attempts:
             return ()
         turn.prepared, turn.state = prepared, "held"
         turn.held_until_s = at.now_s + self._lane_hold_s
-        self._held.add(turn.request_id)
+        self._held[turn.request_id] = WaitedTurn(episode, turn)
         return self._advance(episode, turn, at)
 
     def refuse(self, episode: HeldEpisode, turn: OpenTurn, error: RefusedError) -> Effects:
@@ -173,7 +130,7 @@ class Attempts:
         turn.waiting -= 1
         if turn.waiting:
             return ()
-        del self._waited[turn.request_id]
+        self._waited.remove(turn)
         if turn.sent:
             return self._cancel(turn)
         self._withdraw(episode, turn)
@@ -201,7 +158,7 @@ class Attempts:
             self._leave_lane(turn)
             self._end(episode, turn)
             turn.waiting, episode.is_context_full = 0, False
-            was_waited = self._waited.pop(turn.request_id, None) is not None
+            was_waited = self._waited.remove(turn) is not None
             return (AnswerTurn(result.completion),) if was_waited else ()
         if turn.lane < 0 or result.attempt != turn.sent - 1:
             return ()  # An attempt that was given up already; its failure says nothing new.
@@ -213,7 +170,7 @@ class Attempts:
             turn.failed_on = lane
             pause_s = self._lanes.circuits.note_error(lane, epoch, now_s=at.now_s)
             effects = (ReportCircuit(lane, pause_s, result.error),) if pause_s else ()
-        if turn.request_id not in self._waited:
+        if turn not in self._waited:
             return effects  # A client that comes back starts the next attempt.
         report = ReportFailure(result.request_id, result.failure, result.error)
         if is_engines:
@@ -224,7 +181,7 @@ class Attempts:
         """Take a heartbeat: a new epoch has lost what the old one had, and held turns may go."""
         if self._lanes.report(record, heard_s=heard_s):
             return self.tick(at)
-        return self._advance_all([self._waited[request_id] for request_id in self._held], at)
+        return self._advance_all(list(self._held.values()), at)
 
     def admit(self, record: AdmittedGroup) -> None:
         """Give lanes behind the weights of this admission no requests."""
@@ -232,7 +189,14 @@ class Attempts:
 
     def tick(self, at: Moment) -> Effects:
         """Move turns off lanes that are gone, and end those whose deadline or hold is over."""
-        return self._advance_all(list(self._waited.values()), at)
+        silent = [
+            turn
+            for lane, epoch in self._waited.lanes()
+            if not self._lanes.holds(lane, epoch, now_s=at.now_s)
+            for turn in self._waited.on(lane, epoch)
+        ]
+        late = self._waited.late(at.wall_ms - DEADLINE_GRACE_MS)
+        return self._advance_all([*late, *silent, *self._waited.without_lane()], at)
 
     def restore_lane(self, record: ReportedEngine, *, heard_s: float) -> None:
         """Take a heartbeat of before the start; no turn is open yet."""
@@ -253,14 +217,21 @@ class Attempts:
 
     # One turn.
 
-    def _advance_all(self, waited: Iterable[_Waited], at: Moment) -> Effects:
+    def _advance_all(self, waited: Iterable[WaitedTurn], at: Moment) -> Effects:
         effects: list[Effect] = []
+        has_lane = self._lanes.takes_requests(at.now_s)
         for episode, turn in waited:
-            effects += self._advance(episode, turn, at)
+            if turn in self._waited:  # A turn that is late and silent comes twice.
+                effects += self._advance(episode, turn, at, has_lane=has_lane)
         return tuple(effects)
 
-    def _advance(self, episode: HeldEpisode, turn: OpenTurn, at: Moment) -> Effects:
-        """Send the turn unless a lane works on it, or fail it if its time is over."""
+    def _advance(
+        self, episode: HeldEpisode, turn: OpenTurn, at: Moment, *, has_lane: bool = True
+    ) -> Effects:
+        """Send the turn unless a lane works on it, or fail it if its time is over.
+
+        Without `has_lane` no lane takes requests, so that none need be looked for.
+        """
         if turn.state == "preparing":
             return ()
         if turn.sent and at.wall_ms > turn.deadline_ms + DEADLINE_GRACE_MS:
@@ -270,7 +241,7 @@ class Attempts:
             return ()
         if at.now_s < turn.not_before_s:
             return ()
-        lane = self._choose(turn, at)
+        lane = self._choose(turn, at) if has_lane else None
         if lane is not None:
             # A process that is only silent still works on it; one of an older epoch is gone.
             is_there = turn.lane >= 0 and self._lanes.is_epoch(turn.lane, turn.epoch)
@@ -292,21 +263,19 @@ class Attempts:
         prepared = turn.prepared
         assert prepared is not None, f"turn {turn.request_id} is {turn.state} but not prepared"
 
-        def cached(lane: int, epoch: int) -> int:
-            return cached_on(prepared, lane, epoch)
-
         return self._lanes.choose(
             context_tokens=prepared.context_tokens,
-            cached=cached,
+            cached=lambda: cached_by_lane(prepared),
             now_s=at.now_s,
             failed_on=turn.failed_on,
         )
 
     def _send(self, turn: OpenTurn, lane: KnownLane) -> SendAttempt:
         record = requested(turn, lane=lane.lane, epoch=lane.epoch)
-        turn.lane, turn.epoch, turn.state = lane.lane, lane.epoch, "requested"
+        turn.state = "requested"
         turn.sent += 1
-        self._held.discard(turn.request_id)
+        self._waited.place(turn, lane=lane.lane, epoch=lane.epoch)
+        self._held.pop(turn.request_id, None)
         self._lanes.enter(lane.lane, lane.epoch)
         return SendAttempt(record)
 
@@ -336,10 +305,10 @@ class Attempts:
     def _fail(self, turn: OpenTurn, error: RefusedError) -> Effects:
         """Tell the clients; a requested turn stays known, so that a retry continues it."""
         turn.waiting = 0
-        waited = self._waited.pop(turn.request_id, None)
+        waited = self._waited.remove(turn)
         if waited is None:
             return ()
-        waited[0].is_context_full = error.is_context_full
+        waited.episode.is_context_full = error.is_context_full
         return (FailTurn(turn.request_id, error),)
 
     def _cancel(self, turn: OpenTurn) -> Effects:
@@ -360,25 +329,26 @@ class Attempts:
 
     def _end(self, episode: HeldEpisode, turn: OpenTurn) -> None:
         turn.state = "ended"
-        self._held.discard(turn.request_id)
+        self._held.pop(turn.request_id, None)
         episode.turns.pop(turn.request_id, None)
 
     def _leave_lane(self, turn: OpenTurn) -> None:
         if turn.lane >= 0:
             self._lanes.leave(turn.lane, turn.epoch)
-            turn.lane = -1
+            self._waited.place(turn, lane=-1, epoch=turn.epoch)
 
     def _check(self) -> None:
         """Every turn ends once: it is open here exactly as long as a client waits for it."""
-        for request_id, (episode, turn) in self._waited.items():
-            assert turn.request_id == request_id
-            assert episode.turns.get(request_id) is turn, "an open turn is known to its episode"
+        self._waited._check()
+        for episode, turn in self._waited:
+            known = episode.turns.get(turn.request_id)
+            assert known is turn, "an open turn is known to its episode"
             assert turn.waiting > 0, "a client waits for an open turn"
             assert turn.state != "ended", "an open turn has not ended"
             assert (turn.state == "requested") == (turn.sent > 0)
-            assert (turn.state == "held") == (request_id in self._held)
+            assert (turn.state == "held") == (turn.request_id in self._held)
             assert turn.engine_errors < ENGINE_ERRORS_MAX
-        assert self._held <= self._waited.keys()
+        assert all(turn in self._waited for _, turn in self._held.values())
 
 
 def _is_engines_fault(result: LaneResult, turn: OpenTurn, at: Moment) -> bool:

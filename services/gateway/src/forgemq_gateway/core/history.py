@@ -6,11 +6,15 @@ its parent is the completion it shares most leading tokens with, so the log stil
 """
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from msgspec import Struct
 
 from forgemq_gateway.core.digests import EMPTY_PATH, path_after
 from forgemq_gateway.core.replies import Reply, echo_digests, echo_key
+
+LaneEpoch: TypeAlias = tuple[int, int]
+"""A lane, under one epoch: another epoch has nothing of what the lane had computed."""
 
 TOKEN_BYTES = 4
 
@@ -240,15 +244,15 @@ def tokens_of(completion: KnownCompletion, *, count: int | None = None, skip: in
     return b"".join(reversed(parts))
 
 
-def cached_tokens(completion: KnownCompletion | None, *, shared: int, lane: int, epoch: int) -> int:
-    """Leading tokens of a child that this lane has computed, at most `shared`."""
+def cached_tokens(completion: KnownCompletion | None, *, shared: int) -> dict[LaneEpoch, int]:
+    """Leading tokens of a child that each lane has computed, at most `shared`; one walk for all."""
+    cached: dict[LaneEpoch, int] = {}
     limit = shared
     while completion is not None and limit > 0:
-        if completion.lane == lane and completion.epoch == epoch:
-            return limit
+        cached.setdefault((completion.lane, completion.epoch), limit)
         limit = min(limit, completion.shared_tokens)
         completion = completion.parent
-    return 0
+    return cached
 
 
 def common_tokens(left: bytes, right: bytes) -> int:

@@ -6,6 +6,7 @@ from forgemq_contracts.groups import AdmittedGroup
 from forgemq_contracts.lanes import LANE_LAPSE_MS, KnownLane, LaneLiveness
 from forgemq_contracts.weights import ReportedEngine
 from forgemq_gateway.core.circuits import Circuits
+from forgemq_gateway.core.history import LaneEpoch
 
 _REQUEST_COST_TOKENS = 512
 """What one request in flight costs the next one, in tokens of prefill: a decode step serves all
@@ -71,7 +72,7 @@ class Lanes:
         self,
         *,
         context_tokens: int,
-        cached: Callable[[int, int], int],
+        cached: Callable[[], Mapping[LaneEpoch, int]],
         now_s: float,
         failed_on: int = -1,
     ) -> KnownLane | None:
@@ -79,23 +80,26 @@ class Lanes:
 
         Args:
             context_tokens: Length of the context.
-            cached: (lane, epoch) -> leading tokens that lane has computed.
+            cached: Leading tokens that each lane has computed; asked once, if there is a lane.
             now_s: Monotonic time.
             failed_on: The lane whose engine failed this request; taken only if there is no other.
         """
+        ready = self._ready(now_s)
+        if not ready:
+            return None
+        known = cached()
 
         def cost(lane: KnownLane) -> tuple[bool, int, int]:
-            uncached = context_tokens - cached(lane.lane, lane.epoch)
+            uncached = context_tokens - known.get((lane.lane, lane.epoch), 0)
             tokens = self._in_flight[lane.lane][1] * _REQUEST_COST_TOKENS + uncached
             tokens += self.circuits.cost_tokens(lane.lane, lane.epoch)
             return lane.lane == failed_on, tokens, lane.lane
 
-        ready = (
-            lane
-            for lane in self._liveness.takes_requests(_ms(now_s))
-            if self.circuits.takes_requests(lane.lane, lane.epoch, now_s=now_s)
-        )
-        return min(ready, key=cost, default=None)
+        return min(ready, key=cost)
+
+    def takes_requests(self, now_s: float) -> bool:
+        """Whether any lane takes a request."""
+        return bool(self._ready(now_s))
 
     def failing(self, now_s: float) -> tuple[int, ...]:
         """Live lanes that take no request because their engines fail."""
@@ -118,6 +122,13 @@ class Lanes:
     def in_flight(self) -> Mapping[int, int]:
         """Requests in flight by lane."""
         return {lane: requests for lane, (_, requests) in sorted(self._in_flight.items())}
+
+    def _ready(self, now_s: float) -> list[KnownLane]:
+        return [
+            lane
+            for lane in self._liveness.takes_requests(_ms(now_s))
+            if self.circuits.takes_requests(lane.lane, lane.epoch, now_s=now_s)
+        ]
 
     def _count(self, lane: int, epoch: int, *, change: int) -> None:
         known_epoch, requests = self._in_flight.get(lane, (epoch - 1, 0))

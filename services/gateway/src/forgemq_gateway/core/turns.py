@@ -5,7 +5,13 @@ from typing import Literal, TypeAlias
 from msgspec import Struct
 
 from forgemq_contracts.completions import RequestedCompletion
-from forgemq_gateway.core.history import TOKEN_BYTES, KnownCompletion, cached_tokens, tokens_of
+from forgemq_gateway.core.history import (
+    TOKEN_BYTES,
+    KnownCompletion,
+    LaneEpoch,
+    cached_tokens,
+    tokens_of,
+)
 from forgemq_gateway.core.plans import Prepared
 
 TurnState: TypeAlias = Literal["preparing", "held", "requested", "ended"]
@@ -115,6 +121,6 @@ def restored(record: RequestedCompletion, *, parent: KnownCompletion | None) -> 
     )
 
 
-def cached_on(prepared: Prepared, lane: int, epoch: int) -> int:
-    """Leading context tokens that this lane has computed."""
-    return cached_tokens(prepared.parent, shared=prepared.shared_tokens, lane=lane, epoch=epoch)
+def cached_by_lane(prepared: Prepared) -> dict[LaneEpoch, int]:
+    """Leading context tokens that each lane has computed, if it has any."""
+    return cached_tokens(prepared.parent, shared=prepared.shared_tokens)
