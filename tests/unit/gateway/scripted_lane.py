@@ -57,7 +57,11 @@ class FailAttempt(Exception):  # noqa: N818 - a script raises it on purpose
 
 
 class ScriptedLane:
-    """One lane of one epoch. A script gives the text of each answer."""
+    """One lane of one epoch. A script gives the text of each answer.
+
+    Attributes:
+        engine_s: What it says that each request took; None: what it took.
+    """
 
     def __init__(
         self, log: Log, rendering: Rendering, script: Script, *, lane: int = 0, epoch: int = 1
@@ -67,6 +71,7 @@ class ScriptedLane:
         self.known: dict[str, list[int]] = {}
         self.is_silent = False
         self.version = 0
+        self.engine_s: float | None = None
         self._arrived = asyncio.Event()
         self._working: list[asyncio.Task[None]] = []
         self._log = log
@@ -148,7 +153,8 @@ class ScriptedLane:
         if len(ids) > record.sampling.max_tokens:
             ids, reason, stop = ids[: record.sampling.max_tokens], "length", ""
         self.known[record.request_id] = [*context, *ids]
-        engine_s = (wall_ms() - started_ms) / 1000
+        took_s = (wall_ms() - started_ms) / 1000
+        engine_s = took_s if self.engine_s is None else self.engine_s
         await self._finish(
             record, pack_ids(delta), reason=reason, ids=ids, engine_s=engine_s, stop=stop
         )
