@@ -218,6 +218,13 @@ class LaneScene:
                 return
             await asyncio.sleep(0.02)
 
+    async def until_queued(self) -> None:
+        """Return once the lane reports a request that waits for its engine."""
+        while True:
+            if (await self.report(is_serving=True)).queued:
+                return
+            await asyncio.sleep(0.02)
+
     async def until_event(self, event: str) -> None:
         """Return once the service's log has such an event."""
         while True:

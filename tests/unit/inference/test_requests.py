@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from forgemq_bus.log import Emit
+from forgemq_bus.log import Emit, Place
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
 from forgemq_contracts.arrays import pack_ids, unpack_floats, unpack_ids
@@ -161,6 +161,29 @@ async def test_requests_beyond_the_limit_wait_for_their_turn(base: Path) -> None
                 peak = max(peak, (await scene.report(is_serving=True)).running)
                 await asyncio.sleep(0.02)
     assert peak == 2
+
+
+async def test_a_lane_goes_on_behind_requests_that_were_trimmed_before_it_read_them(
+    base: Path,
+) -> None:
+    """The gateway lets requests of retired groups be deleted while a lane has no room for more."""
+    async with serving(StandInEngine(Speed(latency_s=0.3))) as url:
+        scene = await scene_of(base, url)
+        async with scene.serving(concurrent_max=1, queued_max=1):
+            await scene.report(is_serving=True)
+            for number in range(2):
+                await scene.request(number, CONTEXT)
+            await scene.until_queued()
+            for number in (2, 3):
+                await scene.request(number, CONTEXT)
+            await scene.log.trim({Place(REQUESTED, 0): 4})
+            await scene.request(4, CONTEXT)
+            records = await scene.finished(count=3)
+            newest = await scene.report(is_serving=True)
+    assert [record.request_id for record in records] == [request_id(n) for n in (0, 1, 4)]
+    assert {record.finish_reason for record in records} == {"stop"}
+    assert newest.epoch == 1
+    assert [event["lane"] for event in scene.events_named("requests_trimmed")] == [0]
 
 
 async def test_a_token_outside_the_vocabulary_never_reaches_the_engine(base: Path) -> None:

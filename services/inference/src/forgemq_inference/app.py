@@ -71,7 +71,7 @@ async def _serve_lane(context: Context, settings: InferenceSettings, edges: Lane
         # Before the engine is attached: it then loads the newest weights and none before them.
         for record in newest.records:
             await inbox.take(record)
-        reading = group.create_task(inbox.run(await log.reader(positions)))
+        reading = group.create_task(inbox.run(await log.reader(positions), log=log))
         serving = [group.create_task(part.run()) for part in (parts.attachment, parts.reports)]
         await context.stop.wait()
         reading.cancel()

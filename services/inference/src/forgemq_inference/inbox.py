@@ -5,8 +5,9 @@ from collections.abc import Callable
 import msgspec
 
 from forgemq_bus.decoding import decoded_record
-from forgemq_bus.errors import FencedError
-from forgemq_bus.log import Place, Reader, Record
+from forgemq_bus.errors import FencedError, OutOfRangeError
+from forgemq_bus.kept_records import pass_trimmed
+from forgemq_bus.log import Log, Place, Reader, Record
 from forgemq_contracts import topics
 from forgemq_contracts.completions import CancelledCompletion, RequestedCompletion
 from forgemq_contracts.weights import PublishedWeights, ReportedEngine
@@ -45,17 +46,37 @@ class Inbox:
         self._queued_max = queued_max
         self._telemetry = telemetry
         self._requested = Place(topics.REQUESTED_COMPLETIONS.name, identity.lane)
+        self._cancelled = Place(topics.CANCELLED_COMPLETIONS.name, identity.lane)
         self._is_paused = False
 
-    async def run(self, reader: Reader) -> None:
-        """Read until cancelled; while too many requests wait, requests alone are not read."""
+    async def run(self, reader: Reader, *, log: Log) -> None:
+        """Read until cancelled; while too many requests wait, requests alone are not read.
+
+        Args:
+            reader: Of the lane's topics.
+            log: That of the reader.
+
+        Raises:
+            FencedError: a newer process has the lane.
+            OutOfRangeError: a position that never was on the log.
+        """
         while True:
-            for record in await reader.read(timeout_s=_READ_TIMEOUT_S, records_max=_RECORDS_MAX):
+            try:
+                records = await reader.read(timeout_s=_READ_TIMEOUT_S, records_max=_RECORDS_MAX)
+            except OutOfRangeError as error:
+                await self._pass_retired(reader, log, error)
+                continue
+            for record in records:
                 await self.take(record)
             is_full = self._requests.queued >= self._queued_max
             if is_full != self._is_paused:
                 (reader.pause if is_full else reader.resume)([self._requested])
                 self._is_paused = is_full
+
+    async def _pass_retired(self, reader: Reader, log: Log, error: OutOfRangeError) -> None:
+        """Go on behind requests that were trimmed unread: groups that retired asked for them."""
+        await pass_trimmed(log, reader, [self._requested, self._cancelled])
+        self._telemetry.event("requests_trimmed", lane=self._identity.lane, error=str(error))
 
     async def take(self, record: Record) -> None:
         """Pass one record on; one that does not decode becomes a dead letter of this service."""
