@@ -283,7 +283,7 @@ def test_the_engine_is_started_as_the_launcher_would(overlay: Path):
     # Not compared: only an engine that shares its cores needs to sleep while it is idle.
     assert given | {"--sleep-on-idle"} == wanted | {"--sleep-on-idle"}
     variables = {each["name"]: each["value"] for each in engine["env"]}
-    expected = environment(options, {}, pid=1)
+    expected = environment(options, {}, pid=1, weight_bytes=0)
     ours = expected.keys() - {"FORGEMQ_ENGINE_PARENT", "CUDA_VISIBLE_DEVICES"}
     assert variables == {name: expected[name] for name in ours}
 

@@ -61,8 +61,9 @@ async def test_weights_in_an_object_store_reach_an_inference_process(
     saved = load_file(folder / "model.safetensors")
     assert [spec.name for spec in await copies.tensors(published)] == sorted(saved)
     assert (folder / "tokenizer_config.json").read_text() == '{"model_max_length": 512}'
-    await bench.train(until=0)  # From the checkpoint, as a pod on another node starts.
-    again = (await bench.published())[-1]
+    await bench.put_steps([scheduled_step(1, trees)])
+    await bench.train(until=1)  # From the checkpoint, as a pod on another node starts.
+    *_, again, _ = await bench.published()
     assert (again.uri, again.sha256) == (f"{remote}/weights/r/2.1", published.sha256)
 
 
