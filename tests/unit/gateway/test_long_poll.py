@@ -5,7 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from forgemq_bus.errors import LogError
+from forgemq_bus.log import Emit
 from forgemq_bus.memory import MemoryLog
+from forgemq_contracts import topics
+from tests.unit.gateway.hindered_log import HinderedLog
 from tests.unit.gateway.scripted_lane import Asked, wall_ms
 from tests.unit.gateway.world import configuration_of, running
 
@@ -50,3 +54,33 @@ async def test_a_gateway_that_ends_answers_long_polls_at_once(model: Path) -> No
             await world.stop()
             answer = await waiting
     assert (answer.status_code, answer.json()["state"]) == (200, "requested")
+
+
+async def test_an_episode_whose_claim_could_not_be_written_goes_to_the_next_that_waits(
+    model: Path,
+) -> None:
+    written, may_fail = asyncio.Event(), asyncio.Event()
+
+    async def fail_second(emit: Emit) -> None:
+        is_second = emit.topic == topics.OPENED_EPISODES.name and b".1.0" in emit.key
+        if is_second and not may_fail.is_set():
+            written.set()
+            await may_fail.wait()
+            raise LogError("no room")
+
+    store = log_store()
+    async with running(lambda: HinderedLog(store(), fail_second), configuration_of(model), yes) as (
+        world,
+        _,
+    ):
+        group = await world.open_group()
+        await world.claim(group)
+        path = f"/v1/groups/{group}/claim"
+        failing = asyncio.ensure_future(world.admin("POST", path, {"wait_s": 20}))
+        await written.wait()
+        waiting = asyncio.ensure_future(world.admin("POST", path, {"wait_s": 20}))
+        await asyncio.sleep(0.2)
+        may_fail.set()
+        async with asyncio.timeout(5):
+            answers = [(await each).status_code for each in (failing, waiting)]
+    assert answers == [500, 200]

@@ -1,4 +1,4 @@
-"""Lets many tasks wait for one change."""
+"""Lets many tasks wait for a change of one group."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,22 +8,51 @@ Found = TypeVar("Found")
 
 
 class ChangeSignal:
-    """A signal that any number of tasks wait for, any number of times."""
+    """A signal for each group: any number of tasks wait for it, any number of times.
+
+    Every open group has agents that wait for it, so a change must wake only those it concerns.
+    """
 
     def __init__(self) -> None:
-        self._event = asyncio.Event()
+        self._waited: dict[str, _WaitedGroup] = {}
 
-    def notify(self) -> None:
+    def notify(self, group_id: str) -> None:
+        """Let every task that waits for this group look again."""
+        group = self._waited.get(group_id)
+        if group is not None:
+            group.wake()
+
+    def notify_all(self) -> None:
         """Let every waiting task look again."""
-        self._event.set()
-        self._event = asyncio.Event()
+        for group in self._waited.values():
+            group.wake()
 
-    async def until(self, look: Callable[[], Found | None], *, timeout_s: float) -> Found | None:
-        """What `look` finds, looking again at every change; None if the time is over."""
+    async def until(
+        self, look: Callable[[], Found | None], *, group_id: str, timeout_s: float
+    ) -> Found | None:
+        """What `look` finds, looking again when the group changes; None if the time is over."""
+        group = self._waited.setdefault(group_id, _WaitedGroup())
+        group.tasks += 1
         try:
             async with asyncio.timeout(timeout_s):
                 while (found := look()) is None:
-                    await self._event.wait()
+                    await group.event.wait()
                 return found
         except TimeoutError:
             return look()
+        finally:
+            group.tasks -= 1
+            if not group.tasks:
+                del self._waited[group_id]
+
+
+class _WaitedGroup:
+    """The tasks that wait for one group; it is known as long as there are any."""
+
+    def __init__(self) -> None:
+        self.event = asyncio.Event()
+        self.tasks = 0
+
+    def wake(self) -> None:
+        self.event.set()
+        self.event = asyncio.Event()

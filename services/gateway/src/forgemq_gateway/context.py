@@ -18,7 +18,7 @@ class GatewayContext:
 
     Attributes:
         registry: Groups and episodes as the log has them.
-        changed: Notified when a group or an episode may have changed.
+        changed: Notified with the id of a group that may have changed, or an episode of it.
         tasks: Owns everything that runs beside a request; an error in it ends the gateway.
     """
 

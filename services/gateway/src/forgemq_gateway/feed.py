@@ -199,8 +199,6 @@ class Feed:
                     await self._apply(record)
                 self._first_read |= {place: reader.position(place) for place in self._first_read}
                 self._registry.forget_retired()
-                if records:
-                    self._changed.notify()
         finally:
             await reader.close()
 
@@ -294,8 +292,12 @@ class Feed:
                 self._claimed.check(decoded)
             case RetiredGroup():
                 group = self._registry.apply_retired_group(decoded)
+                self._changed.notify(decoded.group_id)
                 if group is not None:
                     await self._dispatcher.drop_group(group)
+            case RequestedGroup() | AdmittedGroup() | ClosedGroup():
+                self._apply_foreign(decoded, record)
+                self._changed.notify(decoded.group_id)
             case None:
                 pass
             case _:

@@ -75,7 +75,7 @@ class Operations:
     def answer_long_polls(self) -> None:
         """Answer every long poll with the present state, because this gateway is about to end."""
         self._is_ending = True
-        self._changed.notify()
+        self._changed.notify_all()
 
     async def request_group(self, request: GroupRequest) -> GroupStatus:
         """Request the group of this idempotency key, unless it is known; returns its status.
@@ -159,7 +159,7 @@ class Operations:
             is_news = view.state != before or view.state == "retired"
             return view if is_news or self._is_ending else None
 
-        changed = await self._changed.until(look, timeout_s=self._wait_s(wait_s))
+        changed = await self._changed.until(look, group_id=group_id, timeout_s=self._wait_s(wait_s))
         return changed or self.group(group_id)
 
     async def claim(self, group_id: str, *, wait_s: float) -> Claim | None:
@@ -180,7 +180,7 @@ class Operations:
             return _OVER if len(group.finished) >= group.facts.group_size else None
 
         found: FreeEpisode | str | None = await self._changed.until(
-            look, timeout_s=self._wait_s(wait_s)
+            look, group_id=group_id, timeout_s=self._wait_s(wait_s)
         )
         if found is None:
             return None
@@ -195,6 +195,9 @@ class Operations:
         group.claiming.add(index)
         try:
             await self._outbox.write(record)
+        except BaseException:
+            self._changed.notify(facts.group_id)  # Another agent may take it.
+            raise
         finally:
             group.claiming.discard(index)
         self._registry.apply_opened_episode(
@@ -294,6 +297,7 @@ class Operations:
         # A repeated request: answer when the first one has written the final record.
         state = await self._changed.until(
             lambda: None if episode.state == "finishing" else episode.state,
+            group_id=episode.opened.group_id,
             timeout_s=self._settings.drain_s + _WRITE_S,
         )
         if state != "ended":
@@ -310,10 +314,10 @@ class Operations:
             await self._outbox.write(record)
         except BaseException:
             episode.state = before
-            self._changed.notify()
+            self._changed.notify(episode.opened.group_id)
             raise
         self._registry.apply_finished_episode(record)
-        self._changed.notify()
+        self._changed.notify(episode.opened.group_id)
         self._telemetry.count("gateway.episodes_finished", status=ending.status)
 
     async def _final_record(self, episode: HeldEpisode, ending: Ending) -> FinishedEpisode:
@@ -321,6 +325,7 @@ class Operations:
         if ending.status == "completed":
             await self._changed.until(
                 lambda: None if episode.clients else True,
+                group_id=episode.opened.group_id,
                 timeout_s=self._settings.drain_s,
             )
         ended = conflict(f"episode {episode.episode_id} has ended")
@@ -342,7 +347,7 @@ class Operations:
             self._telemetry.event("lease_lapsed", episode=episode.episode_id)
             if episode.opened.attempt + 1 < self._configuration.episodes.attempts_max:
                 episode.state = "lapsed"
-                self._changed.notify()
+                self._changed.notify(episode.opened.group_id)
             else:
                 attempts = episode.opened.attempt + 1
                 detail = f"the lease of attempt {attempts} of {attempts} lapsed"

@@ -232,7 +232,8 @@ class TurnRoute:
             episode.clients -= 1
             await self._source.leave(episode, awaited)
             episode.renew(self._clock.now_s())
-            self._changed.notify()
+            if not episode.clients:
+                self._changed.notify(episode.opened.group_id)
 
     async def _answer(self, client: Client, episode: HeldEpisode, awaited: Awaited) -> None:
         try:
