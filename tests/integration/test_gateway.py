@@ -34,6 +34,7 @@ class GatewayProcess:
     """`python -m forgemq_gateway` on a socket that the test holds, as a supervisor does."""
 
     def __init__(self, environ: dict[str, str], *, listener: socket.socket) -> None:
+        self.environ = environ
         self._listener_fd = listener.fileno()
         handed = {"FORGEMQ_GATEWAY_LISTENER_FD": str(self._listener_fd)}
         self._environ = {**os.environ, **environ, **handed}
@@ -61,7 +62,13 @@ class GatewayProcess:
 
     async def end(self, number: signal.Signals) -> int:
         assert self._process is not None
-        self._process.send_signal(number)
+        if self._process.returncode is None:
+            self._process.send_signal(number)
+        return await self._process.wait()
+
+    async def ended(self) -> int:
+        """Wait for its own end; returns the status."""
+        assert self._process is not None
         return await self._process.wait()
 
 

@@ -1,12 +1,16 @@
 """One gateway owns a run, and knows every key that was ever used in it."""
 
 import asyncio
+from asyncio import create_task
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import httpx
 import msgspec
+import openai
 import pytest
 
 from forgemq_bus.log import Log
@@ -19,9 +23,10 @@ from forgemq_gateway.core.errors import RefusedError
 from forgemq_gateway.core.repeated import check_new
 from forgemq_gateway.marks import NEEDED_GROUP
 from forgemq_gateway.ownership import PLACE, Claimed, ReplacedError, claim_run
-from tests.unit.gateway.scripted_lane import wall_ms
+from tests.unit.gateway.scripted_lane import Asked, wall_ms
 from tests.unit.gateway.world import World, configuration_of, running
 
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 GROUP = {"domain": "shop", "idempotency_key": "shop/0", "task": {"n": 1}}
 
 
@@ -66,6 +71,38 @@ async def test_the_older_of_two_gateways_ends_and_the_newer_one_serves(model: Pa
         claim = await world.claim(group)
         records = await world.records(topics.OPENED_EPISODES)
     assert [record.episode_id for record in records] == [claim["episode_id"]]
+
+
+async def test_a_client_of_the_older_gateway_hears_who_has_the_run_and_its_turn_goes_on(
+    model: Path,
+) -> None:
+    release = asyncio.Event()
+
+    async def answer(asked: Asked) -> str:
+        await release.wait()
+        return "yes"
+
+    async with running(store(), configuration_of(model), answer) as (world, (lane,)):
+        claim = await world.episode()
+        ask = partial(world.client(claim).chat.completions.create, model="m", messages=HELLO)
+        whole, stream = create_task(ask()), create_task(ask(stream=True))
+        await lane.has_seen(1)
+        await asyncio.sleep(2 * world.settings.keepalive_s)
+        ended = asyncio.Event()
+        world.on_replaced = ended.set
+        assert world.tasks is not None
+        await world.start(world.tasks)
+        with pytest.raises(openai.InternalServerError, match=f"2 at {world.base_url} has taken"):
+            await whole
+        with pytest.raises(openai.APIError, match=f"2 at {world.base_url} has taken"):
+            async for _ in await stream:
+                pass
+        await asyncio.wait_for(ended.wait(), timeout=10)
+        release.set()
+        again = world.client({**claim, "base_url": f"{world.base_url}/v1"})
+        assert (await again.chat.completions.create(model="m", messages=HELLO)).choices
+        assert await world.records(topics.CANCELLED_COMPLETIONS) == []
+    assert {asked.record.request_id for asked in lane.seen} == {lane.seen[0].record.request_id}
 
 
 async def test_a_gateway_that_was_killed_is_replaced_without_a_wait(model: Path) -> None:

@@ -19,6 +19,7 @@ from forgemq_gateway.core.lanes import Lanes
 from forgemq_gateway.core.registry import Registry
 from forgemq_gateway.dispatcher import Dispatcher
 from forgemq_gateway.feed import CONSUMES, Feed
+from forgemq_gateway.handover import Handover
 from forgemq_gateway.http_server import bound_socket, http_server, serve_http
 from forgemq_gateway.large_work import favour_event_loop
 from forgemq_gateway.operations import Operations
@@ -122,25 +123,26 @@ class GatewayServer:
         )
 
     async def run(self, listener: socket.socket, *, stop: asyncio.Event) -> None:
-        """Restore, then serve until `stop`."""
-        host, port = listener.getsockname()[:2]
-        self._operations.public_url = self._context.settings.public_url or f"http://{host}:{port}"
+        """Restore, then serve until `stop`, or until another gateway takes the run over."""
+        dispatcher, operations = self._dispatcher, self._operations
+        bound_url = "http://{}:{}".format(*listener.getsockname()[:2])
+        operations.public_url = self._context.settings.public_url or bound_url
         tasks = self._context.tasks
         server = http_server(self._router)
         tasks.create_task(self._end(server, stop))
         serving = tasks.create_task(serve_http(server, listener))
-        await self._feed.restore(url=self._operations.public_url)
-        ticking = keep_ticking(
-            self._context, dispatcher=self._dispatcher, operations=self._operations
-        )
-        beside = [self._feed.follow(), self._feed.keep_marks(), ticking]
+        await self._feed.restore(url=operations.public_url)
+        handover = Handover(server, dispatcher=dispatcher, operations=operations)
+        ticking = keep_ticking(self._context, dispatcher=dispatcher, operations=operations)
+        beside = [handover.follow(self._feed), self._feed.keep_marks(), ticking]
         running = [tasks.create_task(each) for each in beside]
         self._ready.set()
-        self._context.telemetry.event("serving", url=self._operations.public_url)
+        self._context.telemetry.event("serving", url=operations.public_url)
         await serving
         stop.set()
         for task in running:
             task.cancel()
+        handover.check()
 
     async def _end(self, server: uvicorn.Server, stop: asyncio.Event) -> None:
         await stop.wait()

@@ -75,6 +75,13 @@ class Dispatcher:
         """End every turn of an episode that is over."""
         await self._write(self.attempts.end_turns(episode, error))
 
+    def refuse_waiting(self, error: RefusedError) -> None:
+        """Let every client that waits hear this error; their turns and their lanes go on."""
+        for result in self._results.values():
+            if not result.done():
+                result.set_exception(error)
+        self._results.clear()
+
     async def drop_group(self, group: Group) -> None:
         """End the turns of a group that has retired."""
         for episode in group.episodes.values():
