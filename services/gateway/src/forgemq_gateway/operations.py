@@ -341,8 +341,7 @@ class Operations:
     async def lapse(self) -> None:
         """Free the episodes whose lease has lapsed; fail those at their last attempt."""
         now_s = self._clock.now_s()
-        lapsed = [e for _, e in self._registry.episodes() if e.has_lapsed(now_s)]
-        for episode in lapsed:
+        for episode in self._registry.lapsed(now_s):
             self._telemetry.count("gateway.leases_lapsed")
             self._telemetry.event("lease_lapsed", episode=episode.episode_id)
             if episode.opened.attempt + 1 < self._configuration.episodes.attempts_max:

@@ -10,6 +10,7 @@ from forgemq_contracts.completions import TurnPart
 from forgemq_contracts.episodes import FinishedEpisode, ForkCount, OpenedEpisode, ReportedReward
 from forgemq_contracts.fields import ForkReason, TruncationCause
 from forgemq_contracts.partitions import request_id
+from forgemq_gateway.core.held_bytes import HeldBytes
 from forgemq_gateway.core.history import History
 from forgemq_gateway.core.manifest import counted, critical_path_s, manifest
 from forgemq_gateway.core.turns import OpenTurn
@@ -61,11 +62,13 @@ class HeldEpisode:
         is_context_full: Whether the newest completion was refused because its context is full.
     """
 
-    def __init__(self, opened: OpenedEpisode, *, lease_until_s: float) -> None:
+    def __init__(
+        self, opened: OpenedEpisode, *, lease_until_s: float, held: HeldBytes | None = None
+    ) -> None:
         self.opened = opened
         self.lease_until_s = lease_until_s
         self.state: EpisodeState = "open"
-        self.history = History()
+        self.history = History(held)
         self.turns: dict[str, OpenTurn] = {}
         self.delivered: set[str] = set()
         self.tools: dict[str, tuple[dict[str, Any], ...]] = {}

@@ -11,6 +11,7 @@ from typing import TypeAlias
 from msgspec import Struct
 
 from forgemq_gateway.core.digests import EMPTY_PATH, path_after
+from forgemq_gateway.core.held_bytes import HeldBytes, HeldPart
 from forgemq_gateway.core.replies import Reply, echo_digests, echo_key
 
 LaneEpoch: TypeAlias = tuple[int, int]
@@ -93,11 +94,15 @@ class Match(Struct, frozen=True, kw_only=True):
 
 
 class History:
-    """Completions of one attempt at one episode, in the order of the log."""
+    """Completions of one attempt at one episode, in the order of the log.
 
-    def __init__(self) -> None:
+    Args:
+        held: The total that its bytes count in.
+    """
+
+    def __init__(self, held: HeldBytes | None = None) -> None:
         self.completions: dict[str, KnownCompletion] = {}
-        self.size_bytes = 0
+        self.held = HeldPart(held or HeldBytes())
         self.newest_offset = NO_OFFSET
         self._roots: list[KnownCompletion] = []
         self._by_path: dict[bytes, list[KnownCompletion]] = {}
@@ -137,7 +142,7 @@ class History:
             path, depth = path_after(path, key), depth + 1
             if path not in self._depths:
                 self._depths[path] = depth
-                self.size_bytes += _PATH_BYTES
+                self.held.grow(_PATH_BYTES)
         self.deepest = max(self.deepest, depth)
         return path
 
@@ -172,8 +177,13 @@ class History:
             self._turn_of_echo[digest] = echo
         siblings = self._roots if completion.parent is None else completion.parent.children
         siblings.append(completion)
-        self.size_bytes += len(completion.context) + len(completion.output)
-        self.size_bytes += len(completion.logprobs) + len(completion.reply.text) + _OBJECT_BYTES
+        self.held.grow(
+            len(completion.context)
+            + len(completion.output)
+            + len(completion.logprobs)
+            + len(completion.reply.text)
+            + _OBJECT_BYTES
+        )
 
     def _follow(self, path: bytes, echo: str) -> bytes:
         """The path to a reply; it makes no request deeper before a client echoes it."""

@@ -27,6 +27,7 @@ from forgemq_gateway.core.attempts import LaneResult, RestoredTurn
 from forgemq_gateway.core.digests import EMPTY_PATH
 from forgemq_gateway.core.episodes import GroupFacts, HeldEpisode
 from forgemq_gateway.core.group import Group
+from forgemq_gateway.core.held_bytes import HeldBytes
 from forgemq_gateway.core.history import (
     NO_OFFSET,
     TAIL_TOKENS,
@@ -34,6 +35,7 @@ from forgemq_gateway.core.history import (
     KnownCompletion,
     tokens_of,
 )
+from forgemq_gateway.core.leases import Leases
 from forgemq_gateway.core.replies import Reply, cut_at
 from forgemq_gateway.core.turns import OpenTurn, restored
 
@@ -66,6 +68,8 @@ class Registry:
         self.steps_trained = 0
         self.training_ended = False
         self._restored: dict[str, _Restored] = {}
+        self._held = HeldBytes()
+        self._leases = Leases(self.episode)
 
     def apply_requested_group(self, record: RequestedGroup) -> None:
         """Add a group that waits for its slot; idempotent."""
@@ -93,6 +97,7 @@ class Registry:
             return None
         group = self.groups.get(record.group_id)
         if group is None:
+            self._held.total += len(record.task)
             group = self.groups[record.group_id] = Group(
                 GroupFacts(
                     group_id=record.group_id,
@@ -109,6 +114,10 @@ class Registry:
     def apply_retired_group(self, record: RetiredGroup) -> Group | None:
         """Drop the group and its trees; returns it, so that its open turns can be ended."""
         group = self.groups.pop(record.group_id, None)
+        if group is not None:
+            self._held.total -= len(group.facts.task)
+            for episode in group.episodes.values():
+                episode.history.held.release()
         if record.group_id not in self.retired:
             self.retired[record.group_id] = GroupStatus(
                 group_id=record.group_id,
@@ -140,9 +149,12 @@ class Registry:
         if episode is not None and episode.opened.attempt > record.attempt:
             return None
         if episode is None or episode.opened.attempt < record.attempt:
+            if episode is not None:
+                episode.history.held.release()
             episode = group.episodes[record.index] = HeldEpisode(
-                record, lease_until_s=lease_until_s
+                record, lease_until_s=lease_until_s, held=self._held
             )
+            self._leases.add(episode)
         else:
             episode.add_rewards(record)
         return episode
@@ -259,10 +271,11 @@ class Registry:
 
     def size_bytes(self) -> int:
         """Approximate memory of histories and tasks."""
-        return sum(
-            len(group.facts.task) + sum(e.history.size_bytes for e in group.episodes.values())
-            for group in self.groups.values()
-        )
+        return self._held.total
+
+    def lapsed(self, now_s: float) -> list[HeldEpisode]:
+        """Open episodes whose lease has lapsed."""
+        return self._leases.lapsed(now_s)
 
     def view(self, group_id: str) -> GroupStatus | None:
         """The group as the admin API shows it; None if it was never requested."""
