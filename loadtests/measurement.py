@@ -100,9 +100,16 @@ def _broken(value: float, limit: float | Mapping[str, float] | None, *, name: st
     return ""
 
 
-def arguments(description: str) -> argparse.Namespace:
-    """Parse what every load test takes: --json FILE, and --case NAME any number of times."""
+def arguments(description: str, *, flags: Mapping[str, str] | None = None) -> argparse.Namespace:
+    """Parse what every load test takes: --json FILE, and --case NAME any number of times.
+
+    Args:
+        description: What --help says first.
+        flags: Further switches of this load test, and what each does.
+    """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", help="write the rows to this file")
     parser.add_argument("--case", action="append", help="run only this case")
+    for name, effect in (flags or {}).items():
+        parser.add_argument(f"--{name}", action="store_true", help=effect)
     return parser.parse_args()
