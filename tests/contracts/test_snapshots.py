@@ -34,6 +34,16 @@ def test_every_frozen_snapshot_has_a_schema_that_is_still_readable(path: Path):
     )
 
 
+@pytest.mark.parametrize("service", SNAPSHOTS)
+def test_the_files_of_the_present_version_have_every_field_of_its_snapshot(service: str):
+    """So that a field that was added since may not be removed unnoticed either."""
+    stem = f"{service}-{transform_of(service).logic_version}"
+    frozen = renamed(json.loads((FOLDER / f"{stem}.json").read_text(encoding="utf-8")))
+    assert breaking_changes(schema_of(service), frozen) == [], (
+        "run `python -m tests.contracts.frozen_snapshots`"
+    )
+
+
 @pytest.mark.parametrize("path", FROZEN, ids=lambda path: path.stem)
 def test_a_core_goes_on_from_every_frozen_snapshot_and_keeps_all_of_it(path: Path):
     stored = path.with_suffix(".msgpack").read_bytes()

@@ -1,4 +1,6 @@
-"""Rewrites the committed recordings: `python -m tests.replay.recorded`.
+"""Rewrites the committed recordings that the present code writes otherwise.
+
+`python -m tests.replay.recorded`
 
 For a change that alters outputs or snapshots on purpose. The inputs stay; journal and outputs
 become those that the present code writes. Then copy the new digests into test_recordings.py.
@@ -11,7 +13,7 @@ from pathlib import Path
 
 import msgspec
 
-from forgemq_bus.log import Emit, Place
+from forgemq_bus.log import Emit, Headers, Place
 from forgemq_contracts.messages import Output
 from forgemq_merger import app as merger
 from forgemq_reward import app as reward
@@ -73,8 +75,16 @@ async def rewritten(recording: Recording) -> Recording:
         for emit in (*stamped(batch.emits, task=task, sequence=old.sequence), journal_emit):
             written[emit.place].append(emit)
     parts = {Place(part.topic, part.partition): part for part in recording.partitions}
-    parts |= {place: _partition(place, emits) for place, emits in written.items()}
+    parts |= {
+        place: _partition(place, emits)
+        for place, emits in written.items()
+        if _values(parts.get(place)) != [(emit.key, emit.value, emit.headers) for emit in emits]
+    }
     return msgspec.structs.replace(recording, partitions=tuple(parts.values()))
+
+
+def _values(part: RecordedPartition | None) -> list[tuple[bytes, bytes, Headers]]:
+    return [] if part is None else [(r.key, r.value, r.headers) for r in part.records]
 
 
 def _partition(place: Place, emits: list[Emit]) -> RecordedPartition:
@@ -100,4 +110,6 @@ def _partition(place: Place, emits: list[Emit]) -> RecordedPartition:
 if __name__ == "__main__":
     for stem in WHOLE:
         path = FOLDER / f"{stem}.recording"
-        write_recording(asyncio.run(rewritten(read_recording(path))), path)
+        old = read_recording(path)
+        if (new := asyncio.run(rewritten(old))) != old:
+            write_recording(new, path)

@@ -100,16 +100,9 @@ def test_code_that_scores_in_another_way_is_named_by_the_first_field_that_differ
 
 
 @pytest.mark.parametrize("stem", WHOLE)
-async def test_rewriting_a_recording_with_the_same_code_changes_no_output(stem):
+async def test_rewriting_a_recording_with_the_same_code_changes_nothing(stem):
     recording = read_recording(FOLDER / f"{stem}.recording")
-    values = [
-        {
-            (part.topic, part.partition): [(r.key, r.value) for r in part.records]
-            for part in each.partitions
-        }
-        for each in (recording, await rewritten(recording))
-    ]
-    assert values[0] == values[1]
+    assert await rewritten(recording) == recording
 
 
 def test_a_file_that_is_no_recording_of_the_service_is_refused(tmp_path, capsys):
