@@ -14,7 +14,12 @@ import msgspec
 from forgemq_bus.log import Log, Place
 from forgemq_contracts import topics
 from forgemq_contracts.arrays import pack_floats, pack_ids, unpack_ids
-from forgemq_contracts.completions import FailureKind, FinishedCompletion, RequestedCompletion
+from forgemq_contracts.completions import (
+    FailureKind,
+    FinishedCompletion,
+    RequestedCompletion,
+    WeightSpan,
+)
 from forgemq_contracts.messages import Output
 from forgemq_contracts.partitions import group_partition
 from forgemq_contracts.weights import ReportedEngine
@@ -188,12 +193,16 @@ class ScriptedLane:
                 context=context,
                 output=pack_ids(output),
                 logprobs=pack_floats([-0.5] * len(output)),
+                spans=(self._span(len(output)),) if output else (),
                 engine_s=engine_s,
                 stop_string=stop,
                 error="" if failed is None else str(failed),
                 failure=None if failed is None else failed.failure,
             ),
         )
+
+    def _span(self, count: int) -> WeightSpan:
+        return WeightSpan(start=0, end=count, lineage=0, version=self.version)
 
     async def _write(self, topic: topics.Topic, partition: int, record: msgspec.Struct) -> None:
         output = Output(topic=topic.name, partition=partition, record=record)
