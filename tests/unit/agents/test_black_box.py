@@ -85,6 +85,26 @@ async def test_out_of_time_masks_or_truncates_as_its_author_says(episode):
     assert (episode.truncated_by, episode.result) == ("out_of_time", {"output": ""})
 
 
+@pytest.mark.parametrize(
+    ("said", "cause"), [('"too_many_turns"', "too_many_turns"), ("null", None)]
+)
+async def test_a_program_says_in_its_result_which_limit_ended_the_episode(episode, said, cause):
+    await python(f"""open('{{result_file}}', 'w').write('{{"n": 1, "truncated_by": {said}}}')""")(
+        episode
+    )
+    assert (episode.truncated_by, episode.result) == (cause, {"n": 1})
+
+
+async def test_a_limit_that_no_contract_names_masks_with_those_that_are(episode):
+    program = """open('{result_file}', 'w').write('{"truncated_by": "boredom"}')"""
+    with pytest.raises(
+        AgentFailedError,
+        match=r"truncated_by in its result: must be one of context_full, .*boredom",
+    ):
+        await python(program)(episode)
+    assert episode.truncated_by is UNSET
+
+
 async def test_a_result_that_is_not_json_masks_the_episode(episode):
     with pytest.raises(AgentFailedError, match="not JSON"):
         await python("open({!r}, 'w').write('{')".replace("{!r}", "'{result_file}'"))(episode)

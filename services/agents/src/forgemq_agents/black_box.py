@@ -12,7 +12,8 @@ The program sees, and `{name}` in its arguments is replaced by:
 
 It runs in an empty folder, which is removed afterwards. Exit status 0 finishes the episode,
 whatever the program achieved; any other status masks it, unless the gateway refused its newest
-request because the context is full: that truncates the episode.
+request because the context is full: that truncates the episode. A result that is an object may have
+the field `truncated_by`: the limit that ended the episode, or null for none.
 """
 
 import asyncio
@@ -22,11 +23,14 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from forgemq_agents.episode import Episode
 from forgemq_agents.errors import AgentFailedError, AgentTimeoutError
+from forgemq_contracts.fields import TruncationCause
 
 # Enough of the last output to see why a program failed: the end of a traceback.
 OUTPUT_BYTES_KEPT = 4000
@@ -47,7 +51,7 @@ class BlackBox:
         """Run the command to its end.
 
         Raises:
-            AgentFailedError: its exit status was not 0, or it ran out of time.
+            AgentFailedError: its exit status was not 0, it ran out of time, or its result is wrong.
         """
         with tempfile.TemporaryDirectory(prefix="episode-") as name:
             folder = Path(name)
@@ -59,6 +63,7 @@ class BlackBox:
                 "key": episode.key,
                 **{key: str(path) for key, path in files.items()},
             }
+            is_ended = True
             try:
                 output = await self._run(
                     [_fill(part, values) for part in self.command],
@@ -69,8 +74,10 @@ class BlackBox:
                 if not self.truncates_at_timeout:
                     raise
                 episode.truncate("out_of_time")
-                output = b""
-            episode.result = _result(files["result_file"], output)
+                is_ended, output = False, b""
+            episode.result, cause = _said_limit(_result(files["result_file"], output))
+            if is_ended and cause is not UNSET:
+                episode.truncate(cause)
 
     async def _run(
         self, command: Sequence[str], *, environ: Mapping[str, str], folder: Path
@@ -166,3 +173,17 @@ def _result(path: Path, output: bytes) -> object:
         return msgspec.json.decode(path.read_bytes())
     except msgspec.DecodeError as error:
         raise AgentFailedError(f"its result is not JSON: {error}") from error
+
+
+def _said_limit(result: object) -> tuple[object, TruncationCause | UnsetType | None]:
+    """The result without `truncated_by`, and what that field says; UNSET if it is not there."""
+    if not isinstance(result, dict) or "truncated_by" not in result:
+        return result, UNSET
+    said = result.pop("truncated_by")
+    try:
+        return result, msgspec.convert(said, TruncationCause | None)
+    except msgspec.ValidationError as error:
+        causes = ", ".join(get_args(get_args(TruncationCause)[0]))
+        raise AgentFailedError(
+            f"truncated_by in its result: must be one of {causes}, or null; is {said!r}"
+        ) from error
