@@ -2,7 +2,7 @@
 
 import msgspec
 
-from forgemq_bus.log import Emit, Headers
+from forgemq_bus.log import Emit, Headers, Record
 from forgemq_contracts import topics
 from forgemq_contracts.messages import Output
 
@@ -25,6 +25,12 @@ def emit_of(output: Output, *, headers: Headers = ()) -> Emit:
         value=topics.encode(output.record),
         headers=headers if field == "group_id" else (*headers, *_group(output.record)),
     )
+
+
+def group_of(record: Record) -> str | None:
+    """The group in a record's header, without decoding it; None if it has none."""
+    name = dict(record.headers).get(GROUP_HEADER)
+    return None if name is None else name.decode(errors="replace")
 
 
 def _group(record: msgspec.Struct) -> Headers:

@@ -34,6 +34,7 @@ from forgemq_gateway.core.registry import RETIRED_STATUSES_MAX, Parse
 from forgemq_gateway.dispatcher import Dispatcher
 from forgemq_gateway.marks import FIRST_RECORDS, NEEDED_GROUP, Marks
 from forgemq_gateway.ownership import Claimed, KeptKeys, claim_run
+from forgemq_shell.records import group_of
 
 CONSUMES = (
     topics.REQUESTED_GROUPS,
@@ -60,6 +61,19 @@ _STAGES = (
     (topics.REQUESTED_COMPLETIONS, topics.DELIVERED_COMPLETIONS, topics.REPORTED_ENGINES),
     (topics.CANCELLED_COMPLETIONS,),
 )
+
+# Restored after groups and ends of episodes: only those of open episodes are of use.
+_COMPLETIONS = frozenset(
+    topic.name
+    for topic in (
+        topics.FINISHED_COMPLETIONS,
+        topics.REQUESTED_COMPLETIONS,
+        topics.DELIVERED_COMPLETIONS,
+        topics.CANCELLED_COMPLETIONS,
+    )
+)
+
+_NAMES_EPISODE = (FinishedCompletion, RequestedCompletion, DeliveredCompletion)
 
 # On these topics, all records of a group are written after its first one (`FIRST_RECORDS`).
 _BY_GROUP = (
@@ -142,6 +156,9 @@ class Feed:
             "restored",
             seconds=round(restore_s, 3),
             groups=len(self._registry.groups),
+            completions=sum(
+                len(episode.history.completions) for _, episode in self._registry.episodes()
+            ),
             owner=self._claimed.record.owner,
         )
 
@@ -223,9 +240,23 @@ class Feed:
         ).keep()
 
     async def _restore(self, record: Record) -> None:
+        if self._is_of_retired(record):
+            return
         decoded = await self._decoded(record)
+        if isinstance(decoded, _NAMES_EPISODE) and self._registry.has_ended(decoded.episode_id):
+            return
         if decoded is not None and not self._apply_own(decoded):
             self._apply_foreign(decoded, record)
+
+    def _is_of_retired(self, record: Record) -> bool:
+        """Whether its header names a group that is not open, for a record about a completion.
+
+        Most records behind the mark are: it waits for the slowest group.
+        """
+        if record.topic not in _COMPLETIONS:
+            return False
+        group = group_of(record)
+        return group is not None and group not in self._registry.groups
 
     def _apply_own(self, decoded: msgspec.Struct) -> bool:
         """Apply a record that the gateway wrote; False if another service wrote it."""

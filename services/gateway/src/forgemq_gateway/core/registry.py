@@ -262,6 +262,11 @@ class Registry:
             for episode in group.episodes.values():
                 yield group, episode
 
+    def has_ended(self, episode_id: str) -> bool:
+        """Whether the final record of this episode is on the log, so that nothing extends it."""
+        episode = self.episode(episode_id)
+        return episode is not None and episode.state == "ended"
+
     def waiting_count(self, domain: str) -> int:
         """Number of groups of the domain that are requested and not admitted."""
         return sum(
