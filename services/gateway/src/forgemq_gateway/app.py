@@ -22,6 +22,7 @@ from forgemq_gateway.feed import CONSUMES, Feed
 from forgemq_gateway.handover import Handover
 from forgemq_gateway.http_server import bound_socket, http_server, serve_http
 from forgemq_gateway.large_work import favour_event_loop
+from forgemq_gateway.memory_need import report_memory_shortage
 from forgemq_gateway.operations import Operations
 from forgemq_gateway.outbox import PRODUCES, Outbox
 from forgemq_gateway.protocols import PROTOCOLS
@@ -72,21 +73,19 @@ async def serve(
     )
     listener = listener or bound_socket(settings)
     writer = await log.writer()
+    dead_letters = DeadLetters(log, writer, service="gateway")
     async with asyncio.TaskGroup() as tasks:
         context = GatewayContext(
             configuration=configuration,
             settings=settings,
             registry=Registry(),
-            outbox=Outbox(
-                writer,
-                configuration=configuration,
-                dead_letters=DeadLetters(log, writer, service="gateway"),
-            ),
+            outbox=Outbox(writer, configuration=configuration, dead_letters=dead_letters),
             clock=Clock(),
             changed=ChangeSignal(),
             tasks=tasks,
             telemetry=telemetry,
         )
+        report_memory_shortage(context)
         await GatewayServer(log, rendering=rendering, context=context).run(listener, stop=stop)
 
 
