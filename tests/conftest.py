@@ -49,7 +49,6 @@ def cuda_is_there() -> bool:
 
 
 CONDITIONS: dict[str, tuple[Callable[[], bool], str]] = {
-    "docker": (docker_answers, "no Docker engine answers"),
     "gpu": (cuda_is_there, "no CUDA device"),
 }
 
