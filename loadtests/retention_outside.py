@@ -120,8 +120,9 @@ class _Playing:
 class Outside:
     """Makes the records; knows the run's clock and the newest weights."""
 
-    def __init__(self, workload: Workload) -> None:
+    def __init__(self, workload: Workload, *, vocabulary: int = VOCABULARY) -> None:
         self.workload = workload
+        self._vocabulary = vocabulary
         self.now_s = 0.0
         self.completions = 0
         self.version = 0
@@ -333,7 +334,7 @@ class Outside:
         return self._generator.integers(97, 123, size, dtype=np.uint8).tobytes().decode()
 
     def _tokens(self, count: int) -> bytes:
-        return self._generator.integers(0, VOCABULARY, count, dtype=np.int32).tobytes()
+        return self._generator.integers(0, self._vocabulary, count, dtype=np.int32).tobytes()
 
     def _of_group(self, topic: topics.Topic, record: msgspec.Struct) -> Emit:
         return _emit(topic, record, partition=partition_of(record))

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from retention_outside import WORKLOADS, Outside, Workload
 
@@ -9,14 +10,19 @@ from forgemq_contracts import topics
 from forgemq_contracts.accounting import RETIRED_IDS_MAX
 from forgemq_contracts.asked_keys import AskedKeys
 from forgemq_contracts.completions import FinishedCompletion
-from forgemq_contracts.episodes import FinishedEpisode
+from forgemq_contracts.episodes import FinishedEpisode, OpenedEpisode
 from forgemq_contracts.groups import AdmittedGroup, MergedGroup, RequestedGroup
 from forgemq_contracts.messages import Message
 from forgemq_contracts.run import LogLayout
+from forgemq_gateway.composer import Composer
+from forgemq_gateway.core.registry import Registry
 from forgemq_merger.core.merger import Merger
+from forgemq_rendering.rendering import Rendering
 from forgemq_reward.core import RewardCore
 from forgemq_scheduler.core import SchedulerCore
 
+MODEL = Path(__file__).parents[1] / "deploy/demo/model"
+MODEL_VOCABULARY = 704  # of the demo: the gateway decodes what was sampled
 OPEN_GROUPS = 8
 GROUPS_30_DAYS = 30 * 1_000_000 // 16
 """Single-turn groups of 16 at a million completions a day: no run has more of them."""
@@ -27,6 +33,7 @@ Report = Callable[[str, float, str], None]
 def measure_state(report: Report) -> None:
     """Add the rows."""
     _measure_open(report)
+    _measure_gateway(report)
     _measure_over(report)
     _measure_keys(report)
     for lanes, partitions in ((1, 16), (8, 16), (100, 64)):
@@ -60,6 +67,29 @@ def _measure_open(report: Report) -> None:
     report("reward_snapshot_per_open_episode", held_bytes / episodes, "bytes")
 
 
+def _measure_gateway(report: Report) -> None:
+    """The history of an open episode of 200k tokens, and the time to take it back at a restart."""
+    workload, rendering = WORKLOADS["context_200k"], Rendering.load(str(MODEL))
+    composer = Composer(rendering, context_tokens_max=200_000)
+    outside, registry = Outside(workload, vocabulary=MODEL_VOCABULARY), Registry()
+    group = _admitted(workload, 0)
+    registry.apply_admitted_group(group)
+    playing, opened = outside.opened(group)
+    for emit in opened:
+        episode = topics.decode(topics.OPENED_EPISODES, emit.value)
+        assert isinstance(episode, OpenedEpisode), "what the topic holds"
+        registry.apply_opened_episode(episode, lease_until_s=1e9)
+    values = [outside.turn(one, 0)[1].value for _ in range(workload.turns) for one in playing]
+    began_s = time.process_time()
+    for offset, value in enumerate(values):
+        registry.apply_finished_completion(
+            _finished(value), offset=offset, finished_ms=0, parse=composer.parse
+        )
+    taken_s = time.process_time() - began_s
+    report("gateway_memory_per_open_episode", registry.size_bytes() / workload.rollouts, "bytes")
+    report("gateway_restore_per_completion_ms", 1000 * taken_s / len(values), "ms")
+
+
 def _measure_over(report: Report) -> None:
     """The scheduler once its memory of retired groups is full, and when it was filled twice."""
     core = SchedulerCore(_SINGLE.configuration)
@@ -67,7 +97,11 @@ def _measure_over(report: Report) -> None:
     for emit in outside.reports():
         record = topics.decode(topics.REPORTED_ENGINES, emit.value)
         core.handle(_message(record, 0, topic=topics.REPORTED_ENGINES.name))
-    sizes = []
+    sizes, before = [], len(core.snapshot())
+    for number in range(_SINGLE.slots):
+        core.handle(_message(_zero_variance(outside, number)[0], 0))
+    grown = len(core.snapshot()) - before
+    report("scheduler_snapshot_per_open_group", grown / _SINGLE.slots, "bytes")
     for number in range(2 * RETIRED_IDS_MAX):
         for record in _zero_variance(outside, number):
             core.handle(_message(record, 0))
