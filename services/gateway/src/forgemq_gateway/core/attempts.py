@@ -181,6 +181,8 @@ class Attempts:
         """Take a heartbeat: a new epoch has lost what the old one had, and held turns may go."""
         if self._lanes.report(record, heard_s=heard_s):
             return self.tick(at)
+        if not self._held or not self._lanes.takes_requests(at.now_s):
+            return ()  # A tick ends those whose hold is over.
         return self._advance_all(list(self._held.values()), at)
 
     def admit(self, record: AdmittedGroup) -> None:
