@@ -48,7 +48,7 @@ def _gradients(
     }
 
 
-@pytest.mark.parametrize("block", [1, 7, 40, 100])
+@pytest.mark.parametrize("block", [pytest.param(1, marks=pytest.mark.slow), 7, 40, 100])
 @pytest.mark.parametrize("is_offloaded", [False, True])
 def test_blocks_with_the_live_path_only_are_exact_offloaded_or_not(
     *, block: int, is_offloaded: bool

@@ -1,6 +1,7 @@
 """How a step is cut for a budget, and that torch holds the predicted bytes while it runs."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -153,12 +154,16 @@ def test_the_prediction_counts_the_carries_slots() -> None:
     assert plan.predicted_bytes == block + carried <= least
 
 
+# Seconds each; the fast suite keeps one of each kind of plan.
+slow = partial(pytest.param, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(
     ("kind", "share", "sizes"),
     [
         ("qwen3", 1.0, {}),
-        (
+        slow(
             "qwen3",
             0.2,
             {
@@ -168,8 +173,8 @@ def test_the_prediction_counts_the_carries_slots() -> None:
                 "vocab_size": 1024,
             },
         ),
-        ("qwen3", 0.5, {"vocab_size": 4096, "num_hidden_layers": 6}),
-        ("llama", 0.4, {}),
+        slow("qwen3", 0.5, {"vocab_size": 4096, "num_hidden_layers": 6}),
+        slow("llama", 0.4, {}),
         (
             "llama",
             0.9,
@@ -181,7 +186,7 @@ def test_the_prediction_counts_the_carries_slots() -> None:
             },
         ),
         ("qwen3_moe", 0.4, {"num_experts": 8, "moe_intermediate_size": 96}),
-        (
+        slow(
             "qwen3_moe",
             1.0,
             {"num_experts": 32, "num_experts_per_tok": 8, "moe_intermediate_size": 32},

@@ -124,7 +124,7 @@ class CountedFlex:
         return eager_flex(query, key, value, mask=mask, scale=scale)
 
 
-@pytest.mark.parametrize("is_stripped", [False, True])
+@pytest.mark.parametrize("is_stripped", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("size", [10_000, 150])
 def test_a_gpu_takes_flash_for_few_branches_and_the_mask_for_many_with_equal_gradients(
     *, is_stripped: bool, size: int
