@@ -164,4 +164,4 @@ def _message(record: object, offset: int, *, topic: str = "any") -> Message:
 
 def _partitions(layout: LogLayout) -> int:
     counts = {"run": 1, "queue": 1, "group": layout.group_partitions, "lane": layout.lanes}
-    return sum(counts[topic.partitioned_by] * (1 + topic.has_dlq) for topic in topics.OF_RUN)
+    return sum(counts[topic.partitioned_by] + topic.has_dlq for topic in topics.OF_RUN)

@@ -33,6 +33,7 @@ from forgemq_agents.requests import JsonRequests, Retry
 from forgemq_agents.user_code import Play
 from forgemq_bus.log import Place
 from forgemq_bus.memory import MemoryLog
+from forgemq_bus.partitions import partition_counts
 from forgemq_contracts import topics
 from forgemq_contracts.admin import GroupRequest
 from forgemq_contracts.arrays import pack_floats, pack_ids, unpack_ids
@@ -181,12 +182,7 @@ async def running(say: Callable[[str], str]) -> AsyncIterator[tuple[str, World]]
     """The gateway on a free port, with `World` behind it."""
     log = MemoryLog(run="r")
     settings = configuration()
-    names = {
-        name: topics.partition_count(topic, small_run(group_partitions=2))
-        for topic in topics.OF_RUN
-        for name in ([topic.name, topic.dlq_name] if topic.has_dlq else [topic.name])
-    }
-    await log.create_topics(names)
+    await log.create_topics(partition_counts(small_run(group_partitions=2)))
     listener = socket.create_server(("127.0.0.1", 0))
     stop = asyncio.Event()
     world = World(log, say)

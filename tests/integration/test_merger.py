@@ -13,6 +13,7 @@ import pytest
 
 from forgemq_bus.kafka import KafkaConnection, KafkaLog
 from forgemq_bus.log import Place
+from forgemq_bus.partitions import partition_counts
 from forgemq_contracts import topics
 from forgemq_contracts.messages import Output
 from forgemq_contracts.run import LogLayout, Model, Queue, RunConfiguration, StartedRun, Trainer
@@ -43,12 +44,7 @@ class Scene:
         self.merger: Process | None = None
 
     async def open(self, run: str, folder: Path) -> None:
-        counts = {
-            topic.name: topics.partition_count(topic, small_run(group_partitions=1))
-            for topic in topics.ALL
-        }
-        dead = {topic.dlq_name: counts[topic.name] for topic in topics.OF_RUN if topic.has_dlq}
-        await self.log.create_topics(counts | dead)
+        await self.log.create_topics(partition_counts(small_run(group_partitions=1)))
         self.writer = await self.log.writer()
         started = StartedRun(
             run=run,

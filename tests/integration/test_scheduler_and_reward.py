@@ -13,6 +13,7 @@ import pytest
 
 from forgemq_bus.kafka import KafkaConnection, KafkaLog
 from forgemq_bus.log import Place
+from forgemq_bus.partitions import partition_counts
 from forgemq_contracts import topics
 from forgemq_contracts.episodes import FinishedEpisode, ManifestEntry
 from forgemq_contracts.groups import MergedGroup, RequestedGroup
@@ -53,12 +54,7 @@ class Run:
         self.processes: dict[str, Process] = {}
 
     async def open(self, folder: Path) -> None:
-        counts = {
-            topic.name: topics.partition_count(topic, small_run(group_partitions=PARTITIONS))
-            for topic in topics.ALL
-        }
-        dead = {topic.dlq_name: counts[topic.name] for topic in topics.OF_RUN if topic.has_dlq}
-        await self.log.create_topics(counts | dead)
+        await self.log.create_topics(partition_counts(small_run(group_partitions=PARTITIONS)))
         self.writer = await self.log.writer()
         started = StartedRun(
             run=self.configuration.run,

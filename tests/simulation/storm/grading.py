@@ -104,7 +104,7 @@ class GradingSchedule:
         """
         await self._log.create_topics(
             {topic.name: self._partitions for topic in topics.OF_RUN}
-            | {topic.dlq_name: self._partitions for topic in topics.OF_RUN if topic.has_dlq}
+            | {topic.dlq_name: 1 for topic in topics.OF_RUN if topic.has_dlq}
         )
         async with asyncio.TaskGroup() as group:
             trimming = group.create_task(self._keep_trimmed())

@@ -115,9 +115,9 @@ class Schedule:
         return self.outcome
 
     async def _create_topics(self) -> None:
-        names = [topic.name for topic in topics.OF_RUN]
-        names += [topic.dlq_name for topic in topics.OF_RUN if topic.has_dlq]
-        await self._log.create_topics(dict.fromkeys(names, self._weather.partitions))
+        counts = {topic.name: self._weather.partitions for topic in topics.OF_RUN}
+        dead = {topic.dlq_name: 1 for topic in topics.OF_RUN if topic.has_dlq}
+        await self._log.create_topics(counts | dead)
 
     async def _supervise(self, wait_s: float) -> None:
         """Keep one process running, as the launcher does."""

@@ -9,7 +9,7 @@ from forgemq_auditor.app import main
 from forgemq_bus.blobs import BlobStore
 from forgemq_bus.log import Isolation, Place
 from forgemq_bus.memory import MemoryLog
-from forgemq_contracts import topics
+from forgemq_bus.partitions import partition_counts
 from forgemq_shell.service import Context
 from forgemq_telemetry.telemetry import Telemetry
 from tests.small_run import small_run
@@ -33,13 +33,7 @@ class LongLog(MemoryLog):
 async def test_a_sweep_that_takes_long_does_not_hold_up_the_end(tmp_path: Path):
     log = LongLog(run="r")
     log.is_looked_at = asyncio.Event()
-    await log.create_topics(
-        {
-            name: topics.partition_count(topic, small_run(group_partitions=2))
-            for topic in topics.ALL
-            for name in (topic.name, topic.dlq_name)
-        }
-    )
+    await log.create_topics(partition_counts(small_run(group_partitions=2)))
     context = Context(
         started=started(),
         log=log,

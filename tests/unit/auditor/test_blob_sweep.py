@@ -15,6 +15,7 @@ from forgemq_bus.kept_records import read_from
 from forgemq_bus.log import Emit, Place, Record
 from forgemq_bus.memory import MemoryLog
 from forgemq_bus.memory_reader import MemoryReader
+from forgemq_bus.partitions import dead_letters_of, partition_counts
 from forgemq_bus.payloads import BLOB_HEADER, reference_of
 from forgemq_contracts import topics
 from forgemq_contracts.fields import BlobReference
@@ -28,7 +29,7 @@ PLACES = (
     Place(topics.MERGER_JOURNAL.name, 0),
     Place(topics.MERGER_JOURNAL.name, 1),
     Place(topics.FINISHED_COMPLETIONS.name, 0),
-    Place(topics.FINISHED_COMPLETIONS.dlq_name, 1),
+    dead_letters_of(topics.FINISHED_COMPLETIONS),
 )
 CONTENTS = tuple(b"content %d" % number for number in range(5))
 
@@ -89,13 +90,7 @@ class Scene:
 
     async def open(self) -> "Scene":
         self.log = UnsteadyLog(run="r")
-        await self.log.create_topics(
-            {
-                name: topics.partition_count(topic, small_run(group_partitions=2))
-                for topic in topics.ALL
-                for name in (topic.name, topic.dlq_name)
-            }
-        )
+        await self.log.create_topics(partition_counts(small_run(group_partitions=2)))
         self.store = UnsteadyStore(self.uri, run="r", clock_s=lambda: self.now.s)
         self.sweeps = [self.new_sweep()]
         self.hanging = 0
@@ -212,13 +207,7 @@ async def test_a_superseded_snapshot_goes_and_the_newest_stays(tmp_path: Path):
     now = Now()
     store = BlobStore(str(tmp_path), run="r", clock_s=lambda: now.s)
     log = MemoryLog(run="r", blobs=store, inline_bytes_max=100)
-    await log.create_topics(
-        {
-            name: topics.partition_count(topic, small_run(group_partitions=2))
-            for topic in topics.ALL
-            for name in (topic.name, topic.dlq_name)
-        }
-    )
+    await log.create_topics(partition_counts(small_run(group_partitions=2)))
     clocks = Clocks(monotonic_s=lambda: now.s, wall_s=lambda: now.s)
     sweep = BlobSweep(log, store, configuration=configuration(), grace_s=60, clocks=clocks)
     journal = PLACES[0]

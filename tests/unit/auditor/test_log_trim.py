@@ -16,6 +16,7 @@ from forgemq_bus.blobs import BlobStore
 from forgemq_bus.errors import AccessError
 from forgemq_bus.log import Emit, Log, Place
 from forgemq_bus.memory import MemoryLog
+from forgemq_bus.partitions import partition_counts
 from forgemq_contracts import topics
 from forgemq_contracts.run import LogLayout, Model, Queue, RunConfiguration, StartedRun, Trainer
 from forgemq_shell.service import Context
@@ -24,11 +25,7 @@ from tests.small_run import small_run
 
 FINISHED = topics.FINISHED_COMPLETIONS
 REPORTED = topics.REPORTED_ENGINES
-COUNTS = {
-    name: topics.partition_count(topic, small_run(group_partitions=2))
-    for topic in topics.ALL
-    for name in (topic.name, topic.dlq_name)
-}
+COUNTS = partition_counts(small_run(group_partitions=2))
 
 positions = st.integers(0, 50)
 

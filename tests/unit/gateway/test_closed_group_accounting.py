@@ -21,7 +21,7 @@ from forgemq_launcher.records.run_audit import audit_run
 from forgemq_shell.service import Context
 from forgemq_telemetry import Telemetry
 from tests.unit.gateway.scripted_lane import wall_ms
-from tests.unit.gateway.world import World, configuration_of, partitions_of, running
+from tests.unit.gateway.world import World, configuration_of, running
 from tests.unit.scheduler.scene import METRICS
 
 MAINS = {
@@ -44,8 +44,7 @@ def run_of(model: Path) -> StartedRun:
 
 async def create_topics_beside(log: MemoryLog, configuration: RunConfiguration) -> None:
     """Those for dead letters and of all runs; the world creates the run's own."""
-    counts = partitions_of(configuration)
-    dead = {one.dlq_name: counts[one.name] for one in topics.OF_RUN if one.has_dlq}
+    dead = {one.dlq_name: 1 for one in topics.OF_RUN if one.has_dlq}
     await log.create_topics(dead | {one.name: 1 for one in topics.SHARED})
 
 

@@ -11,8 +11,9 @@ import httpx
 import msgspec
 import pytest
 
-from forgemq_bus.log import Emit, Place, Record
+from forgemq_bus.log import Emit, Record
 from forgemq_bus.memory import MemoryLog
+from forgemq_bus.partitions import dead_letters_of
 from forgemq_contracts import topics
 from forgemq_contracts.episodes import Sampling
 from forgemq_contracts.partitions import group_partition
@@ -143,9 +144,8 @@ async def test_a_sampled_call_that_cannot_be_encoded_is_text_before_and_after_a_
         assert message["content"] == text
 
 
-async def dead_letters(world: World, topic: topics.Topic, partition: int) -> list[Record]:
-    place = Place(topic.dlq_name, partition)
-    reader = await world.log.reader({place: 0})
+async def dead_letters(world: World, topic: topics.Topic) -> list[Record]:
+    reader = await world.log.reader({dead_letters_of(topic): 0})
     try:
         return await reader.read(timeout_s=0.1, records_max=100)
     finally:
@@ -169,20 +169,17 @@ async def test_bad_records_that_only_the_gateway_reads_have_one_dead_letter_each
     """The bad admission comes while it serves; a restart then reads all three."""
     opener = log_store()
     only_here = (topics.ADMITTED_GROUPS, topics.OPENED_EPISODES, topics.DELIVERED_COMPLETIONS)
-    await opener().create_topics(
-        {topics.ADMITTED_GROUPS.dlq_name: 1}
-        | {topic.dlq_name: GROUP_PARTITIONS for topic in only_here[1:]}
-    )
+    await opener().create_topics({topic.dlq_name: 1 for topic in only_here})
     async with running(opener, configuration_of(model), yes) as (world, _):
         offsets = [await write_bad(world, topic, 0, key=b"g-1") for topic in only_here]
         claim = await world.episode()  # Its admission comes after the bad record.
-        live = [len(await dead_letters(world, topic, 0)) for topic in only_here]
+        live = [len(await dead_letters(world, topic)) for topic in only_here]
         await world.stop()
         assert world.tasks is not None
         await world.start(world.tasks)
         here = {**claim, "base_url": f"{world.base_url}/v1"}
         served = await asked(here, json.dumps({"messages": HELLO}).encode())
-        restored = [await dead_letters(world, topic, 0) for topic in only_here]
+        restored = [await dead_letters(world, topic) for topic in only_here]
     assert live == [1, 0, 0]
     assert [len(records) for records in restored] == [1, 1, 1]
     assert served.status_code == 200
@@ -202,7 +199,7 @@ async def test_lost_values_end_no_gateway_and_each_of_its_own_has_one_dead_lette
     store = LosingStore(tmp_path)
     opener = log_with(store, clock_ms=wall_ms).open
     lost = (topics.OPENED_EPISODES, topics.DELIVERED_COMPLETIONS, topics.FINISHED_COMPLETIONS)
-    await opener().create_topics({topic.dlq_name: GROUP_PARTITIONS for topic in lost})
+    await opener().create_topics({topic.dlq_name: 1 for topic in lost})
     async with running(opener, configuration_of(model), yes) as (world, _):
         for topic in lost:
             emit = Emit(topic=topic.name, partition=0, key=b"g-1.0.0", value=b"x" * 99)
@@ -214,7 +211,7 @@ async def test_lost_values_end_no_gateway_and_each_of_its_own_has_one_dead_lette
             await world.stop()
             assert world.tasks is not None
             await world.start(world.tasks)
-        letters = [len(await dead_letters(world, topic, 0)) for topic in lost]
+        letters = [len(await dead_letters(world, topic)) for topic in lost]
     assert live.status_code == 200
     # A finished completion is the merger's to write.
     assert letters == [1, 1, 0]

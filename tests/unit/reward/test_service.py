@@ -14,6 +14,7 @@ import pytest
 from forgemq_bus.blobs import BlobStore
 from forgemq_bus.log import Emit, Place
 from forgemq_bus.memory import MemoryLog
+from forgemq_bus.partitions import dead_letters_of, partition_counts
 from forgemq_contracts import topics
 from forgemq_contracts.episodes import FinishedEpisode, GradedEpisode
 from forgemq_contracts.groups import RetiredGroup, ScoredGroup
@@ -90,12 +91,7 @@ class Desk:
 
     async def open(self) -> None:
         (self.folder / "user_rewards.py").write_text(CODE)
-        counts = {
-            topic.name: topics.partition_count(topic, small_run(group_partitions=2))
-            for topic in topics.OF_RUN
-        }
-        dead = {f"{name}-dlq": count for name, count in counts.items()}
-        await self.log.create_topics(counts | dead)
+        await self.log.create_topics(partition_counts(small_run(group_partitions=2)))
         self.writer = await self.log.writer()
 
     @asynccontextmanager
@@ -317,7 +313,7 @@ async def test_a_record_that_does_not_decode_is_one_dead_letter_and_the_next_is_
         await desk.play(1, [[5]])
         [scored] = await desk.records(topics.SCORED_GROUPS, count=1)
     assert (scored.group_id, scored.not_trainable) == ("g-1", "zero_variance")
-    reader = await desk.log.reader({Place(topics.FINISHED_EPISODES.dlq_name, PARTITION): 0})
+    reader = await desk.log.reader({dead_letters_of(topics.FINISHED_EPISODES): 0})
     [letter] = await reader.read(timeout_s=0, records_max=10)
     assert letter_of(letter).group == "g-7"
 
@@ -344,10 +340,10 @@ async def test_a_lost_value_is_one_dead_letter_and_the_next_group_is_scored(tmp_
                 await desk.play(1, [[5]])
             [scored] = await desk.records(topics.SCORED_GROUPS, count=1)
     assert (scored.group_id, scored.not_trainable) == ("g-1", "zero_variance")
-    place = Place(topics.FINISHED_EPISODES.dlq_name, PARTITION)
+    place = dead_letters_of(topics.FINISHED_EPISODES)
     [letter] = await (await desk.log.reader({place: 0})).read(timeout_s=0, records_max=10)
     assert (letter_of(letter).group, letter_of(letter).offset) == ("g-7", 0)
-    other = Place(topics.FINISHED_COMPLETIONS.dlq_name, PARTITION)
+    other = dead_letters_of(topics.FINISHED_COMPLETIONS)
     assert await desk.log.end_positions([other]) == {other: 0}
     await desk.log.close()
 

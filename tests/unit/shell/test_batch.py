@@ -60,7 +60,7 @@ def test_a_record_that_does_not_decode_goes_to_the_dead_letter_topic_byte_for_by
     bad = batch.record(record(9, value=value))
     (letter,) = batch.emits
     assert bad is not None
-    assert (letter.topic, letter.partition, letter.key) == (f"{SCORED}-dlq", 2, b"g-1")
+    assert (letter.topic, letter.partition, letter.key) == (f"{SCORED}-dlq", 0, b"g-1")
     assert letter.value == value
     headers = dict(letter.headers)
     assert headers["reason"].decode() == bad.reason

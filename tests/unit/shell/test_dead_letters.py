@@ -1,6 +1,7 @@
 """Dead letters: which group they name, and that an edge writes one for each bad record."""
 
 import asyncio
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from forgemq_bus.log import Emit, Headers, Place, Record
 from forgemq_bus.memory import MemoryLog
+from forgemq_bus.partitions import dead_letters_of
 from forgemq_contracts import topics
 from forgemq_contracts.examples import full
 from forgemq_contracts.messages import Output
@@ -97,11 +99,11 @@ def test_any_bad_record_can_be_written_and_read_as_a_dead_letter(
 ):
     bad = torn(topic, key=key, value=value, headers=headers)
     emit = dead_letter(bad, "why")
-    assert (emit.topic, emit.partition, emit.key, emit.value) == (topic.dlq_name, 1, key, value)
+    assert (emit.topic, emit.partition, emit.key, emit.value) == (topic.dlq_name, 0, key, value)
     letter = letter_of(read_back(emit))
     assert (letter.topic, letter.partition, letter.offset) == (topic.name, 1, 7)
     assert letter.group == group_of(bad)
-    hostile = Emit(topic=topic.dlq_name, partition=1, key=key, value=value, headers=headers)
+    hostile = Emit(topic=topic.dlq_name, partition=0, key=key, value=value, headers=headers)
     assert letter_of(read_back(hostile)).topic == topic.name
 
 
@@ -116,7 +118,7 @@ async def letters(log: MemoryLog, place: Place) -> list[Record]:
 @pytest.fixture
 async def log() -> MemoryLog:
     log = MemoryLog(run="r")
-    await log.create_topics({OPENED.dlq_name: 2, topics.FINISHED_COMPLETIONS.dlq_name: 2})
+    await log.create_topics({OPENED.dlq_name: 1, topics.FINISHED_COMPLETIONS.dlq_name: 1})
     return log
 
 
@@ -127,11 +129,12 @@ async def test_an_edge_writes_one_letter_however_often_it_reads_the_record(log: 
         assert await dead_letters.write(bad, "why")
         await asyncio.gather(*(dead_letters.write(bad, "why") for _ in range(3)))
     await dead_letters.write(torn(OPENED, key=b"g-1.0.0", offset=8), "why")
-    found = await letters(log, Place(OPENED.dlq_name, 1))
-    assert [letter_of(record).offset for record in found] == [7, 8]
+    await dead_letters.write(replace(bad, partition=3), "why")
+    found = [letter_of(record) for record in await letters(log, dead_letters_of(OPENED))]
+    assert [(letter.partition, letter.offset) for letter in found] == [(1, 7), (1, 8), (3, 7)]
 
 
 async def test_an_edge_leaves_the_records_of_others_alone(log: MemoryLog):
     dead_letters = DeadLetters(log, await log.writer(), service="gateway")
     assert not await dead_letters.write(torn(topics.FINISHED_COMPLETIONS, key=b"f" * 32), "why")
-    assert await letters(log, Place(topics.FINISHED_COMPLETIONS.dlq_name, 1)) == []
+    assert await letters(log, dead_letters_of(topics.FINISHED_COMPLETIONS)) == []

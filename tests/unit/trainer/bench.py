@@ -143,7 +143,7 @@ async def create_topics(log: Log) -> None:
         topic.name: topics.partition_count(topic, small_run(group_partitions=2))
         for topic in {*CONSUMES, *PRODUCES}
     }
-    dlq = {topic.dlq_name: counts[topic.name] for topic in CONSUMES}
+    dlq = {topic.dlq_name: 1 for topic in CONSUMES}
     await log.create_topics(counts | dlq)
 
 

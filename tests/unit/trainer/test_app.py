@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from forgemq_bus.log import Emit, Place
+from forgemq_bus.partitions import dead_letters_of
 from forgemq_contracts import topics
 from forgemq_contracts.steps import ScheduledStep
 from forgemq_contracts.trees import MergedTree
@@ -266,7 +267,7 @@ async def test_a_record_that_does_not_decode_goes_to_the_dead_letters(tmp_path: 
     await bench.put_steps([scheduled_step(0, trees)])
     await bench.train(until=0)
     assert (await bench.trained())[0].group_ids == tuple(tree.group_id for tree in trees)
-    reader = await bench.log.reader({Place(topics.MERGED_TREES.dlq_name, 1): 0})
+    reader = await bench.log.reader({dead_letters_of(topics.MERGED_TREES): 0})
     (dead,) = await reader.read(timeout_s=0, records_max=10)
     assert dead.value == b"\xc1not a tree"
     assert dict(dead.headers)["offset"] == b"0"
@@ -285,7 +286,7 @@ async def test_a_step_that_does_not_decode_is_skipped_and_becomes_one_dead_lette
     await bench.put_steps([scheduled_step(0, trees[:1]), scheduled_step(1, trees[1:])])
     await bench.train(until=0)
     await bench.train(until=1)
-    reader = await bench.log.reader({Place(topics.SCHEDULED_STEPS.dlq_name, 0): 0})
+    reader = await bench.log.reader({dead_letters_of(topics.SCHEDULED_STEPS): 0})
     (dead,) = await reader.read(timeout_s=0, records_max=10)
     assert dead.value == b"\xc1no step"
 

@@ -1,7 +1,8 @@
 """Dead letters: how a bad record gets one, and what can be read of it afterwards.
 
 For each topic one consumer writes the dead letters (`dead_letters_by` in the registry) and the
-others skip the bad record, so one bad record is one letter. A transform writes it in the
+others skip the bad record, so one bad record is one letter. Letters are few: all about one topic
+are in one partition, whatever partitions the topic has. A transform writes it in the
 transaction of its batch. An edge has no transactions: its `DeadLetters` first reads which letters
 exist.
 """
@@ -34,7 +35,7 @@ def dead_letter(record: Record, reason: str) -> Emit:
     group_header: Headers = ((GROUP_HEADER, group.encode()),) if group else ()
     return Emit(
         topic=topics.BY_NAME[record.topic].dlq_name,
-        partition=record.partition,
+        partition=0,
         key=record.key,
         value=record.value,
         headers=kept + group_header + position,
@@ -47,7 +48,7 @@ def letter_of(record: Record) -> DeadLetter:
     headers = {name: value.decode(errors="replace") for name, value in record.headers}
     return DeadLetter(
         topic=topics.BY_DLQ_NAME[record.topic].name,
-        partition=record.partition,
+        partition=max(_number(headers.get("partition", "")), 0),
         offset=_number(headers.get("offset", "")),
         reason=headers.get("reason", ""),
         group=_valid(headers.get(GROUP_HEADER, ""), GroupId),
@@ -83,7 +84,7 @@ class DeadLetters:
         self._log = log
         self._writer = writer
         self._service = service
-        self._written: dict[Place, set[int]] = {}
+        self._written: dict[str, set[tuple[int, int]]] = {}
         # Two tasks with the same bad record: the second one must see the letter of the first.
         self._writing = asyncio.Lock()
 
@@ -97,21 +98,23 @@ class DeadLetters:
             return False
         letter = dead_letter(record, reason)
         async with self._writing:
-            if letter.place not in self._written:
-                self._written[letter.place] = await self._offsets_on_log(letter.place)
-            if record.offset not in self._written[letter.place]:
+            if letter.topic not in self._written:
+                self._written[letter.topic] = await self._have_letters(letter.place)
+            written, source = self._written[letter.topic], (record.partition, record.offset)
+            if source not in written:
                 await self._writer.write(letter)
-                self._written[letter.place].add(record.offset)
+                written.add(source)
         return True
 
-    async def _offsets_on_log(self, place: Place) -> set[int]:
-        """Offsets of the bad records that have a letter in this partition."""
+    async def _have_letters(self, place: Place) -> set[tuple[int, int]]:
+        """Partition and offset of each bad record of a topic that has a letter."""
         first = await self._log.first_positions([place])
-        return {
-            letter_of(record).offset
+        letters = [
+            letter_of(record)
             async for records in read_to_end(self._log, first)
             for record in records
-        }
+        ]
+        return {(letter.partition, letter.offset) for letter in letters}
 
 
 class _Readable(msgspec.Struct):

@@ -21,7 +21,7 @@ from typing import Protocol
 
 from forgemq_bus.errors import FencedError
 from forgemq_bus.log import Log, Place
-from forgemq_bus.partitions import partitions_of
+from forgemq_bus.partitions import dead_letters_of, partitions_of
 from forgemq_contracts import topics
 from forgemq_contracts.messages import Core
 from forgemq_contracts.run import RunConfiguration
@@ -77,7 +77,8 @@ class Transform:
         make_core: Makes a fresh core for a journal partition.
         logic_version: Of the core: raised with each change of what it writes for old inputs.
         tick_s: Seconds between two ticks; 0: the core gets none.
-        dead_letters: Topics whose dead letters it also reads, as `DeadLetter`.
+        dead_letters: Topics whose dead letters it also reads, as `DeadLetter`; only if its journal
+            is partitioned by run, since all letters about a topic are in one partition.
     """
 
     service: str
@@ -90,9 +91,11 @@ class Transform:
 
     def __post_init__(self) -> None:
         """Check that every input is partitioned as the journal's tasks read it."""
-        topics_read = (*self.inputs, *self.dead_letters)
-        others = [topic.name for topic in topics_read if topic.partitioned_by != "group"]
-        if self.journal.partitioned_by == "group" and others:
+        if self.journal.partitioned_by != "group":
+            return
+        others = [topic.name for topic in self.inputs if topic.partitioned_by != "group"]
+        others += [topic.dlq_name for topic in self.dead_letters]
+        if others:
             raise ValueError(f"{self.service}: not partitioned by group as its journal: {others}")
 
     async def run(self, context: TransformContext) -> None:
@@ -127,7 +130,7 @@ class Transform:
             journal=Place(self.journal.name, partition),
             inputs=(
                 *self._places(self.inputs, partition, configuration),
-                *self._places(self.dead_letters, partition, configuration, are_dead=True),
+                *(dead_letters_of(topic) for topic in self.dead_letters),
             ),
             tick_s=self.tick_s,
             logic_version=self.logic_version,
@@ -151,11 +154,7 @@ class Transform:
             for topic in topics.OF_RUN
             if topic.producer == self.service and topic.is_transactional and topic != self.journal
         ]
-        dead = [
-            Place(topics.BY_NAME[place.topic].dlq_name, place.partition)
-            for place in self._places(self.inputs, partition, configuration)
-            if topics.BY_NAME[place.topic].has_dlq
-        ]
+        dead = [dead_letters_of(topic) for topic in self.inputs if topic.has_dlq]
         return (*self._places(written, partition, configuration), *dead)
 
     def _places(
@@ -163,10 +162,8 @@ class Transform:
         of: Sequence[Topic],
         partition: int,
         configuration: RunConfiguration,
-        *,
-        are_dead: bool = False,
     ) -> tuple[Place, ...]:
-        places = [partitions_of(topic, configuration, is_dead=are_dead) for topic in of]
+        places = [partitions_of(topic, configuration) for topic in of]
         if self.journal.partitioned_by == "group":
             return tuple(numbered[partition] for numbered in places)
         return tuple(place for numbered in places for place in numbered)

@@ -15,7 +15,7 @@ from forgemq_bus.blobs import BlobStore, blob_name, minute_of
 from forgemq_bus.errors import LostBlobError
 from forgemq_bus.kept_records import read_from
 from forgemq_bus.log import Log, Place, Record
-from forgemq_bus.partitions import partitions_of
+from forgemq_bus.partitions import dead_letters_of, partitions_of
 from forgemq_bus.payloads import reference_of
 from forgemq_contracts import topics
 from forgemq_contracts.run import RunConfiguration
@@ -136,12 +136,7 @@ class BlobSweep:
 def places_of_run(configuration: RunConfiguration) -> list[Place]:
     """Every partition of every topic of the run, dead letters included."""
     living = [p for topic in topics.OF_RUN for p in partitions_of(topic, configuration)]
-    return living + [
-        place
-        for topic in topics.OF_RUN
-        if topic.has_dlq
-        for place in partitions_of(topic, configuration, is_dead=True)
-    ]
+    return living + [dead_letters_of(topic) for topic in topics.OF_RUN if topic.has_dlq]
 
 
 def _sum(left: Swept, right: Swept) -> Swept:

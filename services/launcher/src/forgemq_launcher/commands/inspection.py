@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from forgemq_bus.kept_records import message_of, read_all, read_at
 from forgemq_bus.log import Log, Place, Record
-from forgemq_bus.partitions import partitions_of
+from forgemq_bus.partitions import dead_letters_of
 from forgemq_contracts.run import EndedRun, StartedRun
 from forgemq_contracts.topics import ENDED_RUNS, OF_RUN
 from forgemq_launcher import exit_status
@@ -120,14 +120,10 @@ async def inspect(
 async def dlq(folder: RunFolder, environ: Mapping[str, str], console: Console) -> int:
     """Print every dead letter with its reason; the status is 1 if there are any."""
     shown = Table("topic", "source", "reason", "first bytes")
-    async with run_on_broker(folder, environ) as (log, started):
+    async with run_on_broker(folder, environ) as (log, _):
         for topic in OF_RUN:
             if topic.has_dlq:
-                letters = [
-                    Place(topic.dlq_name, place.partition)
-                    for place in partitions_of(topic, started.configuration)
-                ]
-                async for records in read_all(log, letters):
+                async for records in read_all(log, [dead_letters_of(topic)]):
                     for record in records:
                         shown.add_row(topic.name, *_letter_cells(record))
     console.print(shown if shown.row_count else "no dead letters")

@@ -4,12 +4,11 @@ from forgemq_bus.decoding import decoded_record
 from forgemq_bus.kafka import KafkaConnection, KafkaLog
 from forgemq_bus.kept_records import read_all
 from forgemq_bus.log import Log
-from forgemq_bus.partitions import partitions_of
-from forgemq_contracts import topics
+from forgemq_bus.partitions import partition_counts, partitions_of
 from forgemq_contracts.messages import Output
 from forgemq_contracts.run import EndedRun, RunConfiguration, StartedRun
 from forgemq_contracts.steps import TrainedStep
-from forgemq_contracts.topics import ENDED_RUNS, STARTED_RUNS, TRAINED_STEPS, partition_count
+from forgemq_contracts.topics import ENDED_RUNS, STARTED_RUNS, TRAINED_STEPS
 from forgemq_shell.records import emit_of
 
 NO_STEP = -1
@@ -17,11 +16,7 @@ NO_STEP = -1
 
 async def create_topics(log: Log, configuration: RunConfiguration) -> int:
     """Create every topic of the run and its dead-letter topic; returns how many there are."""
-    counts: dict[str, int] = {}
-    for topic in topics.ALL:
-        counts[topic.name] = partition_count(topic, configuration)
-        if topic.has_dlq:
-            counts[topic.dlq_name] = counts[topic.name]
+    counts = partition_counts(configuration)
     await log.create_topics(counts)
     return len(counts)
 
