@@ -138,7 +138,7 @@ MUTANTS = (
         name="believes what it read although it was fenced",
         file=TASK,
         edits=(("            await self._check_owner(writer)\n", ""),),
-        case="reward_repeats",
+        case="merger",
     ),
     Mutant(
         name="a snapshot does not say the run time",
@@ -199,7 +199,7 @@ MUTANTS = (
         name="does not journal a record that does not decode",
         file=BATCH,
         edits=(
-            ("        self._note(record)\n        try:\n", "        try:\n"),
+            ("        self._note(record)\n        if record.lost:\n", "        if record.lost:\n"),
             (
                 "        try:\n            outputs = self._core.handle(message)\n",
                 "        self._note(record)\n        try:\n"
@@ -238,7 +238,7 @@ MUTANTS = (
         name="a merger restores without the completions of open groups",
         source="services/merger/src",
         file="forgemq_merger/core/merger.py",
-        edits=((" for group_id, kept in state.groups}", " for group_id, kept in ()}"),),
+        edits=(("self._groups[record.group_id].recall(record, offset=message.offset)", "return"),),
         case="merger",
     ),
     Mutant(
