@@ -51,6 +51,7 @@ DIGESTS = {
     ("merger-0", 1): "8d27b92536945e74f8b32ebe2f10c19e",
     ("merger-0", 2): "8d27b92536945e74f8b32ebe2f10c19e",
     ("reward-1", 1): "21df9573e8749edbf8e803ea54998525",
+    ("reward-1", 2): "21df9573e8749edbf8e803ea54998525",
     ("scheduler-0", 1): "871b1e6882df1f18316a73e950a645bd",
     ("scheduler-0", 2): "871b1e6882df1f18316a73e950a645bd",
 }
