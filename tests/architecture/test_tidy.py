@@ -61,6 +61,10 @@ IDIOMS: dict[str, str] = {
 ANY_IDIOM = re.compile("|".join(f"(?:{idiom})" for idiom in IDIOMS))
 # Code spans that are more than a word, and targets of links.
 NOT_PROSE = re.compile(r"`[^`]*[^`\w][^`]*`|\]\([^)]*\)")
+ANY_EXCEPT = re.compile(r"except(:|\b.*Exception\b)")
+ANY_ERROR = {"Exception", "BaseException"}
+# A comment with words in it, or a marker of the linter with a reason behind it.
+A_REASON = re.compile(r"#(?! noqa| type:)|# noqa: \w+ - \S")
 PURE_DATA_OR_TYPES = {"Struct", "Protocol"}
 
 
@@ -226,6 +230,41 @@ def test_a_phrase_to_avoid_is_found(sentence: str):
 )
 def test_plain_english_passes(sentence: str):
     assert [idiom for idiom in IDIOMS if re.search(idiom, sentence)] == []
+
+
+def broad_excepts_without_a_reason(path: Path) -> list[str]:
+    text = path.read_text(encoding="utf-8")
+    lines = text.splitlines()
+    if not ANY_EXCEPT.search(text):
+        return []  # Parsing is what costs.
+    handlers = (n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.ExceptHandler))
+    return [
+        f"line {handler.lineno} catches any error; name them, or say beside it why any may come"
+        for handler in handlers
+        if ANY_ERROR & {last_name(kind) for kind in caught_by(handler)}
+        and not A_REASON.search(" ".join(lines[handler.lineno - 1 : handler.lineno + 1]))
+    ]
+
+
+def caught_by(handler: ast.ExceptHandler) -> list[ast.expr]:
+    if handler.type is None:
+        return [ast.Name("BaseException")]
+    return handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+
+
+def test_code_that_catches_any_error_says_why():
+    paths = [path for path in SOURCES if path.relative_to(ROOT).parts[0] != "tests"]
+    assert problems_by_file(paths, broad_excepts_without_a_reason) == {}
+
+
+@pytest.mark.parametrize(
+    ("comment", "count"),
+    [("", 1), ("  # noqa: BLE001", 1), ("  # noqa: BLE001 - user code", 0), ("\n    # Why.", 0)],
+)
+def test_a_broad_except_needs_more_than_a_marker(tmp_path: Path, comment: str, count: int):
+    path = tmp_path / "code.py"
+    path.write_text(f"try:\n    f()\nexcept (OSError, Exception):{comment}\n    raise\n")
+    assert len(broad_excepts_without_a_reason(path)) == count
 
 
 def test_a_class_name_means_one_thing():

@@ -226,6 +226,7 @@ def _write_local(path: Path, data: bytes) -> None:
         Path(temporary).chmod(0o644)
         Path(temporary).rename(path)
     except BaseException:
+        # Also on an interrupt: nothing else would ever delete the temporary file.
         Path(temporary).unlink(missing_ok=True)
         raise
     _sync_folder(path.parent)

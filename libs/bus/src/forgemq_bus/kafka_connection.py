@@ -167,6 +167,7 @@ async def connect(
                     hint = await _check_access(connection)
                     await asyncio.sleep(RECONNECT_PAUSE_S)
     except BaseException as error:
+        # Also on a cancellation: a half-started client has connections and tasks to close.
         await stop_client(*stops)
         if isinstance(error, LogUnavailableError):
             raise LogUnavailableError(f"{error}{hint}") from error

@@ -109,6 +109,7 @@ class KafkaMember:
             await self._changed.wait()
             self._raise_failure()
         except BaseException:
+            # Also on a cancellation: an open consumer would go on as a member of the group.
             await self.close()
             raise
 
@@ -129,6 +130,8 @@ class KafkaMember:
                 try:
                     await self._on_revoked(given)
                 except BaseException as error:
+                    # The caller's callback may raise anything. aiokafka only logs it, so `read`
+                    # raises it too.
                     self._fail(error)
                     raise
 
@@ -169,6 +172,8 @@ class KafkaMember:
                 self._reader = await self._open_reader(numbers)
             self._assigned = numbers
         except BaseException as error:
+            # The caller's callback may raise anything. `revoke` only waits for this task to end,
+            # so `join` and `read` raise its error.
             self._fail(error)
             if isinstance(error, asyncio.CancelledError):
                 raise

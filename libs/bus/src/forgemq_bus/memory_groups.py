@@ -40,6 +40,7 @@ class MemoryGroups:
             try:
                 await self._reassign(member.group)
             except BaseException:
+                # Also on a cancellation: a member that did not join must get no partitions.
                 self.members[member.group].remove(member)
                 raise
 

@@ -193,6 +193,7 @@ class EngineServer:
         try:
             self.wait_healthy()
         except BaseException:
+            # Also on an interrupt while it loads: `__exit__` is not called if this raises.
             self.stop()
             raise
         return self

@@ -89,6 +89,7 @@ class Batch:
         except InvalidRecordError as error:
             return self._add_bad(record, f"refused: {error}", has_dead_letter=True)
         except Exception as error:
+            # A defect of the core may be any error; it ends the process, and says for which record.
             error.add_note(f"while handling {record.topic}/{record.partition}@{record.offset}")
             raise
         self._write(outputs, headers)

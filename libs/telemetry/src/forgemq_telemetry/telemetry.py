@@ -170,6 +170,7 @@ class Telemetry:
         try:
             yield span
         except BaseException as error:
+            # The work inside may raise anything, a cancellation too: each ends the span as failed.
             span.end(error)
             raise
         span.end(None)

@@ -196,7 +196,8 @@ class Operations:
         try:
             await self._outbox.write(record)
         except BaseException:
-            self._changed.notify(facts.group_id)  # Another agent may take it.
+            # Also on a cancellation: the episode is free again, and another agent may take it.
+            self._changed.notify(facts.group_id)
             raise
         finally:
             group.claiming.discard(index)
@@ -313,6 +314,7 @@ class Operations:
             record = await self._final_record(episode, ending)
             await self._outbox.write(record)
         except BaseException:
+            # Also on a cancellation: while it is finishing, no other end could follow.
             episode.state = before
             self._changed.notify(episode.opened.group_id)
             raise

@@ -194,6 +194,7 @@ class TurnRoute:
         except RefusedError:
             raise
         except Exception as error:
+            # The parser runs on what a client sent: a defect in it fails this request alone.
             raise self._failed(error) from error
 
     def _start(self, request: Request, *, key: str | None, caller: Headers) -> Started:
@@ -211,6 +212,7 @@ class TurnRoute:
         except RefusedError:
             raise
         except Exception as error:
+            # Comparing and hashing run on what a client sent: a defect fails this request alone.
             raise self._failed(error) from error
 
     def _failed(self, error: Exception) -> RefusedError:

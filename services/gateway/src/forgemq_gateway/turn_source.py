@@ -125,6 +125,8 @@ class TurnSource:
         except RefusedError:
             raise
         except Exception as error:
+            # Chat templates and tokenizers run on what a client sent and may raise anything. One
+            # request must not end the gateway of the whole run: it fails, with a traceback logged.
             self._telemetry.event(
                 "compose_failed",
                 request=turn.request_id,
