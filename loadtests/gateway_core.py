@@ -3,13 +3,13 @@
 The gateway decides on one core for all agents of a run, so what happens a hundred times a second
 must not look at all that is open. Each case runs an event with N and with 10 N open;
 `cost_10n_over_n` is CPU time of this one thread over itself. Two cases also run the plain way,
-which looks at everything, in the same run: `over_plain` is the plain way's time over ours.
+which looks at everything, in the same run: `over_plain` is the plain way's time over the gateway's.
 
 - choose: a lane for a request whose episode has N turns, with 100 lanes; plain: a walk of the turns
   for each lane
 - heartbeat_held: a heartbeat while no lane takes requests and N turns wait for one
 - tick: four times a second, with N turns in flight on 100 lanes
-- leases_and_bytes: likewise, with N open episodes
+- leases_and_bytes: four times a second, with N open episodes
 - change: of one group, with N groups for which an agent waits; plain: every one looks again
 """
 

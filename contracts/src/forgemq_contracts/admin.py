@@ -49,7 +49,7 @@ EndedBy: TypeAlias = Annotated[
         "says context_full if it refused the episode's newest completion for that, else null."
     ),
 ]
-_WAIT = "Answer after at most so many seconds; the gateway waits at most its LONG_POLL_S_MAX."
+_WAIT = "Answer after at most this many seconds; the gateway caps it at its LONG_POLL_S_MAX."
 
 
 class GroupRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -80,8 +80,8 @@ class GroupRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     takes_known: Annotated[
         bool,
         Meta(
-            description="An open group of this key is taken as it is. Otherwise a request that "
-            "differs from the first one of its key is refused."
+            description="Answer with the open group of this key even if this request differs from "
+            "the one that made it. false: such a request is refused."
         ),
     ] = False
 
@@ -93,14 +93,14 @@ class GroupStatus(Struct, frozen=True, kw_only=True):
     state: GroupState
     retire_reason: Annotated[
         Literal[RetireReason, ""],
-        Meta(description="'' until the group retires, and if it did long ago."),
+        Meta(description="'' before the group retires, and if it retired too long ago."),
     ]
     group_size: Annotated[
         int,
         Meta(ge=0, le=4096, description="0 if the group retired before this gateway started."),
     ]
     queue_index: Annotated[
-        QueueIndex | None, Meta(description="null until a slot is given; evaluation takes none.")
+        QueueIndex | None, Meta(description="null before the group has a slot, and for evaluation.")
     ]
     open: Annotated[int, Meta(ge=0, description="Episodes that agents hold.")]
     finished: Annotated[int, Meta(ge=0, description="Episodes that have ended.")]
@@ -113,9 +113,9 @@ class GroupQuery(Struct, frozen=True, kw_only=True, omit_defaults=True):
     state: Annotated[
         GroupState | None,
         Meta(
-            description="The state that the caller knows: any other one is answered at once. "
-            "Without it the gateway waits for a change from the present state, and so misses a "
-            "change between the caller's previous answer and this question."
+            description="The state that the caller knows: if the group has another one, the answer "
+            "comes at once. Without it the gateway waits for the next change, and does not notice "
+            "one that came between the caller's previous answer and this request."
         ),
     ] = None
 
@@ -141,7 +141,7 @@ class Claim(Struct, frozen=True, kw_only=True):
         str, Meta(description="Base URL with the key in its path, if a client cannot send one.")
     ]
     lease_s: Annotated[
-        float, Meta(gt=0, description="The episode is free again after so long a silence.")
+        float, Meta(gt=0, description="Without a request for this long the episode is free again.")
     ]
     task: Annotated[Raw, Meta(description="The task as it was requested.")]
     temperature: Temperature

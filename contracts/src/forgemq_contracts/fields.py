@@ -85,8 +85,8 @@ ForkReason: TypeAlias = Annotated[
     Meta(
         description="Why a request did not extend the recorded tokens. side_request: another "
         "conversation, such as a title's. compaction: earlier turns are left out. edited: a "
-        "message or an echoed reply is changed. other_tools: the tools are. resampled: the same "
-        "messages again. rewritten: the model's template changes earlier messages."
+        "message or an echoed reply is changed. other_tools: the tools are changed. resampled: the "
+        "same messages again. rewritten: the model's template changes earlier messages."
     ),
 ]
 JsonBytes: TypeAlias = Annotated[bytes, Meta(description="A UTF-8 JSON document.")]

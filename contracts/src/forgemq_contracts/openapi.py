@@ -14,7 +14,7 @@ from forgemq_contracts.admin_routes import RETRIED, Route
 VERSION = "1.0.0"
 
 _RETRY_AFTER = {
-    "description": "Ask again after so many seconds.",
+    "description": "Ask again after this many seconds.",
     "schema": {"type": "integer", "minimum": 0},
 }
 _REFERENCE = "#/components/schemas/{name}"
@@ -98,7 +98,7 @@ def _responses(route: Route) -> dict[str, Any]:
             seconds = {"type": "integer", "minimum": 0}
             response["headers"] = {
                 "Retry-After": {
-                    "description": "Ask again after so many seconds.",
+                    "description": "Ask again after this many seconds.",
                     "schema": seconds,
                 }
             }

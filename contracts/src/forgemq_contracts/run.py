@@ -69,7 +69,7 @@ class Queue(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = 3600.0
     claim_deadline_s: Annotated[
         float,
-        Meta(gt=0, description="An admitted group of which no agent claims an episode expires."),
+        Meta(gt=0, description="An admitted group expires if no agent claims an episode of it."),
     ] = 86_400.0
     groups_requested_max: Annotated[
         int, Meta(ge=1, description="Requested, not yet admitted; above it: 429.")
@@ -106,8 +106,8 @@ class Rewards(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     truncated: Annotated[
         Literal["grade", "zero", "mask"],
         Meta(
-            description="What an episode earns that a limit ended (context full, too many turns). "
-            "grade: what the reward functions say. zero: 0, without asking them. mask: nothing; "
+            description="What an episode earns if a limit ended it (context full, too many turns). "
+            "grade: what the reward functions return. zero: 0, without asking them. mask: nothing; "
             "it counts in no baseline."
         ),
     ] = "grade"
@@ -264,7 +264,7 @@ class RunConfiguration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ] = ()
     logic_version: Annotated[
         int,
-        Meta(ge=1, description="Without effect: each core has its own, and its journal says it."),
+        Meta(ge=1, description="No effect: each core has its own, which its journal names."),
     ] = 1
 
 
@@ -368,8 +368,8 @@ def _check_agents(configuration: RunConfiguration) -> None:
     if configuration.evaluation.tasks and not played_queues(configuration):
         raise ValueError(
             f"evaluation.tasks must be 0 if no queue has an agent, got "
-            f"{configuration.evaluation.tasks}: whoever plays from outside asks for held-out "
-            'groups too, by POST /v1/groups with "purpose": "eval"'
+            f"{configuration.evaluation.tasks}: agents that play from outside ask for "
+            'held-out groups themselves, by POST /v1/groups with "purpose": "eval"'
         )
 
 

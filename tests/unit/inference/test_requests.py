@@ -225,7 +225,7 @@ async def test_a_newer_process_on_the_lane_ends_the_older_one(base: Path) -> Non
         with pytest.raises(ExceptionGroup) as caught:
             await serve()
     found = "; ".join(map(str, causes(caught.value)))
-    assert "belongs to a newer process: epoch 2, ours was 1" in found
+    assert "belongs to a newer process: epoch 2, this one has 1" in found
 
 
 async def test_a_lost_engine_fails_its_requests_and_is_taken_back_when_it_returns(

@@ -129,7 +129,7 @@ def test_tree_and_per_request_gradients_are_equal(
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama", "qwen3_moe"])
 def test_against_stock_modules_only_their_rounding_differs(kind: str) -> None:
-    """Norm and rotary embedding of transformers round a float64 model to fp32; ours do not."""
+    """Norm and rotary embedding of transformers round float64 to fp32; the trainer's do not."""
     model = _made(kind, torch.float64)
     groups, loss = _groups(4), loss_function(Loss())
     _, expected = _per_request(model, groups, loss)

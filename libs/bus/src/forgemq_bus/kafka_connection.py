@@ -54,7 +54,7 @@ class KafkaConnection(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ] = 30.0
     session_timeout_s: Annotated[
         float,
-        Meta(ge=6, le=1800, description="Without a heartbeat for so long, a member is dead."),
+        Meta(ge=6, le=1800, description="After this long without a heartbeat a member is dead."),
     ] = 10.0
 
     def __post_init__(self) -> None:

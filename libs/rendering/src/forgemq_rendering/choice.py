@@ -41,7 +41,7 @@ def choose_renderer(
         return create_renderer(tokenizer, _template_config(tokenizer))
     settings = config_from_name(chosen)
     if settings is None:
-        raise ValueError(f"model.renderer: `renderers` has none called {chosen!r}")
+        raise ValueError(f"model.renderer: `renderers` has no renderer {chosen!r}")
     if history == "append_only":
         settings = type(settings)(thinking_retention="all")
     return create_renderer(tokenizer, settings)

@@ -50,7 +50,7 @@ class StepPoint(Struct, frozen=True, kw_only=True):
         int | None, Meta(description="None until the step's record is read.")
     ]
     logprob_gap_mean: Annotated[
-        float | None, Meta(description="Nats; null: no token of the current version was at hand.")
+        float | None, Meta(description="Nats; null: the step had no token of the current version.")
     ]
     logprob_gap_p99: float | None
     logprob_gap_max: float | None

@@ -22,7 +22,7 @@ class KafkaSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     ] = 30.0
     session_timeout_s: Annotated[
         float,
-        msgspec.Meta(ge=6, le=1800, description="A silent process's partitions wait so long."),
+        msgspec.Meta(ge=6, le=1800, description="Then others get a silent process's partitions."),
     ] = 10.0
 
 

@@ -48,7 +48,8 @@ class ServiceSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             pattern=r"^[A-Za-z0-9._-]*$",
             max_length=200,
             description="Name of this process among its replicas, the same after a restart: it "
-            "then gets its partitions back and no other process notices. Empty: it joins anew.",
+            "then gets its partitions back and no other process notices. Empty: a restart joins "
+            "the group as a new member.",
         ),
     ] = ""
 

@@ -12,17 +12,17 @@ class TransformSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
         float, Meta(ge=0, le=1, description="A batch collects this long after its first record.")
     ] = 0.05
     batch_records_max: Annotated[
-        int, Meta(ge=1, description="Of one batch; a task holds one at a time.")
+        int, Meta(ge=1, description="Records in a batch; a task holds one batch at a time.")
     ] = 2000
     batch_bytes_max: Annotated[
         int, Meta(ge=1, description="A batch with this many bytes reads no more.")
     ] = 64_000_000
-    read_records_max: Annotated[int, Meta(ge=1, description="Of one read of the log.")] = 200
+    read_records_max: Annotated[int, Meta(ge=1, description="Records in a read of the log.")] = 200
     ticks_pending_max: Annotated[
-        int, Meta(ge=1, description="Idle ticks kept back; above it they are journalled.")
+        int, Meta(ge=1, description="Ticks without output held back; more are journalled.")
     ] = 120
     snapshot_every_batches: Annotated[
-        int, Meta(ge=1, description="What a restart replays at most.")
+        int, Meta(ge=1, description="Batches that a restart replays at most.")
     ] = 2000
     snapshot_every_s: Annotated[
         float, Meta(gt=0, description="A snapshot is due after this time too.")
@@ -36,7 +36,7 @@ class TransformSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
         Meta(
             ge=0,
             le=1,
-            description="Of a partition's recent records; above: the task stops.",
+            description="Bad share of a partition's recent records; above: the task stops.",
         ),
     ] = 0.1
     bad_fraction_over_records: Annotated[

@@ -233,7 +233,7 @@ GAUGES: dict[GaugeName, Metric] = {
     "gateway.in_flight": Metric("{request}", "Requests in flight, by lane."),
     "gateway.groups": Metric("{group}", "Groups that have not retired."),
     "gateway.groups_unclaimed": Metric(
-        "{group}", "Admitted groups of which no agent has claimed an episode."
+        "{group}", "Admitted groups without an episode that an agent has claimed."
     ),
     "gateway.history_bytes": Metric("By", "Memory of the message histories of open groups."),
 }

@@ -21,8 +21,8 @@ class TelemetrySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ] = 0
     export_every_s: Annotated[float, Meta(gt=0, description="OTLP: metrics interval.")] = 10.0
     sampled_fraction: Annotated[
-        float, Meta(ge=0, le=1, description="Of traces, by trace id: every service keeps the same.")
+        float, Meta(ge=0, le=1, description="Share of traces; every service keeps the same.")
     ] = 1.0
     links_max: Annotated[
-        int, Meta(ge=1, description="Of one span: a step links all its completions.")
+        int, Meta(ge=1, description="Links of one span: a step links all its completions.")
     ] = 65_536

@@ -117,7 +117,7 @@ def black_box(
 
     Args:
         command: Program and arguments.
-        timeout_s: The program is stopped after so long.
+        timeout_s: The program is stopped after this time.
         environ: Environment variables to add to the inherited ones.
         truncates_at_timeout: Whether `timeout_s` is the policy's limit and truncates the episode.
             By default it masks: a slow engine, too, lets time run out.

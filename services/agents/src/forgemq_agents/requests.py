@@ -24,7 +24,7 @@ class Retry(Struct, frozen=True, kw_only=True):
     """How long to retry while the gateway is away or busy."""
 
     deadline_s: Annotated[
-        float, Meta(gt=0, description="No new attempt after so long an outage.")
+        float, Meta(gt=0, description="After an outage this long there is no new attempt.")
     ] = 300.0
     # Doubles up to `wait_max_s`: a gateway that restarts is back within seconds, and one that is
     # away for longer must not meet all agents at once.
@@ -32,7 +32,7 @@ class Retry(Struct, frozen=True, kw_only=True):
     wait_max_s: Annotated[float, Meta(gt=0)] = 5.0
     # The default deadline of a completion, and 30 s for the answer's way.
     read_timeout_s: Annotated[
-        float, Meta(gt=0, description="So long a silence ends an attempt.")
+        float, Meta(gt=0, description="A silence this long ends an attempt.")
     ] = 930.0
 
 

@@ -15,5 +15,5 @@ class AgentsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     admin_key: Annotated[str, Meta(min_length=1)]
     poll_s: Annotated[float, Meta(gt=0, description="How often the run's progress is read.")] = 2.0
     retry_deadline_s: Annotated[
-        float, Meta(gt=0, description="After so long an outage of the gateway the process ends.")
+        float, Meta(gt=0, description="A gateway outage this long ends the process.")
     ] = 300.0

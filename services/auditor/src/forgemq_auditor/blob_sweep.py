@@ -45,7 +45,7 @@ class Clocks(msgspec.Struct, frozen=True, kw_only=True):
 class BlobSweep:
     """Sweeps the blobs of one run.
 
-    Lifecycle: `sweep` every now and then. A new one knows nothing, so it deletes nothing before
+    Lifecycle: `sweep` at intervals. A new one knows nothing, so it deletes nothing before
     it has read the whole log and the grace is over.
     """
 

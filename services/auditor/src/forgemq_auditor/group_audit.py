@@ -79,7 +79,7 @@ class _Backlog:
 class GroupAudit:
     """Audits the groups of one run as they retire.
 
-    Lifecycle: `open`, then `audit` every now and then, and at once if it has more. After an error
+    Lifecycle: `open`, then `audit` at intervals, and at once if it has more. After an error
     open a new one: it goes on from what was committed. A second auditor of the run fences this one.
     """
 

@@ -22,6 +22,6 @@ class AuditorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Meta(
             ge=0,
             description="A blob stays this long after it was written, and after its last record "
-            "was trimmed. Longer than any write takes, any read, and all clocks differ.",
+            "was trimmed. Must be longer than any write or read, and than clocks differ.",
         ),
     ] = 3600.0

@@ -18,9 +18,9 @@ INLINE_SIZE_MAX = 16_384
 _THREADS_MAX = max(2, min(4, os.cpu_count() or 1))
 
 
-# A thread that works on a large request gives the interpreter to the event loop after so long. The
-# loop gives it up at every read and write, several times a request: with Python's 5 ms, each of
-# them would cost 5 ms.
+# After this time a thread that works on a large request gives the interpreter to the event loop.
+# The loop gives it up at every read and write, several times a request: with Python's 5 ms, each
+# of them would cost 5 ms.
 _SWITCH_S = 0.001
 
 

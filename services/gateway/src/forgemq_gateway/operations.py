@@ -235,7 +235,7 @@ class Operations:
         )
 
     def renew_lease(self, episode_id: str) -> Lease:
-        """Keep the episode for its agent, which has given a sign of life."""
+        """Keep the episode for its agent, which has just sent a request."""
         episode = self._access.known_episode(episode_id)
         if episode.state == "ended":
             raise conflict(f"episode {episode_id} has ended")

@@ -39,7 +39,7 @@ class Router:
     Args:
         protocols: What agents may speak; the first one's error shape is that of other paths.
         ready: Set when the state is rebuilt.
-        hold_s: A request waits so long for it, then 503.
+        hold_s: A request waits this long for it, then 503.
     """
 
     def __init__(

@@ -44,14 +44,14 @@ class GatewaySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         float, Meta(ge=0, description="Seconds a new turn waits for a lane.")
     ] = 3.0
     drain_s: Annotated[
-        float, Meta(ge=0, description="A finishing episode waits so long for open requests.")
+        float, Meta(ge=0, description="A finishing episode waits this long for open requests.")
     ] = 5.0
     restore_hold_s: Annotated[
-        float, Meta(ge=0, description="Requests wait so long for a restart, then 503.")
+        float, Meta(ge=0, description="Requests wait this long for a restart, then 503.")
     ] = 30.0
     mark_every_s: Annotated[
         float,
-        Meta(gt=0, description="Seconds between two commits of a restart's start."),
+        Meta(gt=0, description="Seconds between two commits of where a restart begins."),
     ] = 10.0
     long_poll_s_max: Annotated[float, Meta(gt=0, le=300)] = 60.0
 

@@ -102,5 +102,5 @@ class Inbox:
         if report.epoch > self._identity.epoch:
             raise FencedError(
                 f"lane {report.lane} belongs to a newer process: epoch {report.epoch}, "
-                f"ours was {self._identity.epoch}"
+                f"this one has {self._identity.epoch}"
             )

@@ -81,10 +81,10 @@ class RunningRun:
             ConfigurationError: a resume changes what must stay.
         """
         configuration = self._setup.configuration
-        self._screen.say(f"{await create_topics(log, configuration)} topics are there")
+        self._screen.say(f"the run has {await create_topics(log, configuration)} topics")
         started = await next_start(log, configuration, blobs=self._setup.blobs, now_ms=now_ms())
         for change in started.changes:
-            self._screen.say(f"from here on {change}")
+            self._screen.say(f"changed by this resume: {change}")
         if short := shortage(configuration):
             self._screen.say(f"warning: {short}")
         self._setup.folder.keep(configuration)

@@ -79,8 +79,8 @@ def _parser() -> argparse.ArgumentParser:
         "run",
         help="run a configuration from start to report, or continue a run",
         description="Bring up engine, broker and services, show the run, and report it at its "
-        "end. Exit status: 0 completed and every guarantee held, 1 not so, 2 refused, 130 "
-        "interrupted.",
+        "end. Exit status: 0 completed and every guarantee held, 1 failed, 2 refused, "
+        "130 interrupted.",
     )
     run.add_argument("file", type=Path, help="run configuration, TOML")
     run.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. trainer.steps=10")

@@ -18,21 +18,23 @@ class LauncherSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         ),
     ] = 7_000_000_000
     memory_min_bytes_without_engine: Annotated[
-        int, Meta(ge=0, description="Likewise, if a setting names the engines.")
+        int, Meta(ge=0, description="Free memory demanded if a setting names the engines.")
     ] = 3_000_000_000
     start_timeout_s: Annotated[
-        float, Meta(gt=0, description="For an engine to answer; a CPU takes 1-3 minutes.")
+        float, Meta(gt=0, description="Time for an engine to answer; a CPU takes 1-3 minutes.")
     ] = 600.0
     stop_grace_s: Annotated[
         float,
         Meta(
             gt=0,
-            description="From SIGTERM to SIGKILL; more than a service gives itself, 15 s.",
+            description="From SIGTERM to SIGKILL; more than the 15 s in which a service stops.",
         ),
     ] = 20.0
     restarts_max: Annotated[
         int,
-        Meta(ge=0, description="Of one process in restarts_span_s; one more fails the run."),
+        Meta(
+            ge=0, description="Restarts of a process in restarts_span_s; one more is a failed run."
+        ),
     ] = 6
     restarts_span_s: Annotated[
         float, Meta(gt=0, description="Deaths further apart than this are unrelated accidents.")

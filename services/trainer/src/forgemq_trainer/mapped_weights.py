@@ -85,7 +85,7 @@ class MappedWeights:
 
         Args:
             index: Of the bucket.
-            check: Called while this waits for room; it raises if the caller shall not wait longer.
+            check: Called while this waits for room; it raises to end the wait.
         """
         ranges = self._buckets[index]
         if len(ranges) == 1 and self._device.type == "cpu":

@@ -79,7 +79,7 @@ class Attempts:
     the other attempt's result later finds no turn.
 
     Args:
-        lane_hold_s: A new turn waits so long for a lane, then its clients hear 429.
+        lane_hold_s: A new turn waits this long for a lane, then its clients hear 429.
     """
 
     def __init__(self, lanes: Lanes, *, lane_hold_s: float) -> None:
@@ -232,7 +232,7 @@ class Attempts:
     ) -> Effects:
         """Send the turn unless a lane works on it, or fail it if its time is over.
 
-        Without `has_lane` no lane takes requests, so that none need be looked for.
+        Without `has_lane` no lane takes requests, so it does not look for one.
         """
         if turn.state == "preparing":
             return ()

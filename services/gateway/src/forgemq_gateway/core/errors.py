@@ -16,7 +16,7 @@ class RefusedError(Exception):
         kind: Type in the error body.
         param: Path of the field that is wrong (`messages[3].role`), if one is.
         code: Reason for programs, if there is one.
-        retry_after_s: The client may ask again after so many seconds, if at all.
+        retry_after_s: The client may ask again after this many seconds, if at all.
     """
 
     def __init__(

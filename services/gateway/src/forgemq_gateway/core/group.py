@@ -38,7 +38,7 @@ class Group:
         return None
 
     def unfinished(self) -> list[int]:
-        """Indices without a final record, of which none is on its way."""
+        """Indices that have no final record, written or being written."""
         return [
             index
             for index in range(self.facts.group_size)

@@ -13,7 +13,7 @@ from forgemq_gateway.core.episodes import HeldEpisode
 class Leases:
     """One time to look at each episode that has not ended.
 
-    Example: leased at 0 s for 60 s and renewed at 50 s, an episode is looked at at 60 s and 110 s.
+    Example: leased at 0 s for 60 s and renewed at 50 s, an episode is checked at 60 s and 110 s.
 
     Args:
         episode: Episode id -> the episode, or None if its group is over or has a later attempt.

@@ -47,7 +47,7 @@ def packed_routes(recorded: bytes, *, tokens_count: int, experts: Experts) -> by
     expected_bytes = tokens_count * experts.layers * experts.top_k * _RECORDED_BYTES
     if len(recorded) != expected_bytes:
         raise InvalidRoutesError(
-            f"routes: {len(recorded)} bytes, where {tokens_count} tokens, {experts.layers} layers "
+            f"routes: {len(recorded)} bytes, but {tokens_count} tokens, {experts.layers} layers "
             f"and {experts.top_k} experts make {expected_bytes}"
         )
     # Slices of bytes, not a loop over numbers: a long completion has millions of them, and the

@@ -13,7 +13,7 @@ from forgemq_run_view.state import RunState
 EVENTS_SHOWN_MAX = 6
 """With the 14 other lines of the panel they fit a terminal of 24 lines."""
 PLAIN_EVERY_S = 30.0
-"""In a log or a pipe: a sign of life during long steps, without drowning the steps."""
+"""In a log or a pipe: shows that a long step goes on, in few lines beside those of the steps."""
 
 
 class Screen:
