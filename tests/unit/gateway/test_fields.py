@@ -89,7 +89,7 @@ async def test_paths_models_and_headers_say_what_there_is(model: Path) -> None:
 
         key = claim["key"]
         unspoken = await ask("POST", "/v1/responses", key, {})
-        anthropic = await ask("POST", "/v1/messages/count_tokens", key, {})
+        anthropic = await ask("POST", "/v1/messages/batches", key, {})
         keyless = [await ask("POST", p, body={}) for p in ("/v1/responses", "/v1/messages")]
         admin_key = await ask("POST", "/v1/responses", ADMIN_KEY, {})
         admin = await ask("GET", "/v1/run")
@@ -100,7 +100,8 @@ async def test_paths_models_and_headers_say_what_there_is(model: Path) -> None:
         stream = await ask("POST", chat, key, {"messages": [HELLO], "top_p": 1, "stream": True})
     assert unspoken.status_code == 404
     assert unspoken.json()["error"]["message"] == (
-        "agents have no POST /v1/responses; there are POST /v1/chat/completions and GET /v1/models"
+        "agents have no POST /v1/responses; there are POST /v1/chat/completions, "
+        "POST /v1/messages and GET /v1/models"
     )
     assert anthropic.json()["type"] == "error"
     assert anthropic.json()["error"]["type"] == "not_found_error"

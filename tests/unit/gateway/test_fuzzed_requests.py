@@ -1,4 +1,4 @@
-"""Any HTTP body is answered with 200 or a 4xx in OpenAI's shape, and loses nothing."""
+"""Any HTTP body is answered with 200 or a 4xx in the protocol's shape, and loses nothing."""
 
 import asyncio
 import itertools
@@ -17,8 +17,11 @@ from hypothesis import strategies as st
 from forgemq_bus.memory import MemoryLog
 from forgemq_gateway.core.errors import RefusedError
 from forgemq_gateway.protocols.chat_completions import ChatCompletions
+from forgemq_gateway.protocols.messages import Messages
 from tests.unit.gateway.scripted_lane import wall_ms
 from tests.unit.gateway.world import ADMIN_KEY, configuration_of, running
+
+COUNT_PATH = "/v1/messages/count_tokens"
 
 FUZZ = settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -40,6 +43,34 @@ SOUND: dict[str, Any] = {
     "max_tokens": 5,
     "stream": False,
     "stop": ["x"],
+}
+SOUND_MESSAGES: dict[str, Any] = {
+    "model": "m",
+    "max_tokens": 5,
+    "system": [{"type": "text", "text": "be brief"}],
+    "messages": [
+        HELLO,
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "Zm9yZ2VtcTpy"},
+                {"type": "tool_use", "id": "c1", "name": "find", "input": {"q": 1}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "c1",
+                    "content": [{"type": "text", "text": "found"}],
+                }
+            ],
+        },
+    ],
+    "tools": [{"name": "find", "input_schema": {"type": "object"}}],
+    "tool_choice": {"type": "auto"},
+    "stop_sequences": ["x"],
 }
 GROUP: dict[str, Any] = {
     "domain": "shop",
@@ -65,6 +96,9 @@ class Served:
         return self.client.post(
             f"{self.url}/v1/chat/completions", content=body, headers={"x-api-key": self.key}
         )
+
+    def messages(self, body: bytes, *, path: str = "/v1/messages") -> httpx.Response:
+        return self.client.post(f"{self.url}{path}", content=body, headers={"x-api-key": self.key})
 
     def admin(self, path: str, body: bytes) -> httpx.Response:
         headers = {"authorization": f"Bearer {ADMIN_KEY}"}
@@ -204,6 +238,31 @@ def test_a_chat_request_is_served_or_refused_and_the_next_is_served(
     assert served.group()["state"] == "admitted"
     answer = served.chat(json.dumps({"messages": [HELLO]}).encode())
     assert answer.json()["choices"][0]["message"]["content"] == "yes"
+
+
+def test_with_any_one_byte_changed_messages_are_read_or_refused_with_400():
+    sound = json.dumps(SOUND_MESSAGES).encode()
+    statuses = set()
+    for index, byte in itertools.product(range(len(sound)), range(0, 256, 5)):
+        try:
+            Messages().read(sound[:index] + bytes([byte]) + sound[index + 1 :])
+        except RefusedError as error:
+            statuses.add(error.status)
+    assert statuses == {400}
+
+
+@FUZZ
+@given(body=bodies(SOUND_MESSAGES), path=st.sampled_from(["/v1/messages", COUNT_PATH]))
+def test_messages_are_served_counted_or_refused_and_the_next_is_served(
+    served: Served, body: bytes, path: str
+) -> None:
+    answer = served.messages(body, path=path)
+    if answer.status_code != 200:
+        assert 400 <= answer.status_code < 500, answer.text
+        assert answer.json()["type"] == "error"
+        assert set(answer.json()["error"]) == {"type", "message"}
+    following = served.messages(json.dumps({"messages": [HELLO], "model": "m"}).encode())
+    assert following.json()["content"] == [{"type": "text", "text": "yes"}]
 
 
 @FUZZ

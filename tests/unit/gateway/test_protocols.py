@@ -37,7 +37,7 @@ def test_a_message_has_its_reasoning_text_and_calls_as_parts() -> None:
         Call("c1", "find", '{"a": 1}'),
     )
     assert request.messages[1].parts == (ToolResult("c1", "found"),)
-    assert request.thoughts == ("hm", "")
+    assert request.thoughts == (Thinking("hm"), Thinking(""))
 
 
 def test_the_chat_form_of_a_message_reads_back_as_the_same_message() -> None:

@@ -25,7 +25,7 @@ from forgemq_gateway.large_work import favour_event_loop
 from forgemq_gateway.memory_need import report_memory_shortage
 from forgemq_gateway.operations import Operations
 from forgemq_gateway.outbox import PRODUCES, Outbox
-from forgemq_gateway.protocols import PROTOCOLS
+from forgemq_gateway.protocols import COUNTERS, PROTOCOLS
 from forgemq_gateway.router import Router
 from forgemq_gateway.settings import GatewaySettings
 from forgemq_gateway.ticks import keep_ticking
@@ -115,6 +115,7 @@ class GatewayServer:
         self._router = Router(
             turns,
             protocols=PROTOCOLS,
+            counters=COUNTERS,
             admin=admin_app(self._operations, access=access),
             access=access,
             ready=self._ready,

@@ -9,9 +9,17 @@ from forgemq_contracts.fields import ForkReason
 from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.errors import invalid
 from forgemq_gateway.core.history import TAIL_TOKENS, TOKEN_BYTES, KnownCompletion, tokens_of
-from forgemq_gateway.core.plans import Plan, Prepared
+from forgemq_gateway.core.plans import Plan, Prepared, plan
 from forgemq_gateway.core.replies import Answer, Reply, TokenLogprob, finish_reason
-from forgemq_gateway.core.requests import Call, Text, Thinking, chat_form, chat_json, size_of
+from forgemq_gateway.core.requests import (
+    Call,
+    Request,
+    Text,
+    Thinking,
+    chat_form,
+    chat_json,
+    size_of,
+)
 from forgemq_gateway.core.sampling import used_sampling
 from forgemq_gateway.core.turns import OpenTurn
 from forgemq_gateway.large_work import LargeWork
@@ -92,6 +100,20 @@ class Composer:
             ),
         )
 
+    async def count_tokens(self, request: Request, *, episode: HeldEpisode) -> int:
+        """Context tokens that this request would have now.
+
+        Raises:
+            RefusedError: as `prepare`.
+        """
+        planned = plan(request, history=episode.history)
+        extension = await self._extension(planned, episode=episode)
+        if planned.match is not None and extension is not None:
+            shared = planned.match.completion.total_tokens
+            return shared + len(extension.tokens) // TOKEN_BYTES
+        prompt = await self._prompts.of(request)
+        return len(prompt.tokens) // TOKEN_BYTES
+
     async def _extension(self, planned: Plan, *, episode: HeldEpisode) -> Rendered | None:
         """What follows the matched completion; None if the whole history must be rendered."""
         match = planned.match
@@ -146,6 +168,7 @@ class Composer:
             context_tokens=completion.context_tokens,
             output_tokens=completion.output_tokens,
             cached_tokens=completion.cached_tokens,
+            stop_string=completion.stop_string,
             logprobs=self._logprobs(completion) if with_logprobs else None,
         )
 

@@ -2,14 +2,15 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from datetime import UTC, datetime
 from functools import partial
 from typing import TypeAlias
 from urllib.parse import unquote
 
 from forgemq_gateway.access import Access, key_in, no_episode_key
 from forgemq_gateway.core.errors import RefusedError, busy, unknown
-from forgemq_gateway.protocols.chat_body import DEFAULT_MODEL
-from forgemq_gateway.turn_route import TurnRoute, WireProtocol
+from forgemq_gateway.core.requests import DEFAULT_MODEL
+from forgemq_gateway.turn_route import TurnRoute
 from forgemq_gateway.wire import (
     Application,
     Receive,
@@ -19,15 +20,15 @@ from forgemq_gateway.wire import (
     send_json,
     send_refusal,
 )
+from forgemq_gateway.wire_protocol import TokenCounter, WireProtocol
 
 _SESSION = "/s/"
 _MODELS = "/v1/models"
 
 # What agents ask for, spoken here or not: their keys are episodes' and never the admin key.
-_ANTHROPIC_PATHS = ("/v1/messages",)
 _AGENTS_PATHS = (
-    *_ANTHROPIC_PATHS,
-    *("/v1/chat", "/v1/completions", "/v1/responses", "/v1/embeddings", "/chat", "/responses"),
+    *("/v1/chat", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings"),
+    *("/chat", "/responses", "/messages"),
 )
 
 Route: TypeAlias = Callable[[Scope, Receive, Send, str | None], Awaitable[None]]
@@ -38,6 +39,7 @@ class Router:
 
     Args:
         protocols: What agents may speak; the first one's error shape is that of other paths.
+        counters: Where agents ask for the number of a request's tokens.
         ready: Set when the state is rebuilt.
         hold_s: A request waits this long for it, then 503.
     """
@@ -47,6 +49,7 @@ class Router:
         turns: TurnRoute,
         *,
         protocols: Sequence[WireProtocol],
+        counters: Sequence[TokenCounter],
         admin: Application,
         access: Access,
         ready: asyncio.Event,
@@ -62,6 +65,7 @@ class Router:
                 ("POST", protocol.path): partial(turns.serve, protocol=protocol)
                 for protocol in protocols
             },
+            **{("POST", each.path): partial(turns.count, counter=each) for each in counters},
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -106,7 +110,7 @@ class Router:
         for protocol in self._protocols:
             if _is_below(path, (protocol.path,)):
                 return protocol.error
-        return _anthropic_error if _is_below(path, _ANTHROPIC_PATHS) else self._protocols[0].error
+        return self._protocols[0].error
 
     async def _health(self, send: Send) -> None:
         if self._ready.is_set():
@@ -123,22 +127,30 @@ class Router:
         except RefusedError as error:
             await send_refusal(send, error, shape=self._protocols[0].error)
             return
-        model = {
-            "id": name or DEFAULT_MODEL,
-            "object": "model",
-            "created": episode.opened.opened_ms // 1000,
-            "owned_by": "forgemq",
-        }
-        await send_json(send, model if name else {"object": "list", "data": [model]})
+        model = _model(name or DEFAULT_MODEL, created_s=episode.opened.opened_ms // 1000)
+        await send_json(send, model if name else _models_of(model))
+
+
+def _model(name: str, *, created_s: int) -> dict[str, object]:
+    """One model with the fields of OpenAI's list and of Anthropic's: both have the same path."""
+    return {
+        "id": name,
+        "object": "model",
+        "type": "model",
+        "display_name": name,
+        "created": created_s,
+        "created_at": datetime.fromtimestamp(created_s, UTC).isoformat(),
+        "owned_by": "forgemq",
+    }
+
+
+def _models_of(model: dict[str, object]) -> dict[str, object]:
+    ends = {"first_id": model["id"], "last_id": model["id"], "has_more": False}
+    return {"object": "list", "data": [model], **ends}
 
 
 def _is_below(path: str, starts: Iterable[str]) -> bool:
     return any(path == start or path.startswith(f"{start}/") for start in starts)
-
-
-def _anthropic_error(error: RefusedError) -> object:
-    """The refusal as clients of Anthropic's API read it: others lose the sentence."""
-    return {"type": "error", "error": {"type": error.kind, "message": error.message}}
 
 
 def _key_and_path(scope: Scope, path: str) -> tuple[str | None, str]:

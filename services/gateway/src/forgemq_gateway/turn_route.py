@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import TypeAlias
 
 import orjson
 from msgspec import Struct
@@ -21,7 +21,7 @@ from forgemq_gateway.body_memory import BodyMemory, CountedBody
 from forgemq_gateway.composer import Composer
 from forgemq_gateway.context import GatewayContext
 from forgemq_gateway.core.episodes import HeldEpisode
-from forgemq_gateway.core.errors import RefusedError, failed
+from forgemq_gateway.core.errors import CONTEXT_FULL_CODE, RefusedError, failed
 from forgemq_gateway.core.history import KnownCompletion
 from forgemq_gateway.core.replies import Answer
 from forgemq_gateway.core.requests import Request
@@ -38,8 +38,10 @@ from forgemq_gateway.wire import (
     headers_of,
     json_start,
     read_body,
+    send_json,
     send_refusal,
 )
+from forgemq_gateway.wire_protocol import TokenCounter, WireProtocol
 from forgemq_telemetry.traces import Headers, headers_from_http
 
 # The end of an answer is sent when all before it is on its way and its delivery is on the log: a
@@ -47,39 +49,6 @@ from forgemq_telemetry.traces import Headers, headers_from_http
 _LAST_WRITE_BYTES = 65_536
 
 RecordDelivery: TypeAlias = Callable[[], Awaitable[None]]
-
-
-class WireProtocol(Protocol):
-    """How one protocol writes requests and answers."""
-
-    @property
-    def path(self) -> str:
-        """Where requests are posted."""
-        ...
-
-    def read(self, body: bytes) -> Request:
-        """The request in a body, or a RefusedError that names the field."""
-        ...
-
-    def whole(self, answer: Answer) -> dict[str, Any]:
-        """The answer as one JSON object."""
-        ...
-
-    def stream(self, answer: Answer, *, includes_usage: bool) -> bytes:
-        """The answer as the events of a stream, to its end."""
-        ...
-
-    def keep_alive(self, *, request_id: str, created_s: int, model: str) -> bytes:
-        """What a stream writes while its answer is not there."""
-        ...
-
-    def error(self, error: RefusedError) -> dict[str, Any]:
-        """A refusal as one JSON object."""
-        ...
-
-    def stream_error(self, error: RefusedError) -> bytes:
-        """A refusal as the last event of a stream."""
-        ...
 
 
 class Client(Struct, kw_only=True, eq=False):
@@ -157,15 +126,7 @@ class TurnRoute:
         headers = headers_of(scope)
         protocol, counted = how
         try:
-            self._access.episode(key)
-            body = await read_body(
-                receive,
-                bytes_max=self._body_bytes_max,
-                headers=headers,
-                code="context_length_exceeded",  # Agents shorten their history when they read it.
-                grow=counted.grow,
-            )
-            request = await self._read(protocol, body)
+            request = await self._request(protocol, receive, key, counted, headers=headers)
             started = self._start(request, key=key, caller=headers_from_http(headers))
         except ClientGoneError:
             return
@@ -173,7 +134,6 @@ class TurnRoute:
             self._telemetry.count("gateway.refused", status=error.status)
             await send_refusal(send, error, shape=protocol.error)
             return
-        del body  # Up to body_bytes_max, and the wait may be long.
         client = Client(
             protocol=protocol,
             request=started.request,
@@ -183,7 +143,71 @@ class TurnRoute:
         await self._attend(client, started.episode, started.awaited)
         self._telemetry.observe("gateway.answer_s", self._clock.now_s() - started_s)
 
-    async def _read(self, protocol: WireProtocol, body: bytes) -> Request:
+    async def count(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        key: str | None,
+        *,
+        counter: TokenCounter,
+    ) -> None:
+        """Answer with the context tokens that a request would have now; nothing is sampled."""
+        try:
+            with self._memory.body() as counted:
+                headers = headers_of(scope)
+                request = await self._request(counter, receive, key, counted, headers=headers)
+                episode = self._access.episode(key)
+                episode.renew(self._clock.now_s())
+                tokens = await self._tokens(request, episode)
+        except ClientGoneError:
+            return
+        except RefusedError as error:
+            self._telemetry.count("gateway.refused", status=error.status)
+            await send_refusal(send, error, shape=counter.error)
+            return
+        await send_json(send, counter.counted(tokens))
+
+    async def _tokens(self, request: Request, episode: HeldEpisode) -> int:
+        """Context tokens of this request.
+
+        Raises:
+            RefusedError: 400 as the composer says; 500 for any other error.
+        """
+        try:
+            return await self._composer.count_tokens(request, episode=episode)
+        except RefusedError:
+            raise
+        except Exception as error:
+            # Templates run on what a client sent: a defect in them fails this request alone.
+            raise self._failed(error) from error
+
+    async def _request(
+        self,
+        protocol: WireProtocol | TokenCounter,
+        receive: Receive,
+        key: str | None,
+        counted: CountedBody,
+        *,
+        headers: dict[str, str],
+    ) -> Request:
+        """The request in the body of an open episode's client.
+
+        Raises:
+            ClientGoneError: the connection closed first.
+            RefusedError: 4xx as the key, the limits and the protocol say; 500 for any other error.
+        """
+        self._access.episode(key)
+        body = await read_body(
+            receive,
+            bytes_max=self._body_bytes_max,
+            headers=headers,
+            code=CONTEXT_FULL_CODE,  # Agents shorten their history when they read it.
+            grow=counted.grow,
+        )
+        return await self._read(protocol, body)
+
+    async def _read(self, protocol: WireProtocol | TokenCounter, body: bytes) -> Request:
         """The request in a body; a large one is read beside the event loop.
 
         Raises:

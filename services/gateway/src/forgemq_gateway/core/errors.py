@@ -2,10 +2,19 @@
 
 import re
 
+from msgspec import Struct
+
 from forgemq_contracts.admin import ErrorType
 
 CONTEXT_FULL_CODE = "context_length_exceeded"
 """What OpenAI's clients and the agents built on them look for."""
+
+
+class Overflow(Struct, frozen=True, kw_only=True):
+    """Messages that do not fit: their tokens, exactly or at least, and the limit."""
+
+    tokens: int
+    tokens_max: int
 
 
 class RefusedError(Exception):
@@ -17,6 +26,7 @@ class RefusedError(Exception):
         param: Path of the field that is wrong (`messages[3].role`), if one is.
         code: Reason for programs, if there is one.
         retry_after_s: The client may ask again after this many seconds, if at all.
+        overflow: By how much the messages do not fit, if that is the reason and known.
     """
 
     def __init__(
@@ -28,6 +38,7 @@ class RefusedError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after_s: int | None = None,
+        overflow: Overflow | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -36,6 +47,7 @@ class RefusedError(Exception):
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
+        self.overflow = overflow
 
     @property
     def is_context_full(self) -> bool:
@@ -50,21 +62,23 @@ def invalid(message: str, *, param: str | None, code: str | None = None) -> Refu
 
 def context_overflow(*, context_tokens: int, context_tokens_max: int) -> RefusedError:
     """400 in the words that agents search for before they shorten their history."""
-    return invalid(
-        f"This model's maximum context length is {context_tokens_max} tokens. However, your "
-        f"messages resulted in {context_tokens} tokens. Please reduce the length of the messages.",
-        param="messages",
-        code=CONTEXT_FULL_CODE,
-    )
+    return _overflow("resulted in", context_tokens, context_tokens_max)
 
 
 def surely_overflows(*, tokens_min: int, context_tokens_max: int) -> RefusedError:
     """400 as `context_overflow`, for messages that nobody has tokenised."""
-    return invalid(
-        f"This model's maximum context length is {context_tokens_max} tokens. However, your "
-        f"messages have at least {tokens_min} tokens. Please reduce the length of the messages.",
+    return _overflow("have at least", tokens_min, context_tokens_max)
+
+
+def _overflow(verb: str, tokens: int, tokens_max: int) -> RefusedError:
+    return RefusedError(
+        f"This model's maximum context length is {tokens_max} tokens. However, your messages "
+        f"{verb} {tokens} tokens. Please reduce the length of the messages.",
+        status=400,
+        kind="invalid_request_error",
         param="messages",
-        code="context_length_exceeded",
+        code=CONTEXT_FULL_CODE,
+        overflow=Overflow(tokens=tokens, tokens_max=tokens_max),
     )
 
 

@@ -13,6 +13,7 @@ from msgspec import Struct
 from forgemq_gateway.core.digests import EMPTY_PATH, path_after
 from forgemq_gateway.core.held_bytes import HeldBytes, HeldPart
 from forgemq_gateway.core.replies import Reply, echo_digests, echo_key
+from forgemq_gateway.core.requests import Thinking
 
 LaneEpoch: TypeAlias = tuple[int, int]
 """A lane, under one epoch: another epoch has nothing of what the lane had computed."""
@@ -32,6 +33,8 @@ TAIL_TOKENS = 1024
 NO_OFFSET = -1
 """Below every offset: no completion was known."""
 
+_NO_THOUGHT = Thinking("")
+
 
 class KnownCompletion(Struct, kw_only=True, eq=False):
     """One finished completion; tokens as int32 bytes.
@@ -40,6 +43,7 @@ class KnownCompletion(Struct, kw_only=True, eq=False):
         context: Context tokens after the `shared_tokens` in common with the parent's tokens.
         context_tokens: Length of the whole context.
         path: Digest of the message path that ends with this reply.
+        stop_string: The client's stop string that ended it; "" if none did.
         echoed: Whether a later request of the client extends it.
         after_offset: Offset of the newest completion that the gateway had when this was requested.
     """
@@ -58,6 +62,7 @@ class KnownCompletion(Struct, kw_only=True, eq=False):
     lane: int
     epoch: int
     sampled_end: str
+    stop_string: str = ""
     engine_s: float
     cached_tokens: int
     finished_ms: int
@@ -118,7 +123,7 @@ class History:
         """
         return tuple(self._turn_of_echo.get(digest, digest) for digest in digests)
 
-    def match(self, keys: Sequence[str], thoughts: Sequence[str] = ()) -> Match | None:
+    def match(self, keys: Sequence[str], thoughts: Sequence[Thinking] = ()) -> Match | None:
         """The deepest completion on this path, if any; cost O(messages).
 
         Args:
@@ -130,7 +135,7 @@ class History:
             path = path_after(path, key)
             found = self._by_path.get(path)
             if found is not None:
-                thought = thoughts[index] if thoughts else ""
+                thought = thoughts[index] if thoughts else _NO_THOUGHT
                 chosen = _twin(found, thought=thought, before=best)
                 best = Match(completion=chosen, consumed=index + 1, path=path)
         return best
@@ -217,16 +222,20 @@ class History:
 
 
 def _twin(
-    found: Sequence[KnownCompletion], *, thought: str, before: Match | None
+    found: Sequence[KnownCompletion], *, thought: Thinking, before: Match | None
 ) -> KnownCompletion:
-    """The one of several replies with the same path: by its reasoning, its parent, or the last."""
+    """The one of several replies with the same path: by its reasoning, its parent, or the last.
+
+    Reasoning that names the request it answered decides before reasoning of the same text.
+    """
     if len(found) == 1:
         return found[0]
     parent = None if before is None else before.completion
 
-    def likeness(completion: KnownCompletion) -> tuple[bool, bool, int]:
-        has_thought = bool(thought) and completion.reply.thinking.strip() == thought
-        return has_thought, completion.parent is parent, completion.offset
+    def likeness(completion: KnownCompletion) -> tuple[bool, bool, bool, int]:
+        is_named = completion.request_id == thought.request_id
+        has_text = bool(thought.text) and completion.reply.thinking.strip() == thought.text
+        return is_named, has_text, completion.parent is parent, completion.offset
 
     return max(found, key=likeness)
 

@@ -358,6 +358,7 @@ class Registry:
             lane=record.lane,
             epoch=record.epoch,
             sampled_end=record.finish_reason,
+            stop_string=record.stop_string,
             engine_s=record.engine_s,
             cached_tokens=record.cached_tokens,
             finished_ms=finished_ms,
@@ -388,4 +389,7 @@ class _Asked(Struct):
 
 
 def _parses_tools(part: TurnPart) -> bool:
-    return not part.asked or msgspec.json.decode(part.asked, type=_Asked).tool_choice != "none"
+    if not part.asked:
+        return True
+    asked = msgspec.json.decode(part.asked, type=_Asked).tool_choice
+    return asked not in ("none", {"type": "none"})

@@ -45,7 +45,11 @@ class TokenLogprob(Struct, frozen=True, kw_only=True):
 
 
 class Answer(Struct, frozen=True, kw_only=True):
-    """One completion, ready to be written whole or as a stream."""
+    """One completion, ready to be written whole or as a stream.
+
+    Attributes:
+        stop_string: The client's stop string that ended it; "" if none did.
+    """
 
     request_id: str
     created_s: int
@@ -55,6 +59,7 @@ class Answer(Struct, frozen=True, kw_only=True):
     context_tokens: int
     output_tokens: int
     cached_tokens: int = 0
+    stop_string: str = ""
     logprobs: tuple[TokenLogprob, ...] | None = None
 
 

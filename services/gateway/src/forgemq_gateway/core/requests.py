@@ -14,6 +14,8 @@ from forgemq_gateway.core.digests import message_digest, parted_reasoning
 Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool", "function"]
 ProtocolName: TypeAlias = Literal["chat_completions", "messages", "responses", "completions"]
 
+DEFAULT_MODEL = "policy"
+"""The name of the only model; clients may ask for any name and get this one."""
 
 # Each costs several tokens of markup, and about 0.1 ms of work.
 MESSAGES_MAX = 10_000
@@ -29,9 +31,14 @@ class Text(Struct, frozen=True, tag=True):
 
 
 class Thinking(Struct, frozen=True, tag=True):
-    """The model's reasoning; no part of the match key, because clients drop or change it."""
+    """The model's reasoning; no part of the match key, because clients drop or change it.
+
+    Attributes:
+        request_id: The request that it answered, if the protocol lets an echo carry that.
+    """
 
     text: str
+    request_id: str = ""
 
 
 class Call(Struct, frozen=True, tag=True):
@@ -91,8 +98,8 @@ class Request(Struct, frozen=True, kw_only=True):
     unused: tuple[str, ...] = ()
 
     @property
-    def thoughts(self) -> tuple[str, ...]:
-        """Reasoning in each message, of its own or in front of its text; "" without any."""
+    def thoughts(self) -> tuple[Thinking, ...]:
+        """Reasoning in each message, of its own or in front of its text; empty without any."""
         return tuple(thought_of(message) for message in self.messages)
 
 
@@ -106,12 +113,14 @@ def calls_of(message: RequestMessage) -> list[Call]:
     return [part for part in message.parts if isinstance(part, Call)]
 
 
-def thought_of(message: RequestMessage) -> str:
-    """The reasoning that comes with an assistant's message; "" without any."""
+def thought_of(message: RequestMessage) -> Thinking:
+    """The reasoning that comes with an assistant's message; empty without any."""
     if message.role != "assistant":
-        return ""
-    apart = "".join(part.text for part in message.parts if isinstance(part, Thinking))
-    return (apart or parted_reasoning(text_of(message))[0]).strip()
+        return Thinking("")
+    apart = [part for part in message.parts if isinstance(part, Thinking)]
+    text = "".join(part.text for part in apart) or parted_reasoning(text_of(message))[0]
+    answered = next((part.request_id for part in apart if part.request_id), "")
+    return Thinking(text.strip(), answered)
 
 
 def match_key(message: RequestMessage) -> str:

@@ -1,8 +1,12 @@
 """The protocols that agents speak: one file for each, which reads requests and writes answers."""
 
 from forgemq_gateway.protocols.chat_completions import ChatCompletions
+from forgemq_gateway.protocols.messages import CountTokens, Messages
 
-__all__ = ["PROTOCOLS"]
+__all__ = ["COUNTERS", "PROTOCOLS"]
 
-PROTOCOLS = (ChatCompletions(),)
+PROTOCOLS = (ChatCompletions(), Messages())
 """The first one's shape is that of errors on paths that belong to no protocol."""
+
+COUNTERS = (CountTokens(),)
+"""Paths that say how many context tokens a request has, and sample nothing."""

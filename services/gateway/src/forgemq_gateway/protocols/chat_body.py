@@ -9,10 +9,10 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from forgemq_gateway.core.digests import body_digest, digest_of
-from forgemq_gateway.core.errors import field_of, invalid
+from forgemq_gateway.core.errors import invalid
 from forgemq_gateway.core.requests import (
+    DEFAULT_MODEL,
     MESSAGES_MAX,
-    TOOLS_BYTES_MAX,
     Call,
     Part,
     Request,
@@ -24,6 +24,7 @@ from forgemq_gateway.core.requests import (
     canonical_tools,
     match_key,
 )
+from forgemq_gateway.protocols.json_body import NULL, asked_json, decoded, tools_in
 
 
 class ContentBlock(Struct):
@@ -109,9 +110,6 @@ class ChatFields(Struct):
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
 
 
-# The name of the only model; clients may ask for any name and get this one.
-DEFAULT_MODEL = "policy"
-
 # What a client may ask about sampling; recorded beside what was used.
 _SAMPLING_FIELDS = (
     "temperature",
@@ -139,15 +137,11 @@ _UNUSED = (
     "presence_penalty",
     "repetition_penalty",
 )
-_NULL = Raw(b"null")
 _DELIVERY_FIELDS = frozenset({"messages", "stream", "stream_options"})
 
 _MEDIA_BLOCKS = frozenset({"image_url", "input_audio", "image", "file", "video_url"})
 
 _FIELDS = msgspec.json.Decoder(ChatFields)
-_RAW = msgspec.json.Decoder(dict[str, Raw])
-_EACH = msgspec.json.Decoder(list[Raw])
-_TOOL = msgspec.json.Decoder(dict[str, Any])
 
 
 def request_of(body: bytes) -> Request:
@@ -156,16 +150,8 @@ def request_of(body: bytes) -> Request:
     Raises:
         RefusedError: 400, naming the field.
     """
-    try:
-        body.decode()  # JSON is UTF-8, also in the parts that are decoded later or only kept.
-        raw = _RAW.decode(body)
-        _check_size(raw.get("tools", Raw()), param="tools")
-        fields = _FIELDS.decode(body)
-        asked = msgspec.json.encode({n: raw[n] for n in _SAMPLING_FIELDS if n in raw})
-    except msgspec.ValidationError as error:
-        raise invalid(str(error), param=field_of(error)) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise invalid(f"the body is not valid JSON: {error}", param=None) from error
+    raw, fields = decoded(body, _FIELDS)
+    asked = asked_json(raw, _SAMPLING_FIELDS)
     _check(fields)
     tools = _tools(raw["tools"]) if fields.tools else ()
     tools_json = msgspec.json.encode(tools) if tools else b""
@@ -187,7 +173,7 @@ def request_of(body: bytes) -> Request:
         is_stream=bool(fields.stream),
         includes_usage=bool(fields.stream_options and fields.stream_options.include_usage),
         wants_logprobs=bool(fields.logprobs),
-        unused=tuple(name for name in _UNUSED if raw.get(name, _NULL) != _NULL)
+        unused=tuple(name for name in _UNUSED if raw.get(name, NULL) != NULL)
         + (("tool_choice",) if fields.tool_choice == "required" else ()),
     )
 
@@ -295,26 +281,11 @@ def _check_blocks(blocks: list[ContentBlock], *, index: int) -> None:
             )
 
 
-def _check_size(raw: Raw, *, param: str) -> None:
-    if len(memoryview(raw)) > TOOLS_BYTES_MAX:
-        raise invalid(f"{param} must have at most {TOOLS_BYTES_MAX} bytes", param=param)
-
-
 def _tools(raw: Raw) -> tuple[dict[str, Any], ...]:
     """Function tools as sent; other kinds (web search, namespaces) are accepted and left out.
 
     Raises:
         RefusedError: 400: an integer of over 64 bits, or nested too deep.
     """
-    # One by one: other threads run between two of them.
-    offered = [_tool(tool, index=index) for index, tool in enumerate(_EACH.decode(raw))]
+    offered = tools_in(raw)
     return tuple(tool for tool in offered if isinstance(tool.get("function"), dict))
-
-
-def _tool(raw: Raw, *, index: int) -> dict[str, Any]:
-    try:
-        return _TOOL.decode(raw)
-    except msgspec.DecodeError as error:
-        raise invalid(f"tools: {error}", param=f"tools[{index}]{field_of(error) or ''}") from error
-    except RecursionError as error:
-        raise invalid(f"tools are nested too deep: {error}", param=f"tools[{index}]") from error

@@ -16,7 +16,7 @@ _SYSTEM_FINGERPRINT = "forgemq"
 
 
 class ChatCompletions:
-    """POST /v1/chat/completions; implements `turn_route.WireProtocol`."""
+    """POST /v1/chat/completions; implements `wire_protocol.WireProtocol`."""
 
     path = "/v1/chat/completions"
 

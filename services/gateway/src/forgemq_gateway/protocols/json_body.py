@@ -1,0 +1,61 @@
+"""What all protocols share in reading a JSON body: its fields, its tools, its refusals."""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import Raw
+
+from forgemq_gateway.core.errors import field_of, invalid
+from forgemq_gateway.core.requests import TOOLS_BYTES_MAX
+
+Fields = TypeVar("Fields")
+
+NULL = Raw(b"null")
+"""A field that a client sends without a value."""
+
+_RAW = msgspec.json.Decoder(dict[str, Raw])
+_EACH = msgspec.json.Decoder(list[Raw])
+_TOOL = msgspec.json.Decoder(dict[str, Any])
+
+
+def decoded(body: bytes, decoder: "msgspec.json.Decoder[Fields]") -> tuple[dict[str, Raw], Fields]:
+    """Every field of the body as JSON, and those that the decoder knows.
+
+    Raises:
+        RefusedError: 400: it is no JSON, a field is wrong, or the tools are too long.
+    """
+    try:
+        body.decode()  # JSON is UTF-8, also in the parts that are decoded later or only kept.
+        raw = _RAW.decode(body)
+        if len(memoryview(raw.get("tools", Raw()))) > TOOLS_BYTES_MAX:
+            raise invalid(f"tools must have at most {TOOLS_BYTES_MAX} bytes", param="tools")
+        return raw, decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise invalid(str(error), param=field_of(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise invalid(f"the body is not valid JSON: {error}", param=None) from error
+
+
+def asked_json(raw: Mapping[str, Raw], names: Iterable[str]) -> bytes:
+    """The fields with these names that the body has, as one JSON object."""
+    return msgspec.json.encode({name: raw[name] for name in names if name in raw})
+
+
+def tools_in(raw: Raw) -> list[dict[str, Any]]:
+    """The tools as the client sent them.
+
+    Raises:
+        RefusedError: 400: an integer of over 64 bits, or nested too deep.
+    """
+    # One by one: other threads run between two of them.
+    return [_tool(tool, index=index) for index, tool in enumerate(_EACH.decode(raw))]
+
+
+def _tool(raw: Raw, *, index: int) -> dict[str, Any]:
+    try:
+        return _TOOL.decode(raw)
+    except msgspec.DecodeError as error:
+        raise invalid(f"tools: {error}", param=f"tools[{index}]{field_of(error) or ''}") from error
+    except RecursionError as error:
+        raise invalid(f"tools are nested too deep: {error}", param=f"tools[{index}]") from error

@@ -1,0 +1,264 @@
+"""Reads the body of Anthropic's messages, field by field.
+
+Unknown fields and betas are accepted: they count in the body's digest and change nothing else.
+"""
+
+from base64 import b64decode, b64encode
+from binascii import Error as Base64Error
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+
+from forgemq_gateway.core.digests import body_digest, digest_of
+from forgemq_gateway.core.errors import invalid
+from forgemq_gateway.core.requests import (
+    DEFAULT_MODEL,
+    MESSAGES_MAX,
+    Call,
+    Part,
+    Request,
+    RequestMessage,
+    Role,
+    Text,
+    Thinking,
+    ToolResult,
+    canonical_tools,
+    match_key,
+)
+from forgemq_gateway.protocols.json_body import NULL, asked_json, decoded, tools_in
+
+
+class ContentBlock(Struct):
+    """One block of a message's content; each type has some of these fields."""
+
+    type: str
+    text: str = ""
+    thinking: str = ""
+    signature: str = ""
+    id: str = ""
+    name: str = ""
+    input: Raw = Raw(b"{}")
+    tool_use_id: str = ""
+    content: Raw = NULL
+    source: Raw = NULL
+
+
+Content = str | Annotated[list[ContentBlock], Meta(max_length=MESSAGES_MAX)]
+
+
+class GivenMessage(Struct):
+    """One message; a `system` one may stand anywhere."""
+
+    role: Role
+    content: Content
+
+
+class ToolChoice(Struct):
+    """Which tools the model may call."""
+
+    type: str = "auto"
+
+
+class MessagesFields(Struct):
+    """The fields of the body that we read."""
+
+    messages: Annotated[list[GivenMessage], Meta(min_length=1, max_length=MESSAGES_MAX)]
+    model: str | None = None
+    system: Content | None = None
+    max_tokens: Annotated[int, Meta(ge=1)] | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = False
+    temperature: Annotated[float, Meta(ge=0, le=10)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    top_k: int | None = None
+    tools: list[Any] | None = None
+    tool_choice: ToolChoice | UnsetType | None = UNSET
+
+
+class TextSource(Struct):
+    """The source of a document that is text."""
+
+    type: str
+    data: str = ""
+
+
+# What a client may ask about sampling; recorded beside what was used.
+_SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "max_tokens",
+    "stop_sequences",
+    "thinking",
+    "output_config",
+    "tool_choice",
+)
+# What the episode decides in the client's place: the answer names them in a header.
+_UNUSED = ("temperature", "top_p", "top_k")
+_DELIVERY_FIELDS = frozenset({"messages", "system", "stream"})
+
+# A block that changes with every request and is no part of the prompt.
+_BILLING = "x-anthropic-billing-header:"
+
+_SIGNED = "forgemq:"
+
+_FIELDS = msgspec.json.Decoder(MessagesFields)
+_RESULT = msgspec.json.Decoder(Content | None)
+_SOURCE = msgspec.json.Decoder(TextSource)
+
+
+def request_of(body: bytes) -> Request:
+    """The request in this body.
+
+    Raises:
+        RefusedError: 400, naming the field.
+    """
+    raw, fields = decoded(body, _FIELDS)
+    _check_choice(fields)
+    tools = _tools(raw["tools"]) if fields.tools else ()
+    messages = (*_system(fields.system), *_messages(fields.messages))
+    digests = tuple(match_key(message) for message in messages)
+    rest = {name: bytes(value) for name, value in raw.items() if name not in _DELIVERY_FIELDS}
+    return Request(
+        protocol="messages",
+        model=fields.model or DEFAULT_MODEL,
+        messages=messages,
+        digests=digests,
+        tools=tools,
+        tools_json=msgspec.json.encode(tools) if tools else b"",
+        tools_digest=digest_of(canonical_tools(tools)) if tools else "",
+        body_digest=body_digest("messages", digests, rest),
+        asked=asked_json(raw, _SAMPLING_FIELDS),
+        max_tokens=fields.max_tokens,
+        stop=tuple(fields.stop_sequences or ()),
+        is_stream=bool(fields.stream),
+        unused=tuple(name for name in _UNUSED if raw.get(name, NULL) != NULL),
+    )
+
+
+def signature_of(request_id: str) -> str:
+    """The signature of a thinking block: clients send it back as it is."""
+    return b64encode(f"{_SIGNED}{request_id}".encode()).decode()
+
+
+def _signed_request(signature: str) -> str:
+    """The request id in a signature of ours; "" in any other."""
+    try:
+        text = b64decode(signature, validate=True).decode()
+    except (Base64Error, ValueError):
+        return ""
+    return text.removeprefix(_SIGNED) if text.startswith(_SIGNED) else ""
+
+
+def _system(content: Content | None) -> Iterator[RequestMessage]:
+    """The system prompt as the first message; its blocks are lines of their own."""
+    blocks = [content] if isinstance(content, str) else [block.text for block in content or ()]
+    texts = [text for text in blocks if text and not text.startswith(_BILLING)]
+    if texts:
+        yield RequestMessage(role="system", parts=(Text("\n".join(texts)),))
+
+
+def _messages(messages: list[GivenMessage]) -> Iterator[RequestMessage]:
+    for index, message in enumerate(messages):
+        if isinstance(message.content, str):
+            yield RequestMessage(role=message.role, parts=(Text(message.content),))
+        else:
+            yield from _of_blocks(message.role, message.content, where=f"messages[{index}]")
+
+
+def _of_blocks(role: Role, blocks: list[ContentBlock], *, where: str) -> Iterator[RequestMessage]:
+    """The messages in one message's blocks: each tool's result is a message of its own."""
+    parts: list[Part] = []
+    has_result = False
+    for number, block in enumerate(blocks):
+        part = _part(block, where=f"{where}.content[{number}]")
+        if isinstance(part, ToolResult):
+            has_result = True
+            if parts:
+                yield RequestMessage(role=role, parts=tuple(parts))
+                parts = []
+            yield RequestMessage(role="tool", parts=(part,))
+        elif part is not None:
+            parts.append(part)
+    if parts or not has_result:
+        yield RequestMessage(role=role, parts=tuple(parts))
+
+
+def _part(block: ContentBlock, *, where: str) -> Part | None:
+    """The block as a part; None for one that the model has no use for."""
+    match block.type:
+        case "text":
+            return None if block.text.startswith(_BILLING) else Text(block.text)
+        case "thinking":
+            return Thinking(block.thinking, _signed_request(block.signature))
+        case "tool_use":
+            return Call(block.id, block.name, bytes(block.input).decode())
+        case "tool_result":
+            return ToolResult(block.tool_use_id, _result_text(block.content, where=where))
+        case "document":
+            return Text(_document_text(block.source, where=where))
+        case "image":
+            raise _unread(block.type, where=where)
+    return Text(block.text) if block.text else None
+
+
+def _result_text(raw: Raw, *, where: str) -> str:
+    try:
+        content = _RESULT.decode(raw)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise invalid(f"content: {error}", param=f"{where}.content") from error
+    if isinstance(content, str) or content is None:
+        return content or ""
+    parts = [
+        _part(block, where=f"{where}.content[{number}]") for number, block in enumerate(content)
+    ]
+    return "".join(part.text for part in parts if isinstance(part, Text))
+
+
+def _document_text(raw: Raw, *, where: str) -> str:
+    try:
+        source = _SOURCE.decode(raw)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise invalid(f"source: {error}", param=f"{where}.source") from error
+    if source.type != "text":
+        raise _unread(f"document from {source.type}", where=where)
+    return source.data
+
+
+def _unread(kind: str, *, where: str) -> Exception:
+    return invalid(
+        f"content of type {kind} is not supported: the model reads text", param=f"{where}.type"
+    )
+
+
+def _check_choice(fields: MessagesFields) -> None:
+    choice = fields.tool_choice
+    if isinstance(choice, ToolChoice) and choice.type not in ("auto", "none"):
+        raise invalid(
+            f"tool_choice {choice.type!r} is not available: offer only that tool, or send 'auto'",
+            param="tool_choice.type",
+        )
+
+
+def _tools(raw: Raw) -> tuple[dict[str, Any], ...]:
+    """Tools with a schema in chat form; the provider's own kinds are accepted and left out.
+
+    Raises:
+        RefusedError: 400: an integer of over 64 bits, nested too deep, or a tool without a name.
+    """
+    offered = tools_in(raw)
+    return tuple(
+        _chat_tool(tool, index=index)
+        for index, tool in enumerate(offered)
+        if isinstance(tool.get("input_schema"), dict)
+    )
+
+
+def _chat_tool(tool: dict[str, Any], *, index: int) -> dict[str, Any]:
+    name = tool.get("name")
+    if not isinstance(name, str) or not name:
+        raise invalid("a tool must have a name", param=f"tools[{index}].name")
+    function = {"name": name, "description": tool.get("description") or ""}
+    return {"type": "function", "function": {**function, "parameters": tool["input_schema"]}}
