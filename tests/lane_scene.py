@@ -107,6 +107,7 @@ class LaneScene:
         parent: int | None = None,
         shared: int = 0,
         is_delta: bool = False,
+        requested_ms: int | None = None,
         **sampling: Any,
     ) -> None:
         request = RequestedCompletion(
@@ -118,7 +119,7 @@ class LaneScene:
             epoch=epoch,
             sampling=Sampling(**sampling),
             deadline_ms=now_ms() + int(deadline_s * 1000),
-            requested_ms=now_ms(),
+            requested_ms=now_ms() if requested_ms is None else requested_ms,
             turn=TURN,
             parent_id=None if parent is None else request_id(parent),
             shared_prefix_tokens=shared,

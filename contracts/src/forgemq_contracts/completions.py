@@ -183,9 +183,9 @@ class FinishedCompletion(Struct, frozen=True, kw_only=True, omit_defaults=True):
             "truncated support, or if none were recorded."
         ),
     ] = b""
-    queued_s: Annotated[Seconds, Meta(description="From the request until the engine took it.")] = (
-        0.0
-    )
+    queued_s: Annotated[
+        Seconds, Meta(description="From when the lane read the request until its engine took it.")
+    ] = 0.0
     engine_s: Annotated[Seconds, Meta(description="Prefill and decode.")] = 0.0
     cached_tokens: TokenCount = 0
     retractions: Annotated[int, Meta(ge=0)] = 0

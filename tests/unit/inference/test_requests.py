@@ -10,6 +10,7 @@ from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
 from forgemq_contracts.arrays import pack_ids, unpack_floats, unpack_ids
 from forgemq_contracts.weights import ReportedEngine
+from forgemq_shell.clock import now_ms
 from forgemq_telemetry.causes import causes
 from loadtests.stand_in_engine import Speed, StandInEngine, sampled, serving
 from tests.lane_scene import LaneScene, create_topics, request_id
@@ -161,6 +162,19 @@ async def test_requests_beyond_the_limit_wait_for_their_turn(base: Path) -> None
                 peak = max(peak, (await scene.report(is_serving=True)).running)
                 await asyncio.sleep(0.02)
     assert peak == 2
+
+
+async def test_the_wait_for_the_engine_is_measured_on_the_lanes_clock_alone(base: Path) -> None:
+    """The gateway's clock is an hour behind; the second request waits while the first runs."""
+    async with serving(StandInEngine(Speed(latency_s=0.3))) as url:
+        scene = await scene_of(base, url)
+        async with scene.serving(concurrent_max=1):
+            await scene.report(is_serving=True)
+            for number in range(2):
+                await scene.request(number, CONTEXT, requested_ms=now_ms() - 3_600_000)
+            first, second = await scene.finished(count=2)
+    assert 0 <= first.queued_s < second.queued_s < 60
+    assert second.queued_s > 0.2
 
 
 async def test_a_lane_goes_on_behind_requests_that_were_trimmed_before_it_read_them(

@@ -243,7 +243,7 @@ HISTOGRAMS: dict[HistogramName, Metric] = {
     ),
     "transform.commit_s": Metric("s", "One transaction, from begin to committed."),
     "transform.restore_s": Metric("s", "From a task assigned until its state is restored."),
-    "inference.queued_s": Metric("s", "From requested until a lane's engine took the request."),
+    "inference.queued_s": Metric("s", "From read by a lane until its engine took the request."),
     "inference.engine_s": Metric("s", "One request in a lane's engine, prefill and decode."),
     "inference.load_s": Metric("s", "Loading new weights, from the decision until they serve."),
     "inference.paused_s": Metric("s", "Time that generation was paused for new weights."),

@@ -144,7 +144,8 @@ class Requests:
                 # Counted here and not in the task: the inbox must see a burst before it reads on.
                 self.queued += 1
                 self._idle.clear()
-                self._spawn(self._answer_request(request, decision, headers))
+                answer = self._answer_request(request, decision, headers, taken_s=time.monotonic())
+                self._spawn(answer)
 
     def cancel(self, cancelled: CancelledCompletion) -> None:
         """End the open attempts of a request whose client went away."""
@@ -154,14 +155,14 @@ class Requests:
                 cancel.set_result(CANCELLED)
 
     async def _answer_request(
-        self, request: RequestedCompletion, run: Run, headers: Headers
+        self, request: RequestedCompletion, run: Run, headers: Headers, *, taken_s: float
     ) -> None:
         lane = request.lane
         with self._telemetry.span(
             "inference.generate", parent=headers, request_id=request.request_id, lane=lane
         ) as span:
             async with self._slot():
-                record = await self._generate(request, run)
+                record = await self._generate(request, run, taken_s=taken_s)
             self._state.end(run.attempt)
             if is_candidate(record):
                 # Before the write: a request that names this one may come as soon as it is written.
@@ -185,8 +186,11 @@ class Requests:
             if self.queued == self.running == 0:
                 self._idle.set()
 
-    async def _generate(self, request: RequestedCompletion, run: Run) -> FinishedCompletion:
-        queued_s = max(0.0, (now_ms() - request.requested_ms) / 1000)
+    async def _generate(
+        self, request: RequestedCompletion, run: Run, *, taken_s: float
+    ) -> FinishedCompletion:
+        # Not from `requested_ms`, which is of the gateway's clock: hosts' clocks may differ.
+        queued_s = time.monotonic() - taken_s
         refusal = self._state.before_start(
             run.attempt, deadline_ms=request.deadline_ms, now_ms=now_ms()
         )
