@@ -25,6 +25,18 @@ def hindered(hinder: Hinder) -> Callable[[], Any]:
     return lambda: HinderedLog(store.open(), hinder)
 
 
+class HeldDeliveries:
+    """Lets every record of a delivery wait."""
+
+    def __init__(self) -> None:
+        self.held, self.released = asyncio.Event(), asyncio.Event()
+
+    async def __call__(self, emit: Emit) -> None:
+        if emit.topic == topics.DELIVERED_COMPLETIONS.name:
+            self.held.set()
+            await self.released.wait()
+
+
 async def restarted(world: World) -> None:
     await world.kill()
     assert world.tasks is not None
@@ -81,12 +93,7 @@ async def test_an_answer_ends_when_its_delivery_is_on_the_log(
     model: Path, *, is_stream: bool
 ) -> None:
     """The gateway dies while the broker holds the record back: the agent has no answer yet."""
-    held, released = asyncio.Event(), asyncio.Event()
-
-    async def hold(emit: Emit) -> None:
-        if emit.topic == topics.DELIVERED_COMPLETIONS.name:
-            held.set()
-            await released.wait()
+    hold = HeldDeliveries()
 
     async def ask(client: openai.AsyncOpenAI) -> Any:
         answer = await client.chat.completions.create(
@@ -97,12 +104,12 @@ async def test_an_answer_ends_when_its_delivery_is_on_the_log(
     async with running(hindered(hold), configuration_of(model), lambda _: "yes") as (world, _):
         claim = await world.episode()
         asking = asyncio.ensure_future(ask(world.client(claim)))
-        await held.wait()
+        await hold.held.wait()
         await asyncio.sleep(0.05)
         was_answered = asking.done()
         restarting = asyncio.ensure_future(restarted(world))
         await asyncio.sleep(0)  # The log is closed, and takes nothing of what is held.
-        released.set()
+        hold.released.set()
         await restarting
         with pytest.raises((openai.APIConnectionError, httpx.RemoteProtocolError)):
             await asking
@@ -120,12 +127,7 @@ async def test_an_answer_ends_when_its_delivery_is_on_the_log(
 async def test_a_client_that_leaves_while_its_delivery_is_written_has_not_had_it(
     model: Path,
 ) -> None:
-    held, released = asyncio.Event(), asyncio.Event()
-
-    async def hold(emit: Emit) -> None:
-        if emit.topic == topics.DELIVERED_COMPLETIONS.name:
-            held.set()
-            await released.wait()
+    hold = HeldDeliveries()
 
     async with running(hindered(hold), configuration_of(model), lambda _: "yes") as (world, _):
         claim = await world.episode()
@@ -134,9 +136,9 @@ async def test_a_client_that_leaves_while_its_delivery_is_written_has_not_had_it
             await client.with_options(timeout=0.3).chat.completions.create(
                 model="policy", messages=HELLO
             )
-        assert held.is_set()
+        assert hold.held.is_set()
         await asyncio.sleep(0.05)
-        released.set()
+        hold.released.set()
         records = await world.eventually(topics.DELIVERED_COMPLETIONS, 2)
         await restarted(world)
         claim["base_url"] = f"{world.base_url}/v1"

@@ -96,6 +96,15 @@ class World:
                 running.cancel()
             stop.set()
 
+    async def handle_new(
+        self, count: int, *, first: int = 0, settings: TransformSettings = QUIET
+    ) -> None:
+        """Run the task until this many new groups are handled, one group a batch."""
+        async with self.task(settings):
+            for number in range(first, first + count):
+                await self.score(f"g-{number}")
+                await self.until_merged(number + 1)
+
     async def score(self, *group_ids: str) -> None:
         await self.write(
             [

@@ -1,6 +1,6 @@
 """A replay compared with the log: equal, or the first difference."""
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import pytest
@@ -63,34 +63,18 @@ def with_tokens(tokens: int) -> Change:
     return change
 
 
-@pytest.fixture
-async def world() -> AsyncIterator[World]:
-    world = World()
-    await world.open()
-    yield world
-    await world.log.close()
-
-
-async def handled(world: World, count: int, *, first: int = 0, settings=QUIET) -> None:
-    """Run the task until each group is handled, one group a batch."""
-    async with world.task(settings):
-        for number in range(first, first + count):
-            await world.score(f"g-{number}")
-            await world.until_merged(number + 1)
-
-
 async def compared(world: World, core: Core | None = None) -> Comparison:
     plan = world.plan(QUIET, tick_s=0.0)
     return await compare(world.log, plan, core or CountingCore(), outputs=(MERGED, DEAD))
 
 
 async def test_a_replay_of_several_lives_equals_the_log_dead_letters_included(world: World):
-    await handled(world, 3)
+    await world.handle_new(3)
     bad = Emit(topic=SCORED.topic, partition=0, key=b"g-x", value=b"\xff", headers=())
     async with world.task(SNAPSHOTS):
         await world.write([bad])
         await world.until(lambda: world.log_size(DEAD), 1)
-    await handled(world, 4, first=3, settings=SNAPSHOTS)
+    await world.handle_new(4, first=3, settings=SNAPSHOTS)
     result = await compared(world)
     assert result.difference is None
     assert (result.batch_first, result.batch_last, result.batches) == (0, 11, 12)
@@ -98,7 +82,7 @@ async def test_a_replay_of_several_lives_equals_the_log_dead_letters_included(wo
 
 
 async def test_the_first_record_that_differs_is_named_with_both_values(world: World):
-    await handled(world, 4)
+    await world.handle_new(4)
     result = await compared(world, ChangedCore(with_tokens(77), group_id="g-2"))
     assert (result.batch_last, result.batches) == (
         2,
@@ -127,7 +111,7 @@ async def test_the_first_record_that_differs_is_named_with_both_values(world: Wo
     ],
 )
 async def test_a_record_more_or_less_is_a_difference(world: World, change, words, missing_in):
-    await handled(world, 4)
+    await world.handle_new(4)
     difference = (await compared(world, ChangedCore(change, group_id="g-1"))).difference
     assert difference is not None
     assert difference.sequence == 1
@@ -138,14 +122,14 @@ async def test_a_record_more_or_less_is_a_difference(world: World, change, words
 
 
 async def test_a_record_on_the_log_that_the_task_did_not_journal_is_no_part_of_it(world: World):
-    await handled(world, 2)
+    await world.handle_new(2)
     await world.write([Emit(topic=DEAD.topic, partition=0, key=b"k", value=b"from a neighbour")])
-    await handled(world, 1, first=2)
+    await world.handle_new(1, first=2)
     assert (await compared(world)).difference is None
 
 
 async def test_another_state_is_a_difference_even_where_no_output_shows_it(world: World):
-    await handled(world, 4, settings=SNAPSHOTS)
+    await world.handle_new(4, settings=SNAPSHOTS)
 
     core = ChangedCore(lambda outputs: outputs, group_id="g-0")
     snapshot = core.snapshot
@@ -161,7 +145,7 @@ async def test_another_state_is_a_difference_even_where_no_output_shows_it(world
 async def test_a_replay_begins_behind_the_oldest_snapshot_after_which_inputs_are_kept(
     world: World,
 ):
-    await handled(world, 8, settings=SNAPSHOTS)  # snapshots 3, 7 and 10
+    await world.handle_new(8, settings=SNAPSHOTS)  # snapshots 3, 7 and 10
     await world.log.trim({SCORED: 2})
     assert (await compared(world)).batch_first == 4
     await world.log.trim({SCORED: 4})
@@ -170,14 +154,14 @@ async def test_a_replay_begins_behind_the_oldest_snapshot_after_which_inputs_are
 
 
 async def test_without_the_inputs_a_replay_is_refused_and_says_which_are_gone(world: World):
-    await handled(world, 8, settings=SNAPSHOTS)
+    await world.handle_new(8, settings=SNAPSHOTS)
     await world.log.trim({SCORED: 7})
     with pytest.raises(JournalError, match="scored-groups-v1/0: record 6 is needed but the oldest"):
         await compared(world)
 
 
 async def test_outputs_that_were_trimmed_are_compared_by_the_journals_digest(world: World):
-    await handled(world, 1)
+    await world.handle_new(1)
     async with world.task():
         await world.score("g-1", "g-2", "g-3")
         await world.until_merged(4)
@@ -220,7 +204,7 @@ async def test_each_partition_gets_its_line_and_the_status_is_that_of_the_worst(
         0,
         ["merger 0: nothing journalled that could be replayed"],
     )
-    await handled(world, 4, settings=SNAPSHOTS)
+    await world.handle_new(4, settings=SNAPSHOTS)
     assert await replayed(lambda _: CountingCore(), partition=0) == (
         0,
         ["merger 0: 4 inputs, 0 ticks, 4 outputs in batches 0 to 5: equal"],

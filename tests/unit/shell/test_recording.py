@@ -1,6 +1,5 @@
 """A task's recording: it replays as the log does, and lacks what the log lacks."""
 
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -18,15 +17,7 @@ from forgemq_shell.recording import (
 )
 from tests.simulation.counting_core import CountingCore
 from tests.unit.shell.task_world import MERGED, QUIET, SCORED, World
-from tests.unit.shell.test_comparison import CONFIGURATION, DEAD, SNAPSHOTS, handled
-
-
-@pytest.fixture
-async def world() -> AsyncIterator[World]:
-    world = World()
-    await world.open()
-    yield world
-    await world.log.close()
+from tests.unit.shell.test_comparison import CONFIGURATION, DEAD, SNAPSHOTS
 
 
 async def recorded(world: World) -> Recording:
@@ -42,7 +33,7 @@ async def compared(world: World, recording: Recording) -> Comparison:
 async def test_a_recording_compares_as_the_log_does_after_a_trip_through_a_file(
     world: World, tmp_path: Path
 ):
-    await handled(world, 4, settings=SNAPSHOTS)
+    await world.handle_new(4, settings=SNAPSHOTS)
     await world.write([Emit(topic=DEAD.topic, partition=0, key=b"k", value=b"from a neighbour")])
     before = await recorded(world)
     write_recording(before, tmp_path / "a" / "merger-0.recording")
@@ -59,7 +50,7 @@ async def test_a_recording_compares_as_the_log_does_after_a_trip_through_a_file(
 
 
 async def test_inputs_that_the_log_had_lost_are_missed_by_the_replay(world: World):
-    await handled(world, 4)
+    await world.handle_new(4)
     await world.log.trim({SCORED: 2})
     with pytest.raises(JournalError, match=r"record 0 is needed but the oldest one kept is 2$"):
         await compared(world, await recorded(world))
@@ -70,7 +61,7 @@ async def test_a_recording_of_a_task_that_did_nothing_is_empty(world: World):
 
 
 async def test_a_task_with_more_bytes_than_a_recording_may_have_is_refused(world: World):
-    await handled(world, 4)
+    await world.handle_new(4)
     with pytest.raises(RecordingError, match=r"the task has more than 100 bytes of records"):
         await record_task(
             world.log,

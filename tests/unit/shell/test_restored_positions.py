@@ -1,7 +1,6 @@
 """Journal and committed positions agree exactly, or one of them is whole and the other is gone."""
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
@@ -75,24 +74,9 @@ def test_any_difference_is_refused(batches, committed):
         restored_positions((A, B), batches=batches, committed=committed, first=FIRST)
 
 
-@pytest.fixture
-async def world() -> AsyncIterator[World]:
-    world = World()
-    await world.open()
-    yield world
-    await world.log.close()
-
-
-async def score_one_by_one(world: World, count: int) -> None:
-    async with world.task(SNAPSHOTS):
-        for number in range(count):
-            await world.score(f"g-{number}")
-            await world.until_merged(number + 1)
-
-
 @pytest.mark.parametrize("lost", [2, 3, 6])
 async def test_a_journal_that_lost_its_newest_batches_is_refused(world: World, lost: int):
-    await score_one_by_one(world, 5)
+    await world.handle_new(5, settings=SNAPSHOTS)
     entries = world.log._store.partitions[Place(f"r.{JOURNAL.topic}", 0)].entries
     del entries[-2 * lost :]  # Each batch is a record and the marker of its transaction.
     with pytest.raises(ExceptionGroup) as died:
@@ -103,7 +87,7 @@ async def test_a_journal_that_lost_its_newest_batches_is_refused(world: World, l
 
 @pytest.mark.parametrize("batches", [2, 3, 5])
 async def test_positions_that_expired_come_from_the_journal(world: World, batches: int):
-    await score_one_by_one(world, batches)
+    await world.handle_new(batches, settings=SNAPSHOTS)
     world.log._store.positions.clear()
     async with world.task(SNAPSHOTS):
         await world.score("g-0")
@@ -113,7 +97,7 @@ async def test_positions_that_expired_come_from_the_journal(world: World, batche
 
 
 async def test_a_quiet_input_is_not_read_again_after_its_position_expired(world: World):
-    await score_one_by_one(world, 3)
+    await world.handle_new(3, settings=SNAPSHOTS)
     await world.log.trim({SCORED: 3})
     world.log._store.positions.clear()
     (*_, newest) = await world.journal()

@@ -1,7 +1,7 @@
 """A new build of a core goes on with an older one's journal; no output is lost or double."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -35,14 +35,6 @@ class NewCore:
             for output in self._core.handle(event)
             for _ in range(2)
         ]
-
-
-@pytest.fixture
-async def world() -> AsyncIterator[World]:
-    world = World()
-    await world.open()
-    yield world
-    await world.log.close()
 
 
 async def handle(

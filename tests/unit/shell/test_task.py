@@ -1,6 +1,5 @@
 import asyncio
 import json
-from collections.abc import AsyncIterator
 
 import msgspec
 import pytest
@@ -18,14 +17,6 @@ from forgemq_shell.restore import DivergedError
 from tests.simulation.counting_core import CountingCore
 from tests.simulation.harness import records_of
 from tests.unit.shell.task_world import JOURNAL, MERGED, QUIET, SCORED, TRACE, World
-
-
-@pytest.fixture
-async def world() -> AsyncIterator[World]:
-    world = World()
-    await world.open()
-    yield world
-    await world.log.close()
 
 
 async def test_a_batch_is_one_transaction_of_outputs_journal_and_positions(world: World):
