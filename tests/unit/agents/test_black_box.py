@@ -129,14 +129,43 @@ async def test_a_cancelled_episode_stops_its_program(episode, tmp_path):
         "time.sleep(60)\n"
     )
     playing = asyncio.ensure_future(python(program)(episode))
-    for _ in range(500):
-        if (tmp_path / "pid").exists() and (tmp_path / "pid").read_text():
-            break
-        await asyncio.sleep(0.02)
+    await written(tmp_path / "pid")
     playing.cancel()
     with pytest.raises(asyncio.CancelledError):
         await playing
     assert not await is_alive(int((tmp_path / "pid").read_text()))
+
+
+async def test_a_program_that_ignores_sigterm_ends_although_its_episode_is_cancelled_twice(
+    episode, tmp_path
+):
+    program = (
+        "import os, signal, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
+        "time.sleep(60)\n"
+    )
+    playing = asyncio.ensure_future(python(program)(episode))
+    await written(tmp_path / "pid")
+    playing.cancel()  # By the lease: the episode is over.
+    await asyncio.sleep(0.05)
+    playing.cancel()  # By the group: it retired.
+    with pytest.raises(asyncio.CancelledError):
+        await playing
+    assert not await is_alive(int((tmp_path / "pid").read_text()))
+
+
+async def written(path: Path) -> None:
+    """Wait until the file has a content, for ten seconds at most."""
+    for _ in range(500):
+        if is_written(path):
+            return
+        await asyncio.sleep(0.02)
+
+
+def is_written(path: Path) -> bool:
+    """Whether the file is there and not empty."""
+    return path.exists() and bool(path.read_text())
 
 
 async def is_alive(pid: int) -> bool:

@@ -17,6 +17,7 @@ the field `truncated_by`: the limit that ended the episode, or null for none.
 """
 
 import asyncio
+import contextlib
 import os
 import signal
 import tempfile
@@ -152,18 +153,19 @@ def _environ(episode: Episode, values: Mapping[str, str]) -> dict[str, str]:
 
 async def _stop(process: asyncio.subprocess.Process) -> None:
     """Kill the program and its children: nothing may sample for an episode that is over."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, number)
-        except ProcessLookupError:
-            break
-        if process.returncode is not None:
-            # The program has ended; children that it left are killed at once.
-            continue
-        try:
-            await asyncio.wait_for(process.wait(), KILL_GRACE_S)
-        except TimeoutError:
-            continue
+    try:
+        _signal_group(process.pid, signal.SIGTERM)
+        await asyncio.wait_for(process.wait(), KILL_GRACE_S)
+    except TimeoutError:
+        pass
+    finally:
+        # Also if the wait is cancelled, and for children that a program left when it ended.
+        _signal_group(process.pid, signal.SIGKILL)
+
+
+def _signal_group(group: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, number)
 
 
 def _result(path: Path, output: bytes) -> object:
