@@ -2,6 +2,8 @@
 
 import io
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,8 @@ from rich.console import Console
 
 from forgemq_launcher.command_line import run_tool
 from forgemq_launcher.commands.creation import blobs_address
-from forgemq_launcher.run_folder import RunFolder
+from forgemq_launcher.core.configuration import next_run
+from forgemq_launcher.run_folder import RunFolder, RunFolderError, names_taken
 from tests.small_run import small_run
 
 DEMO = Path(__file__).parents[3] / "deploy" / "demo"
@@ -143,3 +146,72 @@ def test_a_folder_without_a_configuration_is_no_run_and_is_not_deleted(tool, tmp
     status, printed = tool("delete", "photos", "--yes")
     assert (status, (tmp_path / "runs" / "photos").is_dir()) == (2, True)
     assert "there is no run 'photos'" in printed
+
+
+DIES_AT_EVENT = """
+import os, sys
+from forgemq_launcher.run_folder import RunFolder
+left = int(sys.argv[2])
+def hook(event, arguments):
+    global left
+    left -= event in ("os.remove", "os.rmdir", "shutil.rmtree")
+    if left < 0:
+        os._exit(9)
+sys.addaudithook(hook)
+RunFolder(__import__("pathlib").Path(sys.argv[1])).remove()
+"""
+
+
+@pytest.mark.parametrize("events", [0, 1, 6])
+def test_a_run_whose_deletion_was_killed_is_still_a_run_and_is_deleted_by_the_next(
+    tool, run_folder, events
+):
+    run_folder.key_path.write_text("key")
+    command = (sys.executable, "-c", DIES_AT_EVENT, str(run_folder.path), str(events))
+    assert subprocess.run(command, check=False).returncode == 9
+    assert tool("delete", "desk-1", "--yes")[0] == 0
+    assert not run_folder.path.exists()
+
+
+def test_a_new_run_gets_a_name_that_nothing_in_the_folder_of_runs_has(tmp_path):
+    (tmp_path / "desk-7").mkdir()
+    assert next_run("desk", taken=names_taken(tmp_path)) == "desk-8"
+    assert names_taken(tmp_path / "absent") == ()
+
+
+def test_of_two_starts_with_one_name_the_second_is_refused(run_folder):
+    with pytest.raises(RunFolderError, match="desk-1 exists: choose another run id"):
+        run_folder.make(run_folder.configuration())
+
+
+@pytest.mark.parametrize("to", ["absent/run.json", "."])
+def test_a_path_that_cannot_be_written_is_one_line_and_no_traceback(tool, tmp_path, to):
+    status, printed = tool("resolve", str(DEMO / "run.toml"), "--to", str(tmp_path / to))
+    assert (status, len(printed.splitlines())) == (1, 1)
+    assert printed.startswith("forgemq: [Errno ")
+    assert str(tmp_path) in printed
+
+
+def test_a_file_that_is_no_text_is_refused_by_name(tool, tmp_path):
+    (tmp_path / "run.toml").write_bytes(bytes(range(256)))
+    status, printed = tool("run", str(tmp_path / "run.toml"))
+    assert (status, f"{tmp_path / 'run.toml'}: not a TOML file: " in printed) == (2, True)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--resume", "desk-1", "trainer.steps=2", "seed=9"), ("seed=9", "--resume", "desk-1")],
+)
+def test_changes_of_a_resume_may_stand_before_or_after_the_run(tool, run_folder, arguments):
+    status, printed = tool("run", str(DEMO / "run.toml"), *arguments)
+    assert status == 2
+    assert "seed was 0 when this run was trained, and is 9 now" in printed
+
+
+@pytest.mark.parametrize(
+    "arguments", [("run", "FILE", "--resum", "RUN", "--quick"), ("audit", "RUN", "seed=9")]
+)
+def test_what_no_command_takes_is_refused_by_name(tool, capsys, arguments):
+    with pytest.raises(SystemExit, match="2"):
+        tool(*arguments)
+    assert f"unrecognized arguments: {arguments[-1]}" in capsys.readouterr().err

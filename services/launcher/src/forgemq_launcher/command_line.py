@@ -28,7 +28,7 @@ from forgemq_launcher.core.configuration import (
 )
 from forgemq_launcher.model_folder import check_model_folder
 from forgemq_launcher.placement import DEVICE, device_of, with_budget
-from forgemq_launcher.run_folder import RunFolder, RunFolderError, run_folders
+from forgemq_launcher.run_folder import RunFolder, RunFolderError, names_taken, run_folders
 from forgemq_launcher.settings import LauncherSettings
 from forgemq_launcher.upkeep.services import TRANSFORMS
 from forgemq_settings.environment import SettingsError, parse
@@ -48,7 +48,7 @@ def main() -> None:
 
 def run_tool(arguments: Sequence[str], *, environ: Mapping[str, str], console: Console) -> int:
     """Run one command; returns the exit status."""
-    options = _parser().parse_args(arguments)
+    options = _options(arguments)
     try:
         settings = parse(LauncherSettings, prefix="FORGEMQ_LAUNCHER_", environ=environ)
         return _command(options, settings=settings, environ=environ, console=console)
@@ -61,6 +61,21 @@ def run_tool(arguments: Sequence[str], *, environ: Mapping[str, str], console: C
     except (LogError, BrokerError, RunNotStartedError) as error:
         _print_plain(console, f"forgemq: broker: {error}")
         return exit_status.FAILED
+    except OSError as error:  # A full disk, or a path that cannot be read or written.
+        _print_plain(console, f"forgemq: {error}")
+        return exit_status.FAILED
+
+
+def _options(arguments: Sequence[str]) -> argparse.Namespace:
+    """The arguments, parsed; `key=value` may come before an option or after it."""
+    parser = _parser()
+    options, left = parser.parse_known_args(arguments)
+    # argparse gives a positional that takes any number only what comes before the next option.
+    if [each for each in left if each.startswith("-") or "overrides" not in options]:
+        parser.error(f"unrecognized arguments: {' '.join(left)}")
+    if left:
+        options.overrides += left
+    return options
 
 
 def _print_plain(console: Console, text: str) -> None:
@@ -245,7 +260,7 @@ def _folder(
     if options.resume:
         folder = _folder_of(options.resume, runs=runs)
         return folder, changed(folder.configuration(), options.overrides, folder=Path.cwd())
-    made = _resolved(options, taken=[each.run for each in run_folders(runs)])
+    made = _resolved(options, taken=names_taken(runs))
     _check_paths(made, file=options.file)
     if not names_budget(document(options.file.read_text(), overrides=options.overrides)):
         made = with_budget(made, device=device_of(made, environ))
@@ -269,6 +284,8 @@ def _resolved(
         text = path.read_text()
     except OSError as error:
         raise ConfigurationError(f"{path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigurationError(f"{path}: not a TOML file: {error}") from error
     overrides = [f'run="{run}"'] if run else []
     overrides += options.overrides
     values = document(text, overrides=overrides)

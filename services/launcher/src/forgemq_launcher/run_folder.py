@@ -3,6 +3,7 @@
 import fcntl
 import os
 import secrets
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -39,13 +40,16 @@ class RunFolder:
 
     def make(self, configuration: RunConfiguration) -> None:
         """Create the folder of a new run; raises RunFolderError if it exists."""
-        if self.path.exists():
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir()  # Of two that start at once, one makes it.
+        except FileExistsError as error:
             raise RunFolderError(
                 f"{self.path} exists: choose another run id, "
                 f"or continue it with --resume {self.run}"
-            )
+            ) from error
         for name in ("blobs", "kafka", "engine", "logs", "checkpoints"):
-            (self.path / name).mkdir(parents=True)
+            (self.path / name).mkdir()
         self.keep(configuration)
 
     def keep(self, configuration: RunConfiguration) -> None:
@@ -86,6 +90,18 @@ class RunFolder:
         """Write down the port, so that the agents' addresses are the same after a resume."""
         (self.path / "gateway.port").write_text(f"{port}\n")
 
+    def remove(self) -> None:
+        """Remove the folder; if that ends halfway, what is left is still this run's folder."""
+        last = [self.path / "lock", self.path / "configuration.json"]
+        for path in sorted(set(self.path.iterdir()) - set(last)):
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        for path in last:
+            path.unlink(missing_ok=True)
+        self.path.rmdir()
+
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Hold the run during the block; raises RunFolderError if another launcher holds it."""
@@ -109,6 +125,11 @@ class RunFolder:
                 return False
         except RunFolderError:
             return True
+
+
+def names_taken(runs: Path) -> tuple[str, ...]:
+    """Names that a new run cannot have: those of all that lies in the folder of runs."""
+    return tuple(path.name for path in runs.iterdir()) if runs.is_dir() else ()
 
 
 def run_folders(runs: Path) -> tuple[RunFolder, ...]:

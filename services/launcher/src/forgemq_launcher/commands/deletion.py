@@ -1,6 +1,5 @@
 """`forgemq delete`: removes a run from broker, blob store and disk, and says what it removed."""
 
-import shutil
 import sys
 from collections.abc import Callable, Mapping
 
@@ -64,12 +63,13 @@ async def _delete(
                 f"{', '.join(found.joined)} have members; stop its services first"
             )
         blobs = environ.get("FORGEMQ_BLOBS") or await _announced_blobs(connection, folder.run)
-        if not found.topics and not folder.path.is_dir():
+        if not found.topics + found.groups and not folder.path.is_dir():
             raise RunFolderError(f"run {folder.run} has nothing on {connection.bootstrap}")
         if not confirm(_question(folder, found, connection=connection, blobs=blobs)):
             return _nothing(console)
+        # The topics after the blobs: a run that is half deleted is found again by its topics.
+        await _delete_blobs(folder, blobs, console)
         await _delete_there(removal, found, console)
-    await _delete_blobs(folder, blobs, console)
     _delete_folder(folder, console)
     return exit_status.OK
 
@@ -128,7 +128,7 @@ async def _delete_blobs(folder: RunFolder, blobs: str, console: Console) -> None
 
 def _delete_folder(folder: RunFolder, console: Console) -> None:
     if folder.path.is_dir():
-        shutil.rmtree(folder.path)
+        folder.remove()
         _say(console, f"removed {folder.path}")
 
 
