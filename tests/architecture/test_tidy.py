@@ -68,6 +68,7 @@ IDIOMS: dict[str, str] = {
     r"\bof which (no|none|nobody)\b": "without a <noun> that",
     r"\bours (is|are|was|were|has|have|do|does|did)\b": "name the owner: this process",
     r"\bhas none called\b": "has no <noun>",
+    r"\bhears? (a|the|of|it|this|that|4\d\d|once|exactly|what)\b": "gets, is notified, reads",
     r"\blook(s|ed)? at at\b": "is checked at",
     r"\bof (its|their) own\b[^.;]*\bof (its|their) own\b": "`of its own` once a sentence at most",
     r"\babout nothing\b": "name what is missing",

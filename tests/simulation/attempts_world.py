@@ -1,8 +1,8 @@
 """The gateway's policy of attempts among lanes that die, a log that is late, clients that leave.
 
 The world is seeded: a failing seed is the whole reproduction. It knows what every party did, so it
-checks each effect of the policy at once: that a waiting client hears once, that an attempt moves
-only for a reason, that no result is lost.
+checks each effect of the policy at once: that a waiting client gets one result, that an attempt
+moves only for a reason, that no result is lost.
 """
 
 from functools import partial
@@ -199,7 +199,7 @@ class World:
                 client.number += 1
 
     def let_hear(self, request_id: str) -> list[Client]:
-        """The clients that hear now; each of them goes on a while later."""
+        """The clients that get their result now; each goes on a while later."""
         clients = self.waiting_for(request_id)
         assert clients, f"{request_id} ends and no client waits for it"
         for client in clients:

@@ -1,6 +1,6 @@
-"""Lanes that are slow, fall silent and die, and observers that hear of them late.
+"""Lanes that are slow, fall silent and die, and observers that read of it late.
 
-Only the lanes know their real state. Scheduler and gateways each hear every partition in its order
+Only the lanes know their real state. Scheduler and gateways each read every partition in its order
 and different partitions in any order, now and then seconds late. A gateway chooses lanes with the
 product's rule.
 """
@@ -39,7 +39,7 @@ class Calendar:
 
 
 class Observer:
-    """One reader of the log: it hears each partition in order, and late."""
+    """One reader of the log: it reads each partition in order, and late."""
 
     def __init__(self, calendar: Calendar, chance: random.Random, *, is_late: bool) -> None:
         self._calendar = calendar

@@ -74,7 +74,7 @@ class World:
     # The scheduler.
 
     def tell(self, record: ReportedEngine | LoadedWeights) -> None:
-        """A lane wrote a record; each observer hears it in its own time."""
+        """A lane wrote a record; each observer reads it in its own time."""
         partition = f"{type(record).__name__} {record.lane}"
         self.hearing.hear(partition, lambda: self.give(record))
         if isinstance(record, ReportedEngine):

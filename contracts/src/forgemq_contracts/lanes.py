@@ -4,7 +4,7 @@ Scheduler (frees slots), gateway (gives out requests), trainer (offers new weigh
 decide with this class. It is pure: the caller says what time it is, by any clock that never goes
 back, and always by the same one.
 
-Readers hear heartbeats late and in different orders, so two of them may disagree about a lane at
+Readers get heartbeats late and in different orders, so two of them may disagree about a lane at
 any moment. The staleness bound does not depend on their agreement: docs/staleness.md.
 """
 

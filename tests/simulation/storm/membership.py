@@ -1,7 +1,7 @@
 """Consumer groups as the broker keeps them: a member that does not answer loses its partitions.
 
 Each join, leave or expulsion takes all partitions from all members and gives them out again. A
-member that stands still does not hear of it: it goes on as a zombie until it wakes.
+member that stands still does not notice: it is a zombie until it wakes.
 """
 
 import asyncio

@@ -76,7 +76,7 @@ class Dispatcher:
         await self._write(self.attempts.end_turns(episode, error))
 
     def refuse_waiting(self, error: RefusedError) -> None:
-        """Let every client that waits hear this error; their turns and their lanes go on."""
+        """Answer every client that waits with this error; their turns and their lanes go on."""
         for result in self._results.values():
             if not result.done():
                 result.set_exception(error)

@@ -1,6 +1,6 @@
 """Reads the gateway's topics: the open groups once at the start, then every record as it comes.
 
-A client hears a completion when it comes back from finished-completions, never earlier: the record
+A client gets a completion when it comes back from finished-completions, never earlier: the record
 on the log is the reply.
 
 A restart takes the run over (`ownership.py`), which also says which groups were ever requested. It

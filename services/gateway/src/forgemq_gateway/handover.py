@@ -1,4 +1,4 @@
-"""What a gateway does when another one has taken its run over: clients hear it, and it ends."""
+"""What a gateway does when another one has taken its run over: it answers its clients, and ends."""
 
 import uvicorn
 

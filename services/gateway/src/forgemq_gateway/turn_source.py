@@ -93,7 +93,7 @@ class TurnSource:
     async def _prepare(
         self, episode: HeldEpisode, turn: OpenTurn, planned: Plan, *, caller: Headers
     ) -> None:
-        """Make the turn into tokens and dispatch it; clients hear what goes wrong."""
+        """Make the turn into tokens and dispatch it; clients get an error if that fails."""
         started_s = self._clock.now_s()
         links = (caller,) if span_ids(caller) is not None else ()
         with self._telemetry.span(

@@ -47,8 +47,8 @@ class GradingPositions:
         """Commit these positions if they changed and the partition is held.
 
         If a newer writer fenced this one, the next call opens it again. Either the group has given
-        the partition to another process, and this one hears of it before that; or a process that
-        had stood still woke up and took it, and will hear of that.
+        the partition to another process, of which this one is notified before that; or a process
+        that had stood still woke up and took it, and will be notified of its loss.
         """
         async with self._gate:
             if partition not in self._writers or self._committed.get(partition) == positions:

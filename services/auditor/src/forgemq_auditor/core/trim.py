@@ -15,7 +15,7 @@ def trim_positions(
     first: Mapping[Partition, int],
     ends: Mapping[Partition, int],
 ) -> dict[Partition, int]:
-    """Where each partition may begin; partitions that stay as they are are left out.
+    """Where each partition may begin; without the partitions that do not change.
 
     Args:
         topics: Partitions of trimmed topics, and their topics.

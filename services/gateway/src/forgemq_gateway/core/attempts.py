@@ -1,7 +1,7 @@
-"""The policy of attempts: which lane gets a turn, when it moves, and when its clients hear.
+"""The policy of attempts: which lane gets a turn, when it moves, when its clients get a result.
 
 Invariant: every turn ends once: answered, refused or abandoned. More precisely, each client that
-waits either leaves or hears exactly once, and a turn is open here as long as a client waits for it.
+waits leaves or gets one result, and a turn is open here as long as a client waits for it.
 
 Pure: every method returns effects, in order; `dispatcher.py` applies them.
 """
@@ -79,7 +79,7 @@ class Attempts:
     the other attempt's result later finds no turn.
 
     Args:
-        lane_hold_s: A new turn waits this long for a lane, then its clients hear 429.
+        lane_hold_s: A new turn waits this long for a lane, then its clients get a 429.
     """
 
     def __init__(self, lanes: Lanes, *, lane_hold_s: float) -> None:

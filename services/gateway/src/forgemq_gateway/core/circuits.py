@@ -55,7 +55,7 @@ class Circuits:
         """Count an error; returns for how many seconds the lane now takes no request, 0 if it does.
 
         An error of an older epoch, or one of a request sent before the circuit opened, changes
-        nothing: it tells nothing new about the process there.
+        nothing: it says nothing about the process there now.
         """
         circuit = self._circuits.get(lane)
         if circuit is None or circuit.epoch < epoch:

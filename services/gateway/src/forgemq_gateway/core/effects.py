@@ -22,13 +22,13 @@ class CancelAttempt(Struct, frozen=True):
 
 
 class AnswerTurn(Struct, frozen=True):
-    """Every waiting client hears this completion."""
+    """Every waiting client gets this completion."""
 
     completion: KnownCompletion
 
 
 class FailTurn(Struct, frozen=True):
-    """Every waiting client hears this error."""
+    """Every waiting client gets this error."""
 
     request_id: str
     error: RefusedError

@@ -53,7 +53,7 @@ def served_by(name: str, *, base_sha256: str | None) -> Served:
     """What an engine with this name for its weights holds.
 
     Args:
-        name: As the engine gives it; one that we did not give stands for the base model.
+        name: As the engine reports it; one without lineage and version stands for the base model.
         base_sha256: Of the model the engine was started with; None if unknown.
     """
     if name == BROKEN_NAME:

@@ -176,7 +176,7 @@ class SchedulerCore:
         if request.purpose == "eval":
             self._evaluations.waiting.append(request)
         elif self._steps.has_ended:
-            return  # nothing will train it, and the agents hear of the end from trained-steps
+            return  # nothing will train it; trained-steps has the end of training, for the agents
         else:
             self._queues[number].waiting.append(request)
         self._requested_ids.add(request.group_id)
