@@ -67,6 +67,12 @@ def test_an_end_at_any_single_point_changes_nothing(case, kind):
         assert outcome.deaths == 1, f"nothing ended at point {number}"
 
 
+@every_case
+def test_a_snapshot_is_read_back_although_the_batch_before_it_lacks_its_marker(case):
+    weather = dataclasses.replace(ALONE, marker_delay_s=0.5)
+    assert run_numbered(case, weather, NumberedFaults()).snapshots_missed == 0
+
+
 def pairs_of(count: int) -> list[tuple[int, int]]:
     """Every pair of points; the second also behind the restart that the first one causes."""
     return [(n, n + distance) for n in range(count) for distance in range(1, count + 10)]

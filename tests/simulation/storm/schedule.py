@@ -53,6 +53,7 @@ class Outcome:
     assigned: int = 0
     trimmed: int = 0
     expired: int = 0
+    snapshots_missed: int = 0
 
 
 class Schedule:
@@ -140,6 +141,8 @@ class Schedule:
                 self._processes.remove(process)
                 self.outcome.fenced += process.event_count("fenced")
                 self.outcome.assigned += process.event_count("assigned")
+                # No storm loses a blob: a snapshot that was committed can be read back.
+                self.outcome.snapshots_missed += process.event_count("snapshot_lost")
 
     def _new_process(self, faults: Faults) -> Process:
         return Process(

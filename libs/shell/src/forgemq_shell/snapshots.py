@@ -90,7 +90,9 @@ class Snapshots:
     async def write(self, batch: JournalledBatch, writer: TransactionWriter) -> None:
         """Commit the record of a snapshot."""
         plan, journal = self._plan, self._plan.journal
-        self._written_at = (await self._log.end_positions([journal]))[journal]
+        # Uncommitted: the batch before may lack its marker, and is no part of the stable end yet.
+        ends = await self._log.end_positions([journal], isolation="uncommitted")
+        self._written_at = ends[journal]
         output = Output(topic=journal.topic, partition=journal.partition, record=batch)
         await writer.commit(
             outputs=[emit_of(output, headers=snapshot_headers(batch.sequence))],
