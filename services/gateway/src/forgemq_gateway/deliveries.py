@@ -6,8 +6,9 @@ had in full. What is left is the other side: a client may leave while the record
 second record withdraws the first one.
 """
 
-from collections import Counter
 from collections.abc import Callable
+
+from msgspec import Struct
 
 from forgemq_contracts.completions import DeliveredCompletion
 from forgemq_gateway.clock import Clock
@@ -17,13 +18,25 @@ from forgemq_gateway.outbox import Outbox
 from forgemq_gateway.wire import ClientGoneError
 
 
+class Delivery(Struct):
+    """One completion that is being written to clients.
+
+    Attributes:
+        clients: Those that wait for its record.
+        is_had: Whether one of them was still there when the record was on the log.
+    """
+
+    clients: int = 0
+    is_had: bool = False
+
+
 class Deliveries:
-    """Deliveries of all episodes, and the clients that each completion is written to."""
+    """Deliveries of all episodes; several clients may wait for the same completion."""
 
     def __init__(self, outbox: Outbox, *, clock: Clock) -> None:
         self._outbox = outbox
         self._clock = clock
-        self._clients: Counter[str] = Counter()
+        self._under_way: dict[str, Delivery] = {}
 
     async def record(
         self, episode: HeldEpisode, completion: KnownCompletion, *, has_left: Callable[[], bool]
@@ -37,19 +50,23 @@ class Deliveries:
         request_id = completion.request_id
         if has_left():
             raise ClientGoneError
-        self._clients[request_id] += 1
+        delivery = self._under_way.setdefault(request_id, Delivery())
+        delivery.clients += 1
         try:
             if request_id not in episode.delivered:
                 await self._write(episode, request_id)
                 episode.delivered.add(request_id)
             if not has_left():
+                delivery.is_had = True
                 return
-            if self._clients[request_id] == 1:
+            if delivery.clients == 1 and not delivery.is_had:
                 # Before the write: the same body may come again at once and continues the turn.
                 episode.delivered.discard(request_id)
                 await self._write(episode, request_id, is_withdrawn=True)
         finally:
-            self._clients -= Counter((request_id,))
+            delivery.clients -= 1
+            if not delivery.clients:
+                del self._under_way[request_id]
         raise ClientGoneError
 
     async def _write(

@@ -1,0 +1,91 @@
+"""A completion counts as delivered exactly if one of its clients was there when the log had it."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from forgemq_bus.log import Emit
+from forgemq_bus.memory import MemoryLog
+from forgemq_contracts import topics
+from forgemq_gateway.clock import Clock
+from forgemq_gateway.core.episodes import HeldEpisode
+from forgemq_gateway.deliveries import Deliveries
+from forgemq_gateway.outbox import Outbox
+from forgemq_gateway.wire import ClientGoneError
+from forgemq_shell.dead_letters import DeadLetters
+from tests.unit.gateway.completions import completion_of
+from tests.unit.gateway.hindered_log import HinderedLog
+from tests.unit.gateway.scripted_lane import wall_ms
+from tests.unit.gateway.test_held_and_leased import opened
+from tests.unit.gateway.world import configuration_of, partitions_of
+
+COMPLETION = completion_of(1, context=[1], output=[2])
+
+
+class Scene:
+    """Two clients of one completion, whose records the test lets pass one by one."""
+
+    def __init__(self, deliveries: Deliveries, passes: list[asyncio.Event]) -> None:
+        self.episode = HeldEpisode(opened(0, 0, attempt=0), lease_until_s=0.0)
+        self.deliveries = deliveries
+        self.passes = passes
+        self.left: set[int] = set()
+
+    def record(self, client: int) -> "asyncio.Task[None]":
+        writing = self.deliveries.record(
+            self.episode, COMPLETION, has_left=lambda: client in self.left
+        )
+        return asyncio.ensure_future(writing)
+
+
+async def scene_of(model: Any) -> tuple[Scene, list[bytes]]:
+    configuration, written = configuration_of(model), []
+    passes = [asyncio.Event() for _ in range(3)]
+    waiting = iter(passes)
+
+    async def hold(emit: Emit) -> None:
+        await next(waiting).wait()
+        written.append(emit.value)
+
+    log = HinderedLog(MemoryLog(run="r", clock_ms=wall_ms).open(), hold)
+    await log.create_topics(partitions_of(configuration))
+    writer: Any = await log.writer()
+    dead_letters = DeadLetters(log, writer, service="gateway")  # type: ignore[arg-type]
+    outbox = Outbox(writer, configuration=configuration, dead_letters=dead_letters)
+    return Scene(Deliveries(outbox, clock=Clock()), passes), written
+
+
+def withdrawn(written: list[bytes]) -> list[bool]:
+    records = [topics.decode(topics.DELIVERED_COMPLETIONS, value) for value in written]
+    return [record.is_withdrawn for record in records]  # type: ignore[attr-defined]
+
+
+async def test_a_client_that_leaves_takes_no_answer_back_that_another_one_has(model: Any) -> None:
+    """Two requests with the same body: the first is answered, and its client ends the second."""
+    scene, written = await scene_of(model)
+    first, second = scene.record(1), scene.record(2)
+    await asyncio.sleep(0)
+    scene.passes[0].set()
+    await first
+    scene.left.add(2)
+    scene.passes[1].set()
+    scene.passes[2].set()
+    with pytest.raises(ClientGoneError):
+        await second
+    assert scene.episode.delivered == {COMPLETION.request_id}
+    assert withdrawn(written) == [False, False]
+
+
+async def test_an_answer_that_every_client_left_is_withdrawn_once(model: Any) -> None:
+    scene, written = await scene_of(model)
+    first, second = scene.record(1), scene.record(2)
+    await asyncio.sleep(0)
+    scene.left |= {1, 2}
+    for each in scene.passes:
+        each.set()
+    for task in (first, second):
+        with pytest.raises(ClientGoneError):
+            await task
+    assert scene.episode.delivered == set()
+    assert withdrawn(written) == [False, False, True]
