@@ -15,21 +15,33 @@ from forgemq_gateway.http_server import http_server
 from forgemq_gateway.wire import Receive, Scope, Send, read_body
 
 LINE = b"POST / HTTP/1.1\r\nhost: x\r\n"
+LONG_BYTES = 1 << 25  # More than the buffers of any socket.
 WHOLE = LINE + b"content-length: 2\r\n\r\nok"
 
 
 class ShortDeadlines(DeadlineConnection):
     headers_s = 0.1
     body_s = 0.3
+    write_s = 0.2
 
 
 async def application(_: Scope, receive: Receive, send: Send) -> None:
     body = await read_body(receive, bytes_max=1 << 20, headers={})
     if body == b"slow":
         await asyncio.sleep(0.6)
+    if body == b"long":
+        await _answer_at_length(send)
+        return
     headers = [(b"content-length", b"2")]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
     await send({"type": "http.response.body", "body": b"ok"})
+
+
+async def _answer_at_length(send: Send) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    for _ in range(LONG_BYTES // 65_536):
+        await send({"type": "http.response.body", "body": bytes(65_536), "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
 
 
 @asynccontextmanager
@@ -85,6 +97,14 @@ async def test_a_request_behind_one_that_is_answered_slowly_waits_for_it() -> No
         while said.count(b"HTTP/1.1 200") < 2:
             said += await asyncio.wait_for(reader.read(1000), 5)
     assert b"408" not in said
+
+
+async def test_a_client_that_does_not_read_its_answer_is_left() -> None:
+    async with connected() as (reader, writer):
+        writer.write(LINE + b"content-length: 4\r\n\r\nlong")
+        await asyncio.sleep(1.0)
+        received = len(await asyncio.wait_for(reader.read(), 5))
+    assert received < LONG_BYTES, "what the sockets held, and no end"
 
 
 async def test_headers_without_end_are_refused_by_their_size() -> None:

@@ -1,7 +1,8 @@
 """HTTP connections with deadlines: a request that is only half there is closed.
 
 uvicorn ends a connection that is idle between two requests, and no other. A client that never ends
-its headers, or its body, would keep a connection and what it has sent.
+its headers, or its body, would keep a connection and what it has sent. One that never reads a long
+answer would keep its episode too, whose lease runs while a client waits.
 """
 
 import asyncio
@@ -15,6 +16,9 @@ HEADERS_S = 20.0
 
 # For the longest body over a slow network: 6 MB at 100 KB a second.
 BODY_S = 60.0
+
+# For the longest answer over a network as slow as that.
+WRITE_S = 60.0
 
 # Agents' headers have a few hundred bytes. The parser itself has no limit.
 _HEADER_BYTES_MAX = 65_536
@@ -32,10 +36,12 @@ class DeadlineConnection(HttpToolsProtocol):
 
     headers_s = HEADERS_S
     body_s = BODY_S
+    write_s = WRITE_S
 
     def __init__(self, *args: Any, **named: Any) -> None:  # noqa: ANN401 - uvicorn's
         super().__init__(*args, **named)
         self._deadline: asyncio.TimerHandle | None = None
+        self._write_deadline: asyncio.TimerHandle | None = None
         self._seconds = self.headers_s
         self._header_bytes = 0
         self._has_request = False
@@ -46,9 +52,21 @@ class DeadlineConnection(HttpToolsProtocol):
         self._wait(self.headers_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the deadline."""
+        """Forget the deadlines."""
         self._complete()
+        self._end_write()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """Begin to wait for the client to read what is written."""
+        super().pause_writing()
+        self._end_write()
+        self._write_deadline = self.loop.call_later(self.write_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """The client has read most of it."""
+        self._end_write()
+        super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         """Take bytes; the first of a request begin its time."""
@@ -90,6 +108,11 @@ class DeadlineConnection(HttpToolsProtocol):
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+    def _end_write(self) -> None:
+        if self._write_deadline is not None:
+            self._write_deadline.cancel()
+            self._write_deadline = None
 
     def _end(self) -> None:
         """Close the connection, unless the late request is behind one that is being answered."""
