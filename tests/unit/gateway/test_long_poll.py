@@ -56,6 +56,22 @@ async def test_a_gateway_that_ends_answers_long_polls_at_once(model: Path) -> No
     assert (answer.status_code, answer.json()["state"]) == (200, "requested")
 
 
+async def test_a_gateway_that_ends_answers_waiting_claims_at_once(model: Path) -> None:
+    async with running(log_store(), configuration_of(model), yes) as (world, _):
+        group = await world.open_group()
+        await world.claim(group)
+        await world.claim(group)
+        path = f"/v1/groups/{group}/claim"
+        waiting = asyncio.ensure_future(world.admin("POST", path, {"wait_s": 20}))
+        await asyncio.sleep(0.2)
+        is_waiting = not waiting.done()
+        async with asyncio.timeout(3):
+            await world.stop()
+            answer = await waiting
+    assert is_waiting
+    assert answer.status_code == 204
+
+
 async def test_an_episode_whose_claim_could_not_be_written_goes_to_the_next_that_waits(
     model: Path,
 ) -> None:

@@ -12,6 +12,7 @@ import httpx
 import msgspec
 import openai
 import pytest
+import uvicorn
 
 from forgemq_bus.log import Log
 from forgemq_bus.memory import MemoryLog
@@ -21,9 +22,14 @@ from forgemq_contracts.asked_keys import KEYS_MAX, AskedKeys
 from forgemq_contracts.groups import RequestedGroup
 from forgemq_gateway.core.errors import RefusedError
 from forgemq_gateway.core.repeated import check_new
+from forgemq_gateway.core.replies import Reply
+from forgemq_gateway.feed import Feed
+from forgemq_gateway.handover import Handover
 from forgemq_gateway.marks import NEEDED_GROUP
 from forgemq_gateway.ownership import PLACE, Claimed, ReplacedError, claim_run
+from forgemq_gateway.ticks import TICK_S, keep_ticking
 from tests.unit.gateway.scripted_lane import Asked, wall_ms
+from tests.unit.gateway.test_abandoned import scene_of
 from tests.unit.gateway.world import World, configuration_of, running
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
@@ -71,6 +77,29 @@ async def test_the_older_of_two_gateways_ends_and_the_newer_one_serves(model: Pa
         claim = await world.claim(group)
         records = await world.records(topics.OPENED_EPISODES)
     assert [record.episode_id for record in records] == [claim["episode_id"]]
+
+
+async def test_a_gateway_that_was_replaced_writes_nothing_by_time_alone(model: Path) -> None:
+    """Its clients may take seconds to leave; leases that lapse meanwhile are the new owner's."""
+    async with scene_of(model) as scene:
+        feed = Feed(
+            scene.log, dispatcher=scene.dispatcher, parse=lambda *_: Reply(), context=scene.context
+        )
+        await feed.restore(url="http://here")
+        server = uvicorn.Server(uvicorn.Config("nothing:is_loaded"))
+        handover = Handover(server, dispatcher=scene.dispatcher, operations=scene.operations)
+        ticking = create_task(
+            keep_ticking(scene.context, dispatcher=scene.dispatcher, operations=scene.operations)
+        )
+        following = create_task(handover.follow(feed, owners=[ticking]))
+        scene.episode(0)
+        await claimed(scene.log)
+        await following
+        scene.clock.at_s[0] += 11.0
+        await asyncio.sleep(4 * TICK_S)
+    assert ticking.cancelled()
+    assert server.should_exit
+    assert scene.ends == []
 
 
 async def test_a_client_of_the_older_gateway_hears_who_has_the_run_and_its_turn_goes_on(

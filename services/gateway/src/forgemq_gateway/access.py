@@ -46,7 +46,7 @@ class Access:
         if episode_id is None:
             raise no_episode_key()
         episode = self.known_episode(episode_id)
-        if episode.state in ("finishing", "ended"):
+        if episode.is_closed:
             raise conflict(f"episode {episode_id} has ended")
         return episode
 

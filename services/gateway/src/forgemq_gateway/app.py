@@ -134,13 +134,13 @@ class GatewayServer:
         await self._feed.restore(url=operations.public_url)
         handover = Handover(server, dispatcher=dispatcher, operations=operations)
         ticking = keep_ticking(self._context, dispatcher=dispatcher, operations=operations)
-        beside = [handover.follow(self._feed), self._feed.keep_marks(), ticking]
-        running = [tasks.create_task(each) for each in beside]
+        owners = [tasks.create_task(each) for each in (self._feed.keep_marks(), ticking)]
+        following = tasks.create_task(handover.follow(self._feed, owners=owners))
         self._ready.set()
         self._context.telemetry.event("serving", url=operations.public_url)
         await serving
         stop.set()
-        for task in running:
+        for task in (*owners, following):
             task.cancel()
         handover.check()
 

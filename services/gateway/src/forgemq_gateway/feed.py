@@ -145,8 +145,7 @@ class Feed:
         for stage in _STAGES:
             async for record in self._until_now(stage):
                 await self._restore(record)
-        for _, episode in self._registry.episodes():
-            episode.renew(self._clock.now_s())
+        self._registry.renew_leases(self._clock.now_s())
         self._dispatcher.attempts.restore(self._registry.take_restored_turns())
         self._first_read = {p: at for p, at in self._positions.items() if p.topic in FIRST_RECORDS}
         self._registry.forget_retired()

@@ -1,5 +1,8 @@
 """What a gateway does when another one has taken its run over: it answers its clients, and ends."""
 
+import asyncio
+from collections.abc import Iterable
+
 import uvicorn
 
 from forgemq_gateway.core.errors import busy
@@ -24,12 +27,17 @@ class Handover:
         self._operations = operations
         self._replaced: ReplacedError | None = None
 
-    async def follow(self, feed: Feed) -> None:
-        """Apply new records until cancelled, or until another gateway owns the run."""
+    async def follow(self, feed: Feed, *, owners: Iterable[asyncio.Task[None]]) -> None:
+        """Apply new records until cancelled, or until another gateway owns the run.
+
+        `owners` are the tasks of an owner: they write records, so they end before the clients do.
+        """
         try:
             await feed.follow()
         except ReplacedError as error:
             self._replaced = error
+            for task in owners:
+                task.cancel()
             self._dispatcher.refuse_waiting(busy(str(error), status=503))
             self._operations.answer_long_polls()
             self._server.should_exit = True

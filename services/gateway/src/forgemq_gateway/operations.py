@@ -1,12 +1,12 @@
 """What the routes of the admin API do: groups, claims, leases, rewards and ends of episodes."""
 
 import asyncio
-from contextlib import suppress
 from weakref import WeakValueDictionary
 
 import msgspec
 from msgspec import Raw, Struct, UnsetType
 
+from forgemq_bus.errors import LogUnavailableError
 from forgemq_contracts.admin import (
     AbortRequest,
     Claim,
@@ -26,7 +26,7 @@ from forgemq_contracts.run import Queue
 from forgemq_gateway.access import Access
 from forgemq_gateway.context import GatewayContext
 from forgemq_gateway.core.episodes import Ending, HeldEpisode
-from forgemq_gateway.core.errors import RefusedError, busy, conflict, gone, invalid, unknown
+from forgemq_gateway.core.errors import busy, conflict, gone, invalid, unknown
 from forgemq_gateway.core.group import Group
 from forgemq_gateway.core.keys import KeyMint, key_sha256
 from forgemq_gateway.core.registry import RETIRED_STATUSES_MAX
@@ -34,8 +34,8 @@ from forgemq_gateway.core.repeated import check_new, first_task, known_group
 from forgemq_gateway.core.sampling import pinned_sampling
 from forgemq_gateway.dispatcher import Dispatcher
 
-# Found by a claim if every episode of the group has ended.
-_OVER = "over"
+# Found by a claim if every episode of the group has ended, or this gateway is about to end.
+_OVER, _ENDING = "over", "ending"
 
 # A second request to end an episode waits for the first one this much longer than its drain: the
 # final record is still to be written then.
@@ -177,16 +177,18 @@ class Operations:
             free = group.claimable()
             if free is not None:
                 return FreeEpisode(group, *free)
-            return _OVER if len(group.finished) >= group.facts.group_size else None
+            if len(group.finished) >= group.facts.group_size:
+                return _OVER
+            return _ENDING if self._is_ending else None
 
         found: FreeEpisode | str | None = await self._changed.until(
             look, group_id=group_id, timeout_s=self._wait_s(wait_s)
         )
-        if found is None:
-            return None
-        if isinstance(found, str):
+        if isinstance(found, FreeEpisode):
+            return await self._open(found)
+        if found == _OVER:
             raise gone(f"group {group_id} is over")
-        return await self._open(found)
+        return None
 
     async def _open(self, free: FreeEpisode) -> Claim:
         group, index, facts = free.group, free.index, free.group.facts
@@ -254,7 +256,7 @@ class Operations:
             record = episode.with_reward(reward)
             if record is None:
                 return
-            if episode.state in ("finishing", "ended"):
+            if episode.is_closed:
                 raise conflict(f"episode {episode_id} has ended")
             completions = episode.history.completions
             if reward.completion_id is not None and reward.completion_id not in completions:
@@ -308,11 +310,12 @@ class Operations:
         """Write the final record of an episode; if completed, its open requests may end before.
 
         If the record cannot be written, the episode is as it was: it can be ended again, or lapse.
+        If the log may have it all the same, the next end writes the same record again.
         """
         before, episode.state = episode.state, "finishing"
         try:
-            record = await self._final_record(episode, ending)
-            await self._outbox.write(record)
+            record = episode.given or await self._final_record(episode, ending)
+            await self._write_final(episode, record)
         except BaseException:
             # Also on a cancellation: while it is finishing, no other end could follow.
             episode.state = before
@@ -320,7 +323,14 @@ class Operations:
             raise
         self._registry.apply_finished_episode(record)
         self._changed.notify(episode.opened.group_id)
-        self._telemetry.count("gateway.episodes_finished", status=ending.status)
+        self._telemetry.count("gateway.episodes_finished", status=record.status)
+
+    async def _write_final(self, episode: HeldEpisode, record: FinishedEpisode) -> None:
+        try:
+            await self._outbox.write(record)
+        except LogUnavailableError:
+            episode.given = record
+            raise
 
     async def _final_record(self, episode: HeldEpisode, ending: Ending) -> FinishedEpisode:
         """End the episode's turns; returns its record, if its group is open."""
@@ -340,32 +350,7 @@ class Operations:
                 ending, group=group.facts, finished_ms=self._clock.wall_ms()
             )
 
-    async def lapse(self) -> None:
-        """Free the episodes whose lease has lapsed; fail those at their last attempt."""
-        now_s = self._clock.now_s()
-        for episode in self._registry.lapsed(now_s):
-            self._telemetry.count("gateway.leases_lapsed")
-            self._telemetry.event("lease_lapsed", episode=episode.episode_id)
-            if episode.opened.attempt + 1 < self._configuration.episodes.attempts_max:
-                episode.state = "lapsed"
-                self._changed.notify(episode.opened.group_id)
-            else:
-                attempts = episode.opened.attempt + 1
-                detail = f"the lease of attempt {attempts} of {attempts} lapsed"
-                with suppress(RefusedError):  # The group may retire meanwhile.
-                    await self.end(episode, Ending(status="failed", detail=detail))
-
-    async def end_closed(self) -> None:
-        """End what is unfinished of groups past their deadline as failed, so that it is masked."""
-        closed = [group for group in self._registry.groups.values() if group.closed]
-        unfinished = [(each, index) for each in closed for index in each.unfinished()]
-        for group, index in unfinished:
-            episode = group.episodes.get(index) or self._unopened(group, index)
-            self._telemetry.event("episode_closed", episode=episode.episode_id)
-            with suppress(RefusedError):  # The group may retire meanwhile.
-                await self.end(episode, Ending(status="failed", detail=group.closed))
-
-    def _unopened(self, group: Group, index: int) -> HeldEpisode:
+    def unopened(self, group: Group, index: int) -> HeldEpisode:
         """An episode that no agent has claimed, to be ended."""
         return HeldEpisode(self._opening(group, index=index, attempt=0), lease_until_s=0.0)
 

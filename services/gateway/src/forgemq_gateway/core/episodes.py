@@ -60,6 +60,8 @@ class HeldEpisode:
         delivered: Ids of completions that a client has had in full.
         clients: Connections that wait for an answer.
         is_context_full: Whether the newest completion was refused because its context is full.
+        given: The final record, if the log may have it although its write failed. No other one
+            ends the episode, and nothing that is not in it is taken.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class HeldEpisode:
         self.forks = 0
         self.fork_reasons: Counter[ForkReason] = Counter()
         self.is_context_full = False
+        self.given: FinishedEpisode | None = None
         self._bodies: dict[str, KnownBody] = {}
         self._ended_attempts: dict[str, int] = {}
 
@@ -84,6 +87,11 @@ class HeldEpisode:
     def episode_id(self) -> str:
         """Group, index and attempt in one."""
         return self.opened.episode_id
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether its final record is on the log or may be, or is being written."""
+        return self.given is not None or self.state in ("finishing", "ended")
 
     def renew(self, now_s: float) -> None:
         """Let the lease run from now, because the agent was heard of."""

@@ -39,16 +39,13 @@ class Group:
 
     def unfinished(self) -> list[int]:
         """Indices that have no final record, written or being written."""
-        return [
-            index
-            for index in range(self.facts.group_size)
-            if index not in self.finished
-            and index not in self.claiming
-            and not self._is_finishing(index)
-        ]
+        return [index for index in range(self.facts.group_size) if self.is_unfinished(index)]
 
-    def _is_finishing(self, index: int) -> bool:
-        return index in self.episodes and self.episodes[index].state == "finishing"
+    def is_unfinished(self, index: int) -> bool:
+        """Whether this index has no final record, written or being written."""
+        episode = self.episodes.get(index)
+        is_finishing = episode is not None and episode.state == "finishing"
+        return not is_finishing and index not in self.finished and index not in self.claiming
 
     def open_count(self) -> int:
         """Number of episodes that an agent holds."""

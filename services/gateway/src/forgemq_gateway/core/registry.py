@@ -42,7 +42,6 @@ from forgemq_gateway.core.turns import OpenTurn, restored
 # (output, request id, tools, tail of the context) -> the parsed reply.
 Parse: TypeAlias = Callable[[bytes, str, Sequence[Mapping[str, Any]], bytes], Reply]
 
-
 RETIRED_STATUSES_MAX = 16_384
 """Retired groups whose reason and position the gateway still tells by id, some hundred bytes each.
 A repeated request for an older one is recognised by its key, for the whole run."""
@@ -281,6 +280,11 @@ class Registry:
     def lapsed(self, now_s: float) -> list[HeldEpisode]:
         """Open episodes whose lease has lapsed."""
         return self._leases.lapsed(now_s)
+
+    def renew_leases(self, now_s: float) -> None:
+        """Let every lease that has not lapsed run from now, because no agent could be heard."""
+        for episode in [each for _, each in self.episodes() if each.state == "open"]:
+            episode.renew(now_s)
 
     def view(self, group_id: str) -> GroupStatus | None:
         """The group as the admin API shows it; None if it was never requested."""

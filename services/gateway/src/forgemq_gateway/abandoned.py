@@ -1,0 +1,59 @@
+"""Ends the episodes that no agent ends: their lease has lapsed, or their group is closed."""
+
+from contextlib import suppress
+
+from forgemq_gateway.context import GatewayContext
+from forgemq_gateway.core.episodes import Ending, HeldEpisode
+from forgemq_gateway.core.errors import RefusedError
+from forgemq_gateway.core.group import Group
+from forgemq_gateway.operations import Operations
+
+
+class Abandoned:
+    """Looks for such episodes; call both methods several times a second.
+
+    To write one end may take as long as the log needs, and agents are heard of meanwhile: each
+    episode is looked at again before it is ended.
+    """
+
+    def __init__(self, operations: Operations, *, context: GatewayContext) -> None:
+        self._operations = operations
+        self._registry = context.registry
+        self._attempts_max = context.configuration.episodes.attempts_max
+        self._clock = context.clock
+        self._changed = context.changed
+        self._telemetry = context.telemetry
+
+    async def lapse(self) -> None:
+        """Free the episodes whose lease has lapsed; fail those at their last attempt."""
+        for episode in self._registry.lapsed(self._clock.now_s()):
+            if episode.has_lapsed(self._clock.now_s()):
+                await self._lapse(episode)
+
+    async def _lapse(self, episode: HeldEpisode) -> None:
+        self._telemetry.count("gateway.leases_lapsed")
+        self._telemetry.event("lease_lapsed", episode=episode.episode_id)
+        attempts = episode.opened.attempt + 1
+        if attempts < self._attempts_max and episode.given is None:
+            episode.state = "lapsed"
+            self._changed.notify(episode.opened.group_id)
+            return
+        detail = f"the lease of attempt {attempts} of {attempts} lapsed"
+        await self._fail(episode, detail)
+
+    async def end_closed(self) -> None:
+        """End what is unfinished of groups past their deadline as failed, so that it is masked."""
+        closed = [group for group in self._registry.groups.values() if group.closed]
+        for group in closed:
+            for index in group.unfinished():
+                if group.is_unfinished(index):
+                    await self._close(group, index)
+
+    async def _close(self, group: Group, index: int) -> None:
+        episode = group.episodes.get(index) or self._operations.unopened(group, index)
+        self._telemetry.event("episode_closed", episode=episode.episode_id)
+        await self._fail(episode, group.closed)
+
+    async def _fail(self, episode: HeldEpisode, detail: str) -> None:
+        with suppress(RefusedError):  # The group may retire meanwhile.
+            await self._operations.end(episode, Ending(status="failed", detail=detail))

@@ -1,0 +1,213 @@
+"""Episodes whose agents are gone end once; those whose agents could not be heard do not."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from forgemq_bus.errors import LogUnavailableError
+from forgemq_bus.log import Emit, Log
+from forgemq_bus.memory import MemoryLog
+from forgemq_contracts import topics
+from forgemq_contracts.admin import AbortRequest, FinishRequest, RewardRequest
+from forgemq_contracts.groups import ClosedGroup
+from forgemq_gateway.abandoned import Abandoned
+from forgemq_gateway.access import Access
+from forgemq_gateway.change_signal import ChangeSignal
+from forgemq_gateway.clock import Clock
+from forgemq_gateway.context import GatewayContext
+from forgemq_gateway.core.attempts import Attempts
+from forgemq_gateway.core.episodes import HeldEpisode
+from forgemq_gateway.core.errors import RefusedError
+from forgemq_gateway.core.keys import KeyMint
+from forgemq_gateway.core.lanes import Lanes
+from forgemq_gateway.core.registry import Registry
+from forgemq_gateway.dispatcher import Dispatcher
+from forgemq_gateway.operations import Operations
+from forgemq_gateway.outbox import Outbox
+from forgemq_gateway.settings import GatewaySettings
+from forgemq_gateway.ticks import STALL_S, TICK_S, keep_ticking
+from forgemq_shell.dead_letters import DeadLetters
+from forgemq_telemetry.telemetry import Telemetry
+from tests.unit.gateway.scripted_lane import wall_ms
+from tests.unit.gateway.test_held_and_leased import admitted, opened
+from tests.unit.gateway.world import ADMIN_KEY, configuration_of, partitions_of
+
+LAST = 1  # of the two attempts of `configuration_of`
+END = topics.FINISHED_EPISODES
+
+
+@dataclass(frozen=True, slots=True)
+class SetClock(Clock):
+    """A clock that stands where the test has set it."""
+
+    at_s: list[float]
+
+    def now_s(self) -> float:
+        return self.at_s[0]
+
+
+class Scene:
+    """A gateway's parts without HTTP; `pass_end` lets the write of an end go on, or fail."""
+
+    def __init__(self, context: GatewayContext, clock: SetClock, log: Log) -> None:
+        self.context, self.clock, self.log = context, clock, log
+        mint = KeyMint(ADMIN_KEY, run="r")
+        access = Access(admin_key=ADMIN_KEY, mint=mint, registry=context.registry)
+        attempts = Attempts(Lanes(), lane_hold_s=1.0)
+        self.dispatcher = Dispatcher(attempts, context=context)
+        self.operations = Operations(
+            access=access, mint=mint, dispatcher=self.dispatcher, context=context
+        )
+        self.abandoned = Abandoned(self.operations, context=context)
+        self.ends: list[Any] = []
+        self.before_end: Callable[[], Awaitable[None]] | None = None
+        self.after_end: Callable[[], Awaitable[None]] | None = None
+
+    def episode(self, group: int, *, attempt: int = LAST) -> HeldEpisode:
+        self.context.registry.apply_admitted_group(admitted(group))
+        held = self.context.registry.apply_opened_episode(
+            opened(group, 0, attempt=attempt), lease_until_s=self.clock.at_s[0] + 10.0
+        )
+        assert held is not None
+        return held
+
+
+class SceneWriter:
+    """Writes to the log; an end may wait before it, or have its answer lost after it."""
+
+    def __init__(self, writer: Any) -> None:
+        self.writer, self.scene = writer, None
+
+    async def write(self, emit: Emit) -> Any:
+        scene: Any = self.scene
+        if emit.topic == END.name and scene.before_end is not None:
+            await scene.before_end()
+        offset = await self.writer.write(emit)
+        if emit.topic == END.name:
+            scene.ends.append(topics.decode(END, emit.value))
+            if scene.after_end is not None:
+                await scene.after_end()
+        return offset
+
+
+@asynccontextmanager
+async def scene_of(model: Path) -> AsyncIterator[Scene]:
+    configuration = configuration_of(model)
+    log = MemoryLog(run="r", clock_ms=wall_ms).open()
+    await log.create_topics(partitions_of(configuration))
+    writer: Any = SceneWriter(await log.writer())
+    dead_letters = DeadLetters(log, writer, service="gateway")
+    clock = SetClock([100.0])
+    async with asyncio.TaskGroup() as tasks:
+        context = GatewayContext(
+            configuration=configuration,
+            settings=GatewaySettings(admin_key=ADMIN_KEY),
+            registry=Registry(),
+            outbox=Outbox(writer, configuration=configuration, dead_letters=dead_letters),
+            clock=clock,
+            changed=ChangeSignal(),
+            tasks=tasks,
+            telemetry=Telemetry(service="gateway"),
+        )
+        scene = writer.scene = Scene(context, clock, log)
+        yield scene
+    await log.close()
+
+
+async def test_an_agent_that_is_heard_of_while_another_end_is_written_keeps_its_episode(
+    model: Path,
+) -> None:
+    async with scene_of(model) as scene:
+        gone, heard = scene.episode(0), scene.episode(1)
+        scene.clock.at_s[0] += 11.0
+
+        async def heartbeat() -> None:
+            scene.operations.renew_lease(heard.episode_id)
+
+        scene.before_end = heartbeat
+        await scene.abandoned.lapse()
+    assert [(end.episode_id, end.status) for end in scene.ends] == [(gone.episode_id, "failed")]
+    assert (gone.state, heard.state) == ("ended", "open")
+
+
+async def test_an_end_that_is_under_way_when_the_group_closes_is_the_only_one(model: Path) -> None:
+    async with scene_of(model) as scene:
+        episode = scene.episode(0)
+        closed = ClosedGroup(group_id="g-0", domain="d", purpose="train", detail="too late")
+        scene.context.registry.apply_closed_group(closed)
+        other = scene.context.registry.apply_opened_episode(
+            opened(0, 1, attempt=0), lease_until_s=0.0
+        )
+        assert other is not None
+        finishing: list[asyncio.Task[None]] = []
+
+        async def finish() -> None:
+            if not finishing:
+                work = scene.operations.finish(other.episode_id, FinishRequest())
+                finishing.append(asyncio.ensure_future(work))
+                await asyncio.sleep(0)
+
+        scene.before_end = finish
+        await scene.abandoned.end_closed()
+        await finishing[0]
+    ends = {end.index: end.status for end in scene.ends}
+    assert len(scene.ends) == 3
+    assert (ends[0], ends[1], ends[2]) == ("failed", "completed", "failed")
+    assert episode.state == "ended"
+
+
+async def test_leases_run_from_the_moment_that_a_stopped_gateway_goes_on(model: Path) -> None:
+    """A minute without a tick; what agents sent meanwhile is read after the next one."""
+    async with scene_of(model) as scene:
+        episode = scene.episode(0)
+        ticking = asyncio.ensure_future(
+            keep_ticking(scene.context, dispatcher=scene.dispatcher, operations=scene.operations)
+        )
+        await asyncio.sleep(TICK_S / 2)
+        scene.clock.at_s[0] += 60.0
+        await asyncio.sleep(2 * TICK_S)
+        after_stop = episode.state
+        for _ in range(8):
+            scene.clock.at_s[0] += STALL_S / 2
+            await asyncio.sleep(2 * TICK_S)
+            if ticking.done():
+                ticking.result()
+        ticking.cancel()
+    assert after_stop == "open"
+    assert episode.state == "ended", "a lease of 10 s lapses, once there are 10 s of ticks"
+
+
+@pytest.mark.parametrize("then", ["abort", "reward", "lapse"])
+async def test_an_end_whose_answer_was_lost_is_the_episodes_end(model: Path, then: str) -> None:
+    """The broker has the record, and the gateway waited for its word in vain."""
+    async with scene_of(model) as scene:
+        episode = scene.episode(0, attempt=0)
+        request = FinishRequest(result=msgspec.Raw(b'{"said":1}'))
+
+        async def lose() -> None:
+            raise LogUnavailableError("no answer in 30 s")
+
+        scene.after_end = lose
+        with pytest.raises(LogUnavailableError):
+            await scene.operations.finish(episode.episode_id, request)
+        scene.after_end = None
+        if then == "abort":
+            await scene.operations.abort(episode.episode_id, AbortRequest())
+        elif then == "lapse":
+            scene.clock.at_s[0] += 11.0
+            await scene.abandoned.lapse()
+        else:
+            reward = RewardRequest(reward_id="r", name="n", value=1.0)
+            with pytest.raises(RefusedError) as refused:
+                await scene.operations.reward(episode.episode_id, reward)
+            assert refused.value.status == 409
+            await scene.operations.finish(episode.episode_id, request)
+    assert scene.ends[0] == scene.ends[1]
+    assert (scene.ends[0].status, scene.ends[0].result) == ("completed", b'{"said":1}')
+    assert episode.state == "ended"
