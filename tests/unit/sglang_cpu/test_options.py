@@ -156,3 +156,10 @@ def test_an_engine_ends_with_the_process_that_started_it(tmp_path: Path) -> None
             return
         time.sleep(0.1)
     pytest.fail("the child outlived its parent")
+
+
+def test_a_failed_start_shows_the_end_of_the_log_without_its_longest_lines(tmp_path):
+    (tmp_path / "engine.log").write_text(f"server_args={'x' * 20_000}\nRuntimeError: no luck\n")
+    with pytest.raises(EngineServerError, match=r"RuntimeError: no luck$") as caught:
+        EngineServer("model", tmp_path, port=1).wait_healthy()
+    assert len(str(caught.value)) < 1000

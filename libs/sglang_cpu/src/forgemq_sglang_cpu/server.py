@@ -31,6 +31,7 @@ Progress: TypeAlias = Callable[[float, str], None]
 """Called about every 2 s of waiting with seconds waited and the newest line of the log."""
 
 LOG_TAIL_LINES = 15  # A Python traceback's end, with its error.
+_LOG_LINE_CHARACTERS_MAX = 400  # SGLang logs all its options in a line of 20,000.
 _LOG_TAIL_BYTES = 64 * 1024  # LOG_TAIL_LINES of 4 KiB each.
 _POLL_S = 0.5  # A start takes 25 s at least.
 _PROGRESS_EVERY_S = 2.0  # Often enough for a person who watches.
@@ -217,7 +218,7 @@ class EngineServer:
             raise EngineServerError(f"no model at {self._model_path}: {path}: {error}") from error
 
     def _error(self, what: str) -> EngineServerError:
-        tail = "\n".join(self.log_tail())
+        tail = "\n".join(line[:_LOG_LINE_CHARACTERS_MAX] for line in self.log_tail())
         return EngineServerError(
             f"the engine on port {self._port} {what}; {self.log_path}:\n{tail}"
         )
