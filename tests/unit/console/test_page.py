@@ -1,14 +1,20 @@
 """What the console serves to its page, and its description."""
 
+import asyncio
 import json
+import os
+import socket
 
 import httpx
 import jsonschema
 import msgspec
 import pytest
+import uvicorn
 
-from forgemq_console.core import CURVE_POINTS_MAX, bounded, group_view
+from forgemq_console.app import inherited_sockets, serve
+from forgemq_console.core import CURVE_POINTS_MAX, GroupView, bounded, group_view
 from forgemq_console.http import web
+from forgemq_console.settings import ConsoleSettings
 from forgemq_contracts.topics import FINISHED_COMPLETIONS
 from forgemq_run_view.view import RunView
 from tests.unit.run_view.synthetic import SyntheticRun, started
@@ -169,3 +175,19 @@ async def test_what_is_served_is_what_is_described(view, run, path, asked):
 async def test_an_id_that_cannot_be_one_is_refused(view, run, address):
     async with client(view, run) as http:
         assert (await http.get(address)).status_code == 422
+
+
+async def test_the_page_is_served_at_a_socket_that_was_handed_down(view, run) -> None:
+    async def read_group(group_id: str, _: str | None) -> GroupView:
+        return GroupView(group_id=group_id, episode_ids=(), episode=None)
+
+    app = web(view, clock_ms=lambda: 20_000, read_group=read_group)
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        settings = ConsoleSettings(port=1, listener_fd=os.dup(held.fileno()))
+        server, stop = uvicorn.Server(uvicorn.Config(app, log_config=None)), asyncio.Event()
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(serve(server, stop, sockets=inherited_sockets(settings)))
+            async with httpx.AsyncClient() as http:
+                answer = await http.get(f"http://127.0.0.1:{held.getsockname()[1]}/health")
+            assert answer.text == "ok\n"
+            stop.set()

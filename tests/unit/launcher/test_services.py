@@ -40,6 +40,7 @@ def specs(folder: Path, *queues: Queue) -> dict[str, ServiceSpec]:
         gateway_port=2,
         gateway_fd=7,
         console_port=3,
+        console_fd=8,
         admin_key="admin-key",
     )
     made = service_specs(
@@ -82,11 +83,13 @@ def test_agents_are_started_for_queues_that_have_one(tmp_path: Path) -> None:
     assert started[(OUTSIDE,)] == set(SERVICES) - {"agents"}
 
 
-def test_the_gateway_alone_gets_the_socket_that_the_launcher_holds(tmp_path: Path) -> None:
+def test_gateway_and_console_get_the_sockets_that_the_launcher_holds(tmp_path: Path) -> None:
     made = specs(tmp_path, PLAYED)
     assert {name: spec.inherited_fds for name, spec in made.items() if spec.inherited_fds} == {
-        "gateway": (7,)
+        "gateway": (7,),
+        "console": (8,),
     }
+    assert made["console"].environ["FORGEMQ_CONSOLE_LISTENER_FD"] == "8"
     assert made["gateway"].environ["FORGEMQ_GATEWAY_LISTENER_FD"] == "7"
 
 

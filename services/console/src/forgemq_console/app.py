@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 import tempfile
 from pathlib import Path
 
@@ -65,16 +66,23 @@ async def show_run(context: Context, *, datadir: Path) -> None:
     await stream.start()
     try:
         context.telemetry.event("listening", host=settings.host, port=settings.port)
-        await serve(server, context.stop)
+        await serve(server, context.stop, sockets=inherited_sockets(settings))
     finally:
         await stream.stop()
 
 
-async def serve(server: uvicorn.Server, stop: asyncio.Event) -> None:
-    """Answer requests until the event is set."""
+def inherited_sockets(settings: ConsoleSettings) -> list[socket.socket] | None:
+    """The socket that a supervisor bound, so that nobody else has the port; None without one."""
+    return [socket.socket(fileno=settings.listener_fd)] if settings.listener_fd >= 0 else None
+
+
+async def serve(
+    server: uvicorn.Server, stop: asyncio.Event, *, sockets: list[socket.socket] | None = None
+) -> None:
+    """Answer requests at these sockets, or at the server's own address, until the event is set."""
     async with asyncio.TaskGroup() as group:
         # uvicorn's `serve` would take over the signals, which belong to the shell.
-        serving = group.create_task(server._serve())
+        serving = group.create_task(server._serve(sockets=sockets))
         stopping = group.create_task(stop.wait())
         await asyncio.wait([serving, stopping], return_when=asyncio.FIRST_COMPLETED)
         server.should_exit = True

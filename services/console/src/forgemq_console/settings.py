@@ -10,6 +10,14 @@ class ConsoleSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="0: any free port.")] = 8080
+    listener_fd: Annotated[
+        int,
+        Meta(
+            ge=-1,
+            description="Number of an inherited file: a TCP socket that a supervisor bound and "
+            "keeps, in place of host and port; -1: none.",
+        ),
+    ] = -1
     episodes_shown_max: Annotated[
         int, Meta(ge=1, description="Episodes of one group sent to the page at once.")
     ] = 64

@@ -13,7 +13,7 @@ from forgemq_launcher.core.restarts import RestartPolicy
 from forgemq_launcher.run_setup import RunSetup
 from forgemq_launcher.upkeep.broker import RunBroker
 from forgemq_launcher.upkeep.engines import Engines, servers
-from forgemq_launcher.upkeep.machine import check_memory, listening_socket, port
+from forgemq_launcher.upkeep.machine import check_memory, listening_socket
 from forgemq_launcher.upkeep.named_engines import NamedEngines, named_urls
 from forgemq_launcher.upkeep.services import Addresses, service_specs
 from forgemq_launcher.upkeep.supervisor import Note, ServiceSpec, ServiceStatus, Supervisor
@@ -41,7 +41,7 @@ class RunProcesses:
         self._engines: Engines | NamedEngines | None = None
         self._supervisor = Supervisor(policy=self._policy, grace_s=settings.stop_grace_s, note=note)
         self._specs: tuple[ServiceSpec, ...] = ()
-        self._gateway_listener: socket.socket | None = None
+        self._listeners: list[socket.socket] = []
         self.agents_ended = asyncio.Event()
 
     @property
@@ -112,16 +112,15 @@ class RunProcesses:
             MachineError: a port that a setting names is taken.
         """
         setup, settings = self._setup, self._setup.settings
-        listener = self._open_gateway_listener()
+        gateway, console = self._open_listeners()
         addresses = Addresses(
             kafka=self.connection.bootstrap,
             engine_urls=self.engines.urls,
             host=settings.host,
-            gateway_port=listener.getsockname()[1],
-            gateway_fd=listener.fileno(),
-            console_port=port(
-                settings.host, wanted=settings.console_port, preferred=CONSOLE_PORT_PREFERRED
-            ),
+            gateway_port=gateway.getsockname()[1],
+            gateway_fd=gateway.fileno(),
+            console_port=console.getsockname()[1],
+            console_fd=console.fileno(),
             admin_key=setup.environ.get("FORGEMQ_GATEWAY_ADMIN_KEY") or setup.folder.admin_key(),
         )
         self._specs = service_specs(
@@ -144,18 +143,21 @@ class RunProcesses:
         if text:
             self._note(text)
 
-    def _open_gateway_listener(self) -> socket.socket:
-        """Open the gateway's socket, at the address of the run's earlier starts if it is free.
+    def _open_listeners(self) -> list[socket.socket]:
+        """Open the sockets of gateway and console; the gateway's where the run had it, if free.
 
-        It is open while the run is up, so agents that connect while the gateway restarts wait for
-        its next start and are not refused.
+        They are open while the run is up. So agents that connect while the gateway restarts wait
+        for its next start and are not refused, and no other run takes a port meanwhile.
         """
         settings, folder = self._setup.settings, self._setup.folder
-        self._gateway_listener = listening_socket(
-            settings.host, wanted=settings.gateway_port, preferred=folder.gateway_port()
-        )
-        folder.keep_gateway_port(self._gateway_listener.getsockname()[1])
-        return self._gateway_listener
+        for wanted, preferred in (
+            (settings.gateway_port, folder.gateway_port()),
+            (settings.console_port, CONSOLE_PORT_PREFERRED),
+        ):
+            listener = listening_socket(settings.host, wanted=wanted, preferred=preferred)
+            self._listeners.append(listener)
+        folder.keep_gateway_port(self._listeners[0].getsockname()[1])
+        return self._listeners
 
     async def keep(self, *, may_end: Callable[[], bool]) -> None:
         """Start the planned services and keep everything up until cancelled.
@@ -184,8 +186,8 @@ class RunProcesses:
         # At the same time: the gateway asks again for what an engine was generating, next start.
         engines = [self._engines.stop()] if self._engines is not None else []
         await asyncio.gather(self._supervisor.stop(), *engines)
-        if self._gateway_listener is not None:
-            self._gateway_listener.close()
+        for listener in self._listeners:
+            listener.close()
 
     async def stop(self) -> None:
         """Stop everything that was started here, the broker last; idempotent."""

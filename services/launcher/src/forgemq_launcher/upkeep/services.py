@@ -38,7 +38,7 @@ TORCHRUN = "forgemq_trainer.ranks.torchrun"
 class Addresses(Struct, frozen=True, kw_only=True):
     """Where the parts of a run find one another.
 
-    `gateway_fd`: the bound socket of the gateway, which the launcher keeps over its restarts.
+    `gateway_fd`, `console_fd`: their bound sockets, which the launcher keeps over their restarts.
     """
 
     kafka: str
@@ -47,6 +47,7 @@ class Addresses(Struct, frozen=True, kw_only=True):
     gateway_port: int
     gateway_fd: int
     console_port: int
+    console_fd: int
     admin_key: str
 
     @property
@@ -116,7 +117,7 @@ def service_specs(
         spec("merger", {}, stop_stage=2),
         spec("trainer", own["trainer"], stop_stage=2, ranks=configuration.trainer.world_size),
         spec("auditor", {}, stop_stage=3),  # Last: it then audits what was retired last.
-        spec("console", own["console"], stop_stage=2),
+        spec("console", own["console"], stop_stage=2, fds=(addresses.console_fd,)),
         *agents,
     )
 
@@ -137,6 +138,7 @@ def _own_environs(
         "console": {
             "FORGEMQ_CONSOLE_HOST": addresses.host,
             "FORGEMQ_CONSOLE_PORT": str(addresses.console_port),
+            "FORGEMQ_CONSOLE_LISTENER_FD": str(addresses.console_fd),
         },
         "agents": {
             "FORGEMQ_AGENTS_GATEWAY_URL": addresses.gateway_url,
