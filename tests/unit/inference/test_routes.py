@@ -117,7 +117,7 @@ def test_a_record_has_one_row_of_int16_for_each_sampled_token() -> None:
     ("routes", "match"),
     [
         (None, "asked for and are not there"),
-        (ROUTES[:1], "16 bytes, where 2 tokens, 2 layers and 2 experts make 32"),
+        (ROUTES[:1], "16 bytes, but 2 tokens, 2 layers and 2 experts make 32"),
         ([[[3, 0], [1, -1]], ROUTES[1]], "no int16 of 0 or more"),
         ([[[3, 0], [1, 32768]], ROUTES[1]], "no int16 of 0 or more"),
         ([[[3, 0], [1, 65536]], ROUTES[1]], "no int16 of 0 or more"),
