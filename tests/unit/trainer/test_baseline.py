@@ -99,15 +99,42 @@ async def test_a_round_that_nobody_has_begun_holds_nothing(
     assert [published.version for published in await bench.published()] == [0, 1]
 
 
-async def test_a_round_that_does_not_move_is_given_up_after_a_groups_deadline(
-    tmp_path: Path,
-) -> None:
-    bench = await _bench(tmp_path)
-    queue = msgspec.structs.replace(bench.configuration.queues[0], group_deadline_s=5.0)
+def _with_deadline(bench: Bench, deadline_s: float) -> Bench:
+    queue = msgspec.structs.replace(bench.configuration.queues[0], group_deadline_s=deadline_s)
     configuration = msgspec.structs.replace(bench.configuration, queues=(queue,))
-    bench = dataclasses.replace(bench, configuration=configuration)
+    return dataclasses.replace(bench, configuration=configuration)
+
+
+async def test_a_round_that_does_not_move_is_given_up_after_two_deadlines(tmp_path: Path) -> None:
+    bench = _with_deadline(await _bench(tmp_path), 2.5)
     await _put(bench, [*_admitted(*ROUND), *_retired(ROUND[0])])
     await bench.train(until=0)
+    assert [published.version for published in await bench.published()] == [0, 1]
+
+
+async def test_a_group_that_is_closed_at_its_deadline_and_then_scored_is_waited_for(
+    tmp_path: Path,
+) -> None:
+    """Version 1 is held for 3 s and more, longer than the one deadline to be played."""
+    bench = _with_deadline(await _bench(tmp_path), 2.0)
+    await _put(bench, [*_admitted(*ROUND), *_retired(*ROUND[:3])])
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(bench.train(until=0))
+        assert await _versions_when_trained(bench) == [0]
+        await _put(bench, _retired(ROUND[3]))
+    assert [published.version for published in await bench.published()] == [0, 1]
+
+
+async def test_held_out_groups_of_others_do_not_count_for_the_round(tmp_path: Path) -> None:
+    """They come from outside, at any time."""
+    bench = await _bench(tmp_path)
+    others = ("x-0", "x-1", "x-2")
+    await _put(bench, [*_admitted(*ROUND), *_admitted(*others, round_name="mine")])
+    await _put(bench, _retired(*others, *ROUND[:3]))
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(bench.train(until=0))
+        assert await _versions_when_trained(bench) == [0]
+        await _put(bench, _retired(ROUND[3]))
     assert [published.version for published in await bench.published()] == [0, 1]
 
 

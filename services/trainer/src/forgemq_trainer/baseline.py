@@ -6,16 +6,17 @@ waits for the last of them.
 """
 
 import asyncio
-import contextlib
+from collections.abc import Sequence
 
 import msgspec
 
 from forgemq_bus.bounded_reads import read_to_end
+from forgemq_bus.decoding import decoded_record
 from forgemq_bus.log import Place, Record
 from forgemq_contracts import topics
 from forgemq_contracts.groups import AdmittedGroup, RetiredGroup
 from forgemq_contracts.rounds import START_ROUND, start_round_groups
-from forgemq_contracts.topics import ADMITTED_GROUPS, RETIRED_GROUPS, Topic
+from forgemq_contracts.topics import ADMITTED_GROUPS, RETIRED_GROUPS
 from forgemq_shell.service import Context
 
 READ_TIMEOUT_S = 0.25
@@ -25,61 +26,73 @@ RECORDS_MAX = 500
 """Records of one read, each under 1 KB."""
 
 
+class _Round:
+    """Groups of the base model's round, as the log has them."""
+
+    def __init__(self) -> None:
+        self.admitted: set[str] = set()
+        self._retired: set[str] = set()  # of any round: the topics have no common order
+
+    @property
+    def over(self) -> int:
+        """How many of its groups are retired."""
+        return len(self.admitted & self._retired)
+
+    def observe(self, records: Sequence[Record]) -> None:
+        """Take in records of both topics; those read twice change nothing."""
+        for record in records:
+            try:
+                group = decoded_record(record)
+            except msgspec.ValidationError:
+                continue
+            if isinstance(group, RetiredGroup) and group.purpose == "eval":
+                self._retired.add(group.group_id)
+            elif isinstance(group, AdmittedGroup) and _is_of_the_round(group):
+                self.admitted.add(group.group_id)
+
+
+def _is_of_the_round(group: AdmittedGroup) -> bool:
+    return group.purpose == "eval" and group.round_name.startswith(START_ROUND)
+
+
 async def wait_for_baseline(context: Context) -> None:
     """Wait until every group of the base model's round is retired, or until the stop event.
 
     Returns at once if the run has no such round, or if nobody has begun it: it is begun before the
-    first training group is asked for. Gives up when no group of it has retired for as long as any
-    group may take; the report then says which versions played it.
+    first training group is asked for. Gives up when no group of it was admitted or has retired for
+    as long as a claimed group may take, which is one deadline to be played and one to be scored.
+    The report then says which versions played it.
     """
     wanted = start_round_groups(context.configuration)
-    if not wanted or not await _has_begun(context):
+    if not wanted:
         return
-    quiet_max_s = max(queue.group_deadline_s for queue in context.configuration.queues)
+    played = _Round()
+    starts = await context.log.first_positions(_places(context))
+    async for records in read_to_end(context.log, starts):
+        played.observe(records)
+    if not played.admitted:
+        return
+    quiet_max_s = 2 * max(queue.group_deadline_s for queue in context.configuration.queues)
     loop = asyncio.get_running_loop()
     moved_s = loop.time()
-    retired: set[str] = set()
     context.telemetry.event("waiting_for_baseline", groups=wanted)
-    reader = await context.log.reader(
-        await context.log.first_positions(_places(context, RETIRED_GROUPS))
-    )
+    reader = await context.log.reader(starts)
     try:
-        while len(retired) < wanted and not context.stop.is_set():
-            before = len(retired)
-            records = await reader.read(timeout_s=READ_TIMEOUT_S, records_max=RECORDS_MAX)
-            retired.update(name for record in records if (name := _evaluated(record)))
-            if len(retired) > before:
+        while played.over < wanted and not context.stop.is_set():
+            before = len(played.admitted), played.over
+            played.observe(await reader.read(timeout_s=READ_TIMEOUT_S, records_max=RECORDS_MAX))
+            if (len(played.admitted), played.over) != before:
                 moved_s = loop.time()
             elif loop.time() - moved_s > quiet_max_s:
-                context.telemetry.event("baseline_given_up", groups=wanted, retired=len(retired))
+                context.telemetry.event("baseline_given_up", groups=wanted, retired=played.over)
                 return
     finally:
         await reader.close()
 
 
-async def _has_begun(context: Context) -> bool:
-    """Whether a group of the round was admitted."""
-    places = _places(context, ADMITTED_GROUPS)
-    async for records in read_to_end(context.log, await context.log.first_positions(places)):
-        for record in records:
-            with contextlib.suppress(msgspec.ValidationError):
-                group = topics.decode(ADMITTED_GROUPS, record.value)
-                assert isinstance(group, AdmittedGroup)
-                if group.purpose == "eval" and group.round_name.startswith(START_ROUND):
-                    return True
-    return False
-
-
-def _evaluated(record: Record) -> str:
-    """The id of an evaluation's group; "" of others. No other round begins before this one ends."""
-    try:
-        group = topics.decode(RETIRED_GROUPS, record.value)
-    except msgspec.ValidationError:
-        return ""
-    assert isinstance(group, RetiredGroup)
-    return group.group_id if group.purpose == "eval" else ""
-
-
-def _places(context: Context, topic: Topic) -> list[Place]:
-    count = topics.partition_count(topic, context.configuration)
-    return [Place(topic.name, number) for number in range(count)]
+def _places(context: Context) -> list[Place]:
+    return [
+        Place(topic.name, number)
+        for topic in (ADMITTED_GROUPS, RETIRED_GROUPS)
+        for number in range(topics.partition_count(topic, context.configuration))
+    ]
