@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import tracemalloc
 from pathlib import Path
 
 import msgspec
@@ -131,6 +132,22 @@ def test_expert_routes_of_the_whole_path_are_replayed_if_every_completion_has_th
     assert read_tree(fork).entry_route_ER.tolist() == [[4, 5], [10, 11]]
     (bare,) = _fresh(ROOT, routed(SECOND)).trees(HeldWeights(2, 3), but=NOTHING)
     assert read_tree(bare).entry_route_ER.tolist() == [[7, 8], [8, 9]]
+
+
+def test_messages_and_tools_of_the_kept_completions_take_no_memory() -> None:
+    """The bound is on tokens and log-probabilities; each turn here has a megabyte of text."""
+    fresh = FreshCompletions(bytes_max=1_000_000)
+    tracemalloc.start()
+    for number in range(20):
+        text = b'[{"role": "tool", "content": "' + b"x" * 1_000_000 + b'"}]'
+        turn = TurnPart(
+            sequence=number, protocol="chat_completions", body_digest="d", messages=text
+        )
+        fresh.observe(_completion(number, _ids(1), _ids(2), turn=turn))
+    held_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(fresh.trees(HeldWeights(2, 3), but=NOTHING)) == 20
+    assert held_bytes < 4_000_000
 
 
 async def test_a_run_probes_what_its_weights_have_just_sampled(tmp_path: Path) -> None:

@@ -12,11 +12,12 @@ import itertools
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 from numpy.typing import ArrayLike
 
 from forgemq_contracts.accounting import is_candidate
-from forgemq_contracts.completions import FinishedCompletion
+from forgemq_contracts.completions import FinishedCompletion, TurnPart
 from forgemq_contracts.rules import ITEM_BYTES
 from forgemq_contracts.trees import MergedTree
 from forgemq_trainer.core.tree import Integers
@@ -24,6 +25,9 @@ from forgemq_trainer.core.tree import Integers
 TREES_MAX = 64
 """Completions given to one probe: enough to fill the budget of a small step; in a large one each
 has thousands of tokens."""
+
+_NO_TURN = TurnPart(sequence=0, protocol="chat_completions", body_digest="")
+"""In place of a kept completion's messages and tools, which may be larger than all its tokens."""
 
 OTHER_VERSION = -1
 """Stands in a probe's tree for every version but the wanted one of the wanted lineage."""
@@ -48,6 +52,7 @@ class FreshCompletions:
         """Keep a completion; of several of one request the first one counts."""
         if not is_candidate(completion) or completion.request_id in self._by_id:
             return
+        completion = msgspec.structs.replace(completion, turn=_NO_TURN)
         self._by_id[completion.request_id] = completion
         self._bytes += _size(completion)
         while self._bytes > self._bytes_max:
