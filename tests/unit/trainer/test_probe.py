@@ -11,14 +11,17 @@ import torch
 from forgemq_contracts import topics
 from forgemq_contracts.gaps import GAP_EDGES_NATS, LogprobGap, merged_gap
 from forgemq_contracts.trees import MergedTree
+from forgemq_trainer.core.expert_routes import token_expert_routes
 from forgemq_trainer.core.metrics import GAP_NATS_MAX, gap_of
 from forgemq_trainer.core.probe import probe_of, probe_tokens_max
 from forgemq_trainer.core.tree import Forest, read_tree
 from forgemq_trainer.training import ReadStep, Training
 from tests.unit.trainer.scene import (
+    SHAPE,
     agent_samples,
     configuration_of,
     merge,
+    routed,
     save_base,
     scheduled_step,
 )
@@ -93,6 +96,26 @@ def test_a_probe_keeps_to_its_budget_and_takes_as_much_of_a_sample_as_fits() -> 
     assert counts[0] == 1
     assert counts == sorted(counts)
     assert counts[-1] == len(_contexts(whole))
+
+
+def test_a_probe_replays_expert_routes_of_its_own_version_only() -> None:
+    """The engine computed older tokens again, through experts that no record names."""
+    shape = dataclasses.replace(SHAPE, experts=4, experts_per_token=2)
+    samples = [
+        dataclasses.replace(sample, version=NEW if number == 2 else 0)
+        for number, sample in enumerate(agent_samples(np.random.default_rng(0)))
+    ]
+    whole = read_tree(routed(merge(samples), layers=2, top_k=2, experts=4))
+    part = probe_of(whole, version=NEW, tokens_max=whole.token_count)
+    assert part is not None
+    routes = token_expert_routes(part, shape)
+    assert routes is not None
+    is_replayed = (routes.expert_NLK < shape.experts).all(axis=(1, 2))
+    is_source = np.zeros(part.token_count, dtype=np.bool_)
+    is_source[part.parent_N[part.entry_token_E]] = True
+    assert set(part.entry_version_E.tolist()) == {NEW}
+    assert is_replayed.tolist() == is_source.tolist()
+    assert part.entry_count == len(samples[2].behaviour)
 
 
 def test_a_probe_is_a_small_share_of_its_step() -> None:

@@ -269,9 +269,8 @@ class Training:
         return tuple(used), tuple(parts)
 
     def _probe(self, forest: Forest) -> Floats:
-        """|trainer - engine| of the forest's entries that `version` sampled, nats."""
-        gaps = np.abs(self._model.read_logprobs(forest) - forest.entry_logprob_E)
-        return np.asarray(gaps[forest.entry_version_E == self.version])
+        """|trainer - engine| of a probe's entries, nats."""
+        return np.asarray(np.abs(self._model.read_logprobs(forest) - forest.entry_logprob_E))
 
     def _take_step(self, computed: _Computed, probed: Floats, *, probe_s: float) -> TrainingMetrics:
         step = computed.step

@@ -41,7 +41,9 @@ def probe_of(forest: Forest, *, version: int, tokens_max: int) -> Forest | None:
     """The part of a tree that a probe of the version runs; None if it has nothing for it.
 
     Samples that the version sampled in are taken the shallowest first, each with all ancestors and
-    as far as the budget reaches. Entries of other versions stay, for their expert routes.
+    as far as the budget reaches. Entries of other versions are left out. Their expert routes are
+    of other weights: when the engine loaded these it dropped its cache, so what it compared with
+    had been computed again.
 
     Args:
         forest: The tree.
@@ -57,7 +59,10 @@ def probe_of(forest: Forest, *, version: int, tokens_max: int) -> Forest | None:
             left -= int(forest.position_N[fitting[-1]]) + 1 - kept
             for start, end in _path(forest, fitting[-1]):
                 is_kept_N[start:end] = True
-    return _cut(forest, is_kept_N) if is_kept_N.any() else None
+    if not is_kept_N.any():
+        return None
+    is_kept_E = is_kept_N[forest.entry_token_E] & (forest.entry_version_E == version)
+    return _cut(forest, is_kept_N, is_kept_E)
 
 
 def _fresh_tokens(forest: Forest, *, version: int) -> list[list[int]]:
@@ -85,8 +90,8 @@ def _kept_above(forest: Forest, is_kept_N: NDArray[np.bool_], token: int) -> int
     return sum(int(is_kept_N[start:end].sum()) for start, end in _path(forest, token))
 
 
-def _cut(forest: Forest, is_kept_N: NDArray[np.bool_]) -> Forest:
-    """The forest of these tokens; each has all its ancestors."""
+def _cut(forest: Forest, is_kept_N: NDArray[np.bool_], is_kept_E: NDArray[np.bool_]) -> Forest:
+    """The forest of these tokens, each with all its ancestors, and of these of their entries."""
     index_N = np.concatenate([[0], np.cumsum(is_kept_N)])
     is_kept_M = is_kept_N[forest.segment_start_M]
     segment_M = np.cumsum(is_kept_M) - 1
@@ -94,7 +99,6 @@ def _cut(forest: Forest, is_kept_N: NDArray[np.bool_]) -> Forest:
     def moved(parents: Integers, to: Integers) -> Integers:
         return np.where(parents < 0, -1, to[parents])
 
-    is_kept_E = is_kept_N[forest.entry_token_E]
     return replace(
         forest,
         group_end_G=index_N[forest.group_end_G],
