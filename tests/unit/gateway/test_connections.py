@@ -143,3 +143,11 @@ def test_bodies_count_beside_the_histories_until_they_are_answered() -> None:
         assert refused.value.status == 503
         assert memory.held_bytes == 50
     assert memory.held_bytes == 0
+
+
+async def test_headers_without_end_behind_a_body_are_refused_by_their_size() -> None:
+    async with connected() as (reader, writer):
+        writer.write(LINE + b"transfer-encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n")
+        writer.write(b"x: yyyyyyyyyyyyyyyy\r\n" * 5000)
+        said = await asyncio.wait_for(reader.read(), 5)
+    assert said.startswith(b"HTTP/1.1 400")

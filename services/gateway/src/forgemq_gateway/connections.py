@@ -84,6 +84,12 @@ class DeadlineConnection(HttpToolsProtocol):
         if self._deadline is None:
             self._wait(self.headers_s)
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header; those behind a chunked body are kept too, and so have the same limit."""
+        if self._seconds == self.body_s:
+            self._header_bytes += len(name) + len(value)
+        super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         """Begin to wait for the body."""
         self._wait(self.body_s)
@@ -94,6 +100,7 @@ class DeadlineConnection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         """The request is there; nothing is awaited from the client until it is answered."""
         self._complete()
+        self._header_bytes = 0
         super().on_message_complete()
 
     def _is_answered(self) -> bool:
