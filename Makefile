@@ -30,7 +30,7 @@ test: $(STAMP)  ## Run every test, on the real broker and the real engine
 test-fast: $(STAMP)  ## Run the tests that need neither broker nor engine
 	@$(BIN)/python -m pytest -q -n 2 -m "$(FAST)" $(ARGS)
 
-storm: $(STAMP)  ## Simulate SEEDS=n schedules of each service; CASE=<name> FIRST=<seed> choose some
+storm: $(STAMP)  ## Simulate SEEDS=n schedules of each case; CASE=<name> FIRST=<seed> choose some
 	@$(BIN)/python -m tests.simulation.storm --seeds $(or $(SEEDS),100) --first $(or $(FIRST),0) \
 		$(if $(CASE),--case $(CASE))
 

@@ -9,14 +9,18 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from tests.simulation.storm.cases import CASES
-from tests.simulation.storm.grading import run_grading_seed
+from tests.simulation.storm.claims import Played, run_claims_seed
+from tests.simulation.storm.grading import Graded, run_grading_seed
 from tests.simulation.storm.schedule import run_seed
 
-GRADING = "grading"
-"""The only case that is not a transform."""
+EDGES: Mapping[str, Callable[[int], Graded | Played]] = {
+    "grading": run_grading_seed,
+    "claims": run_claims_seed,
+}
+"""Cases that are more than one transform, by name."""
 
 _PROGRESS_EVERY = 500
 
@@ -25,10 +29,10 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="make storm")
     parser.add_argument("--seeds", type=int, default=100, help="of each case")
     parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--case", choices=(*CASES, GRADING), help="only this one")
+    parser.add_argument("--case", choices=(*CASES, *EDGES), help="only this one")
     parser.add_argument("--stop", action="store_true", help="at the first defect")
     chosen = parser.parse_args(arguments)
-    cases = [chosen.case] if chosen.case else [*CASES, GRADING]
+    cases = [chosen.case] if chosen.case else [*CASES, *EDGES]
     seeds = range(chosen.first, chosen.first + chosen.seeds)
     defects = 0
     for case in cases:
@@ -60,8 +64,8 @@ def run_case(name: str, seeds: range, *, stops: bool) -> int:
 
 def counts_of(name: str, seed: int) -> dict[str, int]:
     """Run one schedule; returns how often what happened."""
-    if name == GRADING:
-        return dataclasses.asdict(run_grading_seed(seed))
+    if name in EDGES:
+        return dataclasses.asdict(EDGES[name](seed))
     outcome = dataclasses.asdict(run_seed(CASES[name], seed))
     tasks = outcome.pop("tasks")
     return outcome | {

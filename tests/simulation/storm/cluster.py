@@ -36,13 +36,16 @@ class StormStore(MemoryStore):
 
     Args:
         marker_delay_s: Draws the delay of one marker, in seconds; 0: it arrives at once.
+        clock_ms: When a record is written; without it the n-th of all is written at n ms.
 
     Attributes:
         went_back: Positions that were committed below what stood there: key, before and after.
     """
 
-    def __init__(self, marker_delay_s: Callable[[], float]) -> None:
-        super().__init__()
+    def __init__(
+        self, marker_delay_s: Callable[[], float], *, clock_ms: Callable[[], int] | None = None
+    ) -> None:
+        super().__init__(clock_ms)
         self._marker_delay_s = marker_delay_s
         self._committing: dict[str, Committing] = {}
         self._trimmed: dict[Place, list[Entry]] = {}

@@ -19,6 +19,8 @@ SNAPSHOTS = "forgemq_shell/snapshots.py"
 BATCH = "forgemq_shell/batch.py"
 POSITIONS = "forgemq_shell/restored_positions.py"
 AUDITOR = "services/auditor/src"
+GATEWAY = "services/gateway/src"
+SCHEDULER = "services/scheduler/src"
 TRIM = "forgemq_auditor/core/trim.py"
 
 
@@ -254,5 +256,66 @@ MUTANTS = (
         file="forgemq_reward/grading_positions.py",
         edits=(("except FencedError as error:", "except ZeroDivisionError as error:"),),
         case="grading",
+    ),
+    Mutant(
+        name="a gateway ignores that a group is closed",
+        source=GATEWAY,
+        file="forgemq_gateway/core/registry.py",
+        edits=(
+            (
+                '            group.closed = record.detail or "past its deadline"\n',
+                "            pass\n",
+            ),
+        ),
+        case="claims",
+    ),
+    Mutant(
+        name="a closed group ends what is finished once more",
+        source=GATEWAY,
+        file="forgemq_gateway/core/group.py",
+        edits=(
+            (
+                "            if index not in self.finished\n"
+                "            and index not in self.claiming\n",
+                "            if index not in self.claiming\n",
+            ),
+        ),
+        case="claims",
+    ),
+    Mutant(
+        name="a group's time to play counts from its admission",
+        source=SCHEDULER,
+        file="forgemq_scheduler/core/scheduler.py",
+        edits=(
+            (
+                'phase="playing", deadline_ms=deadline_ms)',
+                'phase="playing", deadline_ms=group.deadline_ms)',
+            ),
+        ),
+        case="claims",
+    ),
+    Mutant(
+        name="closes a group at every tick past its deadline",
+        source=SCHEDULER,
+        file="forgemq_scheduler/core/scheduler.py",
+        edits=(
+            (
+                '            self._keep(group, phase="closed", deadline_ms=deadline_ms)\n',
+                "            del deadline_ms\n",
+            ),
+        ),
+        case="claims",
+    ),
+    Mutant(
+        name="an agent that crashes on a full context is masked",
+        source=GATEWAY,
+        file="forgemq_gateway/operations.py",
+        edits=(
+            (
+                'msgspec.structs.replace(ending, status="completed", truncated_by=cause)',
+                "msgspec.structs.replace(ending, truncated_by=cause)",
+            ),
+        ),
+        case="claims",
     ),
 )

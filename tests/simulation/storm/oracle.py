@@ -86,6 +86,19 @@ class Oracle:
         """The whole journal of the task, also what is trimmed."""
         return [_BATCH.decode(record.value) for record in self._records(self._plan.journal)]
 
+    def unhandled(self) -> dict[Place, tuple[int, int]]:
+        """Inputs that are not handled to their end: how far, and the end."""
+        handled = dict.fromkeys(self._plan.inputs, 0)
+        for item in (item for batch in self.batches() for item in batch.inputs):
+            if item.topic:
+                handled[Place(item.topic, item.partition)] = item.offset + item.count
+        missing: dict[Place, tuple[int, int]] = {}
+        for place, position in handled.items():
+            entries = self._store.all_entries(broker_place(place, run=self._run))
+            if committed_records(entries[position:]):
+                missing[place] = (position, len(entries))
+        return missing
+
     def _check_inputs(self, batches: Sequence[JournalledBatch]) -> None:
         """Every record once, in order, and no batch missing; run time never goes back."""
         if (numbers := [batch.sequence for batch in batches]) != list(range(len(batches))):

@@ -35,6 +35,9 @@ class Process:
         log: Handle on the cluster; its store is a `StormStore`.
         coordinator: Of the consumer groups.
         faults: What happens to this process.
+
+    Attributes:
+        answered: Records written outside transactions, of which the process knows that they stand.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Process:
         self.coordinator = coordinator
         self.is_killed = False
         self.members: list[StormMember] = []
+        self.answered: list[Emit] = []
         self._faults = faults
         self._awake_s = 0.0
 
@@ -235,6 +239,7 @@ class StormWriter:
         await self._process.reach("commit")
         offsets = await self._writer.write_all(emits)
         await self._process.reach("committed")
+        self._process.answered += emits
         return offsets
 
 

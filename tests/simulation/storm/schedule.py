@@ -26,7 +26,7 @@ from forgemq_shell.restore import restore
 from forgemq_shell.task_plan import TaskPlan
 from forgemq_shell.transform_settings import TransformSettings
 from tests.simulation.storm.cases import StormCase
-from tests.simulation.storm.cluster import StormStore, committed_records
+from tests.simulation.storm.cluster import StormStore
 from tests.simulation.storm.faults import Faults, NumberedFaults, Point, SeededFaults
 from tests.simulation.storm.loop import run_virtual
 from tests.simulation.storm.membership import Coordinator
@@ -181,15 +181,7 @@ class Schedule:
         """Partitions that are not handled to their end: how far, and the end."""
         missing: dict[Place, tuple[int, int]] = {}
         for plan in self._plans():
-            handled = dict.fromkeys(plan.inputs, 0)
-            for batch in Oracle(self._log, run=RUN, plan=plan).batches():
-                for item in batch.inputs:
-                    if item.topic:
-                        handled[Place(item.topic, item.partition)] = item.offset + item.count
-            for place, position in handled.items():
-                entries = self._store.all_entries(broker_place(place, run=RUN))
-                if committed_records(entries[position:]):
-                    missing[place] = (position, len(entries))
+            missing |= Oracle(self._log, run=RUN, plan=plan).unhandled()
         return missing
 
     def _plans(self) -> list[TaskPlan]:

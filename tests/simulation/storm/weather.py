@@ -39,7 +39,7 @@ def drawn_weather(rng: random.Random, case: StormCase) -> Weather:
     Two snapshots are kept, so trimming begins with the third one: most schedules write it.
     """
     tick_s = rng.choice((0.0, 0.3))
-    environ = _transform_environ(
+    environ = transform_environ(
         batch_linger_s=rng.choice((0.0, 0.05)),
         batch_records_max=rng.choice((3, 2000)),
         read_records_max=rng.choice((2, 200)),
@@ -61,12 +61,13 @@ def drawn_weather(rng: random.Random, case: StormCase) -> Weather:
     )
 
 
-def _transform_environ(**settings: float) -> dict[str, str]:
+def transform_environ(**settings: float) -> dict[str, str]:
+    """Settings of a transform, as a process has them in its environment."""
     known = {"refence_after_s": 0.5, "bad_fraction_max": 1.0, **settings}
     return {f"FORGEMQ_TRANSFORM_{name.upper()}": str(value) for name, value in known.items()}
 
 
-_ONE_BY_ONE = _transform_environ(
+_ONE_BY_ONE = transform_environ(
     batch_linger_s=0.0, batch_records_max=4, snapshot_every_batches=3, snapshot_every_s=1e9
 )
 ALONE = Weather(records=12, pauses_s=(0.02,), environ=_ONE_BY_ONE)

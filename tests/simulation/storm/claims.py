@@ -1,0 +1,364 @@
+"""Groups that agents play, in the storm: gateways, the scheduler and the reward core together.
+
+Gateways die, stand still and take the run over from one another; agents vanish, hang and come late;
+groups close and expire. `claims_oracle.py` decides what went wrong.
+"""
+
+import asyncio
+import random
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from msgspec.structs import replace
+
+from forgemq_auditor.log_trim import trim_log
+from forgemq_bus.errors import FencedError, LogUnavailableError
+from forgemq_bus.log import Place
+from forgemq_bus.memory import MemoryLog
+from forgemq_bus.names import broker_place, in_run
+from forgemq_contracts import topics
+from forgemq_contracts.run import (
+    Episodes,
+    LogLayout,
+    Model,
+    Queue,
+    RunConfiguration,
+    Trainer,
+    check,
+)
+from forgemq_gateway.ownership import ReplacedError
+from forgemq_gateway.settings import GatewaySettings
+from forgemq_reward import app as reward_app
+from forgemq_scheduler import app as scheduler_app
+from forgemq_settings.environment import parse
+from forgemq_shell.task_plan import TaskPlan
+from forgemq_shell.transform import Transform
+from forgemq_shell.transform_settings import TransformSettings
+from tests.simulation.storm.agents import Agents
+from tests.simulation.storm.claimed_world import ClaimedWorld
+from tests.simulation.storm.claims_oracle import LATE_S, PAUSE_S, ClaimsOracle
+from tests.simulation.storm.cluster import StormStore
+from tests.simulation.storm.faults import Fault, Faults, Point, SeededFaults
+from tests.simulation.storm.gateway import StormGateway
+from tests.simulation.storm.loop import run_virtual
+from tests.simulation.storm.membership import Coordinator
+from tests.simulation.storm.oracle import Oracle, ViolationError
+from tests.simulation.storm.process import KilledError, Process
+from tests.simulation.storm.schedule import RUN, STUCK_S, causes_of
+from tests.simulation.storm.weather import transform_environ
+
+LEASE_S = 4.0
+GROUP_DEADLINE_S = 20.0
+CLAIM_DEADLINE_S = 25.0
+"""Longer than the latest agent of a group needs, with the longest pause of a gateway."""
+
+_POLL_S = 0.5
+_READERS = ("gateway-needed", "scheduler-needed", "scheduler-positions", "reward-positions")
+_DEATHS = (KilledError, LogUnavailableError, FencedError, ReplacedError)
+_ADMIN_KEY = "an-admin-key-of-some-length"
+
+
+@dataclass(kw_only=True)
+class Played:
+    """What a schedule went through."""
+
+    groups: int = 0
+    episodes: int = 0
+    attempts: int = 0
+    closed: int = 0
+    unclaimed: int = 0
+    trained: int = 0
+    truncated: int = 0
+    deaths: int = 0
+    owners: int = 0
+    replaced: int = 0
+    trimmed: int = 0
+    expired: int = 0
+
+
+class TimedFaults:
+    """Faults of another source, and when each of them happened."""
+
+    def __init__(self, faults: Faults, at_s: list[float]) -> None:
+        self._faults = faults
+        self._at_s = at_s
+
+    def at(self, point: Point) -> Fault | None:
+        """The other source's fault."""
+        fault = self._faults.at(point)
+        if fault is not None:
+            self._at_s.append(asyncio.get_running_loop().time())
+        return fault
+
+
+def drawn_configuration(rng: random.Random) -> RunConfiguration:
+    """A run of a few steps with one queue."""
+    groups = rng.randint(1, 2)
+    configuration = RunConfiguration(
+        run=RUN,
+        seed=0,
+        model=Model(path="model"),
+        queues=(
+            Queue(
+                domain="d",
+                task_source="",
+                agent="",
+                group_size=rng.randint(2, 3),
+                slots=groups + 1,
+                groups_per_step=groups,
+                window=2,
+                group_deadline_s=GROUP_DEADLINE_S,
+                claim_deadline_s=CLAIM_DEADLINE_S,
+            ),
+        ),
+        trainer=Trainer(steps=2),
+        episodes=Episodes(lease_s=LEASE_S, attempts_max=rng.randint(2, 3)),
+        log=LogLayout(group_partitions=rng.randint(1, 2), lanes=2),
+    )
+    rewards = replace(configuration.rewards, truncated=rng.choice(("grade", "zero", "mask")))
+    configuration = replace(configuration, rewards=rewards)
+    check(configuration)
+    return configuration
+
+
+class ClaimsSchedule:
+    """One run with its agents; for one use."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = rng = random.Random(f"claims {seed}")
+        self._configuration = drawn_configuration(rng)
+        delay_s = rng.choice((0.0, 0.0, 0.02, 0.5))
+        self._store = StormStore(
+            lambda: rng.uniform(0.0, delay_s),
+            clock_ms=lambda: round(1000 * asyncio.get_running_loop().time()),
+        )
+        self._log = MemoryLog(run=RUN)
+        self._log._store = self._store
+        self._environ = transform_environ(
+            snapshot_every_batches=rng.choice((1, 5, 50)), batch_linger_s=rng.choice((0.0, 0.05))
+        ) | {"FORGEMQ_SCHEDULER_TICK_S": "0.5"}
+        self._coordinator = Coordinator()
+        self._gateways: list[StormGateway] = []
+        self._processes: list[Process] = []
+        self._faults_s: list[float] = []
+        self._gateway_faults = self._drawn_faults()
+        self._transform_faults = self._drawn_faults()
+        self._errors: list[Exception] = []
+        self._is_over = asyncio.Event()
+        self._transforms = [
+            of(self._configuration, self._environ)
+            for of in (scheduler_app.transform_of, reward_app.transform_of)
+        ]
+        self._oracle = ClaimsOracle(self._store, self._configuration, faults_s=self._faults_s)
+        self._agents = Agents(
+            gateway=self._reachable,
+            is_newest=lambda gateway: gateway.owner == self._oracle.owners()[-1],
+            check_end=self._oracle.check_end,
+            rng=rng,
+        )
+        self.outcome = Played()
+
+    def _drawn_faults(self) -> Faults:
+        faults = SeededFaults(
+            self._rng,
+            probability=self._rng.choice((0.002, 0.01, 0.05)),
+            faults_max=self._rng.choice((0, 2, 6, 12)),
+        )
+        return TimedFaults(faults, self._faults_s)
+
+    async def run(self) -> Played:
+        """Play until the run's last step is trained, and check.
+
+        Raises:
+            ViolationError: a record is not as it must be, or nothing goes on.
+            Exception: what ended a process and is no fault of the storm's.
+        """
+        await self._log.create_topics(
+            {
+                topic.name: topics.partition_count(topic, self._configuration)
+                for topic in topics.OF_RUN
+            }
+            | {topic.dlq_name: 1 for topic in topics.OF_RUN if topic.has_dlq}
+        )
+        world = ClaimedWorld(self._log, self._configuration, rng=self._rng)
+        async with asyncio.TaskGroup() as tasks:
+            playing = tasks.create_task(self._noted(self._agents.run()))
+            beside = [tasks.create_task(each) for each in (world.run(), self._disturb())]
+            for transform in self._transforms:
+                for number in range(self._rng.choice((1, 2))):
+                    tasks.create_task(self._supervise(transform, 0.01 * number))
+            tasks.create_task(self._keep_gateway(0.0))
+            beside += [
+                tasks.create_task(self._keep_gateway(self._rng.uniform(1.0, 60.0)))
+                for _ in range(self._rng.choice((0, 1, 3)))
+            ]
+            await self._wait(playing)
+            for task in (playing, *beside):
+                task.cancel()
+            await self._wait_until_handled()
+            await self._wait_until_replaced()
+            self._is_over.set()
+            for process in self._processes:
+                process.stop.set()
+        await self._coordinator.close()
+        if self._errors:
+            raise self._errors[0]
+        self._check()
+        return self.outcome
+
+    async def _noted(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run; an error in it is what the schedule found."""
+        try:
+            await work
+        except Exception as error:  # noqa: BLE001 - `run` raises it
+            self._errors += causes_of(error)
+
+    def _reachable(self) -> StormGateway | None:
+        """A gateway that lives, mostly the newest."""
+        alive = [gateway for gateway in self._gateways if gateway.is_alive]
+        return self._rng.choice([*alive, *alive[-1:] * 2]) if alive else None
+
+    async def _keep_gateway(self, wait_s: float) -> None:
+        """Keep a gateway running from then on, as a launcher does: until another one replaces it.
+
+        A second one that starts replaces the first.
+        """
+        while True:
+            await asyncio.sleep(wait_s)
+            if self._is_over.is_set():
+                return
+            wait_s = self._rng.uniform(0.05, 1.0)
+            gateway = self._new_gateway()
+            try:
+                await gateway.run()
+            except Exception as error:  # noqa: BLE001 - the storm's faults, or a defect
+                if any(isinstance(cause, ReplacedError) for cause in causes_of(error)):
+                    self.outcome.replaced += 1
+                    self._note_death(error)
+                    return
+                self._note_death(error)
+            finally:
+                self._processes.remove(gateway.process)
+
+    def _new_gateway(self) -> StormGateway:
+        settings = GatewaySettings(
+            admin_key=_ADMIN_KEY, drain_s=1.0, mark_every_s=self._rng.choice((0.3, 2.0))
+        )
+        gateway = StormGateway(self._new_process(self._gateway_faults), settings)
+        for other in self._gateways:
+            if other.is_alive:
+                other.was_alone = gateway.was_alone = False
+        self._gateways.append(gateway)
+        return gateway
+
+    def _new_process(self, faults: Faults) -> Process:
+        process = Process(
+            self._log.open(),
+            coordinator=self._coordinator,
+            faults=faults,
+            configuration=self._configuration,
+            environ=self._environ,
+        )
+        self._processes.append(process)
+        return process
+
+    async def _supervise(self, transform: Transform, wait_s: float) -> None:
+        while True:
+            await asyncio.sleep(wait_s)
+            if self._is_over.is_set():
+                return
+            wait_s = self._rng.uniform(0.01, 0.5)
+            process = self._new_process(self._transform_faults)
+            try:
+                await transform.run(process)
+            except Exception as error:  # noqa: BLE001 - the storm's faults, or a defect
+                self._note_death(error)
+            finally:
+                self._processes.remove(process)
+
+    def _note_death(self, error: Exception) -> None:
+        self._errors += [each for each in causes_of(error) if not isinstance(each, _DEATHS)]
+        self.outcome.deaths += 1
+
+    async def _wait(self, playing: "asyncio.Task[None]") -> None:
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + STUCK_S
+        while not self._errors and not (playing.done() and self._oracle.is_settled()):
+            if loop.time() > deadline_s:
+                self._errors.append(ViolationError(f"stuck: {self._oracle.open_groups()}"))
+            await asyncio.sleep(_POLL_S)
+
+    async def _wait_until_handled(self) -> None:
+        """Wait until the transforms have handled what there is; nobody else writes any more."""
+        deadline_s = asyncio.get_running_loop().time() + STUCK_S
+        plans = [plan for transform in self._transforms for plan in self._plans(transform)]
+        while not self._errors and any(self._unhandled(plan) for plan in plans):
+            if asyncio.get_running_loop().time() > deadline_s:
+                stuck = [self._unhandled(plan) for plan in plans]
+                self._errors.append(ViolationError(f"stuck; not handled: {stuck}"))
+            await asyncio.sleep(_POLL_S)
+
+    async def _wait_until_replaced(self) -> None:
+        """Wait until the newest gateway is the only one: a zombie may stand still for a pause."""
+        await asyncio.sleep(PAUSE_S + LATE_S)
+        owners = sorted(gateway.owner for gateway in self._gateways if gateway.is_alive)
+        if any(owner < owners[-1] for owner in owners if owner):
+            self._errors.append(ViolationError(f"gateways {owners} own the run together"))
+
+    def _unhandled(self, plan: TaskPlan) -> dict[Place, tuple[int, int]]:
+        return Oracle(self._log, run=RUN, plan=plan).unhandled()
+
+    def _plans(self, transform: Transform) -> list[TaskPlan]:
+        settings = parse(TransformSettings, prefix="FORGEMQ_TRANSFORM_", environ=self._environ)
+        return [
+            transform.plan(number, configuration=self._configuration, settings=settings)
+            for number in range(transform.partitions(self._configuration))
+        ]
+
+    def _check(self) -> None:
+        for transform in self._transforms:
+            for number, plan in enumerate(self._plans(transform)):
+                outputs = transform.output_places(number, configuration=self._configuration)
+                Oracle(self._log, run=RUN, plan=plan).check(transform.core(number), outputs=outputs)
+        for gateway in self._gateways:
+            self._oracle.check_written(gateway.process.answered)
+        self._oracle.check(self._agents.heard)
+        for name, count in self._oracle.counts().items():
+            setattr(self.outcome, name, count)
+
+    async def _disturb(self) -> None:
+        """Trim, and forget positions, now and then."""
+        has_expiry = self._rng.random() < 0.3
+        while self._rng.random() < 0.95:
+            await asyncio.sleep(self._rng.uniform(0.5, 5.0))
+            self._let_other_readers_pass()
+            freed = await trim_log(self._log, self._configuration)
+            self.outcome.trimmed += sum(freed.values())
+            if has_expiry:
+                groups = {in_run(name, run=RUN) for name in _READERS}
+                self.outcome.expired += self._store.expire_positions(
+                    lambda group, _: group in groups and self._rng.random() < 0.3  # noqa: B023
+                )
+
+    def _let_other_readers_pass(self) -> None:
+        """Commit the ends for all services that do not run here."""
+        for topic in topics.OF_RUN:
+            for group in set(topic.needed_by) - set(_READERS):
+                for number in range(topics.partition_count(topic, self._configuration)):
+                    place = broker_place(Place(topic.name, number), run=RUN)
+                    end = self._store.end_position(place, isolation="committed")
+                    self._store.positions[in_run(group, run=RUN), place] = end
+
+
+def run_claims_seed(seed: int) -> Played:
+    """Run the schedule of this seed.
+
+    Raises:
+        Exception: a defect; its note says how to run the schedule again.
+    """
+    try:
+        return run_virtual(ClaimsSchedule(seed).run())
+    except Exception as error:
+        error.add_note(f"run it again: make storm CASE=claims FIRST={seed} SEEDS=1")
+        raise

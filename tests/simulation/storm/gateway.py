@@ -1,0 +1,215 @@
+"""One gateway in the storm: all of it but HTTP, on the storm's log and on the loop's time.
+
+An agent's call is that of a route: `Operations` for groups and episodes, `complete` for a turn.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+import uvicorn
+
+from forgemq_contracts.admin import Claim
+from forgemq_gateway.access import Access
+from forgemq_gateway.change_signal import ChangeSignal
+from forgemq_gateway.clock import Clock
+from forgemq_gateway.context import GatewayContext
+from forgemq_gateway.core.attempts import Attempts
+from forgemq_gateway.core.episodes import HeldEpisode
+from forgemq_gateway.core.history import KnownCompletion
+from forgemq_gateway.core.keys import KeyMint
+from forgemq_gateway.core.lanes import Lanes
+from forgemq_gateway.core.registry import Registry
+from forgemq_gateway.core.turns import OpenTurn
+from forgemq_gateway.deliveries import Deliveries
+from forgemq_gateway.dispatcher import Dispatcher, Result
+from forgemq_gateway.feed import Feed
+from forgemq_gateway.handover import Handover
+from forgemq_gateway.operations import Operations
+from forgemq_gateway.outbox import Outbox
+from forgemq_gateway.settings import GatewaySettings
+from forgemq_gateway.ticks import keep_ticking
+from forgemq_shell.dead_letters import DeadLetters
+from tests.simulation.attempts_records import parse, prepared_turn
+from tests.simulation.storm.process import KilledError, Process
+
+DEADLINE_MS = 20_000
+"""Of a turn: longer than a lane is replaced, shorter than a group's deadline and a half."""
+
+Answer = TypeVar("Answer")
+
+
+class DownError(Exception):
+    """No gateway answers: it is not there yet, or it went away meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoopClock(Clock):
+    """Both clocks show the loop's time."""
+
+    def wall_ms(self) -> int:
+        return round(1000 * self.now_s())
+
+    def now_s(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+class StormGateway:
+    """A gateway process: it restores, serves agents, and ends if it is killed or replaced.
+
+    Attributes:
+        was_alone: Whether no other gateway has been alive since this one started.
+    """
+
+    def __init__(self, process: Process, settings: GatewaySettings) -> None:
+        self.process = process
+        self.was_alone = True
+        self.owner = 0
+        self._settings = settings
+        self._is_serving = False
+        self._ended = asyncio.Event()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it may still write."""
+        return not self.process.is_killed and not self._ended.is_set()
+
+    async def run(self) -> None:
+        """Serve until the process is to stop.
+
+        Raises:
+            ExceptionGroup: with `ReplacedError` if another gateway took over, else what ended it.
+        """
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                await self._serve(tasks)
+        finally:
+            self._is_serving = False
+            self._ended.set()
+
+    async def _serve(self, tasks: asyncio.TaskGroup) -> None:
+        log = self.process.log
+        self._context = context = await self._new_context(tasks)
+        self.registry = context.registry
+        mint = KeyMint(self._settings.admin_key, run=context.configuration.run)
+        self._access = Access(
+            admin_key=self._settings.admin_key, mint=mint, registry=context.registry
+        )
+        attempts = Attempts(Lanes(), lane_hold_s=self._settings.lane_hold_s)
+        self._dispatcher = dispatcher = Dispatcher(attempts, context=context)
+        self.operations = operations = Operations(
+            access=self._access, mint=mint, dispatcher=dispatcher, context=context
+        )
+        self._deliveries = Deliveries(context.outbox, clock=context.clock)
+        feed = Feed(log, dispatcher=dispatcher, parse=parse, context=context)
+        await feed.restore(url="")
+        assert feed._claimed is not None
+        self.owner = feed._claimed.record.owner
+        server = uvicorn.Server(uvicorn.Config(app="", log_config=None))
+        handover = Handover(server, dispatcher=dispatcher, operations=operations)
+        ticking = keep_ticking(context, dispatcher=dispatcher, operations=operations)
+        following = tasks.create_task(handover.follow(feed))
+        stopping = tasks.create_task(self.process.stop.wait())
+        beside = [tasks.create_task(each) for each in (feed.keep_marks(), ticking)]
+        self._is_serving = True
+        await asyncio.wait((following, stopping), return_when=asyncio.FIRST_COMPLETED)
+        self._is_serving = False
+        for task in (following, stopping, *beside):
+            task.cancel()
+        handover.check()
+
+    async def _new_context(self, tasks: asyncio.TaskGroup) -> GatewayContext:
+        log, configuration = self.process.log, self.process.configuration
+        writer = await log.writer()
+        dead_letters = DeadLetters(log, writer, service="gateway")
+        return GatewayContext(
+            configuration=configuration,
+            settings=self._settings,
+            registry=Registry(),
+            outbox=Outbox(writer, configuration=configuration, dead_letters=dead_letters),
+            clock=LoopClock(),
+            changed=ChangeSignal(),
+            tasks=tasks,
+            telemetry=self.process.telemetry,
+        )
+
+    async def call(self, ask: Callable[["StormGateway"], Awaitable[Answer]]) -> Answer:
+        """What this gateway answers to an agent.
+
+        Raises:
+            DownError: it is gone before the agent has the answer.
+            RefusedError, LogUnavailableError: as the call; the latter is a 503 over HTTP.
+        """
+        if not self._is_serving:
+            raise DownError
+        asking = asyncio.ensure_future(ask(self))
+        ending = asyncio.ensure_future(self._ended.wait())
+        try:
+            await self.process.pass_gate()
+            await asyncio.wait((asking, ending), return_when=asyncio.FIRST_COMPLETED)
+            if not asking.done():
+                raise DownError
+            await self.process.pass_gate()
+            return asking.result()
+        except KilledError:
+            raise DownError from None
+        finally:
+            for task in (asking, ending):
+                task.cancel()
+            await asyncio.gather(asking, ending, return_exceptions=True)
+
+    async def complete(self, claim: Claim, body: str, *, parent_id: str | None) -> str:
+        """The id of the completion of this body, once it is delivered, as `TurnRoute` does it."""
+        episode = self._access.episode(claim.key)
+        known = episode.known(body)
+        completion = None if known is None else episode.history.completions.get(known)
+        turn = None if known is None else episode.turns.get(known)
+        episode.renew(self._context.clock.now_s())
+        episode.clients += 1
+        try:
+            if completion is None:
+                completion = await self._sampled(episode, body, turn=turn, parent_id=parent_id)
+            await self._deliveries.record(episode, completion, has_left=lambda: False)
+            return completion.request_id
+        finally:
+            episode.clients -= 1
+            episode.renew(self._context.clock.now_s())
+            if not episode.clients:
+                self._context.changed.notify(episode.opened.group_id)
+
+    async def _sampled(
+        self, episode: HeldEpisode, body: str, *, turn: OpenTurn | None, parent_id: str | None
+    ) -> KnownCompletion:
+        if turn is None:
+            turn, result = self._begin(episode, body, parent_id=parent_id)
+        else:
+            deadline_ms = self._context.clock.wall_ms() + DEADLINE_MS
+            result = self._dispatcher.join(episode, turn, deadline_ms=deadline_ms)
+        try:
+            await asyncio.wait((result,))
+        finally:
+            if not result.done():
+                await self._dispatcher.leave(episode, turn)
+        return result.result()
+
+    def _begin(
+        self, episode: HeldEpisode, body: str, *, parent_id: str | None
+    ) -> tuple[OpenTurn, Result]:
+        """A turn behind this completion; if the gateway lacks it, one from its start."""
+        parent = episode.history.completions.get(parent_id or "")
+        now_ms = self._context.clock.wall_ms()
+        turn = episode.begin(
+            body,
+            matched=None if parent is None else parent.request_id,
+            requested_ms=now_ms,
+            deadline_ms=now_ms + DEADLINE_MS,
+        )
+        result = self._dispatcher.begin(episode, turn)
+        if parent is not None:
+            parent.echoed = True
+        prepared = prepared_turn(turn, parent=parent)
+        self._context.tasks.create_task(
+            self._dispatcher.dispatch(episode, turn, prepared, trace=())
+        )
+        return turn, result

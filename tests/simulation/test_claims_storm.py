@@ -1,0 +1,37 @@
+"""Gateways, scheduler and reward core in a storm with agents that vanish, hang and come late.
+
+A schedule is a whole run and costs a third of a second, so the fast suite runs two of them.
+"""
+
+import pytest
+
+from tests.simulation.storm.claims import run_claims_seed
+
+SEEDS = 160
+SEEDS_A_TEST = 20
+
+pytestmark = pytest.mark.simulation
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_every_group_of_a_run_ends_once_whatever_its_agents_and_gateways_do(seed):
+    assert run_claims_seed(seed).trained > 0
+
+
+@pytest.mark.slow
+def test_a_seed_of_claims_is_the_same_schedule_every_time():
+    assert run_claims_seed(1) == run_claims_seed(1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("first_seed", range(0, SEEDS, SEEDS_A_TEST))
+def test_a_storm_of_claims_leaves_no_group_without_its_one_end(first_seed):
+    outcomes = [run_claims_seed(seed) for seed in range(first_seed, first_seed + SEEDS_A_TEST)]
+    assert sum(outcome.attempts - outcome.episodes for outcome in outcomes) > 0
+    assert sum(outcome.closed for outcome in outcomes) > 0
+    assert sum(outcome.unclaimed for outcome in outcomes) > 0
+    assert sum(outcome.truncated for outcome in outcomes) > SEEDS_A_TEST
+    assert sum(outcome.replaced for outcome in outcomes) > 0
+    assert sum(outcome.deaths for outcome in outcomes) > SEEDS_A_TEST
+    assert sum(outcome.trimmed for outcome in outcomes) > 0
