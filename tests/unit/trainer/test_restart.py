@@ -82,6 +82,29 @@ async def test_a_step_trained_again_trains_the_groups_it_was_accounted_with(
     assert published[-1].sha256 == published[1].sha256
 
 
+async def test_tokens_of_a_version_that_was_made_anew_measure_no_gap(tmp_path: Path) -> None:
+    """Resumed with another rate: the engine sampled with a version 1 that no longer exists."""
+    bench = await memory_bench(tmp_path, checkpoint_every_steps=4)
+    samples = agent_samples(np.random.default_rng(0))
+    trees = [
+        merge([replace(sample, version=version) for sample in samples], f"g-{version}")
+        for version in range(3)
+    ]
+    await bench.put_trees(trees)
+    steps = [scheduled_step(step, [tree]) for step, tree in enumerate(trees)]
+    await bench.put_steps(steps[:2])
+    await bench.train(until=1)
+    await bench.put_steps(steps[2:])
+    optimizer = msgspec.structs.replace(bench.configuration.optimizer, lr=0.5)
+    configuration = msgspec.structs.replace(bench.configuration, optimizer=optimizer)
+    await replace(bench, configuration=configuration).train(until=2, lineage=2)
+    lives = [(step.lineage, step.step) for step in await bench.trained()]
+    assert lives == [(1, 0), (1, 1), (2, 0), (2, 1), (2, 2)]
+    counts = [step.metrics.gap_entries for step in await bench.trained()]
+    entries = sum(len(sample.behaviour) for sample in samples)
+    assert counts == [entries, entries, entries, 0, 0]
+
+
 async def test_a_step_that_cannot_be_trained_again_as_it_was_ends_the_trainer(
     tmp_path: Path,
 ) -> None:

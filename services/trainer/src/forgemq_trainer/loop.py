@@ -63,6 +63,7 @@ class TrainingLoop:
         self.fresh = FreshCompletions(bytes_max=KEPT_BYTES_MAX)
         self._checkpoint_step = -1
         self._accounted: Mapping[int, TrainedStep] = {}
+        self._restored_version = 0
         configuration = context.configuration
         # No step to come may train a group that is staler, so its tree can be dropped.
         staleness = max(staleness_limit(queue) for queue in configuration.queues)
@@ -97,6 +98,7 @@ class TrainingLoop:
             self._store.save_restored_weights, training, checkpoint, lineage=self._life.lineage
         )
         self._accounted = previous.trained
+        self._restored_version = training.version
         if checkpoint is not None:
             self._checkpoint_step = checkpoint.step
             is_written = checkpoint.step in previous.trained
@@ -155,7 +157,9 @@ class TrainingLoop:
                 but=frozenset(group.group_id for group in scheduled.groups),
             )
             metrics = await asyncio.to_thread(
-                training.update, [topics.encode(tree) for tree in fresh]
+                training.update,
+                [topics.encode(tree) for tree in fresh],
+                is_remade=self._is_remade(training.version),
             )
             # Before the checkpoint, whose positions must not count this step's trees as needed.
             trees.forget(
@@ -182,6 +186,10 @@ class TrainingLoop:
             await self._commit(trained, needed=needed, headers=span.headers())
             report_step(trained, telemetry)
             await self._publisher.publish(weights, version=training.version, headers=span.headers())
+
+    def _is_remade(self, version: int) -> bool:
+        """Whether this life trained a step again to make a version that an older one published."""
+        return version > self._restored_version and version - 1 in self._accounted
 
     def _read(
         self, scheduled: ScheduledStep, values: Mapping[str, bytes], training: Training

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from forgemq_contracts import topics
+from forgemq_contracts.gaps import LogprobGap
 from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.steps import ScheduledGroup, ScheduledStep, TrainingMetrics
 from forgemq_contracts.trees import MergedTree
@@ -223,7 +224,7 @@ class Training:
             step=step, values=entries, duration_s=time.perf_counter() - started_s
         )
 
-    def update(self, fresh: Sequence[bytes]) -> TrainingMetrics:
+    def update(self, fresh: Sequence[bytes], *, is_remade: bool = False) -> TrainingMetrics:
         """Probe the weights once more, then change them; `version` rises by one.
 
         A gradient that is not finite changes no weight; the metrics say so.
@@ -231,6 +232,8 @@ class Training:
         Args:
             fresh: Wire bytes of trees that do not train in this step, best first; those with
                 entries of `version` are probed within the probe's budget.
+            is_remade: A previous life made `version` too, perhaps with another loss or rate. The
+                step's own tokens may be sampled with those weights, so only `fresh` is compared.
 
         Raises:
             DivergedTrainingError: More than optimizer.skipped_in_a_row_max in a row.
@@ -246,7 +249,10 @@ class Training:
         with self._ranks.together(), _current_device(self._device):
             probed = self._probe(joined(parts)) if parts else np.zeros(0)
             probe_s = time.perf_counter() - started_s
-            return self._take_step(computed, probed, probe_s=probe_s)
+            own = step_gaps(computed.values, version=self.version)
+            gaps = [probed] if is_remade else [own, probed]
+            gap = gap_of(np.concatenate(gaps))
+            return self._take_step(computed, gap, probe_s=probe_s)
 
     def _probe_parts(
         self, fresh: Sequence[bytes], *, step: ReadStep
@@ -272,7 +278,9 @@ class Training:
         """|trainer - engine| of a probe's entries, nats."""
         return np.asarray(np.abs(self._model.read_logprobs(forest) - forest.entry_logprob_E))
 
-    def _take_step(self, computed: _Computed, probed: Floats, *, probe_s: float) -> TrainingMetrics:
+    def _take_step(
+        self, computed: _Computed, gap: LogprobGap | None, *, probe_s: float
+    ) -> TrainingMetrics:
         step = computed.step
         lr = learning_rate(
             self._configuration.optimizer,
@@ -282,7 +290,6 @@ class Training:
         # Without entries nothing has a gradient, so there is no norm to clip by.
         has_entries = any(forest.entry_count for forest in step.forests)
         grad_norm = self._update(lr=lr) if has_entries else 0.0
-        own = step_gaps(computed.values, version=self.version)
         metrics = training_metrics(
             entry_metrics(computed.values),
             group_totals(step.groups, route_disagreements=computed.values.route_disagreements),
@@ -291,7 +298,7 @@ class Training:
                 lr=lr, grad_norm=grad_norm, skipped_in_a_row=self._skipped_in_a_row
             ),
             measured=Measured(
-                gap=gap_of(np.concatenate([own, probed])),
+                gap=gap,
                 forward_backward_s=computed.duration_s,
                 probe_s=probe_s,
             ),
