@@ -69,6 +69,15 @@ def test_a_gradient_that_is_not_finite_changes_nothing() -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+def test_an_error_while_the_norm_is_computed_is_no_gradient_that_is_not_finite() -> None:
+    """Here the norm has no value, as of tensors without data; on a GPU memory may run out."""
+    model = nn.Linear(2, 1, device="meta")
+    updater = Updater(model, Optimizer(lr=0.1))
+    model(torch.ones(3, 2, device="meta")).sum().backward()
+    with pytest.raises(RuntimeError, match="meta"):
+        updater.update(lr=0.1)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_restored_optimizer_continues_to_the_same_bytes(dtype: torch.dtype) -> None:
     settings = Optimizer(lr=0.01)

@@ -73,15 +73,15 @@ class Updater:
             NonFiniteGradientError: No weight and no moment was changed; the gradients are dropped.
         """
         with_grad = [master for master in self._masters.values() if master.grad is not None]
-        try:
-            norm = nn.utils.clip_grad_norm_(
-                with_grad, self._settings.grad_norm_max, error_if_nonfinite=True
-            )
-        except RuntimeError as error:
+        norm = nn.utils.get_total_norm(
+            [master.grad for master in with_grad if master.grad is not None]
+        )
+        if not bool(norm.isfinite()):
             self._adamw.zero_grad(set_to_none=True)
             raise NonFiniteGradientError(
                 "the gradient norm is not finite; the step was not applied"
-            ) from error
+            )
+        nn.utils.clip_grads_with_norm_(with_grad, self._settings.grad_norm_max, norm)
         for group in self._adamw.param_groups:
             group["lr"] = lr
         self._adamw.step()
