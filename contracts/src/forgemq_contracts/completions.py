@@ -48,6 +48,27 @@ Support: TypeAlias = Annotated[
 ]
 
 
+CONSTRAINT_CHARACTERS_MAX = 256 * 1024
+"""Tens of times the schemas of real agents; an engine takes seconds to compile more."""
+
+
+class Constraint(Struct, frozen=True, kw_only=True):
+    """The only outputs that a completion may have; its support is then `grammar`."""
+
+    structural_tag: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            max_length=CONSTRAINT_CHARACTERS_MAX,
+            description="A structural tag of XGrammar as JSON, over the whole output: what SGLang "
+            "takes as the sampling parameter of this name.",
+        ),
+    ]
+
+    def __post_init__(self) -> None:
+        check_json_object("structural_tag", self.structural_tag.encode())
+
+
 class TurnPart(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a gateway needs to rebuild the episode's message tree, as a delta."""
 
@@ -125,6 +146,9 @@ class RequestedCompletion(Struct, frozen=True, kw_only=True, omit_defaults=True)
     is_delta: Annotated[
         bool, Meta(description="True: `context` starts after the shared prefix of the parent.")
     ] = False
+    constraint: Annotated[
+        Constraint | None, Meta(description="None: the output may be anything.")
+    ] = None
 
     def __post_init__(self) -> None:
         count = check_ids("context", self.context)
@@ -202,6 +226,13 @@ class FinishedCompletion(Struct, frozen=True, kw_only=True, omit_defaults=True):
     failure: Annotated[
         FailureKind | None, Meta(description="What kind of failure; None for a completion.")
     ] = None
+    is_constraint_refused: Annotated[
+        bool,
+        Meta(
+            description="Of the failure `engine`: the engine cannot compile the constraint, so "
+            "every attempt fails."
+        ),
+    ] = False
 
     def __post_init__(self) -> None:
         check_ids("context", self.context)

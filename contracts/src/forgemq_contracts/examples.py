@@ -30,6 +30,7 @@ _BOUND: dict[tuple[str, str], object] = {
     ("TurnPart", "tools"): b"[{}]",
     ("TurnPart", "messages"): b"[{}]",
     ("TurnPart", "asked"): b"{}",
+    ("Constraint", "structural_tag"): "{}",
     ("WeightSpan", "start"): 0,
     ("WeightSpan", "end"): 1,
     ("RequestedCompletion", "context"): b"\x01\x00\x00\x00" * 3,

@@ -56,9 +56,12 @@ class Asked(msgspec.Struct):
 class FailAttempt(Exception):  # noqa: N818 - a script raises it on purpose
     """Raised by a script to let this attempt fail."""
 
-    def __init__(self, error: str, *, failure: FailureKind = "engine") -> None:
+    def __init__(
+        self, error: str, *, failure: FailureKind = "engine", is_constraint_refused: bool = False
+    ) -> None:
         super().__init__(error)
         self.failure = failure
+        self.is_constraint_refused = is_constraint_refused
 
 
 class ScriptedLane:
@@ -198,6 +201,7 @@ class ScriptedLane:
                 stop_string=stop,
                 error="" if failed is None else str(failed),
                 failure=None if failed is None else failed.failure,
+                is_constraint_refused=failed is not None and failed.is_constraint_refused,
             ),
         )
 

@@ -24,10 +24,7 @@ def read(**fields: Any) -> Request:
 @pytest.mark.parametrize(
     ("param", "value"),
     [
-        ("response_format", {"type": "json_object"}),
-        ("response_format", {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}),
-        ("tool_choice", {"type": "function", "function": {"name": "f"}}),
-        ("tool_choice", "any"),
+        ("response_format", {"type": "structural_tag", "structures": []}),
         ("logit_bias", {"5": -100}),
         ("chat_template_kwargs", {"enable_thinking": False}),
         ("continue_final_message", True),
@@ -56,11 +53,7 @@ def test_the_same_fields_without_effect_are_taken() -> None:
 
 
 def test_what_the_episode_decides_in_the_clients_place_is_named() -> None:
-    assert read(seed=7, temperature=0, tool_choice="required").unused == (
-        "temperature",
-        "seed",
-        "tool_choice",
-    )
+    assert read(seed=7, temperature=0).unused == ("temperature", "seed")
 
 
 @pytest.mark.parametrize(

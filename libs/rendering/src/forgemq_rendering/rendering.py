@@ -13,6 +13,7 @@ from renderers.base import ParsedResponse, ParsedToolCall, Renderer, ToolCallPar
 
 from forgemq_rendering.choice import HistoryPolicy, choose_renderer
 from forgemq_rendering.extension import TemplateExtension
+from forgemq_rendering.reply_grammar import ReplyGrammar
 from forgemq_rendering.tokenizer import FolderTokenizer, read_json
 
 Message: TypeAlias = Mapping[str, Any]
@@ -88,6 +89,7 @@ class Rendering:
         self._extension = TemplateExtension(tokenizer, stop_token_ids=frozenset(stop_token_ids))
         self.stop_token_ids = stop_token_ids
         self.name = type(renderer).__name__
+        self.grammar = ReplyGrammar(tokenizer, renderer=renderer, stop_token_ids=stop_token_ids)
 
     @classmethod
     def load(

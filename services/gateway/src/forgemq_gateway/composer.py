@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from forgemq_contracts.arrays import unpack_floats, unpack_ids
-from forgemq_contracts.completions import TurnPart
+from forgemq_contracts.completions import CONSTRAINT_CHARACTERS_MAX, Constraint, TurnPart
 from forgemq_contracts.fields import ForkReason
 from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.errors import invalid
@@ -14,6 +14,7 @@ from forgemq_gateway.core.replies import Answer, Reply, TokenLogprob, finish_rea
 from forgemq_gateway.core.requests import (
     Call,
     Request,
+    RequestMessage,
     Text,
     Thinking,
     chat_form,
@@ -53,13 +54,14 @@ class Composer:
         if planned.match is not None and extension is not None:
             parent = planned.match.completion
             shared = parent.total_tokens
-            context = extension.tokens
+            tail = context = extension.tokens
             first, reason = planned.match.consumed, None
             ends = tuple(shared + end for end in extension.message_ends)
         else:
             prompt = await self._prompts.of(request)
             parent, shared = episode.history.nearest(prompt.tokens)
-            context = prompt.tokens[shared * TOKEN_BYTES :]
+            tail = prompt.tokens
+            context = tail[shared * TOKEN_BYTES :]
             first = 0
             reason = planned.fork_reason if planned.match is None else "rewritten"
             ends = prompt.message_ends
@@ -68,12 +70,11 @@ class Composer:
             episode.opened.sampling,
             max_tokens=request.max_tokens,
             stop=request.stop,
-            stop_token_ids=self._rendering.stop_token_ids,
+            stop_token_ids=self._stops(request),
             context_tokens=context_tokens,
             context_tokens_max=self._context_tokens_max,
         )
-        added = request.messages[first:]
-        messages_json = await self._work.run(lambda: chat_json(added), size=size_of(added))
+        messages_json = await self._json(request.messages[first:])
         if request.tools_digest:
             episode.tools.setdefault(request.tools_digest, request.tools)
         knows_tools = parent is not None and parent.tools_digest == request.tools_digest
@@ -83,6 +84,7 @@ class Composer:
             context=context,
             context_tokens=context_tokens,
             sampling=sampling,
+            constraint=self._constraint(request, tail[-TAIL_TOKENS * TOKEN_BYTES :]),
             part=TurnPart(
                 sequence=turn.sequence,
                 protocol=request.protocol,
@@ -113,6 +115,46 @@ class Composer:
             return shared + len(extension.tokens) // TOKEN_BYTES
         prompt = await self._prompts.of(request)
         return len(prompt.tokens) // TOKEN_BYTES
+
+    async def _json(self, messages: Sequence[RequestMessage]) -> bytes:
+        return await self._work.run(lambda: chat_json(messages), size=size_of(messages))
+
+    def _stops(self, request: Request) -> tuple[int, ...]:
+        """Tokens that end the output; a call's end too if there may be one call only.
+
+        To stop there truncates no distribution, so that these tokens train as all others.
+        """
+        if not request.is_one_call:
+            return self._rendering.stop_token_ids
+        call_end_id = self._rendering.grammar.call_end_id
+        if call_end_id is None:
+            raise invalid(
+                "calls of this model cannot be limited to one: leave parallel_tool_calls out",
+                param="parallel_tool_calls",
+            )
+        return (*self._rendering.stop_token_ids, call_end_id)
+
+    def _constraint(self, request: Request, tail: bytes) -> Constraint | None:
+        """The grammar of the form that the client demands; `tail` is the end of the context."""
+        form = request.form
+        if form is None:
+            return None
+        tools = [tool for tool in request.tools if tool["function"]["name"] in form.functions]
+        try:
+            text = self._rendering.grammar.structural_tag(
+                answer=form.answer,
+                tools=tools,
+                is_one_call=request.is_one_call,
+                context=unpack_ids(tail),
+            )
+        except ValueError as error:
+            raise invalid(f"{form.param}: {error}", param=form.param) from error
+        if len(text) > CONSTRAINT_CHARACTERS_MAX:
+            raise invalid(
+                f"the schemas must have at most {CONSTRAINT_CHARACTERS_MAX} characters together",
+                param=form.param,
+            )
+        return Constraint(structural_tag=text)
 
     async def _extension(self, planned: Plan, *, episode: HeldEpisode) -> Rendered | None:
         """What follows the matched completion; None if the whole history must be rendered."""

@@ -26,7 +26,13 @@ from forgemq_gateway.core.effects import (
     SendAttempt,
 )
 from forgemq_gateway.core.episodes import HeldEpisode
-from forgemq_gateway.core.errors import RefusedError, busy, engine_overflow, failed
+from forgemq_gateway.core.errors import (
+    RefusedError,
+    busy,
+    engine_constraint,
+    engine_overflow,
+    failed,
+)
 from forgemq_gateway.core.history import KnownCompletion
 from forgemq_gateway.core.lanes import Lanes
 from forgemq_gateway.core.plans import Prepared
@@ -62,6 +68,7 @@ class LaneResult(Struct, frozen=True, kw_only=True):
     completion: KnownCompletion | None
     failure: FailureKind = "engine"
     error: str = ""
+    is_constraint_refused: bool = False
 
 
 class RestoredTurn(Struct, frozen=True, kw_only=True):
@@ -285,6 +292,8 @@ class Attempts:
         self, episode: HeldEpisode, turn: OpenTurn, result: LaneResult, at: Moment
     ) -> Effects:
         """Try again at once, or tell the clients why that is of no use."""
+        if result.is_constraint_refused:
+            return self._fail(turn, engine_constraint(result.error))
         match result.failure:
             case "deadline":
                 return self._fail(turn, _too_late())
@@ -355,6 +364,8 @@ class Attempts:
 
 def _is_engines_fault(result: LaneResult, turn: OpenTurn, at: Moment) -> bool:
     """Whether the failure speaks of the lane rather than of the request."""
+    if result.is_constraint_refused:
+        return False
     match result.failure:
         case "context_overflow":
             return False

@@ -9,6 +9,9 @@ from forgemq_contracts.admin import ErrorType
 CONTEXT_FULL_CODE = "context_length_exceeded"
 """What OpenAI's clients and the agents built on them look for."""
 
+CONSTRAINT_CODE = "unsupported_constraint"
+"""Of a 400: the demanded form of the reply cannot be enforced."""
+
 
 class Overflow(Struct, frozen=True, kw_only=True):
     """Messages that do not fit: their tokens, exactly or at least, and the limit."""
@@ -89,6 +92,16 @@ def engine_overflow(error: str) -> RefusedError:
         "the messages.",
         param="messages",
         code=CONTEXT_FULL_CODE,
+    )
+
+
+def engine_constraint(error: str) -> RefusedError:
+    """400: the engine cannot compile the form that the client demands of the reply."""
+    return invalid(
+        "the form of the reply (response_format, tool_choice with the tools' parameters, or a "
+        f"grammar) cannot be enforced: {error}",
+        param=None,
+        code=CONSTRAINT_CODE,
     )
 
 

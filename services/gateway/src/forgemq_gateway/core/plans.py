@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 
-from forgemq_contracts.completions import TurnPart
+from forgemq_contracts.completions import Constraint, TurnPart
 from forgemq_contracts.episodes import Sampling
 from forgemq_contracts.fields import ForkReason
 from forgemq_gateway.core.forks import fork_reason
@@ -39,6 +39,7 @@ class Prepared(Struct, frozen=True, kw_only=True):
     context: bytes
     context_tokens: int
     sampling: Sampling
+    constraint: Constraint | None = None
     part: TurnPart
 
 

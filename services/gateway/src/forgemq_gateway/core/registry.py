@@ -219,6 +219,7 @@ class Registry:
                 completion=None,
                 failure=record.failure or "engine",
                 error=record.error or record.finish_reason,
+                is_constraint_refused=record.is_constraint_refused,
             )
         completion = self._completion(
             episode, record, offset=offset, finished_ms=finished_ms, parse=parse

@@ -23,6 +23,9 @@ MESSAGES_MAX = 10_000
 # About 250,000 tokens; 1 MiB of small values holds the interpreter for 10 ms when it is decoded.
 TOOLS_BYTES_MAX = 1024 * 1024
 
+# A field that demands a form, as a schema. OpenAI takes 120,000 characters of names and values.
+FORM_BYTES_MAX = 128 * 1024
+
 
 class Text(Struct, frozen=True, tag=True):
     """Text for or by the model."""
@@ -67,6 +70,20 @@ class RequestMessage(Struct, frozen=True):
     name: str | None = None
 
 
+class ReplyForm(Struct, frozen=True, kw_only=True):
+    """The form that a reply must have.
+
+    Attributes:
+        answer: Format of a text without calls, as structural tags have it; None: no such reply.
+        functions: Names of the functions that may be called; () for none.
+        param: The client's field that demands it.
+    """
+
+    answer: Mapping[str, Any] | None = None
+    functions: tuple[str, ...] = ()
+    param: str
+
+
 class Request(Struct, frozen=True, kw_only=True):
     """One checked request.
 
@@ -78,6 +95,8 @@ class Request(Struct, frozen=True, kw_only=True):
         body_digest: Digest of everything that decides the answer.
         asked: What the client asked about sampling, JSON.
         includes_usage: Whether a stream ends with the token counts.
+        form: None: the reply may be anything.
+        is_one_call: The reply ends with its first call.
         unused: Fields that the client set and the episode decides; the answer names them.
     """
 
@@ -95,6 +114,8 @@ class Request(Struct, frozen=True, kw_only=True):
     is_stream: bool = False
     includes_usage: bool = False
     wants_logprobs: bool = False
+    form: ReplyForm | None = None
+    is_one_call: bool = False
     unused: tuple[str, ...] = ()
 
     @property

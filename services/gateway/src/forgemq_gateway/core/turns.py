@@ -89,6 +89,7 @@ def requested(turn: OpenTurn, *, lane: int, epoch: int) -> RequestedCompletion:
         shared_prefix_tokens=prepared.shared_tokens,
         context=context,
         is_delta=is_delta,
+        constraint=prepared.constraint,
     )
 
 
@@ -113,6 +114,7 @@ def restored(record: RequestedCompletion, *, parent: KnownCompletion | None) -> 
             context=context,
             context_tokens=shared + len(context) // TOKEN_BYTES,
             sampling=record.sampling,
+            constraint=record.constraint,
             part=record.turn,
         ),
         sent=record.attempt + 1,

@@ -12,6 +12,7 @@ from forgemq_gateway.core.digests import body_digest, digest_of
 from forgemq_gateway.core.errors import invalid
 from forgemq_gateway.core.requests import (
     DEFAULT_MODEL,
+    FORM_BYTES_MAX,
     MESSAGES_MAX,
     Call,
     Part,
@@ -25,6 +26,7 @@ from forgemq_gateway.core.requests import (
     match_key,
 )
 from forgemq_gateway.protocols.json_body import NULL, asked_json, decoded, tools_in
+from forgemq_gateway.protocols.reply_form import FORM_FIELDS, FormFields, is_one_call, reply_form
 
 
 class ContentBlock(Struct):
@@ -80,13 +82,7 @@ class OfferedTool(Struct):
     function: ToolFunction | None = None
 
 
-class ResponseFormat(Struct):
-    """The form of the reply's text."""
-
-    type: str = "text"
-
-
-class ChatFields(Struct):
+class ChatFields(FormFields, kw_only=True):
     """The fields of the body that we read."""
 
     messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MESSAGES_MAX)]
@@ -94,8 +90,6 @@ class ChatFields(Struct):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     tools: list[OfferedTool] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    response_format: ResponseFormat | None = None
     logit_bias: dict[str, float] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -122,9 +116,7 @@ _SAMPLING_FIELDS = (
     "frequency_penalty",
     "presence_penalty",
     "reasoning_effort",
-    "response_format",
-    "tool_choice",
-    "parallel_tool_calls",
+    *FORM_FIELDS,
 )
 # What the episode decides in the client's place: the answer names them in a header.
 _UNUSED = (
@@ -137,6 +129,7 @@ _UNUSED = (
     "presence_penalty",
     "repetition_penalty",
 )
+_FORM_LIMITS = dict.fromkeys(FORM_FIELDS, FORM_BYTES_MAX)
 _DELIVERY_FIELDS = frozenset({"messages", "stream", "stream_options"})
 
 _MEDIA_BLOCKS = frozenset({"image_url", "input_audio", "image", "file", "video_url"})
@@ -150,7 +143,7 @@ def request_of(body: bytes) -> Request:
     Raises:
         RefusedError: 400, naming the field.
     """
-    raw, fields = decoded(body, _FIELDS)
+    raw, fields = decoded(body, _FIELDS, limits=_FORM_LIMITS)
     asked = asked_json(raw, _SAMPLING_FIELDS)
     _check(fields)
     tools = _tools(raw["tools"]) if fields.tools else ()
@@ -173,8 +166,9 @@ def request_of(body: bytes) -> Request:
         is_stream=bool(fields.stream),
         includes_usage=bool(fields.stream_options and fields.stream_options.include_usage),
         wants_logprobs=bool(fields.logprobs),
-        unused=tuple(name for name in _UNUSED if raw.get(name, NULL) != NULL)
-        + (("tool_choice",) if fields.tool_choice == "required" else ()),
+        form=reply_form(fields, tools),
+        is_one_call=is_one_call(fields) and bool(tools),
+        unused=tuple(name for name in _UNUSED if raw.get(name, NULL) != NULL),
     )
 
 
@@ -238,26 +232,7 @@ def _check(fields: ChatFields) -> None:
 
 
 def _check_form(fields: ChatFields) -> None:
-    """Refuse what would change the form of the reply and is not done.
-
-    To sample under a grammar is another distribution, whose tokens could not train.
-    """
-    if fields.response_format is not None and fields.response_format.type != "text":
-        raise invalid(
-            f"response_format {fields.response_format.type!r} is not available: say in the "
-            "messages which form the reply must have",
-            param="response_format",
-        )
-    if isinstance(fields.tool_choice, dict):
-        raise invalid(
-            "a named tool cannot be forced: offer only that tool, or send tool_choice 'auto'",
-            param="tool_choice",
-        )
-    if fields.tool_choice not in (None, "none", "auto", "required"):
-        raise invalid(
-            f"tool_choice must be 'none', 'auto' or 'required', got {fields.tool_choice!r}",
-            param="tool_choice",
-        )
+    """Refuse what would change the form of the reply and is not done."""
     if fields.logit_bias:
         raise invalid("logit_bias is not available: it would change the policy", param="logit_bias")
     if fields.chat_template_kwargs:

@@ -14,22 +14,31 @@ Fields = TypeVar("Fields")
 NULL = Raw(b"null")
 """A field that a client sends without a value."""
 
+_NO_LIMITS: Mapping[str, int] = {}
 _RAW = msgspec.json.Decoder(dict[str, Raw])
 _EACH = msgspec.json.Decoder(list[Raw])
 _TOOL = msgspec.json.Decoder(dict[str, Any])
 
 
-def decoded(body: bytes, decoder: "msgspec.json.Decoder[Fields]") -> tuple[dict[str, Raw], Fields]:
+def decoded(
+    body: bytes, decoder: "msgspec.json.Decoder[Fields]", *, limits: Mapping[str, int] = _NO_LIMITS
+) -> tuple[dict[str, Raw], Fields]:
     """Every field of the body as JSON, and those that the decoder knows.
 
+    Args:
+        body: As the client sent it.
+        decoder: Of the fields that are read.
+        limits: The most bytes of fields beside the tools.
+
     Raises:
-        RefusedError: 400: it is no JSON, a field is wrong, or the tools are too long.
+        RefusedError: 400: it is no JSON, or a field is wrong or too long.
     """
     try:
         body.decode()  # JSON is UTF-8, also in the parts that are decoded later or only kept.
         raw = _RAW.decode(body)
-        if len(memoryview(raw.get("tools", Raw()))) > TOOLS_BYTES_MAX:
-            raise invalid(f"tools must have at most {TOOLS_BYTES_MAX} bytes", param="tools")
+        for name, bytes_max in (("tools", TOOLS_BYTES_MAX), *limits.items()):
+            if len(memoryview(raw.get(name, Raw()))) > bytes_max:
+                raise invalid(f"{name} must have at most {bytes_max} bytes", param=name)
         return raw, decoder.decode(body)
     except msgspec.ValidationError as error:
         raise invalid(str(error), param=field_of(error)) from error

@@ -4,7 +4,9 @@ SGLang returns the log-probability of each sampled token after dividing the logi
 temperature, penalties included, over the whole vocabulary. If nothing truncates the support, that
 is exactly the sampling distribution. At temperature 0 it returns that of the model's own
 distribution; the record then says temperature 0 and support `greedy`. Log-probabilities under top-p
-and top-k are not renormalised; such tokens never train.
+and top-k are not renormalised. Those under a constraint are: SGLang masks the logits first, so that
+they are of what the constraint allows, and a token that it dictates has 0. The trainer knows no
+mask and computes over the whole vocabulary: none of these tokens ever train.
 """
 
 import math
@@ -14,6 +16,7 @@ from msgspec import Raw, Struct
 
 from forgemq_contracts.arrays import pack_floats, pack_ids, unpack_ids
 from forgemq_contracts.completions import (
+    Constraint,
     FinishedCompletion,
     RequestedCompletion,
     Support,
@@ -27,6 +30,9 @@ from forgemq_inference.core.weights import Weights, weights_of_name
 
 GREEDY_BELOW = 1e-6
 """SGLang takes the most likely token at temperatures below this (its `_SAMPLING_EPS`)."""
+
+_CONSTRAINT_REFUSALS = ("Failed to compile", "Grammar preprocessing", "Grammar-based generation")
+"""How SGLang 0.5.23's errors begin that are about a grammar (its `GrammarManager`)."""
 
 
 class EngineLimits(Struct, frozen=True, kw_only=True):
@@ -131,16 +137,20 @@ def generate_body(
         "rid": rid,
         "input_ids": Raw(b"[" + context.text + b"]"),
         "return_logprob": True,
-        "sampling_params": sampling_parameters(request.sampling, tokens_max=room),
+        "sampling_params": sampling_parameters(
+            request.sampling, tokens_max=room, constraint=request.constraint
+        ),
     }
-    if _recorded_experts(request.sampling, limits) is not None:
+    if _recorded_experts(request, limits) is not None:
         body |= {"return_routed_experts": True, "routed_experts_start_len": tokens_count - 1}
     return body
 
 
-def sampling_parameters(sampling: Sampling, *, tokens_max: int) -> dict[str, Any]:
+def sampling_parameters(
+    sampling: Sampling, *, tokens_max: int, constraint: Constraint | None = None
+) -> dict[str, Any]:
     """SGLang's parameters for one request of at most `tokens_max` output tokens."""
-    return {
+    parameters: dict[str, Any] = {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k if sampling.top_k > 0 else -1,
@@ -151,10 +161,15 @@ def sampling_parameters(sampling: Sampling, *, tokens_max: int) -> dict[str, Any
         "presence_penalty": sampling.presence_penalty,
         "skip_special_tokens": False,
     }
+    if constraint is not None:
+        parameters["structural_tag"] = constraint.structural_tag
+    return parameters
 
 
-def support_of(sampling: Sampling) -> Support:
+def support_of(sampling: Sampling, *, constraint: Constraint | None = None) -> Support:
     """Full, or what makes the recorded log-probabilities unusable for training."""
+    if constraint is not None:
+        return "grammar"
     if sampling.temperature < GREEDY_BELOW:
         return "greedy"
     if sampling.frequency_penalty != 0 or sampling.presence_penalty != 0:
@@ -200,9 +215,9 @@ def finished_completion(
         stop_string=_stop_string(meta.finish_reason),
         logprobs=logprobs,
         temperature=0.0 if is_greedy else request.sampling.temperature,
-        support=support_of(request.sampling),
+        support=support_of(request.sampling, constraint=request.constraint),
         spans=spans_of(meta, tokens_count=len(answer.output_ids)),
-        routes=_routes(answer, _recorded_experts(request.sampling, limits)),
+        routes=_routes(answer, _recorded_experts(request, limits)),
         queued_s=timing.queued_s,
         engine_s=timing.engine_s,
         cached_tokens=meta.cached_tokens,
@@ -219,6 +234,8 @@ def refused_completion(
         finish_reason=reason.finish_reason,
         failure=reason.failure,
         error=reason.error,
+        is_constraint_refused=request.constraint is not None
+        and any(words in reason.error for words in _CONSTRAINT_REFUSALS),
         queued_s=timing.queued_s,
         engine_s=timing.engine_s,
     )
@@ -273,9 +290,9 @@ def _logprobs(answer: EngineAnswer) -> bytes:
     return pack_floats(values)  # type: ignore[arg-type]  # no None is left
 
 
-def _recorded_experts(sampling: Sampling, limits: EngineLimits) -> Experts | None:
+def _recorded_experts(request: RequestedCompletion, limits: EngineLimits) -> Experts | None:
     """The model's experts if the engine is asked for routes: only for tokens that may train."""
-    may_train = support_of(sampling) == "full"
+    may_train = support_of(request.sampling, constraint=request.constraint) == "full"
     return limits.experts if limits.records_routes and may_train else None
 
 

@@ -1,0 +1,202 @@
+"""The form that a client demands of a reply: as it is read, sent to the lane, and refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from forgemq_bus.memory import MemoryLog
+from forgemq_gateway.core.errors import RefusedError
+from forgemq_gateway.core.json_schemas import unenforced
+from forgemq_gateway.core.requests import FORM_BYTES_MAX, ReplyForm, Request
+from forgemq_gateway.protocols.chat_completions import ChatCompletions
+from tests.unit.gateway.scripted_lane import FailAttempt, wall_ms
+from tests.unit.gateway.world import configuration_of, running
+
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+JSON_SCHEMA = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}
+NAMED = {"type": "function", "function": {"name": "find"}}
+FIND_CALL = '<tool_call>\n{"name": "find", "arguments": {"q": "x"}}\n</tool_call>'
+
+
+def tool(name: str, **parameters: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": parameters or SCHEMA}}
+
+
+TOOLS: list[Any] = [tool("find"), tool("buy")]
+
+
+def json_format(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": 20}
+
+
+def read(**fields: Any) -> Request:
+    return ChatCompletions().read(json.dumps({"messages": HELLO, **fields}).encode())
+
+
+def param_of_refusal(**fields: Any) -> str | None:
+    with pytest.raises(RefusedError) as refused:
+        read(**fields)
+    assert refused.value.status == 400
+    return refused.value.param
+
+
+def constraint_of(record: Any) -> Any:
+    return json.loads(record.constraint.structural_tag)["format"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "answer"),
+    [
+        ({"response_format": {"type": "json_object"}}, json_format({"type": "object"})),
+        ({"response_format": JSON_SCHEMA}, json_format(SCHEMA)),
+        ({"guided_json": SCHEMA}, json_format(SCHEMA)),
+        ({"guided_json": json.dumps(SCHEMA)}, json_format(SCHEMA)),
+        ({"json_schema": json.dumps(SCHEMA)}, json_format(SCHEMA)),
+        ({"structured_outputs": {"json": SCHEMA}}, json_format(SCHEMA)),
+        ({"guided_regex": "a|b"}, {"type": "regex", "pattern": "a|b"}),
+        ({"regex": "a|b"}, {"type": "regex", "pattern": "a|b"}),
+        ({"structured_outputs": {"regex": "a"}}, {"type": "regex", "pattern": "a"}),
+        ({"ebnf": 'root ::= "a"'}, {"type": "grammar", "grammar": 'root ::= "a"'}),
+        ({"guided_grammar": 'root ::= "a"'}, {"type": "grammar", "grammar": 'root ::= "a"'}),
+        (
+            {"guided_choice": ["a", "b"]},
+            {
+                "type": "or",
+                "elements": [
+                    {"type": "const_string", "value": "a"},
+                    {"type": "const_string", "value": "b"},
+                ],
+            },
+        ),
+    ],
+)
+def test_every_way_to_ask_for_a_form_is_read_as_a_format(
+    fields: dict[str, Any], answer: dict[str, Any]
+) -> None:
+    (param, value) = next(iter(fields.items()))
+    inner = next(iter(value)) if param == "structured_outputs" else ""
+    named = f"{param}.{inner}" if inner else param
+    assert read(**fields).form == ReplyForm(answer=answer, param=named)
+
+
+@pytest.mark.parametrize(
+    ("fields", "functions", "is_one_call"),
+    [
+        ({"tool_choice": "required"}, ("find", "buy"), False),
+        ({"tool_choice": "required", "parallel_tool_calls": False}, ("find", "buy"), True),
+        ({"tool_choice": NAMED}, ("find",), True),
+        ({"tool_choice": "required", "response_format": JSON_SCHEMA}, ("find", "buy"), False),
+    ],
+)
+def test_a_required_or_named_call_comes_instead_of_an_answer(
+    fields: dict[str, Any], functions: tuple[str, ...], is_one_call: bool
+) -> None:
+    request = read(tools=TOOLS, **fields)
+    assert request.form == ReplyForm(functions=functions, param="tool_choice")
+    assert request.is_one_call == is_one_call
+
+
+def test_an_answer_of_a_form_leaves_the_calls_that_tool_choice_leaves() -> None:
+    answer = json_format(SCHEMA)
+    auto = read(tools=TOOLS, response_format=JSON_SCHEMA)
+    none = read(tools=TOOLS, response_format=JSON_SCHEMA, tool_choice="none")
+    assert auto.form == ReplyForm(answer=answer, functions=("find", "buy"), param="response_format")
+    assert none.form == ReplyForm(answer=answer, param="response_format")
+    assert read(tools=TOOLS, parallel_tool_calls=False).form is None
+
+
+def test_what_cannot_be_met_is_refused_by_name() -> None:
+    other = {"type": "function", "function": {"name": "sell"}}
+    strict = {"name": "x", "strict": True, "schema": {"type": "array", "uniqueItems": True}}
+    assert param_of_refusal(tool_choice="required") == "tool_choice"
+    assert param_of_refusal(tool_choice=NAMED) == "tool_choice"
+    assert param_of_refusal(tool_choice=other, tools=TOOLS) == "tool_choice"
+    assert param_of_refusal(tool_choice="any", tools=TOOLS) == "tool_choice"
+    assert param_of_refusal(tool_choice={"type": "allowed_tools"}, tools=TOOLS) == "tool_choice"
+    assert param_of_refusal(response_format={"type": "grammar"}) == "response_format"
+    assert param_of_refusal(response_format={"type": "json_schema"}) == "response_format"
+    assert param_of_refusal(regex="a", ebnf="b") == "ebnf"
+    assert param_of_refusal(guided_json="{") == "guided_json"
+    assert param_of_refusal(regex="a" * FORM_BYTES_MAX) == "regex"
+    schema = {"type": "json_schema", "json_schema": strict}
+    assert param_of_refusal(response_format=schema) == "response_format"
+    strict["strict"] = False
+    assert read(response_format=schema).form is not None
+
+
+@pytest.mark.parametrize(
+    ("schema", "ignored"),
+    [
+        (SCHEMA, None),
+        ({"properties": {"not": {"type": "string"}}, "default": {"if": 1}}, None),
+        ({"type": "string", "format": "date"}, None),
+        ({"type": "string", "minLength": 1, "maxLength": 2}, None),
+        ({"items": {"multipleOf": 2}}, "multipleOf"),
+        ({"$defs": {"a": {"anyOf": [{"not": {}}]}}}, "not"),
+        ({"type": "string", "format": "color"}, "format 'color'"),
+        ({"type": "string", "pattern": "a", "minLength": 1}, "length with pattern"),
+    ],
+)
+def test_what_the_grammar_does_not_enforce_is_found_at_any_depth(
+    schema: dict[str, Any], ignored: str | None
+) -> None:
+    assert unenforced(schema) == ignored
+
+
+async def test_the_lane_gets_the_grammar_of_the_call_and_a_plain_request_none(model: Path) -> None:
+    log = MemoryLog(run="r", clock_ms=wall_ms).open
+    async with running(log, configuration_of(model), lambda _: FIND_CALL) as (world, lanes):
+        client = world.client(await world.episode())
+        await client.chat.completions.create(model="m", messages=HELLO, tools=TOOLS)
+        forced = await client.chat.completions.create(
+            model="m",
+            messages=HELLO,
+            tools=TOOLS,
+            tool_choice=NAMED,  # type: ignore[arg-type]  # a literal without its type
+        )
+    plain, named = (asked.record for asked in lanes[0].seen)
+    assert forced.choices[0].finish_reason == "tool_calls"
+    assert (plain.constraint, plain.sampling.stop_token_ids) == (None, (2,))
+    reasoning, call = constraint_of(named)["elements"]
+    assert reasoning["type"] == "optional"
+    begin, end = call["begin"]["token"], call["end"]["token"]
+    assert lanes[0]._rendering.decode([begin, end]) == "<tool_call></tool_call>"
+    assert call["content"]["elements"] == [
+        {"type": "const_string", "value": '\n{"name": "find", "arguments": '},
+        json_format(SCHEMA),
+        {"type": "const_string", "value": "}\n"},
+    ]
+    assert named.sampling.stop_token_ids == (2, end)
+
+
+async def test_without_parallel_calls_the_end_of_the_first_call_ends_the_output_unconstrained(
+    model: Path,
+) -> None:
+    log = MemoryLog(run="r", clock_ms=wall_ms).open
+    async with running(log, configuration_of(model), lambda _: "yes") as (world, lanes):
+        client = world.client(await world.episode())
+        await client.chat.completions.create(
+            model="m", messages=HELLO, tools=TOOLS, parallel_tool_calls=False
+        )
+    record = lanes[0].seen[0].record
+    assert record.constraint is None
+    stops = record.sampling.stop_token_ids
+    assert lanes[0]._rendering.decode(stops) == "<|im_end|></tool_call>"
+
+
+async def test_a_form_that_the_engine_refuses_is_a_400_after_one_attempt(model: Path) -> None:
+    def script(_: object) -> str:
+        raise FailAttempt("engine: Failed to compile", is_constraint_refused=True)
+
+    log = MemoryLog(run="r", clock_ms=wall_ms).open
+    async with running(log, configuration_of(model), script) as (world, lanes):
+        client = world.client(await world.episode())
+        with pytest.raises(openai.BadRequestError, match="cannot be enforced: engine: Failed"):
+            await client.chat.completions.create(
+                model="m", messages=HELLO, extra_body={"regex": "((("}
+            )
+    assert len(lanes[0].seen) == 1
