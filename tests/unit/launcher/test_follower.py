@@ -22,6 +22,7 @@ from forgemq_contracts.topics import (
     Topic,
 )
 from forgemq_contracts.weights import ReportedEngine
+from forgemq_launcher.commands.inspection import print_groups
 from forgemq_launcher.display.curves import CurveWriter
 from forgemq_launcher.display.headlines import headlines
 from forgemq_launcher.display.panel import PanelView, line, panel
@@ -265,3 +266,13 @@ def test_a_run_is_held_by_one_launcher_and_made_once(tmp_path):
             pass
     assert folder.admin_key() == folder.admin_key()
     assert (folder / "admin.key").stat().st_mode & 0o077 == 0
+
+
+def test_the_list_of_groups_cuts_no_id_in_80_columns():
+    run, follower = SyntheticRun(), Follower(MemoryLog(run="r"), started())
+    run.admit("g-0123456789abcdef", index=0, version=0)
+    for message in run.messages:
+        follower.view.apply(message)
+    console = Console(file=io.StringIO(), width=80)
+    print_groups(follower, console)
+    assert "g-0123456789abcdef" in console.file.getvalue()

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 from tokenizers import Tokenizer
 
@@ -95,7 +95,7 @@ async def inspect(
         follower = Follower(log, started)
         await follower.catch_up()
         if what is None:
-            _print_groups(follower, console)
+            print_groups(follower, console)
             return exit_status.OK
         group_id = what.split(".", maxsplit=1)[0]
         offsets = follower.view.record_offsets(group_id)
@@ -150,8 +150,12 @@ async def _end_of(log: Log, started: StartedRun) -> EndedRun | None:
     return newest if is_of_this_start else None
 
 
-def _print_groups(follower: Follower, console: Console) -> None:
-    shown = Table("group", "queue index", "state", "step", "completions", "truncated", "success")
+def print_groups(follower: Follower, console: Console) -> None:
+    """Print the newest groups, oldest first, with how each stands."""
+    shown = Table(
+        Column("group", no_wrap=True),  # Typed again to inspect the group, so it is never cut.
+        *("queue index", "state", "step", "completions", "truncated", "success"),
+    )
     for row in reversed(follower.view.rows(rows_max=GROUPS_SHOWN_MAX)):
         shown.add_row(
             row.group_id,
