@@ -17,7 +17,7 @@ from forgemq_gateway.core.manifest import counted, critical_path_s, manifest
 from forgemq_gateway.core.plans import Prepared
 from forgemq_gateway.core.sampling import pinned_sampling, used_sampling
 from forgemq_gateway.core.turns import requested, restored
-from forgemq_gateway.protocols.chat_completions import ChatCompletions
+from forgemq_gateway.protocols.chat_body import request_of
 from tests.unit.gateway.completions import completion_of
 
 
@@ -284,7 +284,7 @@ def test_a_manifest_holds_what_was_delivered_or_built_on_in_order() -> None:
 def test_the_body_digest_ignores_how_an_answer_is_delivered_and_nothing_else() -> None:
     def digest(**fields: object) -> str:
         body = {"model": "m", "messages": [{"role": "user", "content": "a"}], **fields}
-        return ChatCompletions().read(msgspec.json.encode(body)).body_digest
+        return request_of(msgspec.json.encode(body)).body_digest
 
     assert digest(stream=True, stream_options={"include_usage": True}) == digest()
     assert (

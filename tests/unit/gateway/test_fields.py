@@ -10,7 +10,7 @@ import pytest
 from forgemq_bus.memory import MemoryLog
 from forgemq_gateway.core.errors import RefusedError
 from forgemq_gateway.core.requests import Request, ToolResult, chat_form
-from forgemq_gateway.protocols.chat_completions import ChatCompletions
+from forgemq_gateway.protocols.chat_body import request_of
 from tests.unit.gateway.scripted_lane import wall_ms
 from tests.unit.gateway.world import ADMIN_KEY, configuration_of, plain_http, running
 
@@ -18,7 +18,7 @@ HELLO = {"role": "user", "content": "hello"}
 
 
 def read(**fields: Any) -> Request:
-    return ChatCompletions().read(json.dumps({"messages": [HELLO], **fields}).encode())
+    return request_of(json.dumps({"messages": [HELLO], **fields}).encode())
 
 
 @pytest.mark.parametrize(
@@ -63,10 +63,10 @@ def test_a_tool_message_is_taken_with_its_calls_id_under_either_name_or_without(
     fields: dict[str, str], call_id: str
 ) -> None:
     body = {"messages": [HELLO, {"role": "tool", "content": "found", **fields}]}
-    request = ChatCompletions().read(json.dumps(body).encode())
+    request = request_of(json.dumps(body).encode())
     assert request.messages[1].parts == (ToolResult(call_id, "found"),)
     again = {"messages": [chat_form(message) for message in request.messages]}
-    assert ChatCompletions().read(json.dumps(again).encode()).messages == request.messages
+    assert request_of(json.dumps(again).encode()).messages == request.messages
 
 
 async def test_paths_models_and_headers_say_what_there_is(model: Path) -> None:
@@ -81,7 +81,7 @@ async def test_paths_models_and_headers_say_what_there_is(model: Path) -> None:
                 return await client.request(method, url, json=body, headers=headers)
 
         key = claim["key"]
-        unspoken = await ask("POST", "/v1/responses", key, {})
+        unspoken = await ask("POST", "/v1/embeddings", key, {})
         anthropic = await ask("POST", "/v1/messages/batches", key, {})
         keyless = [await ask("POST", p, body={}) for p in ("/v1/responses", "/v1/messages")]
         admin_key = await ask("POST", "/v1/responses", ADMIN_KEY, {})
@@ -93,8 +93,8 @@ async def test_paths_models_and_headers_say_what_there_is(model: Path) -> None:
         stream = await ask("POST", chat, key, {"messages": [HELLO], "top_p": 1, "stream": True})
     assert unspoken.status_code == 404
     assert unspoken.json()["error"]["message"] == (
-        "agents have no POST /v1/responses; there are POST /v1/chat/completions, "
-        "POST /v1/messages and GET /v1/models"
+        "agents have no POST /v1/embeddings; there are POST /v1/chat/completions, "
+        "POST /v1/messages, POST /v1/responses and GET /v1/models"
     )
     assert anthropic.json()["type"] == "error"
     assert anthropic.json()["error"]["type"] == "not_found_error"

@@ -16,8 +16,11 @@ from hypothesis import strategies as st
 
 from forgemq_bus.memory import MemoryLog
 from forgemq_gateway.core.errors import RefusedError
+from forgemq_gateway.core.history import History
 from forgemq_gateway.protocols.chat_completions import ChatCompletions
 from forgemq_gateway.protocols.messages import Messages
+from forgemq_gateway.protocols.responses import Responses
+from forgemq_gateway.wire_protocol import WireProtocol
 from tests.unit.gateway.scripted_lane import wall_ms
 from tests.unit.gateway.world import ADMIN_KEY, configuration_of, running
 
@@ -72,6 +75,19 @@ SOUND_MESSAGES: dict[str, Any] = {
     "tool_choice": {"type": "auto"},
     "stop_sequences": ["x"],
 }
+SOUND_RESPONSE: dict[str, Any] = {
+    "model": "m",
+    "instructions": "be brief",
+    "input": [
+        {"role": "user", "content": [{"type": "input_text", "text": "hello"}]},
+        {"type": "reasoning", "id": "rs_r_0", "summary": [{"type": "summary_text", "text": "hm"}]},
+        {"type": "function_call", "call_id": "c1", "name": "find", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "found"},
+    ],
+    "tools": [{"type": "function", "name": "find", "parameters": {"type": "object"}}],
+    "tool_choice": "auto",
+    "max_output_tokens": 5,
+}
 GROUP: dict[str, Any] = {
     "domain": "shop",
     "idempotency_key": "fuzzed",
@@ -97,7 +113,7 @@ class Served:
             f"{self.url}/v1/chat/completions", content=body, headers={"x-api-key": self.key}
         )
 
-    def messages(self, body: bytes, *, path: str = "/v1/messages") -> httpx.Response:
+    def post(self, body: bytes, *, path: str) -> httpx.Response:
         return self.client.post(f"{self.url}{path}", content=body, headers={"x-api-key": self.key})
 
     def admin(self, path: str, body: bytes) -> httpx.Response:
@@ -223,7 +239,7 @@ def test_with_any_one_byte_changed_a_chat_request_is_read_or_refused_with_400():
     statuses = set()
     for index, byte in itertools.product(range(len(sound)), range(256)):
         try:
-            ChatCompletions().read(sound[:index] + bytes([byte]) + sound[index + 1 :])
+            ChatCompletions().read(sound[:index] + bytes([byte]) + sound[index + 1 :], History())
         except RefusedError as error:
             statuses.add(error.status)
     assert statuses == {400}
@@ -240,15 +256,20 @@ def test_a_chat_request_is_served_or_refused_and_the_next_is_served(
     assert answer.json()["choices"][0]["message"]["content"] == "yes"
 
 
-def test_with_any_one_byte_changed_messages_are_read_or_refused_with_400():
-    sound = json.dumps(SOUND_MESSAGES).encode()
+@pytest.mark.parametrize(
+    ("protocol", "sound"), [(Messages(), SOUND_MESSAGES), (Responses(), SOUND_RESPONSE)]
+)
+def test_with_any_one_byte_changed_a_request_is_read_or_refused_with_4xx(
+    protocol: WireProtocol, sound: Any
+) -> None:
+    body = json.dumps(sound).encode()
     statuses = set()
-    for index, byte in itertools.product(range(len(sound)), range(0, 256, 5)):
+    for index, byte in itertools.product(range(len(body)), range(0, 256, 5)):
         try:
-            Messages().read(sound[:index] + bytes([byte]) + sound[index + 1 :])
+            protocol.read(body[:index] + bytes([byte]) + body[index + 1 :], History())
         except RefusedError as error:
             statuses.add(error.status)
-    assert statuses == {400}
+    assert statuses <= {400, 404}
 
 
 @FUZZ
@@ -256,13 +277,23 @@ def test_with_any_one_byte_changed_messages_are_read_or_refused_with_400():
 def test_messages_are_served_counted_or_refused_and_the_next_is_served(
     served: Served, body: bytes, path: str
 ) -> None:
-    answer = served.messages(body, path=path)
+    answer = served.post(body, path=path)
     if answer.status_code != 200:
         assert 400 <= answer.status_code < 500, answer.text
         assert answer.json()["type"] == "error"
         assert set(answer.json()["error"]) == {"type", "message"}
-    following = served.messages(json.dumps({"messages": [HELLO], "model": "m"}).encode())
+    following = served.post(json.dumps({"messages": [HELLO]}).encode(), path="/v1/messages")
     assert following.json()["content"] == [{"type": "text", "text": "yes"}]
+
+
+@FUZZ
+@given(body=bodies(SOUND_RESPONSE), path=st.sampled_from(["", "/input_tokens"]))
+def test_a_response_is_made_counted_or_refused_and_the_next_is_served(
+    served: Served, body: bytes, path: str
+) -> None:
+    check(served.post(body, path=f"/v1/responses{path}"))
+    following = served.post(b'{"input": "hello"}', path="/v1/responses")
+    assert following.json()["output"][0]["content"][0]["text"] == "yes"
 
 
 @FUZZ

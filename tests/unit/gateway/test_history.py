@@ -17,7 +17,7 @@ from forgemq_gateway.core.history import (
     common_tokens,
     tokens_of,
 )
-from forgemq_gateway.core.requests import Thinking
+from forgemq_gateway.core.requests import Echo
 from tests.unit.gateway.completions import add_first, completion_of, user
 
 tokens = st.lists(st.integers(0, 3), max_size=30)
@@ -100,9 +100,7 @@ def test_of_replies_with_the_same_text_the_echoed_reasoning_says_which_is_meant(
     keys = [user("a"), reply, user("b"), message_digest("assistant", "so")]
 
     def found(count: int, thought: str) -> object:
-        match = history.match(
-            keys[:count], [Thinking(text) for text in ("", thought, "", "")][:count]
-        )
+        match = history.match(keys[:count], [Echo(text) for text in ("", thought, "", "")][:count])
         return None if match is None else match.completion
 
     assert [found(2, thought) for thought in ("first", "second", "", "changed")] == [

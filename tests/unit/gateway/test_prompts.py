@@ -13,7 +13,7 @@ from forgemq_gateway.core.errors import RefusedError
 from forgemq_gateway.core.requests import Request, text_of
 from forgemq_gateway.large_work import INLINE_SIZE_MAX, LargeWork
 from forgemq_gateway.prompts import Prompts, check_fits
-from forgemq_gateway.protocols.chat_completions import ChatCompletions
+from forgemq_gateway.protocols.chat_body import request_of
 from forgemq_rendering import Rendered, Rendering
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ def prompts_of(rendering: Rendering, *, bytes_max: int = 1 << 20) -> Prompts:
 
 def chat(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> Request:
     body = {"messages": [{"role": "user", "content": text}], "tools": tools or None}
-    return ChatCompletions().read(msgspec.json.encode(body))
+    return request_of(msgspec.json.encode(body))
 
 
 def rendered(rendering: Rendering, request: Request) -> Rendered:
@@ -99,7 +99,7 @@ async def test_what_the_template_refuses_is_refused_to_each_that_asks(tmp_path: 
     )
     prompts = prompts_of(Rendering.load(str(tmp_path), renderer="auto", history="append_only"))
     body = {"messages": [{"role": "tool", "tool_call_id": "x", "content": LONG}]}
-    request = ChatCompletions().read(msgspec.json.encode(body))
+    request = request_of(msgspec.json.encode(body))
     results = await asyncio.gather(prompts.of(request), prompts.of(request), return_exceptions=True)
     assert [isinstance(result, RefusedError) for result in results] == [True, True], results
     assert prompts.size_bytes == 0
@@ -137,6 +137,6 @@ async def test_tools_and_call_arguments_count_in_the_size_that_decides_on_a_thre
     tool = {"type": "function", "function": {"name": "look", "description": "x" * 20_000}}
     call = {"id": "c", "function": {"name": "look", "arguments": '{"a": "' + "y" * 20_000 + '"}'}}
     body = {"messages": [{"role": "assistant", "tool_calls": [call]}]}
-    for request in (chat("hi", [tool]), ChatCompletions().read(msgspec.json.encode(body))):
+    for request in (chat("hi", [tool]), request_of(msgspec.json.encode(body))):
         await prompts.of(request)
     assert min(sizes) > 20_000

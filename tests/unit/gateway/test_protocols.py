@@ -5,13 +5,14 @@ from typing import Any
 
 import orjson
 
+from forgemq_gateway.core.history import History
 from forgemq_gateway.core.replies import Answer, Reply
-from forgemq_gateway.core.requests import Call, Text, Thinking, ToolResult, chat_form
+from forgemq_gateway.core.requests import Call, Echo, Text, Thinking, ToolResult, chat_form
 from forgemq_gateway.protocols.chat_completions import ChatCompletions
 
 
 def read(*messages: dict[str, Any]) -> Any:
-    return ChatCompletions().read(json.dumps({"messages": messages}).encode())
+    return ChatCompletions().read(json.dumps({"messages": messages}).encode(), History())
 
 
 def events(stream: bytes) -> list[dict[str, Any]]:
@@ -37,7 +38,7 @@ def test_a_message_has_its_reasoning_text_and_calls_as_parts() -> None:
         Call("c1", "find", '{"a": 1}'),
     )
     assert request.messages[1].parts == (ToolResult("c1", "found"),)
-    assert request.thoughts == (Thinking("hm"), Thinking(""))
+    assert request.echoes == (Echo("hm"), Echo())
 
 
 def test_the_chat_form_of_a_message_reads_back_as_the_same_message() -> None:
@@ -66,7 +67,7 @@ def test_a_stream_has_the_parts_of_the_reply_in_their_order() -> None:
         context_tokens=3,
         output_tokens=2,
     )
-    chunks = events(ChatCompletions().stream(answer, includes_usage=False))
+    chunks = events(ChatCompletions().stream(read({"role": "user"})).finish(answer))
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert [next(iter(delta), "") for delta in deltas] == [
         "role",

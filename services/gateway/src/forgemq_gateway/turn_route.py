@@ -20,6 +20,7 @@ from forgemq_gateway.access import Access
 from forgemq_gateway.body_memory import BodyMemory, CountedBody
 from forgemq_gateway.composer import Composer
 from forgemq_gateway.context import GatewayContext
+from forgemq_gateway.core.conversation import Conversation
 from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.errors import CONTEXT_FULL_CODE, RefusedError, failed
 from forgemq_gateway.core.history import KnownCompletion
@@ -41,7 +42,7 @@ from forgemq_gateway.wire import (
     send_json,
     send_refusal,
 )
-from forgemq_gateway.wire_protocol import TokenCounter, WireProtocol
+from forgemq_gateway.wire_protocol import TokenCounter, WireProtocol, WireStream
 from forgemq_telemetry.traces import Headers, headers_from_http
 
 # The end of an answer is sent when all before it is on its way and its delivery is on the log: a
@@ -58,6 +59,7 @@ class Client(Struct, kw_only=True, eq=False):
     request: Request
     send: Send
     leaving: "asyncio.Task[None]"
+    stream: WireStream
     has_opened: bool = False
 
 
@@ -139,6 +141,7 @@ class TurnRoute:
             request=started.request,
             send=send,
             leaving=self._tasks.create_task(_wait_for_disconnect(receive)),
+            stream=protocol.stream(started.request),
         )
         await self._attend(client, started.episode, started.awaited)
         self._telemetry.observe("gateway.answer_s", self._clock.now_s() - started_s)
@@ -197,7 +200,7 @@ class TurnRoute:
             ClientGoneError: the connection closed first.
             RefusedError: 4xx as the key, the limits and the protocol say; 500 for any other error.
         """
-        self._access.episode(key)
+        episode = self._access.episode(key)
         body = await read_body(
             receive,
             bytes_max=self._body_bytes_max,
@@ -205,16 +208,18 @@ class TurnRoute:
             code=CONTEXT_FULL_CODE,  # Agents shorten their history when they read it.
             grow=counted.grow,
         )
-        return await self._read(protocol, body)
+        return await self._read(protocol, body, episode.history)
 
-    async def _read(self, protocol: WireProtocol | TokenCounter, body: bytes) -> Request:
+    async def _read(
+        self, protocol: WireProtocol | TokenCounter, body: bytes, known: Conversation
+    ) -> Request:
         """The request in a body; a large one is read beside the event loop.
 
         Raises:
             RefusedError: 4xx as the protocol says; 500 for any other error.
         """
         try:
-            return await self._work.run(lambda: protocol.read(body), size=len(body))
+            return await self._work.run(lambda: protocol.read(body, known), size=len(body))
         except RefusedError:
             raise
         except Exception as error:
@@ -299,7 +304,7 @@ class TurnRoute:
 
     async def _keep_alive(self, client: Client, request_id: str) -> None:
         await _open_stream(client)
-        data = client.protocol.keep_alive(
+        data = client.stream.keep_alive(
             request_id=request_id,
             created_s=self._clock.wall_ms() // 1000,
             model=client.request.model,
@@ -309,7 +314,7 @@ class TurnRoute:
     async def _refuse(self, client: Client, error: RefusedError) -> None:
         self._telemetry.count("gateway.refused", status=error.status)
         if client.has_opened:
-            data = client.protocol.stream_error(error)
+            data = client.stream.fail(error)
             await client.send({"type": "http.response.body", "body": data})
         else:
             await send_refusal(client.send, error, shape=client.protocol.error)
@@ -334,7 +339,7 @@ async def _open_stream(client: Client) -> None:
 
 
 async def _write_stream(client: Client, answer: Answer, record: RecordDelivery) -> None:
-    data = client.protocol.stream(answer, includes_usage=client.request.includes_usage)
+    data = client.stream.finish(answer)
     await _open_stream(client)
     await _write_body(client, data, record)
 

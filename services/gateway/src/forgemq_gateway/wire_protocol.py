@@ -2,9 +2,26 @@
 
 from typing import Any, Protocol
 
+from forgemq_gateway.core.conversation import Conversation
 from forgemq_gateway.core.errors import RefusedError
 from forgemq_gateway.core.replies import Answer
 from forgemq_gateway.core.requests import Request
+
+
+class WireStream(Protocol):
+    """How one answer is written as a stream; it may count what it has written."""
+
+    def keep_alive(self, *, request_id: str, created_s: int, model: str) -> bytes:
+        """What the stream says while its answer is not there."""
+        ...
+
+    def finish(self, answer: Answer) -> bytes:
+        """The answer as events, to the end of the stream."""
+        ...
+
+    def fail(self, error: RefusedError) -> bytes:
+        """A refusal as the end of the stream."""
+        ...
 
 
 class WireProtocol(Protocol):
@@ -15,28 +32,23 @@ class WireProtocol(Protocol):
         """Where requests are posted."""
         ...
 
-    def read(self, body: bytes) -> Request:
-        """The request in a body, or a RefusedError that names the field."""
+    def read(self, body: bytes, known: Conversation, /) -> Request:
+        """The request in a body, or a RefusedError that names the field.
+
+        `known` is what the episode has said so far, to which a body may refer.
+        """
         ...
 
     def whole(self, answer: Answer) -> dict[str, Any]:
         """The answer as one JSON object."""
         ...
 
-    def stream(self, answer: Answer, *, includes_usage: bool) -> bytes:
-        """The answer as the events of a stream, to its end."""
-        ...
-
-    def keep_alive(self, *, request_id: str, created_s: int, model: str) -> bytes:
-        """What a stream writes while its answer is not there."""
+    def stream(self, request: Request) -> WireStream:
+        """The stream that answers this request."""
         ...
 
     def error(self, error: RefusedError) -> dict[str, Any]:
         """A refusal as one JSON object."""
-        ...
-
-    def stream_error(self, error: RefusedError) -> bytes:
-        """A refusal as the last event of a stream."""
         ...
 
 
@@ -48,8 +60,8 @@ class TokenCounter(Protocol):
         """Where questions are posted."""
         ...
 
-    def read(self, body: bytes) -> Request:
-        """The request in a body, or a RefusedError that names the field."""
+    def read(self, body: bytes, known: Conversation, /) -> Request:
+        """The request in a body; as `WireProtocol.read`."""
         ...
 
     def counted(self, tokens: int) -> dict[str, Any]:

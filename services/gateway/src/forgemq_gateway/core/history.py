@@ -5,15 +5,16 @@ tokens are then kept as they were sampled. Any other request is rendered from it
 its parent is the completion it shares most leading tokens with, so the log still carries deltas.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 from msgspec import Struct
 
+from forgemq_gateway.core.conversation import logged_messages, reply_message
 from forgemq_gateway.core.digests import EMPTY_PATH, path_after
 from forgemq_gateway.core.held_bytes import HeldBytes, HeldPart
 from forgemq_gateway.core.replies import Reply, echo_digests, echo_key
-from forgemq_gateway.core.requests import Thinking
+from forgemq_gateway.core.requests import Echo, RequestMessage
 
 LaneEpoch: TypeAlias = tuple[int, int]
 """A lane, under one epoch: another epoch has nothing of what the lane had computed."""
@@ -33,7 +34,7 @@ TAIL_TOKENS = 1024
 NO_OFFSET = -1
 """Below every offset: no completion was known."""
 
-_NO_THOUGHT = Thinking("")
+_NO_ECHO = Echo()
 
 
 class KnownCompletion(Struct, kw_only=True, eq=False):
@@ -44,6 +45,7 @@ class KnownCompletion(Struct, kw_only=True, eq=False):
         context_tokens: Length of the whole context.
         path: Digest of the message path that ends with this reply.
         stop_string: The client's stop string that ended it; "" if none did.
+        messages: What its request added to the path, in chat form, if a later one may refer to it.
         echoed: Whether a later request of the client extends it.
         after_offset: Offset of the newest completion that the gateway had when this was requested.
     """
@@ -67,6 +69,7 @@ class KnownCompletion(Struct, kw_only=True, eq=False):
     cached_tokens: int
     finished_ms: int
     temperature: float
+    messages: bytes = b""
     logprobs: bytes = b""
     is_fork: bool = False
     echoed: bool = False
@@ -123,20 +126,20 @@ class History:
         """
         return tuple(self._turn_of_echo.get(digest, digest) for digest in digests)
 
-    def match(self, keys: Sequence[str], thoughts: Sequence[Thinking] = ()) -> Match | None:
+    def match(self, keys: Sequence[str], echoes: Sequence[Echo] = ()) -> Match | None:
         """The deepest completion on this path, if any; cost O(messages).
 
         Args:
             keys: Match key of each message.
-            thoughts: Reasoning in each message: it decides between replies with the same text.
+            echoes: Of each message: it decides between replies with the same text.
         """
         path, best = EMPTY_PATH, None
         for index, key in enumerate(keys):
             path = path_after(path, key)
             found = self._by_path.get(path)
             if found is not None:
-                thought = thoughts[index] if thoughts else _NO_THOUGHT
-                chosen = _twin(found, thought=thought, before=best)
+                echo = echoes[index] if echoes else _NO_ECHO
+                chosen = _twin(found, echo=echo, before=best)
                 best = Match(completion=chosen, consumed=index + 1, path=path)
         return best
 
@@ -186,6 +189,7 @@ class History:
             len(completion.context)
             + len(completion.output)
             + len(completion.logprobs)
+            + len(completion.messages)
             + len(completion.reply.text)
             + _OBJECT_BYTES
         )
@@ -195,6 +199,22 @@ class History:
         behind = path_after(path, echo)
         self._depths.setdefault(behind, self._depths[path] + 1)
         return behind
+
+    def reply_to(self, request_id: str) -> Reply | None:
+        """The reply to this request; implements `conversation.Conversation`."""
+        completion = self.completions.get(request_id)
+        return None if completion is None else completion.reply
+
+    def messages_until(self, request_id: str) -> tuple[RequestMessage, ...] | None:
+        """All messages up to the reply to this request, and it; None if they are not kept."""
+        chain: list[KnownCompletion] = []
+        node = self.completions.get(request_id)
+        while node is not None:
+            chain.append(node)
+            node = None if node.is_fork else node.parent
+        if not chain or not all(completion.messages for completion in chain):
+            return None
+        return tuple(message for completion in reversed(chain) for message in _exchange(completion))
 
     def nearest(self, tokens: bytes) -> tuple[KnownCompletion | None, int]:
         """The completion that shares most leading tokens with these, and how many.
@@ -221,21 +241,25 @@ class History:
         return best, shared
 
 
-def _twin(
-    found: Sequence[KnownCompletion], *, thought: Thinking, before: Match | None
-) -> KnownCompletion:
+def _exchange(completion: KnownCompletion) -> Iterator[RequestMessage]:
+    """The messages that a request added, and its reply."""
+    yield from logged_messages(completion.messages)
+    yield reply_message(completion.reply, request_id=completion.request_id)
+
+
+def _twin(found: Sequence[KnownCompletion], *, echo: Echo, before: Match | None) -> KnownCompletion:
     """The one of several replies with the same path: by its reasoning, its parent, or the last.
 
-    Reasoning that names the request it answered decides before reasoning of the same text.
+    An echo that names the request it answered is that reply, whatever its reasoning says.
     """
     if len(found) == 1:
         return found[0]
     parent = None if before is None else before.completion
 
     def likeness(completion: KnownCompletion) -> tuple[bool, bool, bool, int]:
-        is_named = completion.request_id == thought.request_id
-        has_text = bool(thought.text) and completion.reply.thinking.strip() == thought.text
-        return is_named, has_text, completion.parent is parent, completion.offset
+        is_named = completion.request_id == echo.answered_id
+        has_thought = bool(echo.thought) and completion.reply.thinking.strip() == echo.thought
+        return is_named, has_thought, completion.parent is parent, completion.offset
 
     return max(found, key=likeness)
 

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
-from msgspec import Struct
 
 from forgemq_contracts.accounting import is_candidate
 from forgemq_contracts.admin import GroupStatus
@@ -23,6 +22,7 @@ from forgemq_contracts.completions import (
 from forgemq_contracts.episodes import FinishedEpisode, OpenedEpisode
 from forgemq_contracts.groups import AdmittedGroup, ClosedGroup, RequestedGroup, RetiredGroup
 from forgemq_contracts.steps import TrainedStep
+from forgemq_gateway.core.asked import may_be_referred_to, parses_tools
 from forgemq_gateway.core.attempts import LaneResult, RestoredTurn
 from forgemq_gateway.core.digests import EMPTY_PATH
 from forgemq_gateway.core.episodes import GroupFacts, HeldEpisode
@@ -333,16 +333,8 @@ class Registry:
         if record.parent_id is not None and parent is None:
             return None
         part = record.turn
-        context = (
-            b""
-            if parent is None
-            else tokens_of(
-                parent,
-                count=record.shared_prefix_tokens,
-                skip=record.shared_prefix_tokens - TAIL_TOKENS,
-            )
-        ) + record.context
-        tools = episode.tools.get(part.tools_digest, ()) if _parses_tools(part) else ()
+        context = _shared_tail(record, parent) + record.context
+        tools = episode.tools.get(part.tools_digest, ()) if parses_tools(part) else ()
         completion = KnownCompletion(
             request_id=record.request_id,
             offset=offset,
@@ -368,6 +360,7 @@ class Registry:
             cached_tokens=record.cached_tokens,
             finished_ms=finished_ms,
             temperature=record.temperature,
+            messages=part.messages if may_be_referred_to(part) else b"",
             logprobs=record.logprobs,
             is_fork=part.is_fork,
             after_offset=_after(part, parent=parent),
@@ -382,19 +375,14 @@ class Registry:
         return completion
 
 
+def _shared_tail(record: FinishedCompletion, parent: KnownCompletion | None) -> bytes:
+    """The last tokens of the context that the record shares with its parent."""
+    count = record.shared_prefix_tokens
+    return b"" if parent is None else tokens_of(parent, count=count, skip=count - TAIL_TOKENS)
+
+
 def _after(part: TurnPart, *, parent: KnownCompletion | None) -> int:
     """What the request can have waited for; by its parent alone if the record does not say."""
     if part.after_offset is not None:
         return part.after_offset
     return NO_OFFSET if parent is None else parent.offset
-
-
-class _Asked(Struct):
-    tool_choice: Any = None
-
-
-def _parses_tools(part: TurnPart) -> bool:
-    if not part.asked:
-        return True
-    asked = msgspec.json.decode(part.asked, type=_Asked).tool_choice
-    return asked not in ("none", {"type": "none"})

@@ -34,14 +34,9 @@ class Text(Struct, frozen=True, tag=True):
 
 
 class Thinking(Struct, frozen=True, tag=True):
-    """The model's reasoning; no part of the match key, because clients drop or change it.
-
-    Attributes:
-        request_id: The request that it answered, if the protocol lets an echo carry that.
-    """
+    """The model's reasoning; no part of the match key, because clients drop or change it."""
 
     text: str
-    request_id: str = ""
 
 
 class Call(Struct, frozen=True, tag=True):
@@ -63,11 +58,23 @@ Part: TypeAlias = Text | Thinking | Call | ToolResult
 
 
 class RequestMessage(Struct, frozen=True):
-    """One message; what a client adds beyond these fields is dropped."""
+    """One message; what a client adds beyond these fields is dropped.
+
+    Attributes:
+        answered_id: The request that an echoed reply answered, if the protocol lets it say so.
+    """
 
     role: Role
     parts: tuple[Part, ...] = ()
     name: str | None = None
+    answered_id: str = ""
+
+
+class Echo(Struct, frozen=True):
+    """What an echoed reply says about which reply it is, beside its text and calls."""
+
+    thought: str = ""
+    answered_id: str = ""
 
 
 class ReplyForm(Struct, frozen=True, kw_only=True):
@@ -119,9 +126,9 @@ class Request(Struct, frozen=True, kw_only=True):
     unused: tuple[str, ...] = ()
 
     @property
-    def thoughts(self) -> tuple[Thinking, ...]:
-        """Reasoning in each message, of its own or in front of its text; empty without any."""
-        return tuple(thought_of(message) for message in self.messages)
+    def echoes(self) -> tuple[Echo, ...]:
+        """What each message says about which reply it is."""
+        return tuple(Echo(thought_of(message), message.answered_id) for message in self.messages)
 
 
 def text_of(message: RequestMessage) -> str:
@@ -134,14 +141,12 @@ def calls_of(message: RequestMessage) -> list[Call]:
     return [part for part in message.parts if isinstance(part, Call)]
 
 
-def thought_of(message: RequestMessage) -> Thinking:
-    """The reasoning that comes with an assistant's message; empty without any."""
+def thought_of(message: RequestMessage) -> str:
+    """The reasoning that comes with an assistant's message; "" without any."""
     if message.role != "assistant":
-        return Thinking("")
-    apart = [part for part in message.parts if isinstance(part, Thinking)]
-    text = "".join(part.text for part in apart) or parted_reasoning(text_of(message))[0]
-    answered = next((part.request_id for part in apart if part.request_id), "")
-    return Thinking(text.strip(), answered)
+        return ""
+    apart = "".join(part.text for part in message.parts if isinstance(part, Thinking))
+    return (apart or parted_reasoning(text_of(message))[0]).strip()
 
 
 def match_key(message: RequestMessage) -> str:

@@ -2,11 +2,12 @@
 
 from forgemq_gateway.protocols.chat_completions import ChatCompletions
 from forgemq_gateway.protocols.messages import CountTokens, Messages
+from forgemq_gateway.protocols.responses import CountInputTokens, Responses
 
 __all__ = ["COUNTERS", "PROTOCOLS"]
 
-PROTOCOLS = (ChatCompletions(), Messages())
+PROTOCOLS = (ChatCompletions(), Messages(), Responses())
 """The first one's shape is that of errors on paths that belong to no protocol."""
 
-COUNTERS = (CountTokens(),)
+COUNTERS = (CountTokens(), CountInputTokens())
 """Paths that say how many context tokens a request has, and sample nothing."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import orjson
 
+from forgemq_gateway.core.conversation import Conversation
 from forgemq_gateway.core.errors import RefusedError
 from forgemq_gateway.core.replies import Answer, Reply, TokenLogprob
 from forgemq_gateway.core.requests import Call, Request, Text, Thinking
@@ -20,7 +21,7 @@ class ChatCompletions:
 
     path = "/v1/chat/completions"
 
-    def read(self, body: bytes) -> Request:
+    def read(self, body: bytes, _known: Conversation, /) -> Request:
         """The request in this body.
 
         Raises:
@@ -39,22 +40,33 @@ class ChatCompletions:
         head = _answer_head(answer, "chat.completion")
         return {**head, "choices": [choice], "usage": _usage(answer)}
 
-    def stream(self, answer: Answer, *, includes_usage: bool) -> bytes:
-        """The answer as the events of a stream, to its end."""
-        chunks = _chunks(answer, includes_usage=includes_usage)
-        return b"".join(_event(chunk) for chunk in chunks) + b"data: [DONE]\n\n"
+    def stream(self, request: Request) -> "ChatStream":
+        """The stream that answers this request."""
+        return ChatStream(includes_usage=request.includes_usage)
+
+    def error(self, error: RefusedError) -> dict[str, Any]:
+        """The refusal as one JSON object."""
+        return refusal_body(error)
+
+
+class ChatStream:
+    """An answer as chunks; implements `wire_protocol.WireStream`."""
+
+    def __init__(self, *, includes_usage: bool) -> None:
+        self._includes_usage = includes_usage
 
     def keep_alive(self, *, request_id: str, created_s: int, model: str) -> bytes:
         """A comment for proxies, and an empty chunk for clients that count only events."""
         head = _head(request_id, "chat.completion.chunk", created_s=created_s, model=model)
         return b": waiting\n\n" + _event(_chunk(head, {}, finish=None))
 
-    def error(self, error: RefusedError) -> dict[str, Any]:
-        """The refusal as one JSON object."""
-        return refusal_body(error)
+    def finish(self, answer: Answer) -> bytes:
+        """The answer as chunks, to the end of the stream."""
+        chunks = _chunks(answer, includes_usage=self._includes_usage)
+        return b"".join(_event(chunk) for chunk in chunks) + b"data: [DONE]\n\n"
 
-    def stream_error(self, error: RefusedError) -> bytes:
-        """The refusal as the last event of a stream."""
+    def fail(self, error: RefusedError) -> bytes:
+        """The refusal as the last event."""
         return _event(refusal_body(error))
 
 

@@ -5,10 +5,12 @@ from typing import Any
 
 import orjson
 
+from forgemq_gateway.core.conversation import Conversation
 from forgemq_gateway.core.errors import RefusedError
 from forgemq_gateway.core.replies import Answer
 from forgemq_gateway.core.requests import Call, Request, Text, Thinking
-from forgemq_gateway.protocols.messages_body import request_of, signature_of
+from forgemq_gateway.protocols.messages_body import request_of
+from forgemq_gateway.protocols.signature import signature_of
 
 # Anthropic's names of what our refusals mean; any other is its `invalid_request_error`.
 _TYPE_OF_STATUS = {
@@ -26,7 +28,7 @@ class Messages:
 
     path = "/v1/messages"
 
-    def read(self, body: bytes) -> Request:
+    def read(self, body: bytes, _known: Conversation, /) -> Request:
         """The request in this body.
 
         Raises:
@@ -43,20 +45,28 @@ class Messages:
             "usage": _usage(answer, output_tokens=answer.output_tokens),
         }
 
-    def stream(self, answer: Answer, *, includes_usage: bool) -> bytes:  # noqa: ARG002
-        """The answer as the events of a stream, to its end; every stream has the usage."""
-        return b"".join(_event(event) for event in _events(answer))
-
-    def keep_alive(self, *, request_id: str, created_s: int, model: str) -> bytes:  # noqa: ARG002
-        """The event by which clients see that the stream lives."""
-        return _event({"type": "ping"})
+    def stream(self, _request: Request) -> "MessageStream":
+        """The stream that answers this request."""
+        return MessageStream()
 
     def error(self, error: RefusedError) -> dict[str, Any]:
         """The refusal as one JSON object."""
         return _refusal(error)
 
-    def stream_error(self, error: RefusedError) -> bytes:
-        """The refusal as the last event of a stream."""
+
+class MessageStream:
+    """An answer as events; implements `wire_protocol.WireStream`."""
+
+    def keep_alive(self, **_about: object) -> bytes:
+        """The event by which clients see that the stream lives."""
+        return _event({"type": "ping"})
+
+    def finish(self, answer: Answer) -> bytes:
+        """The answer as events, to the end of the stream."""
+        return b"".join(_event(event) for event in _events(answer))
+
+    def fail(self, error: RefusedError) -> bytes:
+        """The refusal as the last event."""
         return _event(_refusal(error))
 
 
@@ -65,7 +75,7 @@ class CountTokens:
 
     path = "/v1/messages/count_tokens"
 
-    def read(self, body: bytes) -> Request:
+    def read(self, body: bytes, _known: Conversation, /) -> Request:
         """The request in this body; as `Messages.read`."""
         return request_of(body)
 

@@ -3,8 +3,6 @@
 Unknown fields and betas are accepted: they count in the body's digest and change nothing else.
 """
 
-from base64 import b64decode, b64encode
-from binascii import Error as Base64Error
 from collections.abc import Iterator
 from typing import Annotated, Any
 
@@ -28,6 +26,7 @@ from forgemq_gateway.core.requests import (
     match_key,
 )
 from forgemq_gateway.protocols.json_body import NULL, asked_json, decoded, tools_in
+from forgemq_gateway.protocols.signature import signed_request
 
 
 class ContentBlock(Struct):
@@ -102,8 +101,6 @@ _DELIVERY_FIELDS = frozenset({"messages", "system", "stream"})
 # A block that changes with every request and is no part of the prompt.
 _BILLING = "x-anthropic-billing-header:"
 
-_SIGNED = "forgemq:"
-
 _FIELDS = msgspec.json.Decoder(MessagesFields)
 _RESULT = msgspec.json.Decoder(Content | None)
 _SOURCE = msgspec.json.Decoder(TextSource)
@@ -138,20 +135,6 @@ def request_of(body: bytes) -> Request:
     )
 
 
-def signature_of(request_id: str) -> str:
-    """The signature of a thinking block: clients send it back as it is."""
-    return b64encode(f"{_SIGNED}{request_id}".encode()).decode()
-
-
-def _signed_request(signature: str) -> str:
-    """The request id in a signature of ours; "" in any other."""
-    try:
-        text = b64decode(signature, validate=True).decode()
-    except (Base64Error, ValueError):
-        return ""
-    return text.removeprefix(_SIGNED) if text.startswith(_SIGNED) else ""
-
-
 def _system(content: Content | None) -> Iterator[RequestMessage]:
     """The system prompt as the first message; its blocks are lines of their own."""
     blocks = [content] if isinstance(content, str) else [block.text for block in content or ()]
@@ -172,6 +155,7 @@ def _of_blocks(role: Role, blocks: list[ContentBlock], *, where: str) -> Iterato
     """The messages in one message's blocks: each tool's result is a message of its own."""
     parts: list[Part] = []
     has_result = False
+    answered = next(filter(None, (signed_request(block.signature) for block in blocks)), "")
     for number, block in enumerate(blocks):
         part = _part(block, where=f"{where}.content[{number}]")
         if isinstance(part, ToolResult):
@@ -183,7 +167,7 @@ def _of_blocks(role: Role, blocks: list[ContentBlock], *, where: str) -> Iterato
         elif part is not None:
             parts.append(part)
     if parts or not has_result:
-        yield RequestMessage(role=role, parts=tuple(parts))
+        yield RequestMessage(role=role, parts=tuple(parts), answered_id=answered)
 
 
 def _part(block: ContentBlock, *, where: str) -> Part | None:
@@ -192,7 +176,7 @@ def _part(block: ContentBlock, *, where: str) -> Part | None:
         case "text":
             return None if block.text.startswith(_BILLING) else Text(block.text)
         case "thinking":
-            return Thinking(block.thinking, _signed_request(block.signature))
+            return Thinking(block.thinking)
         case "tool_use":
             return Call(block.id, block.name, bytes(block.input).decode())
         case "tool_result":

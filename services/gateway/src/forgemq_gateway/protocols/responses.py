@@ -1,0 +1,222 @@
+"""OpenAI responses: writes answers whole and as streams; `responses_body.py` reads requests."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import orjson
+
+from forgemq_gateway.core.conversation import Conversation
+from forgemq_gateway.core.errors import RefusedError
+from forgemq_gateway.core.replies import Answer
+from forgemq_gateway.core.requests import Call, Request, Text, Thinking
+from forgemq_gateway.protocols.response_ids import item_id, response_id
+from forgemq_gateway.protocols.responses_body import request_of
+from forgemq_gateway.protocols.signature import signature_of
+from forgemq_gateway.wire import refusal_body
+
+
+class Responses:
+    """POST /v1/responses; implements `wire_protocol.WireProtocol`."""
+
+    path = "/v1/responses"
+
+    def read(self, body: bytes, known: Conversation, /) -> Request:
+        """The request in this body.
+
+        Raises:
+            RefusedError: 400, naming the field; 404, an id that it refers to is not known.
+        """
+        return request_of(body, known)
+
+    def whole(self, answer: Answer) -> dict[str, Any]:
+        """The answer as one JSON object."""
+        return _response(answer)
+
+    def stream(self, _request: Request) -> "ResponseStream":
+        """The stream that answers this request."""
+        return ResponseStream()
+
+    def error(self, error: RefusedError) -> dict[str, Any]:
+        """The refusal as one JSON object."""
+        return refusal_body(error)
+
+
+class CountInputTokens:
+    """POST /v1/responses/input_tokens; implements `wire_protocol.TokenCounter`."""
+
+    path = "/v1/responses/input_tokens"
+
+    def read(self, body: bytes, known: Conversation, /) -> Request:
+        """The request in this body; as `Responses.read`."""
+        return request_of(body, known)
+
+    def counted(self, tokens: int) -> dict[str, Any]:
+        """The number of context tokens as one JSON object."""
+        return {"object": "response.input_tokens", "input_tokens": tokens}
+
+    def error(self, error: RefusedError) -> dict[str, Any]:
+        """The refusal as one JSON object."""
+        return refusal_body(error)
+
+
+class ResponseStream:
+    """An answer as numbered events; implements `wire_protocol.WireStream`."""
+
+    def __init__(self) -> None:
+        self._written = 0
+
+    def keep_alive(self, *, request_id: str, created_s: int, model: str) -> bytes:
+        """The event by which clients see that the response is made; the first one opens it."""
+        pending = _pending(request_id, created_s=created_s, model=model)
+        return self._opening(pending) + self._event("response.in_progress", response=pending)
+
+    def finish(self, answer: Answer) -> bytes:
+        """The answer as events, to the end of the stream."""
+        pending = _pending(answer.request_id, created_s=answer.created_s, model=answer.model)
+        opening = self._opening(pending)
+        if opening:
+            opening += self._event("response.in_progress", response=pending)
+        items = [self._item(place, item) for place, item in enumerate(_output(answer))]
+        response = _response(answer)
+        end = self._event(f"response.{response['status']}", response=response)
+        return opening + b"".join(items) + end
+
+    def fail(self, error: RefusedError) -> bytes:
+        """The refusal as the last events: clients look for one or for the other."""
+        code = error.code or error.kind
+        failed = {
+            **_pending("", created_s=0, model=""),
+            "status": "failed",
+            "error": {"code": code, "message": error.message},
+        }
+        told = self._event("response.failed", response=failed)
+        return told + self._event("error", code=code, message=error.message, param=error.param)
+
+    def _opening(self, pending: dict[str, Any]) -> bytes:
+        return b"" if self._written else self._event("response.created", response=pending)
+
+    def _item(self, place: int, item: dict[str, Any]) -> bytes:
+        where = {"item_id": item["id"], "output_index": place}
+        begun = {**item, "status": "in_progress", **_EMPTY[item["type"]]}
+        events = [self._event("response.output_item.added", output_index=place, item=begun)]
+        events += [self._event(kind, **where, **fields) for kind, fields in _parts(item)]
+        events.append(self._event("response.output_item.done", output_index=place, item=item))
+        return b"".join(events)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:  # noqa: ANN401 - any JSON value
+        event = {"type": kind, "sequence_number": self._written, **fields}
+        self._written += 1
+        return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps(event) + b"\n\n"
+
+
+# What an item has when it begins, before its parts.
+_EMPTY: dict[str, dict[str, Any]] = {
+    "reasoning": {"summary": []},
+    "message": {"content": []},
+    "function_call": {"arguments": ""},
+}
+
+
+def _parts(item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The events between an item's begin and end."""
+    match item["type"]:
+        case "reasoning":
+            yield from _text_events("reasoning_summary", item["summary"][0], "summary_index")
+        case "message":
+            yield from _text_events("output", item["content"][0], "content_index")
+        case "function_call":
+            arguments = item["arguments"]
+            yield "response.function_call_arguments.delta", {"delta": arguments}
+            done = {"arguments": arguments, "name": item["name"]}
+            yield "response.function_call_arguments.done", done
+
+
+def _text_events(
+    kind: str, part: dict[str, Any], index: str
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The events of an item's one part."""
+    place: dict[str, Any] = {index: 0}
+    about = "reasoning_summary_part" if kind == "reasoning_summary" else "content_part"
+    extra: dict[str, Any] = {"logprobs": []} if kind == "output" else {}
+    yield f"response.{about}.added", {**place, "part": {**part, "text": ""}}
+    yield f"response.{kind}_text.delta", {**place, "delta": part["text"], **extra}
+    yield f"response.{kind}_text.done", {**place, "text": part["text"], **extra}
+    yield f"response.{about}.done", {**place, "part": part}
+
+
+def _response(answer: Answer) -> dict[str, Any]:
+    is_cut = answer.finish_reason == "length"
+    return {
+        **_pending(answer.request_id, created_s=answer.created_s, model=answer.model),
+        "status": "incomplete" if is_cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "output": _output(answer),
+        "usage": _usage(answer),
+    }
+
+
+def _pending(request_id: str, *, created_s: int, model: str) -> dict[str, Any]:
+    """A response without its output, with every field that a client's types demand."""
+    return {
+        "id": response_id(request_id),
+        "object": "response",
+        "created_at": created_s,
+        "status": "in_progress",
+        "model": model,
+        "output": [],
+        "error": None,
+        "incomplete_details": None,
+        "instructions": None,
+        "metadata": {},
+        "parallel_tool_calls": True,
+        "temperature": None,
+        "tool_choice": "auto",
+        "tools": [],
+        "top_p": None,
+        "usage": None,
+    }
+
+
+def _output(answer: Answer) -> list[dict[str, Any]]:
+    """The reply's parts as items, in their order."""
+    return [_item(part, answer, index=index) for index, part in enumerate(answer.reply.parts)]
+
+
+def _item(part: Text | Thinking | Call, answer: Answer, *, index: int) -> dict[str, Any]:
+    match part:
+        case Thinking(text):
+            return {
+                "id": item_id("rs", answer.request_id, index),
+                "type": "reasoning",
+                "summary": [{"type": "summary_text", "text": text}],
+                "encrypted_content": signature_of(answer.request_id),
+            }
+        case Text(text):
+            content = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+            return {
+                "id": item_id("msg", answer.request_id, index),
+                "type": "message",
+                "status": "completed",
+                "role": "assistant",
+                "content": [content],
+            }
+        case Call():
+            return {
+                "id": item_id("fc", answer.request_id, index),
+                "type": "function_call",
+                "status": "completed",
+                "call_id": part.id,
+                "name": part.name,
+                "arguments": part.arguments,
+            }
+
+
+def _usage(answer: Answer) -> dict[str, Any]:
+    return {
+        "input_tokens": answer.context_tokens,
+        "input_tokens_details": {"cached_tokens": answer.cached_tokens},
+        "output_tokens": answer.output_tokens,
+        # Clients demand the field; reasoning is not counted apart from the rest.
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": answer.context_tokens + answer.output_tokens,
+    }

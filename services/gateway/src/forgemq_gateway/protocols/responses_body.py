@@ -1,0 +1,321 @@
+"""Reads the body of an OpenAI response, field by field.
+
+Unknown fields, items and kinds of tools are accepted: they count in the body's digest and change
+nothing else. A reply comes back as several items; together they are one message again.
+"""
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+
+from forgemq_gateway.core.conversation import Conversation, reply_message
+from forgemq_gateway.core.digests import body_digest, digest_of
+from forgemq_gateway.core.errors import invalid, unknown
+from forgemq_gateway.core.requests import (
+    DEFAULT_MODEL,
+    MESSAGES_MAX,
+    Call,
+    Part,
+    Request,
+    RequestMessage,
+    Role,
+    Text,
+    Thinking,
+    ToolResult,
+    canonical_tools,
+    match_key,
+)
+from forgemq_gateway.protocols.json_body import NULL, asked_json, decoded, tools_in
+from forgemq_gateway.protocols.response_ids import answered_by, response_answered
+from forgemq_gateway.protocols.signature import signed_request
+
+
+class ItemPart(Struct):
+    """One part of an item's content or summary."""
+
+    type: str
+    text: str = ""
+    refusal: str = ""
+
+
+Parts = Annotated[list[ItemPart], Meta(max_length=MESSAGES_MAX)]
+
+
+class Item(Struct):
+    """One item of the input; each type has some of these fields."""
+
+    type: str = "message"
+    role: Role = "user"
+    content: str | Parts | None = None
+    summary: Parts | None = None
+    encrypted_content: str | None = None
+    id: str | None = None
+    call_id: str = ""
+    name: str = ""
+    arguments: str = "{}"
+    input: str = ""
+    output: Raw = NULL
+
+
+class ResponsesFields(Struct):
+    """The fields of the body that we read."""
+
+    input: str | Annotated[list[Item], Meta(max_length=MESSAGES_MAX)]
+    model: str | None = None
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
+    stream: bool | None = False
+    temperature: Annotated[float, Meta(ge=0, le=10)] | None = None
+    top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | UnsetType | None = UNSET
+    text: "TextFields | None" = None
+
+
+class TextFields(Struct):
+    """The form of the reply's text."""
+
+    format: "TextFormat | None" = None
+
+
+class TextFormat(Struct):
+    """Which form it is."""
+
+    type: str = "text"
+
+
+# What a client may ask about sampling; recorded beside what was used.
+_SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "max_output_tokens",
+    "reasoning",
+    "text",
+    "tool_choice",
+    "parallel_tool_calls",
+    "store",
+)
+# What the episode decides in the client's place: the answer names them in a header.
+_UNUSED = ("temperature", "top_p", "top_logprobs")
+_DELIVERY_FIELDS = frozenset({"input", "instructions", "previous_response_id", "stream"})
+
+_MEDIA = frozenset({"input_image", "input_file", "input_audio"})
+_ASSISTANTS = frozenset({"reasoning", "function_call", "custom_tool_call", "item_reference"})
+
+_FIELDS = msgspec.json.Decoder(ResponsesFields)
+_OUTPUT = msgspec.json.Decoder(str | Parts | None)
+
+
+def request_of(body: bytes, known: Conversation) -> Request:
+    """The request in this body.
+
+    Raises:
+        RefusedError: 400, naming the field; 404, an id that it refers to is not known.
+    """
+    raw, fields = decoded(body, _FIELDS)
+    _check(fields)
+    tools = _tools(raw["tools"]) if fields.tools else ()
+    messages = _messages(fields, known)
+    digests = tuple(match_key(message) for message in messages)
+    rest = {name: bytes(value) for name, value in raw.items() if name not in _DELIVERY_FIELDS}
+    return Request(
+        protocol="responses",
+        model=fields.model or DEFAULT_MODEL,
+        messages=messages,
+        digests=digests,
+        tools=tools,
+        tools_json=msgspec.json.encode(tools) if tools else b"",
+        tools_digest=digest_of(canonical_tools(tools)) if tools else "",
+        body_digest=body_digest("responses", digests, rest),
+        asked=asked_json(raw, _SAMPLING_FIELDS),
+        max_tokens=fields.max_output_tokens,
+        is_stream=bool(fields.stream),
+        unused=tuple(name for name in _UNUSED if raw.get(name, NULL) != NULL),
+    )
+
+
+def _messages(fields: ResponsesFields, known: Conversation) -> tuple[RequestMessage, ...]:
+    """Instructions, the conversation that is continued, and the input.
+
+    The instructions of the request that is continued are replaced by this request's, if it has any.
+    """
+    before = _continued(fields.previous_response_id, known)
+    if fields.instructions:
+        if before and before[0].role == "system":
+            before = before[1:]
+        before = (RequestMessage(role="system", parts=(Text(fields.instructions),)), *before)
+    if isinstance(fields.input, str):
+        added = [RequestMessage(role="user", parts=(Text(fields.input),))]
+    else:
+        added = list(_of_items(fields.input, known))
+    messages = (*before, *added)
+    if not messages:
+        raise invalid("input must have at least one item", param="input")
+    return messages
+
+
+def _continued(response_id: str | None, known: Conversation) -> tuple[RequestMessage, ...]:
+    if response_id is None:
+        return ()
+    messages = known.messages_until(response_answered(response_id))
+    if messages is None:
+        raise unknown(
+            f"previous_response_id: this episode keeps no response {response_id!r}; one with "
+            "store=false is not kept"
+        )
+    return messages
+
+
+def _of_items(items: list[Item], known: Conversation) -> Iterator[RequestMessage]:
+    """The messages in these items: those of one reply are one message."""
+    reply = _OpenReply()
+    for index, item in enumerate(items):
+        where = f"input[{index}]"
+        if item.type in _ASSISTANTS or (item.type == "message" and item.role == "assistant"):
+            if reply.is_over_at(item):
+                yield from reply.closed()
+            reply.add(item, known, where=where)
+            continue
+        message = _other(item, where=where)
+        if message is not None:
+            yield from reply.closed()
+            yield message
+    yield from reply.closed()
+
+
+class _OpenReply:
+    """The items of one reply, as far as they have come."""
+
+    def __init__(self) -> None:
+        self._parts: list[Part] = []
+        self._answered_id = ""
+        self._is_whole = False
+
+    def is_over_at(self, item: Item) -> bool:
+        """Whether this item begins another reply: by its id, or because it comes too late."""
+        answered = _answered_by(item)
+        if answered and self._answered_id:
+            return answered != self._answered_id
+        rank = _RANKS.get(item.type, 0)
+        has_text = any(isinstance(part, Text) for part in self._parts)
+        return (rank == 1 and has_text) or any(_rank_of(part) > rank for part in self._parts)
+
+    def add(self, item: Item, known: Conversation, *, where: str) -> None:
+        """Add an item; a reference stands for the whole reply that it is of."""
+        answered = _answered_by(item)
+        if item.type == "item_reference":
+            reply = known.reply_to(answered)
+            if reply is None:
+                raise unknown(f"{where}.id: this episode has no item {item.id!r}")
+            self._parts = list(reply_message(reply, request_id=answered).parts)
+            self._is_whole = True
+        elif not self._is_whole:
+            self._parts.append(_assistant_part(item, where=where))
+        self._answered_id = self._answered_id or answered
+
+    def closed(self) -> Iterator[RequestMessage]:
+        """The reply as a message, if it has any part; then begin again."""
+        if self._parts:
+            yield RequestMessage(
+                role="assistant", parts=tuple(self._parts), answered_id=self._answered_id
+            )
+        self._parts, self._answered_id, self._is_whole = [], "", False
+
+
+# The order in which a reply has its parts.
+_RANKS = {"reasoning": 0, "message": 1, "function_call": 2, "custom_tool_call": 2}
+
+
+def _rank_of(part: Part) -> int:
+    return 0 if isinstance(part, Thinking) else 1 if isinstance(part, Text) else 2
+
+
+def _answered_by(item: Item) -> str:
+    """The request that the item's reply answered; "" if the item does not say."""
+    return answered_by(item.id or "") or signed_request(item.encrypted_content or "")
+
+
+def _assistant_part(item: Item, *, where: str) -> Part:
+    match item.type:
+        case "reasoning":
+            text = _text(item.content, where=where) or _text(item.summary, where=where)
+            return Thinking(text)
+        case "function_call":
+            return Call(item.call_id, item.name, item.arguments)
+        case "custom_tool_call":
+            given = msgspec.json.encode({"input": item.input}).decode()
+            return Call(item.call_id, item.name, given)
+    return Text(_text(item.content, where=where))
+
+
+def _other(item: Item, *, where: str) -> RequestMessage | None:
+    """A message that is not the model's; None for an item that it has no use for."""
+    match item.type:
+        case "message":
+            text = _text(item.content, where=where)
+            return RequestMessage(role=item.role, parts=(Text(text),))
+        case "function_call_output" | "custom_tool_call_output":
+            text = _output_text(item.output, where=where)
+            return RequestMessage(role="tool", parts=(ToolResult(item.call_id, text),))
+    return None
+
+
+def _text(content: str | list[ItemPart] | None, *, where: str) -> str:
+    if isinstance(content, str) or content is None:
+        return content or ""
+    for number, part in enumerate(content):
+        if part.type in _MEDIA:
+            raise invalid(
+                f"content of type {part.type} is not supported: the model reads text",
+                param=f"{where}.content[{number}].type",
+            )
+    return "".join(part.text or part.refusal for part in content)
+
+
+def _output_text(raw: Raw, *, where: str) -> str:
+    try:
+        output = _OUTPUT.decode(raw)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise invalid(f"output: {error}", param=f"{where}.output") from error
+    return _text(output, where=where)
+
+
+def _check(fields: ResponsesFields) -> None:
+    if fields.tool_choice not in (UNSET, None, "auto", "none"):
+        raise invalid(
+            f"tool_choice {fields.tool_choice!r} is not available: offer only that tool, or send "
+            "'auto'",
+            param="tool_choice",
+        )
+    form = fields.text.format if fields.text else None
+    if form is not None and form.type != "text":
+        raise invalid(
+            f"text.format {form.type!r} is not available: say in the input which form the reply "
+            "must have",
+            param="text.format.type",
+        )
+
+
+def _tools(raw: Raw) -> tuple[dict[str, Any], ...]:
+    """Function tools in chat form; other kinds (web search, namespaces) are left out.
+
+    Raises:
+        RefusedError: 400: an integer of over 64 bits, nested too deep, or a tool without a name.
+    """
+    return tuple(
+        _chat_tool(tool, index=index)
+        for index, tool in enumerate(tools_in(raw))
+        if tool.get("type") == "function"
+    )
+
+
+def _chat_tool(tool: dict[str, Any], *, index: int) -> dict[str, Any]:
+    name = tool.get("name")
+    if not isinstance(name, str) or not name:
+        raise invalid("a function must have a name", param=f"tools[{index}].name")
+    function = {"name": name, "description": tool.get("description") or ""}
+    parameters = tool.get("parameters") or {"type": "object", "properties": {}}
+    return {"type": "function", "function": {**function, "parameters": parameters}}

@@ -1,0 +1,306 @@
+"""OpenAI responses over a real socket with OpenAI's own client."""
+
+import asyncio
+import itertools
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from forgemq_bus.memory import MemoryLog
+from forgemq_contracts import topics
+from forgemq_contracts.episodes import FinishedEpisode
+from tests.unit.gateway.scripted_lane import Asked, Script, ScriptedLane, contexts_of, wall_ms
+from tests.unit.gateway.world import World, configuration_of, plain_http, running
+
+FIND: dict[str, Any] = {
+    "type": "function",
+    "name": "find",
+    "description": "find things",
+    "parameters": {"type": "object", "properties": {"query": {"type": "string"}}},
+    "strict": False,
+}
+TOOLS: list[Any] = [FIND]
+CALLS = "".join(
+    f'<tool_call>\n{{"name": "find", "arguments": {{"query": "{query}"}}}}\n</tool_call>'
+    for query in ("a", "b")
+)
+THOUGHT = "<think>\nhm\n</think>\n\nlet me see"
+
+
+class Talk:
+    """An episode of one agent that speaks this protocol."""
+
+    def __init__(self, world: World, lanes: list[ScriptedLane], claim: Any) -> None:
+        self.world, self.lanes, self.key = world, lanes, claim["key"]
+        self.episode_id = claim["episode_id"]
+        self.client = world.client(claim)
+
+    async def ask(self, given: Any, **fields: Any) -> Any:
+        return await self.client.responses.create(model="m", input=given, **fields)
+
+    async def post(self, body: Any) -> httpx.Response:
+        async with plain_http() as client:
+            headers = {"authorization": f"Bearer {self.key}"}
+            return await client.post(
+                f"{self.world.base_url}/v1/responses", json=body, headers=headers
+            )
+
+    async def finished(self) -> list[Any]:
+        return await self.world.records(topics.FINISHED_COMPLETIONS)
+
+    async def chain(self) -> list[list[int]]:
+        """Context and output of every turn, in order."""
+        finished = await self.finished()
+        whole = contexts_of(finished)
+        return [whole[record.request_id] for record in finished]
+
+    async def end(self) -> FinishedEpisode:
+        await self.world.admin("POST", f"/v1/episodes/{self.episode_id}/finish", {})
+        ended: list[FinishedEpisode] = await self.world.records(topics.FINISHED_EPISODES)
+        return ended[0]
+
+
+@asynccontextmanager
+async def talk(
+    model: Path, script: Script, *, context_tokens_max: int = 4096
+) -> AsyncIterator[Talk]:
+    configuration = configuration_of(model, context_tokens_max=context_tokens_max)
+    log = MemoryLog(run="r", clock_ms=wall_ms).open
+    async with running(log, configuration, script) as (world, lanes):
+        yield Talk(world, lanes, await world.episode())
+
+
+def echoed(answer: Any) -> list[Any]:
+    return [item.model_dump(exclude_none=True) for item in answer.output]
+
+
+def outputs(answer: Any) -> list[Any]:
+    return [
+        {"type": "function_call_output", "call_id": item.call_id, "output": "none found"}
+        for item in answer.output
+        if item.type == "function_call"
+    ]
+
+
+def searching(asked: Asked) -> str:
+    """Two parallel calls, three times; then the end."""
+    return THOUGHT + CALLS if asked.text.count("none found") < 6 else "done"
+
+
+def grows(chain: list[list[int]]) -> bool:
+    """Whether every turn's tokens begin with all those of the turn before."""
+    return all(later[: len(earlier)] == earlier for earlier, later in itertools.pairwise(chain))
+
+
+async def test_an_answer_has_its_items_in_order_and_its_usage(model: Path) -> None:
+    async with talk(model, lambda _: THOUGHT + CALLS) as agent:
+        answer = await agent.ask("hello", tools=TOOLS, instructions="you sell")
+        seen = next(asked for lane in agent.lanes for asked in lane.seen)
+    assert [item.type for item in answer.output] == [
+        "reasoning",
+        "message",
+        "function_call",
+        "function_call",
+    ]
+    assert answer.output[0].summary[0].text == "hm"
+    assert answer.output_text.strip() == "let me see"
+    assert [json.loads(item.arguments) for item in answer.output[2:]] == [
+        {"query": "a"},
+        {"query": "b"},
+    ]
+    assert (answer.status, answer.model) == ("completed", "m")
+    assert answer.id == f"resp_{seen.record.request_id}"
+    assert answer.usage.input_tokens == len(seen.context)
+    assert len({item.id for item in answer.output}) == 4
+    assert seen.text.startswith("<|im_start|>system\nyou sell")
+
+
+async def test_a_stream_gives_the_same_response_as_a_plain_answer(model: Path) -> None:
+    async with talk(model, lambda _: THOUGHT + CALLS) as agent:
+        plain = await agent.ask("hello", tools=TOOLS)
+        async with agent.client.responses.stream(model="m", input="hello", tools=TOOLS) as stream:
+            events = [event async for event in stream]
+            streamed = await stream.get_final_response()
+    kinds = [item.type for item in plain.output]
+    assert [item.type for item in streamed.output] == kinds
+    assert streamed.output_text == plain.output_text
+    assert streamed.usage == plain.usage
+    assert events[0].type == "response.created"
+    assert events[-1].type == "response.completed"
+    numbers = [event.sequence_number for event in events if hasattr(event, "sequence_number")]
+    assert numbers == list(range(len(numbers)))
+
+
+@pytest.mark.parametrize("kept", ["all items", "no ids", "no reasoning"])
+async def test_items_that_come_back_keep_the_sampled_tokens(model: Path, kept: str) -> None:
+    def changed(item: Any) -> Any:
+        return {n: v for n, v in item.items() if n != "id"} if kept == "no ids" else item
+
+    async with talk(model, searching) as agent:
+        items: list[Any] = [{"role": "user", "content": "hello"}]
+        while True:
+            answer = await agent.ask(items, tools=TOOLS, instructions="you sell", store=False)
+            if not outputs(answer):
+                break
+            back = [changed(item) for item in echoed(answer)]
+            if kept == "no reasoning":
+                back = [item for item in back if item["type"] != "reasoning"]
+            items += [*back, *outputs(answer)]
+        chain, ended = await agent.chain(), await agent.end()
+    assert len(chain) == 4
+    assert grows(chain)
+    assert ended.forks == 0
+
+
+async def test_a_conversation_continues_from_the_id_of_its_last_response(model: Path) -> None:
+    """Also after the gateway was killed: what it needs is on the log."""
+    async with talk(model, searching) as agent:
+        answer = await agent.ask("hello", tools=TOOLS, instructions="you sell")
+        while outputs(answer):
+            answer = await agent.ask(
+                outputs(answer),
+                tools=TOOLS,
+                previous_response_id=answer.id,
+                instructions="you sell",
+            )
+            await agent.world.kill()
+            assert agent.world.tasks is not None
+            await agent.world.start(agent.world.tasks)
+            agent.client.base_url = f"{agent.world.base_url}/v1"
+        chain, ended = await agent.chain(), await agent.end()
+    assert len(chain) == 4
+    assert grows(chain)
+    assert ended.forks == 0
+
+
+async def test_an_id_says_which_of_two_equal_responses_is_continued(model: Path) -> None:
+    async with talk(model, lambda _: "yes") as agent:
+        twins = [await agent.ask("hello") for _ in range(2)]
+        children = [
+            await agent.ask("more", previous_response_id=twin.id) for twin in reversed(twins)
+        ]
+        finished = {f"resp_{record.request_id}": record for record in await agent.finished()}
+    parents = [f"resp_{finished[child.id].parent_id}" for child in children]
+    assert parents == [twins[1].id, twins[0].id]
+
+
+async def test_a_reference_to_an_item_stands_for_its_reply(model: Path) -> None:
+    async with talk(model, searching) as agent:
+        items: list[Any] = [{"role": "user", "content": "hello"}]
+        answer = await agent.ask(items, tools=TOOLS)
+        references = [{"type": "item_reference", "id": item.id} for item in answer.output]
+        await agent.ask([*items, *references, *outputs(answer)], tools=TOOLS)
+        mixed = [*references[:2], *echoed(answer)[2:]]
+        await agent.ask([*items, *mixed, *outputs(answer)], tools=TOOLS)
+        finished = await agent.finished()
+    assert [record.parent_id for record in finished[1:]] == [finished[0].request_id] * 2
+    assert not finished[1].turn.is_fork
+
+
+async def test_a_coding_agents_body_is_taken_with_its_odd_tools(model: Path) -> None:
+    body = {
+        "model": "some-model",
+        "instructions": "you code",
+        "input": [
+            {"type": "message", "role": "developer", "content": "be brief"},
+            {
+                "type": "message",
+                "role": "user",
+                "content": [{"type": "input_text", "text": "hello"}],
+            },
+            {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+        ],
+        "tools": [
+            FIND,
+            {"type": "namespace", "name": "files", "tools": []},
+            {"type": "web_search", "external_web_access": False},
+            {"type": "custom", "name": "apply_patch", "format": {"type": "grammar"}},
+        ],
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+        "reasoning": {"effort": "high", "summary": "auto"},
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "k",
+        "client_metadata": {"a": "b"},
+        "text": {"verbosity": "low"},
+    }
+    async with talk(model, lambda _: "yes") as agent:
+        answer = await agent.post(body)
+        text = next(asked for lane in agent.lanes for asked in lane.seen).text
+    assert answer.status_code == 200
+    assert answer.json()["output"][0]["content"][0]["text"] == "yes"
+    assert '"name": "find"' in text
+    assert "web_search" not in text
+
+
+async def test_a_waiting_stream_opens_once_and_then_says_that_it_lives(model: Path) -> None:
+    async def script(_: Asked) -> str:
+        await asyncio.sleep(1.0)
+        return "yes"
+
+    async with talk(model, script) as agent:
+        answer = await agent.post({"model": "m", "input": "hello", "stream": True})
+    events = [
+        json.loads(line.removeprefix("data: "))
+        for line in answer.text.splitlines()
+        if line.startswith("data: ")
+    ]
+    kinds = [event["type"] for event in events]
+    assert kinds[:3] == ["response.created", "response.in_progress", "response.in_progress"]
+    assert kinds.count("response.created") == 1
+    assert kinds[-1] == "response.completed"
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert len({event["response"]["id"] for event in events if "response" in event}) == 1
+
+
+async def test_an_output_that_was_cut_is_incomplete(model: Path) -> None:
+    async with talk(model, lambda _: "one two three four five six seven") as agent:
+        short = await agent.ask("hello", max_output_tokens=2)
+    assert short.status == "incomplete"
+    assert short.incomplete_details.reason == "max_output_tokens"
+
+
+async def test_the_count_of_tokens_is_that_of_the_request(model: Path) -> None:
+    async with talk(model, lambda _: CALLS) as agent:
+
+        async def count(**body: Any) -> int:
+            async with plain_http() as client:
+                answer = await client.post(
+                    f"{agent.world.base_url}/v1/responses/input_tokens",
+                    json={"model": "m", "tools": TOOLS, **body},
+                    headers={"authorization": f"Bearer {agent.key}"},
+                )
+            return int(answer.json()["input_tokens"])
+
+        counted = await count(input="hello")
+        first = await agent.ask("hello", tools=TOOLS)
+        later = await count(input=outputs(first), previous_response_id=first.id)
+        second = await agent.ask(outputs(first), tools=TOOLS, previous_response_id=first.id)
+    assert counted == first.usage.input_tokens
+    assert later == second.usage.input_tokens
+
+
+async def test_refusals_name_the_field_and_unknown_ids_are_404(model: Path) -> None:
+    picture = [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]
+    async with talk(model, lambda _: "yes", context_tokens_max=256) as agent:
+        unkept = await agent.ask("hello", store=False)
+        with pytest.raises(openai.NotFoundError, match="store=false is not kept"):
+            await agent.ask("more", previous_response_id=unkept.id)
+        with pytest.raises(openai.NotFoundError, match="no item 'msg_x_0'"):
+            await agent.ask([{"type": "item_reference", "id": "msg_x_0"}])
+        with pytest.raises(openai.BadRequestError) as long:
+            await agent.ask("many words " * 200)
+        with pytest.raises(openai.BadRequestError) as image:
+            await agent.ask(picture)
+        with pytest.raises(openai.BadRequestError) as nothing:
+            await agent.ask([])
+    assert long.value.code == "context_length_exceeded"
+    assert image.value.param == "input[0].content[0].type"
+    assert nothing.value.param == "input"
