@@ -169,6 +169,17 @@ def test_the_bytes_held_are_the_sum_over_all_open_groups(seed: int) -> None:
     assert world.completions > 0
 
 
+def test_tools_count_once_for_each_set_that_an_episode_has_had() -> None:
+    registry = Registry()
+    registry.apply_admitted_group(admitted(0))
+    episode = registry.apply_opened_episode(opened(0, 0, attempt=0), lease_until_s=0.0)
+    assert episode is not None
+    before = registry.size_bytes()
+    for digest in ("a", "b", "a"):
+        episode.note_tools(digest, ({"type": "function"},), 1000)
+    assert registry.size_bytes() - before == 2 * 5000
+
+
 def test_an_episode_whose_lease_runs_is_not_looked_at() -> None:
     looks: list[str] = []
 

@@ -76,7 +76,7 @@ class Composer:
         )
         messages_json = await self._json(request.messages[first:])
         if request.tools_digest:
-            episode.tools.setdefault(request.tools_digest, request.tools)
+            episode.note_tools(request.tools_digest, request.tools, len(request.tools_json))
         knows_tools = parent is not None and parent.tools_digest == request.tools_digest
         return Prepared(
             parent=parent,

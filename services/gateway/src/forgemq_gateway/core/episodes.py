@@ -18,6 +18,10 @@ from forgemq_gateway.core.turns import OpenTurn
 EpisodeState: TypeAlias = Literal["open", "lapsed", "finishing", "ended"]
 
 
+_TOOLS_BYTES = 5
+"""About what a byte of tools in JSON takes once it is decoded: short texts in small objects."""
+
+
 class Ending(Struct, frozen=True, kw_only=True):
     """How an episode ended: the agent ended it, a limit did, or its lease lapsed."""
 
@@ -159,6 +163,12 @@ class HeldEpisode:
         known = self._bodies.get(body_digest)
         if known is None or ordinal >= known.ordinal:
             self._bodies[body_digest] = KnownBody(request_id=request, ordinal=ordinal)
+
+    def note_tools(self, digest: str, tools: tuple[dict[str, Any], ...], json_bytes: int) -> None:
+        """Keep the tools of a request; a client may send others with each, so they count."""
+        if digest not in self.tools:
+            self.tools[digest] = tools
+            self.history.held.grow(_TOOLS_BYTES * json_bytes)
 
     def note_ended_attempt(self, request: str, attempt: int) -> None:
         """Note that this attempt at a request failed or was cancelled."""

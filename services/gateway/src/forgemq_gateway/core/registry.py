@@ -264,8 +264,7 @@ class Registry:
 
     def has_ended(self, episode_id: str) -> bool:
         """Whether the final record of this episode is on the log, so that nothing extends it."""
-        episode = self.episode(episode_id)
-        return episode is not None and episode.state == "ended"
+        return (episode := self.episode(episode_id)) is not None and episode.state == "ended"
 
     def waiting_count(self, domain: str) -> int:
         """Number of groups of the domain that are requested and not admitted."""
@@ -307,7 +306,8 @@ class Registry:
         episode.note_sequence(part.sequence)
         episode.note_body(part.body_digest, request=request_id, ordinal=part.ordinal)
         if part.tools and part.tools_digest not in episode.tools:
-            episode.tools[part.tools_digest] = tuple(msgspec.json.decode(part.tools))
+            tools = tuple(msgspec.json.decode(part.tools))
+            episode.note_tools(part.tools_digest, tools, len(part.tools))
 
     def _note_echo(
         self, episode: HeldEpisode, record: RequestedCompletion | FinishedCompletion
