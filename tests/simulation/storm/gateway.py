@@ -109,13 +109,13 @@ class StormGateway:
         server = uvicorn.Server(uvicorn.Config(app="", log_config=None))
         handover = Handover(server, dispatcher=dispatcher, operations=operations)
         ticking = keep_ticking(context, dispatcher=dispatcher, operations=operations)
-        following = tasks.create_task(handover.follow(feed))
+        owners = [tasks.create_task(each) for each in (feed.keep_marks(), ticking)]
+        following = tasks.create_task(handover.follow(feed, owners=owners))
         stopping = tasks.create_task(self.process.stop.wait())
-        beside = [tasks.create_task(each) for each in (feed.keep_marks(), ticking)]
         self._is_serving = True
         await asyncio.wait((following, stopping), return_when=asyncio.FIRST_COMPLETED)
         self._is_serving = False
-        for task in (following, stopping, *beside):
+        for task in (following, stopping, *owners):
             task.cancel()
         handover.check()
 
