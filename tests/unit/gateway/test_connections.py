@@ -2,8 +2,10 @@
 
 import asyncio
 import logging
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import pairwise
 
 import pytest
 import uvicorn
@@ -11,7 +13,7 @@ import uvicorn
 from forgemq_gateway.body_memory import BodyMemory
 from forgemq_gateway.connections import DeadlineConnection, SparseLog
 from forgemq_gateway.core.errors import RefusedError
-from forgemq_gateway.http_server import http_server
+from forgemq_gateway.http_server import ACCEPTED_AT_ONCE, DeepQueue, http_server, serve_http
 from forgemq_gateway.wire import Receive, Scope, Send, read_body
 
 LINE = b"POST / HTTP/1.1\r\nhost: x\r\n"
@@ -151,3 +153,32 @@ async def test_headers_without_end_behind_a_body_are_refused_by_their_size() -> 
         writer.write(b"x: yyyyyyyyyyyyyyyy\r\n" * 5000)
         said = await asyncio.wait_for(reader.read(), 5)
     assert said.startswith(b"HTTP/1.1 400")
+
+
+async def test_many_connections_are_accepted_a_few_at_a_time() -> None:
+    server = http_server(application)
+    listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
+    clients = connections_to(listener, count=10 * ACCEPTED_AT_ONCE)
+    serving = asyncio.create_task(serve_http(server, listener))
+    counts = [0]
+    while counts[-1] < len(clients):
+        await asyncio.sleep(0)
+        counts.append(len(server.server_state.connections))
+    assert max(after - before for before, after in pairwise(counts)) == ACCEPTED_AT_ONCE
+    for client in clients:
+        client.close()
+    server.should_exit = True
+    await serving
+
+
+def test_many_connections_wait_however_few_are_accepted_at_once() -> None:
+    with DeepQueue(socket.AF_INET, socket.SOCK_STREAM) as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(ACCEPTED_AT_ONCE)
+        for client in connections_to(listener, count=10 * ACCEPTED_AT_ONCE):
+            client.close()
+
+
+def connections_to(listener: socket.socket, *, count: int) -> list[socket.socket]:
+    """Connections that wait in this socket's queue; a full queue raises TimeoutError."""
+    return [socket.create_connection(listener.getsockname(), timeout=1) for _ in range(count)]

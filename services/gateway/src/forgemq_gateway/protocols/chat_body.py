@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 
 from forgemq_gateway.core.digests import body_digest, digest_of
-from forgemq_gateway.core.errors import invalid
+from forgemq_gateway.core.errors import field_of, invalid
 from forgemq_gateway.core.requests import (
     DEFAULT_MODEL,
     FORM_BYTES_MAX,
@@ -28,22 +28,25 @@ from forgemq_gateway.core.requests import (
 from forgemq_gateway.protocols.json_body import NULL, asked_json, decoded, tools_in
 from forgemq_gateway.protocols.reply_form import FORM_FIELDS, FormFields, is_one_call, reply_form
 
+# Structs of which one body may have very many have `gc=False`: they are in no cycle, and to make
+# them must not start the collector of cycles, which holds the interpreter.
 
-class ContentBlock(Struct):
+
+class ContentBlock(Struct, gc=False):
     """One part of a message's content."""
 
     type: str
     text: str | None = None
 
 
-class CalledFunction(Struct):
+class CalledFunction(Struct, gc=False):
     """Name and arguments of a tool call; some clients send the arguments as an object."""
 
     name: str
     arguments: Raw = Raw(b'"{}"')
 
 
-class CalledTool(Struct):
+class CalledTool(Struct, gc=False):
     """One tool call of an echoed reply."""
 
     function: CalledFunction
@@ -56,7 +59,7 @@ class ChatMessage(Struct):
 
     role: Role
     content: str | Annotated[list[ContentBlock], Meta(max_length=MESSAGES_MAX)] | None = None
-    tool_calls: list[CalledTool] | None = None
+    tool_calls: Annotated[list[Raw], Meta(max_length=MESSAGES_MAX)] | None = None
     tool_call_id: str | None = None
     id: str | None = None
     name: str | None = None
@@ -135,6 +138,7 @@ _DELIVERY_FIELDS = frozenset({"messages", "stream", "stream_options"})
 _MEDIA_BLOCKS = frozenset({"image_url", "input_audio", "image", "file", "video_url"})
 
 _FIELDS = msgspec.json.Decoder(ChatFields)
+_CALL = msgspec.json.Decoder(CalledTool)
 
 
 def request_of(body: bytes) -> Request:
@@ -185,12 +189,24 @@ def _message(message: ChatMessage, *, index: int) -> RequestMessage:
         parts.append(ToolResult(answered, "".join(texts)))
     else:
         parts += [Text(text) for text in texts]
-    for number, call in enumerate(message.tool_calls or ()):
-        where = f"messages[{index}].tool_calls[{number}].function.arguments"
-        parts.append(
-            Call(call.id, call.function.name, _arguments(call.function.arguments, where=where))
-        )
+    for number, raw in enumerate(message.tool_calls or ()):
+        parts.append(_call(raw, where=f"messages[{index}].tool_calls[{number}]"))
     return RequestMessage(role=message.role, parts=tuple(parts), name=message.name)
+
+
+def _call(raw: Raw, *, where: str) -> Call:
+    """One call of an echoed reply.
+
+    Raises:
+        RefusedError: 400: a field is missing or wrong.
+    """
+    try:
+        call = _CALL.decode(raw)
+    except msgspec.DecodeError as error:
+        field = field_of(error)
+        raise invalid(f"{where}: {error}", param=f"{where}.{field}" if field else where) from error
+    arguments = _arguments(call.function.arguments, where=f"{where}.function.arguments")
+    return Call(call.id, call.function.name, arguments)
 
 
 def _texts(content: str | list[ContentBlock] | None) -> list[str]:

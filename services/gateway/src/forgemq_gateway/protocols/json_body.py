@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
-from msgspec import Raw
+from msgspec import Raw, Struct
 
 from forgemq_gateway.core.errors import field_of, invalid
 from forgemq_gateway.core.requests import TOOLS_BYTES_MAX
@@ -15,6 +15,21 @@ NULL = Raw(b"null")
 """A field that a client sends without a value."""
 
 _NO_LIMITS: Mapping[str, int] = {}
+
+# To decode holds the interpreter, 0.3 s for 6 MB of small values, so what may be long is decoded in
+# pieces. The fields beside it are sampling settings, names and clients' metadata.
+_OTHER_BYTES_MAX = 256 * 1024
+
+
+class LongFields(Struct):
+    """The fields that may be long."""
+
+    messages: Raw = Raw()
+    system: Raw = Raw()
+    tools: Raw = Raw()
+
+
+_LONG = msgspec.json.Decoder(LongFields)
 _RAW = msgspec.json.Decoder(dict[str, Raw])
 _EACH = msgspec.json.Decoder(list[Raw])
 _TOOL = msgspec.json.Decoder(dict[str, Any])
@@ -35,6 +50,7 @@ def decoded(
     """
     try:
         body.decode()  # JSON is UTF-8, also in the parts that are decoded later or only kept.
+        _check_size(_LONG.decode(body), body_bytes=len(body))
         raw = _RAW.decode(body)
         for name, bytes_max in (("tools", TOOLS_BYTES_MAX), *limits.items()):
             if len(memoryview(raw.get(name, Raw()))) > bytes_max:
@@ -44,6 +60,15 @@ def decoded(
         raise invalid(str(error), param=field_of(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise invalid(f"the body is not valid JSON: {error}", param=None) from error
+
+
+def _check_size(long: LongFields, *, body_bytes: int) -> None:
+    names = long.__struct_fields__
+    if body_bytes - sum(len(memoryview(getattr(long, name))) for name in names) > _OTHER_BYTES_MAX:
+        raise invalid(
+            f"the fields beside {', '.join(names)} must have at most {_OTHER_BYTES_MAX} bytes",
+            param=None,
+        )
 
 
 def asked_json(raw: Mapping[str, Raw], names: Iterable[str]) -> bytes:

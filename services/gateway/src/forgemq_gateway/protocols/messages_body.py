@@ -29,7 +29,8 @@ from forgemq_gateway.protocols.json_body import NULL, asked_json, decoded, tools
 from forgemq_gateway.protocols.signature import signed_request
 
 
-class ContentBlock(Struct):
+# As in `chat_body.py`: no collection of cycles while many are made.
+class ContentBlock(Struct, gc=False):
     """One block of a message's content; each type has some of these fields."""
 
     type: str
