@@ -110,7 +110,7 @@ def test_truncated_support_is_context_and_not_loss():
 
 def test_a_group_without_any_full_support_fails():
     summary = only_summary(
-        feed(Merger(4), finished(0, None, 0, [1], [2], support="top_p"), scored(0))
+        feed(Merger(4), finished(0, None, 0, [1], [2], support="grammar"), scored(0))
     )
     assert summary.not_trainable == "failed"
     assert summary.detail == "no completion of the group was sampled with full support"
