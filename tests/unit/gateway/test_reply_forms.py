@@ -11,7 +11,7 @@ from forgemq_bus.memory import MemoryLog
 from forgemq_gateway.core.errors import RefusedError
 from forgemq_gateway.core.json_schemas import unenforced
 from forgemq_gateway.core.requests import FORM_BYTES_MAX, ReplyForm, Request
-from forgemq_gateway.protocols.chat_completions import ChatCompletions
+from forgemq_gateway.protocols.chat_body import request_of
 from tests.unit.gateway.scripted_lane import FailAttempt, wall_ms
 from tests.unit.gateway.world import configuration_of, running
 
@@ -34,7 +34,7 @@ def json_format(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def read(**fields: Any) -> Request:
-    return ChatCompletions().read(json.dumps({"messages": HELLO, **fields}).encode())
+    return request_of(json.dumps({"messages": HELLO, **fields}).encode())
 
 
 def param_of_refusal(**fields: Any) -> str | None:
