@@ -291,7 +291,7 @@ async def test_refusals_have_anthropics_shape_and_name_the_field(model: Path) ->
         with pytest.raises(anthropic.BadRequestError) as image:
             await agent.ask({"role": "user", "content": [picture]})
         with pytest.raises(anthropic.BadRequestError) as forced:
-            await agent.ask(HELLO, tools=TOOLS, tool_choice={"type": "any"})
+            await agent.ask(HELLO, tools=TOOLS, tool_choice={"type": "tool", "name": "buy"})
         agent.client.api_key = "wrong"
         with pytest.raises(anthropic.AuthenticationError) as stranger:
             await agent.ask(HELLO)
@@ -304,7 +304,7 @@ async def test_refusals_have_anthropics_shape_and_name_the_field(model: Path) ->
     assert said[1]["message"] == (
         "messages[0].content[0].type: content of type image is not supported: the model reads text"
     )
-    assert said[2]["message"].startswith("tool_choice.type: tool_choice 'any' is not available")
+    assert said[2]["message"] == "tool_choice: tool_choice names 'buy', which is not in tools"
     assert said[3]["type"] == "authentication_error"
     assert elsewhere.status_code == 404
     assert elsewhere.json()["error"]["type"] == "not_found_error"

@@ -9,9 +9,12 @@ import pytest
 
 from forgemq_bus.memory import MemoryLog
 from forgemq_gateway.core.errors import RefusedError
+from forgemq_gateway.core.history import History
 from forgemq_gateway.core.json_schemas import unenforced
 from forgemq_gateway.core.requests import FORM_BYTES_MAX, ReplyForm, Request
 from forgemq_gateway.protocols.chat_body import request_of
+from forgemq_gateway.protocols.messages import Messages
+from forgemq_gateway.protocols.responses import Responses
 from tests.unit.gateway.scripted_lane import FailAttempt, wall_ms
 from tests.unit.gateway.world import configuration_of, running
 
@@ -35,6 +38,61 @@ def json_format(schema: dict[str, Any]) -> dict[str, Any]:
 
 def read(**fields: Any) -> Request:
     return request_of(json.dumps({"messages": HELLO, **fields}).encode())
+
+
+def form_of_messages(**fields: Any) -> Request:
+    tools = [{"name": name, "input_schema": SCHEMA} for name in ("find", "buy")]
+    body = {"messages": HELLO, "tools": tools, **fields}
+    return Messages().read(json.dumps(body).encode(), History())
+
+
+def form_of_response(**fields: Any) -> Request:
+    tools = [{"type": "function", "name": name, "parameters": SCHEMA} for name in ("find", "buy")]
+    body = {"input": "hello", "tools": tools, **fields}
+    return Responses().read(json.dumps(body).encode(), History())
+
+
+@pytest.mark.parametrize(
+    ("chat", "messages", "response"),
+    [
+        (
+            {"tool_choice": "required"},
+            {"tool_choice": {"type": "any"}},
+            {"tool_choice": "required"},
+        ),
+        (
+            {"tool_choice": NAMED},
+            {"tool_choice": {"type": "tool", "name": "find"}},
+            {"tool_choice": {"type": "function", "name": "find"}},
+        ),
+        (
+            {"parallel_tool_calls": False},
+            {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
+            {"parallel_tool_calls": False},
+        ),
+        (
+            {"json_schema": SCHEMA},
+            {"output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+            {"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}},
+        ),
+        (
+            {"response_format": {"type": "text"}},
+            {"tool_choice": {"type": "none"}},
+            {"text": {"verbosity": "low"}},
+        ),
+    ],
+    ids=["any call", "one named call", "one call at most", "a schema", "anything"],
+)
+def test_every_protocol_demands_the_same_form_in_its_own_words(
+    chat: Any, messages: Any, response: Any
+) -> None:
+    wanted = read(tools=TOOLS, **chat)
+    for request in (form_of_messages(**messages), form_of_response(**response)):
+        assert request.is_one_call == wanted.is_one_call
+        assert (request.form is None) == (wanted.form is None)
+        if request.form is not None and wanted.form is not None:
+            assert request.form.answer == wanted.form.answer
+            assert request.form.functions == wanted.form.functions
 
 
 def param_of_refusal(**fields: Any) -> str | None:

@@ -26,6 +26,8 @@ class LongFields(Struct):
 
     messages: Raw = Raw()
     system: Raw = Raw()
+    input: Raw = Raw()
+    instructions: Raw = Raw()
     tools: Raw = Raw()
 
 

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+from msgspec import Meta, Raw, Struct
 
 from forgemq_gateway.core.digests import body_digest, digest_of
 from forgemq_gateway.core.errors import invalid
 from forgemq_gateway.core.requests import (
     DEFAULT_MODEL,
+    FORM_BYTES_MAX,
     MESSAGES_MAX,
     Call,
     Part,
@@ -26,6 +27,12 @@ from forgemq_gateway.core.requests import (
     match_key,
 )
 from forgemq_gateway.protocols.json_body import NULL, asked_json, decoded, tools_in
+from forgemq_gateway.protocols.reply_form import (
+    FormFields,
+    Schema,
+    is_one_call,
+    reply_form,
+)
 from forgemq_gateway.protocols.signature import signed_request
 
 
@@ -59,6 +66,21 @@ class ToolChoice(Struct):
     """Which tools the model may call."""
 
     type: str = "auto"
+    name: str = ""
+    disable_parallel_tool_use: bool | None = False
+
+
+class OutputFormat(Struct):
+    """The form of the reply's text."""
+
+    type: str
+    schema: Schema = {}
+
+
+class OutputConfig(Struct):
+    """What the reply is to be like; only its form is read."""
+
+    format: OutputFormat | None = None
 
 
 class MessagesFields(Struct):
@@ -74,7 +96,9 @@ class MessagesFields(Struct):
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: int | None = None
     tools: list[Any] | None = None
-    tool_choice: ToolChoice | UnsetType | None = UNSET
+    tool_choice: ToolChoice | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None
 
 
 class TextSource(Struct):
@@ -93,10 +117,12 @@ _SAMPLING_FIELDS = (
     "stop_sequences",
     "thinking",
     "output_config",
+    "output_format",
     "tool_choice",
 )
 # What the episode decides in the client's place: the answer names them in a header.
 _UNUSED = ("temperature", "top_p", "top_k")
+_FORM_LIMITS = dict.fromkeys(("output_config", "output_format"), FORM_BYTES_MAX)
 _DELIVERY_FIELDS = frozenset({"messages", "system", "stream"})
 
 # A block that changes with every request and is no part of the prompt.
@@ -113,11 +139,11 @@ def request_of(body: bytes) -> Request:
     Raises:
         RefusedError: 400, naming the field.
     """
-    raw, fields = decoded(body, _FIELDS)
-    _check_choice(fields)
+    raw, fields = decoded(body, _FIELDS, limits=_FORM_LIMITS)
     tools = _tools(raw["tools"]) if fields.tools else ()
     messages = (*_system(fields.system), *_messages(fields.messages))
     digests = tuple(match_key(message) for message in messages)
+    form = _form(fields)
     rest = {name: bytes(value) for name, value in raw.items() if name not in _DELIVERY_FIELDS}
     return Request(
         protocol="messages",
@@ -132,6 +158,8 @@ def request_of(body: bytes) -> Request:
         max_tokens=fields.max_tokens,
         stop=tuple(fields.stop_sequences or ()),
         is_stream=bool(fields.stream),
+        form=reply_form(form, tools),
+        is_one_call=is_one_call(form) and bool(tools),
         unused=tuple(name for name in _UNUSED if raw.get(name, NULL) != NULL),
     )
 
@@ -218,13 +246,33 @@ def _unread(kind: str, *, where: str) -> Exception:
     )
 
 
-def _check_choice(fields: MessagesFields) -> None:
-    choice = fields.tool_choice
-    if isinstance(choice, ToolChoice) and choice.type not in ("auto", "none"):
+def _form(fields: MessagesFields) -> FormFields:
+    """The demanded form of the reply in the fields that all protocols share.
+
+    Raises:
+        RefusedError: 400: a kind of choice or format that is not known.
+    """
+    choice = fields.tool_choice or ToolChoice()
+    choices: dict[str, str | dict[str, Any]] = {
+        "auto": "auto",
+        "none": "none",
+        "any": "required",
+        "tool": {"type": "function", "function": {"name": choice.name}},
+    }
+    if choice.type not in choices:
         raise invalid(
-            f"tool_choice {choice.type!r} is not available: offer only that tool, or send 'auto'",
+            f"tool_choice must be auto, any, tool or none, got {choice.type!r}",
             param="tool_choice.type",
         )
+    config = fields.output_config or OutputConfig()
+    wanted = config.format or fields.output_format
+    if wanted is not None and wanted.type != "json_schema":
+        raise invalid(f"the format must be json_schema, got {wanted.type!r}", param="output_config")
+    return FormFields(
+        tool_choice=choices[choice.type],
+        parallel_tool_calls=not choice.disable_parallel_tool_use,
+        json_schema=None if wanted is None else wanted.schema,
+    )
 
 
 def _tools(raw: Raw) -> tuple[dict[str, Any], ...]:

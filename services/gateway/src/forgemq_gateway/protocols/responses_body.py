@@ -8,13 +8,14 @@ from collections.abc import Iterator
 from typing import Annotated, Any
 
 import msgspec
-from msgspec import UNSET, Meta, Raw, Struct, UnsetType
+from msgspec import Meta, Raw, Struct
 
 from forgemq_gateway.core.conversation import Conversation, reply_message
 from forgemq_gateway.core.digests import body_digest, digest_of
 from forgemq_gateway.core.errors import invalid, unknown
 from forgemq_gateway.core.requests import (
     DEFAULT_MODEL,
+    FORM_BYTES_MAX,
     MESSAGES_MAX,
     Call,
     Part,
@@ -28,6 +29,14 @@ from forgemq_gateway.core.requests import (
     match_key,
 )
 from forgemq_gateway.protocols.json_body import NULL, asked_json, decoded, tools_in
+from forgemq_gateway.protocols.reply_form import (
+    FormFields,
+    NamedSchema,
+    ResponseFormat,
+    Schema,
+    is_one_call,
+    reply_form,
+)
 from forgemq_gateway.protocols.response_ids import answered_by, response_answered
 from forgemq_gateway.protocols.signature import signed_request
 
@@ -71,7 +80,8 @@ class ResponsesFields(Struct):
     temperature: Annotated[float, Meta(ge=0, le=10)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     tools: list[Any] | None = None
-    tool_choice: str | dict[str, Any] | UnsetType | None = UNSET
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
     text: "TextFields | None" = None
 
 
@@ -85,6 +95,8 @@ class TextFormat(Struct):
     """Which form it is."""
 
     type: str = "text"
+    schema: Schema = {}
+    strict: bool | None = False
 
 
 # What a client may ask about sampling; recorded beside what was used.
@@ -115,8 +127,8 @@ def request_of(body: bytes, known: Conversation) -> Request:
     Raises:
         RefusedError: 400, naming the field; 404, an id that it refers to is not known.
     """
-    raw, fields = decoded(body, _FIELDS)
-    _check(fields)
+    raw, fields = decoded(body, _FIELDS, limits={"text": FORM_BYTES_MAX})
+    form = _form(fields)
     tools = _tools(raw["tools"]) if fields.tools else ()
     messages = _messages(fields, known)
     digests = tuple(match_key(message) for message in messages)
@@ -133,6 +145,8 @@ def request_of(body: bytes, known: Conversation) -> Request:
         asked=asked_json(raw, _SAMPLING_FIELDS),
         max_tokens=fields.max_output_tokens,
         is_stream=bool(fields.stream),
+        form=reply_form(form, tools),
+        is_one_call=is_one_call(form) and bool(tools),
         unused=tuple(name for name in _UNUSED if raw.get(name, NULL) != NULL),
     )
 
@@ -283,20 +297,21 @@ def _output_text(raw: Raw, *, where: str) -> str:
     return _text(output, where=where)
 
 
-def _check(fields: ResponsesFields) -> None:
-    if fields.tool_choice not in (UNSET, None, "auto", "none"):
-        raise invalid(
-            f"tool_choice {fields.tool_choice!r} is not available: offer only that tool, or send "
-            "'auto'",
-            param="tool_choice",
-        )
+def _form(fields: ResponsesFields) -> FormFields:
+    """The demanded form of the reply in the fields that all protocols share."""
+    choice = fields.tool_choice
+    if isinstance(choice, dict) and choice.get("type") == "function":
+        choice = {"type": "function", "function": {"name": choice.get("name")}}
     form = fields.text.format if fields.text else None
-    if form is not None and form.type != "text":
-        raise invalid(
-            f"text.format {form.type!r} is not available: say in the input which form the reply "
-            "must have",
-            param="text.format.type",
-        )
+    wanted = None
+    if form is not None:
+        schema = NamedSchema(form.schema, form.strict) if form.type == "json_schema" else None
+        wanted = ResponseFormat(form.type, schema)
+    return FormFields(
+        tool_choice=choice,
+        parallel_tool_calls=fields.parallel_tool_calls,
+        response_format=wanted,
+    )
 
 
 def _tools(raw: Raw) -> tuple[dict[str, Any], ...]:
