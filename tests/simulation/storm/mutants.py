@@ -275,9 +275,8 @@ MUTANTS = (
         file="forgemq_gateway/core/group.py",
         edits=(
             (
-                "            if index not in self.finished\n"
-                "            and index not in self.claiming\n",
-                "            if index not in self.claiming\n",
+                "return not is_finishing and index not in self.finished and index not in",
+                "return not is_finishing and index not in",
             ),
         ),
         case="claims",
