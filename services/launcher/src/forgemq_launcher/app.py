@@ -39,7 +39,6 @@ class RunningRun:
 
     def __init__(self, setup: RunSetup, console: Console) -> None:
         self._setup = setup
-        self._console = console
         self._screen = Screen(console)
         self._processes = RunProcesses(setup, note=self._screen.say)
         self._stop = StopSignal(kill=self._processes.kill, note=self._screen.say)
@@ -130,14 +129,15 @@ class RunningRun:
         return exit_status.INTERRUPTED if is_interrupted else exit_status.FAILED
 
     async def _report_run(self, log: Log, started: StartedRun) -> int:
-        """Audit a completed run from its log, then write its report and its end."""
+        """Audit a completed run from its log, then write its end and its report."""
         self._screen.say("checking the guarantees on the log")
         ended_ms, folder = now_ms(), self._setup.folder
         report, follower = await audit_run(log, started, reason="completed", now_ms=ended_ms)
-        write_report(report, follower.view.state(now_ms=ended_ms), folder=folder.path)
         results = result_values(report)
         ended = EndedRun(run=started.run, reason="completed", ended_ms=ended_ms, results=results)
+        # First, because the report can be written again from the log: its disk may be full.
         await write_end(self._processes.connection, ended)
-        self._console.print(table(report))
+        write_report(report, follower.view.state(now_ms=ended_ms), folder=folder.path)
+        self._screen.print(table(report))
         self._screen.say(f"report: {folder / 'report.json'} and report.png")
         return exit_status.OK if all(report.guarantees.values()) else exit_status.FAILED

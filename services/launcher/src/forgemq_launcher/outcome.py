@@ -28,8 +28,9 @@ FAILURES = (
     BrokerError,
     LogError,
     GroupsFailingError,
+    OSError,
 )
-"""Each of these ends a run with one clear line instead of a traceback."""
+"""Each of these ends a run with one clear line instead of a traceback. OSError: a full disk."""
 
 
 class Outcome(NamedTuple):

@@ -1,6 +1,7 @@
 """Shows one run while it is up: the panel or plain lines, headlines, curves."""
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 
 from forgemq_launcher.display.curves import CurveWriter
@@ -49,5 +50,5 @@ class RunDisplay:
                 before = state
                 await asyncio.sleep(SHOW_EVERY_S)
         finally:
-            self._curves.write(self._state())
-            self._curves.close()
+            with contextlib.closing(self._curves):
+                self._curves.write(self._state())

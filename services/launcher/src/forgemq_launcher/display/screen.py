@@ -2,9 +2,10 @@
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 
 from forgemq_launcher.display.panel import PanelView, line, panel
@@ -21,6 +22,8 @@ class Screen:
 
     Lifecycle: `say` at any time; between `open` and `close` a terminal shows the panel and `show`
     refreshes it. If stdout is not a terminal, `show` prints a line for each step and every 30 s.
+    Once the terminal or the reader of stdout is gone, nothing more is shown and nothing raises:
+    the run ends in order without it.
     """
 
     def __init__(self, console: Console, *, clock_s: Callable[[], float] = time.monotonic) -> None:
@@ -42,18 +45,26 @@ class Screen:
         stamped = f"{self._clock_s() - self._started_s:6.1f} s  {text}"
         self._events.append(stamped.splitlines()[0])
         if self._live is None:
-            self._console.print(stamped, markup=False, highlight=False, soft_wrap=True)
+            with self._until_gone():
+                self._console.print(stamped, markup=False, highlight=False, soft_wrap=True)
+
+    def print(self, shown: RenderableType) -> None:
+        """Print a table or a text as it is; not while the panel is up."""
+        with self._until_gone():
+            self._console.print(shown)
 
     def open(self) -> None:
         """Show the panel from here on, if there is a terminal."""
         if self._console.is_terminal:
             self._live = Live(console=self._console, auto_refresh=False, transient=False)
-            self._live.start()
+            with self._until_gone():
+                self._live.start()
 
     def show(self, state: RunState, shown: PanelView) -> None:
         """Show the run as it is."""
         if self._live is not None:
-            self._live.update(panel(state, shown), refresh=True)
+            with self._until_gone():
+                self._live.update(panel(state, shown), refresh=True)
             return
         key = (state.steps_trained, sum(point.groups_ended for point in state.evaluations))
         now_s = self._clock_s()
@@ -67,5 +78,14 @@ class Screen:
     def close(self) -> None:
         """Leave the panel as it is and print plainly again; idempotent."""
         if self._live is not None:
-            self._live.stop()
+            with self._until_gone():
+                self._live.stop()
             self._live = None
+
+    @contextmanager
+    def _until_gone(self) -> Iterator[None]:
+        """Silence the console for good if what is shown in this block cannot be written."""
+        try:
+            yield
+        except (OSError, SystemExit):  # A broken pipe: rich's Console raises SystemExit.
+            self._console.quiet = True

@@ -1,0 +1,122 @@
+"""How a run ends if its disk is full or its terminal is gone."""
+
+import asyncio
+import io
+import os
+import pty
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from forgemq_bus.memory import MemoryLog
+from forgemq_launcher.display.curves import CurveWriter
+from forgemq_launcher.display.panel import PanelView
+from forgemq_launcher.display.run_display import RunDisplay
+from forgemq_launcher.display.screen import Screen
+from forgemq_launcher.outcome import watch_run
+from forgemq_launcher.records.follower import Follower
+from forgemq_launcher.run_folder import RunFolder
+from forgemq_launcher.run_setup import RunSetup
+from forgemq_launcher.settings import LauncherSettings
+from forgemq_launcher.upkeep.run_processes import RunProcesses
+from forgemq_launcher.upkeep.stop_signal import StopSignal
+from tests.unit.launcher.test_follower import log_of
+from tests.unit.run_view.synthetic import SyntheticRun, configuration, started
+
+SHOWN = PanelView(
+    engine_status="up", is_engine_up=True, services=(), console_url="http://127.0.0.1:1", events=()
+)
+NAMED = {"FORGEMQ_KAFKA": "127.0.0.1:1", "FORGEMQ_ENGINE_URL": "http://127.0.0.1:1"}
+
+
+async def processes_of(folder: RunFolder) -> RunProcesses:
+    """The processes of a run whose broker and engine are elsewhere and that has no services."""
+    settings = LauncherSettings(memory_min_bytes_without_engine=0)
+    setup = RunSetup(folder=folder, configuration=configuration(), settings=settings, environ=NAMED)
+    processes = RunProcesses(setup, note=lambda _: None)
+    processes.start_engines()
+    assert await processes.start_broker(stop=asyncio.Event())
+    return processes
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """No file of this process can grow in the block: a write fails as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+async def test_a_disk_that_is_full_when_curves_are_written_fails_the_run_with_its_reason(
+    tmp_path: Path,
+) -> None:
+    log: MemoryLog = await log_of(SyntheticRun().play(steps=3))
+    folder = RunFolder(tmp_path / "r")
+    folder.make(configuration())
+    processes, follower = await processes_of(folder), Follower(log, started())
+    await follower.catch_up()
+    display = RunDisplay(
+        Screen(Console(file=io.StringIO())),
+        curves=CurveWriter(folder.path),
+        state=follower.state,
+        panel_view=lambda: SHOWN,
+    )
+    stop = StopSignal(kill=processes.kill, note=lambda _: None)
+    with full_disk():
+        outcome = await watch_run(processes, follower, display, stop=stop)
+    await processes.stop()
+    assert outcome.reason == "failed"
+    assert "File too large" in outcome.detail
+
+
+@pytest.fixture
+def gone_terminal() -> Iterator[io.TextIOBase]:
+    """A terminal that somebody closed: writing to it fails with EIO."""
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs, "w") as terminal:
+        os.close(ours)
+        yield terminal
+        discard(terminal)
+
+
+@pytest.fixture
+def gone_pipe() -> Iterator[io.TextIOBase]:
+    """A pipe whose reader has ended: writing to it fails with EPIPE."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        yield pipe
+        discard(pipe)
+
+
+def discard(file: io.TextIOBase) -> None:
+    """Let what is buffered go nowhere, so that the file can be closed."""
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), file.fileno())
+
+
+@pytest.mark.parametrize("stdout", ["gone_terminal", "gone_pipe"])
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_screen_goes_on_without_the_terminal_or_the_reader_that_went_away(
+    request: pytest.FixtureRequest, tmp_path: Path, stdout: str, is_terminal: bool
+) -> None:
+    file = request.getfixturevalue(stdout)
+    screen = Screen(Console(file=file, force_terminal=is_terminal))
+    state = Follower(MemoryLog(run="r"), started()).state()
+    # At a broken pipe rich points the standard output at /dev/null; pytest's must stay.
+    with (tmp_path / "stdout").open("w") as own, redirect_stdout(own):
+        screen.say("interrupted; stopping services")
+        screen.open()
+        screen.show(state, SHOWN)
+        screen.close()
+        screen.print("the table")
+        screen.say("continue with")
+    assert screen.events[0].endswith("interrupted; stopping services")
+    assert screen.events[-1].endswith("continue with")
