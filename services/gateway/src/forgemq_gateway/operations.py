@@ -70,7 +70,9 @@ class Operations:
         self.held_bytes = 0
         self._is_ending = False
         # A lock lives as long as someone waits for it or holds it.
-        self._reward_locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        # Groups whose record is being written, and the domain of each.
+        self._requesting: dict[str, str] = {}
 
     def answer_long_polls(self) -> None:
         """Answer every long poll with the present state, because this gateway is about to end."""
@@ -79,6 +81,8 @@ class Operations:
 
     async def request_group(self, request: GroupRequest) -> GroupStatus:
         """Request the group of this idempotency key, unless it is known; returns its status.
+
+        One at a time for each key, so that a second request is compared with the first.
 
         Raises:
             RefusedError: 400 unknown domain, or no more keys of this kind are remembered; 409 the
@@ -101,15 +105,24 @@ class Operations:
             temperature=request.temperature,
             round_name=request.round_name,
         )
-        known = known_group(self._registry, record, takes_any=request.takes_known)
-        if known is not None:
-            return known
-        self._check_room(queue, is_train=request.purpose == "train")
-        check_new(self._registry.asked, record)
-        await self._outbox.write(record)
-        self._registry.apply_requested_group(record)
+        async with self._alone(group):
+            known = known_group(self._registry, record, takes_any=request.takes_known)
+            if known is not None:
+                return known
+            self._check_room(queue, is_train=request.purpose == "train")
+            check_new(self._registry.asked, record)
+            self._requesting[group] = request.domain
+            try:
+                await self._outbox.write(record)
+            finally:
+                del self._requesting[group]
+            self._registry.apply_requested_group(record)
         self._telemetry.count("gateway.groups_requested")
         return self.group(group)
+
+    def _alone(self, identifier: str) -> asyncio.Lock:
+        """Held while one request that must not meet another about this id is served."""
+        return self._locks.setdefault(identifier, asyncio.Lock())
 
     def _queue(self, domain: str) -> Queue:
         for queue in self._configuration.queues:
@@ -121,7 +134,11 @@ class Operations:
     def _check_room(self, queue: Queue, *, is_train: bool) -> None:
         if is_train and self._registry.training_ended:
             raise gone("training has ended")
-        waiting = self._registry.waiting_count(queue.domain)
+        # The feed may have applied a record that is still being written here.
+        waiting = self._registry.waiting_count(queue.domain) + sum(
+            domain == queue.domain and group not in self._registry.groups
+            for group, domain in self._requesting.items()
+        )
         if waiting >= queue.groups_requested_max:
             raise busy(f"{waiting} groups of {queue.domain} wait for a slot already")
         if self.held_bytes > self._settings.memory_bytes_max:
@@ -251,7 +268,7 @@ class Operations:
         waits for them too: its record contains every reward that was answered with 200.
         """
         episode = self._access.known_episode(episode_id)
-        async with self._rewarding(episode_id):
+        async with self._alone(episode_id):
             reward = _reward(request)
             record = episode.with_reward(reward)
             if record is None:
@@ -267,10 +284,6 @@ class Operations:
             await self._outbox.write(record)
             self._registry.apply_opened_episode(record, lease_until_s=episode.lease_until_s)
         episode.renew(self._clock.now_s())
-
-    def _rewarding(self, episode_id: str) -> asyncio.Lock:
-        """Held while a reward of this episode is written."""
-        return self._reward_locks.setdefault(episode_id, asyncio.Lock())
 
     async def finish(self, episode_id: str, request: FinishRequest) -> None:
         """Wait for the episode's open requests, then write its final record as completed."""
@@ -345,7 +358,7 @@ class Operations:
         group = self._registry.groups.get(episode.opened.group_id)
         if group is None:
             raise gone(f"group {episode.opened.group_id} is over")
-        async with self._rewarding(episode.episode_id):
+        async with self._alone(episode.episode_id):
             return episode.final_record(
                 ending, group=group.facts, finished_ms=self._clock.wall_ms()
             )
