@@ -20,6 +20,7 @@ from forgemq_bus.partitions import partitions_of
 from forgemq_contracts import topics
 from forgemq_contracts.asked_keys import KEYS_MAX, AskedKeys
 from forgemq_contracts.groups import RequestedGroup
+from forgemq_contracts.messages import Output
 from forgemq_gateway.core.errors import RefusedError
 from forgemq_gateway.core.repeated import check_new
 from forgemq_gateway.core.replies import Reply
@@ -28,6 +29,7 @@ from forgemq_gateway.handover import Handover
 from forgemq_gateway.marks import NEEDED_GROUP
 from forgemq_gateway.ownership import PLACE, Claimed, ReplacedError, claim_run
 from forgemq_gateway.ticks import TICK_S, keep_ticking
+from forgemq_shell.records import emit_of
 from tests.unit.gateway.scripted_lane import Asked, wall_ms
 from tests.unit.gateway.test_abandoned import scene_of
 from tests.unit.gateway.world import World, configuration_of, running
@@ -58,6 +60,19 @@ async def test_each_claim_is_higher_than_all_before_and_the_older_one_hears_of_i
     second.check(first.record)
     with pytest.raises(ReplacedError, match="gateway 2 at http://here has taken over run r"):
         first.check(second.record)
+
+
+@pytest.mark.parametrize("aborted", [23, 24, 25, 50, 500])
+async def test_an_owner_is_found_behind_any_number_of_claims_that_failed(aborted: int) -> None:
+    """As a gateway leaves them that starts again and again while the coordinator is away."""
+    log = store()()
+    await log.create_topics({PLACE.topic: 1})
+    first = await claimed(log)
+    writer = await log.transaction_writer(NEEDED_GROUP)
+    record = Output(topic=PLACE.topic, partition=0, record=first.record)
+    for _ in range(aborted):
+        await writer.abort(outputs=[emit_of(record)])
+    assert (await claimed(log)).record.owner == 2
 
 
 async def test_the_older_of_two_gateways_ends_and_the_newer_one_serves(model: Path) -> None:

@@ -27,7 +27,8 @@ from forgemq_shell.records import emit_of
 
 PLACE = Place(topics.OWNED_RUNS.name, 0)
 
-# Enough to contain the newest record: a transaction takes two offsets. `Topic.newest_kept` is more.
+# Contains the newest record unless many claims before it were aborted: a transaction takes two
+# offsets, committed or not.
 _TAIL_OFFSETS = 50
 
 _KEY_BYTES = 256
@@ -119,11 +120,21 @@ def _emit(record: OwnedRun) -> Emit:
 
 
 async def _newest(log: Log) -> OwnedRun | None:
-    """The newest owner's newest record; None if the run had no gateway."""
+    """The newest owner's newest record; None if the run had no gateway.
+
+    Looks twice as far back while it finds none: a gateway whose claims fail again and again leaves
+    only offsets without records.
+    """
+    first = (await log.first_positions([PLACE]))[PLACE]
     end = (await log.end_positions([PLACE]))[PLACE]
-    start = await _tail_start(log)
-    if start >= end:
-        return None
+    start, newest = end, None
+    while newest is None and start > first:
+        start = max(first, end - max(_TAIL_OFFSETS, 2 * (end - start)))
+        newest = await _newest_between(log, start, end)
+    return newest
+
+
+async def _newest_between(log: Log, start: int, end: int) -> OwnedRun | None:
     reader = await log.reader({PLACE: start})
     newest: OwnedRun | None = None
     try:
