@@ -11,6 +11,7 @@ from forgemq_contracts.lanes import KnownLane
 from forgemq_contracts.weights import ReportedEngine
 from forgemq_gateway.core.attempts import Attempts, LaneResult, Moment
 from forgemq_gateway.core.effects import (
+    AnswerTurn,
     CancelAttempt,
     Effects,
     FailTurn,
@@ -22,6 +23,7 @@ from forgemq_gateway.core.errors import gone
 from forgemq_gateway.core.lanes import Lanes
 from forgemq_gateway.core.plans import Prepared
 from forgemq_gateway.core.turns import OpenTurn
+from tests.unit.gateway.completions import completion_of
 
 
 class CountedLanes(Lanes):
@@ -104,6 +106,15 @@ class Scene:
             error="why",
         )
         return self.attempts.take_result(result, at=at(now_s))
+
+    def answer(self, *, attempt: int) -> Effects:
+        result = LaneResult(
+            episode=self.episode,
+            request_id=self.turn.request_id,
+            attempt=attempt,
+            completion=completion_of(1, context=[1], output=[2]),
+        )
+        return self.attempts.take_result(result, at=at(0.0))
 
 
 def at(now_s: float) -> Moment:
@@ -227,6 +238,29 @@ def test_a_turn_that_moves_off_a_silent_lane_is_cancelled_there() -> None:
     assert isinstance(sent, SendAttempt)
     assert (cancelled.record.lane, cancelled.record.attempt) == (0, 0)
     assert (sent.record.lane, sent.record.attempt) == (1, 1)
+
+
+def test_an_answer_of_the_attempt_before_cancels_the_newer_one_on_the_other_lane() -> None:
+    """Lane 0 was only unheard, and answers after its turn has moved to lane 1."""
+    scene = Scene()
+    scene.report()
+    scene.dispatch()
+    for second in range(1, 7):
+        scene.report(now_s=float(second), lane=1)
+        scene.attempts.tick(at(second + 0.5))
+    answered, cancelled = scene.answer(attempt=0)
+    assert isinstance(answered, AnswerTurn)
+    assert isinstance(cancelled, CancelAttempt)
+    assert (cancelled.record.lane, cancelled.record.attempt) == (1, 1)
+    assert scene.attempts.in_flight() == {0: 0, 1: 0}
+    assert scene.answer(attempt=1) == ()
+
+
+def test_an_answer_of_the_newest_attempt_cancels_nothing() -> None:
+    scene = Scene()
+    scene.report()
+    scene.dispatch()
+    assert kinds(scene.answer(attempt=0)) == [AnswerTurn]
 
 
 def test_a_silence_of_all_lanes_moves_no_turn_and_neither_does_its_end() -> None:

@@ -82,8 +82,8 @@ class Attempts:
     """All turns that clients wait for, and the lanes that work on them.
 
     Example: `begin`, then `dispatch` sends attempt 0 to lane 1. Lane 1 falls silent; a `tick` after
-    its lapse sends attempt 1 to lane 2. `take_result` of either attempt answers the clients, and
-    the other attempt's result later finds no turn.
+    its lapse sends attempt 1 to lane 2. `take_result` of either attempt answers the clients; the
+    newer attempt is cancelled if it was the older one's, and what comes of it finds no turn.
 
     Args:
         lane_hold_s: A new turn waits this long for a lane, then its clients get a 429.
@@ -162,11 +162,7 @@ class Attempts:
         if turn is None:
             return ()
         if result.completion is not None:
-            self._leave_lane(turn)
-            self._end(episode, turn)
-            turn.waiting, episode.is_context_full = 0, False
-            was_waited = self._waited.remove(turn) is not None
-            return (AnswerTurn(result.completion),) if was_waited else ()
+            return self._answer(episode, turn, result.completion, attempt=result.attempt)
         if turn.lane < 0 or result.attempt != turn.sent - 1:
             return ()  # An attempt that was given up already; its failure says nothing new.
         lane, epoch = turn.lane, turn.epoch
@@ -183,6 +179,18 @@ class Attempts:
         if is_engines:
             return (*effects, report, *self._retry_later(turn, result, at))
         return (*effects, report, *self._retry(episode, turn, result, at))
+
+    def _answer(
+        self, episode: HeldEpisode, turn: OpenTurn, completion: KnownCompletion, *, attempt: int
+    ) -> Effects:
+        """Answer the clients; a newer attempt than the one that answered is of no more use."""
+        is_newest = attempt == turn.sent - 1
+        cancelled = () if is_newest else self._cancel(turn)
+        self._leave_lane(turn)
+        self._end(episode, turn)
+        turn.waiting, episode.is_context_full = 0, False
+        was_waited = self._waited.remove(turn) is not None
+        return (AnswerTurn(completion), *cancelled) if was_waited else cancelled
 
     def take_report(self, record: ReportedEngine, *, heard_s: float, at: Moment) -> Effects:
         """Take a heartbeat: a new epoch has lost what the old one had, and held turns may go."""
