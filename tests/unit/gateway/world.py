@@ -256,12 +256,15 @@ async def running(
     *,
     lanes: int = 1,
     memory_bytes_max: int = 1_000_000_000,
+    drain_s: float = 1.0,
     telemetry: Telemetry | None = None,
 ) -> AsyncIterator[tuple[World, list[ScriptedLane]]]:
     """A world with a gateway and scripted lanes."""
     world = World(open_log, configuration)
     world.telemetry = telemetry or world.telemetry
-    world.settings = msgspec.structs.replace(world.settings, memory_bytes_max=memory_bytes_max)
+    world.settings = msgspec.structs.replace(
+        world.settings, memory_bytes_max=memory_bytes_max, drain_s=drain_s
+    )
     await world.log.create_topics(partitions_of(configuration))
     async with asyncio.TaskGroup() as tasks:
         started = [

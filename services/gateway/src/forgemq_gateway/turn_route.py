@@ -261,10 +261,11 @@ class TurnRoute:
         finally:
             client.leaving.cancel()
             episode.clients -= 1
-            await self._source.leave(episode, awaited)
             episode.renew(self._clock.now_s())
             if not episode.clients:
                 self._changed.notify(episode.opened.group_id)
+            # Last: it writes to the log, which may take long or fail, and nobody waits for that.
+            await self._source.leave(episode, awaited)
 
     async def _answer(self, client: Client, episode: HeldEpisode, awaited: Awaited) -> None:
         try:

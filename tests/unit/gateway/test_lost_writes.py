@@ -1,0 +1,52 @@
+"""A record that the log does not take costs its own request, and nobody else."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from forgemq_bus.log import Emit
+from forgemq_bus.memory import MemoryLog
+from forgemq_contracts import topics
+from tests.unit.gateway.hindered_log import Hinder, HinderedLog
+from tests.unit.gateway.scripted_lane import Asked, wall_ms
+from tests.unit.gateway.world import configuration_of, running
+
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+
+
+def hindered(hinder: Hinder) -> Callable[[], Any]:
+    store = MemoryLog(run="r", clock_ms=wall_ms)
+    return lambda: HinderedLog(store.open(), hinder)
+
+
+async def test_a_finish_does_not_wait_for_the_cancellation_of_what_its_agent_left(
+    model: Path,
+) -> None:
+    released = asyncio.Event()
+
+    async def hold(emit: Emit) -> None:
+        if emit.topic == topics.CANCELLED_COMPLETIONS.name:
+            await released.wait()
+
+    async def never(_: Asked) -> str:
+        await asyncio.sleep(60)
+        return ""
+
+    drain_s, loop = 100.0, asyncio.get_running_loop()
+    configuration = configuration_of(model)
+    async with running(hindered(hold), configuration, never, drain_s=drain_s) as (world, (lane,)):
+        claim = await world.episode()
+        asking = world.client(claim).chat.completions.create(model="m", messages=HELLO)
+        leaving = asyncio.create_task(asking)
+        await lane.has_seen(1)
+        began_s = loop.time()
+        path = f"/v1/episodes/{claim['episode_id']}/finish"
+        finishing = asyncio.create_task(world.admin("POST", path, {"result": 1}))
+        await asyncio.sleep(0.1)
+        leaving.cancel()
+        finished = await finishing
+        took_s = loop.time() - began_s
+        released.set()
+    assert finished.status_code == 200
+    assert took_s < drain_s / 2
