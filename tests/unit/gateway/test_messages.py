@@ -222,6 +222,7 @@ async def test_a_coding_agents_body_is_taken_and_its_nonce_is_no_part_of_the_pro
     assert "you code\nbriefly" in text
     assert "be quick" in text
     assert "web_search" not in text
+    assert first.headers["x-forgemq-unused"] == "thinking"
 
 
 async def test_the_same_request_without_stream_is_no_second_sample(model: Path) -> None:

@@ -235,6 +235,7 @@ async def test_a_coding_agents_body_is_taken_with_its_odd_tools(model: Path) -> 
         answer = await agent.post(body)
         text = next(asked for lane in agent.lanes for asked in lane.seen).text
     assert answer.status_code == 200
+    assert answer.headers["x-forgemq-unused"] == "reasoning"
     assert answer.json()["output"][0]["content"][0]["text"] == "yes"
     assert '"name": "find"' in text
     assert "web_search" not in text

@@ -131,6 +131,7 @@ _UNUSED = (
     "frequency_penalty",
     "presence_penalty",
     "repetition_penalty",
+    "reasoning_effort",
 )
 _FORM_LIMITS = dict.fromkeys(FORM_FIELDS, FORM_BYTES_MAX)
 _DELIVERY_FIELDS = frozenset({"messages", "stream", "stream_options"})

@@ -121,7 +121,7 @@ _SAMPLING_FIELDS = (
     "tool_choice",
 )
 # What the episode decides in the client's place: the answer names them in a header.
-_UNUSED = ("temperature", "top_p", "top_k")
+_UNUSED = ("temperature", "top_p", "top_k", "thinking")
 _FORM_LIMITS = dict.fromkeys(("output_config", "output_format"), FORM_BYTES_MAX)
 _DELIVERY_FIELDS = frozenset({"messages", "system", "stream"})
 

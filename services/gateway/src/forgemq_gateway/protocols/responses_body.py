@@ -111,7 +111,7 @@ _SAMPLING_FIELDS = (
     "store",
 )
 # What the episode decides in the client's place: the answer names them in a header.
-_UNUSED = ("temperature", "top_p", "top_logprobs")
+_UNUSED = ("temperature", "top_p", "top_logprobs", "reasoning")
 _DELIVERY_FIELDS = frozenset({"input", "instructions", "previous_response_id", "stream"})
 
 _MEDIA = frozenset({"input_image", "input_file", "input_audio"})
