@@ -5,8 +5,7 @@
 The program sees, and `{name}` in its arguments is replaced by:
 
     OPENAI_BASE_URL, OPENAI_API_KEY         base_url, key
-    ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY   the gateway too, which refuses Anthropic's protocol by
-                                            name, so that no model but the policy is asked
+    ANTHROPIC_BASE_URL, ANTHROPIC_API_KEY   the same for clients of Anthropic's messages
     FORGEMQ_TASK_FILE                       task_file: the task, JSON
     FORGEMQ_RESULT_FILE                     result_file: where it may write its result, JSON
 
