@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import resource
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -13,7 +14,13 @@ import uvicorn
 from forgemq_gateway.body_memory import BodyMemory
 from forgemq_gateway.connections import DeadlineConnection, SparseLog
 from forgemq_gateway.core.errors import RefusedError
-from forgemq_gateway.http_server import ACCEPTED_AT_ONCE, DeepQueue, http_server, serve_http
+from forgemq_gateway.http_server import (
+    ACCEPTED_AT_ONCE,
+    DeepQueue,
+    allow_connections,
+    http_server,
+    serve_http,
+)
 from forgemq_gateway.wire import Receive, Scope, Send, read_body
 
 LINE = b"POST / HTTP/1.1\r\nhost: x\r\n"
@@ -177,6 +184,17 @@ def test_many_connections_wait_however_few_are_accepted_at_once() -> None:
         listener.listen(ACCEPTED_AT_ONCE)
         for client in connections_to(listener, count=10 * ACCEPTED_AT_ONCE):
             client.close()
+
+
+def test_a_gateway_may_have_as_many_connections_as_the_hard_limit_of_files() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowered = before[1] - 1 if before[1] < 1 << 30 else 4096
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowered, before[1]))
+    try:
+        allow_connections()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (before[1], before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def connections_to(listener: socket.socket, *, count: int) -> list[socket.socket]:

@@ -20,7 +20,12 @@ from forgemq_gateway.core.registry import Registry
 from forgemq_gateway.dispatcher import Dispatcher
 from forgemq_gateway.feed import CONSUMES, Feed
 from forgemq_gateway.handover import Handover
-from forgemq_gateway.http_server import bound_socket, http_server, serve_http
+from forgemq_gateway.http_server import (
+    allow_connections,
+    bound_socket,
+    http_server,
+    serve_http,
+)
 from forgemq_gateway.large_work import favour_event_loop
 from forgemq_gateway.memory_need import report_memory_shortage
 from forgemq_gateway.operations import Operations
@@ -43,6 +48,7 @@ __all__ = ["CONSUMES", "PRODUCES", "main", "serve"]
 async def main(context: Context) -> None:
     """Serve until the context says stop."""
     favour_event_loop()
+    allow_connections()
     settings = parse(GatewaySettings, prefix="FORGEMQ_GATEWAY_", environ=context.environ)
     await serve(
         configuration=context.configuration,

@@ -2,7 +2,9 @@
 
 import asyncio
 import logging
+import resource
 import socket
+from contextlib import suppress
 
 import uvicorn
 
@@ -67,6 +69,16 @@ def _inherited_socket(number: int) -> socket.socket:
         listener.close()
         raise SettingsError(f"FORGEMQ_GATEWAY_LISTENER_FD: {number} is no socket for TCP")
     return listener
+
+
+def allow_connections() -> None:
+    """Let this process have as many open files as it may: each connection is one.
+
+    Shells and supervisors give 1,024 for programs that use `select`, which the loop does not.
+    """
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with suppress(ValueError):  # macOS names no limit that it would accept.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def http_server(application: Application) -> uvicorn.Server:
