@@ -13,6 +13,7 @@ import pytest
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
 from forgemq_contracts.arrays import unpack_ids
+from forgemq_gateway.large_work import INLINE_SIZE_MAX
 from tests.unit.gateway.scripted_lane import Asked, contexts_of, wall_ms
 from tests.unit.gateway.world import configuration_of, plain_http, running
 
@@ -279,3 +280,27 @@ async def test_the_context_budget_clamps_the_answer_and_then_refuses(model: Path
             )
     assert caught.value.code == "context_length_exceeded"
     assert caught.value.param == "messages"
+
+
+async def test_an_answer_with_many_logprobs_has_one_for_each_token_whole_and_streamed(
+    model: Path,
+) -> None:
+    """More than are written in the event loop."""
+    said = "jumps over the lazy dog " * 60
+    async with running(log_store(), configuration_of(model), say(said)) as (world, _):
+        create = world.client(await world.episode()).chat.completions.create
+        whole = await create(model="m", messages=[{"role": "user", "content": "a"}], logprobs=True)
+        stream = await create(
+            model="m", messages=[{"role": "user", "content": "b"}], logprobs=True, stream=True
+        )
+        streamed = [
+            token
+            async for chunk in stream
+            if chunk.choices[0].logprobs is not None
+            for token in chunk.choices[0].logprobs.content or ()
+        ]
+    logprobs = whole.choices[0].logprobs
+    assert logprobs is not None
+    assert said.startswith("".join(token.token for token in logprobs.content or ()))
+    assert [token.token for token in streamed] == [t.token for t in logprobs.content or ()]
+    assert len(streamed) > INLINE_SIZE_MAX // 128

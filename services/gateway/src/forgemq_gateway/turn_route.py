@@ -24,7 +24,6 @@ from forgemq_gateway.core.conversation import Conversation
 from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.errors import CONTEXT_FULL_CODE, RefusedError, failed
 from forgemq_gateway.core.history import KnownCompletion
-from forgemq_gateway.core.replies import Answer
 from forgemq_gateway.core.requests import Request
 from forgemq_gateway.deliveries import Deliveries
 from forgemq_gateway.large_work import LargeWork
@@ -48,6 +47,9 @@ from forgemq_telemetry.traces import Headers, headers_from_http
 # The end of an answer is sent when all before it is on its way and its delivery is on the log: a
 # client that left in the meantime does not count as served. Small enough for any socket buffer.
 _LAST_WRITE_BYTES = 65_536
+
+# What an answer has for each token with its log-probability: 5 microseconds of work.
+_LOGPROB_BYTES = 128
 
 RecordDelivery: TypeAlias = Callable[[], Awaitable[None]]
 
@@ -275,13 +277,26 @@ class TurnRoute:
         except RefusedError as error:
             await self._refuse(client, error)
             return
-        answer = self._composer.answer(
-            completion, model=client.request.model, with_logprobs=client.request.wants_logprobs
-        )
+        data = await self._written(client, completion)
         record = partial(self._deliveries.record, episode, completion, has_left=client.leaving.done)
         write = _write_stream if client.request.is_stream else _write_whole
         with suppress(ClientGoneError):
-            await write(client, answer, record)
+            await write(client, data, record, request_id=completion.request_id)
+
+    async def _written(self, client: Client, completion: KnownCompletion) -> bytes:
+        """The answer in the client's protocol; one with many log-probabilities beside the loop."""
+        request, with_logprobs = client.request, client.request.wants_logprobs
+
+        def write() -> bytes:
+            answer = self._composer.answer(
+                completion, model=request.model, with_logprobs=with_logprobs
+            )
+            if request.is_stream:
+                return client.stream.finish(answer)
+            return orjson.dumps(client.protocol.whole(answer))
+
+        size = completion.output_tokens * _LOGPROB_BYTES if with_logprobs else 0
+        return await self._work.run(write, size=size)
 
     async def _wait(self, client: Client, awaited: Awaited) -> KnownCompletion:
         """Wait for the completion; meanwhile a stream gets keep-alives.
@@ -339,15 +354,18 @@ async def _open_stream(client: Client) -> None:
     await client.send({"type": "http.response.start", "status": 200, "headers": headers})
 
 
-async def _write_stream(client: Client, answer: Answer, record: RecordDelivery) -> None:
-    data = client.stream.finish(answer)
+async def _write_stream(
+    client: Client, data: bytes, record: RecordDelivery, *, request_id: str
+) -> None:
+    del request_id  # Its events have it.
     await _open_stream(client)
     await _write_body(client, data, record)
 
 
-async def _write_whole(client: Client, answer: Answer, record: RecordDelivery) -> None:
-    data = orjson.dumps(client.protocol.whole(answer))
-    headers = {"x-request-id": answer.request_id, **_unused(client.request)}
+async def _write_whole(
+    client: Client, data: bytes, record: RecordDelivery, *, request_id: str
+) -> None:
+    headers = {"x-request-id": request_id, **_unused(client.request)}
     await client.send(json_start(len(data), headers=headers))
     await _write_body(client, data, record)
 
