@@ -211,3 +211,18 @@ async def test_an_end_whose_answer_was_lost_is_the_episodes_end(model: Path, the
     assert scene.ends[0] == scene.ends[1]
     assert (scene.ends[0].status, scene.ends[0].result) == ("completed", b'{"said":1}')
     assert episode.state == "ended"
+
+
+async def test_an_end_that_the_log_does_not_take_is_written_by_a_later_tick(model: Path) -> None:
+    async with scene_of(model) as scene:
+        episode = scene.episode(0)
+        scene.clock.at_s[0] += 11.0
+
+        async def fail() -> None:
+            raise LogUnavailableError("no answer in time")
+
+        scene.before_end = fail
+        await scene.abandoned.lapse()
+        scene.before_end = None
+        await scene.abandoned.lapse()
+    assert [(end.episode_id, end.status) for end in scene.ends] == [(episode.episode_id, "failed")]

@@ -9,7 +9,7 @@ from forgemq_contracts.completions import FailureKind, TurnPart
 from forgemq_contracts.episodes import OpenedEpisode, Sampling
 from forgemq_contracts.lanes import KnownLane
 from forgemq_contracts.weights import ReportedEngine
-from forgemq_gateway.core.attempts import Attempts, LaneResult, Moment
+from forgemq_gateway.core.attempts import Attempts, Moment
 from forgemq_gateway.core.effects import (
     AnswerTurn,
     CancelAttempt,
@@ -20,6 +20,7 @@ from forgemq_gateway.core.effects import (
 )
 from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.errors import gone
+from forgemq_gateway.core.lane_results import LaneResult
 from forgemq_gateway.core.lanes import Lanes
 from forgemq_gateway.core.plans import Prepared
 from forgemq_gateway.core.turns import OpenTurn

@@ -5,6 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import openai
+import pytest
+
+from forgemq_bus.errors import LogUnavailableError
 from forgemq_bus.log import Emit
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
@@ -20,6 +24,11 @@ def hindered(hinder: Hinder) -> Callable[[], Any]:
     return lambda: HinderedLog(store.open(), hinder)
 
 
+async def never(_: Asked) -> str:
+    await asyncio.Event().wait()
+    return ""
+
+
 async def test_a_finish_does_not_wait_for_the_cancellation_of_what_its_agent_left(
     model: Path,
 ) -> None:
@@ -28,10 +37,6 @@ async def test_a_finish_does_not_wait_for_the_cancellation_of_what_its_agent_lef
     async def hold(emit: Emit) -> None:
         if emit.topic == topics.CANCELLED_COMPLETIONS.name:
             await released.wait()
-
-    async def never(_: Asked) -> str:
-        await asyncio.sleep(60)
-        return ""
 
     drain_s, loop = 100.0, asyncio.get_running_loop()
     configuration = configuration_of(model)
@@ -50,3 +55,36 @@ async def test_a_finish_does_not_wait_for_the_cancellation_of_what_its_agent_lef
         released.set()
     assert finished.status_code == 200
     assert took_s < drain_s / 2
+
+
+async def test_a_turn_that_the_log_does_not_take_is_503_and_its_repetition_is_answered(
+    model: Path,
+) -> None:
+    broken = {topics.REQUESTED_COMPLETIONS.name}
+
+    async def fail(emit: Emit) -> None:
+        if emit.topic in broken:
+            raise LogUnavailableError("no answer in time")
+
+    async with running(hindered(fail), configuration_of(model), lambda _: "yes") as (world, _):
+        client = world.client(await world.episode())
+        with pytest.raises(openai.InternalServerError) as refused:
+            await client.chat.completions.create(model="m", messages=HELLO)
+        broken.clear()
+        again = await client.chat.completions.create(model="m", messages=HELLO)
+        sent = await world.records(topics.REQUESTED_COMPLETIONS)
+    assert refused.value.status_code == 503
+    assert refused.value.response.headers["retry-after"] == "5"
+    assert again.choices[0].message.content == "yes"
+    assert [record.attempt for record in sent] == [1]
+
+
+async def test_a_group_that_the_log_does_not_take_is_503(model: Path) -> None:
+    async def fail(emit: Emit) -> None:
+        if emit.topic == topics.REQUESTED_GROUPS.name:
+            raise LogUnavailableError("no answer in time")
+
+    body = {"domain": "shop", "idempotency_key": "k", "task": {}}
+    async with running(hindered(fail), configuration_of(model), lambda _: "yes") as (world, _):
+        refused = await world.admin("POST", "/v1/groups", body)
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")

@@ -52,3 +52,7 @@ class LostBlobError(BlobError):
 
 class ClosedError(LogError):
     """A reader, writer or log was used after its `close`."""
+
+
+FINAL_ERRORS = (AccessError, FencedError, ClosedError)
+"""No later call can succeed, so the process must stop; any other error may be of one record."""

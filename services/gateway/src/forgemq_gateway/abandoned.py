@@ -1,7 +1,6 @@
 """Ends the episodes that no agent ends: their lease has lapsed, or their group is closed."""
 
-from contextlib import suppress
-
+from forgemq_bus.errors import FINAL_ERRORS, LogError
 from forgemq_gateway.context import GatewayContext
 from forgemq_gateway.core.episodes import Ending, HeldEpisode
 from forgemq_gateway.core.errors import RefusedError
@@ -55,5 +54,16 @@ class Abandoned:
         await self._fail(episode, group.closed)
 
     async def _fail(self, episode: HeldEpisode, detail: str) -> None:
-        with suppress(RefusedError):  # The group may retire meanwhile.
+        """End an episode, unless its group retires meanwhile; a later call tries again."""
+        try:
             await self._operations.end(episode, Ending(status="failed", detail=detail))
+        except RefusedError:
+            pass
+        except FINAL_ERRORS:
+            raise
+        except LogError as error:
+            self._telemetry.event(
+                "end_failed",
+                episode=episode.episode_id,
+                error=f"{type(error).__name__}: {error}",
+            )

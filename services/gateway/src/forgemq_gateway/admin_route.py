@@ -7,6 +7,7 @@ from typing import Annotated, ParamSpec, TypeVar
 import msgspec
 from fastapi import Depends, FastAPI, Request, Response
 
+from forgemq_bus.errors import LogUnavailableError
 from forgemq_contracts import admin_routes, openapi
 from forgemq_contracts.admin import (
     AbortRequest,
@@ -24,7 +25,7 @@ from forgemq_contracts.admin import (
 from forgemq_contracts.admin_routes import Route
 from forgemq_gateway.access import Access
 from forgemq_gateway.admin_input import body_of, query_of
-from forgemq_gateway.core.errors import RefusedError, unknown
+from forgemq_gateway.core.errors import RefusedError, busy, unknown
 from forgemq_gateway.operations import Operations
 from forgemq_gateway.wire import (
     Application,
@@ -156,6 +157,10 @@ def _add_refusals(app: FastAPI) -> None:
     @app.exception_handler(RefusedError)
     async def refused(_: Request, error: RefusedError) -> Response:
         return _refusal(error)
+
+    @app.exception_handler(LogUnavailableError)
+    async def unavailable(_: Request, __: Exception) -> Response:
+        return _refusal(busy("the log does not answer", status=503, retry_after_s=5))
 
     @app.exception_handler(404)
     async def no_path(request: Request, _: Exception) -> Response:

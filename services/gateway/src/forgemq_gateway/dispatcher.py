@@ -3,9 +3,11 @@
 import asyncio
 from collections.abc import Coroutine
 
+from forgemq_bus.errors import LogError
+from forgemq_contracts.completions import CancelledCompletion, RequestedCompletion
 from forgemq_contracts.weights import ReportedEngine
 from forgemq_gateway.context import GatewayContext
-from forgemq_gateway.core.attempts import Attempts, LaneResult
+from forgemq_gateway.core.attempts import Attempts
 from forgemq_gateway.core.effects import (
     AnswerTurn,
     CancelAttempt,
@@ -16,9 +18,10 @@ from forgemq_gateway.core.effects import (
     SendAttempt,
 )
 from forgemq_gateway.core.episodes import HeldEpisode
-from forgemq_gateway.core.errors import RefusedError, gone
+from forgemq_gateway.core.errors import RefusedError, busy, gone
 from forgemq_gateway.core.group import Group
 from forgemq_gateway.core.history import KnownCompletion
+from forgemq_gateway.core.lane_results import LaneResult
 from forgemq_gateway.core.plans import Prepared
 from forgemq_gateway.core.turns import OpenTurn
 from forgemq_telemetry.traces import Headers, completion_trace
@@ -127,10 +130,10 @@ class Dispatcher:
                     headers = self._traces.pop(record.request_id, trace)
                     if record.attempt:
                         self._telemetry.count("gateway.redispatched")
-                    writes.append(self._outbox.write(record, headers=headers))
+                    writes.append(self._send(record, headers))
                 case CancelAttempt(record):
                     self._telemetry.count("gateway.cancelled")
-                    writes.append(self._outbox.write(record))
+                    writes.append(self._cancel(record))
                 case AnswerTurn(completion):
                     self._take_future(completion.request_id).set_result(completion)
                 case FailTurn(request_id, error):
@@ -141,6 +144,25 @@ class Dispatcher:
                     self._telemetry.count("gateway.circuits_opened", lane=lane)
                     self._telemetry.event("circuit_opened", lane=lane, pause_s=pause_s, error=error)
         return writes
+
+    async def _send(self, record: RequestedCompletion, headers: Headers) -> None:
+        """Write an attempt; if that fails, its clients are refused and nobody else."""
+        error = await self._outbox.try_write(record, headers=headers)
+        if error is not None:
+            self._write_failed(record.request_id, error)
+            refusal = busy("the log takes no record at the moment", status=503, retry_after_s=5)
+            self._start(self.attempts.lose_attempt(record, refusal))
+
+    async def _cancel(self, record: CancelledCompletion) -> None:
+        """Write a cancellation; without it the lane works in vain up to the deadline."""
+        error = await self._outbox.try_write(record)
+        if error is not None:
+            self._write_failed(record.request_id, error)
+
+    def _write_failed(self, request_id: str, error: LogError) -> None:
+        self._telemetry.event(
+            "write_failed", request=request_id, error=f"{type(error).__name__}: {error}"
+        )
 
     def _take_future(self, request_id: str) -> Result:
         self._traces.pop(request_id, None)

@@ -2,6 +2,7 @@
 
 from msgspec import Struct
 
+from forgemq_bus.errors import FINAL_ERRORS, LogError
 from forgemq_bus.log import Headers, Record, Writer
 from forgemq_contracts import topics
 from forgemq_contracts.completions import (
@@ -45,6 +46,20 @@ class Outbox:
         topic = _TOPIC_OF[type(record)]
         output = Output(topic=topic.name, partition=self._partition(record), record=record)
         await self._writer.write(emit_of(output, headers=headers))
+
+    async def try_write(self, record: Struct, *, headers: Headers = ()) -> LogError | None:
+        """Write a record that one request needs; returns why it may not be on the log.
+
+        Raises:
+            LogError: one of `FINAL_ERRORS`.
+        """
+        try:
+            await self.write(record, headers=headers)
+        except FINAL_ERRORS:
+            raise
+        except LogError as error:
+            return error
+        return None
 
     async def write_dead_letter(self, record: Record, *, reason: str) -> bool:
         """Write a dead letter for a record that does not decode; False if another service does."""

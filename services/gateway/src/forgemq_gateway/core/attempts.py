@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
-from forgemq_contracts.completions import CancelledCompletion, FailureKind
+from forgemq_contracts.completions import CancelledCompletion, RequestedCompletion
 from forgemq_contracts.groups import AdmittedGroup
 from forgemq_contracts.lanes import KnownLane
 from forgemq_contracts.weights import ReportedEngine
@@ -34,6 +34,7 @@ from forgemq_gateway.core.errors import (
     failed,
 )
 from forgemq_gateway.core.history import KnownCompletion
+from forgemq_gateway.core.lane_results import LaneResult, is_engines_fault
 from forgemq_gateway.core.lanes import Lanes
 from forgemq_gateway.core.plans import Prepared
 from forgemq_gateway.core.turns import OpenTurn, cached_by_lane, requested
@@ -45,9 +46,6 @@ ENGINE_ERRORS_MAX = 3
 # Pause before another attempt at a request that an engine failed; doubled with each error.
 RETRY_PAUSE_S = 0.25
 
-# A lane that reports a deadline this much too early has a wrong clock, which is its own error.
-CLOCK_SLACK_MS = 2000
-
 # A lane ends a request at its deadline by itself, and its word may take a moment to arrive.
 DEADLINE_GRACE_MS = 2000
 
@@ -57,18 +55,6 @@ class Moment(NamedTuple):
 
     now_s: float
     wall_ms: int
-
-
-class LaneResult(Struct, frozen=True, kw_only=True):
-    """What a FinishedCompletion means: a completion, or an attempt that failed."""
-
-    episode: HeldEpisode
-    request_id: str
-    attempt: int
-    completion: KnownCompletion | None
-    failure: FailureKind = "engine"
-    error: str = ""
-    is_constraint_refused: bool = False
 
 
 class RestoredTurn(Struct, frozen=True, kw_only=True):
@@ -168,7 +154,7 @@ class Attempts:
         lane, epoch = turn.lane, turn.epoch
         self._leave_lane(turn)
         effects: Effects = ()
-        is_engines = _is_engines_fault(result, turn, at)
+        is_engines = is_engines_fault(result, turn, wall_ms=at.wall_ms)
         if is_engines:
             turn.failed_on = lane
             pause_s = self._lanes.circuits.note_error(lane, epoch, now_s=at.now_s)
@@ -191,6 +177,17 @@ class Attempts:
         turn.waiting, episode.is_context_full = 0, False
         was_waited = self._waited.remove(turn) is not None
         return (AnswerTurn(completion), *cancelled) if was_waited else cancelled
+
+    def lose_attempt(self, record: RequestedCompletion, error: RefusedError) -> Effects:
+        """Tell the clients that an attempt may not be on the log; a client's retry sends another.
+
+        If the log has it all the same, the first result of either attempt answers.
+        """
+        waited = self._waited.get(record.request_id)
+        if waited is None or waited.turn.lane < 0 or waited.turn.sent - 1 != record.attempt:
+            return ()
+        self._leave_lane(waited.turn)
+        return self._fail(waited.turn, error)
 
     def take_report(self, record: ReportedEngine, *, heard_s: float, at: Moment) -> Effects:
         """Take a heartbeat: a new epoch has lost what the old one had, and held turns may go."""
@@ -368,21 +365,6 @@ class Attempts:
             assert (turn.state == "held") == (turn.request_id in self._held)
             assert turn.engine_errors < ENGINE_ERRORS_MAX
         assert all(turn in self._waited for _, turn in self._held.values())
-
-
-def _is_engines_fault(result: LaneResult, turn: OpenTurn, at: Moment) -> bool:
-    """Whether the failure speaks of the lane rather than of the request."""
-    if result.is_constraint_refused:
-        return False
-    match result.failure:
-        case "context_overflow":
-            return False
-        case "context_missing":
-            return turn.needs_full_context  # It had the full context.
-        case "deadline":
-            return at.wall_ms < turn.deadline_ms - CLOCK_SLACK_MS
-        case _:
-            return True
 
 
 def _too_late() -> RefusedError:

@@ -23,7 +23,7 @@ from forgemq_contracts.episodes import FinishedEpisode, OpenedEpisode
 from forgemq_contracts.groups import AdmittedGroup, ClosedGroup, RequestedGroup, RetiredGroup
 from forgemq_contracts.steps import TrainedStep
 from forgemq_gateway.core.asked import may_be_referred_to, parses_tools
-from forgemq_gateway.core.attempts import LaneResult, RestoredTurn
+from forgemq_gateway.core.attempts import RestoredTurn
 from forgemq_gateway.core.digests import EMPTY_PATH
 from forgemq_gateway.core.episodes import GroupFacts, HeldEpisode
 from forgemq_gateway.core.group import Group
@@ -35,6 +35,7 @@ from forgemq_gateway.core.history import (
     KnownCompletion,
     tokens_of,
 )
+from forgemq_gateway.core.lane_results import LaneResult
 from forgemq_gateway.core.leases import Leases
 from forgemq_gateway.core.replies import Reply, cut_at
 from forgemq_gateway.core.turns import OpenTurn, restored

@@ -55,6 +55,10 @@ class WaitedTurns:
             ]
             heapq.heapify(self._deadlines)
 
+    def get(self, request_id: str) -> WaitedTurn | None:
+        """The turn of this request; None if no client waits for it."""
+        return self._turns.get(request_id)
+
     def remove(self, turn: OpenTurn) -> WaitedTurn | None:
         """Remove a turn and return it; None if it is not here."""
         waited = self._waited(turn)
