@@ -7,6 +7,8 @@ PACKAGES := contracts $(wildcard libs/*) $(wildcard services/*)
 STAMP := $(VENV)/.installed
 GROUPS := build lint demo test
 FAST := not integration and not slow and not gpu
+# Every test in these folders has one of those markers, and loading them takes seconds.
+NOT_FAST := --ignore=tests/gpu --ignore=tests/integration
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help setup demo test test-fast storm lint contracts load lock clean
@@ -24,11 +26,11 @@ demo: $(STAMP)  ## Run the demo: real Kafka, real SGLang, agents, training; RESU
 	@$(BIN)/forgemq run deploy/demo/run.toml $(if $(RESUME),--resume $(RESUME)) $(ARGS)
 
 test: $(STAMP)  ## Run every test, on the real broker and the real engine
-	@$(BIN)/python -m pytest -q -n 2 -m "$(FAST)" $(ARGS)
+	@$(BIN)/python -m pytest -q -n 2 -m "$(FAST)" $(NOT_FAST) $(ARGS)
 	@$(BIN)/python -m pytest -q -m "not ($(FAST))" --durations=15 $(ARGS)
 
 test-fast: $(STAMP)  ## Run the tests that need neither broker nor engine
-	@$(BIN)/python -m pytest -q -n 2 -m "$(FAST)" $(ARGS)
+	@$(BIN)/python -m pytest -q -n 2 -m "$(FAST)" $(NOT_FAST) $(ARGS)
 
 storm: $(STAMP)  ## Simulate SEEDS=n schedules of each case; CASE=<name> FIRST=<seed> choose some
 	@$(BIN)/python -m tests.simulation.storm --seeds $(or $(SEEDS),100) --first $(or $(FIRST),0) \

@@ -4,7 +4,7 @@ import ast
 import re
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
@@ -55,9 +55,6 @@ def declared(folder: Path) -> set[str]:
     return {normal(name) for name in [*table["dependencies"], *(n for e in extras for n in e)]}
 
 
-DISTRIBUTIONS = packages_distributions()
-
-
 def modules(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -66,12 +63,18 @@ def modules(path: Path) -> Iterator[str]:
             yield node.module
 
 
+@cache
+def distributions() -> Mapping[str, list[str]]:
+    """Who brings each importable name. Reading all installed metadata costs half a second."""
+    return packages_distributions()
+
+
 def distribution(module: str) -> str | None:
     """Who brings this module; None if Python does, or a folder of the repository."""
     top = module.partition(".")[0]
     if top == "opentelemetry":
         return next(name for start, name in OPENTELEMETRY.items() if module.startswith(start))
-    found = DISTRIBUTIONS.get(top, [])
+    found = distributions().get(top, [])
     return None if top in sys.stdlib_module_names or not found else normal(found[0])
 
 

@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import msgspec
@@ -126,6 +127,7 @@ def test_every_file_that_is_named_is_in_the_tree(path: Path):
     assert lost == []
 
 
+@cache
 def definitions(path: Path) -> set[str]:
     """Functions and classes of a module by their names, methods as `Class.method`."""
     found: set[str] = set()

@@ -4,6 +4,7 @@ import ast
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -102,17 +103,20 @@ def parents(node: ast.ClassDef) -> list[str]:
     return [last_name(parent) for parent in node.bases]
 
 
-OUR_PARENTS = {
-    node.name: parents(node)
-    for path in SHIPPED
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-    if isinstance(node, ast.ClassDef)
-}
+@cache
+def our_parents() -> dict[str, list[str]]:
+    """The parents of every class that is shipped, by its name."""
+    return {
+        node.name: parents(node)
+        for path in SHIPPED
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    }
 
 
 def is_data_or_type(name: str) -> bool:
     """Whether only structs, protocols or exceptions are above this class."""
-    above = OUR_PARENTS.get(name, [])
+    above = our_parents().get(name, [])
     return bool(above) and all(
         parent in PURE_DATA_OR_TYPES
         or parent.endswith(("Error", "Exception"))
@@ -163,7 +167,7 @@ def broken_house_rules(path: Path) -> list[str]:
             problems += [
                 f"class {node.name} inherits behaviour from our own {parent}"
                 for parent in parents(node)
-                if OUR_PARENTS.get(parent) and not is_data_or_type(node.name)
+                if our_parents().get(parent) and not is_data_or_type(node.name)
             ]
     return problems
 
@@ -311,6 +315,27 @@ def test_every_service_has_the_same_anatomy(folder: Path):
     main = (package / "__main__.py").read_text(encoding="utf-8")
     assert main.count("\n") <= MAIN_LINES_MAX
     assert (folder / "README.md").exists()
+
+
+def fast_tests_by_mistake(path: Path) -> list[str]:
+    """Tests without a marker that keeps them out of the fast suite."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    whole = [n for n in tree.body if isinstance(n, ast.Assign) and names_a_marker(n)]
+    tests = [node for node in functions(tree) if node.name.startswith("test_")]
+    lost = [test.name for test in tests if not any(map(names_a_marker, test.decorator_list))]
+    return [] if whole else lost
+
+
+def names_a_marker(node: ast.AST) -> bool:
+    text = ast.unparse(node)
+    return any(f"pytest.mark.{marker}" in text for marker in ("integration", "slow", "gpu"))
+
+
+def test_folders_that_the_fast_suite_does_not_load_hold_none_of_its_tests():
+    skipped = re.findall(r"--ignore=(\S+)", (ROOT / "Makefile").read_text(encoding="utf-8"))
+    assert skipped == ["tests/gpu", "tests/integration"]
+    paths = [path for folder in skipped for path in sorted((ROOT / folder).rglob("test_*.py"))]
+    assert problems_by_file(paths, fast_tests_by_mistake) == {}
 
 
 def lines_that_wait(path: Path) -> list[str]:
