@@ -1,9 +1,10 @@
 """The broker of a test session: FORGEMQ_KAFKA, testcontainers, or the local broker from wheels."""
 
+import gc
 import itertools
 import os
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,21 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str:
     return f"broker of integration tests: {broker_kind()}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Leave the loaded modules and the tests out of garbage collections.
+
+    They live until the end: 800,000 objects, half a second for each full collection, and 2.7 s
+    for all the collections while they are loaded.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
