@@ -199,3 +199,13 @@ def test_paths_with_the_same_messages_in_another_order_differ() -> None:
     assert history.match([user("b"), user("a"), reply]) is None
     assert history.match([user("a"), user("b"), reply]) is not None
     assert EMPTY_PATH == b""
+
+
+def test_a_reply_counts_with_its_reasoning_and_its_calls() -> None:
+    sizes = []
+    for thinking, calls in (("", 0), ("a thought", 0), ("a thought", 2)):
+        history = History()
+        reply = completion_of(1, context=[1], output=[2], thinking=thinking, calls=calls)
+        add_first(history, reply, "a")
+        sizes.append(history.held.size_bytes)
+    assert [size - sizes[0] for size in sizes] == [0, 9, 9 + 2 * len("{}")]

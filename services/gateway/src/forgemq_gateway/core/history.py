@@ -190,7 +190,7 @@ class History:
             + len(completion.output)
             + len(completion.logprobs)
             + len(completion.messages)
-            + len(completion.reply.text)
+            + completion.reply.characters
             + _OBJECT_BYTES
         )
 
@@ -227,12 +227,11 @@ class History:
         level, prefix = self._roots, 0
         while level:
             ahead: KnownCompletion | None = None
+            rest = tokens[prefix * TOKEN_BYTES :]
             for node in level:
                 if node.shared_tokens != prefix:
                     continue
-                length = prefix + common_tokens(
-                    node.context + node.output, tokens[prefix * TOKEN_BYTES :]
-                )
+                length = prefix + common_tokens(node.context + node.output, rest)
                 if length > shared:
                     best, shared, ahead = node, length, node
             if ahead is None:

@@ -32,6 +32,13 @@ class Reply(Struct, frozen=True, kw_only=True):
         return "".join(part.text for part in self.parts if isinstance(part, Thinking))
 
     @property
+    def characters(self) -> int:
+        """Length of its text, its reasoning and its calls' arguments."""
+        return sum(
+            len(part.arguments if isinstance(part, Call) else part.text) for part in self.parts
+        )
+
+    @property
     def calls(self) -> tuple[Call, ...]:
         """The tool calls."""
         return tuple(part for part in self.parts if isinstance(part, Call))
