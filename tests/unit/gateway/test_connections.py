@@ -7,13 +7,18 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
+import openai
 import pytest
 import uvicorn
 
+from forgemq_bus.memory import MemoryLog
 from forgemq_gateway.body_memory import BodyMemory
 from forgemq_gateway.connections import DeadlineConnection, SparseLog
 from forgemq_gateway.core.errors import RefusedError
+from forgemq_gateway.core.held_bytes import HeldBytes
 from forgemq_gateway.http_server import (
     ACCEPTED_AT_ONCE,
     DeepQueue,
@@ -22,6 +27,8 @@ from forgemq_gateway.http_server import (
     serve_http,
 )
 from forgemq_gateway.wire import Receive, Scope, Send, read_body
+from tests.unit.gateway.scripted_lane import wall_ms
+from tests.unit.gateway.world import configuration_of, running
 
 LINE = b"POST / HTTP/1.1\r\nhost: x\r\n"
 LONG_BYTES = 1 << 25  # More than the buffers of any socket.
@@ -75,8 +82,15 @@ async def connected() -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.Strea
 
 @pytest.mark.parametrize(
     "sent",
-    [b"", b"POST / HT", LINE, WHOLE + LINE, LINE + b"content-length: 9\r\n\r\nhalf"],
-    ids=["nothing", "half a line", "half the headers", "after a whole one", "half the body"],
+    [b"", b"\r\n", b"POST / HT", LINE, WHOLE + LINE, LINE + b"content-length: 9\r\n\r\nhalf"],
+    ids=[
+        "nothing",
+        "an empty line",
+        "half a line",
+        "half the headers",
+        "after a whole one",
+        "half the body",
+    ],
 )
 async def test_a_request_that_is_not_complete_in_time_is_closed_with_408(sent: bytes) -> None:
     async with connected() as (reader, writer):
@@ -123,7 +137,8 @@ async def test_headers_without_end_are_refused_by_their_size() -> None:
 
 
 def test_the_gateways_server_has_these_connections_and_logs_sparsely() -> None:
-    assert http_server(application).config.http is DeadlineConnection
+    http: Any = http_server(application, half_sent=HeldBytes()).config.http
+    assert issubclass(http, DeadlineConnection)
     assert any(isinstance(each, SparseLog) for each in logging.getLogger("uvicorn.error").filters)
 
 
@@ -142,7 +157,7 @@ def test_one_text_is_logged_once_a_minute_and_errors_always() -> None:
 
 
 def test_bodies_count_beside_the_histories_until_they_are_answered() -> None:
-    memory = BodyMemory(bytes_max=100, histories_bytes=lambda: 40)
+    memory = BodyMemory(bytes_max=100, other_bytes=lambda: 40)
     with memory.body() as first:
         first.grow(50)
         with memory.body() as second:
@@ -154,6 +169,55 @@ def test_bodies_count_beside_the_histories_until_they_are_answered() -> None:
     assert memory.held_bytes == 0
 
 
+async def test_headers_count_until_they_are_whole_or_their_connection_is_gone() -> None:
+    held, half = ShortDeadlines.half_sent, LINE + b"x: " + b"y" * 5000
+    async with connected() as (reader, writer):
+        writer.write(half)
+        await asyncio.sleep(0.05)
+        counted = held.total
+        writer.write(b"\r\ncontent-length: 2\r\n\r\nok")
+        await reader.readuntil(b"ok")
+        assert held.total == 0
+        writer.write(half)
+        await asyncio.sleep(0.05)
+        assert held.total == counted
+        await reader.read()
+    assert len(half) <= counted <= len(half) + 1000
+    assert held.total == 0
+
+
+async def test_many_short_headers_without_end_are_refused_for_the_objects_they_become() -> None:
+    async with connected() as (reader, writer):
+        writer.write(LINE + b"a:b\r\n" * 600)
+        assert (await asyncio.wait_for(reader.read(), 5)).startswith(b"HTTP/1.1 400")
+
+
+async def test_half_sent_headers_refuse_chat_and_neither_health_nor_the_end_of_an_episode(
+    model: Path,
+) -> None:
+    log = MemoryLog(run="r", clock_ms=wall_ms)
+    configuration = configuration_of(model)
+    async with running(log.open, configuration, lambda _: "yes", memory_bytes_max=40_000) as (
+        world,
+        _,
+    ):
+        claim = await world.episode()
+        port = int(world.base_url.rpartition(":")[2])
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(LINE + b"x: " + b"y" * 50_000)
+        await asyncio.sleep(0.1)
+        with pytest.raises(openai.InternalServerError) as refused:
+            await world.client(claim).chat.completions.create(
+                model="m", messages=[{"role": "user", "content": "a"}]
+            )
+        health = await world.admin("GET", "/health")
+        path = f"/v1/episodes/{claim['episode_id']}/finish"
+        finished = await world.admin("POST", path, {"result": 1})
+        writer.close()
+    assert refused.value.status_code == 503
+    assert (health.status_code, finished.status_code) == (200, 200)
+
+
 async def test_headers_without_end_behind_a_body_are_refused_by_their_size() -> None:
     async with connected() as (reader, writer):
         writer.write(LINE + b"transfer-encoding: chunked\r\n\r\n2\r\nok\r\n0\r\n")
@@ -163,7 +227,7 @@ async def test_headers_without_end_behind_a_body_are_refused_by_their_size() -> 
 
 
 async def test_many_connections_are_accepted_a_few_at_a_time() -> None:
-    server = http_server(application)
+    server = http_server(application, half_sent=HeldBytes())
     listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
     clients = connections_to(listener, count=10 * ACCEPTED_AT_ONCE)
     serving = asyncio.create_task(serve_http(server, listener))

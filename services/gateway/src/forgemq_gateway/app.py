@@ -9,11 +9,13 @@ from forgemq_bus.log import Log
 from forgemq_contracts.run import RunConfiguration
 from forgemq_gateway.access import Access
 from forgemq_gateway.admin_route import admin_app
+from forgemq_gateway.body_memory import BodyMemory
 from forgemq_gateway.change_signal import ChangeSignal
 from forgemq_gateway.clock import Clock
 from forgemq_gateway.composer import Composer
 from forgemq_gateway.context import GatewayContext
 from forgemq_gateway.core.attempts import Attempts
+from forgemq_gateway.core.held_bytes import HeldBytes
 from forgemq_gateway.core.keys import KeyMint
 from forgemq_gateway.core.lanes import Lanes
 from forgemq_gateway.core.registry import Registry
@@ -102,6 +104,7 @@ class GatewayServer:
         configuration, settings = context.configuration, context.settings
         self._context = context
         self._ready = asyncio.Event()
+        self._half_sent = HeldBytes()
         mint = KeyMint(settings.admin_key, run=configuration.run)
         access = Access(admin_key=settings.admin_key, mint=mint, registry=context.registry)
         composer = Composer(rendering, context_tokens_max=configuration.model.context_tokens_max)
@@ -115,7 +118,10 @@ class GatewayServer:
             TurnSource(composer, dispatcher=self._dispatcher, context=context),
             access=access,
             composer=composer,
-            operations=self._operations,
+            memory=BodyMemory(
+                bytes_max=settings.memory_bytes_max,
+                other_bytes=lambda: self._operations.held_bytes + self._half_sent.total,
+            ),
             context=context,
         )
         self._router = Router(
@@ -134,7 +140,7 @@ class GatewayServer:
         bound_url = "http://{}:{}".format(*listener.getsockname()[:2])
         operations.public_url = self._context.settings.public_url or bound_url
         tasks = self._context.tasks
-        server = http_server(self._router)
+        server = http_server(self._router, half_sent=self._half_sent)
         tasks.create_task(self._end(server, stop))
         serving = tasks.create_task(serve_http(server, listener))
         await self._feed.restore(url=operations.public_url)

@@ -7,18 +7,18 @@ from forgemq_gateway.core.errors import RefusedError, busy
 
 
 class BodyMemory:
-    """What all open bodies take, beside the histories of open groups, within one limit.
+    """What all open bodies take, beside histories and half-sent headers, within one limit.
 
     Example: `with memory.body() as body:`, then `body.grow(len(part))` for each part.
 
     Args:
-        bytes_max: Of both together; at more, the next bytes are refused.
-        histories_bytes: What the histories take now.
+        bytes_max: Of all together; at more, the next bytes are refused.
+        other_bytes: What the others take now.
     """
 
-    def __init__(self, *, bytes_max: int, histories_bytes: Callable[[], int]) -> None:
+    def __init__(self, *, bytes_max: int, other_bytes: Callable[[], int]) -> None:
         self._bytes_max = bytes_max
-        self._histories_bytes = histories_bytes
+        self._other_bytes = other_bytes
         self.held_bytes = 0
 
     @contextmanager
@@ -36,7 +36,7 @@ class BodyMemory:
         Raises:
             RefusedError: 503, there is none.
         """
-        if self.held_bytes + self._histories_bytes() > self._bytes_max:
+        if self.held_bytes + self._other_bytes() > self._bytes_max:
             raise _full()
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from forgemq_gateway.core.held_bytes import HeldBytes, HeldPart
+
 # Headers are one or two packets; a client that needs longer is gone or means harm.
 HEADERS_S = 20.0
 
@@ -23,6 +25,9 @@ WRITE_S = 60.0
 # Agents' headers have a few hundred bytes. The parser itself has no limit.
 _HEADER_BYTES_MAX = 65_536
 
+# What Python's objects of one header take beside its bytes: a tuple and two byte strings.
+_HEADER_OBJECT_BYTES = 128
+
 _LOGGED_EVERY_S = 60.0
 
 
@@ -32,7 +37,12 @@ class DeadlineConnection(HttpToolsProtocol):
     Lifecycle of a request: its headers arrive (`headers_s`), then its body (`body_s`), then it is
     complete, and the time until the next one is the server's `timeout_keep_alive`. A request behind
     one that is still being answered waits for it, so its time begins again.
+
+    Attributes:
+        half_sent: Bytes of headers without an end, of all connections.
     """
+
+    half_sent = HeldBytes()
 
     headers_s = HEADERS_S
     body_s = BODY_S
@@ -45,6 +55,7 @@ class DeadlineConnection(HttpToolsProtocol):
         self._seconds = self.headers_s
         self._header_bytes = 0
         self._has_request = False
+        self._held = HeldPart(self.half_sent)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for the first request's headers."""
@@ -55,6 +66,7 @@ class DeadlineConnection(HttpToolsProtocol):
         """Forget the deadlines."""
         self._complete()
         self._end_write()
+        self._held.release()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
@@ -75,7 +87,17 @@ class DeadlineConnection(HttpToolsProtocol):
         if self._seconds == self.headers_s:
             self._header_bytes += len(data)
         super().data_received(data)
-        if self._header_bytes > _HEADER_BYTES_MAX and not self.transport.is_closing():
+        if self._header_bytes or self._held.size_bytes:
+            self._count_half_sent()
+
+    def _count_half_sent(self) -> None:
+        """Count headers that did not come whole; those that did, as nearly all, cost nothing."""
+        size = self._header_bytes
+        if size and self._seconds == self.headers_s:
+            # There is no list before the first line.
+            size += _HEADER_OBJECT_BYTES * len(self.headers or ())
+        self._held.grow(size - self._held.size_bytes)
+        if size > _HEADER_BYTES_MAX and not self.transport.is_closing():
             self.send_400_response("The headers are too long.")
 
     def on_message_begin(self) -> None:

@@ -9,6 +9,7 @@ from contextlib import suppress
 import uvicorn
 
 from forgemq_gateway.connections import DeadlineConnection, SparseLog
+from forgemq_gateway.core.held_bytes import HeldBytes
 from forgemq_gateway.settings import GatewaySettings
 from forgemq_gateway.wire import Application
 from forgemq_settings.environment import SettingsError
@@ -81,15 +82,20 @@ def allow_connections() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def http_server(application: Application) -> uvicorn.Server:
-    """A server of this application; `should_exit` ends it."""
+def http_server(application: Application, *, half_sent: HeldBytes) -> uvicorn.Server:
+    """A server of this application; `should_exit` ends it.
+
+    Args:
+        application: Serves the requests that are complete.
+        half_sent: Counts headers without an end.
+    """
     log = logging.getLogger("uvicorn.error")
     if not any(isinstance(each, SparseLog) for each in log.filters):
         log.addFilter(SparseLog())
     return uvicorn.Server(
         uvicorn.Config(
             application,
-            http=DeadlineConnection,
+            http=type("CountedConnection", (DeadlineConnection,), {"half_sent": half_sent}),
             ws="none",
             lifespan="off",
             log_config=None,

@@ -27,7 +27,6 @@ from forgemq_gateway.core.history import KnownCompletion
 from forgemq_gateway.core.requests import Request
 from forgemq_gateway.deliveries import Deliveries
 from forgemq_gateway.large_work import LargeWork
-from forgemq_gateway.operations import Operations
 from forgemq_gateway.settings import body_bytes_max
 from forgemq_gateway.turn_source import Awaited, TurnSource
 from forgemq_gateway.wire import (
@@ -82,23 +81,19 @@ class TurnRoute:
         *,
         access: Access,
         composer: Composer,
-        operations: Operations,
+        memory: BodyMemory,
         context: GatewayContext,
     ) -> None:
         self._source = source
         self._access = access
         self._composer = composer
-        self._operations = operations
         self._work = LargeWork("read")
         self._settings = context.settings
         self._deliveries = Deliveries(context.outbox, clock=context.clock)
         self._body_bytes_max = body_bytes_max(
             context.settings, context_tokens_max=context.configuration.model.context_tokens_max
         )
-        self._memory = BodyMemory(
-            bytes_max=context.settings.memory_bytes_max,
-            histories_bytes=lambda: operations.held_bytes,
-        )
+        self._memory = memory
         self._tasks = context.tasks
         self._clock = context.clock
         self._changed = context.changed
