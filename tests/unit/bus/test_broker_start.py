@@ -1,4 +1,4 @@
-"""A start that is abandoned ends at once."""
+"""Starts that fail before a broker runs."""
 
 import time
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from forgemq_bus.broker import BrokerError, LocalBroker
+from forgemq_bus.broker.jars import KAFKA_VERSION, lock_digest, locked_jars
 
 
 def test_a_first_start_is_given_up_while_it_fetches_the_jars(tmp_path: Path) -> None:
@@ -22,4 +23,15 @@ def test_a_first_start_is_given_up_while_it_fetches_the_jars(tmp_path: Path) -> 
     assert time.monotonic() - started_s < 5
     assert [line.split(" (")[0] for line in lines] == ["fetching Apache Kafka 4.2.0"]
     assert list((tmp_path / "cache").iterdir()) == []
+    assert not broker.is_running()
+
+
+def test_a_format_that_takes_too_long_is_an_error_of_the_broker(tmp_path: Path) -> None:
+    jars = tmp_path / "cache" / f"kafka-{KAFKA_VERSION}-{lock_digest()}"
+    jars.mkdir(parents=True)
+    for name in locked_jars():
+        (jars / name).touch()
+    broker = LocalBroker(tmp_path / "kafka", cache=tmp_path / "cache", start_timeout_s=0.0)
+    with pytest.raises(BrokerError, match=r"formatting the broker's data took over 0 s: .*\.log"):
+        broker.start()
     assert not broker.is_running()

@@ -73,6 +73,7 @@ class LocalBroker:
         cache: Path | None = None,
         progress: Progress | None = None,
         options: Mapping[str, str] = MappingProxyType({}),
+        start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
         """A broker that keeps everything below `folder`.
 
@@ -82,7 +83,10 @@ class LocalBroker:
             progress: Called with one line before something slow.
             options: Properties of Kafka's server that replace those of `server.properties`, e.g.
                 a listener; `folder_ports` gives its broker and controller port beforehand.
+            start_timeout_s: Bounds each of the two programs of a start: the one that formats a new
+                folder, and the broker until it accepts clients.
         """
+        self._start_timeout_s = start_timeout_s
         self._options = options
         self._folder = folder.absolute()
         self._cache = cache or Path.home() / ".cache" / "forgemq"
@@ -165,15 +169,21 @@ class LocalBroker:
         command = [*java, "kafka.tools.StorageTool", "format", "--standalone", "-t", cluster]
         command += ["-c", "server.properties", "--ignore-formatted"]
         with self.log_file.open("ab") as log:
-            done = subprocess.run(
-                command,
-                cwd=self._folder,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                timeout=START_TIMEOUT_S,
-                check=False,
-            )
+            try:
+                done = subprocess.run(
+                    command,
+                    cwd=self._folder,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    timeout=self._start_timeout_s,
+                    check=False,
+                )
+            except subprocess.TimeoutExpired as error:
+                raise BrokerError(
+                    f"formatting the broker's data took over {self._start_timeout_s:g} s: "
+                    f"{self._last_lines()}"
+                ) from error
         if done.returncode != 0:
             raise BrokerError(f"cannot format the broker's data: {self._last_lines()}")
 
@@ -191,7 +201,7 @@ class LocalBroker:
 
     def _wait_until_up(self, port: int) -> None:
         assert self._process is not None
-        deadline = time.monotonic() + START_TIMEOUT_S
+        deadline = time.monotonic() + self._start_timeout_s
         while not _accepts(port):
             code = self._process.poll()
             if code is not None:
@@ -200,7 +210,7 @@ class LocalBroker:
             if time.monotonic() > deadline:
                 self.kill()
                 raise BrokerError(
-                    f"Kafka took over {START_TIMEOUT_S:.0f} s to start: {self._last_lines()}"
+                    f"Kafka took over {self._start_timeout_s:g} s to start: {self._last_lines()}"
                 )
             if self._abandoned.wait(0.05):
                 self.stop()
