@@ -32,6 +32,7 @@ class Watched:
     is_assigning: bool = False
     read_while_assigning: int = 0
     member: Member | None = None
+    has_records: bool = True
 
     async def assigned(self, numbers: frozenset[int]) -> None:
         self.is_assigning = True
@@ -44,7 +45,11 @@ class Watched:
 
     async def join(self, log: Log, *, topics: tuple[str, ...] = ("a", "b")) -> Member:
         self.member = await log.member(
-            group="g", topics=topics, on_assigned=self.assigned, on_revoked=self.revoked
+            group="g",
+            topics=topics,
+            on_assigned=self.assigned,
+            on_revoked=self.revoked,
+            has_records=self.has_records,
         )
         return self.member
 
@@ -178,6 +183,28 @@ async def test_a_paused_partition_stays_paused_and_others_are_read(
         assert {record.partition for record in watched.records} == {1}
         member.resume([Place("a", 0)])
         await until(lambda: len(watched.records) == 10)
+
+
+async def test_a_member_without_records_only_owns_its_partitions(
+    log: Log, cluster: Cluster
+) -> None:
+    await (await log.writer()).write_all(emits("a", 10))
+    first, second = (Watched(has_records=False) for _ in range(2))
+    member = await first.join(log, topics=("a",))
+    assert member.assigned() == frozenset({0, 1})
+    began_s = time.monotonic()
+    assert await member.read(timeout_s=cluster.quiet_s, records_max=20) == []
+    assert time.monotonic() - began_s >= 0.9 * cluster.quiet_s
+    async with reading(first):
+        leaving = await second.join(cluster.process(), topics=("a",))
+        await until(lambda: len(member.assigned()) == 1)
+        assert {*member.assigned(), *leaving.assigned()} == {0, 1}
+        await leaving.close()
+        await until(lambda: len(member.assigned()) == 2)
+    assert first.records == []
+    everything = frozenset({0, 1})
+    assert first.callbacks[:2] == [("assigned", everything), ("revoked", everything)]
+    assert first.callbacks[-1] == ("assigned", everything)
 
 
 async def test_topics_with_different_counts_cannot_be_joined_together(log: Log) -> None:

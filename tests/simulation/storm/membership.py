@@ -114,6 +114,7 @@ class StormMember:
         self._topics = subscription.topics
         self._on_assigned = subscription.on_assigned
         self._on_revoked = subscription.on_revoked
+        self._has_records = subscription.has_records
         self._assigned: frozenset[int] = frozenset()
         self._told: frozenset[int] = frozenset()
         self._assignment = 0
@@ -166,8 +167,9 @@ class StormMember:
                 self._told = numbers
                 await self._on_assigned(numbers)
             self._assigned = numbers
-            places = [Place(topic, n) for topic in self._topics for n in sorted(numbers)]
-            self._reader.assign({place: self._start(place) for place in places})
+            if self._has_records:
+                places = [Place(topic, n) for topic in self._topics for n in sorted(numbers)]
+                self._reader.assign({place: self._start(place) for place in places})
             self._changed.set()
         except Exception as error:  # noqa: BLE001 - `read` raises it, as KafkaMember does
             self._fail(error)

@@ -149,6 +149,7 @@ class StormLog:
         topics: Sequence[str],
         on_assigned: AssignmentCallback,
         on_revoked: AssignmentCallback,
+        has_records: bool = True,
     ) -> StormMember:
         await self._process.reach("reader")
         subscription = Subscription(
@@ -156,6 +157,7 @@ class StormLog:
             topics=tuple(topics),
             on_assigned=on_assigned,
             on_revoked=on_revoked,
+            has_records=has_records,
         )
         reader = await self._log.reader({})
         member = StormMember(reader, subscription, process=self._process)

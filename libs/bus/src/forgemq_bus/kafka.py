@@ -105,6 +105,7 @@ class KafkaLog:
         topics: Sequence[str],
         on_assigned: AssignmentCallback,
         on_revoked: AssignmentCallback,
+        has_records: bool = True,
     ) -> KafkaMember:
         """Join a consumer group; returns after the first assignment and its callback."""
         self._check_open()
@@ -114,6 +115,7 @@ class KafkaLog:
             on_assigned=on_assigned,
             on_revoked=on_revoked,
             instance=self._instance,
+            has_records=has_records,
         )
         member = KafkaMember(subscription, topics=self._topics, kafka_run=self._kafka_run)
         await member.join()

@@ -65,6 +65,7 @@ class KafkaMember:
         self._on_assigned = subscription.on_assigned
         self._on_revoked = subscription.on_revoked
         self._instance = subscription.instance
+        self._has_records = subscription.has_records
         self._member_id = ""
         self._replaced_s: deque[float] = deque(maxlen=REPLACED_MAX)
         self._consumer: AIOKafkaConsumer | None = None
@@ -169,6 +170,7 @@ class KafkaMember:
             if numbers:
                 await self._on_assigned(numbers)
                 self._given = numbers
+            if numbers and self._has_records:
                 self._reader = await self._open_reader(numbers)
             self._assigned = numbers
         except BaseException as error:
@@ -228,7 +230,7 @@ class KafkaMember:
             await self._check_membership()
             reader = self._reader
             if reader is None:
-                await asyncio.sleep(min(left_s, 0.05))
+                await asyncio.sleep(min(left_s, 0.05) if self._has_records else left_s)
                 if left_s == 0:
                     return []
                 continue

@@ -23,10 +23,15 @@ from forgemq_bus.read_ahead import ReadAhead
 # A fetch that waits at the broker does not include a partition that is resumed or sought meanwhile:
 # such a partition waits this long at most. An arriving record ends the wait at once.
 FETCH_WAIT_MS_MAX = 250
+# The same for a reader that got nothing for a while and has no partition paused: it asks seldom.
+# Well below the time after which a request counts as unanswered (REQUEST_TIMEOUT_MS).
+FETCH_WAIT_QUIET_MS_MAX = 2_000
+QUIET_AFTER_S = 5.0
 # One fetch and one partition's part in it: bounds a reader's memory (see KafkaReader).
 FETCH_BYTES_MAX = 4 * 1024 * 1024
 PARTITION_FETCH_BYTES_MAX = 1024 * 1024
-# aiokafka's fetcher retries a dead broker without end and without an error: ask the broker itself.
+# aiokafka's fetcher retries a dead broker without end and without an error: if it answers no fetch
+# of a partition between two checks, this long apart, ask the broker itself.
 PROBE_AFTER_S = 10.0
 
 
@@ -71,7 +76,8 @@ class KafkaReader:
         self._ahead = ReadAhead(list(positions))
         self._paused: set[Place] = set()
         self._seeks = 0
-        self._heard_s = asyncio.get_running_loop().time()
+        self._heard_s = self._probed_s = asyncio.get_running_loop().time()
+        self._answers: dict[Place, int | None] = {}
         self.is_closed = False
         if positions:
             consumer.assign(list(self._places))
@@ -119,6 +125,7 @@ class KafkaReader:
         self._positions[place] = position
         self._ahead.clear(place)
         self._seeks += 1
+        self._heard_s = asyncio.get_running_loop().time()
 
     def pause(self, places: Sequence[Place]) -> None:
         """Return no records of these partitions until `resume`; keep their positions."""
@@ -158,16 +165,37 @@ class KafkaReader:
         state = self._consumer._subscription.subscription.assignment.state_value
         for place, partition in self._partitions.items():
             self._positions[place] = state(partition).position
-        await self._probe(has_heard=bool(batches))
-
-    async def _probe(self, *, has_heard: bool) -> None:
         now_s = asyncio.get_running_loop().time()
-        if not has_heard and now_s - self._heard_s > PROBE_AFTER_S:
+        if batches:
+            self._heard_s = self._probed_s = now_s
+        self._set_fetch_wait(now_s)
+        if now_s - self._probed_s > PROBE_AFTER_S:
+            self._probed_s = now_s
+            await self._probe()
+
+    def _set_fetch_wait(self, now_s: float) -> None:
+        """Let the next fetch wait longer at the broker if records have become rare."""
+        is_quiet = now_s - self._heard_s > QUIET_AFTER_S and not self._paused
+        wait_ms = FETCH_WAIT_QUIET_MS_MAX if is_quiet else FETCH_WAIT_MS_MAX
+        # aiokafka reads it before each fetch, and has no method to change it.
+        self._consumer._fetcher._fetch_max_wait_ms = wait_ms
+
+    async def _probe(self) -> None:
+        """Ask for a partition that had no answer to a fetch since the last call, if there is one.
+
+        Not for others: on the connection of the fetches the question waits for the fetch before it.
+        """
+        state = self._consumer._subscription.subscription.assignment.state_value
+        former = self._answers
+        self._answers = {
+            place: state(partition).timestamp
+            for place, partition in self._partitions.items()
+            if place not in self._paused
+        }
+        silent = (place for place, at in self._answers.items() if at == former.get(place))
+        if (place := next(silent, None)) is not None:
             async with bound_and_translate(self._kafka_run.connection, "read"):
-                await self._consumer.end_offsets([next(iter(self._places))])
-            has_heard = True
-        if has_heard:
-            self._heard_s = now_s
+                await self._consumer.end_offsets([self._partitions[place]])
 
     async def _out_of_range(self, error: kafka_errors.OffsetOutOfRangeError) -> OutOfRangeError:
         partition, position = next(iter(error.args[0].items()))

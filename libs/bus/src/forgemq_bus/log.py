@@ -156,6 +156,8 @@ class Subscription:
         instance: Which process of the group this is, also after a restart: the newest member of an
             instance gets the partitions of the one before it, and no other member notices. "": a
             process like any other.
+        has_records: Whether the member reads its partitions. If not, it only owns them: `read`
+            returns [] after its time, and nothing is fetched.
     """
 
     group: str
@@ -163,6 +165,7 @@ class Subscription:
     on_assigned: AssignmentCallback
     on_revoked: AssignmentCallback
     instance: str = ""
+    has_records: bool = True
 
 
 class LogReads(Protocol):
@@ -211,8 +214,9 @@ class Log(LogReads, Protocol):
         topics: Sequence[str],
         on_assigned: AssignmentCallback,
         on_revoked: AssignmentCallback,
+        has_records: bool = True,
     ) -> Member:
-        """Join a consumer group over co-partitioned topics."""
+        """Join a consumer group over co-partitioned topics; arguments: see `Subscription`."""
         ...
 
     async def writer(self) -> Writer:

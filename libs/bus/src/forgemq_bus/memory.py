@@ -189,6 +189,7 @@ class MemoryLog:
         topics: Sequence[str],
         on_assigned: AssignmentCallback,
         on_revoked: AssignmentCallback,
+        has_records: bool = True,
     ) -> MemoryMember:
         """Join a consumer group; returns after the first assignment."""
         self._check_open()
@@ -198,6 +199,7 @@ class MemoryLog:
             on_assigned=on_assigned,
             on_revoked=on_revoked,
             instance=self._instance,
+            has_records=has_records,
         )
         reader = MemoryReader(self._store, {}, run=self._run, values=fetch_from(self._blobs))
         member = MemoryMember(reader, subscription, groups=self._groups)

@@ -99,6 +99,7 @@ class MemoryMember:
         self._topics = subscription.topics
         self._on_assigned = subscription.on_assigned
         self._on_revoked = subscription.on_revoked
+        self._has_records = subscription.has_records
         self._groups = groups
         self._assigned: frozenset[int] = frozenset()
         self.is_closed = False
@@ -136,6 +137,8 @@ class MemoryMember:
         if numbers:
             await self._on_assigned(numbers)
         self._assigned = numbers
+        if not self._has_records:
+            return
         places = [Place(topic, number) for topic in self._topics for number in sorted(numbers)]
         self._reader.assign({place: self._start(place) for place in places})
 

@@ -111,9 +111,8 @@ class Transform:
                 topics=[self.journal.name],
                 on_assigned=tasks.start,
                 on_revoked=tasks.stop,
+                has_records=False,  # The tasks read the journal themselves.
             )
-            # Membership only: the tasks read the journal, also of partitions assigned later.
-            member.pause(partitions_of(self.journal, context.configuration))
             try:
                 while not context.stop.is_set():
                     await member.read(timeout_s=_MEMBER_READ_S, records_max=1)

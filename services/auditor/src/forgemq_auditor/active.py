@@ -8,7 +8,6 @@ and trim and sweep delete only what no process will need again.
 import asyncio
 from collections.abc import Callable, Coroutine
 
-from forgemq_bus.log import Place
 from forgemq_contracts.topics import RETIRED_GROUPS
 from forgemq_shell.service import Context
 
@@ -34,15 +33,11 @@ async def run_while_active(context: Context, work: Work) -> None:
             topics=[RETIRED_GROUPS.name],
             on_assigned=tenure.begin,
             on_revoked=tenure.end,
+            has_records=False,  # The audit reads the records from its own positions.
         )
-        paused: frozenset[int] = frozenset()
         try:
             while not context.stop.is_set():
-                # Membership only: the audit reads the records from its own positions.
                 await member.read(timeout_s=_MEMBER_READ_S, records_max=1)
-                if (assigned := member.assigned()) != paused:
-                    member.pause([Place(RETIRED_GROUPS.name, p) for p in sorted(assigned)])
-                    paused = assigned
             await tenure.finish()
         finally:
             await member.close()
