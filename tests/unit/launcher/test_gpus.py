@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from forgemq_contracts.run import LogLayout, Model, Queue, RunConfiguration, Trainer
-from forgemq_launcher.core.gpus import engine_gpus, visible_gpus
+from forgemq_launcher.core.gpus import engine_gpus, least_free_bytes, visible_gpus
 from forgemq_launcher.upkeep.engines import options_of_lanes
 from forgemq_launcher.upkeep.machine import MachineError
 from forgemq_sglang_cpu.options import EngineOptions
@@ -47,6 +47,31 @@ def test_too_few_gpus_are_refused_with_both_numbers_and_what_to_do() -> None:
 )
 def test_gpus_are_counted_as_cuda_reads_its_variable(variable: str | None, expected: int) -> None:
     assert visible_gpus(4, cuda_visible_devices=variable) == expected
+
+
+GPUS = "GPU-aa11, 80000\nGPU-bb22, 500\nGPU-cc33, 70000\n"
+
+
+@pytest.mark.parametrize(
+    ("variable", "free_mib"),
+    [
+        (None, 500),
+        ("0", 80_000),
+        ("0, 2", 70_000),
+        ("GPU-cc,GPU-aa11", 70_000),
+        ("2,-1,1", 70_000),
+        ("0,9,1", 80_000),
+    ],
+)
+def test_only_gpus_that_are_visible_count_for_the_least_free_memory(
+    variable: str | None, free_mib: int
+) -> None:
+    assert least_free_bytes(GPUS, cuda_visible_devices=variable) == free_mib * 2**20
+
+
+@pytest.mark.parametrize("variable", ["", "-1", "MIG-dd44"])
+def test_without_a_visible_gpu_no_free_memory_is_known(variable: str) -> None:
+    assert least_free_bytes(GPUS, cuda_visible_devices=variable) is None
 
 
 def test_each_lane_has_a_gpu_of_its_own_and_a_machine_without_one_serves_on_its_cpu() -> None:

@@ -73,8 +73,8 @@ def test_what_is_named_stays() -> None:
 
 def test_a_run_on_this_machine_gets_a_budget_that_fits_it() -> None:
     assert parameters_of(DEMO_MODEL) == 681_024
-    found = with_budget(RUN, device="cpu").trainer.memory_budget_bytes
+    found = with_budget(RUN, {}, device="cpu").trainer.memory_budget_bytes
     assert 0 < found <= USUAL
     huge = msgspec.structs.replace(RUN.trainer, memory_budget_bytes=10**15)
-    bounded = with_budget(msgspec.structs.replace(RUN, trainer=huge), device="cpu")
+    bounded = with_budget(msgspec.structs.replace(RUN, trainer=huge), {}, device="cpu")
     assert bounded.trainer.memory_budget_bytes < 10**15

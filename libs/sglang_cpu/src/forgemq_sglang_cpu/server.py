@@ -19,6 +19,7 @@ from typing import TypeAlias
 import msgspec
 import psutil
 
+from forgemq_settings.memory import available_memory_bytes
 from forgemq_sglang_cpu.options import (
     MEMORY_BYTES_MIN,
     EngineOptions,
@@ -239,7 +240,7 @@ def _wait_gone(process: "subprocess.Popen[bytes]", *, timeout_s: float) -> bool:
 
 
 def _check_memory() -> None:
-    available_bytes = psutil.virtual_memory().available
+    available_bytes = available_memory_bytes()
     if available_bytes < MEMORY_BYTES_MIN:
         raise EngineServerError(
             f"an engine needs about {MEMORY_BYTES_MIN / 2**30:.0f} GB of free memory, "

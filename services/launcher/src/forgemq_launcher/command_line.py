@@ -263,7 +263,7 @@ def _folder(
     made = _resolved(options, taken=names_taken(runs))
     _check_paths(made, file=options.file)
     if not names_budget(document(options.file.read_text(), overrides=options.overrides)):
-        made = with_budget(made, device=device_of(made, environ))
+        made = with_budget(made, environ, device=device_of(made, environ))
     folder = RunFolder(runs / made.run)
     folder.make(made)
     return folder, made

@@ -5,32 +5,39 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
-import psutil
 
 from forgemq_contracts.run import RunConfiguration
 from forgemq_launcher.core.gpus import visible_gpus
 from forgemq_launcher.core.trainer_place import Memory, memory_budget_bytes, trainer_device
 from forgemq_launcher.upkeep.machine import free_gpu_bytes, installed_gpus
+from forgemq_settings.memory import available_memory_bytes
 
 DEVICE = "FORGEMQ_TRAINER_DEVICE"
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 def device_of(configuration: RunConfiguration, environ: Mapping[str, str]) -> str:
     """The trainer's device: as named, else what this machine has beside the run's engines."""
     if environ.get(DEVICE):
         return environ[DEVICE]
-    seen = visible_gpus(installed_gpus(), cuda_visible_devices=environ.get("CUDA_VISIBLE_DEVICES"))
+    seen = visible_gpus(installed_gpus(), cuda_visible_devices=environ.get(VISIBLE_GPUS))
     engines = 0 if environ.get("FORGEMQ_ENGINE_URL") else configuration.log.lanes
     return trainer_device(engines=engines, gpus=seen, ranks=configuration.trainer.world_size)
 
 
-def with_budget(configuration: RunConfiguration, *, device: str) -> RunConfiguration:
+def with_budget(
+    configuration: RunConfiguration, environ: Mapping[str, str], *, device: str
+) -> RunConfiguration:
     """The configuration with the memory budget that this machine has for it.
 
     It stays as it is if nothing is left, or if the GPU does not tell: then the default holds, and
     the trainer names the least budget that its longest episode needs.
     """
-    free_bytes = psutil.virtual_memory().available if device == "cpu" else free_gpu_bytes()
+    free_bytes = (
+        available_memory_bytes()
+        if device == "cpu"
+        else free_gpu_bytes(cuda_visible_devices=environ.get(VISIBLE_GPUS))
+    )
     if free_bytes is None:
         return configuration
     trainer = configuration.trainer

