@@ -6,9 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 from rich.console import Console
 
+from forgemq_contracts.run import RunConfiguration
 from forgemq_launcher.command_line import run_tool
 from forgemq_launcher.commands.creation import blobs_address
 from forgemq_launcher.core.configuration import next_run
@@ -206,6 +208,45 @@ def test_changes_of_a_resume_may_stand_before_or_after_the_run(tool, run_folder,
     status, printed = tool("run", str(DEMO / "run.toml"), *arguments)
     assert status == 2
     assert "seed was 0 when this run was trained, and is 9 now" in printed
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ('code_paths=["nowhere"]', "nowhere is no folder"),
+        ("queues.shop_desk.agent=shop_dsk.agent:play", "no module 'shop_dsk' in code_paths"),
+        ("loss.kind=losses_of_mine:loss", "no module 'losses_of_mine' in code_paths"),
+    ],
+)
+def test_a_resume_with_code_that_is_not_there_is_refused_and_changes_no_file(
+    tool, tmp_path, override, expected
+):
+    tool("resolve", str(DEMO / "run.toml"), "--to", str(tmp_path / "run.json"))
+    configuration = msgspec.json.decode((tmp_path / "run.json").read_bytes(), type=RunConfiguration)
+    folder = RunFolder(tmp_path / "runs" / configuration.run)
+    folder.make(configuration)
+    before = (folder / "configuration.json").read_bytes()
+    arguments = ("--resume", configuration.run, override)
+    status, printed = tool(
+        "run", str(DEMO / "run.toml"), *arguments, FORGEMQ_LAUNCHER_MEMORY_MIN_BYTES=str(10**18)
+    )
+    assert (status, expected in printed) == (2, True)
+    assert (folder / "configuration.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["configuration.json", "report.json"])
+@pytest.mark.parametrize("content", [b"{", b"\xff", b"{}"])
+def test_a_run_that_cannot_be_read_is_listed_as_such_beside_the_others(
+    tool, tmp_path, run_folder, name, content
+):
+    (run_folder / name).write_bytes(content)
+    RunFolder(tmp_path / "runs" / "desk-2").make(small_run(group_partitions=1))
+    status, printed = tool("runs")
+    assert status == 1
+    assert str(run_folder / name) in printed
+    rows = [[cell.strip() for cell in line.split("\u2502")[1:3]] for line in printed.splitlines()]
+    assert ["desk-1", "unreadable"] in rows
+    assert ["desk-2", "stopped"] in rows
 
 
 @pytest.mark.parametrize(

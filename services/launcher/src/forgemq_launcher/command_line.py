@@ -31,6 +31,7 @@ from forgemq_launcher.placement import DEVICE, device_of, with_budget
 from forgemq_launcher.run_folder import RunFolder, RunFolderError, names_taken, run_folders
 from forgemq_launcher.settings import LauncherSettings
 from forgemq_launcher.upkeep.services import TRANSFORMS
+from forgemq_launcher.user_code import check_user_code
 from forgemq_settings.environment import SettingsError, parse
 from forgemq_shell.started_run import RunNotStartedError
 
@@ -259,9 +260,11 @@ def _folder(
     """The folder of the run that the arguments ask for; made if the run is new."""
     if options.resume:
         folder = _folder_of(options.resume, runs=runs)
-        return folder, changed(folder.configuration(), options.overrides, folder=Path.cwd())
+        made = changed(folder.configuration(), options.overrides, folder=Path.cwd())
+        _check_paths(made, source=f"run {folder.run}")
+        return folder, made
     made = _resolved(options, taken=names_taken(runs))
-    _check_paths(made, file=options.file)
+    _check_paths(made, source=str(options.file))
     if not names_budget(document(options.file.read_text(), overrides=options.overrides)):
         made = with_budget(made, environ, device=device_of(made, environ))
     folder = RunFolder(runs / made.run)
@@ -301,15 +304,13 @@ def _names_run(overrides: Sequence[str]) -> bool:
     return any(each.partition("=")[0].strip() == "run" for each in overrides)
 
 
-def _check_paths(made: RunConfiguration, *, file: Path) -> None:
-    """Refuse a model or code that is not on this machine."""
+def _check_paths(made: RunConfiguration, *, source: str) -> None:
+    """Refuse a model or code that is not on this machine, before it is written down anywhere."""
     try:
         check_model_folder(Path(made.model.path))
+        check_user_code(made)
     except ConfigurationError as error:
-        raise ConfigurationError(f"{file}: {error}") from error
-    for path in made.code_paths:
-        if not Path(path).is_dir():
-            raise ConfigurationError(f"{file}: code_paths: {path} is no folder")
+        raise ConfigurationError(f"{source}: {error}") from error
 
 
 def _create(options: argparse.Namespace, *, environ: Mapping[str, str], console: Console) -> int:
@@ -323,7 +324,7 @@ def _create(options: argparse.Namespace, *, environ: Mapping[str, str], console:
     run = environ.get("FORGEMQ_RUN", "")
     # A file or a setting that is refused is refused before the broker is asked for anything.
     made = _resolved(options, taken=[], run=run)
-    _check_paths(made, file=options.file)
+    _check_paths(made, source=str(options.file))
     blobs = blobs_address(environ)
     if not run and not _names_run(options.overrides):
         made = _resolved(options, taken=asyncio.run(announced_runs(environ)))

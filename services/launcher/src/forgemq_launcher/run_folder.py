@@ -66,7 +66,7 @@ class RunFolder:
             return msgspec.json.decode(path.read_bytes(), type=RunConfiguration)
         except FileNotFoundError as error:
             raise RunFolderError(f"there is no run {self.run!r} in {self.path.parent}") from error
-        except msgspec.MsgspecError as error:
+        except (OSError, ValueError) as error:  # Not readable, not JSON, not UTF-8, out of bounds.
             raise RunFolderError(f"{path}: {error}") from error
 
     @property

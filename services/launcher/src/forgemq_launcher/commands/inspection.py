@@ -20,7 +20,7 @@ from forgemq_launcher.display.curves import CurveWriter
 from forgemq_launcher.display.report_files import table, write_report
 from forgemq_launcher.records import run_audit
 from forgemq_launcher.records.follower import Follower
-from forgemq_launcher.run_folder import RunFolder
+from forgemq_launcher.run_folder import RunFolder, RunFolderError
 from forgemq_run_view.report import Report
 from forgemq_run_view.rewards import EpisodeReward, TurnReward
 from forgemq_run_view.state import RunState
@@ -33,22 +33,33 @@ GROUPS_SHOWN_MAX = 2000
 
 
 def list_runs(folders: Sequence[RunFolder], console: Console) -> int:
-    """Print every run: what it is and how far it came."""
+    """Print every run: what it is and how far it came; the status is 1 if one is unreadable."""
     shown = Table("run", "state", "steps", "success sampled", "success greedy", "seed")
+    unreadable: list[str] = []
     for folder in folders:
-        configuration = folder.configuration()
-        report = _report_of(folder)
-        state = "up" if folder.is_up() else "stopped"
-        shown.add_row(
-            folder.run,
-            report.reason if report else state,
-            f"{report.steps if report else '?'}/{configuration.trainer.steps}",
-            _pair(report.success_start, report.success_end) if report else "-",
-            _pair(report.success_start_greedy, report.success_end_greedy) if report else "-",
-            str(configuration.seed),
-        )
+        try:
+            shown.add_row(folder.run, *_run_cells(folder))
+        except (RunFolderError, OSError) as error:
+            shown.add_row(folder.run, "unreadable")
+            unreadable.append(str(error))
     console.print(shown if folders else "no runs yet: `make demo` makes the first")
-    return exit_status.OK
+    for reason in unreadable:
+        console.print(reason, markup=False, highlight=False, soft_wrap=True)
+    return exit_status.FAILED if unreadable else exit_status.OK
+
+
+def _run_cells(folder: RunFolder) -> tuple[str, ...]:
+    """A run's row, after its name."""
+    configuration = folder.configuration()
+    report = _report_of(folder)
+    state = "up" if folder.is_up() else "stopped"
+    return (
+        report.reason if report else state,
+        f"{report.steps if report else '?'}/{configuration.trainer.steps}",
+        _pair(report.success_start, report.success_end) if report else "-",
+        _pair(report.success_start_greedy, report.success_end_greedy) if report else "-",
+        str(configuration.seed),
+    )
 
 
 async def audit(folder: RunFolder, environ: Mapping[str, str], console: Console) -> int:
@@ -233,7 +244,10 @@ def _tokenizer(folder: Path) -> Tokenizer | None:
 
 def _report_of(folder: RunFolder) -> Report | None:
     path = folder / "report.json"
-    return msgspec.json.decode(path.read_bytes(), type=Report) if path.is_file() else None
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Report) if path.is_file() else None
+    except ValueError as error:  # Not JSON, not UTF-8, or of another build.
+        raise RunFolderError(f"{path}: {error}") from error
 
 
 def _pair(start: float | None, end: float | None) -> str:

@@ -9,7 +9,7 @@ from forgemq_contracts.run import RunConfiguration
 from forgemq_launcher.core.gpus import engine_gpus, visible_gpus
 from forgemq_launcher.core.phases import BEFORE_ALL, phase
 from forgemq_launcher.core.restarts import RestartPolicy
-from forgemq_launcher.upkeep.machine import MachineError, installed_gpus, port
+from forgemq_launcher.upkeep.machine import MachineError, installed_gpus
 from forgemq_launcher.upkeep.supervisor import Note
 from forgemq_sglang_cpu.options import EngineOptions
 from forgemq_sglang_cpu.server import EngineServer, EngineServerError
@@ -109,24 +109,28 @@ class Engines:
 
 
 def servers(
-    configuration: RunConfiguration, *, folder: Path, environ: Mapping[str, str], host: str
+    configuration: RunConfiguration,
+    *,
+    folder: Path,
+    environ: Mapping[str, str],
+    addresses: Sequence[tuple[str, int]],
 ) -> tuple[EngineServer, ...]:
-    """A server for each lane of the run, on free ports; not started.
+    """A server for each lane of the run, at these hosts and ports; not started.
 
     Raises:
-        MachineError: the machine has GPUs, but not one for each engine, or no free port.
+        MachineError: the machine has GPUs, but not one for each engine.
     """
     lane_options = options_of_lanes(configuration, gpus=installed_gpus(), environ=environ)
     return tuple(
         EngineServer(
             configuration.model.path,
             folder / f"lane-{lane}",
-            port=port(host, wanted=0),
+            port=port,
             options=options,
             host=host,
             inherited=environ,
         )
-        for lane, options in enumerate(lane_options)
+        for lane, (options, (host, port)) in enumerate(zip(lane_options, addresses, strict=True))
     )
 
 

@@ -84,6 +84,25 @@ def listening_socket(host: str, *, wanted: int, preferred: int = 0) -> socket.so
     return listener
 
 
+def held_port(host: str) -> socket.socket:
+    """A socket that holds a free port for a process that listens there later; close it to free it.
+
+    It does not listen, so a process that sets SO_REUSEADDR, as every server of asyncio does, may
+    listen at the port meanwhile, and nobody else is given it as a free one.
+
+    Raises:
+        MachineError: there is none.
+    """
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        holder.bind((host, 0))
+    except OSError as error:
+        holder.close()
+        raise MachineError(f"no free port on {host}: {error.strerror}") from error
+    return holder
+
+
 def _is_free(host: str, number: int) -> bool:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

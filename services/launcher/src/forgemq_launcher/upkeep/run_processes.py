@@ -13,7 +13,7 @@ from forgemq_launcher.core.restarts import RestartPolicy
 from forgemq_launcher.run_setup import RunSetup
 from forgemq_launcher.upkeep.broker import RunBroker
 from forgemq_launcher.upkeep.engines import Engines, servers
-from forgemq_launcher.upkeep.machine import check_memory, listening_socket
+from forgemq_launcher.upkeep.machine import check_memory, held_port, listening_socket
 from forgemq_launcher.upkeep.named_engines import NamedEngines, named_urls
 from forgemq_launcher.upkeep.services import Addresses, service_specs
 from forgemq_launcher.upkeep.supervisor import Note, ServiceSpec, ServiceStatus, Supervisor
@@ -42,6 +42,7 @@ class RunProcesses:
         self._supervisor = Supervisor(policy=self._policy, grace_s=settings.stop_grace_s, note=note)
         self._specs: tuple[ServiceSpec, ...] = ()
         self._listeners: list[socket.socket] = []
+        self._engine_ports: list[socket.socket] = []
         self.agents_ended = asyncio.Event()
 
     @property
@@ -83,12 +84,15 @@ class RunProcesses:
             self._note(f"using the engine at {', '.join(named)}")
             return
         check_memory(bytes_min=settings.memory_min_bytes)
+        # SGLang listens a minute after its start: another program may not get its port meanwhile.
+        for _ in range(setup.configuration.log.lanes):
+            self._engine_ports.append(held_port("127.0.0.1"))
         self._engines = own = Engines(
             servers(
                 setup.configuration,
                 folder=setup.folder / "engine",
                 environ=setup.environ,
-                host="127.0.0.1",
+                addresses=[holder.getsockname() for holder in self._engine_ports],
             ),
             policy=self._policy,
             start_timeout_s=settings.start_timeout_s,
@@ -186,7 +190,7 @@ class RunProcesses:
         # At the same time: the gateway asks again for what an engine was generating, next start.
         engines = [self._engines.stop()] if self._engines is not None else []
         await asyncio.gather(self._supervisor.stop(), *engines)
-        for listener in self._listeners:
+        for listener in (*self._listeners, *self._engine_ports):
             listener.close()
 
     async def stop(self) -> None:
