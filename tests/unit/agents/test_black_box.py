@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import aiohttp
 import pytest
 from msgspec import UNSET, Raw
 
-from forgemq_agents.black_box import black_box
+from forgemq_agents.black_box import OUTPUT_BYTES_KEPT, black_box
 from forgemq_agents.episode import Episode
 from forgemq_agents.errors import AgentFailedError
 from forgemq_agents.gateway_client import GatewayClient
@@ -184,6 +185,40 @@ def is_running(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return state != "Z"
+
+
+async def test_a_program_that_prints_without_end_fills_no_disk_and_its_last_output_is_kept(
+    episode,
+):
+    """8 MiB; the program also says how large its own folder is meanwhile."""
+    program = (
+        "import os\n"
+        "chunk = b'x' * 2**20\n"
+        "for _ in range(64):\n"
+        "    os.write(1, chunk[:2**16]) and os.write(2, chunk[:2**16])\n"
+        "kept = sum(e.stat().st_size for e in os.scandir('.'))\n"
+        "print(f'folder {kept} the end', flush=True)\n"
+    )
+    await python(program)(episode)
+    output = episode.result["output"]
+    assert len(output) == OUTPUT_BYTES_KEPT
+    assert int(output.split()[-3]) < 1000
+    assert output.endswith("the end\n")
+
+
+async def test_a_process_that_leaves_the_group_and_keeps_the_output_holds_up_no_episode(
+    episode, tmp_path
+):
+    program = (
+        "import subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'],"
+        " start_new_session=True)\n"
+        f"open({str(tmp_path / 'child')!r}, 'w').write(str(child.pid))\n"
+        "print('done', flush=True)\n"
+    )
+    await python(program, timeout_s=10)(episode)
+    os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
+    assert episode.result == {"output": "done\n"}
 
 
 def test_a_command_must_name_a_program():

@@ -20,10 +20,11 @@ import contextlib
 import os
 import signal
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import get_args
+from typing import IO, get_args
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -34,6 +35,9 @@ from forgemq_contracts.fields import TruncationCause
 
 # Enough of the last output to see why a program failed: the end of a traceback.
 OUTPUT_BYTES_KEPT = 4000
+# For what is still in the pipe of a program that has ended: a process that left its group may hold
+# the pipe open without end.
+OUTPUT_END_S = 1.0
 # Between SIGTERM and SIGKILL: time to close connections and files.
 KILL_GRACE_S = 5.0
 
@@ -65,7 +69,7 @@ class BlackBox:
             }
             is_ended = True
             try:
-                output = await self._run(
+                output = await self._run_to_end(
                     [_fill(part, values) for part in self.command],
                     environ={**_environ(episode, values), **self.environ},
                     folder=folder,
@@ -79,10 +83,11 @@ class BlackBox:
             if is_ended and cause is not UNSET:
                 episode.truncate(cause)
 
-    async def _run(
+    async def _run_to_end(
         self, command: Sequence[str], *, environ: Mapping[str, str], folder: Path
     ) -> bytes:
-        with (folder / "output.txt").open("w+b") as output:
+        """Run the command; returns the end of its output."""
+        async with _last_output() as (output, tail):
             process = await asyncio.create_subprocess_exec(
                 *command,
                 cwd=folder,
@@ -92,18 +97,18 @@ class BlackBox:
                 stderr=asyncio.subprocess.STDOUT,
                 start_new_session=True,
             )
+            output.close()  # So that the pipe ends with the program.
             try:
                 status = await asyncio.wait_for(process.wait(), self.timeout_s)
             except TimeoutError as error:
                 raise AgentTimeoutError(f"no end after {self.timeout_s:g} s") from error
             finally:
                 await _stop(process)
-            size = output.seek(0, os.SEEK_END)
-            output.seek(max(0, size - OUTPUT_BYTES_KEPT))
-            last = output.read()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(tail.ended.wait(), OUTPUT_END_S)
         if status != 0:
-            raise AgentFailedError(f"status {status}: {last.decode(errors='replace')}")
-        return last
+            raise AgentFailedError(f"status {status}: {tail.kept.decode(errors='replace')}")
+        return tail.kept
 
 
 def black_box(
@@ -130,6 +135,36 @@ def black_box(
         environ=dict(environ or {}),
         truncates_at_timeout=truncates_at_timeout,
     )
+
+
+class _Tail(asyncio.Protocol):
+    """Keeps the last bytes of a pipe, however many come."""
+
+    def __init__(self) -> None:
+        self.kept = b""
+        self.ended = asyncio.Event()
+
+    def data_received(self, data: bytes) -> None:
+        """Add these bytes."""
+        self.kept = (self.kept + data)[-OUTPUT_BYTES_KEPT:]
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002 - of the protocol
+        """Note the end: all who had the pipe are gone."""
+        self.ended.set()
+
+
+@asynccontextmanager
+async def _last_output() -> AsyncIterator[tuple[IO[bytes], _Tail]]:
+    """A file for a program to write to, and what stays of it."""
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "wb", buffering=0) as output:
+        transport, tail = await asyncio.get_running_loop().connect_read_pipe(
+            _Tail, os.fdopen(reading, "rb", buffering=0)
+        )
+        try:
+            yield output, tail
+        finally:
+            transport.close()
 
 
 def _fill(part: str, values: Mapping[str, str]) -> str:

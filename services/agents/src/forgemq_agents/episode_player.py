@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping
+from concurrent.futures import Future
 
 import msgspec
 from msgspec import UNSET
@@ -53,7 +54,9 @@ class EpisodePlayer:
             def note(detail: str) -> None:
                 self._telemetry.event("unheard", episode=claim.episode_id, detail=detail)
 
-            renewal = self._leases.renew(claim, on_over=stop, on_unheard=note)
+            # Awaited here, so that an error that no heartbeat should raise ends this process.
+            renewing = self._leases.renew(claim, on_over=stop, on_unheard=note)
+            renewal = tasks.create_task(_awaited(renewing))
             playing.add_done_callback(lambda _: renewal.cancel())
 
     async def _play_and_report(self, episode: Episode, play: Play) -> None:
@@ -70,6 +73,10 @@ class EpisodePlayer:
         except GatewayError as error:
             # The lease lapses, and this or another process plays the episode again.
             self._telemetry.event("unreported", episode=episode.episode_id, detail=str(error))
+
+
+async def _awaited(renewing: "Future[None]") -> None:
+    await asyncio.wrap_future(renewing)
 
 
 async def _play_to_end(episode: Episode, play: Play) -> FinishRequest | AbortRequest:

@@ -11,14 +11,27 @@ let shown = { group: null, episode: null };
 export async function showGroup(group, episode = null) {
   shown = { group, episode };
   const query = episode ? `?episode=${encodeURIComponent(episode)}` : "";
-  const answer = await fetch(`api/groups/${encodeURIComponent(group)}${query}`);
-  if (shown.group !== group || !answer.ok) return;
-  const found = await answer.json();
+  let found;
+  try {
+    const answer = await fetch(`api/groups/${encodeURIComponent(group)}${query}`);
+    if (!answer.ok) throw new Error(`${answer.status} ${(await answer.text()).slice(0, 200)}`);
+    found = await answer.json();
+  } catch (error) {
+    if (shown.group === group) showError(group, error);
+    return;
+  }
+  if (shown.group !== group) return;
   document.getElementById("trajectory-name").textContent = found.episode ? found.episode.episode_id : group;
   document.getElementById("episodes").replaceChildren(...found.episode_ids.map((id) => choice(found, id)));
   const turns = found.episode ? found.episode.turns.map(turnOf) : [element("p", { className: "hint", textContent: "No finished completion yet." })];
   const earned = found.episode ? [element("p", { className: "hint", textContent: earnedBy(found.episode.reward) })] : [];
   document.getElementById("trajectory").replaceChildren(...earned, ...turns);
+}
+
+function showError(group, error) {
+  document.getElementById("trajectory-name").textContent = group;
+  document.getElementById("episodes").replaceChildren();
+  document.getElementById("trajectory").replaceChildren(element("p", { className: "hint", textContent: `Not read: ${error.message}` }));
 }
 
 export const shownGroup = () => shown.group;
