@@ -6,12 +6,12 @@ BIN := $(VENV)/bin
 PACKAGES := contracts $(wildcard libs/*) $(wildcard services/*)
 STAMP := $(VENV)/.installed
 GROUPS := build lint demo test
-FAST := not integration and not slow and not gpu
+FAST := not integration and not slow and not gpu and not clients
 # Every test in these folders has one of those markers, and loading them takes seconds.
-NOT_FAST := --ignore=tests/gpu --ignore=tests/integration
+NOT_FAST := --ignore=tests/gpu --ignore=tests/integration --ignore=tests/clients
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup demo test test-fast storm lint contracts load lock clean
+.PHONY: help setup demo test test-fast test-clients storm lint contracts load lock clean
 
 help:  ## List the verbs
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -27,10 +27,15 @@ demo: $(STAMP)  ## Run the demo: real Kafka, real SGLang, agents, training; RESU
 
 test: $(STAMP)  ## Run every test, on the real broker and the real engine
 	@$(BIN)/python -m pytest -q -n 2 -m "$(FAST)" $(NOT_FAST) $(ARGS)
-	@$(BIN)/python -m pytest -q -m "not ($(FAST))" --durations=15 $(ARGS)
+	@$(BIN)/python -m pytest -q -m "not ($(FAST)) and not clients" --durations=15 $(ARGS)
 
 test-fast: $(STAMP)  ## Run the tests that need neither broker nor engine
 	@$(BIN)/python -m pytest -q -n 2 -m "$(FAST)" $(NOT_FAST) $(ARGS)
+
+test-clients: $(STAMP)  ## Install clients that others wrote, and run them against the gateway
+	@$(BIN)/python -m tests.clients.install
+	@$(BIN)/python -m pytest -q -m clients $(or $(ARGS),tests/clients)
+	@$(BIN)/python -m tests.clients.table
 
 storm: $(STAMP)  ## Simulate SEEDS=n schedules of each case; CASE=<name> FIRST=<seed> choose some
 	@$(BIN)/python -m tests.simulation.storm --seeds $(or $(SEEDS),100) --first $(or $(FIRST),0) \

@@ -52,6 +52,13 @@ def test_the_same_fields_without_effect_are_taken() -> None:
     assert request.unused == ()
 
 
+def test_a_body_with_its_keys_in_another_order_is_the_same_body() -> None:
+    first = read(metadata={"turn": "t", "session": "s"}, temperature=1)
+    again = read(temperature=1.0, metadata={"session": "s", "turn": "t"})
+    other = read(metadata={"turn": "t", "session": "u"}, temperature=1)
+    assert first.body_digest == again.body_digest != other.body_digest
+
+
 def test_what_the_episode_decides_in_the_clients_place_is_named() -> None:
     assert read(seed=7, temperature=0).unused == ("temperature", "seed")
 

@@ -99,11 +99,14 @@ def body_digest(protocol: str, digests: Iterable[str], fields: Mapping[str, byte
         protocol: The API it came through.
         digests: Match keys of the messages, in order.
         fields: Every other field that decides the answer, as raw JSON; not how it is delivered.
+            All but the tools are compared as JSON values: codex writes the keys of its
+            `client_metadata` in another order when it sends a body again.
     """
     hasher = hashlib.blake2b(protocol.encode(), digest_size=_DIGEST_BYTES)
     for digest in digests:
         hasher.update(digest.encode())
     for name in sorted(fields):
         hasher.update(f"\0{name}\0".encode())
-        hasher.update(fields[name])
+        value = fields[name]
+        hasher.update(value if name == "tools" else canonical_json(value.decode()))
     return hasher.hexdigest()
