@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.clients.bench import Check, Client, Launch, Mode, Protocol, Scene
+from tests.clients.bench import MODES, Check, Client, Launch, Mode, Protocol, Scene
 from tests.clients.task import parallel_steps_of, steps_of
 
 pytestmark = pytest.mark.clients
@@ -13,11 +13,15 @@ PROGRAMS = Path(__file__).parent / "programs"
 
 
 def program(name: str, protocol: Protocol, how: str) -> Callable[[Scene], Launch]:
-    """The command that runs a program with the Python of its package."""
+    """The command that runs a program with the Python or Node.js of its package."""
 
     def launch(scene: Scene) -> Launch:
-        runs = str(scene.installed / "venv/bin/python")
-        environment = {"BASE_URL": f"{scene.root}/v1", "KEY": scene.key}
+        is_node = name.endswith(".mjs")
+        runs = "node" if is_node else str(scene.installed / "venv/bin/python")
+        # Anthropic's clients add the version to the address themselves; the AI SDK's does not.
+        is_bare = protocol == "messages" and name != "ai_sdk.mjs"
+        root = scene.root if is_bare else f"{scene.root}/v1"
+        environment = {"BASE_URL": root, "KEY": scene.key, "INSTALLED": str(scene.installed)}
         return Launch((runs, str(PROGRAMS / name), protocol, how), environment)
 
     return launch
@@ -29,31 +33,50 @@ def library(
     file: str,
     protocol: Protocol,
     how: str = "whole",
+    may_give_up: tuple[Mode, ...] = (),
 ) -> Client:
+    language = "Node.js" if file.endswith(".mjs") else "Python"
     return Client(
-        name=f"{name} (Python, {how})",
+        name=f"{name} ({language}, {how})",
         package=package,
         protocol=protocol,
         launch=program(file, protocol, how),
         steps=steps_of("shell", "command"),
         parallel_steps=parallel_steps_of("shell", "command"),
+        may_give_up=may_give_up,
     )
 
 
-MODES_OF_LIBRARIES: tuple[Mode, ...] = ("plain",)
-LIBRARIES = [
+# A stream that ends in the middle is an error for these: they do not ask again.
+ON_CUTS: tuple[Mode, ...] = ("cut_waiting", "cut_answer")
+STREAM_CUT: tuple[Mode, ...] = (*ON_CUTS, "killed")
+OPENAI = [
     library("openai", "sdk_python", "openai_sdk.py", "chat"),
-    library("openai", "sdk_python", "openai_sdk.py", "chat", "stream"),
+    library("openai", "sdk_python", "openai_sdk.py", "chat", "stream", STREAM_CUT),
     library("openai", "sdk_python", "openai_sdk.py", "responses"),
-    library("openai", "sdk_python", "openai_sdk.py", "responses", "stream"),
+    library("openai", "sdk_python", "openai_sdk.py", "responses", "stream", STREAM_CUT),
+]
+AI_SDK = [
+    library("ai", "ai_sdk", "ai_sdk.mjs", "chat"),
+    library("ai", "ai_sdk", "ai_sdk.mjs", "chat", "compatible"),
+    library("ai", "ai_sdk", "ai_sdk.mjs", "chat", "stream", STREAM_CUT),
+    library("ai", "ai_sdk", "ai_sdk.mjs", "responses"),
+    library("ai", "ai_sdk", "ai_sdk.mjs", "responses", "stream", STREAM_CUT),
+    library("ai", "ai_sdk", "ai_sdk.mjs", "messages"),
+    library("ai", "ai_sdk", "ai_sdk.mjs", "messages", "stream", STREAM_CUT),
+]
+CASES: list[tuple[Client, Mode]] = [
+    *((client, mode) for client in OPENAI for mode in MODES),
+    *((client, "plain") for client in AI_SDK),
 ]
 
 
-def identity(client: Client) -> str:
-    return f"{client.package}-{client.name}-{client.protocol}"
+def identity(value: Client | Mode) -> str:
+    if isinstance(value, str):
+        return value
+    return f"{value.package}-{value.name}-{value.protocol}"
 
 
-@pytest.mark.parametrize("mode", MODES_OF_LIBRARIES)
-@pytest.mark.parametrize("client", LIBRARIES, ids=identity)
+@pytest.mark.parametrize(("client", "mode"), CASES, ids=identity)
 async def test_a_library_does_its_task_on_one_exact_path(client: Client, mode: Mode, check: Check):
     await check(client, mode)
