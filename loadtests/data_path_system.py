@@ -212,6 +212,7 @@ def _addresses(broker: RunBroker, folder: RunFolder, *, listener: socket.socket)
         gateway_port=listener.getsockname()[1],
         gateway_fd=listener.fileno(),
         console_port=0,
+        console_fd=-1,
         admin_key=folder.admin_key(),
     )
 

@@ -170,16 +170,17 @@ def test_an_older_weight_span_neither_lends_its_routes_nor_counts_as_a_disagreem
     assert found.disagreements == 0
 
 
-def test_a_cut_trees_entries_keep_or_lack_the_routes_that_they_have_in_the_whole_tree() -> None:
-    """The cut leaves out the newest entry of the second sample, not the older two before it."""
+def test_a_probes_entries_are_of_its_version_and_keep_their_routes() -> None:
+    """The budget leaves out the newest entry of the second sample; its older two are of 6."""
     generator = np.random.default_rng(0)
     tree = _routed([make_sample([1, 2], tokens, generator) for tokens in ([3, 4], [3, 4, 5])])
     versions = np.array([7, 7, 6, 6, 7], "<i4").tobytes()
     forest = read_tree(msgspec.structs.replace(tree, entry_version=versions))
     part = probe_of(forest, version=7, tokens_max=4)
     assert part is not None
-    assert part.entry_version_E.tolist() == [7, 7, 6, 6]
-    assert part.entry_is_routed_E.tolist() == [True, True, False, False]
+    assert part.entry_version_E.tolist() == [7, 7]
+    assert part.entry_is_routed_E.tolist() == [True, True]
+    assert part.entry_route_ER.tolist() == forest.entry_route_ER[[0, 1]].tolist()
 
 
 @pytest.mark.parametrize(("experts", "itemsize"), [(4, 1), (255, 1), (256, 2), (512, 2)])
