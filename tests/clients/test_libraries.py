@@ -50,11 +50,25 @@ def library(
 # A stream that ends in the middle is an error for these: they do not ask again.
 ON_CUTS: tuple[Mode, ...] = ("cut_waiting", "cut_answer")
 STREAM_CUT: tuple[Mode, ...] = (*ON_CUTS, "killed")
+# In Node.js they ask again if no answer begins, but not if its body ends early.
+BODY_CUT: tuple[Mode, ...] = ("cut_answer",)
 OPENAI = [
     library("openai", "sdk_python", "openai_sdk.py", "chat"),
     library("openai", "sdk_python", "openai_sdk.py", "chat", "stream", STREAM_CUT),
     library("openai", "sdk_python", "openai_sdk.py", "responses"),
     library("openai", "sdk_python", "openai_sdk.py", "responses", "stream", STREAM_CUT),
+]
+ANTHROPIC = [
+    library("anthropic", "sdk_python", "anthropic_sdk.py", "messages"),
+    library("anthropic", "sdk_python", "anthropic_sdk.py", "messages", "stream", STREAM_CUT),
+    library("@anthropic-ai/sdk", "sdk_node", "sdk_node.mjs", "messages", "whole", BODY_CUT),
+    library("@anthropic-ai/sdk", "sdk_node", "sdk_node.mjs", "messages", "stream", STREAM_CUT),
+]
+OPENAI_NODE = [
+    library("openai", "sdk_node", "sdk_node.mjs", "chat", "whole", BODY_CUT),
+    library("openai", "sdk_node", "sdk_node.mjs", "chat", "stream", STREAM_CUT),
+    library("openai", "sdk_node", "sdk_node.mjs", "responses", "whole", BODY_CUT),
+    library("openai", "sdk_node", "sdk_node.mjs", "responses", "stream", STREAM_CUT),
 ]
 AI_SDK = [
     library("ai", "ai_sdk", "ai_sdk.mjs", "chat"),
@@ -66,7 +80,7 @@ AI_SDK = [
     library("ai", "ai_sdk", "ai_sdk.mjs", "messages", "stream", STREAM_CUT),
 ]
 CASES: list[tuple[Client, Mode]] = [
-    *((client, mode) for client in OPENAI for mode in MODES),
+    *((client, mode) for client in (*OPENAI, *ANTHROPIC, *OPENAI_NODE) for mode in MODES),
     *((client, "plain") for client in AI_SDK),
 ]
 
