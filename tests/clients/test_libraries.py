@@ -79,9 +79,25 @@ AI_SDK = [
     library("ai", "ai_sdk", "ai_sdk.mjs", "messages"),
     library("ai", "ai_sdk", "ai_sdk.mjs", "messages", "stream", STREAM_CUT),
 ]
+FRAMEWORKS = [
+    library("openai-agents", "openai_agents", "openai_agents_loop.py", "chat"),
+    library(
+        "openai-agents", "openai_agents", "openai_agents_loop.py", "chat", "stream", STREAM_CUT
+    ),
+    library("openai-agents", "openai_agents", "openai_agents_loop.py", "responses"),
+    library(
+        "openai-agents", "openai_agents", "openai_agents_loop.py", "responses", "stream", STREAM_CUT
+    ),
+    library("pydantic-ai-slim", "pydantic_ai", "pydantic_ai_loop.py", "chat"),
+    library("pydantic-ai-slim", "pydantic_ai", "pydantic_ai_loop.py", "responses"),
+    library("pydantic-ai-slim", "pydantic_ai", "pydantic_ai_loop.py", "messages"),
+    library("langchain", "langgraph", "langchain_loop.py", "chat"),
+    library("langchain", "langgraph", "langchain_loop.py", "responses"),
+    library("langchain", "langgraph", "langchain_loop.py", "messages"),
+]
 CASES: list[tuple[Client, Mode]] = [
     *((client, mode) for client in (*OPENAI, *ANTHROPIC, *OPENAI_NODE) for mode in MODES),
-    *((client, "plain") for client in AI_SDK),
+    *((client, "plain") for client in (*AI_SDK, *FRAMEWORKS)),
 ]
 
 
