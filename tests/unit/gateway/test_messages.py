@@ -3,21 +3,16 @@
 import asyncio
 import itertools
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import anthropic
 import httpx
 import pytest
-from anthropic import AsyncAnthropic
 
-from forgemq_bus.memory import MemoryLog
-from forgemq_contracts import topics
-from forgemq_contracts.episodes import FinishedEpisode
-from tests.unit.gateway.scripted_lane import Asked, Script, ScriptedLane, contexts_of, wall_ms
-from tests.unit.gateway.world import World, configuration_of, plain_http, running
+from tests.unit.gateway.scripted_lane import Asked
+from tests.unit.gateway.talk import Talk, talk
 
 TOOLS: list[Any] = [
     {
@@ -34,51 +29,15 @@ HELLO: dict[str, Any] = {"role": "user", "content": "hello"}
 MORE: dict[str, Any] = {"role": "user", "content": "more"}
 
 
-class Talk:
-    """An episode of one agent that speaks this protocol."""
-
-    def __init__(self, world: World, lanes: list[ScriptedLane], claim: Any) -> None:
-        self.world, self.lanes, self.key = world, lanes, claim["key"]
-        self.episode_id = claim["episode_id"]
-        self.client = AsyncAnthropic(
-            api_key=claim["key"],
-            base_url=world.base_url,
-            max_retries=0,
-            http_client=anthropic.DefaultAsyncHttpxClient(verify=False),
-        )
-
-    async def ask(self, *messages: Any, **fields: Any) -> Any:
-        return await self.client.messages.create(
-            model="m", max_tokens=100, messages=list(messages), **fields
-        )
-
-    async def post(self, body: Any, *, path: str = "/v1/messages?beta=true") -> httpx.Response:
-        async with plain_http() as client:
-            headers = {"x-api-key": self.key, "anthropic-beta": "a-2026-01-01,b-2026-02-02"}
-            return await client.post(f"{self.world.base_url}{path}", json=body, headers=headers)
-
-    def seen(self) -> list[Asked]:
-        return [asked for lane in self.lanes for asked in lane.seen]
-
-    async def finished(self) -> list[Any]:
-        return await self.world.records(topics.FINISHED_COMPLETIONS)
-
-    async def end(self) -> FinishedEpisode:
-        await self.world.admin("POST", f"/v1/episodes/{self.episode_id}/finish", {})
-        ended: list[FinishedEpisode] = await self.world.records(topics.FINISHED_EPISODES)
-        return ended[0]
+async def ask(agent: Talk, *messages: Any, **fields: Any) -> Any:
+    return await agent.anthropic.messages.create(
+        model="m", max_tokens=100, messages=list(messages), **fields
+    )
 
 
-@asynccontextmanager
-async def talk(
-    model: Path, script: Script, *, context_tokens_max: int = 4096
-) -> AsyncIterator[Talk]:
-    configuration = configuration_of(model, context_tokens_max=context_tokens_max)
-    log = MemoryLog(run="r", clock_ms=wall_ms).open
-    async with running(log, configuration, script) as (world, lanes):
-        talking = Talk(world, lanes, await world.episode())
-        async with talking.client:
-            yield talking
+async def post(agent: Talk, body: Any, *, path: str = "/v1/messages?beta=true") -> httpx.Response:
+    betas = {"anthropic-beta": "a-2026-01-01,b-2026-02-02"}
+    return await agent.post(path, body, **betas)
 
 
 def say(text: str) -> Callable[[Asked], str]:
@@ -100,7 +59,7 @@ def results(answer: Any) -> dict[str, Any]:
 
 async def test_an_answer_has_its_blocks_in_order_and_its_usage(model: Path) -> None:
     async with talk(model, say(f"<think>\nhm\n</think>\n\nlet me see{CALLS}")) as agent:
-        answer = await agent.ask(HELLO, tools=TOOLS, system="you sell")
+        answer = await ask(agent, HELLO, tools=TOOLS, system="you sell")
         seen = agent.seen()[0]
     assert [block.type for block in answer.content] == ["thinking", "text", "tool_use", "tool_use"]
     thinking, text, first, second = answer.content
@@ -117,8 +76,8 @@ async def test_an_answer_has_its_blocks_in_order_and_its_usage(model: Path) -> N
 
 async def test_a_stream_gives_the_same_message_as_a_plain_answer(model: Path) -> None:
     async with talk(model, say(f"<think>\nhm\n</think>\n\nlet me see{CALLS}")) as agent:
-        plain = await agent.ask(HELLO, tools=TOOLS)
-        async with agent.client.messages.stream(
+        plain = await ask(agent, HELLO, tools=TOOLS)
+        async with agent.anthropic.messages.stream(
             model="m", max_tokens=100, messages=[HELLO], tools=TOOLS
         ) as stream:
             kinds = [event.type async for event in stream]
@@ -143,14 +102,12 @@ async def test_sampled_tokens_are_an_exact_prefix_of_the_next_turns_context(mode
     ) as agent:
         messages: list[Any] = [HELLO]
         while True:
-            answer = await agent.ask(*messages, tools=TOOLS, system="you sell")
+            answer = await ask(agent, *messages, tools=TOOLS, system="you sell")
             if answer.stop_reason != "tool_use":
                 break
             messages += [echoed(answer), results(answer)]
-        finished = await agent.finished()
+        finished, chain = await agent.finished(), await agent.chain()
         ended = await agent.end()
-    whole = contexts_of(finished)
-    chain = [whole[record.request_id] for record in finished]
     assert len(chain) == 4
     assert all(later[: len(earlier)] == earlier for earlier, later in itertools.pairwise(chain))
     assert ended.forks == 0
@@ -159,8 +116,8 @@ async def test_sampled_tokens_are_an_exact_prefix_of_the_next_turns_context(mode
 
 async def test_a_signature_says_which_of_two_equal_replies_is_meant(model: Path) -> None:
     async with talk(model, say("<think>\nhm\n</think>\n\nyes")) as agent:
-        twins = [await agent.ask(HELLO) for _ in range(2)]
-        children = [await agent.ask(HELLO, echoed(twin), MORE) for twin in reversed(twins)]
+        twins = [await ask(agent, HELLO) for _ in range(2)]
+        children = [await ask(agent, HELLO, echoed(twin), MORE) for twin in reversed(twins)]
         finished = {f"msg_{record.request_id}": record for record in await agent.finished()}
     parents = [f"msg_{finished[child.id].parent_id}" for child in children]
     assert parents == [twins[1].id, twins[0].id]
@@ -177,8 +134,8 @@ async def test_an_echo_is_found_whatever_became_of_its_thinking(model: Path, cha
         return {"role": "assistant", "content": rest if change == "dropped" else [thinking, *rest]}
 
     async with talk(model, say("<think>\nhm\n</think>\n\nyes")) as agent:
-        answer = await agent.ask(HELLO)
-        await agent.ask(HELLO, changed(answer), MORE)
+        answer = await ask(agent, HELLO)
+        await ask(agent, HELLO, changed(answer), MORE)
         finished = await agent.finished()
         ended = await agent.end()
     assert finished[1].parent_id == finished[0].request_id
@@ -209,10 +166,10 @@ async def test_a_coding_agents_body_is_taken_and_its_nonce_is_no_part_of_the_pro
     model: Path,
 ) -> None:
     async with talk(model, say("yes")) as agent:
-        first = await agent.post(coding_agents_body(nonce="1"))
+        first = await post(agent, coding_agents_body(nonce="1"))
         body = coding_agents_body(nonce="2", reminder=[{"type": "text", "text": "be quick"}])
         body["messages"] += [{"role": "assistant", "content": first.json()["content"]}, MORE]
-        second = await agent.post(body)
+        second = await post(agent, body)
         finished = await agent.finished()
         text = agent.seen()[0].text
     assert (first.status_code, second.status_code) == (200, 200)
@@ -235,9 +192,9 @@ async def test_the_same_request_without_stream_is_no_second_sample(model: Path) 
         return "yes"
 
     async with talk(model, script) as agent:
-        streamed = asyncio.create_task(agent.post(coding_agents_body(nonce="1", stream=True)))
+        streamed = asyncio.create_task(post(agent, coding_agents_body(nonce="1", stream=True)))
         await asked.wait()
-        plain = asyncio.create_task(agent.post(coding_agents_body(nonce="2")))
+        plain = asyncio.create_task(post(agent, coding_agents_body(nonce="2")))
         await asyncio.sleep(0.05)
         answers.set()
         events, whole = (await streamed).text, (await plain).json()
@@ -253,7 +210,7 @@ async def test_a_waiting_stream_gets_pings_before_its_message(model: Path) -> No
         return "yes"
 
     async with talk(model, script) as agent:
-        answer = await agent.post({"model": "m", "messages": [HELLO], "stream": True})
+        answer = await post(agent, {"model": "m", "messages": [HELLO], "stream": True})
     names = [line for line in answer.text.splitlines() if line.startswith("event: ")]
     assert names[:2] == ["event: ping", "event: ping"]
     assert names[2] == "event: message_start"
@@ -262,7 +219,7 @@ async def test_a_waiting_stream_gets_pings_before_its_message(model: Path) -> No
 
 async def test_a_stop_sequence_ends_the_message_and_is_named(model: Path) -> None:
     async with talk(model, say("one two")) as agent:
-        answer = await agent.ask(HELLO, stop_sequences=[" two"])
+        answer = await ask(agent, HELLO, stop_sequences=[" two"])
     assert answer.content[0].text == "one"
     assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", " two")
 
@@ -271,10 +228,10 @@ async def test_the_count_of_tokens_is_that_of_the_request_first_and_later(model:
     async with talk(model, say(f"hm{CALLS}")) as agent:
 
         async def both(*messages: Any) -> Any:
-            counted = await agent.client.messages.count_tokens(
+            counted = await agent.anthropic.messages.count_tokens(
                 model="m", messages=list(messages), tools=TOOLS, system="you sell"
             )
-            answer = await agent.ask(*messages, tools=TOOLS, system="you sell")
+            answer = await ask(agent, *messages, tools=TOOLS, system="you sell")
             assert counted.input_tokens == answer.usage.input_tokens
             return answer
 
@@ -288,16 +245,16 @@ async def test_refusals_have_anthropics_shape_and_name_the_field(model: Path) ->
     picture = {"type": "image", "source": {"type": "base64", "media_type": "image/png"}}
     async with talk(model, say("yes"), context_tokens_max=256) as agent:
         with pytest.raises(anthropic.BadRequestError) as long:
-            await agent.ask({"role": "user", "content": "many words " * 200})
+            await ask(agent, {"role": "user", "content": "many words " * 200})
         with pytest.raises(anthropic.BadRequestError) as image:
-            await agent.ask({"role": "user", "content": [picture]})
+            await ask(agent, {"role": "user", "content": [picture]})
         with pytest.raises(anthropic.BadRequestError) as forced:
-            await agent.ask(HELLO, tools=TOOLS, tool_choice={"type": "tool", "name": "buy"})
-        agent.client.api_key = "wrong"
+            await ask(agent, HELLO, tools=TOOLS, tool_choice={"type": "tool", "name": "buy"})
+        agent.anthropic.api_key = "wrong"
         with pytest.raises(anthropic.AuthenticationError) as stranger:
-            await agent.ask(HELLO)
-        elsewhere = await agent.post({}, path="/v1/messages/batches")
-        none = await agent.post({"model": "m", "messages": []})
+            await ask(agent, HELLO)
+        elsewhere = await post(agent, {}, path="/v1/messages/batches")
+        none = await post(agent, {"model": "m", "messages": []})
     said = [each.value.body["error"] for each in (long, image, forced, stranger)]  # type: ignore[index]
     assert said[0]["type"] == "invalid_request_error"
     assert said[0]["message"].startswith("prompt is too long: ")
@@ -314,8 +271,8 @@ async def test_refusals_have_anthropics_shape_and_name_the_field(model: Path) ->
 
 async def test_the_list_of_models_has_the_fields_of_both_providers(model: Path) -> None:
     async with talk(model, say("yes")) as agent:
-        listed = await agent.client.models.list()
-        named = await agent.client.models.retrieve("any-name")
+        listed = await agent.anthropic.models.list()
+        named = await agent.anthropic.models.retrieve("any-name")
     assert [each.id for each in listed.data] == ["policy"]
     assert (named.id, named.type, named.display_name) == ("any-name", "model", "any-name")
     assert named.created_at.year >= 2024
@@ -323,7 +280,7 @@ async def test_the_list_of_models_has_the_fields_of_both_providers(model: Path) 
 
 async def test_tool_choice_none_leaves_what_looks_like_a_call_in_the_text(model: Path) -> None:
     async with talk(model, say(CALLS)) as agent:
-        answer = await agent.ask(HELLO, tools=TOOLS, tool_choice={"type": "none"})
+        answer = await ask(agent, HELLO, tools=TOOLS, tool_choice={"type": "none"})
     assert [block.type for block in answer.content] == ["text"]
     assert answer.content[0].text == CALLS
     assert answer.stop_reason == "end_turn"

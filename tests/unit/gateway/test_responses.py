@@ -3,20 +3,14 @@
 import asyncio
 import itertools
 import json
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
-from forgemq_bus.memory import MemoryLog
-from forgemq_contracts import topics
-from forgemq_contracts.episodes import FinishedEpisode
-from tests.unit.gateway.scripted_lane import Asked, Script, ScriptedLane, contexts_of, wall_ms
-from tests.unit.gateway.world import World, configuration_of, plain_http, running
+from tests.unit.gateway.scripted_lane import Asked
+from tests.unit.gateway.talk import Talk, talk
 
 FIND: dict[str, Any] = {
     "type": "function",
@@ -33,47 +27,8 @@ CALLS = "".join(
 THOUGHT = "<think>\nhm\n</think>\n\nlet me see"
 
 
-class Talk:
-    """An episode of one agent that speaks this protocol."""
-
-    def __init__(self, world: World, lanes: list[ScriptedLane], claim: Any) -> None:
-        self.world, self.lanes, self.key = world, lanes, claim["key"]
-        self.episode_id = claim["episode_id"]
-        self.client = world.client(claim)
-
-    async def ask(self, given: Any, **fields: Any) -> Any:
-        return await self.client.responses.create(model="m", input=given, **fields)
-
-    async def post(self, body: Any) -> httpx.Response:
-        async with plain_http() as client:
-            headers = {"authorization": f"Bearer {self.key}"}
-            return await client.post(
-                f"{self.world.base_url}/v1/responses", json=body, headers=headers
-            )
-
-    async def finished(self) -> list[Any]:
-        return await self.world.records(topics.FINISHED_COMPLETIONS)
-
-    async def chain(self) -> list[list[int]]:
-        """Context and output of every turn, in order."""
-        finished = await self.finished()
-        whole = contexts_of(finished)
-        return [whole[record.request_id] for record in finished]
-
-    async def end(self) -> FinishedEpisode:
-        await self.world.admin("POST", f"/v1/episodes/{self.episode_id}/finish", {})
-        ended: list[FinishedEpisode] = await self.world.records(topics.FINISHED_EPISODES)
-        return ended[0]
-
-
-@asynccontextmanager
-async def talk(
-    model: Path, script: Script, *, context_tokens_max: int = 4096
-) -> AsyncIterator[Talk]:
-    configuration = configuration_of(model, context_tokens_max=context_tokens_max)
-    log = MemoryLog(run="r", clock_ms=wall_ms).open
-    async with running(log, configuration, script) as (world, lanes):
-        yield Talk(world, lanes, await world.episode())
+async def ask(agent: Talk, given: Any, **fields: Any) -> Any:
+    return await agent.openai.responses.create(model="m", input=given, **fields)
 
 
 def echoed(answer: Any) -> list[Any]:
@@ -100,8 +55,8 @@ def grows(chain: list[list[int]]) -> bool:
 
 async def test_an_answer_has_its_items_in_order_and_its_usage(model: Path) -> None:
     async with talk(model, lambda _: THOUGHT + CALLS) as agent:
-        answer = await agent.ask("hello", tools=TOOLS, instructions="you sell")
-        seen = next(asked for lane in agent.lanes for asked in lane.seen)
+        answer = await ask(agent, "hello", tools=TOOLS, instructions="you sell")
+        seen = agent.seen()[0]
     assert [item.type for item in answer.output] == [
         "reasoning",
         "message",
@@ -123,8 +78,8 @@ async def test_an_answer_has_its_items_in_order_and_its_usage(model: Path) -> No
 
 async def test_a_stream_gives_the_same_response_as_a_plain_answer(model: Path) -> None:
     async with talk(model, lambda _: THOUGHT + CALLS) as agent:
-        plain = await agent.ask("hello", tools=TOOLS)
-        async with agent.client.responses.stream(model="m", input="hello", tools=TOOLS) as stream:
+        plain = await ask(agent, "hello", tools=TOOLS)
+        async with agent.openai.responses.stream(model="m", input="hello", tools=TOOLS) as stream:
             events = [event async for event in stream]
             streamed = await stream.get_final_response()
     kinds = [item.type for item in plain.output]
@@ -145,7 +100,7 @@ async def test_items_that_come_back_keep_the_sampled_tokens(model: Path, kept: s
     async with talk(model, searching) as agent:
         items: list[Any] = [{"role": "user", "content": "hello"}]
         while True:
-            answer = await agent.ask(items, tools=TOOLS, instructions="you sell", store=False)
+            answer = await ask(agent, items, tools=TOOLS, instructions="you sell", store=False)
             if not outputs(answer):
                 break
             back = [changed(item) for item in echoed(answer)]
@@ -161,18 +116,16 @@ async def test_items_that_come_back_keep_the_sampled_tokens(model: Path, kept: s
 async def test_a_conversation_continues_from_the_id_of_its_last_response(model: Path) -> None:
     """Also after the gateway was killed: what it needs is on the log."""
     async with talk(model, searching) as agent:
-        answer = await agent.ask("hello", tools=TOOLS, instructions="you sell")
+        answer = await ask(agent, "hello", tools=TOOLS, instructions="you sell")
         while outputs(answer):
-            answer = await agent.ask(
+            answer = await ask(
+                agent,
                 outputs(answer),
                 tools=TOOLS,
                 previous_response_id=answer.id,
                 instructions="you sell",
             )
-            await agent.world.kill()
-            assert agent.world.tasks is not None
-            await agent.world.start(agent.world.tasks)
-            agent.client.base_url = f"{agent.world.base_url}/v1"
+            await agent.restart()
         chain, ended = await agent.chain(), await agent.end()
     assert len(chain) == 4
     assert grows(chain)
@@ -181,9 +134,9 @@ async def test_a_conversation_continues_from_the_id_of_its_last_response(model: 
 
 async def test_an_id_says_which_of_two_equal_responses_is_continued(model: Path) -> None:
     async with talk(model, lambda _: "yes") as agent:
-        twins = [await agent.ask("hello") for _ in range(2)]
+        twins = [await ask(agent, "hello") for _ in range(2)]
         children = [
-            await agent.ask("more", previous_response_id=twin.id) for twin in reversed(twins)
+            await ask(agent, "more", previous_response_id=twin.id) for twin in reversed(twins)
         ]
         finished = {f"resp_{record.request_id}": record for record in await agent.finished()}
     parents = [f"resp_{finished[child.id].parent_id}" for child in children]
@@ -193,11 +146,11 @@ async def test_an_id_says_which_of_two_equal_responses_is_continued(model: Path)
 async def test_a_reference_to_an_item_stands_for_its_reply(model: Path) -> None:
     async with talk(model, searching) as agent:
         items: list[Any] = [{"role": "user", "content": "hello"}]
-        answer = await agent.ask(items, tools=TOOLS)
+        answer = await ask(agent, items, tools=TOOLS)
         references = [{"type": "item_reference", "id": item.id} for item in answer.output]
-        await agent.ask([*items, *references, *outputs(answer)], tools=TOOLS)
+        await ask(agent, [*items, *references, *outputs(answer)], tools=TOOLS)
         mixed = [*references[:2], *echoed(answer)[2:]]
-        await agent.ask([*items, *mixed, *outputs(answer)], tools=TOOLS)
+        await ask(agent, [*items, *mixed, *outputs(answer)], tools=TOOLS)
         finished = await agent.finished()
     assert [record.parent_id for record in finished[1:]] == [finished[0].request_id] * 2
     assert not finished[1].turn.is_fork
@@ -232,8 +185,8 @@ async def test_a_coding_agents_body_is_taken_with_its_odd_tools(model: Path) -> 
         "text": {"verbosity": "low"},
     }
     async with talk(model, lambda _: "yes") as agent:
-        answer = await agent.post(body)
-        text = next(asked for lane in agent.lanes for asked in lane.seen).text
+        answer = await agent.post("/v1/responses", body)
+        text = agent.seen()[0].text
     assert answer.status_code == 200
     assert answer.headers["x-forgemq-unused"] == "reasoning"
     assert answer.json()["output"][0]["content"][0]["text"] == "yes"
@@ -247,7 +200,7 @@ async def test_a_waiting_stream_opens_once_and_then_says_that_it_lives(model: Pa
         return "yes"
 
     async with talk(model, script) as agent:
-        answer = await agent.post({"model": "m", "input": "hello", "stream": True})
+        answer = await agent.post("/v1/responses", {"model": "m", "input": "hello", "stream": True})
     events = [
         json.loads(line.removeprefix("data: "))
         for line in answer.text.splitlines()
@@ -263,7 +216,7 @@ async def test_a_waiting_stream_opens_once_and_then_says_that_it_lives(model: Pa
 
 async def test_an_output_that_was_cut_is_incomplete(model: Path) -> None:
     async with talk(model, lambda _: "one two three four five six seven") as agent:
-        short = await agent.ask("hello", max_output_tokens=2)
+        short = await ask(agent, "hello", max_output_tokens=2)
     assert short.status == "incomplete"
     assert short.incomplete_details.reason == "max_output_tokens"
 
@@ -272,18 +225,14 @@ async def test_the_count_of_tokens_is_that_of_the_request(model: Path) -> None:
     async with talk(model, lambda _: CALLS) as agent:
 
         async def count(**body: Any) -> int:
-            async with plain_http() as client:
-                answer = await client.post(
-                    f"{agent.world.base_url}/v1/responses/input_tokens",
-                    json={"model": "m", "tools": TOOLS, **body},
-                    headers={"authorization": f"Bearer {agent.key}"},
-                )
+            asked = {"model": "m", "tools": TOOLS, **body}
+            answer = await agent.post("/v1/responses/input_tokens", asked)
             return int(answer.json()["input_tokens"])
 
         counted = await count(input="hello")
-        first = await agent.ask("hello", tools=TOOLS)
+        first = await ask(agent, "hello", tools=TOOLS)
         later = await count(input=outputs(first), previous_response_id=first.id)
-        second = await agent.ask(outputs(first), tools=TOOLS, previous_response_id=first.id)
+        second = await ask(agent, outputs(first), tools=TOOLS, previous_response_id=first.id)
     assert counted == first.usage.input_tokens
     assert later == second.usage.input_tokens
 
@@ -291,17 +240,17 @@ async def test_the_count_of_tokens_is_that_of_the_request(model: Path) -> None:
 async def test_refusals_name_the_field_and_unknown_ids_are_404(model: Path) -> None:
     picture = [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]
     async with talk(model, lambda _: "yes", context_tokens_max=256) as agent:
-        unkept = await agent.ask("hello", store=False)
+        unkept = await ask(agent, "hello", store=False)
         with pytest.raises(openai.NotFoundError, match="store=false is not kept"):
-            await agent.ask("more", previous_response_id=unkept.id)
+            await ask(agent, "more", previous_response_id=unkept.id)
         with pytest.raises(openai.NotFoundError, match="no item 'msg_x_0'"):
-            await agent.ask([{"type": "item_reference", "id": "msg_x_0"}])
+            await ask(agent, [{"type": "item_reference", "id": "msg_x_0"}])
         with pytest.raises(openai.BadRequestError) as long:
-            await agent.ask("many words " * 200)
+            await ask(agent, "many words " * 200)
         with pytest.raises(openai.BadRequestError) as image:
-            await agent.ask(picture)
+            await ask(agent, picture)
         with pytest.raises(openai.BadRequestError) as nothing:
-            await agent.ask([])
+            await ask(agent, [])
     assert long.value.code == "context_length_exceeded"
     assert image.value.param == "input[0].content[0].type"
     assert nothing.value.param == "input"

@@ -7,8 +7,8 @@ from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Raw, Struct
+from msgspec.structs import replace
 
-from forgemq_gateway.core.digests import body_digest, digest_of
 from forgemq_gateway.core.errors import field_of, invalid
 from forgemq_gateway.core.requests import (
     DEFAULT_MODEL,
@@ -22,11 +22,10 @@ from forgemq_gateway.core.requests import (
     Text,
     Thinking,
     ToolResult,
-    canonical_tools,
-    match_key,
 )
-from forgemq_gateway.protocols.json_body import NULL, asked_json, decoded, tools_in
-from forgemq_gateway.protocols.reply_form import FORM_FIELDS, FormFields, is_one_call, reply_form
+from forgemq_gateway.protocols.field_names import FieldNames
+from forgemq_gateway.protocols.json_body import decoded, tools_in
+from forgemq_gateway.protocols.reply_form import FORM_FIELDS, FormFields
 
 # Structs of which one body may have very many have `gc=False`: they are in no cycle, and to make
 # them must not start the collector of cycles, which holds the interpreter.
@@ -107,34 +106,35 @@ class ChatFields(FormFields, kw_only=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
 
 
-# What a client may ask about sampling; recorded beside what was used.
-_SAMPLING_FIELDS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "max_tokens",
-    "max_completion_tokens",
-    "stop",
-    "seed",
-    "frequency_penalty",
-    "presence_penalty",
-    "reasoning_effort",
-    *FORM_FIELDS,
-)
-# What the episode decides in the client's place: the answer names them in a header.
-_UNUSED = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "reasoning_effort",
+_NAMES = FieldNames(
+    protocol="chat_completions",
+    asked=(
+        "temperature",
+        "top_p",
+        "top_k",
+        "max_tokens",
+        "max_completion_tokens",
+        "stop",
+        "seed",
+        "frequency_penalty",
+        "presence_penalty",
+        "reasoning_effort",
+        *FORM_FIELDS,
+    ),
+    unused=(
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "frequency_penalty",
+        "presence_penalty",
+        "repetition_penalty",
+        "reasoning_effort",
+    ),
+    digested=frozenset({"messages", "stream", "stream_options"}),
 )
 _FORM_LIMITS = dict.fromkeys(FORM_FIELDS, FORM_BYTES_MAX)
-_DELIVERY_FIELDS = frozenset({"messages", "stream", "stream_options"})
 
 _MEDIA_BLOCKS = frozenset({"image_url", "input_audio", "image", "file", "video_url"})
 
@@ -149,31 +149,17 @@ def request_of(body: bytes) -> Request:
         RefusedError: 400, naming the field.
     """
     raw, fields = decoded(body, _FIELDS, limits=_FORM_LIMITS)
-    asked = asked_json(raw, _SAMPLING_FIELDS)
     _check(fields)
     tools = _tools(raw["tools"]) if fields.tools else ()
-    tools_json = msgspec.json.encode(tools) if tools else b""
     messages = tuple(_message(m, index=index) for index, m in enumerate(fields.messages))
-    digests = tuple(match_key(message) for message in messages)
-    rest = {name: bytes(value) for name, value in raw.items() if name not in _DELIVERY_FIELDS}
-    return Request(
-        protocol="chat_completions",
+    return replace(
+        _NAMES.request(raw, messages, tools=tools, form=fields),
         model=fields.model or DEFAULT_MODEL,
-        messages=messages,
-        digests=digests,
-        tools=tools,
-        tools_json=tools_json,
-        tools_digest=digest_of(canonical_tools(tools)) if tools else "",
-        body_digest=body_digest("chat_completions", digests, rest),
-        asked=asked,
         max_tokens=fields.max_completion_tokens or fields.max_tokens,
         stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()),
         is_stream=bool(fields.stream),
         includes_usage=bool(fields.stream_options and fields.stream_options.include_usage),
         wants_logprobs=bool(fields.logprobs),
-        form=reply_form(fields, tools),
-        is_one_call=is_one_call(fields) and bool(tools),
-        unused=tuple(name for name in _UNUSED if raw.get(name, NULL) != NULL),
     )
 
 

@@ -1,6 +1,6 @@
 """What all protocols share in reading a JSON body: its fields, its tools, its refusals."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -71,11 +71,6 @@ def _check_size(long: LongFields, *, body_bytes: int) -> None:
             f"the fields beside {', '.join(names)} must have at most {_OTHER_BYTES_MAX} bytes",
             param=None,
         )
-
-
-def asked_json(raw: Mapping[str, Raw], names: Iterable[str]) -> bytes:
-    """The fields with these names that the body has, as one JSON object."""
-    return msgspec.json.encode({name: raw[name] for name in names if name in raw})
 
 
 def tools_in(raw: Raw) -> list[dict[str, Any]]:

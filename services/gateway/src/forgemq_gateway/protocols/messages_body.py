@@ -8,8 +8,8 @@ from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Raw, Struct
+from msgspec.structs import replace
 
-from forgemq_gateway.core.digests import body_digest, digest_of
 from forgemq_gateway.core.errors import invalid
 from forgemq_gateway.core.requests import (
     DEFAULT_MODEL,
@@ -23,15 +23,12 @@ from forgemq_gateway.core.requests import (
     Text,
     Thinking,
     ToolResult,
-    canonical_tools,
-    match_key,
 )
-from forgemq_gateway.protocols.json_body import NULL, asked_json, decoded, tools_in
+from forgemq_gateway.protocols.field_names import FieldNames
+from forgemq_gateway.protocols.json_body import NULL, decoded, tools_in
 from forgemq_gateway.protocols.reply_form import (
     FormFields,
     Schema,
-    is_one_call,
-    reply_form,
 )
 from forgemq_gateway.protocols.signature import signed_request
 
@@ -108,22 +105,23 @@ class TextSource(Struct):
     data: str = ""
 
 
-# What a client may ask about sampling; recorded beside what was used.
-_SAMPLING_FIELDS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "max_tokens",
-    "stop_sequences",
-    "thinking",
-    "output_config",
-    "output_format",
-    "tool_choice",
+_NAMES = FieldNames(
+    protocol="messages",
+    asked=(
+        "temperature",
+        "top_p",
+        "top_k",
+        "max_tokens",
+        "stop_sequences",
+        "thinking",
+        "output_config",
+        "output_format",
+        "tool_choice",
+    ),
+    unused=("temperature", "top_p", "top_k", "thinking"),
+    digested=frozenset({"messages", "system", "stream"}),
 )
-# What the episode decides in the client's place: the answer names them in a header.
-_UNUSED = ("temperature", "top_p", "top_k", "thinking")
 _FORM_LIMITS = dict.fromkeys(("output_config", "output_format"), FORM_BYTES_MAX)
-_DELIVERY_FIELDS = frozenset({"messages", "system", "stream"})
 
 # A block that changes with every request and is no part of the prompt.
 _BILLING = "x-anthropic-billing-header:"
@@ -142,25 +140,12 @@ def request_of(body: bytes) -> Request:
     raw, fields = decoded(body, _FIELDS, limits=_FORM_LIMITS)
     tools = _tools(raw["tools"]) if fields.tools else ()
     messages = (*_system(fields.system), *_messages(fields.messages))
-    digests = tuple(match_key(message) for message in messages)
-    form = _form(fields)
-    rest = {name: bytes(value) for name, value in raw.items() if name not in _DELIVERY_FIELDS}
-    return Request(
-        protocol="messages",
+    return replace(
+        _NAMES.request(raw, messages, tools=tools, form=_form(fields)),
         model=fields.model or DEFAULT_MODEL,
-        messages=messages,
-        digests=digests,
-        tools=tools,
-        tools_json=msgspec.json.encode(tools) if tools else b"",
-        tools_digest=digest_of(canonical_tools(tools)) if tools else "",
-        body_digest=body_digest("messages", digests, rest),
-        asked=asked_json(raw, _SAMPLING_FIELDS),
         max_tokens=fields.max_tokens,
         stop=tuple(fields.stop_sequences or ()),
         is_stream=bool(fields.stream),
-        form=reply_form(form, tools),
-        is_one_call=is_one_call(form) and bool(tools),
-        unused=tuple(name for name in _UNUSED if raw.get(name, NULL) != NULL),
     )
 
 

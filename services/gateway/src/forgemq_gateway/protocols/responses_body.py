@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Raw, Struct
+from msgspec.structs import replace
 
 from forgemq_gateway.core.conversation import Conversation, reply_message
-from forgemq_gateway.core.digests import body_digest, digest_of
 from forgemq_gateway.core.errors import invalid, unknown
 from forgemq_gateway.core.requests import (
     DEFAULT_MODEL,
@@ -25,17 +25,14 @@ from forgemq_gateway.core.requests import (
     Text,
     Thinking,
     ToolResult,
-    canonical_tools,
-    match_key,
 )
-from forgemq_gateway.protocols.json_body import NULL, asked_json, decoded, tools_in
+from forgemq_gateway.protocols.field_names import FieldNames
+from forgemq_gateway.protocols.json_body import NULL, decoded, tools_in
 from forgemq_gateway.protocols.reply_form import (
     FormFields,
     NamedSchema,
     ResponseFormat,
     Schema,
-    is_one_call,
-    reply_form,
 )
 from forgemq_gateway.protocols.response_ids import answered_by, response_answered
 from forgemq_gateway.protocols.signature import signed_request
@@ -99,20 +96,21 @@ class TextFormat(Struct):
     strict: bool | None = False
 
 
-# What a client may ask about sampling; recorded beside what was used.
-_SAMPLING_FIELDS = (
-    "temperature",
-    "top_p",
-    "max_output_tokens",
-    "reasoning",
-    "text",
-    "tool_choice",
-    "parallel_tool_calls",
-    "store",
+_NAMES = FieldNames(
+    protocol="responses",
+    asked=(
+        "temperature",
+        "top_p",
+        "max_output_tokens",
+        "reasoning",
+        "text",
+        "tool_choice",
+        "parallel_tool_calls",
+        "store",
+    ),
+    unused=("temperature", "top_p", "top_logprobs", "reasoning"),
+    digested=frozenset({"input", "instructions", "previous_response_id", "stream"}),
 )
-# What the episode decides in the client's place: the answer names them in a header.
-_UNUSED = ("temperature", "top_p", "top_logprobs", "reasoning")
-_DELIVERY_FIELDS = frozenset({"input", "instructions", "previous_response_id", "stream"})
 
 _MEDIA = frozenset({"input_image", "input_file", "input_audio"})
 _ASSISTANTS = frozenset({"reasoning", "function_call", "custom_tool_call", "item_reference"})
@@ -128,26 +126,12 @@ def request_of(body: bytes, known: Conversation) -> Request:
         RefusedError: 400, naming the field; 404, an id that it refers to is not known.
     """
     raw, fields = decoded(body, _FIELDS, limits={"text": FORM_BYTES_MAX})
-    form = _form(fields)
     tools = _tools(raw["tools"]) if fields.tools else ()
-    messages = _messages(fields, known)
-    digests = tuple(match_key(message) for message in messages)
-    rest = {name: bytes(value) for name, value in raw.items() if name not in _DELIVERY_FIELDS}
-    return Request(
-        protocol="responses",
+    return replace(
+        _NAMES.request(raw, _messages(fields, known), tools=tools, form=_form(fields)),
         model=fields.model or DEFAULT_MODEL,
-        messages=messages,
-        digests=digests,
-        tools=tools,
-        tools_json=msgspec.json.encode(tools) if tools else b"",
-        tools_digest=digest_of(canonical_tools(tools)) if tools else "",
-        body_digest=body_digest("responses", digests, rest),
-        asked=asked_json(raw, _SAMPLING_FIELDS),
         max_tokens=fields.max_output_tokens,
         is_stream=bool(fields.stream),
-        form=reply_form(form, tools),
-        is_one_call=is_one_call(form) and bool(tools),
-        unused=tuple(name for name in _UNUSED if raw.get(name, NULL) != NULL),
     )
 
 

@@ -1,0 +1,70 @@
+"""What the top-level fields of a protocol's body are for, and the request that follows from it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from msgspec import Raw, Struct
+
+from forgemq_gateway.core.digests import body_digest, digest_of
+from forgemq_gateway.core.requests import (
+    DEFAULT_MODEL,
+    ProtocolName,
+    Request,
+    RequestMessage,
+    canonical_tools,
+    match_key,
+)
+from forgemq_gateway.protocols.json_body import NULL
+from forgemq_gateway.protocols.reply_form import FormFields, is_one_call, reply_form
+
+
+class FieldNames(Struct, frozen=True, kw_only=True):
+    """The top-level fields of one protocol by what they are for.
+
+    Attributes:
+        asked: What a client may ask about sampling; recorded beside what was used.
+        unused: What the episode decides in the client's place: the answer names them in a header.
+        digested: What the messages or the way of delivery say: left out of the rest's digest.
+    """
+
+    protocol: ProtocolName
+    asked: tuple[str, ...]
+    unused: tuple[str, ...]
+    digested: frozenset[str]
+
+    def request(
+        self,
+        raw: Mapping[str, Raw],
+        messages: tuple[RequestMessage, ...],
+        *,
+        tools: tuple[dict[str, Any], ...],
+        form: FormFields,
+    ) -> Request:
+        """The request of a body with these fields, but for its limits and its delivery.
+
+        Args:
+            raw: Every field of the body.
+            messages: What the model is to continue.
+            tools: In chat form.
+            form: The demanded form of the reply.
+
+        Raises:
+            RefusedError: 400: the form cannot be met.
+        """
+        digests = tuple(match_key(message) for message in messages)
+        rest = {name: bytes(value) for name, value in raw.items() if name not in self.digested}
+        return Request(
+            protocol=self.protocol,
+            model=DEFAULT_MODEL,
+            messages=messages,
+            digests=digests,
+            tools=tools,
+            tools_json=msgspec.json.encode(tools) if tools else b"",
+            tools_digest=digest_of(canonical_tools(tools)) if tools else "",
+            body_digest=body_digest(self.protocol, digests, rest),
+            asked=msgspec.json.encode({name: raw[name] for name in self.asked if name in raw}),
+            form=reply_form(form, tools),
+            is_one_call=is_one_call(form) and bool(tools),
+            unused=tuple(name for name in self.unused if raw.get(name, NULL) != NULL),
+        )
