@@ -99,12 +99,11 @@ FRAMEWORKS = [
     library("litellm", "litellm", "litellm_loop.py", "messages"),
     library("litellm", "litellm", "litellm_loop.py", "messages", "stream", STREAM_CUT),
 ]
-# The frameworks are run with tools and refusals; the cuts were not tried with them.
+# The AI SDK and the frameworks are run with tools and refusals; cuts were not tried with them.
 NOT_CUT: tuple[Mode, ...] = ("plain", "parallel", "refused", "failed")
 CASES: list[tuple[Client, Mode]] = [
     *((client, mode) for client in (*OPENAI, *ANTHROPIC, *OPENAI_NODE) for mode in MODES),
-    *((client, "plain") for client in AI_SDK),
-    *((client, mode) for client in FRAMEWORKS for mode in NOT_CUT),
+    *((client, mode) for client in (*AI_SDK, *FRAMEWORKS) for mode in NOT_CUT),
 ]
 
 
