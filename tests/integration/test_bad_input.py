@@ -11,10 +11,12 @@ import msgspec
 import pytest
 
 from forgemq_bus.kafka import KafkaConnection, KafkaLog
+from forgemq_bus.kept_records import message_of, read_all
 from forgemq_bus.log import Emit, Headers, Place, Record
 from forgemq_contracts import topics
 from forgemq_contracts.groups import AdmittedGroup
 from forgemq_contracts.partitions import group_partition
+from forgemq_contracts.run import EndedRun
 from forgemq_shell.dead_letters import letter_of
 from tests.integration.launched_run import DIALOGUE, FORGEMQ, ROOT, LaunchedRun
 from tests.integration.run_log import GROUP_PARTITIONS, accounts, records_of
@@ -238,6 +240,17 @@ def refused_run(kafka_bootstrap, new_run_id, tmp_path) -> Iterator[LaunchedRun]:
     run.close()
 
 
+async def ends_of(bootstrap: str, run_id: str) -> list[EndedRun]:
+    """Every end of a run that is on the log, oldest first."""
+    log = KafkaLog(KafkaConnection(bootstrap=bootstrap), run="")
+    try:
+        batches = [batch async for batch in read_all(log, [Place(topics.ENDED_RUNS.name, 0)])]
+    finally:
+        await log.close()
+    ends = [message_of(record).record for batch in batches for record in batch]
+    return [end for end in ends if isinstance(end, EndedRun) and end.run == run_id]
+
+
 def refusal(run: LaunchedRun, run_id: str, **settings: str) -> str:
     """Last line of a start with these settings, which fails with 1 and leaves no process."""
     run.start(DIALOGUE, f"run={run_id}", environ=settings)
@@ -249,14 +262,19 @@ def refusal(run: LaunchedRun, run_id: str, **settings: str) -> str:
     return said[-1]
 
 
-def test_a_taken_port_is_named(refused_run, new_run_id, taken_port):
+def test_a_taken_port_is_named_and_ends_the_run_on_the_log(
+    kafka_bootstrap, refused_run, new_run_id, taken_port
+):
+    run_id = new_run_id()
     said = refusal(
         refused_run,
-        new_run_id(),
+        run_id,
         FORGEMQ_ENGINE_URL="http://127.0.0.1:1",
         FORGEMQ_LAUNCHER_GATEWAY_PORT=str(taken_port),
     )
-    assert said == (f"failed: port {taken_port} of 127.0.0.1 is taken: free it or choose another")
+    assert said == f"port {taken_port} of 127.0.0.1 is taken: free it or choose another"
+    [ended] = asyncio.run(ends_of(kafka_bootstrap, run_id))
+    assert (ended.reason, ended.detail) == ("failed", said)
 
 
 def test_a_named_engine_that_is_not_there_is_said_at_once_and_given_up_in_time(

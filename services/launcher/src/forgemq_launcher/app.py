@@ -59,8 +59,7 @@ class RunningRun:
             connection = self._processes.connection
             async with open_run_log(connection, configuration, blobs=self._setup.blobs) as log:
                 started = await self._announce_run(log)
-                addresses = self._processes.plan_services()
-                outcome = await self._watch_run(log, started, console_url=addresses.console_url)
+                outcome = await self._play_announced(log, started)
                 await self._processes.stop_services()
                 if outcome.reason != "completed":
                     return await self._leave_open(outcome)
@@ -89,6 +88,14 @@ class RunningRun:
         self._setup.folder.keep(configuration)
         await write_start(self._processes.connection, started)
         return started
+
+    async def _play_announced(self, log: Log, started: StartedRun) -> Outcome:
+        """Play a run whose start is on the log; a failure is its outcome, which goes there too."""
+        try:
+            addresses = self._processes.plan_services()
+            return await self._watch_run(log, started, console_url=addresses.console_url)
+        except FAILURES as error:
+            return Outcome("failed", str(error))
 
     async def _watch_run(self, log: Log, started: StartedRun, *, console_url: str) -> Outcome:
         """Start the services; keep everything up and on the screen until the run is over."""
@@ -121,9 +128,10 @@ class RunningRun:
     async def _leave_open(self, outcome: Outcome) -> int:
         """Write the end of a run that a resume may continue; its groups stay open."""
         run, ended_ms = self._setup.folder.run, now_ms()
+        # First, because the broker may be what failed: then its end cannot be written.
+        self._screen.say(outcome.detail or "open groups stay open")
         ended = EndedRun(run=run, reason=outcome.reason, ended_ms=ended_ms, detail=outcome.detail)
         await write_end(self._processes.connection, ended)
-        self._screen.say(outcome.detail or "open groups stay open")
         self._screen.say(f"continue with: make demo RESUME={run}")
         is_interrupted = outcome.reason == "interrupted"
         return exit_status.INTERRUPTED if is_interrupted else exit_status.FAILED
