@@ -67,6 +67,17 @@ def test_a_turn_shows_its_reward_its_return_and_its_advantage(records):
     assert "s); return-to-go +1, advantage -0.3\n" in text
 
 
+def test_a_reward_of_minus_zero_is_shown_without_a_minus(records):
+    """-0.1 for each of no malformed calls is -0.0."""
+    _, second = trajectories(records)
+    free = TurnReward(process=-0.0, return_to_go=1.0, advantage=-0.0)
+    turns = [msgspec.structs.replace(turn, reward=free) for turn in second.turns]
+    reward = msgspec.structs.replace(second.reward, process=-0.0)
+    text = shown(msgspec.structs.replace(second, turns=turns, reward=reward))
+    assert "speed 0.5, process 0, total" in text
+    assert "s); reward +0, return-to-go +1, advantage +0\n" in text
+
+
 def test_an_episode_that_does_not_train_says_why(records):
     [scored] = [m.record for m in records if isinstance(m.record, ScoredGroup)]
     masked = msgspec.structs.replace(

@@ -214,7 +214,7 @@ def _turn_earned(reward: TurnReward) -> str:
         "return-to-go": reward.return_to_go,
         "advantage": reward.advantage,
     }
-    said = [f"{name} {value:+.4g}" for name, value in parts.items() if value is not None]
+    said = [f"{name} {value:+z.4g}" for name, value in parts.items() if value is not None]
     return f"; {', '.join(said)}" if said else ""
 
 
@@ -222,8 +222,8 @@ def _earned(reward: EpisodeReward | None) -> str:
     if reward is None:
         return "not scored"
     parts = (
-        f"outcome {reward.outcome:g}, speed {reward.speed:g}, process {reward.process:g}, "
-        f"total {reward.total:g}"
+        f"outcome {reward.outcome:zg}, speed {reward.speed:zg}, process {reward.process:zg}, "
+        f"total {reward.total:zg}"
     )
     truncated = f"truncated by {reward.truncated_by}" if reward.truncated_by else ""
     return "; ".join(
