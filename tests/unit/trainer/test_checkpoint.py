@@ -24,6 +24,7 @@ from forgemq_trainer.training import Training
 from tests.unit.trainer.scene import (
     agent_samples,
     configuration_of,
+    make_model,
     merge,
     save_base,
     scheduled_step,
@@ -166,3 +167,28 @@ def test_weights_are_named_as_the_base_file_names_them(tmp_path: Path) -> None:
     assert {n: (t.shape, t.dtype) for n, t in saved.items()} == {
         n: (t.shape, t.dtype) for n, t in base.items()
     }
+
+
+@pytest.mark.parametrize("shard_size", ["1GB", "20KB"])
+def test_engines_get_a_base_model_in_one_file_also_if_it_comes_in_shards(
+    tmp_path: Path, shard_size: str
+) -> None:
+    base = tmp_path / "base"
+    model = make_model("qwen3", torch.float32)
+    model.save_pretrained(base, max_shard_size=shard_size)
+    is_whole = (base / "model.safetensors").exists()
+    assert is_whole == (shard_size == "1GB")
+    configuration = configuration_of(base)
+    store = Store(
+        str(tmp_path / "t"),
+        blobs=str(tmp_path / "blobs"),
+        configuration=configuration,
+        telemetry=Telemetry(service="trainer", stream=io.StringIO()),
+    )
+    training = Training(configuration, device="cpu", checkpoint=None)
+    published = store.save_restored_weights(training, None, lineage=1)
+    assert (published.folder == base) == is_whole
+    names = {path.name for path in published.folder.iterdir()}
+    assert {name for name in names if "model" in name} == {"model.safetensors"}
+    saved, own = load_file(published.folder / "model.safetensors"), model.state_dict()
+    assert all(torch.equal(saved[name], own[name]) for name in saved)
