@@ -49,8 +49,16 @@ def cuda_is_there() -> bool:
     return Path("/dev/nvidia0").exists()
 
 
+def browser_is_there() -> bool:
+    """Whether a browser that the tests of the page can drive is on the path."""
+    from tests.integration.browser import browser_program
+
+    return browser_program() is not None
+
+
 CONDITIONS: dict[str, tuple[Callable[[], bool], str]] = {
     "gpu": (cuda_is_there, "no CUDA device"),
+    "browser": (browser_is_there, "no Chromium or Chrome"),
 }
 
 

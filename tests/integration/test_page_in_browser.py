@@ -1,0 +1,104 @@
+"""What the page shows, in a real browser."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import msgspec
+import pytest
+import uvicorn
+
+from forgemq_bus.errors import LogError
+from forgemq_console.app import serve
+from forgemq_console.core import GroupView, group_view
+from forgemq_console.http import web
+from forgemq_contracts.steps import Alarm, TrainedStep
+from forgemq_run_view.view import RunView
+from tests.integration.browser import Browser
+from tests.unit.run_view.synthetic import SyntheticRun, started
+
+pytestmark = [pytest.mark.integration, pytest.mark.browser, pytest.mark.timeout(180)]
+
+KL = Alarm(metric="kl_k3", value=0.21, threshold=0.1)
+NOT_READ = "g-1"
+"""A group whose records cannot be read."""
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    running = Browser(tmp_path_factory.mktemp("browser"))
+    running.start()
+    yield running
+    running.stop()
+
+
+def run_with(*alarms: Alarm) -> tuple[SyntheticRun, RunView]:
+    """Two steps of two groups; the second step has the alarms."""
+    run, view = SyntheticRun().play(steps=2), RunView(started())
+    for message in run.messages:
+        record = message.record
+        if isinstance(record, TrainedStep) and record.step == 1:
+            record = msgspec.structs.replace(record, alarms=alarms)
+        view.apply(msgspec.structs.replace(message, record=record))
+    return run, view
+
+
+@asynccontextmanager
+async def console(run: SyntheticRun, view: RunView) -> AsyncIterator[str]:
+    """The console's own application on a port of this machine; its address."""
+
+    async def read_group(group_id: str, episode_id: str | None) -> GroupView:
+        if group_id == NOT_READ:
+            raise LogError("the broker does not answer")
+        of_group = [m for m in run.messages if getattr(m.record, "group_id", "") == group_id]
+        return group_view(group_id, of_group, episode_id=episode_id, token_text=str, episodes_max=8)
+
+    app = web(view, clock_ms=lambda: 20_000, read_group=read_group)
+    stop = asyncio.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        server = uvicorn.Server(uvicorn.Config(app, log_config=None))
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(serve(server, stop, sockets=[listener]))
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
+            stop.set()
+
+
+async def test_a_chosen_group_shows_what_its_episode_and_each_turn_earned(browser):
+    async with console(*run_with()) as url, browser.tab(url) as page:
+        await page.click("#groups td", with_text="g-3")
+        shown = await page.text_with("#trajectory", "advantage")
+        assert await page.text("#trajectory-name") == "g-3.0.0"
+        assert "total 1.4" in shown
+        assert "advantage +0.3" in await page.text("#trajectory .turn h3")
+        await page.click("#episodes button", with_text="episode 1, attempt 0")
+        await page.text_with("#trajectory-name", "g-3.1.0")
+
+
+async def test_a_group_that_cannot_be_read_says_so_until_another_is_chosen(browser):
+    async with console(*run_with()) as url, browser.tab(url) as page:
+        await page.click("#groups td", with_text="g-3")
+        await page.text_with("#trajectory", "advantage")
+        await page.click("#groups td", with_text=NOT_READ)
+        assert (
+            await page.text_with("#trajectory", "Not read") == "Not read: 500 Internal Server Error"
+        )
+        assert await page.text("#trajectory-name") == NOT_READ
+        assert await page.text("#episodes") == ""
+        await page.click("#groups td", with_text="g-3")
+        assert "Not read" not in await page.text_with("#trajectory", "advantage")
+
+
+async def test_an_alarm_is_counted_in_red_and_listed_with_its_step_value_and_threshold(browser):
+    async with console(*run_with(KL)) as url, browser.tab(url) as page:
+        await page.text_with("#alarms", "kl_k3")
+        cells = [await page.text(f"#alarms td:nth-child({column})") for column in range(1, 5)]
+        assert cells == ["1", "kl_k3", "0.210", "0.1"]
+        assert await page.text("#numbers .bad") == "1alarms"
+
+
+async def test_a_run_without_alarms_has_no_number_in_red(browser):
+    async with console(*run_with()) as url, browser.tab(url) as page:
+        await page.text_with("#numbers", "alarms")
+        assert await page.class_name("#numbers .bad") == ""
+        assert await page.text("#alarms td") == ""
