@@ -183,6 +183,31 @@ async def test_leases_run_from_the_moment_that_a_stopped_gateway_goes_on(model: 
     assert episode.state == "ended", "a lease of 10 s lapses, once there are 10 s of ticks"
 
 
+async def test_ticks_go_on_while_the_end_of_an_abandoned_episode_is_written(model: Path) -> None:
+    async with scene_of(model) as scene:
+        scene.episode(0)
+        released = asyncio.Event()
+
+        async def hold() -> None:
+            await released.wait()
+
+        scene.before_end = hold
+        ticking = asyncio.ensure_future(
+            keep_ticking(scene.context, dispatcher=scene.dispatcher, operations=scene.operations)
+        )
+        for _ in range(5):
+            scene.clock.at_s[0] += STALL_S
+            await asyncio.sleep(TICK_S)
+        scene.operations.held_bytes = -1  # Every tick measures it again.
+        await asyncio.sleep(2 * TICK_S)
+        ends_during, measured = list(scene.ends), scene.operations.held_bytes
+        released.set()
+        await asyncio.sleep(2 * TICK_S)
+        ticking.cancel()
+    assert (ends_during, len(scene.ends)) == ([], 1)
+    assert measured >= 0
+
+
 @pytest.mark.parametrize("then", ["abort", "reward", "lapse"])
 async def test_an_end_whose_answer_was_lost_is_the_episodes_end(model: Path, then: str) -> None:
     """The broker has the record, and the gateway waited for its word in vain."""

@@ -9,7 +9,7 @@ from forgemq_gateway.operations import Operations
 
 
 class Abandoned:
-    """Looks for such episodes; call both methods several times a second.
+    """Looks for such episodes; call `end_due` several times a second, one call at a time.
 
     To write one end may take as long as the log needs, and agents are heard of meanwhile: each
     episode is looked at again before it is ended.
@@ -23,10 +23,18 @@ class Abandoned:
         self._changed = context.changed
         self._telemetry = context.telemetry
 
+    async def end_due(self) -> None:
+        """End what is abandoned now; returns when its records are written or refused."""
+        await self.lapse()
+        await self.end_closed()
+
     async def lapse(self) -> None:
         """Free the episodes whose lease has lapsed; fail those at their last attempt."""
-        for episode in self._registry.lapsed(self._clock.now_s()):
-            if episode.has_lapsed(self._clock.now_s()):
+        # One moment for all: if the process stands still between two writes, no agent can be
+        # heard of meanwhile, and no lease lapses by that.
+        now_s = self._clock.now_s()
+        for episode in self._registry.lapsed(now_s):
+            if episode.has_lapsed(now_s):
                 await self._lapse(episode)
 
     async def _lapse(self, episode: HeldEpisode) -> None:

@@ -1,4 +1,8 @@
-"""Looks after everything that changes by time alone: silent lanes, deadlines, leases, gauges."""
+"""Looks after everything that changes by time alone: silent lanes, deadlines, leases, gauges.
+
+The end of an abandoned episode is a record, whose write may take as long as the log needs: it is
+written beside the ticks, one pass at a time.
+"""
 
 import asyncio
 
@@ -19,21 +23,33 @@ async def keep_ticking(
 ) -> None:
     """Tick until cancelled."""
     abandoned = Abandoned(operations, context=context)
-    telemetry, registry, clock = context.telemetry, context.registry, context.clock
-    while True:
-        due_s = clock.now_s() + TICK_S
-        await asyncio.sleep(TICK_S)
-        late_s = clock.now_s() - due_s
-        if late_s > STALL_S:
-            telemetry.event("stood_still", seconds=round(late_s, 3))
-            registry.renew_leases(clock.now_s())
-        dispatcher.tick()
-        await abandoned.lapse()
-        await abandoned.end_closed()
-        operations.held_bytes = registry.size_bytes()
-        telemetry.gauge("gateway.history_bytes", operations.held_bytes)
-        telemetry.gauge("gateway.groups", len(registry.groups))
-        admitted = [group for group in registry.groups.values() if group.state == "admitted"]
-        telemetry.gauge("gateway.groups_unclaimed", sum(not each.episodes for each in admitted))
-        for lane, in_flight in dispatcher.attempts.in_flight().items():
-            telemetry.gauge("gateway.in_flight", in_flight, lane=lane)
+    async with asyncio.TaskGroup() as tasks:
+        ending = tasks.create_task(abandoned.end_due())
+        while True:
+            await _next_tick(context)
+            dispatcher.tick()
+            if ending.done():
+                ending = tasks.create_task(abandoned.end_due())
+            _measure(context, dispatcher=dispatcher, operations=operations)
+
+
+async def _next_tick(context: GatewayContext) -> None:
+    """Wait for the next tick; leases run anew from one before which the process stood still."""
+    clock = context.clock
+    due_s = clock.now_s() + TICK_S
+    await asyncio.sleep(TICK_S)
+    late_s = clock.now_s() - due_s
+    if late_s > STALL_S:
+        context.telemetry.event("stood_still", seconds=round(late_s, 3))
+        context.registry.renew_leases(clock.now_s())
+
+
+def _measure(context: GatewayContext, *, dispatcher: Dispatcher, operations: Operations) -> None:
+    telemetry, registry = context.telemetry, context.registry
+    operations.held_bytes = registry.size_bytes()
+    telemetry.gauge("gateway.history_bytes", operations.held_bytes)
+    telemetry.gauge("gateway.groups", len(registry.groups))
+    admitted = [group for group in registry.groups.values() if group.state == "admitted"]
+    telemetry.gauge("gateway.groups_unclaimed", sum(not each.episodes for each in admitted))
+    for lane, in_flight in dispatcher.attempts.in_flight().items():
+        telemetry.gauge("gateway.in_flight", in_flight, lane=lane)
