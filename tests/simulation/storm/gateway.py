@@ -102,7 +102,7 @@ class StormGateway:
             access=self._access, mint=mint, dispatcher=dispatcher, context=context
         )
         self._deliveries = Deliveries(context.outbox, clock=context.clock)
-        feed = Feed(log, dispatcher=dispatcher, parse=parse, context=context)
+        feed = Feed(log, dispatcher=dispatcher, parse=parse, context=context, ready=asyncio.Event())
         await feed.restore(url="")
         assert feed._claimed is not None
         self.owner = feed._claimed.record.owner

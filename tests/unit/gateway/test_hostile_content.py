@@ -11,6 +11,7 @@ import httpx
 import msgspec
 import pytest
 
+from forgemq_bus.errors import LogUnavailableError
 from forgemq_bus.log import Emit, Record
 from forgemq_bus.memory import MemoryLog
 from forgemq_bus.partitions import dead_letters_of
@@ -19,6 +20,7 @@ from forgemq_contracts.episodes import Sampling
 from forgemq_contracts.partitions import group_partition
 from forgemq_telemetry.telemetry import Telemetry
 from tests.lost_values import LosingStore, log_with, write_lost
+from tests.unit.gateway.hindered_log import HinderedLog
 from tests.unit.gateway.scripted_lane import GROUP_PARTITIONS, Asked, wall_ms
 from tests.unit.gateway.world import World, configuration_of, plain_http, running
 from tests.unit.rendering.folders import APPENDING_TEMPLATE, write_model_folder
@@ -190,6 +192,45 @@ async def test_bad_records_that_only_the_gateway_reads_have_one_dead_letter_each
             topic.name.encode(),
             str(offset).encode(),
         )
+
+
+async def test_a_gateway_tries_until_the_log_takes_a_dead_letter_and_is_not_ready_meanwhile(
+    model: Path,
+) -> None:
+    failures_left, lines = [3], io.StringIO()
+    store = MemoryLog(run="r", clock_ms=wall_ms)
+    topic = topics.ADMITTED_GROUPS
+    await store.open().create_topics({topic.dlq_name: 1})
+
+    async def fail(emit: Emit) -> None:
+        if emit.topic == topic.dlq_name and failures_left[0]:
+            failures_left[0] -= 1
+            raise LogUnavailableError("no answer in time")
+
+    telemetry = Telemetry(service="gateway", stream=lines)
+    async with (
+        running(
+            lambda: HinderedLog(store.open(), fail),
+            configuration_of(model),
+            yes,
+            telemetry=telemetry,
+        ) as (world, _),
+        plain_http() as client,
+    ):
+        await write_bad(world, topic, 0, key=b"g-1")
+        await asyncio.sleep(0.5)
+        health, live = (f"{world.base_url}{path}" for path in ("/health", "/live"))
+        during = [(await client.get(url)).status_code for url in (health, live)]
+        letters_during = len(await dead_letters(world, topic))
+        await asyncio.sleep(10)
+        after = (await client.get(health)).status_code
+        claim = await world.episode()  # Its admission comes after the bad record.
+        served = await asked(claim, json.dumps({"messages": HELLO}).encode())
+        letters = len(await dead_letters(world, topic))
+    failed = [line for line in lines.getvalue().splitlines() if '"dead_letter_failed"' in line]
+    assert (during, letters_during) == ([503, 200], 0)
+    assert (after, letters, len(failed)) == (200, 1, 3)
+    assert served.status_code == 200
 
 
 async def test_lost_values_end_no_gateway_and_each_of_its_own_has_one_dead_letter(

@@ -98,7 +98,11 @@ async def test_a_gateway_that_was_replaced_writes_nothing_by_time_alone(model: P
     """Its clients may take seconds to leave; leases that lapse meanwhile are the new owner's."""
     async with scene_of(model) as scene:
         feed = Feed(
-            scene.log, dispatcher=scene.dispatcher, parse=lambda *_: Reply(), context=scene.context
+            scene.log,
+            dispatcher=scene.dispatcher,
+            parse=lambda *_: Reply(),
+            context=scene.context,
+            ready=asyncio.Event(),
         )
         await feed.restore(url="http://here")
         server = uvicorn.Server(uvicorn.Config("nothing:is_loaded"))

@@ -113,7 +113,13 @@ class GatewayServer:
         self._operations = Operations(
             access=access, mint=mint, dispatcher=self._dispatcher, context=context
         )
-        self._feed = Feed(log, dispatcher=self._dispatcher, parse=composer.parse, context=context)
+        self._feed = Feed(
+            log,
+            dispatcher=self._dispatcher,
+            parse=composer.parse,
+            context=context,
+            ready=self._ready,
+        )
         turns = TurnRoute(
             TurnSource(composer, dispatcher=self._dispatcher, context=context),
             access=access,

@@ -8,12 +8,14 @@ then begins where `marks.py` has committed, since earlier records belong to reti
 steps are read in full, retired groups further back for their reasons, heartbeats only at their end.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 
 import msgspec
 
 from forgemq_bus.bounded_reads import read_up_to
 from forgemq_bus.decoding import decoded_record
+from forgemq_bus.errors import FINAL_ERRORS, LogError
 from forgemq_bus.log import Log, Place, Record
 from forgemq_bus.partitions import partitions_of
 from forgemq_contracts import topics
@@ -110,12 +112,26 @@ _RECORDS_MAX = 500
 _REPORTS_READ_MAX = 200
 """Heartbeats of each lane that a start reads: some minutes of them."""
 
+_LETTER_PAUSES_S = (1.0, 2.0, 5.0, 10.0, 30.0)
+"""Between two attempts to write a dead letter, the last one from then on. Each attempt tries for
+the seconds that the log allows a write, so more would only fill the service's lines."""
+
 
 class Feed:
-    """Applies records to the registry and gives results and heartbeats to the dispatcher."""
+    """Applies records to the registry and gives results and heartbeats to the dispatcher.
+
+    Args:
+        ready: Cleared while a bad record waits for its dead letter.
+    """
 
     def __init__(
-        self, log: Log, *, dispatcher: Dispatcher, parse: Parse, context: GatewayContext
+        self,
+        log: Log,
+        *,
+        dispatcher: Dispatcher,
+        parse: Parse,
+        context: GatewayContext,
+        ready: asyncio.Event,
     ) -> None:
         self._log = log
         self._dispatcher = dispatcher
@@ -127,6 +143,7 @@ class Feed:
         self._outbox = context.outbox
         self._telemetry = context.telemetry
         self._mark_every_s = context.settings.mark_every_s
+        self._ready = ready
         self._positions: dict[Place, int] = {}
         self._starts: dict[Place, int] = {}
         self._first_read: dict[Place, int] = {}
@@ -341,8 +358,7 @@ class Feed:
         try:
             return decoded_record(record)
         except msgspec.ValidationError as error:
-            reason = f"does not decode: {error}"
-            has_dead_letter = await self._outbox.write_dead_letter(record, reason=reason)
+            has_dead_letter = await self._bury(record, reason=f"does not decode: {error}")
             self._telemetry.count("gateway.bad_records")
             self._telemetry.event(
                 "bad_record" if has_dead_letter else "bad_record_skipped",
@@ -352,3 +368,35 @@ class Feed:
                 error=str(error),
             )
             return None
+
+    async def _bury(self, record: Record, *, reason: str) -> bool:
+        """Write a bad record's dead letter; False if another service does.
+
+        Tries until the log takes it, and the gateway is not ready meanwhile: no later record is
+        applied before, because a restart might begin behind the bad one. To end instead would lose
+        what clients wait for, and the next start would meet the same record.
+
+        Raises:
+            LogError: one of `FINAL_ERRORS`.
+        """
+        pauses_s = iter(_LETTER_PAUSES_S)
+        was_ready = self._ready.is_set()
+        while True:
+            try:
+                has_dead_letter = await self._outbox.write_dead_letter(record, reason=reason)
+            except FINAL_ERRORS:
+                raise
+            except LogError as error:
+                self._ready.clear()
+                self._telemetry.event(
+                    "dead_letter_failed",
+                    topic=record.topic,
+                    partition=record.partition,
+                    offset=record.offset,
+                    error=f"{type(error).__name__}: {error}",
+                )
+                await asyncio.sleep(next(pauses_s, _LETTER_PAUSES_S[-1]))
+            else:
+                if was_ready:
+                    self._ready.set()
+                return has_dead_letter

@@ -35,12 +35,12 @@ Route: TypeAlias = Callable[[Scope, Receive, Send, str | None], Awaitable[None]]
 
 
 class Router:
-    """Routes by method and path; holds requests back while the state is being rebuilt.
+    """Routes by method and path; holds requests back while the gateway is not ready.
 
     Args:
         protocols: What agents may speak; the first one's error shape is that of other paths.
         counters: Where agents ask for the number of a request's tokens.
-        ready: Set when the state is rebuilt.
+        ready: Set while the state is that of the log.
         hold_s: A request waits this long for it, then 503.
     """
 
@@ -77,6 +77,9 @@ class Router:
         if path == "/health":
             await self._health(send)
             return
+        if path == "/live":
+            await send_json(send, {"status": "live"})
+            return
         if method == "HEAD":
             await send_json(send, None)
             return
@@ -85,7 +88,7 @@ class Router:
             async with asyncio.timeout(self._hold_s):
                 await self._ready.wait()
         except TimeoutError:
-            error = busy("the gateway rebuilds its state", status=503)
+            error = busy("the gateway rebuilds its state, or waits for its log", status=503)
             await send_refusal(send, error, shape=self._shape_of(path))
             return
         route = self._routes.get((method, path))
@@ -116,7 +119,7 @@ class Router:
         if self._ready.is_set():
             await send_json(send, {"status": "serving"})
         else:
-            await send_json(send, {"status": "restoring"}, status=503)
+            await send_json(send, {"status": "not ready"}, status=503)
 
     async def _models(self, send: Send, key: str | None, name: str, *, method: str) -> None:
         """Answer with the one model, or as the one that the client names: any name is taken."""
