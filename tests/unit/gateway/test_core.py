@@ -221,6 +221,17 @@ def test_ordinals_count_up_after_delivery_and_a_withdrawn_turn_leaves_no_trace()
     assert held.known("e") is None
 
 
+def test_a_retry_of_a_sample_that_was_refused_is_not_the_sample_before_it() -> None:
+    held = episode()
+    first = held.begin("d", matched=None, requested_ms=0, deadline_ms=1)
+    completion = completion_of(1, context=[1], output=[2])
+    held.history.completions[first.request_id] = completion
+    held.delivered.add(first.request_id)
+    assert held.known("d", is_retry=True) == first.request_id
+    held.forget(held.begin("d", matched=None, requested_ms=0, deadline_ms=1))
+    assert held.known("d", is_retry=True) is None
+
+
 def test_a_lease_lapses_only_while_its_agent_is_silent_and_comes_back_afterwards() -> None:
     held = episode()
     assert not held.has_lapsed(9.9)

@@ -41,7 +41,6 @@ from forgemq_gateway.wire import (
     send_refusal,
 )
 from forgemq_gateway.wire_protocol import TokenCounter, WireProtocol, WireStream
-from forgemq_telemetry.traces import Headers, headers_from_http
 
 # The end of an answer is sent when all before it is on its way and its delivery is on the log: a
 # client that left in the meantime does not count as served. Small enough for any socket buffer.
@@ -126,7 +125,7 @@ class TurnRoute:
         protocol, counted = how
         try:
             request = await self._request(protocol, receive, key, counted, headers=headers)
-            started = self._start(request, key=key, caller=headers_from_http(headers))
+            started = self._start(request, key=key, headers=headers)
         except ClientGoneError:
             return
         except RefusedError as error:
@@ -223,7 +222,7 @@ class TurnRoute:
             # The parser runs on what a client sent: a defect in it fails this request alone.
             raise self._failed(error) from error
 
-    def _start(self, request: Request, *, key: str | None, caller: Headers) -> Started:
+    def _start(self, request: Request, *, key: str | None, headers: dict[str, str]) -> Started:
         """Let a client wait for the turn of its request.
 
         Raises:
@@ -233,7 +232,7 @@ class TurnRoute:
             self._memory.check()
             # Checked again: the episode may have ended while the body came.
             episode = self._access.episode(key)
-            awaited = self._source.start(episode, request, caller=caller)
+            awaited = self._source.start(episode, request, headers=headers)
             return Started(request=request, episode=episode, awaited=awaited)
         except RefusedError:
             raise

@@ -2,6 +2,7 @@
 
 import asyncio
 import traceback
+from collections.abc import Mapping
 
 from msgspec import Struct
 
@@ -12,10 +13,11 @@ from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.errors import RefusedError, failed
 from forgemq_gateway.core.history import KnownCompletion
 from forgemq_gateway.core.plans import Plan, Prepared, plan
+from forgemq_gateway.core.repetition import repetition
 from forgemq_gateway.core.requests import Request
 from forgemq_gateway.core.turns import OpenTurn
 from forgemq_gateway.dispatcher import Dispatcher, Result
-from forgemq_telemetry.traces import Headers, completion_trace, span_ids
+from forgemq_telemetry.traces import Headers, completion_trace, headers_from_http, span_ids
 
 
 class Awaited(Struct, frozen=True, kw_only=True):
@@ -44,12 +46,16 @@ class TurnSource:
         self._clock = context.clock
         self._telemetry = context.telemetry
 
-    def start(self, episode: HeldEpisode, request: Request, *, caller: Headers) -> Awaited:
+    def start(
+        self, episode: HeldEpisode, request: Request, *, headers: Mapping[str, str]
+    ) -> Awaited:
         """Let a client wait for the turn that this request means.
 
-        `caller` is the client's trace context; the turn's trace links to it.
+        Its headers, by name in lower case, say whether it is a retry, and carry the client's trace
+        context; the turn's trace links to it.
         """
-        known = episode.known(request.body_digest)
+        repeated = repetition(headers, body_digest=request.body_digest)
+        known = episode.known(repeated.body_digest, is_retry=repeated.is_retry)
         if known is not None:
             completion = episode.history.completions.get(known)
             if completion is not None:
@@ -60,7 +66,8 @@ class TurnSource:
                 self._telemetry.count("gateway.requests", kind="joined")
                 return self._join(episode, turn)
         self._telemetry.count("gateway.requests", kind="fresh")
-        return self._begin(episode, request, caller=caller)
+        caller = headers_from_http(headers)
+        return self._begin(episode, request, body_digest=repeated.body_digest, caller=caller)
 
     async def leave(self, episode: HeldEpisode, awaited: Awaited) -> None:
         """End a client's wait; if it had not heard and was the last, abandon the turn."""
@@ -72,7 +79,9 @@ class TurnSource:
         result = self._dispatcher.join(episode, turn, deadline_ms=deadline_ms)
         return Awaited(request_id=turn.request_id, result=result, turn=turn)
 
-    def _begin(self, episode: HeldEpisode, request: Request, *, caller: Headers) -> Awaited:
+    def _begin(
+        self, episode: HeldEpisode, request: Request, *, body_digest: str, caller: Headers
+    ) -> Awaited:
         planned = plan(request, history=episode.history)
         now_ms = self._clock.wall_ms()
         match = planned.match
@@ -81,7 +90,7 @@ class TurnSource:
         else:
             episode.history.note(planned.keys[match.consumed :], after=match.path)
         turn = episode.begin(
-            request.body_digest,
+            body_digest,
             matched=None if match is None else match.completion.request_id,
             requested_ms=now_ms,
             deadline_ms=now_ms + self._deadline_ms,

@@ -47,10 +47,15 @@ class GroupFacts(Struct, frozen=True, kw_only=True):
 
 
 class KnownBody(Struct, frozen=True, kw_only=True):
-    """The newest request with one body digest."""
+    """The newest request with one body digest.
+
+    Attributes:
+        is_asked_anew: A later request was refused, so that its retry has no answer here.
+    """
 
     request_id: str
     ordinal: int
+    is_asked_anew: bool = False
 
 
 class HeldEpisode:
@@ -107,15 +112,20 @@ class HeldEpisode:
         """Whether the agent was silent for a whole lease and no client waits for an answer."""
         return self.state == "open" and not self.clients and now_s >= self.lease_until_s
 
-    def known(self, body_digest: str) -> str | None:
+    def known(self, body_digest: str, *, is_retry: bool = False) -> str | None:
         """Id of the request that this body continues: open, or answered but not delivered.
 
         None if it is a new request; the same body after a full delivery asks for another sample.
+        A retry says that the delivery failed, and that holds until a request extends the answer.
         """
         body = self._bodies.get(body_digest)
-        if body is None or body.request_id in self.delivered:
+        if body is None:
             return None
-        return body.request_id
+        if body.request_id not in self.delivered:
+            return body.request_id
+        completion = self.history.completions.get(body.request_id)
+        is_had = completion is None or completion.echoed
+        return body.request_id if is_retry and not (is_had or body.is_asked_anew) else None
 
     def begin(
         self, body_digest: str, *, matched: str | None, requested_ms: int, deadline_ms: int
@@ -155,7 +165,7 @@ class HeldEpisode:
             del self._bodies[turn.body_digest]
         else:
             self._bodies[turn.body_digest] = KnownBody(
-                request_id=turn.earlier_id, ordinal=turn.ordinal - 1
+                request_id=turn.earlier_id, ordinal=turn.ordinal - 1, is_asked_anew=True
             )
 
     def note_body(self, body_digest: str, *, request: str, ordinal: int) -> None:
