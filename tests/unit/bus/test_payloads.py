@@ -1,15 +1,17 @@
 """Large values in the blob store: compressed there, the same bytes for every reader."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from forgemq_bus.blobs import BlobStore
+from forgemq_bus.blobs import PUT_AGE_S_MAX, BlobStore
 from forgemq_bus.errors import BlobError
-from forgemq_bus.log import Emit, Record
+from forgemq_bus.log import Emit, Place, Record
+from forgemq_bus.memory import MemoryLog
 from forgemq_bus.payloads import (
     BLOB_HEADER,
     CODEC_HEADER,
@@ -52,6 +54,54 @@ async def test_every_value_comes_back_as_it_was_with_its_own_headers_alone(
     (got,) = await fetched([record(sent)], blobs=blobs)
     assert (sent.value == b"") == (len(value) > 100 or not value)
     assert (got.value, got.headers) == (value, (TRACE,))
+
+
+class SlowStore(BlobStore):
+    """A store during whose first put so many seconds pass, as for a process that stands still."""
+
+    def __init__(self, folder: Path, *, pause_s: float) -> None:
+        super().__init__(str(folder), run="r", clock_s=lambda: self.at_s)
+        self.at_s, self.pause_s = 0.0, pause_s
+
+    async def put(self, data: bytes) -> BlobReference:
+        reference = await super().put(data)
+        self.at_s, self.pause_s = self.at_s + self.pause_s, 0.0
+        return reference
+
+
+@pytest.mark.parametrize("is_transaction", [False, True])
+async def test_a_writer_that_stood_still_behind_its_blob_writes_no_record_of_it(
+    tmp_path: Path, is_transaction: bool
+) -> None:
+    log = MemoryLog(
+        run="r", blobs=SlowStore(tmp_path, pause_s=PUT_AGE_S_MAX + 1), inline_bytes_max=100
+    )
+    await log.create_topics({"t": 1})
+    place = Place("t", 0)
+
+    async def write() -> None:
+        if is_transaction:
+            writer = await log.transaction_writer("w")
+            await writer.commit(outputs=[emit(bytes(101))], group="g", positions={place: 0})
+        else:
+            await (await log.writer()).write(emit(bytes(101)))
+
+    with pytest.raises(BlobError, match="was put 601 s ago"):
+        await write()
+    ends = await log.end_positions([place], isolation="uncommitted")
+    assert ends == {place: 0}
+    await write()
+    reader = await log.reader({place: 0})
+    [found] = await reader.read(timeout_s=0, records_max=1)
+    await log.close()
+    assert found.value == bytes(101)
+
+
+async def test_a_slow_store_may_take_minutes(tmp_path: Path) -> None:
+    store = SlowStore(tmp_path, pause_s=PUT_AGE_S_MAX - 60)
+    [sent] = await offloaded([emit(bytes(101))], blobs=store, inline_bytes_max=100)
+    [got] = await fetched([record(sent)], blobs=store)
+    assert got.value == bytes(101)
 
 
 async def test_the_blob_of_a_message_history_takes_a_fraction_of_its_size(blobs: BlobStore) -> None:

@@ -8,6 +8,7 @@ about to rely on it. `list_minutes`, `list_blobs` and `delete` are for that swee
 """
 
 import asyncio
+import calendar
 import hashlib
 import os
 import re
@@ -21,6 +22,10 @@ import fsspec
 
 from forgemq_bus.errors import BlobError, LostBlobError
 from forgemq_contracts.fields import BlobReference
+
+PUT_AGE_S_MAX = 600.0
+"""A blob that was put so long ago gets no record any more, since a sweep may delete it. Above what
+a slow store takes for the values of one commit, and far below the grace of a sweep, an hour."""
 
 _MINUTE = "%Y%m%d-%H%M"
 _MINUTE_NAME = re.compile(r"[0-9]{8}-[0-9]{4}")
@@ -74,6 +79,20 @@ class BlobStore:
             BlobError: the store does not answer, or is not there.
         """
         return await asyncio.to_thread(self._get, reference)
+
+    def check_fresh(self, reference: BlobReference) -> None:
+        """Return if a record may still be written that points at this blob, which `put` returned.
+
+        Raises:
+            BlobError: the process stood still, or the store was slow; put it again.
+        """
+        name = blob_name(reference)
+        age_s = self._clock_s() - _start_of(name.partition("/")[0])
+        if age_s > PUT_AGE_S_MAX:
+            raise BlobError(
+                f"{name} was put {age_s:.0f} s ago, and a blob without a record may be deleted "
+                f"after {PUT_AGE_S_MAX:.0f} s"
+            )
 
     async def list_minutes(self) -> list[str]:
         """Minutes in which blobs were written, oldest first.
@@ -192,6 +211,10 @@ class BlobStore:
 def minute_of(clock_s: float) -> str:
     """Name of the minute that this time lies in; names sort by time."""
     return time.strftime(_MINUTE, time.gmtime(clock_s))
+
+
+def _start_of(minute: str) -> float:
+    return calendar.timegm(time.strptime(minute, _MINUTE))
 
 
 def blob_name(reference: BlobReference) -> str:

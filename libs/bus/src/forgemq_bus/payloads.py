@@ -28,12 +28,17 @@ async def offloaded(
 ) -> list[Emit]:
     """Move values above the limit to the blob store; returns the records with b"" for them.
 
+    Send them at once: a sweep deletes blobs that have no record for long.
+
     Raises:
+        BlobError: the store refuses or does not answer, or the first blobs are too old already.
         RecordTooLargeError: a value is above the limit and there is no blob store.
     """
     if all(len(emit.value) <= inline_bytes_max for emit in emits):
         return list(emits)
     gate = asyncio.Semaphore(BLOBS_AT_ONCE_MAX)
+
+    put: list[BlobReference] = []
 
     async def one(emit: Emit) -> Emit:
         if len(emit.value) <= inline_bytes_max:
@@ -45,11 +50,16 @@ async def offloaded(
             )
         async with gate:
             reference = await blobs.put(await asyncio.to_thread(_compressed, emit.value))
+        put.append(reference)
         reference = msgspec.structs.replace(reference, value_bytes=len(emit.value))
         headers = ((BLOB_HEADER, msgspec.msgpack.encode(reference)), (CODEC_HEADER, ZSTD))
         return replace(emit, value=b"", headers=emit.headers + headers)
 
-    return list(await asyncio.gather(*map(one, emits)))
+    ready = list(await asyncio.gather(*map(one, emits)))
+    if blobs is not None:
+        for reference in put:
+            blobs.check_fresh(reference)
+    return ready
 
 
 async def fetched(records: Sequence[Record], *, blobs: BlobStore | None) -> list[Record]:

@@ -22,6 +22,7 @@ class AuditorSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Meta(
             ge=0,
             description="A blob stays this long after it was written, and after its last record "
-            "was trimmed. Must be longer than any write or read, and than clocks differ.",
+            "was trimmed. Must be longer than any write or read, and than the 600 s after which a "
+            "writer gives an unnamed blob up, and than clocks differ.",
         ),
     ] = 3600.0

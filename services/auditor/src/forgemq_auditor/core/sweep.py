@@ -5,8 +5,9 @@ U - T >= d, both taken by this process.
 
 A blob may be deleted if all of this holds:
 1. m was over at T. Writers put only into the current minute and write the record right after, or
-   give up. So every record that points at the blob was written before U, if d is longer than a
-   write may take plus the lag of the slowest clock among the writers.
+   give up, also if they stood still in between (`BlobStore.check_fresh`). So every record that
+   points at the blob was written before U, if d is longer than their limit and a write together,
+   plus the lag of the slowest clock among the writers.
 2. Every record that the log held at U, committed or not, was looked at after U. So every record
    that points at the blob and is still on the log is known.
 3. Of the records known to point at it, each was already trimmed at T. So a reader that took such a
