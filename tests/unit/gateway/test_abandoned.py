@@ -183,6 +183,29 @@ async def test_leases_run_from_the_moment_that_a_stopped_gateway_goes_on(model: 
     assert episode.state == "ended", "a lease of 10 s lapses, once there are 10 s of ticks"
 
 
+async def test_no_lease_lapses_while_the_gateway_is_not_ready_for_requests(model: Path) -> None:
+    ready = asyncio.Event()
+    async with scene_of(model) as scene:
+        episode = scene.episode(0)
+        ticking = asyncio.ensure_future(
+            keep_ticking(
+                scene.context,
+                dispatcher=scene.dispatcher,
+                operations=scene.operations,
+                is_ready=ready.is_set,
+            )
+        )
+        states = []
+        for _ in range(2):
+            for _ in range(10):
+                scene.clock.at_s[0] += STALL_S / 2
+                await asyncio.sleep(2 * TICK_S)
+            states.append(episode.state)
+            ready.set()
+        ticking.cancel()
+    assert states == ["open", "ended"]
+
+
 async def test_ticks_go_on_while_the_end_of_an_abandoned_episode_is_written(model: Path) -> None:
     async with scene_of(model) as scene:
         scene.episode(0)

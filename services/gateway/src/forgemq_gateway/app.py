@@ -151,7 +151,12 @@ class GatewayServer:
         serving = tasks.create_task(serve_http(server, listener))
         await self._feed.restore(url=operations.public_url)
         handover = Handover(server, dispatcher=dispatcher, operations=operations)
-        ticking = keep_ticking(self._context, dispatcher=dispatcher, operations=operations)
+        ticking = keep_ticking(
+            self._context,
+            dispatcher=dispatcher,
+            operations=operations,
+            is_ready=self._ready.is_set,
+        )
         owners = [tasks.create_task(each) for each in (self._feed.keep_marks(), ticking)]
         following = tasks.create_task(handover.follow(self._feed, owners=owners))
         self._ready.set()

@@ -5,6 +5,7 @@ written beside the ticks, one pass at a time.
 """
 
 import asyncio
+from collections.abc import Callable
 
 from forgemq_gateway.abandoned import Abandoned
 from forgemq_gateway.context import GatewayContext
@@ -19,14 +20,20 @@ STALL_S = 2.5
 
 
 async def keep_ticking(
-    context: GatewayContext, *, dispatcher: Dispatcher, operations: Operations
+    context: GatewayContext,
+    *,
+    dispatcher: Dispatcher,
+    operations: Operations,
+    is_ready: Callable[[], bool] = lambda: True,
 ) -> None:
-    """Tick until cancelled."""
+    """Tick until cancelled; no lease lapses while the gateway is not ready for requests."""
     abandoned = Abandoned(operations, context=context)
     async with asyncio.TaskGroup() as tasks:
         ending = tasks.create_task(abandoned.end_due())
         while True:
             await _next_tick(context)
+            if not is_ready():
+                context.registry.renew_leases(context.clock.now_s())
             dispatcher.tick()
             if ending.done():
                 ending = tasks.create_task(abandoned.end_due())
