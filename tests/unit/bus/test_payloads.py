@@ -57,7 +57,7 @@ async def test_every_value_comes_back_as_it_was_with_its_own_headers_alone(
 
 
 class SlowStore(BlobStore):
-    """A store during whose first put so many seconds pass, as for a process that stands still."""
+    """A store whose first put takes this long, as for a process that stands still."""
 
     def __init__(self, folder: Path, *, pause_s: float) -> None:
         super().__init__(str(folder), run="r", clock_s=lambda: self.at_s)

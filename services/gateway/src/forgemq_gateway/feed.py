@@ -373,11 +373,8 @@ class Feed:
         """Write a bad record's dead letter; False if another service does.
 
         Tries until the log takes it, and the gateway is not ready meanwhile: no later record is
-        applied before, because a restart might begin behind the bad one. To end instead would lose
-        what clients wait for, and the next start would meet the same record.
-
-        Raises:
-            LogError: one of `FINAL_ERRORS`.
+        applied before, because a restart might begin behind the bad one. A new start would only
+        meet the same record.
         """
         pauses_s = iter(_LETTER_PAUSES_S)
         was_ready = self._ready.is_set()

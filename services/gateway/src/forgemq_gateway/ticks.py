@@ -41,7 +41,7 @@ async def keep_ticking(
 
 
 async def _next_tick(context: GatewayContext) -> None:
-    """Wait for the next tick; leases run anew from one before which the process stood still."""
+    """Wait for the next tick; all leases start again after a stop of the process."""
     clock = context.clock
     due_s = clock.now_s() + TICK_S
     await asyncio.sleep(TICK_S)
