@@ -13,7 +13,7 @@ import aiohttp
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 START_TIMEOUT_S = 60.0
-SHOWN_TIMEOUT_S = 30.0
+SHOWN_TIMEOUT_S = 60.0
 LOOK_EVERY_S = 0.05
 FLAGS = (
     "--headless=new",

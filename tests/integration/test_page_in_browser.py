@@ -58,10 +58,12 @@ async def console(run: SyntheticRun, view: RunView) -> AsyncIterator[str]:
     stop = asyncio.Event()
     with socket.create_server(("127.0.0.1", 0)) as listener:
         server = uvicorn.Server(uvicorn.Config(app, log_config=None))
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(serve(server, stop, sockets=[listener]))
+        serving = asyncio.create_task(serve(server, stop, sockets=[listener]))
+        try:
             yield f"http://127.0.0.1:{listener.getsockname()[1]}/"
-            stop.set()
+        finally:
+            stop.set()  # In order after a failure too: else its sockets fail the next test.
+            await serving
 
 
 async def test_a_chosen_group_shows_what_its_episode_and_each_turn_earned(browser):
