@@ -16,8 +16,8 @@ from forgemq_contracts.run import (
 )
 from tests.simulation.scheduler_world import Faults, World
 
-# The fast suite runs a third of the seeds; the full one all of them.
-SEEDS = [*range(100), *(pytest.param(n, marks=pytest.mark.slow) for n in range(100, 300))]
+# The fast suite runs a fifth of the seeds; the full one all of them.
+SEEDS = [*range(60), *(pytest.param(n, marks=pytest.mark.slow) for n in range(60, 300))]
 
 
 def configuration_of(

@@ -5,6 +5,7 @@ Exit status: 0 if no schedule found a defect, 1 otherwise.
 
 import argparse
 import dataclasses
+import functools
 import sys
 import time
 import traceback
@@ -14,13 +15,18 @@ from collections.abc import Callable, Mapping, Sequence
 from tests.simulation.storm.cases import CASES
 from tests.simulation.storm.claims import Played, run_claims_seed
 from tests.simulation.storm.grading import Graded, run_grading_seed
+from tests.simulation.storm.points import FAULTS, run_edge_point
 from tests.simulation.storm.schedule import run_seed
 
 EDGES: Mapping[str, Callable[[int], Graded | Played]] = {
     "grading": run_grading_seed,
     "claims": run_claims_seed,
+    **{case: functools.partial(run_edge_point, case) for case in FAULTS},
 }
-"""Cases that are more than one transform, by name."""
+"""Cases that are no transform over a script, by name."""
+
+DRAWN = (*CASES, "grading", "claims")
+"""Cases whose schedules are drawn from their seed; the others run if they are named."""
 
 _PROGRESS_EVERY = 500
 
@@ -32,7 +38,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--case", choices=(*CASES, *EDGES), help="only this one")
     parser.add_argument("--stop", action="store_true", help="at the first defect")
     chosen = parser.parse_args(arguments)
-    cases = [chosen.case] if chosen.case else [*CASES, *EDGES]
+    cases = [chosen.case] if chosen.case else DRAWN
     seeds = range(chosen.first, chosen.first + chosen.seeds)
     defects = 0
     for case in cases:

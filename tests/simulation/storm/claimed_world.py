@@ -29,6 +29,7 @@ from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.steps import ScheduledStep, TrainedStep
 from forgemq_contracts.weights import LoadedWeights, ReportedEngine
 from forgemq_shell.records import emit_of
+from tests.simulation.storm.faults import Faults, Point
 from tests.unit.scheduler.scene import METRICS
 
 HEARTBEAT_S = 1.0
@@ -41,14 +42,21 @@ class ClaimedWorld:
     Args:
         log: Of the run, without faults.
         rng: Draws delays, and what fails.
+        engine_faults: What happens to the engines beside that.
     """
 
     def __init__(
-        self, log: MemoryLog, configuration: RunConfiguration, *, rng: random.Random
+        self,
+        log: MemoryLog,
+        configuration: RunConfiguration,
+        *,
+        rng: random.Random,
+        engine_faults: Faults,
     ) -> None:
         self._log = log
         self._configuration = configuration
         self._rng = rng
+        self.engine_faults = engine_faults
         self._published = 0
         self._versions: dict[str, int] = {}
 
@@ -198,13 +206,26 @@ class Lane:
             await self._world.write(topics.REPORTED_ENGINES, self._number, report)
             await asyncio.sleep(HEARTBEAT_S)
             if self._world.happens(0.02):
-                self._epoch += 1
-                self._known.clear()
+                self._replace()
+
+    def _replace(self) -> None:
+        """Start the engine again; what it was asked before is gone."""
+        self._epoch += 1
+        self._known.clear()
+
+    def _is_killed_at(self, point: Point) -> bool:
+        """Whether the engine is replaced at this point."""
+        fault = self._world.engine_faults.at(point)
+        if fault is not None:
+            self._replace()
+        return fault is not None
 
     async def _sample(self, asked: RequestedCompletion) -> None:
         version = self._version
+        if self._is_killed_at("asked"):
+            return
         await asyncio.sleep(self._world.delay_s())
-        if asked.epoch != self._epoch:
+        if asked.epoch != self._epoch or self._is_killed_at("sampled"):
             return  # The process that had it is gone.
         failure: FailureKind | None = None
         if asked.is_delta and asked.parent_id not in self._known:
@@ -222,7 +243,7 @@ class Lane:
             episode_id=asked.episode_id,
             group_id=asked.group_id,
             lane=self._number,
-            epoch=self._epoch,
+            epoch=asked.epoch,
             finish_reason="error" if failure else "stop",
             turn=asked.turn,
             parent_id=asked.parent_id,
@@ -235,6 +256,7 @@ class Lane:
         )
         partition = self._world.group_partition(asked.group_id)
         await self._world.write(topics.FINISHED_COMPLETIONS, partition, finished)
+        self._is_killed_at("answered")
 
 
 def outcome_of(episode_id: str) -> float:

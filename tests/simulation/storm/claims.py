@@ -39,7 +39,7 @@ from tests.simulation.storm.agents import Agents
 from tests.simulation.storm.claimed_world import ClaimedWorld
 from tests.simulation.storm.claims_oracle import LATE_S, PAUSE_S, ClaimsOracle
 from tests.simulation.storm.cluster import StormStore
-from tests.simulation.storm.faults import Fault, Faults, Point, SeededFaults
+from tests.simulation.storm.faults import Fault, Faults, NumberedFaults, Point, SeededFaults
 from tests.simulation.storm.gateway import StormGateway
 from tests.simulation.storm.loop import run_virtual
 from tests.simulation.storm.membership import Coordinator
@@ -122,28 +122,75 @@ def drawn_configuration(rng: random.Random) -> RunConfiguration:
     return configuration
 
 
+@dataclass(frozen=True, kw_only=True)
+class ClaimsWeather:
+    """What is around the agents of one schedule.
+
+    Attributes:
+        marker_delay_s: Longest delay of a transaction's marker; 0: there is none.
+        gateway_faults: Of all gateways.
+        transform_faults: Of the scheduler and the reward core.
+        engine_faults: Of all lanes.
+        processes: Of the scheduler and of the reward core.
+        gateways_s: When further gateways take the run over.
+        has_trimming: Whether the run is trimmed, and positions may be forgotten, beside it.
+    """
+
+    configuration: RunConfiguration
+    marker_delay_s: float
+    environ: dict[str, str]
+    gateway_faults: Faults
+    transform_faults: Faults
+    engine_faults: Faults
+    processes: tuple[int, int]
+    gateways_s: tuple[float, ...]
+    has_trimming: bool
+
+
+def drawn_weather(rng: random.Random) -> ClaimsWeather:
+    """Draw a weather."""
+    return ClaimsWeather(
+        configuration=drawn_configuration(rng),
+        marker_delay_s=rng.choice((0.0, 0.0, 0.02, 0.5)),
+        environ=transform_environ(
+            snapshot_every_batches=rng.choice((1, 5, 50)), batch_linger_s=rng.choice((0.0, 0.05))
+        ),
+        gateway_faults=drawn_faults(rng),
+        transform_faults=drawn_faults(rng),
+        engine_faults=NumberedFaults(),
+        processes=(rng.choice((1, 2)), rng.choice((1, 2))),
+        gateways_s=tuple(rng.uniform(1.0, 60.0) for _ in range(rng.choice((0, 1, 3)))),
+        has_trimming=True,
+    )
+
+
+def drawn_faults(rng: random.Random) -> Faults:
+    """Draw how many faults there are, and how soon."""
+    return SeededFaults(
+        rng, probability=rng.choice((0.002, 0.01, 0.05)), faults_max=rng.choice((0, 2, 6, 12))
+    )
+
+
 class ClaimsSchedule:
     """One run with its agents; for one use."""
 
-    def __init__(self, seed: int) -> None:
-        self._rng = rng = random.Random(f"claims {seed}")
-        self._configuration = drawn_configuration(rng)
-        delay_s = rng.choice((0.0, 0.0, 0.02, 0.5))
+    def __init__(self, weather: ClaimsWeather, rng: random.Random) -> None:
+        self._rng = rng
+        self._weather = weather
+        self._configuration = weather.configuration
         self._store = StormStore(
-            lambda: rng.uniform(0.0, delay_s),
+            lambda: rng.uniform(0.0, weather.marker_delay_s),
             clock_ms=lambda: round(1000 * asyncio.get_running_loop().time()),
         )
         self._log = MemoryLog(run=RUN)
         self._log._store = self._store
-        self._environ = transform_environ(
-            snapshot_every_batches=rng.choice((1, 5, 50)), batch_linger_s=rng.choice((0.0, 0.05))
-        ) | {"FORGEMQ_SCHEDULER_TICK_S": "0.5"}
+        self._environ = weather.environ | {"FORGEMQ_SCHEDULER_TICK_S": "0.5"}
         self._coordinator = Coordinator()
         self._gateways: list[StormGateway] = []
         self._processes: list[Process] = []
         self._faults_s: list[float] = []
-        self._gateway_faults = self._drawn_faults()
-        self._transform_faults = self._drawn_faults()
+        self._gateway_faults = TimedFaults(weather.gateway_faults, self._faults_s)
+        self._transform_faults = TimedFaults(weather.transform_faults, self._faults_s)
         self._errors: list[Exception] = []
         self._is_over = asyncio.Event()
         self._transforms = [
@@ -159,14 +206,6 @@ class ClaimsSchedule:
         )
         self.outcome = Played()
 
-    def _drawn_faults(self) -> Faults:
-        faults = SeededFaults(
-            self._rng,
-            probability=self._rng.choice((0.002, 0.01, 0.05)),
-            faults_max=self._rng.choice((0, 2, 6, 12)),
-        )
-        return TimedFaults(faults, self._faults_s)
-
     async def run(self) -> Played:
         """Play until the run's last step is trained, and check.
 
@@ -181,17 +220,21 @@ class ClaimsSchedule:
             }
             | {topic.dlq_name: 1 for topic in topics.OF_RUN if topic.has_dlq}
         )
-        world = ClaimedWorld(self._log, self._configuration, rng=self._rng)
+        world = ClaimedWorld(
+            self._log,
+            self._configuration,
+            rng=self._rng,
+            engine_faults=TimedFaults(self._weather.engine_faults, self._faults_s),
+        )
         async with asyncio.TaskGroup() as tasks:
             playing = tasks.create_task(self._noted(self._agents.run()))
             beside = [tasks.create_task(each) for each in (world.run(), self._disturb())]
-            for transform in self._transforms:
-                for number in range(self._rng.choice((1, 2))):
+            for transform, count in zip(self._transforms, self._weather.processes, strict=True):
+                for number in range(count):
                     tasks.create_task(self._supervise(transform, 0.01 * number))
             tasks.create_task(self._keep_gateway(0.0))
             beside += [
-                tasks.create_task(self._keep_gateway(self._rng.uniform(1.0, 60.0)))
-                for _ in range(self._rng.choice((0, 1, 3)))
+                tasks.create_task(self._keep_gateway(at_s)) for at_s in self._weather.gateways_s
             ]
             await self._wait(playing)
             for task in (playing, *beside):
@@ -329,6 +372,8 @@ class ClaimsSchedule:
 
     async def _disturb(self) -> None:
         """Trim, and forget positions, now and then."""
+        if not self._weather.has_trimming:
+            return
         has_expiry = self._rng.random() < 0.3
         while self._rng.random() < 0.95:
             await asyncio.sleep(self._rng.uniform(0.5, 5.0))
@@ -357,8 +402,9 @@ def run_claims_seed(seed: int) -> Played:
     Raises:
         Exception: a defect; its note says how to run the schedule again.
     """
+    rng = random.Random(f"claims {seed}")
     try:
-        return run_virtual(ClaimsSchedule(seed).run())
+        return run_virtual(ClaimsSchedule(drawn_weather(rng), rng).run())
     except Exception as error:
         error.add_note(f"run it again: make storm CASE=claims FIRST={seed} SEEDS=1")
         raise

@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 Point = Literal[
-    "open_writer", "opened_writer", "positions", "reader", "read", "commit", "written", "committed"
-]
+    "open_writer", "opened_writer", "positions", "reader", "read", "commit", "written", "committed",
+    "asked", "sampled", "answered",
+]  # fmt: skip
+"""The last three are an engine's: it has read a request, has a completion, and has written it."""
+
 FaultKind = Literal["kill", "pause", "no_answer"]
 
 

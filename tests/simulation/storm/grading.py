@@ -33,7 +33,7 @@ from tests.simulation.cases import (
     shuffled_keeping_order,
 )
 from tests.simulation.storm.cluster import StormStore, committed_records
-from tests.simulation.storm.faults import SeededFaults
+from tests.simulation.storm.faults import Faults, NumberedFaults, SeededFaults
 from tests.simulation.storm.loop import run_virtual
 from tests.simulation.storm.membership import Coordinator
 from tests.simulation.storm.oracle import ViolationError
@@ -58,41 +58,71 @@ class Graded:
     trimmed: int = 0
 
 
-def script(seed: int) -> list[Emit]:
+def script(seed: int, *, groups: int) -> list[Emit]:
     """Completions, the episodes that name them and a few ends, of one partition, in any order."""
-    numbers = [(group, index) for group in range(GROUPS) for index in range(EPISODES)]
+    numbers = [(group, index) for group in range(groups) for index in range(EPISODES)]
     completions = [
         emit(topics.FINISHED_COMPLETIONS, finished_completion(*number, turn))
         for number in numbers
         for turn in range(TURNS)
     ]
     episodes = [emit(topics.FINISHED_EPISODES, finished_episode(*number)) for number in numbers]
-    ends = [emit(topics.RETIRED_GROUPS, retired(group)) for group in RETIRED]
+    ends = [emit(topics.RETIRED_GROUPS, retired(group)) for group in RETIRED if group < groups]
     return list(shuffled_keeping_order([completions, episodes, ends], seed=seed))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradingWeather:
+    """What is around the grading of one schedule.
+
+    Attributes:
+        pauses_s: Between two bursts of the script.
+        bursts: Numbers of records that are written at once.
+        first_script: Number of the first partition's script.
+        groups: Of each script.
+        marker_delay_s: Longest delay of a transaction's marker; 0: there is none.
+    """
+
+    partitions: int
+    processes: int
+    pauses_s: tuple[float, ...]
+    faults: Faults
+    marker_delay_s: float
+    first_script: int
+    bursts: tuple[int, ...] = (1, 4, 12)
+    groups: int = GROUPS
+
+
+def drawn_weather(rng: random.Random, *, first_script: int) -> GradingWeather:
+    """Draw a weather."""
+    return GradingWeather(
+        partitions=rng.choice((1, 3, 5)),
+        processes=rng.choice((1, 2, 3)),
+        pauses_s=rng.choice(((0.0, 0.05), (0.1, 0.6), (0.5, 2.0))),
+        faults=SeededFaults(
+            rng, probability=rng.choice((0.01, 0.05, 0.2)), faults_max=rng.choice((3, 10, 25))
+        ),
+        marker_delay_s=rng.choice((0.0, 0.05, 0.5)),
+        first_script=first_script,
+    )
 
 
 class GradingSchedule:
     """Several grading processes over several partitions; for one use."""
 
-    def __init__(self, seed: int) -> None:
-        self._rng = rng = random.Random(f"grading {seed}")
-        self._partitions = rng.choice((1, 3, 5))
-        self._processes_count = rng.choice((1, 2, 3))
-        self._pauses_s = rng.choice(((0.0, 0.05), (0.1, 0.6), (0.5, 2.0)))
-        self._faults = SeededFaults(
-            rng, probability=rng.choice((0.01, 0.05, 0.2)), faults_max=rng.choice((3, 10, 25))
-        )
+    def __init__(self, weather: GradingWeather, rng: random.Random) -> None:
+        self._rng = rng
+        self._weather = weather
+        self._partitions = weather.partitions
         log = msgspec.structs.replace(CONFIGURATION.log, group_partitions=self._partitions)
         self._configuration = msgspec.structs.replace(CONFIGURATION, log=log)
-        delay_s = rng.choice((0.0, 0.05, 0.5))
-        self._store = StormStore(lambda: rng.uniform(0.0, delay_s))
+        self._store = StormStore(lambda: rng.uniform(0.0, weather.marker_delay_s))
         self._log = MemoryLog(run=RUN)
         self._log._store = self._store
         self._coordinator = Coordinator()
         self._processes: list[Process] = []
         self._is_over = asyncio.Event()
         self._errors: list[Exception] = []
-        self._seed = seed
         self.outcome = Graded()
 
     async def run(self) -> Graded:
@@ -108,7 +138,7 @@ class GradingSchedule:
         )
         async with asyncio.TaskGroup() as group:
             trimming = group.create_task(self._keep_trimmed())
-            for number in range(self._processes_count):
+            for number in range(self._weather.processes):
                 group.create_task(self._supervise(0.1 * number))
             await self._write_script()
             await self._wait_until_graded()
@@ -132,7 +162,7 @@ class GradingSchedule:
             process = Process(
                 self._log.open(),
                 coordinator=self._coordinator,
-                faults=self._faults,
+                faults=self._weather.faults,
                 configuration=self._configuration,
                 environ={},
             )
@@ -149,13 +179,17 @@ class GradingSchedule:
 
     async def _write_script(self) -> None:
         writer = await self._log.writer()
-        scripts = [script(self._seed + number) for number in range(self._partitions)]
+        first = self._weather.first_script
+        scripts = [
+            script(first + number, groups=self._weather.groups)
+            for number in range(self._partitions)
+        ]
         while any(scripts):
             for number, left in enumerate(scripts):
-                burst = left[: self._rng.choice((1, 4, 12))]
+                burst = left[: self._rng.choice(self._weather.bursts)]
                 del left[: len(burst)]
                 await writer.write_all([_moved(one, number) for one in burst])
-            await asyncio.sleep(self._rng.choice(self._pauses_s))
+            await asyncio.sleep(self._rng.choice(self._weather.pauses_s))
 
     async def _wait_until_graded(self) -> None:
         loop = asyncio.get_running_loop()
@@ -175,6 +209,8 @@ class GradingSchedule:
                 assert isinstance(grade, GradedEpisode)
                 grades[grade.episode_id].add(msgspec.msgpack.encode(grade))
                 self.outcome.grades += 1
+                if grade.is_masked:
+                    self._errors.append(ViolationError(f"graded without what it needs: {grade}"))
             if differing := [one for one, bodies in grades.items() if len(bodies) > 1]:
                 self._errors.append(ViolationError(f"grades differ: {differing}"))
             for episode in self._records(topics.FINISHED_EPISODES, number):
@@ -216,8 +252,24 @@ def run_grading_seed(seed: int) -> Graded:
     Raises:
         Exception: a defect; its note says how to run the schedule again.
     """
+    rng = random.Random(f"grading {seed}")
     try:
-        return run_virtual(GradingSchedule(seed).run())
+        return run_virtual(GradingSchedule(drawn_weather(rng, first_script=seed), rng).run())
     except Exception as error:
         error.add_note(f"run it again: make storm CASE=grading FIRST={seed} SEEDS=1")
         raise
+
+
+def run_grading_numbered(processes: int, faults: NumberedFaults) -> Graded:
+    """Grade a few episodes with faults at numbered points; nothing else goes wrong."""
+    weather = GradingWeather(
+        partitions=1,
+        processes=processes,
+        pauses_s=(0.4,),
+        faults=faults,
+        marker_delay_s=0.0,
+        first_script=0,
+        bursts=(6,),
+        groups=3,
+    )
+    return run_virtual(GradingSchedule(weather, random.Random("grading points")).run())

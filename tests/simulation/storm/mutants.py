@@ -21,6 +21,8 @@ POSITIONS = "forgemq_shell/restored_positions.py"
 AUDITOR = "services/auditor/src"
 GATEWAY = "services/gateway/src"
 SCHEDULER = "services/scheduler/src"
+REWARD = "services/reward/src"
+PENDING = "forgemq_reward/core/pending.py"
 TRIM = "forgemq_auditor/core/trim.py"
 
 
@@ -316,5 +318,26 @@ MUTANTS = (
             ),
         ),
         case="claims",
+    ),
+    Mutant(
+        name="answers a request for a group that is not on the log yet",
+        source=GATEWAY,
+        file="forgemq_gateway/operations.py",
+        edits=(
+            (
+                "                await self._outbox.write(record)\n            finally:\n"
+                "                del self._requesting",
+                "                asyncio.ensure_future(self._outbox.write(record))\n"
+                "            finally:\n                del self._requesting",
+            ),
+        ),
+        case="gateway_unanswered",
+    ),
+    Mutant(
+        name="a restart of the grading begins behind episodes that wait",
+        source=REWARD,
+        file=PENDING,
+        edits=(("(pending.offset for pending in self._episodes.values())", "()"),),
+        case="grader_killed",
     ),
 )

@@ -329,3 +329,44 @@ def test_g5_does_not_hold_if_nothing_was_measured(run):
         return msgspec.structs.replace(step, metrics=metrics(gap_entries=0))
 
     assert broken(audited(run.changed(TRAINED_STEPS, unmeasured))) == {"G5"}
+
+
+@pytest.mark.parametrize("turn", [0, 1])
+def test_turns_under_a_grammar_are_context_without_loss_and_no_gap(turn):
+    """The real merger leaves them out of the loss; a half of the samples is left."""
+    run = SyntheticRun(constrained_turns=frozenset({turn})).play(steps=3)
+    verdicts = audited(run.messages)
+    assert broken(verdicts) == set()
+    assert verdicts["G2"].checked == "3 steps, 6 groups, 12 samples"
+    assert verdicts["G4"].checked == "12 samples against the log"
+
+
+def test_a_sample_lost_beside_turns_under_a_grammar_breaks_g2():
+    run = SyntheticRun(constrained_turns=frozenset({0}))
+    run.lost_before_merging = frozenset({name_of(2, 1, 1)})
+    verdicts = audited(run.play(steps=3).messages)
+    assert broken(verdicts) == {"G2"}
+    (violation,) = verdicts["G2"].violations
+    assert violation == f"g-2 {name_of(2, 1, 1)} was scored and is not in the tree"
+
+
+def test_a_turn_under_a_grammar_that_has_no_score_breaks_g2():
+    run = SyntheticRun(constrained_turns=frozenset({0}))
+    run.lost_before_scoring = frozenset({("g-2", 1, 0)})
+    verdicts = audited(run.play(steps=3).messages)
+    assert broken(verdicts) == {"G2"}
+    assert "was not scored" in verdicts["G2"].violations[0]
+
+
+def test_a_turn_under_a_grammar_that_is_trained_breaks_g4(run):
+    def constrained(completion):
+        is_one = completion.episode_id == "g-2.1.0" and completion.turn.sequence == 1
+        return msgspec.structs.replace(completion, support="grammar" if is_one else "full")
+
+    verdicts = audited(run.changed(FINISHED_COMPLETIONS, constrained))
+    assert broken(verdicts) == {"G4"}
+    assert verdicts["G4"].violations[0].endswith("support was grammar, not full")
+
+
+def name_of(group: int, episode: int, turn: int) -> str:
+    return f"{group:024x}{episode:04x}{turn:04x}"

@@ -110,6 +110,7 @@ class SyntheticRun:
     offsets: dict[tuple[str, int], int] = field(default_factory=dict)
     merger: Merger = field(default_factory=lambda: Merger(0))
     lost_before_scoring: frozenset[tuple[str, int, int]] = frozenset()  # group, episode, turn
+    constrained_turns: frozenset[int] = frozenset()  # sampled under a grammar, in every episode
     lost_before_merging: frozenset[str] = frozenset()  # completion ids
 
     def put(self, topic: Topic, record: msgspec.Struct, *, partition: int = 0) -> Message:
@@ -257,6 +258,7 @@ class SyntheticRun:
             logprobs=pack_floats([-0.25, -0.5, -0.125]),
             spans=(WeightSpan(start=0, end=3, lineage=1, version=version),),
             engine_s=0.5,
+            support="grammar" if turn in self.constrained_turns else "full",
         )
         message = self.put(FINISHED_COMPLETIONS, record, partition=self.partition(group_id))
         self.merger.handle(msgspec.structs.replace(message, partition=0))

@@ -1,0 +1,38 @@
+"""Gateways, engines and graders end at every point of a small run in turn: nothing is lost.
+
+The oracles are those of the storm. `make storm CASE=<case> FIRST=<point> SEEDS=1` runs one again.
+"""
+
+import pytest
+
+from tests.simulation.storm.points import FAULTS, edge_points, run_edge_point
+
+pytestmark = pytest.mark.simulation
+
+FAST = ("engine_killed", "grader_killed", "grader_unanswered")
+"""Cases of a second or less of CPU time; the fast suite runs a tenth of `gateway_killed` too."""
+
+WRITES = {"commit", "written", "committed", "open_writer", "opened_writer", "positions", "reader"}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case in FAST else pytest.mark.slow) for case in FAULTS]
+)
+def test_a_fault_at_any_single_point_of_an_edge_loses_and_doubles_nothing(case):
+    points = edge_points(case)
+    is_engine = case == "engine_killed"
+    assert set(points) == ({"asked", "sampled", "answered"} if is_engine else {"read", *WRITES})
+    outcomes = [run_edge_point(case, number) for number in range(len(points))]
+    if case in ("gateway_killed", "grader_killed", "grader_unanswered"):
+        assert [outcome.deaths for outcome in outcomes] == [1] * len(points)
+    if case.startswith("takeover"):
+        assert sum(outcome.replaced for outcome in outcomes) > 0
+    if case == "graders_stand_still":
+        assert sum(outcome.fenced for outcome in outcomes) > 0
+
+
+@pytest.mark.parametrize("number", range(0, 120, 12))
+def test_a_gateway_that_is_killed_at_a_point_leaves_its_run_to_the_next_one(number):
+    outcome = run_edge_point("gateway_killed", number)
+    assert (outcome.deaths, outcome.trained) == (1, 1)
