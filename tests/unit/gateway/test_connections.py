@@ -4,6 +4,7 @@ import asyncio
 import logging
 import resource
 import socket
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from itertools import pairwise
@@ -16,7 +17,7 @@ import uvicorn
 
 from forgemq_bus.memory import MemoryLog
 from forgemq_gateway.body_memory import BodyMemory
-from forgemq_gateway.connections import DeadlineConnection, SparseLog
+from forgemq_gateway.connections import ENDED_AT_ONCE, DeadlineConnection, SparseLog
 from forgemq_gateway.core.errors import RefusedError
 from forgemq_gateway.core.held_bytes import HeldBytes
 from forgemq_gateway.http_server import (
@@ -98,6 +99,28 @@ async def test_a_request_that_is_not_complete_in_time_is_closed_with_408(sent: b
         said = await asyncio.wait_for(reader.read(), 5)
     assert said.count(b"HTTP/1.1 200") == sent.count(b"ok")
     assert b"HTTP/1.1 408 Request Timeout" in said
+
+
+async def test_many_late_requests_are_ended_a_few_at_a_time() -> None:
+    server = http_server(application, half_sent=HeldBytes())
+    http: Any = server.config.http
+    http.headers_s = 0.3
+    listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
+    clients = connections_to(listener, count=10 * ENDED_AT_ONCE)
+    serving = asyncio.create_task(serve_http(server, listener))
+    counts = [0]
+    while counts[-1] < len(clients):
+        await asyncio.sleep(0)
+        counts.append(len(server.server_state.connections))
+    time.sleep(http.headers_s)  # noqa: ASYNC251 - so that all of them are late at once
+    while counts[-1]:
+        await asyncio.sleep(0)
+        counts.append(len(server.server_state.connections))
+    assert max(before - after for before, after in pairwise(counts)) == ENDED_AT_ONCE
+    for client in clients:
+        client.close()
+    server.should_exit = True
+    await serving
 
 
 async def test_bytes_that_trickle_do_not_stretch_the_deadline() -> None:

@@ -1,6 +1,6 @@
 """The tree of message paths and the tree of tokens of one episode."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -100,7 +100,7 @@ def test_of_replies_with_the_same_text_the_echoed_reasoning_says_which_is_meant(
     keys = [user("a"), reply, user("b"), message_digest("assistant", "so")]
 
     def found(count: int, thought: str) -> object:
-        match = history.match(keys[:count], [Echo(text) for text in ("", thought, "", "")][:count])
+        match = history.match(keys[:count], lambda index: Echo(("", thought, "", "")[index]))
         return None if match is None else match.completion
 
     assert [found(2, thought) for thought in ("first", "second", "", "changed")] == [
@@ -110,6 +110,23 @@ def test_of_replies_with_the_same_text_the_echoed_reasoning_says_which_is_meant(
         twins[1],
     ]
     assert [found(4, thought) for thought in ("first", "second")] == children
+
+
+def test_a_match_looks_at_no_message_behind_the_first_that_is_new() -> None:
+    history = History()
+    add_first(history, completion_of(0, context=[1], output=[2], text="yes"), "a")
+    looked: list[str] = []
+
+    class Keys(list[str]):
+        def __iter__(self) -> Iterator[str]:
+            for key in super().__iter__():
+                looked.append(key)
+                yield key
+
+    keys = Keys([user("a"), message_digest("assistant", "yes"), *(user(str(n)) for n in range(99))])
+    match = history.match(keys)
+    assert match is not None
+    assert (match.consumed, len(looked)) == (2, 3)
 
 
 @pytest.mark.parametrize(

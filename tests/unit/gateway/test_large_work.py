@@ -6,16 +6,32 @@ import sys
 import threading
 from typing import Any
 
+import msgspec
 import pytest
+from msgspec import Raw
 
 from forgemq_gateway.core.errors import RefusedError
 from forgemq_gateway.core.history import History
-from forgemq_gateway.core.requests import MESSAGES_MAX
+from forgemq_gateway.core.requests import MESSAGES_MAX, PARTS_MAX, Request, size_of, work_size
 from forgemq_gateway.large_work import INLINE_SIZE_MAX, LargeWork, favour_event_loop
 from forgemq_gateway.protocols import PROTOCOLS
+from forgemq_gateway.protocols.json_body import items_in
 
 USER = {"role": "user", "content": "hello"}
 CALL = {"id": "c", "function": {"name": "f", "arguments": "{}"}}
+PROTOCOL_OF = {protocol.path: protocol for protocol in PROTOCOLS}
+
+# A block, a tool and an item of every protocol.
+ITEM = '{"type":"text","name":"f","function":{"name":"f"}}'
+
+
+def chat(messages: list[Any]) -> Request:
+    body = json.dumps({"messages": messages}).encode()
+    return PROTOCOL_OF["/v1/chat/completions"].read(body, History())
+
+
+def read_messages(messages: list[Any]) -> Request:
+    return PROTOCOL_OF["/v1/messages"].read(json.dumps({"messages": messages}).encode(), History())
 
 
 def test_modules_are_left_out_of_collections_and_threads_switch_within_a_millisecond() -> None:
@@ -28,6 +44,11 @@ def test_modules_are_left_out_of_collections_and_threads_switch_within_a_millise
     finally:
         gc.freeze()
         sys.setswitchinterval(before_s)
+
+
+def test_a_message_counts_as_work_however_short_it_is() -> None:
+    request = chat([USER] * 100)
+    assert size_of(request.messages) < INLINE_SIZE_MAX < work_size(request.messages)
 
 
 async def test_only_large_work_goes_to_a_thread() -> None:
@@ -62,6 +83,53 @@ def test_calls_are_refused_by_their_count_before_they_are_read() -> None:
     with pytest.raises(RefusedError) as refused:
         PROTOCOLS[0].read(json.dumps({"messages": [USER, message]}).encode(), History())
     assert refused.value.param == "messages[1].tool_calls"
+
+
+MANY = [
+    ("/v1/chat/completions", {"messages": []}, "messages"),
+    (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": []}]},
+        "messages[0].content",
+    ),
+    ("/v1/chat/completions", {"messages": [USER], "tools": []}, "tools"),
+    ("/v1/messages", {"messages": []}, "messages"),
+    ("/v1/messages", {"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+    ("/v1/messages", {"messages": [USER], "system": []}, "system"),
+    ("/v1/messages", {"messages": [USER], "tools": []}, "tools"),
+    ("/v1/responses", {"input": []}, "input"),
+    ("/v1/responses", {"input": [{"content": []}]}, "input[0].content"),
+    ("/v1/responses", {"input": "a", "tools": []}, "tools"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param"), MANY)
+def test_a_long_array_is_read_no_further_than_its_limit(
+    path: str, body: dict[str, Any], param: str
+) -> None:
+    """The item behind the first one too many is of a wrong type, and nobody says so."""
+    items = ",".join([ITEM] * (MESSAGES_MAX + 1)) + ",5"
+    text = json.dumps(body).replace("[]", f"[{items}]")
+    with pytest.raises(RefusedError, match=f"at most length {MESSAGES_MAX}") as refused:
+        PROTOCOL_OF[path].read(text.encode(), History())
+    assert refused.value.param == param
+
+
+def test_other_threads_run_between_two_items_of_an_array() -> None:
+    """Items are decoded as they are asked for: the wrong one is not looked at before its turn."""
+    items = items_in(Raw(b'["a", "b", 3]'), msgspec.json.Decoder(str), where="messages")
+    assert [next(items), next(items)] == [("messages[0]", "a"), ("messages[1]", "b")]
+    with pytest.raises(RefusedError, match=r"Expected `str`, got `int` - at `\$.messages\[2\]`"):
+        next(items)
+
+
+def test_messages_and_results_and_parts_are_limited_together() -> None:
+    result = {"type": "tool_result", "tool_use_id": "a", "content": "b"}
+    text = {"type": "text", "text": "a"}
+    for block, count in ((result, MESSAGES_MAX // 2 + 1), (text, PARTS_MAX // 2 + 1)):
+        halves = [{"role": "user", "content": [block] * (count // 2 + 1)}] * 4
+        with pytest.raises(RefusedError, match="at most 10000 messages and results, and 30000"):
+            read_messages(halves)
 
 
 def test_a_wrong_call_is_refused_by_its_place() -> None:

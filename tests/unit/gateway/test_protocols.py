@@ -33,12 +33,11 @@ def test_a_message_has_its_reasoning_text_and_calls_as_parts() -> None:
     )
     assert request.messages[0].parts == (
         Thinking("hm"),
-        Text("a"),
-        Text("b"),
+        Text("ab"),
         Call("c1", "find", '{"a": 1}'),
     )
     assert request.messages[1].parts == (ToolResult("c1", "found"),)
-    assert request.echoes == (Echo("hm"), Echo())
+    assert [request.echo(0), request.echo(1)] == [Echo("hm"), Echo()]
 
 
 def test_the_chat_form_of_a_message_reads_back_as_the_same_message() -> None:

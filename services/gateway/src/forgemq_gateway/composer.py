@@ -19,7 +19,7 @@ from forgemq_gateway.core.requests import (
     Thinking,
     chat_form,
     chat_json,
-    size_of,
+    work_size,
 )
 from forgemq_gateway.core.sampling import used_sampling
 from forgemq_gateway.core.turns import OpenTurn
@@ -117,7 +117,7 @@ class Composer:
         return len(prompt.tokens) // TOKEN_BYTES
 
     async def _json(self, messages: Sequence[RequestMessage]) -> bytes:
-        return await self._work.run(lambda: chat_json(messages), size=size_of(messages))
+        return await self._work.run(lambda: chat_json(messages), size=work_size(messages))
 
     def _stops(self, request: Request) -> tuple[int, ...]:
         """Tokens that end the output; a call's end too if there may be one call only.
@@ -176,7 +176,7 @@ class Composer:
             )
 
         try:
-            return await self._work.run(extend, size=size_of(added))
+            return await self._work.run(extend, size=work_size(added))
         except ValueError as error:
             raise invalid(str(error), param="messages") from error
 

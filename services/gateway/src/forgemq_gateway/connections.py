@@ -7,6 +7,9 @@ answer would keep its episode too, whose lease runs while a client waits.
 
 import asyncio
 import logging
+from collections import deque
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -30,6 +33,28 @@ _HEADER_OBJECT_BYTES = 128
 
 _LOGGED_EVERY_S = 60.0
 
+# To end a connection takes about 0.05 ms. Those that came at once are late at once.
+ENDED_AT_ONCE = 16
+
+
+class LateConnections:
+    """Ends late connections, a few between two steps of other requests."""
+
+    def __init__(self) -> None:
+        self._ends: deque[Callable[[], None]] = deque()
+
+    def put(self, end: Callable[[], None]) -> None:
+        """Let `end` be called, in the order of `put`."""
+        self._ends.append(end)
+        if len(self._ends) == 1:
+            asyncio.get_running_loop().call_soon(self._end_some)
+
+    def _end_some(self) -> None:
+        for _ in range(min(len(self._ends), ENDED_AT_ONCE)):
+            self._ends.popleft()()
+        if self._ends:
+            asyncio.get_running_loop().call_soon(self._end_some)
+
 
 class DeadlineConnection(HttpToolsProtocol):
     """One connection; each request on it must be complete in time.
@@ -40,9 +65,11 @@ class DeadlineConnection(HttpToolsProtocol):
 
     Attributes:
         half_sent: Bytes of headers without an end, of all connections.
+        late: Those whose deadline is over, of all connections.
     """
 
     half_sent = HeldBytes()
+    late = LateConnections()
 
     headers_s = HEADERS_S
     body_s = BODY_S
@@ -131,7 +158,10 @@ class DeadlineConnection(HttpToolsProtocol):
     def _wait(self, seconds: float) -> None:
         self._complete()
         self._seconds = seconds
-        self._deadline = self.loop.call_later(seconds, self._end)
+        self._deadline = self.loop.call_later(seconds, self._expire)
+
+    def _expire(self) -> None:
+        self.late.put(partial(self._end, self._deadline))
 
     def _complete(self) -> None:
         if self._deadline is not None:
@@ -143,8 +173,10 @@ class DeadlineConnection(HttpToolsProtocol):
             self._write_deadline.cancel()
             self._write_deadline = None
 
-    def _end(self) -> None:
+    def _end(self, deadline: asyncio.TimerHandle | None) -> None:
         """Close the connection, unless the late request is behind one that is being answered."""
+        if self._deadline is not deadline:
+            return  # It became complete while others ended.
         self._deadline = None
         if self.transport.is_closing():
             return

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import uvicorn
 
-from forgemq_gateway.connections import DeadlineConnection, SparseLog
+from forgemq_gateway.connections import DeadlineConnection, LateConnections, SparseLog
 from forgemq_gateway.core.held_bytes import HeldBytes
 from forgemq_gateway.settings import GatewaySettings
 from forgemq_gateway.wire import Application
@@ -92,10 +92,11 @@ def http_server(application: Application, *, half_sent: HeldBytes) -> uvicorn.Se
     log = logging.getLogger("uvicorn.error")
     if not any(isinstance(each, SparseLog) for each in log.filters):
         log.addFilter(SparseLog())
+    shared = {"half_sent": half_sent, "late": LateConnections()}
     return uvicorn.Server(
         uvicorn.Config(
             application,
-            http=type("CountedConnection", (DeadlineConnection,), {"half_sent": half_sent}),
+            http=type("CountedConnection", (DeadlineConnection,), shared),
             ws="none",
             lifespan="off",
             log_config=None,

@@ -13,7 +13,14 @@ import msgspec
 from msgspec import Struct
 
 from forgemq_gateway.core.errors import invalid, surely_overflows
-from forgemq_gateway.core.requests import Request, RequestMessage, chat_form, shown_texts, size_of
+from forgemq_gateway.core.requests import (
+    Request,
+    RequestMessage,
+    chat_form,
+    shown_texts,
+    size_of,
+    work_size,
+)
 from forgemq_gateway.large_work import LargeWork
 from forgemq_rendering import Rendering
 
@@ -120,7 +127,7 @@ def check_fits(
 
 
 def _size(request: Request) -> int:
-    return size_of(request.messages) + len(request.tools_json)
+    return work_size(request.messages) + len(request.tools_json)
 
 
 def _key(request: Request) -> bytes:

@@ -5,7 +5,8 @@ tokens are then kept as they were sampled. Any other request is rendered from it
 its parent is the completion it shares most leading tokens with, so the log still carries deltas.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TypeAlias
 
 from msgspec import Struct
@@ -126,20 +127,23 @@ class History:
         """
         return tuple(self._turn_of_echo.get(digest, digest) for digest in digests)
 
-    def match(self, keys: Sequence[str], echoes: Sequence[Echo] = ()) -> Match | None:
-        """The deepest completion on this path, if any; cost O(messages).
+    def match(
+        self, keys: Sequence[str], echo: Callable[[int], Echo] = lambda _: _NO_ECHO
+    ) -> Match | None:
+        """The deepest completion on this path, if any; cost O(known messages).
 
         Args:
             keys: Match key of each message.
-            echoes: Of each message: it decides between replies with the same text.
+            echo: Of the message at an index: it decides between replies with the same text.
         """
         path, best = EMPTY_PATH, None
         for index, key in enumerate(keys):
             path = path_after(path, key)
+            if path not in self._depths:
+                break  # Every message before a completion is noted.
             found = self._by_path.get(path)
             if found is not None:
-                echo = echoes[index] if echoes else _NO_ECHO
-                chosen = _twin(found, echo=echo, before=best)
+                chosen = _twin(found, echo=partial(echo, index), before=best)
                 best = Match(completion=chosen, consumed=index + 1, path=path)
         return best
 
@@ -246,18 +250,20 @@ def _exchange(completion: KnownCompletion) -> Iterator[RequestMessage]:
     yield reply_message(completion.reply, request_id=completion.request_id)
 
 
-def _twin(found: Sequence[KnownCompletion], *, echo: Echo, before: Match | None) -> KnownCompletion:
+def _twin(
+    found: Sequence[KnownCompletion], *, echo: Callable[[], Echo], before: Match | None
+) -> KnownCompletion:
     """The one of several replies with the same path: by its reasoning, its parent, or the last.
 
     An echo that names the request it answered is that reply, whatever its reasoning says.
     """
     if len(found) == 1:
         return found[0]
-    parent = None if before is None else before.completion
+    parent, said = None if before is None else before.completion, echo()
 
     def likeness(completion: KnownCompletion) -> tuple[bool, bool, bool, int]:
-        is_named = completion.request_id == echo.answered_id
-        has_thought = bool(echo.thought) and completion.reply.thinking.strip() == echo.thought
+        is_named = completion.request_id == said.answered_id
+        has_thought = bool(said.thought) and completion.reply.thinking.strip() == said.thought
         return is_named, has_thought, completion.parent is parent, completion.offset
 
     return max(found, key=likeness)

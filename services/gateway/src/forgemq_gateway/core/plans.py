@@ -46,7 +46,7 @@ class Prepared(Struct, frozen=True, kw_only=True):
 def plan(request: Request, *, history: History) -> Plan:
     """Find the completion that this request extends."""
     keys = history.keys(request.digests)
-    match = history.match(keys, request.echoes)
+    match = history.match(keys, request.echo)
     if match is not None and not _keeps_tools(match.completion, request):
         return Plan(request=request, keys=keys, match=None, fork_reason="other_tools")
     if match is not None:

@@ -14,11 +14,18 @@ from forgemq_gateway.core.digests import message_digest, parted_reasoning
 Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool", "function"]
 ProtocolName: TypeAlias = Literal["chat_completions", "messages", "responses", "completions"]
 
+# 20 microseconds of a template, in characters of `INLINE_SIZE_MAX`.
+_MARKUP_CHARACTERS = 256
+
 DEFAULT_MODEL = "policy"
 """The name of the only model; clients may ask for any name and get this one."""
 
 # Each costs several tokens of markup, and about 0.1 ms of work.
 MESSAGES_MAX = 10_000
+
+# Of all messages together: a text, reasoning and a call for each. What the event loop does for a
+# request, it does for each message and part.
+PARTS_MAX = 3 * MESSAGES_MAX
 
 # About 250,000 tokens; 1 MiB of small values holds the interpreter for 10 ms when it is decoded.
 TOOLS_BYTES_MAX = 1024 * 1024
@@ -125,10 +132,10 @@ class Request(Struct, frozen=True, kw_only=True):
     is_one_call: bool = False
     unused: tuple[str, ...] = ()
 
-    @property
-    def echoes(self) -> tuple[Echo, ...]:
-        """What each message says about which reply it is."""
-        return tuple(Echo(thought_of(message), message.answered_id) for message in self.messages)
+    def echo(self, index: int) -> Echo:
+        """What this message says about which reply it is."""
+        message = self.messages[index]
+        return Echo(thought_of(message), message.answered_id)
 
 
 def text_of(message: RequestMessage) -> str:
@@ -185,12 +192,25 @@ def chat_json(messages: Sequence[RequestMessage]) -> bytes:
 
 def canonical_tools(tools: Sequence[Mapping[str, Any]]) -> bytes:
     """The same bytes for tools that differ only in the order of their keys."""
-    return msgspec.json.encode(tools, order="deterministic")
+    return json_array(tools, order="deterministic")
+
+
+def json_array(
+    items: Sequence[Mapping[str, Any]], *, order: Literal["deterministic"] | None = None
+) -> bytes:
+    """The items as a JSON array, written one by one: other threads run between two of them."""
+    return b"[" + b",".join(msgspec.json.encode(item, order=order) for item in items) + b"]"
 
 
 def size_of(messages: Sequence[RequestMessage]) -> int:
     """Characters of everything in the messages that a template may show."""
     return sum(_length(part) for message in messages for part in message.parts)
+
+
+def work_size(messages: Sequence[RequestMessage]) -> int:
+    """As `size_of`, with the markup: to render a message takes as long as this many characters."""
+    markup = sum(1 + len(message.parts) for message in messages)
+    return size_of(messages) + _MARKUP_CHARACTERS * markup
 
 
 def shown_texts(messages: Sequence[RequestMessage]) -> Iterator[str]:

@@ -9,11 +9,10 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 from msgspec.structs import replace
 
-from forgemq_gateway.core.errors import field_of, invalid
+from forgemq_gateway.core.errors import invalid
 from forgemq_gateway.core.requests import (
     DEFAULT_MODEL,
     FORM_BYTES_MAX,
-    MESSAGES_MAX,
     Call,
     Part,
     Request,
@@ -24,7 +23,15 @@ from forgemq_gateway.core.requests import (
     ToolResult,
 )
 from forgemq_gateway.protocols.field_names import FieldNames
-from forgemq_gateway.protocols.json_body import decoded, tools_in
+from forgemq_gateway.protocols.json_body import (
+    NULL,
+    decoded,
+    decoded_at,
+    is_array,
+    items_in,
+    messages_in,
+    tools_in,
+)
 from forgemq_gateway.protocols.reply_form import FORM_FIELDS, FormFields
 
 # Structs of which one body may have very many have `gc=False`: they are in no cycle, and to make
@@ -53,12 +60,12 @@ class CalledTool(Struct, gc=False):
     type: str = "function"
 
 
-class ChatMessage(Struct):
+class ChatMessage(Struct, gc=False):
     """One message; what a client adds beyond these fields is dropped."""
 
     role: Role
-    content: str | Annotated[list[ContentBlock], Meta(max_length=MESSAGES_MAX)] | None = None
-    tool_calls: Annotated[list[Raw], Meta(max_length=MESSAGES_MAX)] | None = None
+    content: Raw = NULL
+    tool_calls: Raw = NULL
     tool_call_id: str | None = None
     id: str | None = None
     name: str | None = None
@@ -87,11 +94,11 @@ class OfferedTool(Struct):
 class ChatFields(FormFields, kw_only=True):
     """The fields of the body that we read."""
 
-    messages: Annotated[list[ChatMessage], Meta(min_length=1, max_length=MESSAGES_MAX)]
+    messages: Raw
     model: str | None = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    tools: list[OfferedTool] | None = None
+    tools: Raw = NULL
     logit_bias: dict[str, float] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
@@ -139,7 +146,11 @@ _FORM_LIMITS = dict.fromkeys(FORM_FIELDS, FORM_BYTES_MAX)
 _MEDIA_BLOCKS = frozenset({"image_url", "input_audio", "image", "file", "video_url"})
 
 _FIELDS = msgspec.json.Decoder(ChatFields)
+_MESSAGE = msgspec.json.Decoder(ChatMessage)
+_TEXT = msgspec.json.Decoder(str | None)
+_BLOCK = msgspec.json.Decoder(ContentBlock)
 _CALL = msgspec.json.Decoder(CalledTool)
+_OFFERED = msgspec.json.Decoder(OfferedTool)
 
 
 def request_of(body: bytes) -> Request:
@@ -150,8 +161,9 @@ def request_of(body: bytes) -> Request:
     """
     raw, fields = decoded(body, _FIELDS, limits=_FORM_LIMITS)
     _check(fields)
-    tools = _tools(raw["tools"]) if fields.tools else ()
-    messages = tuple(_message(m, index=index) for index, m in enumerate(fields.messages))
+    tools = _tools(fields.tools)
+    given = messages_in(fields.messages, _MESSAGE)
+    messages = tuple(_message(message, where=place) for place, message in given)
     return replace(
         _NAMES.request(raw, messages, tools=tools, form=fields),
         model=fields.model or DEFAULT_MODEL,
@@ -163,43 +175,50 @@ def request_of(body: bytes) -> Request:
     )
 
 
-def _message(message: ChatMessage, *, index: int) -> RequestMessage:
+def _message(message: ChatMessage, *, where: str) -> RequestMessage:
     """The message with ordered parts; chat completions has reasoning, text and calls apart."""
     parts: list[Part] = []
     if message.reasoning_content is not None:
         parts.append(Thinking(message.reasoning_content))
-    texts = _texts(message.content)
+    text = _text(message.content, where=f"{where}.content")
     answered = message.tool_call_id
     if message.role == "tool":
         answered = answered or message.id or ""  # Some clients call it `id`, or leave it out.
     if answered is not None:
-        parts.append(ToolResult(answered, "".join(texts)))
-    else:
-        parts += [Text(text) for text in texts]
-    for number, raw in enumerate(message.tool_calls or ()):
-        parts.append(_call(raw, where=f"messages[{index}].tool_calls[{number}]"))
+        parts.append(ToolResult(answered, text))
+    elif text:
+        parts.append(Text(text))
+    if message.tool_calls != NULL:
+        calls = items_in(message.tool_calls, _CALL, where=f"{where}.tool_calls")
+        parts += [_call(call, where=place) for place, call in calls]
     return RequestMessage(role=message.role, parts=tuple(parts), name=message.name)
 
 
-def _call(raw: Raw, *, where: str) -> Call:
-    """One call of an echoed reply.
-
-    Raises:
-        RefusedError: 400: a field is missing or wrong.
-    """
-    try:
-        call = _CALL.decode(raw)
-    except msgspec.DecodeError as error:
-        field = field_of(error)
-        raise invalid(f"{where}: {error}", param=f"{where}.{field}" if field else where) from error
+def _call(call: CalledTool, *, where: str) -> Call:
+    """One call of an echoed reply."""
     arguments = _arguments(call.function.arguments, where=f"{where}.function.arguments")
     return Call(call.id, call.function.name, arguments)
 
 
-def _texts(content: str | list[ContentBlock] | None) -> list[str]:
-    if isinstance(content, list):
-        return [block.text for block in content if block.text]
-    return [content] if content else []
+def _text(content: Raw, *, where: str) -> str:
+    """The text of a message's content, that of its blocks joined.
+
+    Raises:
+        RefusedError: 400: a block that the model cannot read.
+    """
+    if not is_array(content):
+        return decoded_at(content, _TEXT, where=where) or ""
+    blocks = items_in(content, _BLOCK, where=where)
+    return "".join(_block_text(block, where=place) for place, block in blocks)
+
+
+def _block_text(block: ContentBlock, *, where: str) -> str:
+    if block.type in _MEDIA_BLOCKS:
+        raise invalid(
+            f"content of type {block.type} is not supported: the model reads text",
+            param=f"{where}.type",
+        )
+    return block.text or ""
 
 
 def _arguments(raw: Raw, *, where: str) -> str:
@@ -229,9 +248,6 @@ def _check(fields: ChatFields) -> None:
             "top_logprobs is not available, only the sampled token's", param="top_logprobs"
         )
     _check_form(fields)
-    for index, message in enumerate(fields.messages):
-        if isinstance(message.content, list):
-            _check_blocks(message.content, index=index)
 
 
 def _check_form(fields: ChatFields) -> None:
@@ -250,20 +266,10 @@ def _check_form(fields: ChatFields) -> None:
         raise invalid(f"{name}: a reply is always a message of its own", param=name)
 
 
-def _check_blocks(blocks: list[ContentBlock], *, index: int) -> None:
-    for part, block in enumerate(blocks):
-        if block.type in _MEDIA_BLOCKS:
-            raise invalid(
-                f"content of type {block.type} is not supported: the model reads text",
-                param=f"messages[{index}].content[{part}].type",
-            )
-
-
 def _tools(raw: Raw) -> tuple[dict[str, Any], ...]:
     """Function tools as sent; other kinds (web search, namespaces) are accepted and left out.
 
     Raises:
-        RefusedError: 400: an integer of over 64 bits, or nested too deep.
+        RefusedError: 400: one without a name, an integer of over 64 bits, or nested too deep.
     """
-    offered = tools_in(raw)
-    return tuple(tool for tool in offered if isinstance(tool.get("function"), dict))
+    return tuple(tool for tool in tools_in(raw, _OFFERED) if isinstance(tool.get("function"), dict))

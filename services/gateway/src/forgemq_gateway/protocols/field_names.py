@@ -1,18 +1,22 @@
 """What the top-level fields of a protocol's body are for, and the request that follows from it."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 from msgspec import Raw, Struct
 
 from forgemq_gateway.core.digests import body_digest, digest_of
+from forgemq_gateway.core.errors import invalid
 from forgemq_gateway.core.requests import (
     DEFAULT_MODEL,
+    MESSAGES_MAX,
+    PARTS_MAX,
     ProtocolName,
     Request,
     RequestMessage,
     canonical_tools,
+    json_array,
     match_key,
 )
 from forgemq_gateway.protocols.json_body import NULL
@@ -50,8 +54,9 @@ class FieldNames(Struct, frozen=True, kw_only=True):
             form: The demanded form of the reply.
 
         Raises:
-            RefusedError: 400: the form cannot be met.
+            RefusedError: 400: the form cannot be met, or the messages are too many.
         """
+        _check_count(messages)
         digests = tuple(match_key(message) for message in messages)
         rest = {name: bytes(value) for name, value in raw.items() if name not in self.digested}
         return Request(
@@ -60,11 +65,21 @@ class FieldNames(Struct, frozen=True, kw_only=True):
             messages=messages,
             digests=digests,
             tools=tools,
-            tools_json=msgspec.json.encode(tools) if tools else b"",
+            tools_json=json_array(tools) if tools else b"",
             tools_digest=digest_of(canonical_tools(tools)) if tools else "",
             body_digest=body_digest(self.protocol, digests, rest),
             asked=msgspec.json.encode({name: raw[name] for name in self.asked if name in raw}),
             form=reply_form(form, tools),
             is_one_call=is_one_call(form) and bool(tools),
             unused=tuple(name for name in self.unused if raw.get(name, NULL) != NULL),
+        )
+
+
+def _check_count(messages: Sequence[RequestMessage]) -> None:
+    """Refuse what would hold the event loop; one message of a body may be many of these."""
+    if len(messages) > MESSAGES_MAX or sum(len(each.parts) for each in messages) > PARTS_MAX:
+        raise invalid(
+            f"a request must have at most {MESSAGES_MAX} messages and results, and {PARTS_MAX} "
+            "texts, calls and results in them",
+            param="messages",
         )

@@ -1,15 +1,18 @@
 """What all protocols share in reading a JSON body: its fields, its tools, its refusals."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import takewhile
 from typing import Any, TypeVar
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Raw, Struct, ValidationError
+from msgspec.structs import astuple
 
 from forgemq_gateway.core.errors import field_of, invalid
-from forgemq_gateway.core.requests import TOOLS_BYTES_MAX
+from forgemq_gateway.core.requests import MESSAGES_MAX, TOOLS_BYTES_MAX
 
 Fields = TypeVar("Fields")
+Item = TypeVar("Item")
 
 NULL = Raw(b"null")
 """A field that a client sends without a value."""
@@ -31,10 +34,25 @@ class LongFields(Struct):
     tools: Raw = Raw()
 
 
+_NO_ITEM = Raw()
+
+# A list is decoded to its end, 0.1 s for two million items, before its length is compared with a
+# limit. A struct with a field for each item is not: an item too many ends it.
+_Items = msgspec.defstruct(
+    "_Items",
+    [(f"item_{index}", Raw, _NO_ITEM) for index in range(MESSAGES_MAX)],
+    array_like=True,
+    forbid_unknown_fields=True,
+)
+
 _LONG = msgspec.json.Decoder(LongFields)
 _RAW = msgspec.json.Decoder(dict[str, Raw])
-_EACH = msgspec.json.Decoder(list[Raw])
+_ITEMS = msgspec.json.Decoder(_Items)
+_FEW_ITEMS = msgspec.json.Decoder(list[Raw])
 _TOOL = msgspec.json.Decoder(dict[str, Any])
+
+# An item takes two bytes with its comma: so few bytes hold no item too many.
+_FEW_ITEMS_BYTES_MAX = 2 * MESSAGES_MAX
 
 
 def decoded(
@@ -58,7 +76,7 @@ def decoded(
             if len(memoryview(raw.get(name, Raw()))) > bytes_max:
                 raise invalid(f"{name} must have at most {bytes_max} bytes", param=name)
         return raw, decoder.decode(body)
-    except msgspec.ValidationError as error:
+    except ValidationError as error:
         raise invalid(str(error), param=field_of(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise invalid(f"the body is not valid JSON: {error}", param=None) from error
@@ -73,20 +91,75 @@ def _check_size(long: LongFields, *, body_bytes: int) -> None:
         )
 
 
-def tools_in(raw: Raw) -> list[dict[str, Any]]:
-    """The tools as the client sent them.
+def items_in(
+    raw: Raw, decoder: "msgspec.json.Decoder[Item]", *, where: str
+) -> Iterator[tuple[str, Item]]:
+    """The items of an array, each with its place (`messages[3]`), decoded when it is asked for.
+
+    The interpreter is held for one item at a time: other threads run between two of them.
 
     Raises:
-        RefusedError: 400: an integer of over 64 bits, or nested too deep.
+        RefusedError: 400: it is no array, has over MESSAGES_MAX items, or an item is wrong.
     """
-    # One by one: other threads run between two of them.
-    return [_tool(tool, index=index) for index, tool in enumerate(_EACH.decode(raw))]
+    for index, item in enumerate(_raw_items(raw, where=where)):
+        place = f"{where}[{index}]"
+        yield place, decoded_at(item, decoder, where=place)
 
 
-def _tool(raw: Raw, *, index: int) -> dict[str, Any]:
+def messages_in(raw: Raw, decoder: "msgspec.json.Decoder[Item]") -> list[tuple[str, Item]]:
+    """As `items_in`, of the field `messages`, which has at least one."""
+    messages = list(items_in(raw, decoder, where="messages"))
+    if not messages:
+        raise invalid("messages must have at least one item", param="messages")
+    return messages
+
+
+def _raw_items(raw: Raw, *, where: str) -> Iterator[Raw]:
+    if len(memoryview(raw)) <= _FEW_ITEMS_BYTES_MAX:
+        few = decoded_at(raw, _FEW_ITEMS, where=where)
+        return iter(few)
+    items = astuple(decoded_at(raw, _ITEMS, where=where))
+    return takewhile(lambda item: item is not _NO_ITEM, items)
+
+
+def decoded_at(raw: Raw, decoder: "msgspec.json.Decoder[Item]", *, where: str) -> Item:
+    """A part of the body as the decoder reads it.
+
+    Raises:
+        RefusedError: 400, naming the field below `where` that is wrong.
+    """
     try:
-        return _TOOL.decode(raw)
-    except msgspec.DecodeError as error:
-        raise invalid(f"tools: {error}", param=f"tools[{index}]{field_of(error) or ''}") from error
-    except RecursionError as error:
-        raise invalid(f"tools are nested too deep: {error}", param=f"tools[{index}]") from error
+        return decoder.decode(raw)
+    except ValidationError as error:
+        explained, _, path = str(error).partition(" - at `$")
+        path = path.rstrip("`")
+        placed = ValidationError(f"{explained} - at `$.{where}{path}`")
+        raise invalid(str(placed), param=field_of(placed)) from error
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise invalid(f"{where}: {error}", param=where) from error
+
+
+def is_array(raw: Raw) -> bool:
+    """Whether this is an array; no other value begins as one."""
+    return bytes(memoryview(raw)[:1]) == b"["
+
+
+def tools_in(raw: Raw, checked: "msgspec.json.Decoder[Any]" = _TOOL) -> list[dict[str, Any]]:
+    """The tools as the client sent them; [] for null.
+
+    Args:
+        raw: The field.
+        checked: What each must be.
+
+    Raises:
+        RefusedError: 400: no array, too many, not as `checked` says, an integer of over 64 bits, or
+            nested too deep.
+    """
+    if raw == NULL:
+        return []
+    tools = []
+    for index, tool in enumerate(_raw_items(raw, where="tools")):
+        where = f"tools[{index}]"
+        decoded_at(tool, checked, where=where)
+        tools.append(decoded_at(tool, _TOOL, where=where))
+    return tools

@@ -14,7 +14,6 @@ from forgemq_gateway.core.errors import invalid
 from forgemq_gateway.core.requests import (
     DEFAULT_MODEL,
     FORM_BYTES_MAX,
-    MESSAGES_MAX,
     Call,
     Part,
     Request,
@@ -25,7 +24,15 @@ from forgemq_gateway.core.requests import (
     ToolResult,
 )
 from forgemq_gateway.protocols.field_names import FieldNames
-from forgemq_gateway.protocols.json_body import NULL, decoded, tools_in
+from forgemq_gateway.protocols.json_body import (
+    NULL,
+    decoded,
+    decoded_at,
+    is_array,
+    items_in,
+    messages_in,
+    tools_in,
+)
 from forgemq_gateway.protocols.reply_form import (
     FormFields,
     Schema,
@@ -49,14 +56,11 @@ class ContentBlock(Struct, gc=False):
     source: Raw = NULL
 
 
-Content = str | Annotated[list[ContentBlock], Meta(max_length=MESSAGES_MAX)]
-
-
-class GivenMessage(Struct):
+class GivenMessage(Struct, gc=False):
     """One message; a `system` one may stand anywhere."""
 
     role: Role
-    content: Content
+    content: Raw
 
 
 class ToolChoice(Struct):
@@ -83,16 +87,16 @@ class OutputConfig(Struct):
 class MessagesFields(Struct):
     """The fields of the body that we read."""
 
-    messages: Annotated[list[GivenMessage], Meta(min_length=1, max_length=MESSAGES_MAX)]
+    messages: Raw
     model: str | None = None
-    system: Content | None = None
+    system: Raw = NULL
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     stop_sequences: list[str] | None = None
     stream: bool | None = False
     temperature: Annotated[float, Meta(ge=0, le=10)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_k: int | None = None
-    tools: list[Any] | None = None
+    tools: Raw = NULL
     tool_choice: ToolChoice | None = None
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None
@@ -127,7 +131,10 @@ _FORM_LIMITS = dict.fromkeys(("output_config", "output_format"), FORM_BYTES_MAX)
 _BILLING = "x-anthropic-billing-header:"
 
 _FIELDS = msgspec.json.Decoder(MessagesFields)
-_RESULT = msgspec.json.Decoder(Content | None)
+_MESSAGE = msgspec.json.Decoder(GivenMessage)
+_TEXT = msgspec.json.Decoder(str)
+_OPTIONAL_TEXT = msgspec.json.Decoder(str | None)
+_BLOCK = msgspec.json.Decoder(ContentBlock)
 _SOURCE = msgspec.json.Decoder(TextSource)
 
 
@@ -138,7 +145,7 @@ def request_of(body: bytes) -> Request:
         RefusedError: 400, naming the field.
     """
     raw, fields = decoded(body, _FIELDS, limits=_FORM_LIMITS)
-    tools = _tools(raw["tools"]) if fields.tools else ()
+    tools = _tools(fields.tools)
     messages = (*_system(fields.system), *_messages(fields.messages))
     return replace(
         _NAMES.request(raw, messages, tools=tools, form=_form(fields)),
@@ -149,29 +156,36 @@ def request_of(body: bytes) -> Request:
     )
 
 
-def _system(content: Content | None) -> Iterator[RequestMessage]:
+def _system(content: Raw) -> Iterator[RequestMessage]:
     """The system prompt as the first message; its blocks are lines of their own."""
-    blocks = [content] if isinstance(content, str) else [block.text for block in content or ()]
-    texts = [text for text in blocks if text and not text.startswith(_BILLING)]
-    if texts:
-        yield RequestMessage(role="system", parts=(Text("\n".join(texts)),))
+    lines = [line for line in _system_lines(content) if line and not line.startswith(_BILLING)]
+    if lines:
+        yield RequestMessage(role="system", parts=(Text("\n".join(lines)),))
 
 
-def _messages(messages: list[GivenMessage]) -> Iterator[RequestMessage]:
-    for index, message in enumerate(messages):
-        if isinstance(message.content, str):
-            yield RequestMessage(role=message.role, parts=(Text(message.content),))
+def _system_lines(content: Raw) -> list[str]:
+    if is_array(content):
+        return [block.text for _, block in items_in(content, _BLOCK, where="system")]
+    return [decoded_at(content, _OPTIONAL_TEXT, where="system") or ""]
+
+
+def _messages(raw: Raw) -> Iterator[RequestMessage]:
+    for where, message in messages_in(raw, _MESSAGE):
+        if is_array(message.content):
+            blocks = items_in(message.content, _BLOCK, where=f"{where}.content")
+            yield from _of_blocks(message.role, list(blocks))
         else:
-            yield from _of_blocks(message.role, message.content, where=f"messages[{index}]")
+            text = decoded_at(message.content, _TEXT, where=f"{where}.content")
+            yield RequestMessage(role=message.role, parts=(Text(text),))
 
 
-def _of_blocks(role: Role, blocks: list[ContentBlock], *, where: str) -> Iterator[RequestMessage]:
+def _of_blocks(role: Role, blocks: list[tuple[str, ContentBlock]]) -> Iterator[RequestMessage]:
     """The messages in one message's blocks: each tool's result is a message of its own."""
     parts: list[Part] = []
     has_result = False
-    answered = next(filter(None, (signed_request(block.signature) for block in blocks)), "")
-    for number, block in enumerate(blocks):
-        part = _part(block, where=f"{where}.content[{number}]")
+    answered = next(filter(None, (signed_request(block.signature) for _, block in blocks)), "")
+    for where, block in blocks:
+        part = _part(block, where=where)
         if isinstance(part, ToolResult):
             has_result = True
             if parts:
@@ -203,23 +217,15 @@ def _part(block: ContentBlock, *, where: str) -> Part | None:
 
 
 def _result_text(raw: Raw, *, where: str) -> str:
-    try:
-        content = _RESULT.decode(raw)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise invalid(f"content: {error}", param=f"{where}.content") from error
-    if isinstance(content, str) or content is None:
-        return content or ""
-    parts = [
-        _part(block, where=f"{where}.content[{number}]") for number, block in enumerate(content)
-    ]
+    where = f"{where}.content"
+    if not is_array(raw):
+        return decoded_at(raw, _OPTIONAL_TEXT, where=where) or ""
+    parts = [_part(block, where=place) for place, block in items_in(raw, _BLOCK, where=where)]
     return "".join(part.text for part in parts if isinstance(part, Text))
 
 
 def _document_text(raw: Raw, *, where: str) -> str:
-    try:
-        source = _SOURCE.decode(raw)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise invalid(f"source: {error}", param=f"{where}.source") from error
+    source = decoded_at(raw, _SOURCE, where=f"{where}.source")
     if source.type != "text":
         raise _unread(f"document from {source.type}", where=where)
     return source.data

@@ -4,7 +4,7 @@ Unknown fields, items and kinds of tools are accepted: they count in the body's 
 nothing else. A reply comes back as several items; together they are one message again.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
 
 import msgspec
@@ -16,7 +16,6 @@ from forgemq_gateway.core.errors import invalid, unknown
 from forgemq_gateway.core.requests import (
     DEFAULT_MODEL,
     FORM_BYTES_MAX,
-    MESSAGES_MAX,
     Call,
     Part,
     Request,
@@ -27,7 +26,14 @@ from forgemq_gateway.core.requests import (
     ToolResult,
 )
 from forgemq_gateway.protocols.field_names import FieldNames
-from forgemq_gateway.protocols.json_body import NULL, decoded, tools_in
+from forgemq_gateway.protocols.json_body import (
+    NULL,
+    decoded,
+    decoded_at,
+    is_array,
+    items_in,
+    tools_in,
+)
 from forgemq_gateway.protocols.reply_form import (
     FormFields,
     NamedSchema,
@@ -38,7 +44,8 @@ from forgemq_gateway.protocols.response_ids import answered_by, response_answere
 from forgemq_gateway.protocols.signature import signed_request
 
 
-class ItemPart(Struct):
+# As in `chat_body.py`: no collection of cycles while many are made.
+class ItemPart(Struct, gc=False):
     """One part of an item's content or summary."""
 
     type: str
@@ -46,16 +53,13 @@ class ItemPart(Struct):
     refusal: str = ""
 
 
-Parts = Annotated[list[ItemPart], Meta(max_length=MESSAGES_MAX)]
-
-
-class Item(Struct):
+class Item(Struct, gc=False):
     """One item of the input; each type has some of these fields."""
 
     type: str = "message"
     role: Role = "user"
-    content: str | Parts | None = None
-    summary: Parts | None = None
+    content: Raw = NULL
+    summary: Raw = NULL
     encrypted_content: str | None = None
     id: str | None = None
     call_id: str = ""
@@ -68,7 +72,7 @@ class Item(Struct):
 class ResponsesFields(Struct):
     """The fields of the body that we read."""
 
-    input: str | Annotated[list[Item], Meta(max_length=MESSAGES_MAX)]
+    input: Raw
     model: str | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -76,7 +80,7 @@ class ResponsesFields(Struct):
     stream: bool | None = False
     temperature: Annotated[float, Meta(ge=0, le=10)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
-    tools: list[Any] | None = None
+    tools: Raw = NULL
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     text: "TextFields | None" = None
@@ -116,7 +120,10 @@ _MEDIA = frozenset({"input_image", "input_file", "input_audio"})
 _ASSISTANTS = frozenset({"reasoning", "function_call", "custom_tool_call", "item_reference"})
 
 _FIELDS = msgspec.json.Decoder(ResponsesFields)
-_OUTPUT = msgspec.json.Decoder(str | Parts | None)
+_ITEM = msgspec.json.Decoder(Item)
+_TEXT = msgspec.json.Decoder(str)
+_OPTIONAL_TEXT = msgspec.json.Decoder(str | None)
+_PART = msgspec.json.Decoder(ItemPart)
 
 
 def request_of(body: bytes, known: Conversation) -> Request:
@@ -126,7 +133,7 @@ def request_of(body: bytes, known: Conversation) -> Request:
         RefusedError: 400, naming the field; 404, an id that it refers to is not known.
     """
     raw, fields = decoded(body, _FIELDS, limits={"text": FORM_BYTES_MAX})
-    tools = _tools(raw["tools"]) if fields.tools else ()
+    tools = _tools(fields.tools)
     return replace(
         _NAMES.request(raw, _messages(fields, known), tools=tools, form=_form(fields)),
         model=fields.model or DEFAULT_MODEL,
@@ -145,10 +152,11 @@ def _messages(fields: ResponsesFields, known: Conversation) -> tuple[RequestMess
         if before and before[0].role == "system":
             before = before[1:]
         before = (RequestMessage(role="system", parts=(Text(fields.instructions),)), *before)
-    if isinstance(fields.input, str):
-        added = [RequestMessage(role="user", parts=(Text(fields.input),))]
+    if is_array(fields.input):
+        added = list(_of_items(items_in(fields.input, _ITEM, where="input"), known))
     else:
-        added = list(_of_items(fields.input, known))
+        text = decoded_at(fields.input, _TEXT, where="input")
+        added = [RequestMessage(role="user", parts=(Text(text),))]
     messages = (*before, *added)
     if not messages:
         raise invalid("input must have at least one item", param="input")
@@ -167,11 +175,10 @@ def _continued(response_id: str | None, known: Conversation) -> tuple[RequestMes
     return messages
 
 
-def _of_items(items: list[Item], known: Conversation) -> Iterator[RequestMessage]:
+def _of_items(items: Iterable[tuple[str, Item]], known: Conversation) -> Iterator[RequestMessage]:
     """The messages in these items: those of one reply are one message."""
     reply = _OpenReply()
-    for index, item in enumerate(items):
-        where = f"input[{index}]"
+    for where, item in items:
         if item.type in _ASSISTANTS or (item.type == "message" and item.role == "assistant"):
             if reply.is_over_at(item):
                 yield from reply.closed()
@@ -239,46 +246,43 @@ def _answered_by(item: Item) -> str:
 def _assistant_part(item: Item, *, where: str) -> Part:
     match item.type:
         case "reasoning":
-            text = _text(item.content, where=where) or _text(item.summary, where=where)
-            return Thinking(text)
+            content = _text(item.content, where=f"{where}.content")
+            return Thinking(content or _text(item.summary, where=f"{where}.summary"))
         case "function_call":
             return Call(item.call_id, item.name, item.arguments)
         case "custom_tool_call":
             given = msgspec.json.encode({"input": item.input}).decode()
             return Call(item.call_id, item.name, given)
-    return Text(_text(item.content, where=where))
+    return Text(_text(item.content, where=f"{where}.content"))
 
 
 def _other(item: Item, *, where: str) -> RequestMessage | None:
     """A message that is not the model's; None for an item that it has no use for."""
     match item.type:
         case "message":
-            text = _text(item.content, where=where)
+            text = _text(item.content, where=f"{where}.content")
             return RequestMessage(role=item.role, parts=(Text(text),))
         case "function_call_output" | "custom_tool_call_output":
-            text = _output_text(item.output, where=where)
+            text = _text(item.output, where=f"{where}.output")
             return RequestMessage(role="tool", parts=(ToolResult(item.call_id, text),))
     return None
 
 
-def _text(content: str | list[ItemPart] | None, *, where: str) -> str:
-    if isinstance(content, str) or content is None:
-        return content or ""
-    for number, part in enumerate(content):
-        if part.type in _MEDIA:
-            raise invalid(
-                f"content of type {part.type} is not supported: the model reads text",
-                param=f"{where}.content[{number}].type",
-            )
-    return "".join(part.text or part.refusal for part in content)
+def _text(content: Raw, *, where: str) -> str:
+    """A text, or that of an item's parts joined."""
+    if not is_array(content):
+        return decoded_at(content, _OPTIONAL_TEXT, where=where) or ""
+    parts = items_in(content, _PART, where=where)
+    return "".join(_part_text(part, where=place) for place, part in parts)
 
 
-def _output_text(raw: Raw, *, where: str) -> str:
-    try:
-        output = _OUTPUT.decode(raw)
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise invalid(f"output: {error}", param=f"{where}.output") from error
-    return _text(output, where=where)
+def _part_text(part: ItemPart, *, where: str) -> str:
+    if part.type in _MEDIA:
+        raise invalid(
+            f"content of type {part.type} is not supported: the model reads text",
+            param=f"{where}.type",
+        )
+    return part.text or part.refusal
 
 
 def _form(fields: ResponsesFields) -> FormFields:
