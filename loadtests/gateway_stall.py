@@ -2,8 +2,9 @@
 
 Broker, gateway, inference and scheduler are real, each in its own process; engine and trainer are
 stand-ins. Agents play short conversations all the time. Beside them one more agent sends what is
-as large as it can be: bodies of 60 MB, 20 MB of tools, and 190,000 tokens in one message, one after
-the other. Then come many requests that never become complete: half-sent headers and slow bodies.
+as large as it can be, one after the other: bodies of 60 MB, 20 MB of tools, 190,000 tokens in one
+message, 300,000 blocks, two million items. Then come many requests that never become complete:
+half-sent headers and slow bodies.
 `make load NAME=gateway_stall`.
 
 Two things are compared with the quiet run before: how long the others' turns take, and how long
@@ -45,7 +46,7 @@ WORKLOAD = Workload(
     groups_per_step=2,
     slots=16,
     warm_up_s=25.0,  # The broker's first seconds are slow; they would make the quiet run slow.
-    measure_s=20.0,
+    measure_s=15.0,
 )
 _START_TIMEOUT_S = 120.0
 _PROBE_EVERY_S = 0.02

@@ -1,6 +1,8 @@
 """What messages say stays what they say, whatever its length and its control tokens."""
 
 import asyncio
+import json
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from renderers.base import _get_offset_tokenizer
 from tokenizers import Tokenizer
 
 from forgemq_rendering import Rendering
+from forgemq_rendering.chat_template import compile_chat_template
 from forgemq_rendering.pieces import Pieces, StandIns
 from forgemq_rendering.tokenizer import FolderTokenizer
 from tests.unit.rendering.folders import write_model_folder
@@ -206,3 +209,25 @@ async def test_threads_do_not_see_one_anothers_pieces(folder: Path) -> None:
     texts = await asyncio.gather(*(asyncio.to_thread(render, word) for word in "abcd"))
     for word, text in zip("abcd", texts, strict=True):
         assert word * 3000 in text
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+def test_a_template_gives_the_interpreter_up_between_the_values_of_a_long_tool(
+    indent: int | None,
+) -> None:
+    """Threads switch between steps of Python code, which a profiler counts."""
+    render = compile_chat_template("{{ tools | tojson(indent=indent) }}", tokens={})
+    tool = {"name": "f", "parameters": [{"a": 1.5, "b": [None, "\u00e9"]}] * 1000}
+    steps = 0
+
+    def count(*_: object) -> None:
+        nonlocal steps
+        steps += 1
+
+    sys.setprofile(count)
+    try:
+        text = render([], tools=[tool], indent=indent)
+    finally:
+        sys.setprofile(None)
+    assert text == json.dumps([tool], ensure_ascii=False, indent=indent)
+    assert steps > 1000
