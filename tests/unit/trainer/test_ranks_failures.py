@@ -19,8 +19,9 @@ from forgemq_trainer.core.memory import least_budget_bytes
 from forgemq_trainer.core.tree import read_tree
 from forgemq_trainer.model import prepare
 from forgemq_trainer.ranks.command_loop import carry_out_commands
-from forgemq_trainer.ranks.ranks import RankLaunch, RankLostError, Ranks, device_of
+from forgemq_trainer.ranks.ranks import RankLaunch, RankLostError, Ranks, device_of, launch_of
 from forgemq_trainer.ranks.torchrun import describe_ends
+from forgemq_trainer.settings import TrainerSettings
 from forgemq_trainer.training import Training
 from tests.unit.trainer.rank_life import Life, train
 from tests.unit.trainer.rank_scene import (
@@ -166,12 +167,21 @@ def test_a_rank_that_hangs_or_dies_within_a_step_ends_the_others_with_one_line(
 
 
 def test_each_rank_takes_a_gpu_of_its_own() -> None:
-    second = RankLaunch(rank=5, local_rank=1, world_size=8)
-    assert device_of("cuda", launch=second) == "cuda:1"
-    assert device_of("cpu", launch=second) == "cpu"
-    assert device_of("cuda:3", launch=RankLaunch()) == "cuda:3"
+    second = RankLaunch(rank=5, local_rank=1, world_size=8, local_world_size=4)
+    assert device_of("cuda", launch=second, gpus=4) == "cuda:1"
+    assert device_of("cpu", launch=second, gpus=4) == "cpu"
+    assert device_of("cuda:3", launch=RankLaunch(), gpus=4) == "cuda:3"
     with pytest.raises(SettingsError, match="FORGEMQ_TRAINER_DEVICE=cuda:0 gives 8 ranks one GPU"):
-        device_of("cuda:0", launch=second)
+        device_of("cuda:0", launch=second, gpus=4)
+
+
+def test_a_trainer_without_a_device_in_its_settings_takes_the_gpus_that_suffice() -> None:
+    device = TrainerSettings(folder="f").device
+    assert device_of(device, launch=RankLaunch(), gpus=0) == "cpu"
+    assert device_of(device, launch=RankLaunch(), gpus=1) == "cuda"
+    environ = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
+    assert device_of(device, launch=launch_of(environ), gpus=3) == "cpu"
+    assert device_of(device, launch=launch_of(environ), gpus=4) == "cuda:1"
 
 
 def test_the_rank_that_was_killed_is_named_before_those_that_failed_for_it() -> None:

@@ -73,8 +73,9 @@ async def main(context: Context, *, ranks: AnyRanks = ALONE) -> None:
     settings = parse(TrainerSettings, prefix="FORGEMQ_TRAINER_", environ=context.environ)
     launch = launch_of(context.environ)
     check_world_size(launch, configured=context.configuration.trainer.world_size)
-    device = device_of(settings.device, launch=launch)
-    check_device(device, gpus=torch.cuda.device_count())
+    gpus = torch.cuda.device_count()
+    device = device_of(settings.device, launch=launch, gpus=gpus)
+    check_device(device, gpus=gpus)
     fast_paths = fast_paths_of(settings, device=device)
     with lock_folder(Path(settings.folder)):
         await _train(context, settings, fast_paths, device=device, ranks=ranks)

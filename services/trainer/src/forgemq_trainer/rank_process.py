@@ -41,8 +41,9 @@ def run_rank(environ: Mapping[str, str]) -> int:
 
 def _run_of_several(launch: RankLaunch, environ: Mapping[str, str]) -> int:
     settings = parse(TrainerSettings, prefix="FORGEMQ_TRAINER_", environ=environ)
-    device = device_of(settings.device, launch=launch)
-    check_device(device, gpus=torch.cuda.device_count())
+    gpus = torch.cuda.device_count()
+    device = device_of(settings.device, launch=launch, gpus=gpus)
+    check_device(device, gpus=gpus)
     # Join before anything else: until then a signal ends each rank at once, and from then on each
     # notices if another dies.
     ranks = Ranks(launch=launch, device=device, deadline_s=settings.rank_deadline_s)

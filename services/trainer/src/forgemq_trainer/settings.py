@@ -15,7 +15,13 @@ class TrainerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             description="Checkpoints of one run; only the trainer reads it.",
         ),
     ]
-    device: Annotated[str, Meta(pattern=r"^(cpu|cuda(:[0-9]+)?)$")] = "cpu"
+    device: Annotated[
+        str,
+        Meta(
+            pattern=r"^(auto|cpu|cuda(:[0-9]+)?)$",
+            description="auto: the GPUs, if torch sees one for each rank of this machine.",
+        ),
+    ] = "auto"
     host: Annotated[
         str, Meta(min_length=1, description="Address of this process for the fast path.")
     ] = "127.0.0.1"

@@ -41,19 +41,22 @@ class RankLaunch:
         rank: From 0 over all machines.
         local_rank: From 0 on this machine; picks the GPU.
         world_size: Number of ranks.
+        local_world_size: Number of ranks on this machine.
     """
 
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
+    local_world_size: int = 1
 
 
 def launch_of(environ: Mapping[str, str]) -> RankLaunch:
-    """The launch from torchrun's variables RANK, LOCAL_RANK and WORLD_SIZE."""
+    """The launch from torchrun's variables: RANK, WORLD_SIZE, and the same with LOCAL_."""
     return RankLaunch(
         rank=int(environ.get("RANK", "0")),
         local_rank=int(environ.get("LOCAL_RANK", "0")),
         world_size=int(environ.get("WORLD_SIZE", "1")),
+        local_world_size=int(environ.get("LOCAL_WORLD_SIZE", "1")),
     )
 
 
@@ -71,12 +74,20 @@ def check_world_size(launch: RankLaunch, *, configured: int) -> None:
         )
 
 
-def device_of(device: str, *, launch: RankLaunch) -> str:
+def device_of(device: str, *, launch: RankLaunch, gpus: int) -> str:
     """The device of this rank: `cuda` becomes the GPU of its local rank.
+
+    Args:
+        device: As the settings name it; `auto` is `cuda` if each rank of this machine gets a GPU,
+            else `cpu`.
+        launch: Which rank this is.
+        gpus: Number of GPUs that torch sees.
 
     Raises:
         SettingsError: several ranks would share one GPU.
     """
+    if device == "auto":
+        device = "cuda" if gpus >= launch.local_world_size else "cpu"
     if launch.world_size == 1 or device == "cpu":
         return device
     if device != "cuda":
