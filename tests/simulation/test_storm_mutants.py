@@ -7,7 +7,7 @@ import pytest
 from tests.simulation.storm.mutants import MUTANTS, Mutant, run_mutant
 
 SEEDS = 120
-"""As many as the suite runs of each drawn case; points behind the 120th show nothing more."""
+"""As many as the suite runs of each drawn case."""
 
 pytestmark = [pytest.mark.simulation, pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -10,23 +10,12 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-from msgspec.structs import replace
-
 from forgemq_auditor.log_trim import trim_log
 from forgemq_bus.errors import FencedError, LogUnavailableError
 from forgemq_bus.log import Place
 from forgemq_bus.memory import MemoryLog
 from forgemq_bus.names import broker_place, in_run
 from forgemq_contracts import topics
-from forgemq_contracts.run import (
-    Episodes,
-    LogLayout,
-    Model,
-    Queue,
-    RunConfiguration,
-    Trainer,
-    check,
-)
 from forgemq_gateway.ownership import ReplacedError
 from forgemq_gateway.settings import GatewaySettings
 from forgemq_reward import app as reward_app
@@ -38,20 +27,15 @@ from forgemq_shell.transform_settings import TransformSettings
 from tests.simulation.storm.agents import Agents
 from tests.simulation.storm.claimed_world import ClaimedWorld
 from tests.simulation.storm.claims_oracle import LATE_S, PAUSE_S, ClaimsOracle
+from tests.simulation.storm.claims_weather import ClaimsWeather, drawn_weather
 from tests.simulation.storm.cluster import StormStore
-from tests.simulation.storm.faults import Fault, Faults, NumberedFaults, Point, SeededFaults
+from tests.simulation.storm.faults import Fault, Faults, Point
 from tests.simulation.storm.gateway import StormGateway
 from tests.simulation.storm.loop import run_virtual
 from tests.simulation.storm.membership import Coordinator
 from tests.simulation.storm.oracle import Oracle, ViolationError
 from tests.simulation.storm.process import KilledError, Process
 from tests.simulation.storm.schedule import RUN, STUCK_S, causes_of
-from tests.simulation.storm.weather import transform_environ
-
-LEASE_S = 4.0
-GROUP_DEADLINE_S = 20.0
-CLAIM_DEADLINE_S = 25.0
-"""Longer than the latest agent of a group needs, with the longest pause of a gateway."""
 
 _POLL_S = 0.5
 _READERS = ("gateway-needed", "scheduler-needed", "scheduler-positions", "reward-positions")
@@ -90,85 +74,6 @@ class TimedFaults:
         if fault is not None:
             self._at_s.append(asyncio.get_running_loop().time())
         return fault
-
-
-def drawn_configuration(rng: random.Random) -> RunConfiguration:
-    """A run of a few steps with one queue."""
-    groups = rng.randint(1, 2)
-    configuration = RunConfiguration(
-        run=RUN,
-        seed=0,
-        model=Model(path="model"),
-        queues=(
-            Queue(
-                domain="d",
-                task_source="",
-                agent="",
-                group_size=rng.randint(2, 3),
-                slots=groups + 1,
-                groups_per_step=groups,
-                window=2,
-                group_deadline_s=GROUP_DEADLINE_S,
-                claim_deadline_s=CLAIM_DEADLINE_S,
-            ),
-        ),
-        trainer=Trainer(steps=2),
-        episodes=Episodes(lease_s=LEASE_S, attempts_max=rng.randint(2, 3)),
-        log=LogLayout(group_partitions=rng.randint(1, 2), lanes=2),
-    )
-    rewards = replace(configuration.rewards, truncated=rng.choice(("grade", "zero", "mask")))
-    configuration = replace(configuration, rewards=rewards)
-    check(configuration)
-    return configuration
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClaimsWeather:
-    """What is around the agents of one schedule.
-
-    Attributes:
-        marker_delay_s: Longest delay of a transaction's marker; 0: there is none.
-        gateway_faults: Of all gateways.
-        transform_faults: Of the scheduler and the reward core.
-        engine_faults: Of all lanes.
-        processes: Of the scheduler and of the reward core.
-        gateways_s: When further gateways take the run over.
-        has_trimming: Whether the run is trimmed, and positions may be forgotten, beside it.
-    """
-
-    configuration: RunConfiguration
-    marker_delay_s: float
-    environ: dict[str, str]
-    gateway_faults: Faults
-    transform_faults: Faults
-    engine_faults: Faults
-    processes: tuple[int, int]
-    gateways_s: tuple[float, ...]
-    has_trimming: bool
-
-
-def drawn_weather(rng: random.Random) -> ClaimsWeather:
-    """Draw a weather."""
-    return ClaimsWeather(
-        configuration=drawn_configuration(rng),
-        marker_delay_s=rng.choice((0.0, 0.0, 0.02, 0.5)),
-        environ=transform_environ(
-            snapshot_every_batches=rng.choice((1, 5, 50)), batch_linger_s=rng.choice((0.0, 0.05))
-        ),
-        gateway_faults=drawn_faults(rng),
-        transform_faults=drawn_faults(rng),
-        engine_faults=NumberedFaults(),
-        processes=(rng.choice((1, 2)), rng.choice((1, 2))),
-        gateways_s=tuple(rng.uniform(1.0, 60.0) for _ in range(rng.choice((0, 1, 3)))),
-        has_trimming=True,
-    )
-
-
-def drawn_faults(rng: random.Random) -> Faults:
-    """Draw how many faults there are, and how soon."""
-    return SeededFaults(
-        rng, probability=rng.choice((0.002, 0.01, 0.05)), faults_max=rng.choice((0, 2, 6, 12))
-    )
 
 
 class ClaimsSchedule:

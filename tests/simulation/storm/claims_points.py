@@ -7,13 +7,12 @@ import random
 from typing import Literal
 
 from forgemq_contracts.run import Episodes, LogLayout, Model, Queue, RunConfiguration, Trainer
-from tests.simulation.storm.claims import (
+from tests.simulation.storm.claims import ClaimsSchedule, Played
+from tests.simulation.storm.claims_weather import (
     CLAIM_DEADLINE_S,
     GROUP_DEADLINE_S,
     LEASE_S,
-    ClaimsSchedule,
     ClaimsWeather,
-    Played,
 )
 from tests.simulation.storm.faults import NumberedFaults
 from tests.simulation.storm.loop import run_virtual
