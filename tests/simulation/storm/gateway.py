@@ -28,6 +28,7 @@ from forgemq_gateway.feed import Feed
 from forgemq_gateway.handover import Handover
 from forgemq_gateway.operations import Operations
 from forgemq_gateway.outbox import Outbox
+from forgemq_gateway.ownership import StandingClaim
 from forgemq_gateway.settings import GatewaySettings
 from forgemq_gateway.ticks import keep_ticking
 from forgemq_shell.dead_letters import DeadLetters
@@ -127,7 +128,12 @@ class StormGateway:
             configuration=configuration,
             settings=self._settings,
             registry=Registry(),
-            outbox=Outbox(writer, configuration=configuration, dead_letters=dead_letters),
+            outbox=Outbox(
+                writer,
+                configuration=configuration,
+                dead_letters=dead_letters,
+                claim=StandingClaim(log),
+            ),
             clock=LoopClock(),
             changed=ChangeSignal(),
             tasks=tasks,

@@ -30,6 +30,7 @@ from forgemq_gateway.core.registry import Registry
 from forgemq_gateway.dispatcher import Dispatcher
 from forgemq_gateway.operations import Operations
 from forgemq_gateway.outbox import Outbox
+from forgemq_gateway.ownership import StandingClaim
 from forgemq_gateway.settings import GatewaySettings
 from forgemq_gateway.ticks import STALL_S, TICK_S, keep_ticking
 from forgemq_shell.dead_letters import DeadLetters
@@ -109,7 +110,12 @@ async def scene_of(model: Path) -> AsyncIterator[Scene]:
             configuration=configuration,
             settings=GatewaySettings(admin_key=ADMIN_KEY),
             registry=Registry(),
-            outbox=Outbox(writer, configuration=configuration, dead_letters=dead_letters),
+            outbox=Outbox(
+                writer,
+                configuration=configuration,
+                dead_letters=dead_letters,
+                claim=StandingClaim(log, wait_s=0.05),
+            ),
             clock=clock,
             changed=ChangeSignal(),
             tasks=tasks,

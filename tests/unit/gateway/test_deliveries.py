@@ -12,6 +12,7 @@ from forgemq_gateway.clock import Clock
 from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.deliveries import Deliveries
 from forgemq_gateway.outbox import Outbox
+from forgemq_gateway.ownership import StandingClaim
 from forgemq_gateway.wire import ClientGoneError
 from forgemq_shell.dead_letters import DeadLetters
 from tests.unit.gateway.completions import completion_of
@@ -52,7 +53,8 @@ async def scene_of(model: Any) -> tuple[Scene, list[bytes]]:
     await log.create_topics(partitions_of(configuration))
     writer: Any = await log.writer()
     dead_letters = DeadLetters(log, writer, service="gateway")  # type: ignore[arg-type]
-    outbox = Outbox(writer, configuration=configuration, dead_letters=dead_letters)
+    claim = StandingClaim(log)  # type: ignore[arg-type]
+    outbox = Outbox(writer, configuration=configuration, dead_letters=dead_letters, claim=claim)
     return Scene(Deliveries(outbox, clock=Clock()), passes), written
 
 

@@ -14,10 +14,12 @@ import openai
 import pytest
 import uvicorn
 
+from forgemq_bus.errors import LogUnavailableError
 from forgemq_bus.log import Log
 from forgemq_bus.memory import MemoryLog
 from forgemq_bus.partitions import partitions_of
 from forgemq_contracts import topics
+from forgemq_contracts.admin import FinishRequest
 from forgemq_contracts.asked_keys import KEYS_MAX, AskedKeys
 from forgemq_contracts.groups import RequestedGroup
 from forgemq_contracts.messages import Output
@@ -32,6 +34,7 @@ from forgemq_gateway.ticks import TICK_S, keep_ticking
 from forgemq_shell.records import emit_of
 from tests.unit.gateway.scripted_lane import Asked, wall_ms
 from tests.unit.gateway.test_abandoned import scene_of
+from tests.unit.gateway.test_held_and_leased import admitted
 from tests.unit.gateway.world import World, configuration_of, running
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
@@ -119,6 +122,21 @@ async def test_a_gateway_that_was_replaced_writes_nothing_by_time_alone(model: P
     assert ticking.cancelled()
     assert server.should_exit
     assert scene.ends == []
+
+
+async def test_what_becomes_durable_after_another_claim_is_promised_to_nobody(model: Path) -> None:
+    """The new owner has read the log up to its claim: it would not know the agent's episode."""
+    async with scene_of(model) as scene:
+        scene.operations.public_url = "http://here"
+        scene.context.registry.apply_admitted_group(record := admitted(0))
+        group = record.group_id
+        first = await scene.operations.claim(group, wait_s=0)
+        await claimed(scene.log)
+        with pytest.raises(LogUnavailableError, match="another gateway may own the run"):
+            await scene.operations.claim(group, wait_s=0)
+        assert first is not None
+        with pytest.raises(LogUnavailableError, match="another gateway may own the run"):
+            await scene.operations.finish(first.episode_id, FinishRequest())
 
 
 async def test_a_client_of_the_older_gateway_hears_who_has_the_run_and_its_turn_goes_on(

@@ -32,6 +32,7 @@ from forgemq_gateway.large_work import favour_event_loop
 from forgemq_gateway.memory_need import report_memory_shortage
 from forgemq_gateway.operations import Operations
 from forgemq_gateway.outbox import PRODUCES, Outbox
+from forgemq_gateway.ownership import StandingClaim
 from forgemq_gateway.protocols import COUNTERS, PROTOCOLS
 from forgemq_gateway.router import Router
 from forgemq_gateway.settings import GatewaySettings
@@ -87,7 +88,12 @@ async def serve(
             configuration=configuration,
             settings=settings,
             registry=Registry(),
-            outbox=Outbox(writer, configuration=configuration, dead_letters=dead_letters),
+            outbox=Outbox(
+                writer,
+                configuration=configuration,
+                dead_letters=dead_letters,
+                claim=StandingClaim(log),
+            ),
             clock=Clock(),
             changed=ChangeSignal(),
             tasks=tasks,

@@ -231,6 +231,7 @@ class Feed:
                 for record in records:
                     await self._apply(record)
                 self._first_read |= {place: reader.position(place) for place in self._first_read}
+                await self._outbox.claim.read_up_to(reader.position(ownership.PLACE))
                 self._registry.forget_retired()
         finally:
             await reader.close()

@@ -213,7 +213,7 @@ class Operations:
         key = self._mint.key_of(record.episode_id)
         group.claiming.add(index)
         try:
-            await self._outbox.write(record)
+            await self._outbox.write_as_owner(record)
         except BaseException:
             # Also on a cancellation: the episode is free again, and another agent may take it.
             self._changed.notify(facts.group_id)
@@ -281,7 +281,7 @@ class Operations:
                     f"{reward.completion_id} is not a completion of this episode",
                     param="completion_id",
                 )
-            await self._outbox.write(record)
+            await self._outbox.write_as_owner(record)
             self._registry.apply_opened_episode(record, lease_until_s=episode.lease_until_s)
         episode.renew(self._clock.now_s())
 
@@ -340,7 +340,7 @@ class Operations:
 
     async def _write_final(self, episode: HeldEpisode, record: FinishedEpisode) -> None:
         try:
-            await self._outbox.write(record)
+            await self._outbox.write_as_owner(record)
         except LogUnavailableError:
             episode.given = record
             raise

@@ -15,6 +15,7 @@ from forgemq_contracts.groups import RequestedGroup
 from forgemq_contracts.messages import Output
 from forgemq_contracts.partitions import group_partition
 from forgemq_contracts.run import RunConfiguration
+from forgemq_gateway.ownership import StandingClaim
 from forgemq_shell.dead_letters import DeadLetters
 from forgemq_shell.records import emit_of
 
@@ -34,8 +35,14 @@ class Outbox:
     """Where all records of the gateway are written."""
 
     def __init__(
-        self, writer: Writer, *, configuration: RunConfiguration, dead_letters: DeadLetters
+        self,
+        writer: Writer,
+        *,
+        configuration: RunConfiguration,
+        dead_letters: DeadLetters,
+        claim: StandingClaim,
     ) -> None:
+        self.claim = claim
         self._writer = writer
         self._dead_letters = dead_letters
         self._group_partitions = configuration.log.group_partitions
@@ -46,6 +53,16 @@ class Outbox:
         topic = _TOPIC_OF[type(record)]
         output = Output(topic=topic.name, partition=self._partition(record), record=record)
         await self._writer.write(emit_of(output, headers=headers))
+
+    async def write_as_owner(self, record: Struct) -> None:
+        """Write a record that a client is promised, so that the next owner of the run knows it.
+
+        Raises:
+            LogUnavailableError: as `write`, or another gateway may own the run. The log may have
+                the record all the same.
+        """
+        await self.write(record)
+        await self.claim.confirm()
 
     async def try_write(self, record: Struct, *, headers: Headers = ()) -> LogError | None:
         """Write a record that one request needs; returns why it may not be on the log.

@@ -9,12 +9,14 @@ The same record tells the next gateway which groups were ever requested (`AskedK
 need not read all requests of the run. It is written again beside the commits of `marks.py`.
 """
 
+import asyncio
 from collections.abc import Sequence
 
 import msgspec
 from msgspec import Struct
 
 from forgemq_bus.bounded_reads import read_up_to
+from forgemq_bus.errors import LogUnavailableError
 from forgemq_bus.log import Emit, Log, Place
 from forgemq_contracts import topics
 from forgemq_contracts.asked_keys import AskedKeys
@@ -30,6 +32,9 @@ PLACE = Place(topics.OWNED_RUNS.name, 0)
 # Contains the newest record unless many claims before it were aborted: a transaction takes two
 # offsets, committed or not.
 _TAIL_OFFSETS = 50
+
+_CONFIRM_S = 5.0
+"""The feed passes its own claims within a second, and another owner's never."""
 
 _KEY_BYTES = 256
 """The keys are written again when they have grown by one for each so many bytes they take: a
@@ -61,6 +66,39 @@ class Claimed(Struct, frozen=True, kw_only=True):
                 f"gateway {other.owner} at {other.url or 'another address'} has taken over run "
                 f"{other.run} from this one, number {self.record.owner}: a run has one gateway"
             )
+
+
+class StandingClaim:
+    """Whether this gateway's claim still stood when a record of it became durable.
+
+    A newer owner reads what lies before its own claim, so it does not know a record that became
+    durable after it. To promise such a record to a client would promise what the owner forgets.
+    """
+
+    def __init__(self, log: Log, *, wait_s: float = _CONFIRM_S) -> None:
+        self._log = log
+        self._wait_s = wait_s
+        self._read_before = 0
+        self._has_read = asyncio.Condition()
+
+    async def read_up_to(self, position: int) -> None:
+        """Note that the feed has applied every claim before this position."""
+        async with self._has_read:
+            self._read_before = position
+            self._has_read.notify_all()
+
+    async def confirm(self) -> None:
+        """Return if no other gateway has claimed the run until now.
+
+        Raises:
+            LogUnavailableError: another one has, or the feed did not get that far in time.
+        """
+        end = (await self._log.end_positions([PLACE]))[PLACE]
+        try:
+            async with asyncio.timeout(self._wait_s), self._has_read:
+                await self._has_read.wait_for(lambda: self._read_before >= end)
+        except TimeoutError as error:
+            raise LogUnavailableError("another gateway may own the run: ask again") from error
 
 
 async def claim_run(log: Log, *, run: str, url: str, at_ms: int) -> Claimed:
