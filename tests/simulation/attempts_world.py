@@ -307,7 +307,7 @@ class World:
         if episode is None or client.waits_for is not None:
             return
         body = f"{client.name}.{client.number}.{client.parent_id}"
-        known = episode.known(body)
+        known = episode.known([body])[0]
         completion = None if known is None else episode.history.completions.get(known)
         if completion is not None:  # Replayed; not counted, for no turn ends by it.
             episode.delivered.add(completion.request_id)

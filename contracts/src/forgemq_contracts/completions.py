@@ -24,6 +24,7 @@ from forgemq_contracts.fields import (
 from forgemq_contracts.rules import (
     check_finite,
     check_ids,
+    check_items,
     check_json_object,
     check_json_objects,
     check_routes,
@@ -122,6 +123,23 @@ class TurnPart(Struct, frozen=True, kw_only=True, omit_defaults=True):
             check_json_object("asked", self.asked)
 
 
+TOP_TOKENS_MAX = 20
+"""What OpenAI's clients may ask for."""
+
+
+class TopTokens(Struct, frozen=True, kw_only=True):
+    """The most likely tokens beside each output token, the same number of them for each."""
+
+    ids: Annotated[TokenIds, Meta(description="int32[output tokens, number], most likely first.")]
+    logprobs: Annotated[
+        LogProbabilities,
+        Meta(description="Of these tokens; minus infinity for what a constraint forbids."),
+    ]
+
+    def __post_init__(self) -> None:
+        check_items("logprobs", self.logprobs, count=check_ids("ids", self.ids))
+
+
 class RequestedCompletion(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One attempt at a completion, for one lane; all attempts have the same request id."""
 
@@ -149,6 +167,14 @@ class RequestedCompletion(Struct, frozen=True, kw_only=True, omit_defaults=True)
     constraint: Annotated[
         Constraint | None, Meta(description="None: the output may be anything.")
     ] = None
+    top_tokens: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=TOP_TOKENS_MAX,
+            description="How many of the most likely tokens to record beside each output token.",
+        ),
+    ] = 0
 
     def __post_init__(self) -> None:
         count = check_ids("context", self.context)
@@ -195,6 +221,9 @@ class FinishedCompletion(Struct, frozen=True, kw_only=True, omit_defaults=True):
     logprobs: Annotated[
         LogProbabilities, Meta(description="Behaviour log-probability of each output token.")
     ] = b""
+    top_tokens: Annotated[
+        TopTokens | None, Meta(description="None if the request asked for none.")
+    ] = None
     temperature: Annotated[float, Meta(ge=0)] = 1.0
     support: Support = "full"
     spans: Annotated[tuple[WeightSpan, ...], Meta(description="Cover the output, in order.")] = ()
@@ -239,6 +268,8 @@ class FinishedCompletion(Struct, frozen=True, kw_only=True, omit_defaults=True):
         count = check_ids("output", self.output)
         check_finite("logprobs", self.logprobs, count=count)
         check_routes("routes", self.routes, count=count)
+        if self.top_tokens is not None and count and len(self.top_tokens.ids) % len(self.output):
+            raise ValueError(f"top_tokens: not the same number for each of {count} output tokens")
         _check_prefix(self.parent_id, self.shared_prefix_tokens)
         if self.spans:
             _check_spans(self.spans, count=count)

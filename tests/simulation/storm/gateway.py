@@ -168,7 +168,7 @@ class StormGateway:
     async def complete(self, claim: Claim, body: str, *, parent_id: str | None) -> str:
         """The id of the completion of this body, once it is delivered, as `TurnRoute` does it."""
         episode = self._access.episode(claim.key)
-        known = episode.known(body)
+        known = episode.known([body])[0]
         completion = None if known is None else episode.history.completions.get(known)
         turn = None if known is None else episode.turns.get(known)
         episode.renew(self._context.clock.now_s())
@@ -176,7 +176,7 @@ class StormGateway:
         try:
             if completion is None:
                 completion = await self._sampled(episode, body, turn=turn, parent_id=parent_id)
-            await self._deliveries.record(episode, completion, has_left=lambda: False)
+            await self._deliveries.record(episode, [completion], has_left=lambda: False)
             return completion.request_id
         finally:
             episode.clients -= 1

@@ -18,6 +18,7 @@ from forgemq_contracts.completions import (
     FailureKind,
     FinishedCompletion,
     RequestedCompletion,
+    TopTokens,
     WeightSpan,
 )
 from forgemq_contracts.messages import Output
@@ -196,6 +197,7 @@ class ScriptedLane:
                 context=context,
                 output=pack_ids(output),
                 logprobs=pack_floats([-0.5] * len(output)),
+                top_tokens=_top(output, record.top_tokens) if record.top_tokens else None,
                 spans=(self._span(len(output)),) if output else (),
                 engine_s=engine_s,
                 stop_string=stop,
@@ -211,6 +213,15 @@ class ScriptedLane:
     async def _write(self, topic: topics.Topic, partition: int, record: msgspec.Struct) -> None:
         output = Output(topic=topic.name, partition=partition, record=record)
         await self._writer.write(emit_of(output))
+
+
+def _top(output: Sequence[int], number: int) -> TopTokens:
+    """The sampled token, then the ids from 100 on; the last one is impossible."""
+    logprobs = [-0.5, *(-1.0 - rank for rank in range(number - 1))]
+    return TopTokens(
+        ids=pack_ids(each for token in output for each in (token, *range(100, 99 + number))),
+        logprobs=pack_floats([*logprobs[:-1], float("-inf")] * len(output)),
+    )
 
 
 def _ended(text: str, stops: Sequence[str]) -> tuple[str, int | None]:

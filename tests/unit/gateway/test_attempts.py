@@ -135,7 +135,7 @@ def test_a_turn_waits_for_its_first_lane_and_is_refused_after_the_hold() -> None
     assert scene.dispatch() == ()
     assert scene.attempts.tick(at(2.9)) == ()
     assert statuses(scene.attempts.tick(at(3.0))) == [429]
-    assert scene.episode.known("d") is None
+    assert scene.episode.known(["d"]) == [None]
 
 
 def test_a_held_turn_goes_to_the_first_lane_that_reports() -> None:

@@ -211,7 +211,7 @@ async def test_without_a_lane_the_answer_is_429_with_retry_after(model: Path) ->
         (b'{"model": "m"}', "messages", 400),
         (b'{"messages": [{"role": "king", "content": "a"}]}', "messages[0].role", 400),
         (b'{"messages": [{"role": "user", "content": 5}]}', "messages[0].content", 400),
-        (b'{"messages": [{"role": "user", "content": "a"}], "n": 2}', "n", 400),
+        (b'{"messages": [{"role": "user", "content": "a"}], "n": 17}', "n", 400),
         (b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": 0}', "max_tokens", 400),
         (
             b'{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}',

@@ -207,18 +207,18 @@ def episode() -> HeldEpisode:
 def test_ordinals_count_up_after_delivery_and_a_withdrawn_turn_leaves_no_trace() -> None:
     held = episode()
     first = held.begin("d", matched=None, requested_ms=0, deadline_ms=1)
-    assert held.known("d") == first.request_id
+    assert held.known(["d"]) == [first.request_id]
     held.delivered.add(first.request_id)
-    assert held.known("d") is None
+    assert held.known(["d"]) == [None]
     second = held.begin("d", matched=None, requested_ms=0, deadline_ms=1)
     assert (second.ordinal, second.sequence) == (1, 1)
     held.forget(second)
-    assert held.known("d") is None
+    assert held.known(["d"]) == [None]
     third = held.begin("d", matched=None, requested_ms=0, deadline_ms=1)
     assert third.request_id == second.request_id
     other = held.begin("e", matched=None, requested_ms=0, deadline_ms=1)
     held.forget(other)
-    assert held.known("e") is None
+    assert held.known(["e"]) == [None]
 
 
 def test_a_retry_of_a_sample_that_was_refused_is_not_the_sample_before_it() -> None:
@@ -227,9 +227,9 @@ def test_a_retry_of_a_sample_that_was_refused_is_not_the_sample_before_it() -> N
     completion = completion_of(1, context=[1], output=[2])
     held.history.completions[first.request_id] = completion
     held.delivered.add(first.request_id)
-    assert held.known("d", is_retry=True) == first.request_id
+    assert held.known(["d"], is_retry=True) == [first.request_id]
     held.forget(held.begin("d", matched=None, requested_ms=0, deadline_ms=1))
-    assert held.known("d", is_retry=True) is None
+    assert held.known(["d"], is_retry=True) == [None]
 
 
 def test_a_lease_lapses_only_while_its_agent_is_silent_and_comes_back_afterwards() -> None:

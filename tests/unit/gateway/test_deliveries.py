@@ -35,7 +35,7 @@ class Scene:
 
     def record(self, client: int) -> "asyncio.Task[None]":
         writing = self.deliveries.record(
-            self.episode, COMPLETION, has_left=lambda: client in self.left
+            self.episode, [COMPLETION], has_left=lambda: client in self.left
         )
         return asyncio.ensure_future(writing)
 

@@ -29,7 +29,6 @@ def read(**fields: Any) -> Request:
         ("chat_template_kwargs", {"enable_thinking": False}),
         ("continue_final_message", True),
         ("add_generation_prompt", False),
-        ("n", 2),
     ],
 )
 def test_what_would_change_the_form_of_a_reply_is_refused_by_name(param: str, value: Any) -> None:

@@ -18,6 +18,7 @@ from forgemq_bus.memory import MemoryLog
 from forgemq_gateway.core.errors import RefusedError
 from forgemq_gateway.core.history import History
 from forgemq_gateway.protocols.chat_completions import ChatCompletions
+from forgemq_gateway.protocols.completions import Completions
 from forgemq_gateway.protocols.messages import Messages
 from forgemq_gateway.protocols.responses import Responses
 from forgemq_gateway.wire_protocol import WireProtocol
@@ -87,6 +88,18 @@ SOUND_RESPONSE: dict[str, Any] = {
     "tools": [{"type": "function", "name": "find", "parameters": {"type": "object"}}],
     "tool_choice": "auto",
     "max_output_tokens": 5,
+}
+SOUND_COMPLETION: dict[str, Any] = {
+    "model": "m",
+    "prompt": [[1, 2], [3]],
+    "n": 2,
+    "max_tokens": 5,
+    "logprobs": 2,
+    "stop": ["x"],
+    "echo": False,
+    "suffix": "",
+    "best_of": 2,
+    "return_token_ids": True,
 }
 GROUP: dict[str, Any] = {
     "domain": "shop",
@@ -257,7 +270,12 @@ def test_a_chat_request_is_served_or_refused_and_the_next_is_served(
 
 
 @pytest.mark.parametrize(
-    ("protocol", "sound"), [(Messages(), SOUND_MESSAGES), (Responses(), SOUND_RESPONSE)]
+    ("protocol", "sound"),
+    [
+        (Messages(), SOUND_MESSAGES),
+        (Responses(), SOUND_RESPONSE),
+        (Completions(), SOUND_COMPLETION),
+    ],
 )
 def test_with_any_one_byte_changed_a_request_is_read_or_refused_with_4xx(
     protocol: WireProtocol, sound: Any
@@ -294,6 +312,16 @@ def test_a_response_is_made_counted_or_refused_and_the_next_is_served(
     check(served.post(body, path=f"/v1/responses{path}"))
     following = served.post(b'{"input": "hello"}', path="/v1/responses")
     assert following.json()["output"][0]["content"][0]["text"] == "yes"
+
+
+@FUZZ
+@given(body=bodies(SOUND_COMPLETION) | bodies({**SOUND_COMPLETION, "prompt": ["a", "b"]}))
+def test_a_completion_is_made_or_refused_and_the_next_is_served(
+    served: Served, body: bytes
+) -> None:
+    check(served.post(body, path="/v1/completions"))
+    following = served.post(b'{"prompt": "hello"}', path="/v1/completions")
+    assert following.json()["choices"][0]["text"] == "yes"
 
 
 @FUZZ

@@ -66,7 +66,7 @@ def test_a_stream_has_the_parts_of_the_reply_in_their_order() -> None:
         context_tokens=3,
         output_tokens=2,
     )
-    chunks = events(ChatCompletions().stream(read({"role": "user"})).finish(answer))
+    chunks = events(ChatCompletions().stream(read({"role": "user"})).finish([answer]))
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
     assert [next(iter(delta), "") for delta in deltas] == [
         "role",

@@ -60,9 +60,12 @@ class ControlTokens:
             return [self.shield(each) for each in value]
         return value
 
+    def kept(self, text: str) -> str:
+        """The text with a mark inside each mark that it has, and its control tokens as they are."""
+        return text.replace(_CUT, f"{_CUT[0]}{_CUT}{_CUT[1]}")
+
     def _shielded(self, text: str, *, keeps_reasoning: bool) -> str:
-        if _CUT in text:  # The client's own: it stays, with a mark in its middle.
-            text = text.replace(_CUT, f"{_CUT[0]}{_CUT}{_CUT[1]}")
+        text = self.kept(text)  # The client's own marks stay.
         for token in self._texts:
             if keeps_reasoning and token in _REASONING:
                 continue

@@ -88,6 +88,7 @@ class Rendering:
         self._is_opaque = isinstance(renderer, DefaultRenderer)
         self._extension = TemplateExtension(tokenizer, stop_token_ids=frozenset(stop_token_ids))
         self.stop_token_ids = stop_token_ids
+        self.vocabulary_size = tokenizer.vocabulary_size
         self.name = type(renderer).__name__
         self.grammar = ReplyGrammar(tokenizer, renderer=renderer, stop_token_ids=stop_token_ids)
 
@@ -255,11 +256,8 @@ class Rendering:
         Any ids give a message: a call without a name or JSON arguments counts as malformed and
         stays text. All text can be encoded as UTF-8.
 
-        Args:
-            output: Sampled ids, stop token included or not.
-            completion_id: Tool call ids derive from it.
-            tools: If empty, nothing is parsed as a tool call and markup stays text.
-            context: Ids before the output (a tail is enough): they may open the reasoning.
+        Tool call ids derive from `completion_id`. Without tools nothing is parsed as a tool call.
+        `context`: ids before the output (a tail is enough): they may open the reasoning.
         """
         ids = list(output)
         before = list(context[-CONTEXT_TAIL_TOKENS:]) or None
@@ -310,6 +308,16 @@ class Rendering:
         while end and ids[end - 1] in self.stop_token_ids:
             end -= 1
         return ids[:end]
+
+    def encode(self, text: str, *, is_start: bool = True) -> list[int]:
+        """Token ids of a text without a template; control tokens in it are the tokens."""
+        ids = self._tokenizer.encode(self._tokenizer.control_tokens.kept(text))
+        opening = self._tokenizer.opening_ids
+        return [*opening, *ids] if is_start and ids[: len(opening)] != opening else ids
+
+    def plain_text(self, output: Sequence[int]) -> str:
+        """Text of sampled ids without a template, up to the token that ended them."""
+        return self._tokenizer.decode(self._without_stop(list(output)))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, special tokens included."""

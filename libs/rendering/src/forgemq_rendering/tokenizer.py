@@ -58,6 +58,10 @@ class FolderTokenizer:
             ids={token.content: token_id for token_id, token in added.items()},
         )
         self.bound = TokenBound(self._tokenizer)
+        self.vocabulary_size = max(self._tokenizer.get_vocab().values()) + 1
+        opening = self._tokenizer.encode("", add_special_tokens=True).ids
+        begin_id = self._id_of(self.named_tokens.get("bos_token"))
+        self.opening_ids = opening if opening == [begin_id] else []
         self._pieces = Pieces(self._tokenise)
         self._rendering = threading.local()
         self.chat_template = _chat_template(folder, config)

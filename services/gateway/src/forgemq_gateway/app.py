@@ -138,6 +138,7 @@ class GatewayServer:
         )
         self._router = Router(
             turns,
+            models=[name.strip() for name in settings.models.split(",")],
             protocols=PROTOCOLS,
             counters=COUNTERS,
             admin=admin_app(self._operations, access=access),

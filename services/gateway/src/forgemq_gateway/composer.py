@@ -1,14 +1,20 @@
 """From a client's messages to the tokens of a turn, and from sampled tokens to a reply."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from forgemq_contracts.arrays import unpack_floats, unpack_ids
-from forgemq_contracts.completions import CONSTRAINT_CHARACTERS_MAX, Constraint, TurnPart
-from forgemq_contracts.fields import ForkReason
+from forgemq_contracts.completions import (
+    CONSTRAINT_CHARACTERS_MAX,
+    Constraint,
+    TopTokens,
+    TurnPart,
+)
 from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.errors import invalid
 from forgemq_gateway.core.history import TAIL_TOKENS, TOKEN_BYTES, KnownCompletion, tokens_of
+from forgemq_gateway.core.placed import Placed
 from forgemq_gateway.core.plans import Plan, Prepared, plan
 from forgemq_gateway.core.replies import Answer, Reply, TokenLogprob, finish_reason
 from forgemq_gateway.core.requests import (
@@ -25,6 +31,7 @@ from forgemq_gateway.core.sampling import used_sampling
 from forgemq_gateway.core.turns import OpenTurn
 from forgemq_gateway.large_work import LargeWork
 from forgemq_gateway.prompts import Prompts, check_fits
+from forgemq_gateway.raw_prompts import RawPrompts
 from forgemq_rendering import Rendered, Rendering
 
 
@@ -39,6 +46,7 @@ class Composer:
         self._rendering = rendering
         self._work = LargeWork("render")
         self._prompts = Prompts(rendering, work=self._work, context_tokens_max=context_tokens_max)
+        self._raw = RawPrompts(rendering, work=self._work, context_tokens_max=context_tokens_max)
         self._context_tokens_max = context_tokens_max
 
     async def prepare(self, turn: OpenTurn, *, planned: Plan, episode: HeldEpisode) -> Prepared:
@@ -48,58 +56,69 @@ class Composer:
             RefusedError: 400: the template refuses the messages or the context is too long.
         """
         request = planned.request
-        parent: KnownCompletion | None
-        reason: ForkReason | None
-        extension = await self._extension(planned, episode=episode)
-        if planned.match is not None and extension is not None:
-            parent = planned.match.completion
-            shared = parent.total_tokens
-            tail = context = extension.tokens
-            first, reason = planned.match.consumed, None
-            ends = tuple(shared + end for end in extension.message_ends)
-        else:
-            prompt = await self._prompts.of(request)
-            parent, shared = episode.history.nearest(prompt.tokens)
-            tail = prompt.tokens
-            context = tail[shared * TOKEN_BYTES :]
-            first = 0
-            reason = planned.fork_reason if planned.match is None else "rewritten"
-            ends = prompt.message_ends
-        context_tokens = shared + len(context) // TOKEN_BYTES
+        placed = await self._placed(planned, episode=episode)
         sampling = used_sampling(
             episode.opened.sampling,
             max_tokens=request.max_tokens,
             stop=request.stop,
             stop_token_ids=self._stops(request),
-            context_tokens=context_tokens,
+            context_tokens=placed.context_tokens,
             context_tokens_max=self._context_tokens_max,
         )
-        messages_json = await self._json(request.messages[first:])
+        messages_json = await self._json(request.messages[placed.first_message :])
         if request.tools_digest:
             episode.note_tools(request.tools_digest, request.tools, len(request.tools_json))
+        parent = placed.parent
         knows_tools = parent is not None and parent.tools_digest == request.tools_digest
         return Prepared(
             parent=parent,
-            shared_tokens=shared,
-            context=context,
-            context_tokens=context_tokens,
+            shared_tokens=placed.shared_tokens,
+            context=placed.context,
+            context_tokens=placed.context_tokens,
             sampling=sampling,
-            constraint=self._constraint(request, tail[-TAIL_TOKENS * TOKEN_BYTES :]),
+            constraint=self._constraint(request, placed.tail()),
+            top_tokens=request.top_tokens,
             part=TurnPart(
                 sequence=turn.sequence,
                 protocol=request.protocol,
                 body_digest=turn.body_digest,
                 ordinal=turn.ordinal,
-                is_fork=reason is not None,
-                fork_reason=reason,
+                is_fork=placed.fork_reason is not None,
+                fork_reason=placed.fork_reason,
                 tools_digest=request.tools_digest,
                 tools=b"" if knows_tools else request.tools_json,
                 messages=messages_json,
-                message_digests=planned.keys[first:],
-                message_ends=ends,
+                message_digests=planned.keys[placed.first_message :],
+                message_ends=placed.message_ends,
                 asked=request.asked,
                 after_offset=turn.after_offset,
             ),
+        )
+
+    async def _placed(self, planned: Plan, *, episode: HeldEpisode) -> Placed:
+        """The tokens of a plan, in a chat template unless it has a prompt of its own."""
+        if planned.request.prompts:
+            return await self._raw.place(planned, history=episode.history)
+        extension = await self._extension(planned, episode=episode)
+        if planned.match is not None and extension is not None:
+            parent = planned.match.completion
+            shared = parent.total_tokens
+            return Placed(
+                parent=parent,
+                shared_tokens=shared,
+                context=extension.tokens,
+                fork_reason=None,
+                first_message=planned.match.consumed,
+                message_ends=tuple(shared + end for end in extension.message_ends),
+            )
+        prompt = await self._prompts.of(planned.request)
+        nearest, shared = episode.history.nearest(prompt.tokens)
+        return Placed(
+            parent=nearest,
+            shared_tokens=shared,
+            context=prompt.tokens[shared * TOKEN_BYTES :],
+            fork_reason=planned.fork_reason if planned.match is None else "rewritten",
+            message_ends=prompt.message_ends,
         )
 
     async def count_tokens(self, request: Request, *, episode: HeldEpisode) -> int:
@@ -181,9 +200,16 @@ class Composer:
             raise invalid(str(error), param="messages") from error
 
     def parse(
-        self, output: bytes, request_id: str, tools: Sequence[Mapping[str, Any]], context: bytes
+        self,
+        output: bytes,
+        request_id: str,
+        tools: Sequence[Mapping[str, Any]] | None,
+        context: bytes,
     ) -> Reply:
         """What the model said, stop strings included; implements `registry.Parse`."""
+        if tools is None:
+            text = self._rendering.plain_text(unpack_ids(output))
+            return Reply(parts=(Text(text),) if text else ())
         parsed = self._rendering.parse(
             unpack_ids(output),
             completion_id=request_id,
@@ -199,27 +225,69 @@ class Composer:
         parts += [Call(call.id, call.name, call.arguments) for call in parsed.tool_calls]
         return Reply(parts=tuple(parts), malformed=parsed.malformed)
 
-    def answer(self, completion: KnownCompletion, *, model: str, with_logprobs: bool) -> Answer:
-        """The completion as a protocol writes it."""
+    def answers(
+        self, completions: Sequence[KnownCompletion], *, request: Request
+    ) -> tuple[Answer, ...]:
+        """The completions of a request's choices as a protocol writes them."""
+        return tuple(
+            self._answer(completion, request=request, sample=index % request.n)
+            for index, completion in enumerate(completions)
+        )
+
+    def _answer(self, completion: KnownCompletion, *, request: Request, sample: int) -> Answer:
         return Answer(
             request_id=completion.request_id,
+            sample=sample,
             created_s=completion.finished_ms // 1000,
-            model=model,
+            model=request.model,
             reply=completion.reply,
             finish_reason=finish_reason(completion.reply, sampled=completion.sampled_end),
             context_tokens=completion.context_tokens,
             output_tokens=completion.output_tokens,
             cached_tokens=completion.cached_tokens,
             stop_string=completion.stop_string,
-            logprobs=self._logprobs(completion) if with_logprobs else None,
+            stop_token_id=_stop_token_id(completion),
+            context_ids=_ids(tokens_of(completion, count=completion.context_tokens))
+            if request.returns_ids
+            else None,
+            output_ids=_ids(completion.output) if request.returns_ids else None,
+            logprobs=self._logprobs(completion) if request.wants_logprobs else None,
         )
 
     def _logprobs(self, completion: KnownCompletion) -> tuple[TokenLogprob, ...]:
         tokens = unpack_ids(completion.output)
+        logprobs = unpack_floats(completion.logprobs)
+        tops = self._tops(completion.top_tokens, count=len(tokens))
         return tuple(
-            TokenLogprob(token=self._rendering.decode([token]), logprob=logprob)
-            for token, logprob in zip(tokens, unpack_floats(completion.logprobs), strict=False)
+            TokenLogprob(token=self._rendering.decode([token]), logprob=logprob, top=top)
+            for token, logprob, top in zip(tokens, logprobs, tops, strict=False)
         )
+
+    def _tops(self, top_tokens: TopTokens | None, *, count: int) -> list[tuple[TokenLogprob, ...]]:
+        """The most likely tokens beside each of `count` tokens; not those that are impossible."""
+        if top_tokens is None or not count:
+            return [()] * count
+        ids, logprobs = unpack_ids(top_tokens.ids), unpack_floats(top_tokens.logprobs)
+        pairs = list(zip(ids, logprobs, strict=True))
+        number = len(pairs) // count
+        return [
+            tuple(
+                TokenLogprob(token=self._rendering.decode([token]), logprob=logprob)
+                for token, logprob in pairs[start : start + number]
+                if logprob > -math.inf
+            )
+            for start in range(0, len(pairs), number)
+        ]
+
+
+def _stop_token_id(completion: KnownCompletion) -> int | None:
+    if completion.sampled_end != "stop" or completion.stop_string or not completion.output:
+        return None
+    return unpack_ids(completion.output[-TOKEN_BYTES:])[0]
+
+
+def _ids(tokens: bytes) -> tuple[int, ...]:
+    return tuple(unpack_ids(tokens))
 
 
 def context_tail(completion: KnownCompletion) -> bytes:

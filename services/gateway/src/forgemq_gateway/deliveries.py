@@ -3,10 +3,12 @@
 An agent that has its answer may finish its episode, whatever happens to this process in between.
 So the record stands first: after a crash the manifest contains every completion that an agent has
 had in full. What is left is the other side: a client may leave while the record is written. Then a
-second record withdraws the first one.
+second record withdraws the first one. The choices of one answer are delivered together or not at
+all.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from msgspec import Struct
 
@@ -39,35 +41,54 @@ class Deliveries:
         self._under_way: dict[str, Delivery] = {}
 
     async def record(
-        self, episode: HeldEpisode, completion: KnownCompletion, *, has_left: Callable[[], bool]
+        self,
+        episode: HeldEpisode,
+        completions: Sequence[KnownCompletion],
+        *,
+        has_left: Callable[[], bool],
     ) -> None:
-        """Write the record, once for each completion; afterwards the last byte may be sent.
+        """Write a record for each completion, once; afterwards the last byte may be sent.
 
         Raises:
             ClientGoneError: the client left meanwhile, and no other one has the answer.
-            LogError: the record is not on the log; the completion is not delivered.
+            LogError: a record is not on the log; its completion is not delivered.
         """
-        request_id = completion.request_id
         if has_left():
             raise ClientGoneError
-        delivery = self._under_way.setdefault(request_id, Delivery())
-        delivery.clients += 1
-        try:
-            if request_id not in episode.delivered:
-                await self._write(episode, request_id)
-                episode.delivered.add(request_id)
+        ids = [completion.request_id for completion in completions]
+        with self._client_of(ids) as deliveries:
+            for request_id in ids:
+                if request_id not in episode.delivered:
+                    await self._write(episode, request_id)
+                    episode.delivered.add(request_id)
             if not has_left():
-                delivery.is_had = True
+                for delivery in deliveries:
+                    delivery.is_had = True
                 return
-            if delivery.clients == 1 and not delivery.is_had:
-                # Before the write: the same body may come again at once and continues the turn.
-                episode.delivered.discard(request_id)
+            alone = [
+                request_id
+                for request_id, delivery in zip(ids, deliveries, strict=True)
+                if delivery.clients == 1 and not delivery.is_had
+            ]
+            # Before the writes: the same body may come again at once and continues the turns.
+            episode.delivered.difference_update(alone)
+            for request_id in alone:
                 await self._write(episode, request_id, is_withdrawn=True)
-        finally:
-            delivery.clients -= 1
-            if not delivery.clients:
-                del self._under_way[request_id]
         raise ClientGoneError
+
+    @contextmanager
+    def _client_of(self, ids: Sequence[str]) -> Iterator[list[Delivery]]:
+        """Count one client more of these completions."""
+        deliveries = [self._under_way.setdefault(each, Delivery()) for each in ids]
+        for delivery in deliveries:
+            delivery.clients += 1
+        try:
+            yield deliveries
+        finally:
+            for request_id, delivery in zip(ids, deliveries, strict=True):
+                delivery.clients -= 1
+                if not delivery.clients:
+                    del self._under_way[request_id]
 
     async def _write(
         self, episode: HeldEpisode, request_id: str, *, is_withdrawn: bool = False

@@ -42,6 +42,10 @@ _OVER, _ENDING = "over", "ending"
 _WRITE_S = 5.0
 
 
+# What the protocols write before the id of a completion.
+_ID_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_")
+
+
 class FreeEpisode(Struct, frozen=True):
     """An episode that an agent may claim, and the number of its next attempt."""
 
@@ -386,7 +390,7 @@ class Operations:
 def _reward(request: RewardRequest) -> ReportedReward:
     completion = request.completion_id
     if completion is not None:
-        completion = completion.removeprefix("chatcmpl-")
+        completion = completion.removeprefix(next(filter(completion.startswith, _ID_PREFIXES), ""))
     return ReportedReward(
         reward_id=request.reward_id,
         name=request.name,

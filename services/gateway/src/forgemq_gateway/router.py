@@ -9,7 +9,6 @@ from urllib.parse import unquote
 
 from forgemq_gateway.access import Access, key_in, no_episode_key
 from forgemq_gateway.core.errors import RefusedError, busy, unknown
-from forgemq_gateway.core.requests import DEFAULT_MODEL
 from forgemq_gateway.turn_route import TurnRoute
 from forgemq_gateway.wire import (
     Application,
@@ -24,11 +23,13 @@ from forgemq_gateway.wire_protocol import TokenCounter, WireProtocol
 
 _SESSION = "/s/"
 _MODELS = "/v1/models"
+_MESSAGES = "/v1/messages"
+_ANTHROPIC_VERSION = "anthropic-version"
 
 # What agents ask for, spoken here or not: their keys are episodes' and never the admin key.
 _AGENTS_PATHS = (
     *("/v1/chat", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/embeddings"),
-    *("/chat", "/responses", "/messages"),
+    *("/chat", "/completions", "/responses", "/messages"),
 )
 
 Route: TypeAlias = Callable[[Scope, Receive, Send, str | None], Awaitable[None]]
@@ -42,6 +43,7 @@ class Router:
         counters: Where agents ask for the number of a request's tokens.
         ready: Set while the state is that of the log.
         hold_s: A request waits this long for it, then 503.
+        models: The names that agents are told.
     """
 
     def __init__(
@@ -54,7 +56,9 @@ class Router:
         access: Access,
         ready: asyncio.Event,
         hold_s: float,
+        models: Sequence[str],
     ) -> None:
+        self._models_listed = models
         self._protocols = protocols
         self._admin = admin
         self._access = access
@@ -89,18 +93,20 @@ class Router:
                 await self._ready.wait()
         except TimeoutError:
             error = busy("the gateway rebuilds its state, or waits for its log", status=503)
-            await send_refusal(send, error, shape=self._shape_of(path))
+            await send_refusal(send, error, shape=self._shape_of(scope, path))
             return
         route = self._routes.get((method, path))
         if route is not None:
             await route(scope, receive, send, key)
         elif path == _MODELS or path.startswith(f"{_MODELS}/"):
-            await self._models(send, key, path.removeprefix(_MODELS).strip("/"), method=method)
+            await self._models(scope, send, key, path)
         elif self._access.is_episode_key(key):
-            await send_refusal(send, self._unspoken(method, path), shape=self._shape_of(path))
+            await send_refusal(
+                send, self._unspoken(method, path), shape=self._shape_of(scope, path)
+            )
         elif _is_below(path, _AGENTS_PATHS):
             error = no_episode_key()
-            await send_refusal(send, error, shape=self._shape_of(path))
+            await send_refusal(send, error, shape=self._shape_of(scope, path))
         else:
             await self._admin(scope, receive, send)
 
@@ -108,10 +114,12 @@ class Router:
         spoken = ", ".join(f"POST {protocol.path}" for protocol in self._protocols)
         return unknown(f"agents have no {method} {path}; there are {spoken} and GET {_MODELS}")
 
-    def _shape_of(self, path: str) -> Callable[[RefusedError], object]:
-        """How clients that ask for this path read an error."""
+    def _shape_of(self, scope: Scope, path: str) -> Callable[[RefusedError], object]:
+        """How the client that asks for this path reads an error."""
+        # All of Anthropic's clients send its header, and paths as /v1/models are also OpenAI's.
+        wanted = _MESSAGES if _ANTHROPIC_VERSION in headers_of(scope) else path
         for protocol in self._protocols:
-            if _is_below(path, (protocol.path,)):
+            if _is_below(wanted, (protocol.path, protocol.path.removeprefix("/v1"))):
                 return protocol.error
         return self._protocols[0].error
 
@@ -121,17 +129,22 @@ class Router:
         else:
             await send_json(send, {"status": "not ready"}, status=503)
 
-    async def _models(self, send: Send, key: str | None, name: str, *, method: str) -> None:
-        """Answer with the one model, or as the one that the client names: any name is taken."""
+    async def _models(self, scope: Scope, send: Send, key: str | None, path: str) -> None:
+        """Answer with the names of the model, or with the one that is asked for: any is taken."""
+        name, method = path.removeprefix(_MODELS).strip("/"), str(scope["method"])
         try:
             episode = self._access.episode(key)
             if method != "GET":
                 raise self._unspoken(method, _MODELS)
         except RefusedError as error:
-            await send_refusal(send, error, shape=self._protocols[0].error)
+            await send_refusal(send, error, shape=self._shape_of(scope, path))
             return
-        model = _model(name or DEFAULT_MODEL, created_s=episode.opened.opened_ms // 1000)
-        await send_json(send, model if name else _models_of(model))
+        created_s = episode.opened.opened_ms // 1000
+        if name:
+            await send_json(send, _model(name, created_s=created_s))
+            return
+        models = [_model(each, created_s=created_s) for each in self._models_listed]
+        await send_json(send, _models_of(models))
 
 
 def _model(name: str, *, created_s: int) -> dict[str, object]:
@@ -147,9 +160,9 @@ def _model(name: str, *, created_s: int) -> dict[str, object]:
     }
 
 
-def _models_of(model: dict[str, object]) -> dict[str, object]:
-    ends = {"first_id": model["id"], "last_id": model["id"], "has_more": False}
-    return {"object": "list", "data": [model], **ends}
+def _models_of(models: Sequence[dict[str, object]]) -> dict[str, object]:
+    ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"], "has_more": False}
+    return {"object": "list", "data": models, **ends}
 
 
 def _is_below(path: str, starts: Iterable[str]) -> bool:

@@ -4,6 +4,8 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from forgemq_gateway.core.requests import DEFAULT_MODEL
+
 
 class GatewaySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Address, admin key and limits of one gateway."""
@@ -40,6 +42,17 @@ class GatewaySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     keepalive_s: Annotated[
         float, Meta(gt=0, le=3, description="Seconds between keep-alives while a stream waits.")
     ] = 2.5
+    models: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="Names that `GET /v1/models` lists, apart by commas; any name is taken.",
+        ),
+    ] = DEFAULT_MODEL
+    choices_max: Annotated[
+        int,
+        Meta(ge=1, description="Most completions that one request may ask for (n, list prompts)."),
+    ] = 16
     lane_hold_s: Annotated[
         float, Meta(ge=0, description="Seconds a new turn waits for a lane.")
     ] = 3.0

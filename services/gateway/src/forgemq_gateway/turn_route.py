@@ -8,24 +8,26 @@ and keep-alives, and later failures are error events. What those look like is th
 
 import asyncio
 import traceback
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Sequence
 from functools import partial
-from typing import TypeAlias
+from typing import Any
 
 import orjson
 from msgspec import Struct
 
 from forgemq_gateway.access import Access
 from forgemq_gateway.body_memory import BodyMemory, CountedBody
+from forgemq_gateway.client import Client
 from forgemq_gateway.composer import Composer
 from forgemq_gateway.context import GatewayContext
+from forgemq_gateway.core.choices import check_choices
 from forgemq_gateway.core.conversation import Conversation
 from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.errors import CONTEXT_FULL_CODE, RefusedError, failed
 from forgemq_gateway.core.history import KnownCompletion
 from forgemq_gateway.core.requests import Request
 from forgemq_gateway.deliveries import Deliveries
+from forgemq_gateway.dispatcher import Result
 from forgemq_gateway.large_work import LargeWork
 from forgemq_gateway.settings import body_bytes_max
 from forgemq_gateway.turn_source import Awaited, TurnSource
@@ -35,40 +37,22 @@ from forgemq_gateway.wire import (
     Scope,
     Send,
     headers_of,
-    json_start,
     read_body,
     send_json,
     send_refusal,
 )
-from forgemq_gateway.wire_protocol import TokenCounter, WireProtocol, WireStream
-
-# The end of an answer is sent when all before it is on its way and its delivery is on the log: a
-# client that left in the meantime does not count as served. Small enough for any socket buffer.
-_LAST_WRITE_BYTES = 65_536
+from forgemq_gateway.wire_protocol import TokenCounter, WireProtocol
 
 # What an answer has for each token with its log-probability: 5 microseconds of work.
 _LOGPROB_BYTES = 128
 
-RecordDelivery: TypeAlias = Callable[[], Awaitable[None]]
-
-
-class Client(Struct, kw_only=True, eq=False):
-    """One connection that waits for an answer."""
-
-    protocol: WireProtocol
-    request: Request
-    send: Send
-    leaving: "asyncio.Task[None]"
-    stream: WireStream
-    has_opened: bool = False
-
 
 class Started(Struct, frozen=True, kw_only=True):
-    """A request whose turn a client waits for."""
+    """A request whose turns, one for each choice, a client waits for."""
 
     request: Request
     episode: HeldEpisode
-    awaited: Awaited
+    awaited: tuple[Awaited, ...]
 
 
 class TurnRoute:
@@ -204,7 +188,9 @@ class TurnRoute:
             code=CONTEXT_FULL_CODE,  # Agents shorten their history when they read it.
             grow=counted.grow,
         )
-        return await self._read(protocol, body, episode.history)
+        request = await self._read(protocol, body, episode.history)
+        check_choices(request, choices_max=self._settings.choices_max)
+        return request
 
     async def _read(
         self, protocol: WireProtocol | TokenCounter, body: bytes, known: Conversation
@@ -248,7 +234,9 @@ class TurnRoute:
         )
         return failed("the request could not be read", status=500)
 
-    async def _attend(self, client: Client, episode: HeldEpisode, awaited: Awaited) -> None:
+    async def _attend(
+        self, client: Client, episode: HeldEpisode, awaited: Sequence[Awaited]
+    ) -> None:
         """Answer a client; its episode's lease cannot lapse meanwhile."""
         episode.renew(self._clock.now_s())
         episode.clients += 1
@@ -261,118 +249,78 @@ class TurnRoute:
             if not episode.clients:
                 self._changed.notify(episode.opened.group_id)
             # Last: it writes to the log, which may take long or fail, and nobody waits for that.
-            await self._source.leave(episode, awaited)
+            await asyncio.gather(*(self._source.leave(episode, each) for each in awaited))
 
-    async def _answer(self, client: Client, episode: HeldEpisode, awaited: Awaited) -> None:
+    async def _answer(
+        self, client: Client, episode: HeldEpisode, awaited: Sequence[Awaited]
+    ) -> None:
         try:
-            completion = await self._wait(client, awaited)
+            completions = await self._wait(client, awaited)
         except ClientGoneError:
             return
         except RefusedError as error:
-            await self._refuse(client, error)
+            self._telemetry.count("gateway.refused", status=error.status)
+            await client.refuse(error)
             return
-        data = await self._written(client, completion)
-        record = partial(self._deliveries.record, episode, completion, has_left=client.leaving.done)
-        write = _write_stream if client.request.is_stream else _write_whole
-        with suppress(ClientGoneError):
-            await write(client, data, record, request_id=completion.request_id)
+        data = await self._written(client, completions)
+        has_left = client.leaving.done
+        record = partial(self._deliveries.record, episode, completions, has_left=has_left)
+        await client.write(data, record, request_id=completions[0].request_id)
 
-    async def _written(self, client: Client, completion: KnownCompletion) -> bytes:
+    async def _written(self, client: Client, completions: Sequence[KnownCompletion]) -> bytes:
         """The answer in the client's protocol; one with many log-probabilities beside the loop."""
-        request, with_logprobs = client.request, client.request.wants_logprobs
+        request = client.request
 
         def write() -> bytes:
-            answer = self._composer.answer(
-                completion, model=request.model, with_logprobs=with_logprobs
-            )
+            answers = self._composer.answers(completions, request=request)
             if request.is_stream:
-                return client.stream.finish(answer)
-            return orjson.dumps(client.protocol.whole(answer))
+                return client.stream.finish(answers)
+            return orjson.dumps(client.protocol.whole(answers))
 
-        size = completion.output_tokens * _LOGPROB_BYTES if with_logprobs else 0
+        tokens = sum(completion.output_tokens for completion in completions)
+        each = _LOGPROB_BYTES * (1 + request.top_tokens)
+        size = tokens * each if request.wants_logprobs else 0
         return await self._work.run(write, size=size)
 
-    async def _wait(self, client: Client, awaited: Awaited) -> KnownCompletion:
-        """Wait for the completion; meanwhile a stream gets keep-alives.
+    async def _wait(
+        self, client: Client, awaited: Sequence[Awaited]
+    ) -> tuple[KnownCompletion, ...]:
+        """Wait for the completion of each choice; meanwhile a stream gets keep-alives.
 
         Raises:
             ClientGoneError: the connection closed first.
-            RefusedError: the turn failed.
+            RefusedError: a turn failed; those of the other choices go on if the client comes back.
         """
+        results = [each.result for each in awaited]
         while True:
+            pending = [result for result in results if not result.done()]
+            if len(pending) < len(results):
+                _raise_failed(results)
+            if not pending:
+                return tuple(result.result() for result in results)
+            waiting: list[asyncio.Future[Any]] = [*pending]
             await asyncio.wait(
-                (awaited.result, client.leaving),
+                [*waiting, client.leaving],
                 timeout=self._settings.keepalive_s,
                 return_when=asyncio.FIRST_COMPLETED,
             )
-            if awaited.result.done():
-                return awaited.result.result()
+            if all(result.done() for result in results):
+                continue
             if client.leaving.done():
                 raise ClientGoneError
-            if client.request.is_stream and awaited.is_dispatched:
-                await self._keep_alive(client, awaited.request_id)
+            if client.request.is_stream and all(each.is_dispatched for each in awaited):
+                await client.keep_alive(
+                    request_id=awaited[0].request_id, created_s=self._clock.wall_ms() // 1000
+                )
 
-    async def _keep_alive(self, client: Client, request_id: str) -> None:
-        await _open_stream(client)
-        data = client.stream.keep_alive(
-            request_id=request_id,
-            created_s=self._clock.wall_ms() // 1000,
-            model=client.request.model,
-        )
-        await client.send({"type": "http.response.body", "body": data, "more_body": True})
 
-    async def _refuse(self, client: Client, error: RefusedError) -> None:
-        self._telemetry.count("gateway.refused", status=error.status)
-        if client.has_opened:
-            data = client.stream.fail(error)
-            await client.send({"type": "http.response.body", "body": data})
-        else:
-            await send_refusal(client.send, error, shape=client.protocol.error)
+def _raise_failed(results: Sequence[Result]) -> None:
+    """Raise the error of the first turn that has failed, if one has."""
+    for result in results:
+        if result.done() and (error := result.exception()) is not None:
+            raise error
 
 
 async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _open_stream(client: Client) -> None:
-    if client.has_opened:
-        return
-    client.has_opened = True
-    headers = [
-        (b"content-type", b"text/event-stream; charset=utf-8"),
-        (b"cache-control", b"no-cache"),
-        (b"x-accel-buffering", b"no"),
-        *((name.encode(), value.encode()) for name, value in _unused(client.request).items()),
-    ]
-    await client.send({"type": "http.response.start", "status": 200, "headers": headers})
-
-
-async def _write_stream(
-    client: Client, data: bytes, record: RecordDelivery, *, request_id: str
-) -> None:
-    del request_id  # Its events have it.
-    await _open_stream(client)
-    await _write_body(client, data, record)
-
-
-async def _write_whole(
-    client: Client, data: bytes, record: RecordDelivery, *, request_id: str
-) -> None:
-    headers = {"x-request-id": request_id, **_unused(client.request)}
-    await client.send(json_start(len(data), headers=headers))
-    await _write_body(client, data, record)
-
-
-async def _write_body(client: Client, data: bytes, record: RecordDelivery) -> None:
-    """Write an answer; its end goes out when `record` has put the delivery on the log."""
-    begin, end = data[:-_LAST_WRITE_BYTES], data[-_LAST_WRITE_BYTES:]
-    if begin:
-        await client.send({"type": "http.response.body", "body": begin, "more_body": True})
-    await record()
-    await client.send({"type": "http.response.body", "body": end})
-
-
-def _unused(request: Request) -> dict[str, str]:
-    """The header that names what the client set and the episode decides."""
-    return {"x-forgemq-unused": ", ".join(request.unused)} if request.unused else {}

@@ -5,9 +5,11 @@ import traceback
 from collections.abc import Mapping
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from forgemq_gateway.composer import Composer
 from forgemq_gateway.context import GatewayContext
+from forgemq_gateway.core.choices import choices_of
 from forgemq_gateway.core.digests import EMPTY_PATH
 from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.errors import RefusedError, failed
@@ -48,26 +50,36 @@ class TurnSource:
 
     def start(
         self, episode: HeldEpisode, request: Request, *, headers: Mapping[str, str]
-    ) -> Awaited:
-        """Let a client wait for the turn that this request means.
+    ) -> tuple[Awaited, ...]:
+        """Let a client wait for the turns that this request means, one for each choice.
 
         Its headers, by name in lower case, say whether it is a retry, and carry the client's trace
-        context; the turn's trace links to it.
+        context; each turn's trace links to it.
         """
         repeated = repetition(headers, body_digest=request.body_digest)
-        known = episode.known(repeated.body_digest, is_retry=repeated.is_retry)
-        if known is not None:
-            completion = episode.history.completions.get(known)
-            if completion is not None:
-                self._telemetry.count("gateway.requests", kind="replayed")
-                return Awaited(request_id=known, result=_done(completion))
-            turn = episode.turns.get(known)
-            if turn is not None:
-                self._telemetry.count("gateway.requests", kind="joined")
-                return self._join(episode, turn)
-        self._telemetry.count("gateway.requests", kind="fresh")
+        choices = choices_of(replace(request, body_digest=repeated.body_digest))
+        known = episode.known(
+            [choice.body_digest for choice in choices], is_retry=repeated.is_retry
+        )
         caller = headers_from_http(headers)
-        return self._begin(episode, request, body_digest=repeated.body_digest, caller=caller)
+        return tuple(
+            self._known(episode, before) or self._begin(episode, choice, caller=caller)
+            for choice, before in zip(choices, known, strict=True)
+        )
+
+    def _known(self, episode: HeldEpisode, request_id: str | None) -> Awaited | None:
+        """The turn with this id, answered or open; None if there is none."""
+        if request_id is None:
+            return None
+        completion = episode.history.completions.get(request_id)
+        if completion is not None:
+            self._telemetry.count("gateway.requests", kind="replayed")
+            return Awaited(request_id=request_id, result=_done(completion))
+        turn = episode.turns.get(request_id)
+        if turn is None:
+            return None
+        self._telemetry.count("gateway.requests", kind="joined")
+        return self._join(episode, turn)
 
     async def leave(self, episode: HeldEpisode, awaited: Awaited) -> None:
         """End a client's wait; if it had not heard and was the last, abandon the turn."""
@@ -79,9 +91,8 @@ class TurnSource:
         result = self._dispatcher.join(episode, turn, deadline_ms=deadline_ms)
         return Awaited(request_id=turn.request_id, result=result, turn=turn)
 
-    def _begin(
-        self, episode: HeldEpisode, request: Request, *, body_digest: str, caller: Headers
-    ) -> Awaited:
+    def _begin(self, episode: HeldEpisode, request: Request, *, caller: Headers) -> Awaited:
+        self._telemetry.count("gateway.requests", kind="fresh")
         planned = plan(request, history=episode.history)
         now_ms = self._clock.wall_ms()
         match = planned.match
@@ -90,7 +101,7 @@ class TurnSource:
         else:
             episode.history.note(planned.keys[match.consumed :], after=match.path)
         turn = episode.begin(
-            body_digest,
+            request.body_digest,
             matched=None if match is None else match.completion.request_id,
             requested_ms=now_ms,
             deadline_ms=now_ms + self._deadline_ms,

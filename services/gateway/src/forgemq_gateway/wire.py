@@ -94,13 +94,16 @@ def json_start(
     }
 
 
-def refusal_body(error: RefusedError) -> dict[str, Any]:
-    """The refusal in OpenAI's shape, which the admin API has too."""
+def refusal_body(error: RefusedError, *, messages: str = "messages") -> dict[str, Any]:
+    """The refusal in OpenAI's shape, which the admin API has too.
+
+    `messages` is what the protocol calls the field with what the model is to continue.
+    """
     return {
         "error": {
             "message": error.message,
             "type": error.kind,
-            "param": error.param,
+            "param": messages if error.param == "messages" else error.param,
             "code": error.code,
         }
     }

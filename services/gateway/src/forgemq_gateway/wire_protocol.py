@@ -1,5 +1,6 @@
 """What a protocol of agents is to the routes: how it writes requests, answers and refusals."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from forgemq_gateway.core.conversation import Conversation
@@ -15,8 +16,8 @@ class WireStream(Protocol):
         """What the stream says while its answer is not there."""
         ...
 
-    def finish(self, answer: Answer) -> bytes:
-        """The answer as events, to the end of the stream."""
+    def finish(self, answers: Sequence[Answer]) -> bytes:
+        """The answer, one for each choice, as events to the end of the stream."""
         ...
 
     def fail(self, error: RefusedError) -> bytes:
@@ -39,8 +40,8 @@ class WireProtocol(Protocol):
         """
         ...
 
-    def whole(self, answer: Answer) -> dict[str, Any]:
-        """The answer as one JSON object."""
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """The answer, one for each choice, as one JSON object."""
         ...
 
     def stream(self, request: Request) -> WireStream:

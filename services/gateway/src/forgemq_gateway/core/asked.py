@@ -18,6 +18,11 @@ def parses_tools(part: TurnPart) -> bool:
     return _asked(part).tool_choice not in ("none", {"type": "none"})
 
 
+def is_raw(part: TurnPart) -> bool:
+    """Whether the output is text as it stands, which no template gave a form."""
+    return part.protocol == "completions"
+
+
 def may_be_referred_to(part: TurnPart) -> bool:
     """Whether a later request may continue from this one by its id alone."""
     return part.protocol == "responses" and _asked(part).store is not False

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-# 128 bits: among the messages of a run no two different ones share a digest.
-_DIGEST_BYTES = 16
+DIGEST_BYTES = 16
+"""128 bits: among the messages of a run no two different ones share a digest."""
 
 _THINK, _THINK_END = "<think>", "</think>"
 
@@ -26,7 +26,7 @@ EMPTY_PATH = b""
 
 def digest_of(data: bytes) -> str:
     """Digest of bytes, 32 hexadecimal digits."""
-    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).hexdigest()
+    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).hexdigest()
 
 
 def message_digest(
@@ -44,7 +44,7 @@ def message_digest(
         tool_calls: Id, name and arguments (JSON text) of each call.
         tool_call_id: Id of the call that a tool's result answers.
     """
-    hasher = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)
     head = "system" if role == "developer" else role
     if role == "assistant":
         text = parted_reasoning(text)[1].strip()  # Several clients trim what they echo.
@@ -89,7 +89,7 @@ def _whole_numbers(value: Any) -> Any:  # noqa: ANN401 - any JSON value
 
 def path_after(path: bytes, key: str) -> bytes:
     """Digest of a message path and the message behind it."""
-    return hashlib.blake2b(path + key.encode(), digest_size=_DIGEST_BYTES).digest()
+    return hashlib.blake2b(path + key.encode(), digest_size=DIGEST_BYTES).digest()
 
 
 def body_digest(protocol: str, digests: Iterable[str], fields: Mapping[str, bytes]) -> str:
@@ -102,7 +102,7 @@ def body_digest(protocol: str, digests: Iterable[str], fields: Mapping[str, byte
             All but the tools are compared as JSON values: codex writes the keys of its
             `client_metadata` in another order when it sends a body again.
     """
-    hasher = hashlib.blake2b(protocol.encode(), digest_size=_DIGEST_BYTES)
+    hasher = hashlib.blake2b(protocol.encode(), digest_size=DIGEST_BYTES)
     for digest in digests:
         hasher.update(digest.encode())
     for name in sorted(fields):

@@ -1,6 +1,7 @@
 """One attempt at one episode: its lease, its history and its requests in flight."""
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -112,20 +113,27 @@ class HeldEpisode:
         """Whether the agent was silent for a whole lease and no client waits for an answer."""
         return self.state == "open" and not self.clients and now_s >= self.lease_until_s
 
-    def known(self, body_digest: str, *, is_retry: bool = False) -> str | None:
-        """Id of the request that this body continues: open, or answered but not delivered.
+    def known(self, body_digests: Sequence[str], *, is_retry: bool = False) -> list[str | None]:
+        """Ids of the requests that these bodies continue: open, or answered but not delivered.
 
-        None if it is a new request; the same body after a full delivery asks for another sample.
-        A retry says that the delivery failed, and that holds until a request extends the answer.
+        None for a new request. The bodies are those of one request's choices: once all of them are
+        delivered, each asks for another sample; until then none does. A retry says that the
+        delivery failed, and that holds until a request extends one of the answers.
         """
-        body = self._bodies.get(body_digest)
-        if body is None:
-            return None
-        if body.request_id not in self.delivered:
-            return body.request_id
+        bodies = [self._bodies.get(digest) for digest in body_digests]
+        newest = max((body.ordinal for body in bodies if body is not None), default=0)
+        # A choice that is behind the others was refused before a lane had it.
+        known = [body if body is not None and body.ordinal == newest else None for body in bodies]
+        ids = [None if body is None else body.request_id for body in known]
+        if not all(request_id in self.delivered for request_id in ids):
+            return ids
+        is_repeated = is_retry and not any(body is None or self._is_had(body) for body in known)
+        return ids if is_repeated else [None] * len(ids)
+
+    def _is_had(self, body: KnownBody) -> bool:
+        """Whether the client has shown that it has the delivered answer to this body."""
         completion = self.history.completions.get(body.request_id)
-        is_had = completion is None or completion.echoed
-        return body.request_id if is_retry and not (is_had or body.is_asked_anew) else None
+        return completion is None or completion.echoed or body.is_asked_anew
 
     def begin(
         self, body_digest: str, *, matched: str | None, requested_ms: int, deadline_ms: int

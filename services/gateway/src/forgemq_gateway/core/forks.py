@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from forgemq_contracts.fields import ForkReason
 from forgemq_gateway.core.history import History
+from forgemq_gateway.core.raw_prompts import Prompt
 from forgemq_gateway.core.requests import Role
 
 
@@ -33,3 +34,12 @@ def fork_reason(history: History, keys: Sequence[str], roles: Sequence[Role]) ->
     if len(keys) < history.deepest:
         return "compaction"
     return "edited" if echoes or "assistant" in roles[known:] else "side_request"
+
+
+def prompt_fork_reason(history: History, prompt: Prompt, *, key: str) -> ForkReason | None:
+    """As `fork_reason`, for a prompt without a template and its match key."""
+    if not history.deepest:
+        return None
+    if history.known_count([key]):
+        return "resampled"
+    return "edited" if history.prompts.begins_with_one(prompt) else "side_request"

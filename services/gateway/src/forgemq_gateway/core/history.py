@@ -11,9 +11,18 @@ from typing import TypeAlias
 
 from msgspec import Struct
 
+from forgemq_contracts.completions import TopTokens
 from forgemq_gateway.core.conversation import logged_messages, reply_message
 from forgemq_gateway.core.digests import EMPTY_PATH, path_after
 from forgemq_gateway.core.held_bytes import HeldBytes, HeldPart
+from forgemq_gateway.core.raw_prompts import (
+    Continued,
+    Prompt,
+    PromptPaths,
+    TextPrompt,
+    TokenPrompt,
+    is_prompt_key,
+)
 from forgemq_gateway.core.replies import Reply, echo_digests, echo_key
 from forgemq_gateway.core.requests import Echo, RequestMessage
 
@@ -72,6 +81,7 @@ class KnownCompletion(Struct, kw_only=True, eq=False):
     temperature: float
     messages: bytes = b""
     logprobs: bytes = b""
+    top_tokens: TopTokens | None = None
     is_fork: bool = False
     echoed: bool = False
     after_offset: int = NO_OFFSET
@@ -118,6 +128,7 @@ class History:
         self._turn_of_echo: dict[str, str] = {}
         self._depths: dict[bytes, int] = {EMPTY_PATH: 0}
         self._echoes: set[str] = set()
+        self.prompts = PromptPaths()
         self.deepest = 0
 
     def keys(self, digests: Sequence[str]) -> tuple[str, ...]:
@@ -151,6 +162,8 @@ class History:
         """Note the messages of a request behind a known path; returns the path to the last one."""
         path, depth = after, self._depths.get(after, 0)
         for key in keys:
+            if is_prompt_key(key):
+                self.prompts.note(key)
             path, depth = path_after(path, key), depth + 1
             if path not in self._depths:
                 self._depths[path] = depth
@@ -185,6 +198,8 @@ class History:
         self.newest_offset = max(self.newest_offset, completion.offset)
         self._by_path.setdefault(completion.path, []).append(completion)
         self._echoes.add(echo)
+        if keys and is_prompt_key(keys[0]):
+            self.prompts.add(completion, key=keys[0])
         for digest in echo_digests(completion.reply):
             self._turn_of_echo[digest] = echo
         siblings = self._roots if completion.parent is None else completion.parent.children
@@ -194,6 +209,7 @@ class History:
             + len(completion.output)
             + len(completion.logprobs)
             + len(completion.messages)
+            + _size(completion.top_tokens)
             + completion.reply.characters
             + _OBJECT_BYTES
         )
@@ -220,6 +236,24 @@ class History:
             return None
         return tuple(message for completion in reversed(chain) for message in _exchange(completion))
 
+    def continued(self, prompt: Prompt) -> Continued | None:
+        """The completion that this prompt continues, if any."""
+        if isinstance(prompt, TextPrompt):
+            return self.prompts.continued(prompt)
+        return self._continued(prompt)
+
+    def _continued(self, prompt: TokenPrompt) -> Continued | None:
+        """As `continued`: the prompt may leave out what ended the completion."""
+        completion, shared = self.nearest(prompt.tokens)
+        if completion is None:
+            return None
+        has_end = completion.sampled_end == "stop"
+        needed = completion.total_tokens - has_end
+        if completion.stop_string:
+            needed = completion.context_tokens + 1
+        is_continued = shared >= needed and shared > completion.context_tokens
+        return Continued(completion, "") if is_continued else None
+
     def nearest(self, tokens: bytes) -> tuple[KnownCompletion | None, int]:
         """The completion that shares most leading tokens with these, and how many.
 
@@ -242,6 +276,10 @@ class History:
                 break
             level, prefix = ahead.children, shared
         return best, shared
+
+
+def _size(top_tokens: TopTokens | None) -> int:
+    return 0 if top_tokens is None else len(top_tokens.ids) + len(top_tokens.logprobs)
 
 
 def _exchange(completion: KnownCompletion) -> Iterator[RequestMessage]:

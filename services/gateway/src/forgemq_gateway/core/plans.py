@@ -5,8 +5,10 @@ from msgspec import Struct
 from forgemq_contracts.completions import Constraint, TurnPart
 from forgemq_contracts.episodes import Sampling
 from forgemq_contracts.fields import ForkReason
-from forgemq_gateway.core.forks import fork_reason
+from forgemq_gateway.core.digests import EMPTY_PATH
+from forgemq_gateway.core.forks import fork_reason, prompt_fork_reason
 from forgemq_gateway.core.history import History, KnownCompletion, Match
+from forgemq_gateway.core.raw_prompts import prompt_key
 from forgemq_gateway.core.requests import Request
 
 
@@ -17,12 +19,14 @@ class Plan(Struct, frozen=True, kw_only=True):
         keys: Match key of each message.
         match: The longest known path it starts with; None if it is rendered from its start.
         fork_reason: Why it has no match; None if it has one, or is the first of its episode.
+        behind: Of a text prompt with a match: what follows the context of that completion.
     """
 
     request: Request
     keys: tuple[str, ...]
     match: Match | None
     fork_reason: ForkReason | None = None
+    behind: str = ""
 
 
 class Prepared(Struct, frozen=True, kw_only=True):
@@ -40,11 +44,14 @@ class Prepared(Struct, frozen=True, kw_only=True):
     context_tokens: int
     sampling: Sampling
     constraint: Constraint | None = None
+    top_tokens: int = 0
     part: TurnPart
 
 
 def plan(request: Request, *, history: History) -> Plan:
     """Find the completion that this request extends."""
+    if request.prompts:
+        return _prompt_plan(request, history=history)
     keys = history.keys(request.digests)
     match = history.match(keys, request.echo)
     if match is not None and not _keeps_tools(match.completion, request):
@@ -54,6 +61,18 @@ def plan(request: Request, *, history: History) -> Plan:
     roles = [message.role for message in request.messages]
     reason = fork_reason(history, keys, roles)
     return Plan(request=request, keys=keys, match=None, fork_reason=reason)
+
+
+def _prompt_plan(request: Request, *, history: History) -> Plan:
+    """As `plan`, for a prompt without a template."""
+    (prompt,) = request.prompts
+    key = prompt_key(prompt)
+    continued = history.continued(prompt)
+    if continued is not None:
+        match = Match(completion=continued.completion, consumed=0, path=EMPTY_PATH)
+        return Plan(request=request, keys=(key,), match=match, behind=continued.behind)
+    reason = prompt_fork_reason(history, prompt, key=key)
+    return Plan(request=request, keys=(key,), match=None, fork_reason=reason)
 
 
 def _keeps_tools(completion: KnownCompletion, request: Request) -> bool:

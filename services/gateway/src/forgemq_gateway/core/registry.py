@@ -22,7 +22,7 @@ from forgemq_contracts.completions import (
 from forgemq_contracts.episodes import FinishedEpisode, OpenedEpisode
 from forgemq_contracts.groups import AdmittedGroup, ClosedGroup, RequestedGroup, RetiredGroup
 from forgemq_contracts.steps import TrainedStep
-from forgemq_gateway.core.asked import may_be_referred_to, parses_tools
+from forgemq_gateway.core.asked import is_raw, may_be_referred_to, parses_tools
 from forgemq_gateway.core.attempts import RestoredTurn
 from forgemq_gateway.core.digests import EMPTY_PATH
 from forgemq_gateway.core.episodes import GroupFacts, HeldEpisode
@@ -40,8 +40,8 @@ from forgemq_gateway.core.leases import Leases
 from forgemq_gateway.core.replies import Reply, cut_at
 from forgemq_gateway.core.turns import OpenTurn, restored
 
-# (output, request id, tools, tail of the context) -> the parsed reply.
-Parse: TypeAlias = Callable[[bytes, str, Sequence[Mapping[str, Any]], bytes], Reply]
+# (output, request id, tools or None for plain text, tail of the context) -> the parsed reply.
+Parse: TypeAlias = Callable[[bytes, str, Sequence[Mapping[str, Any]] | None, bytes], Reply]
 
 RETIRED_STATUSES_MAX = 16_384
 """Retired groups whose reason and position the gateway still tells by id, some hundred bytes each.
@@ -182,7 +182,7 @@ class Registry:
             return
         known = episode.turns.get(record.request_id)
         if known is None or known.sent <= record.attempt:
-            after = EMPTY_PATH if parent is None or record.turn.is_fork else parent.path
+            after = _path_before(record.turn, parent=parent)
             episode.history.note(record.turn.message_digests, after=after)
             turn = restored(record, parent=parent)
             episode.turns[record.request_id] = turn
@@ -335,7 +335,8 @@ class Registry:
             return None
         part = record.turn
         context = _shared_tail(record, parent) + record.context
-        tools = episode.tools.get(part.tools_digest, ()) if parses_tools(part) else ()
+        known_tools = episode.tools.get(part.tools_digest, ()) if parses_tools(part) else ()
+        tools = None if is_raw(part) else known_tools
         completion = KnownCompletion(
             request_id=record.request_id,
             offset=offset,
@@ -363,17 +364,22 @@ class Registry:
             temperature=record.temperature,
             messages=part.messages if may_be_referred_to(part) else b"",
             logprobs=record.logprobs,
+            top_tokens=record.top_tokens,
             is_fork=part.is_fork,
             after_offset=_after(part, parent=parent),
         )
-        follows = parent is not None and not part.is_fork
         episode.history.add(
             completion,
             keys=part.message_digests,
-            after=parent.path if parent is not None and follows else EMPTY_PATH,
+            after=_path_before(part, parent=parent),
         )
         episode.note_fork(part)
         return completion
+
+
+def _path_before(part: TurnPart, *, parent: KnownCompletion | None) -> bytes:
+    """The path that the messages of a turn follow; a prompt without a template is a path alone."""
+    return EMPTY_PATH if parent is None or part.is_fork or is_raw(part) else parent.path
 
 
 def _shared_tail(record: FinishedCompletion, parent: KnownCompletion | None) -> bytes:

@@ -45,20 +45,26 @@ class Reply(Struct, frozen=True, kw_only=True):
 
 
 class TokenLogprob(Struct, frozen=True, kw_only=True):
-    """One sampled token as clients read it."""
+    """One token as clients read it; `top`: the most likely ones in its place, if asked for."""
 
     token: str
     logprob: float
+    top: tuple["TokenLogprob", ...] = ()
 
 
 class Answer(Struct, frozen=True, kw_only=True):
     """One completion, ready to be written whole or as a stream.
 
     Attributes:
+        sample: Place among the completions of the same messages.
         stop_string: The client's stop string that ended it; "" if none did.
+        stop_token_id: The token that ended it, if one did.
+        context_ids: Its context, if the client asked for token ids.
+        output_ids: What was sampled, if the client asked for token ids.
     """
 
     request_id: str
+    sample: int = 0
     created_s: int
     model: str
     reply: Reply
@@ -67,7 +73,15 @@ class Answer(Struct, frozen=True, kw_only=True):
     output_tokens: int
     cached_tokens: int = 0
     stop_string: str = ""
+    stop_token_id: int | None = None
+    context_ids: tuple[int, ...] | None = None
+    output_ids: tuple[int, ...] | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+def matched_stop(answer: Answer) -> str | int | None:
+    """What ended the answer as SGLang says it: a stop string, a token's id, or None for a limit."""
+    return answer.stop_string or answer.stop_token_id
 
 
 def echo_key(reply: Reply, *, request_id: str) -> str:

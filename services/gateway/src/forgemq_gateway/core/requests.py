@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from forgemq_gateway.core.digests import message_digest, parted_reasoning
+from forgemq_gateway.core.raw_prompts import Prompt
 
 Role: TypeAlias = Literal["system", "developer", "user", "assistant", "tool", "function"]
 ProtocolName: TypeAlias = Literal["chat_completions", "messages", "responses", "completions"]
@@ -102,13 +103,17 @@ class Request(Struct, frozen=True, kw_only=True):
     """One checked request.
 
     Attributes:
+        prompts: What the model continues without a template, in place of messages.
         model: The name the client asked for; the answer repeats it.
         tools: As the client sent them.
         tools_json: The same as JSON; b"" without tools.
         tools_digest: Digest of the tools, whatever the order of their keys; "" without tools.
         body_digest: Digest of everything that decides the answer.
         asked: What the client asked about sampling, JSON.
+        n: How many completions of the messages, or of each prompt, it asks for.
         includes_usage: Whether a stream ends with the token counts.
+        top_tokens: How many of the most likely tokens it wants beside each sampled one.
+        returns_ids: Whether the answer has token ids.
         form: None: the reply may be anything.
         is_one_call: The reply ends with its first call.
         unused: Fields that the client set and the episode decides; the answer names them.
@@ -123,11 +128,15 @@ class Request(Struct, frozen=True, kw_only=True):
     tools_digest: str = ""
     body_digest: str
     asked: bytes
+    prompts: tuple[Prompt, ...] = ()
+    n: int = 1
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     is_stream: bool = False
     includes_usage: bool = False
     wants_logprobs: bool = False
+    top_tokens: int = 0
+    returns_ids: bool = False
     form: ReplyForm | None = None
     is_one_call: bool = False
     unused: tuple[str, ...] = ()

@@ -90,6 +90,7 @@ def requested(turn: OpenTurn, *, lane: int, epoch: int) -> RequestedCompletion:
         context=context,
         is_delta=is_delta,
         constraint=prepared.constraint,
+        top_tokens=prepared.top_tokens,
     )
 
 
@@ -115,6 +116,7 @@ def restored(record: RequestedCompletion, *, parent: KnownCompletion | None) -> 
             context_tokens=shared + len(context) // TOKEN_BYTES,
             sampling=record.sampling,
             constraint=record.constraint,
+            top_tokens=record.top_tokens,
             part=record.turn,
         ),
         sent=record.attempt + 1,

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 from msgspec.structs import replace
 
+from forgemq_contracts.completions import TOP_TOKENS_MAX
 from forgemq_gateway.core.errors import invalid
 from forgemq_gateway.core.requests import (
     DEFAULT_MODEL,
@@ -103,14 +104,14 @@ class ChatFields(FormFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    n: int | None = 1
+    n: Annotated[int, Meta(ge=1)] | None = 1
     max_tokens: Annotated[int, Meta(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Meta(ge=1)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=10)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     stop: str | list[str] | None = None
     logprobs: bool | None = False
-    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=TOP_TOKENS_MAX)] | None = None
 
 
 _NAMES = FieldNames(
@@ -167,11 +168,13 @@ def request_of(body: bytes) -> Request:
     return replace(
         _NAMES.request(raw, messages, tools=tools, form=fields),
         model=fields.model or DEFAULT_MODEL,
+        n=fields.n or 1,
         max_tokens=fields.max_completion_tokens or fields.max_tokens,
         stop=(fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ()),
         is_stream=bool(fields.stream),
         includes_usage=bool(fields.stream_options and fields.stream_options.include_usage),
         wants_logprobs=bool(fields.logprobs),
+        top_tokens=fields.top_logprobs or 0,
     )
 
 
@@ -239,14 +242,8 @@ def _arguments(raw: Raw, *, where: str) -> str:
 
 
 def _check(fields: ChatFields) -> None:
-    if fields.n is not None and fields.n != 1:
-        raise invalid(
-            f"n must be 1, got {fields.n}: send the request again for another sample", param="n"
-        )
-    if fields.top_logprobs:
-        raise invalid(
-            "top_logprobs is not available, only the sampled token's", param="top_logprobs"
-        )
+    if fields.top_logprobs and not fields.logprobs:
+        raise invalid("top_logprobs needs logprobs true", param="top_logprobs")
     _check_form(fields)
 
 

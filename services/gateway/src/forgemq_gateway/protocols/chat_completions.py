@@ -7,9 +7,11 @@ import orjson
 
 from forgemq_gateway.core.conversation import Conversation
 from forgemq_gateway.core.errors import RefusedError
-from forgemq_gateway.core.replies import Answer, Reply, TokenLogprob
+from forgemq_gateway.core.replies import Answer, Reply, TokenLogprob, matched_stop
 from forgemq_gateway.core.requests import Call, Request, Text, Thinking
 from forgemq_gateway.protocols.chat_body import request_of
+from forgemq_gateway.protocols.choice_parts import choice_head, usage_of
+from forgemq_gateway.protocols.logprobs import entries
 from forgemq_gateway.wire import refusal_body
 
 # Clients compare it with nothing; a constant gives the same completion the same bytes.
@@ -29,16 +31,20 @@ class ChatCompletions:
         """
         return request_of(body)
 
-    def whole(self, answer: Answer) -> dict[str, Any]:
-        """The answer as one JSON object."""
-        choice = {
-            "index": 0,
-            "message": _reply_message(answer.reply),
-            "logprobs": _logprobs(answer.logprobs),
-            "finish_reason": answer.finish_reason,
-        }
-        head = _answer_head(answer, "chat.completion")
-        return {**head, "choices": [choice], "usage": _usage(answer)}
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """The answers as the choices of one JSON object."""
+        choices = [
+            {
+                **choice_head(answer, index, answers),
+                "message": _reply_message(answer.reply),
+                "logprobs": _logprobs(answer.logprobs),
+                "finish_reason": answer.finish_reason,
+                "matched_stop": matched_stop(answer),
+            }
+            for index, answer in enumerate(answers)
+        ]
+        head = _answer_head(answers[0], "chat.completion")
+        return {**head, "choices": choices, "usage": usage_of(answers)}
 
     def stream(self, request: Request) -> "ChatStream":
         """The stream that answers this request."""
@@ -58,11 +64,18 @@ class ChatStream:
     def keep_alive(self, *, request_id: str, created_s: int, model: str) -> bytes:
         """A comment for proxies, and an empty chunk for clients that count only events."""
         head = _head(request_id, "chat.completion.chunk", created_s=created_s, model=model)
-        return b": waiting\n\n" + _event(_chunk(head, {}, finish=None))
+        return b": waiting\n\n" + _event({**head, "choices": [_choice({"index": 0}, {})]})
 
-    def finish(self, answer: Answer) -> bytes:
-        """The answer as chunks, to the end of the stream."""
-        chunks = _chunks(answer, includes_usage=self._includes_usage)
+    def finish(self, answers: Sequence[Answer]) -> bytes:
+        """The answer as chunks, choice by choice, to the end of the stream."""
+        head = _answer_head(answers[0], "chat.completion.chunk")
+        chunks = [
+            {**head, "choices": [choice]}
+            for index, answer in enumerate(answers)
+            for choice in _choices(answer, choice_head(answer, index, answers))
+        ]
+        if self._includes_usage:
+            chunks.append({**head, "choices": [], "usage": usage_of(answers)})
         return b"".join(_event(chunk) for chunk in chunks) + b"data: [DONE]\n\n"
 
     def fail(self, error: RefusedError) -> bytes:
@@ -70,17 +83,14 @@ class ChatStream:
         return _event(refusal_body(error))
 
 
-def _chunks(answer: Answer, *, includes_usage: bool) -> list[dict[str, Any]]:
-    """The answer as a stream: role, the parts in order, finish, and usage if asked."""
-    head = _answer_head(answer, "chat.completion.chunk")
+def _choices(answer: Answer, head: dict[str, Any]) -> list[dict[str, Any]]:
+    """One choice as chunks: role, the parts in order, finish."""
     deltas = [{"role": "assistant", "content": ""}, *_deltas(answer.reply)]
-    chunks = [_chunk(head, delta, finish=None) for delta in deltas]
+    choices = [_choice(head, delta) for delta in deltas]
     if answer.logprobs is not None:
-        chunks[-1]["choices"][0]["logprobs"] = _logprobs(answer.logprobs)
-    chunks.append(_chunk(head, {}, finish=answer.finish_reason))
-    if includes_usage:
-        chunks.append({**head, "choices": [], "usage": _usage(answer)})
-    return chunks
+        choices[-1]["logprobs"] = _logprobs(answer.logprobs)
+    end = _choice(head, {}, finish=answer.finish_reason)
+    return [*choices, {**end, "matched_stop": matched_stop(answer)}]
 
 
 def _deltas(reply: Reply) -> Iterator[dict[str, Any]]:
@@ -110,9 +120,10 @@ def _head(request_id: str, kind: str, *, created_s: int, model: str) -> dict[str
     }
 
 
-def _chunk(head: dict[str, Any], delta: dict[str, Any], *, finish: str | None) -> dict[str, Any]:
-    choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}
-    return {**head, "choices": [choice]}
+def _choice(
+    head: dict[str, Any], delta: dict[str, Any], *, finish: str | None = None
+) -> dict[str, Any]:
+    return {**head, "delta": delta, "logprobs": None, "finish_reason": finish}
 
 
 def _reply_message(reply: Reply) -> dict[str, Any]:
@@ -137,30 +148,8 @@ def _call(call: Call) -> dict[str, Any]:
     }
 
 
-def _usage(answer: Answer) -> dict[str, Any]:
-    return {
-        "prompt_tokens": answer.context_tokens,
-        "completion_tokens": answer.output_tokens,
-        "total_tokens": answer.context_tokens + answer.output_tokens,
-        "prompt_tokens_details": {"cached_tokens": answer.cached_tokens},
-    }
-
-
 def _logprobs(tokens: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
-    if tokens is None:
-        return None
-    return {
-        "content": [
-            {
-                "token": token.token,
-                "logprob": token.logprob,
-                "bytes": list(token.token.encode("utf-8", "replace")),
-                "top_logprobs": [],
-            }
-            for token in tokens
-        ],
-        "refusal": None,
-    }
+    return None if tokens is None else {"content": entries(tokens), "refusal": None}
 
 
 def _event(chunk: dict[str, Any]) -> bytes:

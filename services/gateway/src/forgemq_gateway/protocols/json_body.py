@@ -30,6 +30,7 @@ class LongFields(Struct):
     messages: Raw = Raw()
     system: Raw = Raw()
     input: Raw = Raw()
+    prompt: Raw = Raw()
     instructions: Raw = Raw()
     tools: Raw = Raw()
 

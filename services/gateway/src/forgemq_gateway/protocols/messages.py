@@ -1,6 +1,6 @@
 """Anthropic's messages: writes answers whole and as streams; `messages_body.py` reads requests."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import orjson
@@ -36,8 +36,9 @@ class Messages:
         """
         return request_of(body)
 
-    def whole(self, answer: Answer) -> dict[str, Any]:
-        """The answer as one JSON object."""
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """The answer as one JSON object; this protocol has one choice."""
+        (answer,) = answers
         return {
             **_head(answer),
             "content": [_block(part, answer) for part in answer.reply.parts],
@@ -61,8 +62,9 @@ class MessageStream:
         """The event by which clients see that the stream lives."""
         return _event({"type": "ping"})
 
-    def finish(self, answer: Answer) -> bytes:
+    def finish(self, answers: Sequence[Answer]) -> bytes:
         """The answer as events, to the end of the stream."""
+        (answer,) = answers
         return b"".join(_event(event) for event in _events(answer))
 
     def fail(self, error: RefusedError) -> bytes:

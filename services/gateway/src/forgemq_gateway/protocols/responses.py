@@ -1,6 +1,6 @@
 """OpenAI responses: writes answers whole and as streams; `responses_body.py` reads requests."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import orjson
@@ -9,6 +9,7 @@ from forgemq_gateway.core.conversation import Conversation
 from forgemq_gateway.core.errors import RefusedError
 from forgemq_gateway.core.replies import Answer
 from forgemq_gateway.core.requests import Call, Request, Text, Thinking
+from forgemq_gateway.protocols.logprobs import entries
 from forgemq_gateway.protocols.response_ids import item_id, response_id
 from forgemq_gateway.protocols.responses_body import request_of
 from forgemq_gateway.protocols.signature import signature_of
@@ -28,8 +29,9 @@ class Responses:
         """
         return request_of(body, known)
 
-    def whole(self, answer: Answer) -> dict[str, Any]:
-        """The answer as one JSON object."""
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """The answer as one JSON object; this protocol has one choice."""
+        (answer,) = answers
         return _response(answer)
 
     def stream(self, _request: Request) -> "ResponseStream":
@@ -38,7 +40,7 @@ class Responses:
 
     def error(self, error: RefusedError) -> dict[str, Any]:
         """The refusal as one JSON object."""
-        return refusal_body(error)
+        return refusal_body(error, messages="input")
 
 
 class CountInputTokens:
@@ -56,7 +58,7 @@ class CountInputTokens:
 
     def error(self, error: RefusedError) -> dict[str, Any]:
         """The refusal as one JSON object."""
-        return refusal_body(error)
+        return refusal_body(error, messages="input")
 
 
 class ResponseStream:
@@ -70,8 +72,9 @@ class ResponseStream:
         pending = _pending(request_id, created_s=created_s, model=model)
         return self._opening(pending) + self._event("response.in_progress", response=pending)
 
-    def finish(self, answer: Answer) -> bytes:
+    def finish(self, answers: Sequence[Answer]) -> bytes:
         """The answer as events, to the end of the stream."""
+        (answer,) = answers
         pending = _pending(answer.request_id, created_s=answer.created_s, model=answer.model)
         opening = self._opening(pending)
         if opening:
@@ -90,7 +93,8 @@ class ResponseStream:
             "error": {"code": code, "message": error.message},
         }
         told = self._event("response.failed", response=failed)
-        return told + self._event("error", code=code, message=error.message, param=error.param)
+        param = refusal_body(error, messages="input")["error"]["param"]
+        return told + self._event("error", code=code, message=error.message, param=param)
 
     def _opening(self, pending: dict[str, Any]) -> bytes:
         return b"" if self._written else self._event("response.created", response=pending)
@@ -137,8 +141,11 @@ def _text_events(
     """The events of an item's one part."""
     place: dict[str, Any] = {index: 0}
     about = "reasoning_summary_part" if kind == "reasoning_summary" else "content_part"
-    extra: dict[str, Any] = {"logprobs": []} if kind == "output" else {}
-    yield f"response.{about}.added", {**place, "part": {**part, "text": ""}}
+    extra = {"logprobs": part["logprobs"]} if kind == "output" else {}
+    yield (
+        f"response.{about}.added",
+        {**place, "part": {**part, "text": "", **({"logprobs": []} if extra else {})}},
+    )
     yield f"response.{kind}_text.delta", {**place, "delta": part["text"], **extra}
     yield f"response.{kind}_text.done", {**place, "text": part["text"], **extra}
     yield f"response.{about}.done", {**place, "part": part}
@@ -192,7 +199,12 @@ def _item(part: Text | Thinking | Call, answer: Answer, *, index: int) -> dict[s
                 "encrypted_content": signature_of(answer.request_id),
             }
         case Text(text):
-            content = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+            content = {
+                "type": "output_text",
+                "text": text,
+                "annotations": [],
+                "logprobs": _logprobs(part, answer),
+            }
             return {
                 "id": item_id("msg", answer.request_id, index),
                 "type": "message",
@@ -209,6 +221,12 @@ def _item(part: Text | Thinking | Call, answer: Answer, *, index: int) -> dict[s
                 "name": part.name,
                 "arguments": part.arguments,
             }
+
+
+def _logprobs(part: Text, answer: Answer) -> list[dict[str, Any]]:
+    """Every sampled token, of reasoning and calls too, in the first text of the answer."""
+    first = next(each for each in answer.reply.parts if isinstance(each, Text))
+    return entries(answer.logprobs or ()) if part is first else []
 
 
 def _usage(answer: Answer) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta, Raw, Struct
 from msgspec.structs import replace
 
+from forgemq_contracts.completions import TOP_TOKENS_MAX
 from forgemq_gateway.core.conversation import Conversation, reply_message
 from forgemq_gateway.core.errors import invalid, unknown
 from forgemq_gateway.core.requests import (
@@ -78,6 +79,8 @@ class ResponsesFields(Struct):
     previous_response_id: str | None = None
     max_output_tokens: Annotated[int, Meta(ge=1)] | None = None
     stream: bool | None = False
+    include: list[str] | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=TOP_TOKENS_MAX)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=10)] | None = None
     top_p: Annotated[float, Meta(ge=0, le=1)] | None = None
     tools: Raw = NULL
@@ -112,9 +115,12 @@ _NAMES = FieldNames(
         "parallel_tool_calls",
         "store",
     ),
-    unused=("temperature", "top_p", "top_logprobs", "reasoning"),
+    unused=("temperature", "top_p", "reasoning"),
     digested=frozenset({"input", "instructions", "previous_response_id", "stream"}),
 )
+
+# What a client names in `include` to get log-probabilities.
+_LOGPROBS = "message.output_text.logprobs"
 
 _MEDIA = frozenset({"input_image", "input_file", "input_audio"})
 _ASSISTANTS = frozenset({"reasoning", "function_call", "custom_tool_call", "item_reference"})
@@ -134,11 +140,14 @@ def request_of(body: bytes, known: Conversation) -> Request:
     """
     raw, fields = decoded(body, _FIELDS, limits={"text": FORM_BYTES_MAX})
     tools = _tools(fields.tools)
+    wants_logprobs = _LOGPROBS in (fields.include or ())
     return replace(
         _NAMES.request(raw, _messages(fields, known), tools=tools, form=_form(fields)),
         model=fields.model or DEFAULT_MODEL,
         max_tokens=fields.max_output_tokens,
         is_stream=bool(fields.stream),
+        wants_logprobs=wants_logprobs,
+        top_tokens=(fields.top_logprobs or 0) if wants_logprobs else 0,
     )
 
 

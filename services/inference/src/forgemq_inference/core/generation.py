@@ -20,6 +20,7 @@ from forgemq_contracts.completions import (
     FinishedCompletion,
     RequestedCompletion,
     Support,
+    TopTokens,
     WeightSpan,
 )
 from forgemq_contracts.episodes import Sampling
@@ -76,6 +77,7 @@ class EngineMeta(Struct, frozen=True):
     weight_version: str = ""
     weight_versions: list[EngineSpan] | None = None
     output_token_logprobs: list[tuple[float | None, int, str | None]] = []
+    output_top_logprobs: list[list[tuple[float | None, int, str | None]] | None] = []
     cached_tokens: int = 0
     num_retractions: int = 0
     queue_time: float | None = None
@@ -141,6 +143,8 @@ def generate_body(
             request.sampling, tokens_max=room, constraint=request.constraint
         ),
     }
+    if request.top_tokens:
+        body["top_logprobs_num"] = request.top_tokens
     if _recorded_experts(request, limits) is not None:
         body |= {"return_routed_experts": True, "routed_experts_start_len": tokens_count - 1}
     return body
@@ -214,6 +218,7 @@ def finished_completion(
         output=pack_ids(answer.output_ids),
         stop_string=_stop_string(meta.finish_reason),
         logprobs=logprobs,
+        top_tokens=_top_tokens(answer, request.top_tokens),
         temperature=0.0 if is_greedy else request.sampling.temperature,
         support=support_of(request.sampling, constraint=request.constraint),
         spans=spans_of(meta, tokens_count=len(answer.output_ids)),
@@ -288,6 +293,18 @@ def _logprobs(answer: EngineAnswer) -> bytes:
     if [entry[1] for entry in entries] != answer.output_ids:
         raise InvalidAnswerError("log-probabilities are of other tokens than the output")
     return pack_floats(values)  # type: ignore[arg-type]  # no None is left
+
+
+def _top_tokens(answer: EngineAnswer, number: int) -> TopTokens | None:
+    if not number:
+        return None
+    rows = [row or [] for row in answer.meta_info.output_top_logprobs]
+    if [len(row) for row in rows] != [number] * len(answer.output_ids):
+        raise InvalidAnswerError(f"there are not {number} tokens beside each output token")
+    entries = [entry for row in rows for entry in row]
+    # The engine writes no number if a constraint forbids the token.
+    logprobs = [-math.inf if entry[0] is None else entry[0] for entry in entries]
+    return TopTokens(ids=pack_ids(entry[1] for entry in entries), logprobs=pack_floats(logprobs))
 
 
 def _recorded_experts(request: RequestedCompletion, limits: EngineLimits) -> Experts | None:

@@ -1,0 +1,78 @@
+"""One connection that waits for an answer: a stream or one JSON object, or a refusal."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import TypeAlias
+
+from msgspec import Struct
+
+from forgemq_gateway.core.errors import RefusedError
+from forgemq_gateway.core.requests import Request
+from forgemq_gateway.wire import ClientGoneError, Send, json_start, send_refusal
+from forgemq_gateway.wire_protocol import WireProtocol, WireStream
+
+# The end of an answer is sent when all before it is on its way and its delivery is on the log: a
+# client that left in the meantime does not count as served. Small enough for any socket buffer.
+_LAST_WRITE_BYTES = 65_536
+
+RecordDelivery: TypeAlias = Callable[[], Awaitable[None]]
+
+
+class Client(Struct, kw_only=True, eq=False):
+    """A connection whose request is accepted."""
+
+    protocol: WireProtocol
+    request: Request
+    send: Send
+    leaving: "asyncio.Task[None]"
+    stream: WireStream
+    has_opened: bool = False
+
+    async def keep_alive(self, *, request_id: str, created_s: int) -> None:
+        """Tell the client of a stream that its answer is being made."""
+        await self._open_stream()
+        data = self.stream.keep_alive(
+            request_id=request_id, created_s=created_s, model=self.request.model
+        )
+        await self.send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def refuse(self, error: RefusedError) -> None:
+        """Send the refusal: an event if the stream is open, else an HTTP error."""
+        if self.has_opened:
+            data = self.stream.fail(error)
+            await self.send({"type": "http.response.body", "body": data})
+        else:
+            await send_refusal(self.send, error, shape=self.protocol.error)
+
+    async def write(self, data: bytes, record: RecordDelivery, *, request_id: str) -> None:
+        """Write an answer; its end goes out when `record` has put the delivery on the log."""
+        with suppress(ClientGoneError):
+            if self.request.is_stream:
+                await self._open_stream()
+            else:
+                headers = {"x-request-id": request_id, **_unused(self.request)}
+                await self.send(json_start(len(data), headers=headers))
+            begin, end = data[:-_LAST_WRITE_BYTES], data[-_LAST_WRITE_BYTES:]
+            if begin:
+                await self.send({"type": "http.response.body", "body": begin, "more_body": True})
+            await record()
+            await self.send({"type": "http.response.body", "body": end})
+
+    async def _open_stream(self) -> None:
+        if self.has_opened:
+            return
+        self.has_opened = True
+        unused = _unused(self.request).items()
+        headers = [
+            (b"content-type", b"text/event-stream; charset=utf-8"),
+            (b"cache-control", b"no-cache"),
+            (b"x-accel-buffering", b"no"),
+            *((name.encode(), value.encode()) for name, value in unused),
+        ]
+        await self.send({"type": "http.response.start", "status": 200, "headers": headers})
+
+
+def _unused(request: Request) -> dict[str, str]:
+    """The header that names what the client set and the episode decides."""
+    return {"x-forgemq-unused": ", ".join(request.unused)} if request.unused else {}
