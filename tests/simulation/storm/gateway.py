@@ -18,7 +18,7 @@ from forgemq_gateway.context import GatewayContext
 from forgemq_gateway.core.attempts import Attempts
 from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.history import KnownCompletion
-from forgemq_gateway.core.keys import KeyMint
+from forgemq_gateway.core.keys import AdminKeys
 from forgemq_gateway.core.lanes import Lanes
 from forgemq_gateway.core.registry import Registry
 from forgemq_gateway.core.turns import OpenTurn
@@ -93,14 +93,12 @@ class StormGateway:
         log = self.process.log
         self._context = context = await self._new_context(tasks)
         self.registry = context.registry
-        mint = KeyMint(self._settings.admin_key, run=context.configuration.run)
-        self._access = Access(
-            admin_key=self._settings.admin_key, mint=mint, registry=context.registry
-        )
+        keys = AdminKeys((self._settings.admin_key,), run=context.configuration.run)
+        self._access = Access(keys=keys, registry=context.registry)
         attempts = Attempts(Lanes(), lane_hold_s=self._settings.lane_hold_s)
         self._dispatcher = dispatcher = Dispatcher(attempts, context=context)
         self.operations = operations = Operations(
-            access=self._access, mint=mint, dispatcher=dispatcher, context=context
+            access=self._access, keys=keys, dispatcher=dispatcher, context=context
         )
         self._deliveries = Deliveries(context.outbox, clock=context.clock)
         feed = Feed(log, dispatcher=dispatcher, parse=parse, context=context, ready=asyncio.Event())

@@ -24,7 +24,7 @@ from forgemq_gateway.context import GatewayContext
 from forgemq_gateway.core.attempts import Attempts
 from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.errors import RefusedError
-from forgemq_gateway.core.keys import KeyMint
+from forgemq_gateway.core.keys import AdminKeys
 from forgemq_gateway.core.lanes import Lanes
 from forgemq_gateway.core.registry import Registry
 from forgemq_gateway.dispatcher import Dispatcher
@@ -58,12 +58,12 @@ class Scene:
 
     def __init__(self, context: GatewayContext, clock: SetClock, log: Log) -> None:
         self.context, self.clock, self.log = context, clock, log
-        mint = KeyMint(ADMIN_KEY, run="r")
-        access = Access(admin_key=ADMIN_KEY, mint=mint, registry=context.registry)
+        keys = AdminKeys((ADMIN_KEY,), run="r")
+        access = Access(keys=keys, registry=context.registry)
         attempts = Attempts(Lanes(), lane_hold_s=1.0)
         self.dispatcher = Dispatcher(attempts, context=context)
         self.operations = Operations(
-            access=access, mint=mint, dispatcher=self.dispatcher, context=context
+            access=access, keys=keys, dispatcher=self.dispatcher, context=context
         )
         self.abandoned = Abandoned(self.operations, context=context)
         self.ends: list[Any] = []

@@ -29,6 +29,7 @@ from tests.unit.gateway.scripted_lane import GROUP_PARTITIONS, Script, ScriptedL
 
 ADMIN_KEY = "an-admin-key-of-some-length"
 LANES = 2
+SETTINGS = GatewaySettings(admin_key=ADMIN_KEY, keepalive_s=0.4, lane_hold_s=0.5, drain_s=1.0)
 
 
 def configuration_of(
@@ -79,9 +80,7 @@ class World:
         self.configuration = configuration
         self.rendering = Rendering.load(configuration.model.path)
         self.base_url = ""
-        self.settings = GatewaySettings(
-            admin_key=ADMIN_KEY, keepalive_s=0.4, lane_hold_s=0.5, drain_s=1.0
-        )
+        self.settings = SETTINGS
         self.clients: list[AsyncOpenAI] = []
         self.tasks: asyncio.TaskGroup | None = None
         self.telemetry = Telemetry(service="gateway")
@@ -258,12 +257,13 @@ async def running(
     memory_bytes_max: int = 1_000_000_000,
     drain_s: float = 1.0,
     telemetry: Telemetry | None = None,
+    settings: GatewaySettings = SETTINGS,
 ) -> AsyncIterator[tuple[World, list[ScriptedLane]]]:
     """A world with a gateway and scripted lanes."""
     world = World(open_log, configuration)
     world.telemetry = telemetry or world.telemetry
     world.settings = msgspec.structs.replace(
-        world.settings, memory_bytes_max=memory_bytes_max, drain_s=drain_s
+        settings, memory_bytes_max=memory_bytes_max, drain_s=drain_s
     )
     await world.log.create_topics(partitions_of(configuration))
     async with asyncio.TaskGroup() as tasks:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.errors import RefusedError, conflict, gone, unauthorized, unknown
-from forgemq_gateway.core.keys import KeyMint
+from forgemq_gateway.core.keys import AdminKeys, key_sha256
 from forgemq_gateway.core.registry import Registry
 
 _EPISODE_ID = re.compile(r"[a-z0-9-]{1,64}\.[0-9]{1,9}\.[0-9]{1,9}")
@@ -17,24 +17,22 @@ _KEY_HEADERS = ("authorization", "x-api-key", "api-key")
 class Access:
     """Checks keys against the registry."""
 
-    def __init__(self, *, admin_key: str, mint: KeyMint, registry: Registry) -> None:
-        self._admin_key = admin_key.encode()
-        self._mint = mint
+    def __init__(self, *, keys: AdminKeys, registry: Registry) -> None:
+        self._keys = keys
         self._registry = registry
 
     def check_admin(self, headers: Mapping[str, str]) -> None:
-        """Return if the request carries the admin key.
+        """Return if the request carries an admin key.
 
         Raises:
             RefusedError: 401, it does not.
         """
-        key = key_in(headers) or ""
-        if not hmac.compare_digest(key.encode(), self._admin_key):
+        if not self._keys.is_valid(key_in(headers) or ""):
             raise unauthorized("the admin API needs the admin key as a bearer token")
 
     def is_episode_key(self, key: str | None) -> bool:
         """Whether this is the key of an episode, open or ended."""
-        return key is not None and self._mint.episode_of(key) is not None
+        return self._episode_of(key) is not None
 
     def episode(self, key: str | None) -> HeldEpisode:
         """The open episode that this key belongs to.
@@ -42,13 +40,32 @@ class Access:
         Raises:
             RefusedError: 401 wrong key, 404 unknown, 409 ended or replaced, 410 group over.
         """
-        episode_id = None if key is None else self._mint.episode_of(key)
+        episode_id = self._episode_of(key)
         if episode_id is None:
             raise no_episode_key()
         episode = self.known_episode(episode_id)
         if episode.is_closed:
             raise conflict(f"episode {episode_id} has ended")
         return episode
+
+    def _episode_of(self, key: str | None) -> str | None:
+        """The episode whose key this is: by the admin keys, or by the hash in its own record.
+
+        The record knows a key that derives from an admin key which is valid no more.
+        """
+        if key is None:
+            return None
+        return self._keys.episode_of(key) or self._recorded(key)
+
+    def _recorded(self, key: str) -> str | None:
+        episode_id = key.rpartition(".")[0]
+        if _EPISODE_ID.fullmatch(episode_id) is None:
+            return None
+        episode = self._registry.episode(episode_id)
+        if episode is None:
+            return None
+        is_its = hmac.compare_digest(episode.opened.key_sha256, key_sha256(key))
+        return episode_id if is_its else None
 
     def known_episode(self, episode_id: str) -> HeldEpisode:
         """The episode with this id, whatever its state.

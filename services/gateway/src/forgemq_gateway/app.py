@@ -3,11 +3,13 @@
 import asyncio
 import socket
 
+import msgspec
 import uvicorn
 
 from forgemq_bus.log import Log
 from forgemq_contracts.run import RunConfiguration
 from forgemq_gateway.access import Access
+from forgemq_gateway.admin_keys import KeyFile
 from forgemq_gateway.admin_route import admin_app
 from forgemq_gateway.body_memory import BodyMemory
 from forgemq_gateway.change_signal import ChangeSignal
@@ -16,7 +18,7 @@ from forgemq_gateway.composer import Composer
 from forgemq_gateway.context import GatewayContext
 from forgemq_gateway.core.attempts import Attempts
 from forgemq_gateway.core.held_bytes import HeldBytes
-from forgemq_gateway.core.keys import KeyMint
+from forgemq_gateway.core.keys import AdminKeys
 from forgemq_gateway.core.lanes import Lanes
 from forgemq_gateway.core.registry import Registry
 from forgemq_gateway.dispatcher import Dispatcher
@@ -81,12 +83,15 @@ async def serve(
         history=configuration.episodes.history,
     )
     listener = listener or bound_socket(settings)
+    keys = AdminKeys((settings.admin_key,) if settings.admin_key else (), run=configuration.run)
+    key_file = KeyFile(settings, keys=keys, host=listener.getsockname()[0], telemetry=telemetry)
+    key_file.start()
     writer = await log.writer()
     dead_letters = DeadLetters(log, writer, service="gateway")
     async with asyncio.TaskGroup() as tasks:
         context = GatewayContext(
             configuration=configuration,
-            settings=settings,
+            settings=msgspec.structs.replace(settings, admin_key=""),  # Kept as a hash alone.
             registry=Registry(),
             outbox=Outbox(
                 writer,
@@ -100,24 +105,28 @@ async def serve(
             telemetry=telemetry,
         )
         report_memory_shortage(context)
-        await GatewayServer(log, rendering=rendering, context=context).run(listener, stop=stop)
+        following = tasks.create_task(key_file.follow())
+        server = GatewayServer(log, rendering=rendering, keys=keys, context=context)
+        await server.run(listener, stop=stop)
+        following.cancel()
 
 
 class GatewayServer:
     """All parts of one gateway, and the tasks that keep them going."""
 
-    def __init__(self, log: Log, *, rendering: Rendering, context: GatewayContext) -> None:
+    def __init__(
+        self, log: Log, *, rendering: Rendering, keys: AdminKeys, context: GatewayContext
+    ) -> None:
         configuration, settings = context.configuration, context.settings
         self._context = context
         self._ready = asyncio.Event()
         self._half_sent = HeldBytes()
-        mint = KeyMint(settings.admin_key, run=configuration.run)
-        access = Access(admin_key=settings.admin_key, mint=mint, registry=context.registry)
+        access = Access(keys=keys, registry=context.registry)
         composer = Composer(rendering, context_tokens_max=configuration.model.context_tokens_max)
         attempts = Attempts(Lanes(), lane_hold_s=settings.lane_hold_s)
         self._dispatcher = Dispatcher(attempts, context=context)
         self._operations = Operations(
-            access=access, mint=mint, dispatcher=self._dispatcher, context=context
+            access=access, keys=keys, dispatcher=self._dispatcher, context=context
         )
         self._feed = Feed(
             log,

@@ -28,7 +28,7 @@ from forgemq_gateway.context import GatewayContext
 from forgemq_gateway.core.episodes import Ending, HeldEpisode
 from forgemq_gateway.core.errors import busy, conflict, gone, invalid, unknown
 from forgemq_gateway.core.group import Group
-from forgemq_gateway.core.keys import KeyMint, key_sha256
+from forgemq_gateway.core.keys import AdminKeys, key_sha256
 from forgemq_gateway.core.registry import RETIRED_STATUSES_MAX
 from forgemq_gateway.core.repeated import check_new, first_task, known_group
 from forgemq_gateway.core.sampling import pinned_sampling
@@ -58,10 +58,10 @@ class Operations:
     """One method for each route. A change is a record on the log before the registry has it."""
 
     def __init__(
-        self, *, access: Access, mint: KeyMint, dispatcher: Dispatcher, context: GatewayContext
+        self, *, access: Access, keys: AdminKeys, dispatcher: Dispatcher, context: GatewayContext
     ) -> None:
         self._access = access
-        self._mint = mint
+        self._keys = keys
         self._dispatcher = dispatcher
         self._configuration = context.configuration
         self._settings = context.settings
@@ -213,8 +213,7 @@ class Operations:
 
     async def _open(self, free: FreeEpisode) -> Claim:
         group, index, facts = free.group, free.index, free.group.facts
-        record = self._opening(group, index=index, attempt=free.attempt)
-        key = self._mint.key_of(record.episode_id)
+        record, key = self._opening(group, index=index, attempt=free.attempt)
         group.claiming.add(index)
         try:
             await self._outbox.write_as_owner(record)
@@ -241,21 +240,23 @@ class Operations:
             temperature=record.sampling.temperature,
         )
 
-    def _opening(self, group: Group, *, index: int, attempt: int) -> OpenedEpisode:
-        """The record that lets an agent play this attempt."""
+    def _opening(self, group: Group, *, index: int, attempt: int) -> tuple[OpenedEpisode, str]:
+        """The record that lets an agent play this attempt, and the attempt's key."""
         facts, episodes = group.facts, self._configuration.episodes
         identifier = episode_id(group=facts.group_id, index=index, attempt=attempt)
-        return OpenedEpisode(
+        key = self._keys.key_of(identifier)
+        opened = OpenedEpisode(
             episode_id=identifier,
             group_id=facts.group_id,
             index=index,
             attempt=attempt,
-            key_sha256=key_sha256(self._mint.key_of(identifier)),
+            key_sha256=key_sha256(key),
             sampling=pinned_sampling(episodes.sampling, temperature=facts.temperature),
             history=episodes.history,
             lease_s=episodes.lease_s,
             opened_ms=self._clock.wall_ms(),
         )
+        return opened, key
 
     def renew_lease(self, episode_id: str) -> Lease:
         """Keep the episode for its agent, which has just sent a request."""
@@ -369,7 +370,8 @@ class Operations:
 
     def unopened(self, group: Group, index: int) -> HeldEpisode:
         """An episode that no agent has claimed, to be ended."""
-        return HeldEpisode(self._opening(group, index=index, attempt=0), lease_until_s=0.0)
+        opened, _ = self._opening(group, index=index, attempt=0)
+        return HeldEpisode(opened, lease_until_s=0.0)
 
     def run(self) -> RunStatus:
         """How far the run is."""

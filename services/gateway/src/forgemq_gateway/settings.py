@@ -12,8 +12,19 @@ class GatewaySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     admin_key: Annotated[
         str,
-        Meta(min_length=16, description="For the admin API; episode keys are derived from it."),
-    ]
+        Meta(
+            min_length=16,
+            description="For the admin API; episode keys are derived from it. '': only those of "
+            "the file.",
+        ),
+    ] = ""
+    admin_key_file: Annotated[
+        str,
+        Meta(
+            description="File with an admin key on each line, the newest first; read again when "
+            "it changes. '': none."
+        ),
+    ] = ""
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="0 takes a free port.")] = 8080
     listener_fd: Annotated[
@@ -54,7 +65,8 @@ class GatewaySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         Meta(ge=1, description="Most completions that one request may ask for (n, list prompts)."),
     ] = 16
     lane_hold_s: Annotated[
-        float, Meta(ge=0, description="Seconds a new turn waits for a lane.")
+        float,
+        Meta(ge=0, description="Seconds a new turn waits for a lane."),
     ] = 3.0
     drain_s: Annotated[
         float, Meta(ge=0, description="A finishing episode waits this long for open requests.")

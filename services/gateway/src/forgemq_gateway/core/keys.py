@@ -1,12 +1,73 @@
-"""Episode keys: derived from the admin key, so they survive a restart; the log has their hash."""
+"""The admin keys as hashes, and the episode keys that derive from them.
+
+A derived key survives a restart without being stored: the log has its hash.
+"""
 
 import hashlib
 import hmac
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from forgemq_contracts.fields import EpisodeId
 
 # 128 bits of the MAC: too many to guess, and a key stays short enough for a URL.
 _MAC_HEX = 32
+
+_DIGEST_BYTES = 32
+
+
+class AdminKeys:
+    """The admin keys that are valid now, kept as keyed hashes.
+
+    Several are valid while one replaces another. Example: of the keys (new, old) both open the
+    admin API, keys of episodes derive from the new one, and those of the old one are known still.
+
+    Args:
+        lasting: Keys that are valid as long as the process lives, behind all others.
+        run: As `KeyMint`.
+    """
+
+    def __init__(self, lasting: Sequence[str], *, run: str) -> None:
+        self._run = run
+        self._lasting = tuple(self._known(key) for key in lasting)
+        self._keys = self._lasting
+
+    def replace(self, keys: Sequence[str]) -> None:
+        """Let these and the lasting ones be valid from now on; episode keys derive from the first.
+
+        Afterwards there must be at least one key.
+        """
+        self._keys = (*(self._known(key) for key in keys), *self._lasting)
+
+    def is_valid(self, key: str) -> bool:
+        """Whether this is an admin key; every one is compared, so the time says nothing."""
+        digest = self._digest(key)
+        return any([hmac.compare_digest(digest, known.digest) for known in self._keys])
+
+    def key_of(self, episode_id: EpisodeId) -> str:
+        """The key of this episode, if it is opened now."""
+        return self._keys[0].mint.key_of(episode_id)
+
+    def episode_of(self, key: str) -> EpisodeId | None:
+        """The episode whose key this is; None for a key that derives from none of these."""
+        found = [known.mint.episode_of(key) for known in self._keys]
+        return next((episode for episode in found if episode is not None), None)
+
+    def _known(self, key: str) -> "_KnownKey":
+        return _KnownKey(digest=self._digest(key), mint=KeyMint(key, run=self._run))
+
+    def _digest(self, key: str) -> bytes:
+        # Keyed with the run: the same admin key has another hash in another run.
+        return hashlib.blake2b(
+            key.encode(), digest_size=_DIGEST_BYTES, key=hashlib.sha256(self._run.encode()).digest()
+        ).digest()
+
+
+class _KnownKey(NamedTuple):
+    """What is kept of one admin key."""
+
+    digest: bytes
+    mint: "KeyMint"
 
 
 class KeyMint:
