@@ -170,7 +170,7 @@ COUNTERS: dict[CounterName, Metric] = {
         "{request}", "Chat requests by how they were answered: fresh, joined or replayed."
     ),
     "gateway.bad_records": Metric("{record}", "Records that did not decode and were skipped."),
-    "gateway.refused": Metric("{request}", "Requests refused, by HTTP status."),
+    "gateway.refused": Metric("{request}", "Requests refused, by HTTP status and limit."),
     "gateway.forks": Metric(
         "{completion}", "Requests whose messages did not extend the recorded tokens, by reason."
     ),

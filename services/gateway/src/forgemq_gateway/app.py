@@ -23,6 +23,7 @@ from forgemq_gateway.core.lanes import Lanes
 from forgemq_gateway.core.registry import Registry
 from forgemq_gateway.dispatcher import Dispatcher
 from forgemq_gateway.feed import CONSUMES, Feed
+from forgemq_gateway.gate import Gate
 from forgemq_gateway.handover import Handover
 from forgemq_gateway.http_server import (
     allow_connections,
@@ -148,6 +149,7 @@ class GatewayServer:
         self._router = Router(
             turns,
             models=[name.strip() for name in settings.models.split(",")],
+            gate=Gate(access, context=context),
             protocols=PROTOCOLS,
             counters=COUNTERS,
             admin=admin_app(self._operations, access=access),

@@ -9,6 +9,7 @@ from urllib.parse import unquote
 
 from forgemq_gateway.access import Access, key_in, no_episode_key
 from forgemq_gateway.core.errors import RefusedError, busy, unknown
+from forgemq_gateway.gate import Gate
 from forgemq_gateway.turn_route import TurnRoute
 from forgemq_gateway.wire import (
     Application,
@@ -40,6 +41,7 @@ class Router:
 
     Args:
         protocols: What agents may speak; the first one's error shape is that of other paths.
+        gate: Lets agents' requests in.
         counters: Where agents ask for the number of a request's tokens.
         ready: Set while the state is that of the log.
         hold_s: A request waits this long for it, then 503.
@@ -50,6 +52,7 @@ class Router:
         self,
         turns: TurnRoute,
         *,
+        gate: Gate,
         protocols: Sequence[WireProtocol],
         counters: Sequence[TokenCounter],
         admin: Application,
@@ -66,10 +69,17 @@ class Router:
         self._hold_s = hold_s
         self._routes: Mapping[tuple[str, str], Route] = {
             **{
-                ("POST", protocol.path): partial(turns.serve, protocol=protocol)
-                for protocol in protocols
+                ("POST", each.path): partial(
+                    gate.serve, route=partial(turns.serve, protocol=each), shape=each.error
+                )
+                for each in protocols
             },
-            **{("POST", each.path): partial(turns.count, counter=each) for each in counters},
+            **{
+                ("POST", each.path): partial(
+                    gate.serve, route=partial(turns.count, counter=each), shape=each.error
+                )
+                for each in counters
+            },
         }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

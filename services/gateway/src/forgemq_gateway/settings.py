@@ -46,6 +46,23 @@ class GatewaySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "at least 4 MiB.",
         ),
     ] = 0
+    requests_max: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Requests of agents served at once; 0: 4 for each episode that the queues "
+            "admit, at least 1,024. Others wait, then 429.",
+        ),
+    ] = 0
+    requests_waiting_max: Annotated[
+        int, Meta(ge=0, description="Requests that wait for that; 0: as many as are served.")
+    ] = 0
+    key_requests_max: Annotated[
+        int, Meta(ge=1, description="Requests of one key, served or waiting; beyond it 429.")
+    ] = 64
+    key_requests_per_s_max: Annotated[
+        float, Meta(gt=0, description="Of one key; it may be ahead by a second's. Beyond it 429.")
+    ] = 100.0
     memory_bytes_max: Annotated[
         int,
         Meta(ge=1, description="Histories of open groups; above it 429 and 503."),
@@ -66,7 +83,7 @@ class GatewaySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ] = 16
     lane_hold_s: Annotated[
         float,
-        Meta(ge=0, description="Seconds a new turn waits for a lane."),
+        Meta(ge=0, description="Seconds a request waits for its place, a turn for a lane."),
     ] = 3.0
     drain_s: Annotated[
         float, Meta(ge=0, description="A finishing episode waits this long for open requests.")

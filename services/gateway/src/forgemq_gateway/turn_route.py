@@ -113,7 +113,7 @@ class TurnRoute:
         except ClientGoneError:
             return
         except RefusedError as error:
-            self._telemetry.count("gateway.refused", status=error.status)
+            self._telemetry.count("gateway.refused", status=error.status, limit=error.limit)
             await send_refusal(send, error, shape=protocol.error)
             return
         client = Client(
@@ -146,7 +146,7 @@ class TurnRoute:
         except ClientGoneError:
             return
         except RefusedError as error:
-            self._telemetry.count("gateway.refused", status=error.status)
+            self._telemetry.count("gateway.refused", status=error.status, limit=error.limit)
             await send_refusal(send, error, shape=counter.error)
             return
         await send_json(send, counter.counted(tokens))
@@ -259,7 +259,7 @@ class TurnRoute:
         except ClientGoneError:
             return
         except RefusedError as error:
-            self._telemetry.count("gateway.refused", status=error.status)
+            self._telemetry.count("gateway.refused", status=error.status, limit=error.limit)
             await client.refuse(error)
             return
         data = await self._written(client, completions)

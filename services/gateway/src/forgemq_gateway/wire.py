@@ -49,6 +49,7 @@ async def read_body(
         status=413,
         kind="invalid_request_error",
         code=code,
+        limit="body_bytes",
     )
     declared = headers.get("content-length", "0")
     if declared.isdigit() and int(declared) > bytes_max:

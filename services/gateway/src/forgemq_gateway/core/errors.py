@@ -1,6 +1,7 @@
 """Refusals in the terms that every protocol has: a status, a type, and the field that is wrong."""
 
 import re
+from typing import Literal, TypeAlias
 
 from msgspec import Struct
 
@@ -11,6 +12,12 @@ CONTEXT_FULL_CODE = "context_length_exceeded"
 
 CONSTRAINT_CODE = "unsupported_constraint"
 """Of a 400: the demanded form of the reply cannot be enforced."""
+
+
+Limit: TypeAlias = Literal[
+    "", "body_bytes", "key_requests", "key_rate", "requests", "path_turns", "paths"
+]
+"""A limit of the settings that refused a request, as metrics name it; "" if none did."""
 
 
 class Overflow(Struct, frozen=True, kw_only=True):
@@ -29,6 +36,7 @@ class RefusedError(Exception):
         param: Path of the field that is wrong (`messages[3].role`), if one is.
         code: Reason for programs, if there is one.
         retry_after_s: The client may ask again after this many seconds, if at all.
+        limit: The limit of the settings that refused it, if one did.
         overflow: By how much the messages do not fit, if that is the reason and known.
     """
 
@@ -42,6 +50,7 @@ class RefusedError(Exception):
         code: str | None = None,
         retry_after_s: int | None = None,
         overflow: Overflow | None = None,
+        limit: Limit = "",
     ) -> None:
         super().__init__(message)
         self.message = message
@@ -51,6 +60,7 @@ class RefusedError(Exception):
         self.code = code
         self.retry_after_s = retry_after_s
         self.overflow = overflow
+        self.limit = limit
 
     @property
     def is_context_full(self) -> bool:
@@ -105,10 +115,12 @@ def engine_constraint(error: str) -> RefusedError:
     )
 
 
-def busy(message: str, *, retry_after_s: int = 1, status: int = 429) -> RefusedError:
+def busy(
+    message: str, *, retry_after_s: int = 1, status: int = 429, limit: Limit = ""
+) -> RefusedError:
     """429 or 503: the same request may succeed later."""
     kind: ErrorType = "rate_limit_error" if status == 429 else "server_error"
-    return RefusedError(message, status=status, kind=kind, retry_after_s=retry_after_s)
+    return RefusedError(message, status=status, kind=kind, retry_after_s=retry_after_s, limit=limit)
 
 
 def unknown(message: str) -> RefusedError:
