@@ -114,7 +114,7 @@ def config_map(overlay: Path, name: str) -> dict[str, str]:
 
 
 def secret(overlay: Path, name: str) -> dict[str, str]:
-    """A secret of the overlay, or one that whoever applies it makes."""
+    """A secret of the overlay, or one that is made by hand."""
     found = next(
         (
             manifest["data"]

@@ -29,7 +29,14 @@ from tests.unit.gateway.scripted_lane import GROUP_PARTITIONS, Script, ScriptedL
 
 ADMIN_KEY = "an-admin-key-of-some-length"
 LANES = 2
-SETTINGS = GatewaySettings(admin_key=ADMIN_KEY, keepalive_s=0.4, lane_hold_s=0.5, drain_s=1.0)
+# No limit on the rate of a key: a test may send as fast as its machine lets it.
+SETTINGS = GatewaySettings(
+    admin_key=ADMIN_KEY,
+    keepalive_s=0.4,
+    lane_hold_s=0.5,
+    drain_s=1.0,
+    key_requests_per_s_max=1e6,
+)
 
 
 def configuration_of(

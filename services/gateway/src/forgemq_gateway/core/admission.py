@@ -1,4 +1,4 @@
-"""Which requests are served now, which wait, and which are refused: no key can crowd out another.
+"""Which requests are served now, which wait, and which are refused: each key has its share.
 
 A place is held from the head of a request to the end of its answer. If all places are taken, each
 key's requests wait in a queue of their own, and a place that becomes free goes to the key that
