@@ -194,7 +194,7 @@ class StormGateway:
             await asyncio.wait((result,))
         finally:
             if not result.done():
-                await self._dispatcher.leave(episode, turn)
+                await self._dispatcher.leave(episode, [turn])
         return result.result()
 
     def _begin(

@@ -100,7 +100,7 @@ async def test_paths_models_and_headers_say_what_there_is(model: Path) -> None:
     assert unspoken.status_code == 404
     assert unspoken.json()["error"]["message"] == (
         "agents have no POST /v1/embeddings; there are POST /v1/chat/completions, "
-        "POST /v1/messages, POST /v1/responses and GET /v1/models"
+        "POST /v1/completions, POST /v1/messages, POST /v1/responses and GET /v1/models"
     )
     assert anthropic.json()["type"] == "error"
     assert anthropic.json()["error"]["type"] == "not_found_error"

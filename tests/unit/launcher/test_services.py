@@ -111,4 +111,4 @@ def test_create_names_each_services_settings_without_a_default(service: str) -> 
     )
     required = [f.name.upper() for f in msgspec.structs.fields(settings) if f.required]
     assert [name for name in required if f"_{name}" not in REQUIRED.get(service, "")] == []
-    assert bool(required) == (service in REQUIRED)
+    assert not required or service in REQUIRED

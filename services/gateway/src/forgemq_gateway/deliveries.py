@@ -78,7 +78,7 @@ class Deliveries:
 
     @contextmanager
     def _client_of(self, ids: Sequence[str]) -> Iterator[list[Delivery]]:
-        """Count one client more of these completions."""
+        """Count a client of these completions."""
         deliveries = [self._under_way.setdefault(each, Delivery()) for each in ids]
         for delivery in deliveries:
             delivery.clients += 1

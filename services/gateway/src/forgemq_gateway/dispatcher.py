@@ -1,7 +1,7 @@
 """Applies the effects of `core/attempts.py`: writes records and wakes the clients that wait."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 
 from forgemq_bus.errors import LogError
 from forgemq_contracts.completions import CancelledCompletion, RequestedCompletion
@@ -11,6 +11,7 @@ from forgemq_gateway.core.attempts import Attempts
 from forgemq_gateway.core.effects import (
     AnswerTurn,
     CancelAttempt,
+    Effect,
     Effects,
     FailTurn,
     ReportCircuit,
@@ -66,13 +67,15 @@ class Dispatcher:
         """Refuse a turn that could not be prepared."""
         self._start(self.attempts.refuse(episode, turn, error))
 
-    async def leave(self, episode: HeldEpisode, turn: OpenTurn) -> None:
-        """Remove a client that has not heard."""
-        effects = self.attempts.leave(episode, turn)
-        if not turn.waiting:
-            self._results.pop(turn.request_id, None)
-            self._traces.pop(turn.request_id, None)
-        await self._write(effects)
+    async def leave(self, episode: HeldEpisode, turns: Sequence[OpenTurn]) -> None:
+        """Remove a client from the turns of which it has not heard, before anything is written."""
+        effects: list[Effect] = []
+        for turn in turns:
+            effects += self.attempts.leave(episode, turn)
+            if not turn.waiting:
+                self._results.pop(turn.request_id, None)
+                self._traces.pop(turn.request_id, None)
+        await self._write(tuple(effects))
 
     async def end_turns(self, episode: HeldEpisode, error: RefusedError) -> None:
         """End every turn of an episode that is over."""

@@ -41,7 +41,6 @@ _OVER, _ENDING = "over", "ending"
 # final record is still to be written then.
 _WRITE_S = 5.0
 
-
 # What the protocols write before the id of a completion.
 _ID_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_")
 

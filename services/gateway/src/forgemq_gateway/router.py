@@ -45,7 +45,7 @@ class Router:
         counters: Where agents ask for the number of a request's tokens.
         ready: Set while the state is that of the log.
         hold_s: A request waits this long for it, then 503.
-        models: The names that agents are told.
+        models: The names that `GET /v1/models` lists.
     """
 
     def __init__(

@@ -249,7 +249,7 @@ class TurnRoute:
             if not episode.clients:
                 self._changed.notify(episode.opened.group_id)
             # Last: it writes to the log, which may take long or fail, and nobody waits for that.
-            await asyncio.gather(*(self._source.leave(episode, each) for each in awaited))
+            await self._source.leave(episode, awaited)
 
     async def _answer(
         self, client: Client, episode: HeldEpisode, awaited: Sequence[Awaited]

@@ -2,7 +2,7 @@
 
 import asyncio
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -81,10 +81,11 @@ class TurnSource:
         self._telemetry.count("gateway.requests", kind="joined")
         return self._join(episode, turn)
 
-    async def leave(self, episode: HeldEpisode, awaited: Awaited) -> None:
-        """End a client's wait; if it had not heard and was the last, abandon the turn."""
-        if awaited.turn is not None and not awaited.result.done():
-            await self._dispatcher.leave(episode, awaited.turn)
+    async def leave(self, episode: HeldEpisode, awaited: Sequence[Awaited]) -> None:
+        """End a client's wait; abandon each turn of which it had not heard, if it was the last."""
+        unheard = [each.turn for each in awaited if each.turn and not each.result.done()]
+        if unheard:
+            await self._dispatcher.leave(episode, unheard)
 
     def _join(self, episode: HeldEpisode, turn: OpenTurn) -> Awaited:
         deadline_ms = self._clock.wall_ms() + self._deadline_ms

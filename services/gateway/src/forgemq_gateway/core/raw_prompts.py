@@ -1,7 +1,7 @@
 """Prompts that the model continues without a chat template: texts and token ids.
 
 A prompt continues a completion if it begins with that completion's prompt and its text. The tokens
-of both are then kept as they are; a text between them has no boundary at which it could be told.
+of both are then kept as they are; a text between them has no boundary to be split at.
 """
 
 import hashlib
