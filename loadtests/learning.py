@@ -63,7 +63,7 @@ def main() -> int:
     measurement = Measurement(
         name="learning",
         question="How far does held-out success rise in one run of the demo?",
-        conditions={"run": "deploy/demo/run.toml, 40 steps of 48 episodes, 128 held-out tasks"},
+        conditions={"run": "deploy/demo/run.toml, 40 steps of 64 episodes, 128 held-out tasks"},
     )
     DOCS.mkdir(parents=True, exist_ok=True)
     folders = {f"seed-{seed}": play(f"seed-{seed}", f"seed={seed}") for seed in SEEDS}
