@@ -18,14 +18,14 @@ from forgemq_contracts.admin import (
     RewardRequest,
     RunStatus,
 )
-from forgemq_contracts.episodes import FinishedEpisode, OpenedEpisode, ReportedReward
+from forgemq_contracts.episodes import FinishedEpisode, OpenedEpisode
 from forgemq_contracts.fields import TruncationCause
 from forgemq_contracts.groups import RequestedGroup
 from forgemq_contracts.partitions import episode_id, group_id
 from forgemq_contracts.run import Queue
 from forgemq_gateway.access import Access
 from forgemq_gateway.context import GatewayContext
-from forgemq_gateway.core.episodes import Ending, HeldEpisode
+from forgemq_gateway.core.episodes import Ending, HeldEpisode, reported_reward
 from forgemq_gateway.core.errors import busy, conflict, gone, invalid, unknown
 from forgemq_gateway.core.group import Group
 from forgemq_gateway.core.keys import AdminKeys, key_sha256
@@ -40,9 +40,6 @@ _OVER, _ENDING = "over", "ending"
 # A second request to end an episode waits for the first one this much longer than its drain: the
 # final record is still to be written then.
 _WRITE_S = 5.0
-
-# What the protocols write before the id of a completion.
-_ID_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_")
 
 
 class FreeEpisode(Struct, frozen=True):
@@ -215,7 +212,7 @@ class Operations:
         record, key = self._opening(group, index=index, attempt=free.attempt)
         group.claiming.add(index)
         try:
-            await self._outbox.write_as_owner(record)
+            await self._outbox.write(record)
         except BaseException:
             # Also on a cancellation: the episode is free again, and another agent may take it.
             self._changed.notify(facts.group_id)
@@ -225,6 +222,7 @@ class Operations:
         self._registry.apply_opened_episode(
             record, lease_until_s=self._clock.now_s() + record.lease_s
         )
+        await self._outbox.claim.confirm()
         self._telemetry.count("gateway.episodes_opened")
         return Claim(
             episode_id=record.episode_id,
@@ -273,10 +271,10 @@ class Operations:
         """
         episode = self._access.known_episode(episode_id)
         async with self._alone(episode_id):
-            reward = _reward(request)
+            reward = reported_reward(request)
             record = episode.with_reward(reward)
             if record is None:
-                return
+                return await self._outbox.claim.confirm()
             if episode.is_closed:
                 raise conflict(f"episode {episode_id} has ended")
             completions = episode.history.completions
@@ -285,9 +283,10 @@ class Operations:
                     f"{reward.completion_id} is not a completion of this episode",
                     param="completion_id",
                 )
-            await self._outbox.write_as_owner(record)
+            await self._outbox.write(record)
             self._registry.apply_opened_episode(record, lease_until_s=episode.lease_until_s)
         episode.renew(self._clock.now_s())
+        await self._outbox.claim.confirm()
 
     async def finish(self, episode_id: str, request: FinishRequest) -> None:
         """Wait for the episode's open requests, then write its final record as completed."""
@@ -298,11 +297,13 @@ class Operations:
             virtual_s=request.virtual_s,
         )
         await self._end(episode_id, ending, said=request.truncated_by)
+        await self._outbox.claim.confirm()
 
     async def abort(self, episode_id: str, request: AbortRequest) -> None:
         """Write the final record as aborted, or as completed if a limit ended the episode."""
         ending = Ending(status="aborted", detail=request.detail)
         await self._end(episode_id, ending, said=request.truncated_by)
+        await self._outbox.claim.confirm()
 
     async def _end(
         self, episode_id: str, ending: Ending, *, said: TruncationCause | UnsetType | None
@@ -344,7 +345,7 @@ class Operations:
 
     async def _write_final(self, episode: HeldEpisode, record: FinishedEpisode) -> None:
         try:
-            await self._outbox.write_as_owner(record)
+            await self._outbox.write(record)
         except LogUnavailableError:
             episode.given = record
             raise
@@ -386,15 +387,3 @@ class Operations:
 
     def _wait_s(self, wait_s: float) -> float:
         return min(max(wait_s, 0.0), self._settings.long_poll_s_max)
-
-
-def _reward(request: RewardRequest) -> ReportedReward:
-    completion = request.completion_id
-    if completion is not None:
-        completion = completion.removeprefix(next(filter(completion.startswith, _ID_PREFIXES), ""))
-    return ReportedReward(
-        reward_id=request.reward_id,
-        name=request.name,
-        value=request.value,
-        completion_id=completion,
-    )

@@ -54,16 +54,6 @@ class Outbox:
         output = Output(topic=topic.name, partition=self._partition(record), record=record)
         await self._writer.write(emit_of(output, headers=headers))
 
-    async def write_as_owner(self, record: Struct) -> None:
-        """Write a record that a client is promised, so that the next owner of the run knows it.
-
-        Raises:
-            LogUnavailableError: as `write`, or another gateway may own the run. The log may have
-                the record all the same.
-        """
-        await self.write(record)
-        await self.claim.confirm()
-
     async def try_write(self, record: Struct, *, headers: Headers = ()) -> LogError | None:
         """Write a record that one request needs; returns why it may not be on the log.
 

@@ -7,6 +7,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
+from forgemq_contracts.admin import RewardRequest
 from forgemq_contracts.completions import TurnPart
 from forgemq_contracts.episodes import FinishedEpisode, ForkCount, OpenedEpisode, ReportedReward
 from forgemq_contracts.fields import ForkReason, TruncationCause
@@ -21,6 +22,9 @@ EpisodeState: TypeAlias = Literal["open", "lapsed", "finishing", "ended"]
 
 _TOOLS_BYTES = 5
 """About what a byte of tools in JSON takes once it is decoded: short texts in small objects."""
+
+# What the protocols write before the id of a completion.
+_ID_PREFIXES = ("chatcmpl-", "cmpl-", "msg_", "resp_")
 
 
 class Ending(Struct, frozen=True, kw_only=True):
@@ -260,3 +264,16 @@ class HeldEpisode:
             detail=ending.detail,
             truncated_by=ending.truncated_by,
         )
+
+
+def reported_reward(request: RewardRequest) -> ReportedReward:
+    """The reward in a request, with the id of its completion as the records have it."""
+    completion = request.completion_id
+    if completion is not None:
+        completion = completion.removeprefix(next(filter(completion.startswith, _ID_PREFIXES), ""))
+    return ReportedReward(
+        reward_id=request.reward_id,
+        name=request.name,
+        value=request.value,
+        completion_id=completion,
+    )
