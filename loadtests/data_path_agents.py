@@ -11,12 +11,14 @@ import random
 import signal
 import time
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 import aiohttp
 import msgspec
 from msgspec import Raw, Struct
+from protocol_speakers import SPEAKERS
 
 from forgemq_contracts import admin_routes
 from forgemq_contracts.admin import (
@@ -36,6 +38,8 @@ DOMAIN = "data_path"
 _CLAIM_WAIT_S = 20.0
 # Short beside the time of a completion, so that a refusal costs no throughput.
 _RETRY_S = 0.1
+# Turns that are due by the clock and have no agent for this long are not asked for later.
+_BEHIND_S = 1.0
 # Each word is one token of the demo's model, and so is the space after it.
 _WORDS = (
     *("description", "parameters", "properties", "arguments", "assistant", "function", "product"),
@@ -54,6 +58,12 @@ class AgentsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         prompt_messages: Messages before the first turn, the same for all episodes of a group.
         message_words: Length of each of them.
         turn_words: Length of every later message of the user.
+        name: Begins the idempotency keys, so that agents with other names play other groups.
+        protocol: Name of one of `SPEAKERS`.
+        is_stream: Whether answers are asked for as streams.
+        turns_per_second: 0: each agent asks for its next turn as soon as it has the last one.
+            Otherwise each turn is due at a fixed time and goes to an agent that is free; how long
+            a turn took counts from when it was due.
         out: File for one JSON line (`Played`) for each completion.
     """
 
@@ -67,32 +77,10 @@ class AgentsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     turn_words: int
     tokens_max: int
     out: str
-
-
-class Usage(Struct, frozen=True):
-    """Tokens of one chat completion."""
-
-    prompt_tokens: int
-    completion_tokens: int
-
-
-class ReplyMessage(Struct, frozen=True):
-    """The text that the stand-in engine made."""
-
-    content: str | None = None
-
-
-class Choice(Struct, frozen=True):
-    """One choice of a chat completion."""
-
-    message: ReplyMessage
-
-
-class Reply(Struct, frozen=True):
-    """The parts of a chat completion that an agent reads."""
-
-    choices: list[Choice]
-    usage: Usage
+    name: str = "load"
+    protocol: str = "chat"
+    is_stream: bool = False
+    turns_per_second: float = 0.0
 
 
 class Played(Struct, frozen=True):
@@ -111,12 +99,23 @@ def message(role: str, content: str) -> bytes:
     return msgspec.json.encode({"role": role, "content": content})
 
 
+@dataclass
+class Episode:
+    """A claimed episode while it is played: the messages that its next turn sends."""
+
+    claim: Claim
+    messages: list[bytes]
+    dice: random.Random = field(kw_only=True)
+    turns_left: int = field(kw_only=True)
+
+
 class Agents:
     """Plays one group after the other until it is cancelled."""
 
     def __init__(self, settings: AgentsSettings, session: aiohttp.ClientSession) -> None:
         self._settings = settings
         self._session = session
+        self._speaker = SPEAKERS[settings.protocol]
         self._admin = {"authorization": f"Bearer {settings.admin_key}"}
         self._free: asyncio.Queue[tuple[str, list[bytes]]] = asyncio.Queue(
             maxsize=max(settings.group_size, settings.agents // 2)
@@ -129,6 +128,9 @@ class Agents:
         await self._wait_for_gateway()
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._request_groups())
+            if self._settings.turns_per_second:
+                tasks.create_task(self._play_by_the_clock(tasks))
+                return
             for _ in range(self._settings.agents):
                 tasks.create_task(self._play_on())
 
@@ -143,7 +145,9 @@ class Agents:
     async def _request_groups(self) -> None:
         for number in itertools.count():
             task = Raw(msgspec.json.encode({"k": number}))
-            asked = GroupRequest(domain=DOMAIN, idempotency_key=str(number), task=task)
+            asked = GroupRequest(
+                domain=DOMAIN, idempotency_key=f"{self._settings.name}/{number}", task=task
+            )
             group = await self._ask(admin_routes.REQUEST_GROUP, "", asked, GroupStatus)
             prompt = self._prompt(number)
             for _ in range(self._settings.group_size):
@@ -159,58 +163,82 @@ class Agents:
 
     async def _play_on(self) -> None:
         while True:
-            group_id, prompt = await self._free.get()
-            asked = ClaimRequest(wait_s=_CLAIM_WAIT_S)
-            claim = await self._ask(admin_routes.CLAIM_EPISODE, group_id, asked, Claim)
-            await self._play(claim, list(prompt))
+            episode = await self._claimed()
+            while episode.turns_left:
+                await self._complete(episode, due_s=time.monotonic())
+            await self._finish(episode)
 
-    async def _play(self, claim: Claim, messages: list[bytes]) -> None:
+    async def _claimed(self) -> Episode:
+        group_id, prompt = await self._free.get()
+        asked = ClaimRequest(wait_s=_CLAIM_WAIT_S)
+        claim = await self._ask(admin_routes.CLAIM_EPISODE, group_id, asked, Claim)
         dice = random.Random(claim.episode_id)
-        for turn in range(self._settings.turns):
-            if turn:
-                messages.append(message("user", text(dice, self._settings.turn_words)))
-            reply = await self._complete(claim, b",".join(messages))
-            messages.append(message("assistant", reply.choices[0].message.content or ""))
+        return Episode(claim, list(prompt), dice=dice, turns_left=self._settings.turns)
+
+    async def _play_by_the_clock(self, tasks: asyncio.TaskGroup) -> None:
+        """Start a turn whenever one is due, and give it to the agent that has waited longest."""
+        due_s, waiting = time.monotonic(), asyncio.Queue[Episode]()
+        for _ in range(self._settings.agents):
+            tasks.create_task(self._replace(None, waiting))
+        while True:
+            episode = await waiting.get()
+            due_s += 1 / self._settings.turns_per_second
+            if due_s < time.monotonic() - _BEHIND_S:
+                # All agents were busy, as before the first groups are open: begin again from now.
+                due_s = time.monotonic()
+            await asyncio.sleep(due_s - time.monotonic())
+            tasks.create_task(self._play_one(episode, waiting, due_s=due_s))
+
+    async def _play_one(
+        self, episode: Episode, waiting: asyncio.Queue[Episode], *, due_s: float
+    ) -> None:
+        await self._complete(episode, due_s=due_s)
+        if episode.turns_left:
+            waiting.put_nowait(episode)
+        else:
+            await self._replace(episode, waiting)
+
+    async def _replace(self, ended: Episode | None, waiting: asyncio.Queue[Episode]) -> None:
+        if ended is not None:
+            await self._finish(ended)
+        waiting.put_nowait(await self._claimed())
+
+    async def _finish(self, episode: Episode) -> None:
+        claim = episode.claim
         # Half of a group passes, so that its advantages are not all zero.
         reward = RewardRequest(reward_id="passed", name="passed", value=claim.index % 2)
         await self._ask(admin_routes.REPORT_REWARD, claim.episode_id, reward, Recorded)
         finish = FinishRequest(result=Raw(b'{"turns":%d}' % self._settings.turns))
         await self._ask(admin_routes.FINISH_EPISODE, claim.episode_id, finish, Recorded)
 
-    async def _complete(self, claim: Claim, messages: bytes) -> Reply:
-        body = b'{"model":"policy","max_tokens":%d,"messages":[%s]}' % (
-            self._settings.tokens_max,
-            messages,
+    async def _complete(self, episode: Episode, *, due_s: float) -> None:
+        """Play the next turn of the episode."""
+        settings, messages = self._settings, episode.messages
+        body = self._speaker.body(
+            messages, tokens_max=settings.tokens_max, is_stream=settings.is_stream
         )
+        answer = await self._answer(episode.claim, body)
+        ended_s = time.monotonic()
+        said = self._speaker.said(answer, is_stream=settings.is_stream)
+        tokens = said.context_tokens, said.output_tokens
+        self.played.append(Played(ended_s, ended_s - due_s, *tokens, len(body), len(answer)))
+        episode.turns_left -= 1
+        following = text(episode.dice, settings.turn_words)
+        messages += [message("assistant", said.text), message("user", following)]
+
+    async def _answer(self, claim: Claim, body: bytes) -> bytes:
+        """The answer to this body; asks again while the gateway refuses for now."""
         headers = {"authorization": f"Bearer {claim.key}", "content-type": "application/json"}
+        url = self._settings.url + self._speaker.path
         while True:
-            began_s = time.monotonic()
-            async with self._session.post(
-                f"{self._settings.url}/v1/chat/completions",
-                data=body,
-                headers=headers,
-            ) as response:
+            async with self._session.post(url, data=body, headers=headers) as response:
                 answer = await response.read()
             if response.status == 200:
-                break
+                return answer
             if response.status not in (429, 503):
                 raise RuntimeError(f"a completion: {response.status} {answer[:300]!r}")
             self.refused += 1
             await asyncio.sleep(_RETRY_S)
-        ended_s = time.monotonic()
-        reply = msgspec.json.decode(answer, type=Reply)
-        usage = reply.usage
-        self.played.append(
-            Played(
-                ended_s,
-                ended_s - began_s,
-                usage.prompt_tokens,
-                usage.completion_tokens,
-                len(body),
-                len(answer),
-            )
-        )
-        return reply
 
     async def _ask(self, route: Route, identity: str, body: Struct, kind: type[Answer]) -> Answer:
         """Call a route on a group or an episode; repeat while the gateway refuses for now."""

@@ -98,6 +98,7 @@ class RunningSystem(Struct, frozen=True, kw_only=True):
     broker: psutil.Process | None
     played: Path
     kafka: str
+    gateway_url: str
 
     def cpu_s(self) -> dict[str, float]:
         """CPU time each process has used so far, with its children's, by name."""
@@ -120,8 +121,10 @@ class RunningSystem(Struct, frozen=True, kw_only=True):
 
 
 @asynccontextmanager
-async def running(name: str, workload: Workload, *, folder: Path) -> AsyncIterator[RunningSystem]:
-    """Start everything, yield the system, and stop everything."""
+async def running(
+    name: str, workload: Workload, *, folder: Path, has_agents: bool = True
+) -> AsyncIterator[RunningSystem]:
+    """Start everything, the agents too if wanted, yield the system, and stop everything."""
     run = RunFolder(folder / name.replace("_", "-"))
     model = _model(folder / "model", context_tokens_max=workload.context_tokens_max)
     configuration = run_configuration(run.run, workload, model=model)
@@ -153,6 +156,7 @@ async def running(name: str, workload: Workload, *, folder: Path) -> AsyncIterat
         listener = listening_socket(HOST, wanted=0)
         addresses = _addresses(broker, run, listener=listener)
         specs = _specs(configuration, workload, folder=run, addresses=addresses)
+        specs = specs if has_agents else [spec for spec in specs if spec.name != "agents"]
         async with asyncio.TaskGroup() as tasks:
             kept = [
                 tasks.create_task(supervisor.keep(spec, may_end=lambda: False)) for spec in specs
@@ -167,6 +171,7 @@ async def running(name: str, workload: Workload, *, folder: Path) -> AsyncIterat
                 broker=_java() if broker.is_own else None,
                 played=run / "played.jsonl",
                 kafka=broker.connection.bootstrap,
+                gateway_url=addresses.gateway_url,
             )
             for task in kept:
                 task.cancel()

@@ -22,12 +22,14 @@ class Measurement:
         question: The sentence that the rows answer.
         conditions: The workload and the machine, as text by name.
         rows: (case, metric, value, unit).
+        cores: That this process may use when the test begins.
     """
 
     name: str
     question: str
     conditions: dict[str, str] = field(default_factory=dict)
     rows: list[tuple[str, str, float, str]] = field(default_factory=list)
+    cores: int = field(default_factory=lambda: len(os.sched_getaffinity(0)))
 
     def row(self, case: str, metric: str, value: float, unit: str) -> None:
         """Add one measured value."""
@@ -36,7 +38,7 @@ class Measurement:
     def finish(self, json_path: str | None) -> int:
         """Print the table and write the JSON; returns 1 if a value is beyond its threshold."""
         self.conditions |= {
-            "cores": str(len(os.sched_getaffinity(0))),
+            "cores": str(self.cores),
             "machine": platform.machine(),
             "python": platform.python_version(),
         }

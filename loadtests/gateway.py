@@ -1,0 +1,252 @@
+"""What does the gateway cost for each request, and what do others' proxies cost for theirs?
+
+Broker, gateway, inference, scheduler, reward and merger are real, each in its own process; engine
+and trainer are stand-ins. Agents send bodies of 26 KB and more with each turn, as coding agents do.
+The gateway has one core for itself, all else shares the others. `make load NAME=gateway`.
+
+`tokenized`: chat completions, whole and as streams, and every other protocol; the gateway matches
+the history, renders and tokenises what is new, writes and reads its records and translates the
+answer. Beside it, on the same core with the same bytes: an aiohttp pass-through and LiteLLM's
+proxy, neither of which does any of that (`gateway_baselines.py`).
+`through_kafka`: 200 turns a second, due by a clock: what all services add to the engine's time.
+`context_200k`: a history of 200,000 tokens in each body, against one of 2,000.
+"""
+
+import asyncio
+import contextlib
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+
+import aiohttp
+import msgspec
+from data_path_agents import Played, message
+from data_path_system import RunningSystem, Workload, running
+from gateway_baselines import Asked, Proxied, aiohttp_cost, install_litellm, litellm_cost
+from measurement import Measurement, arguments
+from msgspec import Struct
+from pinning import cpu_s, measure_apart
+from protocol_speakers import SPEAKERS
+
+SYSTEM = Workload(
+    agents=256,
+    turns=30,
+    prompt_messages=1,
+    message_words=2_900,
+    turn_words=8,
+    output_tokens=32,
+    engine_s=0.02,
+    context_tokens_max=262_144,
+    group_size=8,
+    groups_per_step=4,
+    slots=512,
+    warm_up_s=15.0,
+    measure_s=20.0,
+)
+WORDS = "description parameters properties arguments assistant function product medium " * 4
+
+
+class Load(Struct, frozen=True, kw_only=True):
+    """How the agents of one case play; what is absent is as in `SYSTEM`."""
+
+    agents: int = 32
+    protocol: str = "chat"
+    is_stream: bool = False
+    turns_per_second: float = 0.0
+    turns: int = SYSTEM.turns
+    prompt_messages: int = SYSTEM.prompt_messages
+    message_words: int = SYSTEM.message_words
+
+
+CASES = {
+    "tokenized": Load(),
+    "tokenized, 256 at once": Load(agents=256),
+    "stream_tokenized": Load(is_stream=True),
+    "tokenized, messages": Load(protocol="messages"),
+    "tokenized, responses": Load(protocol="responses"),
+    "through_kafka": Load(agents=64, turns_per_second=200.0),
+    "context_2k": Load(agents=8, turns=48, prompt_messages=47, message_words=18),
+    "context_200k": Load(agents=8, turns=48, prompt_messages=47, message_words=2_075),
+}
+_START_TIMEOUT_S = 120.0
+_PROXIED_CLIENTS = (32, 256)
+
+
+class Seen(Struct, frozen=True, kw_only=True):
+    """One case: CPU time of gateway and inference in its window, and the turns that ended there."""
+
+    gateway_ms: float
+    inference_ms: float
+    per_second: float
+    added_ms: list[float]
+    body_bytes: float
+    context_tokens: float
+
+
+async def seen_of(system: RunningSystem, case: str, load: Load) -> Seen:
+    """Let agents play, and measure once they have warmed up."""
+    processes = {status.name: status.pid for status in system.supervisor.statuses()}
+    gateway, inference = processes["gateway"], processes["inference-0"]
+    assert gateway is not None, "it has served before"
+    assert inference is not None, "it is kept running"
+    out = system.folder / f"{case.replace(' ', '-').replace(',', '')}.jsonl"
+    async with _agents(system, load, out=out):
+        await asyncio.sleep(SYSTEM.warm_up_s)
+        measure_apart(gateway)
+        before, began_s = (cpu_s(gateway), cpu_s(inference)), time.monotonic()
+        await asyncio.sleep(SYSTEM.measure_s)
+        after, ended_s = (cpu_s(gateway), cpu_s(inference)), time.monotonic()
+    lines = await asyncio.to_thread(out.read_bytes)
+    played = [
+        each
+        for each in msgspec.json.Decoder(Played).decode_lines(lines)
+        if began_s <= each.ended_s < ended_s
+    ]
+    if not played:
+        raise TimeoutError(f"{case}: no turn ended within {SYSTEM.measure_s:.0f} s")
+    gateway_ms, inference_ms = (
+        1000 * (used - had) / len(played) for used, had in zip(after, before, strict=True)
+    )
+    return Seen(
+        gateway_ms=gateway_ms,
+        inference_ms=inference_ms,
+        per_second=len(played) / (ended_s - began_s),
+        added_ms=sorted(1000 * (each.took_s - SYSTEM.engine_s) for each in played),
+        body_bytes=statistics.fmean(each.body_bytes for each in played),
+        context_tokens=statistics.fmean(each.context_tokens for each in played),
+    )
+
+
+@contextlib.asynccontextmanager
+async def _agents(system: RunningSystem, load: Load, *, out: Path) -> AsyncIterator[None]:
+    """Agents in a process of their own, until the block ends and they have written `out`."""
+    settings = {
+        **msgspec.structs.asdict(load),
+        "url": system.gateway_url,
+        "admin_key": system.folder.admin_key(),
+        "group_size": SYSTEM.group_size,
+        "turn_words": SYSTEM.turn_words,
+        "tokens_max": SYSTEM.output_tokens,
+        "out": out,
+        "name": out.stem,
+    }
+    own = {f"FORGEMQ_LOAD_AGENTS_{name.upper()}": str(value) for name, value in settings.items()}
+    program = str(Path(__file__).with_name("data_path_agents.py"))
+    process = await asyncio.create_subprocess_exec(sys.executable, program, env=os.environ | own)
+    try:
+        yield
+        if process.returncode is not None:
+            raise RuntimeError(f"the agents ended with exit status {process.returncode}")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.terminate()
+        await process.wait()
+
+
+async def _until_serving(system: RunningSystem) -> None:
+    async with asyncio.timeout(_START_TIMEOUT_S), aiohttp.ClientSession() as session:
+        while True:
+            with contextlib.suppress(aiohttp.ClientError):
+                async with session.get(f"{system.gateway_url}/health") as answer:
+                    if answer.status == 200:
+                        return
+            await asyncio.sleep(0.2)
+
+
+async def proxied(kind: str) -> dict[str, Proxied]:
+    """What others' proxies cost for a body and an answer as long as ours."""
+    cost = {"aiohttp": aiohttp_cost, "litellm": litellm_cost}[kind]
+    found = {}
+    for is_stream in (False, True):
+        prompt = message("user", "function " * (26_000 // 9))
+        body = SPEAKERS["chat"].body([prompt], tokens_max=SYSTEM.output_tokens, is_stream=is_stream)
+        asked = Asked(body=body, reply=WORDS.strip(), clients=32)
+        found["stream" if is_stream else "whole"] = await cost(asked)
+    return found
+
+
+async def measure(folder: Path, wanted: Mapping[str, Load]) -> dict[str, Seen]:
+    """Start the system once and play every wanted case on it."""
+    found = {}
+    async with running("gateway", SYSTEM, folder=folder, has_agents=False) as system:
+        await _until_serving(system)
+        for case, load in wanted.items():
+            found[case] = await seen_of(system, case, load)
+        await system.supervisor.stop()
+    return found
+
+
+def report(measurement: Measurement, seen: Mapping[str, Seen]) -> None:
+    """Rows of each case, and the ratios of the cases to each other and to the proxies."""
+    for case, each in seen.items():
+        rows = [
+            ("cpu", each.gateway_ms, "ms a request"),
+            ("cpu_inference", each.inference_ms, "ms a request"),
+            ("requests_per_second", each.per_second, "1/s"),
+            ("body", each.body_bytes / 1000, "KB"),
+            ("context", each.context_tokens, "tokens"),
+            ("added_ms_p50", each.added_ms[len(each.added_ms) // 2], "ms"),
+            ("added_ms_p99", each.added_ms[len(each.added_ms) * 99 // 100], "ms"),
+        ]
+        for metric, value, unit in rows:
+            measurement.row(case, metric, value, unit)
+    own = {case: each.gateway_ms for case, each in seen.items()}
+    _ratio(
+        measurement, "tokenized", "growth_c32_to_c256", own, "tokenized, 256 at once", "tokenized"
+    )
+    _ratio(measurement, "context_200k", "cpu_over_2k", own, "context_200k", "context_2k")
+
+
+def _ratio(
+    measurement: Measurement,
+    case: str,
+    metric: str,
+    costs: Mapping[str, float],
+    over: str,
+    under: str,
+) -> None:
+    if over in costs and under in costs:
+        measurement.row(case, metric, costs[over] / costs[under], "x")
+
+
+def report_proxied(
+    measurement: Measurement, kind: str, costs: Mapping[str, Proxied], seen: Mapping[str, Seen]
+) -> None:
+    """Rows of a proxy, and its ratios to the gateway."""
+    for form, cost in costs.items():
+        measurement.row(f"{kind}, {form}", "cpu", cost.cpu_ms, "ms a request")
+        measurement.row(f"{kind}, {form}", "requests_per_second", cost.per_second, "1/s")
+    for case, form in (("tokenized", "whole"), ("stream_tokenized", "stream")):
+        if case not in seen:
+            continue
+        ratio = seen[case].gateway_ms / costs[form].cpu_ms
+        measurement.row(case, f"{kind}_cpu_ratio", ratio if kind == "aiohttp" else 1 / ratio, "x")
+
+
+def main() -> int:
+    """Measure the named cases, or all of them."""
+    options = arguments(__doc__ or "")
+    measurement = Measurement(
+        name="gateway",
+        question="What does the gateway cost for each request, and what do others' proxies cost?",
+    )
+    wanted = {
+        case: load for case, load in CASES.items() if not options.case or case in options.case
+    }
+    measurement.conditions["load average, before"] = f"{os.getloadavg()[0]:.1f}"
+    with tempfile.TemporaryDirectory(prefix="forgemq-load-") as folder:
+        seen = asyncio.run(measure(Path(folder), wanted))
+    report(measurement, seen)
+    for kind in ("aiohttp", "litellm"):
+        report_proxied(measurement, kind, asyncio.run(proxied(kind)), seen)
+    measurement.conditions["litellm"] = install_litellm()
+    measurement.conditions["load average, after"] = f"{os.getloadavg()[0]:.1f}"
+    return measurement.finish(options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
