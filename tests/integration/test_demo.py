@@ -10,7 +10,7 @@ from tests.integration.launched_run import DEMO, LaunchedRun
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 STEPS = 6
-GROUPS_PER_STEP = 6
+GROUPS_PER_STEP = 8
 GROUP_SIZE = 8
 TASKS = 16
 NUMBERS = {
