@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 from data_path_agents import DOMAIN
 from msgspec import Struct
+from pinning import cpu_s
 from stand_in_trainer import StandInTrainer
 
 from forgemq_bus.blobs import BlobStore
@@ -103,12 +104,12 @@ class RunningSystem(Struct, frozen=True, kw_only=True):
     def cpu_s(self) -> dict[str, float]:
         """CPU time each process has used so far, with its children's, by name."""
         seconds = {
-            status.name: _cpu_s(psutil.Process(status.pid))
+            status.name: cpu_s(status.pid)
             for status in self.supervisor.statuses()
             if status.pid is not None
         }
         if self.broker is not None:
-            seconds["broker"] = _cpu_s(self.broker)
+            seconds["broker"] = cpu_s(self.broker.pid)
         own = psutil.Process().cpu_times()
         seconds["trainer"] = own.user + own.system
         return seconds
@@ -282,13 +283,6 @@ def _python_path() -> str:
 
 def _java() -> psutil.Process:
     return next(p for p in psutil.Process().children(recursive=True) if "java" in p.name())
-
-
-def _cpu_s(process: psutil.Process) -> float:
-    """CPU time of the process and its children, ended ones included."""
-    times = process.cpu_times()
-    own = times.user + times.system + times.children_user + times.children_system
-    return float(own) + sum(_cpu_s(child) for child in process.children())
 
 
 def _note(line: str) -> None:

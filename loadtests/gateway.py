@@ -73,7 +73,6 @@ CASES = {
     "context_200k": Load(agents=8, turns=48, prompt_messages=47, message_words=2_075),
 }
 _START_TIMEOUT_S = 120.0
-_PROXIED_CLIENTS = (32, 256)
 
 
 class Seen(Struct, frozen=True, kw_only=True):
