@@ -1,6 +1,7 @@
 """Which variables of the launcher's environment each service gets."""
 
 import importlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -32,7 +33,7 @@ def configuration(*queues: Queue) -> RunConfiguration:
     )
 
 
-def specs(folder: Path, *queues: Queue) -> dict[str, ServiceSpec]:
+def made(folder: Path, *queues: Queue, gateways: int = 1) -> Sequence[ServiceSpec]:
     addresses = Addresses(
         kafka="127.0.0.1:9",
         engine_urls=("http://127.0.0.1:1",),
@@ -43,10 +44,17 @@ def specs(folder: Path, *queues: Queue) -> dict[str, ServiceSpec]:
         console_fd=8,
         admin_key="admin-key",
     )
-    made = service_specs(
-        configuration(*queues), folder=RunFolder(folder), addresses=addresses, environ=GIVEN
+    return service_specs(
+        configuration(*queues),
+        folder=RunFolder(folder),
+        addresses=addresses,
+        environ=GIVEN,
+        gateways=gateways,
     )
-    return {spec.module.removeprefix("forgemq_"): spec for spec in made}
+
+
+def specs(folder: Path, *queues: Queue) -> dict[str, ServiceSpec]:
+    return {spec.module.removeprefix("forgemq_"): spec for spec in made(folder, *queues)}
 
 
 def environs(folder: Path) -> dict[str, dict[str, str]]:
@@ -61,6 +69,17 @@ def test_a_service_sees_its_own_settings_and_no_others(tmp_path: Path) -> None:
         assert options == {f"FORGEMQ_{service.upper()}_OPTION"}
         assert (environ["PATH"], environ["FORGEMQ_RUN"]) == ("/bin", "desk-1")
         assert environ["FORGEMQ_TELEMETRY_FOLDER"] == "/telemetry"
+
+
+def test_several_gateways_share_a_socket_and_each_has_a_port_of_its_own(tmp_path: Path) -> None:
+    gateways = [
+        spec for spec in made(tmp_path, PLAYED, gateways=2) if spec.module == "forgemq_gateway"
+    ]
+    assert [spec.name for spec in gateways] == ["gateway-0", "gateway-1"]
+    assert [spec.inherited_fds for spec in gateways] == [(7,), (7,)]
+    assert {spec.environ["FORGEMQ_GATEWAY_PEER_PORT"] for spec in gateways} == {"0"}
+    alone = specs(tmp_path, PLAYED)["gateway"]
+    assert (alone.name, "FORGEMQ_GATEWAY_PEER_PORT" in alone.environ) == ("gateway", False)
 
 
 def test_the_admin_key_is_with_the_gateway_and_the_agents_alone(tmp_path: Path) -> None:

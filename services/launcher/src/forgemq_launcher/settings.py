@@ -54,6 +54,9 @@ class LauncherSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         ),
     ] = False
     host: Annotated[str, Meta(description="Gateway and console listen here.")] = "127.0.0.1"
+    gateways: Annotated[
+        int, Meta(ge=1, description="Gateway processes, which share the one port.")
+    ] = 1
     gateway_port: Annotated[int, Meta(ge=0, le=65535, description="0: any free port.")] = 0
     console_port: Annotated[
         int, Meta(ge=0, le=65535, description="0: 8080 if it is free, else any free port.")

@@ -128,7 +128,11 @@ class RunProcesses:
             admin_key=setup.environ.get("FORGEMQ_GATEWAY_ADMIN_KEY") or setup.folder.admin_key(),
         )
         self._specs = service_specs(
-            setup.configuration, folder=setup.folder, addresses=addresses, environ=setup.environ
+            setup.configuration,
+            folder=setup.folder,
+            addresses=addresses,
+            environ=setup.environ,
+            gateways=settings.gateways,
         )
         self._note(
             f"starting {len(self._specs)} services; gateway: {addresses.gateway_url}, "

@@ -1,6 +1,6 @@
 """Which service processes a run consists of, and the environment of each."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from msgspec import Struct
 
@@ -67,6 +67,7 @@ def service_specs(
     folder: RunFolder,
     addresses: Addresses,
     environ: Mapping[str, str],
+    gateways: int = 1,
 ) -> tuple[ServiceSpec, ...]:
     """Every service process of the run, in the order of start."""
     shared = _shared_environ(environ, run=configuration.run, kafka=addresses.kafka)
@@ -76,12 +77,12 @@ def service_specs(
         own: Mapping[str, str],
         *,
         stop_stage: int,
-        lane: int = -1,
+        number: int = -1,
         ranks: int = 1,
         fds: tuple[int, ...] = (),
     ) -> ServiceSpec:
         module, *arguments = _command(service, ranks=ranks)
-        name = service if lane < 0 else f"{service}-{lane}"
+        name = service if number < 0 else f"{service}-{number}"
         return ServiceSpec(
             name=name,
             module=module,
@@ -99,19 +100,17 @@ def service_specs(
         )
 
     own = _own_environs(configuration, folder=folder, addresses=addresses)
-    inference: Sequence[ServiceSpec] = [
-        spec(
-            "inference",
-            {"FORGEMQ_INFERENCE_LANE": str(lane), "FORGEMQ_INFERENCE_ENGINE_URL": url},
-            stop_stage=2,
-            lane=lane,
-        )
-        for lane, url in enumerate(addresses.engine_urls)
-    ]
+    entry, lanes = _gateway_environ(own["gateway"], count=gateways), addresses.engine_urls
     agents = [spec("agents", own["agents"], stop_stage=0)] if played_queues(configuration) else []
     return (
-        spec("gateway", own["gateway"], stop_stage=1, fds=(addresses.gateway_fd,)),
-        *inference,
+        *(
+            spec("gateway", entry, stop_stage=1, number=number, fds=(addresses.gateway_fd,))
+            for number in (range(gateways) if gateways > 1 else (-1,))
+        ),
+        *(
+            spec("inference", _lane_environ(lane, url), stop_stage=2, number=lane)
+            for lane, url in enumerate(lanes)
+        ),
         spec("scheduler", {}, stop_stage=2),
         spec("reward", {}, stop_stage=2),
         spec("merger", {}, stop_stage=2),
@@ -120,6 +119,15 @@ def service_specs(
         spec("console", own["console"], stop_stage=2, fds=(addresses.console_fd,)),
         *agents,
     )
+
+
+def _gateway_environ(own: Mapping[str, str], *, count: int) -> Mapping[str, str]:
+    """Several gateways share the one port, and find each other at ports of their own."""
+    return {**own, "FORGEMQ_GATEWAY_PEER_PORT": "0"} if count > 1 else own
+
+
+def _lane_environ(lane: int, url: str) -> Mapping[str, str]:
+    return {"FORGEMQ_INFERENCE_LANE": str(lane), "FORGEMQ_INFERENCE_ENGINE_URL": url}
 
 
 def _own_environs(
