@@ -1,4 +1,4 @@
-"""Two gateway processes on one run of the real broker, and one that is killed and started again."""
+"""Gateway processes of one run on the real broker: several, killed, and started again."""
 
 import asyncio
 import signal
@@ -7,31 +7,36 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import openai
 import pytest
 
 from forgemq_contracts import topics
 from forgemq_launcher.upkeep.machine import listening_socket
 from tests.integration.test_gateway import HELLO, GatewayProcess, on_broker
-from tests.unit.gateway.scripted_lane import Asked
-from tests.unit.gateway.world import configuration_of
+from tests.unit.gateway.scripted_lane import GROUP_PARTITIONS, Asked
+from tests.unit.gateway.test_replicas import key_in
+from tests.unit.gateway.world import World, configuration_of
 from tests.unit.rendering.folders import write_model_folder
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(180)]
 
-REPLACED = 2
-"""Exit status of a service that refuses to go on: no supervisor starts it again."""
 RESTART_S_MAX = 20.0
 """Seconds from the kill to `serving` on a busy machine; the process itself starts in some 3 s. A
 broker lets a dead transaction last 60 s: a restart that waited for its end would be seen."""
 
 
-async def test_the_newer_gateway_owns_the_run_and_the_older_one_tells_its_clients(
+async def owners(world: World) -> dict[int, str]:
+    """Who owns each partition."""
+    records = await world.records(topics.OWNED_RUNS)
+    return {number: each.url for each in records[-1].owners for number in each.partitions}
+
+
+async def test_gateways_come_and_are_killed_and_no_agent_loses_a_turn(
     kafka_bootstrap: str, new_run_id: Callable[[], str], tmp_path: Path
 ) -> None:
+    """Turns wait at the first gateway while a second one comes, and at both while that one dies."""
     release = asyncio.Event()
 
-    async def answer(asked: Asked) -> str:
+    async def answer(_: Asked) -> str:
         await release.wait()
         return "yes"
 
@@ -39,25 +44,36 @@ async def test_the_newer_gateway_owns_the_run_and_the_older_one_tells_its_client
     first, second = (listening_socket("127.0.0.1", wanted=0) for _ in range(2))
     where: dict[str, Any] = {"bootstrap": kafka_bootstrap, "blobs": str(tmp_path / "blobs")}
     async with on_broker(configuration, answer, listener=first, **where) as (world, lane, older):
-        claim = await world.episode()
-        asking = asyncio.ensure_future(
-            world.client(claim).chat.completions.create(model="m", messages=HELLO)
-        )
-        await lane.has_seen(1)
+        urls = [f"http://127.0.0.1:{each.getsockname()[1]}" for each in (first, second)]
+        keys = [key_in([number], run=configuration.run) for number in range(GROUP_PARTITIONS)]
+        claims = [await world.claim(await world.open_group(key)) for key in keys]
+        clients = [world.client(claim, retries=2) for claim in claims]
+        asking = [
+            asyncio.create_task(client.chat.completions.create(model="m", messages=HELLO))
+            for client in clients
+        ]
+        await lane.has_seen(len(claims))
         newer = GatewayProcess(older.environ, listener=second)
-        world.base_url = f"http://127.0.0.1:{second.getsockname()[1]}"
+        world.base_url = urls[1]
         await newer.start(world)
-        with pytest.raises(openai.InternalServerError, match=f"at {world.base_url} has taken over"):
-            await asking
-        assert await older.ended() == REPLACED
+        shared = set((await owners(world)).values())
+        assert await newer.end(signal.SIGKILL) == -signal.SIGKILL
+        second.close()
         release.set()
-        client = world.client({**claim, "base_url": f"{world.base_url}/v1"})
-        told = await client.chat.completions.create(model="m", messages=HELLO)
+        told = [await each for each in asking]
+        again = [
+            await client.chat.completions.create(
+                model="m", messages=[*HELLO, answer.choices[0].message, *HELLO]
+            )
+            for client, answer in zip(clients, told, strict=True)
+        ]
+        finals = set((await owners(world)).values())
         cancelled = await world.records(topics.CANCELLED_COMPLETIONS)
-        assert await newer.end(signal.SIGTERM) == 0
     first.close()
-    second.close()
-    assert told.id == f"chatcmpl-{lane.seen[0].record.request_id}"
+    assert (shared, finals) == (set(urls), {urls[0]})
+    asked = {f"chatcmpl-{each.record.request_id}" for each in lane.seen}
+    assert {answer.id for answer in (*told, *again)} == asked
+    assert len(asked) == 2 * GROUP_PARTITIONS
     assert cancelled == []
 
 

@@ -32,6 +32,6 @@ def test_a_storm_of_claims_leaves_no_group_without_its_one_end(first_seed):
     assert sum(outcome.closed for outcome in outcomes) > 0
     assert sum(outcome.unclaimed for outcome in outcomes) > 0
     assert sum(outcome.truncated for outcome in outcomes) > SEEDS_A_TEST
-    assert sum(outcome.replaced for outcome in outcomes) > 0
+    assert sum(outcome.left for outcome in outcomes) > 0
     assert sum(outcome.deaths for outcome in outcomes) > SEEDS_A_TEST
     assert sum(outcome.trimmed for outcome in outcomes) > 0

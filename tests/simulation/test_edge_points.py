@@ -27,7 +27,7 @@ def test_a_fault_at_any_single_point_of_an_edge_loses_and_doubles_nothing(case):
     if case in ("gateway_killed", "grader_killed", "grader_unanswered"):
         assert [outcome.deaths for outcome in outcomes] == [1] * len(points)
     if case.startswith("takeover"):
-        assert sum(outcome.replaced for outcome in outcomes) > 0
+        assert sum(outcome.left for outcome in outcomes) > 0
     if case == "graders_stand_still":
         assert sum(outcome.fenced for outcome in outcomes) > 0
 

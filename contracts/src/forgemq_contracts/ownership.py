@@ -1,4 +1,4 @@
-"""Which gateway owns a run, and what a gateway that takes over must know of groups long over."""
+"""Which gateway owns which groups of a run, and what a new owner must know of groups long over."""
 
 from typing import Annotated, TypeAlias
 
@@ -7,20 +7,33 @@ from msgspec import Meta, Struct
 from forgemq_contracts.fields import Offset, TimeMs
 
 OwnerEpoch: TypeAlias = Annotated[
-    int, Meta(ge=1, description="Counts the gateways of a run; the highest one owns it.")
+    int, Meta(ge=1, description="Counts the changes of a run's owners; the highest one is true.")
+]
+
+GatewayId: TypeAlias = Annotated[
+    str, Meta(description="Names one process: another one at the same address has another id.")
 ]
 
 
-class OwnedRun(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A gateway owns the run; it writes this when it takes over and beside its commits.
+class PartitionOwner(Struct, frozen=True, kw_only=True):
+    """A gateway, and the group partitions it owns."""
 
-    A gateway that reads a higher owner than itself ends.
+    gateway: GatewayId
+    url: Annotated[str, Meta(description="Where other gateways reach it.")]
+    partitions: tuple[Annotated[int, Meta(ge=0)], ...]
+
+
+class OwnedRun(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Who owns each group partition of a run; each record names all owners.
+
+    A gateway that takes partitions over writes it, and the owner of partition 0 when it has more
+    keys to remember. The groups of a partition belong to the gateway that the newest record names.
     """
 
     run: str
     owner: OwnerEpoch
     owned_ms: TimeMs
-    url: Annotated[str, Meta(description="Where the owner answers, for people.")] = ""
+    url: Annotated[str, Meta(description="Where the writer of this record answers.")] = ""
     asked_keys: Annotated[
         bytes,
         Meta(description="Idempotency keys of all requested groups (`asked_keys.AskedKeys`)."),
@@ -32,3 +45,25 @@ class OwnedRun(Struct, frozen=True, kw_only=True, omit_defaults=True):
             "this offset are among `asked_keys`."
         ),
     ] = ()
+    owners: Annotated[
+        tuple[PartitionOwner, ...],
+        Meta(description="No partition is named twice; one that is not named has no owner."),
+    ] = ()
+
+
+class ReportedGateway(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A gateway is there; it writes this every second."""
+
+    run: str
+    gateway: GatewayId
+    url: Annotated[str, Meta(description="Where other gateways reach it.")]
+    started_ms: Annotated[
+        TimeMs, Meta(description="Of gateways at one address, the one that started last counts.")
+    ]
+    reported_ms: TimeMs
+    owner: Annotated[
+        int, Meta(ge=0, description="Newest change of owners that it has read; 0: none.")
+    ] = 0
+    is_leaving: Annotated[
+        bool, Meta(description="It is about to end: others take its partitions over.")
+    ] = False

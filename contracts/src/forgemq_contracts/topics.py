@@ -10,7 +10,7 @@ from forgemq_contracts import completions, groups
 from forgemq_contracts.audit import AuditedGroup
 from forgemq_contracts.episodes import FinishedEpisode, GradedEpisode, OpenedEpisode
 from forgemq_contracts.journal import JournalledBatch
-from forgemq_contracts.ownership import OwnedRun
+from forgemq_contracts.ownership import OwnedRun, ReportedGateway
 from forgemq_contracts.run import EndedRun, RunConfiguration, StartedRun
 from forgemq_contracts.steps import ScheduledStep, TrainedStep
 from forgemq_contracts.topic import PartitionedBy
@@ -87,6 +87,17 @@ OWNED_RUNS = Topic(
     consumers=("gateway",),
     needed_by=(needed_group("gateway"),),
     newest_kept=100,
+)
+REPORTED_GATEWAYS = Topic(
+    name="reported-gateways-v1",
+    record=ReportedGateway,
+    key="gateway",
+    partitioned_by="run",
+    is_transactional=False,
+    producer="gateway",
+    consumers=("gateway",),
+    needed_by=(needed_group("gateway"),),
+    newest_kept=1000,
 )
 OPENED_EPISODES = Topic(
     name="opened-episodes-v1",
@@ -294,6 +305,7 @@ OF_RUN: tuple[Topic, ...] = (
     ADMITTED_GROUPS,
     CLOSED_GROUPS,
     OWNED_RUNS,
+    REPORTED_GATEWAYS,
     OPENED_EPISODES,
     REQUESTED_COMPLETIONS,
     CANCELLED_COMPLETIONS,

@@ -13,10 +13,12 @@ from typing import Literal, TypeVar, get_args
 from msgspec import UNSET, Raw, UnsetType
 
 from forgemq_bus.errors import LogUnavailableError
+from forgemq_contracts import partitions
 from forgemq_contracts.admin import AbortRequest, Claim, FinishRequest, GroupRequest, GroupStatus
 from forgemq_contracts.fields import TruncationCause
 from forgemq_gateway.core.errors import RefusedError
 from tests.simulation.storm.gateway import DownError, StormGateway
+from tests.simulation.storm.schedule import RUN
 
 Answer = TypeVar("Answer")
 Behaviour = Literal["finishes", "truncates", "aborts", "crashes_full", "vanishes", "hangs"]
@@ -25,6 +27,7 @@ BEHAVIOURS: Sequence[Behaviour] = (*("finishes",) * 7, *get_args(Behaviour)[1:])
 GROUPS_AT_ONCE = 5
 """Two more than there are slots, so that requests wait."""
 
+_BUSY = 429
 _SERVER_ERROR = 500
 
 
@@ -63,7 +66,7 @@ class Agents:
 
     Args:
         gateway: One that an agent reaches now, if any.
-        is_newest: Whether the log names this gateway as the run's owner.
+        is_owner: Whether the log names this gateway as the owner of a group.
         check_end: Called with each acknowledged end.
     """
 
@@ -71,15 +74,14 @@ class Agents:
         self,
         *,
         gateway: Callable[[], StormGateway | None],
-        is_newest: Callable[[StormGateway], bool],
+        is_owner: Callable[[StormGateway, str], bool],
         check_end: Callable[[Ended], None],
         rng: random.Random,
     ) -> None:
         self._gateway = gateway
-        self._is_newest = is_newest
+        self._is_owner = is_owner
         self._check_end = check_end
         self._rng = rng
-        self._answered_by: StormGateway | None = None
         self.heard = Heard()
 
     async def run(self) -> None:
@@ -100,8 +102,9 @@ class Agents:
 
     async def _request(self, key: str) -> GroupStatus | None:
         request = GroupRequest(domain="d", idempotency_key=key, task=Raw(b"{}"))
+        group = partitions.group_id(run=RUN, domain="d", idempotency_key=key)
         try:
-            return await self._ask(lambda gateway: gateway.operations.request_group(request))
+            return await self._ask(lambda gateway: gateway.operations.request_group(request), group)
         except RefusedError as error:
             if error.status != 410:
                 raise
@@ -110,10 +113,16 @@ class Agents:
     async def _ask(
         self,
         ask: Callable[[StormGateway], Awaitable[Answer]],
+        group: str | None,
         *,
         index: tuple[str, int] | None = None,
     ) -> Answer:
-        """Ask until a gateway answers; `index` is what an unanswered call may have changed.
+        """Ask until a gateway answers.
+
+        Args:
+            ask: What the agent wants of the owner of the group.
+            group: The group it is about; None: any gateway knows.
+            index: What an unanswered call may have changed.
 
         Raises:
             RefusedError: 4xx, or 504.
@@ -122,14 +131,12 @@ class Agents:
             gateway = self._gateway()
             try:
                 if gateway is not None:
-                    answer = await gateway.call(ask)
-                    self._answered_by = gateway
-                    return answer
+                    return await gateway.call(ask, group_id=group)
             except (DownError, LogUnavailableError):
                 if index is not None:
                     self.heard.unanswered.add(index)
             except RefusedError as error:
-                if error.status < _SERVER_ERROR or error.status == 504:
+                if error.status != _BUSY and (error.status < _SERVER_ERROR or error.status == 504):
                     raise
             await asyncio.sleep(self._rng.uniform(0.1, 1.0))
 
@@ -159,7 +166,8 @@ class Agents:
                 status = await self._ask(
                     lambda gateway: gateway.operations.changed_group(
                         group_id, wait_s=5, known=known
-                    )
+                    ),
+                    group_id,
                 )
             except RefusedError as error:
                 if error.status != 404:
@@ -167,7 +175,7 @@ class Agents:
                 return "retired"  # Before this gateway's restart: it knows open groups alone.
             if status.state in later:
                 return status.state
-            if status.state == "requested" and await self._ask(_has_ended):
+            if status.state == "requested" and await self._ask(_has_ended, None):
                 return "retired"  # What waits for a slot then is never admitted.
 
     async def _play_episodes(self, group_id: str, *, late_s: float) -> None:
@@ -175,7 +183,7 @@ class Agents:
         await asyncio.sleep(late_s + self._rng.uniform(0.0, 2.0))
         while True:
             try:
-                claim = await self._ask(lambda gateway: self._claim(gateway, group_id))
+                claim = await self._ask(lambda gateway: self._claim(gateway, group_id), group_id)
                 if claim is not None and await self._play(claim) == "vanishes":
                     return
             except RefusedError as error:
@@ -200,7 +208,7 @@ class Agents:
             await asyncio.sleep(self._rng.choice((0.0, 0.3, 2.0)))
             parent_id = await self._complete(claim, f"{turn}", parent_id=parent_id)
         while behaviour == "hangs":
-            await self._ask(lambda gateway: _renewed(gateway, claim))
+            await self._ask(lambda gateway: _renewed(gateway, claim), claim.group_id)
             await asyncio.sleep(1.0)
         if behaviour != "vanishes":
             await self._end(claim, behaviour)
@@ -209,10 +217,10 @@ class Agents:
     async def _complete(self, claim: Claim, body: str, *, parent_id: str | None) -> str:
         async def complete(gateway: StormGateway) -> tuple[str, bool]:
             completion = await gateway.complete(claim, body, parent_id=parent_id)
-            return completion, self._is_newest(gateway)
+            return completion, self._is_owner(gateway, claim.group_id)
 
-        completion, is_newest = await self._ask(complete)
-        if is_newest:
+        completion, is_owner = await self._ask(complete, claim.group_id)
+        if is_owner:
             self.heard.delivered[claim.episode_id].append(completion)
         return completion
 
@@ -222,19 +230,17 @@ class Agents:
         if behaviour in ("truncates", "crashes_full"):
             cause = "too_many_turns" if behaviour == "truncates" else "context_full"
         said: TruncationCause | UnsetType = UNSET if cause is None else cause
-        if behaviour in ("aborts", "crashes_full"):
-            abort = AbortRequest(detail="gave up", truncated_by=said)
-            await self._ask(
-                lambda gateway: gateway.operations.abort(claim.episode_id, abort), index=index
-            )
-        else:
-            finish = FinishRequest(truncated_by=said)
-            await self._ask(
-                lambda gateway: gateway.operations.finish(claim.episode_id, finish), index=index
-            )
-        # No other call comes between the answer and this line.
-        gateway = self._answered_by
-        assert gateway is not None
+
+        async def end(gateway: StormGateway) -> StormGateway:
+            if behaviour in ("aborts", "crashes_full"):
+                abort = AbortRequest(detail="gave up", truncated_by=said)
+                await gateway.operations.abort(claim.episode_id, abort)
+            else:
+                finish = FinishRequest(truncated_by=said)
+                await gateway.operations.finish(claim.episode_id, finish)
+            return gateway
+
+        gateway = await self._ask(end, claim.group_id, index=index)
         ended = Ended(
             claim=claim,
             status="aborted" if behaviour == "aborts" else "completed",

@@ -1,7 +1,7 @@
 """Groups that agents play, in the storm: gateways, the scheduler and the reward core together.
 
-Gateways die, stand still and take the run over from one another; agents vanish, hang and come late;
-groups close and expire. `claims_oracle.py` decides what went wrong.
+Gateways come, go, die, stand still and take over from one another; agents vanish, hang and come
+late; groups close and expire. `claims_oracle.py` decides what went wrong.
 """
 
 import asyncio
@@ -16,7 +16,6 @@ from forgemq_bus.log import Place
 from forgemq_bus.memory import MemoryLog
 from forgemq_bus.names import broker_place, in_run
 from forgemq_contracts import topics
-from forgemq_gateway.ownership import ReplacedError
 from forgemq_gateway.settings import GatewaySettings
 from forgemq_reward import app as reward_app
 from forgemq_scheduler import app as scheduler_app
@@ -26,7 +25,7 @@ from forgemq_shell.transform import Transform
 from forgemq_shell.transform_settings import TransformSettings
 from tests.simulation.storm.agents import Agents
 from tests.simulation.storm.claimed_world import ClaimedWorld
-from tests.simulation.storm.claims_oracle import LATE_S, PAUSE_S, ClaimsOracle
+from tests.simulation.storm.claims_oracle import ClaimsOracle
 from tests.simulation.storm.claims_weather import ClaimsWeather, drawn_weather
 from tests.simulation.storm.cluster import StormStore
 from tests.simulation.storm.faults import Fault, Faults, Point
@@ -39,7 +38,7 @@ from tests.simulation.storm.schedule import RUN, STUCK_S, causes_of
 
 _POLL_S = 0.5
 _READERS = ("gateway-needed", "scheduler-needed", "scheduler-positions", "reward-positions")
-_DEATHS = (KilledError, LogUnavailableError, FencedError, ReplacedError)
+_DEATHS = (KilledError, LogUnavailableError, FencedError)
 _ADMIN_KEY = "an-admin-key-of-some-length"
 
 
@@ -56,7 +55,7 @@ class Played:
     truncated: int = 0
     deaths: int = 0
     owners: int = 0
-    replaced: int = 0
+    left: int = 0
     trimmed: int = 0
     expired: int = 0
 
@@ -105,7 +104,7 @@ class ClaimsSchedule:
         self._oracle = ClaimsOracle(self._store, self._configuration, faults_s=self._faults_s)
         self._agents = Agents(
             gateway=self._reachable,
-            is_newest=lambda gateway: gateway.owner == self._oracle.owners()[-1],
+            is_owner=lambda gateway, group: self._oracle.owner_of(group) == gateway.url,
             check_end=self._oracle.check_end,
             rng=rng,
         )
@@ -145,7 +144,7 @@ class ClaimsSchedule:
             for task in (playing, *beside):
                 task.cancel()
             await self._wait_until_handled()
-            await self._wait_until_replaced()
+            await self._wait_until_shared()
             self._is_over.set()
             for process in self._processes:
                 process.stop.set()
@@ -163,37 +162,51 @@ class ClaimsSchedule:
             self._errors += causes_of(error)
 
     def _reachable(self) -> StormGateway | None:
-        """A gateway that lives, mostly the newest."""
+        """A gateway that lives; agents know none, and come to any."""
         alive = [gateway for gateway in self._gateways if gateway.is_alive]
-        return self._rng.choice([*alive, *alive[-1:] * 2]) if alive else None
+        return self._rng.choice(alive) if alive else None
+
+    def _at(self, url: str) -> StormGateway | None:
+        """The gateway that lives at an address."""
+        return next((each for each in self._gateways if each.url == url and each.is_alive), None)
 
     async def _keep_gateway(self, wait_s: float) -> None:
-        """Keep a gateway running from then on, as a launcher does: until another one replaces it.
-
-        A second one that starts replaces the first.
-        """
+        """Keep a gateway running from then on, as a launcher does; a further one may leave."""
+        is_further = wait_s > 0
         while True:
             await asyncio.sleep(wait_s)
             if self._is_over.is_set():
                 return
             wait_s = self._rng.uniform(0.05, 1.0)
             gateway = self._new_gateway()
+            leaving = asyncio.ensure_future(self._leave(gateway, is_further=is_further))
             try:
                 await gateway.run()
-            except Exception as error:  # noqa: BLE001 - the storm's faults, or a defect
-                if any(isinstance(cause, ReplacedError) for cause in causes_of(error)):
-                    self.outcome.replaced += 1
-                    self._note_death(error)
+                if not self._is_over.is_set():
+                    self.outcome.left += 1
                     return
+            except Exception as error:  # noqa: BLE001 - the storm's faults, or a defect
                 self._note_death(error)
             finally:
+                leaving.cancel()
                 self._processes.remove(gateway.process)
+
+    async def _leave(self, gateway: StormGateway, *, is_further: bool) -> None:
+        """Tell a gateway to stop after a while, as who scales in does."""
+        if is_further and self._rng.random() < 0.5:
+            await asyncio.sleep(self._rng.uniform(1.0, 30.0))
+            gateway.process.stop.set()
 
     def _new_gateway(self) -> StormGateway:
         settings = GatewaySettings(
             admin_key=_ADMIN_KEY, drain_s=1.0, mark_every_s=self._rng.choice((0.3, 2.0))
         )
-        gateway = StormGateway(self._new_process(self._gateway_faults), settings)
+        gateway = StormGateway(
+            self._new_process(self._gateway_faults),
+            settings,
+            url=f"http://gateway-{len(self._gateways)}",
+            peer_at=self._at,
+        )
         for other in self._gateways:
             if other.is_alive:
                 other.was_alone = gateway.was_alone = False
@@ -247,12 +260,20 @@ class ClaimsSchedule:
                 self._errors.append(ViolationError(f"stuck; not handled: {stuck}"))
             await asyncio.sleep(_POLL_S)
 
-    async def _wait_until_replaced(self) -> None:
-        """Wait until the newest gateway is the only one: a zombie may stand still for a pause."""
-        await asyncio.sleep(PAUSE_S + LATE_S)
-        owners = sorted(gateway.owner for gateway in self._gateways if gateway.is_alive)
-        if any(owner < owners[-1] for owner in owners if owner):
-            self._errors.append(ViolationError(f"gateways {owners} own the run together"))
+    async def _wait_until_shared(self) -> None:
+        """Wait until each partition is served by one gateway, and all have their share."""
+        count = self._configuration.log.group_partitions
+        deadline_s = asyncio.get_running_loop().time() + STUCK_S
+        while not self._errors:
+            alive = [gateway for gateway in self._gateways if gateway.is_alive]
+            shares = [gateway.serving for gateway in alive]
+            served = sorted(number for share in shares for number in share)
+            sizes = {len(share) for share in shares}
+            if served == list(range(count)) and max(sizes) - min(sizes) <= 1:
+                return
+            if asyncio.get_running_loop().time() > deadline_s:
+                self._errors.append(ViolationError(f"partitions are served as {shares}"))
+            await asyncio.sleep(_POLL_S)
 
     def _unhandled(self, plan: TaskPlan) -> dict[Place, tuple[int, int]]:
         return Oracle(self._log, run=RUN, plan=plan).unhandled()

@@ -8,30 +8,24 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-import uvicorn
-
 from forgemq_contracts.admin import Claim
 from forgemq_gateway.access import Access
-from forgemq_gateway.change_signal import ChangeSignal
+from forgemq_gateway.app import new_context
 from forgemq_gateway.clock import Clock
-from forgemq_gateway.context import GatewayContext
 from forgemq_gateway.core.attempts import Attempts
 from forgemq_gateway.core.episodes import HeldEpisode
+from forgemq_gateway.core.errors import MovedError
 from forgemq_gateway.core.history import KnownCompletion
 from forgemq_gateway.core.keys import AdminKeys
 from forgemq_gateway.core.lanes import Lanes
-from forgemq_gateway.core.registry import Registry
 from forgemq_gateway.core.turns import OpenTurn
 from forgemq_gateway.deliveries import Deliveries
 from forgemq_gateway.dispatcher import Dispatcher, Result
-from forgemq_gateway.feed import Feed
-from forgemq_gateway.handover import Handover
 from forgemq_gateway.operations import Operations
-from forgemq_gateway.outbox import Outbox
-from forgemq_gateway.ownership import StandingClaim
+from forgemq_gateway.replica import Replica
 from forgemq_gateway.settings import GatewaySettings
 from forgemq_gateway.ticks import keep_ticking
-from forgemq_shell.dead_letters import DeadLetters
+from forgemq_gateway.whereabouts import Whereabouts
 from tests.simulation.attempts_records import parse, prepared_turn
 from tests.simulation.storm.process import KilledError, Process
 
@@ -57,16 +51,28 @@ class LoopClock(Clock):
 
 
 class StormGateway:
-    """A gateway process: it restores, serves agents, and ends if it is killed or replaced.
+    """A gateway process: one of the run's, until it is killed or stopped.
+
+    Args:
+        url: Its address.
+        peer_at: The gateway that answers at an address, if one does.
 
     Attributes:
         was_alone: Whether no other gateway has been alive since this one started.
     """
 
-    def __init__(self, process: Process, settings: GatewaySettings) -> None:
+    def __init__(
+        self,
+        process: Process,
+        settings: GatewaySettings,
+        *,
+        url: str,
+        peer_at: Callable[[str], "StormGateway | None"],
+    ) -> None:
         self.process = process
+        self.url = url
         self.was_alone = True
-        self.owner = 0
+        self._peer_at = peer_at
         self._settings = settings
         self._is_serving = False
         self._ended = asyncio.Event()
@@ -76,11 +82,16 @@ class StormGateway:
         """Whether it may still write."""
         return not self.process.is_killed and not self._ended.is_set()
 
+    @property
+    def serving(self) -> frozenset[int]:
+        """The group partitions that it serves."""
+        return frozenset(self.gateways.serving) if self._is_serving else frozenset()
+
     async def run(self) -> None:
         """Serve until the process is to stop.
 
         Raises:
-            ExceptionGroup: with `ReplacedError` if another gateway took over, else what ended it.
+            ExceptionGroup: with what ended it.
         """
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -90,56 +101,58 @@ class StormGateway:
             self._ended.set()
 
     async def _serve(self, tasks: asyncio.TaskGroup) -> None:
-        log = self.process.log
-        self._context = context = await self._new_context(tasks)
-        self.registry = context.registry
+        process = self.process
+        self._context = context = await new_context(
+            process.log,  # type: ignore[arg-type]
+            configuration=process.configuration,
+            settings=self._settings,
+            telemetry=process.telemetry,
+            tasks=tasks,
+            peer_url=self.url,
+            clock=LoopClock(),
+        )
+        self.registry, self.gateways = context.registry, context.gateways
+        self.whereabouts = Whereabouts(context=context)
         keys = AdminKeys((self._settings.admin_key,), run=context.configuration.run)
-        self._access = Access(keys=keys, registry=context.registry)
+        self._access = Access(keys=keys, registry=context.registry, gateways=self.gateways)
         attempts = Attempts(Lanes(), lane_hold_s=self._settings.lane_hold_s)
         self._dispatcher = dispatcher = Dispatcher(attempts, context=context)
         self.operations = operations = Operations(
             access=self._access, keys=keys, dispatcher=dispatcher, context=context
         )
         self._deliveries = Deliveries(context.outbox, clock=context.clock)
-        feed = Feed(log, dispatcher=dispatcher, parse=parse, context=context, ready=asyncio.Event())
-        await feed.restore(url="")
-        assert feed._claimed is not None
-        self.owner = feed._claimed.record.owner
-        server = uvicorn.Server(uvicorn.Config(app="", log_config=None))
-        handover = Handover(server, dispatcher=dispatcher, operations=operations)
-        ticking = keep_ticking(context, dispatcher=dispatcher, operations=operations)
-        owners = [tasks.create_task(each) for each in (feed.keep_marks(), ticking)]
-        following = tasks.create_task(handover.follow(feed, owners=owners))
-        stopping = tasks.create_task(self.process.stop.wait())
-        self._is_serving = True
-        await asyncio.wait((following, stopping), return_when=asyncio.FIRST_COMPLETED)
-        self._is_serving = False
-        for task in (following, stopping, *owners):
-            task.cancel()
-        handover.check()
-
-    async def _new_context(self, tasks: asyncio.TaskGroup) -> GatewayContext:
-        log, configuration = self.process.log, self.process.configuration
-        writer = await log.writer()
-        dead_letters = DeadLetters(log, writer, service="gateway")
-        return GatewayContext(
-            configuration=configuration,
-            settings=self._settings,
-            registry=Registry(),
-            outbox=Outbox(
-                writer,
-                configuration=configuration,
-                dead_letters=dead_letters,
-                claim=StandingClaim(log),
-            ),
-            clock=LoopClock(),
-            changed=ChangeSignal(),
-            tasks=tasks,
-            telemetry=self.process.telemetry,
+        ready = asyncio.Event()
+        replica = Replica(
+            process.log,  # type: ignore[arg-type]
+            dispatcher=dispatcher,
+            parse=parse,
+            is_gone=self._is_gone,
+            context=context,
+            ready=ready,
         )
+        working = [tasks.create_task(each) for each in await replica.start()]
+        ticking = keep_ticking(
+            context, dispatcher=dispatcher, operations=operations, is_ready=ready.is_set
+        )
+        working.append(tasks.create_task(ticking))
+        self._is_serving = True
+        await process.stop.wait()
+        await replica.leave()
+        self._is_serving = False
+        for task in working:
+            task.cancel()
 
-    async def call(self, ask: Callable[["StormGateway"], Awaitable[Answer]]) -> Answer:
-        """What this gateway answers to an agent.
+    async def _is_gone(self, url: str) -> bool:
+        return self._peer_at(url) is None
+
+    async def call(
+        self,
+        ask: Callable[["StormGateway"], Awaitable[Answer]],
+        *,
+        group_id: str | None,
+        number: int = 0,
+    ) -> Answer:
+        """What the run answers to an agent that asks this gateway, as `Passing` does it.
 
         Raises:
             DownError: it is gone before the agent has the answer.
@@ -147,7 +160,30 @@ class StormGateway:
         """
         if not self._is_serving:
             raise DownError
-        asking = asyncio.ensure_future(ask(self))
+        while group_id is not None:
+            owner = await self._alive(self.whereabouts.owner(group_id, least=number))
+            if owner is None:
+                break
+            peer = self._peer_at(owner.url)
+            if peer is None:
+                self.whereabouts.note_gone(owner)
+                continue
+            passed = peer.call(ask, group_id=group_id, number=self.gateways.owner)
+            return await self._alive(passed)
+        try:
+            return await self._alive(ask(self))
+        except MovedError:
+            if number:
+                raise
+            return await self.call(ask, group_id=group_id)
+
+    async def _alive(self, asked: Awaitable[Answer]) -> Answer:
+        """The answer, unless this gateway ends before.
+
+        Raises:
+            DownError: it does.
+        """
+        asking = asyncio.ensure_future(asked)
         ending = asyncio.ensure_future(self._ended.wait())
         try:
             await self.process.pass_gate()

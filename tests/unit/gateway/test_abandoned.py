@@ -16,6 +16,7 @@ from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
 from forgemq_contracts.admin import AbortRequest, FinishRequest, RewardRequest
 from forgemq_contracts.groups import ClosedGroup
+from forgemq_contracts.ownership import OwnedRun, PartitionOwner
 from forgemq_gateway.abandoned import Abandoned
 from forgemq_gateway.access import Access
 from forgemq_gateway.change_signal import ChangeSignal
@@ -24,18 +25,19 @@ from forgemq_gateway.context import GatewayContext
 from forgemq_gateway.core.attempts import Attempts
 from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.errors import RefusedError
+from forgemq_gateway.core.gateways import Gateways
 from forgemq_gateway.core.keys import AdminKeys
 from forgemq_gateway.core.lanes import Lanes
 from forgemq_gateway.core.registry import Registry
 from forgemq_gateway.dispatcher import Dispatcher
 from forgemq_gateway.operations import Operations
 from forgemq_gateway.outbox import Outbox
-from forgemq_gateway.ownership import StandingClaim
+from forgemq_gateway.ownership import ReadBack
 from forgemq_gateway.settings import GatewaySettings
 from forgemq_gateway.ticks import STALL_S, TICK_S, keep_ticking
 from forgemq_shell.dead_letters import DeadLetters
 from forgemq_telemetry.telemetry import Telemetry
-from tests.unit.gateway.scripted_lane import wall_ms
+from tests.unit.gateway.scripted_lane import GROUP_PARTITIONS, wall_ms
 from tests.unit.gateway.test_held_and_leased import admitted, opened
 from tests.unit.gateway.world import ADMIN_KEY, configuration_of, partitions_of
 
@@ -59,7 +61,7 @@ class Scene:
     def __init__(self, context: GatewayContext, clock: SetClock, log: Log) -> None:
         self.context, self.clock, self.log = context, clock, log
         keys = AdminKeys((ADMIN_KEY,), run="r")
-        access = Access(keys=keys, registry=context.registry)
+        access = Access(keys=keys, registry=context.registry, gateways=context.gateways)
         attempts = Attempts(Lanes(), lane_hold_s=1.0)
         self.dispatcher = Dispatcher(attempts, context=context)
         self.operations = Operations(
@@ -97,6 +99,16 @@ class SceneWriter:
         return offset
 
 
+def owner_of_all() -> Gateways:
+    """A gateway that serves every partition."""
+    gateways = Gateways("http://here#1", url="http://here", partitions=GROUP_PARTITIONS)
+    numbers = tuple(range(GROUP_PARTITIONS))
+    owner = PartitionOwner(gateway="http://here#1", url="http://here", partitions=numbers)
+    gateways.take_owners(OwnedRun(run="r", owner=1, owned_ms=1, owners=(owner,)))
+    gateways.serving |= set(numbers)
+    return gateways
+
+
 @asynccontextmanager
 async def scene_of(model: Path) -> AsyncIterator[Scene]:
     configuration = configuration_of(model)
@@ -104,17 +116,21 @@ async def scene_of(model: Path) -> AsyncIterator[Scene]:
     await log.create_topics(partitions_of(configuration))
     writer: Any = SceneWriter(await log.writer())
     dead_letters = DeadLetters(log, writer, service="gateway")
+    gateways, read_back = owner_of_all(), ReadBack(log, wait_s=0.05)
     clock = SetClock([100.0])
     async with asyncio.TaskGroup() as tasks:
         context = GatewayContext(
             configuration=configuration,
             settings=GatewaySettings(admin_key=ADMIN_KEY),
             registry=Registry(),
+            gateways=gateways,
+            read_back=read_back,
             outbox=Outbox(
                 writer,
                 configuration=configuration,
                 dead_letters=dead_letters,
-                claim=StandingClaim(log, wait_s=0.05),
+                gateways=gateways,
+                read_back=read_back,
             ),
             clock=clock,
             changed=ChangeSignal(),

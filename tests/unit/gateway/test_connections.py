@@ -107,7 +107,7 @@ async def test_many_late_requests_are_ended_a_few_at_a_time() -> None:
     http.headers_s = 0.3
     listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
     clients = connections_to(listener, count=10 * ENDED_AT_ONCE)
-    serving = asyncio.create_task(serve_http(server, listener))
+    serving = asyncio.create_task(serve_http(server, [listener]))
     counts = [0]
     while counts[-1] < len(clients):
         await asyncio.sleep(0)
@@ -253,7 +253,7 @@ async def test_many_connections_are_accepted_a_few_at_a_time() -> None:
     server = http_server(application, half_sent=HeldBytes())
     listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
     clients = connections_to(listener, count=10 * ACCEPTED_AT_ONCE)
-    serving = asyncio.create_task(serve_http(server, listener))
+    serving = asyncio.create_task(serve_http(server, [listener]))
     counts = [0]
     while counts[-1] < len(clients):
         await asyncio.sleep(0)

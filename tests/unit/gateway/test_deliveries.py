@@ -12,12 +12,13 @@ from forgemq_gateway.clock import Clock
 from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.deliveries import Deliveries
 from forgemq_gateway.outbox import Outbox
-from forgemq_gateway.ownership import StandingClaim
+from forgemq_gateway.ownership import ReadBack
 from forgemq_gateway.wire import ClientGoneError
 from forgemq_shell.dead_letters import DeadLetters
 from tests.unit.gateway.completions import completion_of
 from tests.unit.gateway.hindered_log import HinderedLog
 from tests.unit.gateway.scripted_lane import wall_ms
+from tests.unit.gateway.test_abandoned import owner_of_all
 from tests.unit.gateway.test_held_and_leased import opened
 from tests.unit.gateway.world import configuration_of, partitions_of
 
@@ -53,8 +54,13 @@ async def scene_of(model: Any) -> tuple[Scene, list[bytes]]:
     await log.create_topics(partitions_of(configuration))
     writer: Any = await log.writer()
     dead_letters = DeadLetters(log, writer, service="gateway")  # type: ignore[arg-type]
-    claim = StandingClaim(log)  # type: ignore[arg-type]
-    outbox = Outbox(writer, configuration=configuration, dead_letters=dead_letters, claim=claim)
+    outbox = Outbox(
+        writer,
+        configuration=configuration,
+        dead_letters=dead_letters,
+        gateways=owner_of_all(),
+        read_back=ReadBack(log),  # type: ignore[arg-type]
+    )
     return Scene(Deliveries(outbox, clock=Clock()), passes), written
 
 

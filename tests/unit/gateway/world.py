@@ -5,7 +5,7 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import msgspec
@@ -20,7 +20,6 @@ from forgemq_contracts.messages import Output
 from forgemq_contracts.partitions import group_partition
 from forgemq_contracts.run import Episodes, LogLayout, Model, Queue, RunConfiguration, Trainer
 from forgemq_gateway.app import serve
-from forgemq_gateway.ownership import ReplacedError
 from forgemq_gateway.settings import GatewaySettings
 from forgemq_rendering import Rendering
 from forgemq_shell.records import emit_of
@@ -74,12 +73,17 @@ def plain_http(*, timeout_s: float = 5.0) -> httpx.AsyncClient:
     return httpx.AsyncClient(timeout=timeout_s, verify=False)
 
 
-def unexpected() -> None:
-    raise AssertionError("another gateway took over")
+class ServedGateway(NamedTuple):
+    """One gateway of a world."""
+
+    url: str
+    log: Log
+    stop: asyncio.Event
+    task: asyncio.Task[None]
 
 
 class World:
-    """A run with a gateway; tests act as agents, scheduler and lanes."""
+    """A run with a gateway, or several; tests act as agents, scheduler and lanes."""
 
     def __init__(self, open_log: Callable[[], Log], configuration: RunConfiguration) -> None:
         self.open_log = open_log
@@ -91,20 +95,17 @@ class World:
         self.clients: list[AsyncOpenAI] = []
         self.tasks: asyncio.TaskGroup | None = None
         self.telemetry = Telemetry(service="gateway")
-        self._log = open_log()
-        self._stop = asyncio.Event()
-        self._gateway: asyncio.Task[None] | None = None
-        self.on_replaced: Callable[[], object] = unexpected
+        self.gateways: list[ServedGateway] = []
 
     async def start(self, tasks: asyncio.TaskGroup) -> None:
-        """Start a gateway on a free port, from the log alone."""
+        """Start a gateway on a free port, from the log alone; agents then ask this one."""
         self.tasks = tasks
         listener = socket.socket(proto=socket.IPPROTO_TCP)
         listener.bind(("127.0.0.1", 0))
         self.base_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        self._stop = asyncio.Event()
-        self._log = self.open_log()
-        self._gateway = tasks.create_task(self._serve(listener))
+        log, stop = self.open_log(), asyncio.Event()
+        task = tasks.create_task(self._serve(listener, log, stop))
+        self.gateways.append(ServedGateway(self.base_url, log, stop, task))
         async with plain_http() as client:
             while True:
                 answer = await client.get(f"{self.base_url}/health", timeout=5)
@@ -123,31 +124,31 @@ class World:
         self.clients.append(client)
         return client
 
-    async def _serve(self, listener: socket.socket) -> None:
+    async def _serve(self, listener: socket.socket, log: Log, stop: asyncio.Event) -> None:
         try:
             await serve(
                 configuration=self.configuration,
                 settings=self.settings,
-                log=self._log,
+                log=log,
                 telemetry=self.telemetry,
-                stop=self._stop,
+                stop=stop,
                 listener=listener,
             )
         except* ClosedError:  # What `kill` does.
             pass
-        except* ReplacedError:
-            self.on_replaced()
 
     async def kill(self) -> None:
-        """End the gateway at once, as kill -9 does: its log takes no record after this."""
-        await self._log.close()
-        assert self._gateway is not None
-        await asyncio.wait([self._gateway])
+        """End the newest gateway at once, as kill -9 does: its log takes no record after this."""
+        gateway = self.gateways.pop()
+        await gateway.log.close()
+        await asyncio.wait([gateway.task])
 
     async def stop(self) -> None:
-        self._stop.set()
-        assert self._gateway is not None
-        await asyncio.wait([self._gateway])
+        """Stop all gateways."""
+        for gateway in self.gateways:
+            gateway.stop.set()
+        await asyncio.gather(*(gateway.task for gateway in self.gateways))
+        self.gateways.clear()
 
     async def admin(
         self, method: str, path: str, body: Any = None, *, key: str = ADMIN_KEY

@@ -106,6 +106,10 @@ class DeadLetters:
                 written.add(source)
         return True
 
+    def forget(self) -> None:
+        """Read again which letters there are: another process has written some."""
+        self._written.clear()
+
     async def _have_letters(self, place: Place) -> set[tuple[int, int]]:
         """Partition and offset of each bad record of a topic that has a letter."""
         first = await self._log.first_positions([place])

@@ -49,6 +49,7 @@ CounterName: TypeAlias = Literal[
     "gateway.episodes_opened",
     "gateway.episodes_finished",
     "gateway.leases_lapsed",
+    "gateway.forwarded",
     "gateway.malformed_calls",
 ]
 GaugeName: TypeAlias = Literal[
@@ -188,6 +189,9 @@ COUNTERS: dict[CounterName, Metric] = {
     "gateway.episodes_opened": Metric("{episode}", "Episodes claimed by agents, every attempt."),
     "gateway.episodes_finished": Metric("{episode}", "Episodes that ended, by status."),
     "gateway.leases_lapsed": Metric("{episode}", "Leases that ran out."),
+    "gateway.forwarded": Metric(
+        "{request}", "Requests sent on to the gateway that owns their group."
+    ),
     "gateway.malformed_calls": Metric(
         "{call}", "Tool calls of the policy that could not be parsed."
     ),

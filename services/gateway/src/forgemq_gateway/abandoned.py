@@ -18,6 +18,7 @@ class Abandoned:
     def __init__(self, operations: Operations, *, context: GatewayContext) -> None:
         self._operations = operations
         self._registry = context.registry
+        self._gateways = context.gateways
         self._attempts_max = context.configuration.episodes.attempts_max
         self._clock = context.clock
         self._changed = context.changed
@@ -50,11 +51,15 @@ class Abandoned:
 
     async def end_closed(self) -> None:
         """End what is unfinished of groups past their deadline as failed, so that it is masked."""
-        closed = [group for group in self._registry.groups.values() if group.closed]
+        groups = self._registry.groups.values()
+        closed = [each for each in groups if each.closed and self._serves(each)]
         for group in closed:
             for index in group.unfinished():
-                if group.is_unfinished(index):
+                if group.is_unfinished(index) and self._serves(group):
                     await self._close(group, index)
+
+    def _serves(self, group: Group) -> bool:
+        return self._gateways.serves(group.facts.group_id)
 
     async def _close(self, group: Group, index: int) -> None:
         episode = group.episodes.get(index) or self._operations.unopened(group, index)

@@ -5,7 +5,15 @@ import re
 from collections.abc import Mapping
 
 from forgemq_gateway.core.episodes import HeldEpisode
-from forgemq_gateway.core.errors import RefusedError, conflict, gone, unauthorized, unknown
+from forgemq_gateway.core.errors import (
+    MovedError,
+    RefusedError,
+    conflict,
+    gone,
+    unauthorized,
+    unknown,
+)
+from forgemq_gateway.core.gateways import Gateways
 from forgemq_gateway.core.keys import AdminKeys, key_sha256
 from forgemq_gateway.core.registry import Registry
 
@@ -17,9 +25,10 @@ _KEY_HEADERS = ("authorization", "x-api-key", "api-key")
 class Access:
     """Checks keys against the registry."""
 
-    def __init__(self, *, keys: AdminKeys, registry: Registry) -> None:
+    def __init__(self, *, keys: AdminKeys, registry: Registry, gateways: Gateways) -> None:
         self._keys = keys
         self._registry = registry
+        self._gateways = gateways
 
     def check_admin(self, headers: Mapping[str, str]) -> None:
         """Return if the request carries an admin key.
@@ -75,10 +84,20 @@ class Access:
         """
         if _EPISODE_ID.fullmatch(episode_id) is None:
             raise unknown(f"there is no episode {episode_id}")
+        self.check_here(episode_id.rsplit(".", 2)[0])
         episode = self._registry.episode(episode_id)
         if episode is not None:
             return episode
         raise self._refusal_of(episode_id)
+
+    def check_here(self, group_id: str) -> None:
+        """Return if this gateway owns the group.
+
+        Raises:
+            MovedError: another one does.
+        """
+        if not self._gateways.serves(group_id):
+            raise MovedError(group_id)
 
     def _refusal_of(self, episode_id: str) -> RefusedError:
         """Why there is no such attempt now; its id is well-formed."""

@@ -1,11 +1,15 @@
 """Wiring of the gateway: log, registry, lanes, routes and the HTTP server."""
 
 import asyncio
+import secrets
 import socket
+from collections.abc import Sequence
+from contextlib import suppress
 
 import msgspec
 import uvicorn
 
+from forgemq_bus.errors import LogError
 from forgemq_bus.log import Log
 from forgemq_contracts.run import RunConfiguration
 from forgemq_gateway.access import Access
@@ -17,31 +21,37 @@ from forgemq_gateway.clock import Clock
 from forgemq_gateway.composer import Composer
 from forgemq_gateway.context import GatewayContext
 from forgemq_gateway.core.attempts import Attempts
+from forgemq_gateway.core.gateways import Gateways
 from forgemq_gateway.core.held_bytes import HeldBytes
 from forgemq_gateway.core.keys import AdminKeys
 from forgemq_gateway.core.lanes import Lanes
 from forgemq_gateway.core.registry import Registry
 from forgemq_gateway.dispatcher import Dispatcher
-from forgemq_gateway.feed import CONSUMES, Feed
+from forgemq_gateway.feed_topics import CONSUMES
+from forgemq_gateway.forwarding import Forwarder
 from forgemq_gateway.gate import Gate
-from forgemq_gateway.handover import Handover
 from forgemq_gateway.http_server import (
     allow_connections,
     bound_socket,
     http_server,
+    peer_socket,
     serve_http,
+    url_of,
 )
 from forgemq_gateway.large_work import favour_event_loop
 from forgemq_gateway.memory_need import report_memory_shortage
 from forgemq_gateway.operations import Operations
 from forgemq_gateway.outbox import PRODUCES, Outbox
-from forgemq_gateway.ownership import StandingClaim
+from forgemq_gateway.ownership import ReadBack
+from forgemq_gateway.passing import Passing
 from forgemq_gateway.protocols import COUNTERS, PROTOCOLS
+from forgemq_gateway.replica import Replica
 from forgemq_gateway.router import Router
 from forgemq_gateway.settings import GatewaySettings
 from forgemq_gateway.ticks import keep_ticking
 from forgemq_gateway.turn_route import TurnRoute
 from forgemq_gateway.turn_source import TurnSource
+from forgemq_gateway.whereabouts import Whereabouts
 from forgemq_rendering import Rendering
 from forgemq_settings.environment import parse
 from forgemq_shell.dead_letters import DeadLetters
@@ -83,56 +93,99 @@ async def serve(
         renderer=configuration.model.renderer,
         history=configuration.episodes.history,
     )
-    listener = listener or bound_socket(settings)
+    listeners = [listener or bound_socket(settings)]
+    peers = peer_socket(settings)
+    if peers is not None:
+        listeners.append(peers)
     keys = AdminKeys((settings.admin_key,) if settings.admin_key else (), run=configuration.run)
-    key_file = KeyFile(settings, keys=keys, host=listener.getsockname()[0], telemetry=telemetry)
+    host = listeners[0].getsockname()[0]
+    key_file = KeyFile(settings, keys=keys, host=host, telemetry=telemetry)
     key_file.start()
-    writer = await log.writer()
-    dead_letters = DeadLetters(log, writer, service="gateway")
-    async with asyncio.TaskGroup() as tasks:
-        context = GatewayContext(
+    async with asyncio.TaskGroup() as tasks, Forwarder() as forwarder:
+        context = await new_context(
+            log,
             configuration=configuration,
-            settings=msgspec.structs.replace(settings, admin_key=""),  # Kept as a hash alone.
-            registry=Registry(),
-            outbox=Outbox(
-                writer,
-                configuration=configuration,
-                dead_letters=dead_letters,
-                claim=StandingClaim(log),
-            ),
-            clock=Clock(),
-            changed=ChangeSignal(),
-            tasks=tasks,
+            settings=settings,
             telemetry=telemetry,
+            tasks=tasks,
+            peer_url=settings.peer_url or url_of(listeners[-1]),
         )
         report_memory_shortage(context)
         following = tasks.create_task(key_file.follow())
-        server = GatewayServer(log, rendering=rendering, keys=keys, context=context)
-        await server.run(listener, stop=stop)
+        server = GatewayServer(
+            log, rendering=rendering, keys=keys, forwarder=forwarder, context=context
+        )
+        await server.run(listeners, stop=stop)
         following.cancel()
+
+
+async def new_context(
+    log: Log,
+    *,
+    configuration: RunConfiguration,
+    settings: GatewaySettings,
+    telemetry: Telemetry,
+    tasks: asyncio.TaskGroup,
+    peer_url: str,
+    clock: Clock | None = None,
+) -> GatewayContext:
+    """What all parts of one gateway process share."""
+    writer = await log.writer()
+    # Another process at the same address is another gateway: what the one before owned is not its.
+    gateways = Gateways(
+        f"{peer_url}#{secrets.token_hex(4)}",
+        url=peer_url,
+        partitions=configuration.log.group_partitions,
+    )
+    read_back = ReadBack(log)
+    return GatewayContext(
+        configuration=configuration,
+        settings=msgspec.structs.replace(settings, admin_key=""),  # Kept as a hash alone.
+        registry=Registry(),
+        gateways=gateways,
+        read_back=read_back,
+        outbox=Outbox(
+            writer,
+            configuration=configuration,
+            dead_letters=DeadLetters(log, writer, service="gateway"),
+            gateways=gateways,
+            read_back=read_back,
+        ),
+        clock=clock or Clock(),
+        changed=ChangeSignal(),
+        tasks=tasks,
+        telemetry=telemetry,
+    )
 
 
 class GatewayServer:
     """All parts of one gateway, and the tasks that keep them going."""
 
     def __init__(
-        self, log: Log, *, rendering: Rendering, keys: AdminKeys, context: GatewayContext
+        self,
+        log: Log,
+        *,
+        rendering: Rendering,
+        keys: AdminKeys,
+        forwarder: Forwarder,
+        context: GatewayContext,
     ) -> None:
         configuration, settings = context.configuration, context.settings
         self._context = context
         self._ready = asyncio.Event()
         self._half_sent = HeldBytes()
-        access = Access(keys=keys, registry=context.registry)
+        access = Access(keys=keys, registry=context.registry, gateways=context.gateways)
         composer = Composer(rendering, context_tokens_max=configuration.model.context_tokens_max)
         attempts = Attempts(Lanes(), lane_hold_s=settings.lane_hold_s)
         self._dispatcher = Dispatcher(attempts, context=context)
         self._operations = Operations(
             access=access, keys=keys, dispatcher=self._dispatcher, context=context
         )
-        self._feed = Feed(
+        self._replica = Replica(
             log,
             dispatcher=self._dispatcher,
             parse=composer.parse,
+            is_gone=forwarder.is_gone,
             context=context,
             ready=self._ready,
         )
@@ -154,38 +207,42 @@ class GatewayServer:
             counters=COUNTERS,
             admin=admin_app(self._operations, access=access),
             access=access,
+            passing=Passing(forwarder, whereabouts=Whereabouts(context=context), context=context),
             ready=self._ready,
             hold_s=settings.restore_hold_s,
         )
 
-    async def run(self, listener: socket.socket, *, stop: asyncio.Event) -> None:
-        """Restore, then serve until `stop`, or until another gateway takes the run over."""
+    async def run(self, listeners: Sequence[socket.socket], *, stop: asyncio.Event) -> None:
+        """Restore, then serve until `stop`; what this gateway owned goes to the others."""
         dispatcher, operations = self._dispatcher, self._operations
-        bound_url = "http://{}:{}".format(*listener.getsockname()[:2])
-        operations.public_url = self._context.settings.public_url or bound_url
+        operations.public_url = self._context.settings.public_url or url_of(listeners[0])
         tasks = self._context.tasks
         server = http_server(self._router, half_sent=self._half_sent)
-        tasks.create_task(self._end(server, stop))
-        serving = tasks.create_task(serve_http(server, listener))
-        await self._feed.restore(url=operations.public_url)
-        handover = Handover(server, dispatcher=dispatcher, operations=operations)
-        ticking = keep_ticking(
-            self._context,
-            dispatcher=dispatcher,
-            operations=operations,
-            is_ready=self._ready.is_set,
+        serving = tasks.create_task(serve_http(server, listeners))
+        ending = tasks.create_task(self._end(server, stop))
+        working = [tasks.create_task(each) for each in await self._replica.start()]
+        working.append(
+            tasks.create_task(
+                keep_ticking(
+                    self._context,
+                    dispatcher=dispatcher,
+                    operations=operations,
+                    is_ready=self._ready.is_set,
+                )
+            )
         )
-        owners = [tasks.create_task(each) for each in (self._feed.keep_marks(), ticking)]
-        following = tasks.create_task(handover.follow(self._feed, owners=owners))
-        self._ready.set()
-        self._context.telemetry.event("serving", url=operations.public_url)
+        ready = asyncio.ensure_future(self._ready.wait())
+        await asyncio.wait((ready, serving), return_when=asyncio.FIRST_COMPLETED)
+        if ready.done():
+            self._context.telemetry.event("serving", url=operations.public_url)
+        ready.cancel()
         await serving
-        stop.set()
-        for task in (*owners, following):
+        for task in (*working, ending):
             task.cancel()
-        handover.check()
 
     async def _end(self, server: uvicorn.Server, stop: asyncio.Event) -> None:
         await stop.wait()
+        with suppress(LogError):  # The others find out by themselves.
+            await self._replica.leave()
         server.should_exit = True
         self._operations.answer_long_polls()

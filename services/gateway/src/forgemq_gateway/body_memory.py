@@ -46,6 +46,8 @@ class CountedBody:
     def __init__(self, memory: BodyMemory) -> None:
         self._memory = memory
         self.size_bytes = 0
+        self.body = b""
+        """The whole body once it is read: another gateway may have to answer it."""
 
     def grow(self, count: int) -> None:
         """Count more bytes.

@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from forgemq_contracts.run import RunConfiguration
 from forgemq_gateway.change_signal import ChangeSignal
 from forgemq_gateway.clock import Clock
+from forgemq_gateway.core.gateways import Gateways
 from forgemq_gateway.core.registry import Registry
 from forgemq_gateway.outbox import Outbox
+from forgemq_gateway.ownership import ReadBack
 from forgemq_gateway.settings import GatewaySettings
 from forgemq_telemetry.telemetry import Telemetry
 
@@ -18,6 +20,8 @@ class GatewayContext:
 
     Attributes:
         registry: Groups and episodes as the log has them.
+        gateways: Which gateway owns which groups.
+        read_back: How far the log is applied here.
         changed: Notified with the id of a group that may have changed, or an episode of it.
         tasks: Owns everything that runs beside a request; an error in it ends the gateway.
     """
@@ -25,6 +29,8 @@ class GatewayContext:
     configuration: RunConfiguration
     settings: GatewaySettings
     registry: Registry
+    gateways: Gateways
+    read_back: ReadBack
     outbox: Outbox
     clock: Clock
     changed: ChangeSignal

@@ -1,7 +1,7 @@
 """Applies the effects of `core/attempts.py`: writes records and wakes the clients that wait."""
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 
 from forgemq_bus.errors import LogError
 from forgemq_contracts.completions import CancelledCompletion, RequestedCompletion
@@ -19,7 +19,7 @@ from forgemq_gateway.core.effects import (
     SendAttempt,
 )
 from forgemq_gateway.core.episodes import HeldEpisode
-from forgemq_gateway.core.errors import RefusedError, busy, gone
+from forgemq_gateway.core.errors import MovedError, RefusedError, busy, gone
 from forgemq_gateway.core.group import Group
 from forgemq_gateway.core.history import KnownCompletion
 from forgemq_gateway.core.lane_results import LaneResult
@@ -36,6 +36,9 @@ class Dispatcher:
     def __init__(self, attempts: Attempts, *, context: GatewayContext) -> None:
         self.attempts = attempts
         self._outbox = context.outbox
+        self._gateways = context.gateways
+        self._registry = context.registry
+        self._changed = context.changed
         self._tasks = context.tasks
         self._clock = context.clock
         self._telemetry = context.telemetry
@@ -81,12 +84,21 @@ class Dispatcher:
         """End every turn of an episode that is over."""
         await self._write(self.attempts.end_turns(episode, error))
 
-    def refuse_waiting(self, error: RefusedError) -> None:
-        """Answer every client that waits with this error; their turns and their lanes go on."""
-        for result in self._results.values():
-            if not result.done():
-                result.set_exception(error)
-        self._results.clear()
+    def move(self, partitions: Collection[int]) -> None:
+        """Forget the episodes of partitions that another gateway has taken over.
+
+        Their turns and their lanes go on there; clients that wait here get a `MovedError`.
+        """
+        groups = self._registry.groups.values()
+        for group in [each for each in groups if self._partition(each) in partitions]:
+            moved = MovedError(group.facts.group_id)
+            for episode in group.episodes.values():
+                self._start(self.attempts.move_turns(episode, moved))
+            group.forget_episodes()
+            self._changed.notify(group.facts.group_id)
+
+    def _partition(self, group: Group) -> int:
+        return self._gateways.partition_of(group.facts.group_id)
 
     async def drop_group(self, group: Group) -> None:
         """End the turns of a group that has retired."""

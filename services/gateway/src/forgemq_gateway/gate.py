@@ -9,7 +9,7 @@ from forgemq_contracts.run import RunConfiguration
 from forgemq_gateway.access import Access
 from forgemq_gateway.context import GatewayContext
 from forgemq_gateway.core.admission import Admission, Limits, Ticket, no_place
-from forgemq_gateway.core.errors import RefusedError
+from forgemq_gateway.core.errors import MovedError, RefusedError
 from forgemq_gateway.settings import GatewaySettings
 from forgemq_gateway.wire import Receive, Scope, Send, send_refusal
 
@@ -49,6 +49,8 @@ class Gate:
         try:
             async with self._place(self._access.episode(key).episode_id):
                 await route(scope, receive, send, key)
+        except MovedError:
+            raise
         except RefusedError as error:
             self._telemetry.count("gateway.refused", status=error.status, limit=error.limit)
             await send_refusal(send, error, shape=shape)

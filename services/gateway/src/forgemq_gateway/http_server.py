@@ -4,6 +4,7 @@ import asyncio
 import logging
 import resource
 import socket
+from collections.abc import Sequence
 from contextlib import suppress
 
 import uvicorn
@@ -49,10 +50,24 @@ def bound_socket(settings: GatewaySettings) -> socket.socket:
     """
     if settings.listener_fd >= 0:
         return _inherited_socket(settings.listener_fd)
+    return _bound(settings.host, settings.port)
+
+
+def peer_socket(settings: GatewaySettings) -> socket.socket | None:
+    """A socket for the run's other gateways alone; None if they use the one of all."""
+    return None if settings.peer_port < 0 else _bound(settings.host, settings.peer_port)
+
+
+def _bound(host: str, port: int) -> socket.socket:
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((settings.host, settings.port))
+    listener.bind((host, port))
     return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """The URL of a bound socket."""
+    return "http://{}:{}".format(*listener.getsockname()[:2])
 
 
 def _inherited_socket(number: int) -> socket.socket:
@@ -110,15 +125,15 @@ def http_server(application: Application, *, half_sent: HeldBytes) -> uvicorn.Se
     )
 
 
-async def serve_http(server: uvicorn.Server, listener: socket.socket) -> None:
+async def serve_http(server: uvicorn.Server, listeners: Sequence[socket.socket]) -> None:
     """Serve until `server.should_exit`; signals stay with the shell, so not `server.serve`.
 
-    Takes the socket over: `listener` itself is of no use after this.
+    Takes the sockets over: `listeners` themselves are of no use after this.
     """
-    deep = DeepQueue(fileno=listener.detach())
+    deep: list[socket.socket] = [DeepQueue(fileno=each.detach()) for each in listeners]
     try:
-        await server._serve(sockets=[deep])
+        await server._serve(sockets=deep)
     except asyncio.CancelledError:
         server.force_exit = True
-        await server.shutdown(sockets=[deep])
+        await server.shutdown(sockets=deep)
         raise

@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import TypeAlias
 
 from forgemq_bus.errors import FencedError, LogError
-from forgemq_bus.log import Emit, Log, Place
+from forgemq_bus.log import Log, Place
 from forgemq_contracts import topics
 from forgemq_gateway.oldest_mark import Mark, OldestMark
 from forgemq_telemetry.telemetry import Telemetry
@@ -45,7 +45,7 @@ class Marks:
         first_read: How far the feed has read each of `FIRST_RECORDS`; the feed updates it.
         open_groups: Groups that have not retired; the feed updates it.
         every_s: Seconds between two marks.
-        kept: What to write beside a commit.
+        keep_known: Called before a commit: writes what a start could not read any more after it.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Marks:
         open_groups: Collection[str],
         every_s: float,
         telemetry: Telemetry,
-        kept: Callable[[], Sequence[Emit]] = tuple,
+        keep_known: Callable[[], Awaitable[None]],
     ) -> None:
         self._log = log
         self._first = [place for place in starts if place.topic in FIRST_RECORDS]
@@ -67,7 +67,7 @@ class Marks:
         self._open_groups = open_groups
         self._every_s = every_s
         self._telemetry = telemetry
-        self._kept = kept
+        self._keep_known = keep_known
 
     async def keep(self) -> None:
         """Commit until cancelled; a failure is an event, and the marks are kept through it."""
@@ -93,8 +93,8 @@ class Marks:
                     continue
                 positions = self._oldest.accept(mark, open_groups=self._open_groups)
                 if positions != committed:
-                    outputs = self._kept()
-                    await writer.commit(outputs=outputs, group=NEEDED_GROUP, positions=positions)
+                    await self._keep_known()
+                    await writer.commit(outputs=(), group=NEEDED_GROUP, positions=positions)
                     committed = positions
                 mark = await self._take_mark()
         finally:

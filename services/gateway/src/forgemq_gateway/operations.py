@@ -117,6 +117,7 @@ class Operations:
             finally:
                 del self._requesting[group]
             self._registry.apply_requested_group(record)
+        await self._outbox.confirm(group)
         self._telemetry.count("gateway.groups_requested")
         return self.group(group)
 
@@ -148,8 +149,9 @@ class Operations:
         """The group's present status.
 
         Raises:
-            RefusedError: 404.
+            RefusedError: 404, or another gateway owns it.
         """
+        self._access.check_here(group_id)
         view = self._registry.view(group_id)
         if view is None:
             raise unknown(
@@ -188,6 +190,7 @@ class Operations:
         self.group(group_id)
 
         def look() -> FreeEpisode | str | None:
+            self._access.check_here(group_id)
             group = self._registry.groups.get(group_id)
             if group is None:
                 return _OVER
@@ -222,7 +225,7 @@ class Operations:
         self._registry.apply_opened_episode(
             record, lease_until_s=self._clock.now_s() + record.lease_s
         )
-        await self._outbox.claim.confirm()
+        await self._outbox.confirm(facts.group_id)
         self._telemetry.count("gateway.episodes_opened")
         return Claim(
             episode_id=record.episode_id,
@@ -274,7 +277,7 @@ class Operations:
             reward = reported_reward(request)
             record = episode.with_reward(reward)
             if record is None:
-                return await self._outbox.claim.confirm()
+                return await self._outbox.confirm(episode.opened.group_id)
             if episode.is_closed:
                 raise conflict(f"episode {episode_id} has ended")
             completions = episode.history.completions
@@ -286,7 +289,7 @@ class Operations:
             await self._outbox.write(record)
             self._registry.apply_opened_episode(record, lease_until_s=episode.lease_until_s)
         episode.renew(self._clock.now_s())
-        await self._outbox.claim.confirm()
+        await self._outbox.confirm(episode.opened.group_id)
 
     async def finish(self, episode_id: str, request: FinishRequest) -> None:
         """Wait for the episode's open requests, then write its final record as completed."""
@@ -297,13 +300,11 @@ class Operations:
             virtual_s=request.virtual_s,
         )
         await self._end(episode_id, ending, said=request.truncated_by)
-        await self._outbox.claim.confirm()
 
     async def abort(self, episode_id: str, request: AbortRequest) -> None:
         """Write the final record as aborted, or as completed if a limit ended the episode."""
         ending = Ending(status="aborted", detail=request.detail)
         await self._end(episode_id, ending, said=request.truncated_by)
-        await self._outbox.claim.confirm()
 
     async def _end(
         self, episode_id: str, ending: Ending, *, said: TruncationCause | UnsetType | None
@@ -314,6 +315,7 @@ class Operations:
             if cause is not None:
                 ending = msgspec.structs.replace(ending, status="completed", truncated_by=cause)
             await self.end(episode, ending)
+            await self._outbox.confirm(episode.opened.group_id)
             return
         # A repeated request: answer when the first one has written the final record.
         state = await self._changed.until(
@@ -323,6 +325,7 @@ class Operations:
         )
         if state != "ended":
             raise busy(f"the end of episode {episode_id} is not written yet", status=503)
+        await self._outbox.confirm(episode.opened.group_id)
 
     async def end(self, episode: HeldEpisode, ending: Ending) -> None:
         """Write the final record of an episode; if completed, its open requests may end before.
@@ -359,6 +362,7 @@ class Operations:
                 timeout_s=self._settings.drain_s,
             )
         ended = conflict(f"episode {episode.episode_id} has ended")
+        self._access.check_here(episode.opened.group_id)
         await self._dispatcher.end_turns(episode, ended)
         group = self._registry.groups.get(episode.opened.group_id)
         if group is None:

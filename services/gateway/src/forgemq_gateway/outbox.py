@@ -2,7 +2,7 @@
 
 from msgspec import Struct
 
-from forgemq_bus.errors import FINAL_ERRORS, LogError
+from forgemq_bus.errors import FINAL_ERRORS, LogError, LogUnavailableError
 from forgemq_bus.log import Headers, Record, Writer
 from forgemq_contracts import topics
 from forgemq_contracts.completions import (
@@ -13,9 +13,12 @@ from forgemq_contracts.completions import (
 from forgemq_contracts.episodes import FinishedEpisode, OpenedEpisode
 from forgemq_contracts.groups import RequestedGroup
 from forgemq_contracts.messages import Output
+from forgemq_contracts.ownership import ReportedGateway
 from forgemq_contracts.partitions import group_partition
 from forgemq_contracts.run import RunConfiguration
-from forgemq_gateway.ownership import StandingClaim
+from forgemq_gateway import ownership
+from forgemq_gateway.core.gateways import Gateways
+from forgemq_gateway.ownership import ReadBack
 from forgemq_shell.dead_letters import DeadLetters
 from forgemq_shell.records import emit_of
 
@@ -27,6 +30,7 @@ PRODUCES = (
     topics.CANCELLED_COMPLETIONS,
     topics.DELIVERED_COMPLETIONS,
     topics.FINISHED_EPISODES,
+    topics.REPORTED_GATEWAYS,
 )
 _TOPIC_OF = {topic.record: topic for topic in PRODUCES}
 
@@ -40,9 +44,11 @@ class Outbox:
         *,
         configuration: RunConfiguration,
         dead_letters: DeadLetters,
-        claim: StandingClaim,
+        gateways: Gateways,
+        read_back: ReadBack,
     ) -> None:
-        self.claim = claim
+        self._gateways = gateways
+        self._read_back = read_back
         self._writer = writer
         self._dead_letters = dead_letters
         self._group_partitions = configuration.log.group_partitions
@@ -68,6 +74,23 @@ class Outbox:
             return error
         return None
 
+    async def confirm(self, group_id: str) -> None:
+        """Return if this gateway owned the group until now: the next owner knows its records.
+
+        A newer owner knows what lay before its own record on the log. To promise to a client what
+        became durable after it would be to promise what that owner does not know.
+
+        Raises:
+            LogUnavailableError: another gateway owns it, or this one reads the log too late.
+        """
+        await self._read_back.until_now([ownership.PLACE])
+        if not self._gateways.serves(group_id):
+            raise LogUnavailableError(f"another gateway owns group {group_id} now: ask again")
+
+    def forget_letters(self) -> None:
+        """Read again which dead letters there are, because another gateway has written them."""
+        self._dead_letters.forget()
+
     async def write_dead_letter(self, record: Record, *, reason: str) -> bool:
         """Write a dead letter for a record that does not decode; False if another service does."""
         return await self._dead_letters.write(record, reason)
@@ -76,6 +99,8 @@ class Outbox:
         match record:
             case RequestedGroup():
                 return self._queues[record.domain]
+            case ReportedGateway():
+                return 0
             case RequestedCompletion() | CancelledCompletion():
                 return record.lane
             case OpenedEpisode() | FinishedEpisode() | DeliveredCompletion():

@@ -1,166 +1,182 @@
-"""One gateway owns a run: the newest one. An older one that is still there ends.
+"""Which gateway owns which group partitions: records on owned-runs, each of which names all owners.
 
-A gateway claims the run before it reads anything else: one record with the next owner number, in a
-transaction that fences every older claim. It needs no word from the previous owner, so a restart
-after a kill waits for nothing. The previous owner, if it lives, reads the record as soon as it
-reads anything, and ends. Until then both serve: the time that one record takes.
+A change is one record with the next number, in a transaction that fences every change that began
+before it: so each is made in the knowledge of all earlier ones. It needs no word from the previous
+owner, so what a dead one had is taken over without a wait. A previous owner that lives serves on
+until it reads the record; what it promises meanwhile is checked by `ReadBack`.
 
-The same record tells the next gateway which groups were ever requested (`AskedKeys`), so that it
-need not read all requests of the run. It is written again beside the commits of `marks.py`.
+The same records say which groups were ever requested (`AskedKeys`), so that a start need not read
+all requests of the run. The owner of partition 0 brings that up to date beside `marks.py`.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import msgspec
-from msgspec import Struct
 
 from forgemq_bus.bounded_reads import read_up_to
 from forgemq_bus.errors import LogUnavailableError
-from forgemq_bus.log import Emit, Log, Place
+from forgemq_bus.log import Log, Place
 from forgemq_contracts import topics
 from forgemq_contracts.asked_keys import AskedKeys
 from forgemq_contracts.messages import Output
 from forgemq_contracts.ownership import OwnedRun
 from forgemq_gateway.clock import Clock
-from forgemq_gateway.marks import NEEDED_GROUP
-from forgemq_settings.environment import SettingsError
+from forgemq_gateway.core.gateways import Gateways, with_owner
 from forgemq_shell.records import emit_of
 
 PLACE = Place(topics.OWNED_RUNS.name, 0)
 
-# Contains the newest record unless many claims before it were aborted: a transaction takes two
+OWNERS_WRITER = topics.needed_group("gateway-owners")
+"""Apart from the writer of marks: a change of owners does not end its commits."""
+
+# Contains the newest record unless many changes before it were aborted: a transaction takes two
 # offsets, committed or not.
 _TAIL_OFFSETS = 50
 
-_CONFIRM_S = 5.0
-"""The feed passes its own claims within a second, and another owner's never."""
+_READ_BACK_S = 5.0
+"""The feed passes a record within a second, unless the log is away."""
 
 _KEY_BYTES = 256
 """The keys are written again when they have grown by one for each so many bytes they take: a
-record of a few hundred bytes with each commit, one of the largest size every few thousand keys."""
+record of a few hundred bytes now and then, one of the largest size every few thousand keys."""
 
 
-class ReplacedError(SettingsError):
-    """Another gateway owns the run now.
+class ReadBack:
+    """How far this gateway has applied the log, for those who must know all that is on it now.
 
-    A refusal, and so exit status 2: a supervisor that started this one again would only take the
-    run back from the other.
+    A newer owner knows what lay before its own record, so a promise is kept only if the record
+    behind it became durable while this gateway was the owner: read up to now, then look.
     """
 
-
-class Claimed(Struct, frozen=True, kw_only=True):
-    """This gateway's claim, and from where a newer owner would show."""
-
-    record: OwnedRun
-    position: int
-
-    def check(self, other: OwnedRun) -> None:
-        """Return if this gateway still owns the run.
-
-        Raises:
-            ReplacedError: it does not; names the new owner.
-        """
-        if other.owner > self.record.owner:
-            raise ReplacedError(
-                f"gateway {other.owner} at {other.url or 'another address'} has taken over run "
-                f"{other.run} from this one, number {self.record.owner}: a run has one gateway"
-            )
-
-
-class StandingClaim:
-    """Whether this gateway's claim still stood when a record of it became durable.
-
-    A newer owner reads what lies before its own claim, so it does not know a record that became
-    durable after it. To promise such a record to a client would promise what the owner forgets.
-    """
-
-    def __init__(self, log: Log, *, wait_s: float = _CONFIRM_S) -> None:
+    def __init__(self, log: Log, *, wait_s: float = _READ_BACK_S) -> None:
         self._log = log
         self._wait_s = wait_s
-        self._read_before = 0
-        self._has_read = asyncio.Condition()
+        self._position: Callable[[Place], int] | None = _nothing_read
+        self._has_applied = asyncio.Condition()
 
-    async def read_up_to(self, position: int) -> None:
-        """Note that the feed has applied every claim before this position."""
-        async with self._has_read:
-            self._read_before = position
-            self._has_read.notify_all()
+    def begin(self) -> None:
+        """Note that records are being applied: the reader is ahead of what is known."""
+        self._position = None
 
-    async def confirm(self) -> None:
-        """Return if no other gateway has claimed the run until now.
+    async def note(self, position: Callable[[Place], int]) -> None:
+        """Note that everything before these positions is applied."""
+        async with self._has_applied:
+            self._position = position
+            self._has_applied.notify_all()
+
+    async def until_now(self, places: Sequence[Place], *, wait_s: float | None = None) -> None:
+        """Return when the feed has applied what is in these partitions now.
 
         Raises:
-            LogUnavailableError: another one has, or the feed did not get that far in time.
+            LogUnavailableError: it did not get that far in time.
         """
-        end = (await self._log.end_positions([PLACE]))[PLACE]
+        ends = await self._log.end_positions(places)
+
+        def is_applied() -> bool:
+            position = self._position
+            return position is not None and all(position(p) >= end for p, end in ends.items())
+
         try:
-            async with asyncio.timeout(self._wait_s), self._has_read:
-                await self._has_read.wait_for(lambda: self._read_before >= end)
+            async with asyncio.timeout(wait_s or self._wait_s), self._has_applied:
+                await self._has_applied.wait_for(is_applied)
         except TimeoutError as error:
-            raise LogUnavailableError("another gateway may own the run: ask again") from error
+            raise LogUnavailableError("this gateway reads the log too late: ask again") from error
 
 
-async def claim_run(log: Log, *, run: str, url: str, at_ms: int) -> Claimed:
-    """Take the run over from every gateway before; returns the claim, with all that it remembers.
+def _nothing_read(_: Place) -> int:
+    return 0
 
-    Raises:
-        FencedError: another gateway claims the run at the same moment.
+
+class Owners:
+    """Changes who owns what, on the log.
+
+    Args:
+        run: Whose partitions.
+        gateways: Of this gateway; the feed brings it up to date.
     """
-    writer = await log.transaction_writer(NEEDED_GROUP)
-    try:
-        newest = await _newest(log)
-        record = OwnedRun(
-            run=run,
-            owner=1 if newest is None else newest.owner + 1,
-            owned_ms=at_ms,
-            url=url,
-            asked_keys=b"" if newest is None else newest.asked_keys,
-            asked_before=() if newest is None else newest.asked_before,
-        )
-        await writer.commit(outputs=[_emit(record)], group=NEEDED_GROUP, positions={})
-    finally:
-        await writer.close()
-    # Everything behind our own record: read from before it, since offsets have gaps.
-    return Claimed(record=record, position=await _tail_start(log))
+
+    def __init__(self, log: Log, *, run: str, gateways: Gateways, clock: Clock) -> None:
+        self._log = log
+        self._run = run
+        self._gateways = gateways
+        self._clock = clock
+
+    async def take_over(self, partitions: Collection[int]) -> OwnedRun:
+        """Own these partitions too; returns the record, which is durable.
+
+        Raises:
+            FencedError: another gateway changes the owners at the same moment.
+        """
+        mine = self._gateways
+
+        def change(record: OwnedRun) -> OwnedRun:
+            owners = with_owner(record.owners, partitions, gateway=mine.gateway, url=mine.url)
+            return msgspec.structs.replace(record, owners=owners)
+
+        return await self._change(change)
+
+    async def remember(self, asked: AskedKeys, *, read_before: Sequence[int]) -> OwnedRun:
+        """Write the keys of all requested groups that were read before these offsets.
+
+        Raises:
+            FencedError: another gateway changes the owners at the same moment.
+        """
+
+        def change(record: OwnedRun) -> OwnedRun:
+            return msgspec.structs.replace(
+                record, asked_keys=asked.to_bytes(), asked_before=tuple(read_before)
+            )
+
+        return await self._change(change)
+
+    async def _change(self, change: Callable[[OwnedRun], OwnedRun]) -> OwnedRun:
+        writer = await self._log.transaction_writer(OWNERS_WRITER)
+        try:
+            newest = await newest_owners(self._log)
+            numbered = OwnedRun(
+                run=self._run,
+                owner=1 if newest is None else newest.owner + 1,
+                owned_ms=self._clock.wall_ms(),
+                url=self._gateways.url,
+                asked_keys=b"" if newest is None else newest.asked_keys,
+                asked_before=() if newest is None else newest.asked_before,
+                owners=() if newest is None else newest.owners,
+            )
+            record = change(numbered)
+            emit = emit_of(Output(topic=PLACE.topic, partition=PLACE.partition, record=record))
+            await writer.commit(outputs=[emit], group=OWNERS_WRITER, positions={})
+            return record
+        finally:
+            await writer.close()
 
 
 class KeptKeys:
-    """Writes what the next owner must know, as often as it is worth its bytes."""
+    """Writes which groups were ever requested, as often as it is worth its bytes."""
 
-    def __init__(self, claimed: Claimed, *, clock: Clock, asked: AskedKeys) -> None:
-        self._record = claimed.record
-        self._clock = clock
+    def __init__(self, owners: Owners, *, asked: AskedKeys, known: OwnedRun | None) -> None:
+        self._owners = owners
         self._asked = asked
+        self._size_bytes = 0 if known is None else len(known.asked_keys)
         self._written_count = asked.added_count
 
-    def due(self, *, read_before: Sequence[int]) -> list[Emit]:
-        """The record to write beside a commit; empty if there is little new.
+    async def write_due(self, *, read_before: Sequence[int]) -> None:
+        """Write them, unless there is little new.
 
         Args:
             read_before: How far each partition of requested-groups was read.
         """
-        new_count = self._asked.added_count - self._written_count
-        if new_count <= len(self._record.asked_keys) // _KEY_BYTES:
-            return []
-        self._written_count = self._asked.added_count
-        self._record = msgspec.structs.replace(
-            self._record,
-            owned_ms=self._clock.wall_ms(),
-            asked_keys=self._asked.to_bytes(),
-            asked_before=tuple(read_before),
-        )
-        return [_emit(self._record)]
+        added = self._asked.added_count
+        if added - self._written_count <= self._size_bytes // _KEY_BYTES:
+            return
+        record = await self._owners.remember(self._asked, read_before=read_before)
+        self._written_count, self._size_bytes = added, len(record.asked_keys)
 
 
-def _emit(record: OwnedRun) -> Emit:
-    return emit_of(Output(topic=PLACE.topic, partition=PLACE.partition, record=record))
+async def newest_owners(log: Log) -> OwnedRun | None:
+    """The newest record of owners; None if the run had no gateway.
 
-
-async def _newest(log: Log) -> OwnedRun | None:
-    """The newest owner's newest record; None if the run had no gateway.
-
-    Looks twice as far back while it finds none: a gateway whose claims fail again and again leaves
+    Looks twice as far back while it finds none: gateways whose changes fail again and again leave
     only offsets without records.
     """
     first = (await log.first_positions([PLACE]))[PLACE]
@@ -196,7 +212,8 @@ def _decoded(value: bytes) -> OwnedRun | None:
     return found
 
 
-async def _tail_start(log: Log) -> int:
+async def tail_start(log: Log) -> int:
+    """From where the newest records of owners are read."""
     first = (await log.first_positions([PLACE]))[PLACE]
     end = (await log.end_positions([PLACE]))[PLACE]
     return max(first, end - _TAIL_OFFSETS)

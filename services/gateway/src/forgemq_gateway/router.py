@@ -10,6 +10,7 @@ from urllib.parse import unquote
 from forgemq_gateway.access import Access, key_in, no_episode_key
 from forgemq_gateway.core.errors import RefusedError, busy, unknown
 from forgemq_gateway.gate import Gate
+from forgemq_gateway.passing import Passing
 from forgemq_gateway.turn_route import TurnRoute
 from forgemq_gateway.wire import (
     Application,
@@ -42,6 +43,7 @@ class Router:
     Args:
         protocols: What agents may speak; the first one's error shape is that of other paths.
         gate: Lets agents' requests in.
+        passing: Sends a request on if another gateway owns its group.
         counters: Where agents ask for the number of a request's tokens.
         ready: Set while the state is that of the log.
         hold_s: A request waits this long for it, then 503.
@@ -57,6 +59,7 @@ class Router:
         counters: Sequence[TokenCounter],
         admin: Application,
         access: Access,
+        passing: Passing,
         ready: asyncio.Event,
         hold_s: float,
         models: Sequence[str],
@@ -65,6 +68,7 @@ class Router:
         self._protocols = protocols
         self._admin = admin
         self._access = access
+        self._passing = passing
         self._ready = ready
         self._hold_s = hold_s
         self._routes: Mapping[tuple[str, str], Route] = {
@@ -105,6 +109,16 @@ class Router:
             error = busy("the gateway rebuilds its state, or waits for its log", status=503)
             await send_refusal(send, error, shape=self._shape_of(scope, path))
             return
+        try:
+            await self._passing.serve(scope, receive, send, self._serve, (key, path))
+        except RefusedError as error:
+            await send_refusal(send, error, shape=self._shape_of(scope, path))
+
+    async def _serve(
+        self, scope: Scope, receive: Receive, send: Send, asked: tuple[str | None, str]
+    ) -> None:
+        """Serve a request of this key and path here."""
+        (key, path), method = asked, str(scope["method"])
         route = self._routes.get((method, path))
         if route is not None:
             await route(scope, receive, send, key)

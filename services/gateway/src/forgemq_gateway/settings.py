@@ -38,6 +38,22 @@ class GatewaySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     public_url: Annotated[
         str, Meta(description="Base URL that agents are given; '' for http://host:port.")
     ] = ""
+    peer_port: Annotated[
+        int,
+        Meta(
+            ge=-1,
+            le=65535,
+            description="Another port, for the run's other gateways: of those that share a socket "
+            "each needs one of its own. 0: a free one; -1: none, they use `port`.",
+        ),
+    ] = -1
+    peer_url: Annotated[
+        str,
+        Meta(
+            description="Where the run's other gateways reach this one and no other; '' for "
+            "http://host:port, with `peer_port` if there is one."
+        ),
+    ] = ""
     body_bytes_max: Annotated[
         int,
         Meta(

@@ -23,7 +23,7 @@ from forgemq_gateway.context import GatewayContext
 from forgemq_gateway.core.choices import check_choices
 from forgemq_gateway.core.conversation import Conversation
 from forgemq_gateway.core.episodes import HeldEpisode
-from forgemq_gateway.core.errors import CONTEXT_FULL_CODE, RefusedError, failed
+from forgemq_gateway.core.errors import CONTEXT_FULL_CODE, MovedError, RefusedError, failed
 from forgemq_gateway.core.history import KnownCompletion
 from forgemq_gateway.core.requests import Request
 from forgemq_gateway.deliveries import Deliveries
@@ -112,6 +112,9 @@ class TurnRoute:
             started = self._start(request, key=key, headers=headers)
         except ClientGoneError:
             return
+        except MovedError as error:
+            error.body = counted.body or None
+            raise
         except RefusedError as error:
             self._telemetry.count("gateway.refused", status=error.status, limit=error.limit)
             await send_refusal(send, error, shape=protocol.error)
@@ -123,7 +126,12 @@ class TurnRoute:
             leaving=self._tasks.create_task(_wait_for_disconnect(receive)),
             stream=protocol.stream(started.request),
         )
-        await self._attend(client, started.episode, started.awaited)
+        try:
+            await self._attend(client, started.episode, started.awaited)
+        except MovedError as error:
+            error.body, error.has_opened = counted.body, client.has_opened
+            error.refuse = client.refuse
+            raise
         self._telemetry.observe("gateway.answer_s", self._clock.now_s() - started_s)
 
     async def count(
@@ -136,19 +144,22 @@ class TurnRoute:
         counter: TokenCounter,
     ) -> None:
         """Answer with the context tokens that a request would have now; nothing is sampled."""
-        try:
-            with self._memory.body() as counted:
+        with self._memory.body() as counted:
+            try:
                 headers = headers_of(scope)
                 request = await self._request(counter, receive, key, counted, headers=headers)
                 episode = self._access.episode(key)
                 episode.renew(self._clock.now_s())
                 tokens = await self._tokens(request, episode)
-        except ClientGoneError:
-            return
-        except RefusedError as error:
-            self._telemetry.count("gateway.refused", status=error.status, limit=error.limit)
-            await send_refusal(send, error, shape=counter.error)
-            return
+            except ClientGoneError:
+                return
+            except MovedError as error:
+                error.body = counted.body or None
+                raise
+            except RefusedError as error:
+                self._telemetry.count("gateway.refused", status=error.status, limit=error.limit)
+                await send_refusal(send, error, shape=counter.error)
+                return
         await send_json(send, counter.counted(tokens))
 
     async def _tokens(self, request: Request, episode: HeldEpisode) -> int:
@@ -188,6 +199,7 @@ class TurnRoute:
             code=CONTEXT_FULL_CODE,  # Agents shorten their history when they read it.
             grow=counted.grow,
         )
+        counted.body = body
         request = await self._read(protocol, body, episode.history)
         check_choices(request, choices_max=self._settings.choices_max)
         return request
@@ -258,6 +270,8 @@ class TurnRoute:
             completions = await self._wait(client, awaited)
         except ClientGoneError:
             return
+        except MovedError:
+            raise
         except RefusedError as error:
             self._telemetry.count("gateway.refused", status=error.status, limit=error.limit)
             await client.refuse(error)

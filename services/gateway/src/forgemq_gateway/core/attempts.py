@@ -138,6 +138,15 @@ class Attempts:
             self._end(episode, turn)
         return tuple(effects)
 
+    def move_turns(self, episode: HeldEpisode, error: RefusedError) -> Effects:
+        """Forget the turns of an episode that another gateway has now; nothing is cancelled."""
+        effects: list[Effect] = []
+        for turn in list(episode.turns.values()):
+            effects += self._fail(turn, error)
+            self._leave_lane(turn)
+            self._end(episode, turn)
+        return tuple(effects)
+
     # Lanes.
 
     def take_result(self, result: LaneResult, *, at: Moment) -> Effects:

@@ -1,6 +1,7 @@
 """Refusals in the terms that every protocol has: a status, a type, and the field that is wrong."""
 
 import re
+from collections.abc import Awaitable, Callable
 from typing import Literal, TypeAlias
 
 from msgspec import Struct
@@ -111,6 +112,29 @@ def engine_constraint(error: str) -> RefusedError:
         param=None,
         code=CONSTRAINT_CODE,
     )
+
+
+class MovedError(RefusedError):
+    """Another gateway owns the group now: it can answer, and continues what was begun here.
+
+    Attributes:
+        group_id: The group that moved.
+        body: Of the request, if it was read.
+        has_opened: Whether the client has had the head of a stream.
+        refuse: How to refuse the request then, if not by an answer with a status.
+    """
+
+    def __init__(self, group_id: str) -> None:
+        super().__init__(
+            f"group {group_id} has moved to another gateway: ask again",
+            status=503,
+            kind="server_error",
+            retry_after_s=1,
+        )
+        self.group_id = group_id
+        self.body: bytes | None = None
+        self.has_opened = False
+        self.refuse: Callable[[RefusedError], Awaitable[None]] | None = None
 
 
 def busy(

@@ -47,6 +47,14 @@ class Group:
         is_finishing = episode is not None and episode.state == "finishing"
         return not is_finishing and index not in self.finished and index not in self.claiming
 
+    def forget_episodes(self) -> None:
+        """Drop all trees, because another gateway has them; the group stays known."""
+        for episode in self.episodes.values():
+            episode.history.held.release()
+        self.episodes.clear()
+        self.finished.clear()
+        self.claiming.clear()
+
     def open_count(self) -> int:
         """Number of episodes that an agent holds."""
         return sum(

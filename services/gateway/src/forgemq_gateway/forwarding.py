@@ -1,0 +1,224 @@
+"""Sends a request on to the gateway that owns its group, and the answer back, as it comes.
+
+Neither the body nor the answer is read here: both pass in the pieces in which they come.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable
+from http import HTTPStatus
+from types import TracebackType
+
+import aiohttp
+from yarl import URL
+
+from forgemq_contracts.ownership import PartitionOwner
+from forgemq_gateway.core.errors import RefusedError, busy
+from forgemq_gateway.wire import ClientGoneError, Receive, Scope, Send
+
+OWNER_HEADER = "x-forgemq-owner"
+"""Number of the change of owners by which a gateway has chosen where to send a request on."""
+
+_CONNECT_S = 1.0
+"""Replicas are near each other; a client that is held waits no longer than a few seconds in all."""
+
+# Of one hop (RFC 9110, 7.6.1), or set again by the client below.
+_HOP_HEADERS = frozenset(
+    (
+        *(b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"upgrade"),
+        *(b"transfer-encoding", b"host", b"expect", OWNER_HEADER.encode()),
+    )
+)
+
+
+class OwnerGoneError(Exception):
+    """Nobody listens at the owner's address; nothing of the request was sent."""
+
+
+class Forwarder:
+    """Connections to the other gateways of the run; use it as a context."""
+
+    async def __aenter__(self) -> "Forwarder":
+        """Open; connections are made as they are needed, and kept."""
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
+            auto_decompress=False,
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close all connections."""
+        await self._session.close()
+
+    async def is_gone(self, url: str) -> bool:
+        """Whether nobody listens there; a gateway that only does not answer is not gone."""
+        try:
+            async with self._session.get(f"{url}/live", timeout=_within(_CONNECT_S)):
+                return False
+        except aiohttp.ClientConnectorError:
+            return True
+        except (aiohttp.ClientError, TimeoutError):
+            return False
+
+    async def forward(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        *,
+        owner: PartitionOwner,
+        number: int,
+        body: bytes | None = None,
+        has_opened: bool = False,
+    ) -> None:
+        """Let the owner answer this request.
+
+        Args:
+            scope: Of the request; its path is the one that the client sent.
+            receive: Gives the body, or only the end of the connection if `body` is given.
+            send: To the client.
+            owner: Who is to answer.
+            number: Of the change of owners that says so.
+            body: Of the request, if it was read here.
+            has_opened: Whether the client has had the head of a stream.
+
+        Raises:
+            OwnerGoneError: nobody listens there. Nothing was sent, and no body was read.
+            RefusedError: 503, the owner went away before it answered.
+        """
+        request = _Passed(receive, body)
+        leaving = asyncio.ensure_future(request.left())
+        passing = asyncio.ensure_future(
+            self._passed(scope, send, request, owner=owner, number=number, has_opened=has_opened)
+        )
+        try:
+            await asyncio.wait((leaving, passing), return_when=asyncio.FIRST_COMPLETED)
+            if passing.done():
+                passing.result()
+        finally:
+            leaving.cancel()
+            passing.cancel()
+
+    async def _passed(
+        self,
+        scope: Scope,
+        send: Send,
+        request: "_Passed",
+        *,
+        owner: PartitionOwner,
+        number: int,
+        has_opened: bool,
+    ) -> None:
+        """As `forward`."""
+        try:
+            response = await self._asked(scope, request, owner=owner, number=number)
+        except aiohttp.ClientConnectorError as error:
+            raise OwnerGoneError(owner.url) from error
+        except aiohttp.ClientError as error:
+            raise _gone(owner, error) from error
+        async with response:
+            if has_opened and response.status != HTTPStatus.OK:
+                raise busy(f"the gateway at {owner.url} says {response.status}", status=503)
+            await _pass_on(response, send, has_opened=has_opened)
+
+    async def _asked(
+        self,
+        scope: Scope,
+        request: "_Passed",
+        *,
+        owner: PartitionOwner,
+        number: int,
+    ) -> aiohttp.ClientResponse:
+        raw = scope["raw_path"].decode("latin-1")
+        query = scope["query_string"].decode("latin-1")
+        has_body = _has_body(scope["headers"])
+        if not has_body:
+            request.end()
+        return await self._session.request(
+            scope["method"],
+            URL(f"{owner.url}{raw}{'?' if query else ''}{query}", encoded=True),
+            headers=[*_headers(scope["headers"]), (OWNER_HEADER, str(number))],
+            data=request.parts() if has_body else None,
+            allow_redirects=False,
+        )
+
+
+def _within(seconds: float) -> aiohttp.ClientTimeout:
+    return aiohttp.ClientTimeout(total=seconds)
+
+
+def _gone(owner: PartitionOwner, error: Exception) -> RefusedError:
+    return busy(
+        f"the gateway at {owner.url} went away: {type(error).__name__}; ask again", status=503
+    )
+
+
+def _headers(raw: Iterable[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
+    return [
+        (name.decode("latin-1"), value.decode("latin-1"))
+        for name, value in raw
+        if name not in _HOP_HEADERS
+    ]
+
+
+def _has_body(raw: Iterable[tuple[bytes, bytes]]) -> bool:
+    return any(name in (b"content-length", b"transfer-encoding") for name, _ in raw)
+
+
+class _Passed:
+    """The body of a request that is sent on, and word of its client after that."""
+
+    def __init__(self, receive: Receive, body: bytes | None) -> None:
+        self._receive = receive
+        self._body = body
+        self._has_ended = asyncio.Event()
+        self._has_left = False
+
+    async def parts(self) -> AsyncIterator[bytes]:
+        """The body as it comes."""
+        if self._body is not None:
+            yield self._body
+            self._has_ended.set()
+            return
+        while True:
+            message = await self._receive()
+            self._has_left = message["type"] == "http.disconnect"
+            if self._has_left:
+                self._has_ended.set()
+                raise ClientGoneError
+            if part := message.get("body", b""):
+                yield part
+            if not message.get("more_body", False):
+                self._has_ended.set()
+                return
+
+    def end(self) -> None:
+        """Note that the request has no body."""
+        self._has_ended.set()
+
+    async def left(self) -> None:
+        """Return when the client has left; nobody else may ask for messages after the body."""
+        await self._has_ended.wait()
+        while not self._has_left:
+            self._has_left = (await self._receive())["type"] == "http.disconnect"
+
+
+async def _pass_on(response: aiohttp.ClientResponse, send: Send, *, has_opened: bool) -> None:
+    """Send the answer to the client, without its head if the client has one.
+
+    Raises:
+        aiohttp.ClientError: the owner went away; the answer ends here, unfinished, for the client
+            too.
+    """
+    if not has_opened:
+        headers = [each for each in response.raw_headers if each[0].lower() not in _HOP_HEADERS]
+        await send({"type": "http.response.start", "status": response.status, "headers": headers})
+    async for part in response.content.iter_any():
+        await send({"type": "http.response.body", "body": part, "more_body": True})
+    await send({"type": "http.response.body", "body": b""})

@@ -1,0 +1,47 @@
+"""Where a group is: here, or at the gateway that owns it; a request waits while it moves."""
+
+from forgemq_contracts.ownership import PartitionOwner
+from forgemq_gateway.applying import OWNERS_CHANGED
+from forgemq_gateway.context import GatewayContext
+from forgemq_gateway.core.errors import busy
+
+
+class Whereabouts:
+    """Asked for every request that is about one group."""
+
+    def __init__(self, *, context: GatewayContext) -> None:
+        self._gateways = context.gateways
+        self._changed = context.changed
+        self._hold_s = context.settings.lane_hold_s
+
+    async def owner(self, group_id: str, *, least: int = 0) -> PartitionOwner | None:
+        """The other gateway that owns the group; None if this one does.
+
+        Args:
+            group_id: Of a group, also of one that nobody has requested.
+            least: Change of owners that the gateway which sent the request here had read.
+
+        Raises:
+            RefusedError: 429, the group moved for longer than a request is held.
+        """
+        if self._gateways.serves(group_id):
+            return None
+
+        def look() -> tuple[PartitionOwner | None] | None:
+            if self._gateways.serves(group_id):
+                return (None,)
+            if self._gateways.owner < least:
+                return None
+            owner = self._gateways.owner_of(self._gateways.partition_of(group_id))
+            is_there = owner is not None and self._gateways.has_peer(owner.gateway)
+            return (owner,) if is_there else None
+
+        found = await self._changed.until(look, group_id=OWNERS_CHANGED, timeout_s=self._hold_s)
+        if found is None:
+            raise busy(f"group {group_id} moves to another gateway: ask again")
+        return found[0]
+
+    def note_gone(self, owner: PartitionOwner) -> None:
+        """Note that nobody listens at this gateway's address: others take its groups over."""
+        self._gateways.refuse(owner.gateway)
+        self._changed.notify(OWNERS_CHANGED)
