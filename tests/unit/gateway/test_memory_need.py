@@ -25,16 +25,16 @@ def test_histories_that_may_not_fit_are_named_with_the_numbers(limit: int, is_sh
     said = memory_shortage(configuration, memory_bytes_max=limit)
     assert bool(said) == is_short
     if is_short:
-        assert "N x G = 4096 episodes (shop: 256 x 16), which take 6.6 GB" in said
+        assert "N x G = 4096 episodes (shop: 256 x 16), which take 13.1 GB" in said
         assert "context_tokens_max = 200000 tokens" in said
-        assert "FORGEMQ_GATEWAY_MEMORY_BYTES_MAX is 6.6 GB" in said
+        assert "FORGEMQ_GATEWAY_MEMORY_BYTES_MAX is 13.1 GB" in said
 
 
 @pytest.mark.parametrize(("limit", "events"), [(1_000_000, 0), (200_000, 1)])
 async def test_a_start_says_that_the_memory_may_be_too_small_and_serves(
     model: Path, limit: int, events: int
 ) -> None:
-    """Four slots of two episodes of 4,096 tokens: 262,144 bytes."""
+    """Four slots of two episodes of 4,096 tokens: 524,288 bytes."""
     lines = io.StringIO()
     log = MemoryLog(run="r", clock_ms=wall_ms)
     async with running(

@@ -3,9 +3,10 @@
 from forgemq_contracts.run import RunConfiguration
 from forgemq_gateway.context import GatewayContext
 
-TOKEN_BYTES = 8
+TOKEN_BYTES = 16
 """What a token of a history takes: 4 for its id; 4 more for its log-probability and about 4 of text
-if it was sampled, as a good part of an agent's history is."""
+if it was sampled, as a good part of an agent's history is; and about 4 of JSON and 4 of text in the
+newest body, which the next one repeats."""
 
 
 def memory_shortage(configuration: RunConfiguration, *, memory_bytes_max: int) -> str:

@@ -9,6 +9,7 @@ and keep-alives, and later failures are error events. What those look like is th
 import asyncio
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -21,11 +22,10 @@ from forgemq_gateway.client import Client
 from forgemq_gateway.composer import Composer
 from forgemq_gateway.context import GatewayContext
 from forgemq_gateway.core.choices import check_choices
-from forgemq_gateway.core.conversation import Conversation
 from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.errors import CONTEXT_FULL_CODE, MovedError, RefusedError, failed
-from forgemq_gateway.core.history import KnownCompletion
-from forgemq_gateway.core.requests import Request
+from forgemq_gateway.core.history import History, KnownCompletion
+from forgemq_gateway.core.requests import ReadItems, Request
 from forgemq_gateway.deliveries import Deliveries
 from forgemq_gateway.dispatcher import Result
 from forgemq_gateway.large_work import LargeWork
@@ -202,18 +202,39 @@ class TurnRoute:
         counted.body = body
         request = await self._read(protocol, body, episode.history)
         check_choices(request, choices_max=self._settings.choices_max)
+        if request.items is not None:
+            episode.history.bodies.note(body, request.items)
         return request
 
     async def _read(
-        self, protocol: WireProtocol | TokenCounter, body: bytes, known: Conversation
+        self, protocol: WireProtocol | TokenCounter, body: bytes, history: History
     ) -> Request:
-        """The request in a body; a large one is read beside the event loop.
+        """The request in a body; what an earlier one has not, if it begins as that one.
 
         Raises:
             RefusedError: 4xx as the protocol says; 500 for any other error.
         """
+        begin = history.bodies.begin_of(body, protocol=protocol.name)
+        if begin is not None:
+            with suppress(RefusedError):  # The whole body says what is wrong, and where.
+                shortened = begin.without_known(body)
+                return await self._parsed(protocol, shortened, history, begin.items)
+        return await self._parsed(protocol, body, history, None)
+
+    async def _parsed(
+        self,
+        protocol: WireProtocol | TokenCounter,
+        body: bytes,
+        history: History,
+        known: ReadItems | None,
+    ) -> Request:
+        """The request in a body, which is read beside the event loop if it is large.
+
+        Raises:
+            RefusedError: as `_read`.
+        """
         try:
-            return await self._work.run(lambda: protocol.read(body, known), size=len(body))
+            return await self._work.run(lambda: protocol.read(body, history, known), size=len(body))
         except RefusedError:
             raise
         except Exception as error:

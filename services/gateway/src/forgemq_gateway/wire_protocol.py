@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from forgemq_gateway.core.conversation import Conversation
 from forgemq_gateway.core.errors import RefusedError
 from forgemq_gateway.core.replies import Answer
-from forgemq_gateway.core.requests import Request
+from forgemq_gateway.core.requests import ProtocolName, ReadItems, Request
 
 
 class WireStream(Protocol):
@@ -33,10 +33,18 @@ class WireProtocol(Protocol):
         """Where requests are posted."""
         ...
 
-    def read(self, body: bytes, known: Conversation, /) -> Request:
+    @property
+    def name(self) -> ProtocolName:
+        """How bodies are read: those of one name begin alike if their bytes do."""
+        ...
+
+    def read(
+        self, body: bytes, conversation: Conversation, known: ReadItems | None = None, /
+    ) -> Request:
         """The request in a body, or a RefusedError that names the field.
 
-        `known` is what the episode has said so far, to which a body may refer.
+        `conversation` is what the episode has said so far, to which a body may refer; `known` is
+        what KNOWN_ITEM in the body stands for (`core/read_bodies.py`).
         """
         ...
 
@@ -61,7 +69,14 @@ class TokenCounter(Protocol):
         """Where questions are posted."""
         ...
 
-    def read(self, body: bytes, known: Conversation, /) -> Request:
+    @property
+    def name(self) -> ProtocolName:
+        """As `WireProtocol.name`."""
+        ...
+
+    def read(
+        self, body: bytes, conversation: Conversation, known: ReadItems | None = None, /
+    ) -> Request:
         """The request in a body; as `WireProtocol.read`."""
         ...
 

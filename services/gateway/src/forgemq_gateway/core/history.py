@@ -23,6 +23,7 @@ from forgemq_gateway.core.raw_prompts import (
     TokenPrompt,
     is_prompt_key,
 )
+from forgemq_gateway.core.read_bodies import ReadBodies
 from forgemq_gateway.core.replies import Reply, echo_digests, echo_key
 from forgemq_gateway.core.requests import Echo, RequestMessage
 
@@ -129,6 +130,7 @@ class History:
         self._depths: dict[bytes, int] = {EMPTY_PATH: 0}
         self._echoes: set[str] = set()
         self.prompts = PromptPaths()
+        self.bodies = ReadBodies(self.held)
         self.deepest = 0
 
     def keys(self, digests: Sequence[str]) -> tuple[str, ...]:

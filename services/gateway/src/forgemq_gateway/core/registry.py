@@ -168,6 +168,7 @@ class Registry:
         episode = group.episodes.get(record.index)
         if episode is not None:
             episode.state = "ended"
+            episode.history.bodies.forget()
 
     def apply_requested_completion(self, record: RequestedCompletion) -> None:
         """Restore a turn that went to a lane, so that a client's retry continues it."""

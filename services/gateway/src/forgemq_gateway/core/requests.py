@@ -3,7 +3,7 @@
 Nothing here knows how a protocol writes a request or a reply; `protocols` has one file for each.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -78,6 +78,40 @@ class RequestMessage(Struct, frozen=True):
     answered_id: str = ""
 
 
+class KeyedMessages(Struct, frozen=True):
+    """Messages, and the match key of each."""
+
+    messages: tuple[RequestMessage, ...] = ()
+    keys: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, messages: Iterable[RequestMessage]) -> "KeyedMessages":
+        """These messages with their keys."""
+        given = tuple(messages)
+        return cls(given, tuple(match_key(message) for message in given))
+
+    def __add__(self, other: "KeyedMessages") -> "KeyedMessages":
+        """These messages, then the others."""
+        return KeyedMessages((*self.messages, *other.messages), (*self.keys, *other.keys))
+
+
+class ReadItems(Struct, frozen=True, kw_only=True):
+    """The array of messages in a body.
+
+    Attributes:
+        start: Bytes of the body up to its opening bracket, which is one of them.
+        rest: Bytes of the body behind its last item.
+        count: Number of items; one may be several messages, or none.
+        found: The messages in the items.
+    """
+
+    protocol: ProtocolName
+    start: int
+    rest: int
+    count: int
+    found: KeyedMessages
+
+
 class Echo(Struct, frozen=True):
     """What an echoed reply says about which reply it is, beside its text and calls."""
 
@@ -117,6 +151,7 @@ class Request(Struct, frozen=True, kw_only=True):
         form: None: the reply may be anything.
         is_one_call: The reply ends with its first call.
         unused: Fields that the client set and the episode decides; the answer names them.
+        items: Where its messages are in its body, if a later body may go on from them.
     """
 
     protocol: ProtocolName
@@ -140,6 +175,7 @@ class Request(Struct, frozen=True, kw_only=True):
     form: ReplyForm | None = None
     is_one_call: bool = False
     unused: tuple[str, ...] = ()
+    items: "ReadItems | None" = None
 
     def echo(self, index: int) -> Echo:
         """What this message says about which reply it is."""

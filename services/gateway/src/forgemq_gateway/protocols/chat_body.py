@@ -16,6 +16,7 @@ from forgemq_gateway.core.requests import (
     FORM_BYTES_MAX,
     Call,
     Part,
+    ReadItems,
     Request,
     RequestMessage,
     Role,
@@ -30,9 +31,9 @@ from forgemq_gateway.protocols.json_body import (
     decoded_at,
     is_array,
     items_in,
-    messages_in,
     tools_in,
 )
+from forgemq_gateway.protocols.message_items import MessageItems
 from forgemq_gateway.protocols.reply_form import FORM_FIELDS, FormFields
 
 # Structs of which one body may have very many have `gc=False`: they are in no cycle, and to make
@@ -154,8 +155,8 @@ _CALL = msgspec.json.Decoder(CalledTool)
 _OFFERED = msgspec.json.Decoder(OfferedTool)
 
 
-def request_of(body: bytes) -> Request:
-    """The request in this body.
+def request_of(body: bytes, known: ReadItems | None = None) -> Request:
+    """The request in this body; `known` is what KNOWN_ITEM in it stands for.
 
     Raises:
         RefusedError: 400, naming the field.
@@ -163,10 +164,14 @@ def request_of(body: bytes) -> Request:
     raw, fields = decoded(body, _FIELDS, limits=_FORM_LIMITS)
     _check(fields)
     tools = _tools(fields.tools)
-    given = messages_in(fields.messages, _MESSAGE)
-    messages = tuple(_message(message, where=place) for place, message in given)
+    items = MessageItems(
+        protocol=_NAMES.protocol, body=body, array=fields.messages, field="messages", known=known
+    )
+    given = items.some(_MESSAGE)
+    found = items.read(_message(message, where=place) for place, message in given)
     return replace(
-        _NAMES.request(raw, messages, tools=tools, form=fields),
+        _NAMES.request(raw, found, tools=tools, form=fields),
+        items=items.place(found, added=len(given)),
         model=fields.model or DEFAULT_MODEL,
         n=fields.n or 1,
         max_tokens=fields.max_completion_tokens or fields.max_tokens,

@@ -8,7 +8,7 @@ import orjson
 from forgemq_gateway.core.conversation import Conversation
 from forgemq_gateway.core.errors import RefusedError
 from forgemq_gateway.core.replies import Answer, Reply, TokenLogprob, matched_stop
-from forgemq_gateway.core.requests import Call, Request, Text, Thinking
+from forgemq_gateway.core.requests import Call, ProtocolName, ReadItems, Request, Text, Thinking
 from forgemq_gateway.protocols.chat_body import request_of
 from forgemq_gateway.protocols.choice_parts import choice_head, usage_of
 from forgemq_gateway.protocols.logprobs import entries
@@ -22,14 +22,17 @@ class ChatCompletions:
     """POST /v1/chat/completions; implements `wire_protocol.WireProtocol`."""
 
     path = "/v1/chat/completions"
+    name: ProtocolName = "chat_completions"
 
-    def read(self, body: bytes, _known: Conversation, /) -> Request:
+    def read(
+        self, body: bytes, _conversation: Conversation, known: ReadItems | None = None, /
+    ) -> Request:
         """The request in this body.
 
         Raises:
             RefusedError: 400, naming the field.
         """
-        return request_of(body)
+        return request_of(body, known)
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """The answers as the choices of one JSON object."""

@@ -8,7 +8,7 @@ import orjson
 from forgemq_gateway.core.conversation import Conversation
 from forgemq_gateway.core.errors import RefusedError
 from forgemq_gateway.core.replies import Answer, TokenLogprob, matched_stop
-from forgemq_gateway.core.requests import Request
+from forgemq_gateway.core.requests import ProtocolName, ReadItems, Request
 from forgemq_gateway.protocols.choice_parts import choice_head, usage_of
 from forgemq_gateway.protocols.completions_body import request_of
 from forgemq_gateway.wire import refusal_body
@@ -18,8 +18,11 @@ class Completions:
     """POST /v1/completions; implements `wire_protocol.WireProtocol`."""
 
     path = "/v1/completions"
+    name: ProtocolName = "completions"
 
-    def read(self, body: bytes, _known: Conversation, /) -> Request:
+    def read(
+        self, body: bytes, _conversation: Conversation, _known: ReadItems | None = None, /
+    ) -> Request:
         """The request in this body.
 
         Raises:

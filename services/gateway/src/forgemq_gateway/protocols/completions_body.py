@@ -10,7 +10,7 @@ from forgemq_contracts.arrays import pack_ids
 from forgemq_contracts.completions import TOP_TOKENS_MAX
 from forgemq_gateway.core.errors import field_of, invalid
 from forgemq_gateway.core.raw_prompts import Prompt, TextPrompt, TokenPrompt
-from forgemq_gateway.core.requests import DEFAULT_MODEL, FORM_BYTES_MAX, Request
+from forgemq_gateway.core.requests import DEFAULT_MODEL, FORM_BYTES_MAX, KeyedMessages, Request
 from forgemq_gateway.protocols.chat_body import StreamOptions
 from forgemq_gateway.protocols.field_names import FieldNames
 from forgemq_gateway.protocols.json_body import NULL, decoded
@@ -76,7 +76,7 @@ def request_of(body: bytes) -> Request:
     raw, fields = decoded(body, _FIELDS, limits=_FORM_LIMITS)
     _check(fields)
     return replace(
-        _NAMES.request(raw, (), tools=(), form=fields),
+        _NAMES.request(raw, KeyedMessages(), tools=(), form=fields),
         prompts=_prompts(fields.prompt),
         model=fields.model or DEFAULT_MODEL,
         n=fields.n or 1,

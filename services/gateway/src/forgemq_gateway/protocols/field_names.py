@@ -12,12 +12,12 @@ from forgemq_gateway.core.requests import (
     DEFAULT_MODEL,
     MESSAGES_MAX,
     PARTS_MAX,
+    KeyedMessages,
     ProtocolName,
     Request,
     RequestMessage,
     canonical_tools,
     json_array,
-    match_key,
 )
 from forgemq_gateway.protocols.json_body import NULL
 from forgemq_gateway.protocols.reply_form import FormFields, is_one_call, reply_form
@@ -40,7 +40,7 @@ class FieldNames(Struct, frozen=True, kw_only=True):
     def request(
         self,
         raw: Mapping[str, Raw],
-        messages: tuple[RequestMessage, ...],
+        keyed: KeyedMessages,
         *,
         tools: tuple[dict[str, Any], ...],
         form: FormFields,
@@ -49,15 +49,15 @@ class FieldNames(Struct, frozen=True, kw_only=True):
 
         Args:
             raw: Every field of the body.
-            messages: What the model is to continue.
+            keyed: What the model is to continue.
             tools: In chat form.
             form: The demanded form of the reply.
 
         Raises:
             RefusedError: 400: the form cannot be met, or the messages are too many.
         """
+        messages, digests = keyed.messages, keyed.keys
         _check_count(messages)
-        digests = tuple(match_key(message) for message in messages)
         rest = {name: bytes(value) for name, value in raw.items() if name not in self.digested}
         return Request(
             protocol=self.protocol,

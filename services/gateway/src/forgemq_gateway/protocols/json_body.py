@@ -102,20 +102,17 @@ def items_in(
     Raises:
         RefusedError: 400: it is no array, has over MESSAGES_MAX items, or an item is wrong.
     """
-    for index, item in enumerate(_raw_items(raw, where=where)):
+    for index, item in enumerate(raw_items(raw, where=where)):
         place = f"{where}[{index}]"
         yield place, decoded_at(item, decoder, where=place)
 
 
-def messages_in(raw: Raw, decoder: "msgspec.json.Decoder[Item]") -> list[tuple[str, Item]]:
-    """As `items_in`, of the field `messages`, which has at least one."""
-    messages = list(items_in(raw, decoder, where="messages"))
-    if not messages:
-        raise invalid("messages must have at least one item", param="messages")
-    return messages
+def raw_items(raw: Raw, *, where: str) -> Iterator[Raw]:
+    """The items of an array as JSON.
 
-
-def _raw_items(raw: Raw, *, where: str) -> Iterator[Raw]:
+    Raises:
+        RefusedError: 400: it is no array, or has over MESSAGES_MAX items.
+    """
     if len(memoryview(raw)) <= _FEW_ITEMS_BYTES_MAX:
         few = decoded_at(raw, _FEW_ITEMS, where=where)
         return iter(few)
@@ -159,7 +156,7 @@ def tools_in(raw: Raw, checked: "msgspec.json.Decoder[Any]" = _TOOL) -> list[dic
     if raw == NULL:
         return []
     tools = []
-    for index, tool in enumerate(_raw_items(raw, where="tools")):
+    for index, tool in enumerate(raw_items(raw, where="tools")):
         where = f"tools[{index}]"
         decoded_at(tool, checked, where=where)
         tools.append(decoded_at(tool, _TOOL, where=where))

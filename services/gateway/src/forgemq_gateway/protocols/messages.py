@@ -8,7 +8,7 @@ import orjson
 from forgemq_gateway.core.conversation import Conversation
 from forgemq_gateway.core.errors import RefusedError
 from forgemq_gateway.core.replies import Answer
-from forgemq_gateway.core.requests import Call, Request, Text, Thinking
+from forgemq_gateway.core.requests import Call, ProtocolName, ReadItems, Request, Text, Thinking
 from forgemq_gateway.protocols.messages_body import request_of
 from forgemq_gateway.protocols.signature import signature_of
 
@@ -27,14 +27,17 @@ class Messages:
     """POST /v1/messages; implements `wire_protocol.WireProtocol`."""
 
     path = "/v1/messages"
+    name: ProtocolName = "messages"
 
-    def read(self, body: bytes, _known: Conversation, /) -> Request:
+    def read(
+        self, body: bytes, _conversation: Conversation, known: ReadItems | None = None, /
+    ) -> Request:
         """The request in this body.
 
         Raises:
             RefusedError: 400, naming the field.
         """
-        return request_of(body)
+        return request_of(body, known)
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """The answer as one JSON object; this protocol has one choice."""
@@ -76,10 +79,13 @@ class CountTokens:
     """POST /v1/messages/count_tokens; implements `wire_protocol.TokenCounter`."""
 
     path = "/v1/messages/count_tokens"
+    name: ProtocolName = "messages"
 
-    def read(self, body: bytes, _known: Conversation, /) -> Request:
+    def read(
+        self, body: bytes, _conversation: Conversation, known: ReadItems | None = None, /
+    ) -> Request:
         """The request in this body; as `Messages.read`."""
-        return request_of(body)
+        return request_of(body, known)
 
     def counted(self, tokens: int) -> dict[str, Any]:
         """The number of context tokens as one JSON object."""

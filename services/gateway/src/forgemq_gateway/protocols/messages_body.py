@@ -3,7 +3,7 @@
 Unknown fields and betas are accepted: they count in the body's digest and change nothing else.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
 
 import msgspec
@@ -15,7 +15,9 @@ from forgemq_gateway.core.requests import (
     DEFAULT_MODEL,
     FORM_BYTES_MAX,
     Call,
+    KeyedMessages,
     Part,
+    ReadItems,
     Request,
     RequestMessage,
     Role,
@@ -30,9 +32,9 @@ from forgemq_gateway.protocols.json_body import (
     decoded_at,
     is_array,
     items_in,
-    messages_in,
     tools_in,
 )
+from forgemq_gateway.protocols.message_items import MessageItems
 from forgemq_gateway.protocols.reply_form import (
     FormFields,
     Schema,
@@ -138,17 +140,23 @@ _BLOCK = msgspec.json.Decoder(ContentBlock)
 _SOURCE = msgspec.json.Decoder(TextSource)
 
 
-def request_of(body: bytes) -> Request:
-    """The request in this body.
+def request_of(body: bytes, known: ReadItems | None = None) -> Request:
+    """The request in this body; `known` is what KNOWN_ITEM in it stands for.
 
     Raises:
         RefusedError: 400, naming the field.
     """
     raw, fields = decoded(body, _FIELDS, limits=_FORM_LIMITS)
     tools = _tools(fields.tools)
-    messages = (*_system(fields.system), *_messages(fields.messages))
+    items = MessageItems(
+        protocol=_NAMES.protocol, body=body, array=fields.messages, field="messages", known=known
+    )
+    given = items.some(_MESSAGE)
+    found = items.read(_messages(given))
+    system = KeyedMessages.of(_system(fields.system))
     return replace(
-        _NAMES.request(raw, messages, tools=tools, form=_form(fields)),
+        _NAMES.request(raw, system + found, tools=tools, form=_form(fields)),
+        items=items.place(found, added=len(given)),
         model=fields.model or DEFAULT_MODEL,
         max_tokens=fields.max_tokens,
         stop=tuple(fields.stop_sequences or ()),
@@ -169,8 +177,8 @@ def _system_lines(content: Raw) -> list[str]:
     return [decoded_at(content, _OPTIONAL_TEXT, where="system") or ""]
 
 
-def _messages(raw: Raw) -> Iterator[RequestMessage]:
-    for where, message in messages_in(raw, _MESSAGE):
+def _messages(given: Iterable[tuple[str, GivenMessage]]) -> Iterator[RequestMessage]:
+    for where, message in given:
         if is_array(message.content):
             blocks = items_in(message.content, _BLOCK, where=f"{where}.content")
             yield from _of_blocks(message.role, list(blocks))

@@ -8,7 +8,7 @@ import orjson
 from forgemq_gateway.core.conversation import Conversation
 from forgemq_gateway.core.errors import RefusedError
 from forgemq_gateway.core.replies import Answer
-from forgemq_gateway.core.requests import Call, Request, Text, Thinking
+from forgemq_gateway.core.requests import Call, ProtocolName, ReadItems, Request, Text, Thinking
 from forgemq_gateway.protocols.logprobs import entries
 from forgemq_gateway.protocols.response_ids import item_id, response_id
 from forgemq_gateway.protocols.responses_body import request_of
@@ -20,14 +20,17 @@ class Responses:
     """POST /v1/responses; implements `wire_protocol.WireProtocol`."""
 
     path = "/v1/responses"
+    name: ProtocolName = "responses"
 
-    def read(self, body: bytes, known: Conversation, /) -> Request:
+    def read(
+        self, body: bytes, conversation: Conversation, known: ReadItems | None = None, /
+    ) -> Request:
         """The request in this body.
 
         Raises:
             RefusedError: 400, naming the field; 404, an id that it refers to is not known.
         """
-        return request_of(body, known)
+        return request_of(body, conversation, known)
 
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """The answer as one JSON object; this protocol has one choice."""
@@ -47,10 +50,13 @@ class CountInputTokens:
     """POST /v1/responses/input_tokens; implements `wire_protocol.TokenCounter`."""
 
     path = "/v1/responses/input_tokens"
+    name: ProtocolName = "responses"
 
-    def read(self, body: bytes, known: Conversation, /) -> Request:
+    def read(
+        self, body: bytes, conversation: Conversation, known: ReadItems | None = None, /
+    ) -> Request:
         """The request in this body; as `Responses.read`."""
-        return request_of(body, known)
+        return request_of(body, conversation, known)
 
     def counted(self, tokens: int) -> dict[str, Any]:
         """The number of context tokens as one JSON object."""

@@ -18,7 +18,9 @@ from forgemq_gateway.core.requests import (
     DEFAULT_MODEL,
     FORM_BYTES_MAX,
     Call,
+    KeyedMessages,
     Part,
+    ReadItems,
     Request,
     RequestMessage,
     Role,
@@ -35,6 +37,7 @@ from forgemq_gateway.protocols.json_body import (
     items_in,
     tools_in,
 )
+from forgemq_gateway.protocols.message_items import MessageItems
 from forgemq_gateway.protocols.reply_form import (
     FormFields,
     NamedSchema,
@@ -123,6 +126,7 @@ _NAMES = FieldNames(
 _LOGPROBS = "message.output_text.logprobs"
 
 _MEDIA = frozenset({"input_image", "input_file", "input_audio"})
+_RESULTS = frozenset({"function_call_output", "custom_tool_call_output"})
 _ASSISTANTS = frozenset({"reasoning", "function_call", "custom_tool_call", "item_reference"})
 
 _FIELDS = msgspec.json.Decoder(ResponsesFields)
@@ -132,8 +136,8 @@ _OPTIONAL_TEXT = msgspec.json.Decoder(str | None)
 _PART = msgspec.json.Decoder(ItemPart)
 
 
-def request_of(body: bytes, known: Conversation) -> Request:
-    """The request in this body.
+def request_of(body: bytes, conversation: Conversation, known: ReadItems | None = None) -> Request:
+    """The request in this body; `known` is what KNOWN_ITEM in it stands for.
 
     Raises:
         RefusedError: 400, naming the field; 404, an id that it refers to is not known.
@@ -141,8 +145,13 @@ def request_of(body: bytes, known: Conversation) -> Request:
     raw, fields = decoded(body, _FIELDS, limits={"text": FORM_BYTES_MAX})
     tools = _tools(fields.tools)
     wants_logprobs = _LOGPROBS in (fields.include or ())
+    found, items = _input(fields, conversation, body=body, known=known)
+    before = KeyedMessages.of(_before(fields, conversation))
+    if not (before.messages or found.messages):
+        raise invalid("input must have at least one item", param="input")
     return replace(
-        _NAMES.request(raw, _messages(fields, known), tools=tools, form=_form(fields)),
+        _NAMES.request(raw, before + found, tools=tools, form=_form(fields)),
+        items=items,
         model=fields.model or DEFAULT_MODEL,
         max_tokens=fields.max_output_tokens,
         is_stream=bool(fields.stream),
@@ -151,8 +160,25 @@ def request_of(body: bytes, known: Conversation) -> Request:
     )
 
 
-def _messages(fields: ResponsesFields, known: Conversation) -> tuple[RequestMessage, ...]:
-    """Instructions, the conversation that is continued, and the input.
+def _input(
+    fields: ResponsesFields, conversation: Conversation, *, body: bytes, known: ReadItems | None
+) -> tuple[KeyedMessages, ReadItems | None]:
+    """The messages in the input, and where its items are if a later body may go on from them."""
+    if not is_array(fields.input):
+        text = decoded_at(fields.input, _TEXT, where="input")
+        return KeyedMessages.of([RequestMessage(role="user", parts=(Text(text),))]), None
+    items = MessageItems(
+        protocol=_NAMES.protocol, body=body, array=fields.input, field="input", known=known
+    )
+    given = list(items.added(_ITEM))
+    found = items.read(_of_items(given, conversation))
+    # The items that follow may belong to the reply that the last one is of.
+    is_open = not given or not _closes(given[-1][1])
+    return found, None if is_open else items.place(found, added=len(given))
+
+
+def _before(fields: ResponsesFields, known: Conversation) -> tuple[RequestMessage, ...]:
+    """Instructions, and the conversation that is continued.
 
     The instructions of the request that is continued are replaced by this request's, if it has any.
     """
@@ -161,15 +187,7 @@ def _messages(fields: ResponsesFields, known: Conversation) -> tuple[RequestMess
         if before and before[0].role == "system":
             before = before[1:]
         before = (RequestMessage(role="system", parts=(Text(fields.instructions),)), *before)
-    if is_array(fields.input):
-        added = list(_of_items(items_in(fields.input, _ITEM, where="input"), known))
-    else:
-        text = decoded_at(fields.input, _TEXT, where="input")
-        added = [RequestMessage(role="user", parts=(Text(text),))]
-    messages = (*before, *added)
-    if not messages:
-        raise invalid("input must have at least one item", param="input")
-    return messages
+    return before
 
 
 def _continued(response_id: str | None, known: Conversation) -> tuple[RequestMessage, ...]:
@@ -265,13 +283,18 @@ def _assistant_part(item: Item, *, where: str) -> Part:
     return Text(_text(item.content, where=f"{where}.content"))
 
 
+def _closes(item: Item) -> bool:
+    """Whether no later item belongs to a reply before this one."""
+    return item.type in _RESULTS or (item.type == "message" and item.role != "assistant")
+
+
 def _other(item: Item, *, where: str) -> RequestMessage | None:
     """A message that is not the model's; None for an item that it has no use for."""
     match item.type:
         case "message":
             text = _text(item.content, where=f"{where}.content")
             return RequestMessage(role=item.role, parts=(Text(text),))
-        case "function_call_output" | "custom_tool_call_output":
+        case result if result in _RESULTS:
             text = _text(item.output, where=f"{where}.output")
             return RequestMessage(role="tool", parts=(ToolResult(item.call_id, text),))
     return None
