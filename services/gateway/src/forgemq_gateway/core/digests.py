@@ -44,12 +44,11 @@ def message_digest(
         tool_calls: Id, name and arguments (JSON text) of each call.
         tool_call_id: Id of the call that a tool's result answers.
     """
-    hasher = hashlib.blake2b(digest_size=DIGEST_BYTES)
     head = "system" if role == "developer" else role
     if role == "assistant":
         text = parted_reasoning(text)[1].strip()  # Several clients trim what they echo.
-    hasher.update(f"{head}\0{tool_call_id}\0".encode())
-    hasher.update(text.encode("utf-8", "surrogatepass"))
+    told = f"{head}\0{tool_call_id}\0".encode() + text.encode("utf-8", "surrogatepass")
+    hasher = hashlib.blake2b(told, digest_size=DIGEST_BYTES)
     for call_id, name, arguments in tool_calls:
         hasher.update(f"\0{call_id}\0{name}\0".encode("utf-8", "surrogatepass"))
         hasher.update(canonical_json(arguments))
@@ -102,9 +101,8 @@ def body_digest(protocol: str, digests: Iterable[str], fields: Mapping[str, byte
             All but the tools are compared as JSON values: codex writes the keys of its
             `client_metadata` in another order when it sends a body again.
     """
-    hasher = hashlib.blake2b(protocol.encode(), digest_size=DIGEST_BYTES)
-    for digest in digests:
-        hasher.update(digest.encode())
+    head = protocol + "".join(digests)
+    hasher = hashlib.blake2b(head.encode(), digest_size=DIGEST_BYTES)
     for name in sorted(fields):
         hasher.update(f"\0{name}\0".encode())
         value = fields[name]

@@ -36,7 +36,7 @@ TOKEN_BYTES = 4
 _OBJECT_BYTES = 1024
 
 # About what a message on a known path takes.
-_PATH_BYTES = 128
+_PATH_BYTES = 256
 
 # Renderers look back to the start of the assistant's message; these tokens reach it.
 TAIL_TOKENS = 1024
@@ -128,6 +128,8 @@ class History:
         self._by_path: dict[bytes, list[KnownCompletion]] = {}
         self._turn_of_echo: dict[str, str] = {}
         self._depths: dict[bytes, int] = {EMPTY_PATH: 0}
+        # Each known path by the one before its last message, and that message.
+        self._paths: dict[tuple[bytes, str], bytes] = {}
         self._echoes: set[str] = set()
         self.prompts = PromptPaths()
         self.bodies = ReadBodies(self.held)
@@ -138,7 +140,8 @@ class History:
 
         Such an echo has the reply's calls, arguments compared as JSON, and its text or none.
         """
-        return tuple(self._turn_of_echo.get(digest, digest) for digest in digests)
+        known = self._turn_of_echo
+        return tuple([known.get(digest, digest) for digest in digests] if known else digests)
 
     def match(
         self, keys: Sequence[str], echo: Callable[[int], Echo] = lambda _: _NO_ECHO
@@ -149,16 +152,25 @@ class History:
             keys: Match key of each message.
             echo: Of the message at an index: it decides between replies with the same text.
         """
-        path, best = EMPTY_PATH, None
-        for index, key in enumerate(keys):
-            path = path_after(path, key)
-            if path not in self._depths:
-                break  # Every message before a completion is noted.
+        best: Match | None = None
+        for index, path in enumerate(self._known_paths(keys)):
             found = self._by_path.get(path)
             if found is not None:
-                chosen = _twin(found, echo=partial(echo, index), before=best)
+                chosen = found[0]
+                if len(found) > 1:
+                    chosen = _twin(found, echo=partial(echo, index), before=best)
                 best = Match(completion=chosen, consumed=index + 1, path=path)
         return best
+
+    def _known_paths(self, keys: Sequence[str]) -> Iterator[bytes]:
+        """The paths to the leading messages that are noted; every one before a completion is."""
+        path = EMPTY_PATH
+        for key in keys:
+            behind = self._paths.get((path, key))
+            if behind is None:
+                return
+            path = behind
+            yield path
 
     def note(self, keys: Sequence[str], *, after: bytes) -> bytes:
         """Note the messages of a request behind a known path; returns the path to the last one."""
@@ -166,21 +178,22 @@ class History:
         for key in keys:
             if is_prompt_key(key):
                 self.prompts.note(key)
-            path, depth = path_after(path, key), depth + 1
-            if path not in self._depths:
-                self._depths[path] = depth
+            depth += 1
+            known = self._paths.get((path, key))
+            if known is None:
                 self.held.grow(_PATH_BYTES)
+            path = known or self._add_path(path, key, depth=depth)
         self.deepest = max(self.deepest, depth)
         return path
 
+    def _add_path(self, path: bytes, key: str, *, depth: int) -> bytes:
+        behind = self._paths[path, key] = path_after(path, key)
+        self._depths[behind] = depth
+        return behind
+
     def known_count(self, keys: Sequence[str]) -> int:
         """Number of leading messages that an earlier request had."""
-        path = EMPTY_PATH
-        for index, key in enumerate(keys):
-            path = path_after(path, key)
-            if path not in self._depths:
-                return index
-        return len(keys)
+        return sum(1 for _ in self._known_paths(keys))
 
     def is_echo(self, key: str) -> bool:
         """Whether a message with this key is one of the policy's replies."""
@@ -218,9 +231,8 @@ class History:
 
     def _follow(self, path: bytes, echo: str) -> bytes:
         """The path to a reply; it makes no request deeper before a client echoes it."""
-        behind = path_after(path, echo)
-        self._depths.setdefault(behind, self._depths[path] + 1)
-        return behind
+        known = self._paths.get((path, echo))
+        return known or self._add_path(path, echo, depth=self._depths[path] + 1)
 
     def reply_to(self, request_id: str) -> Reply | None:
         """The reply to this request; implements `conversation.Conversation`."""
@@ -297,8 +309,6 @@ def _twin(
 
     An echo that names the request it answered is that reply, whatever its reasoning says.
     """
-    if len(found) == 1:
-        return found[0]
     parent, said = None if before is None else before.completion, echo()
 
     def likeness(completion: KnownCompletion) -> tuple[bool, bool, bool, int]:
@@ -323,9 +333,13 @@ def tokens_of(completion: KnownCompletion, *, count: int | None = None, skip: in
     while node is not None and limit > skip:
         first = max(node.shared_tokens, skip)
         if limit > first:
-            own = node.context + node.output
             start = (first - node.shared_tokens) * TOKEN_BYTES
-            parts.append(own[start : (limit - node.shared_tokens) * TOKEN_BYTES])
+            end = (limit - node.shared_tokens) * TOKEN_BYTES
+            # Not of their sum: it would copy the whole prompt for the last tokens of it.
+            parts.append(
+                node.output[max(0, start - len(node.context)) : max(0, end - len(node.context))]
+            )
+            parts.append(node.context[start:end])
             limit = first
         limit = min(limit, node.shared_tokens)
         node = node.parent
