@@ -79,6 +79,33 @@ async def test_a_turn_that_the_log_does_not_take_is_503_and_its_repetition_is_an
     assert [record.attempt for record in sent] == [1]
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_an_answer_whose_delivery_the_log_does_not_take_is_503_and_its_repetition_is_given_it(
+    model: Path, is_stream: bool
+) -> None:
+    broken = {topics.DELIVERED_COMPLETIONS.name}
+
+    async def fail(emit: Emit) -> None:
+        if emit.topic in broken:
+            raise LogUnavailableError("no answer in time")
+
+    async with running(hindered(fail), configuration_of(model), lambda _: "yes") as (
+        world,
+        (lane,),
+    ):
+        client = world.client(await world.episode())
+        asking = client.chat.completions
+        with pytest.raises(openai.InternalServerError) as refused:
+            await asking.create(model="m", messages=HELLO, stream=is_stream)
+        broken.clear()
+        again = await asking.create(model="m", messages=HELLO)
+        asked = len(lane.seen)
+    assert refused.value.status_code == 503
+    assert refused.value.response.headers["retry-after"] == "5"
+    assert again.choices[0].message.content == "yes"
+    assert asked == 1
+
+
 async def test_a_group_that_the_log_does_not_take_is_503(model: Path) -> None:
     async def fail(emit: Emit) -> None:
         if emit.topic == topics.REQUESTED_GROUPS.name:

@@ -42,6 +42,7 @@ class ControlTokens:
             for text, is_special in texts
             if len(text) > 1 and (is_special or _MARKUP.fullmatch(text))
         )
+        self._starts = tuple({text[0] for text in self._texts})
         cutting = [text for text in self._texts if _cuts(text, ids[text], encode)]
         # The longest first: a tokenizer takes the longest of those that begin at one place.
         ordered = sorted(cutting, key=len, reverse=True)
@@ -66,6 +67,8 @@ class ControlTokens:
 
     def _shielded(self, text: str, *, keeps_reasoning: bool) -> str:
         text = self.kept(text)  # The client's own marks stay.
+        if not any(start in text for start in self._starts):
+            return text
         for token in self._texts:
             if keeps_reasoning and token in _REASONING:
                 continue

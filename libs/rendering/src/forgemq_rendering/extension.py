@@ -18,6 +18,7 @@ from forgemq_rendering.tokenizer import FolderTokenizer
 # No template treats this text specially and no tokenizer sees it: only its position matters.
 _STAND_IN = "stand-in-for-the-sampled-turn"
 _QUESTION: Mapping[str, Any] = {"role": "user", "content": "stand-in-for-the-conversation"}
+_TURN: Mapping[str, Any] = {"role": "assistant", "content": _STAND_IN}
 
 
 class TemplateExtension:
@@ -31,17 +32,21 @@ class TemplateExtension:
     def __init__(self, tokenizer: FolderTokenizer, *, stop_token_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._stop_token_ids = stop_token_ids
-        self._close = self._turn_close()
+        self._stand_in = self._rendered_stand_in()
+        self._close = self._turn_close(self._stand_in)
 
-    def _turn_close(self) -> tuple[str, str] | None:
-        """(stop token, text behind it) that end an assistant message; None if none is found."""
+    def _rendered_stand_in(self) -> str:
+        """The stand-in conversation without tools and calls; "" if the template refuses it."""
         render_text = self._tokenizer.render_text
         if render_text is None:
-            return None
+            return ""
         try:
-            text = render_text([_QUESTION, {"role": "assistant", "content": _STAND_IN}])
+            return render_text([_QUESTION, _TURN])
         except TemplateError:
-            return None
+            return ""
+
+    def _turn_close(self, text: str) -> tuple[str, str] | None:
+        """(stop token, text behind it) that end an assistant message; None if none is found."""
         close = text.partition(_STAND_IN)[2]
         for token_id in self._stop_token_ids:
             stop = self._tokenizer.decode([token_id], skip_special_tokens=False)
@@ -63,33 +68,34 @@ class TemplateExtension:
         render_text = self._tokenizer.render_text
         if self._close is None or render_text is None:
             return None
-        text = _difference(render_text, messages, tools)
+        text = self._difference(render_text, messages, tools)
         if text is None:
             return None
         stop, behind_stop = self._close
         is_closed = bool(output) and output[-1] in self._stop_token_ids
         return self._tokenizer.encode(("" if is_closed else stop) + behind_stop + text)
 
-
-def _difference(
-    render_text: RenderText,
-    messages: Sequence[Mapping[str, Any]],
-    tools: Sequence[Mapping[str, Any]] | None,
-) -> str | None:
-    turn: dict[str, Any] = {"role": "assistant", "content": _STAND_IN}
-    answered = [message for message in messages if message["role"] == "tool"]
-    if answered:
-        turn["tool_calls"] = [_stand_in_call(message) for message in answered]
-    # One tool suffices to see whether the template moves the tools' text along with the
-    # conversation; all of them would only make both texts longer.
-    shown = list(tools)[:1] if tools else None
-    before = [_QUESTION, turn]
-    try:
-        shorter = render_text(before, tools=shown)
-        longer = render_text([*before, *messages], tools=shown, add_generation_prompt=True)
-    except TemplateError:
-        return None
-    return longer[len(shorter) :] if longer.startswith(shorter) else None
+    def _difference(
+        self,
+        render_text: RenderText,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+    ) -> str | None:
+        turn = dict(_TURN)
+        answered = [message for message in messages if message["role"] == "tool"]
+        if answered:
+            turn["tool_calls"] = [_stand_in_call(message) for message in answered]
+        # One tool suffices to see whether the template moves the tools' text along with the
+        # conversation; all of them would only make both texts longer.
+        shown = list(tools)[:1] if tools else None
+        before = [_QUESTION, turn]
+        is_known = not answered and not shown
+        try:
+            shorter = self._stand_in if is_known else render_text(before, tools=shown)
+            longer = render_text([*before, *messages], tools=shown, add_generation_prompt=True)
+        except TemplateError:
+            return None
+        return longer[len(shorter) :] if longer.startswith(shorter) else None
 
 
 def _stand_in_call(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -47,17 +47,24 @@ class Client(Struct, kw_only=True, eq=False):
 
     async def write(self, data: bytes, record: RecordDelivery, *, request_id: str) -> None:
         """Write an answer; its end goes out when `record` has put the delivery on the log."""
+        begin, end = data[:-_LAST_WRITE_BYTES], data[-_LAST_WRITE_BYTES:]
         with suppress(ClientGoneError):
-            if self.request.is_stream:
-                await self._open_stream()
-            else:
-                headers = {"x-request-id": request_id, **_unused(self.request)}
-                await self.send(json_start(len(data), headers=headers))
-            begin, end = data[:-_LAST_WRITE_BYTES], data[-_LAST_WRITE_BYTES:]
             if begin:
+                await self._open(len(data), request_id=request_id)
                 await self.send({"type": "http.response.body", "body": begin, "more_body": True})
             await record()
+            # The head goes with the end: one packet (joined_writes.py).
+            await self._open(len(data), request_id=request_id)
             await self.send({"type": "http.response.body", "body": end})
+
+    async def _open(self, size_bytes: int, *, request_id: str) -> None:
+        """Send the head of the answer, unless that was done."""
+        if self.request.is_stream:
+            await self._open_stream()
+        elif not self.has_opened:
+            self.has_opened = True
+            headers = {"x-request-id": request_id, **_unused(self.request)}
+            await self.send(json_start(size_bytes, headers=headers))
 
     async def _open_stream(self) -> None:
         if self.has_opened:

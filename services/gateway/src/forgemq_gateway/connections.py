@@ -15,6 +15,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from forgemq_gateway.core.held_bytes import HeldBytes, HeldPart
+from forgemq_gateway.joined_writes import JoinedWrites
 
 # Headers are one or two packets; a client that needs longer is gone or means harm.
 HEADERS_S = 20.0
@@ -86,7 +87,7 @@ class DeadlineConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for the first request's headers."""
-        super().connection_made(transport)
+        super().connection_made(JoinedWrites(transport, loop=self.loop))
         self._wait(self.headers_s)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -19,7 +19,7 @@ from forgemq_gateway.core.effects import (
     SendAttempt,
 )
 from forgemq_gateway.core.episodes import HeldEpisode
-from forgemq_gateway.core.errors import MovedError, RefusedError, busy, gone
+from forgemq_gateway.core.errors import MovedError, RefusedError, gone, log_refuses
 from forgemq_gateway.core.group import Group
 from forgemq_gateway.core.history import KnownCompletion
 from forgemq_gateway.core.lane_results import LaneResult
@@ -129,7 +129,11 @@ class Dispatcher:
         return result
 
     async def _write(self, effects: Effects) -> None:
-        await asyncio.gather(*self._apply(effects))
+        writes = self._apply(effects)
+        if len(writes) == 1:  # Nearly always: no task for it.
+            await writes[0]
+        else:
+            await asyncio.gather(*writes)
 
     def _start(self, effects: Effects) -> None:
         for write in self._apply(effects):
@@ -165,8 +169,7 @@ class Dispatcher:
         error = await self._outbox.try_write(record, headers=headers)
         if error is not None:
             self._write_failed(record.request_id, error)
-            refusal = busy("the log takes no record at the moment", status=503, retry_after_s=5)
-            self._start(self.attempts.lose_attempt(record, refusal))
+            self._start(self.attempts.lose_attempt(record, log_refuses()))
 
     async def _cancel(self, record: CancelledCompletion) -> None:
         """Write a cancellation; without it the lane works in vain up to the deadline."""

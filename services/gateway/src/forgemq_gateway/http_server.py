@@ -118,6 +118,7 @@ def http_server(application: Application, *, half_sent: HeldBytes) -> uvicorn.Se
             access_log=False,
             server_header=False,
             date_header=False,
+            proxy_headers=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_SHUTDOWN_S,
             backlog=ACCEPTED_AT_ONCE,

@@ -102,10 +102,7 @@ class Router:
             await send_json(send, None)
             return
         key, path = _key_and_path(scope, path)
-        try:
-            async with asyncio.timeout(self._hold_s):
-                await self._ready.wait()
-        except TimeoutError:
+        if not await self._is_ready():
             error = busy("the gateway rebuilds its state, or waits for its log", status=503)
             await send_refusal(send, error, shape=self._shape_of(scope, path))
             return
@@ -133,6 +130,16 @@ class Router:
             await send_refusal(send, error, shape=self._shape_of(scope, path))
         else:
             await self._admin(scope, receive, send)
+
+    async def _is_ready(self) -> bool:
+        """Whether the state is that of the log, now or within the hold."""
+        if self._ready.is_set():  # Nearly always; a timer would cost more than all of the routing.
+            return True
+        try:
+            async with asyncio.timeout(self._hold_s):
+                return await self._ready.wait()
+        except TimeoutError:
+            return False
 
     def _unspoken(self, method: str, path: str) -> RefusedError:
         spoken = ", ".join(f"POST {protocol.path}" for protocol in self._protocols)

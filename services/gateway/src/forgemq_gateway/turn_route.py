@@ -16,6 +16,7 @@ from typing import Any
 import orjson
 from msgspec import Struct
 
+from forgemq_bus.errors import FINAL_ERRORS, LogError
 from forgemq_gateway.access import Access
 from forgemq_gateway.body_memory import BodyMemory, CountedBody
 from forgemq_gateway.client import Client
@@ -23,7 +24,13 @@ from forgemq_gateway.composer import Composer
 from forgemq_gateway.context import GatewayContext
 from forgemq_gateway.core.choices import check_choices
 from forgemq_gateway.core.episodes import HeldEpisode
-from forgemq_gateway.core.errors import CONTEXT_FULL_CODE, MovedError, RefusedError, failed
+from forgemq_gateway.core.errors import (
+    CONTEXT_FULL_CODE,
+    MovedError,
+    RefusedError,
+    failed,
+    log_refuses,
+)
 from forgemq_gateway.core.history import History, KnownCompletion
 from forgemq_gateway.core.requests import ReadItems, Request
 from forgemq_gateway.deliveries import Deliveries
@@ -300,7 +307,14 @@ class TurnRoute:
         data = await self._written(client, completions)
         has_left = client.leaving.done
         record = partial(self._deliveries.record, episode, completions, has_left=has_left)
-        await client.write(data, record, request_id=completions[0].request_id)
+        try:
+            await client.write(data, record, request_id=completions[0].request_id)
+        except FINAL_ERRORS:
+            raise
+        except LogError:
+            if client.has_opened:
+                raise  # It has a part of the answer: its connection is closed.
+            await client.refuse(log_refuses())
 
     async def _written(self, client: Client, completions: Sequence[KnownCompletion]) -> bytes:
         """The answer in the client's protocol; one with many log-probabilities beside the loop."""

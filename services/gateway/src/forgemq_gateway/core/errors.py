@@ -145,6 +145,11 @@ def busy(
     return RefusedError(message, status=status, kind=kind, retry_after_s=retry_after_s, limit=limit)
 
 
+def log_refuses() -> RefusedError:
+    """503: a record that this request needs is not on the log."""
+    return busy("the log takes no record at the moment", status=503, retry_after_s=5)
+
+
 def unknown(message: str) -> RefusedError:
     """404: it does not exist."""
     return RefusedError(message, status=404, kind="not_found_error")

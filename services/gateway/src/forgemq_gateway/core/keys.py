@@ -90,7 +90,7 @@ class KeyMint:
 
     def key_of(self, episode_id: EpisodeId) -> str:
         """The key of this episode."""
-        mac = hmac.new(self._secret, episode_id.encode(), hashlib.sha256).hexdigest()
+        mac = hmac.digest(self._secret, episode_id.encode(), "sha256").hex()
         return f"{episode_id}.{mac[:_MAC_HEX]}"
 
     def episode_of(self, key: str) -> EpisodeId | None:
