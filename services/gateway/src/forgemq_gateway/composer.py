@@ -13,7 +13,7 @@ from forgemq_contracts.completions import (
 )
 from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.errors import invalid
-from forgemq_gateway.core.history import TAIL_TOKENS, TOKEN_BYTES, KnownCompletion, tokens_of
+from forgemq_gateway.core.history import TOKEN_BYTES, KnownCompletion, tokens_of
 from forgemq_gateway.core.placed import Placed
 from forgemq_gateway.core.plans import Plan, Prepared, plan
 from forgemq_gateway.core.replies import Answer, Reply, TokenLogprob, finish_reason
@@ -76,7 +76,7 @@ class Composer:
             context=placed.context,
             context_tokens=placed.context_tokens,
             sampling=sampling,
-            constraint=self._constraint(request, placed.tail()),
+            constraint=self._constraint(request, placed),
             top_tokens=request.top_tokens,
             part=TurnPart(
                 sequence=turn.sequence,
@@ -153,8 +153,8 @@ class Composer:
             )
         return (*self._rendering.stop_token_ids, call_end_id)
 
-    def _constraint(self, request: Request, tail: bytes) -> Constraint | None:
-        """The grammar of the form that the client demands; `tail` is the end of the context."""
+    def _constraint(self, request: Request, placed: Placed) -> Constraint | None:
+        """The grammar of the form that the client demands, behind the tokens of its request."""
         form = request.form
         if form is None:
             return None
@@ -164,7 +164,7 @@ class Composer:
                 answer=form.answer,
                 tools=tools,
                 is_one_call=request.is_one_call,
-                context=unpack_ids(tail),
+                context=unpack_ids(placed.tail()),
             )
         except ValueError as error:
             raise invalid(f"{form.param}: {error}", param=form.param) from error
@@ -183,7 +183,7 @@ class Composer:
         completion = match.completion
         added = planned.request.messages[match.consumed :]
         tools = episode.tools.get(completion.tools_digest, ())
-        context = unpack_ids(context_tail(completion))
+        context = unpack_ids(episode.history.context_tail(completion))
 
         def extend() -> Rendered | None:
             check_fits(
@@ -288,9 +288,3 @@ def _stop_token_id(completion: KnownCompletion) -> int | None:
 
 def _ids(tokens: bytes) -> tuple[int, ...]:
     return tuple(unpack_ids(tokens))
-
-
-def context_tail(completion: KnownCompletion) -> bytes:
-    """The last tokens of the context that the completion was sampled from."""
-    count = completion.context_tokens
-    return tokens_of(completion, count=count, skip=count - TAIL_TOKENS)

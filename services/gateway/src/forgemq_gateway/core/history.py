@@ -129,7 +129,8 @@ class History:
         self._turn_of_echo: dict[str, str] = {}
         self._depths: dict[bytes, int] = {EMPTY_PATH: 0}
         # Each known path by the one before its last message, and that message.
-        self._paths: dict[tuple[bytes, str], bytes] = {}
+        self._paths: dict[tuple[bytes | None, str], bytes] = {}
+        self._tail: tuple[KnownCompletion | None, bytes] = (None, b"")
         self._echoes: set[str] = set()
         self.prompts = PromptPaths()
         self.bodies = ReadBodies(self.held)
@@ -152,25 +153,26 @@ class History:
             keys: Match key of each message.
             echo: Of the message at an index: it decides between replies with the same text.
         """
-        best: Match | None = None
+        best: KnownCompletion | None = None
+        consumed, last = 0, EMPTY_PATH
         for index, path in enumerate(self._known_paths(keys)):
             found = self._by_path.get(path)
             if found is not None:
-                chosen = found[0]
-                if len(found) > 1:
-                    chosen = _twin(found, echo=partial(echo, index), before=best)
-                best = Match(completion=chosen, consumed=index + 1, path=path)
-        return best
+                is_alone = len(found) == 1
+                best = found[0] if is_alone else _twin(found, partial(echo, index), before=best)
+                consumed, last = index + 1, path
+        return None if best is None else Match(completion=best, consumed=consumed, path=last)
 
-    def _known_paths(self, keys: Sequence[str]) -> Iterator[bytes]:
+    def _known_paths(self, keys: Sequence[str]) -> list[bytes]:
         """The paths to the leading messages that are noted; every one before a completion is."""
-        path = EMPTY_PATH
+        path: bytes | None = EMPTY_PATH
+        known, found = self._paths, []
         for key in keys:
-            behind = self._paths.get((path, key))
-            if behind is None:
-                return
-            path = behind
-            yield path
+            path = known.get((path, key))
+            if path is None:
+                break
+            found.append(path)
+        return found
 
     def note(self, keys: Sequence[str], *, after: bytes) -> bytes:
         """Note the messages of a request behind a known path; returns the path to the last one."""
@@ -193,7 +195,7 @@ class History:
 
     def known_count(self, keys: Sequence[str]) -> int:
         """Number of leading messages that an earlier request had."""
-        return sum(1 for _ in self._known_paths(keys))
+        return len(self._known_paths(keys))
 
     def is_echo(self, key: str) -> bool:
         """Whether a message with this key is one of the policy's replies."""
@@ -233,6 +235,26 @@ class History:
         """The path to a reply; it makes no request deeper before a client echoes it."""
         known = self._paths.get((path, echo))
         return known or self._add_path(path, echo, depth=self._depths[path] + 1)
+
+    def context_tail(self, completion: KnownCompletion) -> bytes:
+        """The last tokens of the context that a completion was sampled from.
+
+        Asked of the newest one when its reply is read, and again when it is extended.
+        """
+        known, tail = self._tail
+        if known is not completion:
+            count = completion.context_tokens
+            tail = tokens_of(completion, count=count, skip=count - TAIL_TOKENS)
+            self._tail = completion, tail
+        return tail
+
+    def tail_before(self, shared_tokens: int, *, parent: KnownCompletion | None) -> bytes:
+        """The last tokens of a context that ends within a completion, or with it."""
+        if parent is None:
+            return b""
+        if shared_tokens == parent.total_tokens:
+            return (self.context_tail(parent) + parent.output)[-TAIL_TOKENS * TOKEN_BYTES :]
+        return tokens_of(parent, count=shared_tokens, skip=shared_tokens - TAIL_TOKENS)
 
     def reply_to(self, request_id: str) -> Reply | None:
         """The reply to this request; implements `conversation.Conversation`."""
@@ -303,18 +325,18 @@ def _exchange(completion: KnownCompletion) -> Iterator[RequestMessage]:
 
 
 def _twin(
-    found: Sequence[KnownCompletion], *, echo: Callable[[], Echo], before: Match | None
+    found: Sequence[KnownCompletion], echo: Callable[[], Echo], *, before: KnownCompletion | None
 ) -> KnownCompletion:
     """The one of several replies with the same path: by its reasoning, its parent, or the last.
 
     An echo that names the request it answered is that reply, whatever its reasoning says.
     """
-    parent, said = None if before is None else before.completion, echo()
+    said = echo()
 
     def likeness(completion: KnownCompletion) -> tuple[bool, bool, bool, int]:
         is_named = completion.request_id == said.answered_id
         has_thought = bool(said.thought) and completion.reply.thinking.strip() == said.thought
-        return is_named, has_thought, completion.parent is parent, completion.offset
+        return is_named, has_thought, completion.parent is before, completion.offset
 
     return max(found, key=likeness)
 

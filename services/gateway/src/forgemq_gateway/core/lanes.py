@@ -80,13 +80,13 @@ class Lanes:
 
         Args:
             context_tokens: Length of the context.
-            cached: Leading tokens that each lane has computed; asked once, if there is a lane.
+            cached: Leading tokens that each lane has computed; asked once, if there is a choice.
             now_s: Monotonic time.
             failed_on: The lane whose engine failed this request; taken only if there is no other.
         """
         ready = self._ready(now_s)
-        if not ready:
-            return None
+        if len(ready) < 2:
+            return ready[0] if ready else None
         known = cached()
 
         def cost(lane: KnownLane) -> tuple[bool, int, int]:

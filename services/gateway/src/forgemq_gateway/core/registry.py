@@ -33,7 +33,6 @@ from forgemq_gateway.core.history import (
     TAIL_TOKENS,
     TOKEN_BYTES,
     KnownCompletion,
-    tokens_of,
 )
 from forgemq_gateway.core.lane_results import LaneResult
 from forgemq_gateway.core.leases import Leases
@@ -335,7 +334,8 @@ class Registry:
         if record.parent_id is not None and parent is None:
             return None
         part = record.turn
-        context = _shared_tail(record, parent) + record.context
+        shared = record.shared_prefix_tokens
+        context = episode.history.tail_before(shared, parent=parent) + record.context
         known_tools = episode.tools.get(part.tools_digest, ()) if parses_tools(part) else ()
         tools = None if is_raw(part) else known_tools
         completion = KnownCompletion(
@@ -381,12 +381,6 @@ class Registry:
 def _path_before(part: TurnPart, *, parent: KnownCompletion | None) -> bytes:
     """The path that the messages of a turn follow; a prompt without a template is a path alone."""
     return EMPTY_PATH if parent is None or part.is_fork or is_raw(part) else parent.path
-
-
-def _shared_tail(record: FinishedCompletion, parent: KnownCompletion | None) -> bytes:
-    """The last tokens of the context that the record shares with its parent."""
-    count = record.shared_prefix_tokens
-    return b"" if parent is None else tokens_of(parent, count=count, skip=count - TAIL_TOKENS)
 
 
 def _after(part: TurnPart, *, parent: KnownCompletion | None) -> int:

@@ -79,20 +79,26 @@ class RequestMessage(Struct, frozen=True):
 
 
 class KeyedMessages(Struct, frozen=True):
-    """Messages, and the match key of each."""
+    """Messages, the match key of each, and the number of all their parts."""
 
     messages: tuple[RequestMessage, ...] = ()
     keys: tuple[str, ...] = ()
+    part_count: int = 0
 
     @classmethod
     def of(cls, messages: Iterable[RequestMessage]) -> "KeyedMessages":
         """These messages with their keys."""
         given = tuple(messages)
-        return cls(given, tuple(match_key(message) for message in given))
+        keys = tuple(match_key(message) for message in given)
+        return cls(given, keys, sum(len(message.parts) for message in given))
 
     def __add__(self, other: "KeyedMessages") -> "KeyedMessages":
         """These messages, then the others."""
-        return KeyedMessages((*self.messages, *other.messages), (*self.keys, *other.keys))
+        return KeyedMessages(
+            (*self.messages, *other.messages),
+            (*self.keys, *other.keys),
+            self.part_count + other.part_count,
+        )
 
 
 class ReadItems(Struct, frozen=True, kw_only=True):

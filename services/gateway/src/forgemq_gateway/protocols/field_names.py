@@ -1,6 +1,6 @@
 """What the top-level fields of a protocol's body are for, and the request that follows from it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -15,7 +15,6 @@ from forgemq_gateway.core.requests import (
     KeyedMessages,
     ProtocolName,
     Request,
-    RequestMessage,
     canonical_tools,
     json_array,
 )
@@ -56,8 +55,8 @@ class FieldNames(Struct, frozen=True, kw_only=True):
         Raises:
             RefusedError: 400: the form cannot be met, or the messages are too many.
         """
+        _check_count(keyed)
         messages, digests = keyed.messages, keyed.keys
-        _check_count(messages)
         rest = {name: bytes(value) for name, value in raw.items() if name not in self.digested}
         return Request(
             protocol=self.protocol,
@@ -75,9 +74,9 @@ class FieldNames(Struct, frozen=True, kw_only=True):
         )
 
 
-def _check_count(messages: Sequence[RequestMessage]) -> None:
+def _check_count(keyed: KeyedMessages) -> None:
     """Refuse what would hold the event loop; one message of a body may be many of these."""
-    if len(messages) > MESSAGES_MAX or sum(len(each.parts) for each in messages) > PARTS_MAX:
+    if len(keyed.messages) > MESSAGES_MAX or keyed.part_count > PARTS_MAX:
         raise invalid(
             f"a request must have at most {MESSAGES_MAX} messages and results, and {PARTS_MAX} "
             "texts, calls and results in them",
