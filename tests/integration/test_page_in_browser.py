@@ -13,13 +13,17 @@ from forgemq_bus.errors import LogError
 from forgemq_console.app import serve
 from forgemq_console.core import GroupView, group_view
 from forgemq_console.http import web
+from forgemq_contracts.episodes import ForkCount
 from forgemq_contracts.steps import Alarm, TrainedStep
+from forgemq_contracts.topics import FINISHED_EPISODES
+from forgemq_run_view.forks import MEANINGS
 from forgemq_run_view.view import RunView
 from tests.integration.browser import Browser
 from tests.unit.run_view.synthetic import SyntheticRun, started
 
 pytestmark = [pytest.mark.integration, pytest.mark.browser, pytest.mark.timeout(180)]
 
+EDITS = ForkCount(reason="edited", count=3)
 KL = Alarm(metric="kl_k3", value=0.21, threshold=0.1)
 NOT_READ = "g-1"
 """A group whose records cannot be read."""
@@ -89,6 +93,18 @@ async def test_a_group_that_cannot_be_read_says_so_until_another_is_chosen(brows
         assert await page.text("#episodes") == ""
         await page.click("#groups td", with_text="g-3")
         assert "Not read" not in await page.text_with("#trajectory", "advantage")
+
+
+async def test_the_table_of_forks_has_reason_count_share_and_meaning(browser):
+    run, view = run_with()
+    for message in run.of(FINISHED_EPISODES):
+        end = msgspec.structs.replace(message.record, group_id="g-forked", fork_reasons=(EDITS,))
+        view.apply(msgspec.structs.replace(message, record=end))
+    async with console(run, view) as url, browser.tab(url) as page:
+        await page.text_with("#forks", "edited")
+        cells = [await page.text(f"#forks td:nth-child({column})") for column in range(1, 5)]
+    [row] = view.state(now_ms=0).forks
+    assert cells == ["edited", "6", f"{100 * row.episodes_share:.1f}%", MEANINGS["edited"]]
 
 
 async def test_an_alarm_is_counted_in_red_and_listed_with_its_step_value_and_threshold(browser):

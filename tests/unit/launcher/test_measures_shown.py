@@ -10,12 +10,14 @@ from rich.console import Console
 from forgemq_contracts.gaps import LogprobGap
 from forgemq_contracts.steps import Alarm, TrainingMetrics
 from forgemq_contracts.topics import TRAINED_STEPS
+from forgemq_launcher.commands.inspection import print_forks
 from forgemq_launcher.display.curves import CurveWriter
 from forgemq_launcher.display.headlines import headlines
 from forgemq_launcher.display.panel import PanelView, panel
 from forgemq_launcher.display.report_files import ALARMS_SHOWN_MAX, table, write_report
+from forgemq_run_view.forks import MEANINGS
 from forgemq_run_view.report import report
-from forgemq_run_view.state import RunState
+from forgemq_run_view.state import ForkTotal, RunState
 from forgemq_run_view.view import RunView
 from tests.unit.run_view.synthetic import SyntheticRun, metrics, started
 
@@ -105,3 +107,38 @@ def test_the_closing_table_shows_the_newest_alarms_and_counts_the_others() -> No
     text = _text(table(made))
     assert text.count("kl_k3 0.21") == ALARMS_SHOWN_MAX
     assert "2 earlier, see report.json" in text
+
+
+COMPACTIONS = ForkTotal(
+    reason="compaction",
+    forks=1200,
+    episodes=1,
+    episodes_share=0.125,
+    meaning=MEANINGS["compaction"],
+)
+
+
+def _words(shown: object) -> str:
+    """What a console of 100 columns shows, without its lines and breaks."""
+    return " ".join(_text(shown).replace("\u2502", " ").split())
+
+
+def test_the_report_has_the_forks_by_reason_with_their_share_and_meaning(tmp_path: Path) -> None:
+    state = msgspec.structs.replace(_run(MEASURED), forks=(COMPACTIONS,))
+    made = _report(state)
+    assert "compaction 1,200 12.5%" in _words(table(made))
+    write_report(made, state, folder=tmp_path)
+    [written] = json.loads((tmp_path / "report.json").read_text())["forks"]
+    assert written == msgspec.to_builtins(COMPACTIONS)
+    assert "forks none" in _words(table(_report(_run(MEASURED))))
+
+
+def test_inspect_shows_the_forks_on_one_line_each_and_nothing_if_there_are_none() -> None:
+    state = _run(MEASURED)
+    console = Console(file=io.StringIO(), width=120)
+    print_forks(state, console)
+    assert console.file.getvalue() == ""
+    print_forks(msgspec.structs.replace(state, forks=(COMPACTIONS,)), console)
+    [line] = [row for row in console.file.getvalue().splitlines() if "compaction" in row]
+    assert line.split(maxsplit=3) == ["compaction", "1,200", "12.5%", line.split(maxsplit=3)[3]]
+    assert line.rstrip().endswith(MEANINGS["compaction"])

@@ -1,12 +1,15 @@
 """The book of groups keeps its totals when it forgets groups."""
 
 import random
+from typing import get_args
 
 import msgspec
 import pytest
 
 from forgemq_contracts.episodes import FinishedEpisode, ForkCount
+from forgemq_contracts.fields import ForkReason
 from forgemq_contracts.messages import Message
+from forgemq_run_view.forks import MEANINGS
 from forgemq_run_view.groups import GroupBook
 from tests.unit.run_view.synthetic import SyntheticRun, configuration
 
@@ -30,7 +33,7 @@ def totals(book: GroupBook) -> tuple[object, ...]:
         book.open,
         dict(book.retired),
         book.episodes_finished,
-        book.forks,
+        book.forks(),
         dict(book.episode_ends),
         book.versions([queue]),
         book.evaluations(),
@@ -64,18 +67,38 @@ def test_a_truncated_episode_is_counted_as_such_and_a_completed_one_is_not():
     assert row.truncated == 1
 
 
-def test_forks_are_added_up_by_reason():
+def book_of_forks(*reasons):
+    """A book of one group whose episodes forked for these reasons; each end is read twice."""
     run = SyntheticRun()
     run.admit("g-1", index=0, version=0)
-    for index in range(2):
+    for index in range(len(reasons)):
         run.episode("g-1", index, version=0)
     ends = [m.record for m in run.messages if isinstance(m.record, FinishedEpisode)]
-    reasons = (ForkCount(reason="compaction", count=2), ForkCount(reason="edited", count=1))
     book = GroupBook()
-    for end in ends:
-        record = msgspec.structs.replace(end, forks=3, fork_reasons=reasons)
+    for end, counts in [*zip(ends, reasons, strict=True)] * 2:
+        record = msgspec.structs.replace(end, fork_reasons=counts)
         book.apply(Message(topic="", partition=0, offset=0, timestamp_ms=0, record=record))
-    assert (book.forks, dict(book.fork_reasons)) == (6, {"compaction": 4, "edited": 2})
+    return book
+
+
+def test_forks_are_added_up_by_reason_with_the_share_of_episodes_that_have_one():
+    compactions = ForkCount(reason="compaction", count=2)
+    edits = ForkCount(reason="edited", count=5)
+    book = book_of_forks((compactions,), (compactions, edits), (), ())
+    assert [(f.reason, f.forks, f.episodes, f.episodes_share) for f in book.forks()] == [
+        ("edited", 5, 1, 0.25),
+        ("compaction", 4, 2, 0.5),
+    ]
+
+
+def test_episodes_without_a_fork_give_an_empty_table():
+    assert book_of_forks((), ()).forks() == ()
+    assert GroupBook().forks() == ()
+
+
+def test_each_reason_of_the_contracts_has_a_meaning_and_no_two_have_the_same():
+    assert set(MEANINGS) == set(get_args(get_args(ForkReason)[0]))
+    assert len(set(MEANINGS.values())) == len(MEANINGS)
 
 
 def test_records_of_a_forgotten_group_that_come_again_change_nothing(run):

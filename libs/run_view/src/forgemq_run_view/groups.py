@@ -19,9 +19,11 @@ from forgemq_contracts.messages import Message
 from forgemq_contracts.run import Queue, staleness_bound, staleness_limit, window_of
 from forgemq_contracts.steps import ScheduledStep, TrainedStep
 from forgemq_contracts.topics import FINISHED_COMPLETIONS
+from forgemq_run_view.forks import ForkBook
 from forgemq_run_view.group_entry import GroupEntry, row, window_positions
 from forgemq_run_view.state import (
     EvaluationPoint,
+    ForkTotal,
     GroupRow,
     Position,
     QueueState,
@@ -77,8 +79,7 @@ class GroupBook:
         self.admitted = 0
         self.episodes_finished = 0
         self.episode_ends: Counter[str] = Counter()
-        self.forks = 0
-        self.fork_reasons: Counter[str] = Counter()
+        self._forks = ForkBook()
 
     def apply(self, message: Message) -> None:
         """Take in one record; records of other kinds and of forgotten groups are ignored."""
@@ -146,6 +147,10 @@ class GroupBook:
         newest = reversed(self._with_offsets)
         known = [self._entries[group_id] for group_id in newest if group_id in self._entries]
         return tuple(row(entry) for entry in known[:rows_max])
+
+    def forks(self) -> tuple[ForkTotal, ...]:
+        """Forks by reason, the most frequent first."""
+        return self._forks.totals(episodes_finished=self.episodes_finished)
 
     def versions(self, queues: Sequence[Queue]) -> tuple[VersionPoint, ...]:
         """Training results by the version at admission, of versions with enough episodes."""
@@ -287,8 +292,7 @@ class GroupBook:
         if record.index not in entry.finished:
             entry.finished.add(record.index)
             self.episodes_finished += 1
-            self.forks += record.forks
-            self.fork_reasons.update({fork.reason: fork.count for fork in record.fork_reasons})
+            self._forks.add(record)
             is_truncated = record.truncated_by is not None
             self.episode_ends["truncated" if is_truncated else record.status] += 1
             entry.truncated += is_truncated

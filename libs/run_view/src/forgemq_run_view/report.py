@@ -6,7 +6,7 @@ from typing import Annotated, Literal, TypeAlias
 from msgspec import Meta, Struct
 
 from forgemq_contracts.audit import TreeFacts
-from forgemq_run_view.state import EvaluationPoint, RunState, StepAlarm, Tally
+from forgemq_run_view.state import EvaluationPoint, ForkTotal, RunState, StepAlarm, Tally
 
 Guarantee: TypeAlias = Literal["G1", "G2", "G3", "G4", "G5"]
 
@@ -54,7 +54,7 @@ class Report(Struct, frozen=True, kw_only=True):
     samples: int
     episodes: int
     episode_ends: dict[str, int] = {}
-    fork_reasons: dict[str, int] = {}
+    forks: tuple[ForkTotal, ...] = ()
     completions: int
     tokens_generated: int
     tokens_trained: int
@@ -112,7 +112,7 @@ def report(
         samples=sum(len(facts.completion_ids) for facts in trees),
         episodes=state.episodes_finished,
         episode_ends={each.end: each.episodes for each in state.episode_ends},
-        fork_reasons={each.reason: each.forks for each in state.fork_reasons},
+        forks=state.forks,
         completions=state.completions,
         tokens_generated=state.tokens_generated,
         tokens_trained=state.tokens_trained,

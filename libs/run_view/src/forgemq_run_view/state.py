@@ -163,6 +163,9 @@ class ForkTotal(Struct, frozen=True, kw_only=True):
 
     reason: str
     forks: int
+    episodes: Annotated[int, Meta(description="Episodes with at least one.")]
+    episodes_share: Annotated[float, Meta(description="Those over all finished episodes.")]
+    meaning: Annotated[str, Meta(description="What the reason says about the agent, in a line.")]
 
 
 class RunState(Struct, frozen=True, kw_only=True):
@@ -181,9 +184,8 @@ class RunState(Struct, frozen=True, kw_only=True):
     tokens_trained: int
     completions: int
     episodes_finished: int
-    episodes_forks: int
     episode_ends: tuple[EndCount, ...]
-    fork_reasons: tuple[ForkTotal, ...]
+    forks: tuple[ForkTotal, ...]
     groups_admitted: int
     groups_open: int
     retired: tuple[RetiredCount, ...]

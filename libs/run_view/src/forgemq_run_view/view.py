@@ -27,7 +27,7 @@ from forgemq_contracts.topics import (
 )
 from forgemq_run_view.engines import EngineBook
 from forgemq_run_view.groups import GroupBook
-from forgemq_run_view.state import EndCount, ForkTotal, GroupRow, RetiredCount, RunState
+from forgemq_run_view.state import EndCount, GroupRow, RetiredCount, RunState
 from forgemq_run_view.steps import StepBook
 
 TOPICS: tuple[Topic, ...] = (
@@ -105,15 +105,11 @@ class RunView:
             tokens_trained=sum(point.loss_tokens for point in points),
             completions=self._engines.completions,
             episodes_finished=self._groups.episodes_finished,
-            episodes_forks=self._groups.forks,
             episode_ends=tuple(
                 EndCount(end=end, episodes=episodes)
                 for end, episodes in sorted(self._groups.episode_ends.items())
             ),
-            fork_reasons=tuple(
-                ForkTotal(reason=reason, forks=forks)
-                for reason, forks in sorted(self._groups.fork_reasons.items())
-            ),
+            forks=self._groups.forks(),
             groups_admitted=self._groups.admitted,
             groups_open=self._groups.open,
             retired=tuple(

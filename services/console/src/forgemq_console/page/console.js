@@ -66,7 +66,7 @@ function numbers(state) {
     number(trained ? `${state.merge_ratio_per_request.toFixed(2)}x` : "-", "tree saving, per request"),
     number(trained ? `${state.merge_ratio_append.toFixed(2)}x` : "-", "tree saving, append-only"),
     number(state.episode_ends.map((e) => whole(e.episodes)).join(" + ") || "0", `episodes ${state.episode_ends.map((e) => e.end).join(" + ")}`.trim()),
-    number(state.fork_reasons.map((r) => whole(r.forks)).join(" + ") || "0", `forks ${state.fork_reasons.map((r) => r.reason.replace("_", " ")).join(" + ")}`.trim()),
+    number(whole(state.forks.reduce((sum, f) => sum + f.forks, 0)), "forks"),
     number(gap === undefined ? "-" : gap.logprob_gap_mean.toExponential(1), gap === undefined ? "log-probability gap: not measured" : `nats gap to the engine, step ${gap.step}`),
     number(String(state.alarms.length), "alarms", state.alarms.length > 0),
     number(String(state.groups_open), "groups in flight"),
@@ -126,6 +126,9 @@ function tables(state) {
   }));
   table("alarms", ["step", "metric", "value", "threshold"], state.alarms.slice(-ALARMS_SHOWN_MAX).reverse().map((a) => ({
     cells: [dot("off", `${a.step}`), a.metric, a.value.toPrecision(3), `${a.threshold}`],
+  })));
+  table("forks", ["reason", "forks", "of episodes", "meaning"], state.forks.map((f) => ({
+    cells: [f.reason.replace("_", " "), f.forks.toLocaleString("en-US"), `${(100 * f.episodes_share).toFixed(1)}%`, f.meaning],
   })));
   table("rounds", ["round", "weights", "played", "success", "reward"], state.evaluations.map((e) => ({
     cells: [

@@ -17,6 +17,7 @@ from forgemq_contracts.topics import ENDED_RUNS, OF_RUN
 from forgemq_launcher import exit_status
 from forgemq_launcher.commands.run_on_broker import run_on_broker
 from forgemq_launcher.display.curves import CurveWriter
+from forgemq_launcher.display.fork_table import fork_table
 from forgemq_launcher.display.report_files import table, write_report
 from forgemq_launcher.records import run_audit
 from forgemq_launcher.records.follower import Follower
@@ -107,6 +108,7 @@ async def inspect(
         await follower.catch_up()
         if what is None:
             print_groups(follower, console)
+            print_forks(follower.view.state(now_ms=started.started_ms), console)
             return exit_status.OK
         group_id = what.split(".", maxsplit=1)[0]
         offsets = follower.view.record_offsets(group_id)
@@ -178,6 +180,12 @@ def print_groups(follower: Follower, console: Console) -> None:
             "-" if row.success is None else f"{row.success:.2f}",
         )
     console.print(shown)
+
+
+def print_forks(state: RunState, console: Console) -> None:
+    """Print why requests forked, if any did."""
+    if state.forks:
+        console.print(fork_table(state.forks))
 
 
 def print_trajectory(trajectory: Trajectory, tokenizer: Tokenizer | None, console: Console) -> None:

@@ -4,8 +4,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
+from rich.console import RenderableType
 from rich.table import Table
 
+from forgemq_launcher.display.fork_table import fork_table
 from forgemq_launcher.display.panel import duration
 from forgemq_run_view.report import Report
 from forgemq_run_view.state import RunState
@@ -104,9 +106,9 @@ def table(report: Report) -> Table:
     return shown
 
 
-def _lines(report: Report) -> list[tuple[str, str]]:
+def _lines(report: Report) -> list[tuple[str, RenderableType]]:
     retired = ", ".join(f"{reason} {count}" for reason, count in report.groups_retired.items())
-    lines = [
+    lines: list[tuple[str, RenderableType]] = [
         ("success, sampled", f"{_of(report.success_start)} -> {_of(report.success_end)}"),
         (
             "success, greedy",
@@ -134,11 +136,7 @@ def _lines(report: Report) -> list[tuple[str, str]]:
             "episodes",
             ", ".join(f"{end} {count:,}" for end, count in report.episode_ends.items()),
         ),
-        (
-            "forks",
-            ", ".join(f"{reason} {count:,}" for reason, count in report.fork_reasons.items())
-            or "none",
-        ),
+        ("forks", fork_table(report.forks)),
         ("tokens", f"{report.tokens_generated:,} generated, {report.tokens_trained:,} trained"),
         (
             "tree saving",
