@@ -70,7 +70,7 @@ def _measure_open(report: Report) -> None:
 def _measure_gateway(report: Report) -> None:
     """The history of an open episode of 200k tokens, and the time to take it back at a restart."""
     workload, rendering = WORKLOADS["context_200k"], Rendering.load(str(MODEL))
-    composer = Composer(rendering, context_tokens_max=200_000)
+    composer = Composer({"append_only": rendering}, context_tokens_max=200_000)
     outside, registry = Outside(workload, vocabulary=MODEL_VOCABULARY), Registry()
     group = _admitted(workload, 0)
     registry.apply_admitted_group(group)

@@ -51,6 +51,7 @@ REASONS = (
     ("queues.*.outcome", "the episodes of a group are graded by one function"),
     ("queues.*.process", "the episodes of a group are graded by one function"),
     ("queues.*.speed", "the episodes of a group are graded by one function"),
+    ("queues.*.history", "the episodes that are open were promised it"),
     ("queues*", "the scheduler's journal was written with it, and is replayed with it"),
     ("trainer.steps_ahead_max", "the scheduler's journal was written and is replayed with it"),
     ("trainer.tree_tokens_max", "the merger's journal was written and is replayed with it"),

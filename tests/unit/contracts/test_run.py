@@ -14,8 +14,8 @@ from forgemq_contracts.run import (
     Queue,
     RunConfiguration,
     Trainer,
-    check,
 )
+from forgemq_contracts.run_rules import check
 from forgemq_trainer.core.loss import loss_function
 from forgemq_trainer.model import ARCHITECTURES
 

@@ -37,6 +37,17 @@ APPENDING_TEMPLATE = """\
 # Puts the number of messages in front of all of them, so every message changes the head.
 REWRITING_TEMPLATE = "{{- (messages | length) | string + '\\n' }}" + APPENDING_TEMPLATE
 
+# As published models that think: reasoning stays behind the newest question only.
+_THINKING = """\
+{%- if m.reasoning_content and loop.index0 > asked.last %}
+{{- '<think>\\n' + m.reasoning_content + '\\n</think>\\n\\n' }}{%- endif %}
+{{- (m.content or '').lstrip('\\n') }}"""
+STRIPPING_TEMPLATE = (
+    "{%- set asked = namespace(last=-1) %}{%- for m in messages %}{%- if m.role == 'user' %}"
+    "{%- set asked.last = loop.index0 %}{%- endif %}{%- endfor %}"
+    + APPENDING_TEMPLATE.replace(" + (m.content or '') }}", " }}" + _THINKING, 1)
+)
+
 
 def write_model_folder(folder: Path, *, template: str = APPENDING_TEMPLATE, name: str = "") -> Path:
     """A folder with tokenizer.json, its configuration and a chat template."""

@@ -113,8 +113,11 @@ def test_a_template_that_rewrites_its_head_is_never_extended(folders: dict[str, 
     assert rendering.extend(context, output, [{"role": "user", "content": "x"}]) is None
 
 
-def test_the_template_policy_renders_the_history_again(folders: dict[str, Path]) -> None:
-    rendering = Rendering.load(str(folders["opaque"]), history="template")
+@pytest.mark.parametrize("folder", ["opaque", "qwen3"])
+def test_the_template_policy_renders_the_history_again(
+    folders: dict[str, Path], folder: str
+) -> None:
+    rendering = Rendering.load(str(folders[folder]), history="template")
     context = rendering.render(HEAD).ids
     output = encoded(rendering, "good day<|im_end|>")
     assert rendering.extend(context, output, [{"role": "user", "content": "x"}]) is None

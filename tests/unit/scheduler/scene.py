@@ -14,7 +14,8 @@ from forgemq_contracts.groups import (
     RetiredGroup,
 )
 from forgemq_contracts.messages import Message, Tick
-from forgemq_contracts.run import LogLayout, Model, Queue, RunConfiguration, Trainer, check
+from forgemq_contracts.run import LogLayout, Model, Queue, RunConfiguration, Trainer
+from forgemq_contracts.run_rules import check
 from forgemq_contracts.steps import ScheduledStep, TrainedStep, TrainingMetrics
 from forgemq_contracts.weights import LoadedWeights, ReportedEngine
 from forgemq_scheduler.core import SchedulerCore

@@ -217,10 +217,10 @@ class Rendering:
         messages: Sequence[Message],
         tools: Sequence[Tool],
     ) -> Rendered | None:
+        if self._history == "template":
+            return None
         given = self._shielded(plain_messages(messages, is_head=False))
         if not given or not output or any(m["role"] == "assistant" for m in given):
-            return None
-        if self._history == "template" and self._is_opaque:
             return None
         with self._tokenizer.standing_in() as stand_ins:
             if self._is_opaque:

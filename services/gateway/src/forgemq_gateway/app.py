@@ -3,7 +3,7 @@
 import asyncio
 import secrets
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 import msgspec
@@ -11,7 +11,8 @@ import uvicorn
 
 from forgemq_bus.errors import LogError
 from forgemq_bus.log import Log
-from forgemq_contracts.run import RunConfiguration
+from forgemq_contracts.episodes import HistoryPolicy
+from forgemq_contracts.run import RunConfiguration, histories_of
 from forgemq_gateway.access import Access
 from forgemq_gateway.admin_keys import KeyFile
 from forgemq_gateway.admin_route import admin_app
@@ -88,11 +89,12 @@ async def serve(
 
     The caller closes the log. Without a bound `listener` it binds the settings' address.
     """
-    rendering = Rendering.load(
-        configuration.model.path,
-        renderer=configuration.model.renderer,
-        history=configuration.episodes.history,
-    )
+    renderings = {
+        policy: Rendering.load(
+            configuration.model.path, renderer=configuration.model.renderer, history=policy
+        )
+        for policy in histories_of(configuration)
+    }
     listeners = [listener or bound_socket(settings)]
     peers = peer_socket(settings)
     if peers is not None:
@@ -113,7 +115,7 @@ async def serve(
         report_memory_shortage(context)
         following = tasks.create_task(key_file.follow())
         server = GatewayServer(
-            log, rendering=rendering, keys=keys, forwarder=forwarder, context=context
+            log, renderings=renderings, keys=keys, forwarder=forwarder, context=context
         )
         await server.run(listeners, stop=stop)
         following.cancel()
@@ -165,7 +167,7 @@ class GatewayServer:
         self,
         log: Log,
         *,
-        rendering: Rendering,
+        renderings: Mapping[HistoryPolicy, Rendering],
         keys: AdminKeys,
         forwarder: Forwarder,
         context: GatewayContext,
@@ -175,7 +177,7 @@ class GatewayServer:
         self._ready = asyncio.Event()
         self._half_sent = HeldBytes()
         access = Access(keys=keys, registry=context.registry, gateways=context.gateways)
-        composer = Composer(rendering, context_tokens_max=configuration.model.context_tokens_max)
+        composer = Composer(renderings, context_tokens_max=configuration.model.context_tokens_max)
         attempts = Attempts(Lanes(), lane_hold_s=settings.lane_hold_s)
         self._dispatcher = Dispatcher(attempts, context=context)
         self._operations = Operations(

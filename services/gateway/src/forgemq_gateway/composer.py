@@ -11,10 +11,11 @@ from forgemq_contracts.completions import (
     TopTokens,
     TurnPart,
 )
+from forgemq_contracts.episodes import HistoryPolicy
 from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.errors import invalid
 from forgemq_gateway.core.history import TOKEN_BYTES, KnownCompletion, tokens_of
-from forgemq_gateway.core.placed import Placed
+from forgemq_gateway.core.placed import Placed, place_rendered
 from forgemq_gateway.core.plans import Plan, Prepared, plan
 from forgemq_gateway.core.replies import Answer, Reply, TokenLogprob, finish_reason
 from forgemq_gateway.core.requests import (
@@ -39,14 +40,24 @@ class Composer:
     """Makes requests into tokens, and reads replies.
 
     Args:
+        renderings: By the policy of an episode that writes its earlier turns so; at least one.
         context_tokens_max: Context and output together.
     """
 
-    def __init__(self, rendering: Rendering, *, context_tokens_max: int) -> None:
-        self._rendering = rendering
+    def __init__(
+        self, renderings: Mapping[HistoryPolicy, Rendering], *, context_tokens_max: int
+    ) -> None:
+        self._renderings = renderings
+        # Replies, stops and grammars are the same under every policy.
+        self._rendering = next(iter(renderings.values()))
         self._work = LargeWork("render")
-        self._prompts = Prompts(rendering, work=self._work, context_tokens_max=context_tokens_max)
-        self._raw = RawPrompts(rendering, work=self._work, context_tokens_max=context_tokens_max)
+        self._prompts = {
+            policy: Prompts(rendering, work=self._work, context_tokens_max=context_tokens_max)
+            for policy, rendering in renderings.items()
+        }
+        self._raw = RawPrompts(
+            self._rendering, work=self._work, context_tokens_max=context_tokens_max
+        )
         self._context_tokens_max = context_tokens_max
 
     async def prepare(self, turn: OpenTurn, *, planned: Plan, episode: HeldEpisode) -> Prepared:
@@ -111,14 +122,9 @@ class Composer:
                 first_message=planned.match.consumed,
                 message_ends=tuple(shared + end for end in extension.message_ends),
             )
-        prompt = await self._prompts.of(planned.request)
-        nearest, shared = episode.history.nearest(prompt.tokens)
-        return Placed(
-            parent=nearest,
-            shared_tokens=shared,
-            context=prompt.tokens[shared * TOKEN_BYTES :],
-            fork_reason=planned.fork_reason if planned.match is None else "rewritten",
-            message_ends=prompt.message_ends,
+        prompt = await self._prompts[episode.opened.history].of(planned.request)
+        return place_rendered(
+            prompt.tokens, prompt.message_ends, planned=planned, history=episode.history
         )
 
     async def count_tokens(self, request: Request, *, episode: HeldEpisode) -> int:
@@ -132,7 +138,7 @@ class Composer:
         if planned.match is not None and extension is not None:
             shared = planned.match.completion.total_tokens
             return shared + len(extension.tokens) // TOKEN_BYTES
-        prompt = await self._prompts.of(request)
+        prompt = await self._prompts[episode.opened.history].of(request)
         return len(prompt.tokens) // TOKEN_BYTES
 
     async def _json(self, messages: Sequence[RequestMessage]) -> bytes:
@@ -184,15 +190,12 @@ class Composer:
         added = planned.request.messages[match.consumed :]
         tools = episode.tools.get(completion.tools_digest, ())
         context = unpack_ids(episode.history.context_tail(completion))
+        rendering = self._renderings[episode.opened.history]
 
         def extend() -> Rendered | None:
-            check_fits(
-                added, rendering=self._rendering, context_tokens_max=self._context_tokens_max
-            )
+            check_fits(added, rendering=rendering, context_tokens_max=self._context_tokens_max)
             messages = [chat_form(message) for message in added]
-            return self._rendering.extend(
-                context, unpack_ids(completion.output), messages, tools=tools
-            )
+            return rendering.extend(context, unpack_ids(completion.output), messages, tools=tools)
 
         try:
             return await self._work.run(extend, size=work_size(added))

@@ -3,7 +3,15 @@
 from msgspec import Struct
 
 from forgemq_contracts.fields import ForkReason
-from forgemq_gateway.core.history import TAIL_TOKENS, TOKEN_BYTES, KnownCompletion, tokens_of
+from forgemq_gateway.core.history import (
+    TAIL_TOKENS,
+    TOKEN_BYTES,
+    History,
+    KnownCompletion,
+    Match,
+    tokens_of,
+)
+from forgemq_gateway.core.plans import Plan
 
 
 class Placed(Struct, frozen=True, kw_only=True):
@@ -38,3 +46,38 @@ class Placed(Struct, frozen=True, kw_only=True):
         missing = TAIL_TOKENS - len(end) // TOKEN_BYTES
         skip = self.shared_tokens - missing
         return tokens_of(self.parent, count=self.shared_tokens, skip=skip) + end
+
+
+def place_rendered(
+    tokens: bytes, message_ends: tuple[int, ...], *, planned: Plan, history: History
+) -> Placed:
+    """Where a history that was rendered from its start stands.
+
+    It extends the completion that its messages follow if its tokens begin with that completion's,
+    context and output. Otherwise it forks, from the completion that it shares most tokens with.
+    """
+    match = planned.match
+    if match is not None and tokens.startswith(tokens_of(match.completion)):
+        shared = match.completion.total_tokens
+        return Placed(
+            parent=match.completion,
+            shared_tokens=shared,
+            context=tokens[shared * TOKEN_BYTES :],
+            fork_reason=None,
+            first_message=match.consumed,
+            message_ends=message_ends[match.consumed :],
+        )
+    nearest, shared = history.nearest(tokens)
+    return Placed(
+        parent=nearest,
+        shared_tokens=shared,
+        context=tokens[shared * TOKEN_BYTES :],
+        fork_reason=planned.fork_reason if match is None else _rendered_reason(planned, match),
+        message_ends=message_ends,
+    )
+
+
+def _rendered_reason(planned: Plan, match: Match) -> ForkReason:
+    """Why the rendering differs from the tokens of the completion that the messages follow."""
+    has_same_tools = planned.request.tools_digest == match.completion.tools_digest
+    return "rewritten" if has_same_tools else "other_tools"

@@ -13,8 +13,9 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from forgemq_contracts.run import RunConfiguration, check
+from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.run_changes import check_changes
+from forgemq_contracts.run_rules import check
 
 _UNKNOWN = re.compile(r"^Object contains unknown field `(?P<field>.*?)`(?: - at `(?P<path>.*)`)?$")
 _RULE = re.compile(r"^(?P<rule>.*?)(?: - at `(?P<path>.*)`)?$", re.DOTALL)

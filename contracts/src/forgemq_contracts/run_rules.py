@@ -1,0 +1,88 @@
+"""Which fields of a run's configuration can work together."""
+
+import re
+
+from forgemq_contracts.rules import check_tree_limit
+from forgemq_contracts.run import LOSS_KINDS, RunConfiguration, played_queues, window_of
+
+_LOSS_KIND = re.compile(rf"({'|'.join(LOSS_KINDS)}|[A-Za-z_][\w.]*:[A-Za-z_]\w*)")
+
+
+def check(configuration: RunConfiguration) -> None:
+    """Refuse a configuration whose fields cannot work together.
+
+    Raises:
+        ValueError: Names the field and the rule.
+    """
+    domains = [queue.domain for queue in configuration.queues]
+    if len(set(domains)) != len(domains):
+        raise ValueError(f"queues: every domain may have one queue, got {domains}")
+    for queue in configuration.queues:
+        if queue.slots < queue.groups_per_step:
+            raise ValueError(
+                f"queues.{queue.domain}.slots (N) must be at least groups_per_step (P): "
+                f"a step needs P groups in generation, got N={queue.slots} "
+                f"P={queue.groups_per_step}"
+            )
+        if window_of(queue) > queue.slots:
+            raise ValueError(
+                f"queues.{queue.domain}.window (W) must be at most slots (N), "
+                f"got W={window_of(queue)} N={queue.slots}"
+            )
+        if queue.group_size < 2:
+            raise ValueError(
+                f"queues.{queue.domain}.group_size (G) must be at least 2: an advantage compares "
+                f"the rollouts of a group, got {queue.group_size}"
+            )
+    _check_agents(configuration)
+    _check_sampling(configuration)
+    context_tokens_max = configuration.model.context_tokens_max
+    check_tree_limit(configuration.trainer.tree_tokens_max, context_tokens_max=context_tokens_max)
+    if configuration.loss.clip_dual <= 1:
+        raise ValueError(
+            "loss.clip_dual must be above 1: at 1 an entry of ratio 1 is limited already, "
+            f"got {configuration.loss.clip_dual:g}"
+        )
+    if not _LOSS_KIND.fullmatch(configuration.loss.kind):
+        raise ValueError(
+            f"loss.kind must be one of {', '.join(LOSS_KINDS)} or module:function, "
+            f"got {configuration.loss.kind!r}"
+        )
+
+
+def _check_agents(configuration: RunConfiguration) -> None:
+    for queue in configuration.queues:
+        if bool(queue.agent) != bool(queue.task_source):
+            given, missing = ("agent", "task_source") if queue.agent else ("task_source", "agent")
+            raise ValueError(
+                f"queues.{queue.domain}.{missing} must be given if {given} is: an agent plays "
+                "what its task source makes; without both, groups come by POST /v1/groups"
+            )
+    if configuration.evaluation.tasks and not played_queues(configuration):
+        raise ValueError(
+            f"evaluation.tasks must be 0 if no queue has an agent, got "
+            f"{configuration.evaluation.tasks}: agents that play from outside ask for "
+            'held-out groups themselves, by POST /v1/groups with "purpose": "eval"'
+        )
+
+
+def _check_sampling(configuration: RunConfiguration) -> None:
+    sampling = configuration.episodes.sampling
+    if sampling.max_tokens >= configuration.model.context_tokens_max:
+        raise ValueError(
+            "episodes.sampling.max_tokens must be below model.context_tokens_max, got "
+            f"{sampling.max_tokens} and {configuration.model.context_tokens_max}"
+        )
+    full = {
+        "temperature": sampling.temperature > 0,
+        "top_p": sampling.top_p == 1,
+        "top_k": sampling.top_k < 1,
+        "frequency_penalty": sampling.frequency_penalty == 0,
+        "presence_penalty": sampling.presence_penalty == 0,
+    }
+    for name, is_full in full.items():
+        if not is_full:
+            raise ValueError(
+                f"episodes.sampling.{name} is {getattr(sampling, name):g}: tokens of a truncated "
+                "support are context and not loss (G4), so nothing would train"
+            )
