@@ -4,7 +4,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from forgemq_gateway.core.requests import DEFAULT_MODEL
+from forgemq_gateway.core.requests import DEFAULT_MODEL, MESSAGES_MAX
 
 
 class GatewaySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -97,6 +97,21 @@ class GatewaySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         int,
         Meta(ge=1, description="Most completions that one request may ask for (n, list prompts)."),
     ] = 16
+    path_messages_max: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=MESSAGES_MAX,
+            description="Messages and results in one request, earlier ones that it refers to "
+            "too; more: 400.",
+        ),
+    ] = MESSAGES_MAX
+    # Of clients that were tried none begins more than one a turn. A path of the same episode is
+    # looked for among those that begin in the same place, so the cost of a fork grows with them.
+    episode_paths_max: Annotated[
+        int,
+        Meta(ge=1, description="Paths of messages of one episode; beyond it 400 for another one."),
+    ] = 4096
     lane_hold_s: Annotated[
         float,
         Meta(ge=0, description="Seconds a request waits for its place, a turn for a lane."),

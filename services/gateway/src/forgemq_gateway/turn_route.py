@@ -32,6 +32,7 @@ from forgemq_gateway.core.errors import (
     log_refuses,
 )
 from forgemq_gateway.core.history import History, KnownCompletion
+from forgemq_gateway.core.path_limits import check_path_length
 from forgemq_gateway.core.requests import ReadItems, Request
 from forgemq_gateway.deliveries import Deliveries
 from forgemq_gateway.dispatcher import Result
@@ -209,6 +210,7 @@ class TurnRoute:
         counted.body = body
         request = await self._read(protocol, body, episode.history)
         check_choices(request, choices_max=self._settings.choices_max)
+        check_path_length(request, messages_max=self._settings.path_messages_max)
         if request.items is not None:
             episode.history.bodies.note(body, request.items)
         return request

@@ -14,6 +14,7 @@ from forgemq_gateway.core.digests import EMPTY_PATH
 from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.errors import RefusedError, failed
 from forgemq_gateway.core.history import KnownCompletion
+from forgemq_gateway.core.path_limits import check_path_count
 from forgemq_gateway.core.plans import Plan, Prepared, plan
 from forgemq_gateway.core.repetition import repetition
 from forgemq_gateway.core.requests import Request
@@ -42,6 +43,7 @@ class TurnSource:
         self, composer: Composer, *, dispatcher: Dispatcher, context: GatewayContext
     ) -> None:
         self._deadline_ms = round(context.configuration.episodes.request_deadline_s * 1000)
+        self._paths_max = context.settings.episode_paths_max
         self._composer = composer
         self._dispatcher = dispatcher
         self._tasks = context.tasks
@@ -139,10 +141,11 @@ class TurnSource:
         """As `Composer.prepare`; any other error is a 500 of this turn.
 
         Raises:
-            RefusedError: 4xx as the composer says, or 500.
+            RefusedError: 4xx as the composer or the limit on paths says, or 500.
         """
         try:
-            return await self._composer.prepare(turn, planned=planned, episode=episode)
+            prepared = await self._composer.prepare(turn, planned=planned, episode=episode)
+            check_path_count(prepared, episode=episode, paths_max=self._paths_max)
         except RefusedError:
             raise
         except Exception as error:
@@ -155,6 +158,7 @@ class TurnSource:
                 traceback=traceback.format_exc(),
             )
             raise failed("the turn could not be composed", status=500) from error
+        return prepared
 
 
 def _done(completion: KnownCompletion) -> Result:

@@ -13,7 +13,7 @@ from forgemq_contracts.episodes import FinishedEpisode, ForkCount, OpenedEpisode
 from forgemq_contracts.fields import ForkReason, TruncationCause
 from forgemq_contracts.partitions import request_id
 from forgemq_gateway.core.held_bytes import HeldBytes
-from forgemq_gateway.core.history import History
+from forgemq_gateway.core.history import History, KnownCompletion
 from forgemq_gateway.core.manifest import counted, critical_path_s, manifest
 from forgemq_gateway.core.turns import OpenTurn
 
@@ -73,6 +73,7 @@ class HeldEpisode:
         turns: Open turns by request id; `Attempts` removes them.
         delivered: Ids of completions that a client has had in full.
         clients: Connections that wait for an answer.
+        continued: Completions that another one extends.
         is_context_full: Whether the newest completion was refused because its context is full.
         given: The final record, if the log may have it although its write failed. No other one
             ends the episode, and nothing that is not in it is taken.
@@ -92,6 +93,7 @@ class HeldEpisode:
         self.next_sequence = 0
         self.forks = 0
         self.fork_reasons: Counter[ForkReason] = Counter()
+        self.continued: set[str] = set()
         self.is_context_full = False
         self.given: FinishedEpisode | None = None
         self._bodies: dict[str, KnownBody] = {}
@@ -200,8 +202,10 @@ class HeldEpisode:
         """The newest attempt at a request that failed or was cancelled; -1 for no such attempt."""
         return self._ended_attempts.get(request, -1)
 
-    def note_fork(self, part: TurnPart) -> None:
-        """Count a completion's fork, if its turn is one."""
+    def note_fork(self, part: TurnPart, *, parent: KnownCompletion | None) -> None:
+        """Count a completion's fork, if its turn is one; if not, its parent is continued."""
+        if parent is not None and not part.is_fork:
+            self.continued.add(parent.request_id)
         self.forks += part.is_fork
         if part.fork_reason is not None:
             self.fork_reasons[part.fork_reason] += 1

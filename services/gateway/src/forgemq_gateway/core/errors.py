@@ -15,7 +15,9 @@ CONSTRAINT_CODE = "unsupported_constraint"
 """Of a 400: the demanded form of the reply cannot be enforced."""
 
 
-Limit: TypeAlias = Literal["", "body_bytes", "key_requests", "key_rate", "requests"]
+Limit: TypeAlias = Literal[
+    "", "body_bytes", "key_requests", "key_rate", "requests", "path_messages", "episode_paths"
+]
 """A limit of the settings that refused a request, as metrics name it; "" if none did."""
 
 

@@ -374,7 +374,7 @@ class Registry:
             keys=part.message_digests,
             after=_path_before(part, parent=parent),
         )
-        episode.note_fork(part)
+        episode.note_fork(part, parent=parent)
         return completion
 
 
