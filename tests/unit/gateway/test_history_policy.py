@@ -157,6 +157,23 @@ async def test_under_template_the_reasoning_behind_the_newest_question_stays(thi
     assert ended.fork_reasons == ()
 
 
+@pytest.mark.parametrize("history", ["append_only", "template"])
+async def test_counted_tokens_are_those_of_the_prompt_under_either_policy(
+    thinker: Path, history: HistoryPolicy
+) -> None:
+    async with thinking(with_history(configuration_of(thinker), run=history)) as talk:
+        body = {"max_tokens": 99, "messages": [{"role": "user", "content": "hello"}]}
+        first = (await talk.post("/v1/messages", body)).json()
+        turns = [{"role": "assistant", "content": first["content"]}]
+        turns += [{"role": "user", "content": "more"}]
+        body = body | {"messages": [*body["messages"], *turns]}
+        counted = (await talk.post("/v1/messages/count_tokens", body)).json()["input_tokens"]
+        await talk.post("/v1/messages", body)
+        _, second = talk.seen()
+    assert counted == len(second.context)
+    assert (THOUGHT in second.text) == (history == "append_only")
+
+
 async def test_under_template_a_request_that_leaves_the_tools_out_forks_as_other_tools(
     thinker: Path,
 ) -> None:
