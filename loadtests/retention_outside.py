@@ -29,6 +29,7 @@ from forgemq_contracts.episodes import (
 )
 from forgemq_contracts.groups import AdmittedGroup, RequestedGroup
 from forgemq_contracts.messages import Output
+from forgemq_contracts.ownership import ReportedGateway
 from forgemq_contracts.partitions import episode_id, group_id, group_partition
 from forgemq_contracts.run import LogLayout, Model, Queue, RunConfiguration, Trainer
 from forgemq_contracts.steps import ScheduledStep, TrainedStep, TrainingMetrics
@@ -149,11 +150,27 @@ class Outside:
         return _emit(topics.REQUESTED_GROUPS, record)
 
     def heartbeats(self) -> list[Emit]:
-        """What the lanes report: once a second, each."""
+        """What lanes and gateway report: once a second, each."""
         due, self._heartbeats = int(self.now_s) - self._heartbeats, int(self.now_s)
         return self.reports() if due > 0 else []
 
     def reports(self) -> list[Emit]:
+        """One heartbeat of each lane, and of the gateway."""
+        url = "http://10.0.1.1:8000"
+        gateway = ReportedGateway(
+            run=RUN,
+            gateway=f"{url}#0a1b2c3d",
+            url=url,
+            started_ms=1,
+            reported_ms=self.now_ms,
+            owner=1,
+        )
+        return [
+            _emit(topics.REPORTED_GATEWAYS, gateway),
+            *self.engine_reports(),
+        ]
+
+    def engine_reports(self) -> list[Emit]:
         """One heartbeat of each lane."""
         return [
             _emit(

@@ -50,6 +50,7 @@ PARTITIONS_NEEDED = {
         topics.FINISHED_COMPLETIONS,
         topics.DELIVERED_COMPLETIONS,
         topics.OWNED_RUNS,
+        topics.REPORTED_GATEWAYS,
     ),
     "reward-grading": (topics.FINISHED_COMPLETIONS,),
     needed_group("trainer"): (topics.MERGED_TREES,),

@@ -94,7 +94,7 @@ def _measure_over(report: Report) -> None:
     """The scheduler once its memory of retired groups is full, and when it was filled twice."""
     core = SchedulerCore(_SINGLE.configuration)
     outside = Outside(_SINGLE)
-    for emit in outside.reports():
+    for emit in outside.engine_reports():
         record = topics.decode(topics.REPORTED_ENGINES, emit.value)
         core.handle(_message(record, 0, topic=topics.REPORTED_ENGINES.name))
     sizes, before = [], len(core.snapshot())

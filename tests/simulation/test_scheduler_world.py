@@ -11,9 +11,9 @@ from forgemq_contracts.run import (
     Queue,
     RunConfiguration,
     Trainer,
-    check,
     staleness_bound,
 )
+from forgemq_contracts.run_rules import check
 from tests.simulation.scheduler_world import Faults, World
 
 # The fast suite runs a fifth of the seeds; the full one all of them.

@@ -12,8 +12,8 @@ from forgemq_contracts.run import (
     Queue,
     RunConfiguration,
     Trainer,
-    check,
 )
+from forgemq_contracts.run_rules import check
 from tests.simulation.storm.faults import Faults, NumberedFaults, SeededFaults
 from tests.simulation.storm.schedule import RUN
 from tests.simulation.storm.weather import transform_environ
