@@ -53,9 +53,20 @@ class Access:
         if episode_id is None:
             raise no_episode_key()
         episode = self.known_episode(episode_id)
-        if episode.is_closed:
-            raise conflict(f"episode {episode_id} has ended")
+        _check_not_closed(episode)
         return episode
+
+    def check_open(self, episode: HeldEpisode) -> None:
+        """Return if an episode whose key was checked is still open.
+
+        Raises:
+            MovedError: its group left, also if it came back since: what is known of it was read anew.
+            RefusedError: as `episode`.
+        """
+        known = self.known_episode(episode.episode_id)
+        if known is not episode:
+            raise MovedError(episode.opened.group_id)
+        _check_not_closed(known)
 
     def _episode_of(self, key: str | None) -> str | None:
         """The episode whose key this is: by the admin keys, or by the hash in its own record.
@@ -111,6 +122,11 @@ class Access:
         if newest.opened.attempt > int(attempt):
             return conflict(f"episode {episode_id} was replaced by {newest.episode_id}")
         return unknown(f"there is no episode {episode_id}")
+
+
+def _check_not_closed(episode: HeldEpisode) -> None:
+    if episode.is_closed:
+        raise conflict(f"episode {episode.episode_id} has ended")
 
 
 def no_episode_key() -> RefusedError:

@@ -9,11 +9,12 @@ from forgemq_contracts.run import RunConfiguration
 from forgemq_gateway.access import Access
 from forgemq_gateway.context import GatewayContext
 from forgemq_gateway.core.admission import Admission, Limits, Ticket, no_place
+from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.errors import MovedError, RefusedError
 from forgemq_gateway.settings import GatewaySettings
 from forgemq_gateway.wire import Receive, Scope, Send, send_refusal
 
-Serve: TypeAlias = Callable[[Scope, Receive, Send, str | None], Awaitable[None]]
+Serve: TypeAlias = Callable[[Scope, Receive, Send, HeldEpisode], Awaitable[None]]
 
 # Of all keys together; an agent and its helpers rarely have more calls in flight at once.
 _REQUESTS_AN_EPISODE = 4
@@ -47,8 +48,9 @@ class Gate:
     ) -> None:
         """Serve one request by its route when it has a place, or refuse it in its protocol."""
         try:
-            async with self._place(self._access.episode(key).episode_id):
-                await route(scope, receive, send, key)
+            episode = self._access.episode(key)
+            async with self._place(episode.episode_id):
+                await route(scope, receive, send, episode)
         except MovedError:
             raise
         except RefusedError as error:

@@ -95,20 +95,20 @@ class TurnRoute:
         scope: Scope,
         receive: Receive,
         send: Send,
-        key: str | None,
+        episode: HeldEpisode,
         *,
         protocol: WireProtocol,
     ) -> None:
-        """Answer one request of the episode with this key."""
+        """Answer one request of the episode that its key opens."""
         with self._memory.body() as counted:
-            await self._serve(scope, receive, send, key, (protocol, counted))
+            await self._serve(scope, receive, send, episode, (protocol, counted))
 
     async def _serve(
         self,
         scope: Scope,
         receive: Receive,
         send: Send,
-        key: str | None,
+        episode: HeldEpisode,
         how: tuple[WireProtocol, CountedBody],
     ) -> None:
         """As `serve`; the body stays counted until the request is answered."""
@@ -116,8 +116,8 @@ class TurnRoute:
         headers = headers_of(scope)
         protocol, counted = how
         try:
-            request = await self._request(protocol, receive, key, counted, headers=headers)
-            started = self._start(request, key=key, headers=headers)
+            request = await self._request(protocol, receive, episode, counted, headers=headers)
+            started = self._start(request, episode=episode, headers=headers)
         except ClientGoneError:
             return
         except MovedError as error:
@@ -147,7 +147,7 @@ class TurnRoute:
         scope: Scope,
         receive: Receive,
         send: Send,
-        key: str | None,
+        episode: HeldEpisode,
         *,
         counter: TokenCounter,
     ) -> None:
@@ -155,8 +155,8 @@ class TurnRoute:
         with self._memory.body() as counted:
             try:
                 headers = headers_of(scope)
-                request = await self._request(counter, receive, key, counted, headers=headers)
-                episode = self._access.episode(key)
+                request = await self._request(counter, receive, episode, counted, headers=headers)
+                self._access.check_open(episode)
                 episode.renew(self._clock.now_s())
                 tokens = await self._tokens(request, episode)
             except ClientGoneError:
@@ -188,7 +188,7 @@ class TurnRoute:
         self,
         protocol: WireProtocol | TokenCounter,
         receive: Receive,
-        key: str | None,
+        episode: HeldEpisode,
         counted: CountedBody,
         *,
         headers: dict[str, str],
@@ -199,7 +199,7 @@ class TurnRoute:
             ClientGoneError: the connection closed first.
             RefusedError: 4xx as the key, the limits and the protocol say; 500 for any other error.
         """
-        episode = self._access.episode(key)
+        self._access.check_open(episode)  # It may have ended while the request had no place.
         body = await read_body(
             receive,
             bytes_max=self._body_bytes_max,
@@ -250,7 +250,7 @@ class TurnRoute:
             # The parser runs on what a client sent: a defect in it fails this request alone.
             raise self._failed(error) from error
 
-    def _start(self, request: Request, *, key: str | None, headers: dict[str, str]) -> Started:
+    def _start(self, request: Request, *, episode: HeldEpisode, headers: dict[str, str]) -> Started:
         """Let a client wait for the turn of its request.
 
         Raises:
@@ -258,8 +258,7 @@ class TurnRoute:
         """
         try:
             self._memory.check()
-            # Checked again: the episode may have ended while the body came.
-            episode = self._access.episode(key)
+            self._access.check_open(episode)  # Again: it may have ended while the body came.
             awaited = self._source.start(episode, request, headers=headers)
             return Started(request=request, episode=episode, awaited=awaited)
         except RefusedError:
