@@ -14,7 +14,7 @@ from forgemq_launcher.commands.inspection import print_forks
 from forgemq_launcher.display.curves import CurveWriter
 from forgemq_launcher.display.headlines import headlines
 from forgemq_launcher.display.panel import PanelView, panel
-from forgemq_launcher.display.report_files import ALARMS_SHOWN_MAX, table, write_report
+from forgemq_launcher.display.report_files import ALARMS_SHOWN_MAX, closing, table, write_report
 from forgemq_run_view.forks import MEANINGS
 from forgemq_run_view.report import report
 from forgemq_run_view.state import ForkTotal, RunState
@@ -126,11 +126,14 @@ def _words(shown: object) -> str:
 def test_the_report_has_the_forks_by_reason_with_their_share_and_meaning(tmp_path: Path) -> None:
     state = msgspec.structs.replace(_run(MEASURED), forks=(COMPACTIONS,))
     made = _report(state)
-    assert "compaction 1,200 12.5%" in _words(table(made))
+    assert "forks compaction 1,200" in _words(table(made))
+    assert "compaction 1,200 12.5%" in _words(closing(made))
     write_report(made, state, folder=tmp_path)
     [written] = json.loads((tmp_path / "report.json").read_text())["forks"]
     assert written == msgspec.to_builtins(COMPACTIONS)
-    assert "forks none" in _words(table(_report(_run(MEASURED))))
+    quiet = _report(_run(MEASURED))
+    assert "forks none" in _words(table(quiet))
+    assert "of episodes" not in _words(closing(quiet))
 
 
 def test_inspect_shows_the_forks_on_one_line_each_and_nothing_if_there_are_none() -> None:

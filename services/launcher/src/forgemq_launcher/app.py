@@ -10,7 +10,7 @@ from forgemq_contracts.topics import ENDED_RUNS, STARTED_RUNS, Topic
 from forgemq_launcher import exit_status
 from forgemq_launcher.display.curves import CurveWriter
 from forgemq_launcher.display.panel import PanelView
-from forgemq_launcher.display.report_files import table, write_report
+from forgemq_launcher.display.report_files import closing, write_report
 from forgemq_launcher.display.run_display import RunDisplay
 from forgemq_launcher.display.screen import Screen
 from forgemq_launcher.outcome import FAILURES, Outcome, watch_run
@@ -146,6 +146,6 @@ class RunningRun:
         # First, because the report can be written again from the log: its disk may be full.
         await write_end(self._processes.connection, ended)
         write_report(report, follower.view.state(now_ms=ended_ms), folder=folder.path)
-        self._screen.print(table(report))
+        self._screen.print(closing(report))
         self._screen.say(f"report: {folder / 'report.json'} and report.png")
         return exit_status.OK if all(report.guarantees.values()) else exit_status.FAILED

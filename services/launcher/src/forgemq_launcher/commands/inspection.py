@@ -18,7 +18,7 @@ from forgemq_launcher import exit_status
 from forgemq_launcher.commands.run_on_broker import run_on_broker
 from forgemq_launcher.display.curves import CurveWriter
 from forgemq_launcher.display.fork_table import fork_table
-from forgemq_launcher.display.report_files import table, write_report
+from forgemq_launcher.display.report_files import closing, write_report
 from forgemq_launcher.records import run_audit
 from forgemq_launcher.records.follower import Follower
 from forgemq_launcher.run_folder import RunFolder, RunFolderError
@@ -66,7 +66,7 @@ def _run_cells(folder: RunFolder) -> tuple[str, ...]:
 async def audit(folder: RunFolder, environ: Mapping[str, str], console: Console) -> int:
     """Check the guarantees of a run on its log; the status is 1 if one does not hold."""
     result, _ = await _audited(folder, environ)
-    console.print(table(result))
+    console.print(closing(result))
     return exit_status.OK if all(result.guarantees.values()) else exit_status.FAILED
 
 
@@ -84,7 +84,7 @@ async def report(
     curves = CurveWriter(target)
     curves.write(state)
     curves.close()
-    console.print(table(result))
+    console.print(closing(result))
     names = "report.json, report.png and curves.jsonl"
     console.print(f"{names} are in {target}", highlight=False, soft_wrap=True)
     return exit_status.OK if all(result.guarantees.values()) else exit_status.FAILED

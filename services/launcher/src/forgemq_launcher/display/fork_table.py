@@ -8,17 +8,16 @@ from rich.table import Column, Table
 from forgemq_run_view.state import ForkTotal
 
 
-def fork_table(forks: Sequence[ForkTotal]) -> Table | str:
-    """One row for each reason; `none` if no request forked."""
-    if not forks:
-        return "none"
+def fork_table(forks: Sequence[ForkTotal]) -> Table:
+    """One row for each reason; they are readable in 80 columns."""
     shown = Table(
         Column("reason", no_wrap=True),
         Column("forks", justify="right"),
         Column("of episodes", justify="right"),
         "meaning",
+        title="forks: requests that did not extend what their episode had recorded",
+        title_justify="left",
         box=SIMPLE,
-        padding=(0, 1),
         show_edge=False,
     )
     for each in forks:

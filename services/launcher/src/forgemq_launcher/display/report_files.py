@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
-from rich.console import RenderableType
+from rich.console import Group
 from rich.table import Table
 
 from forgemq_launcher.display.fork_table import fork_table
@@ -94,6 +94,11 @@ def _plot_learning(axes: "Axes", state: RunState) -> None:
     axes.legend(fontsize="small")
 
 
+def closing(report: Report) -> Group:
+    """The closing table, with the table of forks below it if there were any."""
+    return Group(table(report), *([fork_table(report.forks)] if report.forks else []))
+
+
 def table(report: Report) -> Table:
     """The closing table."""
     shown = Table(title=f"{report.run}: {report.reason}", show_header=False, title_justify="left")
@@ -106,9 +111,9 @@ def table(report: Report) -> Table:
     return shown
 
 
-def _lines(report: Report) -> list[tuple[str, RenderableType]]:
+def _lines(report: Report) -> list[tuple[str, str]]:
     retired = ", ".join(f"{reason} {count}" for reason, count in report.groups_retired.items())
-    lines: list[tuple[str, RenderableType]] = [
+    lines = [
         ("success, sampled", f"{_of(report.success_start)} -> {_of(report.success_end)}"),
         (
             "success, greedy",
@@ -136,7 +141,10 @@ def _lines(report: Report) -> list[tuple[str, RenderableType]]:
             "episodes",
             ", ".join(f"{end} {count:,}" for end, count in report.episode_ends.items()),
         ),
-        ("forks", fork_table(report.forks)),
+        (
+            "forks",
+            ", ".join(f"{each.reason} {each.forks:,}" for each in report.forks) or "none",
+        ),
         ("tokens", f"{report.tokens_generated:,} generated, {report.tokens_trained:,} trained"),
         (
             "tree saving",
