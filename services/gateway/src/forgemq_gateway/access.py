@@ -60,7 +60,7 @@ class Access:
         """Return if an episode whose key was checked is still open.
 
         Raises:
-            MovedError: its group left, also if it came back since: what is known of it was read anew.
+            MovedError: its group left, also if it came back since: its episodes were read again.
             RefusedError: as `episode`.
         """
         known = self.known_episode(episode.episode_id)

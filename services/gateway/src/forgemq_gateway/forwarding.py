@@ -5,6 +5,7 @@ Neither the body nor the answer is read here: both pass in the pieces in which t
 
 import asyncio
 from collections.abc import AsyncIterator, Iterable
+from contextlib import suppress
 from http import HTTPStatus
 from types import TracebackType
 
@@ -125,7 +126,9 @@ class Forwarder:
         async with response:
             if has_opened and response.status != HTTPStatus.OK:
                 raise busy(f"the gateway at {owner.url} says {response.status}", status=503)
-            await _pass_on(response, send, has_opened=has_opened)
+            # If the owner dies now, the answer ends here without its end, as it would have there.
+            with suppress(aiohttp.ClientError):
+                await _pass_on(response, send, has_opened=has_opened)
 
     async def _asked(
         self,
@@ -213,8 +216,7 @@ async def _pass_on(response: aiohttp.ClientResponse, send: Send, *, has_opened: 
     """Send the answer to the client, without its head if the client has one.
 
     Raises:
-        aiohttp.ClientError: the owner went away; the answer ends here, unfinished, for the client
-            too.
+        aiohttp.ClientError: the owner went away.
     """
     if not has_opened:
         headers = [each for each in response.raw_headers if each[0].lower() not in _HOP_HEADERS]
