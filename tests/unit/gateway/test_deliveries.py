@@ -10,6 +10,7 @@ from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
 from forgemq_gateway.clock import Clock
 from forgemq_gateway.core.episodes import HeldEpisode
+from forgemq_gateway.core.registry import Registry
 from forgemq_gateway.deliveries import Deliveries
 from forgemq_gateway.outbox import Outbox
 from forgemq_gateway.ownership import ReadBack
@@ -19,7 +20,7 @@ from tests.unit.gateway.completions import completion_of
 from tests.unit.gateway.hindered_log import HinderedLog
 from tests.unit.gateway.scripted_lane import wall_ms
 from tests.unit.gateway.test_abandoned import owner_of_all
-from tests.unit.gateway.test_held_and_leased import opened
+from tests.unit.gateway.test_held_and_leased import admitted, opened
 from tests.unit.gateway.world import configuration_of, partitions_of
 
 COMPLETION = completion_of(1, context=[1], output=[2])
@@ -62,6 +63,29 @@ async def scene_of(model: Any) -> tuple[Scene, list[bytes]]:
         read_back=ReadBack(log),  # type: ignore[arg-type]
     )
     return Scene(Deliveries(outbox, clock=Clock()), passes), written
+
+
+async def test_a_delivery_that_was_withdrawn_stays_so_when_its_first_record_is_read_back(
+    model: Any,
+) -> None:
+    """The client comes again before the feed has read that it had its answer, and that it left."""
+    scene, written = await scene_of(model)
+    registry = Registry()
+    registry.apply_admitted_group(admitted(0))
+    episode = registry.apply_opened_episode(scene.episode.opened, lease_until_s=0.0)
+    assert episode is not None
+    scene.episode = episode
+    client = scene.record(1)
+    await asyncio.sleep(0)
+    scene.left.add(1)
+    for each in scene.passes:
+        each.set()
+    with pytest.raises(ClientGoneError):
+        await client
+    first = topics.decode(topics.DELIVERED_COMPLETIONS, written[0])
+    registry.apply_delivered_completion(first)  # type: ignore[arg-type]
+    assert withdrawn(written) == [False, True]
+    assert episode.delivered == set()
 
 
 def withdrawn(written: list[bytes]) -> list[bool]:

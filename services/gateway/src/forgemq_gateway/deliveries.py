@@ -56,6 +56,7 @@ class Deliveries:
         if has_left():
             raise ClientGoneError
         ids = [completion.request_id for completion in completions]
+        episode.recorded.update(ids)
         with self._client_of(ids) as deliveries:
             for request_id in ids:
                 if request_id not in episode.delivered:

@@ -72,6 +72,8 @@ class HeldEpisode:
     Attributes:
         turns: Open turns by request id; `Attempts` removes them.
         delivered: Ids of completions that a client has had in full.
+        recorded: Those whose deliveries this gateway has recorded itself: it knows of them before
+            it reads them back.
         clients: Connections that wait for an answer.
         continued: Completions that another one extends.
         is_context_full: Whether the newest completion was refused because its context is full.
@@ -88,6 +90,7 @@ class HeldEpisode:
         self.history = History(held)
         self.turns: dict[str, OpenTurn] = {}
         self.delivered: set[str] = set()
+        self.recorded: set[str] = set()
         self.tools: dict[str, tuple[dict[str, Any], ...]] = {}
         self.clients = 0
         self.next_sequence = 0

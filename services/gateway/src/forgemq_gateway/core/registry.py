@@ -234,9 +234,9 @@ class Registry:
         )
 
     def apply_delivered_completion(self, record: DeliveredCompletion) -> None:
-        """Note that a client has had the whole completion, or after all has not."""
+        """Note that a client of another gateway has had the whole completion, or has not."""
         episode = self.episode(record.episode_id)
-        if episode is None:
+        if episode is None or record.request_id in episode.recorded:
             return
         if record.is_withdrawn:
             episode.delivered.discard(record.request_id)
