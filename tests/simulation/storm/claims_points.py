@@ -6,6 +6,8 @@ Nothing else goes wrong in it: the points before the fault are the same in every
 import random
 from typing import Literal
 
+from msgspec.structs import replace
+
 from forgemq_contracts.run import Episodes, LogLayout, Model, Queue, RunConfiguration, Trainer
 from tests.simulation.storm.claims import ClaimsSchedule, Played
 from tests.simulation.storm.claims_weather import (
@@ -48,12 +50,17 @@ CONFIGURATION = RunConfiguration(
 TAKEOVER_S = 3.0
 """The first gateway has attempts, turns and finished episodes by then."""
 
+SHARED = LogLayout(group_partitions=3, lanes=1)
+"""Of three partitions a second gateway takes the last one, in which the run's only group is."""
+
 
 def run_claims_numbered(place: Place, faults: NumberedFaults) -> Played:
     """Play the run with faults at numbered points of one place."""
     none = NumberedFaults()
     weather = ClaimsWeather(
-        configuration=CONFIGURATION,
+        configuration=(
+            replace(CONFIGURATION, log=SHARED) if place == "takeover" else CONFIGURATION
+        ),
         marker_delay_s=0.0,
         environ=transform_environ(snapshot_every_batches=5, batch_linger_s=0.0),
         gateway_faults=none if place == "engine" else faults,

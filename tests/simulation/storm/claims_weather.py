@@ -46,7 +46,7 @@ def drawn_configuration(rng: random.Random) -> RunConfiguration:
         ),
         trainer=Trainer(steps=2),
         episodes=Episodes(lease_s=LEASE_S, attempts_max=rng.randint(2, 3)),
-        log=LogLayout(group_partitions=rng.randint(1, 2), lanes=2),
+        log=LogLayout(group_partitions=rng.randint(1, 4), lanes=2),
     )
     rewards = replace(configuration.rewards, truncated=rng.choice(("grade", "zero", "mask")))
     configuration = replace(configuration, rewards=rewards)

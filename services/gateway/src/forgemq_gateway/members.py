@@ -38,6 +38,9 @@ REPORT_EVERY_S = 1.0
 _READ_BACK_S = 10.0
 """A transaction is read within a second of its commit, unless the log is away."""
 
+_APART_S = 0.5
+"""Two changes of one gateway: gateways that see different ones as gone change owners no faster."""
+
 _RETRY_S = 0.2
 """After another gateway changed the owners at the same moment."""
 
@@ -82,6 +85,7 @@ class Members:
         self._changed = context.changed
         self._telemetry = context.telemetry
         self._started_ms = context.clock.wall_ms()
+        self._took_over_s = -_APART_S
         self._followed: frozenset[int] = frozenset()
         self._owners = Owners(log, run=self._run, gateways=self._gateways, clock=context.clock)
         self.serves_run = asyncio.Event()
@@ -178,13 +182,24 @@ class Members:
         self._gateways.forget_lapsed()
         wanted = self._gateways.wanted()
         if wanted:
-            record = await self._owners.take_over(wanted)
-            self._telemetry.event("took_over", partitions=sorted(wanted), owner=record.owner)
-            await self._has_read(record.owner)
+            await self._take_over(wanted)
         unserved = self._gateways.own() - self._gateways.serving
         if unserved:
             await self._serve(unserved)
         return not wanted and not unserved
+
+    async def _take_over(self, wanted: frozenset[int]) -> None:
+        """Own these partitions too; soon after another change, only wait until one may follow."""
+        pause_s = self._took_over_s + _APART_S - self._clock.now_s()
+        if pause_s > 0:
+            await asyncio.sleep(pause_s)
+            return
+        self._took_over_s = self._clock.now_s()
+        # Others take a gateway that was silent for gone, and would take everything back.
+        await self.report()
+        record = await self._owners.take_over(wanted)
+        self._telemetry.event("took_over", partitions=sorted(wanted), owner=record.owner)
+        await self._has_read(record.owner)
 
     async def _has_read(self, owner: int) -> None:
         """Wait until the feed has read this change: a transaction is visible some time after it.
@@ -201,8 +216,9 @@ class Members:
 
     def _drop_lost(self) -> None:
         lost = self._followed - self._gateways.own()
-        self._feed.drop(lost)
-        self._followed -= lost
+        if lost:  # The feed opens a new reader for other partitions.
+            self._feed.drop(lost)
+            self._followed -= lost
         if RUN_PARTITION not in self._gateways.serving:
             self.serves_run.clear()
 
