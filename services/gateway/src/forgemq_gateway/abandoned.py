@@ -35,7 +35,8 @@ class Abandoned:
         # heard of meanwhile, and no lease lapses by that.
         now_s = self._clock.now_s()
         for episode in self._registry.lapsed(now_s):
-            if episode.has_lapsed(now_s):
+            # While a group is restored, its agents are not heard.
+            if episode.has_lapsed(now_s) and self._gateways.serves(episode.opened.group_id):
                 await self._lapse(episode)
 
     async def _lapse(self, episode: HeldEpisode) -> None:

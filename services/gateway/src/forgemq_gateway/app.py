@@ -209,7 +209,12 @@ class GatewayServer:
             counters=COUNTERS,
             admin=admin_app(self._operations, access=access),
             access=access,
-            passing=Passing(forwarder, whereabouts=Whereabouts(context=context), context=context),
+            passing=Passing(
+                forwarder,
+                whereabouts=Whereabouts(context=context),
+                access=access,
+                context=context,
+            ),
             ready=self._ready,
             hold_s=settings.restore_hold_s,
         )

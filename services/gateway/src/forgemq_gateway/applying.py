@@ -28,6 +28,10 @@ OWNERS_CHANGED = "owners"
 """Notified on the change signal when a partition has come or gone, as the id of a group is."""
 
 
+_OLD_REPORT_MS = 60_000
+"""More than clocks of two machines differ by; a gateway was not heard for so long."""
+
+
 class Applying:
     """One method for records at a start, which effect nothing, and one for records that come."""
 
@@ -71,7 +75,8 @@ class Applying:
         registry = self._registry
         match decoded:
             case OpenedEpisode():
-                registry.apply_opened_episode(decoded, lease_until_s=self._clock.now_s())
+                lease_until_s = self._clock.now_s() + decoded.lease_s
+                registry.apply_opened_episode(decoded, lease_until_s=lease_until_s)
             case FinishedEpisode():
                 registry.apply_finished_episode(decoded)
             case RequestedCompletion():
@@ -86,7 +91,9 @@ class Applying:
                 heard_s = self._said_s(decoded.reported_ms)
                 self._dispatcher.attempts.restore_lane(decoded, heard_s=heard_s)
             case ReportedGateway():
-                self._gateways.hear(decoded, heard_s=self._said_s(decoded.reported_ms))
+                # Clocks of other machines say little: what is not old may be there.
+                if self._clock.wall_ms() - decoded.reported_ms < _OLD_REPORT_MS:
+                    self._gateways.hear(decoded, heard_s=self._clock.now_s())
             case _:
                 self._apply_group(decoded)
 

@@ -31,6 +31,8 @@ class BadRecords:
         self._outbox = context.outbox
         self._telemetry = context.telemetry
         self._ready = ready
+        self.is_burying = False
+        """Whether a dead letter waits for the log, so that the gateway cannot be ready."""
         # Of the run, read while another gateway owned partition 0: it may have died before its
         # letter was written.
         self._others: list[tuple[Record, str]] = []
@@ -73,8 +75,10 @@ class BadRecords:
         pauses_s = iter(_PAUSES_S)
         was_ready = self._ready.is_set()
         while (has_letter := await self._try_to_bury(record, reason=reason)) is None:
+            self.is_burying = True
             self._ready.clear()
             await asyncio.sleep(next(pauses_s, _PAUSES_S[-1]))
+        self.is_burying = False
         if was_ready:
             self._ready.set()
         self._telemetry.count("gateway.bad_records")

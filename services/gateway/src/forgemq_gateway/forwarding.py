@@ -62,8 +62,8 @@ class Forwarder:
         try:
             async with self._session.get(f"{url}/live", timeout=_within(_CONNECT_S)):
                 return False
-        except aiohttp.ClientConnectorError:
-            return True
+        except aiohttp.ClientConnectorError as error:
+            return _is_refused(error)
         except (aiohttp.ClientError, TimeoutError):
             return False
 
@@ -119,9 +119,9 @@ class Forwarder:
         """As `forward`."""
         try:
             response = await self._asked(scope, request, owner=owner, number=number)
-        except aiohttp.ClientConnectorError as error:
-            raise OwnerGoneError(owner.url) from error
         except aiohttp.ClientError as error:
+            if _is_refused(error):
+                raise OwnerGoneError(owner.url) from error
             raise _gone(owner, error) from error
         async with response:
             if has_opened and response.status != HTTPStatus.OK:
@@ -150,6 +150,13 @@ class Forwarder:
             data=request.parts() if has_body else None,
             allow_redirects=False,
         )
+
+
+def _is_refused(error: aiohttp.ClientError) -> bool:
+    """Whether the other machine says that nobody listens there; a fault of this one is no word."""
+    return isinstance(error, aiohttp.ClientConnectorError) and isinstance(
+        error.os_error, ConnectionRefusedError
+    )
 
 
 def _within(seconds: float) -> aiohttp.ClientTimeout:

@@ -136,7 +136,8 @@ class Members:
                 await asyncio.sleep(REPORT_EVERY_S)
                 continue
             if is_settled:
-                self._ready.set()
+                if not self._bad_records.is_burying:
+                    self._ready.set()
                 await self._next_change()
 
     async def leave(self) -> None:
@@ -225,10 +226,13 @@ class Members:
     async def _serve(self, numbers: frozenset[int]) -> None:
         """Restore these partitions, and serve them unless they were lost meanwhile."""
         started_s = self._clock.now_s()
-        positions = await self._restore.partitions(numbers)
+        try:
+            positions = await self._restore.partitions(numbers)
+        except BaseException:
+            self._undo(numbers)
+            raise
         if not numbers <= self._gateways.own():
-            self._dispatcher.move(numbers)
-            self._registry.take_restored_turns()
+            self._undo(numbers)
             return
         self._registry.renew_leases(self._clock.now_s())
         self._dispatcher.attempts.restore(self._registry.take_restored_turns())
@@ -244,6 +248,11 @@ class Members:
         self._telemetry.event("restored", seconds=round(restore_s, 3), **self._counts())
         # The feed waits for a record before it reads what was added.
         await self.report()
+
+    def _undo(self, numbers: frozenset[int]) -> None:
+        """Forget what was restored of these partitions: it is read again, here or elsewhere."""
+        self._dispatcher.move(numbers)
+        self._registry.take_restored_turns()
 
     def _counts(self) -> dict[str, int]:
         return {

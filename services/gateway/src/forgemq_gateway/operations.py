@@ -363,6 +363,8 @@ class Operations:
             )
         ended = conflict(f"episode {episode.episode_id} has ended")
         self._access.check_here(episode.opened.group_id)
+        if episode.has_undelivered():
+            await self._outbox.read_deliveries(episode.opened.group_id)
         await self._dispatcher.end_turns(episode, ended)
         group = self._registry.groups.get(episode.opened.group_id)
         if group is None:

@@ -3,7 +3,7 @@
 from msgspec import Struct
 
 from forgemq_bus.errors import FINAL_ERRORS, LogError, LogUnavailableError
-from forgemq_bus.log import Headers, Record, Writer
+from forgemq_bus.log import Headers, Place, Record, Writer
 from forgemq_contracts import topics
 from forgemq_contracts.completions import (
     CancelledCompletion,
@@ -86,6 +86,15 @@ class Outbox:
         await self._read_back.until_now([ownership.PLACE])
         if not self._gateways.serves(group_id):
             raise LogUnavailableError(f"another gateway owns group {group_id} now: ask again")
+
+    async def read_deliveries(self, group_id: str) -> None:
+        """Return when all deliveries of a group are known, also those of its previous owner.
+
+        Raises:
+            LogUnavailableError: this gateway reads the log too late.
+        """
+        number = group_partition(group_id, partitions=self._group_partitions)
+        await self._read_back.until_now([Place(topics.DELIVERED_COMPLETIONS.name, number)])
 
     def forget_letters(self) -> None:
         """Read again which dead letters there are, because another gateway has written them."""

@@ -4,6 +4,7 @@ The group is known from the key or the path, before any of the body is read; onl
 new group names it in its body.
 """
 
+import asyncio
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, NamedTuple, TypeAlias
@@ -12,7 +13,9 @@ import msgspec
 from msgspec import Struct
 
 from forgemq_contracts.admin import BODY_BYTES_MAX
+from forgemq_contracts.ownership import PartitionOwner
 from forgemq_contracts.partitions import group_id
+from forgemq_gateway.access import Access
 from forgemq_gateway.context import GatewayContext
 from forgemq_gateway.core.errors import MovedError, RefusedError, busy
 from forgemq_gateway.forwarding import OWNER_HEADER, Forwarder, OwnerGoneError
@@ -43,9 +46,15 @@ class Passing:
     """Asked for every request; with one gateway in the run it serves all of them here."""
 
     def __init__(
-        self, forwarder: Forwarder, *, whereabouts: Whereabouts, context: GatewayContext
+        self,
+        forwarder: Forwarder,
+        *,
+        whereabouts: Whereabouts,
+        access: Access,
+        context: GatewayContext,
     ) -> None:
         self._forwarder = forwarder
+        self._access = access
         self._whereabouts = whereabouts
         self._gateways = context.gateways
         self._run = context.configuration.run
@@ -97,19 +106,44 @@ class Passing:
                 )
             self._telemetry.count("gateway.forwarded")
             try:
-                await self._forwarder.forward(
-                    request.scope,
-                    request.receive,
-                    request.send,
-                    owner=owner,
-                    number=self._gateways.owner,
-                    body=None if begun is None else begun.body,
-                    has_opened=begun is not None and begun.has_opened,
-                )
+                await self._forward(request, owner, begun=begun)
             except OwnerGoneError:
                 self._whereabouts.note_gone(owner)
             else:
                 return True
+
+    async def _forward(
+        self, request: "_Request", owner: PartitionOwner, *, begun: MovedError | None
+    ) -> None:
+        """Send a request on; an owner that stands still is waited for until it is replaced."""
+        has_opened = begun is not None and begun.has_opened
+
+        async def send(message: MutableMapping[str, Any]) -> None:
+            nonlocal has_opened
+            has_opened = True
+            await request.send(message)
+
+        forwarding = asyncio.ensure_future(
+            self._forwarder.forward(
+                request.scope,
+                request.receive,
+                send,
+                owner=owner,
+                number=self._gateways.owner,
+                body=None if begun is None else begun.body,
+                has_opened=has_opened,
+            )
+        )
+        leaving = asyncio.ensure_future(self._whereabouts.until_gone(owner))
+        try:
+            await asyncio.wait((forwarding, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if forwarding.done():
+                forwarding.result()
+            elif not has_opened:
+                raise busy(f"the gateway at {owner.url} stands still: ask again", status=503)
+        finally:
+            forwarding.cancel()
+            leaving.cancel()
 
     async def _group(
         self, scope: Scope, receive: Receive, asked: Asked
@@ -121,7 +155,9 @@ class Passing:
             return next(filter(None, found.groups())), receive
         if path != _GROUPS_PATH or self._gateways.serves_all:
             return None, receive
-        body = await read_body(receive, bytes_max=BODY_BYTES_MAX, headers=headers_of(scope))
+        headers = headers_of(scope)
+        self._access.check_admin(headers)
+        body = await read_body(receive, bytes_max=BODY_BYTES_MAX, headers=headers)
         return self._named(body), _again(body, receive)
 
     def _named(self, body: bytes) -> str | None:

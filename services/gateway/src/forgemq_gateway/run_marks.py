@@ -1,6 +1,8 @@
 """Commits for the whole run where a start begins to read: the owner of partition 0 does it."""
 
-from forgemq_bus.errors import FencedError, LogUnavailableError
+import asyncio
+
+from forgemq_bus.errors import FINAL_ERRORS, FencedError, LogError, LogUnavailableError
 from forgemq_bus.log import Log, Place
 from forgemq_bus.partitions import partitions_of
 from forgemq_contracts import topics
@@ -41,7 +43,15 @@ class RunMarks:
         """Commit until cancelled, while it is this gateway's task."""
         while True:
             await self._wait(until=True)
-            marking = self._context.tasks.create_task((await self._marks()).keep())
+            try:
+                marks = await self._marks()
+            except FINAL_ERRORS:
+                raise
+            except LogError as error:
+                self._context.telemetry.event("needed_failed", error=str(error))
+                await asyncio.sleep(self._context.settings.mark_every_s)
+                continue
+            marking = self._context.tasks.create_task(marks.keep())
             try:
                 await self._wait(until=False)
             finally:

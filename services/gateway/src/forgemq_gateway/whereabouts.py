@@ -4,6 +4,7 @@ from forgemq_contracts.ownership import PartitionOwner
 from forgemq_gateway.applying import OWNERS_CHANGED
 from forgemq_gateway.context import GatewayContext
 from forgemq_gateway.core.errors import busy
+from forgemq_gateway.core.gateways import LAPSE_S
 
 
 class Whereabouts:
@@ -40,6 +41,15 @@ class Whereabouts:
         if found is None:
             raise busy(f"group {group_id} moves to another gateway: ask again")
         return found[0]
+
+    async def until_gone(self, owner: PartitionOwner) -> None:
+        """Return when this gateway is there no more."""
+        while self._gateways.has_peer(owner.gateway):
+            await self._changed.until(
+                lambda: None if self._gateways.has_peer(owner.gateway) else True,
+                group_id=OWNERS_CHANGED,
+                timeout_s=LAPSE_S,
+            )
 
     def note_gone(self, owner: PartitionOwner) -> None:
         """Note that nobody listens at this gateway's address: others take its groups over."""

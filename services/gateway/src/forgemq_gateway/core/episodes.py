@@ -112,6 +112,10 @@ class HeldEpisode:
         """Whether its final record is on the log or may be, or is being written."""
         return self.given is not None or self.state in ("finishing", "ended")
 
+    def has_undelivered(self) -> bool:
+        """Whether it has a completion that no client is known to have had."""
+        return not self.history.completions.keys() <= self.delivered
+
     def renew(self, now_s: float) -> None:
         """Let the lease run from now, because the agent was heard of."""
         self.lease_until_s = now_s + self.opened.lease_s

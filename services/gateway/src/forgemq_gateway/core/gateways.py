@@ -67,20 +67,17 @@ class Gateways:
         return after - before, before - after
 
     def hear(self, report: ReportedGateway, *, heard_s: float) -> None:
-        """Take a gateway's word that it is there."""
-        known = self._peers.get(report.gateway)
-        if known is not None and known.report.reported_ms > report.reported_ms:
-            return
+        """Take a gateway's word that it is there, in the order of the log."""
         self._peers[report.gateway] = Peer(report=report, heard_s=heard_s)
-        if known is None or known.report.reported_ms < report.reported_ms:
-            self._gone.discard(report.gateway)
+        self._gone.discard(report.gateway)
 
     def successor(self) -> ReportedGateway | None:
         """A gateway at this one's address that started later: this one is to end."""
         own = self._peers.get(self.gateway)
         if own is None:
             return None
-        return next((each.report for each in self._peers.values() if _follows(each, own)), None)
+        there = [each for each in self._peers.values() if self._silent_s(each) <= LAPSE_S]
+        return next((each.report for each in there if _follows(each, own)), None)
 
     def refuse(self, gateway: str) -> None:
         """Note that nobody listens at the address of this gateway: it is gone until heard again."""
