@@ -6,6 +6,7 @@ after `LAPSE_S`, or as soon as nobody listens at its address.
 """
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 
 from forgemq_bus.errors import FINAL_ERRORS, FencedError, LogError, LogUnavailableError
@@ -85,7 +86,7 @@ class Members:
         self._changed = context.changed
         self._telemetry = context.telemetry
         self._started_ms = context.clock.wall_ms()
-        self._took_over_s = -_APART_S
+        self._took_over_s = -math.inf
         self._followed: frozenset[int] = frozenset()
         self._owners = Owners(log, run=self._run, gateways=self._gateways, clock=context.clock)
         self.serves_run = asyncio.Event()
@@ -191,11 +192,12 @@ class Members:
 
     async def _take_over(self, wanted: frozenset[int]) -> None:
         """Own these partitions too; soon after another change, only wait until one may follow."""
-        pause_s = self._took_over_s + _APART_S - self._clock.now_s()
+        now_s = asyncio.get_running_loop().time()
+        pause_s = self._took_over_s + _APART_S - now_s
         if pause_s > 0:
             await asyncio.sleep(pause_s)
             return
-        self._took_over_s = self._clock.now_s()
+        self._took_over_s = now_s
         # Others take a gateway that was silent for gone, and would take everything back.
         await self.report()
         record = await self._owners.take_over(wanted)
