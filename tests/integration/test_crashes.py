@@ -10,7 +10,12 @@ from types import MappingProxyType
 
 import pytest
 
-from forgemq_contracts.topics import CANCELLED_COMPLETIONS, OWNED_RUNS, REPORTED_ENGINES
+from forgemq_contracts.topics import (
+    CANCELLED_COMPLETIONS,
+    OWNED_RUNS,
+    REPORTED_ENGINES,
+    REPORTED_GATEWAYS,
+)
 from tests.integration.launched_run import DIALOGUE, LaunchedRun
 from tests.integration.run_log import accounts, first_offsets
 from tests.integration.stand_in import stand_in_engine
@@ -109,7 +114,8 @@ def test_a_run_that_is_trimmed_all_the_time_survives_one_kill_of_every_service(
     untouched = {place.topic for place, offset in first.items() if offset == 0}
     # These may be untouched: fewer heartbeats and owners were written than are kept, and few
     # cancellations.
-    few = {REPORTED_ENGINES.name, OWNED_RUNS.name, CANCELLED_COMPLETIONS.name}
+    kept = (REPORTED_ENGINES, REPORTED_GATEWAYS, OWNED_RUNS, CANCELLED_COMPLETIONS)
+    few = {topic.name for topic in kept}
     assert untouched <= few, first
     report = run.report(run_id)
     held = {guarantee for guarantee, holds in report["guarantees"].items() if holds}
