@@ -15,12 +15,19 @@ GatewayId: TypeAlias = Annotated[
 ]
 
 
-class PartitionOwner(Struct, frozen=True, kw_only=True):
+class PartitionOwner(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A gateway, and the group partitions it owns."""
 
     gateway: GatewayId
     url: Annotated[str, Meta(description="Where other gateways reach it.")]
     partitions: tuple[Annotated[int, Meta(ge=0)], ...]
+    unfenced: Annotated[
+        tuple[GatewayId, ...],
+        Meta(
+            description="Earlier owners of any of them, whose writers may not be fenced yet: who "
+            "serves a partition fences all of these before it reads."
+        ),
+    ] = ()
 
 
 class OwnedRun(Struct, frozen=True, kw_only=True, omit_defaults=True):

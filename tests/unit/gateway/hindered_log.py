@@ -1,6 +1,6 @@
-"""A log whose plain writers ask before each record: a test may let one wait or fail."""
+"""A log whose writers ask before each record: a test may let one wait or fail."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from forgemq_bus.log import Emit
@@ -16,6 +16,11 @@ class HinderedWriter:
         await self._hinder(emit)
         return await self._writer.write(emit)
 
+    async def commit(self, *, outputs: Sequence[Emit], **rest: Any) -> None:
+        for emit in outputs:
+            await self._hinder(emit)
+        await self._writer.commit(outputs=outputs, **rest)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._writer, name)
 
@@ -28,6 +33,9 @@ class HinderedLog:
 
     async def writer(self) -> HinderedWriter:
         return HinderedWriter(await self._log.writer(), self._hinder)
+
+    async def transaction_writer(self, transactional_id: str) -> HinderedWriter:
+        return HinderedWriter(await self._log.transaction_writer(transactional_id), self._hinder)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._log, name)

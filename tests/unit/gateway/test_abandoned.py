@@ -1,7 +1,7 @@
 """Episodes whose agents are gone end once; those whose agents could not be heard do not."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ from forgemq_gateway.core.keys import AdminKeys
 from forgemq_gateway.core.lanes import Lanes
 from forgemq_gateway.core.registry import Registry
 from forgemq_gateway.dispatcher import Dispatcher
+from forgemq_gateway.fenced_writer import FencedWriter
 from forgemq_gateway.operations import Operations
 from forgemq_gateway.outbox import Outbox
 from forgemq_gateway.ownership import ReadBack
@@ -82,21 +83,33 @@ class Scene:
 
 
 class SceneWriter:
-    """Writes to the log; an end may wait before it, or have its answer lost after it."""
+    """Commits to the log; an end may wait before it, or have its answer lost after it."""
 
-    def __init__(self, writer: Any) -> None:
-        self.writer, self.scene = writer, None
+    def __init__(self, writer: Any, scene: Scene) -> None:
+        self.writer, self.scene = writer, scene
 
-    async def write(self, emit: Emit) -> Any:
-        scene: Any = self.scene
-        if emit.topic == END.name and scene.before_end is not None:
-            await scene.before_end()
-        offset = await self.writer.write(emit)
-        if emit.topic == END.name:
-            scene.ends.append(topics.decode(END, emit.value))
-            if scene.after_end is not None:
-                await scene.after_end()
-        return offset
+    async def commit(self, *, outputs: Sequence[Emit], **rest: Any) -> None:
+        ends = [emit for emit in outputs if emit.topic == END.name]
+        if ends and self.scene.before_end is not None:
+            await self.scene.before_end()
+        await self.writer.commit(outputs=outputs, **rest)
+        self.scene.ends += [topics.decode(END, emit.value) for emit in ends]
+        if ends and self.scene.after_end is not None:
+            await self.scene.after_end()
+
+    async def close(self) -> None:
+        await self.writer.close()
+
+
+class SceneLog:
+    """A log with such writers."""
+
+    def __init__(self, log: Log) -> None:
+        self.log = log
+        self.scene: Any = None
+
+    async def transaction_writer(self, transactional_id: str) -> SceneWriter:
+        return SceneWriter(await self.log.transaction_writer(transactional_id), self.scene)
 
 
 def owner_of_all() -> Gateways:
@@ -114,11 +127,13 @@ async def scene_of(model: Path) -> AsyncIterator[Scene]:
     configuration = configuration_of(model)
     log = MemoryLog(run="r", clock_ms=wall_ms).open()
     await log.create_topics(partitions_of(configuration))
-    writer: Any = SceneWriter(await log.writer())
+    writer = await log.writer()
     dead_letters = DeadLetters(log, writer, service="gateway")
     gateways, read_back = owner_of_all(), ReadBack(log, wait_s=0.05)
     clock = SetClock([100.0])
+    scene_log: Any = SceneLog(log)
     async with asyncio.TaskGroup() as tasks:
+        fenced = FencedWriter(scene_log, gateways=gateways, read_back=read_back, tasks=tasks)
         context = GatewayContext(
             configuration=configuration,
             settings=GatewaySettings(admin_key=ADMIN_KEY),
@@ -129,15 +144,16 @@ async def scene_of(model: Path) -> AsyncIterator[Scene]:
                 writer,
                 configuration=configuration,
                 dead_letters=dead_letters,
-                gateways=gateways,
+                fenced=fenced,
                 read_back=read_back,
             ),
+            fenced=fenced,
             clock=clock,
             changed=ChangeSignal(),
             tasks=tasks,
             telemetry=Telemetry(service="gateway"),
         )
-        scene = writer.scene = Scene(context, clock, log)
+        scene = scene_log.scene = Scene(context, clock, log)
         yield scene
     await log.close()
 

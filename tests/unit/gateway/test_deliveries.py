@@ -12,6 +12,7 @@ from forgemq_gateway.clock import Clock
 from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.registry import Registry
 from forgemq_gateway.deliveries import Deliveries
+from forgemq_gateway.fenced_writer import FencedWriter
 from forgemq_gateway.outbox import Outbox
 from forgemq_gateway.ownership import ReadBack
 from forgemq_gateway.wire import ClientGoneError
@@ -55,12 +56,19 @@ async def scene_of(model: Any) -> tuple[Scene, list[bytes]]:
     await log.create_topics(partitions_of(configuration))
     writer: Any = await log.writer()
     dead_letters = DeadLetters(log, writer, service="gateway")  # type: ignore[arg-type]
+    read_back = ReadBack(log)  # type: ignore[arg-type]
+    fenced = FencedWriter(
+        log,  # type: ignore[arg-type]
+        gateways=owner_of_all(),
+        read_back=read_back,
+        tasks=asyncio.TaskGroup(),
+    )
     outbox = Outbox(
         writer,
         configuration=configuration,
         dead_letters=dead_letters,
-        gateways=owner_of_all(),
-        read_back=ReadBack(log),  # type: ignore[arg-type]
+        fenced=fenced,
+        read_back=read_back,
     )
     return Scene(Deliveries(outbox, clock=Clock()), passes), written
 

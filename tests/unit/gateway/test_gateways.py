@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forgemq_contracts.ownership import OwnedRun, PartitionOwner, ReportedGateway
-from forgemq_gateway.core.gateways import LAPSE_S, Gateways, shared_out, with_owner
+from forgemq_gateway.core.gateways import LAPSE_S, Gateways, shared_out, with_fenced, with_owner
 
 GATEWAYS = ["a", "b", "c", "d", "e"]
 
@@ -180,4 +180,21 @@ def test_gateways_that_lapsed_long_ago_are_forgotten() -> None:
 def test_who_has_no_partition_left_is_no_owner() -> None:
     before = owned(1, a=(0, 1), b=(2,)).owners
     after = with_owner(before, {2, 0}, gateway="a", url="http://a")
-    assert after == owned(2, a=(0, 1, 2)).owners
+    assert [(each.gateway, each.partitions) for each in after] == [("a", (0, 1, 2))]
+
+
+def test_an_owner_is_to_fence_all_who_may_not_have_been_fenced_when_the_last_one_died() -> None:
+    first = owned(1, a=(0, 1), b=(2,)).owners
+    second = with_owner(first, {0, 2}, gateway="c", url="http://c")
+    third = with_owner(second, {0}, gateway="d", url="http://d")
+    back = with_owner(third, {0}, gateway="a", url="http://a")
+    unfenced = [
+        {each.gateway: each.unfenced for each in owners} for owners in (second, third, back)
+    ]
+    assert unfenced == [
+        {"a": (), "c": ("a", "b")},
+        {"a": (), "c": ("a", "b"), "d": ("a", "b", "c")},
+        {"c": ("a", "b"), "a": ("a", "b", "c", "d")},
+    ]
+    known = with_fenced(back, {"a", "b", "c"}, gateway="a")
+    assert [(each.gateway, each.unfenced) for each in known] == [("c", ("a", "b")), ("a", ("d",))]

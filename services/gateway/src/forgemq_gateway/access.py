@@ -107,8 +107,22 @@ class Access:
         Raises:
             MovedError: another one does.
         """
-        if not self._gateways.serves(group_id):
+        self.tenure(group_id)
+
+    def tenure(self, group_id: str) -> int:
+        """Which time it is that this gateway owns the group (`Gateways.tenure`).
+
+        Raises:
+            MovedError: another gateway owns it.
+        """
+        tenure = self._gateways.tenure(group_id)
+        if tenure is None:
             raise MovedError(group_id)
+        return tenure
+
+    def is_still(self, tenure: int, group_id: str) -> bool:
+        """Whether it is still the same time; a later one has read the group's records again."""
+        return self._gateways.tenure(group_id) == tenure
 
     def _refusal_of(self, episode_id: str) -> RefusedError:
         """Why there is no such attempt now; its id is well-formed."""

@@ -29,6 +29,7 @@ from forgemq_gateway.core.lanes import Lanes
 from forgemq_gateway.core.registry import Registry
 from forgemq_gateway.dispatcher import Dispatcher
 from forgemq_gateway.feed_topics import CONSUMES
+from forgemq_gateway.fenced_writer import FencedWriter
 from forgemq_gateway.forwarding import Forwarder
 from forgemq_gateway.gate import Gate
 from forgemq_gateway.http_server import (
@@ -140,6 +141,7 @@ async def new_context(
         partitions=configuration.log.group_partitions,
     )
     read_back = ReadBack(log)
+    fenced = FencedWriter(log, gateways=gateways, read_back=read_back, tasks=tasks)
     return GatewayContext(
         configuration=configuration,
         settings=msgspec.structs.replace(settings, admin_key=""),  # Kept as a hash alone.
@@ -150,9 +152,10 @@ async def new_context(
             writer,
             configuration=configuration,
             dead_letters=DeadLetters(log, writer, service="gateway"),
-            gateways=gateways,
+            fenced=fenced,
             read_back=read_back,
         ),
+        fenced=fenced,
         clock=clock or Clock(),
         changed=ChangeSignal(),
         tasks=tasks,

@@ -8,6 +8,7 @@ from forgemq_gateway.change_signal import ChangeSignal
 from forgemq_gateway.clock import Clock
 from forgemq_gateway.core.gateways import Gateways
 from forgemq_gateway.core.registry import Registry
+from forgemq_gateway.fenced_writer import FencedWriter
 from forgemq_gateway.outbox import Outbox
 from forgemq_gateway.ownership import ReadBack
 from forgemq_gateway.settings import GatewaySettings
@@ -22,6 +23,7 @@ class GatewayContext:
         registry: Groups and episodes as the log has them.
         gateways: Which gateway owns which groups.
         read_back: How far the log is applied here.
+        fenced: Writes what the outbox promises, and fences the writers of earlier owners.
         changed: Notified with the id of a group that may have changed, or an episode of it.
         tasks: Owns everything that runs beside a request; an error in it ends the gateway.
     """
@@ -32,6 +34,7 @@ class GatewayContext:
     gateways: Gateways
     read_back: ReadBack
     outbox: Outbox
+    fenced: FencedWriter
     clock: Clock
     changed: ChangeSignal
     tasks: asyncio.TaskGroup

@@ -82,12 +82,14 @@ class Members:
         self._registry = context.registry
         self._read_back = context.read_back
         self._outbox = context.outbox
+        self._fenced = context.fenced
         self._clock = context.clock
         self._changed = context.changed
         self._telemetry = context.telemetry
         self._started_ms = context.clock.wall_ms()
         self._took_over_s = -math.inf
         self._followed: frozenset[int] = frozenset()
+        self._has_fenced: frozenset[str] = frozenset()
         self._owners = Owners(log, run=self._run, gateways=self._gateways, clock=context.clock)
         self.serves_run = asyncio.Event()
         """Set while this gateway serves partition 0."""
@@ -188,6 +190,8 @@ class Members:
         unserved = self._gateways.own() - self._gateways.serving
         if unserved:
             await self._serve(unserved)
+        elif not wanted:
+            await self._clear_fenced()
         return not wanted and not unserved
 
     async def _take_over(self, wanted: frozenset[int]) -> None:
@@ -226,9 +230,15 @@ class Members:
             self.serves_run.clear()
 
     async def _serve(self, numbers: frozenset[int]) -> None:
-        """Restore these partitions, and serve them unless they were lost meanwhile."""
+        """Restore these partitions, and serve them unless they were lost meanwhile.
+
+        First their earlier owners are fenced: what is read then is all that they promised.
+        """
         started_s = self._clock.now_s()
+        unfenced = self._gateways.unfenced()
         try:
+            for gateway in sorted(unfenced):
+                await self._fenced.fence(gateway)
             positions = await self._restore.partitions(numbers)
         except BaseException:
             self._undo(numbers)
@@ -244,12 +254,19 @@ class Members:
             await self._bad_records.take_over()
             self.serves_run.set()
         self._gateways.serving |= numbers
+        self._has_fenced = unfenced
         self._changed.notify(OWNERS_CHANGED)
         restore_s = self._clock.now_s() - started_s
         self._telemetry.observe("gateway.restore_s", restore_s)
         self._telemetry.event("restored", seconds=round(restore_s, 3), **self._counts())
         # The feed waits for a record before it reads what was added.
         await self.report()
+
+    async def _clear_fenced(self) -> None:
+        """Note whom this gateway has fenced, so that no later owner does it again."""
+        if self._has_fenced:
+            await self._owners.clear(self._has_fenced)
+            self._has_fenced = frozenset()
 
     def _undo(self, numbers: frozenset[int]) -> None:
         """Forget what was restored of these partitions: it is read again, here or elsewhere."""

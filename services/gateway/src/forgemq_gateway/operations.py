@@ -105,6 +105,7 @@ class Operations:
             temperature=request.temperature,
             round_name=request.round_name,
         )
+        tenure = self._access.tenure(group)
         async with self._alone(group):
             known = known_group(self._registry, record, takes_any=request.takes_known)
             if known is not None:
@@ -113,11 +114,10 @@ class Operations:
             check_new(self._registry.asked, record)
             self._requesting[group] = request.domain
             try:
-                await self._outbox.write(record)
+                await self._outbox.promise(record, tenure=tenure)
             finally:
                 del self._requesting[group]
             self._registry.apply_requested_group(record)
-        await self._outbox.confirm(group)
         self._telemetry.count("gateway.groups_requested")
         return self.group(group)
 
@@ -212,20 +212,20 @@ class Operations:
 
     async def _open(self, free: FreeEpisode) -> Claim:
         group, index, facts = free.group, free.index, free.group.facts
+        tenure = self._access.tenure(facts.group_id)
         record, key = self._opening(group, index=index, attempt=free.attempt)
         group.claiming.add(index)
         try:
-            await self._outbox.write(record)
+            await self._outbox.promise(record, tenure=tenure)
         except BaseException:
             # Also on a cancellation: the episode is free again, and another agent may take it.
             self._changed.notify(facts.group_id)
             raise
         finally:
             group.claiming.discard(index)
-        self._registry.apply_opened_episode(
-            record, lease_until_s=self._clock.now_s() + record.lease_s
-        )
-        await self._outbox.confirm(facts.group_id)
+        if self._access.is_still(tenure, facts.group_id):
+            now_s = self._clock.now_s()
+            self._registry.apply_opened_episode(record, lease_until_s=now_s + record.lease_s)
         self._telemetry.count("gateway.episodes_opened")
         return Claim(
             episode_id=record.episode_id,
@@ -272,12 +272,13 @@ class Operations:
         One at a time, since each record counts the rewards before it. The end of the episode
         waits for them too: its record contains every reward that was answered with 200.
         """
-        episode = self._access.known_episode(episode_id)
         async with self._alone(episode_id):
+            episode = self._access.known_episode(episode_id)
+            tenure = self._access.tenure(episode.opened.group_id)
             reward = reported_reward(request)
             record = episode.with_reward(reward)
             if record is None:
-                return await self._outbox.confirm(episode.opened.group_id)
+                return
             if episode.is_closed:
                 raise conflict(f"episode {episode_id} has ended")
             completions = episode.history.completions
@@ -286,10 +287,10 @@ class Operations:
                     f"{reward.completion_id} is not a completion of this episode",
                     param="completion_id",
                 )
-            await self._outbox.write(record)
-            self._registry.apply_opened_episode(record, lease_until_s=episode.lease_until_s)
+            await self._outbox.promise(record, tenure=tenure)
+            if self._access.is_still(tenure, record.group_id):
+                self._registry.apply_opened_episode(record, lease_until_s=episode.lease_until_s)
         episode.renew(self._clock.now_s())
-        await self._outbox.confirm(episode.opened.group_id)
 
     async def finish(self, episode_id: str, request: FinishRequest) -> None:
         """Wait for the episode's open requests, then write its final record as completed."""
@@ -315,7 +316,6 @@ class Operations:
             if cause is not None:
                 ending = msgspec.structs.replace(ending, status="completed", truncated_by=cause)
             await self.end(episode, ending)
-            await self._outbox.confirm(episode.opened.group_id)
             return
         # A repeated request: answer when the first one has written the final record.
         state = await self._changed.until(
@@ -325,7 +325,6 @@ class Operations:
         )
         if state != "ended":
             raise busy(f"the end of episode {episode_id} is not written yet", status=503)
-        await self._outbox.confirm(episode.opened.group_id)
 
     async def end(self, episode: HeldEpisode, ending: Ending) -> None:
         """Write the final record of an episode; if completed, its open requests may end before.
@@ -333,23 +332,27 @@ class Operations:
         If the record cannot be written, the episode is as it was: it can be ended again, or lapse.
         If the log may have it all the same, the next end writes the same record again.
         """
+        tenure = self._access.tenure(group_id := episode.opened.group_id)
         before, episode.state = episode.state, "finishing"
         try:
             record = episode.given or await self._final_record(episode, ending)
-            await self._write_final(episode, record)
+            await self._write_final(episode, record, tenure=tenure)
         except BaseException:
             # Also on a cancellation: while it is finishing, no other end could follow.
             episode.state = before
-            self._changed.notify(episode.opened.group_id)
+            self._changed.notify(group_id)
             raise
-        self._registry.apply_finished_episode(record)
-        self._changed.notify(episode.opened.group_id)
+        if self._access.is_still(tenure, group_id):
+            self._registry.apply_finished_episode(record)
+        self._changed.notify(group_id)
         self._telemetry.count("gateway.episodes_finished", status=record.status)
 
-    async def _write_final(self, episode: HeldEpisode, record: FinishedEpisode) -> None:
+    async def _write_final(
+        self, episode: HeldEpisode, record: FinishedEpisode, *, tenure: int
+    ) -> None:
         try:
-            await self._outbox.write(record)
-        except LogUnavailableError:
+            await self._outbox.promise(record, tenure=tenure)
+        except (LogUnavailableError, asyncio.CancelledError):
             episode.given = record
             raise
 

@@ -1,8 +1,10 @@
 """Writes the gateway's records; the topic registry names the topic of each."""
 
+from typing import TypeAlias
+
 from msgspec import Struct
 
-from forgemq_bus.errors import FINAL_ERRORS, LogError, LogUnavailableError
+from forgemq_bus.errors import FINAL_ERRORS, LogError
 from forgemq_bus.log import Headers, Place, Record, Writer
 from forgemq_contracts import topics
 from forgemq_contracts.completions import (
@@ -16,8 +18,7 @@ from forgemq_contracts.messages import Output
 from forgemq_contracts.ownership import ReportedGateway
 from forgemq_contracts.partitions import group_partition
 from forgemq_contracts.run import RunConfiguration
-from forgemq_gateway import ownership
-from forgemq_gateway.core.gateways import Gateways
+from forgemq_gateway.fenced_writer import FencedWriter
 from forgemq_gateway.ownership import ReadBack
 from forgemq_shell.dead_letters import DeadLetters
 from forgemq_shell.records import emit_of
@@ -34,6 +35,9 @@ PRODUCES = (
 )
 _TOPIC_OF = {topic.record: topic for topic in PRODUCES}
 
+Promise: TypeAlias = RequestedGroup | OpenedEpisode | FinishedEpisode
+"""Records that a client is told of, and relies on."""
+
 
 class Outbox:
     """Where all records of the gateway are written."""
@@ -44,12 +48,12 @@ class Outbox:
         *,
         configuration: RunConfiguration,
         dead_letters: DeadLetters,
-        gateways: Gateways,
+        fenced: FencedWriter,
         read_back: ReadBack,
     ) -> None:
-        self._gateways = gateways
         self._read_back = read_back
         self._writer = writer
+        self._fenced = fenced
         self._dead_letters = dead_letters
         self._group_partitions = configuration.log.group_partitions
         self._queues = {queue.domain: number for number, queue in enumerate(configuration.queues)}
@@ -59,6 +63,21 @@ class Outbox:
         topic = _TOPIC_OF[type(record)]
         output = Output(topic=topic.name, partition=self._partition(record), record=record)
         await self._writer.write(emit_of(output, headers=headers))
+
+    async def promise(self, record: Promise, *, tenure: int) -> None:
+        """Write what a client is about to be told; the next owner of its group knows it too.
+
+        Args:
+            record: Of a group that this gateway serves.
+            tenure: Of this gateway over the group, from before anything of the record was decided.
+
+        Raises:
+            MovedError: another gateway owns the group; nothing is written.
+            LogUnavailableError: no answer in time; the record may be on the log.
+        """
+        topic = _TOPIC_OF[type(record)]
+        output = Output(topic=topic.name, partition=self._partition(record), record=record)
+        await self._fenced.write(emit_of(output), group_id=record.group_id, tenure=tenure)
 
     async def try_write(self, record: Struct, *, headers: Headers = ()) -> LogError | None:
         """Write a record that one request needs; returns why it may not be on the log.
@@ -73,19 +92,6 @@ class Outbox:
         except LogError as error:
             return error
         return None
-
-    async def confirm(self, group_id: str) -> None:
-        """Return if this gateway owned the group until now: the next owner knows its records.
-
-        A newer owner knows what lay before its own record on the log. To promise to a client what
-        became durable after it would be to promise what that owner does not know.
-
-        Raises:
-            LogUnavailableError: another gateway owns it, or this one reads the log too late.
-        """
-        await self._read_back.until_now([ownership.PLACE])
-        if not self._gateways.serves(group_id):
-            raise LogUnavailableError(f"another gateway owns group {group_id} now: ask again")
 
     async def read_deliveries(self, group_id: str) -> None:
         """Return when all deliveries of a group are known, also those of its previous owner.

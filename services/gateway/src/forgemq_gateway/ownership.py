@@ -3,7 +3,8 @@
 A change is one record with the next number, in a transaction that fences every change that began
 before it: so each is made in the knowledge of all earlier ones. It needs no word from the previous
 owner, so what a dead one had is taken over without a wait. A previous owner that lives serves on
-until it reads the record; what it promises meanwhile is checked by `ReadBack`.
+until it reads the record; nothing that it promises can become durable once the new owner has
+fenced its writer (`fenced_writer.py`), and the new owner reads what became durable before.
 
 The same records say which groups were ever requested (`AskedKeys`), so that a start need not read
 all requests of the run. The owner of partition 0 brings that up to date beside `marks.py`.
@@ -16,13 +17,13 @@ import msgspec
 
 from forgemq_bus.bounded_reads import read_up_to
 from forgemq_bus.errors import LogUnavailableError
-from forgemq_bus.log import Log, Place
+from forgemq_bus.log import Isolation, Log, Place
 from forgemq_contracts import topics
 from forgemq_contracts.asked_keys import AskedKeys
 from forgemq_contracts.messages import Output
 from forgemq_contracts.ownership import OwnedRun
 from forgemq_gateway.clock import Clock
-from forgemq_gateway.core.gateways import Gateways, with_owner
+from forgemq_gateway.core.gateways import Gateways, with_fenced, with_owner
 from forgemq_shell.records import emit_of
 
 PLACE = Place(topics.OWNED_RUNS.name, 0)
@@ -43,11 +44,7 @@ record of a few hundred bytes now and then, one of the largest size every few th
 
 
 class ReadBack:
-    """How far this gateway has applied the log, for those who must know all that is on it now.
-
-    A newer owner knows what lay before its own record, so a promise is kept only if the record
-    behind it became durable while this gateway was the owner: read up to now, then look.
-    """
+    """How far this gateway has applied the log, for those who must know all that is on it now."""
 
     def __init__(self, log: Log, *, wait_s: float = _READ_BACK_S) -> None:
         self._log = log
@@ -65,13 +62,22 @@ class ReadBack:
             self._position = position
             self._has_applied.notify_all()
 
-    async def until_now(self, places: Sequence[Place], *, wait_s: float | None = None) -> None:
+    async def until_now(
+        self,
+        places: Sequence[Place],
+        *,
+        wait_s: float | None = None,
+        isolation: Isolation = "committed",
+    ) -> None:
         """Return when the feed has applied what is in these partitions now.
+
+        A record that is committed lies behind the end of "committed" as long as a transaction that
+        began before it is open: who must know of every such record waits for "uncommitted".
 
         Raises:
             LogUnavailableError: it did not get that far in time.
         """
-        ends = await self._log.end_positions(places)
+        ends = await self._log.end_positions(places, isolation=isolation)
 
         def is_applied() -> bool:
             position = self._position
@@ -112,6 +118,20 @@ class Owners:
 
         def change(record: OwnedRun) -> OwnedRun:
             owners = with_owner(record.owners, partitions, gateway=mine.gateway, url=mine.url)
+            return msgspec.structs.replace(record, owners=owners)
+
+        return await self._change(change)
+
+    async def clear(self, fenced: Collection[str]) -> OwnedRun:
+        """Note that this gateway has fenced the writers of these; returns the record.
+
+        Raises:
+            FencedError: another gateway changes the owners at the same moment.
+        """
+        mine = self._gateways
+
+        def change(record: OwnedRun) -> OwnedRun:
+            owners = with_fenced(record.owners, fenced, gateway=mine.gateway)
             return msgspec.structs.replace(record, owners=owners)
 
         return await self._change(change)

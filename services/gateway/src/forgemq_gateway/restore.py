@@ -5,6 +5,7 @@ has committed, since earlier records belong to retired groups. Trained steps are
 retired groups further back for their reasons, heartbeats only at their end.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 
 import msgspec
@@ -84,7 +85,10 @@ class Restore:
         # ones. The same holds for the groups, which the feed reads.
         for stage in reversed(PARTITION_STAGES):
             ends |= await self._log.end_positions(self._places(stage, numbers))
-        await self._read_back.until_now(self._places(GROUPS), wait_s=STALLED_S)
+        # A group that the previous owner promised may lie behind another gateway's transaction.
+        await self._read_back.until_now(
+            self._places(GROUPS), wait_s=STALLED_S, isolation="uncommitted"
+        )
         positions: dict[Place, int] = {}
         for stage in PARTITION_STAGES:
             places = self._places(stage, numbers)
@@ -126,6 +130,8 @@ class Restore:
             async for records in read_up_to(reader, wanted):
                 for record in records:
                     yield record
+                    # Groups that this gateway serves already are answered between two records.
+                    await asyncio.sleep(0)
             self._read = {place: reader.position(place) for place in places}
         finally:
             await reader.close()

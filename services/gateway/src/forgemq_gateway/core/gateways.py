@@ -6,6 +6,7 @@ on who owns what. What a gateway reads of the others decides only which change i
 
 from collections.abc import Collection, Mapping, Sequence
 
+import msgspec
 from msgspec import Struct
 
 from forgemq_contracts.ownership import OwnedRun, PartitionOwner, ReportedGateway
@@ -45,6 +46,7 @@ class Gateways:
         self._peers: dict[str, Peer] = {}
         self._gone: set[str] = set()
         self._owner_of: dict[int, PartitionOwner] = {}
+        self._gained: dict[int, int] = {}
 
     @property
     def owner(self) -> int:
@@ -64,6 +66,7 @@ class Gateways:
             }
         after = self.own()
         self.serving &= after
+        self._gained |= dict.fromkeys(after - before, record.owner)
         return after - before, before - after
 
     def hear(self, report: ReportedGateway, *, heard_s: float) -> None:
@@ -96,6 +99,20 @@ class Gateways:
     def serves(self, group_id: str) -> bool:
         """Whether this gateway owns the group and knows all about its episodes."""
         return self.partition_of(group_id) in self.serving
+
+    def tenure(self, group_id: str) -> int | None:
+        """Which time it is that this gateway serves the group; None if it does not.
+
+        Another number than before says that the group has left and come back meanwhile.
+        """
+        number = self.partition_of(group_id)
+        return self._gained[number] if number in self.serving else None
+
+    def unfenced(self) -> frozenset[str]:
+        """Earlier owners of this gateway's partitions, whose writers it may not have fenced yet."""
+        owners = () if self.record is None else self.record.owners
+        mine = next((owner for owner in owners if owner.gateway == self.gateway), None)
+        return frozenset(() if mine is None else mine.unfenced)
 
     @property
     def serves_all(self) -> bool:
@@ -201,14 +218,37 @@ def with_owner(
     owners: Sequence[PartitionOwner], taken: Collection[int], *, gateway: str, url: str
 ) -> tuple[PartitionOwner, ...]:
     """The owners once this gateway has these partitions too; who has none is left out."""
-    mine = set(taken)
+    mine, unfenced = set(taken), set[str]()
     others: list[PartitionOwner] = []
     for owner in owners:
         if owner.gateway == gateway:
             mine |= set(owner.partitions)
+            unfenced |= set(owner.unfenced)
             continue
         kept = tuple(number for number in owner.partitions if number not in taken)
+        if len(kept) < len(owner.partitions):
+            # Also whom that owner was to fence: it may have died before it did.
+            unfenced |= {owner.gateway, *owner.unfenced}
         if kept:
-            others.append(PartitionOwner(gateway=owner.gateway, url=owner.url, partitions=kept))
-    own = PartitionOwner(gateway=gateway, url=url, partitions=tuple(sorted(mine)))
+            others.append(msgspec.structs.replace(owner, partitions=kept))
+    own = PartitionOwner(
+        gateway=gateway,
+        url=url,
+        partitions=tuple(sorted(mine)),
+        unfenced=tuple(sorted(unfenced)),
+    )
     return (*others, own) if mine else tuple(others)
+
+
+def with_fenced(
+    owners: Sequence[PartitionOwner], fenced: Collection[str], *, gateway: str
+) -> tuple[PartitionOwner, ...]:
+    """The owners once this gateway has fenced these earlier ones."""
+    return tuple(
+        msgspec.structs.replace(
+            owner, unfenced=tuple(each for each in owner.unfenced if each not in fenced)
+        )
+        if owner.gateway == gateway
+        else owner
+        for owner in owners
+    )
