@@ -77,9 +77,7 @@ class FencedWriter:
         """
         written = asyncio.get_running_loop().create_future()
         self._waiting.append(_Waiting(emit, group_id, tenure, written))
-        if not self._is_writing:
-            self._is_writing = True
-            self._tasks.create_task(self._write_waiting())
+        self._begin()
         await written
 
     async def fence(self, gateway: str) -> None:
@@ -96,6 +94,17 @@ class FencedWriter:
                 await self._opened()
         else:
             await (await self._log.transaction_writer(writer_of(gateway))).close()
+
+    def _begin(self) -> None:
+        if self._is_writing:
+            return
+        writing = self._write_waiting()
+        try:
+            self._tasks.create_task(writing)
+        except RuntimeError as error:  # The group takes no task once it ends.
+            writing.close()
+            raise LogUnavailableError("this gateway has ended: ask another one") from error
+        self._is_writing = True
 
     async def _write_waiting(self) -> None:
         try:

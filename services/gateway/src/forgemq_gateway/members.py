@@ -139,8 +139,6 @@ class Members:
                 await asyncio.sleep(REPORT_EVERY_S)
                 continue
             if is_settled:
-                if not self._bad_records.is_burying:
-                    self._ready.set()
                 await self._next_change()
 
     async def leave(self) -> None:
@@ -191,6 +189,8 @@ class Members:
         if unserved:
             await self._serve(unserved)
         elif not wanted:
+            if not self._bad_records.is_burying:
+                self._ready.set()
             await self._clear_fenced()
         return not wanted and not unserved
 
