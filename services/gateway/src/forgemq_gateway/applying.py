@@ -29,7 +29,7 @@ OWNERS_CHANGED = "owners"
 
 
 _OLD_REPORT_MS = 60_000
-"""More than clocks of two machines differ by; a gateway was not heard for so long."""
+"""More than clocks of two machines differ by; a gateway whose report is older was not heard lately."""
 
 
 class Applying:

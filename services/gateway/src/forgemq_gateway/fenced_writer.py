@@ -157,7 +157,7 @@ class FencedWriter:
             each.resolve()
 
     def _is_held(self, waiting: _Waiting) -> bool:
-        """Whether the gateway still has the group; if not, the one who waits is told."""
+        """Whether the gateway still has the group; if not, the one who waits gets an error."""
         if self._gateways.tenure(waiting.group_id) == waiting.tenure:
             return True
         waiting.resolve(MovedError(waiting.group_id))
@@ -169,7 +169,7 @@ class FencedWriter:
             writer = await self._log.transaction_writer(self._name)
             try:
                 await self._read_back.until_now([ownership.PLACE])
-            except BaseException:
+            except BaseException:  # Also on a cancellation: an open writer is a connection.
                 with suppress(LogError):
                     await writer.close()
                 raise

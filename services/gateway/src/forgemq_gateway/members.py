@@ -240,7 +240,7 @@ class Members:
             for gateway in sorted(unfenced):
                 await self._fenced.fence(gateway)
             positions = await self._restore.partitions(numbers)
-        except BaseException:
+        except BaseException:  # Also on a cancellation: half of it is of no use.
             self._undo(numbers)
             raise
         if not numbers <= self._gateways.own():

@@ -36,7 +36,7 @@ PRODUCES = (
 _TOPIC_OF = {topic.record: topic for topic in PRODUCES}
 
 Promise: TypeAlias = RequestedGroup | OpenedEpisode | FinishedEpisode
-"""Records that a client is told of, and relies on."""
+"""Records that an answer with 200 stands for."""
 
 
 class Outbox:
@@ -65,7 +65,7 @@ class Outbox:
         await self._writer.write(emit_of(output, headers=headers))
 
     async def promise(self, record: Promise, *, tenure: int) -> None:
-        """Write what a client is about to be told; the next owner of its group knows it too.
+        """Write what an answer with 200 stands for; the next owner of the group knows it too.
 
         Args:
             record: Of a group that this gateway serves.
