@@ -29,7 +29,7 @@ OWNERS_CHANGED = "owners"
 
 
 _OLD_REPORT_MS = 60_000
-"""More than clocks of two machines differ by; a gateway whose report is older was not heard lately."""
+"""More than clocks of two machines differ by; a gateway with an older report is not there."""
 
 
 class Applying:
