@@ -31,7 +31,6 @@ from forgemq_contracts.admin import (
     RewardRequest,
 )
 from forgemq_contracts.admin_routes import Route
-from forgemq_contracts.partitions import group_id, group_partition
 from forgemq_settings.environment import parse
 
 DOMAIN = "data_path"
@@ -66,9 +65,6 @@ class AgentsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             Otherwise each turn is due at a fixed time and goes to an agent that is free; how long
             a turn took counts from when it was due.
         out: File for one JSON line (`Played`) for each completion.
-        run: Id of the run, if `partition` is not -1.
-        partition: Only groups of this group partition are played; -1: all are.
-        partitions: Group partitions of the run.
     """
 
     url: str
@@ -85,9 +81,6 @@ class AgentsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     protocol: str = "chat"
     is_stream: bool = False
     turns_per_second: float = 0.0
-    run: str = ""
-    partition: int = -1
-    partitions: int = 1
 
 
 class Played(Struct, frozen=True):
@@ -151,21 +144,14 @@ class Agents:
 
     async def _request_groups(self) -> None:
         for number in itertools.count():
-            key = f"{self._settings.name}/{number}"
-            if not self._is_played(key):
-                continue
             task = Raw(msgspec.json.encode({"k": number}))
-            asked = GroupRequest(domain=DOMAIN, idempotency_key=key, task=task)
+            asked = GroupRequest(
+                domain=DOMAIN, idempotency_key=f"{self._settings.name}/{number}", task=task
+            )
             group = await self._ask(admin_routes.REQUEST_GROUP, "", asked, GroupStatus)
             prompt = self._prompt(number)
             for _ in range(self._settings.group_size):
                 await self._free.put((group.group_id, prompt))
-
-    def _is_played(self, key: str) -> bool:
-        settings = self._settings
-        group = group_id(run=settings.run, domain=DOMAIN, idempotency_key=key)
-        partition = group_partition(group, partitions=settings.partitions)
-        return settings.partition in (-1, partition)
 
     def _prompt(self, number: int) -> list[bytes]:
         dice = random.Random(number)

@@ -10,7 +10,7 @@ answer. Beside it, on the same core with the same bytes: an aiohttp pass-through
 proxy, neither of which does any of that (`gateway_baselines.py`).
 `through_kafka`: 200 turns a second, due by a clock: what all services add to the engine's time.
 `context_200k`: a history of 200,000 tokens in each body, against one of 2,000.
-`pass_through`: a second gateway, which sends every request on to the first one.
+`pass_through`: a gateway that owns no group and sends every request on (`gateway_passing.py`).
 """
 
 import asyncio
@@ -23,17 +23,15 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
 
-import aiohttp
 import msgspec
 from data_path_agents import Played, message
-from data_path_system import HOST, RunningSystem, Workload, running
+from data_path_system import RunningSystem, Workload, running
 from gateway_baselines import Asked, Proxied, aiohttp_cost, install_litellm, litellm_cost
+from gateway_passing import passing_cost, until_serving
 from measurement import Measurement, arguments
 from msgspec import Struct
 from pinning import cpu_s, measure_apart
 from protocol_speakers import SPEAKERS
-
-from forgemq_launcher.upkeep.machine import port
 
 SYSTEM = Workload(
     agents=256,
@@ -74,10 +72,8 @@ CASES = {
     "through_kafka": Load(agents=64, turns_per_second=200.0),
     "context_2k": Load(agents=8, turns=48, prompt_messages=47, message_words=18),
     "context_200k": Load(agents=8, turns=48, prompt_messages=47, message_words=2_075),
-    "pass_through": Load(),
 }
 PASSED = "pass_through"
-_START_TIMEOUT_S = 120.0
 
 
 class Seen(Struct, frozen=True, kw_only=True):
@@ -91,17 +87,14 @@ class Seen(Struct, frozen=True, kw_only=True):
     context_tokens: float
 
 
-async def seen_of(
-    system: RunningSystem, case: str, load: Load, *, passing: "Passing | None" = None
-) -> Seen:
-    """Let agents play, and measure once they have warmed up; `passing` instead of the gateway."""
+async def seen_of(system: RunningSystem, case: str, load: Load) -> Seen:
+    """Let agents play, and measure once they have warmed up."""
     processes = {status.name: status.pid for status in system.supervisor.statuses()}
     gateway, inference = processes["gateway"], processes["inference-0"]
     assert gateway is not None, "it has served before"
     assert inference is not None, "it is kept running"
-    gateway = gateway if passing is None else passing.process
     out = system.folder / f"{case.replace(' ', '-').replace(',', '')}.jsonl"
-    async with _agents(system, load, out=out, passing=passing):
+    async with _agents(system, load, out=out):
         await asyncio.sleep(SYSTEM.warm_up_s)
         measure_apart(gateway)
         before, began_s = (cpu_s(gateway), cpu_s(inference)), time.monotonic()
@@ -129,9 +122,7 @@ async def seen_of(
 
 
 @contextlib.asynccontextmanager
-async def _agents(
-    system: RunningSystem, load: Load, *, out: Path, passing: "Passing | None"
-) -> AsyncIterator[None]:
+async def _agents(system: RunningSystem, load: Load, *, out: Path) -> AsyncIterator[None]:
     """Agents in a process of their own, until the block ends and they have written `out`."""
     settings: dict[str, object] = {
         **msgspec.structs.asdict(load),
@@ -143,10 +134,6 @@ async def _agents(
         "out": out,
         "name": out.stem,
     }
-    if passing is not None:
-        # The first gateway keeps partition 0: the second one owns none of the groups played.
-        settings |= {"url": passing.url, "run": system.configuration.run, "partition": 0}
-        settings["partitions"] = system.configuration.log.group_partitions
     own = {f"FORGEMQ_LOAD_AGENTS_{name.upper()}": str(value) for name, value in settings.items()}
     program = str(Path(__file__).with_name("data_path_agents.py"))
     process = await asyncio.create_subprocess_exec(sys.executable, program, env=os.environ | own)
@@ -160,70 +147,34 @@ async def _agents(
         await process.wait()
 
 
-class Passing(Struct, frozen=True):
-    """A gateway that owns none of the groups that are played."""
-
-    url: str
-    process: int
-
-
-@contextlib.asynccontextmanager
-async def _second_gateway(system: RunningSystem) -> AsyncIterator[Passing]:
-    """Another gateway of the run, until the block ends."""
-    number = port(HOST, wanted=0)
-    own = {
-        "FORGEMQ_RUN": system.configuration.run,
-        "FORGEMQ_KAFKA": system.kafka,
-        "FORGEMQ_GATEWAY_ADMIN_KEY": system.folder.admin_key(),
-        "FORGEMQ_GATEWAY_PORT": str(number),
-    }
-    command = (sys.executable, "-m", "forgemq_gateway")
-    process = await asyncio.create_subprocess_exec(*command, env=os.environ | own)
-    try:
-        url = f"http://{HOST}:{number}"
-        await _until_serving(url)
-        yield Passing(url, process.pid)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-        await process.wait()
-
-
-async def _until_serving(url: str) -> None:
-    async with asyncio.timeout(_START_TIMEOUT_S), aiohttp.ClientSession() as session:
-        while True:
-            with contextlib.suppress(aiohttp.ClientError):
-                async with session.get(f"{url}/health") as answer:
-                    if answer.status == 200:
-                        return
-            await asyncio.sleep(0.2)
-
-
 async def proxied(kind: str) -> dict[str, Proxied]:
     """What others' proxies cost for a body and an answer as long as ours."""
     cost = {"aiohttp": aiohttp_cost, "litellm": litellm_cost}[kind]
     found = {}
     for is_stream in (False, True):
-        prompt = message("user", "function " * (26_000 // 9))
-        body = SPEAKERS["chat"].body([prompt], tokens_max=SYSTEM.output_tokens, is_stream=is_stream)
-        asked = Asked(body=body, reply=WORDS.strip(), clients=32)
-        found["stream" if is_stream else "whole"] = await cost(asked)
+        found["stream" if is_stream else "whole"] = await cost(_asked(is_stream=is_stream))
     return found
 
 
-async def measure(folder: Path, wanted: Mapping[str, Load]) -> dict[str, Seen]:
-    """Start the system once and play every wanted case on it."""
-    found = {}
+def _asked(*, is_stream: bool) -> Asked:
+    prompt = message("user", "function " * (26_000 // 9))
+    body = SPEAKERS["chat"].body([prompt], tokens_max=SYSTEM.output_tokens, is_stream=is_stream)
+    return Asked(body=body, reply=WORDS.strip(), clients=32)
+
+
+async def measure(
+    folder: Path, wanted: Mapping[str, Load], *, has_passing: bool
+) -> tuple[dict[str, Seen], Proxied | None]:
+    """Start the system once and play every wanted case on it, and then what is only passed on."""
+    found, passed = {}, None
     async with running("gateway", SYSTEM, folder=folder, has_agents=False) as system:
-        await _until_serving(system.gateway_url)
+        await until_serving(system.gateway_url)
         for case, load in wanted.items():
-            if case != PASSED:
-                found[case] = await seen_of(system, case, load)
-                continue
-            async with _second_gateway(system) as passing:
-                found[case] = await seen_of(system, case, load, passing=passing)
+            found[case] = await seen_of(system, case, load)
+        if has_passing:
+            passed = await passing_cost(system, _asked(is_stream=False))
         await system.supervisor.stop()
-    return found
+    return found, passed
 
 
 def report(measurement: Measurement, seen: Mapping[str, Seen]) -> None:
@@ -260,14 +211,20 @@ def _ratio(
 
 
 def report_proxied(
-    measurement: Measurement, kind: str, costs: Mapping[str, Proxied], seen: Mapping[str, Seen]
+    measurement: Measurement,
+    kind: str,
+    costs: Mapping[str, Proxied],
+    seen: Mapping[str, Seen],
+    passed: Proxied | None,
 ) -> None:
     """Rows of a proxy, and its ratios to the gateway."""
     for form, cost in costs.items():
         measurement.row(f"{kind}, {form}", "cpu", cost.cpu_ms, "ms a request")
         measurement.row(f"{kind}, {form}", "requests_per_second", cost.per_second, "1/s")
-    if kind == "aiohttp" and PASSED in seen:
-        ratio = seen[PASSED].gateway_ms / costs["whole"].cpu_ms
+    if kind == "aiohttp" and passed is not None:
+        measurement.row(PASSED, "cpu", passed.cpu_ms, "ms a request")
+        measurement.row(PASSED, "requests_per_second", passed.per_second, "1/s")
+        ratio = passed.cpu_ms / costs["whole"].cpu_ms
         measurement.row(PASSED, "aiohttp_cpu_ratio", ratio, "x")
     for case, form in (("tokenized", "whole"), ("stream_tokenized", "stream")):
         if case not in seen:
@@ -288,10 +245,11 @@ def main() -> int:
     }
     measurement.conditions["load average, before"] = f"{os.getloadavg()[0]:.1f}"
     with tempfile.TemporaryDirectory(prefix="forgemq-load-") as folder:
-        seen = asyncio.run(measure(Path(folder), wanted))
+        has_passing = not options.case or PASSED in options.case
+        seen, passed = asyncio.run(measure(Path(folder), wanted, has_passing=has_passing))
     report(measurement, seen)
     for kind in ("aiohttp", "litellm"):
-        report_proxied(measurement, kind, asyncio.run(proxied(kind)), seen)
+        report_proxied(measurement, kind, asyncio.run(proxied(kind)), seen, passed)
     measurement.conditions["litellm"] = install_litellm()
     measurement.conditions["load average, after"] = f"{os.getloadavg()[0]:.1f}"
     return measurement.finish(options.json)

@@ -123,19 +123,26 @@ async def _serve(role: str, given: str) -> None:
 
 async def aiohttp_cost(asked: Asked) -> Proxied:
     """What a request through the pass-through costs."""
-    async with _own("upstream", asked.reply) as (_, upstream), _own("proxy", upstream) as proxy:
-        return await _measured(asked, process=proxy[0], url=proxy[1], key="none")
+    async with upstream(asked.reply) as url, _own("proxy", url) as proxy:
+        return await measured(asked, process=proxy[0], url=proxy[1], key="none")
 
 
 async def litellm_cost(asked: Asked) -> Proxied:
     """What a request through LiteLLM's proxy costs, with one worker."""
-    async with _own("upstream", asked.reply) as (_, upstream):
+    async with upstream(asked.reply) as answering:
         key = f"sk-{secrets.token_hex(16)}"
-        async with _litellm(upstream, key=key) as (process, url):
-            return await _measured(asked, process=process, url=url, key=key)
+        async with _litellm(answering, key=key) as (process, url):
+            return await measured(asked, process=process, url=url, key=key)
 
 
-async def _measured(asked: Asked, *, process: int, url: str, key: str) -> Proxied:
+@asynccontextmanager
+async def upstream(reply: str) -> AsyncIterator[str]:
+    """A process that answers every request with this text at once; yields its URL."""
+    async with _own("upstream", reply) as (_, url):
+        yield url
+
+
+async def measured(asked: Asked, *, process: int, url: str, key: str) -> Proxied:
     """Ask from the other cores, all the time; returns what the proxy's process used."""
     measure_apart(process)
     counts = [0]
