@@ -198,3 +198,10 @@ def test_an_owner_is_to_fence_all_who_may_not_have_been_fenced_when_the_last_one
     ]
     known = with_fenced(back, {"a", "b", "c"}, gateway="a")
     assert [(each.gateway, each.unfenced) for each in known] == [("c", ("a", "b")), ("a", ("d",))]
+
+
+def test_two_gateways_that_retry_at_the_same_moment_wait_for_different_times() -> None:
+    draws = [Gateways(f"g{n}", url=f"http://{n}", partitions=1).draw() for n in range(20)]
+    assert len(set(draws)) == 20
+    assert max(draws) - min(draws) > 0.5
+    assert all(0 <= draw < 1 for draw in draws)

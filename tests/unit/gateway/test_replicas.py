@@ -11,9 +11,16 @@ from typing import Any
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
 from forgemq_contracts.partitions import group_id, group_partition
+from forgemq_gateway.core.keys import AdminKeys
 from forgemq_gateway.forwarding import OWNER_HEADER
 from tests.unit.gateway.scripted_lane import GROUP_PARTITIONS, Asked, ScriptedLane, wall_ms
-from tests.unit.gateway.world import World, configuration_of, plain_http, running
+from tests.unit.gateway.world import (
+    ADMIN_KEY,
+    World,
+    configuration_of,
+    plain_http,
+    running,
+)
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 GROUPS = 3
@@ -74,6 +81,12 @@ def key_in(numbers: Collection[int], *, run: str = "r") -> str:
         if group_partition(group, partitions=GROUP_PARTITIONS) in numbers:
             return key
     raise AssertionError
+
+
+def sealed(number: int) -> str:
+    """What a gateway says when it sends a request on by this change of owners."""
+    seals = AdminKeys((ADMIN_KEY,), run="r").seals_of(str(number))
+    return " ".join((str(number), *seals))
 
 
 def key_of(url: str, shares: dict[int, str]) -> str:
@@ -236,10 +249,11 @@ async def test_a_peer_url_that_leads_to_another_gateway_is_named(model: Path) ->
             answer = await client.post(
                 f"{second}/v1/chat/completions",
                 json={"messages": HELLO},
-                headers={"x-api-key": claim["key"], OWNER_HEADER: str(number)},
+                headers={"x-api-key": claim["key"], OWNER_HEADER: sealed(number)},
             )
     assert answer.status_code == 503
     assert "FORGEMQ_GATEWAY_PEER_URL of each gateway must lead to itself" in answer.text
+    assert "127.0.0.1" not in answer.text
 
 
 async def test_a_client_that_leaves_is_missed_where_its_request_went(model: Path) -> None:
@@ -260,3 +274,55 @@ async def test_a_client_that_leaves_is_missed_where_its_request_went(model: Path
         cancelled = await world.eventually(topics.CANCELLED_COMPLETIONS, 1)
         hold.set()
     assert [each.request_id for each in cancelled] == [lane.seen[0].record.request_id]
+
+
+async def test_what_only_a_gateway_may_say_is_not_believed_of_a_client(model: Path) -> None:
+    """With the present number it would be refused, with a later one held for that change."""
+    async with gateways(model) as (world, _):
+        (first, second), shares = [g.url for g in world.gateways], await owners(world)
+        world.base_url = first
+        claim = await world.claim(await world.open_group(key_of(first, shares)))
+        number = (await world.records(topics.OWNED_RUNS))[-1].owner
+        answers = []
+        for said in (str(number), "9" * 17, f"{number} {sealed(number + 1).split(' ')[1]}"):
+            async with plain_http() as client:
+                answer = await client.post(
+                    f"{second}/v1/chat/completions",
+                    json={"messages": HELLO},
+                    headers={"x-api-key": claim["key"], OWNER_HEADER: said},
+                )
+                answers.append(answer.status_code)
+    assert answers == [200] * 3
+
+
+async def test_an_admin_request_that_waits_while_its_group_moves_is_answered_by_its_new_owner(
+    model: Path,
+) -> None:
+    """A long poll for the group's state, and a claim with its body."""
+    async with running(store(), configuration_of(model), lambda _: "yes") as (world, _):
+        first = world.base_url
+        keys = [key_in([number]) for number in range(GROUP_PARTITIONS)]
+        groups = [await world.open_group(key) for key in keys]
+        for group in groups:
+            for _ in range(2):
+                await world.claim(group)
+        polling = [
+            create_task(world.admin("GET", f"/v1/groups/{group}?wait_s=20&state=admitted"))
+            for group in groups
+        ]
+        claiming = [
+            create_task(world.admin("POST", f"/v1/groups/{group}/claim", {"wait_s": 20}))
+            for group in groups
+        ]
+        await asyncio.sleep(0.2)
+        assert world.tasks is not None
+        await world.start(world.tasks)
+        await settled(world)
+        world.base_url = first
+        for group in groups:
+            await world.retire(group)
+        polled, claimed = await asyncio.gather(*polling), await asyncio.gather(*claiming)
+    assert [(each.status_code, each.json()["state"]) for each in polled] == [
+        (200, "retired")
+    ] * GROUP_PARTITIONS
+    assert [each.status_code for each in claimed] == [410] * GROUP_PARTITIONS

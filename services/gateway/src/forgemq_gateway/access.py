@@ -4,6 +4,7 @@ import hmac
 import re
 from collections.abc import Mapping
 
+from forgemq_gateway.admin_keys import KEYS_MAX
 from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.errors import (
     MovedError,
@@ -18,6 +19,9 @@ from forgemq_gateway.core.keys import AdminKeys, key_sha256
 from forgemq_gateway.core.registry import Registry
 
 _EPISODE_ID = re.compile(r"[a-z0-9-]{1,64}\.[0-9]{1,9}\.[0-9]{1,9}")
+# As many as an admin key file may have, and one of the settings.
+_SEALS_MAX = KEYS_MAX + 1
+
 # Clients of OpenAI, Anthropic and Azure send keys in these; the first one that is set counts.
 _KEY_HEADERS = ("authorization", "x-api-key", "api-key")
 
@@ -36,8 +40,26 @@ class Access:
         Raises:
             RefusedError: 401, it does not.
         """
-        if not self._keys.is_valid(key_in(headers) or ""):
+        if not self.is_admin(headers):
             raise unauthorized("the admin API needs the admin key as a bearer token")
+
+    def is_admin(self, headers: Mapping[str, str]) -> bool:
+        """Whether the request carries an admin key."""
+        return self._keys.is_valid(key_in(headers) or "")
+
+    def is_derived_key(self, key: str) -> bool:
+        """Whether an episode's key derives from a valid admin key: known without any record."""
+        return self._keys.episode_of(key) is not None
+
+    def sealed(self, number: int) -> str:
+        """This number with its proofs, for another gateway of the run."""
+        return " ".join((str(number), *self._keys.seals_of(str(number))))
+
+    def unsealed(self, text: str) -> int:
+        """The number that another gateway of the run has sealed; 0 for what a client makes up."""
+        number, *proofs = text.split(" ")[: 1 + _SEALS_MAX]
+        is_sealed = number.isdecimal() and any(self._keys.seals(each, number) for each in proofs)
+        return int(number) if is_sealed else 0
 
     def is_episode_key(self, key: str | None) -> bool:
         """Whether this is the key of an episode, open or ended."""

@@ -1,8 +1,8 @@
 """The group and episode API in FastAPI: the routes of the contract over `Operations`."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, MutableMapping
 from functools import wraps
-from typing import Annotated, ParamSpec, TypeVar
+from typing import Annotated, Any, ParamSpec, TypeVar
 
 import msgspec
 from fastapi import Depends, FastAPI, Request, Response
@@ -25,7 +25,7 @@ from forgemq_contracts.admin import (
 from forgemq_contracts.admin_routes import Route
 from forgemq_gateway.access import Access
 from forgemq_gateway.admin_input import body_of, query_of
-from forgemq_gateway.core.errors import RefusedError, busy, unknown
+from forgemq_gateway.core.errors import MovedError, RefusedError, busy, unknown
 from forgemq_gateway.operations import Operations
 from forgemq_gateway.wire import (
     Application,
@@ -39,6 +39,7 @@ from forgemq_gateway.wire import (
 )
 
 OPENAPI_PATH = "/openapi.json"
+_MOVED = "forgemq.moved"
 
 Parameters = ParamSpec("Parameters")
 Serve = Callable[Parameters, Awaitable[msgspec.Struct | None]]
@@ -59,9 +60,35 @@ def admin_app(operations: Operations, *, access: Access) -> Application:
             except RefusedError as error:
                 await send_refusal(send, error)
                 return
-        await api(scope, receive, send)
+        await _serve_or_move(api, scope, receive, send)
 
     return checked
+
+
+async def _serve_or_move(api: FastAPI, scope: Scope, receive: Receive, send: Send) -> None:
+    """Let FastAPI answer.
+
+    Raises:
+        MovedError: the group moved, also while the request waited; nothing was sent. FastAPI
+            answers every error by itself, so that one is noted in the scope and its answer dropped.
+    """
+    moved: list[MovedError] = []
+    parts: list[bytes] = []
+
+    async def receive_noted() -> MutableMapping[str, Any]:
+        message = await receive()
+        if message["type"] == "http.request":
+            parts.append(message.get("body", b""))
+        return message
+
+    async def send_unless_moved(message: MutableMapping[str, Any]) -> None:
+        if not moved:
+            await send(message)
+
+    await api({**scope, _MOVED: moved}, receive_noted, send_unless_moved)
+    if moved:
+        moved[0].body = b"".join(parts) if parts else None
+        raise moved[0]
 
 
 def admin_api(operations: Operations) -> FastAPI:
@@ -156,6 +183,11 @@ def _add_refusals(app: FastAPI) -> None:
 
     @app.exception_handler(RefusedError)
     async def refused(_: Request, error: RefusedError) -> Response:
+        return _refusal(error)
+
+    @app.exception_handler(MovedError)
+    async def moved(request: Request, error: MovedError) -> Response:
+        request.scope[_MOVED].append(error)
         return _refusal(error)
 
     @app.exception_handler(LogUnavailableError)

@@ -22,6 +22,7 @@ from forgemq_gateway.clock import Clock
 from forgemq_gateway.composer import Composer
 from forgemq_gateway.context import GatewayContext
 from forgemq_gateway.core.attempts import Attempts
+from forgemq_gateway.core.forwards import Forwards
 from forgemq_gateway.core.gateways import Gateways
 from forgemq_gateway.core.held_bytes import HeldBytes
 from forgemq_gateway.core.keys import AdminKeys
@@ -31,7 +32,7 @@ from forgemq_gateway.dispatcher import Dispatcher
 from forgemq_gateway.feed_topics import CONSUMES
 from forgemq_gateway.fenced_writer import FencedWriter
 from forgemq_gateway.forwarding import Forwarder
-from forgemq_gateway.gate import Gate
+from forgemq_gateway.gate import Gate, limits_of
 from forgemq_gateway.http_server import (
     allow_connections,
     bound_socket,
@@ -216,6 +217,7 @@ class GatewayServer:
                 forwarder,
                 whereabouts=Whereabouts(context=context),
                 access=access,
+                forwards=Forwards(requests_max=limits_of(settings, configuration).requests_max),
                 context=context,
             ),
             ready=self._ready,

@@ -1,6 +1,7 @@
 """Decodes records; one that does not decode becomes a dead letter, written by one gateway alone."""
 
 import asyncio
+from collections import deque
 
 import msgspec
 
@@ -13,6 +14,10 @@ from forgemq_gateway.context import GatewayContext
 _PAUSES_S = (1.0, 2.0, 5.0, 10.0, 30.0)
 """Between two attempts to write a dead letter, the last one from then on. Each attempt tries for
 the seconds that the log allows a write, so more would only fill the service's lines."""
+
+_OTHERS_MAX = 256
+"""Bad records whose letters another gateway is to write. It writes each before it reads on, so that
+when it dies only the newest can be without."""
 
 RUN_PARTITION = 0
 """Its owner does what is done once for a run: dead letters of topics without group partitions, and
@@ -35,7 +40,7 @@ class BadRecords:
         """Whether a dead letter waits for the log, so that the gateway cannot be ready."""
         # Of the run, read while another gateway owned partition 0: it may have died before its
         # letter was written.
-        self._others: list[tuple[Record, str]] = []
+        self._others: deque[tuple[Record, str]] = deque(maxlen=_OTHERS_MAX)
 
     async def decoded(self, record: Record) -> msgspec.Struct | None:
         """Decode a record; None for a bad one, which becomes a dead letter.
@@ -55,8 +60,8 @@ class BadRecords:
     async def take_over(self) -> None:
         """Write the letters that a previous owner of partition 0 has not written."""
         self._outbox.forget_letters()
-        bad, self._others = self._others, []
-        for record, reason in bad:
+        while self._others:
+            record, reason = self._others.popleft()
             await self._bury(record, reason=reason)
 
     def _is_others(self, record: Record) -> bool:

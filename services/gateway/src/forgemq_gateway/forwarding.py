@@ -4,7 +4,7 @@ Neither the body nor the answer is read here: both pass in the pieces in which t
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import suppress
 from http import HTTPStatus
 from types import TracebackType
@@ -13,11 +13,12 @@ import aiohttp
 from yarl import URL
 
 from forgemq_contracts.ownership import PartitionOwner
-from forgemq_gateway.core.errors import RefusedError, busy
+from forgemq_gateway.core.errors import RefusedError, busy, invalid
 from forgemq_gateway.wire import ClientGoneError, Receive, Scope, Send
 
 OWNER_HEADER = "x-forgemq-owner"
-"""Number of the change of owners by which a gateway has chosen where to send a request on."""
+"""Number of the change of owners by which a gateway has chosen where to send a request on, with
+proofs that a gateway says so."""
 
 _CONNECT_S = 1.0
 """Replicas are near each other; a client that is held waits no longer than a few seconds in all."""
@@ -29,6 +30,9 @@ _HOP_HEADERS = frozenset(
         *(b"transfer-encoding", b"host", b"expect", OWNER_HEADER.encode()),
     )
 )
+
+# What the client below would add of its own.
+_AUTO_HEADERS = ("accept", "accept-encoding", "content-type", "user-agent")
 
 
 class OwnerGoneError(Exception):
@@ -74,7 +78,7 @@ class Forwarder:
         send: Send,
         *,
         owner: PartitionOwner,
-        number: int,
+        said: str,
         body: bytes | None = None,
         has_opened: bool = False,
     ) -> None:
@@ -85,7 +89,7 @@ class Forwarder:
             receive: Gives the body, or only the end of the connection if `body` is given.
             send: To the client.
             owner: Who is to answer.
-            number: Of the change of owners that says so.
+            said: Value of `OWNER_HEADER`.
             body: Of the request, if it was read here.
             has_opened: Whether the client has had the head of a stream.
 
@@ -96,7 +100,7 @@ class Forwarder:
         request = _Passed(receive, body)
         leaving = asyncio.ensure_future(request.left())
         passing = asyncio.ensure_future(
-            self._passed(scope, send, request, owner=owner, number=number, has_opened=has_opened)
+            self._passed(scope, send, request, owner=owner, said=said, has_opened=has_opened)
         )
         try:
             await asyncio.wait((leaving, passing), return_when=asyncio.FIRST_COMPLETED)
@@ -113,19 +117,19 @@ class Forwarder:
         request: "_Passed",
         *,
         owner: PartitionOwner,
-        number: int,
+        said: str,
         has_opened: bool,
     ) -> None:
         """As `forward`."""
         try:
-            response = await self._asked(scope, request, owner=owner, number=number)
+            response = await self._asked(scope, request, owner=owner, said=said)
         except aiohttp.ClientError as error:
             if _is_refused(error):
                 raise OwnerGoneError(owner.url) from error
-            raise _gone(owner, error) from error
+            raise _gone(error) from error
         async with response:
             if has_opened and response.status != HTTPStatus.OK:
-                raise busy(f"the gateway at {owner.url} says {response.status}", status=503)
+                raise busy(f"the group's gateway says {response.status}", status=503)
             # If the owner dies now, the answer ends here without its end, as it would have there.
             with suppress(aiohttp.ClientError):
                 await _pass_on(response, send, has_opened=has_opened)
@@ -136,9 +140,11 @@ class Forwarder:
         request: "_Passed",
         *,
         owner: PartitionOwner,
-        number: int,
+        said: str,
     ) -> aiohttp.ClientResponse:
         raw = scope["raw_path"].decode("latin-1")
+        if not raw.startswith("/"):  # It would change the host that is asked.
+            raise invalid("the path must begin with /", param=None)
         query = scope["query_string"].decode("latin-1")
         has_body = _has_body(scope["headers"])
         if not has_body:
@@ -146,7 +152,8 @@ class Forwarder:
         return await self._session.request(
             scope["method"],
             URL(f"{owner.url}{raw}{'?' if query else ''}{query}", encoded=True),
-            headers=[*_headers(scope["headers"]), (OWNER_HEADER, str(number))],
+            headers=[*_headers(scope["headers"]), (OWNER_HEADER, said)],
+            skip_auto_headers=_AUTO_HEADERS,
             data=request.parts() if has_body else None,
             allow_redirects=False,
         )
@@ -163,17 +170,26 @@ def _within(seconds: float) -> aiohttp.ClientTimeout:
     return aiohttp.ClientTimeout(total=seconds)
 
 
-def _gone(owner: PartitionOwner, error: Exception) -> RefusedError:
-    return busy(
-        f"the gateway at {owner.url} went away: {type(error).__name__}; ask again", status=503
-    )
+def _gone(error: Exception) -> RefusedError:
+    """503 without an address: clients are to know no other gateway than the one they ask."""
+    name = type(error).__name__
+    return busy(f"the group's gateway went away: {name}; ask again", status=503)
 
 
-def _headers(raw: Iterable[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
+def _headers(raw: Sequence[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
+    """The headers that are for the owner too: not those of one hop, or named as such."""
+    left_out = _HOP_HEADERS | {
+        word.strip().lower()
+        for name, value in raw
+        if name == b"connection"
+        for word in value.split(b",")
+    }
+    if any(name == b"transfer-encoding" for name, _ in raw):  # The length is that of each chunk.
+        left_out |= {b"content-length"}
     return [
         (name.decode("latin-1"), value.decode("latin-1"))
         for name, value in raw
-        if name not in _HOP_HEADERS
+        if name not in left_out
     ]
 
 

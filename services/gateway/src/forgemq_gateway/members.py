@@ -43,7 +43,7 @@ _APART_S = 0.5
 """Two changes of one gateway: gateways that see different ones as gone change owners no faster."""
 
 _RETRY_S = 0.2
-"""After another gateway changed the owners at the same moment."""
+"""After another gateway changed the owners at the same moment: this to twice this, drawn."""
 
 _REPORTS = Place(topics.REPORTED_GATEWAYS.name, 0)
 
@@ -130,7 +130,7 @@ class Members:
                 is_settled = await self._settle()
             except FencedError as error:
                 self._event("take_over_fenced", error)
-                await asyncio.sleep(_RETRY_S)
+                await asyncio.sleep(_RETRY_S * (1 + self._gateways.draw()))
                 continue
             except FINAL_ERRORS:
                 raise

@@ -7,6 +7,8 @@ new group names it in its body.
 import asyncio
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import AbstractContextManager, nullcontext
+from http import HTTPStatus
 from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
@@ -18,6 +20,7 @@ from forgemq_contracts.partitions import group_id
 from forgemq_gateway.access import Access
 from forgemq_gateway.context import GatewayContext
 from forgemq_gateway.core.errors import MovedError, RefusedError, busy
+from forgemq_gateway.core.forwards import Forwards
 from forgemq_gateway.forwarding import OWNER_HEADER, Forwarder, OwnerGoneError
 from forgemq_gateway.whereabouts import Whereabouts
 from forgemq_gateway.wire import Receive, Scope, Send, headers_of, read_body
@@ -32,7 +35,8 @@ _KEY = re.compile(_EPISODE + r"\..+")
 _ADMIN_PATH = re.compile(rf"/v1/(?:groups/([a-z0-9-]{{1,64}})|episodes/{_EPISODE})(?:/.*)?")
 _GROUPS_PATH = "/v1/groups"
 
-_NUMBER_DIGITS = 18
+_MOVES_MAX = 3
+"""Owners of one request after the first; a group moves rarely, and the client can ask again."""
 
 
 class _Named(Struct):
@@ -51,8 +55,10 @@ class Passing:
         *,
         whereabouts: Whereabouts,
         access: Access,
+        forwards: Forwards,
         context: GatewayContext,
     ) -> None:
+        self._forwards = forwards
         self._forwarder = forwarder
         self._access = access
         self._whereabouts = whereabouts
@@ -72,19 +78,31 @@ class Passing:
         if group is None:
             await serve(scope, receive, send, asked)
             return
-        request = _Request(scope, receive, send, _number_in(scope))
+        number = self._access.unsealed(headers_of(scope).get(OWNER_HEADER, ""))
+        key = None if _is_admin_path(asked[1]) else asked[0]
+        request = _Request(scope, receive, send, number, key)
         if await self._is_passed(request, group):
             return
         try:
             await serve(scope, receive, send, asked)
         except MovedError as moved:
-            await self._pass_begun(request, moved)
+            await self._go_on(request, moved, serve=serve, asked=asked)
 
-    async def _pass_begun(self, request: "_Request", moved: MovedError) -> None:
-        """Send on a request whose group left while it waited here: its owner goes on with it."""
+    async def _go_on(
+        self, request: "_Request", moved: MovedError, *, serve: Serve, asked: Asked
+    ) -> None:
+        """Serve a request whose group left while it waited here: at its owner, or here again."""
         try:
-            if not await self._is_passed(request, moved.group_id, begun=moved):
-                raise moved
+            for _ in range(_MOVES_MAX):
+                if await self._is_passed(request, moved.group_id, begun=moved):
+                    return
+                try:
+                    await serve(request.scope, *_begun(request, moved), asked)
+                except MovedError as again:
+                    moved = _later(moved, again)
+                else:
+                    return
+            raise moved
         except RefusedError as error:
             if moved.refuse is None:
                 raise
@@ -99,18 +117,30 @@ class Passing:
             if owner is None:
                 return False
             if request.number == self._gateways.owner:
-                raise busy(
-                    f"this is not the gateway {owner.gateway} at {owner.url}: "
-                    "FORGEMQ_GATEWAY_PEER_URL of each gateway must lead to itself alone",
-                    status=503,
-                )
+                raise self._mistaken(owner)
             self._telemetry.count("gateway.forwarded")
             try:
-                await self._forward(request, owner, begun=begun)
+                with self._place(request):
+                    await self._forward(request, owner, begun=begun)
             except OwnerGoneError:
                 self._whereabouts.note_gone(owner)
             else:
                 return True
+
+    def _mistaken(self, owner: PartitionOwner) -> RefusedError:
+        """503: another gateway took this one for the owner; the message names no address."""
+        self._telemetry.event("taken_for_another", gateway=owner.gateway)
+        return busy(
+            "this gateway was taken for another one: FORGEMQ_GATEWAY_PEER_URL of each gateway "
+            "must lead to itself alone",
+            status=503,
+        )
+
+    def _place(self, request: "_Request") -> AbstractContextManager[None]:
+        """Within it a request that is sent on is counted, unless it has the admin key."""
+        if request.key is None:
+            return nullcontext()
+        return self._forwards.place(is_proven=self._access.is_derived_key(request.key))
 
     async def _forward(
         self, request: "_Request", owner: PartitionOwner, *, begun: MovedError | None
@@ -129,7 +159,7 @@ class Passing:
                 request.receive,
                 send,
                 owner=owner,
-                number=self._gateways.owner,
+                said=self._access.sealed(self._gateways.owner),
                 body=None if begun is None else begun.body,
                 has_opened=has_opened,
             )
@@ -140,7 +170,11 @@ class Passing:
             if forwarding.done():
                 forwarding.result()
             elif not has_opened:
-                raise busy(f"the gateway at {owner.url} stands still: ask again", status=503)
+                raise busy("the group's gateway stands still: ask again", status=503)
+        except RefusedError as error:
+            failed = f"{error.message} ({error.__cause__})"
+            self._telemetry.event("forward_failed", gateway=owner.gateway, error=failed)
+            raise
         finally:
             forwarding.cancel()
             leaving.cancel()
@@ -150,6 +184,8 @@ class Passing:
     ) -> tuple[str | None, Receive]:
         """The group that a request is about, if any, and from where its body is to be read."""
         key, path = asked
+        if _is_admin_path(path) and not self._access.is_admin(headers_of(scope)):
+            return None, receive  # Refused here: nothing is sent on for who has no admin key.
         found = _ADMIN_PATH.fullmatch(path) or _KEY.fullmatch(key or "")
         if found is not None:
             return next(filter(None, found.groups())), receive
@@ -170,18 +206,47 @@ class Passing:
 
 
 class _Request(NamedTuple):
-    """One connection, and the change of owners by which another gateway has sent it here."""
+    """One connection.
+
+    Attributes:
+        number: The change of owners by which another gateway has sent it here; 0: a client did.
+        key: Of an episode; None if it carries the admin key.
+    """
 
     scope: Scope
     receive: Receive
     send: Send
     number: int
+    key: str | None
 
 
-def _number_in(scope: Scope) -> int:
-    """The number in the header of another gateway; 0 if it comes from a client."""
-    text = headers_of(scope).get(OWNER_HEADER, "")
-    return int(text) if text.isdecimal() and len(text) < _NUMBER_DIGITS else 0
+def _is_admin_path(path: str) -> bool:
+    """Whether a path is of the admin API and about one group."""
+    return path == _GROUPS_PATH or _ADMIN_PATH.fullmatch(path) is not None
+
+
+def _begun(request: _Request, moved: MovedError) -> tuple[Receive, Send]:
+    """The connection of a request to be served once more here, as one that has just come."""
+    body = moved.body
+    receive = request.receive if body is None else _again(body, request.receive)
+    if not moved.has_opened:
+        return receive, request.send
+
+    async def send_on(message: MutableMapping[str, Any]) -> None:
+        if message["type"] != "http.response.start":
+            await request.send(message)
+        elif message["status"] != HTTPStatus.OK:
+            raise busy(f"the group's gateway says {message['status']}", status=503)
+
+    return receive, send_on
+
+
+def _later(moved: MovedError, again: MovedError) -> MovedError:
+    """Where a request stands that moved once more; what its client had at first, it still has."""
+    again.body = moved.body if again.body is None else again.body
+    if moved.has_opened:
+        again.has_opened, again.refuse = True, moved.refuse
+    return again
 
 
 def _again(body: bytes, receive: Receive) -> Receive:

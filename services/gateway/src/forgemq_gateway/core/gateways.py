@@ -4,6 +4,7 @@ Owners change by records on owned-runs alone, and every gateway reads the same o
 on who owns what. What a gateway reads of the others decides only which change it proposes itself.
 """
 
+import hashlib
 from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
@@ -85,6 +86,14 @@ class Gateways:
     def refuse(self, gateway: str) -> None:
         """Note that nobody listens at the address of this gateway: it is gone until heard again."""
         self._gone.add(gateway)
+
+    def draw(self) -> float:
+        """From 0 to below 1, another for each gateway and each change of owners.
+
+        Two gateways that meet in a change do not meet again in step.
+        """
+        seed = f"{self.gateway} {self.owner}".encode()
+        return int.from_bytes(hashlib.blake2b(seed, digest_size=4).digest()) / 2**32
 
     def own(self) -> frozenset[int]:
         """The partitions that this gateway owns."""

@@ -53,8 +53,24 @@ class AdminKeys:
         found = [known.mint.episode_of(key) for known in self._keys]
         return next((episode for episode in found if episode is not None), None)
 
+    def seals_of(self, text: str) -> tuple[str, ...]:
+        """Proofs that a text comes from a process of this run, one by each admin key.
+
+        While one key replaces another, two processes may have only one of them in common.
+        """
+        return tuple(known.seal.seal_of(text) for known in self._keys)
+
+    def seals(self, proof: str, text: str) -> bool:
+        """Whether this is one of the proofs of this text."""
+        found = [hmac.compare_digest(proof.encode(), own.encode()) for own in self.seals_of(text)]
+        return any(found)
+
     def _known(self, key: str) -> "_KnownKey":
-        return _KnownKey(digest=self._digest(key), mint=KeyMint(key, run=self._run))
+        return _KnownKey(
+            digest=self._digest(key),
+            mint=KeyMint(key, run=self._run),
+            seal=Seal(key, run=self._run),
+        )
 
     def _digest(self, key: str) -> bytes:
         # Keyed with the run: the same admin key has another hash in another run.
@@ -68,6 +84,7 @@ class _KnownKey(NamedTuple):
 
     digest: bytes
     mint: "KeyMint"
+    seal: "Seal"
 
 
 class KeyMint:
@@ -99,6 +116,26 @@ class KeyMint:
         if not key.isascii() or not hmac.compare_digest(key, self.key_of(episode_id)):
             return None
         return episode_id
+
+
+class Seal:
+    """Marks what one gateway of a run says to another, so that no client can say it.
+
+    Args:
+        secret: The admin key, which all gateways of the run have.
+        run: What one run seals is not believed in another.
+    """
+
+    def __init__(self, secret: str, *, run: str) -> None:
+        self._secret = hashlib.blake2b(
+            secret.encode(),
+            key=b"forgemq words of gateways",
+            salt=hashlib.sha256(run.encode()).digest()[:16],
+        ).digest()
+
+    def seal_of(self, text: str) -> str:
+        """The proof of this text."""
+        return hmac.digest(self._secret, text.encode(), "sha256").hex()[:_MAC_HEX]
 
 
 def key_sha256(key: str) -> str:
