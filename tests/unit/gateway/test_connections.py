@@ -2,11 +2,12 @@
 
 import asyncio
 import logging
+import os
 import resource
 import socket
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from forgemq_gateway.core.errors import RefusedError
 from forgemq_gateway.core.held_bytes import HeldBytes
 from forgemq_gateway.http_server import (
     ACCEPTED_AT_ONCE,
-    DeepQueue,
+    Acceptor,
     allow_connections,
     http_server,
     serve_http,
@@ -265,12 +266,49 @@ async def test_many_connections_are_accepted_a_few_at_a_time() -> None:
     await serving
 
 
-def test_many_connections_wait_however_few_are_accepted_at_once() -> None:
-    with DeepQueue(socket.AF_INET, socket.SOCK_STREAM) as listener:
+async def test_many_connections_wait_however_few_are_accepted_at_once() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         listener.bind(("127.0.0.1", 0))
-        listener.listen(ACCEPTED_AT_ONCE)
+        acceptor = Acceptor(listener, asyncio.Protocol)
         for client in connections_to(listener, count=10 * ACCEPTED_AT_ONCE):
             client.close()
+        acceptor.close()
+
+
+async def test_a_connection_that_finds_no_file_is_accepted_when_there_is_one() -> None:
+    made, made_one = [], asyncio.Event()
+
+    class Made(asyncio.Protocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            made.append(transport)
+            made_one.set()
+
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        (client,) = connections_to(listener, count=1)
+        highest = max(int(each) for each in os.listdir("/proc/self/fd"))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, before[1]))
+        fill = full_table()
+        acceptor = Acceptor(listener, Made)
+        await asyncio.sleep(0.1)
+        held = len(made)
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        for each in fill:
+            os.close(each)
+        await asyncio.wait_for(made_one.wait(), 10)
+        acceptor.close()
+        client.close()
+    made[0].close()
+    assert (held, len(made)) == (0, 1)
+
+
+def full_table() -> list[int]:
+    """Open files until there is no room for another one."""
+    files: list[int] = []
+    with suppress(OSError):
+        while True:
+            files.append(os.dup(0))
+    return files
 
 
 def test_a_gateway_may_have_as_many_connections_as_the_hard_limit_of_files() -> None:

@@ -82,8 +82,16 @@ class Context:
 Main: TypeAlias = Callable[[Context], Awaitable[None]]
 
 
-def run_service(name: str, main: Main, environ: Mapping[str, str]) -> int:
+def run_service(
+    name: str,
+    main: Main,
+    environ: Mapping[str, str],
+    *,
+    loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
+) -> int:
     """Run a service until it ends or gets a signal; returns the exit status.
+
+    Without a `loop_factory` it runs on asyncio's own event loop.
 
     0: ended or stopped. 1: failed, with one line and a traceback on stderr. 2: its settings were
     refused, also by the broker, with one line.
@@ -91,8 +99,8 @@ def run_service(name: str, main: Main, environ: Mapping[str, str]) -> int:
     telemetry = Telemetry(service=name)
     try:
         telemetry = _open_telemetry(name, environ)
-        with library_logs(telemetry):
-            asyncio.run(_serve(main, environ, telemetry))
+        with library_logs(telemetry), asyncio.Runner(loop_factory=loop_factory) as runner:
+            runner.run(_serve(main, environ, telemetry))
     except KeyboardInterrupt:
         return EXIT_OK
     except Exception as error:  # noqa: BLE001 - outermost: report any error once, then exit

@@ -3,8 +3,10 @@
 import os
 import sys
 
+import uvloop
+
 from forgemq_gateway.app import main
 from forgemq_shell.service import run_service
 
 if __name__ == "__main__":
-    sys.exit(run_service("gateway", main, os.environ))
+    sys.exit(run_service("gateway", main, os.environ, loop_factory=uvloop.new_event_loop))

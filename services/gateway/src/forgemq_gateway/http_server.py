@@ -4,7 +4,7 @@ import asyncio
 import logging
 import resource
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import uvicorn
@@ -27,16 +27,77 @@ _WAITING_MAX = 4096
 # Between two steps of other requests: to begin a connection takes about 0.1 ms.
 ACCEPTED_AT_ONCE = 16
 
+# As asyncio waits when the process has no file left.
+_NO_FILES_S = 1.0
 
-class DeepQueue(socket.socket):
-    """A listening socket in which many connections may wait, whatever the event loop asks for.
 
-    asyncio has one number for the connections that may wait and for those that it accepts at once.
+class Acceptor:
+    """Accepts the connections of a listening socket, a few between two steps of other requests.
+
+    Event loops have one number for the connections that may wait and for those that are accepted at
+    once, or accept all that wait.
     """
 
-    def listen(self, backlog: int = 0, /) -> None:  # noqa: ARG002 - asyncio's other number
-        """Let `_WAITING_MAX` connections wait."""
-        super().listen(_WAITING_MAX)
+    def __init__(self, listener: socket.socket, connection: Callable[[], asyncio.Protocol]) -> None:
+        self._listener = listener
+        self._connection = connection
+        self._loop = asyncio.get_running_loop()
+        # The loop keeps no reference to a task.
+        self._beginning: set[asyncio.Task[object]] = set()
+        listener.setblocking(False)
+        listener.listen(_WAITING_MAX)
+        self._loop.add_reader(listener.fileno(), self._accept)
+
+    def close(self) -> None:
+        """Accept no more."""
+        self._loop.remove_reader(self._listener.fileno())
+
+    async def wait_closed(self) -> None:
+        """Return at once: uvicorn waits for the connections itself."""
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTED_AT_ONCE):
+            try:
+                accepted, _ = self._listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                self._pause(error)
+                return
+            accepted.setblocking(False)
+            beginning = self._loop.connect_accepted_socket(self._connection, accepted)
+            task = self._loop.create_task(beginning)
+            self._beginning.add(task)
+            task.add_done_callback(self._beginning.discard)
+
+    def _pause(self, error: OSError) -> None:
+        """No file is left for a connection: those that wait are looked at again in a second."""
+        logging.getLogger("uvicorn.error").error("cannot accept a connection: %s", error.strerror)
+        self.close()
+        self._loop.call_later(_NO_FILES_S, self._resume)
+
+    def _resume(self) -> None:
+        if self._listener.fileno() >= 0:
+            self._loop.add_reader(self._listener.fileno(), self._accept)
+
+
+class AcceptingServer(uvicorn.Server):
+    """uvicorn's server with these acceptors."""
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept connections from now on."""
+        await self.lifespan.startup()
+
+        def connection() -> asyncio.Protocol:
+            return self.config.http_protocol_class(  # type: ignore[call-arg]
+                config=self.config,
+                server_state=self.server_state,
+                app_state=self.lifespan.state,
+            )
+
+        acceptors = [Acceptor(each, connection) for each in sockets or ()]
+        self.servers = acceptors  # type: ignore[assignment]
+        self.started = True
 
 
 def bound_socket(settings: GatewaySettings) -> socket.socket:
@@ -108,7 +169,7 @@ def http_server(application: Application, *, half_sent: HeldBytes) -> uvicorn.Se
     if not any(isinstance(each, SparseLog) for each in log.filters):
         log.addFilter(SparseLog())
     shared = {"half_sent": half_sent, "late": LateConnections()}
-    return uvicorn.Server(
+    return AcceptingServer(
         uvicorn.Config(
             application,
             http=type("CountedConnection", (DeadlineConnection,), shared),
@@ -121,20 +182,19 @@ def http_server(application: Application, *, half_sent: HeldBytes) -> uvicorn.Se
             proxy_headers=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_SHUTDOWN_S,
-            backlog=ACCEPTED_AT_ONCE,
         )
     )
 
 
 async def serve_http(server: uvicorn.Server, listeners: Sequence[socket.socket]) -> None:
-    """Serve until `server.should_exit`; signals stay with the shell, so not `server.serve`.
+    """Serve until `server.should_exit`, then close the listeners.
 
-    Takes the sockets over: `listeners` themselves are of no use after this.
+    Signals stay with the shell, so not `server.serve`.
     """
-    deep: list[socket.socket] = [DeepQueue(fileno=each.detach()) for each in listeners]
+    sockets = list(listeners)
     try:
-        await server._serve(sockets=deep)
+        await server._serve(sockets=sockets)
     except asyncio.CancelledError:
         server.force_exit = True
-        await server.shutdown(sockets=deep)
+        await server.shutdown(sockets=sockets)
         raise
