@@ -31,6 +31,9 @@ class ChangeSignal:
         self, look: Callable[[], Found | None], *, group_id: str, timeout_s: float
     ) -> Found | None:
         """What `look` finds, looking again when the group changes; None if the time is over."""
+        found = look()
+        if found is not None:  # Mostly so; a timer would cost more than the look.
+            return found
         group = self._waited.setdefault(group_id, _WaitedGroup())
         group.tasks += 1
         try:

@@ -78,6 +78,7 @@ class Forwarder:
         send: Send,
         *,
         owner: PartitionOwner,
+        gone: "asyncio.Future[None]",
         said: str,
         body: bytes | None = None,
         has_opened: bool = False,
@@ -89,6 +90,7 @@ class Forwarder:
             receive: Gives the body, or only the end of the connection if `body` is given.
             send: To the client.
             owner: Who is to answer.
+            gone: Ends when the owner is there no more, also if its connections stay open.
             said: Value of `OWNER_HEADER`.
             body: Of the request, if it was read here.
             has_opened: Whether the client has had the head of a stream.
@@ -97,15 +99,17 @@ class Forwarder:
             OwnerGoneError: nobody listens there. Nothing was sent, and no body was read.
             RefusedError: 503, the owner went away before it answered.
         """
-        request = _Passed(receive, body)
+        request, answer = _Passed(receive, body), _Answer(send, has_opened=has_opened)
         leaving = asyncio.ensure_future(request.left())
         passing = asyncio.ensure_future(
-            self._passed(scope, send, request, owner=owner, said=said, has_opened=has_opened)
+            self._passed(scope, request, answer, owner=owner, said=said)
         )
         try:
-            await asyncio.wait((leaving, passing), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((leaving, passing, gone), return_when=asyncio.FIRST_COMPLETED)
             if passing.done():
                 passing.result()
+            elif gone.done() and not answer.has_opened:
+                raise busy("the group's gateway stands still: ask again", status=503)
         finally:
             leaving.cancel()
             passing.cancel()
@@ -113,12 +117,11 @@ class Forwarder:
     async def _passed(
         self,
         scope: Scope,
-        send: Send,
         request: "_Passed",
+        answer: "_Answer",
         *,
         owner: PartitionOwner,
         said: str,
-        has_opened: bool,
     ) -> None:
         """As `forward`."""
         try:
@@ -128,11 +131,11 @@ class Forwarder:
                 raise OwnerGoneError(owner.url) from error
             raise _gone(error) from error
         async with response:
-            if has_opened and response.status != HTTPStatus.OK:
+            if answer.has_opened and response.status != HTTPStatus.OK:
                 raise busy(f"the group's gateway says {response.status}", status=503)
             # If the owner dies now, the answer ends here without its end, as it would have there.
             with suppress(aiohttp.ClientError):
-                await _pass_on(response, send, has_opened=has_opened)
+                await answer.pass_on(response)
 
     async def _asked(
         self,
@@ -235,15 +238,31 @@ class _Passed:
             self._has_left = (await self._receive())["type"] == "http.disconnect"
 
 
-async def _pass_on(response: aiohttp.ClientResponse, send: Send, *, has_opened: bool) -> None:
-    """Send the answer to the client, without its head if the client has one.
+class _Answer:
+    """What the client gets.
 
-    Raises:
-        aiohttp.ClientError: the owner went away.
+    Attributes:
+        has_opened: Whether it has had a head.
     """
-    if not has_opened:
-        headers = [each for each in response.raw_headers if each[0].lower() not in _HOP_HEADERS]
-        await send({"type": "http.response.start", "status": response.status, "headers": headers})
-    async for part in response.content.iter_any():
-        await send({"type": "http.response.body", "body": part, "more_body": True})
-    await send({"type": "http.response.body", "body": b""})
+
+    def __init__(self, send: Send, *, has_opened: bool) -> None:
+        self._send = send
+        self.has_opened = has_opened
+
+    async def pass_on(self, response: aiohttp.ClientResponse) -> None:
+        """Send the owner's answer to the client, without its head if the client has one.
+
+        Raises:
+            aiohttp.ClientError: the owner went away.
+        """
+        if not self.has_opened:
+            self.has_opened = True
+            raw = response.raw_headers
+            headers = [each for each in raw if each[0].lower() not in _HOP_HEADERS]
+            start = {"type": "http.response.start", "status": response.status, "headers": headers}
+            await self._send(start)
+        has_more = True
+        while has_more:
+            part = await response.content.readany()
+            has_more = not response.content.at_eof()
+            await self._send({"type": "http.response.body", "body": part, "more_body": has_more})

@@ -4,7 +4,6 @@ The group is known from the key or the path, before any of the body is read; onl
 new group names it in its body.
 """
 
-import asyncio
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
@@ -146,38 +145,22 @@ class Passing:
         self, request: "_Request", owner: PartitionOwner, *, begun: MovedError | None
     ) -> None:
         """Send a request on; an owner that stands still is waited for until it is replaced."""
-        has_opened = begun is not None and begun.has_opened
-
-        async def send(message: MutableMapping[str, Any]) -> None:
-            nonlocal has_opened
-            has_opened = True
-            await request.send(message)
-
-        forwarding = asyncio.ensure_future(
-            self._forwarder.forward(
-                request.scope,
-                request.receive,
-                send,
-                owner=owner,
-                said=self._access.sealed(self._gateways.owner),
-                body=None if begun is None else begun.body,
-                has_opened=has_opened,
-            )
-        )
-        leaving = asyncio.ensure_future(self._whereabouts.until_gone(owner))
         try:
-            await asyncio.wait((forwarding, leaving), return_when=asyncio.FIRST_COMPLETED)
-            if forwarding.done():
-                forwarding.result()
-            elif not has_opened:
-                raise busy("the group's gateway stands still: ask again", status=503)
+            with self._whereabouts.leaving(owner) as gone:
+                await self._forwarder.forward(
+                    request.scope,
+                    request.receive,
+                    request.send,
+                    owner=owner,
+                    gone=gone,
+                    said=self._access.sealed(self._gateways.owner),
+                    body=None if begun is None else begun.body,
+                    has_opened=begun is not None and begun.has_opened,
+                )
         except RefusedError as error:
             failed = f"{error.message} ({error.__cause__})"
             self._telemetry.event("forward_failed", gateway=owner.gateway, error=failed)
             raise
-        finally:
-            forwarding.cancel()
-            leaving.cancel()
 
     async def _group(
         self, scope: Scope, receive: Receive, asked: Asked

@@ -1,10 +1,23 @@
 """Where a group is: here, or at the gateway that owns it; a request waits while it moves."""
 
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
 from forgemq_contracts.ownership import PartitionOwner
 from forgemq_gateway.applying import OWNERS_CHANGED
 from forgemq_gateway.context import GatewayContext
 from forgemq_gateway.core.errors import busy
 from forgemq_gateway.core.gateways import LAPSE_S
+
+
+@dataclass
+class _Watch:
+    """What ends when a gateway is there no more, and how many requests wait for it."""
+
+    gone: "asyncio.Future[None]"
+    requests: int = 0
 
 
 class Whereabouts:
@@ -14,6 +27,7 @@ class Whereabouts:
         self._gateways = context.gateways
         self._changed = context.changed
         self._hold_s = context.settings.lane_hold_s
+        self._watches: dict[str, _Watch] = {}
 
     async def owner(self, group_id: str, *, least: int = 0) -> PartitionOwner | None:
         """The other gateway that owns the group; None if this one does.
@@ -42,8 +56,26 @@ class Whereabouts:
             raise busy(f"group {group_id} moves to another gateway: ask again")
         return found[0]
 
-    async def until_gone(self, owner: PartitionOwner) -> None:
-        """Return when this gateway is there no more."""
+    @contextmanager
+    def leaving(self, owner: PartitionOwner) -> Iterator["asyncio.Future[None]"]:
+        """Within it, what ends when this gateway is there no more.
+
+        Many requests are sent to the same gateway at once, and wait for the same.
+        """
+        watch = self._watches.get(owner.gateway)
+        if watch is None:
+            watch = _Watch(asyncio.ensure_future(self._until_gone(owner)))
+            self._watches[owner.gateway] = watch
+        watch.requests += 1
+        try:
+            yield watch.gone
+        finally:
+            watch.requests -= 1
+            if not watch.requests:
+                watch.gone.cancel()
+                del self._watches[owner.gateway]
+
+    async def _until_gone(self, owner: PartitionOwner) -> None:
         while self._gateways.has_peer(owner.gateway):
             await self._changed.until(
                 lambda: None if self._gateways.has_peer(owner.gateway) else True,
