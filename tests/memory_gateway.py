@@ -191,7 +191,7 @@ class MemoryGateway:
         return self._status(group_id)
 
     def _check_same(self, known: Group, asked: GroupRequest) -> None:
-        for name in ("purpose", "temperature", "round_name", "task"):
+        for name in ("purpose", "temperature", "round_name", "source", "task"):
             if getattr(known.request, name) != getattr(asked, name):
                 raise RefusedError(409, f"{name}: it is another group's key", param=name)
         if known.size != (asked.group_size or self.group_size):

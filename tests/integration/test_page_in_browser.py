@@ -19,6 +19,7 @@ from forgemq_contracts.topics import FINISHED_EPISODES
 from forgemq_run_view.forks import MEANINGS
 from forgemq_run_view.view import RunView
 from tests.integration.browser import Browser
+from tests.unit.run_view.imported import imports
 from tests.unit.run_view.synthetic import SyntheticRun, started
 
 pytestmark = [pytest.mark.integration, pytest.mark.browser, pytest.mark.timeout(180)]
@@ -120,3 +121,19 @@ async def test_a_run_without_alarms_has_no_number_in_red(browser):
         await page.text_with("#numbers", "alarms")
         assert await page.class_name("#numbers .bad") == ""
         assert await page.text("#alarms td") == ""
+
+
+async def test_imports_have_a_row_of_their_own_and_are_shown_by_their_messages(browser):
+    run, view = run_with()
+    imported = imports(3, outcomes=1)
+    run.messages += imported
+    for message in imported:
+        view.apply(message)
+    async with console(run, view) as url, browser.tab(url) as page:
+        await page.text_with("#imported", "shop_desk")
+        cells = [await page.text(f"#imported td:nth-child({column})") for column in range(1, 6)]
+        assert cells == ["shop_desk", "3", "3", "1", "1.000"]
+        await page.click("#groups td", with_text="i-0")
+        assert "2 + 2?" in await page.text_with("#trajectory", "user (imported)")
+        assert "total 1" in await page.text("#trajectory .hint")
+        assert await page.text("#trajectory-name") == "i-0.0.0"

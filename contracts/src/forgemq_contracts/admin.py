@@ -16,9 +16,11 @@ from forgemq_contracts.fields import (
     GroupId,
     Purpose,
     Seconds,
+    Source,
     TruncationCause,
 )
 from forgemq_contracts.groups import GroupSize, QueueIndex, RetireReason
+from forgemq_contracts.rules import check_trainable
 
 BODY_BYTES_MAX = 16 * 1024 * 1024
 """Longest body of a request. The gateway keeps the task of every open group in memory."""
@@ -77,6 +79,9 @@ class GroupRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     round_name: Annotated[
         str, Meta(max_length=80, description="Evaluation round that the group belongs to.")
     ] = ""
+    source: Annotated[
+        Source, Meta(description="import takes the purpose eval alone: it never trains.")
+    ] = "agent"
     takes_known: Annotated[
         bool,
         Meta(
@@ -84,6 +89,9 @@ class GroupRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
             "the one that made it. false: such a request is refused."
         ),
     ] = False
+
+    def __post_init__(self) -> None:
+        check_trainable(self.purpose, source=self.source)
 
 
 class GroupStatus(Struct, frozen=True, kw_only=True):

@@ -14,6 +14,7 @@ from forgemq_contracts.fields import (
     Offset,
     Purpose,
     Seconds,
+    Source,
     TimeMs,
     TokenCount,
     TruncationCause,
@@ -140,6 +141,7 @@ class FinishedEpisode(Struct, frozen=True, kw_only=True, omit_defaults=True):
             "`rewards.truncated` says what that earns."
         ),
     ] = None
+    source: Source = "agent"
 
 
 class ProcessReward(Struct, frozen=True, kw_only=True, omit_defaults=True):

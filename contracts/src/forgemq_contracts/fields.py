@@ -32,6 +32,13 @@ Purpose: TypeAlias = Annotated[
     Literal["train", "eval"],
     Meta(description="Evaluation groups take no slot, never merge and never train."),
 ]
+Source: TypeAlias = Annotated[
+    Literal["agent", "import"],
+    Meta(
+        description="agent: played through the gateway. import: a conversation that was finished "
+        "elsewhere; it has no behaviour log-probabilities, so it never trains."
+    ),
+]
 Lane: TypeAlias = Annotated[
     int, Meta(ge=0, le=65535, description="One engine, one lane, one request partition.")
 ]

@@ -16,13 +16,14 @@ from forgemq_contracts.fields import (
     Partition,
     Purpose,
     Sha256,
+    Source,
     Step,
     TimeMs,
     TokenCount,
     TruncationCause,
     Version,
 )
-from forgemq_contracts.rules import check_json, check_number
+from forgemq_contracts.rules import check_json, check_number, check_trainable
 
 GroupSize: TypeAlias = Annotated[
     int, Meta(ge=1, le=4096, description="G, the number of rollouts of one task.")
@@ -55,9 +56,11 @@ class RequestedGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
     round_name: Annotated[
         str, Meta(max_length=80, description="Evaluation round the group belongs to.")
     ] = ""
+    source: Source = "agent"
 
     def __post_init__(self) -> None:
         check_json("task", self.task)
+        check_trainable(self.purpose, source=self.source)
 
 
 class AdmittedGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -80,6 +83,7 @@ class AdmittedGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
         Lineage,
         Meta(description="Lanes behind it and version_at_admission get none of its requests."),
     ] = 0
+    source: Source = "agent"
 
     def __post_init__(self) -> None:
         check_json("task", self.task)

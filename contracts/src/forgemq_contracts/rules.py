@@ -82,6 +82,19 @@ def check_json_object(field: str, data: bytes) -> None:
     _check_document(_OBJECT, field, data, kind="JSON object")
 
 
+def check_trainable(purpose: str, *, source: str) -> None:
+    """Refuse to train what was not sampled here: the ratio of the loss needs what the engine said.
+
+    Raises:
+        ValueError: Names the field and the rule.
+    """
+    if source == "import" and purpose == "train":
+        raise ValueError(
+            "purpose: must be eval if source is import: an imported conversation has no behaviour "
+            "log-probabilities to train with"
+        )
+
+
 def _check_document(
     decoder: "msgspec.json.Decoder[object]", field: str, data: bytes, *, kind: str
 ) -> None:

@@ -98,6 +98,22 @@ async def test_a_key_of_another_open_group_is_refused_by_the_field(caller: Calle
     assert (answer.status_code, error.type, error.param) == (409, "conflict_error", *change)
 
 
+async def test_a_key_of_another_source_is_refused_by_the_field(caller: Caller):
+    body = msgspec.json.decode(msgspec.json.encode(group_request("k"))) | {"purpose": "eval"}
+    await caller.call(admin_routes.REQUEST_GROUP, body=body)
+    answer = await caller.call(admin_routes.REQUEST_GROUP, body=body | {"source": "import"})
+    assert (answer.status_code, error_of(answer).param) == (409, "source")
+
+
+async def test_an_import_that_asks_to_be_trained_is_refused_by_the_purpose(caller: Caller):
+    body = msgspec.json.decode(msgspec.json.encode(group_request("k"))) | {"source": "import"}
+    answer = await caller.call(admin_routes.REQUEST_GROUP, body=body)
+    assert answer.status_code == 400
+    assert error_of(answer).message.startswith("purpose: must be eval if source is import")
+    taken = await caller.call(admin_routes.REQUEST_GROUP, body=body | {"purpose": "eval"})
+    assert taken.status_code == 200
+
+
 async def test_a_run_says_which_task_is_the_first_that_is_not_over(caller: Caller):
     async def first() -> dict[str, int]:
         status = (await caller.call(admin_routes.READ_RUN)).json()
@@ -128,6 +144,7 @@ async def test_a_group_may_have_its_own_size(caller: Caller):
         ({"domain": DOMAIN, "idempotency_key": "k"}, "task"),
         ({"domain": DOMAIN, "idempotency_key": "", "task": {}}, "idempotency_key"),
         ({"domain": DOMAIN, "idempotency_key": "k", "task": {}, "purpose": "fun"}, "purpose"),
+        ({"domain": DOMAIN, "idempotency_key": "k", "task": {}, "source": "dream"}, "source"),
         ({"domain": DOMAIN, "idempotency_key": "k", "task": {}, "group_size": 0}, "group_size"),
         ({"domain": DOMAIN, "idempotency_key": "k", "task": {}, "temperature": 11}, "temperature"),
         (b'{"domain": "shop"', None),

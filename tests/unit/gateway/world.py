@@ -229,6 +229,7 @@ class World:
                 version_at_admission=version,
                 queue_index=0,
                 temperature=requested.temperature,
+                source=requested.source,
             ),
         )
 

@@ -88,6 +88,29 @@ def test_an_unknown_run_or_setting_is_refused(tool, tmp_path):
     assert "FORGEMQ_LAUNCHER_RUN: no such setting" in console.file.getvalue()
 
 
+def test_an_import_into_a_run_that_is_unknown_or_down_is_refused(tool, run_folder, tmp_path):
+    file = str(tmp_path / "talks.jsonl")
+    assert tool("import", "nobody", file, "--domain", "d") == (
+        2,
+        f"forgemq: there is no run 'nobody' in {tmp_path / 'runs'}\n",
+    )
+    assert tool("import", "desk-1", file, "--domain", "d") == (
+        2,
+        "forgemq: run desk-1 is not up: start it with --resume, or set "
+        "FORGEMQ_AGENTS_GATEWAY_URL\n",
+    )
+
+
+def test_an_import_from_elsewhere_asks_the_gateway_that_is_named(tool, tmp_path):
+    file = tmp_path / "talks.jsonl"
+    file.write_text("nope\n")
+    named = {"FORGEMQ_AGENTS_GATEWAY_URL": "http://127.0.0.1:9", "FORGEMQ_AGENTS_ADMIN_KEY": "k"}
+    status, printed = tool("import", "elsewhere", str(file), "--domain", "d", **named)
+    assert status == 2
+    assert printed.startswith(f"import: {file}:1: not one JSON object")
+    assert printed.endswith("nothing is imported\n")
+
+
 def test_a_folder_of_blobs_is_announced_by_its_absolute_path():
     assert blobs_address({"FORGEMQ_BLOBS": "my/blobs"}) == f"{Path.cwd()}/my/blobs"
     assert blobs_address({"FORGEMQ_BLOBS": "s3://bucket/run"}) == "s3://bucket/run"

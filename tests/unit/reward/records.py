@@ -31,6 +31,7 @@ def finished_episode(
     task: bytes = b"{}",
     result: bytes = b"",
     domain: str = "d",
+    source: str = "agent",
 ) -> FinishedEpisode:
     places = offsets if offsets is not None else range(100 * index, 100 * index + turns)
     return FinishedEpisode(
@@ -54,6 +55,7 @@ def finished_episode(
         task=task,
         result=result,
         rewards=tuple(rewards),
+        source=source,
     )
 
 

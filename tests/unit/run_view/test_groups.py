@@ -6,12 +6,19 @@ from typing import get_args
 import msgspec
 import pytest
 
+from forgemq_contracts.completions import FinishedCompletion
 from forgemq_contracts.episodes import FinishedEpisode, ForkCount
 from forgemq_contracts.fields import ForkReason
+from forgemq_contracts.groups import (
+    ScoredGroup,
+)
 from forgemq_contracts.messages import Message
 from forgemq_run_view.forks import MEANINGS
 from forgemq_run_view.groups import GroupBook
-from tests.unit.run_view.synthetic import SyntheticRun, configuration
+from forgemq_run_view.shown_groups import IMPORTS_SHOWN_MAX
+from forgemq_run_view.trajectory import trajectories
+from tests.unit.run_view.imported import imports
+from tests.unit.run_view.synthetic import DOMAIN, SyntheticRun, configuration
 
 
 @pytest.fixture
@@ -108,6 +115,68 @@ def test_records_of_a_forgotten_group_that_come_again_change_nothing(run):
         small.apply(message)
     assert totals(small) == before
     assert not small.knows("g-0")
+
+
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_imports_are_in_a_row_of_their_own_and_in_no_number_of_the_policy(is_reversed):
+    messages = imports(3, outcomes=2)
+    book = book_of(messages[::-1] if is_reversed else messages, groups_kept_max=1_000)
+    [row] = book.imported()
+    assert (row.domain, row.conversations, row.ended) == (DOMAIN, 3, 3)
+    assert (row.tally.episodes, row.tally.success) == (2, 1.0)
+    assert (book.evaluations(), book.versions(configuration().queues)) == ((), ())
+    assert (book.episodes_finished, dict(book.episode_ends)) == (0, {})
+    assert (book.admitted, book.open, dict(book.retired)) == (3, 0, {"evaluated": 3})
+    assert {row.source for row in book.rows(rows_max=9)} == {"import"}
+
+
+def test_imports_that_are_forgotten_stay_counted():
+    small = book_of(imports(30, outcomes=10), groups_kept_max=4)
+    assert [small.knows("i-0"), small.knows("i-29")] == [False, True]
+    [row] = small.imported()
+    assert (row.conversations, row.ended, row.tally.episodes) == (30, 30, 10)
+
+
+def test_many_imports_hide_no_group_that_was_played(run):
+    flood = imports(IMPORTS_SHOWN_MAX + 20, outcomes=0)
+    book = book_of([*run.messages, *flood], groups_kept_max=20_000)
+    shown = [row.group_id for row in book.rows(rows_max=40)]
+    assert shown[:10] == [f"i-{IMPORTS_SHOWN_MAX + 19 - number}" for number in range(10)]
+    assert shown[10:] == [f"g-{19 - number}" for number in range(20)]
+    assert len(book.record_offsets("g-0")) == len(run_offsets(run, "g-0"))
+    assert book.record_offsets("i-0") == ()
+    assert len(book.record_offsets("i-20")) == 2
+
+
+def run_offsets(run: SyntheticRun, group_id: str) -> list[Message]:
+    shown = (FinishedCompletion, ScoredGroup)
+    return [
+        m for m in run.messages if isinstance(m.record, shown) and m.record.group_id == group_id
+    ]
+
+
+def test_an_imported_conversation_is_shown_by_its_messages():
+    messages = imports(1, outcomes=1)
+    book = book_of(messages, groups_kept_max=9)
+    offsets = book.record_offsets("i-0")
+    assert [topic for topic, _, _ in offsets] == ["finished-episodes-v1", "scored-groups-v1"]
+    [shown] = trajectories(m for m in messages if (m.topic, m.partition, m.offset) in offsets)
+    assert (shown.episode_id, shown.turns) == ("i-0.0.0", ())
+    assert [(message.role, message.text) for message in shown.messages] == [
+        ("user", "2 + 2?"),
+        ("assistant", '{"content":null,"tool_calls":[{"id":"c"}]}'),
+    ]
+    assert shown.reward is not None
+    assert shown.reward.outcome == 1.0
+
+
+def test_an_imported_task_of_another_form_is_shown_whole():
+    [end] = [m for m in imports(1, outcomes=1) if isinstance(m.record, FinishedEpisode)]
+    other = msgspec.structs.replace(end.record, task=b'{"talk":"a"}')
+    [shown] = trajectories([msgspec.structs.replace(end, record=other)])
+    assert [(message.role, message.text) for message in shown.messages] == [
+        ("task", '{"talk":"a"}')
+    ]
 
 
 def test_an_open_group_is_never_forgotten(run):

@@ -121,7 +121,9 @@ class Scene:
     def tick(self, run_s: float) -> list[msgspec.Struct]:
         return self._handle(Tick(run_ms=round(run_s * 1000)))
 
-    def request(self, *numbers: int, domain: str = "d", purpose: str = "train") -> None:
+    def request(
+        self, *numbers: int, domain: str = "d", purpose: str = "train", source: str = "agent"
+    ) -> None:
         for number in numbers:
             self.feed(
                 RequestedGroup(
@@ -132,6 +134,7 @@ class Scene:
                     task=b'{"k":%d}' % number,
                     idempotency_key=str(number),
                     requested_ms=0,
+                    source=source,
                 )
             )
 

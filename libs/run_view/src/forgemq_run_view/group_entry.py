@@ -14,6 +14,7 @@ class GroupEntry:
     group_id: str
     domain: str = ""
     purpose: str = ""
+    source: str = "agent"
     group_size: int = 0
     queue_index: int | None = None
     version: int = 0
@@ -30,17 +31,22 @@ class GroupEntry:
     success: float | None = None
     finished: set[int] = field(default_factory=set)
     completion_offsets: list[tuple[int, int]] = field(default_factory=list)
-    reward_offsets: list[tuple[str, int, int]] = field(default_factory=list)
+    shown_offsets: list[tuple[str, int, int]] = field(default_factory=list)
     completions: int = 0
     truncated: int = 0
     version_min: int | None = None
     version_max: int | None = None
     is_passed_over: bool = False
 
+    @property
+    def is_in_round(self) -> bool:
+        """Whether it measures the policy in an evaluation round."""
+        return self.purpose == "eval" and self.source == "agent"
+
     def is_complete(self) -> bool:
         """Whether every record that changes a total was seen."""
         is_counted = self.is_requested and self.is_admitted and self.is_scored
-        if self.purpose == "eval" and self.version_min is None:
+        if self.is_in_round and self.version_min is None:
             return False  # Its evaluation round still lacks the versions that sampled it.
         return bool(self.reason) and is_counted and len(self.finished) >= self.group_size
 
@@ -94,6 +100,7 @@ def row(entry: GroupEntry) -> GroupRow:
         group_id=entry.group_id,
         domain=entry.domain,
         purpose=entry.purpose,
+        source=entry.source,
         queue_index=entry.queue_index,
         position=entry.position(),
         reason=entry.reason,

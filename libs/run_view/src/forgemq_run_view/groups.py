@@ -4,6 +4,8 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from msgspec import Struct
+
 from forgemq_contracts.accounting import RetiredIds
 from forgemq_contracts.audit import AuditedGroup
 from forgemq_contracts.completions import FinishedCompletion
@@ -21,18 +23,18 @@ from forgemq_contracts.steps import ScheduledStep, TrainedStep
 from forgemq_contracts.topics import FINISHED_COMPLETIONS
 from forgemq_run_view.forks import ForkBook
 from forgemq_run_view.group_entry import GroupEntry, row, window_positions
+from forgemq_run_view.shown_groups import ShownGroups
 from forgemq_run_view.state import (
     EvaluationPoint,
     ForkTotal,
     GroupRow,
+    ImportedDomain,
     Position,
     QueueState,
     VersionPoint,
 )
 from forgemq_run_view.tally import Sums
 
-OFFSETS_KEPT_GROUPS_MAX = 4000
-"""Groups whose completions can be looked up by offset: more than the page lists."""
 GROUPS_KEPT_MAX = 20_000
 """Groups known one by one, about 1 kB each; of older groups that are over only totals remain."""
 RETIRED_SHOWN_MAX = 24
@@ -56,6 +58,13 @@ class _Round:
     version_max: int = 0
 
 
+@dataclass(slots=True)
+class _Imports:
+    sums: Sums = field(default_factory=Sums)
+    conversations: int = 0
+    ended: int = 0
+
+
 class GroupBook:
     """All groups of a run.
 
@@ -74,7 +83,8 @@ class GroupBook:
         self._waiting: Counter[str] = Counter()
         self._versions: dict[int, Sums] = {}
         self._rounds: dict[tuple[str, bool], _Round] = {}
-        self._with_offsets: deque[str] = deque()
+        self._imports: dict[str, _Imports] = {}
+        self._shown_groups = ShownGroups()
         self.retired: Counter[str] = Counter()
         self.admitted = 0
         self.episodes_finished = 0
@@ -86,9 +96,9 @@ class GroupBook:
         group_id = getattr(message.record, "group_id", None)
         if group_id is not None and not self._is_kept(group_id):
             return
-        if isinstance(message.record, GradedEpisode | ScoredGroup):
+        if group_id is not None and is_shown(message.record):
             at = (message.topic, message.partition, message.offset)
-            self._entry(message.record.group_id).reward_offsets.append(at)
+            self._entry(group_id).shown_offsets.append(at)
         match message.record:
             case RequestedGroup() as record:
                 self._apply_requested(record)
@@ -132,7 +142,7 @@ class GroupBook:
         return group_id in self._entries
 
     def record_offsets(self, group_id: str) -> tuple[tuple[str, int, int], ...]:
-        """(topic, partition, offset) of the group's completions, grades and score.
+        """(topic, partition, offset) of the group's completions, grades, score and imported ends.
 
         () if they were dropped.
         """
@@ -140,13 +150,12 @@ class GroupBook:
         if entry is None:
             return ()
         completions = ((FINISHED_COMPLETIONS.name, *at) for at in entry.completion_offsets)
-        return (*completions, *entry.reward_offsets)
+        return (*completions, *entry.shown_offsets)
 
     def rows(self, *, rows_max: int) -> tuple[GroupRow, ...]:
-        """The groups that records named last, newest first."""
-        newest = reversed(self._with_offsets)
-        known = [self._entries[group_id] for group_id in newest if group_id in self._entries]
-        return tuple(row(entry) for entry in known[:rows_max])
+        """The groups that records named last, newest first; imports are at most a quarter."""
+        newest = self._shown_groups.newest(rows_max=rows_max)
+        return tuple(row(self._entries[each]) for each in newest if each in self._entries)
 
     def forks(self) -> tuple[ForkTotal, ...]:
         """Forks by reason, the most frequent first."""
@@ -176,6 +185,18 @@ class GroupBook:
             for (name, is_greedy), each in self._rounds.items()
         )
         return tuple(sorted(points, key=lambda p: (p.version_min, p.round_name, p.is_greedy)))
+
+    def imported(self) -> tuple[ImportedDomain, ...]:
+        """Conversations that were finished elsewhere, by domain."""
+        return tuple(
+            ImportedDomain(
+                domain=domain,
+                conversations=each.conversations,
+                ended=each.ended,
+                tally=each.sums.tally(),
+            )
+            for domain, each in sorted(self._imports.items())
+        )
 
     def queue(self, queue: Queue) -> QueueState:
         """The window of one queue as the log shows it: a scheduled group is taken."""
@@ -217,15 +238,17 @@ class GroupBook:
         entry = self._entries.get(group_id)
         if entry is None:
             entry = self._entries[group_id] = GroupEntry(group_id=group_id)
-            self._with_offsets.append(group_id)
-            if len(self._with_offsets) > OFFSETS_KEPT_GROUPS_MAX:
-                without = self._entries.get(self._with_offsets.popleft())
-                if without:
-                    without.completion_offsets.clear()
-                    without.reward_offsets.clear()
+            self._hide(self._shown_groups.add(group_id))
             self._by_age.append(group_id)
             self._forget()
         return entry
+
+    def _hide(self, group_id: str | None) -> None:
+        """Drop the offsets of a group that is shown no more."""
+        entry = self._entries.get(group_id or "")
+        if entry is not None:
+            entry.completion_offsets.clear()
+            entry.shown_offsets.clear()
 
     def _forget(self) -> None:
         """Forget the oldest groups that are over, looking at a few at a time.
@@ -258,18 +281,21 @@ class GroupBook:
             return
         self._waiting[record.domain] -= record.purpose == "train" and entry.is_requested
         entry.is_admitted = True
-        entry.domain, entry.purpose = record.domain, record.purpose
+        entry.domain, entry.purpose, entry.source = record.domain, record.purpose, record.source
         entry.group_size, entry.queue_index = record.group_size, record.queue_index
         entry.version, entry.round_name = record.version_at_admission, record.round_name
         entry.is_greedy = record.temperature == 0
         self.admitted += 1
         if not entry.reason:
             self._open.setdefault(entry.domain, set()).add(entry.group_id)
-        if entry.purpose == "eval":
+        if entry.is_in_round:
             each = self._round(entry)
             each.groups += 1
             for version in (entry.version_min, entry.version_max):
                 _widen(each, version)
+        elif entry.source == "import":
+            self._hide(self._shown_groups.note_import(entry.group_id))
+            self._imports.setdefault(entry.domain, _Imports()).conversations += 1
         self._count_score(entry)
 
     def _apply_completion(self, record: FinishedCompletion, *, partition: int, offset: int) -> None:
@@ -283,7 +309,7 @@ class GroupBook:
     def _widen_versions(self, entry: GroupEntry, low: int, high: int) -> None:
         entry.version_min = low if entry.version_min is None else min(low, entry.version_min)
         entry.version_max = high if entry.version_max is None else max(high, entry.version_max)
-        if entry.purpose == "eval":
+        if entry.is_in_round:
             _widen(self._round(entry), low)
             _widen(self._round(entry), high)
 
@@ -291,6 +317,8 @@ class GroupBook:
         entry = self._entry(record.group_id)
         if record.index not in entry.finished:
             entry.finished.add(record.index)
+            if record.source == "import":
+                return
             self.episodes_finished += 1
             self._forks.add(record)
             is_truncated = record.truncated_by is not None
@@ -317,18 +345,24 @@ class GroupBook:
         if not entry.is_admitted or entry.scored is None:
             return
         own = Sums()
-        target = (
-            self._round(entry).sums
-            if entry.purpose == "eval"
-            else self._versions.setdefault(entry.version, Sums())
-        )
+        target = self._count_end(entry)
         for score in entry.scored.episodes:
             own.add(score)
             target.add(score)
-        if entry.purpose == "eval":
-            self._round(entry).groups_ended += 1
         entry.success = own.tally().success if own.episodes else None
         entry.scored = None
+
+    def _count_end(self, entry: GroupEntry) -> Sums:
+        """Count a group that is scored; returns the sums that its episodes belong to."""
+        if entry.source == "import":
+            imports = self._imports.setdefault(entry.domain, _Imports())
+            imports.ended += 1
+            return imports.sums
+        if not entry.is_in_round:
+            return self._versions.setdefault(entry.version, Sums())
+        each = self._round(entry)
+        each.groups_ended += 1
+        return each.sums
 
     def _apply_retired(self, record: RetiredGroup) -> None:
         entry = self._entry(record.group_id)
@@ -344,6 +378,13 @@ class GroupBook:
 
     def _round(self, entry: GroupEntry) -> _Round:
         return self._rounds.setdefault((entry.round_name, entry.is_greedy), _Round())
+
+
+def is_shown(record: Struct) -> bool:
+    """Whether it is read again, besides completions, if its group is shown."""
+    if isinstance(record, FinishedEpisode):
+        return record.source == "import"
+    return isinstance(record, GradedEpisode | ScoredGroup)
 
 
 def _widen(each: _Round, version: int | None) -> None:

@@ -6,7 +6,14 @@ from typing import Annotated, Literal, TypeAlias
 from msgspec import Meta, Struct
 
 from forgemq_contracts.audit import TreeFacts
-from forgemq_run_view.state import EvaluationPoint, ForkTotal, RunState, StepAlarm, Tally
+from forgemq_run_view.state import (
+    EvaluationPoint,
+    ForkTotal,
+    ImportedDomain,
+    RunState,
+    StepAlarm,
+    Tally,
+)
 
 Guarantee: TypeAlias = Literal["G1", "G2", "G3", "G4", "G5"]
 
@@ -73,6 +80,7 @@ class Report(Struct, frozen=True, kw_only=True):
     guarantees: dict[str, bool]
     guarantees_checked: tuple[GuaranteeVerdict, ...]
     evaluations: tuple[EvaluationResult, ...]
+    imported: tuple[ImportedDomain, ...] = ()
     duration_s: float
 
 
@@ -133,6 +141,7 @@ def report(
         guarantees={verdict.name: verdict.holds for verdict in verdicts},
         guarantees_checked=tuple(verdicts),
         evaluations=tuple(_result(point) for point in state.evaluations),
+        imported=state.imported,
         duration_s=duration_s,
     )
 

@@ -84,6 +84,18 @@ class EvaluationPoint(Struct, frozen=True, kw_only=True):
     tally: Tally
 
 
+class ImportedDomain(Struct, frozen=True, kw_only=True):
+    """Conversations of one domain that were finished elsewhere; they are in no other number.
+
+    Only the counts of groups have them, too.
+    """
+
+    domain: str
+    conversations: int
+    ended: Annotated[int, Meta(description="Scored. `tally.episodes` of them have an outcome.")]
+    tally: Tally
+
+
 class WindowPosition(Struct, frozen=True, kw_only=True):
     """One position of a generation queue."""
 
@@ -198,6 +210,7 @@ class RunState(Struct, frozen=True, kw_only=True):
     versions: tuple[VersionPoint, ...]
     rates: tuple[RatePoint, ...]
     evaluations: tuple[EvaluationPoint, ...]
+    imported: tuple[ImportedDomain, ...]
     queues: tuple[QueueState, ...]
     engines: tuple[EngineState, ...]
     services: tuple[Activity, ...]
@@ -209,6 +222,7 @@ class GroupRow(Struct, frozen=True, kw_only=True):
     group_id: str
     domain: str
     purpose: str
+    source: str
     queue_index: int | None
     position: Position
     reason: str

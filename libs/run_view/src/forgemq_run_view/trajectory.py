@@ -2,11 +2,13 @@
 
 from collections.abc import Iterable, Mapping
 
+import msgspec
 from msgspec import Struct
 
 from forgemq_contracts.accounting import is_candidate
 from forgemq_contracts.arrays import unpack_floats, unpack_ids
 from forgemq_contracts.completions import FinishedCompletion
+from forgemq_contracts.episodes import FinishedEpisode
 from forgemq_contracts.messages import Message
 from forgemq_run_view.rewards import EpisodeReward, GroupRewards, TurnReward
 
@@ -33,12 +35,20 @@ class TrajectoryTurn(Struct, frozen=True, kw_only=True):
     reward: TurnReward
 
 
+class ImportedMessage(Struct, frozen=True, kw_only=True):
+    """One message of a conversation that was finished elsewhere."""
+
+    role: str
+    text: str
+
+
 class Trajectory(Struct, frozen=True, kw_only=True):
-    """One attempt at one episode, turns in order of admission."""
+    """One attempt at one episode, turns in order of admission; an imported one has messages."""
 
     episode_id: str
     turns: tuple[TrajectoryTurn, ...]
     reward: EpisodeReward | None
+    messages: tuple[ImportedMessage, ...] = ()
 
 
 def chosen(messages: Iterable[Message]) -> dict[str, FinishedCompletion]:
@@ -85,13 +95,18 @@ def versions(completion: FinishedCompletion) -> tuple[int, ...]:
 
 
 def trajectories(messages: Iterable[Message]) -> tuple[Trajectory, ...]:
-    """Episodes of these completions, by episode id; turns in order of admission.
+    """Episodes of these completions and imports, by episode id; turns in order of admission.
 
     Rewards come from grades and scored groups among the messages.
     """
     messages = list(messages)
     rewards = GroupRewards(messages)
-    by_episode: dict[str, list[FinishedCompletion]] = {}
+    imported = {
+        message.record.episode_id: message.record
+        for message in messages
+        if isinstance(message.record, FinishedEpisode) and message.record.source == "import"
+    }
+    by_episode: dict[str, list[FinishedCompletion]] = {each: [] for each in imported}
     for completion in chosen(messages).values():
         by_episode.setdefault(completion.episode_id, []).append(completion)
     return tuple(
@@ -102,9 +117,38 @@ def trajectories(messages: Iterable[Message]) -> tuple[Trajectory, ...]:
                 for each in sorted(found, key=lambda c: c.turn.sequence)
             ),
             reward=rewards.episode(episode_id),
+            messages=imported_messages(imported[episode_id]) if episode_id in imported else (),
         )
         for episode_id, found in sorted(by_episode.items())
     )
+
+
+def imported_messages(episode: FinishedEpisode) -> tuple[ImportedMessage, ...]:
+    """The messages of an imported conversation, as its task has them.
+
+    A message that is not only text is shown as JSON. A task without messages, which a client other
+    than `forgemq import` may send, is shown whole.
+    """
+    try:
+        messages = msgspec.json.decode(episode.task, type=_Messages).messages
+    except msgspec.DecodeError:
+        return (ImportedMessage(role="task", text=episode.task.decode(errors="replace")),)
+    return tuple(
+        ImportedMessage(role=str(message.get("role", "")), text=_message_text(message))
+        for message in messages
+    )
+
+
+class _Messages(Struct, frozen=True):
+    messages: list[dict[str, object]]
+
+
+def _message_text(message: Mapping[str, object]) -> str:
+    content = message.get("content")
+    if isinstance(content, str) and message.keys() <= {"role", "content"}:
+        return content
+    rest = {name: value for name, value in message.items() if name != "role"}
+    return msgspec.json.encode(rest).decode()
 
 
 def _turn(completion: FinishedCompletion, *, reward: TurnReward) -> TrajectoryTurn:

@@ -76,14 +76,14 @@ class RunView:
         return self._groups.knows(group_id)
 
     def record_offsets(self, group_id: str) -> tuple[tuple[str, int, int], ...]:
-        """(topic, partition, offset) of the group's completions, grades and score.
+        """(topic, partition, offset) of the group's completions, grades, score and imported ends.
 
         () if they were dropped.
         """
         return self._groups.record_offsets(group_id)
 
     def rows(self, *, rows_max: int) -> tuple[GroupRow, ...]:
-        """The groups that records named last, newest first."""
+        """The groups that records named last, newest first; imports are at most a quarter."""
         return self._groups.rows(rows_max=rows_max)
 
     def state(self, *, now_ms: int) -> RunState:
@@ -127,6 +127,7 @@ class RunView:
             versions=self._groups.versions(configuration.queues),
             rates=self._engines.rates(),
             evaluations=self._groups.evaluations(),
+            imported=self._groups.imported(),
             queues=tuple(self._groups.queue(queue) for queue in configuration.queues),
             engines=self._engines.engines(),
             services=self._engines.activity(),

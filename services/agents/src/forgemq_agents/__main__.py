@@ -1,9 +1,11 @@
-"""`python -m forgemq_agents`."""
+"""`python -m forgemq_agents` plays a run; with `import` it adds finished conversations to one."""
 
 import os
 import sys
 
 from forgemq_agents.app import run_agents
+from forgemq_agents.import_command import run_import
 
 if __name__ == "__main__":
-    sys.exit(run_agents(os.environ))
+    arguments = sys.argv[1:]
+    sys.exit(run_import(arguments, os.environ) if arguments else run_agents(os.environ))

@@ -17,3 +17,13 @@ class AgentsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     retry_deadline_s: Annotated[
         float, Meta(gt=0, description="A gateway outage this long ends the process.")
     ] = 300.0
+
+
+class ImportSettings(Struct, frozen=True, kw_only=True):
+    """Parsed from those of `FORGEMQ_AGENTS_*` that an import needs."""
+
+    gateway_url: Annotated[str, Meta(pattern=r"^https?://")]
+    admin_key: Annotated[str, Meta(min_length=1)]
+    retry_deadline_s: Annotated[
+        float, Meta(gt=0, description="A gateway outage this long ends the import.")
+    ] = 300.0

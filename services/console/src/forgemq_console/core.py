@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from forgemq_contracts.messages import Message
 from forgemq_run_view.rewards import EpisodeReward, TurnReward
 from forgemq_run_view.state import RunState
-from forgemq_run_view.trajectory import TrajectoryTurn, trajectories
+from forgemq_run_view.trajectory import ImportedMessage, TrajectoryTurn, trajectories
 
 CURVE_POINTS_MAX = 600
 """More points than a curve has pixels are not sent."""
@@ -51,6 +51,9 @@ class EpisodeView(Struct, frozen=True, kw_only=True):
     episode_id: str
     turns: tuple[TurnView, ...]
     reward: Annotated[EpisodeReward | None, Meta(description="null until its group is scored.")]
+    messages: Annotated[
+        tuple[ImportedMessage, ...], Meta(description="Of a conversation that was imported.")
+    ] = ()
 
 
 class GroupView(Struct, frozen=True, kw_only=True):
@@ -94,6 +97,7 @@ def group_view(
                 episode_id=shown.episode_id,
                 turns=tuple(_turn(turn, token_text=token_text) for turn in shown.turns),
                 reward=shown.reward,
+                messages=shown.messages,
             )
             if shown
             else None

@@ -69,13 +69,16 @@ class Access:
         """The open episode that this key belongs to.
 
         Raises:
-            RefusedError: 401 wrong key, 404 unknown, 409 ended or replaced, 410 group over.
+            RefusedError: 401 wrong key, 404 unknown, 409 ended, replaced or imported, 410 group
+                over.
         """
         episode_id = self._episode_of(key)
         if episode_id is None:
             raise no_episode_key()
         episode = self.known_episode(episode_id)
         _check_not_closed(episode)
+        if self._registry.groups[episode.opened.group_id].facts.source == "import":
+            raise conflict(f"episode {episode_id} is imported: it takes no request of an agent")
         return episode
 
     def check_open(self, episode: HeldEpisode) -> None:

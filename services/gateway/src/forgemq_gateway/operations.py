@@ -104,6 +104,7 @@ class Operations:
             requested_ms=self._clock.wall_ms(),
             temperature=request.temperature,
             round_name=request.round_name,
+            source=request.source,
         )
         tenure = self._access.tenure(group)
         async with self._alone(group):

@@ -151,8 +151,22 @@ def _add_looks(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     delete.add_argument("run", metavar="RUN")
     delete.add_argument("--yes", action="store_true", help="do not ask")
+    _add_import(commands)
     dlq = commands.add_parser("dlq", help="list records that did not decode")
     dlq.add_argument("run", metavar="RUN")
+
+
+def _add_import(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    made = commands.add_parser(
+        "import",
+        help="add finished conversations to a run that is up; they never train",
+        description="A line of FILE is one conversation as JSON: OpenAI's chat `messages`, and if "
+        "there are any `tools`, `reward` (the outcome), `rewards` by name, `result`, `metadata`. "
+        "If one line is wrong nothing is imported; what is in the run already is not added again.",
+    )
+    made.add_argument("run", metavar="RUN")
+    made.add_argument("file", type=Path, metavar="FILE")
+    made.add_argument("--domain", required=True, help="a domain of the run")
 
 
 def _command(
@@ -163,7 +177,7 @@ def _command(
     console: Console,
 ) -> int:
     # Imported here: `forgemq runs` and a refused file need no broker client.
-    from forgemq_launcher.commands import inspection
+    from forgemq_launcher.commands.inspection import list_runs
 
     runs = Path(settings.runs)
     match options.command:
@@ -174,11 +188,23 @@ def _command(
         case "resolve":
             return _resolve(options, environ=environ)
         case "runs":
-            return inspection.list_runs(run_folders(runs), console)
+            return list_runs(run_folders(runs), console)
         case "replay":
             return _replay(options, environ=environ, console=console, runs=runs)
         case "delete":
             return _delete(options, environ=environ, console=console, runs=runs)
+        case "import":
+            return _import(options, settings=settings, environ=environ, console=console)
+        case _:
+            return _look(options, environ=environ, console=console, runs=runs)
+
+
+def _look(
+    options: argparse.Namespace, *, environ: Mapping[str, str], console: Console, runs: Path
+) -> int:
+    """Run a command that only reads the log of a run."""
+    from forgemq_launcher.commands import inspection
+
     folder = _folder_of(options.run, runs=runs)
     match options.command:
         case "audit":
@@ -210,6 +236,26 @@ def _replay(
     return asyncio.run(
         replay.replay_journals(folder, environ, console, services=services, arguments=arguments)
     )
+
+
+def _import(
+    options: argparse.Namespace,
+    *,
+    settings: LauncherSettings,
+    environ: Mapping[str, str],
+    console: Console,
+) -> int:
+    from forgemq_launcher.commands.import_conversations import import_conversations
+
+    importing = import_conversations(
+        _folder_of(options.run, runs=Path(settings.runs)),
+        environ,
+        console,
+        host=settings.host,
+        file=options.file,
+        domain=options.domain,
+    )
+    return asyncio.run(importing)
 
 
 def _delete(

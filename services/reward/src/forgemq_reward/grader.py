@@ -62,6 +62,8 @@ class Grader:
         if functions is None:
             verdict = Verdict(error=f"domain {episode.domain!r} has no queue in the run")
             return graded_episode(episode, verdict, grader="", grader_version="")
+        if episode.source == "import":
+            return imported_grade(episode)
         is_asked = episode.truncated_by is None or self._truncated == "grade"
         if not functions.names or self._rendering is None or not is_asked:
             return graded_episode(episode, Verdict(), grader=REPORTED, grader_version="")
@@ -93,6 +95,13 @@ class Grader:
     async def close(self) -> None:
         """End the process; idempotent."""
         await self._process.close()
+
+
+def imported_grade(episode: FinishedEpisode) -> GradedEpisode:
+    """The grade of an imported conversation: its own rewards, since functions judge completions."""
+    has_outcome = any(reward.name == "outcome" for reward in episode.rewards)
+    verdict = Verdict() if has_outcome else Verdict(error="imported without an outcome")
+    return graded_episode(episode, verdict, grader=REPORTED, grader_version="")
 
 
 def functions_of(configuration: RunConfiguration) -> dict[str, QueueFunctions]:

@@ -141,6 +141,19 @@ function tables(state) {
   })));
 }
 
+function importedTable(state) {
+  byId("imported-part").hidden = state.imported.length === 0;
+  table("imported", ["domain", "conversations", "scored", "with an outcome", "success"], state.imported.map((i) => ({
+    cells: [
+      i.domain,
+      i.conversations.toLocaleString("en-US"),
+      i.ended.toLocaleString("en-US"),
+      i.tally.episodes.toLocaleString("en-US"),
+      i.tally.episodes ? i.tally.success.toFixed(3) : "-",
+    ],
+  })));
+}
+
 function head(state) {
   document.title = `${state.run} ${state.steps_trained}/${state.steps} - ForgeMQ`;
   text("run", state.run);
@@ -162,6 +175,7 @@ async function refresh() {
   numbers(state);
   queues(state);
   tables(state);
+  importedTable(state);
   // Curves cost the browser most, so they are drawn only when they changed.
   const key = JSON.stringify([state.points.length, state.versions, state.evaluations, state.rates.at(-1)]);
   if (key !== lastKey && window.Plotly) {
@@ -176,7 +190,7 @@ async function refreshGroups() {
     group: g.group_id,
     cells: [
       g.group_id,
-      g.queue_index === null ? (g.purpose || "-") : String(g.queue_index),
+      g.queue_index === null ? (g.source === "import" ? "imported" : g.purpose || "-") : String(g.queue_index),
       g.reason ? g.reason.replace("_", " ") : (POSITIONS[g.position] ?? g.position),
       g.step === null ? "-" : String(g.step),
       String(g.completions),

@@ -23,7 +23,7 @@ export async function showGroup(group, episode = null) {
   if (shown.group !== group) return;
   document.getElementById("trajectory-name").textContent = found.episode ? found.episode.episode_id : group;
   document.getElementById("episodes").replaceChildren(...found.episode_ids.map((id) => choice(found, id)));
-  const turns = found.episode ? found.episode.turns.map(turnOf) : [element("p", { className: "hint", textContent: "No finished completion yet." })];
+  const turns = found.episode ? [...found.episode.messages.map(messageOf), ...found.episode.turns.map(turnOf)] : [element("p", { className: "hint", textContent: "No finished completion yet." })];
   const earned = found.episode ? [element("p", { className: "hint", textContent: earnedBy(found.episode.reward) })] : [];
   document.getElementById("trajectory").replaceChildren(...earned, ...turns);
 }
@@ -51,6 +51,11 @@ function earnedBy(reward) {
   const parts = ["outcome", "speed", "process", "total"].map((name) => `${name} ${Number(reward[name].toPrecision(4))}`).join(", ");
   const truncated = reward.truncated_by && `truncated by ${reward.truncated_by}`;
   return [reward.is_masked ? "masked" : parts, truncated, reward.detail].filter(Boolean).join("; ");
+}
+
+function messageOf(message) {
+  const text = element("div", { className: "tokens", textContent: message.text });
+  return element("article", { className: "turn" }, element("h3", { textContent: `${message.role} (imported)` }), text);
 }
 
 function turnOf(turn) {

@@ -48,6 +48,7 @@ class GroupFacts(Struct, frozen=True, kw_only=True):
     task: bytes
     temperature: float | None = None
     round_name: str = ""
+    source: Literal["agent", "import"] = "agent"
     idempotency_key: str = ""
 
 
@@ -272,6 +273,7 @@ class HeldEpisode:
             ),
             temperature=opened.sampling.temperature,
             round_name=group.round_name,
+            source=group.source,
             detail=ending.detail,
             truncated_by=ending.truncated_by,
         )

@@ -106,6 +106,7 @@ class Registry:
                     task=record.task,
                     temperature=record.temperature,
                     round_name=record.round_name,
+                    source=record.source,
                 )
             )
         return group

@@ -19,7 +19,7 @@ def check_same(facts: GroupFacts, request: RequestedGroup) -> None:
     differs = next(
         (
             name
-            for name in ("purpose", "group_size", "temperature", "round_name")
+            for name in ("purpose", "group_size", "temperature", "round_name", "source")
             if getattr(facts, name) != getattr(request, name)
         ),
         "" if _is_same_json(facts.task, request.task) else "task",

@@ -24,7 +24,7 @@ from forgemq_launcher.records.follower import Follower
 from forgemq_launcher.run_folder import RunFolder, RunFolderError
 from forgemq_run_view.report import Report
 from forgemq_run_view.rewards import EpisodeReward, TurnReward
-from forgemq_run_view.state import RunState
+from forgemq_run_view.state import GroupRow, RunState
 from forgemq_run_view.trajectory import Trajectory, TrajectoryTurn, trajectories
 
 LETTER_BYTES_SHOWN_MAX = 60
@@ -172,7 +172,7 @@ def print_groups(follower: Follower, console: Console) -> None:
     for row in reversed(follower.view.rows(rows_max=GROUPS_SHOWN_MAX)):
         shown.add_row(
             row.group_id,
-            "-" if row.queue_index is None else str(row.queue_index),
+            _place_of(row),
             row.reason or row.position,
             "-" if row.step is None else str(row.step),
             str(row.completions),
@@ -180,6 +180,12 @@ def print_groups(follower: Follower, console: Console) -> None:
             "-" if row.success is None else f"{row.success:.2f}",
         )
     console.print(shown)
+
+
+def _place_of(row: GroupRow) -> str:
+    if row.source == "import":
+        return "import"
+    return "-" if row.queue_index is None else str(row.queue_index)
 
 
 def print_forks(state: RunState, console: Console) -> None:
@@ -192,6 +198,9 @@ def print_trajectory(trajectory: Trajectory, tokenizer: Tokenizer | None, consol
     """Print an episode: what it earned, and each turn with its tokens and what that earned."""
     console.rule(f"episode {trajectory.episode_id}")
     console.print(_earned(trajectory.reward), highlight=False, soft_wrap=True)
+    for message in trajectory.messages:
+        console.print(f"{message.role} (imported)", style="bold", highlight=False)
+        console.print(Text(message.text), soft_wrap=True)
     for turn in trajectory.turns:
         console.print(_header(turn), style="bold", highlight=False)
         console.print(Text(_decoded(turn.context, tokenizer), style="dim"), soft_wrap=True)

@@ -3,14 +3,13 @@
 Services never import one another, so each replays its own journal, in a process of its own.
 """
 
-import asyncio
-import sys
 from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 
 from forgemq_launcher import exit_status
 from forgemq_launcher.commands.run_on_broker import run_broker
+from forgemq_launcher.commands.service_process import print_service
 from forgemq_launcher.run_folder import RunFolder
 from forgemq_launcher.upkeep.services import service_environ
 
@@ -42,28 +41,5 @@ async def replay_journals(
         for service in services:
             own = service_environ(shared, service)
             command = ["replay", *arguments]
-            statuses.add(await _print_replay(service, command, environ=own, console=console))
+            statuses.add(await print_service(service, command, environ=own, console=console))
     return next((status for status in STATUS_ORDER if status in statuses), exit_status.FAILED)
-
-
-async def _print_replay(
-    service: str, arguments: Sequence[str], *, environ: Mapping[str, str], console: Console
-) -> int:
-    """Run a service with these arguments and print what it prints; returns its exit status."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", f"forgemq_{service}", *arguments),
-        env=dict(environ),
-        stdin=asyncio.subprocess.DEVNULL,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT,
-    )
-    assert process.stdout is not None
-    try:
-        while line := await process.stdout.readline():
-            text = line.decode(errors="replace").rstrip("\n")
-            console.print(text, markup=False, highlight=False, soft_wrap=True)
-        return await process.wait()
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()

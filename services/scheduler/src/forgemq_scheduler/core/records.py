@@ -39,6 +39,7 @@ def admitted_group(
         queue_index=group.queue_index,
         temperature=request.temperature,
         round_name=request.round_name,
+        source=request.source,
     )
 
 

@@ -1,0 +1,182 @@
+"""Imports finished conversations: each is a group of one episode that is already played.
+
+The gateway knows a conversation by its content. So an import that was stopped is started again,
+and what is in the run already is not added a second time.
+"""
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+from msgspec import Struct
+
+from forgemq_agents.core.conversations import (
+    ConversationError,
+    FinishedConversation,
+    conversation_of,
+)
+from forgemq_agents.errors import EpisodeOverError
+from forgemq_agents.gateway_client import GatewayClient
+from forgemq_contracts.admin import Claim, GroupStatus
+from forgemq_contracts.asked_keys import KEYS_MAX
+
+AT_ONCE_MAX = 64
+"""Conversations on their way, each of them about a second: until it is scored and retired."""
+BYTES_AT_ONCE_MAX = 64 * 1024 * 1024
+"""Of their lines, which this process and the gateway hold in memory a few times each."""
+STATE_WAIT_S = 20.0
+"""Length of one long poll for a change of the group."""
+CLAIM_WAIT_S = 5.0
+"""A lapsed lease is no change of its group's state, so claims are repeated after this time."""
+FAULTS_SHOWN_MAX = 20
+"""Enough to see what is wrong with a file; its other faults are counted."""
+
+
+class FileRefusedError(Exception):
+    """The file has lines that are no conversations; nothing of it was imported."""
+
+
+class Imported(Struct, frozen=True, kw_only=True):
+    """What became of the conversations of a file."""
+
+    added: int
+    known: int
+    lost: tuple[str, ...]
+
+
+def check_file(path: Path) -> int:
+    """Check every line; returns the number of conversations.
+
+    Raises:
+        FileRefusedError: Names each bad line, up to a limit, with its field and rule.
+        OSError: The file cannot be read.
+    """
+    count, faults, shown = 0, 0, []
+    for number, line in _lines(path):
+        try:
+            conversation_of(line)
+            count += 1
+        except ConversationError as error:
+            faults += 1
+            if faults <= FAULTS_SHOWN_MAX:
+                shown.append(f"{path}:{number}: {error}")
+    if faults > len(shown):
+        shown.append(f"and {faults - len(shown)} lines more")
+    if faults:
+        raise FileRefusedError("\n".join((*shown, "nothing is imported")))
+    if count > KEYS_MAX:
+        raise FileRefusedError(f"{path}: has {count} conversations, a run takes {KEYS_MAX}")
+    if not count:
+        raise FileRefusedError(f"{path}: has no line with a conversation")
+    return count
+
+
+class ConversationImport:
+    """One import of a file into a domain.
+
+    Lifecycle: `run` once. After `stop` it ends what is on its way and takes no further line; after
+    a second one it ends at once.
+    """
+
+    def __init__(
+        self,
+        gateway: GatewayClient,
+        *,
+        domain: str,
+        bytes_at_once_max: int = BYTES_AT_ONCE_MAX,
+    ) -> None:
+        self._gateway = gateway
+        self._domain = domain
+        self._is_stopped = False
+        self._running: asyncio.Task[object] | None = None
+        self._reading = asyncio.Lock()
+        self._room = asyncio.Condition()
+        self._bytes = 0
+        self._bytes_max = bytes_at_once_max
+        self._added = 0
+        self._known = 0
+        self._lost: list[str] = []
+
+    def stop(self) -> None:
+        """Take no further line; a second time, cancel `run`: no engine may ever serve."""
+        if self._is_stopped and self._running is not None:
+            self._running.cancel()
+        self._is_stopped = True
+
+    async def run(self, path: Path) -> Imported:
+        """Import every conversation of a checked file.
+
+        Raises:
+            ConversationError: The file has changed since it was checked.
+            GatewayError: The gateway refuses, or was away for too long.
+        """
+        lines = _lines(path)
+        self._running = asyncio.current_task()
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(AT_ONCE_MAX):
+                tasks.create_task(self._take(lines))
+        return Imported(added=self._added, known=self._known, lost=tuple(self._lost))
+
+    async def _take(self, lines: Iterator[tuple[int, bytes]]) -> None:
+        while (taken := await self._next(lines)) is not None:
+            number, line = taken
+            await self._import(number, conversation_of(line))
+            async with self._room:
+                self._bytes -= len(line)
+                self._room.notify_all()
+
+    async def _next(self, lines: Iterator[tuple[int, bytes]]) -> tuple[int, bytes] | None:
+        """The next line, once there is room for it; None at the end, or if the import stops.
+
+        One at a time reads ahead, so that a single line waits in memory, not one for each.
+        """
+        async with self._reading, self._room:
+            taken = next(lines, None)
+            if taken is None:
+                return None
+            size = len(taken[1])
+            await self._room.wait_for(
+                lambda: not self._bytes or self._bytes + size <= self._bytes_max
+            )
+            if self._is_stopped:
+                return None
+            self._bytes += size
+            return taken
+
+    async def _import(self, number: int, conversation: FinishedConversation) -> None:
+        """Bring one conversation to the end of its group."""
+        status = await self._gateway.request_group(conversation.group(self._domain))
+        is_added = False
+        while status.state != "retired":
+            if status.state == "admitted" and await self._play(status, conversation):
+                is_added = True
+            wait_s = STATE_WAIT_S if is_added or status.state == "requested" else CLAIM_WAIT_S
+            try:
+                status = await self._gateway.read_group(status, wait_s=wait_s)
+            except EpisodeOverError:  # It retired so long ago that its status is forgotten.
+                break
+        if status.state == "retired" and status.retire_reason not in ("evaluated", ""):
+            self._lost.append(f"line {number}: {status.group_id} retired as {status.retire_reason}")
+        self._added += is_added
+        self._known += not is_added
+
+    async def _play(self, status: GroupStatus, conversation: FinishedConversation) -> bool:
+        """Write the conversation's episode; False if another import has it, or it is written."""
+        try:
+            claim: Claim | None = await self._gateway.claim(status.group_id)
+            if claim is None:
+                return False
+            for reward in conversation.rewards:
+                await self._gateway.report_reward(claim.episode_id, reward)
+            await self._gateway.finish(claim.episode_id, conversation.end)
+        except EpisodeOverError:
+            return False
+        return True
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines that are not blank, with their numbers from 1."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield number, line.rstrip(b"\r\n")

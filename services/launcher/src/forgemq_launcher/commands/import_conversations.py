@@ -1,0 +1,57 @@
+"""`forgemq import`: adds conversations that were finished elsewhere to a run that is up."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.console import Console
+
+from forgemq_launcher.commands.service_process import print_service
+from forgemq_launcher.run_folder import RunFolder, RunFolderError
+from forgemq_launcher.upkeep.services import service_environ
+
+GATEWAY_URL = "FORGEMQ_AGENTS_GATEWAY_URL"
+ADMIN_KEY = "FORGEMQ_AGENTS_ADMIN_KEY"
+
+
+async def import_conversations(
+    folder: RunFolder,
+    environ: Mapping[str, str],
+    console: Console,
+    *,
+    host: str,
+    file: Path,
+    domain: str,
+) -> int:
+    """Run `python -m forgemq_agents import` against the run's gateway and print what it prints.
+
+    Args:
+        folder: Of the run.
+        environ: If it names a gateway for agents, that one is used, and the folder is not read.
+        console: Where to print.
+        host: Where the gateways of this machine's runs listen.
+        file: One conversation a line.
+        domain: Of the run; the conversations belong to it.
+
+    Returns:
+        0: all are in the run. 1: the gateway refused or was away. 2: refused, nothing is imported.
+        130: stopped by a signal.
+
+    Raises:
+        RunFolderError: the run is not known here or not up, and no gateway is named.
+    """
+    if not environ.get(GATEWAY_URL):
+        environ = {**environ, **_own_gateway(folder, environ, host=host)}
+    own = service_environ(environ, "agents")
+    arguments = ["import", str(file), "--domain", domain]
+    return await print_service("agents", arguments, environ=own, console=console, ends_itself=True)
+
+
+def _own_gateway(folder: RunFolder, environ: Mapping[str, str], *, host: str) -> dict[str, str]:
+    """The settings that lead an agent to the gateway of a run that is up on this machine."""
+    folder.configuration()
+    if not folder.is_up():
+        raise RunFolderError(
+            f"run {folder.run} is not up: start it with --resume, or set {GATEWAY_URL}"
+        )
+    key = environ.get("FORGEMQ_GATEWAY_ADMIN_KEY") or folder.admin_key()
+    return {GATEWAY_URL: f"http://{host}:{folder.gateway_port()}", ADMIN_KEY: key}

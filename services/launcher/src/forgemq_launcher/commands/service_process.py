@@ -1,0 +1,50 @@
+"""Runs a command of a service, in a process of its own: services never import one another."""
+
+import asyncio
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+
+
+async def print_service(
+    service: str,
+    arguments: Sequence[str],
+    *,
+    environ: Mapping[str, str],
+    console: Console,
+    ends_itself: bool = False,
+) -> int:
+    """Run a service with these arguments and print what it prints; returns its exit status.
+
+    Args:
+        service: Its name, as in `python -m forgemq_<service>`.
+        arguments: Its command line.
+        environ: Its whole environment.
+        console: Where to print.
+        ends_itself: SIGINT and SIGTERM are passed on to the service, which ends what it has begun;
+            else it is killed.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", f"forgemq_{service}", *arguments),
+        env=dict(environ),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        # Else a terminal sends it Ctrl-C too, and it would count two.
+        start_new_session=ends_itself,
+    )
+    assert process.stdout is not None
+    if ends_itself:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, process.send_signal, number)
+    try:
+        while line := await process.stdout.readline():
+            text = line.decode(errors="replace").rstrip("\n")
+            console.print(text, markup=False, highlight=False, soft_wrap=True)
+        return await process.wait()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()

@@ -1,0 +1,174 @@
+"""Imports against the gateway in memory."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import msgspec
+import pytest
+
+from forgemq_agents.conversation_import import (
+    AT_ONCE_MAX,
+    BYTES_AT_ONCE_MAX,
+    ConversationImport,
+    Imported,
+)
+from forgemq_agents.gateway_client import GatewayClient
+from forgemq_agents.import_command import run_import
+from forgemq_agents.requests import JsonRequests, Retry
+from tests.memory_gateway import ADMIN_KEY, MemoryGateway
+from tests.memory_gateway_http import served
+
+
+def write(path: Path, *numbers: int) -> Path:
+    def line(number: int) -> str:
+        messages = [
+            {"role": "user", "content": f"{number}?"},
+            {"role": "assistant", "content": "yes"},
+        ]
+        return json.dumps({"messages": messages, "reward": number, "result": number})
+
+    path.write_text("".join(line(number) + "\n" for number in numbers))
+    return path
+
+
+@asynccontextmanager
+async def importing(
+    gateway: MemoryGateway, *, bytes_at_once_max: int = BYTES_AT_ONCE_MAX
+) -> AsyncIterator[ConversationImport]:
+    async with aiohttp.ClientSession() as http:
+        requests = JsonRequests(http, retry=Retry(deadline_s=5))
+        client = GatewayClient(requests, url=gateway.url, admin_key=ADMIN_KEY)
+        yield ConversationImport(client, domain="count", bytes_at_once_max=bytes_at_once_max)
+
+
+async def imported(gateway: MemoryGateway, file: Path) -> Imported:
+    async with importing(gateway) as made:
+        return await made.run(file)
+
+
+async def test_every_conversation_is_a_finished_group_with_its_reward_and_result(
+    memory_gateway, tmp_path
+):
+    gateway = await memory_gateway()
+    done = await imported(gateway, write(tmp_path / "f", *range(40)))
+    assert done == Imported(added=40, known=0, lost=())
+    groups = gateway.in_order()
+    assert {(g.request.source, g.request.purpose, g.size, g.state) for g in groups} == {
+        ("import", "eval", 1, "retired")
+    }
+    asked = [msgspec.json.decode(g.request.task)["messages"][0]["content"] for g in groups]
+    earned = [g.attempts[0].rewards["import/outcome"].value for g in groups]
+    ended = [msgspec.json.decode(g.ended[0].result) for g in groups]
+    assert asked == [f"{int(value)}?" for value in earned]
+    assert ended == earned
+    assert sorted(ended) == list(range(40))
+
+
+async def test_what_is_in_the_run_already_is_not_added_again(memory_gateway, tmp_path):
+    gateway = await memory_gateway()
+    await imported(gateway, write(tmp_path / "f", 1, 2))
+    again = await imported(gateway, write(tmp_path / "f", 2, 3, 1, 2))
+    assert again == Imported(added=1, known=3, lost=())
+    assert len(gateway.in_order()) == 3
+
+
+async def test_a_conversation_that_a_killed_import_had_claimed_is_played_when_its_lease_lapses(
+    memory_gateway, tmp_path
+):
+    gateway = await memory_gateway()
+    file = write(tmp_path / "f", 1)
+    async with importing(gateway) as made:
+        killed = asyncio.create_task(made.run(file))
+        while not any(g.attempts for g in gateway.in_order()):  # noqa: ASYNC110 - over HTTP
+            await asyncio.sleep(0)
+        killed.cancel()
+        await asyncio.wait([killed])
+    [group] = gateway.in_order()
+    assert group.state == "admitted"
+    assert await imported(gateway, file) == Imported(added=1, known=0, lost=())
+    assert group.ended[0] is not None
+    assert group.attempts[0].number == 1
+
+
+async def test_a_stopped_import_ends_what_is_on_its_way_and_takes_no_further_line(
+    memory_gateway, tmp_path
+):
+    gateway = await memory_gateway()
+    file = write(tmp_path / "f", *range(5 * AT_ONCE_MAX))
+    async with importing(gateway) as made:
+        running = asyncio.create_task(made.run(file))
+        while not gateway.in_order():  # noqa: ASYNC110 - over HTTP
+            await asyncio.sleep(0)
+        made.stop()
+        done = await running
+    assert 0 < done.added <= AT_ONCE_MAX
+    assert {group.state for group in gateway.in_order()} == {"retired"}
+    assert len(gateway.in_order()) == done.added
+
+
+async def test_lines_on_their_way_are_bounded_by_their_bytes_and_a_longer_one_goes_alone(
+    memory_gateway, tmp_path
+):
+    gateway = await memory_gateway(group_size=1)
+    file = write(tmp_path / "f", *range(10, 40))
+    size = len(file.read_bytes().splitlines()[0])
+    async with importing(gateway, bytes_at_once_max=3 * size) as made:
+        assert await made.run(file) == Imported(added=30, known=0, lost=())
+    assert gateway.scheduler.open_max == 3
+    async with importing(gateway, bytes_at_once_max=size - 1) as made:
+        assert (await made.run(write(file, *range(40, 50)))).added == 10
+
+
+async def test_an_import_that_is_stopped_twice_waits_for_no_engine(tmp_path):
+    async with served(MemoryGateway()) as gateway, importing(gateway) as made:
+        running = asyncio.create_task(made.run(write(tmp_path / "f", 1)))
+        while not gateway.in_order():  # noqa: ASYNC110 - over HTTP
+            await asyncio.sleep(0)
+        made.stop()
+        await asyncio.sleep(0.05)
+        assert not running.done()
+        made.stop()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+
+
+async def test_a_group_that_is_lost_is_named_by_its_line(memory_gateway, tmp_path):
+    gateway = await memory_gateway()
+    file = write(tmp_path / "f", 1, 2)
+    await imported(gateway, file)
+    group = gateway.in_order()[1]
+    gateway.retire(group.group_id, "expired")
+    done = await imported(gateway, file)
+    assert done.lost == (f"line 2: {group.group_id} retired as expired",)
+
+
+@pytest.mark.parametrize(
+    ("file", "domain", "said"),
+    [
+        ("good", "moon", "there is no domain 'moon'; there are count"),
+        ("bad", "count", "bad:1: not one JSON object"),
+        ("nowhere", "count", "No such file"),
+    ],
+)
+async def test_what_is_refused_leaves_no_request_for_a_group(
+    memory_gateway, tmp_path, capfd, file, domain, said
+):
+    gateway = await memory_gateway()
+    write(tmp_path / "good", 1)
+    (tmp_path / "bad").write_text("nope\n")
+    arguments = ["import", str(tmp_path / file), "--domain", domain]
+    environ = {"FORGEMQ_AGENTS_GATEWAY_URL": gateway.url, "FORGEMQ_AGENTS_ADMIN_KEY": ADMIN_KEY}
+    assert await asyncio.to_thread(run_import, arguments, environ) == 2
+    assert said in capfd.readouterr().err
+    assert gateway.asked_keys == []
+
+
+async def test_an_import_needs_no_setting_of_the_agents_besides_the_gateway(capfd, tmp_path):
+    arguments = ["import", str(write(tmp_path / "f", 1)), "--domain", "count"]
+    environ = {"FORGEMQ_AGENTS_CONFIGURATION": "c", "FORGEMQ_AGENTS_ADMIN_KEY": ADMIN_KEY}
+    assert run_import(arguments, environ) == 2
+    assert capfd.readouterr().err == "import: FORGEMQ_AGENTS_GATEWAY_URL: must be set\n"

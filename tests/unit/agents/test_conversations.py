@@ -1,0 +1,136 @@
+"""Lines of finished conversations: which are good, and what is sent of each."""
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from forgemq_agents.conversation_import import FAULTS_SHOWN_MAX, FileRefusedError, check_file
+from forgemq_agents.core.conversations import LINE_BYTES_MAX, ConversationError, conversation_of
+from forgemq_contracts.admin import RewardRequest
+
+QUESTION = {"role": "user", "content": "2 + 2?"}
+ANSWER = {"role": "assistant", "content": "4"}
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": "{"}}
+GOOD = {"messages": [QUESTION, ANSWER]}
+
+
+def line(*messages: object, **fields: object) -> bytes:
+    return json.dumps({"messages": messages or GOOD["messages"], **fields}).encode()
+
+
+def test_a_line_becomes_the_request_for_a_group_of_one_that_never_trains():
+    made = conversation_of(
+        line(tools=[{"type": "function", "function": {"name": "add"}}], metadata={"id": 7})
+    )
+    group = made.group("math")
+    assert (group.domain, group.source, group.purpose) == ("math", "import", "eval")
+    assert (group.group_size, group.round_name) == (1, "")
+    assert msgspec.json.decode(group.task) == {
+        **GOOD,
+        "tools": [{"type": "function", "function": {"name": "add"}}],
+        "metadata": {"id": 7},
+    }
+
+
+def test_rewards_are_sent_by_name_and_the_result_with_the_end():
+    made = conversation_of(line(reward=1, rewards={"speed": 0.5, "style": -2}, result={"n": [4]}))
+    assert made.rewards == tuple(
+        RewardRequest(reward_id=f"import/{name}", name=name, value=value)
+        for name, value in (("outcome", 1.0), ("speed", 0.5), ("style", -2.0))
+    )
+    assert msgspec.json.decode(made.end.result) == {"n": [4]}
+    assert msgspec.json.decode(made.task) == GOOD
+
+
+def test_a_conversation_has_one_key_in_whatever_order_its_fields_are_and_another_with_a_change():
+    key = conversation_of(b'{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "reward": 1.0}').key  # noqa: E501  # fmt: skip
+    same = b'{"reward":1.0,"messages":[{"content":"a","role":"user"},{"content":"\\u0062","role":"assistant"}]}'  # noqa: E501  # fmt: skip
+    assert conversation_of(same).key == key
+    others = [same.replace(b"1.0", b"0.5"), same.replace(b'"a"', b'"c"')]
+    assert len({key, *(conversation_of(each).key for each in others)}) == 3
+    assert key.startswith("import/")
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "system", "content": "s"}, {"role": "developer", "content": "d"}, ANSWER],
+        [{"role": "user", "content": [{"type": "text", "text": "a"}]}, ANSWER],
+        [
+            QUESTION,
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            {"role": "tool", "content": "4", "tool_call_id": "c1"},
+        ],
+        [QUESTION, {"role": "assistant", "content": None, "refusal": "no"}],
+        [QUESTION, {**ANSWER, "reasoning_content": "easy"}],
+    ],
+)
+def test_what_openais_clients_send_is_taken_as_it_is(messages):
+    assert msgspec.json.decode(conversation_of(line(*messages)).task) == {"messages": messages}
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        (b"nope", "not one JSON object: JSON is malformed"),
+        (b"\xff", "not one JSON object: 'utf-8' codec can't decode"),
+        (b"[1]", "Expected `object`, got `array`"),
+        (b"{}", "Object missing required field `messages`"),
+        (b'{"messages": []}', "messages: Expected `array` of length >= 1"),
+        (line(rewrad=1), "Object contains unknown field `rewrad`"),
+        (line(reward="1"), "reward: Expected `float | null`, got `str`"),
+        (line(reward=1e13), "reward: Expected `float` <= 1000000000000.0"),
+        (line(reward=1, rewards={"outcome": 1}), "reward: is the outcome, which `rewards` names"),
+        (line(tools=[{"name": "f"}]), "tools[0]: Object missing required field `type`"),
+        (line(QUESTION, {"role": "bot", "content": "a"}), "messages[1].role: Invalid value 'bot'"),
+        (line(QUESTION, {"content": "a"}), "messages[1]: Object missing required field `role`"),
+        (line({"role": "user"}, ANSWER), "messages[0]: Object missing required field `content`"),
+        (line(QUESTION), "messages: must have one of the assistant"),
+        (line(QUESTION, {"role": "assistant"}), "messages[1]: has no content, no refusal and no"),
+        (
+            line(QUESTION, ANSWER, {"role": "tool", "content": "4", "tool_call_id": "c1"}),
+            "messages[2].tool_call_id: no assistant message before it has a call 'c1'",
+        ),
+        (b'{"messages":' + b"[" * 20_000 + b"]" * 20_000 + b"}", "messages[0]: Expected `object`"),
+        (
+            line()[:-1] + b', "result": ' + b"[" * 20_000 + b"]" * 20_000 + b"}",
+            "not one JSON object: maximum recursion depth",
+        ),
+        (b" " * (LINE_BYTES_MAX + 1), f"has {LINE_BYTES_MAX + 1} bytes"),
+    ],
+)
+def test_a_bad_line_is_refused_by_its_field_and_rule(bad, said):
+    with pytest.raises(ConversationError) as refused:
+        conversation_of(bad)
+    assert str(refused.value).startswith(said)
+
+
+def test_a_file_is_refused_as_a_whole_by_line_number_and_field(tmp_path: Path):
+    file = tmp_path / "talks.jsonl"
+    file.write_bytes(line() + b"\r\n\n" + line(reward="1") + b"\n" + line(QUESTION))
+    with pytest.raises(FileRefusedError) as refused:
+        check_file(file)
+    assert str(refused.value).splitlines() == [
+        f"{file}:3: reward: Expected `float | null`, got `str`",
+        f"{file}:4: messages: must have one of the assistant, as its answer",
+        "nothing is imported",
+    ]
+
+
+def test_of_many_bad_lines_the_first_are_named_and_the_others_counted(tmp_path: Path):
+    file = tmp_path / "talks.jsonl"
+    file.write_bytes(b"nope\n" * (FAULTS_SHOWN_MAX + 5))
+    with pytest.raises(FileRefusedError, match="and 5 lines more") as refused:
+        check_file(file)
+    assert len(str(refused.value).splitlines()) == FAULTS_SHOWN_MAX + 2
+
+
+def test_a_file_without_a_line_is_refused_and_blank_lines_count_as_none(tmp_path: Path):
+    file = tmp_path / "talks.jsonl"
+    file.write_bytes(b"\n \n")
+    with pytest.raises(FileRefusedError, match="has no line with a conversation"):
+        check_file(file)
+    file.write_bytes(b"\n" + line() + b"\n\n" + line(reward=1))
+    assert check_file(file) == 2
