@@ -38,8 +38,9 @@ class ChangeSignal:
         group.tasks += 1
         try:
             async with asyncio.timeout(timeout_s):
-                while (found := look()) is None:
+                while found is None:
                     await group.event.wait()
+                    found = look()
                 return found
         except TimeoutError:
             return look()
