@@ -7,6 +7,7 @@ import asyncio
 import random
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar, get_args
 
@@ -14,7 +15,14 @@ from msgspec import UNSET, Raw, UnsetType
 
 from forgemq_bus.errors import LogUnavailableError
 from forgemq_contracts import partitions
-from forgemq_contracts.admin import AbortRequest, Claim, FinishRequest, GroupRequest, GroupStatus
+from forgemq_contracts.admin import (
+    AbortRequest,
+    Claim,
+    FinishRequest,
+    GroupRequest,
+    GroupStatus,
+    RewardRequest,
+)
 from forgemq_contracts.fields import TruncationCause
 from forgemq_gateway.core.errors import RefusedError
 from tests.simulation.storm.gateway import DownError, StormGateway
@@ -26,6 +34,12 @@ BEHAVIOURS: Sequence[Behaviour] = (*("finishes",) * 7, *get_args(Behaviour)[1:])
 
 GROUPS_AT_ONCE = 5
 """Two more than there are slots, so that requests wait."""
+
+PATIENCE_S = 2.0
+"""An agent that hears nothing for 2 s asks another gateway; the first may still do it."""
+
+_LATE_REWARD_S = 8.0
+"""Longer than a gateway stands still: its successor may answer a reward beside an end."""
 
 _BUSY = 429
 _SERVER_ERROR = 500
@@ -50,7 +64,8 @@ class Heard:
         claims: Agents that hold each episode id, by the gateway that gave it to them.
         unclaimed: Groups that no agent was sent to.
         delivered: Completions that the agent of an episode has.
-        unanswered: Group and index of ends and claims that may or may not be on the log.
+        unanswered: Group and index of ends that may or may not be on the log.
+        rewarded: Ids of the rewards that a gateway took, by episode.
     """
 
     groups: dict[str, str] = field(default_factory=dict)
@@ -59,6 +74,7 @@ class Heard:
     delivered: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     ended: list[Ended] = field(default_factory=list)
     unanswered: set[tuple[str, int]] = field(default_factory=set)
+    rewarded: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
 
 
 class Agents:
@@ -82,6 +98,7 @@ class Agents:
         self._is_owner = is_owner
         self._check_end = check_end
         self._rng = rng
+        self._given_up: set[asyncio.Future[object]] = set()
         self.heard = Heard()
 
     async def run(self) -> None:
@@ -116,6 +133,7 @@ class Agents:
         group: str | None,
         *,
         index: tuple[str, int] | None = None,
+        patience_s: float | None = None,
     ) -> Answer:
         """Ask until a gateway answers.
 
@@ -123,6 +141,7 @@ class Agents:
             ask: What the agent wants of the owner of the group.
             group: The group it is about; None: any gateway knows.
             index: What an unanswered call may have changed.
+            patience_s: How long the agent waits for one gateway; None: to its end.
 
         Raises:
             RefusedError: 4xx, or 504.
@@ -131,14 +150,34 @@ class Agents:
             gateway = self._gateway()
             try:
                 if gateway is not None:
-                    return await gateway.call(ask, group_id=group)
-            except (DownError, LogUnavailableError):
+                    asked = gateway.call(ask, group_id=group)
+                    return await self._heard_of(asked, patience_s=patience_s)
+            except (DownError, LogUnavailableError, TimeoutError):
                 if index is not None:
                     self.heard.unanswered.add(index)
             except RefusedError as error:
                 if error.status != _BUSY and (error.status < _SERVER_ERROR or error.status == 504):
                     raise
             await asyncio.sleep(self._rng.uniform(0.1, 1.0))
+
+    async def _heard_of(self, asked: Awaitable[Answer], *, patience_s: float | None) -> Answer:
+        """The answer, if it comes in time; what a client no longer waits for goes on.
+
+        Raises:
+            TimeoutError: it does not come.
+        """
+        if patience_s is None:
+            return await asked
+        asking = asyncio.ensure_future(asked)
+        self._given_up.add(asking)
+        asking.add_done_callback(self._forget)
+        async with asyncio.timeout(patience_s):
+            return await asyncio.shield(asking)
+
+    def _forget(self, asking: "asyncio.Future[Answer]") -> None:
+        self._given_up.discard(asking)
+        if not asking.cancelled():
+            asking.exception()  # asyncio would log one that nobody has waited for.
 
     async def _play_group(self, group: GroupStatus, room: asyncio.Semaphore) -> None:
         try:
@@ -210,9 +249,34 @@ class Agents:
         while behaviour == "hangs":
             await self._ask(lambda gateway: _renewed(gateway, claim), claim.group_id)
             await asyncio.sleep(1.0)
+        for number in range(self._rng.choice((0, 0, 1, 2))):
+            await self._reward(claim, f"r{number}")
         if behaviour != "vanishes":
-            await self._end(claim, behaviour)
+            late = asyncio.ensure_future(self._reward_late(claim))
+            try:
+                await self._end(claim, behaviour)
+            finally:
+                await late
         return behaviour
+
+    async def _reward_late(self, claim: Claim) -> None:
+        """Sometimes report a reward beside the end of the episode, which may come first."""
+        if self._rng.random() < 0.5:
+            return
+        await asyncio.sleep(self._rng.uniform(0.0, _LATE_REWARD_S))
+        with suppress(RefusedError):
+            await self._reward(claim, "late")
+
+    async def _reward(self, claim: Claim, reward_id: str) -> None:
+        """Report a reward, sometimes twice."""
+        request = RewardRequest(reward_id=reward_id, name="r", value=1.0)
+        for _ in range(self._rng.choice((1, 1, 2))):
+            await self._ask(
+                lambda gateway: gateway.operations.reward(claim.episode_id, request),
+                claim.group_id,
+                patience_s=PATIENCE_S,
+            )
+            self.heard.rewarded[claim.episode_id].add(reward_id)
 
     async def _complete(self, claim: Claim, body: str, *, parent_id: str | None) -> str:
         async def complete(gateway: StormGateway) -> tuple[str, bool]:
@@ -231,21 +295,20 @@ class Agents:
             cause = "too_many_turns" if behaviour == "truncates" else "context_full"
         said: TruncationCause | UnsetType = UNSET if cause is None else cause
 
-        async def end(gateway: StormGateway) -> StormGateway:
+        async def end(gateway: StormGateway) -> None:
             if behaviour in ("aborts", "crashes_full"):
                 abort = AbortRequest(detail="gave up", truncated_by=said)
                 await gateway.operations.abort(claim.episode_id, abort)
             else:
                 finish = FinishRequest(truncated_by=said)
                 await gateway.operations.finish(claim.episode_id, finish)
-            return gateway
 
-        gateway = await self._ask(end, claim.group_id, index=index)
+        await self._ask(end, claim.group_id, index=index, patience_s=PATIENCE_S)
         ended = Ended(
             claim=claim,
             status="aborted" if behaviour == "aborts" else "completed",
             truncated_by=cause,
-            is_certain=gateway.was_alone and index not in self.heard.unanswered,
+            is_certain=index not in self.heard.unanswered,
         )
         self.heard.ended.append(ended)
         self._check_end(ended)

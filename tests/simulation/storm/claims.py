@@ -53,6 +53,7 @@ class Played:
     unclaimed: int = 0
     trained: int = 0
     truncated: int = 0
+    rewarded: int = 0
     deaths: int = 0
     owners: int = 0
     left: int = 0
@@ -207,9 +208,6 @@ class ClaimsSchedule:
             url=f"http://gateway-{len(self._gateways)}",
             peer_at=self._at,
         )
-        for other in self._gateways:
-            if other.is_alive:
-                other.was_alone = gateway.was_alone = False
         self._gateways.append(gateway)
         return gateway
 

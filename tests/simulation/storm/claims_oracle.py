@@ -102,6 +102,7 @@ class ClaimsOracle:
         self._check_steps()
         self._check_claims(heard)
         self._check_delivered(heard)
+        self._check_rewards(heard)
         for each in self._all(topics.SCORED_GROUPS):
             self._check_scored(each.record)
         self._check_deadlines()
@@ -109,11 +110,7 @@ class ClaimsOracle:
     def counts(self) -> dict[str, int]:
         """How often what happened."""
         retired = [each.record for each in self._all(topics.RETIRED_GROUPS)]
-        ends = [
-            end
-            for group in self._ids(topics.ADMITTED_GROUPS)
-            for end in self._first_ends(group).values()
-        ]
+        ends = self._ends().values()
         return {
             "owners": len(self.owners()),
             "groups": len(self._ids(topics.ADMITTED_GROUPS)),
@@ -123,6 +120,7 @@ class ClaimsOracle:
             "unclaimed": sum("no agent claimed" in group.detail for group in retired),
             "trained": sum(group.reason == "trained" for group in retired),
             "truncated": sum(end.truncated_by is not None for end in ends),
+            "rewarded": sum(len(end.rewards) for end in ends),
         }
 
     def _check_owners(self) -> None:
@@ -194,16 +192,30 @@ class ClaimsOracle:
 
     def _check_delivered(self, heard: Heard) -> None:
         """What an agent had of a run's owner is in the manifest of its episode."""
-        ends = {
-            end.episode_id: end
-            for group in self._ids(topics.ADMITTED_GROUPS)
-            for end in self._first_ends(group).values()
-        }
+        ends = self._ends()
         for episode_id, delivered in heard.delivered.items():
             end = ends.get(episode_id)
             kept = set() if end is None else {entry.completion_id for entry in end.manifest}
             if end is not None and end.status == "completed" and not set(delivered) <= kept:
                 raise ViolationError(f"{episode_id}: of {delivered} only {kept} counts")
+
+    def _check_rewards(self, heard: Heard) -> None:
+        """Every reward that a gateway took is in the end of its episode, and none is twice."""
+        for episode_id, end in self._ends().items():
+            counted = Counter(reward.reward_id for reward in end.rewards)
+            taken = heard.rewarded.get(episode_id, set())
+            if end.status == "completed" and not taken <= counted.keys():
+                raise ViolationError(f"{episode_id}: of rewards {taken} only {set(counted)} count")
+            if set(counted.values()) - {1}:
+                raise ViolationError(f"{episode_id}: a reward counts twice: {counted}")
+
+    def _ends(self) -> dict[str, FinishedEpisode]:
+        """The ends that count, by episode."""
+        return {
+            end.episode_id: end
+            for group in self._ids(topics.ADMITTED_GROUPS)
+            for end in self._first_ends(group).values()
+        }
 
     def _check_scored(self, scored: ScoredGroup) -> None:
         """It has the first end of each index, and advantages over those that completed."""
@@ -280,24 +292,27 @@ class ClaimsOracle:
         return any(begin_s - PAUSE_S - LATE_S <= fault_s <= end_s for fault_s in self._faults_s)
 
     def check_written(self, emits: Sequence[Emit]) -> None:
-        """One gateway ends each episode once, and opens each attempt once.
+        """One gateway ends each episode in one way, and opens each attempt once.
+
+        An end whose request was cut off may be on the log: the next request writes it again.
 
         Args:
             emits: What this gateway wrote and knows to stand on the log.
 
         Raises:
-            ViolationError: it wrote an end or an attempt again.
+            ViolationError: it wrote another end, or an attempt again.
         """
-        ended: Counter[tuple[str, int]] = Counter()
+        ended: dict[tuple[str, int], bytes] = {}
         opened: Counter[str] = Counter()
         for emit in emits:
             match topics.decode(topics.BY_NAME[emit.topic], emit.value):
                 case FinishedEpisode() as end:
-                    ended[end.group_id, end.index] += 1
-                case OpenedEpisode() as attempt:
+                    if ended.setdefault((end.group_id, end.index), emit.value) != emit.value:
+                        raise ViolationError(f"a gateway ended {end.episode_id} in two ways")
+                case OpenedEpisode() as attempt if not attempt.rewards:
                     opened[attempt.episode_id] += 1
-        if twice := [key for count in (ended, opened) for key in count if count[key] > 1]:
-            raise ViolationError(f"a gateway ended or opened twice: {twice}")
+        if twice := [attempt for attempt, count in opened.items() if count > 1]:
+            raise ViolationError(f"a gateway opened twice: {twice}")
 
     def _first_ends(self, group_id: str) -> dict[int, FinishedEpisode]:
         """The end of each index that counts: the first on the log."""

@@ -70,4 +70,4 @@ def run_claims_numbered(place: Place, faults: NumberedFaults) -> Played:
         gateways_s=(TAKEOVER_S,) if place == "takeover" else (),
         has_trimming=False,
     )
-    return run_virtual(ClaimsSchedule(weather, random.Random("claims points 0")).run())
+    return run_virtual(ClaimsSchedule(weather, random.Random("claims points 5")).run())

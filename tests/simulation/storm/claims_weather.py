@@ -80,19 +80,33 @@ class ClaimsWeather:
 
 
 def drawn_weather(rng: random.Random) -> ClaimsWeather:
-    """Draw a weather."""
+    """Draw a weather; in some, several gateways stand still while they write."""
+    has_pauses = rng.random() < 0.3
+    gateways, latest_s = (3, 10.0) if has_pauses else (rng.choice((0, 1, 3)), 60.0)
     return ClaimsWeather(
         configuration=drawn_configuration(rng),
         marker_delay_s=rng.choice((0.0, 0.0, 0.02, 0.5)),
         environ=transform_environ(
             snapshot_every_batches=rng.choice((1, 5, 50)), batch_linger_s=rng.choice((0.0, 0.05))
         ),
-        gateway_faults=drawn_faults(rng),
+        gateway_faults=drawn_pauses(rng) if has_pauses else drawn_faults(rng),
         transform_faults=drawn_faults(rng),
         engine_faults=NumberedFaults(),
         processes=(rng.choice((1, 2)), rng.choice((1, 2))),
-        gateways_s=tuple(rng.uniform(1.0, 60.0) for _ in range(rng.choice((0, 1, 3)))),
+        gateways_s=tuple(rng.uniform(1.0, latest_s) for _ in range(gateways)),
         has_trimming=True,
+    )
+
+
+def drawn_pauses(rng: random.Random) -> Faults:
+    """Gateways stand still with a promise on its way, until others have taken over from them."""
+    return SeededFaults(
+        rng,
+        probability=0.3,
+        faults_max=6,
+        kinds=("pause",),
+        points=("promise", "written"),
+        pause_s=(4.0, 6.0),
     )
 
 

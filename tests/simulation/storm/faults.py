@@ -5,15 +5,16 @@ is drawn from a seed, or given by number: so all points of a case can be tried o
 """
 
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 Point = Literal[
-    "open_writer", "opened_writer", "positions", "reader", "read", "commit", "written", "committed",
-    "asked", "sampled", "answered",
+    "open_writer", "opened_writer", "positions", "reader", "read", "commit", "promise", "written",
+    "committed", "asked", "sampled", "answered",
 ]  # fmt: skip
-"""The last three are an engine's: it has read a request, has a completion, and has written it."""
+"""A promise is a commit of what a gateway answers with 200. The last three are an engine's: it has
+read a request, has a completion, and has written it."""
 
 FaultKind = Literal["kill", "pause", "no_answer"]
 
@@ -35,21 +36,40 @@ class Faults(Protocol):
 
 
 class SeededFaults:
-    """Draws faults until there were `faults_max`, so that every schedule comes to rest."""
+    """Draws faults until there were `faults_max`, so that every schedule comes to rest.
 
-    def __init__(self, rng: random.Random, *, probability: float, faults_max: int) -> None:
+    Args:
+        kinds: Each is as probable as the others.
+        points: The only ones at which faults happen; empty: they happen at all.
+        pause_s: Shortest and longest time that a process stands still.
+    """
+
+    def __init__(
+        self,
+        rng: random.Random,
+        *,
+        probability: float,
+        faults_max: int,
+        kinds: Sequence[FaultKind] = get_args(FaultKind),
+        points: Collection[Point] = (),
+        pause_s: tuple[float, float] = (0.1, 6.0),
+    ) -> None:
         self._rng = rng
         self._probability = probability
         self._left = faults_max
+        self._kinds = kinds
+        self._points = points
+        self._pause_s = pause_s
 
     def at(self, point: Point) -> Fault | None:
-        """Kill, pause or refuse, with equal probability."""
-        del point
+        """One of the kinds, or none."""
+        if self._points and point not in self._points:
+            return None
         if self._left == 0 or self._rng.random() >= self._probability:
             return None
         self._left -= 1
-        kind: FaultKind = self._rng.choice(("kill", "pause", "no_answer"))
-        return Fault(kind, self._rng.uniform(0.1, 6.0) if kind == "pause" else 0.0)
+        kind = self._rng.choice(self._kinds)
+        return Fault(kind, self._rng.uniform(*self._pause_s) if kind == "pause" else 0.0)
 
 
 class NumberedFaults:

@@ -56,9 +56,6 @@ class StormGateway:
     Args:
         url: Its address.
         peer_at: The gateway that answers at an address, if one does.
-
-    Attributes:
-        was_alone: Whether no other gateway has been alive since this one started.
     """
 
     def __init__(
@@ -71,7 +68,6 @@ class StormGateway:
     ) -> None:
         self.process = process
         self.url = url
-        self.was_alone = True
         self._peer_at = peer_at
         self._settings = settings
         self._is_serving = False

@@ -334,6 +334,13 @@ MUTANTS = (
         case="gateway_unanswered",
     ),
     Mutant(
+        name="a new owner reads what there is while the previous one may still write",
+        source=GATEWAY,
+        file="forgemq_gateway/members.py",
+        edits=(("                await self._fenced.fence(gateway)\n", "                pass\n"),),
+        case="claims",
+    ),
+    Mutant(
         name="a restart of the grading begins behind episodes that wait",
         source=REWARD,
         file=PENDING,

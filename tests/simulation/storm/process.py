@@ -17,11 +17,17 @@ from forgemq_bus.log import (
 from forgemq_bus.memory import MemoryLog, MemoryTransactionWriter, MemoryWriter
 from forgemq_bus.memory_reader import MemoryReader
 from forgemq_bus.names import broker_place, in_run
+from forgemq_contracts import topics
 from forgemq_contracts.run import RunConfiguration
 from forgemq_telemetry import Telemetry
 from tests.simulation.storm.cluster import StormStore
 from tests.simulation.storm.faults import Faults, Point
 from tests.simulation.storm.membership import SESSION_S, Coordinator, StormMember
+
+_PROMISES = {
+    topic.name
+    for topic in (topics.REQUESTED_GROUPS, topics.OPENED_EPISODES, topics.FINISHED_EPISODES)
+}
 
 
 class KilledError(Exception):
@@ -37,7 +43,7 @@ class Process:
         faults: What happens to this process.
 
     Attributes:
-        answered: Records written outside transactions, of which the process knows that they stand.
+        answered: Records of which the process knows that they stand.
     """
 
     def __init__(
@@ -238,7 +244,7 @@ class StormWriter:
         return (await self.write_all([emit]))[0]
 
     async def write_all(self, emits: Sequence[Emit]) -> list[int]:
-        await self._process.reach("commit")
+        await self._process.reach(_commit_of(emits))
         offsets = await self._writer.write_all(emits)
         await self._process.reach("committed")
         self._process.answered += emits
@@ -270,7 +276,7 @@ class StormTransactionWriter(MemoryTransactionWriter):
             raise ClosedError("a commit has failed before")
         self._is_dead = True
         name = in_run(group, run=self._run)
-        await self._process.reach("commit")
+        await self._process.reach(_commit_of(outputs))
         await self._storm.settled(self._transactional_id)
         transaction = await self._begin(outputs)
         await self._process.reach("written")
@@ -281,4 +287,9 @@ class StormTransactionWriter(MemoryTransactionWriter):
             {(name, broker_place(place, run=self._run)): at for place, at in positions.items()},
         )
         await self._process.reach("committed")
+        self._process.answered += outputs
         self._is_dead = False
+
+
+def _commit_of(emits: Sequence[Emit]) -> Point:
+    return "promise" if any(emit.topic in _PROMISES for emit in emits) else "commit"
