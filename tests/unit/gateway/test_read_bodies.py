@@ -1,5 +1,6 @@
 """A body that begins as an earlier one is read as if all of it were read."""
 
+import gc
 import json
 from typing import Any
 
@@ -144,6 +145,18 @@ def test_a_body_with_any_other_byte_before_its_last_item_is_read_whole() -> None
     assert begin is not None
     assert begin.text == body[:end]
     assert episode.history.bodies.begin_of(body, protocol="messages") is None
+
+
+@pytest.mark.parametrize("path", TOLD)
+def test_kept_messages_are_nothing_that_the_collector_of_cycles_visits(path: str) -> None:
+    """A few bodies of 10,000 messages would else hold the event loop for a tenth of a second."""
+    history = History(HeldBytes())
+    body = json.dumps({FIELD_OF[path]: TOLD[path], "model": "m", "max_tokens": 1}).encode()
+    messages = PROTOCOL_OF[path].read(body, history, None).messages
+    gc.collect()
+    parts = [part for message in messages for part in message.parts]
+    assert parts
+    assert [each for each in (*messages, *parts) if gc.is_tracked(each)] == []
 
 
 def test_a_second_array_of_messages_behind_the_known_one_is_refused_in_a_shortened_body() -> None:

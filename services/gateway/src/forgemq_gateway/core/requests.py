@@ -35,19 +35,19 @@ TOOLS_BYTES_MAX = 1024 * 1024
 FORM_BYTES_MAX = 128 * 1024
 
 
-class Text(Struct, frozen=True, tag=True):
+class Text(Struct, frozen=True, tag=True, gc=False):
     """Text for or by the model."""
 
     text: str
 
 
-class Thinking(Struct, frozen=True, tag=True):
+class Thinking(Struct, frozen=True, tag=True, gc=False):
     """The model's reasoning; no part of the match key, because clients drop or change it."""
 
     text: str
 
 
-class Call(Struct, frozen=True, tag=True):
+class Call(Struct, frozen=True, tag=True, gc=False):
     """One tool call; `arguments` is JSON text as the model or the client wrote it."""
 
     id: str
@@ -55,7 +55,7 @@ class Call(Struct, frozen=True, tag=True):
     arguments: str
 
 
-class ToolResult(Struct, frozen=True, tag=True):
+class ToolResult(Struct, frozen=True, tag=True, gc=False):
     """What a tool answered to the call with this id."""
 
     call_id: str
@@ -65,8 +65,11 @@ class ToolResult(Struct, frozen=True, tag=True):
 Part: TypeAlias = Text | Thinking | Call | ToolResult
 
 
-class RequestMessage(Struct, frozen=True):
+class RequestMessage(Struct, frozen=True, gc=False):
     """One message; what a client adds beyond these fields is dropped.
+
+    Those of an episode's newest bodies are kept, 10,000 of a body at most. None can be part of a
+    cycle, so the collector is not to visit them: it would hold the event loop.
 
     Attributes:
         answered_id: The request that an echoed reply answered, if the protocol lets it say so.
