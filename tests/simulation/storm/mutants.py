@@ -325,9 +325,11 @@ MUTANTS = (
         file="forgemq_gateway/operations.py",
         edits=(
             (
-                "                await self._outbox.write(record)\n            finally:\n"
-                "                del self._requesting",
-                "                asyncio.ensure_future(self._outbox.write(record))\n"
+                "                await self._outbox.promise(record, tenure=tenure)\n"
+                "            finally:\n                del self._requesting",
+                "                asyncio.ensure_future(\n"
+                "                    self._outbox.promise(record, tenure=tenure)\n"
+                "                )\n"
                 "            finally:\n                del self._requesting",
             ),
         ),
