@@ -44,7 +44,7 @@ _MEGABYTE = 1_000_000
 
 
 class Phase(Struct, frozen=True, kw_only=True):
-    """So many clients for so long; what they are answered in the warm-up does not count."""
+    """How many clients play, and for how long; the answers of the warm-up do not count."""
 
     clients: int
     seconds: float
