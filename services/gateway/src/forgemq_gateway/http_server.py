@@ -49,8 +49,9 @@ class Acceptor:
         self._loop.add_reader(listener.fileno(), self._accept)
 
     def close(self) -> None:
-        """Accept no more."""
-        self._loop.remove_reader(self._listener.fileno())
+        """Accept no more; idempotent."""
+        if self._listener.fileno() >= 0:
+            self._loop.remove_reader(self._listener.fileno())
 
     async def wait_closed(self) -> None:
         """Return at once: uvicorn waits for the connections itself."""

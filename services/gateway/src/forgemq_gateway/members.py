@@ -202,6 +202,7 @@ class Members:
             await asyncio.sleep(pause_s)
             return
         self._took_over_s = now_s
+        self._has_fenced = frozenset()  # Who is taken from now is to be fenced again.
         # Others take a gateway that was silent for gone, and would take everything back.
         await self.report()
         record = await self._owners.take_over(wanted)
@@ -235,15 +236,17 @@ class Members:
         First their earlier owners are fenced: what is read then is all that they promised.
         """
         started_s = self._clock.now_s()
-        unfenced = self._gateways.unfenced()
+        unfenced, gained = self._gateways.unfenced(), self._gateways.gained(numbers)
         try:
             for gateway in sorted(unfenced):
                 await self._fenced.fence(gateway)
             positions = await self._restore.partitions(numbers)
+            if RUN_PARTITION in numbers:
+                await self._bad_records.take_over()
         except BaseException:  # Also on a cancellation: half of it is of no use.
             self._undo(numbers)
             raise
-        if not numbers <= self._gateways.own():
+        if self._gateways.gained(numbers) != gained:  # Lost meanwhile, also if gained again.
             self._undo(numbers)
             return
         self._registry.renew_leases(self._clock.now_s())
@@ -251,7 +254,6 @@ class Members:
         self._feed.add(positions)
         self._followed |= numbers
         if RUN_PARTITION in numbers:
-            await self._bad_records.take_over()
             self.serves_run.set()
         self._gateways.serving |= numbers
         self._has_fenced = unfenced

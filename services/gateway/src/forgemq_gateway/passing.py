@@ -34,6 +34,9 @@ _KEY = re.compile(_EPISODE + r"\..+")
 _ADMIN_PATH = re.compile(rf"/v1/(?:groups/([a-z0-9-]{{1,64}})|episodes/{_EPISODE})(?:/.*)?")
 _GROUPS_PATH = "/v1/groups"
 
+_GONE_MAX = 5
+"""Owners in turn at which nobody listens: one that says it is there meanwhile is asked again."""
+
 _MOVES_MAX = 3
 """Owners of one request after the first; a group moves rarely, and the client can ask again."""
 
@@ -111,7 +114,7 @@ class Passing:
         self, request: "_Request", group: str, *, begun: MovedError | None = None
     ) -> bool:
         """Send a request on, unless this gateway owns its group; returns whether it was sent."""
-        while True:
+        for _ in range(_GONE_MAX):
             owner = await self._whereabouts.owner(group, least=request.number)
             if owner is None:
                 return False
@@ -125,6 +128,7 @@ class Passing:
                 self._whereabouts.note_gone(owner)
             else:
                 return True
+        raise busy("the group's gateway takes no connection: ask again", status=503)
 
     def _mistaken(self, owner: PartitionOwner) -> RefusedError:
         """503: another gateway took this one for the owner; the message names no address."""

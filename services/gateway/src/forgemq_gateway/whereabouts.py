@@ -63,7 +63,7 @@ class Whereabouts:
         Many requests are sent to the same gateway at once, and wait for the same.
         """
         watch = self._watches.get(owner.gateway)
-        if watch is None:
+        if watch is None or watch.gone.done():
             watch = _Watch(asyncio.ensure_future(self._until_gone(owner)))
             self._watches[owner.gateway] = watch
         watch.requests += 1
@@ -73,7 +73,8 @@ class Whereabouts:
             watch.requests -= 1
             if not watch.requests:
                 watch.gone.cancel()
-                del self._watches[owner.gateway]
+                if self._watches.get(owner.gateway) is watch:
+                    del self._watches[owner.gateway]
 
     async def _until_gone(self, owner: PartitionOwner) -> None:
         while self._gateways.has_peer(owner.gateway):

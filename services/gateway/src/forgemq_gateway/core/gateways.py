@@ -117,6 +117,11 @@ class Gateways:
         number = self.partition_of(group_id)
         return self._gained[number] if number in self.serving else None
 
+    def gained(self, numbers: Collection[int]) -> dict[int, int]:
+        """By which change this gateway has gained each of these partitions that it owns now."""
+        own = self.own()
+        return {number: self._gained[number] for number in numbers if number in own}
+
     def unfenced(self) -> frozenset[str]:
         """Earlier owners of this gateway's partitions, whose writers it may not have fenced yet."""
         owners = () if self.record is None else self.record.owners
