@@ -1,12 +1,13 @@
 """Requests that are only half there: they end by a deadline, and what they sent is counted."""
 
 import asyncio
+import errno
 import logging
 import os
 import resource
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import openai
 import pytest
 import uvicorn
+import uvloop
 
 from forgemq_bus.memory import MemoryLog
 from forgemq_gateway.body_memory import BodyMemory
@@ -273,6 +275,45 @@ async def test_many_connections_wait_however_few_are_accepted_at_once() -> None:
         for client in connections_to(listener, count=10 * ACCEPTED_AT_ONCE):
             client.close()
         acceptor.close()
+
+
+class OneFailsFirst(socket.socket):
+    """A socket whose first connection failed while it waited."""
+
+    has_failed = False
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        if not self.has_failed:
+            self.has_failed = True
+            raise OSError(errno.EPROTO, "protocol error")
+        return super().accept()
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_connection_sends_at_once_and_one_that_failed_holds_up_none(
+    new_loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    async def accepted() -> int:
+        made: asyncio.Future[asyncio.BaseTransport] = asyncio.get_running_loop().create_future()
+
+        class Made(asyncio.Protocol):
+            def connection_made(self, transport: asyncio.BaseTransport) -> None:
+                made.set_result(transport)
+
+        with OneFailsFirst(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listener:
+            listener.bind(("127.0.0.1", 0))
+            acceptor = Acceptor(listener, Made)
+            (client,) = connections_to(listener, count=1)
+            transport = await asyncio.wait_for(made, 0.5)
+            acceptor.close()
+            client.close()
+            server_side = transport.get_extra_info("socket")
+            sends_at_once = server_side.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            transport.close()
+            return int(sends_at_once)
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        assert runner.run(accepted()) == 1
 
 
 async def test_a_connection_that_finds_no_file_is_accepted_when_there_is_one() -> None:

@@ -19,6 +19,8 @@ from forgemq_gateway.core.errors import MovedError
 from forgemq_gateway.core.gateways import Gateways
 from forgemq_gateway.ownership import ReadBack
 
+_ENDED = "this gateway has ended: ask another one"
+
 
 def writer_of(gateway: str) -> str:
     """The transactional id of a gateway."""
@@ -61,6 +63,7 @@ class FencedWriter:
         self._writer: TransactionWriter | None = None
         self._alone = asyncio.Lock()
         self._waiting: list[_Waiting] = []
+        self._taken: list[_Waiting] = []
         self._is_writing = False
 
     async def write(self, emit: Emit, *, group_id: str, tenure: int) -> None:
@@ -100,19 +103,27 @@ class FencedWriter:
             return
         writing = self._write_waiting()
         try:
-            self._tasks.create_task(writing)
+            task = self._tasks.create_task(writing)
         except RuntimeError as error:  # The group takes no task once it ends.
             writing.close()
-            raise LogUnavailableError("this gateway has ended: ask another one") from error
+            self._waiting.clear()
+            raise LogUnavailableError(_ENDED) from error
         self._is_writing = True
+        task.add_done_callback(self._end_writing)
 
     async def _write_waiting(self) -> None:
-        try:
-            while self._waiting:
-                batch, self._waiting = self._waiting, []
-                await self._write(batch)
-        finally:
-            self._is_writing = False
+        while self._waiting:
+            self._taken, self._waiting = self._waiting, []
+            await self._write(self._taken)
+
+    def _end_writing(self, task: asyncio.Task[None]) -> None:
+        """Begin again if records came since; a task that ended early leaves nobody waiting."""
+        self._is_writing = False
+        if task.cancelled() or task.exception() is not None:
+            self._fail([*self._taken, *self._waiting], LogUnavailableError(_ENDED))
+            self._waiting.clear()
+        elif self._waiting:
+            self._begin()
 
     async def _write(self, batch: Sequence[_Waiting]) -> None:
         """Write these records, or say to each who waits why it is not written."""

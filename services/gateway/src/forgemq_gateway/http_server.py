@@ -1,6 +1,7 @@
 """The HTTP server: its socket, and uvicorn under the gateway's own signals."""
 
 import asyncio
+import errno
 import logging
 import resource
 import socket
@@ -29,6 +30,8 @@ ACCEPTED_AT_ONCE = 16
 
 # As asyncio waits when the process has no file left.
 _NO_FILES_S = 1.0
+
+_NO_FILE_LEFT = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
 
 class Acceptor:
@@ -60,11 +63,13 @@ class Acceptor:
         for _ in range(ACCEPTED_AT_ONCE):
             try:
                 accepted, _ = self._listener.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            except BlockingIOError:
                 return
             except OSError as error:
-                self._pause(error)
-                return
+                if error.errno in _NO_FILE_LEFT:
+                    self._pause(error)
+                    return
+                continue  # A connection that failed while it waited.
             accepted.setblocking(False)
             beginning = self._loop.connect_accepted_socket(self._connection, accepted)
             task = self._loop.create_task(beginning)

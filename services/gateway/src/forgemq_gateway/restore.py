@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 
 import msgspec
 
-from forgemq_bus.bounded_reads import STALLED_S, read_up_to
+from forgemq_bus.bounded_reads import read_up_to
 from forgemq_bus.log import Log, Place, Record
 from forgemq_bus.partitions import partitions_of
 from forgemq_contracts import topics
@@ -24,6 +24,7 @@ from forgemq_contracts.topic import Topic
 from forgemq_gateway import ownership
 from forgemq_gateway.applying import Applying
 from forgemq_gateway.context import GatewayContext
+from forgemq_gateway.core.gateways import LAPSE_S
 from forgemq_gateway.core.registry import RETIRED_STATUSES_MAX
 from forgemq_gateway.feed_topics import (
     BY_GROUP,
@@ -85,9 +86,10 @@ class Restore:
         # ones. The same holds for the groups, which the feed reads.
         for stage in reversed(PARTITION_STAGES):
             ends |= await self._log.end_positions(self._places(stage, numbers))
-        # A group that the previous owner promised may lie behind another gateway's transaction.
+        # A group that the previous owner promised may lie behind another gateway's transaction. If
+        # that one stands still it has lapsed by then, and the next try ends its transaction.
         await self._read_back.until_now(
-            self._places(GROUPS), wait_s=STALLED_S, isolation="uncommitted"
+            self._places(GROUPS), wait_s=LAPSE_S, isolation="uncommitted"
         )
         positions: dict[Place, int] = {}
         for stage in PARTITION_STAGES:
