@@ -13,7 +13,7 @@ FAST_PROCESSES := -n 3 --dist worksteal
 NOT_FAST := --ignore=tests/gpu --ignore=tests/integration --ignore=tests/clients
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup demo test test-fast test-clients storm lint contracts load lock clean
+.PHONY: help setup demo test test-fast test-clients storm fuzz lint contracts load lock clean
 
 help:  ## List the verbs
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -42,6 +42,9 @@ test-clients: $(STAMP)  ## Install clients that others wrote, and run them again
 storm: $(STAMP)  ## Simulate SEEDS=n schedules of each case; CASE=<name> FIRST=<seed> choose some
 	@$(BIN)/python -m tests.simulation.storm --seeds $(or $(SEEDS),100) --first $(or $(FIRST),0) \
 		$(if $(CASE),--case $(CASE))
+
+fuzz: $(STAMP)  ## Send a gateway BODIES=n wrong bodies of every protocol; FIRST=<number> chooses the first
+	@$(BIN)/python -m tests.fuzz --bodies $(or $(BODIES),20000) --first $(or $(FIRST),0)
 
 lint: $(STAMP)  ## Check format, lint, types and layers
 	@$(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/mypy && $(BIN)/lint-imports

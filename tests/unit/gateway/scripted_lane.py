@@ -6,7 +6,7 @@ deltas and errors included.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 import msgspec
@@ -82,7 +82,7 @@ class ScriptedLane:
         self.version = 0
         self.engine_s: float | None = None
         self._arrived = asyncio.Event()
-        self._working: list[asyncio.Task[None]] = []
+        self._working: set[asyncio.Task[None]] = set()
         self._log = log
         self._rendering = rendering
         self._script = script
@@ -93,17 +93,22 @@ class ScriptedLane:
         ends = await self._log.end_positions([place])
         reader = await self._log.reader(ends)
         await self.report()
-        self._working.append(tasks.create_task(self._heartbeat()))
+        self._work(tasks, self._heartbeat())
         while True:
             for record in await reader.read(timeout_s=0.2, records_max=100):
                 asked = topics.decode(topics.REQUESTED_COMPLETIONS, record.value)
                 assert isinstance(asked, RequestedCompletion)
                 if asked.epoch == self.epoch and not self.is_silent:
-                    self._working.append(tasks.create_task(self._serve(asked)))
+                    self._work(tasks, self._serve(asked))
+
+    def _work(self, tasks: asyncio.TaskGroup, work: Coroutine[None, None, None]) -> None:
+        task = tasks.create_task(work)
+        self._working.add(task)
+        task.add_done_callback(self._working.discard)
 
     def stop(self) -> None:
         """End everything this lane does."""
-        for task in self._working:
+        for task in list(self._working):
             task.cancel()
 
     async def has_seen(self, count: int) -> None:

@@ -11,7 +11,7 @@ from forgemq_gateway.core.requests import Call, Text, Thinking
 FinishReason: TypeAlias = Literal["stop", "length", "tool_calls"]
 
 
-class Reply(Struct, frozen=True, kw_only=True):
+class Reply(Struct, frozen=True, kw_only=True, gc=False):
     """What the model said, in its order.
 
     Attributes:
