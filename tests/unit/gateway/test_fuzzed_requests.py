@@ -1,11 +1,8 @@
 """Any HTTP body is answered with 200 or a 4xx in the protocol's shape, and loses nothing."""
 
-import asyncio
 import itertools
 import json
-import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +30,8 @@ from tests.fuzz.sound import (
     paths,
 )
 from tests.unit.gateway.scripted_lane import wall_ms
-from tests.unit.gateway.world import ADMIN_KEY, configuration_of, running
+from tests.unit.gateway.served import Served, serving
+from tests.unit.gateway.world import configuration_of
 
 COUNT_PATH = "/v1/messages/count_tokens"
 
@@ -42,65 +40,11 @@ FUZZ = settings(
 )
 
 
-@dataclass(frozen=True)
-class Served:
-    """A gateway in another thread, and an open episode."""
-
-    client: httpx.Client
-    url: str
-    key: str
-    group_id: str
-    episode_id: str
-
-    def chat(self, body: bytes) -> httpx.Response:
-        return self.client.post(
-            f"{self.url}/v1/chat/completions", content=body, headers={"x-api-key": self.key}
-        )
-
-    def post(self, body: bytes, *, path: str) -> httpx.Response:
-        return self.client.post(f"{self.url}{path}", content=body, headers={"x-api-key": self.key})
-
-    def admin(self, path: str, body: bytes) -> httpx.Response:
-        headers = {"authorization": f"Bearer {ADMIN_KEY}"}
-        return self.client.post(f"{self.url}{path}", content=body, headers=headers)
-
-    def group(self) -> Any:
-        headers = {"authorization": f"Bearer {ADMIN_KEY}"}
-        return self.client.get(f"{self.url}/v1/groups/{self.group_id}", headers=headers).json()
-
-
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Served]:
+def served(model: Path) -> Iterator[Served]:
     """One gateway for all examples, so an example that breaks it breaks the later ones."""
-    found: list[Any] = []
-    is_ready, is_over = threading.Event(), threading.Event()
-
-    async def serve() -> None:
-        store = MemoryLog(run="r", clock_ms=wall_ms).open
-        async with running(store, configuration_of(model), lambda _: "yes") as (world, _):
-            claim = await world.episode()
-            found.append((world.base_url, claim))
-            is_ready.set()
-            while not is_over.is_set():  # noqa: ASYNC110 - another thread sets it
-                await asyncio.sleep(0.05)
-
-    thread = threading.Thread(target=lambda: asyncio.run(serve()))
-    thread.start()
-    try:
-        assert is_ready.wait(20)
-        url, claim = found[0]
-        with httpx.Client(timeout=20) as client:
-            yield Served(
-                client=client,
-                url=url,
-                key=claim["key"],
-                group_id=claim["group_id"],
-                episode_id=claim["episode_id"],
-            )
-    finally:
-        is_over.set()
-        thread.join(20)
-    assert not thread.is_alive()
+    with serving(MemoryLog(run="r", clock_ms=wall_ms).open, configuration_of(model)) as gateway:
+        yield gateway
 
 
 SCALARS = (

@@ -60,6 +60,7 @@ async def test_what_is_not_served_is_refused_in_the_same_shape(
         answer = await world.admin(method, path)
     assert answer.status_code == status
     assert answer.json()["error"]["message"] == message
+    assert answer.headers.get("allow") == ("POST" if status == 405 else None)
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,7 @@ class World:
         self.tasks = tasks
         listener = socket.socket(proto=socket.IPPROTO_TCP)
         listener.bind(("127.0.0.1", 0))
+        listener.listen()  # Connections wait until the gateway has opened its log.
         self.base_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         log, stop = self.open_log(), asyncio.Event()
         task = tasks.create_task(self._serve(listener, log, stop))

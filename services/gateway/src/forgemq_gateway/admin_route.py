@@ -5,7 +5,7 @@ from functools import wraps
 from typing import Annotated, Any, ParamSpec, TypeVar
 
 import msgspec
-from fastapi import Depends, FastAPI, Request, Response
+from fastapi import Depends, FastAPI, HTTPException, Request, Response
 
 from forgemq_bus.errors import LogUnavailableError
 from forgemq_contracts import admin_routes, openapi
@@ -199,9 +199,11 @@ def _add_refusals(app: FastAPI) -> None:
         return _refusal(unknown(f"there is no {request.method} {request.url.path}"))
 
     @app.exception_handler(405)
-    async def no_method(request: Request, _: Exception) -> Response:
+    async def no_method(request: Request, error: HTTPException) -> Response:
         message = f"{request.url.path} takes no {request.method}"
-        return _refusal(RefusedError(message, status=405, kind="invalid_request_error"))
+        refused = _refusal(RefusedError(message, status=405, kind="invalid_request_error"))
+        refused.headers.update(error.headers or {})  # Allow: which methods it takes.
+        return refused
 
     @app.exception_handler(ClientGoneError)
     async def gone(_: Request, __: ClientGoneError) -> Response:
