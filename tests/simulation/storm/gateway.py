@@ -104,6 +104,7 @@ class StormGateway:
             settings=self._settings,
             telemetry=process.telemetry,
             tasks=tasks,
+            gateway=self.url,
             peer_url=self.url,
             clock=LoopClock(),
         )

@@ -121,6 +121,7 @@ async def scene_of(model: Path, *, requests_max: int = 100) -> AsyncIterator[Sce
             settings=SETTINGS,
             telemetry=Telemetry(service="gateway", stream=lines),
             tasks=tasks,
+            gateway="g",
             peer_url="http://127.0.0.1:1",
         )
         own_all(context, url)

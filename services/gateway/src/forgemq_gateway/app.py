@@ -105,6 +105,7 @@ async def serve(
     host = listeners[0].getsockname()[0]
     key_file = KeyFile(settings, keys=keys, host=host, telemetry=telemetry)
     key_file.start()
+    peer_url = settings.peer_url or url_of(listeners[-1])
     async with asyncio.TaskGroup() as tasks, Forwarder() as forwarder:
         context = await new_context(
             log,
@@ -112,7 +113,9 @@ async def serve(
             settings=settings,
             telemetry=telemetry,
             tasks=tasks,
-            peer_url=settings.peer_url or url_of(listeners[-1]),
+            # Another process at its address is another gateway: what this one owned is not its.
+            gateway=f"{peer_url}#{secrets.token_hex(4)}",
+            peer_url=peer_url,
         )
         report_memory_shortage(context)
         following = tasks.create_task(key_file.follow())
@@ -130,17 +133,14 @@ async def new_context(
     settings: GatewaySettings,
     telemetry: Telemetry,
     tasks: asyncio.TaskGroup,
+    gateway: str,
     peer_url: str,
     clock: Clock | None = None,
 ) -> GatewayContext:
-    """What all parts of one gateway process share."""
+    """What all parts of one gateway process share; `gateway` is its id, of no other one."""
     writer = await log.writer()
-    # Another process at the same address is another gateway: what the one before owned is not its.
-    gateways = Gateways(
-        f"{peer_url}#{secrets.token_hex(4)}",
-        url=peer_url,
-        partitions=configuration.log.group_partitions,
-    )
+    partitions = configuration.log.group_partitions
+    gateways = Gateways(gateway, url=peer_url, partitions=partitions)
     read_back = ReadBack(log)
     fenced = FencedWriter(log, gateways=gateways, read_back=read_back, tasks=tasks)
     return GatewayContext(
