@@ -5,14 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from forgemq_bus.memory import MemoryLog
 from forgemq_gateway.core.errors import RefusedError
 from forgemq_gateway.core.requests import Request, ToolResult, chat_form
 from forgemq_gateway.protocols.chat_body import request_of
+from forgemq_gateway.settings import GatewaySettings
+from forgemq_settings.environment import SettingsError, parse
 from tests.unit.gateway.scripted_lane import wall_ms
-from tests.unit.gateway.world import ADMIN_KEY, configuration_of, plain_http, running
+from tests.unit.gateway.world import ADMIN_KEY, SETTINGS, configuration_of, plain_http, running
 
 HELLO = {"role": "user", "content": "hello"}
 
@@ -114,3 +117,22 @@ async def test_paths_models_and_headers_say_what_there_is(model: Path) -> None:
     assert "x-forgemq-unused" not in plain.headers
     assert seeded.headers["x-forgemq-unused"] == "seed"
     assert stream.headers["x-forgemq-unused"] == "top_p"
+
+
+def given_models(names: str) -> GatewaySettings:
+    environ = {"FORGEMQ_GATEWAY_MODELS": names, "FORGEMQ_GATEWAY_ADMIN_KEY": ADMIN_KEY}
+    return parse(GatewaySettings, prefix="FORGEMQ_GATEWAY_", environ=environ)
+
+
+async def test_the_models_that_are_listed_are_those_of_the_setting(model: Path) -> None:
+    log, named = MemoryLog(run="r", clock_ms=wall_ms).open, given_models("gpt-5-codex, claude-x,")
+    settings = msgspec.structs.replace(SETTINGS, models=named.models)
+    async with running(log, configuration_of(model), lambda _: "yes", settings=settings) as (w, _):
+        client = w.client(await w.episode())
+        listed = [each.id async for each in client.models.list()]
+    assert listed == ["gpt-5-codex", "claude-x"]
+
+
+def test_a_list_of_models_without_a_name_is_refused() -> None:
+    with pytest.raises(SettingsError, match="FORGEMQ_GATEWAY_MODELS: Expected `array` of length"):
+        given_models(" , ")

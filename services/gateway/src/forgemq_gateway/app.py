@@ -207,7 +207,7 @@ class GatewayServer:
         )
         self._router = Router(
             turns,
-            models=[name.strip() for name in settings.models.split(",")],
+            models=settings.models,
             gate=Gate(access, context=context),
             protocols=PROTOCOLS,
             counters=COUNTERS,

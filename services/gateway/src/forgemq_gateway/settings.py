@@ -87,12 +87,9 @@ class GatewaySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         float, Meta(gt=0, le=3, description="Seconds between keep-alives while a stream waits.")
     ] = 2.5
     models: Annotated[
-        str,
-        Meta(
-            min_length=1,
-            description="Names that `GET /v1/models` lists, apart by commas; any name is taken.",
-        ),
-    ] = DEFAULT_MODEL
+        tuple[str, ...],
+        Meta(min_length=1, description="Names that `GET /v1/models` lists; any name is taken."),
+    ] = (DEFAULT_MODEL,)
     choices_max: Annotated[
         int,
         Meta(ge=1, description="Most completions that one request may ask for (n, list prompts)."),
