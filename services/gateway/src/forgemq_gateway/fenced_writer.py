@@ -151,9 +151,9 @@ class FencedWriter:
         """
         async with self._alone:
             while True:
-                writer = await self._opened()
-                held = [each for each in batch if self._is_held(each)]
                 try:
+                    writer = await self._opened()
+                    held = [each for each in batch if self._is_held(each)]
                     await writer.commit(
                         outputs=[each.emit for each in held], group=self._name, positions={}
                     )
