@@ -66,6 +66,10 @@ class GatewayProcess:
             self._process.send_signal(number)
         return await self._process.wait()
 
+    def send(self, number: signal.Signals) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
     async def ended(self) -> int:
         """Wait for its own end; returns the status."""
         assert self._process is not None
