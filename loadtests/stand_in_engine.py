@@ -13,10 +13,10 @@ import asyncio
 import hashlib
 import json
 import math
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 from aiohttp import web
@@ -61,6 +61,7 @@ class Generation(msgspec.Struct, frozen=True):
     input_ids: msgspec.Raw
     sampling_params: Sampling = Sampling()
     rid: str | None = None
+    stream: bool = False
 
 
 class Context(msgspec.Struct, frozen=True):
@@ -69,6 +70,8 @@ class Context(msgspec.Struct, frozen=True):
     tokens: int
     end: list[int]
 
+
+Tell: TypeAlias = Callable[[list[int]], Awaitable[None]]
 
 _GENERATION = msgspec.json.Decoder(Generation)
 # Decoding every id of a long context would cost more time than the answer takes.
@@ -140,7 +143,7 @@ class StandInEngine:
             }
         )
 
-    async def _generate(self, http: web.Request) -> web.Response:
+    async def _generate(self, http: web.Request) -> web.StreamResponse:
         body = _GENERATION.decode(await http.read())
         context = context_of(body.input_ids)
         if not context.tokens:
@@ -152,12 +155,32 @@ class StandInEngine:
         request = _Request(body.rid or f"stand-in-{self._count}")
         self._requests[request.rid] = request
         try:
+            if body.stream:
+                return await self._streamed(http, request, context, asked)
             answer = await self._answer(request, context, asked)
             return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
         finally:
             self._requests.pop(request.rid, None)
 
-    async def _answer(self, request: _Request, context: Context, asked: int) -> dict[str, Any]:
+    async def _streamed(
+        self, http: web.Request, request: _Request, context: Context, asked: int
+    ) -> web.StreamResponse:
+        """An event for each slice with all tokens so far; the last one is the whole answer."""
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(http)
+
+        async def tell(output_ids: list[int]) -> None:
+            progress = {"output_ids": output_ids, "meta_info": {"finish_reason": None}}
+            await response.write(b"data: " + msgspec.json.encode(progress) + b"\n\n")
+
+        answer = await self._answer(request, context, asked, tell=tell)
+        await response.write(b"data: " + msgspec.json.encode(answer) + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+        return response
+
+    async def _answer(
+        self, request: _Request, context: Context, asked: int, *, tell: Tell | None = None
+    ) -> dict[str, Any]:
         count = min(self.speed.tokens, asked)
         tokens, logprobs = sampled_after(context, count=count, speed=self.speed)
         spans: list[dict[str, Any]] = []
@@ -173,6 +196,8 @@ class StandInEngine:
             elif upto > done:
                 spans.append({"version": self.weight_version, "start": done, "end": upto})
             done = upto
+            if tell is not None:
+                await tell(tokens[:done])
         reason: dict[str, Any] = {"type": "length", "length": count}
         if request.aborted.is_set():
             reason = {"type": "abort", "message": "Abort in stand-in"}

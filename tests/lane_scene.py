@@ -108,6 +108,7 @@ class LaneScene:
         shared: int = 0,
         is_delta: bool = False,
         requested_ms: int | None = None,
+        is_live: bool = False,
         **sampling: Any,
     ) -> None:
         request = RequestedCompletion(
@@ -125,6 +126,7 @@ class LaneScene:
             shared_prefix_tokens=shared,
             context=pack_ids(context),
             is_delta=is_delta,
+            is_live=is_live,
         )
         await self.write(topics.REQUESTED_COMPLETIONS, self.lane, request, headers=headers)
 

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 import torch
@@ -17,6 +18,7 @@ from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
 from forgemq_contracts.arrays import unpack_floats, unpack_ids
 from forgemq_contracts.completions import FinishedCompletion
+from forgemq_contracts.episodes import StreamPolicy
 from forgemq_contracts.run import StartedRun
 from forgemq_inference.app import main
 from forgemq_shell.service import Context
@@ -41,9 +43,13 @@ NAMED: Any = {"type": "function", "function": {"name": "unshelve"}}
 
 
 @asynccontextmanager
-async def gateway_on(engine_url: str, model: Path) -> AsyncIterator[World]:
+async def gateway_on(
+    engine_url: str, model: Path, *, stream: StreamPolicy = "recorded"
+) -> AsyncIterator[World]:
     """A gateway and one lane with this engine, on one log."""
     configuration = configuration_of(model, context_tokens_max=900)
+    queue = msgspec.structs.replace(configuration.queues[0], stream=stream)
+    configuration = msgspec.structs.replace(configuration, queues=(queue,))
     world = World(MemoryLog(run="r", clock_ms=wall_ms).open, configuration)
     await world.log.create_topics(partitions_of(configuration))
     stop = asyncio.Event()
@@ -102,6 +108,33 @@ async def test_the_engine_makes_the_forms_and_their_log_probabilities_are_of_wha
     done = [record for record in records if not record.error]
     assert [record.support for record in done] == ["grammar"] * 4 + ["full"]
     check_masked_logprobs(engine_model, done[3], contexts_of(done), allowed=("a", "b"))
+
+
+async def test_a_live_stream_of_an_engine_begins_before_its_record(
+    base_engine_url: str, engine_model: Path
+) -> None:
+    """The deltas add up to the recorded answer, whose tokens have all their log-probabilities."""
+    async with gateway_on(base_engine_url, engine_model, stream="live") as world:
+        chat = world.client(await world.episode()).chat.completions
+        texts, records_at_first = [], None
+        async for chunk in await chat.create(
+            model="m", messages=HELLO, stream=True, max_tokens=200
+        ):
+            if text := chunk.choices[0].delta.content:
+                texts.append(text)
+                if records_at_first is None:
+                    records_at_first = await world.records(topics.FINISHED_COMPLETIONS)
+        (record,) = await world.records(topics.FINISHED_COMPLETIONS)
+        chunks: list[Any] = await world.records(topics.SAMPLED_CHUNKS)
+        (delivered,) = await world.records(topics.DELIVERED_COMPLETIONS)
+        told = [token for chunk in chunks for token in unpack_ids(chunk.tokens)]
+        whole = world.rendering.parse(unpack_ids(record.output), completion_id="c")
+    assert records_at_first == []
+    assert len(texts) > 1
+    assert "".join(texts) == whole.content
+    assert told == unpack_ids(record.output)[: len(told)]
+    assert len(unpack_floats(record.logprobs)) == len(unpack_ids(record.output))
+    assert (record.support, delivered.request_id) == ("full", record.request_id)
 
 
 def check_masked_logprobs(

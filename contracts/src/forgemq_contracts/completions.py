@@ -175,6 +175,10 @@ class RequestedCompletion(Struct, frozen=True, kw_only=True, omit_defaults=True)
             description="How many of the most likely tokens to record beside each output token.",
         ),
     ] = 0
+    is_live: Annotated[
+        bool,
+        Meta(description="A client reads the tokens while they are sampled: write them as chunks."),
+    ] = False
 
     def __post_init__(self) -> None:
         count = check_ids("context", self.context)
@@ -192,6 +196,22 @@ class CancelledCompletion(Struct, frozen=True, kw_only=True, omit_defaults=True)
     attempt: Annotated[int, Meta(ge=0)]
     lane: Lane
     group_id: GroupId | None = None
+
+
+class SampledChunk(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Some tokens of an attempt that is still sampled, for a client that reads along.
+
+    Nothing depends on it: the completion's record has all tokens, and a lost chunk is not missed.
+    """
+
+    request_id: CompletionId
+    attempt: Annotated[int, Meta(ge=0)]
+    group_id: GroupId
+    start: Annotated[int, Meta(ge=0, description="Tokens that the attempt sampled before these.")]
+    tokens: TokenIds
+
+    def __post_init__(self) -> None:
+        check_ids("tokens", self.tokens)
 
 
 class WeightSpan(Struct, frozen=True, kw_only=True, omit_defaults=True):

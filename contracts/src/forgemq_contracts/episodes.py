@@ -29,6 +29,13 @@ HistoryPolicy: TypeAlias = Annotated[
         "chat template renders them."
     ),
 ]
+StreamPolicy: TypeAlias = Annotated[
+    Literal["recorded", "live"],
+    Meta(
+        description="What a streamed answer waits for. recorded: its completion is on the log. "
+        "live: its tokens are sampled."
+    ),
+]
 EpisodeStatus: TypeAlias = Annotated[
     Literal["completed", "aborted", "failed"],
     Meta(
@@ -76,6 +83,7 @@ class OpenedEpisode(Struct, frozen=True, kw_only=True, omit_defaults=True):
     key_sha256: Annotated[str, Meta(pattern=r"^[0-9a-f]{64}$", description="Of the episode key.")]
     sampling: Sampling
     history: HistoryPolicy
+    stream: StreamPolicy = "recorded"
     lease_s: Seconds
     opened_ms: TimeMs
     rewards: tuple[ReportedReward, ...] = ()

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta, Struct
 
-from forgemq_contracts.episodes import HistoryPolicy, Sampling
+from forgemq_contracts.episodes import HistoryPolicy, Sampling, StreamPolicy
 from forgemq_contracts.fields import DomainName, NamedValue, TimeMs, TreeTokensMax
 
 RunId: TypeAlias = Annotated[
@@ -74,6 +74,7 @@ class Queue(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     history: (
         Annotated[HistoryPolicy, Meta(description="None: as `episodes.history` says.")] | None
     ) = None
+    stream: StreamPolicy = "recorded"
 
 
 class Evaluation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -314,6 +315,17 @@ def history_of(configuration: RunConfiguration, *, domain: str) -> HistoryPolicy
     """How the episodes of this domain write earlier turns: its queue's policy, else the run's."""
     own = next((queue.history for queue in configuration.queues if queue.domain == domain), None)
     return own or configuration.episodes.history
+
+
+def stream_of(configuration: RunConfiguration, *, domain: str) -> StreamPolicy:
+    """What streamed answers in episodes of this domain wait for."""
+    own = (queue.stream for queue in configuration.queues if queue.domain == domain)
+    return next(own, "recorded")
+
+
+def has_live_streams(configuration: RunConfiguration) -> bool:
+    """Whether an answer of this run may be streamed while it is sampled."""
+    return any(queue.stream == "live" for queue in configuration.queues)
 
 
 def histories_of(configuration: RunConfiguration) -> tuple[HistoryPolicy, ...]:

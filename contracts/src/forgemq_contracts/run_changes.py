@@ -28,6 +28,7 @@ MAY_CHANGE = (
     "optimizer.*",
     "queues.*.agent",
     "queues.*.groups_requested_max",
+    "queues.*.stream",
     "rewards.grader_timeout_s",
     "trainer.checkpoint_every_steps",
     "trainer.checkpoints_kept",

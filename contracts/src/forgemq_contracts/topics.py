@@ -131,6 +131,16 @@ CANCELLED_COMPLETIONS = Topic(
     dead_letters_by="inference",
     needed_by=(needed_group("gateway"),),
 )
+SAMPLED_CHUNKS = Topic(
+    name="sampled-chunks-v1",
+    record=completions.SampledChunk,
+    key="request_id",
+    partitioned_by="group",
+    is_transactional=False,
+    producer="inference",
+    consumers=("gateway",),
+    needed_by=(needed_group("gateway"),),
+)
 FINISHED_COMPLETIONS = Topic(
     name="finished-completions-v1",
     record=completions.FinishedCompletion,
@@ -309,6 +319,7 @@ OF_RUN: tuple[Topic, ...] = (
     OPENED_EPISODES,
     REQUESTED_COMPLETIONS,
     CANCELLED_COMPLETIONS,
+    SAMPLED_CHUNKS,
     FINISHED_COMPLETIONS,
     DELIVERED_COMPLETIONS,
     FINISHED_EPISODES,

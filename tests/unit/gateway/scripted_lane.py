@@ -18,6 +18,7 @@ from forgemq_contracts.completions import (
     FailureKind,
     FinishedCompletion,
     RequestedCompletion,
+    SampledChunk,
     TopTokens,
     WeightSpan,
 )
@@ -110,6 +111,20 @@ class ScriptedLane:
         """End everything this lane does."""
         for task in list(self._working):
             task.cancel()
+
+    async def tell(self, asked: "Asked", text: str, *, start: int = 0) -> int:
+        """Write tokens of an attempt that is still sampled; returns how many it has now."""
+        ids = self._rendering.encode(text)
+        partition = group_partition(asked.record.group_id, partitions=GROUP_PARTITIONS)
+        chunk = SampledChunk(
+            request_id=asked.record.request_id,
+            attempt=asked.record.attempt,
+            group_id=asked.record.group_id,
+            start=start,
+            tokens=pack_ids(ids),
+        )
+        await self._write(topics.SAMPLED_CHUNKS, partition, chunk)
+        return start + len(ids)
 
     async def has_seen(self, count: int) -> None:
         """Wait until so many requests have come."""

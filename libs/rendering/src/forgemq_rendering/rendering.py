@@ -12,9 +12,10 @@ from renderers import DefaultRenderer
 from renderers.base import ParsedResponse, ParsedToolCall, Renderer, ToolCallParseStatus
 
 from forgemq_rendering.choice import HistoryPolicy, choose_renderer
+from forgemq_rendering.continuations import continuations
 from forgemq_rendering.extension import TemplateExtension
 from forgemq_rendering.reply_grammar import ReplyGrammar
-from forgemq_rendering.tokenizer import FolderTokenizer, read_json
+from forgemq_rendering.tokenizer import FolderTokenizer, generation_stops
 
 Message: TypeAlias = Mapping[str, Any]
 Tool: TypeAlias = Mapping[str, Any]
@@ -91,6 +92,8 @@ class Rendering:
         self.vocabulary_size = tokenizer.vocabulary_size
         self.name = type(renderer).__name__
         self.grammar = ReplyGrammar(tokenizer, renderer=renderer, stop_token_ids=stop_token_ids)
+        known = self.grammar.call_end_id is not None
+        self.continuations = continuations(tokenizer, has_known_calls=known)
 
     @classmethod
     def load(
@@ -110,7 +113,7 @@ class Rendering:
         folder = Path(model_path)
         tokenizer = FolderTokenizer(folder)
         chosen = choose_renderer(tokenizer, folder=folder, name=renderer, history=history)
-        stops = dict.fromkeys([*chosen.get_stop_token_ids(), *_generation_stops(folder)])
+        stops = dict.fromkeys([*chosen.get_stop_token_ids(), *generation_stops(folder)])
         if not stops:
             raise ValueError(f"{folder}: no end-of-turn token in tokenizer_config.json")
         return cls(tokenizer, renderer=chosen, stop_token_ids=tuple(stops), history=history)
@@ -292,7 +295,9 @@ class Rendering:
         """The message's text; malformed calls stay in it, so nothing sampled is lost."""
         if not has_tools and parsed.tool_calls:
             text = self._tokenizer.decode(self._without_stop(ids))
-            return text.partition("</think>")[2] if parsed.reasoning_content else text
+            text = text.partition("</think>")[2] if parsed.reasoning_content else text
+            # As the renderer reads a text without calls: the beginning may have been streamed.
+            return text if self._is_opaque else text.strip()
         content = parsed.content.rstrip("\n") if parsed.tool_calls else parsed.content
         leftovers = [self._block_text(ids, call) for call in bad]
         return "\n".join([part for part in (content, *leftovers) if part])
@@ -391,10 +396,3 @@ def _unrenderable(error: Exception) -> ValueError:
     if isinstance(error, TemplateError):
         return ValueError(f"the model's chat template refuses the messages: {error}")
     return ValueError(f"the messages cannot be rendered: {type(error).__name__}: {error}")
-
-
-def _generation_stops(folder: Path) -> list[int]:
-    stops = read_json(folder / "generation_config.json").get("eos_token_id")
-    if isinstance(stops, int):
-        return [stops]
-    return [int(token_id) for token_id in stops or []]

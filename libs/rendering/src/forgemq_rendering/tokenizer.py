@@ -155,6 +155,14 @@ def read_json(path: Path) -> dict[str, Any]:
     return loaded
 
 
+def generation_stops(folder: Path) -> list[int]:
+    """Ids at which the model's own configuration ends an output."""
+    stops = read_json(folder / "generation_config.json").get("eos_token_id")
+    if isinstance(stops, int):
+        return [stops]
+    return [int(token_id) for token_id in stops or []]
+
+
 def _token_text(value: object) -> str | None:
     if isinstance(value, dict):
         value = value.get("content")

@@ -10,6 +10,7 @@ from forgemq_contracts.completions import (
     DeliveredCompletion,
     FinishedCompletion,
     RequestedCompletion,
+    SampledChunk,
 )
 from forgemq_contracts.episodes import FinishedEpisode, OpenedEpisode
 from forgemq_contracts.groups import AdmittedGroup, ClosedGroup, RequestedGroup, RetiredGroup
@@ -102,11 +103,17 @@ class Applying:
         if self.is_of_other(record, None):
             return
         decoded = await self.decoded(record)
+        if decoded is not None:
+            await self._act(decoded, record)
+
+    async def _act(self, decoded: msgspec.Struct, record: Record) -> None:
         match decoded:
             case FinishedCompletion():
                 result = self._finished(decoded, record)
                 if result is not None:
                     self._dispatcher.take_result(result)
+            case SampledChunk():
+                self._dispatcher.live.take(decoded)
             case ReportedEngine():
                 self._dispatcher.take_report(decoded)
             case ReportedGateway():
@@ -120,8 +127,6 @@ class Applying:
             case RequestedGroup() | AdmittedGroup() | ClosedGroup():
                 self._apply_group(decoded)
                 self._changed.notify(decoded.group_id)
-            case None:
-                pass
             case _:
                 self._apply_group(decoded)
 

@@ -8,6 +8,7 @@ from typing import TypeAlias
 from msgspec import Struct
 
 from forgemq_gateway.core.errors import RefusedError
+from forgemq_gateway.core.replies import Answer, Reply
 from forgemq_gateway.core.requests import Request
 from forgemq_gateway.wire import ClientGoneError, Send, json_start, send_refusal
 from forgemq_gateway.wire_protocol import WireProtocol, WireStream
@@ -28,6 +29,8 @@ class Client(Struct, kw_only=True, eq=False):
     leaving: "asyncio.Task[None]"
     stream: WireStream
     has_opened: bool = False
+    written: Reply = Reply()
+    """What the client has of a reply that is still sampled."""
 
     async def keep_alive(self, *, request_id: str, created_s: int) -> None:
         """Tell the client of a stream that its answer is being made."""
@@ -35,6 +38,13 @@ class Client(Struct, kw_only=True, eq=False):
         data = self.stream.keep_alive(
             request_id=request_id, created_s=created_s, model=self.request.model
         )
+        await self.send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def write_more(self, answer: Answer) -> None:
+        """Write what an unfinished answer has beyond what was written."""
+        await self._open_stream()
+        self.written = answer.reply
+        data = self.stream.more(answer)
         await self.send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def refuse(self, error: RefusedError) -> None:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from forgemq_contracts.arrays import unpack_floats, unpack_ids
+from forgemq_contracts.arrays import pack_ids, unpack_floats, unpack_ids
 from forgemq_contracts.completions import (
     CONSTRAINT_CHARACTERS_MAX,
     Constraint,
@@ -17,6 +17,7 @@ from forgemq_gateway.core.errors import invalid
 from forgemq_gateway.core.history import TOKEN_BYTES, KnownCompletion, tokens_of
 from forgemq_gateway.core.placed import Placed, place_rendered
 from forgemq_gateway.core.plans import Plan, Prepared, plan
+from forgemq_gateway.core.reading import context_tail, tools_of
 from forgemq_gateway.core.replies import Answer, Reply, TokenLogprob, finish_reason
 from forgemq_gateway.core.requests import (
     Call,
@@ -29,6 +30,7 @@ from forgemq_gateway.core.requests import (
     work_size,
 )
 from forgemq_gateway.core.sampling import used_sampling
+from forgemq_gateway.core.settled import is_live, settled
 from forgemq_gateway.core.turns import OpenTurn
 from forgemq_gateway.large_work import LargeWork
 from forgemq_gateway.prompts import Prompts, check_fits
@@ -89,6 +91,7 @@ class Composer:
             sampling=sampling,
             constraint=self._constraint(request, placed),
             top_tokens=request.top_tokens,
+            is_live=self._is_live(request, episode),
             part=TurnPart(
                 sequence=turn.sequence,
                 protocol=request.protocol,
@@ -227,6 +230,52 @@ class Composer:
             parts.append(Text(parsed.content))
         parts += [Call(call.id, call.name, call.arguments) for call in parsed.tool_calls]
         return Reply(parts=tuple(parts), malformed=parsed.malformed)
+
+    def _is_live(self, request: Request, episode: HeldEpisode) -> bool:
+        """Whether a client reads along, and the beginning of its reply can be read."""
+        can_read = bool(request.prompts or self._rendering.continuations.parsed)
+        return can_read and is_live(request, episode.opened)
+
+    async def settled(self, output: bytes, *, turn: OpenTurn, episode: HeldEpisode) -> Reply:
+        """What the reply of a turn surely begins with, after these tokens of it."""
+        prepared = turn.prepared
+        if prepared is None:
+            return Reply()
+        tools = tools_of(episode, prepared.part)
+        context = context_tail(
+            episode,
+            prepared.context,
+            parent=prepared.parent,
+            shared_tokens=prepared.shared_tokens,
+        )
+        stops = prepared.sampling.stop
+
+        def read() -> Reply:
+            return self.begun(output, turn.request_id, tools, context, stops=stops)
+
+        tails = len(self._rendering.continuations.parsed)
+        return await self._work.run(read, size=len(output) * tails)
+
+    def begun(
+        self,
+        output: bytes,
+        request_id: str,
+        tools: Sequence[Mapping[str, Any]] | None,
+        context: bytes,
+        *,
+        stops: Sequence[str],
+    ) -> Reply:
+        """What `parse` gives of every output that begins with this one, up to its stop string."""
+        tails = self._rendering.continuations
+        ids = unpack_ids(output)
+        if tools and tails.call_id in ids:
+            ids = ids[: ids.index(tails.call_id)]
+        replies = [
+            self.parse(pack_ids([*ids, *tail]), request_id, tools, context)
+            for tail in (tails.plain if tools is None else tails.parsed)
+        ]
+        marks = () if tools is None else tails.written_marks
+        return settled(replies, stops=stops, marks=marks) if replies else Reply()
 
     def answers(
         self, completions: Sequence[KnownCompletion], *, request: Request

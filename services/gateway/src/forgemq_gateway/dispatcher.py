@@ -25,6 +25,7 @@ from forgemq_gateway.core.history import KnownCompletion
 from forgemq_gateway.core.lane_results import LaneResult
 from forgemq_gateway.core.plans import Prepared
 from forgemq_gateway.core.turns import OpenTurn
+from forgemq_gateway.live_turns import LiveTurns
 from forgemq_telemetry.traces import Headers, completion_trace
 
 Result = asyncio.Future[KnownCompletion]
@@ -35,6 +36,7 @@ class Dispatcher:
 
     def __init__(self, attempts: Attempts, *, context: GatewayContext) -> None:
         self.attempts = attempts
+        self.live = LiveTurns()
         self._outbox = context.outbox
         self._gateways = context.gateways
         self._registry = context.registry

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from forgemq_bus.log import Log, Place, Reader
 from forgemq_gateway.applying import Applying
 from forgemq_gateway.context import GatewayContext
-from forgemq_gateway.feed_topics import CONSUMES, FOLLOWED
+from forgemq_gateway.feed_topics import CONSUMES, FOLLOWED, FOLLOWED_FROM_NOW
 from forgemq_gateway.marks import FIRST_RECORDS
 
 __all__ = ["CONSUMES", "Feed"]
@@ -43,7 +43,7 @@ class Feed:
 
     def drop(self, numbers: Collection[int]) -> None:
         """Follow these group partitions no longer."""
-        for topic in FOLLOWED:
+        for topic in (*FOLLOWED, *FOLLOWED_FROM_NOW):
             for number in numbers:
                 self._positions.pop(Place(topic.name, number), None)
                 self._added.pop(Place(topic.name, number), None)

@@ -12,6 +12,7 @@ CONSUMES = (
     topics.FINISHED_EPISODES,
     topics.REQUESTED_COMPLETIONS,
     topics.CANCELLED_COMPLETIONS,
+    topics.SAMPLED_CHUNKS,
     topics.FINISHED_COMPLETIONS,
     topics.DELIVERED_COMPLETIONS,
     topics.REPORTED_ENGINES,
@@ -48,9 +49,13 @@ FOLLOWED = (topics.FINISHED_COMPLETIONS, topics.DELIVERED_COMPLETIONS)
 """What it then follows. It applies its own records when it writes them; deliveries may be those of
 the previous owner, which serves until it has read the change."""
 
+FOLLOWED_FROM_NOW = (topics.SAMPLED_CHUNKS,)
+"""What it follows from when it gains the partition, in a run with live streams."""
+
 COMPLETIONS = frozenset(
     topic.name
     for topic in (
+        topics.SAMPLED_CHUNKS,
         topics.FINISHED_COMPLETIONS,
         topics.REQUESTED_COMPLETIONS,
         topics.DELIVERED_COMPLETIONS,

@@ -22,7 +22,7 @@ from forgemq_contracts.episodes import FinishedEpisode, OpenedEpisode
 from forgemq_contracts.fields import TruncationCause
 from forgemq_contracts.groups import RequestedGroup
 from forgemq_contracts.partitions import episode_id, group_id
-from forgemq_contracts.run import Queue, history_of
+from forgemq_contracts.run import Queue, history_of, stream_of
 from forgemq_gateway.access import Access
 from forgemq_gateway.context import GatewayContext
 from forgemq_gateway.core.episodes import Ending, HeldEpisode, reported_reward
@@ -254,6 +254,7 @@ class Operations:
             key_sha256=key_sha256(key),
             sampling=pinned_sampling(episodes.sampling, temperature=facts.temperature),
             history=history_of(self._configuration, domain=facts.domain),
+            stream=stream_of(self._configuration, domain=facts.domain),
             lease_s=episodes.lease_s,
             opened_ms=self._clock.wall_ms(),
         )

@@ -20,6 +20,7 @@ from forgemq_contracts.completions import (
     RequestedCompletion,
 )
 from forgemq_contracts.ownership import OwnedRun
+from forgemq_contracts.run import has_live_streams
 from forgemq_contracts.topic import Topic
 from forgemq_gateway import ownership
 from forgemq_gateway.applying import Applying
@@ -29,6 +30,7 @@ from forgemq_gateway.core.registry import RETIRED_STATUSES_MAX
 from forgemq_gateway.feed_topics import (
     BY_GROUP,
     FOLLOWED,
+    FOLLOWED_FROM_NOW,
     GROUPS,
     PARTITION_STAGES,
     RUN_STAGES,
@@ -96,7 +98,13 @@ class Restore:
             places = self._places(stage, numbers)
             positions |= await self._apply(places, ends=ends, numbers=numbers)
         followed = {topic.name for topic in FOLLOWED}
-        return {place: at for place, at in positions.items() if place.topic in followed}
+        restored = {place: at for place, at in positions.items() if place.topic in followed}
+        return restored | await self._log.end_positions(self.places_from_now(numbers))
+
+    def places_from_now(self, numbers: Collection[int] | None = None) -> list[Place]:
+        """Partitions of which nothing is restored."""
+        is_used = has_live_streams(self._configuration)
+        return self._places(FOLLOWED_FROM_NOW, numbers) if is_used else []
 
     def _places(self, of: Sequence[Topic], numbers: Collection[int] | None = None) -> list[Place]:
         """All partitions of these topics; of those by group only these `numbers`."""

@@ -71,7 +71,7 @@ class RunMarks:
         # What the previous owner has committed holds for every group that is open now.
         starts = await self._restore.starts()
         reports = Place(topics.REPORTED_GATEWAYS.name, 0)
-        ends = await self._log.end_positions([reports])
+        ends = await self._log.end_positions([reports, *self._restore.places_from_now()])
         tail = await ownership.tail_start(self._log)
         context = self._context
         self._kept = KeptKeys(

@@ -1,9 +1,10 @@
 """One request for a completion, in plain ASGI: wait, keep the connection alive, write the answer.
 
-A turn is sampled fully and committed to the log before its first byte is written, and its delivery
-before its last byte (deliveries.py). Before it is
-dispatched every refusal is a plain HTTP error. A stream that has to wait after that opens with 200
-and keep-alives, and later failures are error events. What those look like is the protocol's.
+A turn is sampled fully and committed to the log before its first byte is written, unless the
+episode's streams are live (live_answers.py), and its delivery before its last byte (deliveries.py).
+Before it is dispatched every refusal is a plain HTTP error. A stream that has to wait after that
+opens with 200 and keep-alives, and later failures are error events. What those look like is the
+protocol's.
 """
 
 import asyncio
@@ -37,6 +38,7 @@ from forgemq_gateway.core.requests import ReadItems, Request
 from forgemq_gateway.deliveries import Deliveries
 from forgemq_gateway.dispatcher import Result
 from forgemq_gateway.large_work import LargeWork
+from forgemq_gateway.live_answers import LiveAnswer, LiveAnswers, check_continues
 from forgemq_gateway.settings import body_bytes_max
 from forgemq_gateway.turn_source import Awaited, TurnSource
 from forgemq_gateway.wire import (
@@ -80,6 +82,7 @@ class TurnRoute:
         self._composer = composer
         self._work = LargeWork("read")
         self._settings = context.settings
+        self._live = LiveAnswers(source.live, composer=composer, clock=context.clock)
         self._deliveries = Deliveries(context.outbox, clock=context.clock)
         self._body_bytes_max = body_bytes_max(
             context.settings, context_tokens_max=context.configuration.model.context_tokens_max
@@ -296,12 +299,15 @@ class TurnRoute:
         self, client: Client, episode: HeldEpisode, awaited: Sequence[Awaited]
     ) -> None:
         try:
-            completions = await self._wait(client, awaited)
+            with self._live.following(client, episode, awaited) as live:
+                completions = await self._wait(client, awaited, live)
+            check_continues(client, completions)
         except ClientGoneError:
             return
-        except MovedError:
-            raise
         except RefusedError as error:
+            # Another gateway would write the answer from its start.
+            if isinstance(error, MovedError) and not client.written.parts:
+                raise
             self._telemetry.count("gateway.refused", status=error.status, limit=error.limit)
             await client.refuse(error)
             return
@@ -333,9 +339,11 @@ class TurnRoute:
         return await self._work.run(write, size=size)
 
     async def _wait(
-        self, client: Client, awaited: Sequence[Awaited]
+        self, client: Client, awaited: Sequence[Awaited], live: LiveAnswer | None
     ) -> tuple[KnownCompletion, ...]:
         """Wait for the completion of each choice; meanwhile a stream gets keep-alives.
+
+        If it is `live`, it gets the beginning of its answer too.
 
         Raises:
             ClientGoneError: the connection closed first.
@@ -348,9 +356,10 @@ class TurnRoute:
                 _raise_failed(results)
             if not pending:
                 return tuple(result.result() for result in results)
-            waiting: list[asyncio.Future[Any]] = [*pending]
+            news = [] if live is None else [live.news]
+            waiting: list[asyncio.Future[Any]] = [*pending, *news, client.leaving]
             await asyncio.wait(
-                [*waiting, client.leaving],
+                waiting,
                 timeout=self._settings.keepalive_s,
                 return_when=asyncio.FIRST_COMPLETED,
             )
@@ -358,7 +367,9 @@ class TurnRoute:
                 continue
             if client.leaving.done():
                 raise ClientGoneError
-            if client.request.is_stream and all(each.is_dispatched for each in awaited):
+            if live is not None and news[0].done():
+                await live.write_news()
+            elif client.request.is_stream and all(each.is_dispatched for each in awaited):
                 await client.keep_alive(
                     request_id=awaited[0].request_id, created_s=self._clock.wall_ms() // 1000
                 )

@@ -42,6 +42,7 @@ class TurnSource:
     def __init__(
         self, composer: Composer, *, dispatcher: Dispatcher, context: GatewayContext
     ) -> None:
+        self.live = dispatcher.live
         self._deadline_ms = round(context.configuration.episodes.request_deadline_s * 1000)
         self._paths_max = context.settings.episode_paths_max
         self._composer = composer

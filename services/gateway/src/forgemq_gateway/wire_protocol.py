@@ -16,8 +16,12 @@ class WireStream(Protocol):
         """What the stream says while its answer is not there."""
         ...
 
+    def more(self, answer: Answer) -> bytes:
+        """What an unfinished answer has beyond what was written; its last part may grow."""
+        ...
+
     def finish(self, answers: Sequence[Answer]) -> bytes:
-        """The answer, one for each choice, as events to the end of the stream."""
+        """What is not written of the answer, one for each choice, to the end of the stream."""
         ...
 
     def fail(self, error: RefusedError) -> bytes:

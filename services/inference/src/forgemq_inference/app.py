@@ -26,7 +26,12 @@ CONSUMES = (
     topics.REPORTED_ENGINES,
     topics.LOADED_WEIGHTS,
 )
-PRODUCES = (topics.FINISHED_COMPLETIONS, topics.LOADED_WEIGHTS, topics.REPORTED_ENGINES)
+PRODUCES = (
+    topics.SAMPLED_CHUNKS,
+    topics.FINISHED_COMPLETIONS,
+    topics.LOADED_WEIGHTS,
+    topics.REPORTED_ENGINES,
+)
 
 
 async def main(context: Context) -> None:

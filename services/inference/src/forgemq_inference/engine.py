@@ -1,14 +1,17 @@
 """The HTTP side of one SGLang server (0.5.23); every call has a deadline."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Any, Protocol, TypeVar
 
 import aiohttp
 import msgspec
 
 from forgemq_contracts.weight_buckets import TensorSpec
 from forgemq_contracts.weights import Rendezvous
-from forgemq_inference.core.generation import EngineAnswer
+from forgemq_inference.core.generation import EngineAnswer, EngineProgress
+
+_STREAM_END = b"[DONE]"
 
 Decoded = TypeVar("Decoded", bound=msgspec.Struct)
 
@@ -31,6 +34,18 @@ class EngineRefusedError(EngineError):
 
 class EngineUnreachableError(EngineError):
     """The engine did not answer: it is gone, or too slow."""
+
+
+class Listener(Protocol):
+    """Hears of the tokens of a generation while they are sampled."""
+
+    def is_due(self) -> bool:
+        """Whether it wants to hear now; what it does not hear is part of what comes later."""
+        ...
+
+    def tell(self, output_ids: list[int], /) -> None:
+        """All tokens so far."""
+        ...
 
 
 class ModelInfo(msgspec.Struct, frozen=True):
@@ -67,6 +82,7 @@ class Engine:
         self.url = url.rstrip("/")
         self._session: aiohttp.ClientSession | None = None
         self._answer = msgspec.json.Decoder(EngineAnswer)
+        self._progress = msgspec.json.Decoder(EngineProgress)
 
     async def __aenter__(self) -> "Engine":
         """Open the connection pool."""
@@ -79,18 +95,39 @@ class Engine:
         if self._session is not None:
             await self._session.close()
 
-    async def generate(self, body: Mapping[str, Any], *, timeout_s: float) -> EngineAnswer:
-        """Generate one completion.
+    async def generate(
+        self, body: Mapping[str, Any], *, timeout_s: float, listener: Listener | None = None
+    ) -> EngineAnswer:
+        """Generate one completion; a `listener` needs a body that asks for a stream.
 
         Raises:
             EngineRefusedError: the engine does not take the request, or its answer is unreadable.
             EngineUnreachableError: no answer in time.
         """
-        data = await self._request("POST", "/generate", body, timeout_s=timeout_s)
+        if listener is None:
+            data = await self._request("POST", "/generate", body, timeout_s=timeout_s)
+        else:
+            data = await self._followed(body, listener, timeout_s=timeout_s)
         try:
             return self._answer.decode(data)
         except msgspec.MsgspecError as error:
-            raise EngineRefusedError(f"/generate: unreadable answer: {error}") from error
+            text = data[:_MESSAGE_CHARACTERS_MAX].decode(errors="replace")
+            raise EngineRefusedError(f"/generate: unreadable answer: {error}: {text}") from error
+
+    async def _followed(
+        self, body: Mapping[str, Any], listener: Listener, *, timeout_s: float
+    ) -> bytes:
+        """The last event of a streamed generation, which is the whole answer or an error."""
+        last = b""
+        async with self._responding("POST", "/generate", body, timeout_s=timeout_s) as response:
+            async for event in _events(response):
+                if event == _STREAM_END:
+                    return last
+                last = event
+                if listener.is_due():
+                    with suppress(msgspec.MsgspecError):  # An error is the last event.
+                        listener.tell(self._progress.decode(event).output_ids)
+        raise EngineUnreachableError("/generate: the stream ended without its end")
 
     async def abort(self, rid: str) -> None:
         """End one request; its `generate` then returns with reason abort."""
@@ -202,6 +239,14 @@ class Engine:
         *,
         timeout_s: float = _CONTROL_TIMEOUT_S,
     ) -> bytes:
+        async with self._responding(method, path, body, timeout_s=timeout_s) as response:
+            return await response.read()
+
+    @asynccontextmanager
+    async def _responding(
+        self, method: str, path: str, body: Mapping[str, Any] | None, *, timeout_s: float
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """A successful response; what fails while it is read is an `EngineError` too."""
         assert self._session is not None, "an Engine is used inside `async with`"
         data = None if body is None else msgspec.json.encode(body)
         try:
@@ -212,15 +257,27 @@ class Engine:
                 headers={"Content-Type": "application/json"},
                 timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=_CONTROL_TIMEOUT_S),
             ) as response:
-                content = await response.read()
+                if response.status != 200:
+                    content = await response.read()
+                    text = content.decode(errors="replace")[:_MESSAGE_CHARACTERS_MAX]
+                    raise EngineRefusedError(f"{path}: HTTP {response.status}: {text}")
+                yield response
         except TimeoutError as error:
             raise EngineUnreachableError(f"{path}: no answer within {timeout_s:.0f} s") from error
         except aiohttp.ClientError as error:
             raise EngineUnreachableError(f"{path}: {type(error).__name__}: {error}") from error
-        if response.status != 200:
-            text = content.decode(errors="replace")[:_MESSAGE_CHARACTERS_MAX]
-            raise EngineRefusedError(f"{path}: HTTP {response.status}: {text}")
-        return content
+
+
+async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """The data of each event of a stream; one may be megabytes long."""
+    held = bytearray()
+    async for part in response.content.iter_any():
+        searched = max(0, len(held) - 1)
+        held += part
+        while (end := held.find(b"\n\n", searched)) >= 0:
+            yield bytes(held[:end]).removeprefix(b"data: ")
+            del held[: end + 2]
+            searched = 0
 
 
 def _decoded(data: bytes, kind: type[Decoded]) -> Decoded:

@@ -11,9 +11,10 @@ from forgemq_inference.core.weights import BASE, Served, WeightsState
 from forgemq_inference.durable import DurableCopies
 from forgemq_inference.engine import Engine
 from forgemq_inference.inbox import Inbox
+from forgemq_inference.live_chunks import Spawn
 from forgemq_inference.pause_clock import PauseClock
 from forgemq_inference.reports import LaneIdentity, Reports
-from forgemq_inference.requests import LaneLimits, Requests, Spawn
+from forgemq_inference.requests import LaneLimits, Requests
 from forgemq_inference.settings import InferenceSettings
 from forgemq_inference.weight_loader import WeightLoader
 from forgemq_shell.dead_letters import DeadLetters

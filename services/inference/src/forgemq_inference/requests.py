@@ -2,9 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any, TypeAlias
+from typing import Any
 
 from msgspec import Struct
 
@@ -38,12 +38,11 @@ from forgemq_inference.core.lane import (
     Skipped,
 )
 from forgemq_inference.engine import Engine, EngineError, EngineUnreachableError
+from forgemq_inference.live_chunks import LiveChunks, Spawn
 from forgemq_inference.pause_clock import PauseClock
 from forgemq_shell.clock import now_ms
 from forgemq_shell.records import emit_of
 from forgemq_telemetry import Telemetry
-
-Spawn: TypeAlias = Callable[[Coroutine[None, None, None]], object]
 
 NOT_SERVING = Refused("error", "engine", "engine: not serving")
 LEAVING = Refused("error", "engine", "engine: the lane is leaving")
@@ -210,7 +209,7 @@ class Requests:
             return refused_completion(request, body, timing=Timing(queued_s, 0.0))
         self._telemetry.count("inference.context_tokens", run.context.tokens_count)
         started_s, paused_s = time.monotonic(), self._pauses.total_s
-        answer = await self._ask(body, run.attempt, deadline_ms=request.deadline_ms)
+        answer = await self._ask(body, request, run.attempt)
         waited_s = time.monotonic() - started_s - (self._pauses.total_s - paused_s)
         if isinstance(answer, Refused):
             return refused_completion(request, answer, timing=Timing(queued_s, max(0.0, waited_s)))
@@ -225,11 +224,15 @@ class Requests:
             return refused_completion(request, refusal, timing=timing)
 
     async def _ask(
-        self, body: dict[str, object], attempt: Attempt, *, deadline_ms: int
+        self, body: dict[str, object], request: RequestedCompletion, attempt: Attempt
     ) -> EngineAnswer | Refused:
+        deadline_ms = request.deadline_ms
         timeout_s = max(_TIMEOUT_MIN_S, (deadline_ms - now_ms()) / 1000)
         cancel = self._cancels[attempt] = _future()
-        call = asyncio.ensure_future(self._engine.generate(body, timeout_s=timeout_s))
+        generating = self._engine.generate(
+            body, timeout_s=timeout_s, listener=self._listener(request)
+        )
+        call = asyncio.ensure_future(generating)
         try:
             ends: list[asyncio.Future[Any]] = [call, cancel, self._closed]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -268,8 +271,22 @@ class Requests:
         except EngineError as error:
             return Refused("error", "engine", f"engine: {error}")
 
+    def _listener(self, request: RequestedCompletion) -> LiveChunks | None:
+        if not request.is_live:
+            return None
+        return LiveChunks(
+            request,
+            writer=self._writer,
+            partition=self._partition(request.group_id),
+            spawn=self._spawn,
+            telemetry=self._telemetry,
+        )
+
+    def _partition(self, group_id: str) -> int:
+        return group_partition(group_id, partitions=self._limits.group_partitions)
+
     async def _write_finished(self, record: FinishedCompletion, headers: Headers) -> None:
-        partition = group_partition(record.group_id, partitions=self._limits.group_partitions)
+        partition = self._partition(record.group_id)
         output = Output(topic=topics.FINISHED_COMPLETIONS.name, partition=partition, record=record)
         await self._writer.write(emit_of(output, headers=headers))
         tokens = len(record.output) // 4

@@ -34,7 +34,12 @@ def choices_of(request: Request) -> tuple[Request, ...]:
     asked = [prompt for prompt in prompts for _ in range(request.n)]
     return tuple(
         replace(
-            request, n=1, prompts=prompt, body_digest=_choice_digest(request.body_digest, index)
+            request,
+            n=1,
+            prompts=prompt,
+            body_digest=_choice_digest(request.body_digest, index),
+            # Several choices are written one behind the other, as a whole.
+            is_stream=request.is_stream and len(asked) == 1,
         )
         for index, prompt in enumerate(asked)
     )

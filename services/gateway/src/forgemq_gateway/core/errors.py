@@ -177,6 +177,14 @@ def failed(message: str, *, status: int = 503) -> RefusedError:
     return RefusedError(message, status=status, kind="server_error")
 
 
+def sampled_otherwise() -> RefusedError:
+    """503: the client has the beginning of an answer that another attempt sampled otherwise."""
+    return failed(
+        "the engine died and the answer was sampled again with other tokens: what was streamed of "
+        "it is void; the same request gets the new answer"
+    )
+
+
 _MISSING_FIELD = re.compile(r"missing required field `(\w+)`")
 
 

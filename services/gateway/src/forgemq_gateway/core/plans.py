@@ -45,6 +45,7 @@ class Prepared(Struct, frozen=True, kw_only=True):
     sampling: Sampling
     constraint: Constraint | None = None
     top_tokens: int = 0
+    is_live: bool = False
     part: TurnPart
 
 

@@ -22,7 +22,7 @@ from forgemq_contracts.completions import (
 from forgemq_contracts.episodes import FinishedEpisode, OpenedEpisode
 from forgemq_contracts.groups import AdmittedGroup, ClosedGroup, RequestedGroup, RetiredGroup
 from forgemq_contracts.steps import TrainedStep
-from forgemq_gateway.core.asked import is_raw, may_be_referred_to, parses_tools
+from forgemq_gateway.core.asked import is_raw, may_be_referred_to
 from forgemq_gateway.core.attempts import RestoredTurn
 from forgemq_gateway.core.digests import EMPTY_PATH
 from forgemq_gateway.core.episodes import GroupFacts, HeldEpisode
@@ -30,12 +30,12 @@ from forgemq_gateway.core.group import Group
 from forgemq_gateway.core.held_bytes import HeldBytes
 from forgemq_gateway.core.history import (
     NO_OFFSET,
-    TAIL_TOKENS,
     TOKEN_BYTES,
     KnownCompletion,
 )
 from forgemq_gateway.core.lane_results import LaneResult
 from forgemq_gateway.core.leases import Leases
+from forgemq_gateway.core.reading import context_tail, tools_of
 from forgemq_gateway.core.replies import Reply, cut_at
 from forgemq_gateway.core.turns import OpenTurn, restored
 
@@ -335,10 +335,9 @@ class Registry:
         if record.parent_id is not None and parent is None:
             return None
         part = record.turn
-        shared = record.shared_prefix_tokens
-        context = episode.history.tail_before(shared, parent=parent) + record.context
-        known_tools = episode.tools.get(part.tools_digest, ()) if parses_tools(part) else ()
-        tools = None if is_raw(part) else known_tools
+        context = context_tail(
+            episode, record.context, parent=parent, shared_tokens=record.shared_prefix_tokens
+        )
         completion = KnownCompletion(
             request_id=record.request_id,
             offset=offset,
@@ -350,9 +349,7 @@ class Registry:
             context_tokens=record.shared_prefix_tokens + len(record.context) // TOKEN_BYTES,
             path=EMPTY_PATH,
             reply=cut_at(
-                parse(
-                    record.output, record.request_id, tools, context[-TAIL_TOKENS * TOKEN_BYTES :]
-                ),
+                parse(record.output, record.request_id, tools_of(episode, part), context),
                 record.stop_string,
             ),
             tools_digest=part.tools_digest,

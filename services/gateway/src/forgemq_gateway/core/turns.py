@@ -91,6 +91,7 @@ def requested(turn: OpenTurn, *, lane: int, epoch: int) -> RequestedCompletion:
         is_delta=is_delta,
         constraint=prepared.constraint,
         top_tokens=prepared.top_tokens,
+        is_live=prepared.is_live,
     )
 
 
@@ -117,6 +118,7 @@ def restored(record: RequestedCompletion, *, parent: KnownCompletion | None) -> 
             sampling=record.sampling,
             constraint=record.constraint,
             top_tokens=record.top_tokens,
+            is_live=record.is_live,
             part=record.turn,
         ),
         sent=record.attempt + 1,

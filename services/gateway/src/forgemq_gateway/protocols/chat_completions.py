@@ -1,5 +1,6 @@
 """OpenAI chat completions: writes answers whole and as streams; `chat_body.py` reads requests."""
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -12,6 +13,7 @@ from forgemq_gateway.core.requests import Call, ProtocolName, ReadItems, Request
 from forgemq_gateway.protocols.chat_body import request_of
 from forgemq_gateway.protocols.choice_parts import choice_head, usage_of
 from forgemq_gateway.protocols.logprobs import entries
+from forgemq_gateway.protocols.part_cursor import PartCursor, Step
 from forgemq_gateway.wire import refusal_body
 
 # Clients compare it with nothing; a constant gives the same completion the same bytes.
@@ -63,19 +65,26 @@ class ChatStream:
 
     def __init__(self, *, includes_usage: bool) -> None:
         self._includes_usage = includes_usage
+        self._cursors: defaultdict[int, PartCursor] = defaultdict(PartCursor)
 
     def keep_alive(self, *, request_id: str, created_s: int, model: str) -> bytes:
         """A comment for proxies, and an empty chunk for clients that count only events."""
         head = _head(request_id, "chat.completion.chunk", created_s=created_s, model=model)
         return b": waiting\n\n" + _event({**head, "choices": [_choice({"index": 0}, {})]})
 
+    def more(self, answer: Answer) -> bytes:
+        """What the one choice has beyond what was written, as chunks."""
+        head = _answer_head(answer, "chat.completion.chunk")
+        choices = self._choices(answer, {"index": 0}, is_whole=False)
+        return b"".join(_event({**head, "choices": [choice]}) for choice in choices)
+
     def finish(self, answers: Sequence[Answer]) -> bytes:
-        """The answer as chunks, choice by choice, to the end of the stream."""
+        """What is not written of the answer as chunks, choice by choice, to the stream's end."""
         head = _answer_head(answers[0], "chat.completion.chunk")
         chunks = [
             {**head, "choices": [choice]}
             for index, answer in enumerate(answers)
-            for choice in _choices(answer, choice_head(answer, index, answers))
+            for choice in self._ended(answer, choice_head(answer, index, answers))
         ]
         if self._includes_usage:
             chunks.append({**head, "choices": [], "usage": usage_of(answers)})
@@ -85,28 +94,35 @@ class ChatStream:
         """The refusal as the last event."""
         return _event(refusal_body(error))
 
+    def _choices(
+        self, answer: Answer, head: dict[str, Any], *, is_whole: bool
+    ) -> list[dict[str, Any]]:
+        """What is new of a choice: role, the parts in order."""
+        cursor = self._cursors[head["index"]]
+        role = [{"role": "assistant", "content": ""}] if cursor.is_at_start else []
+        steps = cursor.steps(answer.reply.parts, is_whole=is_whole)
+        return [_choice(head, delta) for delta in (*role, *_deltas(steps, answer.reply))]
 
-def _choices(answer: Answer, head: dict[str, Any]) -> list[dict[str, Any]]:
-    """One choice as chunks: role, the parts in order, finish."""
-    deltas = [{"role": "assistant", "content": ""}, *_deltas(answer.reply)]
-    choices = [_choice(head, delta) for delta in deltas]
-    if answer.logprobs is not None:
-        choices[-1]["logprobs"] = _logprobs(answer.logprobs)
-    end = _choice(head, {}, finish=answer.finish_reason)
-    return [*choices, {**end, "matched_stop": matched_stop(answer)}]
+    def _ended(self, answer: Answer, head: dict[str, Any]) -> list[dict[str, Any]]:
+        """What is not written of a choice, and its finish."""
+        choices = self._choices(answer, head, is_whole=True)
+        if answer.logprobs is not None:
+            choices[-1]["logprobs"] = _logprobs(answer.logprobs)
+        end = _choice(head, {}, finish=answer.finish_reason)
+        return [*choices, {**end, "matched_stop": matched_stop(answer)}]
 
 
-def _deltas(reply: Reply) -> Iterator[dict[str, Any]]:
-    call_index = 0
-    for part in reply.parts:
-        match part:
-            case Thinking(text):
-                yield {"reasoning_content": text}
-            case Text(text):
-                yield {"content": text}
-            case Call():
-                yield {"tool_calls": [{"index": call_index, **_call(part)}]}
-                call_index += 1
+def _deltas(steps: Iterator[Step], reply: Reply) -> Iterator[dict[str, Any]]:
+    for step in steps:
+        match step.part:
+            case Thinking() if step.kind == "grow":
+                yield {"reasoning_content": step.added}
+            case Text() if step.kind == "grow":
+                yield {"content": step.added}
+            case Call() as call if step.kind == "begin":
+                yield {"tool_calls": [{"index": reply.calls.index(call), **_call(call)}]}
+            case _:
+                pass
 
 
 def _answer_head(answer: Answer, kind: str) -> dict[str, Any]:

@@ -49,6 +49,8 @@ class CompletionStream:
 
     def __init__(self, *, includes_usage: bool) -> None:
         self._includes_usage = includes_usage
+        self._written = 0
+        """Characters of the first choice."""
 
     def keep_alive(self, *, request_id: str, created_s: int, model: str) -> bytes:
         """A comment for proxies, and an empty chunk for clients that count only events."""
@@ -56,13 +58,19 @@ class CompletionStream:
         empty = {"index": 0, "text": "", "logprobs": None, "finish_reason": None}
         return b": waiting\n\n" + _event({**head, "choices": [empty]})
 
+    def more(self, answer: Answer) -> bytes:
+        """What the one choice has beyond what was written, as a chunk."""
+        text = answer.reply.text
+        added, self._written = text[self._written :], len(text)
+        choice = {"index": 0, "text": added, "logprobs": None, "finish_reason": None}
+        return _event({**_answer_head(answer), "choices": [choice]})
+
     def finish(self, answers: Sequence[Answer]) -> bytes:
-        """The answer as chunks, one for each choice, to the end of the stream."""
+        """What is not written of the answer, a chunk for each choice, to the stream's end."""
         head = _answer_head(answers[0])
-        chunks: list[dict[str, Any]] = [
-            {**head, "choices": [_choice(answer, index, answers)]}
-            for index, answer in enumerate(answers)
-        ]
+        choices = [_choice(answer, index, answers) for index, answer in enumerate(answers)]
+        choices[0]["text"] = choices[0]["text"][self._written :]
+        chunks: list[dict[str, Any]] = [{**head, "choices": [choice]} for choice in choices]
         if self._includes_usage:
             chunks.append({**head, "choices": [], "usage": usage_of(answers)})
         return b"".join(_event(chunk) for chunk in chunks) + b"data: [DONE]\n\n"

@@ -10,6 +10,7 @@ from forgemq_gateway.core.errors import RefusedError
 from forgemq_gateway.core.replies import Answer
 from forgemq_gateway.core.requests import Call, ProtocolName, ReadItems, Request, Text, Thinking
 from forgemq_gateway.protocols.messages_body import request_of
+from forgemq_gateway.protocols.part_cursor import PartCursor, Step
 from forgemq_gateway.protocols.signature import signature_of
 
 # Anthropic's names of what our refusals mean; any other is its `invalid_request_error`.
@@ -61,18 +62,34 @@ class Messages:
 class MessageStream:
     """An answer as events; implements `wire_protocol.WireStream`."""
 
+    def __init__(self) -> None:
+        self._cursor = PartCursor()
+        self._has_started = False
+
     def keep_alive(self, **_about: object) -> bytes:
         """The event by which clients see that the stream lives."""
         return _event({"type": "ping"})
 
+    def more(self, answer: Answer) -> bytes:
+        """What the answer has beyond what was written, as events."""
+        return b"".join(_event(event) for event in self._events(answer, is_whole=False))
+
     def finish(self, answers: Sequence[Answer]) -> bytes:
-        """The answer as events, to the end of the stream."""
+        """What is not written of the answer as events, to the end of the stream."""
         (answer,) = answers
-        return b"".join(_event(event) for event in _events(answer))
+        events = [*self._events(answer, is_whole=True), *_end(answer)]
+        return b"".join(_event(event) for event in events)
 
     def fail(self, error: RefusedError) -> bytes:
         """The refusal as the last event."""
         return _event(_refusal(error))
+
+    def _events(self, answer: Answer, *, is_whole: bool) -> Iterator[dict[str, Any]]:
+        if not self._has_started:
+            self._has_started = True
+            yield _start(answer)
+        for step in self._cursor.steps(answer.reply.parts, is_whole=is_whole):
+            yield from _step_events(step, answer)
 
 
 class CountTokens:
@@ -112,20 +129,32 @@ def _message(error: RefusedError) -> str:
     return f"{error.param}: {error.message}" if error.param else error.message
 
 
-def _events(answer: Answer) -> Iterator[dict[str, Any]]:
-    start = {
+def _start(answer: Answer) -> dict[str, Any]:
+    message = {
         **_head(answer),
         "content": [],
         "stop_reason": None,
         "stop_sequence": None,
         "usage": _usage(answer, output_tokens=0),
     }
-    yield {"type": "message_start", "message": start}
-    for index, part in enumerate(answer.reply.parts):
-        yield {"type": "content_block_start", "index": index, "content_block": _empty(part)}
-        for delta in _deltas(part, answer):
-            yield {"type": "content_block_delta", "index": index, "delta": delta}
-        yield {"type": "content_block_stop", "index": index}
+    return {"type": "message_start", "message": message}
+
+
+def _step_events(step: Step, answer: Answer) -> Iterator[dict[str, Any]]:
+    place: dict[str, Any] = {"index": step.place}
+    match step.kind:
+        case "begin":
+            yield {"type": "content_block_start", **place, "content_block": _empty(step.part)}
+        case "grow":
+            yield {"type": "content_block_delta", **place, "delta": _delta(step)}
+        case "end":
+            if isinstance(step.part, Thinking):
+                signed = {"type": "signature_delta", "signature": signature_of(answer.request_id)}
+                yield {"type": "content_block_delta", **place, "delta": signed}
+            yield {"type": "content_block_stop", **place}
+
+
+def _end(answer: Answer) -> Iterator[dict[str, Any]]:
     usage = _usage(answer, output_tokens=answer.output_tokens)
     yield {"type": "message_delta", "delta": _stop(answer), "usage": usage}
     yield {"type": "message_stop"}
@@ -166,15 +195,14 @@ def _empty(part: Text | Thinking | Call) -> dict[str, Any]:
             return {"type": "tool_use", "id": part.id, "name": part.name, "input": {}}
 
 
-def _deltas(part: Text | Thinking | Call, answer: Answer) -> Iterator[dict[str, Any]]:
-    match part:
-        case Thinking(text):
-            yield {"type": "thinking_delta", "thinking": text}
-            yield {"type": "signature_delta", "signature": signature_of(answer.request_id)}
-        case Text(text):
-            yield {"type": "text_delta", "text": text}
+def _delta(step: Step) -> dict[str, Any]:
+    match step.part:
+        case Thinking():
+            return {"type": "thinking_delta", "thinking": step.added}
+        case Text():
+            return {"type": "text_delta", "text": step.added}
         case Call():
-            yield {"type": "input_json_delta", "partial_json": part.arguments}
+            return {"type": "input_json_delta", "partial_json": step.added}
 
 
 def _stop(answer: Answer) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """OpenAI responses: writes answers whole and as streams; `responses_body.py` reads requests."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import orjson
 
@@ -10,6 +10,7 @@ from forgemq_gateway.core.errors import RefusedError
 from forgemq_gateway.core.replies import Answer
 from forgemq_gateway.core.requests import Call, ProtocolName, ReadItems, Request, Text, Thinking
 from forgemq_gateway.protocols.logprobs import entries
+from forgemq_gateway.protocols.part_cursor import PartCursor, Step
 from forgemq_gateway.protocols.response_ids import item_id, response_id
 from forgemq_gateway.protocols.responses_body import request_of
 from forgemq_gateway.protocols.signature import signature_of
@@ -72,23 +73,23 @@ class ResponseStream:
 
     def __init__(self) -> None:
         self._written = 0
+        self._cursor = PartCursor()
 
     def keep_alive(self, *, request_id: str, created_s: int, model: str) -> bytes:
         """The event by which clients see that the response is made; the first one opens it."""
         pending = _pending(request_id, created_s=created_s, model=model)
         return self._opening(pending) + self._event("response.in_progress", response=pending)
 
+    def more(self, answer: Answer) -> bytes:
+        """What the answer has beyond what was written, as events."""
+        return self._items(answer, is_whole=False)
+
     def finish(self, answers: Sequence[Answer]) -> bytes:
-        """The answer as events, to the end of the stream."""
+        """What is not written of the answer as events, to the end of the stream."""
         (answer,) = answers
-        pending = _pending(answer.request_id, created_s=answer.created_s, model=answer.model)
-        opening = self._opening(pending)
-        if opening:
-            opening += self._event("response.in_progress", response=pending)
-        items = [self._item(place, item) for place, item in enumerate(_output(answer))]
+        items = self._items(answer, is_whole=True)
         response = _response(answer)
-        end = self._event(f"response.{response['status']}", response=response)
-        return opening + b"".join(items) + end
+        return items + self._event(f"response.{response['status']}", response=response)
 
     def fail(self, error: RefusedError) -> bytes:
         """The refusal as the last events: clients look for one or for the other."""
@@ -105,13 +106,17 @@ class ResponseStream:
     def _opening(self, pending: dict[str, Any]) -> bytes:
         return b"" if self._written else self._event("response.created", response=pending)
 
-    def _item(self, place: int, item: dict[str, Any]) -> bytes:
-        where = {"item_id": item["id"], "output_index": place}
-        begun = {**item, "status": "in_progress", **_EMPTY[item["type"]]}
-        events = [self._event("response.output_item.added", output_index=place, item=begun)]
-        events += [self._event(kind, **where, **fields) for kind, fields in _parts(item)]
-        events.append(self._event("response.output_item.done", output_index=place, item=item))
-        return b"".join(events)
+    def _items(self, answer: Answer, *, is_whole: bool) -> bytes:
+        pending = _pending(answer.request_id, created_s=answer.created_s, model=answer.model)
+        opening = self._opening(pending)
+        if opening:
+            opening += self._event("response.in_progress", response=pending)
+        steps = self._cursor.steps(answer.reply.parts, is_whole=is_whole)
+        return opening + b"".join(self._step(step, answer) for step in steps)
+
+    def _step(self, step: Step, answer: Answer) -> bytes:
+        item = _item(step.part, answer, index=step.place)
+        return b"".join(self._event(kind, **fields) for kind, fields in _events(step, item))
 
     def _event(self, kind: str, **fields: Any) -> bytes:  # noqa: ANN401 - any JSON value
         event = {"type": kind, "sequence_number": self._written, **fields}
@@ -127,34 +132,50 @@ _EMPTY: dict[str, dict[str, Any]] = {
 }
 
 
-def _parts(item: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The events between an item's begin and end."""
+_Events: TypeAlias = Iterator[tuple[str, dict[str, Any]]]
+
+
+def _events(step: Step, item: dict[str, Any]) -> _Events:
+    """What a step of the part behind this item is: kinds and fields."""
+    place: dict[str, Any] = {"output_index": step.place}
+    if step.kind == "begin":
+        begun = {**item, "status": "in_progress", **_EMPTY[item["type"]]}
+        yield "response.output_item.added", {**place, "item": begun}
+    for kind, fields in _part_events(step, item):
+        yield kind, {"item_id": item["id"], **place, **fields}
+    if step.kind == "end":
+        yield "response.output_item.done", {**place, "item": item}
+
+
+def _part_events(step: Step, item: dict[str, Any]) -> _Events:
     match item["type"]:
         case "reasoning":
-            yield from _text_events("reasoning_summary", item["summary"][0], "summary_index")
+            yield from _text_events(step, item["summary"][0], "summary_index")
         case "message":
-            yield from _text_events("output", item["content"][0], "content_index")
-        case "function_call":
-            arguments = item["arguments"]
-            yield "response.function_call_arguments.delta", {"delta": arguments}
-            done = {"arguments": arguments, "name": item["name"]}
+            yield from _text_events(step, item["content"][0], "content_index")
+        case "function_call" if step.kind == "grow":
+            yield "response.function_call_arguments.delta", {"delta": step.added}
+        case "function_call" if step.kind == "end":
+            done = {"arguments": item["arguments"], "name": item["name"]}
             yield "response.function_call_arguments.done", done
 
 
-def _text_events(
-    kind: str, part: dict[str, Any], index: str
-) -> Iterator[tuple[str, dict[str, Any]]]:
+def _text_events(step: Step, part: dict[str, Any], index: str) -> _Events:
     """The events of an item's one part."""
     place: dict[str, Any] = {index: 0}
-    about = "reasoning_summary_part" if kind == "reasoning_summary" else "content_part"
-    extra = {"logprobs": part["logprobs"]} if kind == "output" else {}
-    yield (
-        f"response.{about}.added",
-        {**place, "part": {**part, "text": "", **({"logprobs": []} if extra else {})}},
-    )
-    yield f"response.{kind}_text.delta", {**place, "delta": part["text"], **extra}
-    yield f"response.{kind}_text.done", {**place, "text": part["text"], **extra}
-    yield f"response.{about}.done", {**place, "part": part}
+    is_output = index == "content_index"
+    kind = "output" if is_output else "reasoning_summary"
+    about = "content_part" if is_output else "reasoning_summary_part"
+    extra = {"logprobs": part["logprobs"]} if is_output else {}
+    match step.kind:
+        case "begin":
+            empty = {**part, "text": "", **({"logprobs": []} if is_output else {})}
+            yield f"response.{about}.added", {**place, "part": empty}
+        case "grow":
+            yield f"response.{kind}_text.delta", {**place, "delta": step.added, **extra}
+        case "end":
+            yield f"response.{kind}_text.done", {**place, "text": part["text"], **extra}
+            yield f"response.{about}.done", {**place, "part": part}
 
 
 def _response(answer: Answer) -> dict[str, Any]:

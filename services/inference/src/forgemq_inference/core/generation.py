@@ -32,6 +32,9 @@ from forgemq_inference.core.weights import Weights, weights_of_name
 GREEDY_BELOW = 1e-6
 """SGLang takes the most likely token at temperatures below this (its `_SAMPLING_EPS`)."""
 
+_STREAM_INTERVAL_TOKENS = 4
+"""Each event of a streamed answer has all tokens and log-probabilities before it."""
+
 _CONSTRAINT_REFUSALS = ("Failed to compile", "Grammar preprocessing", "Grammar-based generation")
 """How SGLang 0.5.23's errors begin that are about a grammar (its `GrammarManager`)."""
 
@@ -84,8 +87,14 @@ class EngineMeta(Struct, frozen=True):
     routed_experts: bytes | None = None
 
 
+class EngineProgress(Struct, frozen=True):
+    """All tokens so far, from one event of a streamed /generate."""
+
+    output_ids: list[int]
+
+
 class EngineAnswer(Struct, frozen=True):
-    """The body of a successful /generate."""
+    """The body of a successful /generate, or the last event of a streamed one."""
 
     output_ids: list[int]
     meta_info: EngineMeta
@@ -135,7 +144,7 @@ def generate_body(
             "engine",
             f"engine: a token id is outside the vocabulary of {limits.vocabulary_size}",
         )
-    body = {
+    body: dict[str, Any] = {
         "rid": rid,
         "input_ids": Raw(b"[" + context.text + b"]"),
         "return_logprob": True,
@@ -143,6 +152,9 @@ def generate_body(
             request.sampling, tokens_max=room, constraint=request.constraint
         ),
     }
+    if request.is_live:
+        body["stream"] = True
+        body["sampling_params"]["stream_interval"] = _STREAM_INTERVAL_TOKENS
     if request.top_tokens:
         body["top_logprobs_num"] = request.top_tokens
     if _recorded_experts(request, limits) is not None:
