@@ -92,6 +92,8 @@ class GroupRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     def __post_init__(self) -> None:
         check_trainable(self.purpose, source=self.source)
+        if self.source == "live":
+            raise ValueError("source: must be agent or import: the gateway itself records live")
 
 
 class GroupStatus(Struct, frozen=True, kw_only=True):

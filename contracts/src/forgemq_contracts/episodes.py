@@ -91,6 +91,10 @@ class OpenedEpisode(Struct, frozen=True, kw_only=True, omit_defaults=True):
         int,
         Meta(ge=0, description="How many of the rewards so far come before `rewards`."),
     ] = 0
+    session: Annotated[
+        str,
+        Meta(max_length=200, description="Of live traffic: as its caller named it; '' if not."),
+    ] = ""
 
 
 class ManifestEntry(Struct, frozen=True, kw_only=True, omit_defaults=True):

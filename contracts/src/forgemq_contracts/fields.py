@@ -33,10 +33,11 @@ Purpose: TypeAlias = Annotated[
     Meta(description="Evaluation groups take no slot, never merge and never train."),
 ]
 Source: TypeAlias = Annotated[
-    Literal["agent", "import"],
+    Literal["agent", "import", "live"],
     Meta(
         description="agent: played through the gateway. import: a conversation that was finished "
-        "elsewhere; it has no behaviour log-probabilities, so it never trains."
+        "elsewhere; it has no behaviour log-probabilities, so it never trains. live: recorded from "
+        "the callers of an API key, who claim no episode; it has no siblings, so it never trains."
     ),
 ]
 Lane: TypeAlias = Annotated[

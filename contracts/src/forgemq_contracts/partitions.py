@@ -1,6 +1,7 @@
 """Which partition a record belongs to: explicit functions, never the client's hash."""
 
 import hashlib
+import itertools
 
 
 def group_partition(group_id: str, *, partitions: int) -> int:
@@ -13,6 +14,15 @@ def group_id(*, run: str, domain: str, idempotency_key: str) -> str:
     """Id of the group that this key asks for; the same key always asks for the same group."""
     text = f"{run}\0{domain}\0{idempotency_key}".encode()
     return "g-" + hashlib.blake2b(text, digest_size=8).hexdigest()
+
+
+def live_group_id(
+    *, run: str, domain: str, idempotency_key: str, partition: int, partitions: int
+) -> str:
+    """Id of a group of live traffic; its partition is the given one, whose owner records it."""
+    plain = group_id(run=run, domain=domain, idempotency_key=idempotency_key)
+    ids = (f"{plain}-{number}" for number in itertools.count())
+    return next(each for each in ids if group_partition(each, partitions=partitions) == partition)
 
 
 def episode_id(*, group: str, index: int, attempt: int) -> str:

@@ -83,7 +83,9 @@ def check_json_object(field: str, data: bytes) -> None:
 
 
 def check_trainable(purpose: str, *, source: str) -> None:
-    """Refuse to train what was not sampled here: the ratio of the loss needs what the engine said.
+    """Refuse to train what the loss cannot be computed for.
+
+    Its ratio needs what the engine said at sampling, its advantage the rollouts of one task.
 
     Raises:
         ValueError: Names the field and the rule.
@@ -92,6 +94,11 @@ def check_trainable(purpose: str, *, source: str) -> None:
         raise ValueError(
             "purpose: must be eval if source is import: an imported conversation has no behaviour "
             "log-probabilities to train with"
+        )
+    if source == "live" and purpose == "train":
+        raise ValueError(
+            "purpose: must be eval if source is live: a recorded conversation is alone in its "
+            "group, and an advantage compares the rollouts of a group"
         )
 
 

@@ -77,6 +77,28 @@ class Queue(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     stream: StreamPolicy = "recorded"
 
 
+class LiveKey(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An API key whose callers claim no episode: each of their conversations becomes one.
+
+    The episodes are in groups of one, take no slot and never train.
+    """
+
+    name: Annotated[
+        str, Meta(pattern=r"^[a-z0-9_]{1,40}$", description="Of the key, on records and reports.")
+    ]
+    domain: Annotated[DomainName, Meta(description="Of one of the queues.")]
+    key_sha256: Annotated[
+        str,
+        Meta(pattern=r"^[0-9a-f]{64}$", description="Of the key, which is on no record itself."),
+    ]
+    idle_s: Annotated[
+        float, Meta(gt=0, description="An episode ends if no request goes on with it this long.")
+    ] = 300.0
+    episodes_max: Annotated[
+        int, Meta(ge=1, le=4096, description="Open at once; a new conversation beyond it: 429.")
+    ] = 256
+
+
 class Evaluation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A fixed set of held-out tasks, played sampled and greedy."""
 
@@ -260,6 +282,9 @@ class RunConfiguration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     loss: Loss = Loss()
     log: LogLayout = LogLayout()
     audit: Audit = Audit()
+    live: Annotated[
+        tuple[LiveKey, ...], Meta(description="Keys of live traffic; none by default.")
+    ] = ()
     code_paths: Annotated[
         tuple[str, ...], Meta(description="Folders with the user's modules, on sys.path.")
     ] = ()

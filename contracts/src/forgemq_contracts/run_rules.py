@@ -35,6 +35,7 @@ def check(configuration: RunConfiguration) -> None:
                 f"the rollouts of a group, got {queue.group_size}"
             )
     _check_agents(configuration)
+    _check_live(configuration)
     _check_sampling(configuration)
     context_tokens_max = configuration.model.context_tokens_max
     check_tree_limit(configuration.trainer.tree_tokens_max, context_tokens_max=context_tokens_max)
@@ -64,6 +65,21 @@ def _check_agents(configuration: RunConfiguration) -> None:
             f"{configuration.evaluation.tasks}: agents that play from outside ask for "
             'held-out groups themselves, by POST /v1/groups with "purpose": "eval"'
         )
+
+
+def _check_live(configuration: RunConfiguration) -> None:
+    domains = [queue.domain for queue in configuration.queues]
+    for live in configuration.live:
+        if live.domain not in domains:
+            raise ValueError(
+                f"live.{live.name}.domain must be that of a queue, got {live.domain!r} and the "
+                f"queues {', '.join(domains)}"
+            )
+    for field in ("name", "key_sha256"):
+        values = [getattr(live, field) for live in configuration.live]
+        twice = next((value for value in values if values.count(value) > 1), None)
+        if twice is not None:
+            raise ValueError(f"live.{field}: every key must have its own, got {twice} twice")
 
 
 def _check_sampling(configuration: RunConfiguration) -> None:

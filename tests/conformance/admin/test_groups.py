@@ -114,6 +114,13 @@ async def test_an_import_that_asks_to_be_trained_is_refused_by_the_purpose(calle
     assert taken.status_code == 200
 
 
+async def test_a_group_of_live_traffic_is_the_gateways_own(caller: Caller):
+    body = msgspec.json.decode(msgspec.json.encode(group_request("k"))) | {"purpose": "eval"}
+    answer = await caller.call(admin_routes.REQUEST_GROUP, body=body | {"source": "live"})
+    assert answer.status_code == 400
+    assert error_of(answer).message.startswith("source: must be agent or import")
+
+
 async def test_a_run_says_which_task_is_the_first_that_is_not_over(caller: Caller):
     async def first() -> dict[str, int]:
         status = (await caller.call(admin_routes.READ_RUN)).json()

@@ -9,6 +9,7 @@ from forgemq_contracts.run import (
     MODEL_TYPES,
     Episodes,
     Evaluation,
+    LiveKey,
     Loss,
     Model,
     Queue,
@@ -74,6 +75,32 @@ def test_held_out_tasks_need_a_queue_with_an_agent():
     with pytest.raises(ValueError, match=r"^evaluation\.tasks must be 0 if no queue has an agent"):
         check(queued(outside_queue("d"), evaluation=tasks))
     check(queued(outside_queue("outside"), *SOUND.queues, evaluation=tasks))
+
+
+def live_key(name: str = "desk", *, domain: str = "d", digit: str = "0") -> LiveKey:
+    return LiveKey(name=name, domain=domain, key_sha256=digit * 64)
+
+
+def test_live_keys_differ_in_name_and_key_and_are_of_a_queue():
+    own = live_key("other", digit="1")
+    check(msgspec.structs.replace(SOUND, live=(live_key(), own)))
+    for live, expected in [
+        ((live_key(domain="e"),), r"^live\.desk\.domain must be that of a queue, got 'e'"),
+        ((live_key(), live_key(digit="1")), r"^live\.name: .* got desk twice"),
+        ((live_key(), live_key("other")), r"^live\.key_sha256: .* got 0{64} twice"),
+    ]:
+        with pytest.raises(ValueError, match=expected):
+            check(msgspec.structs.replace(SOUND, live=live))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("key_sha256", "my-key"), ("name", "a b"), ("idle_s", 0), ("episodes_max", 0), ("key", "k")],
+)
+def test_a_live_key_with_a_wrong_field_does_not_decode_and_is_named(field, value):
+    given = {"name": "n", "domain": "d", "key_sha256": "0" * 64, field: value}
+    with pytest.raises(msgspec.ValidationError, match=field):
+        msgspec.convert(given, LiveKey)
 
 
 @pytest.mark.parametrize("kind", ["Cispo", "", "cispo2", "my_module", "module:", ":loss"])

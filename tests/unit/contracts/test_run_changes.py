@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 import msgspec
 import pytest
 
-from forgemq_contracts.run import Model, Queue, RunConfiguration, Trainer
+from forgemq_contracts.run import LiveKey, Model, Queue, RunConfiguration, Trainer
 from forgemq_contracts.run_changes import MAY_CHANGE, REASONS, changes, check_changes
 
 WAS = RunConfiguration(
@@ -53,6 +53,15 @@ def test_a_change_is_named_by_its_dotted_path_and_its_domain():
         "optimizer.lr: 1e-06 -> 0.5",
     ]
     check_changes(WAS, now)
+
+
+def test_live_keys_may_come_change_and_go():
+    live = LiveKey(name="desk", domain="one", key_sha256="0" * 64)
+    other = msgspec.structs.replace(live, key_sha256="1" * 64)
+    was, now = (msgspec.structs.replace(WAS, live=(each,)) for each in (live, other))
+    for before, after in ((WAS, was), (was, now), (now, WAS)):
+        check_changes(before, after)
+    assert [change.name for change in changes(was, now)] == ["live.one.key_sha256"]
     assert changes(WAS, WAS) == ()
 
 

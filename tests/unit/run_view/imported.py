@@ -1,6 +1,7 @@
-"""Records of conversations that were finished elsewhere, as the services write them."""
+"""Records of imports and of live traffic, as the services write them."""
 
 from forgemq_contracts.episodes import FinishedEpisode
+from forgemq_contracts.fields import Source
 from forgemq_contracts.groups import (
     AdmittedGroup,
     EpisodeScore,
@@ -24,13 +25,13 @@ TASK = (
 )
 
 
-def imports(count: int, *, outcomes: int) -> list[Message]:
-    """Imported conversations, of which the first have an outcome of 1 and the others have none."""
+def imports(count: int, *, outcomes: int, source: Source = "import") -> list[Message]:
+    """Conversations that never train; the first have an outcome of 1, the others have none."""
     run = SyntheticRun()
     for number in range(count):
         group_id, episode_id = f"i-{number}", f"i-{number}.0.0"
         asked = {"group_id": group_id, "domain": DOMAIN, "purpose": "eval"}
-        one = {**asked, "group_size": 1, "task": TASK, "source": "import"}
+        one = {**asked, "group_size": 1, "task": TASK, "source": source}
         run.put(REQUESTED_GROUPS, RequestedGroup(**one, idempotency_key=group_id, requested_ms=0))
         run.put(ADMITTED_GROUPS, AdmittedGroup(**one, version_at_admission=0))
         end = FinishedEpisode(

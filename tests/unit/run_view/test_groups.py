@@ -15,7 +15,7 @@ from forgemq_contracts.groups import (
 from forgemq_contracts.messages import Message
 from forgemq_run_view.forks import MEANINGS
 from forgemq_run_view.groups import GroupBook
-from forgemq_run_view.shown_groups import IMPORTS_SHOWN_MAX
+from forgemq_run_view.shown_groups import UNTRAINED_SHOWN_MAX
 from forgemq_run_view.trajectory import trajectories
 from tests.unit.run_view.imported import imports
 from tests.unit.run_view.synthetic import DOMAIN, SyntheticRun, configuration
@@ -117,31 +117,35 @@ def test_records_of_a_forgotten_group_that_come_again_change_nothing(run):
     assert not small.knows("g-0")
 
 
+@pytest.mark.parametrize("source", ["import", "live"])
 @pytest.mark.parametrize("is_reversed", [False, True])
-def test_imports_are_in_a_row_of_their_own_and_in_no_number_of_the_policy(is_reversed):
-    messages = imports(3, outcomes=2)
+def test_what_never_trains_is_in_a_row_of_its_own_and_in_no_number_of_the_policy(
+    is_reversed, source
+):
+    messages = imports(3, outcomes=2, source=source)
     book = book_of(messages[::-1] if is_reversed else messages, groups_kept_max=1_000)
-    [row] = book.imported()
+    [row] = book.untrained(source)
+    assert book.untrained("live" if source == "import" else "import") == ()
     assert (row.domain, row.conversations, row.ended) == (DOMAIN, 3, 3)
     assert (row.tally.episodes, row.tally.success) == (2, 1.0)
     assert (book.evaluations(), book.versions(configuration().queues)) == ((), ())
     assert (book.episodes_finished, dict(book.episode_ends)) == (0, {})
     assert (book.admitted, book.open, dict(book.retired)) == (3, 0, {"evaluated": 3})
-    assert {row.source for row in book.rows(rows_max=9)} == {"import"}
+    assert {row.source for row in book.rows(rows_max=9)} == {source}
 
 
 def test_imports_that_are_forgotten_stay_counted():
     small = book_of(imports(30, outcomes=10), groups_kept_max=4)
     assert [small.knows("i-0"), small.knows("i-29")] == [False, True]
-    [row] = small.imported()
+    [row] = small.untrained("import")
     assert (row.conversations, row.ended, row.tally.episodes) == (30, 30, 10)
 
 
 def test_many_imports_hide_no_group_that_was_played(run):
-    flood = imports(IMPORTS_SHOWN_MAX + 20, outcomes=0)
+    flood = imports(UNTRAINED_SHOWN_MAX + 20, outcomes=0)
     book = book_of([*run.messages, *flood], groups_kept_max=20_000)
     shown = [row.group_id for row in book.rows(rows_max=40)]
-    assert shown[:10] == [f"i-{IMPORTS_SHOWN_MAX + 19 - number}" for number in range(10)]
+    assert shown[:10] == [f"i-{UNTRAINED_SHOWN_MAX + 19 - number}" for number in range(10)]
     assert shown[10:] == [f"g-{19 - number}" for number in range(20)]
     assert len(book.record_offsets("g-0")) == len(run_offsets(run, "g-0"))
     assert book.record_offsets("i-0") == ()

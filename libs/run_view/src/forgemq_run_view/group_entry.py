@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from forgemq_contracts.fields import Source
 from forgemq_contracts.groups import ScoredGroup
 from forgemq_run_view.state import GroupRow, Position, WindowPosition
 
@@ -14,7 +15,7 @@ class GroupEntry:
     group_id: str
     domain: str = ""
     purpose: str = ""
-    source: str = "agent"
+    source: Source = "agent"
     group_size: int = 0
     queue_index: int | None = None
     version: int = 0
@@ -41,7 +42,12 @@ class GroupEntry:
     @property
     def is_in_round(self) -> bool:
         """Whether it measures the policy in an evaluation round."""
-        return self.purpose == "eval" and self.source == "agent"
+        return self.purpose == "eval" and not self.is_untrained
+
+    @property
+    def is_untrained(self) -> bool:
+        """Whether it is an import or live traffic, which are in rows of their own."""
+        return self.source != "agent"
 
     def is_complete(self) -> bool:
         """Whether every record that changes a total was seen."""

@@ -10,6 +10,7 @@ from forgemq_contracts.accounting import RetiredIds
 from forgemq_contracts.audit import AuditedGroup
 from forgemq_contracts.completions import FinishedCompletion
 from forgemq_contracts.episodes import FinishedEpisode, GradedEpisode
+from forgemq_contracts.fields import Source
 from forgemq_contracts.groups import (
     AdmittedGroup,
     MergedGroup,
@@ -28,9 +29,9 @@ from forgemq_run_view.state import (
     EvaluationPoint,
     ForkTotal,
     GroupRow,
-    ImportedDomain,
     Position,
     QueueState,
+    UntrainedDomain,
     VersionPoint,
 )
 from forgemq_run_view.tally import Sums
@@ -59,7 +60,7 @@ class _Round:
 
 
 @dataclass(slots=True)
-class _Imports:
+class _Untrained:
     sums: Sums = field(default_factory=Sums)
     conversations: int = 0
     ended: int = 0
@@ -83,7 +84,7 @@ class GroupBook:
         self._waiting: Counter[str] = Counter()
         self._versions: dict[int, Sums] = {}
         self._rounds: dict[tuple[str, bool], _Round] = {}
-        self._imports: dict[str, _Imports] = {}
+        self._untrained: dict[tuple[Source, str], _Untrained] = {}
         self._shown_groups = ShownGroups()
         self.retired: Counter[str] = Counter()
         self.admitted = 0
@@ -153,7 +154,7 @@ class GroupBook:
         return (*completions, *entry.shown_offsets)
 
     def rows(self, *, rows_max: int) -> tuple[GroupRow, ...]:
-        """The groups that records named last, newest first; imports are at most a quarter."""
+        """The groups that records named last, newest first; the untrained are at most a quarter."""
         newest = self._shown_groups.newest(rows_max=rows_max)
         return tuple(row(self._entries[each]) for each in newest if each in self._entries)
 
@@ -186,16 +187,17 @@ class GroupBook:
         )
         return tuple(sorted(points, key=lambda p: (p.version_min, p.round_name, p.is_greedy)))
 
-    def imported(self) -> tuple[ImportedDomain, ...]:
-        """Conversations that were finished elsewhere, by domain."""
+    def untrained(self, source: Source) -> tuple[UntrainedDomain, ...]:
+        """Conversations of this source, by domain."""
         return tuple(
-            ImportedDomain(
+            UntrainedDomain(
                 domain=domain,
                 conversations=each.conversations,
                 ended=each.ended,
                 tally=each.sums.tally(),
             )
-            for domain, each in sorted(self._imports.items())
+            for (of, domain), each in sorted(self._untrained.items())
+            if of == source
         )
 
     def queue(self, queue: Queue) -> QueueState:
@@ -293,9 +295,9 @@ class GroupBook:
             each.groups += 1
             for version in (entry.version_min, entry.version_max):
                 _widen(each, version)
-        elif entry.source == "import":
-            self._hide(self._shown_groups.note_import(entry.group_id))
-            self._imports.setdefault(entry.domain, _Imports()).conversations += 1
+        elif entry.is_untrained:
+            self._hide(self._shown_groups.note_untrained(entry.group_id))
+            self._untrained_of(entry).conversations += 1
         self._count_score(entry)
 
     def _apply_completion(self, record: FinishedCompletion, *, partition: int, offset: int) -> None:
@@ -317,7 +319,7 @@ class GroupBook:
         entry = self._entry(record.group_id)
         if record.index not in entry.finished:
             entry.finished.add(record.index)
-            if record.source == "import":
+            if record.source != "agent":
                 return
             self.episodes_finished += 1
             self._forks.add(record)
@@ -354,10 +356,10 @@ class GroupBook:
 
     def _count_end(self, entry: GroupEntry) -> Sums:
         """Count a group that is scored; returns the sums that its episodes belong to."""
-        if entry.source == "import":
-            imports = self._imports.setdefault(entry.domain, _Imports())
-            imports.ended += 1
-            return imports.sums
+        if entry.is_untrained:
+            untrained = self._untrained_of(entry)
+            untrained.ended += 1
+            return untrained.sums
         if not entry.is_in_round:
             return self._versions.setdefault(entry.version, Sums())
         each = self._round(entry)
@@ -375,6 +377,9 @@ class GroupBook:
             behind = self._behind.setdefault(record.domain, deque(maxlen=RETIRED_SHOWN_MAX))
             entry.queue_index = record.queue_index
             behind.append(record.group_id)
+
+    def _untrained_of(self, entry: GroupEntry) -> _Untrained:
+        return self._untrained.setdefault((entry.source, entry.domain), _Untrained())
 
     def _round(self, entry: GroupEntry) -> _Round:
         return self._rounds.setdefault((entry.round_name, entry.is_greedy), _Round())

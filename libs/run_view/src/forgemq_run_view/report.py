@@ -9,10 +9,10 @@ from forgemq_contracts.audit import TreeFacts
 from forgemq_run_view.state import (
     EvaluationPoint,
     ForkTotal,
-    ImportedDomain,
     RunState,
     StepAlarm,
     Tally,
+    UntrainedDomain,
 )
 
 Guarantee: TypeAlias = Literal["G1", "G2", "G3", "G4", "G5"]
@@ -80,7 +80,8 @@ class Report(Struct, frozen=True, kw_only=True):
     guarantees: dict[str, bool]
     guarantees_checked: tuple[GuaranteeVerdict, ...]
     evaluations: tuple[EvaluationResult, ...]
-    imported: tuple[ImportedDomain, ...] = ()
+    imported: tuple[UntrainedDomain, ...] = ()
+    live: tuple[UntrainedDomain, ...] = ()
     duration_s: float
 
 
@@ -134,20 +135,24 @@ def report(
         groups_retired={each.reason: each.groups for each in state.retired},
         logprob_gap_max=state.logprob_gap_max,
         logprob_gap_mean=_gap_mean(state),
-        logprob_gap_p99=max(
-            (p.logprob_gap_p99 for p in state.points if p.logprob_gap_p99 is not None), default=None
-        ),
+        logprob_gap_p99=_gap_p99(state),
         alarms=state.alarms,
         guarantees={verdict.name: verdict.holds for verdict in verdicts},
         guarantees_checked=tuple(verdicts),
         evaluations=tuple(_result(point) for point in state.evaluations),
         imported=state.imported,
+        live=state.live,
         duration_s=duration_s,
     )
 
 
 def _success(parts: Tally | None) -> float | None:
     return parts.success if parts else None
+
+
+def _gap_p99(state: RunState) -> float | None:
+    measured = (p.logprob_gap_p99 for p in state.points if p.logprob_gap_p99 is not None)
+    return max(measured, default=None)
 
 
 def _gap_mean(state: RunState) -> float | None:

@@ -1,25 +1,25 @@
-"""Which groups lists show: the newest ones, with a share for those that were imported."""
+"""Which groups lists show: the newest ones, with a share for imports and live traffic."""
 
 from itertools import islice
 
 GROUPS_SHOWN_MAX = 4000
 """Groups whose completions can be looked up by offset: more than the page lists."""
-IMPORTS_SHOWN_MAX = 1000
-"""Of imports, so that a file of many conversations hides no group that was played."""
-IMPORTS_SHARE = 4
-"""Imports have at most one row of so many."""
+UNTRAINED_SHOWN_MAX = 1000
+"""Of imports and live traffic, so that many of them hide no group that was played."""
+UNTRAINED_SHARE = 4
+"""These have at most one row of so many."""
 
 
 class ShownGroups:
     """Ids of groups, oldest first.
 
-    Lifecycle: `add` each group once, `note_import` when a record says that it is one.
+    Lifecycle: `add` each group once, `note_untrained` when a record says that it is one.
     """
 
     def __init__(self) -> None:
         self._added = 0
         self._played: dict[str, int] = {}  # number in the order of `add`
-        self._imported: dict[str, int] = {}
+        self._untrained: dict[str, int] = {}
 
     def add(self, group_id: str) -> str | None:
         """Add a group; returns the oldest one if it is shown no more."""
@@ -27,19 +27,19 @@ class ShownGroups:
         self._played[group_id] = self._added
         return _oldest(self._played) if len(self._played) > GROUPS_SHOWN_MAX else None
 
-    def note_import(self, group_id: str) -> str | None:
-        """Count a group among the imports; returns the oldest one if it is shown no more."""
+    def note_untrained(self, group_id: str) -> str | None:
+        """Count a group among these; returns the oldest one if it is shown no more."""
         number = self._played.pop(group_id, None)
         if number is None:
             return None
-        self._imported[group_id] = number
-        return _oldest(self._imported) if len(self._imported) > IMPORTS_SHOWN_MAX else None
+        self._untrained[group_id] = number
+        return _oldest(self._untrained) if len(self._untrained) > UNTRAINED_SHOWN_MAX else None
 
     def newest(self, *, rows_max: int) -> list[str]:
         """Ids of the newest groups, newest first."""
-        imported = list(islice(reversed(self._imported.items()), rows_max // IMPORTS_SHARE))
-        played = list(islice(reversed(self._played.items()), rows_max - len(imported)))
-        ordered = sorted((*imported, *played), key=lambda each: each[1], reverse=True)
+        untrained = list(islice(reversed(self._untrained.items()), rows_max // UNTRAINED_SHARE))
+        played = list(islice(reversed(self._played.items()), rows_max - len(untrained)))
+        ordered = sorted((*untrained, *played), key=lambda each: each[1], reverse=True)
         return [group_id for group_id, _ in ordered]
 
 

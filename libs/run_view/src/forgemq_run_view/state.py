@@ -84,8 +84,8 @@ class EvaluationPoint(Struct, frozen=True, kw_only=True):
     tally: Tally
 
 
-class ImportedDomain(Struct, frozen=True, kw_only=True):
-    """Conversations of one domain that were finished elsewhere; they are in no other number.
+class UntrainedDomain(Struct, frozen=True, kw_only=True):
+    """Conversations of one domain and source that never train; they are in no other number.
 
     Only the counts of groups have them, too.
     """
@@ -210,7 +210,8 @@ class RunState(Struct, frozen=True, kw_only=True):
     versions: tuple[VersionPoint, ...]
     rates: tuple[RatePoint, ...]
     evaluations: tuple[EvaluationPoint, ...]
-    imported: tuple[ImportedDomain, ...]
+    imported: tuple[UntrainedDomain, ...]
+    live: tuple[UntrainedDomain, ...]
     queues: tuple[QueueState, ...]
     engines: tuple[EngineState, ...]
     services: tuple[Activity, ...]

@@ -5,6 +5,7 @@ from forgemq_gateway.context import GatewayContext
 from forgemq_gateway.core.episodes import Ending, HeldEpisode
 from forgemq_gateway.core.errors import RefusedError
 from forgemq_gateway.core.group import Group
+from forgemq_gateway.core.live import live_ending
 from forgemq_gateway.operations import Operations
 
 
@@ -30,7 +31,7 @@ class Abandoned:
         await self.end_closed()
 
     async def lapse(self) -> None:
-        """Free the episodes whose lease has lapsed; fail those at their last attempt."""
+        """Free episodes whose lease has lapsed; end live ones, fail those at their last attempt."""
         # One moment for all: if the process stands still between two writes, no agent can be
         # heard of meanwhile, and no lease lapses by that.
         now_s = self._clock.now_s()
@@ -40,6 +41,9 @@ class Abandoned:
                 await self._lapse(episode)
 
     async def _lapse(self, episode: HeldEpisode) -> None:
+        if self._registry.groups[episode.opened.group_id].facts.source == "live":
+            await self._end(episode, live_ending(episode))
+            return
         self._telemetry.count("gateway.leases_lapsed")
         self._telemetry.event("lease_lapsed", episode=episode.episode_id)
         attempts = episode.opened.attempt + 1
@@ -48,10 +52,13 @@ class Abandoned:
             self._changed.notify(episode.opened.group_id)
             return
         detail = f"the lease of attempt {attempts} of {attempts} lapsed"
-        await self._fail(episode, detail)
+        await self._end(episode, Ending(status="failed", detail=detail))
 
     async def end_closed(self) -> None:
-        """End what is unfinished of groups past their deadline as failed, so that it is masked."""
+        """End what is unfinished of groups past their deadline: as failed, so that it is masked.
+
+        A recorded conversation has not failed by that: it ends as if it were idle.
+        """
         groups = self._registry.groups.values()
         closed = [each for each in groups if each.closed and self._serves(each)]
         for group in closed:
@@ -63,14 +70,16 @@ class Abandoned:
         return self._gateways.serves(group.facts.group_id)
 
     async def _close(self, group: Group, index: int) -> None:
-        episode = group.episodes.get(index) or self._operations.unopened(group, index)
+        episode = group.episodes.get(index) or self._operations.openings.unopened(group, index)
         self._telemetry.event("episode_closed", episode=episode.episode_id)
-        await self._fail(episode, group.closed)
+        is_live = group.facts.source == "live"
+        failed = Ending(status="failed", detail=group.closed)
+        await self._end(episode, live_ending(episode) if is_live else failed)
 
-    async def _fail(self, episode: HeldEpisode, detail: str) -> None:
+    async def _end(self, episode: HeldEpisode, ending: Ending) -> None:
         """End an episode, unless its group retires meanwhile; a later call tries again."""
         try:
-            await self._operations.end(episode, Ending(status="failed", detail=detail))
+            await self._operations.end(episode, ending)
         except RefusedError:
             pass
         except FINAL_ERRORS:

@@ -2,8 +2,9 @@
 
 import hmac
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
+from forgemq_contracts.run import LiveKey
 from forgemq_gateway.admin_keys import KEYS_MAX
 from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.errors import (
@@ -16,7 +17,9 @@ from forgemq_gateway.core.errors import (
 )
 from forgemq_gateway.core.gateways import Gateways
 from forgemq_gateway.core.keys import AdminKeys, key_sha256
+from forgemq_gateway.core.live import SESSION_HEADER, LiveCaller, LiveKeys
 from forgemq_gateway.core.registry import Registry
+from forgemq_gateway.wire import Scope, headers_of
 
 _EPISODE_ID = re.compile(r"[a-z0-9-]{1,64}\.[0-9]{1,9}\.[0-9]{1,9}")
 # As many as an admin key file may have, and one of the settings.
@@ -29,8 +32,16 @@ _KEY_HEADERS = ("authorization", "x-api-key", "api-key")
 class Access:
     """Checks keys against the registry."""
 
-    def __init__(self, *, keys: AdminKeys, registry: Registry, gateways: Gateways) -> None:
+    def __init__(
+        self,
+        *,
+        keys: AdminKeys,
+        registry: Registry,
+        gateways: Gateways,
+        live: Iterable[LiveKey] = (),
+    ) -> None:
         self._keys = keys
+        self._live = LiveKeys(live)
         self._registry = registry
         self._gateways = gateways
 
@@ -47,9 +58,24 @@ class Access:
         """Whether the request carries an admin key."""
         return self._keys.is_valid(key_in(headers) or "")
 
-    def is_derived_key(self, key: str) -> bool:
-        """Whether an episode's key derives from a valid admin key: known without any record."""
-        return self._keys.episode_of(key) is not None
+    def is_proven_key(self, key: str) -> bool:
+        """Whether a key derives from a valid admin key, or is live: known without any record."""
+        return self._live.policy(key) is not None or self._keys.episode_of(key) is not None
+
+    def live_caller(self, key: str | None, scope: Scope) -> LiveCaller | None:
+        """Who sends a request with this key; None if it is no live key.
+
+        Raises:
+            RefusedError: 400, as `LiveCaller`.
+        """
+        policy = self._live.policy(key)
+        if policy is None:
+            return None
+        return LiveCaller(policy=policy, session=headers_of(scope).get(SESSION_HEADER, ""))
+
+    def is_agents_key(self, key: str | None) -> bool:
+        """Whether this is a live key, or the key of an episode, open or ended."""
+        return self._live.policy(key) is not None or self._episode_of(key) is not None
 
     def sealed(self, number: int) -> str:
         """This number with its proofs, for another gateway of the run."""
@@ -60,10 +86,6 @@ class Access:
         number, *proofs = text.split(" ")[: 1 + _SEALS_MAX]
         is_sealed = number.isdecimal() and any(self._keys.seals(each, number) for each in proofs)
         return int(number) if is_sealed else 0
-
-    def is_episode_key(self, key: str | None) -> bool:
-        """Whether this is the key of an episode, open or ended."""
-        return self._episode_of(key) is not None
 
     def episode(self, key: str | None) -> HeldEpisode:
         """The open episode that this key belongs to.

@@ -42,6 +42,7 @@ from forgemq_gateway.http_server import (
     url_of,
 )
 from forgemq_gateway.large_work import favour_event_loop
+from forgemq_gateway.live_traffic import LiveTraffic
 from forgemq_gateway.memory_need import report_memory_shortage
 from forgemq_gateway.operations import Operations
 from forgemq_gateway.outbox import PRODUCES, Outbox
@@ -180,7 +181,12 @@ class GatewayServer:
         self._context = context
         self._ready = asyncio.Event()
         self._half_sent = HeldBytes()
-        access = Access(keys=keys, registry=context.registry, gateways=context.gateways)
+        access = Access(
+            keys=keys,
+            registry=context.registry,
+            gateways=context.gateways,
+            live=configuration.live,
+        )
         composer = Composer(renderings, context_tokens_max=configuration.model.context_tokens_max)
         attempts = Attempts(Lanes(), lane_hold_s=settings.lane_hold_s)
         self._dispatcher = Dispatcher(attempts, context=context)
@@ -195,20 +201,33 @@ class GatewayServer:
             context=context,
             ready=self._ready,
         )
+        self._router = self._routed(access, composer=composer, forwarder=forwarder)
+
+    def _routed(self, access: Access, *, composer: Composer, forwarder: Forwarder) -> Router:
+        """The routes of agents and of the admin API."""
+        context = self._context
+        settings = context.settings
+        memory = BodyMemory(
+            bytes_max=settings.memory_bytes_max,
+            other_bytes=lambda: self._operations.held_bytes + self._half_sent.total,
+        )
         turns = TurnRoute(
             TurnSource(composer, dispatcher=self._dispatcher, context=context),
             access=access,
             composer=composer,
-            memory=BodyMemory(
-                bytes_max=settings.memory_bytes_max,
-                other_bytes=lambda: self._operations.held_bytes + self._half_sent.total,
-            ),
+            memory=memory,
             context=context,
         )
-        self._router = Router(
+        return Router(
             turns,
             models=settings.models,
             gate=Gate(access, context=context),
+            traffic=LiveTraffic(
+                access=access,
+                openings=self._operations.openings,
+                memory=memory,
+                context=context,
+            ),
             protocols=PROTOCOLS,
             counters=COUNTERS,
             admin=admin_app(self._operations, access=access),
@@ -217,7 +236,9 @@ class GatewayServer:
                 forwarder,
                 whereabouts=Whereabouts(context=context),
                 access=access,
-                forwards=Forwards(requests_max=limits_of(settings, configuration).requests_max),
+                forwards=Forwards(
+                    requests_max=limits_of(settings, context.configuration).requests_max
+                ),
                 context=context,
             ),
             ready=self._ready,

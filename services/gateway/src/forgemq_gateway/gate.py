@@ -11,10 +11,12 @@ from forgemq_gateway.context import GatewayContext
 from forgemq_gateway.core.admission import Admission, Limits, Ticket, no_place
 from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.errors import MovedError, RefusedError
+from forgemq_gateway.core.live import LiveCaller
 from forgemq_gateway.settings import GatewaySettings
 from forgemq_gateway.wire import Receive, Scope, Send, send_refusal
 
 Serve: TypeAlias = Callable[[Scope, Receive, Send, HeldEpisode], Awaitable[None]]
+ServeLive: TypeAlias = Callable[[Scope, Receive, Send, LiveCaller], Awaitable[None]]
 
 # Of all keys together; an agent and its helpers rarely have more calls in flight at once.
 _REQUESTS_AN_EPISODE = 4
@@ -24,7 +26,7 @@ _REQUESTS_LEAST = 1024
 class Gate:
     """Holds a request without a place up to `hold_s`, and sends no byte meanwhile; then it is 429.
 
-    Only requests with the key of an open episode come so far: any other is 401 at once.
+    Only requests with a live key or that of an open episode come so far: any other is 401 at once.
     """
 
     def __init__(self, access: Access, *, context: GatewayContext) -> None:
@@ -44,10 +46,16 @@ class Gate:
         key: str | None,
         *,
         route: Serve,
+        live: ServeLive,
         shape: Callable[[RefusedError], object],
     ) -> None:
         """Serve one request by its route when it has a place, or refuse it in its protocol."""
         try:
+            caller = self._access.live_caller(key, scope)
+            if caller is not None:
+                async with self._place(f"live/{caller.policy.name}"):
+                    await live(scope, receive, send, caller)
+                return
             episode = self._access.episode(key)
             async with self._place(episode.episode_id):
                 await route(scope, receive, send, episode)

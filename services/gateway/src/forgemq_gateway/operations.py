@@ -4,7 +4,7 @@ import asyncio
 from weakref import WeakValueDictionary
 
 import msgspec
-from msgspec import Raw, Struct, UnsetType
+from msgspec import Raw, UnsetType
 
 from forgemq_bus.errors import LogUnavailableError
 from forgemq_contracts.admin import (
@@ -18,21 +18,20 @@ from forgemq_contracts.admin import (
     RewardRequest,
     RunStatus,
 )
-from forgemq_contracts.episodes import FinishedEpisode, OpenedEpisode
+from forgemq_contracts.episodes import FinishedEpisode
 from forgemq_contracts.fields import TruncationCause
 from forgemq_contracts.groups import RequestedGroup
-from forgemq_contracts.partitions import episode_id, group_id
-from forgemq_contracts.run import Queue, history_of, stream_of
+from forgemq_contracts.partitions import group_id
+from forgemq_contracts.run import Queue
 from forgemq_gateway.access import Access
 from forgemq_gateway.context import GatewayContext
 from forgemq_gateway.core.episodes import Ending, HeldEpisode, reported_reward
 from forgemq_gateway.core.errors import busy, conflict, gone, invalid, unknown
-from forgemq_gateway.core.group import Group
-from forgemq_gateway.core.keys import AdminKeys, key_sha256
+from forgemq_gateway.core.keys import AdminKeys
 from forgemq_gateway.core.registry import RETIRED_STATUSES_MAX
 from forgemq_gateway.core.repeated import check_new, first_task, known_group
-from forgemq_gateway.core.sampling import pinned_sampling
 from forgemq_gateway.dispatcher import Dispatcher
+from forgemq_gateway.openings import FreeEpisode, Openings
 
 # Found by a claim if every episode of the group has ended, or this gateway is about to end.
 _OVER, _ENDING = "over", "ending"
@@ -42,14 +41,6 @@ _OVER, _ENDING = "over", "ending"
 _WRITE_S = 5.0
 
 
-class FreeEpisode(Struct, frozen=True):
-    """An episode that an agent may claim, and the number of its next attempt."""
-
-    group: Group
-    index: int
-    attempt: int
-
-
 class Operations:
     """One method for each route. A change is a record on the log before the registry has it."""
 
@@ -57,7 +48,7 @@ class Operations:
         self, *, access: Access, keys: AdminKeys, dispatcher: Dispatcher, context: GatewayContext
     ) -> None:
         self._access = access
-        self._keys = keys
+        self.openings = Openings(access=access, keys=keys, context=context)
         self._dispatcher = dispatcher
         self._configuration = context.configuration
         self._settings = context.settings
@@ -212,53 +203,19 @@ class Operations:
         return None
 
     async def _open(self, free: FreeEpisode) -> Claim:
-        group, index, facts = free.group, free.index, free.group.facts
-        tenure = self._access.tenure(facts.group_id)
-        record, key = self._opening(group, index=index, attempt=free.attempt)
-        group.claiming.add(index)
-        try:
-            await self._outbox.promise(record, tenure=tenure)
-        except BaseException:
-            # Also on a cancellation: the episode is free again, and another agent may take it.
-            self._changed.notify(facts.group_id)
-            raise
-        finally:
-            group.claiming.discard(index)
-        if self._access.is_still(tenure, facts.group_id):
-            now_s = self._clock.now_s()
-            self._registry.apply_opened_episode(record, lease_until_s=now_s + record.lease_s)
-        self._telemetry.count("gateway.episodes_opened")
+        record, key = await self.openings.open(free)
         return Claim(
             episode_id=record.episode_id,
-            group_id=facts.group_id,
-            index=index,
+            group_id=record.group_id,
+            index=record.index,
             attempt=record.attempt,
             key=key,
             base_url=f"{self.public_url}/v1",
             session_url=f"{self.public_url}/s/{key}/v1",
             lease_s=record.lease_s,
-            task=Raw(facts.task),
+            task=Raw(free.group.facts.task),
             temperature=record.sampling.temperature,
         )
-
-    def _opening(self, group: Group, *, index: int, attempt: int) -> tuple[OpenedEpisode, str]:
-        """The record that lets an agent play this attempt, and the attempt's key."""
-        facts, episodes = group.facts, self._configuration.episodes
-        identifier = episode_id(group=facts.group_id, index=index, attempt=attempt)
-        key = self._keys.key_of(identifier)
-        opened = OpenedEpisode(
-            episode_id=identifier,
-            group_id=facts.group_id,
-            index=index,
-            attempt=attempt,
-            key_sha256=key_sha256(key),
-            sampling=pinned_sampling(episodes.sampling, temperature=facts.temperature),
-            history=history_of(self._configuration, domain=facts.domain),
-            stream=stream_of(self._configuration, domain=facts.domain),
-            lease_s=episodes.lease_s,
-            opened_ms=self._clock.wall_ms(),
-        )
-        return opened, key
 
     def renew_lease(self, episode_id: str) -> Lease:
         """Keep the episode for its agent, which has just sent a request."""
@@ -378,11 +335,6 @@ class Operations:
             return episode.final_record(
                 ending, group=group.facts, finished_ms=self._clock.wall_ms()
             )
-
-    def unopened(self, group: Group, index: int) -> HeldEpisode:
-        """An episode that no agent has claimed, to be ended."""
-        opened, _ = self._opening(group, index=index, attempt=0)
-        return HeldEpisode(opened, lease_until_s=0.0)
 
     def run(self) -> RunStatus:
         """How far the run is."""

@@ -1,7 +1,7 @@
 """Serves a request here if this gateway owns its group, or sends it on to the owner.
 
 The group is known from the key or the path, before any of the body is read; only a request for a
-new group names it in its body.
+new group names it in its body. A live key stands for all groups in one partition.
 """
 
 import re
@@ -22,7 +22,7 @@ from forgemq_gateway.core.errors import MovedError, RefusedError, busy
 from forgemq_gateway.core.forwards import Forwards
 from forgemq_gateway.forwarding import OWNER_HEADER, Forwarder, OwnerGoneError
 from forgemq_gateway.whereabouts import Whereabouts
-from forgemq_gateway.wire import Receive, Scope, Send, headers_of, read_body
+from forgemq_gateway.wire import Receive, Scope, Send, headers_of, read_again, read_body
 
 Asked: TypeAlias = tuple[str | None, str]
 """The key and the path of a request."""
@@ -143,7 +143,7 @@ class Passing:
         """Within it a request that is sent on is counted, unless it has the admin key."""
         if request.key is None:
             return nullcontext()
-        return self._forwards.place(is_proven=self._access.is_derived_key(request.key))
+        return self._forwards.place(is_proven=self._access.is_proven_key(request.key))
 
     async def _forward(
         self, request: "_Request", owner: PartitionOwner, *, begun: MovedError | None
@@ -173,6 +173,9 @@ class Passing:
         key, path = asked
         if _is_admin_path(path) and not self._access.is_admin(headers_of(scope)):
             return None, receive  # Refused here: nothing is sent on for who has no admin key.
+        caller = self._access.live_caller(key, scope)
+        if caller is not None and not _is_admin_path(path):
+            return caller.home, receive
         found = _ADMIN_PATH.fullmatch(path) or _KEY.fullmatch(key or "")
         if found is not None:
             return next(filter(None, found.groups())), receive
@@ -181,7 +184,7 @@ class Passing:
         headers = headers_of(scope)
         self._access.check_admin(headers)
         body = await read_body(receive, bytes_max=BODY_BYTES_MAX, headers=headers)
-        return self._named(body), _again(body, receive)
+        return self._named(body), read_again(body, receive)
 
     def _named(self, body: bytes) -> str | None:
         """The group that this body asks for; None if it is wrong, which the route will say."""
@@ -197,7 +200,7 @@ class _Request(NamedTuple):
 
     Attributes:
         number: The change of owners by which another gateway has sent it here; 0: a client did.
-        key: Of an episode; None if it carries the admin key.
+        key: Of an episode, or a live one; None if it carries the admin key.
     """
 
     scope: Scope
@@ -215,7 +218,7 @@ def _is_admin_path(path: str) -> bool:
 def _begun(request: _Request, moved: MovedError) -> tuple[Receive, Send]:
     """The connection of a request to be served once more here, as one that has just come."""
     body = moved.body
-    receive = request.receive if body is None else _again(body, request.receive)
+    receive = request.receive if body is None else read_again(body, request.receive)
     if not moved.has_opened:
         return receive, request.send
 
@@ -234,13 +237,3 @@ def _later(moved: MovedError, again: MovedError) -> MovedError:
     if moved.has_opened:
         again.has_opened, again.refuse = True, moved.refuse
     return again
-
-
-def _again(body: bytes, receive: Receive) -> Receive:
-    """Gives the body that was read, and then what the connection gives."""
-    messages = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def receive_again() -> MutableMapping[str, Any]:
-        return messages.pop() if messages else await receive()
-
-    return receive_again

@@ -9,7 +9,9 @@ from urllib.parse import unquote
 
 from forgemq_gateway.access import Access, key_in, no_episode_key
 from forgemq_gateway.core.errors import RefusedError, busy, unknown
+from forgemq_gateway.core.live import LiveCaller
 from forgemq_gateway.gate import Gate
+from forgemq_gateway.live_traffic import LiveTraffic
 from forgemq_gateway.passing import Passing
 from forgemq_gateway.turn_route import TurnRoute
 from forgemq_gateway.wire import (
@@ -43,6 +45,7 @@ class Router:
     Args:
         protocols: What agents may speak; the first one's error shape is that of other paths.
         gate: Lets agents' requests in.
+        traffic: Finds the episodes of live keys.
         passing: Sends a request on if another gateway owns its group.
         counters: Where agents ask for the number of a request's tokens.
         ready: Set while the state is that of the log.
@@ -55,6 +58,7 @@ class Router:
         turns: TurnRoute,
         *,
         gate: Gate,
+        traffic: LiveTraffic,
         protocols: Sequence[WireProtocol],
         counters: Sequence[TokenCounter],
         admin: Application,
@@ -74,13 +78,19 @@ class Router:
         self._routes: Mapping[tuple[str, str], Route] = {
             **{
                 ("POST", each.path): partial(
-                    gate.serve, route=partial(turns.serve, protocol=each), shape=each.error
+                    gate.serve,
+                    route=(route := partial(turns.serve, protocol=each)),
+                    live=partial(traffic.serve, protocol=each, route=route),
+                    shape=each.error,
                 )
                 for each in protocols
             },
             **{
                 ("POST", each.path): partial(
-                    gate.serve, route=partial(turns.count, counter=each), shape=each.error
+                    gate.serve,
+                    route=partial(turns.count, counter=each),
+                    live=_refuse_to_count,
+                    shape=each.error,
                 )
                 for each in counters
             },
@@ -121,7 +131,7 @@ class Router:
             await route(scope, receive, send, key)
         elif path == _MODELS or path.startswith(f"{_MODELS}/"):
             await self._models(scope, send, key, path)
-        elif self._access.is_episode_key(key):
+        elif self._access.is_agents_key(key):
             await send_refusal(
                 send, self._unspoken(method, path), shape=self._shape_of(scope, path)
             )
@@ -164,18 +174,24 @@ class Router:
         """Answer with the names of the model, or with the one that is asked for: any is taken."""
         name, method = path.removeprefix(_MODELS).strip("/"), str(scope["method"])
         try:
-            episode = self._access.episode(key)
+            caller = self._access.live_caller(key, scope)
+            episode = None if caller is not None else self._access.episode(key)
             if method != "GET":
                 raise self._unspoken(method, _MODELS)
         except RefusedError as error:
             await send_refusal(send, error, shape=self._shape_of(scope, path))
             return
-        created_s = episode.opened.opened_ms // 1000
+        created_s = 0 if episode is None else episode.opened.opened_ms // 1000
         if name:
             await send_json(send, _model(name, created_s=created_s))
             return
         models = [_model(each, created_s=created_s) for each in self._models_listed]
         await send_json(send, _models_of(models))
+
+
+async def _refuse_to_count(_scope: Scope, _receive: Receive, _send: Send, _: LiveCaller) -> None:
+    """404: to count tokens is no part of a conversation, so there is no episode to do it in."""
+    raise unknown("tokens are counted for the key of an episode, and this key is of live traffic")
 
 
 def _model(name: str, *, created_s: int) -> dict[str, object]:

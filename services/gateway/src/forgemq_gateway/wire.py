@@ -70,6 +70,16 @@ async def read_body(
             return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
+def read_again(body: bytes, receive: Receive) -> Receive:
+    """Gives the body that was read, and then what the connection gives."""
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive_again() -> MutableMapping[str, Any]:
+        return messages.pop() if messages else await receive()
+
+    return receive_again
+
+
 async def send_json(
     send: Send, body: object, *, status: int = 200, headers: Mapping[str, str] | None = None
 ) -> None:

@@ -23,6 +23,11 @@ from forgemq_reward.transcript import grading_episode
 REPORTED = "reported"
 """Name of the grader if the run names no function: the rewards that the agent reported count."""
 
+_WITHOUT_OUTCOME = {
+    "import": "imported without an outcome",
+    "live": "live traffic without an outcome",
+}
+
 
 class Grader:
     """Grades one episode at a time in a child process.
@@ -62,8 +67,8 @@ class Grader:
         if functions is None:
             verdict = Verdict(error=f"domain {episode.domain!r} has no queue in the run")
             return graded_episode(episode, verdict, grader="", grader_version="")
-        if episode.source == "import":
-            return imported_grade(episode)
+        if episode.source != "agent":
+            return own_grade(episode)
         is_asked = episode.truncated_by is None or self._truncated == "grade"
         if not functions.names or self._rendering is None or not is_asked:
             return graded_episode(episode, Verdict(), grader=REPORTED, grader_version="")
@@ -97,10 +102,14 @@ class Grader:
         await self._process.close()
 
 
-def imported_grade(episode: FinishedEpisode) -> GradedEpisode:
-    """The grade of an imported conversation: its own rewards, since functions judge completions."""
+def own_grade(episode: FinishedEpisode) -> GradedEpisode:
+    """The grade of an import or of live traffic: its own rewards.
+
+    Functions judge completions, which an import has not, for a task of the queue's task source,
+    which live traffic has not.
+    """
     has_outcome = any(reward.name == "outcome" for reward in episode.rewards)
-    verdict = Verdict() if has_outcome else Verdict(error="imported without an outcome")
+    verdict = Verdict() if has_outcome else Verdict(error=_WITHOUT_OUTCOME[episode.source])
     return graded_episode(episode, verdict, grader=REPORTED, grader_version="")
 
 

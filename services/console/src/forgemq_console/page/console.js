@@ -6,6 +6,7 @@ import { showGroup, shownGroup } from "./trajectory.js";
 const POLL_MS = 1000;
 const SILENT_MS = 5000;
 const ALARMS_SHOWN_MAX = 50;
+const SOURCES = { import: "imported", live: "live" };
 const POSITIONS = { playing: "playing", complete: "scored", ready: "tree ready", scheduled: "scheduled", trained: "trained", retired: "retired untrained" };
 const byId = (id) => document.getElementById(id);
 
@@ -141,9 +142,9 @@ function tables(state) {
   })));
 }
 
-function importedTable(state) {
-  byId("imported-part").hidden = state.imported.length === 0;
-  table("imported", ["domain", "conversations", "scored", "with an outcome", "success"], state.imported.map((i) => ({
+function untrainedTable(name, rows) {
+  byId(`${name}-part`).hidden = rows.length === 0;
+  table(name, ["domain", "conversations", "scored", "with an outcome", "success"], rows.map((i) => ({
     cells: [
       i.domain,
       i.conversations.toLocaleString("en-US"),
@@ -175,7 +176,8 @@ async function refresh() {
   numbers(state);
   queues(state);
   tables(state);
-  importedTable(state);
+  untrainedTable("imported", state.imported);
+  untrainedTable("live", state.live);
   // Curves cost the browser most, so they are drawn only when they changed.
   const key = JSON.stringify([state.points.length, state.versions, state.evaluations, state.rates.at(-1)]);
   if (key !== lastKey && window.Plotly) {
@@ -190,7 +192,7 @@ async function refreshGroups() {
     group: g.group_id,
     cells: [
       g.group_id,
-      g.queue_index === null ? (g.source === "import" ? "imported" : g.purpose || "-") : String(g.queue_index),
+      g.queue_index === null ? (SOURCES[g.source] ?? (g.purpose || "-")) : String(g.queue_index),
       g.reason ? g.reason.replace("_", " ") : (POSITIONS[g.position] ?? g.position),
       g.step === null ? "-" : String(g.step),
       String(g.completions),

@@ -10,7 +10,7 @@ from msgspec import UNSET, Struct, UnsetType
 from forgemq_contracts.admin import RewardRequest
 from forgemq_contracts.completions import TurnPart
 from forgemq_contracts.episodes import FinishedEpisode, ForkCount, OpenedEpisode, ReportedReward
-from forgemq_contracts.fields import ForkReason, TruncationCause
+from forgemq_contracts.fields import ForkReason, Source, TruncationCause
 from forgemq_contracts.partitions import request_id
 from forgemq_gateway.core.held_bytes import HeldBytes
 from forgemq_gateway.core.history import History, KnownCompletion
@@ -48,7 +48,7 @@ class GroupFacts(Struct, frozen=True, kw_only=True):
     task: bytes
     temperature: float | None = None
     round_name: str = ""
-    source: Literal["agent", "import"] = "agent"
+    source: Source = "agent"
     idempotency_key: str = ""
 
 

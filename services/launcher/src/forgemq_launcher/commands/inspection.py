@@ -183,8 +183,8 @@ def print_groups(follower: Follower, console: Console) -> None:
 
 
 def _place_of(row: GroupRow) -> str:
-    if row.source == "import":
-        return "import"
+    if row.source != "agent":
+        return row.source
     return "-" if row.queue_index is None else str(row.queue_index)
 
 

@@ -10,7 +10,7 @@ from rich.table import Table
 from forgemq_launcher.display.fork_table import fork_table
 from forgemq_launcher.display.panel import duration
 from forgemq_run_view.report import Report
-from forgemq_run_view.state import ImportedDomain, RunState
+from forgemq_run_view.state import RunState, UntrainedDomain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -157,19 +157,20 @@ def _lines(report: Report) -> list[tuple[str, str]]:
             "groups",
             f"{report.groups_admitted} admitted, {report.groups_open} open; {retired}",
         ),
-        *[("imported", imported_line(each)) for each in report.imported],
+        *[("imported", untrained_line(each)) for each in report.imported],
+        *[("live", untrained_line(each)) for each in report.live],
         ("log-probability gap", _gap(report)),
         ("alarms", _alarms(report)),
         ("time", duration(report.duration_s)),
     ]
 
 
-def imported_line(imported: ImportedDomain) -> str:
-    """What there is to say of the imported conversations of a domain."""
-    rated = imported.tally.episodes
-    success = f", success {imported.tally.success:.2f}" if rated else ""
+def untrained_line(untrained: UntrainedDomain) -> str:
+    """What there is to say of the imported or the live conversations of a domain."""
+    rated = untrained.tally.episodes
+    success = f", success {untrained.tally.success:.2f}" if rated else ""
     return (
-        f"{imported.domain}: {imported.conversations:,} conversations, never trained; "
+        f"{untrained.domain}: {untrained.conversations:,} conversations, never trained; "
         f"{rated:,} with an outcome{success}"
     )
 

@@ -1,0 +1,134 @@
+"""Live traffic: which key is whose, and which open episode a request goes on with.
+
+Nobody claims an episode here. So a request belongs to the conversation whose reply it repeats, or
+to the session that its caller names; any other begins a conversation of its own.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+from msgspec import UNSET, Struct
+from msgspec.structs import replace
+
+from forgemq_contracts.run import LiveKey
+from forgemq_gateway.core.choices import choices_of
+from forgemq_gateway.core.episodes import Ending, GroupFacts, HeldEpisode
+from forgemq_gateway.core.errors import invalid
+from forgemq_gateway.core.history import History
+from forgemq_gateway.core.keys import key_sha256
+from forgemq_gateway.core.repetition import repetition
+from forgemq_gateway.core.replies import Reply
+from forgemq_gateway.core.requests import Request, RequestMessage
+
+SESSION_HEADER = "x-forgemq-session"
+"""All requests with one value are one episode, whatever their messages."""
+
+_SESSION_CHARACTERS_MAX = 200
+
+
+class LiveCaller(Struct, frozen=True, kw_only=True):
+    """Who sends a request with a live key; `session` is "" if the request names none.
+
+    Raises:
+        RefusedError: 400, the session has too many characters, or some that do not print.
+    """
+
+    policy: LiveKey
+    session: str = ""
+
+    def __post_init__(self) -> None:
+        if len(self.session) > _SESSION_CHARACTERS_MAX or not self.session.isprintable():
+            raise invalid(
+                f"{SESSION_HEADER} must have at most {_SESSION_CHARACTERS_MAX} characters that "
+                "print",
+                param=SESSION_HEADER,
+            )
+
+    @property
+    def home(self) -> str:
+        """An id whose partition has all groups of this caller, so that one gateway has them.
+
+        It follows from key and header alone: no body is read before the gateway is found.
+        """
+        text = f"{self.policy.name}\0{self.session}".encode()
+        return "live-" + hashlib.blake2b(text, digest_size=8).hexdigest()
+
+    def has(self, facts: GroupFacts) -> bool:
+        """Whether a group is of this caller's key."""
+        is_its = facts.source == "live" and facts.domain == self.policy.domain
+        return is_its and facts.task == live_task(self.policy)
+
+
+class LiveKeys:
+    """The keys of live traffic, by their hashes."""
+
+    def __init__(self, policies: Iterable[LiveKey]) -> None:
+        self._policies = {policy.key_sha256: policy for policy in policies}
+
+    def policy(self, key: str | None) -> LiveKey | None:
+        """What holds for a key; None if it is not live."""
+        return self._policies.get(key_sha256(key)) if key and self._policies else None
+
+
+def live_task(policy: LiveKey) -> bytes:
+    """The task of every group of this key: it marks them as this key's."""
+    return msgspec.json.encode({"live": policy.name})
+
+
+class OpenConversations:
+    """What several episodes have said so far; implements `conversation.Conversation`."""
+
+    def __init__(self, episodes: Sequence[HeldEpisode]) -> None:
+        self._histories = [episode.history for episode in episodes]
+
+    def reply_to(self, request_id: str) -> Reply | None:
+        """The reply to this request; None if none of them has it."""
+        replies = (history.reply_to(request_id) for history in self._histories)
+        return next((reply for reply in replies if reply is not None), None)
+
+    def messages_until(self, request_id: str) -> tuple[RequestMessage, ...] | None:
+        """All messages up to the reply to this request, and it; None if none of them has it."""
+        found = (history.messages_until(request_id) for history in self._histories)
+        return next((messages for messages in found if messages is not None), None)
+
+
+def continued(
+    request: Request, episodes: Sequence[HeldEpisode], *, headers: Mapping[str, str]
+) -> HeldEpisode | None:
+    """The open episode that a request goes on with; None if it begins a conversation.
+
+    That is the one whose replies it repeats furthest. If it repeats no reply, it may be the
+    retry of a first request: its headers say so, or no client waits for the same body's answer,
+    which nobody has had. The same body otherwise comes from another caller.
+    """
+    repeated = repetition(headers, body_digest=request.body_digest)
+    choices = choices_of(replace(request, body_digest=repeated.body_digest))
+
+    def fitness(episode: HeldEpisode) -> tuple[int, bool, int]:
+        known = episode.known([each.body_digest for each in choices], is_retry=repeated.is_retry)
+        is_awaited = any(each is not None for each in known)
+        is_repeated = is_awaited and (repeated.is_retry or not episode.clients)
+        return _repeated_tokens(choices[0], episode.history), is_repeated, episode.opened.opened_ms
+
+    found = max(episodes, key=fitness, default=None)
+    return None if found is None or not any(fitness(found)[:2]) else found
+
+
+def _repeated_tokens(request: Request, history: History) -> int:
+    """Length of the context with which the last reply ends that this request repeats; 0: none."""
+    if request.prompts:
+        known = history.continued(request.prompts[0])
+        return 0 if known is None else known.completion.total_tokens
+    match = history.match(history.keys(request.digests), request.echo)
+    return 0 if match is None else match.completion.total_tokens
+
+
+def live_ending(episode: HeldEpisode) -> Ending:
+    """How an episode of live traffic ends when no request goes on with it."""
+    session = episode.opened.session
+    result = msgspec.json.encode({"session": session}) if session else b""
+    if not episode.history.completions:
+        return Ending(status="aborted", result=result, detail="no request was answered")
+    cause = episode.truncated_by(UNSET)
+    return Ending(status="completed", truncated_by=cause, result=result)
