@@ -273,3 +273,51 @@ async def test_nothing_is_live_unless_the_domain_says_so(model: Path) -> None:
         (opened,) = await talk.world.records(topics.OPENED_EPISODES)
     assert texts == ["good day"]
     assert (asked.record.is_live, opened.stream) == (False, "recorded")
+
+
+async def test_any_gateway_streams_live_and_a_group_that_moves_ends_its_streams(
+    model: Path,
+) -> None:
+    """Six groups over three partitions: a second gateway takes some of them while they stream."""
+    goes_on = asyncio.Event()
+
+    async def sample(lane: ScriptedLane, asked: Asked) -> str:
+        await lane.tell(asked, "good ")
+        await goes_on.wait()
+        return "good day"
+
+    configuration = live(model)
+    queue = msgspec.structs.replace(configuration.queues[0], groups_requested_max=8)
+    async with talking(msgspec.structs.replace(configuration, queues=(queue,)), sample) as first:
+        world = first.world
+        groups = [await world.open_group(f"key-{number}") for number in range(6)]
+        clients = [world.client(await world.claim(group)) for group in groups]
+        streams = [streamed(client) for client in clients]
+        begun = [await anext(stream) for stream in streams]
+        assert world.tasks is not None
+        await world.start(world.tasks)
+        assert await world.eventually(topics.OWNED_RUNS, 2)
+        goes_on.set()
+        ends = [await rest_of(stream) for stream in streams]
+        for client in clients:
+            client.base_url = f"{world.base_url}/v1"  # The second gateway.
+        again = [await rest_of(streamed(client)) for client in clients]
+        asked = len(first.seen())
+    assert begun == ["good "] * 6
+    assert {"day", "moved"} == set(ends)
+    assert again == ["good day"] * 6
+    assert asked == 6 + ends.count("day")
+
+
+async def streamed(client: openai.AsyncOpenAI) -> AsyncIterator[str]:
+    async for chunk in await client.chat.completions.create(model="m", messages=HELLO, stream=True):
+        if chunk.choices[0].delta.content:
+            yield chunk.choices[0].delta.content
+
+
+async def rest_of(stream: AsyncIterator[str]) -> str:
+    """What is left of a stream; `moved` if it ends with that error."""
+    try:
+        return "".join([text async for text in stream])
+    except openai.APIError as error:
+        return "moved" if "has moved" in error.message else repr(error)
