@@ -208,6 +208,8 @@ def test_a_default_in_a_table_is_that_of_the_setting(path: Path):
             assert re.search("required|must be set", said), f"{name} has no default, said: {said}"
         elif isinstance(default, int | float):
             assert number(said) == default, name
+        elif isinstance(default, tuple):
+            assert said == ",".join(default), name
         elif default:
             assert said == default, name
 

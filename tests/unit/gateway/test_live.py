@@ -164,7 +164,7 @@ async def test_the_same_first_message_of_two_callers_is_two_conversations(model:
 
 
 async def test_conversations_that_begin_at_once_are_one_episode_each(model: Path) -> None:
-    """Each group is read back from the log before its writer hears that it is written."""
+    """Each group is read back from the log before its write returns."""
 
     async def answer_late(emit: Emit) -> None:
         if emit.topic == topics.REQUESTED_GROUPS.name:

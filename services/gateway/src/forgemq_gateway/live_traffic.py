@@ -155,7 +155,7 @@ class LiveTraffic:
         free = self._free(caller)
         request = None if free else self._next_request(caller)
         group_id = free if request is None else request.group_id
-        # Before its record is written: it may be read back before its writer hears of it.
+        # Before its record is written: it may be read back before the write returns.
         self._taken[group_id] = caller.policy.name
         try:
             if request is not None:
