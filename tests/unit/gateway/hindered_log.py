@@ -39,3 +39,19 @@ class HinderedLog:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._log, name)
+
+
+class LateWriter(HinderedWriter):
+    """Commits, and says so only when the test lets it."""
+
+    async def commit(self, *, outputs: Sequence[Emit], **rest: Any) -> None:
+        await self._writer.commit(outputs=outputs, **rest)
+        for emit in outputs:
+            await self._hinder(emit)
+
+
+class LateLog(HinderedLog):
+    """A log with such writers of transactions."""
+
+    async def transaction_writer(self, transactional_id: str) -> HinderedWriter:
+        return LateWriter(await self._log.transaction_writer(transactional_id), self._hinder)

@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from hashlib import sha256
 from pathlib import Path
@@ -21,7 +21,7 @@ from forgemq_contracts.groups import ClosedGroup
 from forgemq_contracts.partitions import group_partition
 from forgemq_contracts.run import LiveKey, RunConfiguration
 from forgemq_gateway.core.live import SESSION_HEADER, LiveCaller
-from tests.unit.gateway.hindered_log import HinderedLog, HinderedWriter
+from tests.unit.gateway.hindered_log import HinderedLog, LateLog
 from tests.unit.gateway.scripted_lane import GROUP_PARTITIONS, Asked, Script, wall_ms
 from tests.unit.gateway.test_replicas import owners, settled
 from tests.unit.gateway.world import World, configuration_of, plain_http, running
@@ -81,22 +81,6 @@ class Caller:
         await self.world.kill()
         assert self.world.tasks is not None
         await self.world.start(self.world.tasks)
-
-
-class LateWriter(HinderedWriter):
-    """Writes, and says so only when the test lets it."""
-
-    async def commit(self, *, outputs: Sequence[Emit], **rest: Any) -> None:
-        await self._writer.commit(outputs=outputs, **rest)
-        for emit in outputs:
-            await self._hinder(emit)
-
-
-class LateLog(HinderedLog):
-    """A log with such writers of transactions."""
-
-    async def transaction_writer(self, transactional_id: str) -> HinderedWriter:
-        return LateWriter(await self._log.transaction_writer(transactional_id), self._hinder)
 
 
 @asynccontextmanager
@@ -382,6 +366,25 @@ async def test_a_turn_goes_on_at_the_next_owner_with_no_word_of_a_retry(model: P
         asked = await caller.world.records(topics.REQUESTED_COMPLETIONS)
     assert ([each.episode_id for each in opened], said[-1]["content"]) == ([episode], "late")
     assert len({record.request_id for record in asked}) == 1
+
+
+@pytest.mark.parametrize("stream", ["recorded", "live"])
+async def test_a_streamed_answer_names_its_episode_too(model: Path, stream: str) -> None:
+    configuration = configured(model)
+    queue = msgspec.structs.replace(configuration.queues[0], stream=stream)
+    configuration = msgspec.structs.replace(configuration, queues=(queue,))
+    store = MemoryLog(run="r", clock_ms=wall_ms)
+    async with running(store.open, configuration, lambda _: "yes") as (world, _):
+        caller = Caller(world)
+        admitting = asyncio.create_task(caller.keep_admitting())
+        client = world.client({"key": KEY, "base_url": f"{world.base_url}/v1"})
+        raw = await client.chat.completions.with_raw_response.create(
+            model="m", messages=HELLO, stream=True
+        )
+        chunks = [chunk.choices[0].delta.content or "" async for chunk in raw.parse()]
+        admitting.cancel()
+        [opened] = await world.records(topics.OPENED_EPISODES)
+    assert ("".join(chunks), raw.headers["x-forgemq-episode"]) == ("yes", opened.episode_id)
 
 
 async def test_tokens_are_not_counted_for_a_live_key(model: Path) -> None:
