@@ -27,11 +27,13 @@ class HeldRequests:
     """Lets every record of a requested group wait, and counts those that do."""
 
     def __init__(self) -> None:
-        self.count, self.released = 0, asyncio.Event()
+        self.count = 0
+        self.begun, self.released = asyncio.Event(), asyncio.Event()
 
     async def __call__(self, emit: Emit) -> None:
         if emit.topic == topics.REQUESTED_GROUPS.name:
             self.count += 1
+            self.begun.set()
             await self.released.wait()
 
 
@@ -66,6 +68,7 @@ async def test_requests_at_once_pass_no_limit_and_one_commit_is_made_at_a_time(
 ) -> None:
     async with held_world(model) as (world, held):
         answers = [ask(world, f"k{number}", {}) for number in range(5)]
+        await asyncio.wait_for(held.begun.wait(), 10)
         await asyncio.sleep(0.1)
         first = held.count
         held.released.set()

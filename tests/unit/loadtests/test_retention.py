@@ -25,5 +25,9 @@ async def test_every_group_is_played_trained_and_audited_and_each_byte_is_counte
     assert sum(kept.values()) == run.written_bytes
     trimmed = {topic.name for topic in topics.OF_RUN if topic.needed_by}
     assert sum(n for name, n in kept.items() if name not in trimmed) == run.kept_bytes
-    silent = {topics.CLOSED_GROUPS.name, topics.CANCELLED_COMPLETIONS.name}
+    silent = {
+        topics.CLOSED_GROUPS.name,
+        topics.CANCELLED_COMPLETIONS.name,
+        topics.SAMPLED_CHUNKS.name,
+    }
     assert {topic.name for topic in topics.OF_RUN} - set(kept) == silent
