@@ -20,7 +20,7 @@ import pytest
 from msgspec import Raw
 from openai import AsyncOpenAI
 
-from forgemq_agents.errors import EpisodeOverError, TrainingEndedError
+from forgemq_agents.errors import EpisodeOverError, GatewayError, TrainingEndedError
 from forgemq_agents.gateway_client import GatewayClient
 from forgemq_agents.requests import JsonRequests, Retry
 from forgemq_contracts.admin import Claim, FinishRequest, GroupRequest
@@ -36,6 +36,8 @@ TURN_S = 1.5
 """Longer than the pauses between a turn and the next, so a kill meets most episodes in a turn."""
 LEAST_AWAY_S = 1.0
 """A gateway is away for its pause of 0.5 s and the imports of its libraries, seconds."""
+AWAY_S_MAX = 60.0
+"""A gateway that is away for longer has not been started again."""
 GROUPS_AT_ONCE = 4
 KILLS_AFTER_TURNS = (8, 40)
 """In the first step and in a later one."""
@@ -126,7 +128,7 @@ async def play_from_outside(run: LaunchedRun) -> OutsideAgents:
     said = run.wait_for_line(r"export GATEWAY=(\S+) ADMIN_KEY=\$\(cat (\S+)\)", within_s=90)
     key = await asyncio.to_thread(Path(said[2]).read_text)
     async with aiohttp.ClientSession() as http:
-        requests = JsonRequests(http, retry=Retry())
+        requests = JsonRequests(http, retry=Retry(deadline_s=AWAY_S_MAX))
         agents = OutsideAgents(GatewayClient(requests, url=said[1], admin_key=key))
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(agents.play())
@@ -144,7 +146,10 @@ def test_openai_clients_with_default_retries_play_a_run_whose_gateway_is_killed_
         )
         try:
             run.start(DIALOGUE, f"run={run_id}", *OUTSIDE)
-            agents = asyncio.run(play_from_outside(run))
+            try:
+                agents = asyncio.run(play_from_outside(run))
+            except* GatewayError as errors:
+                raise AssertionError(run.story()) from errors
             run.wait_for_end(within_s=180)
             assert run.left_behind() == []
         finally:

@@ -1,7 +1,9 @@
 """Watches one run while it is up and says how it ended."""
 
 import asyncio
+import contextlib
 import time
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 from forgemq_bus.broker import BrokerError
@@ -20,6 +22,8 @@ SETTLE_TIMEOUT_S = 120.0
 minutes if one of these restarts meanwhile. Groups still open then are reported as open."""
 SETTLED_CHECK_EVERY_S = 0.5
 """Adds at most this to a run of minutes."""
+TOLD_S = 5.0
+"""Agents outside that try a gateway again do so after at most this, as the agents of a run do."""
 
 FAILURES = (
     MachineError,
@@ -60,6 +64,8 @@ async def watch_run(
                 tasks.append(group.create_task(_end_agents(follower, processes.agents_ended)))
             await stop.wait_unless(processes.agents_ended)
             await _wait_settled(follower, stop)
+            if not processes.has_agents:
+                await tell_agents(processes.gateway_says_training_ended, stop=stop)
             for task in tasks:
                 task.cancel()
     except* FAILURES as errors:
@@ -81,5 +87,27 @@ async def _wait_settled(follower: Follower, stop: StopSignal) -> None:
     deadline_s = time.monotonic() + SETTLE_TIMEOUT_S
     while not stop.event.is_set() and time.monotonic() < deadline_s:
         if follower.is_trained and not follower.state().groups_open:
+            return
+        await asyncio.sleep(SETTLED_CHECK_EVERY_S)
+
+
+async def tell_agents(
+    says_ended: Callable[[], bool], *, stop: StopSignal, told_s: float = TOLD_S
+) -> None:
+    """Return once agents outside can have read that training has ended, or a signal came.
+
+    Without it a gateway that was killed near the end would be stopped before it answers again, and
+    its agents would try an address without a server until they give up.
+
+    Args:
+        says_ended: Asks the gateway, in a thread.
+        stop: Ends the wait.
+        told_s: How long the gateway stays up after it said so.
+    """
+    deadline_s = time.monotonic() + SETTLE_TIMEOUT_S
+    while not stop.event.is_set() and time.monotonic() < deadline_s:
+        if await asyncio.to_thread(says_ended):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.event.wait(), told_s)
             return
         await asyncio.sleep(SETTLED_CHECK_EVERY_S)

@@ -13,6 +13,7 @@ from forgemq_launcher.core.restarts import RestartPolicy
 from forgemq_launcher.run_setup import RunSetup
 from forgemq_launcher.upkeep.broker import RunBroker
 from forgemq_launcher.upkeep.engines import Engines, servers
+from forgemq_launcher.upkeep.gateway_status import says_training_ended
 from forgemq_launcher.upkeep.machine import check_memory, held_port, listening_socket
 from forgemq_launcher.upkeep.named_engines import NamedEngines, named_urls
 from forgemq_launcher.upkeep.services import Addresses, service_specs
@@ -40,6 +41,7 @@ class RunProcesses:
         self._broker = RunBroker(setup.folder / "kafka", environ=setup.environ, note=note)
         self._engines: Engines | NamedEngines | None = None
         self._supervisor = Supervisor(policy=self._policy, grace_s=settings.stop_grace_s, note=note)
+        self._addresses: Addresses | None = None
         self._specs: tuple[ServiceSpec, ...] = ()
         self._listeners: list[socket.socket] = []
         self._engine_ports: list[socket.socket] = []
@@ -60,6 +62,13 @@ class RunProcesses:
     def has_agents(self) -> bool:
         """Whether agents are among the planned services; else groups come from outside."""
         return any(spec.name == "agents" for spec in self._specs)
+
+    def gateway_says_training_ended(self) -> bool:
+        """Whether the gateway answers now, and says that training has ended."""
+        addresses = self._addresses
+        return addresses is not None and says_training_ended(
+            addresses.gateway_url, admin_key=addresses.admin_key
+        )
 
     def service_statuses(self) -> tuple[ServiceStatus, ...]:
         """Every service in the order of its start."""
@@ -117,7 +126,7 @@ class RunProcesses:
         """
         setup, settings = self._setup, self._setup.settings
         gateway, console = self._open_listeners()
-        addresses = Addresses(
+        self._addresses = addresses = Addresses(
             kafka=self.connection.bootstrap,
             engine_urls=self.engines.urls,
             host=settings.host,
