@@ -7,10 +7,12 @@ PACKAGES := contracts $(wildcard libs/*) $(wildcard services/*)
 STAMP := $(VENV)/.installed
 GROUPS := build lint demo test
 FAST := not integration and not slow and not gpu and not clients
-# A third process uses the time in which tests of the other two wait for a clock or a socket.
-FAST_PROCESSES := -n 3 --dist worksteal
-# Every test in these folders has one of those markers, and loading them takes seconds.
-NOT_FAST := --ignore=tests/gpu --ignore=tests/integration --ignore=tests/clients
+SLOW := slow and not integration and not gpu and not clients
+# Tests of one process each run beside each other; a third uses the time in which two others wait for
+# a clock or a socket. Those with a broker or an engine have the machine to themselves.
+BESIDE := -n 3 --dist worksteal
+# No test in these folders is run beside others, and loading them takes seconds.
+ALONE := --ignore=tests/gpu --ignore=tests/integration --ignore=tests/clients
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: help setup demo test test-fast test-clients storm fuzz lint contracts load lock clean
@@ -28,11 +30,12 @@ demo: $(STAMP)  ## Run the demo: real Kafka, real SGLang, agents, training; RESU
 	@$(BIN)/forgemq run deploy/demo/run.toml $(if $(RESUME),--resume $(RESUME)) $(ARGS)
 
 test: $(STAMP)  ## Run every test, on the real broker and the real engine
-	@$(BIN)/python -m pytest -q $(FAST_PROCESSES) -m "$(FAST)" $(NOT_FAST) $(ARGS)
-	@$(BIN)/python -m pytest -q -m "not ($(FAST)) and not clients" --durations=15 $(ARGS)
+	@$(BIN)/python -m pytest -q $(BESIDE) -m "$(FAST)" $(ALONE) $(ARGS)
+	@$(BIN)/python -m pytest -q $(BESIDE) -m "$(SLOW)" $(ALONE) --durations=15 $(ARGS)
+	@$(BIN)/python -m pytest -q -m "(integration or gpu) and not clients" --durations=15 $(ARGS)
 
 test-fast: $(STAMP)  ## Run the tests that need neither broker nor engine
-	@$(BIN)/python -m pytest -q $(FAST_PROCESSES) -m "$(FAST)" $(NOT_FAST) $(ARGS)
+	@$(BIN)/python -m pytest -q $(BESIDE) -m "$(FAST)" $(ALONE) $(ARGS)
 
 test-clients: $(STAMP)  ## Install clients that others wrote, and run them against the gateway
 	@$(BIN)/python -m tests.clients.install

@@ -24,6 +24,7 @@ from forgemq_gateway.dispatcher import Dispatcher, Result
 from forgemq_gateway.operations import Operations
 from forgemq_gateway.replica import Replica
 from forgemq_gateway.settings import GatewaySettings
+from forgemq_gateway.task_start import start_task
 from forgemq_gateway.ticks import keep_ticking
 from forgemq_gateway.whereabouts import Whereabouts
 from tests.simulation.attempts_records import parse, prepared_turn
@@ -246,7 +247,6 @@ class StormGateway:
         if parent is not None:
             parent.echoed = True
         prepared = prepared_turn(turn, parent=parent)
-        self._context.tasks.create_task(
-            self._dispatcher.dispatch(episode, turn, prepared, trace=())
-        )
+        dispatching = self._dispatcher.dispatch(episode, turn, prepared, trace=())
+        start_task(self._context.tasks, dispatching)
         return turn, result

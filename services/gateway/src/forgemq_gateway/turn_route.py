@@ -40,6 +40,7 @@ from forgemq_gateway.dispatcher import Result
 from forgemq_gateway.large_work import LargeWork
 from forgemq_gateway.live_answers import LiveAnswer, LiveAnswers, check_continues
 from forgemq_gateway.settings import body_bytes_max
+from forgemq_gateway.task_start import start_task
 from forgemq_gateway.turn_source import Awaited, TurnSource
 from forgemq_gateway.wire import (
     ClientGoneError,
@@ -121,6 +122,7 @@ class TurnRoute:
         try:
             request = await self._request(protocol, receive, episode, counted, headers=headers)
             started = self._start(request, episode=episode, headers=headers)
+            leaving = start_task(self._tasks, _wait_for_disconnect(receive))
         except ClientGoneError:
             return
         except MovedError as error:
@@ -134,7 +136,7 @@ class TurnRoute:
             protocol=protocol,
             request=started.request,
             send=send,
-            leaving=self._tasks.create_task(_wait_for_disconnect(receive)),
+            leaving=leaving,
             stream=protocol.stream(started.request),
         )
         try:

@@ -20,6 +20,7 @@ from forgemq_gateway.core.repetition import repetition
 from forgemq_gateway.core.requests import Request
 from forgemq_gateway.core.turns import OpenTurn
 from forgemq_gateway.dispatcher import Dispatcher, Result
+from forgemq_gateway.task_start import start_task
 from forgemq_telemetry.traces import Headers, completion_trace, headers_from_http, span_ids
 
 
@@ -111,7 +112,7 @@ class TurnSource:
             deadline_ms=now_ms + self._deadline_ms,
         )
         result = self._dispatcher.begin(episode, turn)
-        self._tasks.create_task(self._prepare(episode, turn, planned, caller=caller))
+        start_task(self._tasks, self._prepare(episode, turn, planned, caller=caller))
         return Awaited(request_id=turn.request_id, result=result, turn=turn)
 
     async def _prepare(
