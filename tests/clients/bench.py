@@ -93,8 +93,11 @@ class Client(Struct, frozen=True, kw_only=True):
         package: Its lock in `locks/`.
         launch: How it is started.
         steps: The task; `parallel_steps` has two calls in its first turn.
-        side_requests: Requests beside the task that it is known to make, as for a title.
+        forks: Forks that it is known to make, by their reasons: requests beside the task, as for a
+            title, and a history that it edits.
+        leaves: Paths of its episode that no later turn extends in all tokens.
         may_give_up: Modes in which it is known to end with an error, always or at times.
+        fault_at: The call of the model at which something goes wrong, counted from 0.
         done: How many results of tools a prompt shows.
     """
 
@@ -104,7 +107,8 @@ class Client(Struct, frozen=True, kw_only=True):
     launch: Callable[[Scene], Launch]
     steps: tuple[Step, ...]
     parallel_steps: tuple[Step, ...] = ()
-    side_requests: int = 0
+    forks: tuple[str, ...] = ()
+    leaves: int = 1
     may_give_up: tuple[Mode, ...] = ()
     fault_at: int = 1
     is_step: Callable[[str], bool] = has_tools

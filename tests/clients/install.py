@@ -62,7 +62,9 @@ def install(package: str) -> str:
 def _install_node(lock: Path, folder: Path) -> None:
     for name in ("package.json", "package-lock.json"):
         shutil.copy(lock / name, folder / name)
-    _run("npm", "ci", "--no-audit", "--no-fund", "--loglevel=error", cwd=folder)
+    # `npm ci` refuses a lock without the packages of other machines, which a mirror may not have.
+    install = ("npm", "install", "--no-save", "--fetch-retries=0")
+    _run(*install, "--no-audit", "--no-fund", "--loglevel=error", cwd=folder)
 
 
 def _install_python(lock: Path, folder: Path) -> None:

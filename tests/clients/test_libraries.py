@@ -3,10 +3,12 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests.clients.bench import MODES, Check, Client, Launch, Mode, Protocol, Scene
-from tests.clients.task import parallel_steps_of, steps_of
+from tests.clients.scripted_model import Call, Step
+from tests.clients.task import SHOW, WRITE, parallel_steps_of, steps_of
 
 pytestmark = pytest.mark.clients
 PROGRAMS = Path(__file__).parent / "programs"
@@ -99,11 +101,45 @@ FRAMEWORKS = [
     library("litellm", "litellm", "litellm_loop.py", "messages"),
     library("litellm", "litellm", "litellm_loop.py", "messages", "stream", STREAM_CUT),
 ]
-# The AI SDK and the frameworks are run with tools and refusals; cuts were not tried with them.
-NOT_CUT: tuple[Mode, ...] = ("plain", "parallel", "refused", "failed")
+ANSWER = "final_answer"
+
+
+def observations(prompt: str) -> int:
+    """Results of tools, which smolagents writes as text; its instructions have examples of them."""
+    return prompt.split("New task:")[-1].count("Observation:")
+
+
+FINAL = Step("I end.", (Call(ANSWER, {"answer": "All done."}),))
+CODE_STEPS = tuple(
+    Step(f"Thought: go on.\n<code>\n{code}\n</code>")
+    for code in (f"print(shell('{WRITE}'))", f"print(shell('{SHOW}'))", f"{ANSWER}('All done')")
+)
+SMOLAGENTS = [
+    # It writes its earlier calls as text, not as the calls that the model made.
+    msgspec.structs.replace(
+        library("smolagents", "smolagents", "smolagents_loop.py", "chat", "tools"),
+        steps=(*steps_of("shell", "command")[:-1], FINAL),
+        parallel_steps=(*parallel_steps_of("shell", "command")[:-1], FINAL),
+        done=observations,
+        forks=("edited", "edited"),
+        leaves=3,
+    ),
+    # It writes its code behind the answer once more, and all tokens of the answer stay.
+    msgspec.structs.replace(
+        library("smolagents", "smolagents", "smolagents_loop.py", "chat", "code"),
+        steps=CODE_STEPS,
+        parallel_steps=(),
+        is_step=lambda _prompt: True,
+        done=observations,
+        forks=("edited", "edited"),
+    ),
+]
+CLIENTS = (*OPENAI, *ANTHROPIC, *OPENAI_NODE, *AI_SDK, *FRAMEWORKS, *SMOLAGENTS)
 CASES: list[tuple[Client, Mode]] = [
-    *((client, mode) for client in (*OPENAI, *ANTHROPIC, *OPENAI_NODE) for mode in MODES),
-    *((client, mode) for client in (*AI_SDK, *FRAMEWORKS) for mode in NOT_CUT),
+    (client, mode)
+    for client in CLIENTS
+    for mode in MODES
+    if mode != "parallel" or client.parallel_steps
 ]
 
 
