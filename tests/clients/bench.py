@@ -98,6 +98,8 @@ class Client(Struct, frozen=True, kw_only=True):
         leaves: Paths of its episode that no later turn extends in all tokens.
         may_give_up: Modes in which it is known to end with an error, always or at times.
         fault_at: The call of the model at which something goes wrong, counted from 0.
+        cut_forks: Forks of the mode `cut_answer`, if it then asks again without a sign of that, and
+            so gets another sample.
         done: How many results of tools a prompt shows.
     """
 
@@ -110,6 +112,7 @@ class Client(Struct, frozen=True, kw_only=True):
     forks: tuple[str, ...] = ()
     leaves: int = 1
     may_give_up: tuple[Mode, ...] = ()
+    cut_forks: tuple[str, ...] = ()
     fault_at: int = 1
     is_step: Callable[[str], bool] = has_tools
     done: Callable[[str], int] = tool_results

@@ -32,6 +32,7 @@ class Passed(Struct, frozen=True, kw_only=True):
     protocol: str
     mode: str
     gave_up: bool
+    asked_again: bool
     forks: tuple[str, ...]
 
     @classmethod
@@ -42,7 +43,8 @@ class Passed(Struct, frozen=True, kw_only=True):
             protocol=client.protocol,
             mode=mode,
             gave_up=outcome.exit_code != 0,
-            forks=tuple(outcome.forks()),
+            asked_again=len(outcome.forks()) > len(client.forks),
+            forks=client.forks,
         )
 
 
@@ -90,7 +92,9 @@ def rows(results: list[Passed]) -> list[str]:
 def _cell(result: Passed | None) -> str:
     if result is None:
         return ""
-    return "ends" if result.gave_up else "yes"
+    if result.gave_up:
+        return "ends"
+    return "again" if result.asked_again else "yes"
 
 
 def _is_of_installed(file: Path, passed: Passed) -> bool:

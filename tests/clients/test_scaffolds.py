@@ -116,6 +116,7 @@ OPENCODE = Client(
     forks=("side_request",),
     leaves=2,
     fault_at=2,
+    cut_forks=("resampled",),
 )
 QWEN_CODE = Client(
     name="@qwen-code/qwen-code",
@@ -124,6 +125,8 @@ QWEN_CODE = Client(
     launch=qwen_code,
     steps=steps_of("run_shell_command", "command", description="run"),
     parallel_steps=parallel_steps_of("run_shell_command", "command", description="run"),
+    # It keeps the beginning of the answer in its history, and asks for the rest.
+    cut_forks=("edited", "edited"),
 )
 CLINE = Client(
     name="cline",
@@ -132,6 +135,8 @@ CLINE = Client(
     launch=cline,
     steps=in_lists(steps_of("run_commands", "commands")),
     parallel_steps=in_lists(parallel_steps_of("run_commands", "commands")),
+    may_give_up=("cut_answer",),
+    cut_forks=("resampled",),
 )
 AIDER = Client(
     name="aider-chat",
@@ -144,6 +149,7 @@ AIDER = Client(
     # It shows its files in the first messages, as they are now.
     forks=("edited",),
     leaves=2,
+    cut_forks=("resampled",),
 )
 
 

@@ -15,6 +15,7 @@ from forgemq_contracts.topics import (
     OWNED_RUNS,
     REPORTED_ENGINES,
     REPORTED_GATEWAYS,
+    SAMPLED_CHUNKS,
 )
 from tests.integration.launched_run import DIALOGUE, LaunchedRun
 from tests.integration.run_log import accounts, first_offsets
@@ -112,10 +113,10 @@ def test_a_run_that_is_trimmed_all_the_time_survives_one_kill_of_every_service(
         )
     first = first_offsets(kafka_bootstrap, run=run_id)
     untouched = {place.topic for place, offset in first.items() if offset == 0}
-    # These may be untouched: fewer heartbeats and owners were written than are kept, and few
-    # cancellations.
-    kept = (REPORTED_ENGINES, REPORTED_GATEWAYS, OWNED_RUNS, CANCELLED_COMPLETIONS)
-    few = {topic.name for topic in kept}
+    # These may be untouched: fewer heartbeats and owners were written than are kept, few
+    # cancellations, and chunks only for streams that are live.
+    kept = (REPORTED_ENGINES, REPORTED_GATEWAYS, OWNED_RUNS)
+    few = {topic.name for topic in (*kept, CANCELLED_COMPLETIONS, SAMPLED_CHUNKS)}
     assert untouched <= few, first
     report = run.report(run_id)
     held = {guarantee for guarantee, holds in report["guarantees"].items() if holds}

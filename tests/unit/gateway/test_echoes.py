@@ -151,3 +151,23 @@ async def test_a_title_and_a_second_conversation_are_side_requests(model: Path) 
     )
     assert [c.turn.fork_reason for c in finished] == [None, "side_request", "side_request", None]
     assert ended.forks == 2
+
+
+async def test_a_path_that_leaves_another_behind_a_kept_reply_has_its_reason(model: Path) -> None:
+    kept = [HELLO, {"role": "assistant", "content": "yes"}]
+    on = [*kept, MORE]
+    bodies: list[dict[str, Any]] = [
+        {"messages": [HELLO]},
+        {"messages": on},
+        {"messages": [*on, {"role": "assistant", "content": "no"}, MORE]},
+        {"messages": [*kept, {"role": "user", "content": "other"}]},
+        {"messages": on, "temperature": 0.5},
+        {"messages": [*on, {"role": "assistant", "content": "yes"}, MORE]},
+    ]
+    _, finished, ended = await conversation(model, lambda _: "yes", *bodies)
+    expected = [None, None, "edited", "side_request", "resampled", None]
+    assert [c.turn.fork_reason for c in finished] == expected
+    # All but the first extend the tokens of a reply: none is rendered from its start.
+    assert [c.parent_id is None for c in finished] == [True, *[False] * 5]
+    assert not any(c.turn.is_fork for c in finished)
+    assert ended.forks == 3

@@ -97,7 +97,7 @@ class Composer:
                 protocol=request.protocol,
                 body_digest=turn.body_digest,
                 ordinal=turn.ordinal,
-                is_fork=placed.fork_reason is not None,
+                is_fork=placed.fork_reason is not None and not placed.extends,
                 fork_reason=placed.fork_reason,
                 tools_digest=request.tools_digest,
                 tools=b"" if knows_tools else request.tools_json,
@@ -121,7 +121,8 @@ class Composer:
                 parent=parent,
                 shared_tokens=shared,
                 context=extension.tokens,
-                fork_reason=None,
+                fork_reason=planned.fork_reason,
+                extends=True,
                 first_message=planned.match.consumed,
                 message_ends=tuple(shared + end for end in extension.message_ends),
             )

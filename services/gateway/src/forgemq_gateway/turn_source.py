@@ -134,8 +134,8 @@ class TurnSource:
             else:
                 if planned.match is not None:
                     planned.match.completion.echoed = True
-                if prepared.part.is_fork:
-                    self._telemetry.count("gateway.forks", reason=prepared.part.fork_reason or "")
+                if prepared.part.fork_reason is not None:
+                    self._telemetry.count("gateway.forks", reason=prepared.part.fork_reason)
                 await self._dispatcher.dispatch(episode, turn, prepared, trace=span.headers())
         self._telemetry.observe("gateway.prepare_s", self._clock.now_s() - started_s)
 

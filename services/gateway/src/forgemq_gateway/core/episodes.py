@@ -214,7 +214,7 @@ class HeldEpisode:
         """Count a completion's fork, if its turn is one; if not, its parent is continued."""
         if parent is not None and not part.is_fork:
             self.continued.add(parent.request_id)
-        self.forks += part.is_fork
+        self.forks += part.is_fork or part.fork_reason is not None
         if part.fork_reason is not None:
             self.fork_reasons[part.fork_reason] += 1
 

@@ -7,7 +7,7 @@ an answer was there in time does not change what is counted.
 from collections.abc import Sequence
 
 from forgemq_contracts.fields import ForkReason
-from forgemq_gateway.core.history import History
+from forgemq_gateway.core.history import History, Match
 from forgemq_gateway.core.raw_prompts import Prompt
 from forgemq_gateway.core.requests import Role
 
@@ -34,6 +34,27 @@ def fork_reason(history: History, keys: Sequence[str], roles: Sequence[Role]) ->
     if len(keys) < history.deepest:
         return "compaction"
     return "edited" if echoes or "assistant" in roles[known:] else "side_request"
+
+
+def branch_reason(
+    history: History, keys: Sequence[str], roles: Sequence[Role], *, match: Match
+) -> ForkReason | None:
+    """Why a request that extends a reply begins another path; None if it is the reply's first.
+
+    Example: after [a, reply, b] and its reply, the messages [a, reply, c] are a
+    `side_request`, and [a, reply, b, changed reply, c] are `edited`.
+
+    Args:
+        history: As for `fork_reason`.
+        keys: Match key of each message.
+        roles: Role of each message.
+        match: The reply that it extends.
+    """
+    if not history.is_continued(match.path):
+        return None
+    if history.known_count(keys) == len(keys):
+        return "resampled"
+    return "edited" if "assistant" in roles[match.consumed :] else "side_request"
 
 
 def prompt_fork_reason(history: History, prompt: Prompt, *, key: str) -> ForkReason | None:

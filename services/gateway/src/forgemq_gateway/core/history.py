@@ -131,6 +131,7 @@ class History:
         # Each known path by the one before its last message, and that message.
         self._paths: dict[tuple[bytes | None, str], bytes] = {}
         self._tail: tuple[KnownCompletion | None, bytes] = (None, b"")
+        self._continued_paths: set[bytes] = set()
         self._echoes: set[str] = set()
         self.prompts = PromptPaths()
         self.bodies = ReadBodies(self.held)
@@ -189,6 +190,7 @@ class History:
         return path
 
     def _add_path(self, path: bytes, key: str, *, depth: int) -> bytes:
+        self._continued_paths.add(path)
         behind = self._paths[path, key] = path_after(path, key)
         self._depths[behind] = depth
         return behind
@@ -196,6 +198,10 @@ class History:
     def known_count(self, keys: Sequence[str]) -> int:
         """Number of leading messages that an earlier request had."""
         return len(self._known_paths(keys))
+
+    def is_continued(self, path: bytes) -> bool:
+        """Whether a request had another message behind this known path."""
+        return path in self._continued_paths
 
     def is_echo(self, key: str) -> bool:
         """Whether a message with this key is one of the policy's replies."""

@@ -45,7 +45,7 @@ def check_path_count(prepared: Prepared, *, episode: HeldEpisode, paths_max: int
     begins = extended in ("", *continued) or extended in episode.continued
     paths = len(answered) + len(open_turns) - len(episode.continued) - len(continued)
     if begins and paths >= paths_max:
-        why = prepared.part.fork_reason or "the reply before it has another continuation"
+        why = prepared.part.fork_reason or "the reply before it is continued already"
         raise _beyond(
             f"an episode may have at most {paths_max} paths of messages "
             f"(FORGEMQ_GATEWAY_EPISODE_PATHS_MAX), and this request begins another one: {why}",

@@ -21,7 +21,8 @@ class Placed(Struct, frozen=True, kw_only=True):
         parent: The completion whose tokens it starts with, if any.
         shared_tokens: Leading tokens in common with the parent's context and output.
         context: Tokens after those, as int32 bytes.
-        fork_reason: None if it extends the parent, or is the first of its episode.
+        extends: Whether it goes on behind the parent's last token, with the parent's messages.
+        fork_reason: None if it is the next turn of a path, or the first of its episode.
         first_message: Index of the first message that the parent's path does not have.
         message_ends: Index in the context after the last token of each further message.
     """
@@ -30,6 +31,7 @@ class Placed(Struct, frozen=True, kw_only=True):
     shared_tokens: int
     context: bytes
     fork_reason: ForkReason | None
+    extends: bool = False
     first_message: int = 0
     message_ends: tuple[int, ...] = ()
 
@@ -63,7 +65,8 @@ def place_rendered(
             parent=match.completion,
             shared_tokens=shared,
             context=tokens[shared * TOKEN_BYTES :],
-            fork_reason=None,
+            fork_reason=planned.fork_reason,
+            extends=True,
             first_message=match.consumed,
             message_ends=message_ends[match.consumed :],
         )

@@ -6,10 +6,10 @@ from forgemq_contracts.completions import Constraint, TurnPart
 from forgemq_contracts.episodes import Sampling
 from forgemq_contracts.fields import ForkReason
 from forgemq_gateway.core.digests import EMPTY_PATH
-from forgemq_gateway.core.forks import fork_reason, prompt_fork_reason
+from forgemq_gateway.core.forks import branch_reason, fork_reason, prompt_fork_reason
 from forgemq_gateway.core.history import History, KnownCompletion, Match
 from forgemq_gateway.core.raw_prompts import prompt_key
-from forgemq_gateway.core.requests import Request
+from forgemq_gateway.core.requests import Request, Role
 
 
 class Plan(Struct, frozen=True, kw_only=True):
@@ -18,7 +18,8 @@ class Plan(Struct, frozen=True, kw_only=True):
     Attributes:
         keys: Match key of each message.
         match: The longest known path it starts with; None if it is rendered from its start.
-        fork_reason: Why it has no match; None if it has one, or is the first of its episode.
+        fork_reason: Why it begins another path; None if it is the next turn of one, or the first of
+            its episode.
         behind: Of a text prompt with a match: what follows the context of that completion.
     """
 
@@ -58,10 +59,14 @@ def plan(request: Request, *, history: History) -> Plan:
     if match is not None and not _keeps_tools(match.completion, request):
         return Plan(request=request, keys=keys, match=None, fork_reason="other_tools")
     if match is not None:
-        return Plan(request=request, keys=keys, match=match)
-    roles = [message.role for message in request.messages]
-    reason = fork_reason(history, keys, roles)
+        reason = branch_reason(history, keys, _roles(request), match=match)
+        return Plan(request=request, keys=keys, match=match, fork_reason=reason)
+    reason = fork_reason(history, keys, _roles(request))
     return Plan(request=request, keys=keys, match=None, fork_reason=reason)
+
+
+def _roles(request: Request) -> list[Role]:
+    return [message.role for message in request.messages]
 
 
 def _prompt_plan(request: Request, *, history: History) -> Plan:
