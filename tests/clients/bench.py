@@ -95,7 +95,6 @@ class Client(Struct, frozen=True, kw_only=True):
         steps: The task; `parallel_steps` has two calls in its first turn.
         forks: Forks that it is known to make, by their reasons: requests beside the task, as for a
             title, and a history that it edits.
-        leaves: Paths of its episode that no later turn extends in all tokens.
         may_give_up: Modes in which it is known to end with an error, always or at times.
         fault_at: The call of the model at which something goes wrong, counted from 0.
         cut_forks: Forks of the mode `cut_answer`, if it then asks again without a sign of that, and
@@ -110,7 +109,6 @@ class Client(Struct, frozen=True, kw_only=True):
     steps: tuple[Step, ...]
     parallel_steps: tuple[Step, ...] = ()
     forks: tuple[str, ...] = ()
-    leaves: int = 1
     may_give_up: tuple[Mode, ...] = ()
     cut_forks: tuple[str, ...] = ()
     fault_at: int = 1

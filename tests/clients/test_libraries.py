@@ -36,6 +36,7 @@ def library(
     protocol: Protocol,
     how: str = "whole",
     may_give_up: tuple[Mode, ...] = (),
+    cut_forks: tuple[str, ...] = (),
 ) -> Client:
     language = "Node.js" if file.endswith(".mjs") else "Python"
     return Client(
@@ -46,6 +47,7 @@ def library(
         steps=steps_of("shell", "command"),
         parallel_steps=parallel_steps_of("shell", "command"),
         may_give_up=may_give_up,
+        cut_forks=cut_forks,
     )
 
 
@@ -54,6 +56,8 @@ ON_CUTS: tuple[Mode, ...] = ("cut_waiting", "cut_answer")
 STREAM_CUT: tuple[Mode, ...] = (*ON_CUTS, "killed")
 # In Node.js they ask again if no answer begins, but not if its body ends early.
 BODY_CUT: tuple[Mode, ...] = ("cut_answer",)
+# It asks again without a sign that it does.
+AGAIN = ("resampled",)
 OPENAI = [
     library("openai", "sdk_python", "openai_sdk.py", "chat"),
     library("openai", "sdk_python", "openai_sdk.py", "chat", "stream", STREAM_CUT),
@@ -73,12 +77,12 @@ OPENAI_NODE = [
     library("openai", "sdk_node", "sdk_node.mjs", "responses", "stream", STREAM_CUT),
 ]
 AI_SDK = [
-    library("ai", "ai_sdk", "ai_sdk.mjs", "chat"),
-    library("ai", "ai_sdk", "ai_sdk.mjs", "chat", "compatible"),
+    library("ai", "ai_sdk", "ai_sdk.mjs", "chat", cut_forks=AGAIN),
+    library("ai", "ai_sdk", "ai_sdk.mjs", "chat", "compatible", cut_forks=AGAIN),
     library("ai", "ai_sdk", "ai_sdk.mjs", "chat", "stream", STREAM_CUT),
-    library("ai", "ai_sdk", "ai_sdk.mjs", "responses"),
+    library("ai", "ai_sdk", "ai_sdk.mjs", "responses", cut_forks=AGAIN),
     library("ai", "ai_sdk", "ai_sdk.mjs", "responses", "stream", STREAM_CUT),
-    library("ai", "ai_sdk", "ai_sdk.mjs", "messages"),
+    library("ai", "ai_sdk", "ai_sdk.mjs", "messages", cut_forks=AGAIN),
     library("ai", "ai_sdk", "ai_sdk.mjs", "messages", "stream", STREAM_CUT),
 ]
 FRAMEWORKS = [
@@ -98,15 +102,15 @@ FRAMEWORKS = [
     library("langchain", "langgraph", "langchain_loop.py", "messages"),
     library("litellm", "litellm", "litellm_loop.py", "chat"),
     library("litellm", "litellm", "litellm_loop.py", "chat", "stream", STREAM_CUT),
-    library("litellm", "litellm", "litellm_loop.py", "messages"),
+    library("litellm", "litellm", "litellm_loop.py", "messages", cut_forks=AGAIN),
     library("litellm", "litellm", "litellm_loop.py", "messages", "stream", STREAM_CUT),
 ]
 ANSWER = "final_answer"
 
 
 def observations(prompt: str) -> int:
-    """Results of tools, which smolagents writes as text; its instructions have examples of them."""
-    return prompt.split("New task:")[-1].count("Observation:")
+    """Calls with a result, which smolagents writes as text behind its instructions."""
+    return prompt.split("New task:")[-1].count("'function': {'name'")
 
 
 FINAL = Step("I end.", (Call(ANSWER, {"answer": "All done."}),))
@@ -122,7 +126,6 @@ SMOLAGENTS = [
         parallel_steps=(*parallel_steps_of("shell", "command")[:-1], FINAL),
         done=observations,
         forks=("edited", "edited"),
-        leaves=3,
     ),
     # It writes its code behind the answer once more, and all tokens of the answer stay.
     msgspec.structs.replace(

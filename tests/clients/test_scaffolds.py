@@ -114,7 +114,6 @@ OPENCODE = Client(
     parallel_steps=parallel_steps_of("bash", "command", description="run"),
     # The title of its session.
     forks=("side_request",),
-    leaves=2,
     fault_at=2,
     cut_forks=("resampled",),
 )
@@ -148,7 +147,6 @@ AIDER = Client(
     done=lambda prompt: prompt.count(FAILED_TEST),
     # It shows its files in the first messages, as they are now.
     forks=("edited",),
-    leaves=2,
     cut_forks=("resampled",),
 )
 

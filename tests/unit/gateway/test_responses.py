@@ -92,10 +92,14 @@ async def test_a_stream_gives_the_same_response_as_a_plain_answer(model: Path) -
     assert numbers == list(range(len(numbers)))
 
 
-@pytest.mark.parametrize("kept", ["all items", "no ids", "no reasoning"])
+@pytest.mark.parametrize("kept", ["all items", "no ids", "no reasoning", "reasoning as a message"])
 async def test_items_that_come_back_keep_the_sampled_tokens(model: Path, kept: str) -> None:
     def changed(item: Any) -> Any:
-        return {n: v for n, v in item.items() if n != "id"} if kept == "no ids" else item
+        if kept == "reasoning as a message" and item["type"] == "reasoning":
+            text = f"<think>\n{item['summary'][0]['text']}\n</think>"
+            return {"role": "assistant", "content": text}
+        without = kept in ("no ids", "reasoning as a message")
+        return {n: v for n, v in item.items() if n != "id"} if without else item
 
     async with talk(model, searching) as agent:
         items: list[Any] = [{"role": "user", "content": "hello"}]

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from forgemq_contracts.completions import TOP_TOKENS_MAX
 from forgemq_gateway.core.conversation import Conversation, reply_message
+from forgemq_gateway.core.digests import parted_reasoning
 from forgemq_gateway.core.errors import invalid, unknown
 from forgemq_gateway.core.requests import (
     DEFAULT_MODEL,
@@ -232,8 +233,11 @@ class _OpenReply:
         if answered and self._answered_id:
             return answered != self._answered_id
         rank = _RANKS.get(item.type, 0)
-        has_text = any(isinstance(part, Text) for part in self._parts)
-        return (rank == 1 and has_text) or any(_rank_of(part) > rank for part in self._parts)
+        if any(_rank_of(part) > rank for part in self._parts):
+            return True
+        # A text that is all reasoning is no answer yet: clients write a message for each of both.
+        said = "".join(part.text for part in self._parts if isinstance(part, Text))
+        return rank == 1 and bool(said) and bool(parted_reasoning(said)[1].strip())
 
     def add(self, item: Item, known: Conversation, *, where: str) -> None:
         """Add an item; a reference stands for the whole reply that it is of."""
