@@ -137,6 +137,24 @@ def accounts(
     return asyncio.run(read())
 
 
+def records_in(
+    bootstrap: str, topic: topics.Topic, *, run: str, blobs: str
+) -> list[msgspec.Struct]:
+    """Every record of a topic of a run with GROUP_PARTITIONS, decoded."""
+
+    async def read() -> list[Record]:
+        log = KafkaLog(
+            KafkaConnection(bootstrap=bootstrap), run=run, blobs=BlobStore(blobs, run=run)
+        )
+        try:
+            count = topics.partition_count(topic, small_run(group_partitions=GROUP_PARTITIONS))
+            return await records_of(log, topic.name, partitions=count)
+        finally:
+            await log.close()
+
+    return [topics.decode(topic, record.value) for record in asyncio.run(read())]
+
+
 async def records_of(log: KafkaLog, name: str, *, partitions: int) -> list[Record]:
     """Every record of a topic up to its present end."""
     places = [Place(name, number) for number in range(partitions)]
