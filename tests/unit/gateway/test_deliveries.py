@@ -129,3 +129,20 @@ async def test_an_answer_that_every_client_left_is_withdrawn_once(model: Any) ->
             await task
     assert scene.episode.delivered == set()
     assert withdrawn(written) == [False, False, True]
+
+
+async def test_the_records_of_all_choices_are_written_at_once(model: Any) -> None:
+    scene, written = await scene_of(model)
+    choices = [completion_of(number, context=[1], output=[2]) for number in (1, 2)]
+    recording = asyncio.ensure_future(
+        scene.deliveries.record(scene.episode, choices, has_left=lambda: False)
+    )
+    scene.passes[1].set()
+    async with asyncio.timeout(5):
+        while not written:  # noqa: ASYNC110 - the log has no event for it
+            await asyncio.sleep(0)
+        assert scene.episode.delivered == {choices[1].request_id}
+        scene.passes[0].set()
+        await recording
+    assert scene.episode.delivered == {choice.request_id for choice in choices}
+    assert len(written) == 2

@@ -7,6 +7,7 @@ second record withdraws the first one. The choices of one answer are delivered t
 all.
 """
 
+import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -58,10 +59,7 @@ class Deliveries:
         ids = [completion.request_id for completion in completions]
         episode.recorded.update(ids)
         with self._client_of(ids) as deliveries:
-            for request_id in ids:
-                if request_id not in episode.delivered:
-                    await self._write(episode, request_id)
-                    episode.delivered.add(request_id)
+            await self._write_new(episode, ids)
             if not has_left():
                 for delivery in deliveries:
                     delivery.is_had = True
@@ -76,6 +74,21 @@ class Deliveries:
             for request_id in alone:
                 await self._write(episode, request_id, is_withdrawn=True)
         raise ClientGoneError
+
+    async def _write_new(self, episode: HeldEpisode, ids: Sequence[str]) -> None:
+        """Write the records that are missing at once; each counts when it is on the log."""
+
+        async def write(request_id: str) -> None:
+            await self._write(episode, request_id)
+            episode.delivered.add(request_id)
+
+        missing = [write(request_id) for request_id in ids if request_id not in episode.delivered]
+        if len(missing) == 1:  # Nearly always: no task for it.
+            await missing[0]
+            return
+        for error in await asyncio.gather(*missing, return_exceptions=True):
+            if error is not None:
+                raise error
 
     @contextmanager
     def _client_of(self, ids: Sequence[str]) -> Iterator[list[Delivery]]:
