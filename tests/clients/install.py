@@ -1,7 +1,8 @@
 """Installs the clients at their pinned versions into `.cache/clients`, each into its own folder.
 
-Run as `python -m tests.clients.install`. A client that cannot be installed is named with the
-reason, its tests fail with the same reason, and the others are still installed.
+Run as `python -m tests.clients.install`; names of locks choose some. A client that cannot be
+installed is named with the reason, its tests fail with the same reason, and the others are still
+installed.
 """
 
 import hashlib
@@ -87,9 +88,9 @@ def _digest(package: str) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def main() -> int:
-    """Install every package; 0, because the tests of one that failed say so."""
-    for package in packages():
+def main(names: list[str]) -> int:
+    """Install these packages, or all; 0, because the tests of one that failed say so."""
+    for package in names or packages():
         problem = install(package)
         sys.stdout.write(f"clients: {problem or package + ' is installed'}\n")
     return 0
@@ -97,4 +98,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     os.nice(5)
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -55,9 +55,9 @@ def main(arguments: list[str] | None = None) -> int:
     tokenizer = train_tokenizer()
     model = small_qwen3(tokens=len(tokenizer))
     examples = Examples(tokenizer, random.Random(options.seed))
-    optimizer = _optimizer(model)
-    _train(model, optimizer, examples.drills, steps=options.drill_steps, lr=_constant)
-    _train(model, optimizer, examples.episodes, steps=options.steps, lr=_cosine(options.steps))
+    optimizer = adamw(model)
+    train(model, optimizer, examples.drills, steps=options.drill_steps, lr=_constant)
+    train(model, optimizer, examples.episodes, steps=options.steps, lr=cosine(options.steps))
     model.save_pretrained(options.out)
     tokenizer.save_pretrained(options.out)
     return 0
@@ -95,14 +95,8 @@ class Examples:
             tokenize=False,
             add_generation_prompt=True,
         )
-        ids = self._encode(opening)
-        is_target = [False] * len(ids)
-        for text, replies in context.turns:
-            sampled = [*self._encode(text), self._tokenizer.eos_token_id]
-            given = self._encode(replies_text(replies)) if replies else []
-            ids += sampled + given
-            is_target += [True] * len(sampled) + [False] * len(given)
-        return Example(ids[:CONTEXT_TOKENS_MAX], is_target[:CONTEXT_TOKENS_MAX])
+        example = example_of(self._tokenizer, opening, context)
+        return Example(*(part[:CONTEXT_TOKENS_MAX] for part in example))
 
     def _drill(self, step: int) -> Example:
         if step < REPEATING_STEPS or self._choose.random() < REPEATING_SHARE:
@@ -121,13 +115,26 @@ class Examples:
         return ids
 
 
+def example_of(tokenizer: PreTrainedTokenizerFast, opening: str, context: Demonstration) -> Example:
+    """The context behind its rendered opening; targets are the assistant's turns."""
+    ids: list[int] = tokenizer.encode(opening)
+    is_target = [False] * len(ids)
+    for text, replies in context.turns:
+        sampled = [*tokenizer.encode(text), tokenizer.eos_token_id]
+        given = tokenizer.encode(replies_text(replies)) if replies else []
+        ids += sampled + given
+        is_target += [True] * len(sampled) + [False] * len(given)
+    return Example(ids, is_target)
+
+
 def replies_text(replies: tuple[str, ...]) -> str:
     """What the template puts between two assistant turns for these tool results."""
     blocks = "".join(f"\n<tool_response>\n{reply}\n</tool_response>" for reply in replies)
     return f"\n<|im_start|>user{blocks}<|im_end|>\n<|im_start|>assistant\n"
 
 
-def _optimizer(model: Qwen3ForCausalLM) -> torch.optim.AdamW:
+def adamw(model: Qwen3ForCausalLM) -> torch.optim.AdamW:
+    """The optimizer of both phases; only matrices decay."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]
     return torch.optim.AdamW(
@@ -137,7 +144,7 @@ def _optimizer(model: Qwen3ForCausalLM) -> torch.optim.AdamW:
     )
 
 
-def _train(
+def train(
     model: Qwen3ForCausalLM,
     optimizer: torch.optim.AdamW,
     batch: Callable[[int], list[Example]],
@@ -145,6 +152,7 @@ def _train(
     steps: int,
     lr: Callable[[int], float],
 ) -> None:
+    """Train on a batch for each step."""
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = lr(step)
@@ -186,7 +194,9 @@ def _constant(step: int) -> float:
     return LR * min(1.0, (step + 1) / WARMUP_STEPS)
 
 
-def _cosine(steps: int) -> Callable[[int], float]:
+def cosine(steps: int) -> Callable[[int], float]:
+    """The rate of a step: a short rise, then a fall to a twentieth over so many steps."""
+
     def lr(step: int) -> float:
         decay = 0.5 * (1 + math.cos(math.pi * step / steps))
         return _constant(step) * (0.05 + 0.95 * decay)

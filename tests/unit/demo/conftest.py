@@ -23,6 +23,7 @@ class TokenPolicy:
     def __init__(self, rendering: Rendering, sample: Sample) -> None:
         self.rendering = rendering
         self.sample = sample
+        self.context_tokens_max = CONTEXT_TOKENS_MAX
         self.contexts: list[list[int]] = []
         self.outputs: list[list[int]] = []
         self.completions: list[Completion] = []
@@ -34,9 +35,9 @@ class TokenPolicy:
 
     async def chat(self, messages, *, tools=()) -> Completion:
         context = self._context(messages, tools)
-        if len(context) >= CONTEXT_TOKENS_MAX:
+        if len(context) >= self.context_tokens_max:
             raise ContextFullError("full", status=400, code="context_length_exceeded")
-        room = min(OUTPUT_TOKENS_MAX, CONTEXT_TOKENS_MAX - len(context))
+        room = min(OUTPUT_TOKENS_MAX, self.context_tokens_max - len(context))
         output = await self.sample(context, room)
         self.contexts.append(context)
         self.outputs.append(output)

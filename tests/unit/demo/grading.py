@@ -7,8 +7,10 @@ from forgemq_contracts.grading import GradingCompletion, GradingEpisode
 from tests.unit.demo.conftest import TokenPolicy
 
 
-def graded(policy: TokenPolicy, desk: ShopDesk, order: Order, **changes: object) -> GradingEpisode:
-    """The episode that `policy` played at `desk`, with `changes` to its fields."""
+def graded(
+    policy: TokenPolicy, desk: ShopDesk | None, order: Order, **changes: object
+) -> GradingEpisode:
+    """The episode that `policy` played, with `changes` to its fields; a desk has its clock."""
     completions = tuple(
         GradingCompletion(
             completion_id=completion.completion_id,
@@ -33,7 +35,7 @@ def graded(policy: TokenPolicy, desk: ShopDesk, order: Order, **changes: object)
         "rewards": (),
         "engine_s": 0.0,
         "tool_s": 0.0,
-        "virtual_s": desk.clock_s,
+        "virtual_s": None if desk is None else desk.clock_s,
         "duration_s": 0.0,
     }
     return GradingEpisode(**{**fields, **changes})
