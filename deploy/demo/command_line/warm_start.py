@@ -2,8 +2,8 @@
 
 It continues the shop desk's base model, with the same tokenizer, on episodes of a sloppy
 demonstrator, in the form in which the gateway renders mini-swe-agent's messages. About 5 minutes
-on one core. `deploy/demo/command_line/model` is the result of one such run; another run gives a model
-of the same kind, but not the same bits.
+on one core. `deploy/demo/command_line/model` is the result of one such run; another run gives a
+model of the same kind, but not the same bits.
 """
 
 import argparse
