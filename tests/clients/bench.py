@@ -2,12 +2,13 @@
 
 import asyncio
 import os
-import signal
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
+import psutil
 from msgspec import Struct
 
 from forgemq_bus.memory import MemoryLog
@@ -236,16 +237,16 @@ async def _run(launch: Launch, scene: Scene) -> tuple[int | None, str]:
     except TimeoutError:
         pass
     finally:
-        _end_group(process.pid)
+        _end_left(scene.home)
     return exit_code, (await output).decode(errors="replace")[-_OUTPUT_CHARACTERS:]
 
 
-def _end_group(pid: int) -> None:
-    """End what the client left running, as a daemon of its session."""
-    try:
-        os.killpg(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
+def _end_left(home: Path) -> None:
+    """End the client and what it left running, also daemons: all have its home directory."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get("HOME") == str(home):
+                process.kill()
 
 
 async def _outcome(
