@@ -16,6 +16,7 @@ from concurrent.futures import Executor
 from typing import Any, TypeVar, TypeVarTuple
 
 import pytest
+import uvloop
 
 Arguments = TypeVarTuple("Arguments")
 Result = TypeVar("Result")
@@ -80,7 +81,12 @@ class AutojumpLoop(asyncio.SelectorEventLoop):
 def pytest_asyncio_loop_factories(
     item: pytest.Item,
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Run async tests below this conftest on such a loop, unless marked `wall_clock`."""
+    """Run async tests below this conftest on such a loop, unless marked.
+
+    `wall_clock` tests run on asyncio's loop, `every_loop` tests on it and once more on uvloop.
+    """
+    if item.get_closest_marker("every_loop"):
+        return {"machine": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
     if item.get_closest_marker("wall_clock"):
         return {"machine": asyncio.new_event_loop}
     return {"autojump": AutojumpLoop}

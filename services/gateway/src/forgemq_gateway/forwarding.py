@@ -4,16 +4,21 @@ Neither the body nor the answer is read here: both pass in the pieces in which t
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from http import HTTPStatus
 from types import TracebackType
 
-import aiohttp
-from yarl import URL
-
 from forgemq_contracts.ownership import PartitionOwner
 from forgemq_gateway.core.errors import RefusedError, busy, invalid
+from forgemq_gateway.links import (
+    Header,
+    Link,
+    LinkLostError,
+    LinkRefusedError,
+    Links,
+    request_head,
+)
 from forgemq_gateway.wire import ClientGoneError, Receive, Scope, Send
 
 OWNER_HEADER = "x-forgemq-owner"
@@ -23,16 +28,13 @@ proofs that a gateway says so."""
 _CONNECT_S = 1.0
 """Replicas are near each other; a client that is held waits no longer than a few seconds in all."""
 
-# Of one hop (RFC 9110, 7.6.1), or set again by the client below.
+# Of one hop (RFC 9110, 7.6.1), or written again for the next one.
 _HOP_HEADERS = frozenset(
     (
         *(b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"upgrade"),
         *(b"transfer-encoding", b"host", b"expect", OWNER_HEADER.encode()),
     )
 )
-
-# What the client below would add of its own.
-_AUTO_HEADERS = ("accept", "accept-encoding", "content-type", "user-agent")
 
 
 class OwnerGoneError(Exception):
@@ -44,12 +46,7 @@ class Forwarder:
 
     async def __aenter__(self) -> "Forwarder":
         """Open; connections are made as they are needed, and kept."""
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S),
-            auto_decompress=False,
-            cookie_jar=aiohttp.DummyCookieJar(),
-        )
+        self._links = Links(connect_s=_CONNECT_S)
         return self
 
     async def __aexit__(
@@ -59,17 +56,20 @@ class Forwarder:
         trace: TracebackType | None,
     ) -> None:
         """Close all connections."""
-        await self._session.close()
+        self._links.close()
 
     async def is_gone(self, url: str) -> bool:
         """Whether nobody listens there; a gateway that only does not answer is not gone."""
         try:
-            async with self._session.get(f"{url}/live", timeout=_within(_CONNECT_S)):
-                return False
-        except aiohttp.ClientConnectorError as error:
-            return _is_refused(error)
-        except (aiohttp.ClientError, TimeoutError):
+            async with asyncio.timeout(_CONNECT_S), self._links.to(url) as link:
+                link.begin(request_head("GET", url, target=b"/live", headers=()))
+                while (await link.part())[1]:
+                    pass
+        except LinkRefusedError:
+            return True
+        except (LinkLostError, TimeoutError):
             return False
+        return False
 
     async def forward(
         self,
@@ -99,7 +99,10 @@ class Forwarder:
             OwnerGoneError: nobody listens there. Nothing was sent, and no body was read.
             RefusedError: 503, the owner went away before it answered.
         """
-        request, answer = _Passed(receive, body), _Answer(send, has_opened=has_opened)
+        request, answer = (
+            _Passed(receive, body, headers=scope["headers"]),
+            _Answer(send, has_opened=has_opened),
+        )
         leaving = asyncio.ensure_future(request.left())
         passing = asyncio.ensure_future(
             self._passed(scope, request, answer, owner=owner, said=said)
@@ -124,53 +127,52 @@ class Forwarder:
         said: str,
     ) -> None:
         """As `forward`."""
+        head = _head_of(scope, owner=owner, said=said)
         try:
-            response = await self._asked(scope, request, owner=owner, said=said)
-        except aiohttp.ClientError as error:
-            if _is_refused(error):
-                raise OwnerGoneError(owner.url) from error
+            async with self._links.to(owner.url) as link:
+                await request.pass_on(link, head)
+                await answer.pass_on(link)
+                if request.has_more:  # Of no use to the owner, and no beginning of a request.
+                    link.close()
+        except LinkRefusedError as error:
+            raise OwnerGoneError(owner.url) from error
+        except LinkLostError as error:
             raise _gone(error) from error
-        async with response:
-            if answer.has_opened and response.status != HTTPStatus.OK:
-                raise busy(f"the group's gateway says {response.status}", status=503)
-            # If the owner dies now, the answer ends here without its end, as it would have there.
-            with suppress(aiohttp.ClientError):
-                await answer.pass_on(response)
-
-    async def _asked(
-        self,
-        scope: Scope,
-        request: "_Passed",
-        *,
-        owner: PartitionOwner,
-        said: str,
-    ) -> aiohttp.ClientResponse:
-        raw = scope["raw_path"].decode("latin-1")
-        if not raw.startswith("/"):  # It would change the host that is asked.
-            raise invalid("the path must begin with /", param=None)
-        query = scope["query_string"].decode("latin-1")
-        has_body = _has_body(scope["headers"])
-        if not has_body:
-            request.end()
-        return await self._session.request(
-            scope["method"],
-            URL(f"{owner.url}{raw}{'?' if query else ''}{query}", encoded=True),
-            headers=[*_headers(scope["headers"]), (OWNER_HEADER, said)],
-            skip_auto_headers=_AUTO_HEADERS,
-            data=request.parts() if has_body else None,
-            allow_redirects=False,
-        )
+        except ClientGoneError:
+            return
 
 
-def _is_refused(error: aiohttp.ClientError) -> bool:
-    """Whether the other machine says that nobody listens there; a fault of this one is no word."""
-    return isinstance(error, aiohttp.ClientConnectorError) and isinstance(
-        error.os_error, ConnectionRefusedError
-    )
+def _head_of(scope: Scope, *, owner: PartitionOwner, said: str) -> bytes:
+    """The head of a request as it is sent on.
+
+    Raises:
+        RefusedError: 400, the path would change the host that is asked.
+    """
+    target: bytes = scope["raw_path"]
+    if not target.startswith(b"/"):
+        raise invalid("the path must begin with /", param=None)
+    if scope["query_string"]:
+        target = b"%s?%s" % (target, scope["query_string"])
+    headers = [*_headers(scope["headers"]), (OWNER_HEADER.encode(), said.encode())]
+    return request_head(scope["method"], owner.url, target=target, headers=headers)
 
 
-def _within(seconds: float) -> aiohttp.ClientTimeout:
-    return aiohttp.ClientTimeout(total=seconds)
+def _headers(raw: Sequence[Header]) -> list[Header]:
+    """The headers that are for the owner too: not those of one hop, or named as such."""
+    left_out = _HOP_HEADERS
+    for name, value in raw:
+        if name == b"connection":
+            left_out |= {word.strip().lower() for word in value.split(b",")}
+    kept = [header for header in raw if header[0] not in left_out]
+    if not _is_chunked(raw):
+        return kept
+    # The length is that of each chunk.
+    named = [header for header in kept if header[0] != b"content-length"]
+    return [*named, (b"transfer-encoding", b"chunked")]
+
+
+def _is_chunked(raw: Sequence[Header]) -> bool:
+    return any(name == b"transfer-encoding" for name, _ in raw)
 
 
 def _gone(error: Exception) -> RefusedError:
@@ -179,57 +181,70 @@ def _gone(error: Exception) -> RefusedError:
     return busy(f"the group's gateway went away: {name}; ask again", status=503)
 
 
-def _headers(raw: Sequence[tuple[bytes, bytes]]) -> list[tuple[str, str]]:
-    """The headers that are for the owner too: not those of one hop, or named as such."""
-    left_out = _HOP_HEADERS | {
-        word.strip().lower()
-        for name, value in raw
-        if name == b"connection"
-        for word in value.split(b",")
-    }
-    if any(name == b"transfer-encoding" for name, _ in raw):  # The length is that of each chunk.
-        left_out |= {b"content-length"}
-    return [
-        (name.decode("latin-1"), value.decode("latin-1"))
-        for name, value in raw
-        if name not in left_out
-    ]
-
-
-def _has_body(raw: Iterable[tuple[bytes, bytes]]) -> bool:
-    return any(name in (b"content-length", b"transfer-encoding") for name, _ in raw)
-
-
 class _Passed:
-    """The body of a request that is sent on, and word of its client after that."""
+    """The body of a request that is sent on, and word of its client after that.
 
-    def __init__(self, receive: Receive, body: bytes | None) -> None:
+    Attributes:
+        has_more: Whether some of the body is still to come.
+    """
+
+    def __init__(self, receive: Receive, body: bytes | None, *, headers: Sequence[Header]) -> None:
         self._receive = receive
         self._body = body
+        self._is_chunked = _is_chunked(headers)
         self._has_ended = asyncio.Event()
         self._has_left = False
-
-    async def parts(self) -> AsyncIterator[bytes]:
-        """The body as it comes."""
-        if self._body is not None:
-            yield self._body
+        self.has_more = self._is_chunked or any(name == b"content-length" for name, _ in headers)
+        if not self.has_more:
             self._has_ended.set()
-            return
-        while True:
+
+    async def pass_on(self, link: Link, head: bytes) -> None:
+        """Send the request until its answer begins.
+
+        Raises:
+            LinkLostError: the owner went away.
+            ClientGoneError: the client did.
+        """
+        first = await self._part() if self.has_more else b""
+        link.begin(head + first)
+        if self.has_more:
+            await self._pass_on_rest(link)
+
+    async def _pass_on_rest(self, link: Link) -> None:
+        """As `pass_on`: an owner that refuses a request does so before it has all of its body."""
+        sending = asyncio.ensure_future(self._send_rest(link))
+        beginning = asyncio.ensure_future(link.headed())
+        try:
+            await asyncio.wait((sending, beginning), return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+            await beginning
+        finally:
+            sending.cancel()
+            beginning.cancel()
+
+    async def _send_rest(self, link: Link) -> None:
+        while self.has_more:
+            await link.drained()
+            link.write(await self._part())
+
+    async def _part(self) -> bytes:
+        """The next part of the body, as it is written on a connection."""
+        part, has_more = self._body, False
+        if part is None:
             message = await self._receive()
             self._has_left = message["type"] == "http.disconnect"
             if self._has_left:
                 self._has_ended.set()
                 raise ClientGoneError
-            if part := message.get("body", b""):
-                yield part
-            if not message.get("more_body", False):
-                self._has_ended.set()
-                return
-
-    def end(self) -> None:
-        """Note that the request has no body."""
-        self._has_ended.set()
+            part, has_more = message.get("body", b""), message.get("more_body", False)
+        self.has_more = has_more
+        if not has_more:
+            self._has_ended.set()
+        if not self._is_chunked:
+            return part
+        chunk = b"%x\r\n%s\r\n" % (len(part), part) if part else b""
+        return chunk if has_more else chunk + b"0\r\n\r\n"
 
     async def left(self) -> None:
         """Return when the client has left; nobody else may ask for messages after the body."""
@@ -249,20 +264,27 @@ class _Answer:
         self._send = send
         self.has_opened = has_opened
 
-    async def pass_on(self, response: aiohttp.ClientResponse) -> None:
+    async def pass_on(self, link: Link) -> None:
         """Send the owner's answer to the client, without its head if the client has one.
 
+        If the owner dies within it, the answer ends without its end, as it would have there.
+
         Raises:
-            aiohttp.ClientError: the owner went away.
+            LinkLostError: the owner went away before it answered.
+            RefusedError: 503, the owner refuses what the client takes for begun.
         """
+        head = await link.headed()
+        if self.has_opened and head.status != HTTPStatus.OK:
+            raise busy(f"the group's gateway says {head.status}", status=503)
         if not self.has_opened:
             self.has_opened = True
-            raw = response.raw_headers
-            headers = [each for each in raw if each[0].lower() not in _HOP_HEADERS]
-            start = {"type": "http.response.start", "status": response.status, "headers": headers}
+            headers = [each for each in head.headers if each[0].lower() not in _HOP_HEADERS]
+            start = {"type": "http.response.start", "status": head.status, "headers": headers}
             await self._send(start)
         has_more = True
-        while has_more:
-            part = await response.content.readany()
-            has_more = not response.content.at_eof()
-            await self._send({"type": "http.response.body", "body": part, "more_body": has_more})
+        with suppress(LinkLostError):
+            while has_more:
+                part, has_more = await link.part()
+                await self._send(
+                    {"type": "http.response.body", "body": part, "more_body": has_more}
+                )

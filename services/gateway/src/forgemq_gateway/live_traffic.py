@@ -5,7 +5,7 @@ is read here, and read again from memory where those of claimed episodes are.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
 from http import HTTPStatus
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
@@ -102,7 +102,7 @@ class LiveTraffic:
             error.body = body if error.body is None else error.body
             raise
 
-    async def _body(self, receive: Receive, *, headers: dict[str, str]) -> bytes:
+    async def _body(self, receive: Receive, *, headers: Mapping[str, str]) -> bytes:
         with self._memory.body() as counted:
             return await read_body(
                 receive,

@@ -9,7 +9,7 @@ protocol's.
 
 import asyncio
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -196,7 +196,7 @@ class TurnRoute:
         episode: HeldEpisode,
         counted: CountedBody,
         *,
-        headers: dict[str, str],
+        headers: Mapping[str, str],
     ) -> Request:
         """The request in the body of an open episode's client.
 
@@ -255,7 +255,9 @@ class TurnRoute:
             # The parser runs on what a client sent: a defect in it fails this request alone.
             raise self._failed(error) from error
 
-    def _start(self, request: Request, *, episode: HeldEpisode, headers: dict[str, str]) -> Started:
+    def _start(
+        self, request: Request, *, episode: HeldEpisode, headers: Mapping[str, str]
+    ) -> Started:
         """Let a client wait for the turn of its request.
 
         Raises:

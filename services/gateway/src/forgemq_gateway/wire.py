@@ -11,6 +11,9 @@ Scope: TypeAlias = MutableMapping[str, Any]
 Receive: TypeAlias = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send: TypeAlias = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
+# Beside what ASGI puts into a scope.
+_READ_HEADERS = "forgemq.headers"
+
 Application: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
@@ -18,9 +21,15 @@ class ClientGoneError(Exception):
     """The client closed its connection before its request was complete."""
 
 
-def headers_of(scope: Scope) -> dict[str, str]:
+def headers_of(scope: Scope) -> Mapping[str, str]:
     """Request headers by name in lower case; a repeated header has its last value."""
-    return {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+    # Several parts ask for them, each for one or two.
+    known: Mapping[str, str] | None = scope.get(_READ_HEADERS)
+    if known is None:
+        raw = scope["headers"]
+        known = {name.decode("latin-1"): value.decode("latin-1") for name, value in raw}
+        scope[_READ_HEADERS] = known
+    return known
 
 
 async def read_body(
