@@ -127,7 +127,7 @@ async def running(
 ) -> AsyncIterator[RunningSystem]:
     """Start everything, the agents too if wanted, yield the system, and stop everything."""
     run = RunFolder(folder / name.replace("_", "-"))
-    model = _model(folder / "model", context_tokens_max=workload.context_tokens_max)
+    model = model_folder(folder / "model", context_tokens_max=workload.context_tokens_max)
     configuration = run_configuration(run.run, workload, model=model)
     run.make(configuration)
     broker = RunBroker(run / "kafka", environ=os.environ, note=_note)
@@ -267,7 +267,7 @@ def _specs(
     )
 
 
-def _model(folder: Path, *, context_tokens_max: int) -> Path:
+def model_folder(folder: Path, *, context_tokens_max: int) -> Path:
     """Copy the demo's model with a longer context; only its tokenizer is used."""
     shutil.copytree(DEMO_MODEL, folder)
     path = folder / "config.json"

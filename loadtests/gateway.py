@@ -1,13 +1,16 @@
 """What does the gateway cost for each request, and what do others' proxies cost for theirs?
 
-Broker, gateway, inference, scheduler, reward and merger are real, each in its own process; engine
-and trainer are stand-ins. Agents send bodies of 26 KB and more with each turn, as coding agents do.
-The gateway has one core for itself, all else shares the others. `make load NAME=gateway`.
+Agents send bodies of 26 KB and more with each turn, as coding agents do. The gateway has one core
+for itself, all else shares the others. `make load NAME=gateway`.
 
 `tokenized`: chat completions, whole and as streams, and every other protocol; the gateway matches
 the history, renders and tokenises what is new, writes and reads its records and translates the
-answer. Beside it, on the same core with the same bytes: an aiohttp pass-through and LiteLLM's
-proxy, neither of which does any of that (`gateway_baselines.py`).
+answer, on the log in memory (`gateway_alone.py`). Beside it, on the same core with the same bytes:
+an aiohttp pass-through and LiteLLM's proxy, which do none of that (`gateway_baselines.py`).
+
+In the other cases broker, gateway, inference, scheduler, reward and merger are real, each in its
+own process; engine and trainer are stand-ins.
+`tokenized, through Kafka`: the same turns; the gateway's cost with that of the broker's client.
 `through_kafka`: 200 turns a second, due by a clock: what all services add to the engine's time.
 `context_200k`: a history of 200,000 tokens in each body, against one of 2,000.
 `pass_through`: a gateway that owns no group and sends every request on (`gateway_passing.py`).
@@ -20,18 +23,20 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 from data_path_agents import Played, message
-from data_path_system import RunningSystem, Workload, running
+from data_path_system import RunningSystem, Workload, model_folder, run_configuration, running
+from gateway_alone import Target, alone
 from gateway_baselines import Asked, Proxied, aiohttp_cost, install_litellm, litellm_cost
 from gateway_passing import passing_cost, until_serving
 from measurement import Measurement, arguments
 from msgspec import Struct
 from pinning import cpu_s, measure_apart
 from protocol_speakers import SPEAKERS
+from stand_in_engine import Speed
 
 SYSTEM = Workload(
     agents=256,
@@ -63,12 +68,17 @@ class Load(Struct, frozen=True, kw_only=True):
     message_words: int = SYSTEM.message_words
 
 
-CASES = {
+ALONE = {
     "tokenized": Load(),
     "tokenized, 256 at once": Load(agents=256),
     "stream_tokenized": Load(is_stream=True),
-    "tokenized, messages": Load(protocol="messages"),
-    "tokenized, responses": Load(protocol="responses"),
+    **{
+        f"tokenized, {name}": Load(protocol=name)
+        for name in ("completions", "messages", "responses")
+    },
+}
+WHOLE = {
+    "tokenized, through Kafka": Load(),
     "through_kafka": Load(agents=64, turns_per_second=200.0),
     "context_2k": Load(agents=8, turns=48, prompt_messages=47, message_words=18),
     "context_200k": Load(agents=8, turns=48, prompt_messages=47, message_words=2_075),
@@ -80,26 +90,23 @@ class Seen(Struct, frozen=True, kw_only=True):
     """One case: CPU time of gateway and inference in its window, and the turns that ended there."""
 
     gateway_ms: float
-    inference_ms: float
+    inference_ms: float | None
     per_second: float
     added_ms: list[float]
     body_bytes: float
     context_tokens: float
 
 
-async def seen_of(system: RunningSystem, case: str, load: Load) -> Seen:
+async def seen_of(target: Target, case: str, load: Load, *, folder: Path) -> Seen:
     """Let agents play, and measure once they have warmed up."""
-    processes = {status.name: status.pid for status in system.supervisor.statuses()}
-    gateway, inference = processes["gateway"], processes["inference-0"]
-    assert gateway is not None, "it has served before"
-    assert inference is not None, "it is kept running"
-    out = system.folder / f"{case.replace(' ', '-').replace(',', '')}.jsonl"
-    async with _agents(system, load, out=out):
+    measured = [pid for pid in (target.gateway, target.inference) if pid is not None]
+    out = folder / f"{case.replace(' ', '-').replace(',', '')}.jsonl"
+    async with _agents(target, load, out=out):
         await asyncio.sleep(SYSTEM.warm_up_s)
-        measure_apart(gateway)
-        before, began_s = (cpu_s(gateway), cpu_s(inference)), time.monotonic()
+        measure_apart(target.gateway)
+        before, began_s = [cpu_s(pid) for pid in measured], time.monotonic()
         await asyncio.sleep(SYSTEM.measure_s)
-        after, ended_s = (cpu_s(gateway), cpu_s(inference)), time.monotonic()
+        after, ended_s = [cpu_s(pid) for pid in measured], time.monotonic()
     lines = await asyncio.to_thread(out.read_bytes)
     played = [
         each
@@ -108,12 +115,10 @@ async def seen_of(system: RunningSystem, case: str, load: Load) -> Seen:
     ]
     if not played:
         raise TimeoutError(f"{case}: no turn ended within {SYSTEM.measure_s:.0f} s")
-    gateway_ms, inference_ms = (
-        1000 * (used - had) / len(played) for used, had in zip(after, before, strict=True)
-    )
+    costs = [1000 * (used - had) / len(played) for used, had in zip(after, before, strict=True)]
     return Seen(
-        gateway_ms=gateway_ms,
-        inference_ms=inference_ms,
+        gateway_ms=costs[0],
+        inference_ms=costs[1] if len(costs) > 1 else None,
         per_second=len(played) / (ended_s - began_s),
         added_ms=sorted(1000 * (each.took_s - SYSTEM.engine_s) for each in played),
         body_bytes=statistics.fmean(each.body_bytes for each in played),
@@ -122,12 +127,12 @@ async def seen_of(system: RunningSystem, case: str, load: Load) -> Seen:
 
 
 @contextlib.asynccontextmanager
-async def _agents(system: RunningSystem, load: Load, *, out: Path) -> AsyncIterator[None]:
+async def _agents(target: Target, load: Load, *, out: Path) -> AsyncIterator[None]:
     """Agents in a process of their own, until the block ends and they have written `out`."""
     settings: dict[str, object] = {
         **msgspec.structs.asdict(load),
-        "url": system.gateway_url,
-        "admin_key": system.folder.admin_key(),
+        "url": target.url,
+        "admin_key": target.admin_key,
         "group_size": SYSTEM.group_size,
         "turn_words": SYSTEM.turn_words,
         "tokens_max": SYSTEM.output_tokens,
@@ -162,19 +167,45 @@ def _asked(*, is_stream: bool) -> Asked:
     return Asked(body=body, reply=WORDS.strip(), clients=32)
 
 
-async def measure(
+async def measure_alone(folder: Path, wanted: Mapping[str, Load]) -> dict[str, Seen]:
+    """Start a gateway on the log in memory for each wanted case, and play it."""
+    await asyncio.to_thread(folder.mkdir)
+    model = model_folder(folder / "model", context_tokens_max=SYSTEM.context_tokens_max)
+    configuration = run_configuration("gateway", SYSTEM, model=model)
+    speed = Speed(tokens=SYSTEM.output_tokens, latency_s=SYSTEM.engine_s)
+    found = {}
+    for case, load in wanted.items():
+        async with alone(folder, configuration, speed=speed) as target:
+            found[case] = await seen_of(target, case, load, folder=folder)
+    return found
+
+
+async def measure_whole(
     folder: Path, wanted: Mapping[str, Load], *, has_passing: bool
 ) -> tuple[dict[str, Seen], Proxied | None]:
     """Start the system once and play every wanted case on it, and then what is only passed on."""
     found, passed = {}, None
     async with running("gateway", SYSTEM, folder=folder, has_agents=False) as system:
         await until_serving(system.gateway_url)
+        target = _whole(system)
         for case, load in wanted.items():
-            found[case] = await seen_of(system, case, load)
+            found[case] = await seen_of(target, case, load, folder=folder)
         if has_passing:
             passed = await passing_cost(system, _asked(is_stream=False))
         await system.supervisor.stop()
     return found, passed
+
+
+def _whole(system: RunningSystem) -> Target:
+    processes = {status.name: status.pid for status in system.supervisor.statuses()}
+    gateway = processes["gateway"]
+    assert gateway is not None, "it has served before"
+    return Target(
+        url=system.gateway_url,
+        admin_key=system.folder.admin_key(),
+        gateway=gateway,
+        inference=processes["inference-0"],
+    )
 
 
 def report(measurement: Measurement, seen: Mapping[str, Seen]) -> None:
@@ -182,7 +213,11 @@ def report(measurement: Measurement, seen: Mapping[str, Seen]) -> None:
     for case, each in seen.items():
         rows = [
             ("cpu", each.gateway_ms, "ms a request"),
-            ("cpu_inference", each.inference_ms, "ms a request"),
+            *(
+                []
+                if each.inference_ms is None
+                else [("cpu_inference", each.inference_ms, "ms a request")]
+            ),
             ("requests_per_second", each.per_second, "1/s"),
             ("body", each.body_bytes / 1000, "KB"),
             ("context", each.context_tokens, "tokens"),
@@ -226,11 +261,29 @@ def report_proxied(
         measurement.row(PASSED, "requests_per_second", passed.per_second, "1/s")
         ratio = passed.cpu_ms / costs["whole"].cpu_ms
         measurement.row(PASSED, "aiohttp_cpu_ratio", ratio, "x")
-    for case, form in (("tokenized", "whole"), ("stream_tokenized", "stream")):
+    compared = ("tokenized", "tokenized, through Kafka", "stream_tokenized")
+    for case in compared:
+        form = "stream" if case.startswith("stream") else "whole"
         if case not in seen:
             continue
         ratio = seen[case].gateway_ms / costs[form].cpu_ms
         measurement.row(case, f"{kind}_cpu_ratio", ratio if kind == "aiohttp" else 1 / ratio, "x")
+
+
+async def measure(names: Sequence[str]) -> tuple[dict[str, Seen], Proxied | None]:
+    """Play the named cases, or all of them."""
+
+    def wanted(cases: Mapping[str, Load]) -> dict[str, Load]:
+        return {case: load for case, load in cases.items() if not names or case in names}
+
+    has_passing, passed = not names or PASSED in names, None
+    with tempfile.TemporaryDirectory(prefix="forgemq-load-") as name:
+        folder = Path(name)
+        seen = await measure_alone(folder / "alone", wanted(ALONE))
+        if has_passing or wanted(WHOLE):
+            found, passed = await measure_whole(folder, wanted(WHOLE), has_passing=has_passing)
+            seen |= found
+    return seen, passed
 
 
 def main() -> int:
@@ -240,13 +293,8 @@ def main() -> int:
         name="gateway",
         question="What does the gateway cost for each request, and what do others' proxies cost?",
     )
-    wanted = {
-        case: load for case, load in CASES.items() if not options.case or case in options.case
-    }
     measurement.conditions["load average, before"] = f"{os.getloadavg()[0]:.1f}"
-    with tempfile.TemporaryDirectory(prefix="forgemq-load-") as folder:
-        has_passing = not options.case or PASSED in options.case
-        seen, passed = asyncio.run(measure(Path(folder), wanted, has_passing=has_passing))
+    seen, passed = asyncio.run(measure(options.case))
     report(measurement, seen)
     for kind in ("aiohttp", "litellm"):
         report_proxied(measurement, kind, asyncio.run(proxied(kind)), seen, passed)

@@ -1,6 +1,7 @@
 """What a client of each protocol sends for a list of messages, and the text it reads back.
 
-Only what a load test needs: messages are plain text, so one form serves all three protocols.
+Only what a load test needs: messages are plain text, so one form serves all protocols that have
+messages, and their texts one behind the other are the prompt of completions.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,26 +24,25 @@ class Speaker(Struct, frozen=True, kw_only=True):
 
     Attributes:
         path: Where its requests go.
-        messages_name: The field of the messages.
+        asked: The member of a body that has all messages, from these JSON objects.
         limit_name: The field that bounds the sampled tokens.
         text_of: The text in a whole answer.
         text_in: The text in one event of a stream; "" if it has none.
     """
 
     path: str
-    messages_name: str
+    asked: Callable[[list[bytes]], bytes]
     limit_name: str
     text_of: Callable[[dict[str, Any]], str]
     text_in: Callable[[dict[str, Any]], str]
 
     def body(self, messages: list[bytes], *, tokens_max: int, is_stream: bool) -> bytes:
         """A request for the next turn; `messages` are JSON objects."""
-        return b'{"model":"policy","%s":%d%s,"%s":[%s]}' % (
+        return b'{"model":"policy","%s":%d%s,%s}' % (
             self.limit_name.encode(),
             tokens_max,
             b',"stream":true,"stream_options":{"include_usage":true}' if is_stream else b"",
-            self.messages_name.encode(),
-            b",".join(messages),
+            self.asked(messages),
         )
 
     def said(self, answer: bytes, *, is_stream: bool) -> Said:
@@ -68,6 +68,28 @@ def _said(text: str, usage: dict[str, int]) -> Said:
     written = usage.get("completion_tokens", usage.get("output_tokens", 0))
     cached = usage.get("cache_read_input_tokens", 0)
     return Said(text=text, context_tokens=asked + cached, output_tokens=written)
+
+
+def _messages(messages: list[bytes]) -> bytes:
+    return b'"messages":[%s]' % b",".join(messages)
+
+
+def _input(messages: list[bytes]) -> bytes:
+    return b'"input":[%s]' % b",".join(messages)
+
+
+def _prompt(messages: list[bytes]) -> bytes:
+    texts = (msgspec.json.decode(message)["content"] for message in messages)
+    return b'"prompt":%s' % msgspec.json.encode("".join(texts))
+
+
+def _completion_text(answer: dict[str, Any]) -> str:
+    text: str = answer["choices"][0]["text"]
+    return text
+
+
+def _completion_delta(event: dict[str, Any]) -> str:
+    return "".join(choice["text"] for choice in event["choices"])
 
 
 def _chat_text(answer: dict[str, Any]) -> str:
@@ -99,21 +121,28 @@ def _responses_delta(event: dict[str, Any]) -> str:
 SPEAKERS = {
     "chat": Speaker(
         path="/v1/chat/completions",
-        messages_name="messages",
+        asked=_messages,
         limit_name="max_tokens",
         text_of=_chat_text,
         text_in=_chat_delta,
     ),
+    "completions": Speaker(
+        path="/v1/completions",
+        asked=_prompt,
+        limit_name="max_tokens",
+        text_of=_completion_text,
+        text_in=_completion_delta,
+    ),
     "messages": Speaker(
         path="/v1/messages",
-        messages_name="messages",
+        asked=_messages,
         limit_name="max_tokens",
         text_of=_messages_text,
         text_in=_messages_delta,
     ),
     "responses": Speaker(
         path="/v1/responses",
-        messages_name="input",
+        asked=_input,
         limit_name="max_output_tokens",
         text_of=_responses_text,
         text_in=_responses_delta,
