@@ -1,5 +1,6 @@
 """The tree of message paths and the tree of tokens of one episode."""
 
+import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -8,15 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forgemq_contracts.arrays import pack_ids, unpack_ids
+from forgemq_gateway.core.completion_tokens import cached_tokens, common_tokens, tokens_of
 from forgemq_gateway.core.digests import EMPTY_PATH, canonical_json, message_digest
 from forgemq_gateway.core.forks import fork_reason
-from forgemq_gateway.core.history import (
-    History,
-    KnownCompletion,
-    cached_tokens,
-    common_tokens,
-    tokens_of,
-)
+from forgemq_gateway.core.history import TAIL_TOKENS, History, KnownCompletion
 from forgemq_gateway.core.requests import Echo
 from tests.unit.gateway.completions import add_first, completion_of, user
 
@@ -226,3 +222,27 @@ def test_a_reply_counts_with_its_reasoning_and_its_calls() -> None:
         add_first(history, reply, "a")
         sizes.append(history.held.size_bytes)
     assert [size - sizes[0] for size in sizes] == [0, 9, 9 + 2 * len("{}")]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_tail_of_a_context_is_its_last_tokens_in_whatever_order_it_is_asked_for(
+    seed: int,
+) -> None:
+    dice, history = random.Random(seed), History()
+    wholes: dict[str, list[int]] = {}
+    known: list[KnownCompletion] = []
+    for number in range(40):
+        parent = dice.choice([None, *known[-3:]]) if known else None
+        before = wholes[parent.request_id] if parent else []
+        # Mostly behind all of its parent; sometimes it leaves the parent within its tokens.
+        shared = len(before) if dice.random() < 0.8 else dice.randrange(len(before) + 1)
+        context = [dice.randrange(1000) for _ in range(dice.choice([0, 5, 60, 1500]))]
+        output = [dice.randrange(1000) for _ in range(dice.choice([1, 30]))]
+        completion = completion_of(
+            number, parent=parent, shared=shared, context=context, output=output
+        )
+        wholes[completion.request_id] = [*before[:shared], *context, *output]
+        known.append(completion)
+        asked = dice.choice([completion, dice.choice(known)])
+        whole = wholes[asked.request_id][: asked.context_tokens]
+        assert unpack_ids(history.context_tail(asked)) == whole[-TAIL_TOKENS:]

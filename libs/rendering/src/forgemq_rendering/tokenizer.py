@@ -23,7 +23,8 @@ from forgemq_rendering.token_bound import TokenBound
 # than that gains. The same holds for a stand-in.
 _LONG_CHARACTERS_MIN = 4096
 
-# Templates and parsers ask for the same marks and roles with each turn, 4 microseconds a time.
+# Templates and parsers ask for the same marks and roles with each turn, 4 microseconds for each
+# part of one.
 _MARK_CHARACTERS_MAX = 32
 _MARKS_MAX = 1024
 
@@ -51,6 +52,8 @@ class FolderTokenizer:
         self.name_or_path = str(folder)
         self._tokenizer = Tokenizer.from_file(str(path))
         self._mark = lru_cache(_MARKS_MAX)(self._short)
+        self._whole_mark = lru_cache(_MARKS_MAX)(self._marked)
+        self._token_id = lru_cache(_MARKS_MAX)(self._tokenizer.token_to_id)
         config = read_json(folder / "tokenizer_config.json")
         tokens = {name: _token_text(config.get(name)) for name in _NAMED_TOKENS}
         self.named_tokens = {name: text for name, text in tokens.items() if text}
@@ -92,6 +95,14 @@ class FolderTokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Token ids of a text; control tokens are recognised unless shielded, none are added."""
         del add_special_tokens  # The templates write all of them.
+        if len(text) <= _MARK_CHARACTERS_MAX:
+            return list(self._whole_mark(text))
+        return self._encode(text)
+
+    def _marked(self, text: str) -> tuple[int, ...]:
+        return tuple(self._encode(text))
+
+    def _encode(self, text: str) -> list[int]:
         ids: list[int] = []
         for piece in self.control_tokens.pieces(text):
             ids += self._piece(piece)
@@ -122,7 +133,7 @@ class FolderTokenizer:
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:  # noqa: ANN401 - theirs
         """Id of one token (None if unknown), or a list of ids."""
         if isinstance(tokens, str):
-            found = self._tokenizer.token_to_id(tokens)
+            found = self._token_id(tokens)
             return self.unk_token_id if found is None else found
         return [self.convert_tokens_to_ids(token) for token in tokens]
 

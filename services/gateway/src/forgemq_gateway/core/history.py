@@ -7,11 +7,11 @@ its parent is the completion it shares most leading tokens with, so the log stil
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TypeAlias
 
 from msgspec import Struct
 
 from forgemq_contracts.completions import TopTokens
+from forgemq_gateway.core.completion_tokens import TOKEN_BYTES, common_tokens, tokens_of
 from forgemq_gateway.core.conversation import logged_messages, reply_message
 from forgemq_gateway.core.digests import EMPTY_PATH, path_after
 from forgemq_gateway.core.held_bytes import HeldBytes, HeldPart
@@ -26,11 +26,6 @@ from forgemq_gateway.core.raw_prompts import (
 from forgemq_gateway.core.read_bodies import ReadBodies
 from forgemq_gateway.core.replies import Reply, echo_digests, echo_key
 from forgemq_gateway.core.requests import Echo, RequestMessage
-
-LaneEpoch: TypeAlias = tuple[int, int]
-"""A lane, under one epoch: another epoch has nothing of what the lane had computed."""
-
-TOKEN_BYTES = 4
 
 # About what the Python objects of one completion take beside its tokens and text.
 _OBJECT_BYTES = 1024
@@ -154,15 +149,24 @@ class History:
             keys: Match key of each message.
             echo: Of the message at an index: it decides between replies with the same text.
         """
-        best: KnownCompletion | None = None
-        consumed, last = 0, EMPTY_PATH
-        for index, path in enumerate(self._known_paths(keys)):
-            found = self._by_path.get(path)
+        paths = self._known_paths(keys)
+        # From the deepest on, until a reply is alone on its path: each other one is told from its
+        # twins by the one before it.
+        levels: list[tuple[int, list[KnownCompletion]]] = []
+        for index in reversed(range(len(paths))):
+            found = self._by_path.get(paths[index])
             if found is not None:
-                is_alone = len(found) == 1
-                best = found[0] if is_alone else _twin(found, partial(echo, index), before=best)
-                consumed, last = index + 1, path
-        return None if best is None else Match(completion=best, consumed=consumed, path=last)
+                levels.append((index, found))
+                if len(found) == 1:
+                    break
+        best: KnownCompletion | None = None
+        for index, found in reversed(levels):
+            is_alone = len(found) == 1
+            best = found[0] if is_alone else _twin(found, partial(echo, index), before=best)
+        if best is None:
+            return None
+        deepest = levels[0][0]
+        return Match(completion=best, consumed=deepest + 1, path=paths[deepest])
 
     def _known_paths(self, keys: Sequence[str]) -> list[bytes]:
         """The paths to the leading messages that are noted; every one before a completion is."""
@@ -249,10 +253,17 @@ class History:
         """
         known, tail = self._tail
         if known is not completion:
-            count = completion.context_tokens
-            tail = tokens_of(completion, count=count, skip=count - TAIL_TOKENS)
+            tail = self._new_tail(completion)
             self._tail = completion, tail
         return tail
+
+    def _new_tail(self, completion: KnownCompletion) -> bytes:
+        parent, (known, tail) = completion.parent, self._tail
+        # Else the last tokens may be those of many short turns, and all of them are visited.
+        if parent and parent is known and completion.shared_tokens == parent.total_tokens:
+            return (tail + parent.output + completion.context)[-TAIL_TOKENS * TOKEN_BYTES :]
+        count = completion.context_tokens
+        return tokens_of(completion, count=count, skip=count - TAIL_TOKENS)
 
     def tail_before(self, shared_tokens: int, *, parent: KnownCompletion | None) -> bytes:
         """The last tokens of a context that ends within a completion, or with it."""
@@ -345,55 +356,3 @@ def _twin(
         return is_named, has_thought, completion.parent is before, completion.offset
 
     return max(found, key=likeness)
-
-
-def tokens_of(completion: KnownCompletion, *, count: int | None = None, skip: int = 0) -> bytes:
-    """Tokens [skip, count) of a completion's context and output.
-
-    Args:
-        completion: The last one of the chain that holds them.
-        count: End, exclusive; None for all.
-        skip: Leading tokens to leave out; ancestors that hold only those are not visited.
-    """
-    limit = completion.total_tokens if count is None else count
-    parts: list[bytes] = []
-    node: KnownCompletion | None = completion
-    while node is not None and limit > skip:
-        first = max(node.shared_tokens, skip)
-        if limit > first:
-            start = (first - node.shared_tokens) * TOKEN_BYTES
-            end = (limit - node.shared_tokens) * TOKEN_BYTES
-            # Not of their sum: it would copy the whole prompt for the last tokens of it.
-            parts.append(
-                node.output[max(0, start - len(node.context)) : max(0, end - len(node.context))]
-            )
-            parts.append(node.context[start:end])
-            limit = first
-        limit = min(limit, node.shared_tokens)
-        node = node.parent
-    return b"".join(reversed(parts))
-
-
-def cached_tokens(completion: KnownCompletion | None, *, shared: int) -> dict[LaneEpoch, int]:
-    """Leading tokens of a child that each lane has computed, at most `shared`; one walk for all."""
-    cached: dict[LaneEpoch, int] = {}
-    limit = shared
-    while completion is not None and limit > 0:
-        cached.setdefault((completion.lane, completion.epoch), limit)
-        limit = min(limit, completion.shared_tokens)
-        completion = completion.parent
-    return cached
-
-
-def common_tokens(left: bytes, right: bytes) -> int:
-    """Number of leading tokens that both have; O(n) by bisection, without a loop over tokens."""
-    size = min(len(left), len(right)) // TOKEN_BYTES
-    low, high = 0, size
-    while low < high:
-        middle = (low + high + 1) // 2
-        start, end = low * TOKEN_BYTES, middle * TOKEN_BYTES
-        if left[start:end] == right[start:end]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

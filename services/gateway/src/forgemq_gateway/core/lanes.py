@@ -6,7 +6,7 @@ from forgemq_contracts.groups import AdmittedGroup
 from forgemq_contracts.lanes import LANE_LAPSE_MS, KnownLane, LaneLiveness
 from forgemq_contracts.weights import ReportedEngine
 from forgemq_gateway.core.circuits import Circuits
-from forgemq_gateway.core.history import LaneEpoch
+from forgemq_gateway.core.completion_tokens import LaneEpoch
 
 _REQUEST_COST_TOKENS = 512
 """What one request in flight costs the next one, in tokens of prefill: a decode step serves all

@@ -3,14 +3,8 @@
 from msgspec import Struct
 
 from forgemq_contracts.fields import ForkReason
-from forgemq_gateway.core.history import (
-    TAIL_TOKENS,
-    TOKEN_BYTES,
-    History,
-    KnownCompletion,
-    Match,
-    tokens_of,
-)
+from forgemq_gateway.core.completion_tokens import TOKEN_BYTES, tokens_of
+from forgemq_gateway.core.history import TAIL_TOKENS, History, KnownCompletion, Match
 from forgemq_gateway.core.plans import Plan
 
 

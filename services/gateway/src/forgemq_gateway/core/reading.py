@@ -5,8 +5,9 @@ from typing import Any
 
 from forgemq_contracts.completions import TurnPart
 from forgemq_gateway.core.asked import is_raw, parses_tools
+from forgemq_gateway.core.completion_tokens import TOKEN_BYTES
 from forgemq_gateway.core.episodes import HeldEpisode
-from forgemq_gateway.core.history import TAIL_TOKENS, TOKEN_BYTES, KnownCompletion
+from forgemq_gateway.core.history import TAIL_TOKENS, KnownCompletion
 
 
 def tools_of(episode: HeldEpisode, part: TurnPart) -> Sequence[Mapping[str, Any]] | None:

@@ -24,15 +24,12 @@ from forgemq_contracts.groups import AdmittedGroup, ClosedGroup, RequestedGroup,
 from forgemq_contracts.steps import TrainedStep
 from forgemq_gateway.core.asked import is_raw, may_be_referred_to
 from forgemq_gateway.core.attempts import RestoredTurn
+from forgemq_gateway.core.completion_tokens import TOKEN_BYTES
 from forgemq_gateway.core.digests import EMPTY_PATH
 from forgemq_gateway.core.episodes import GroupFacts, HeldEpisode
 from forgemq_gateway.core.group import Group
 from forgemq_gateway.core.held_bytes import HeldBytes
-from forgemq_gateway.core.history import (
-    NO_OFFSET,
-    TOKEN_BYTES,
-    KnownCompletion,
-)
+from forgemq_gateway.core.history import NO_OFFSET, KnownCompletion
 from forgemq_gateway.core.lane_results import LaneResult
 from forgemq_gateway.core.leases import Leases
 from forgemq_gateway.core.reading import context_tail, tools_of

@@ -5,13 +5,8 @@ from typing import Literal, TypeAlias
 from msgspec import Struct
 
 from forgemq_contracts.completions import RequestedCompletion
-from forgemq_gateway.core.history import (
-    TOKEN_BYTES,
-    KnownCompletion,
-    LaneEpoch,
-    cached_tokens,
-    tokens_of,
-)
+from forgemq_gateway.core.completion_tokens import TOKEN_BYTES, LaneEpoch, cached_tokens, tokens_of
+from forgemq_gateway.core.history import KnownCompletion
 from forgemq_gateway.core.plans import Prepared
 
 TurnState: TypeAlias = Literal["preparing", "held", "requested", "ended"]

@@ -8,8 +8,8 @@ import heapq
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from forgemq_gateway.core.completion_tokens import LaneEpoch
 from forgemq_gateway.core.episodes import HeldEpisode
-from forgemq_gateway.core.history import LaneEpoch
 from forgemq_gateway.core.turns import OpenTurn
 
 _NO_LANE: LaneEpoch = (-1, -1)

@@ -71,10 +71,11 @@ def decoded(
     """
     try:
         body.decode()  # JSON is UTF-8, also in the parts that are decoded later or only kept.
-        _check_size(_LONG.decode(body), body_bytes=len(body))
+        if len(body) > _OTHER_BYTES_MAX:
+            _check_size(_LONG.decode(body), body_bytes=len(body))
         raw = _RAW.decode(body)
         for name, bytes_max in (("tools", TOOLS_BYTES_MAX), *limits.items()):
-            if len(memoryview(raw.get(name, Raw()))) > bytes_max:
+            if len(body) > bytes_max and len(memoryview(raw.get(name, Raw()))) > bytes_max:
                 raise invalid(f"{name} must have at most {bytes_max} bytes", param=name)
         return raw, decoder.decode(body)
     except ValidationError as error:

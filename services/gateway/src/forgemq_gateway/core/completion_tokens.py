@@ -1,0 +1,63 @@
+"""The tokens of a finished completion: its own bytes, and those it shares with its ancestors."""
+
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from forgemq_gateway.core.history import KnownCompletion
+
+TOKEN_BYTES = 4
+
+LaneEpoch: TypeAlias = tuple[int, int]
+"""A lane, under one epoch: another epoch has nothing of what the lane had computed."""
+
+
+def tokens_of(completion: "KnownCompletion", *, count: int | None = None, skip: int = 0) -> bytes:
+    """Tokens [skip, count) of a completion's context and output.
+
+    Args:
+        completion: The last one of the chain that holds them.
+        count: End, exclusive; None for all.
+        skip: Leading tokens to leave out; ancestors that hold only those are not visited.
+    """
+    limit = completion.total_tokens if count is None else count
+    parts: list[bytes] = []
+    node: KnownCompletion | None = completion
+    while node is not None and limit > skip:
+        first = max(node.shared_tokens, skip)
+        if limit > first:
+            start = (first - node.shared_tokens) * TOKEN_BYTES
+            end = (limit - node.shared_tokens) * TOKEN_BYTES
+            # Not of their sum: it would copy the whole prompt for the last tokens of it.
+            parts.append(
+                node.output[max(0, start - len(node.context)) : max(0, end - len(node.context))]
+            )
+            parts.append(node.context[start:end])
+            limit = first
+        limit = min(limit, node.shared_tokens)
+        node = node.parent
+    return b"".join(reversed(parts))
+
+
+def cached_tokens(completion: "KnownCompletion | None", *, shared: int) -> dict[LaneEpoch, int]:
+    """Leading tokens of a child that each lane has computed, at most `shared`; one walk for all."""
+    cached: dict[LaneEpoch, int] = {}
+    limit = shared
+    while completion is not None and limit > 0:
+        cached.setdefault((completion.lane, completion.epoch), limit)
+        limit = min(limit, completion.shared_tokens)
+        completion = completion.parent
+    return cached
+
+
+def common_tokens(left: bytes, right: bytes) -> int:
+    """Number of leading tokens that both have; O(n) by bisection, without a loop over tokens."""
+    size = min(len(left), len(right)) // TOKEN_BYTES
+    low, high = 0, size
+    while low < high:
+        middle = (low + high + 1) // 2
+        start, end = low * TOKEN_BYTES, middle * TOKEN_BYTES
+        if left[start:end] == right[start:end]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
