@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from forgemq_contracts import topics
 from forgemq_contracts.run import RunConfiguration
 from tests.unit.gateway.scripted_lane import Asked, FailAttempt, ScriptedLane, wall_ms
 from tests.unit.gateway.talk import Talk
-from tests.unit.gateway.world import configuration_of, running
+from tests.unit.gateway.world import SETTINGS, configuration_of, running
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 FIND: list[Any] = [{"type": "function", "function": {"name": "find", "parameters": {}}}]
@@ -144,6 +144,29 @@ async def test_a_call_waits_for_the_record_and_what_is_before_it_does_not(model:
     assert "".join(chunk.delta.content or "" for chunk in chunks) == "I look."
     assert [call.function.name for call in calls if call.function] == ["find"]
     assert chunks[-1].finish_reason == "tool_calls"
+
+
+async def test_a_long_call_gets_keep_alives_while_its_tokens_come(model: Path) -> None:
+    has_read = asyncio.Event()
+
+    async def sample(lane: ScriptedLane, asked: Asked) -> str:
+        count = await lane.tell(asked, CALL[:20])
+        with suppress(TimeoutError):
+            async with asyncio.timeout(4 * SETTINGS.keepalive_s):
+                while not has_read.is_set():
+                    await asyncio.sleep(SETTINGS.keepalive_s / 8)
+                    count = await lane.tell(asked, "a", start=count)
+        return CALL
+
+    before_the_call = []
+    async with talking(live(model), sample) as talk:
+        async for chunk in await talk.openai.chat.completions.create(
+            model="m", messages=HELLO, tools=FIND, stream=True
+        ):
+            if not chunk.choices[0].delta.tool_calls and not has_read.is_set():
+                before_the_call.append(await talk.finished())
+                has_read.set()
+    assert before_the_call == [[]]
 
 
 async def test_a_stop_string_and_its_beginning_never_leave(model: Path) -> None:

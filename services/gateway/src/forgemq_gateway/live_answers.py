@@ -48,16 +48,20 @@ class LiveAnswer:
         """Done when there are more tokens."""
         return self._heard.news
 
-    async def write_news(self) -> None:
-        """Write what is settled by the tokens that came, if it goes on from what was written."""
+    async def write_news(self) -> bool:
+        """Write what is settled by the tokens that came, if it goes on from what was written.
+
+        Returns:
+            Whether the client got anything: of a call, for one, nothing is settled.
+        """
         output = self._heard.output
         if output == self._read:
-            return
+            return False
         self._read = output
         reply = await self._composer.settled(output, turn=self._turn, episode=self._episode)
         written = self._client.written
         if reply == written or not continues(reply, written):
-            return
+            return False
         prepared = self._turn.prepared
         answer = Answer(
             request_id=self._turn.request_id,
@@ -69,6 +73,7 @@ class LiveAnswer:
             output_tokens=0,
         )
         await self._client.write_more(answer)
+        return True
 
 
 def check_continues(client: Client, completions: Sequence[KnownCompletion]) -> None:

@@ -345,7 +345,7 @@ class TurnRoute:
     async def _wait(
         self, client: Client, awaited: Sequence[Awaited], live: LiveAnswer | None
     ) -> tuple[KnownCompletion, ...]:
-        """Wait for the completion of each choice; meanwhile a stream gets keep-alives.
+        """Wait for the completion of each choice; a stream that gets nothing gets keep-alives.
 
         If it is `live`, it gets the beginning of its answer too.
 
@@ -354,6 +354,8 @@ class TurnRoute:
             RefusedError: a turn failed; those of the other choices go on if the client comes back.
         """
         results = [each.result for each in awaited]
+        now_s = asyncio.get_running_loop().time
+        due_s = now_s() + self._settings.keepalive_s
         while True:
             pending = [result for result in results if not result.done()]
             if len(pending) < len(results):
@@ -363,20 +365,24 @@ class TurnRoute:
             news = [] if live is None else [live.news]
             waiting: list[asyncio.Future[Any]] = [*pending, *news, client.leaving]
             await asyncio.wait(
-                waiting,
-                timeout=self._settings.keepalive_s,
-                return_when=asyncio.FIRST_COMPLETED,
+                waiting, timeout=due_s - now_s(), return_when=asyncio.FIRST_COMPLETED
             )
             if all(result.done() for result in results):
                 continue
             if client.leaving.done():
                 raise ClientGoneError
-            if live is not None and news[0].done():
-                await live.write_news()
-            elif client.request.is_stream and all(each.is_dispatched for each in awaited):
-                await client.keep_alive(
-                    request_id=awaited[0].request_id, created_s=self._clock.wall_ms() // 1000
-                )
+            if live is not None and news[0].done() and await live.write_news():
+                due_s = now_s() + self._settings.keepalive_s
+            elif now_s() >= due_s:
+                await self._keep_alive(client, awaited)
+                due_s = now_s() + self._settings.keepalive_s
+
+    async def _keep_alive(self, client: Client, awaited: Sequence[Awaited]) -> None:
+        """Tell the client of a stream that its answer is being made, once lanes have its turns."""
+        if client.request.is_stream and all(each.is_dispatched for each in awaited):
+            await client.keep_alive(
+                request_id=awaited[0].request_id, created_s=self._clock.wall_ms() // 1000
+            )
 
 
 def _raise_failed(results: Sequence[Result]) -> None:
