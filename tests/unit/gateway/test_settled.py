@@ -34,6 +34,7 @@ WORDS = [
     "  \n",
     "\xe9",
     "\u6f22\u5b57",
+    "\u3000",
     "\U0001f98a",
     "<",
     "</think",
@@ -147,6 +148,28 @@ def test_what_is_written_at_any_tokens_adds_up_to_the_recorded_answer(
     for protocol, stream, before in zip(PROTOCOLS, streams, data, strict=True):
         recorded = protocol.stream(request(protocol)).finish([answer_of(whole)])
         assert told(before + stream.finish([answer_of(whole)])) == told(recorded)
+
+
+@pytest.mark.parametrize(
+    ("renderer", "texts", "is_open"),
+    [
+        ("qwen3", ["good \n", "\u3000"], False),  # A blank of three bytes ends the text.
+        ("auto", ["so <|im_", "start|> is"], False),  # A control token's text, written as text.
+        ("qwen3", ["<|im_start|>", "assistant\nhm"], True),  # Its own turn's head once more.
+    ],
+)
+def test_nothing_leaves_that_the_next_tokens_change(
+    folder: Path, renderer: str, texts: list[str], is_open: bool
+) -> None:
+    rendering = rendering_of(folder / "m", renderer)
+    composer = Composer({"append_only": rendering}, context_tokens_max=4096)
+    context = pack_ids(rendering.encode(IS_OPEN)) if is_open else b""
+    ids = [token for text in texts for token in rendering.encode(text, is_start=False)]
+    whole = composer.parse(pack_ids(ids), "r", (), context)
+    assert whole.parts
+    for count in range(len(ids)):
+        begun = composer.begun(pack_ids(ids[:count]), "r", (), context, stops=())
+        assert continues(whole, begun), (begun, whole)
 
 
 @pytest.mark.parametrize("renderer", ["auto", "qwen3"])

@@ -93,7 +93,9 @@ class Rendering:
         self.name = type(renderer).__name__
         self.grammar = ReplyGrammar(tokenizer, renderer=renderer, stop_token_ids=stop_token_ids)
         known = self.grammar.call_end_id is not None
-        self.continuations = continuations(tokenizer, has_known_calls=known)
+        self.continuations = continuations(
+            tokenizer, has_known_calls=known, is_opaque=self._is_opaque
+        )
 
     @classmethod
     def load(

@@ -270,6 +270,8 @@ class Composer:
         """What `parse` gives of every output that begins with this one, up to its stop string."""
         tails = self._rendering.continuations
         ids = unpack_ids(output)
+        if tools is not None and tuple(ids[: len(tails.head)]) == tails.head[: len(ids)]:
+            return Reply()
         if tools and tails.call_id in ids:
             ids = ids[: ids.index(tails.call_id)]
         replies = [

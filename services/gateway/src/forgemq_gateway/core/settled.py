@@ -33,9 +33,10 @@ def settled(replies: Sequence[Reply], *, stops: Sequence[str], marks: Sequence[s
         if isinstance(first, Call) or any(type(part) is not type(first) for part in alike):
             break
         texts = [part.text for part in alike if not isinstance(part, Call)]
-        common = _common(texts).rstrip(_INCOMPLETE)
-        unmarked = before_stops(common, marks)
-        text = before_stops(common if unmarked == common else unmarked.rstrip(), stops)
+        common = _common(texts)
+        known = before_stops(common.rstrip(_INCOMPLETE), marks)
+        # What comes may be a blank or a mark, and the parser takes out the blanks before both.
+        text = before_stops(known if known == common else known.rstrip(), stops)
         if text:
             parts.append(replace(first, text=text))
         if any(each != text for each in texts):
