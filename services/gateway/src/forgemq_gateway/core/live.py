@@ -98,10 +98,14 @@ def continued(
 ) -> HeldEpisode | None:
     """The open episode that a request goes on with; None if it begins a conversation.
 
-    That is the one whose replies it repeats furthest. If it repeats no reply, it may be the
-    retry of a first request: its headers say so, or no client waits for the same body's answer,
-    which nobody has had. The same body otherwise comes from another caller.
+    That is the one of the last reply that it names by id, or else the one whose replies it repeats
+    furthest. If it repeats no reply, it may be the retry of a first request: its headers say so, or
+    no client waits for the same body's answer, which nobody has had. The same body otherwise comes
+    from another caller.
     """
+    named = _named(request, episodes)
+    if named is not None:
+        return named
     repeated = repetition(headers, body_digest=request.body_digest)
     choices = choices_of(replace(request, body_digest=repeated.body_digest))
 
@@ -113,6 +117,13 @@ def continued(
 
     found = max(episodes, key=fitness, default=None)
     return None if found is None or not any(fitness(found)[:2]) else found
+
+
+def _named(request: Request, episodes: Sequence[HeldEpisode]) -> HeldEpisode | None:
+    """The episode of the last reply that this request names; None if it names none of theirs."""
+    names = (message.answered_id for message in reversed(request.messages) if message.answered_id)
+    known = (each for name in names for each in episodes if name in each.history.completions)
+    return next(known, None)
 
 
 def _repeated_tokens(request: Request, history: History) -> int:
