@@ -9,6 +9,7 @@ from forgemq_contracts.completions import FinishedCompletion, TurnPart, WeightSp
 from forgemq_contracts.episodes import OpenedEpisode, Sampling
 from forgemq_contracts.groups import AdmittedGroup, RetiredGroup
 from forgemq_gateway.core.episodes import EpisodeState, HeldEpisode
+from forgemq_gateway.core.message_paths import Branch
 from forgemq_gateway.core.registry import Registry
 from forgemq_gateway.core.replies import Reply, Text
 
@@ -162,7 +163,7 @@ def test_the_bytes_held_are_the_sum_over_all_open_groups(seed: int) -> None:
     for _ in range(300):
         world.step()
         for episode in world.gone[-2:]:  # A request that is still being read.
-            episode.history.note((f"late {world.completions}",), after=b"")
+            episode.history.note(Branch((f"late {world.completions}",)))
         tasks = sum(len(group.facts.task) for group in world.registry.groups.values())
         histories = sum(e.history.held.size_bytes for _, e in world.registry.episodes())
         assert world.registry.size_bytes() == tasks + histories

@@ -13,6 +13,7 @@ from forgemq_gateway.core.completion_tokens import cached_tokens, common_tokens,
 from forgemq_gateway.core.digests import EMPTY_PATH, canonical_json, message_digest
 from forgemq_gateway.core.forks import fork_reason
 from forgemq_gateway.core.history import TAIL_TOKENS, History, KnownCompletion
+from forgemq_gateway.core.message_paths import Branch
 from forgemq_gateway.core.requests import Echo
 from tests.unit.gateway.completions import add_first, completion_of, user
 
@@ -150,7 +151,7 @@ def test_a_fork_has_a_reason_from_the_requests_before_it(messages: list[str], re
     history.add(first, keys=keys_of(told[:2]), after=EMPTY_PATH)
     second = completion_of(2, parent=first, shared=2, context=[1], output=[2], text="two")
     history.add(second, keys=keys_of(told[3:4]), after=first.path)
-    history.note(keys_of(told[:5]), after=EMPTY_PATH)
+    history.note(Branch(keys_of(told[:5])))
     roles: list[Any] = [message.split(" ", 1)[0] for message in messages]
     assert fork_reason(history, keys_of(messages), roles) == reason
 
@@ -159,7 +160,7 @@ def test_the_first_request_is_no_fork_and_one_beside_it_is_whether_or_not_it_was
     history = History()
     keys = [message_digest("system", "s"), user("a")]
     assert fork_reason(history, keys, ["system", "user"]) is None
-    history.note(keys, after=EMPTY_PATH)
+    history.note(Branch(keys))
     other = [message_digest("system", "s"), user("b")]
     assert fork_reason(history, other, ["system", "user"]) == "side_request"
     add_first(history, completion_of(1, context=[1], output=[2], text="x"), "z")

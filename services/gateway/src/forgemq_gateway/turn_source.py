@@ -10,10 +10,10 @@ from msgspec.structs import replace
 from forgemq_gateway.composer import Composer
 from forgemq_gateway.context import GatewayContext
 from forgemq_gateway.core.choices import choices_of
-from forgemq_gateway.core.digests import EMPTY_PATH
 from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.errors import RefusedError, failed
 from forgemq_gateway.core.history import KnownCompletion
+from forgemq_gateway.core.message_paths import Branch
 from forgemq_gateway.core.path_limits import check_path_count
 from forgemq_gateway.core.plans import Plan, Prepared, plan
 from forgemq_gateway.core.repetition import repetition
@@ -101,12 +101,12 @@ class TurnSource:
         planned = plan(request, history=episode.history)
         now_ms = self._clock.wall_ms()
         match = planned.match
-        if match is None:
-            episode.history.note(planned.keys, after=EMPTY_PATH)
-        else:
-            episode.history.note(planned.keys[match.consumed :], after=match.path)
+        branch = Branch(planned.keys)
+        if match is not None:
+            branch = Branch(planned.keys[match.consumed :], match.path)
         turn = episode.begin(
             request.body_digest,
+            branch=branch,
             matched=None if match is None else match.completion.request_id,
             requested_ms=now_ms,
             deadline_ms=now_ms + self._deadline_ms,

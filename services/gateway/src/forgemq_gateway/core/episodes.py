@@ -15,6 +15,7 @@ from forgemq_contracts.partitions import request_id
 from forgemq_gateway.core.held_bytes import HeldBytes
 from forgemq_gateway.core.history import History, KnownCompletion
 from forgemq_gateway.core.manifest import counted, critical_path_s, manifest
+from forgemq_gateway.core.message_paths import NO_BRANCH, Branch
 from forgemq_gateway.core.turns import OpenTurn
 
 EpisodeState: TypeAlias = Literal["open", "lapsed", "finishing", "ended"]
@@ -150,12 +151,24 @@ class HeldEpisode:
         return completion is None or completion.echoed or body.is_asked_anew
 
     def begin(
-        self, body_digest: str, *, matched: str | None, requested_ms: int, deadline_ms: int
+        self,
+        body_digest: str,
+        *,
+        branch: Branch = NO_BRANCH,
+        matched: str | None,
+        requested_ms: int,
+        deadline_ms: int,
     ) -> OpenTurn:
         """Add a turn for this body, the next in the episode; times are wall clock.
 
-        `matched` is the id of the completion it extends; None if it is rendered from its start.
+        Args:
+            body_digest: Of the request.
+            branch: Its messages behind those of the completion that it extends.
+            matched: Id of that completion; None if it is rendered from its start.
+            requested_ms: When it came.
+            deadline_ms: Until when its clients wait for an answer.
         """
+        self.history.note(branch)
         earlier = self._bodies.get(body_digest)
         ordinal = 0 if earlier is None else earlier.ordinal + 1
         turn = OpenTurn(
@@ -165,6 +178,7 @@ class HeldEpisode:
             episode_id=self.episode_id,
             group_id=self.opened.group_id,
             body_digest=body_digest,
+            branch=branch,
             ordinal=ordinal,
             sequence=self.next_sequence,
             requested_ms=requested_ms,
@@ -178,8 +192,9 @@ class HeldEpisode:
         return turn
 
     def forget(self, turn: OpenTurn) -> None:
-        """Drop a turn that never reached a lane; its body is new again."""
+        """Drop a turn that never reached a lane; its body and messages are new again."""
         self.turns.pop(turn.request_id, None)
+        self.history.forget(turn.branch)
         body = self._bodies.get(turn.body_digest)
         if body is None or body.request_id != turn.request_id:
             return

@@ -1,7 +1,8 @@
 """Why a request does not extend the tokens that its episode has recorded.
 
 Decided when the request arrives, from the requests before it and never from their answers: whether
-an answer was there in time does not change what is counted.
+an answer was there in time does not change what is counted. A request that was refused before a
+lane had it counts as one that never came.
 """
 
 from collections.abc import Sequence
@@ -23,15 +24,15 @@ def fork_reason(history: History, keys: Sequence[str], roles: Sequence[Role]) ->
         keys: Match key of each message.
         roles: Role of each message.
     """
-    if not history.deepest:
+    if not history.paths.deepest:
         return None
-    known = history.known_count(keys)
+    known = len(history.paths.known(keys))
     if known == len(keys):
         return "resampled"
     echoes = any(history.is_echo(key) for key in keys[known:])
     if not known and not echoes:
         return "side_request"
-    if len(keys) < history.deepest:
+    if len(keys) < history.paths.deepest:
         return "compaction"
     return "edited" if echoes or "assistant" in roles[known:] else "side_request"
 
@@ -50,17 +51,17 @@ def branch_reason(
         roles: Role of each message.
         match: The reply that it extends.
     """
-    if not history.is_continued(match.path):
+    if not history.paths.is_continued(match.path):
         return None
-    if history.known_count(keys) == len(keys):
+    if len(history.paths.known(keys)) == len(keys):
         return "resampled"
     return "edited" if "assistant" in roles[match.consumed :] else "side_request"
 
 
 def prompt_fork_reason(history: History, prompt: Prompt, *, key: str) -> ForkReason | None:
     """As `fork_reason`, for a prompt without a template and its match key."""
-    if not history.deepest:
+    if not history.paths.deepest:
         return None
-    if history.known_count([key]):
+    if history.paths.known([key]):
         return "resampled"
     return "edited" if history.prompts.begins_with_one(prompt) else "side_request"

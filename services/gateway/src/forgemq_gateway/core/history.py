@@ -13,8 +13,8 @@ from msgspec import Struct
 from forgemq_contracts.completions import TopTokens
 from forgemq_gateway.core.completion_tokens import TOKEN_BYTES, common_tokens, tokens_of
 from forgemq_gateway.core.conversation import logged_messages, reply_message
-from forgemq_gateway.core.digests import EMPTY_PATH, path_after
 from forgemq_gateway.core.held_bytes import HeldBytes, HeldPart
+from forgemq_gateway.core.message_paths import Branch, MessagePaths
 from forgemq_gateway.core.raw_prompts import (
     Continued,
     Prompt,
@@ -29,9 +29,6 @@ from forgemq_gateway.core.requests import Echo, RequestMessage
 
 # About what the Python objects of one completion take beside its tokens and text.
 _OBJECT_BYTES = 1024
-
-# About what a message on a known path takes.
-_PATH_BYTES = 256
 
 # Renderers look back to the start of the assistant's message; these tokens reach it.
 TAIL_TOKENS = 1024
@@ -122,15 +119,11 @@ class History:
         self._roots: list[KnownCompletion] = []
         self._by_path: dict[bytes, list[KnownCompletion]] = {}
         self._turn_of_echo: dict[str, str] = {}
-        self._depths: dict[bytes, int] = {EMPTY_PATH: 0}
-        # Each known path by the one before its last message, and that message.
-        self._paths: dict[tuple[bytes | None, str], bytes] = {}
         self._tail: tuple[KnownCompletion | None, bytes] = (None, b"")
-        self._continued_paths: set[bytes] = set()
         self._echoes: set[str] = set()
         self.prompts = PromptPaths()
         self.bodies = ReadBodies(self.held)
-        self.deepest = 0
+        self.paths = MessagePaths(self.held)
 
     def keys(self, digests: Sequence[str]) -> tuple[str, ...]:
         """Match keys of messages: their digests, but an echoed reply with calls is that reply.
@@ -149,7 +142,7 @@ class History:
             keys: Match key of each message.
             echo: Of the message at an index: it decides between replies with the same text.
         """
-        paths = self._known_paths(keys)
+        paths = self.paths.known(keys)
         # From the deepest on, until a reply is alone on its path: each other one is told from its
         # twins by the one before it.
         levels: list[tuple[int, list[KnownCompletion]]] = []
@@ -168,44 +161,16 @@ class History:
         deepest = levels[0][0]
         return Match(completion=best, consumed=deepest + 1, path=paths[deepest])
 
-    def _known_paths(self, keys: Sequence[str]) -> list[bytes]:
-        """The paths to the leading messages that are noted; every one before a completion is."""
-        path: bytes | None = EMPTY_PATH
-        known, found = self._paths, []
-        for key in keys:
-            path = known.get((path, key))
-            if path is None:
-                break
-            found.append(path)
-        return found
+    def note(self, branch: Branch) -> bytes:
+        """Note the messages of a request; returns the path to the last one."""
+        for key in filter(is_prompt_key, branch.keys):
+            self.prompts.note(key)
+        return self.paths.note(branch)
 
-    def note(self, keys: Sequence[str], *, after: bytes) -> bytes:
-        """Note the messages of a request behind a known path; returns the path to the last one."""
-        path, depth = after, self._depths.get(after, 0)
-        for key in keys:
-            if is_prompt_key(key):
-                self.prompts.note(key)
-            depth += 1
-            known = self._paths.get((path, key))
-            if known is None:
-                self.held.grow(_PATH_BYTES)
-            path = known or self._add_path(path, key, depth=depth)
-        self.deepest = max(self.deepest, depth)
-        return path
-
-    def _add_path(self, path: bytes, key: str, *, depth: int) -> bytes:
-        self._continued_paths.add(path)
-        behind = self._paths[path, key] = path_after(path, key)
-        self._depths[behind] = depth
-        return behind
-
-    def known_count(self, keys: Sequence[str]) -> int:
-        """Number of leading messages that an earlier request had."""
-        return len(self._known_paths(keys))
-
-    def is_continued(self, path: bytes) -> bool:
-        """Whether a request had another message behind this known path."""
-        return path in self._continued_paths
+    def forget(self, branch: Branch) -> None:
+        """Take back what a request noted that no lane has had."""
+        for key in filter(is_prompt_key, self.paths.forget(branch)):
+            self.prompts.forget(key)
 
     def is_echo(self, key: str) -> bool:
         """Whether a message with this key is one of the policy's replies."""
@@ -220,7 +185,7 @@ class History:
             after: Path digest that those messages follow.
         """
         echo = echo_key(completion.reply, request_id=completion.request_id)
-        completion.path = self._follow(self.note(keys, after=after), echo)
+        completion.path = self.paths.follow(self.note(Branch(keys, after)), echo)
         self.completions[completion.request_id] = completion
         self.newest_offset = max(self.newest_offset, completion.offset)
         self._by_path.setdefault(completion.path, []).append(completion)
@@ -240,11 +205,6 @@ class History:
             + completion.reply.characters
             + _OBJECT_BYTES
         )
-
-    def _follow(self, path: bytes, echo: str) -> bytes:
-        """The path to a reply; it makes no request deeper before a client echoes it."""
-        known = self._paths.get((path, echo))
-        return known or self._add_path(path, echo, depth=self._depths[path] + 1)
 
     def context_tail(self, completion: KnownCompletion) -> bytes:
         """The last tokens of the context that a completion was sampled from.

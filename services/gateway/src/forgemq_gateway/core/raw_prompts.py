@@ -62,6 +62,10 @@ class PromptPaths:
         self._sizes[kind].add(int(size))
         self._completions.setdefault(key, [])
 
+    def forget(self, key: str) -> None:
+        """Forget a noted prompt that led to nothing."""
+        del self._completions[key]
+
     def add(self, completion: "KnownCompletion", *, key: str) -> None:
         """Add what a noted prompt led to."""
         self._completions[key].append(completion)

@@ -32,6 +32,7 @@ from forgemq_gateway.core.held_bytes import HeldBytes
 from forgemq_gateway.core.history import NO_OFFSET, KnownCompletion
 from forgemq_gateway.core.lane_results import LaneResult
 from forgemq_gateway.core.leases import Leases
+from forgemq_gateway.core.message_paths import Branch
 from forgemq_gateway.core.reading import context_tail, tools_of
 from forgemq_gateway.core.replies import Reply, cut_at
 from forgemq_gateway.core.turns import OpenTurn, restored
@@ -181,7 +182,7 @@ class Registry:
         known = episode.turns.get(record.request_id)
         if known is None or known.sent <= record.attempt:
             after = _path_before(record.turn, parent=parent)
-            episode.history.note(record.turn.message_digests, after=after)
+            episode.history.note(Branch(record.turn.message_digests, after))
             turn = restored(record, parent=parent)
             episode.turns[record.request_id] = turn
             self._restored[record.request_id] = _Restored(episode, turn)

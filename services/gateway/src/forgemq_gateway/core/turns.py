@@ -7,6 +7,7 @@ from msgspec import Struct
 from forgemq_contracts.completions import RequestedCompletion
 from forgemq_gateway.core.completion_tokens import TOKEN_BYTES, LaneEpoch, cached_tokens, tokens_of
 from forgemq_gateway.core.history import KnownCompletion
+from forgemq_gateway.core.message_paths import NO_BRANCH, Branch
 from forgemq_gateway.core.plans import Prepared
 
 TurnState: TypeAlias = Literal["preparing", "held", "requested", "ended"]
@@ -20,6 +21,7 @@ class OpenTurn(Struct, kw_only=True, eq=False):
     again. Afterwards it stays requested, so that a client that comes back continues it.
 
     Attributes:
+        branch: What it has noted in the episode's history, to be taken back if no lane has it.
         after_offset: Offset of the episode's newest completion when it was requested.
         earlier_id: The request that the same body led to before, if any.
         sent: How often it was given to a lane; the newest attempt is `sent - 1`.
@@ -35,6 +37,7 @@ class OpenTurn(Struct, kw_only=True, eq=False):
     episode_id: str
     group_id: str
     body_digest: str
+    branch: Branch = NO_BRANCH
     ordinal: int
     sequence: int
     requested_ms: int
