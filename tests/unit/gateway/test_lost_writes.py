@@ -14,7 +14,7 @@ from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
 from tests.unit.gateway.hindered_log import Hinder, HinderedLog
 from tests.unit.gateway.scripted_lane import Asked, wall_ms
-from tests.unit.gateway.world import configuration_of, running
+from tests.unit.gateway.world import SETTINGS, configuration_of, running
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 
@@ -104,6 +104,30 @@ async def test_an_answer_whose_delivery_the_log_does_not_take_is_503_and_its_rep
     assert refused.value.response.headers["retry-after"] == "5"
     assert again.choices[0].message.content == "yes"
     assert asked == 1
+
+
+async def test_a_stream_that_is_open_when_the_log_takes_no_delivery_ends_with_an_error_event(
+    model: Path,
+) -> None:
+    broken = {topics.DELIVERED_COMPLETIONS.name}
+
+    async def fail(emit: Emit) -> None:
+        if emit.topic in broken:
+            raise LogUnavailableError("no answer in time")
+
+    async def slow(_: Asked) -> str:
+        await asyncio.sleep(2 * SETTINGS.keepalive_s)
+        return "yes"
+
+    async with running(hindered(fail), configuration_of(model), slow) as (world, (lane,)):
+        asking = world.client(await world.episode()).chat.completions
+        stream = await asking.create(model="m", messages=HELLO, stream=True)
+        with pytest.raises(openai.APIError, match="the log takes no record"):
+            [chunk async for chunk in stream]
+        broken.clear()
+        again = await asking.create(model="m", messages=HELLO)
+        asked = len(lane.seen)
+    assert (again.choices[0].message.content, asked) == ("yes", 1)
 
 
 async def test_a_group_that_the_log_does_not_take_is_503(model: Path) -> None:

@@ -29,6 +29,8 @@ class Client(Struct, kw_only=True, eq=False):
     leaving: "asyncio.Task[None]"
     stream: WireStream
     has_opened: bool = False
+    has_end_begun: bool = False
+    """Whether the client has a piece of the answer's end, which may be half an event."""
     written: Reply = Reply()
     """What the client has of a reply that is still sampled."""
 
@@ -60,6 +62,7 @@ class Client(Struct, kw_only=True, eq=False):
         begin, end = data[:-_LAST_WRITE_BYTES], data[-_LAST_WRITE_BYTES:]
         with suppress(ClientGoneError):
             if begin:
+                self.has_end_begun = True
                 await self._open(len(data), request_id=request_id)
                 await self.send({"type": "http.response.body", "body": begin, "more_body": True})
             await record()

@@ -323,8 +323,8 @@ class TurnRoute:
         except FINAL_ERRORS:
             raise
         except LogError:
-            if client.has_opened:
-                raise  # It has a part of the answer: its connection is closed.
+            if client.has_end_begun:
+                raise  # No event can follow: its connection is closed.
             await client.refuse(log_refuses())
 
     async def _written(self, client: Client, completions: Sequence[KnownCompletion]) -> bytes:
