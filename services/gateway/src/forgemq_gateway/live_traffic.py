@@ -5,7 +5,7 @@ is read here, and read again from memory where those of claimed episodes are.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
 from http import HTTPStatus
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
@@ -91,26 +91,23 @@ class LiveTraffic:
             episode = await self._of_session(caller)
             await route(scope, receive, _named(send, episode), episode)
             return
+        body = b""
         try:
-            body = await self._body(receive, headers=headers_of(scope))
+            with self._memory.body() as counted:  # Until the route reads it, and counts it then.
+                body = await read_body(
+                    receive,
+                    bytes_max=self._body_bytes_max,
+                    headers=headers_of(scope),
+                    code=CONTEXT_FULL_CODE,
+                    grow=counted.grow,
+                )
+                episode = await self._of_body(caller, body, scope, protocol)
+            await route(scope, read_again(body, receive), _named(send, episode), episode)
         except ClientGoneError:
             return
-        try:
-            episode = await self._of_body(caller, body, scope, protocol)
-            await route(scope, read_again(body, receive), _named(send, episode), episode)
         except MovedError as error:
             error.body = body if error.body is None else error.body
             raise
-
-    async def _body(self, receive: Receive, *, headers: Mapping[str, str]) -> bytes:
-        with self._memory.body() as counted:
-            return await read_body(
-                receive,
-                bytes_max=self._body_bytes_max,
-                headers=headers,
-                code=CONTEXT_FULL_CODE,
-                grow=counted.grow,
-            )
 
     async def _of_session(self, caller: LiveCaller) -> HeldEpisode:
         """The open episode of the session; its first requests may come at once, and open one."""
