@@ -6,6 +6,7 @@ to the session that its caller names; any other begins a conversation of its own
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 from msgspec import UNSET, Struct
@@ -109,14 +110,32 @@ def continued(
     repeated = repetition(headers, body_digest=request.body_digest)
     choices = choices_of(replace(request, body_digest=repeated.body_digest))
 
-    def fitness(episode: HeldEpisode) -> tuple[int, bool, int]:
+    def fitness(episode: HeldEpisode) -> tuple[int, bool, Beginning, int]:
         known = episode.known([each.body_digest for each in choices], is_retry=repeated.is_retry)
         is_awaited = any(each is not None for each in known)
         is_repeated = is_awaited and (repeated.is_retry or not episode.clients)
-        return _repeated_tokens(choices[0], episode.history), is_repeated, episode.opened.opened_ms
+        beginning = _beginning(choices[0], episode.history)
+        return beginning.repeated, is_repeated, beginning, episode.opened.opened_ms
 
     found = max(episodes, key=fitness, default=None)
     return None if found is None or not any(fitness(found)[:2]) else found
+
+
+class Beginning(NamedTuple):
+    """What a request has in common with an episode; the more, the better.
+
+    Attributes:
+        repeated: Messages, or tokens of a prompt, with which the last reply ends that it repeats.
+        has_thought: It sends that reply's reasoning back.
+        known: Leading messages that an earlier request had.
+        is_next: No other request goes on with that reply. Of conversations that were the same so
+            far, each goes on in an episode of its own.
+    """
+
+    repeated: int = 0
+    has_thought: bool = False
+    known: int = 0
+    is_next: bool = False
 
 
 def _named(request: Request, episodes: Sequence[HeldEpisode]) -> HeldEpisode | None:
@@ -126,13 +145,22 @@ def _named(request: Request, episodes: Sequence[HeldEpisode]) -> HeldEpisode | N
     return next(known, None)
 
 
-def _repeated_tokens(request: Request, history: History) -> int:
-    """Length of the context with which the last reply ends that this request repeats; 0: none."""
+def _beginning(request: Request, history: History) -> Beginning:
     if request.prompts:
-        known = history.continued(request.prompts[0])
-        return 0 if known is None else known.completion.total_tokens
-    match = history.match(history.keys(request.digests), request.echo)
-    return 0 if match is None else match.completion.total_tokens
+        continued = history.continued(request.prompts[0])
+        tokens = 0 if continued is None else continued.completion.total_tokens
+        return Beginning(repeated=tokens)
+    keys = history.keys(request.digests)
+    match = history.match(keys, request.echo)
+    if match is None:
+        return Beginning()
+    thought = request.echo(match.consumed - 1).thought
+    return Beginning(
+        repeated=match.consumed,
+        has_thought=bool(thought) and thought == match.completion.reply.thinking.strip(),
+        known=len(history.paths.known(keys)),
+        is_next=not history.paths.is_continued(match.path),
+    )
 
 
 def live_ending(episode: HeldEpisode) -> Ending:
