@@ -8,6 +8,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from forgemq_bus.errors import LogUnavailableError
+from forgemq_bus.log import Emit
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
 from forgemq_contracts.arrays import unpack_ids
@@ -15,6 +17,7 @@ from forgemq_contracts.completions import SampledChunk
 from forgemq_inference.engine import Engine, EngineRefusedError
 from loadtests.stand_in_engine import Speed, StandInEngine, sampled, serving
 from tests.lane_scene import GROUP, LaneScene, create_topics, request_id
+from tests.unit.gateway.hindered_log import HinderedLog
 
 CONTEXT = [5, 6, 7]
 
@@ -50,6 +53,32 @@ async def test_a_live_request_is_told_in_chunks_that_join_to_its_record(base: Pa
 
 def ends(told: list[SampledChunk]) -> list[int]:
     return [chunk.start + len(chunk.tokens) // 4 for chunk in told]
+
+
+async def test_the_chunk_after_one_that_the_log_did_not_take_has_the_tokens_of_both(
+    base: Path,
+) -> None:
+    lost: list[Emit] = []
+
+    async def lose_the_second(emit: Emit) -> None:
+        if emit.topic == topics.SAMPLED_CHUNKS.name:
+            lost.append(emit)
+            if len(lost) == 2:
+                raise LogUnavailableError("no answer in time")
+
+    async with serving(StandInEngine(Speed(tokens=40, latency_s=0.8, slices=20))) as url:
+        log = MemoryLog(run="r")
+        await create_topics(log)
+        scene = LaneScene(HinderedLog(log, lose_the_second), model=base, engine_url=url)
+        async with scene.serving():
+            await scene.report(is_serving=True)
+            await scene.request(1, CONTEXT, is_live=True, max_tokens=50)
+            (record,) = await scene.finished(count=1)
+        told = await chunks(scene)
+    joined = [token for chunk in told for token in unpack_ids(chunk.tokens)]
+    assert len(lost) > 3
+    assert len(told) == len(lost) - 1
+    assert joined == unpack_ids(record.output)[: len(joined)]
 
 
 async def test_a_request_that_is_not_live_is_told_by_its_record_alone(base: Path) -> None:

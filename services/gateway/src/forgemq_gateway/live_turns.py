@@ -23,11 +23,17 @@ class LiveTurn:
         self._attempt = -1
 
     def take(self, chunk: SampledChunk) -> None:
-        """Add a chunk; one behind a gap, or of an attempt before the newest, changes nothing."""
+        """Add what is new of a chunk.
+
+        Nothing is, of one behind a gap or of an attempt before the newest. A chunk may begin with
+        the tokens of an earlier one, if the log had that one and its lane got no word of it.
+        """
         if chunk.attempt > self._attempt:
             self._attempt, self.output = chunk.attempt, b""
-        if chunk.attempt == self._attempt and chunk.start * TOKEN_BYTES == len(self.output):
-            self.output += chunk.tokens
+        start = chunk.start * TOKEN_BYTES
+        is_newest = chunk.attempt == self._attempt
+        if is_newest and start <= len(self.output) < start + len(chunk.tokens):
+            self.output = self.output[:start] + chunk.tokens
             news, self.news = self.news, _future()
             news.set_result(None)
 

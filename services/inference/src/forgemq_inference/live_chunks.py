@@ -23,7 +23,7 @@ the engine's answer, here and in the gateway."""
 
 
 class LiveChunks:
-    """Chunks of one attempt; they are written one after the other, and a failed one is left out."""
+    """Chunks of one attempt, written one after the other; after a failed one the next has both."""
 
     def __init__(
         self,
@@ -73,6 +73,7 @@ class LiveChunks:
         except FINAL_ERRORS:
             raise
         except LogError as error:
+            self._told = chunk.start
             self._telemetry.event("chunk_lost", request=chunk.request_id, error=str(error))
         finally:
             self._is_writing = False
