@@ -143,8 +143,8 @@ class History:
             echo: Of the message at an index: it decides between replies with the same text.
         """
         paths = self.paths.known(keys)
-        # From the deepest on, until a reply is alone on its path: each other one is told from its
-        # twins by the one before it.
+        # From the deepest on, until a reply is alone on its path: which one of several is meant,
+        # the one before it decides.
         levels: list[tuple[int, list[KnownCompletion]]] = []
         for index in reversed(range(len(paths))):
             found = self._by_path.get(paths[index])
