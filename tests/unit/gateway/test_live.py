@@ -255,20 +255,6 @@ async def test_a_conversation_past_its_deadline_ends_completed_and_another_begin
     assert later != episode
 
 
-async def test_a_key_has_so_many_conversations_open_and_no_more(model: Path) -> None:
-    policy = msgspec.structs.replace(LIVE, episodes_max=2)
-    async with live(model, policy=policy) as caller:
-        first, said = await caller.say([user("1")])
-        await caller.say([user("2")])
-        refused = await caller.post([user("3")])
-        again, _ = await caller.say([*said, user("4")])
-        await caller.world.admin("POST", f"/v1/episodes/{first}/finish", {})
-        await caller.world.retire(first.split(".")[0], reason="evaluated")
-        third, _ = await caller.say([user("3")])
-    assert (refused.status_code, "episodes_max" in refused.text) == (429, True)
-    assert first == again != third
-
-
 async def test_a_group_whose_request_was_given_up_is_the_next_conversation(model: Path) -> None:
     log = MemoryLog(run="r", clock_ms=wall_ms).open
     async with running(log, configured(model), lambda _: "yes") as (world, _):

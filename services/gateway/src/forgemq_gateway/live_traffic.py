@@ -5,7 +5,9 @@ is read here, and read again from memory where those of claimed episodes are.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
@@ -69,6 +71,8 @@ class LiveTraffic:
         self._numbers: dict[str, int] = {}
         # Groups that a request waits for, requested or about to be, and the names of their keys.
         self._taken: dict[str, str] = {}
+        # Episodes whose request is on its way through the route, and how many there are.
+        self._in_use: Counter[str] = Counter()
         self._sessions: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def serve(
@@ -89,7 +93,8 @@ class LiveTraffic:
         self._access.check_here(caller.home)
         if caller.session:
             episode = await self._of_session(caller)
-            await route(scope, receive, _named(send, episode), episode)
+            with self._routed(episode):
+                await route(scope, receive, _named(send, episode), episode)
             return
         body = b""
         try:
@@ -102,7 +107,8 @@ class LiveTraffic:
                     grow=counted.grow,
                 )
                 episode = await self._of_body(caller, body, scope, protocol)
-            await route(scope, read_again(body, receive), _named(send, episode), episode)
+            with self._routed(episode):
+                await route(scope, read_again(body, receive), _named(send, episode), episode)
         except ClientGoneError:
             return
         except MovedError as error:
@@ -125,7 +131,30 @@ class LiveTraffic:
         # Anew: others may have opened or ended meanwhile.
         episodes = list(self._open_episodes(caller))
         found = continued(request, episodes, headers=headers_of(scope))
-        return found or await self._opened(caller)
+        return found or self._unused(caller) or await self._opened(caller)
+
+    @contextmanager
+    def _routed(self, episode: HeldEpisode) -> Iterator[None]:
+        """Within it the episode is in use, also before its request is read."""
+        self._in_use[episode.episode_id] += 1
+        try:
+            yield
+        finally:
+            self._in_use[episode.episode_id] -= 1
+            self._in_use = +self._in_use
+
+    def _unused(self, caller: LiveCaller) -> HeldEpisode | None:
+        """An open episode of the key whose requests were all refused, and would keep its place."""
+        return next(
+            (
+                each
+                for each in self._open_episodes(caller)
+                if each.is_unused
+                and each.episode_id not in self._in_use
+                and each.opened.group_id not in self._taken
+            ),
+            None,
+        )
 
     def _open_episodes(self, caller: LiveCaller) -> Iterator[HeldEpisode]:
         for group in self._groups(caller):

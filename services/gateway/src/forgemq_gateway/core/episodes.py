@@ -114,6 +114,11 @@ class HeldEpisode:
         """Whether its final record is on the log or may be, or is being written."""
         return self.given is not None or self.state in ("finishing", "ended")
 
+    @property
+    def is_unused(self) -> bool:
+        """Whether no request of it was ever for a lane: all were refused before, if any came."""
+        return not self._bodies and not self.history.completions
+
     def has_undelivered(self) -> bool:
         """Whether it has a completion that no client is known to have had."""
         return not self.history.completions.keys() <= self.delivered
