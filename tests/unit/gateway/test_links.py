@@ -170,6 +170,28 @@ async def test_a_refusal_before_the_end_of_the_body_reaches_the_client() -> None
     assert owner.connections == 2
 
 
+@pytest.mark.parametrize("behind", [b"", b"HTTP/1.1 200 OK\r\n\r\n"])
+async def test_a_long_answer_at_the_end_of_a_connection_arrives_whole(behind: bytes) -> None:
+    size = 3_000_000
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await read_request(reader)
+        head = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % size
+        writer.write(head + b"x" * size + behind)
+        await writer.drain()
+
+    received = 0
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        nonlocal received
+        await asyncio.sleep(0.01)
+        received += len(message.get("body", b""))
+
+    async with owner_of(serve) as owner, Forwarder() as forwarder:
+        await ask(forwarder, owner, b"one", send=send)
+    assert received == size
+
+
 async def test_a_client_that_reads_slowly_slows_the_owner_down() -> None:
     size, written = 20_000_000, 0
 

@@ -102,8 +102,8 @@ class Link(asyncio.Protocol):
         while not self._parts and not self.has_ended:
             await self._news()
         data = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
-        if self._waiting_bytes > _WAITING_BYTES_MAX and self._transport is not None:
-            self._transport.resume_reading()
+        if self._waiting_bytes > _WAITING_BYTES_MAX:
+            self._read_on(is_wanted=True)
         self._parts, self._waiting_bytes = [], 0
         return data, not self.has_ended
 
@@ -135,12 +135,22 @@ class Link(asyncio.Protocol):
             self._parser.feed_data(data)
         except (HttpParserError, HttpParserUpgrade) as error:
             self._lose(f"no answer in HTTP: {error}")
-        if self._waiting_bytes > _WAITING_BYTES_MAX and self._transport is not None:
-            self._transport.pause_reading()
+        if self._waiting_bytes > _WAITING_BYTES_MAX:
+            self._read_on(is_wanted=False)
         self._wake()
+
+    def _read_on(self, *, is_wanted: bool) -> None:
+        """Let more of the answer come, or not; a lost connection would refuse both."""
+        if self._lost is not None or self._transport is None:
+            return
+        if is_wanted:
+            self._transport.resume_reading()
+        else:
+            self._transport.pause_reading()
 
     def eof_received(self) -> None:
         """Nothing more comes, so the connection is closed."""
+        self._lost = self._lost or LinkLostError("ended")
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Tell who waits for the answer, or for room to write."""
