@@ -5,8 +5,10 @@ for itself and all else shares the others, but in `through_kafka`. `make load NA
 
 `tokenized`: chat completions, whole and as streams, and every other protocol; the gateway matches
 the history, renders and tokenises what is new, writes and reads its records and translates the
-answer, on the log in memory (`gateway_alone.py`). Beside it, on the same core with the same bytes:
-an aiohttp pass-through and LiteLLM's proxy, which do none of that (`gateway_baselines.py`).
+answer, on the log in memory (`gateway_alone.py`). `live streams of 1 s` get their answers in ten
+pieces while they are sampled, `streams of 1 s` get the same ones from the record. Beside it, on the
+same core with the same bytes: an aiohttp pass-through and LiteLLM's proxy, which do none of that
+(`gateway_baselines.py`).
 
 In the other cases broker, gateway, inference, scheduler, reward and merger are real, each in its
 own process; engine and trainer are stand-ins.
@@ -34,6 +36,7 @@ from gateway_baselines import Asked, Proxied, aiohttp_cost, install_litellm, lit
 from gateway_passing import passing_cost, until_serving
 from measurement import Measurement, arguments
 from msgspec import Struct
+from msgspec.structs import asdict, replace
 from pinning import cpu_s, measure_apart, measure_together
 from protocol_speakers import SPEAKERS
 from stand_in_engine import Speed
@@ -62,6 +65,8 @@ class Load(Struct, frozen=True, kw_only=True):
     agents: int = 32
     protocol: str = "chat"
     is_stream: bool = False
+    is_live: bool = False
+    engine_s: float = SYSTEM.engine_s
     turns_per_second: float = 0.0
     turns: int = SYSTEM.turns
     prompt_messages: int = SYSTEM.prompt_messages
@@ -76,6 +81,8 @@ ALONE = {
         f"tokenized, {name}": Load(protocol=name)
         for name in ("completions", "messages", "responses")
     },
+    "streams of 1 s": Load(agents=256, is_stream=True, engine_s=1.0),
+    "live streams of 1 s": Load(agents=256, is_stream=True, engine_s=1.0, is_live=True),
 }
 WHOLE = {
     "tokenized, through Kafka": Load(),
@@ -123,7 +130,7 @@ async def seen_of(target: Target, case: str, load: Load, *, folder: Path) -> See
         gateway_ms=costs[0],
         inference_ms=costs[1] if len(costs) > 1 else None,
         per_second=len(played) / (ended_s - began_s),
-        added_ms=sorted(1000 * (each.took_s - SYSTEM.engine_s) for each in played),
+        added_ms=sorted(1000 * (each.took_s - load.engine_s) for each in played),
         body_bytes=statistics.fmean(each.body_bytes for each in played),
         context_tokens=statistics.fmean(each.context_tokens for each in played),
     )
@@ -132,8 +139,9 @@ async def seen_of(target: Target, case: str, load: Load, *, folder: Path) -> See
 @contextlib.asynccontextmanager
 async def _agents(target: Target, load: Load, *, out: Path) -> AsyncIterator[None]:
     """Agents in a process of their own, until the block ends and they have written `out`."""
+    own_of_gateway = ("is_live", "engine_s")
     settings: dict[str, object] = {
-        **msgspec.structs.asdict(load),
+        **{name: value for name, value in asdict(load).items() if name not in own_of_gateway},
         "url": target.url,
         "admin_key": target.admin_key,
         "group_size": SYSTEM.group_size,
@@ -175,10 +183,12 @@ async def measure_alone(folder: Path, wanted: Mapping[str, Load]) -> dict[str, S
     await asyncio.to_thread(folder.mkdir)
     model = model_folder(folder / "model", context_tokens_max=SYSTEM.context_tokens_max)
     configuration = run_configuration("gateway", SYSTEM, model=model)
-    speed = Speed(tokens=SYSTEM.output_tokens, latency_s=SYSTEM.engine_s)
+    (queue,) = configuration.queues
+    live = replace(configuration, queues=(replace(queue, stream="live"),))
     found = {}
     for case, load in wanted.items():
-        async with alone(folder, configuration, speed=speed) as target:
+        speed = Speed(tokens=SYSTEM.output_tokens, latency_s=load.engine_s)
+        async with alone(folder, live if load.is_live else configuration, speed=speed) as target:
             found[case] = await seen_of(target, case, load, folder=folder)
     return found
 
@@ -233,6 +243,8 @@ def report(measurement: Measurement, seen: Mapping[str, Seen]) -> None:
     _ratio(
         measurement, "tokenized", "growth_c32_to_c256", own, "tokenized, 256 at once", "tokenized"
     )
+    streams = ("live streams of 1 s", "streams of 1 s")
+    _ratio(measurement, streams[0], "cpu_over_recorded", own, *streams)
     _ratio(measurement, "context_200k", "cpu_over_2k", own, "context_200k", "context_2k")
 
 

@@ -29,7 +29,12 @@ from forgemq_bus.log import Log, Place, Reader, Record, Writer
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
 from forgemq_contracts.arrays import pack_floats, pack_ids, unpack_ids
-from forgemq_contracts.completions import FinishedCompletion, RequestedCompletion, WeightSpan
+from forgemq_contracts.completions import (
+    FinishedCompletion,
+    RequestedCompletion,
+    SampledChunk,
+    WeightSpan,
+)
 from forgemq_contracts.episodes import FinishedEpisode
 from forgemq_contracts.groups import AdmittedGroup, RequestedGroup, RetiredGroup
 from forgemq_contracts.messages import Output
@@ -46,6 +51,7 @@ from forgemq_shell.records import emit_of
 from forgemq_telemetry.telemetry import Telemetry
 
 _REPORT_EVERY_S = 0.5
+_CHUNK_EVERY_S = 0.1
 _LANE, _EPOCH = 0, 1
 # Different enough that no two turns of an episode say the same.
 _ANSWERS = 256
@@ -165,11 +171,14 @@ class StandInLane(Participant):
             await asyncio.sleep(_REPORT_EVERY_S)
 
     async def _answer(self, record: Record) -> None:
-        await asyncio.sleep(self._settings.engine_s)
         asked = topics.decode(topics.REQUESTED_COMPLETIONS, record.value)
         assert isinstance(asked, RequestedCompletion)
         self._answered += 1
         output, logprobs = self._answers[self._answered % _ANSWERS]
+        if asked.is_live:
+            await self._sample(asked, output)
+        else:
+            await asyncio.sleep(self._settings.engine_s)
         finished = FinishedCompletion(
             request_id=asked.request_id,
             attempt=asked.attempt,
@@ -188,6 +197,23 @@ class StandInLane(Participant):
             engine_s=self._settings.engine_s,
         )
         await self.write(topics.FINISHED_COMPLETIONS, finished, group=asked.group_id)
+
+    async def _sample(self, asked: RequestedCompletion, output: bytes) -> None:
+        """Tell the gateway ten times a second what is sampled, as an inference process does."""
+        ids, told = unpack_ids(output), 0
+        pieces = max(1, round(self._settings.engine_s / _CHUNK_EVERY_S))
+        for piece in range(1, pieces + 1):
+            await asyncio.sleep(self._settings.engine_s / pieces)
+            done = len(ids) * piece // pieces
+            chunk = SampledChunk(
+                request_id=asked.request_id,
+                attempt=asked.attempt,
+                group_id=asked.group_id,
+                start=told,
+                tokens=pack_ids(ids[told:done]),
+            )
+            await self.write(topics.SAMPLED_CHUNKS, chunk, group=asked.group_id)
+            told = done
 
 
 def _after_shared(asked: RequestedCompletion) -> bytes:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from forgemq_contracts.arrays import pack_ids, unpack_floats, unpack_ids
+from forgemq_contracts.arrays import unpack_floats, unpack_ids
 from forgemq_contracts.completions import (
     CONSTRAINT_CHARACTERS_MAX,
     Constraint,
@@ -215,14 +215,20 @@ class Composer:
         context: bytes,
     ) -> Reply:
         """What the model said, stop strings included; implements `registry.Parse`."""
+        return self._reply(unpack_ids(output), request_id, tools, unpack_ids(context))
+
+    def _reply(
+        self,
+        output: Sequence[int],
+        request_id: str,
+        tools: Sequence[Mapping[str, Any]] | None,
+        context: Sequence[int],
+    ) -> Reply:
         if tools is None:
-            text = self._rendering.plain_text(unpack_ids(output))
+            text = self._rendering.plain_text(output)
             return Reply(parts=(Text(text),) if text else ())
         parsed = self._rendering.parse(
-            unpack_ids(output),
-            completion_id=request_id,
-            tools=tools,
-            context=unpack_ids(context),
+            output, completion_id=request_id, tools=tools, context=context
         )
         # The renderers read a reply in this order: reasoning, text, calls.
         parts: list[Text | Thinking | Call] = []
@@ -274,8 +280,9 @@ class Composer:
             return Reply()
         if tools and tails.call_id in ids:
             ids = ids[: ids.index(tails.call_id)]
+        before = unpack_ids(context)
         replies = [
-            self.parse(pack_ids([*ids, *tail]), request_id, tools, context)
+            self._reply([*ids, *tail], request_id, tools, before)
             for tail in (tails.plain if tools is None else tails.parsed)
         ]
         marks = () if tools is None else tails.written_marks
