@@ -1,6 +1,7 @@
 """What passes a connection between two gateways: as it comes, in any order, however either ends."""
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -241,6 +242,69 @@ async def test_an_owner_that_answers_no_http_went_away(answer: bytes) -> None:
         with pytest.raises(RefusedError) as refused:
             await ask(forwarder, owner, b"one")
     assert refused.value.status == 503
+
+
+@pytest.mark.parametrize("was_read", [False, True])
+async def test_a_request_whose_client_left_while_the_gateway_stood_still_is_not_sent_on(
+    was_read: bool,
+) -> None:
+    asked: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        asked.append((await read_request(reader))[1])
+        writer.write(OK)
+
+    sockets = [socket.socket() for _ in range(2)]
+    sockets[0].bind(("127.0.0.1", 0))
+    sockets[0].listen()
+    sockets[1].connect(sockets[0].getsockname())
+    sockets[1].send(b"one")
+    sockets[1].close()  # Request and end of the connection wait for the gateway together.
+    accepted = sockets[0].accept()[0]
+    sockets[0].close()
+    came, left = asyncio.Event(), asyncio.Event()
+
+    class Client(asyncio.Protocol):
+        def data_received(self, _: bytes) -> None:
+            came.set()
+
+        def connection_lost(self, _: Exception | None) -> None:
+            left.set()
+
+    async def receive() -> MutableMapping[str, Any]:
+        if was_read:
+            await left.wait()
+        if left.is_set():
+            return {"type": "http.disconnect"}
+        return {"type": "http.request", "body": b"one"}
+
+    async def send(_: MutableMapping[str, Any]) -> None:
+        raise AssertionError("nobody reads the answer")
+
+    async with owner_of(serve) as owner, Forwarder() as forwarder:
+        await ask(forwarder, owner, b"warm")
+        asked.clear()
+        scope = {
+            "method": "POST",
+            "raw_path": b"/",
+            "query_string": b"",
+            "headers": [(b"content-length", b"3")],
+        }
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.connect_accepted_socket(Client, accepted)
+        await came.wait()
+        await forwarder.forward(
+            scope,
+            receive,
+            send,
+            owner=PartitionOwner(gateway="o", url=owner.url, partitions=(0,)),
+            gone=loop.create_future(),
+            said="7",
+            body=b"one" if was_read else None,
+        )
+        transport.close()
+        await asyncio.sleep(0.05)
+    assert asked == []
 
 
 async def test_nothing_of_a_request_is_read_for_an_owner_that_is_not_there() -> None:

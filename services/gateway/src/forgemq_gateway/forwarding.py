@@ -37,6 +37,11 @@ _HOP_HEADERS = frozenset(
 )
 
 
+# A process that stood still finds requests whose clients have left meanwhile. The event loop reads
+# the request in one step, in the next the end of the connection, and tells it in a third.
+_STEPS_UNTIL_LEFT = 3
+
+
 class OwnerGoneError(Exception):
     """Nobody listens at the owner's address; nothing of the request was sent."""
 
@@ -195,7 +200,7 @@ class _Passed:
         self._has_ended = asyncio.Event()
         self._has_left = False
         self.has_more = self._is_chunked or any(name == b"content-length" for name, _ in headers)
-        if not self.has_more:
+        if body is not None or not self.has_more:
             self._has_ended.set()
 
     async def pass_on(self, link: Link, head: bytes) -> None:
@@ -205,6 +210,8 @@ class _Passed:
             LinkLostError: the owner went away.
             ClientGoneError: the client did.
         """
+        for _ in range(_STEPS_UNTIL_LEFT):
+            await asyncio.sleep(0)
         first = await self._part() if self.has_more else b""
         link.begin(head + first)
         if self.has_more:
