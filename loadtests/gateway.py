@@ -1,7 +1,7 @@
 """What does the gateway cost for each request, and what do others' proxies cost for theirs?
 
 Agents send bodies of 26 KB and more with each turn, as coding agents do. The gateway has one core
-for itself and all else shares the others, but in `through_kafka`. `make load NAME=gateway`.
+for itself, all else shares the others. `make load NAME=gateway`.
 
 `tokenized`: chat completions, whole and as streams, and every other protocol; the gateway matches
 the history, renders and tokenises what is new, writes and reads its records and translates the
@@ -37,7 +37,7 @@ from gateway_passing import passing_cost, until_serving
 from measurement import Measurement, arguments
 from msgspec import Struct
 from msgspec.structs import asdict, replace
-from pinning import cpu_s, measure_apart, measure_together
+from pinning import cpu_s, measure_apart
 from protocol_speakers import SPEAKERS
 from stand_in_engine import Speed
 
@@ -110,10 +110,7 @@ async def seen_of(target: Target, case: str, load: Load, *, folder: Path) -> See
     out = folder / f"{case.replace(' ', '-').replace(',', '')}.jsonl"
     async with _agents(target, load, out=out):
         await asyncio.sleep(SYSTEM.warm_up_s)
-        if load.turns_per_second:  # How long a turn takes, on a machine of any size.
-            measure_together(target.gateway)
-        else:
-            measure_apart(target.gateway)
+        measure_apart(target.gateway)
         before, began_s = [cpu_s(pid) for pid in measured], time.monotonic()
         await asyncio.sleep(SYSTEM.measure_s)
         after, ended_s = [cpu_s(pid) for pid in measured], time.monotonic()

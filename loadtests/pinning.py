@@ -25,12 +25,6 @@ def measure_apart(process: int) -> None:
     _pin(process, MEASURED)
 
 
-def measure_together(process: int) -> None:
-    """Give this process, whose parent calls, and all else every core."""
-    _pin(os.getpid(), _USABLE)
-    _pin(process, _USABLE)
-
-
 def _pin(process: int, wanted: Iterable[int]) -> None:
     """Let every thread of the process, and of its children, run on these cores alone."""
     own = psutil.Process(process)
