@@ -87,6 +87,51 @@ async def test_rewards_at_once_are_all_on_the_log_and_in_the_end_that_follows(mo
     assert {int(reward.value) for reward in finished.rewards} == told
 
 
+class HeldSecondAttempt:
+    """Lets the record of a second attempt at the first episode wait, and then fail if asked to."""
+
+    def __init__(self, *, fails: bool) -> None:
+        self.held, self.released = asyncio.Event(), asyncio.Event()
+        self._fails = fails
+
+    async def __call__(self, emit: Emit) -> None:
+        if emit.topic == topics.OPENED_EPISODES.name and b".0.1" in emit.value:
+            self.held.set()
+            await self.released.wait()
+            if self._fails:
+                raise LogError("no room")
+
+
+@pytest.mark.wall_clock
+@pytest.mark.parametrize("fails", [False, True], ids=["taken", "not taken"])
+async def test_an_end_that_comes_while_another_agent_takes_the_episode_waits_for_that(
+    model: Path, *, fails: bool
+) -> None:
+    """The first agent was silent for a whole lease, and ends its episode at the same moment."""
+    hold = HeldSecondAttempt(fails=fails)
+    configuration = configuration_of(model, lease_s=0.4)
+    async with running(hindered(hold), configuration, lambda _: "yes") as (world, _):
+        group = await world.open_group()
+        first = await world.claim(group)
+        await world.claim(group)
+        path = f"/v1/groups/{group}/claim"
+        claiming = asyncio.ensure_future(world.admin("POST", path, {"wait_s": 5}))
+        await hold.held.wait()
+        path = f"/v1/episodes/{first['episode_id']}/finish"
+        ending = asyncio.ensure_future(world.admin("POST", path, {"result": 1}))
+        await asyncio.sleep(0.1)
+        was_answered = ending.done()
+        hold.released.set()
+        ended, claimed = await ending, await claiming
+        if not fails:
+            path = f"/v1/episodes/{claimed.json()['episode_id']}/finish"
+            assert (await world.admin("POST", path, {"result": 2})).status_code == 200
+        finals = [each for each in await world.records(topics.FINISHED_EPISODES) if not each.index]
+    assert not was_answered
+    assert ended.status_code == (200 if fails else 409)
+    assert [each.attempt for each in finals] == [0 if fails else 1]
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_an_answer_ends_when_its_delivery_is_on_the_log(
     model: Path, *, is_stream: bool

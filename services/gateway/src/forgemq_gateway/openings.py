@@ -52,12 +52,10 @@ class Openings:
         group.claiming.add(index)
         try:
             await self._outbox.promise(record, tenure=tenure)
-        except BaseException:
-            # Also on a cancellation: the episode is free again, and another agent may take it.
-            self._changed.notify(record.group_id)
-            raise
         finally:
+            # Also on an error or a cancellation: the episode is free again then.
             group.claiming.discard(index)
+            self._changed.notify(record.group_id)
         if self._access.is_still(tenure, record.group_id):
             now_s = self._clock.now_s()
             self._registry.apply_opened_episode(record, lease_until_s=now_s + record.lease_s)

@@ -269,7 +269,7 @@ class Operations:
     async def _end(
         self, episode_id: str, ending: Ending, *, said: TruncationCause | UnsetType | None
     ) -> None:
-        episode = self._access.known_episode(episode_id)
+        episode = await self._unclaimed(episode_id)
         if episode.state not in ("finishing", "ended"):
             cause = episode.truncated_by(said)
             if cause is not None:
@@ -284,6 +284,23 @@ class Operations:
         )
         if state != "ended":
             raise busy(f"the end of episode {episode_id} is not written yet", status=503)
+
+    async def _unclaimed(self, episode_id: str) -> HeldEpisode:
+        """The episode, once nobody else is about to have it: its lease may have lapsed.
+
+        Raises:
+            RefusedError: 409 replaced, or as `Access.known_episode`; 503, the log takes too long.
+        """
+        opened = self._access.known_episode(episode_id).opened
+        group = self._registry.groups[opened.group_id]
+        is_decided = await self._changed.until(
+            lambda: None if opened.index in group.claiming else True,
+            group_id=opened.group_id,
+            timeout_s=_WRITE_S,
+        )
+        if is_decided is None:
+            raise busy(f"another agent is about to have episode {episode_id}", status=503)
+        return self._access.known_episode(episode_id)
 
     async def end(self, episode: HeldEpisode, ending: Ending) -> None:
         """Write the final record of an episode; if completed, its open requests may end before.
