@@ -106,14 +106,13 @@ class Seen(Struct, frozen=True, kw_only=True):
 
 async def seen_of(target: Target, case: str, load: Load, *, folder: Path) -> Seen:
     """Let agents play, and measure once they have warmed up."""
-    measured = [pid for pid in (target.gateway, target.inference) if pid is not None]
     out = folder / f"{case.replace(' ', '-').replace(',', '')}.jsonl"
     async with _agents(target, load, out=out):
         await asyncio.sleep(SYSTEM.warm_up_s)
         measure_apart(target.gateway)
-        before, began_s = [cpu_s(pid) for pid in measured], time.monotonic()
+        before, began_s = _cpu_s(target), time.monotonic()
         await asyncio.sleep(SYSTEM.measure_s)
-        after, ended_s = [cpu_s(pid) for pid in measured], time.monotonic()
+        after, ended_s = _cpu_s(target), time.monotonic()
     lines = await asyncio.to_thread(out.read_bytes)
     played = [
         each
@@ -131,6 +130,12 @@ async def seen_of(target: Target, case: str, load: Load, *, folder: Path) -> See
         body_bytes=statistics.fmean(each.body_bytes for each in played),
         context_tokens=statistics.fmean(each.context_tokens for each in played),
     )
+
+
+def _cpu_s(target: Target) -> list[float]:
+    """CPU time of the gateway, and of inference if that is a process of its own."""
+    inference = [] if target.inference is None else [cpu_s(target.inference)]
+    return [target.gateway_cpu_s(), *inference]
 
 
 @contextlib.asynccontextmanager

@@ -3,8 +3,9 @@
     agents --HTTP--> gateway <--records--> lane and scheduler, stand-ins in the same process
 
 Code, settings and event loop are those of `python -m forgemq_gateway`. The stand-ins write the same
-records as the services do, and what they use counts as the gateway's. The lane answers every
-request after the same time with as many tokens; the scheduler admits every group at once.
+records as the services do; the CPU time of their steps is measured in the process, and taken from
+its own (`meter.py`). The lane answers every request after the same time with as many tokens; the
+scheduler admits every group at once.
 """
 
 import asyncio
@@ -22,7 +23,9 @@ import msgspec
 import uvloop
 from data_path_system import HOST
 from gateway_passing import until_serving
+from meter import Meter
 from msgspec import Struct
+from pinning import cpu_s
 from stand_in_engine import Context, Speed, sampled_after
 
 from forgemq_bus.log import Log, Place, Reader, Record, Writer
@@ -64,20 +67,33 @@ class AloneSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         run_file: The run's configuration, JSON.
         tokens: Length of every answer.
         engine_s: Time from a request to its answer.
+        meter_file: Gets the CPU time of the stand-ins.
     """
 
     run_file: str
     tokens: int
     engine_s: float
+    meter_file: str
 
 
 class Target(Struct, frozen=True, kw_only=True):
-    """A gateway that agents can be sent to; `inference` is None if it has no such process."""
+    """A gateway that agents can be sent to.
+
+    Attributes:
+        gateway: Its process.
+        inference: The process of the lane, if there is one.
+        stand_ins: Counts what other services use of the gateway's process, if they are in it.
+    """
 
     url: str
     admin_key: str
     gateway: int
     inference: int | None = None
+    stand_ins: Meter | None = None
+
+    def gateway_cpu_s(self) -> float:
+        """CPU time that the gateway has used so far."""
+        return cpu_s(self.gateway) - (self.stand_ins.cpu_s() if self.stand_ins else 0.0)
 
 
 @asynccontextmanager
@@ -86,12 +102,14 @@ async def alone(
 ) -> AsyncIterator[Target]:
     """Run this file until the block ends, with the answers of an engine of this speed."""
     run_file, number = folder / "run.json", port(HOST, wanted=0)
+    stand_ins = Meter(folder / "stand_ins")
     run_file.write_bytes(msgspec.json.encode(configuration))
     key = secrets.token_hex(16)
     own = {
         "FORGEMQ_LOAD_ALONE_RUN_FILE": str(run_file),
         "FORGEMQ_LOAD_ALONE_TOKENS": str(speed.tokens),
         "FORGEMQ_LOAD_ALONE_ENGINE_S": str(speed.latency_s),
+        "FORGEMQ_LOAD_ALONE_METER_FILE": str(stand_ins.path),
         "FORGEMQ_GATEWAY_ADMIN_KEY": key,
         "FORGEMQ_GATEWAY_PORT": str(number),
     }
@@ -100,7 +118,7 @@ async def alone(
     url = f"http://{HOST}:{number}"
     try:
         await until_serving(url)
-        yield Target(url=url, admin_key=key, gateway=process.pid)
+        yield Target(url=url, admin_key=key, gateway=process.pid, stand_ins=stand_ins)
     finally:
         with suppress(ProcessLookupError):
             process.terminate()
@@ -131,7 +149,7 @@ class StandInLane(Participant):
     """Answers every request of its lane after a fixed time."""
 
     def __init__(
-        self, log: Log, writer: Writer, *, partitions: int, settings: AloneSettings
+        self, log: Log, writer: Writer, *, partitions: int, settings: AloneSettings, meter: Meter
     ) -> None:
         super().__init__(log, writer, partitions=partitions)
         speed = Speed(tokens=settings.tokens)
@@ -141,6 +159,7 @@ class StandInLane(Participant):
         ]
         self._answers = [(pack_ids(ids), pack_floats(logprobs)) for ids, logprobs in sampled]
         self._settings = settings
+        self._meter = meter
         self._answered = 0
         self._working: set[asyncio.Task[None]] = set()
 
@@ -149,7 +168,7 @@ class StandInLane(Participant):
         reader = await self.reader(topics.REQUESTED_COMPLETIONS, partitions=1)
         while True:
             for record in await reader.read(timeout_s=1.0, records_max=1000):
-                task = asyncio.create_task(self._answer(record))
+                task = asyncio.create_task(self._meter.counting(self._answer(record)))
                 self._working.add(task)
                 task.add_done_callback(self._working.discard)
 
@@ -297,10 +316,11 @@ async def main(settings: AloneSettings) -> None:
         {topic.name: topics.partition_count(topic, configuration) for topic in topics.OF_RUN}
     )
     writer, partitions = await log.writer(), configuration.log.group_partitions
-    lane = StandInLane(log, writer, partitions=partitions, settings=settings)
+    meter = Meter(Path(settings.meter_file))
+    lane = StandInLane(log, writer, partitions=partitions, settings=settings, meter=meter)
     scheduler = StandInScheduler(log, writer, partitions=partitions)
     works = lane.run(), lane.report(), scheduler.admit(), scheduler.retire()
-    async with _until_over(*works):
+    async with _until_over(*(meter.counting(work) for work in works)):
         await serve(
             configuration=configuration,
             settings=parse(GatewaySettings, prefix="FORGEMQ_GATEWAY_", environ=os.environ),

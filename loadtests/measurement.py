@@ -109,9 +109,15 @@ def arguments(description: str, *, flags: Mapping[str, str] | None = None) -> ar
         description: What --help says first.
         flags: Further switches of this load test, and what each does.
     """
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--json", help="write the rows to this file")
-    parser.add_argument("--case", action="append", help="run only this case")
+    parser = parser_of(description)
     for name, effect in (flags or {}).items():
         parser.add_argument(f"--{name}", action="store_true", help=effect)
     return parser.parse_args()
+
+
+def parser_of(description: str) -> argparse.ArgumentParser:
+    """The parser of `arguments`, for a load test that takes values of its own."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--json", help="write the rows to this file")
+    parser.add_argument("--case", action="append", help="run only this case")
+    return parser

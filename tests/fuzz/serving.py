@@ -119,12 +119,16 @@ def _reply(asked: Asked) -> str:
 
 
 async def _losses(world: World, played: Played) -> Sequence[str]:
-    """Turns that an agent has read and its episode lacks, and turns that were recorded twice."""
+    """Turns that an agent has read and its episode lacks, and turns that were sampled twice.
+
+    A turn whose client left and came back may be: its lane answered while it was asked to stop.
+    """
     finals = {each.episode_id: each for each in await world.records(topics.FINISHED_EPISODES)}
     found = []
     for episode_id, turns in played.delivered.items():
         counted = {entry.completion_id for entry in finals[episode_id].manifest}
         found += [f"{episode_id}: {each} is lost" for each in turns if each not in counted]
     completions = await world.records(topics.FINISHED_COMPLETIONS)
-    times = Counter(each.request_id for each in completions)
+    cancelled = {each.request_id for each in await world.records(topics.CANCELLED_COMPLETIONS)}
+    times = Counter(each.request_id for each in completions if each.request_id not in cancelled)
     return found + [f"{each} was sampled {n} times" for each, n in times.items() if n > 1]

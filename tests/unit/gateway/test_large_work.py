@@ -35,14 +35,16 @@ def read_messages(messages: list[Any]) -> Request:
 
 
 def test_modules_are_left_out_of_collections_and_threads_switch_within_a_millisecond() -> None:
-    before_s = sys.getswitchinterval()
+    before_s, collected_after = sys.getswitchinterval(), gc.get_threshold()
     gc.unfreeze()  # The test session's own modules, which are left frozen afterwards.
     try:
         favour_event_loop()
         assert gc.get_freeze_count() > 10_000
         assert round(sys.getswitchinterval(), 6) == 0.0002
+        assert gc.get_threshold() == (5_000, 10, 10)
     finally:
         gc.freeze()
+        gc.set_threshold(*collected_after)
         sys.setswitchinterval(before_s)
 
 

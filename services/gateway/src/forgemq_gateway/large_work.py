@@ -24,6 +24,11 @@ _THREADS_MAX = max(2, min(4, os.cpu_count() or 1))
 # slowest took 12 ms with 1 ms here, and 4 ms with this.
 _SWITCH_S = 0.0002
 
+# New objects before the collector of reference cycles looks at them, and how often it does so
+# before it looks at older ones. With Python's 700 it takes 2 to 12 % more of the gateway's time;
+# what a turn leaves behind has no cycles. To look at 5,000 objects takes 0.1 ms.
+_COLLECTED_AFTER = (5_000, 10, 10)
+
 
 def favour_event_loop() -> None:
     """Let no thread of this process hold the interpreter for long.
@@ -34,6 +39,7 @@ def favour_event_loop() -> None:
     sys.setswitchinterval(_SWITCH_S)
     gc.collect()
     gc.freeze()
+    gc.set_threshold(*_COLLECTED_AFTER)
 
 
 class LargeWork:
