@@ -28,10 +28,10 @@ from forgemq_contracts.groups import AdmittedGroup
 from forgemq_contracts.weights import ReportedEngine
 from forgemq_gateway.change_signal import ChangeSignal
 from forgemq_gateway.core.attempts import Attempts, Moment
-from forgemq_gateway.core.completion_tokens import cached_tokens
 from forgemq_gateway.core.digests import EMPTY_PATH
 from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.history import KnownCompletion
+from forgemq_gateway.core.lane_caches import cached_tokens
 from forgemq_gateway.core.lanes import Lanes
 from forgemq_gateway.core.plans import Prepared
 from forgemq_gateway.core.registry import Registry

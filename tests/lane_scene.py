@@ -25,7 +25,13 @@ from forgemq_contracts.episodes import Sampling
 from forgemq_contracts.messages import Output
 from forgemq_contracts.partitions import group_partition
 from forgemq_contracts.run import LogLayout, Model, Queue, RunConfiguration, StartedRun, Trainer
-from forgemq_contracts.weights import LoadedWeights, PublishedWeights, Rendezvous, ReportedEngine
+from forgemq_contracts.weights import (
+    EngineLoad,
+    LoadedWeights,
+    PublishedWeights,
+    Rendezvous,
+    ReportedEngine,
+)
 from forgemq_inference.app import main
 from forgemq_shell.clock import now_ms
 from forgemq_shell.records import emit_of
@@ -220,6 +226,15 @@ class LaneScene:
             if (await self.report(is_serving=True)).running:
                 return
             await asyncio.sleep(0.02)
+
+    async def until_measured(self, *, timeout_s: float) -> EngineLoad:
+        """Wait until the lane reports how long a decoding step takes, and return its load."""
+        async with asyncio.timeout(timeout_s):
+            while True:
+                load = (await self.report(is_serving=True)).load
+                if load is not None and load.step_s:
+                    return load
+                await asyncio.sleep(0.1)
 
     async def until_queued(self) -> None:
         """Return once the lane reports a request that waits for its engine."""

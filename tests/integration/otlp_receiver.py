@@ -2,11 +2,11 @@
 
 import gzip
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import (
     ExportMetricsServiceRequest,
@@ -42,13 +42,18 @@ class ReceivedSpan:
         return frozenset(link.trace for link in self.links)
 
 
+Counter: TypeAlias = tuple[str, frozenset[tuple[str, str | int]]]
+"""A counter's name and attributes."""
+
+
 class OtlpReceiver:
-    """Lifecycle: give `url` to services, let them end, read `spans` and `metrics`."""
+    """Lifecycle: give `url` to services, let them end, read `spans`, `metrics` and `counted`."""
 
     def __init__(self) -> None:
         self.url = ""
         self.metrics: set[tuple[str, str]] = set()
         self._spans: list[ReceivedSpan] = []
+        self._counted: dict[Counter, dict[int, float]] = {}
         self._lock = threading.Lock()
 
     @property
@@ -56,6 +61,15 @@ class OtlpReceiver:
         """All spans received so far."""
         with self._lock:
             return tuple(self._spans)
+
+    def counted(self, metric: str) -> Mapping[frozenset[tuple[str, str | int]], float]:
+        """Values of a counter by its attributes, summed over the processes that had it."""
+        with self._lock:
+            return {
+                attributes: sum(by_start.values())
+                for (name, attributes), by_start in self._counted.items()
+                if name == metric
+            }
 
     def take(self, path: str, body: bytes) -> None:
         """Take one request of an exporter."""
@@ -88,9 +102,13 @@ class OtlpReceiver:
     def _take_metrics(self, request: ExportMetricsServiceRequest) -> None:
         for sent in request.resource_metrics:
             service = str(_attributes(sent.resource.attributes)["service.name"])
-            self.metrics |= {
-                (service, metric.name) for scope in sent.scope_metrics for metric in scope.metrics
-            }
+            for metric in (metric for scope in sent.scope_metrics for metric in scope.metrics):
+                self.metrics.add((service, metric.name))
+                for point in metric.sum.data_points:
+                    key = metric.name, frozenset(_attributes(point.attributes).items())
+                    # Each process counts from its own start.
+                    value = point.as_double or float(point.as_int)
+                    self._counted.setdefault(key, {})[point.start_time_unix_nano] = value
 
 
 def _attributes(pairs: Sequence[KeyValue]) -> dict[str, str | int]:

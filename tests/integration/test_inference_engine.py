@@ -158,6 +158,26 @@ async def test_requests_that_would_harm_the_engine_are_refused_and_it_lives(
     assert report.context_tokens_max == 1024
 
 
+async def test_heartbeats_say_how_fast_the_engine_is_and_how_much_it_holds(
+    base_engine_url: str, engine_model: Path
+) -> None:
+    scene = await scene_on(base_engine_url, engine_model)
+    async with scene.serving():
+        await scene.report(is_serving=True)
+        for number in range(1, 5):
+            context = [number + each for each in range(10, 60)] * 4
+            await scene.request(number, context, temperature=1.0, max_tokens=24 * number)
+        await scene.finished(count=4, timeout_s=60)
+        load = await scene.until_measured(timeout_s=30)
+    async with Engine(base_engine_url) as engine:
+        info = await engine.server_info()
+    assert load.capacity_tokens == info.max_total_num_tokens
+    assert load.waiting_tokens == 0
+    # A tiny model on a CPU: far from what a broken unit would give, in either direction.
+    assert 10 < load.prefill_tokens_per_s < 1e6
+    assert 1e-4 < load.step_s + load.step_added_s < 5
+
+
 async def test_engine_and_service_report_the_same_limits(base_engine_url: str) -> None:
     async with Engine(base_engine_url) as engine:
         server = await engine.server_info()

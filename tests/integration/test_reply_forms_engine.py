@@ -44,13 +44,18 @@ NAMED: Any = {"type": "function", "function": {"name": "unshelve"}}
 
 @asynccontextmanager
 async def gateway_on(
-    engine_url: str, model: Path, *, stream: StreamPolicy = "recorded"
+    engine_url: str,
+    model: Path,
+    *,
+    stream: StreamPolicy = "recorded",
+    telemetry: Telemetry | None = None,
 ) -> AsyncIterator[World]:
     """A gateway and one lane with this engine, on one log."""
     configuration = configuration_of(model, context_tokens_max=900)
     queue = msgspec.structs.replace(configuration.queues[0], stream=stream)
     configuration = msgspec.structs.replace(configuration, queues=(queue,))
     world = World(MemoryLog(run="r", clock_ms=wall_ms).open, configuration)
+    world.telemetry = telemetry or world.telemetry
     await world.log.create_topics(partitions_of(configuration))
     stop = asyncio.Event()
     lane = {"LANE": 0, "ENGINE_URL": engine_url, "HEARTBEAT_S": 0.1, "DRAIN_S": 0.2}

@@ -161,6 +161,30 @@ async def test_weights_broadcast_mid_generation_split_the_output_at_the_version(
         assert unpack_floats(record.logprobs) == pytest.approx(expected, abs=1e-3)
 
 
+async def test_the_engine_finds_its_cache_again_and_nothing_of_another_version(
+    base_engine_url: str, engine_model: Path
+) -> None:
+    """The new version has the same bytes, so that the engine drops nothing by itself."""
+    context = list(range(10, 60)) * 4
+    async with serving_scene(base_engine_url, engine_model) as scene:
+        await scene.publish(engine_model, version=7)
+        await scene.loaded(count=2)  # After those it started with.
+        for number, version in ((1, 7), (2, 7), (3, 8), (4, 8)):
+            if number == 3:
+                await scene.publish(engine_model, version=version)
+                await scene.loaded(count=3)
+            await scene.request(number, context, max_tokens=4, temperature=0.0)
+            await scene.finished(count=number)
+        records = await scene.finished(count=4)
+    by_number = {int(record.request_id, 16): record for record in records}
+    versions = [by_number[number].spans[0].version for number in (1, 2, 3, 4)]
+    assert versions == [7, 7, 8, 8]
+    # The last token of a context is read again.
+    cached = [by_number[number].cached_tokens for number in (1, 2, 3, 4)]
+    assert cached == [0, len(context) - 1, 0, len(context) - 1]
+    assert len({by_number[number].output for number in (1, 2, 3, 4)}) == 1
+
+
 @pytest.mark.parametrize("mode", ["absent", "die"])
 async def test_a_publisher_that_fails_costs_seconds_and_the_durable_copy_is_loaded(
     base_engine_url: str, engine_model: Path, trained: Path, mode: str

@@ -15,11 +15,16 @@ def pack_ids(ids: Iterable[int]) -> bytes:
 
 def unpack_ids(data: bytes) -> list[int]:
     """Token ids of int32 bytes."""
+    return view_ids(data).tolist()
+
+
+def view_ids(data: bytes) -> "array[int]":
+    """As `unpack_ids`, for those who read few of them: each becomes an object only when read."""
     values = array("i")
     values.frombytes(data)
     if sys.byteorder == "big":
         values.byteswap()
-    return values.tolist()
+    return values
 
 
 def pack_floats(values: Iterable[float]) -> bytes:

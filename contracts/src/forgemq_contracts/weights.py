@@ -54,6 +54,25 @@ class LoadedWeights(Struct, frozen=True, kw_only=True, omit_defaults=True):
     paused_s: Annotated[Seconds, Meta(description="How long generation stood still.")] = 0.0
 
 
+class EngineLoad(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How fast a lane's engine is at the moment, and how much it has to do."""
+
+    prefill_tokens_per_s: Annotated[
+        float, Meta(ge=0, description="Context tokens read a second of work; 0 if not measured.")
+    ] = 0.0
+    step_s: Annotated[
+        Seconds, Meta(description="Of a decoding step, without what its requests add.")
+    ] = 0.0
+    step_added_s: Annotated[
+        Seconds, Meta(description="What each request adds to a decoding step.")
+    ] = 0.0
+    waiting_tokens: Annotated[
+        int, Meta(ge=0, description="Of waiting requests, without those in the cache.")
+    ] = 0
+    used_tokens: Annotated[int, Meta(ge=0, description="Of the cache, by running requests.")] = 0
+    capacity_tokens: Annotated[int, Meta(ge=0, description="Of the cache.")] = 0
+
+
 class ReportedEngine(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A lane's heartbeat: about once a second, and on every change."""
 
@@ -69,3 +88,6 @@ class ReportedEngine(Struct, frozen=True, kw_only=True, omit_defaults=True):
     context_tokens_max: Annotated[int, Meta(ge=0)] = 0
     output_tokens_total: Annotated[int, Meta(ge=0)] = 0
     ranks: Annotated[int, Meta(ge=1, description="Tensor-parallel processes of the engine.")] = 1
+    load: Annotated[
+        EngineLoad | None, Meta(description="None while the engine says nothing of it.")
+    ] = None

@@ -25,6 +25,7 @@ def completion_of(
     engine_s: float = 0.0,
     lane: int = 0,
     epoch: int = 1,
+    weights: tuple[int, int] | None = (1, 4),
 ) -> KnownCompletion:
     identifier = f"{number:032x}"
     return KnownCompletion(
@@ -47,6 +48,7 @@ def completion_of(
         tools_digest="",
         lane=lane,
         epoch=epoch,
+        weights=weights,
         sampled_end="stop",
         engine_s=engine_s,
         cached_tokens=0,

@@ -1,5 +1,6 @@
 """What one turn goes through, effect by effect."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from forgemq_gateway.core.effects import (
 )
 from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.errors import gone
+from forgemq_gateway.core.history import KnownCompletion
 from forgemq_gateway.core.lane_results import LaneResult
 from forgemq_gateway.core.lanes import Lanes
 from forgemq_gateway.core.plans import Prepared
@@ -69,20 +71,34 @@ class Scene:
         self.attempts.begin(self.episode, turn)
         return turn
 
-    def dispatch(self, *, now_s: float = 0.0, turn: OpenTurn | None = None) -> Effects:
+    def dispatch(
+        self,
+        *,
+        now_s: float = 0.0,
+        turn: OpenTurn | None = None,
+        parent: KnownCompletion | None = None,
+        context: Sequence[int] = (1,),
+    ) -> Effects:
         part = TurnPart(sequence=0, protocol="chat_completions", body_digest="d")
+        shared = 0 if parent is None else parent.total_tokens
         prepared = Prepared(
-            parent=None,
-            shared_tokens=0,
-            context=pack_ids([1]),
-            context_tokens=1,
+            parent=parent,
+            shared_tokens=shared,
+            context=pack_ids(context),
+            context_tokens=shared + len(context),
             sampling=Sampling(),
             part=part,
         )
         return self.attempts.dispatch(self.episode, turn or self.turn, prepared, at=at(now_s))
 
     def report(
-        self, *, now_s: float = 0.0, epoch: int = 1, lane: int = 0, is_serving: bool = True
+        self,
+        *,
+        now_s: float = 0.0,
+        epoch: int = 1,
+        lane: int = 0,
+        is_serving: bool = True,
+        version: int = 0,
     ) -> Effects:
         record = ReportedEngine(
             lane=lane,
@@ -90,7 +106,7 @@ class Scene:
             url="",
             is_serving=is_serving,
             lineage=1,
-            version=0,
+            version=version,
             running=0,
             queued=0,
             reported_ms=0,

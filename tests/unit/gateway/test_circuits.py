@@ -18,7 +18,7 @@ def test_a_circuit_opens_at_the_third_error_in_a_row_and_each_trial_doubles_the_
     assert not circuits.takes_requests(2, 1, now_s=3.3)
     circuits.note_success(2, 1)
     assert circuits.takes_requests(2, 1, now_s=3.3)
-    assert circuits.cost_tokens(2, 1) == 0
+    assert circuits.cost_s(2, 1) == 0
 
 
 def test_errors_of_requests_from_before_the_pause_do_not_lengthen_it() -> None:
@@ -46,7 +46,7 @@ def test_another_epoch_begins_with_a_closed_circuit_and_an_older_one_tells_nothi
     circuits.note_error(0, 2, now_s=0.0)
     assert circuits.note_error(0, 1, now_s=0.0) == 0.0
     circuits.note_success(0, 1)
-    assert circuits.cost_tokens(0, 2) > 0
+    assert circuits.cost_s(0, 2) > 0
 
 
 def test_a_trial_that_is_given_up_lets_another_one_go() -> None:

@@ -1,5 +1,7 @@
 """Lanes, sampling, keys, turns and manifests: the gateway's decisions without I/O."""
 
+from collections.abc import Sequence
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -12,6 +14,7 @@ from forgemq_contracts.weights import ReportedEngine
 from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.errors import RefusedError
 from forgemq_gateway.core.keys import KeyMint, key_sha256
+from forgemq_gateway.core.lane_caches import LaneCache
 from forgemq_gateway.core.lanes import Lanes
 from forgemq_gateway.core.manifest import counted, critical_path_s, manifest
 from forgemq_gateway.core.plans import Prepared
@@ -56,11 +59,22 @@ def lanes_of(*reports: ReportedEngine, heard_s: float = 0.0) -> Lanes:
     return lanes
 
 
-def chosen(lanes: Lanes, *, cached: dict[int, int] | None = None, now_s: float = 0.0) -> int | None:
+def chosen(
+    lanes: Lanes,
+    *,
+    cached: dict[int, int] | None = None,
+    versions: Sequence[int] = range(9),
+    now_s: float = 0.0,
+) -> int | None:
+    """The lane of a request of which some have cached this much, under each of these versions."""
     known = cached or {}
     lane = lanes.choose(
         context_tokens=2000,
-        cached=lambda: {(number, 1): tokens for number, tokens in known.items()},
+        cached=lambda: {
+            (number, 1, (1, version)): tokens
+            for number, tokens in known.items()
+            for version in versions
+        },
         now_s=now_s,
     )
     return None if lane is None else lane.lane
@@ -78,10 +92,18 @@ def test_an_episode_stays_where_its_prefix_is_until_that_costs_more() -> None:
     assert chosen(lanes, cached={1: 1900}) == 1
 
 
+def test_an_update_of_a_lane_leaves_nothing_cached_there() -> None:
+    lanes = lanes_of(report(0), report(1))
+    lanes.enter(1, 1)
+    assert chosen(lanes, cached={1: 1900}, versions=[0]) == 1
+    lanes.report(report(1, version=1), heard_s=0.0)
+    assert chosen(lanes, cached={1: 1900}, versions=[0]) == 0
+
+
 def test_what_lanes_have_cached_is_asked_once_for_all_and_not_if_there_is_none() -> None:
     asked = []
 
-    def cached() -> dict[tuple[int, int], int]:
+    def cached() -> dict[LaneCache, int]:
         asked.append(1)
         return {}
 

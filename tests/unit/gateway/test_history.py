@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forgemq_contracts.arrays import pack_ids, unpack_ids
-from forgemq_gateway.core.completion_tokens import cached_tokens, common_tokens, tokens_of
+from forgemq_gateway.core.completion_tokens import common_tokens, tokens_of
 from forgemq_gateway.core.digests import EMPTY_PATH, canonical_json, message_digest
 from forgemq_gateway.core.forks import fork_reason
 from forgemq_gateway.core.history import TAIL_TOKENS, History, KnownCompletion
@@ -196,14 +196,6 @@ def test_blocks_nulls_roles_and_argument_spacing_do_not_change_a_digest() -> Non
     assert one == message_digest("assistant", "", tool_calls=[("i", "f", '{"b":[2],"a":1}')])
     assert one != message_digest("assistant", "", tool_calls=[("i", "f", '{"a": 1, "b": [3]}')])
     assert message_digest("tool", "x", tool_call_id="1") != message_digest("tool", "x")
-
-
-def test_a_lane_has_cached_what_it_computed_of_the_ancestors_under_this_epoch() -> None:
-    root = completion_of(1, context=[1, 1, 1], output=[2], lane=0)
-    child = completion_of(2, parent=root, shared=4, context=[3], output=[4, 4], lane=1)
-    assert cached_tokens(child, shared=7) == {(1, 1): 7, (0, 1): 4}
-    assert cached_tokens(child, shared=2) == {(1, 1): 2, (0, 1): 2}
-    assert cached_tokens(None, shared=0) == {}
 
 
 def test_paths_with_the_same_messages_in_another_order_differ() -> None:

@@ -19,7 +19,10 @@ from forgemq_inference.core.generation import (
 )
 from forgemq_inference.core.lane import Refused
 from forgemq_inference.core.routes import Experts
+from forgemq_inference.core.weights import Weights
 from tests.lane_scene import TURN, request_id
+
+WEIGHTS = Weights(1, 4)
 
 TAG = '{"type": "structural_tag", "format": {"type": "regex", "pattern": "a"}}'
 LIMITS = EngineLimits(
@@ -48,7 +51,7 @@ UNCOMPILED = "engine: /generate: HTTP 400: Failed to compile structural_tag gram
 
 def body_of(request: RequestedCompletion) -> dict[str, object]:
     context = TokenContext().extended(request.context)
-    body = generate_body(request, rid="r", context=context, limits=LIMITS)
+    body = generate_body(request, rid="r", context=context, limits=LIMITS, weights=WEIGHTS)
     assert isinstance(body, dict)
     return body
 

@@ -177,12 +177,15 @@ def test_a_delta_is_resolved_against_the_parent_or_missing() -> None:
 
 def test_the_body_carries_the_sampling_and_leaves_room_in_the_context() -> None:
     request = requested(sampling=Sampling(temperature=0.7, max_tokens=500, stop=("x",)))
-    body = generate_body(request, rid="r", context=context_of([1] * 90), limits=LIMITS)
+    body = generate_body(
+        request, rid="r", context=context_of([1] * 90), limits=LIMITS, weights=BASE
+    )
     assert isinstance(body, dict)
     assert body["sampling_params"]["max_new_tokens"] == 10
     assert body["sampling_params"]["temperature"] == 0.7
     sent = msgspec.json.decode(msgspec.json.encode(body))
     assert (sent["rid"], sent["return_logprob"], sent["input_ids"]) == ("r", True, [1] * 90)
+    assert sent["extra_key"] == "0.0"  # K/V of other weights is not found.
 
 
 @pytest.mark.parametrize(
@@ -200,8 +203,8 @@ def test_the_body_carries_the_sampling_and_leaves_room_in_the_context() -> None:
 def test_what_the_engine_could_not_take_is_refused(
     context: list[int], failure: FailureKind, error: str
 ) -> None:
-    request = requested(context=pack_ids(context))
-    refused = generate_body(request, rid="r", context=context_of(context), limits=LIMITS)
+    asked, read = requested(context=pack_ids(context)), context_of(context)
+    refused = generate_body(asked, rid="r", context=read, limits=LIMITS, weights=BASE)
     assert refused == Refused("error", failure, error)
 
 

@@ -25,12 +25,14 @@ from forgemq_inference.core.generation import (
 )
 from forgemq_inference.core.lane import Refused
 from forgemq_inference.core.routes import Experts, InvalidRoutesError, packed_routes
+from forgemq_inference.core.weights import Weights
 from forgemq_inference.engine import ServerInfo
 from forgemq_inference.limits import engine_limits
 from loadtests.stand_in_engine import Speed, StandInEngine, serving
 from tests.lane_scene import TURN, LaneScene, create_topics, request_id
 
 EXPERTS = Experts(layers=2, top_k=2)
+WEIGHTS = Weights(1, 4)
 LIMITS = EngineLimits(
     context_tokens_max=100,
     input_tokens_max=94,
@@ -61,7 +63,9 @@ def requested(**sampling: float) -> RequestedCompletion:
 def asked(limits: EngineLimits, **sampling: float) -> dict[str, object]:
     """The part of the body that asks for expert routes."""
     context = TokenContext().extended(pack_ids(CONTEXT))
-    body = generate_body(requested(**sampling), rid="r", context=context, limits=limits)
+    body = generate_body(
+        requested(**sampling), rid="r", context=context, limits=limits, weights=WEIGHTS
+    )
     assert not isinstance(body, Refused)
     return {name: value for name, value in body.items() if "routed" in name}
 

@@ -10,13 +10,16 @@ from forgemq_inference.core.generation import (
     finished_completion,
     generate_body,
 )
+from forgemq_inference.core.weights import Weights
 from tests.unit.inference.test_core import LIMITS, TIMING, answer, context_of, requested
+
+WEIGHTS = Weights(1, 4)
 
 
 def test_the_most_likely_tokens_are_recorded_as_the_engine_says_them_if_asked_for() -> None:
     rows = [[(-0.5, 7, None), (-2.25, 3, None)], [(-0.25, 9, None), (None, 4, None)]]
     asked = requested(top_tokens=2)
-    body = generate_body(asked, rid="r", context=context_of([1]), limits=LIMITS)
+    body = generate_body(asked, rid="r", context=context_of([1]), limits=LIMITS, weights=WEIGHTS)
     assert isinstance(body, dict)
     assert body["top_logprobs_num"] == 2
     how: Any = {"limits": LIMITS, "timing": TIMING, "is_cancelled": False}

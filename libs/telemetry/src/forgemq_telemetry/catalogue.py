@@ -51,6 +51,9 @@ CounterName: TypeAlias = Literal[
     "gateway.leases_lapsed",
     "gateway.forwarded",
     "gateway.malformed_calls",
+    "gateway.cache_outcomes",
+    "gateway.cache_missing_tokens",
+    "gateway.cache_extra_tokens",
 ]
 GaugeName: TypeAlias = Literal[
     "auditor.blobs_kept",
@@ -194,6 +197,17 @@ COUNTERS: dict[CounterName, Metric] = {
     ),
     "gateway.malformed_calls": Metric(
         "{call}", "Tool calls of the policy that could not be parsed."
+    ),
+    "gateway.cache_outcomes": Metric(
+        "{completion}",
+        "Completions by lane, and by whether its engine had as many context tokens in its cache "
+        "`as_expected`, `fewer` or `more`.",
+    ),
+    "gateway.cache_missing_tokens": Metric(
+        "{token}", "Context tokens that an engine was expected to have in its cache and had not."
+    ),
+    "gateway.cache_extra_tokens": Metric(
+        "{token}", "Context tokens that an engine had in its cache and was not expected to have."
     ),
 }
 GAUGES: dict[GaugeName, Metric] = {

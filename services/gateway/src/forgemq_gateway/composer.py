@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from forgemq_contracts.arrays import unpack_floats, unpack_ids
+from forgemq_contracts.arrays import unpack_floats, unpack_ids, view_ids
 from forgemq_contracts.completions import (
     CONSTRAINT_CHARACTERS_MAX,
     Constraint,
@@ -194,7 +194,7 @@ class Composer:
         completion = match.completion
         added = planned.request.messages[match.consumed :]
         tools = episode.tools.get(completion.tools_digest, ())
-        context = unpack_ids(episode.history.context_tail(completion))
+        context = view_ids(episode.history.context_tail(completion))
         rendering = self._renderings[episode.opened.history]
 
         def extend() -> Rendered | None:

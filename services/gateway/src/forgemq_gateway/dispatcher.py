@@ -109,9 +109,24 @@ class Dispatcher:
 
     def take_result(self, result: LaneResult) -> None:
         """Take a lane's result, in the order of the log."""
-        if result.completion is not None and result.completion.reply.malformed:
-            self._telemetry.count("gateway.malformed_calls", result.completion.reply.malformed)
+        if result.completion is not None:
+            self._count(result, result.completion)
         self._start(self.attempts.take_result(result, at=self._clock.moment()))
+
+    def _count(self, result: LaneResult, completion: KnownCompletion) -> None:
+        if completion.reply.malformed:
+            self._telemetry.count("gateway.malformed_calls", completion.reply.malformed)
+        turn = result.episode.turns.get(result.request_id)
+        if turn is None or turn.cached_expected is None or result.attempt != turn.sent - 1:
+            return  # Nothing was expected of an earlier attempt, or of one before a restart.
+        extra = completion.cached_tokens - turn.cached_expected
+        # The engine may have read the last token of the parent's output, which it sampled.
+        outcome = "as_expected" if 0 <= extra <= 1 else "fewer" if extra < 0 else "more"
+        self._telemetry.count("gateway.cache_outcomes", lane=completion.lane, outcome=outcome)
+        if extra < 0:
+            self._telemetry.count("gateway.cache_missing_tokens", -extra, lane=completion.lane)
+        elif extra:
+            self._telemetry.count("gateway.cache_extra_tokens", extra, lane=completion.lane)
 
     def take_report(self, record: ReportedEngine) -> None:
         """Take a heartbeat that has just come."""

@@ -10,6 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from forgemq_contracts.run import RunConfiguration
+from forgemq_contracts.weights import EngineLoad
+from forgemq_inference.core.engine_load import EngineMeter
 from forgemq_inference.core.weights import (
     BASE,
     BROKEN_NAME,
@@ -73,6 +75,7 @@ class Attachment:
         self._requests = requests
         self._reports = reports
         self._telemetry = telemetry
+        self._meter = EngineMeter()
         self._published = asyncio.Event()
         self._suspected = suspected
         self._is_loading = False
@@ -224,3 +227,11 @@ class Attachment:
             expected = served.weights.name
             if name != expected:
                 raise EngineUnreachableError(f"restarted: its weights are {name}, were {expected}")
+        self._reports.note_load(await self._load())
+
+    async def _load(self) -> EngineLoad | None:
+        """What the engine has to do; None if it does not say, since it serves as well without."""
+        try:
+            return self._meter.observe(await self._engine.counters())
+        except EngineError:
+            return None

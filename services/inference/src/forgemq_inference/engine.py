@@ -9,6 +9,7 @@ import msgspec
 
 from forgemq_contracts.weight_buckets import TensorSpec
 from forgemq_contracts.weights import Rendezvous
+from forgemq_inference.core.engine_load import EngineCounters, summed
 from forgemq_inference.core.generation import EngineAnswer, EngineProgress
 
 _STREAM_END = b"[DONE]"
@@ -17,6 +18,8 @@ Decoded = TypeVar("Decoded", bound=msgspec.Struct)
 
 _CONTROL_TIMEOUT_S = 30.0
 """For calls that change no weights: they take milliseconds, but wait for a decoding step."""
+_LOADS_TIMEOUT_S = 1.0
+"""SGLang answers this from memory; it is asked once a second."""
 _MESSAGE_CHARACTERS_MAX = 300
 """Of an error's text in a record; SGLang may answer with a whole traceback."""
 _KEEPALIVE_S = 2.0
@@ -62,6 +65,10 @@ class ServerInfo(msgspec.Struct, frozen=True):
     context_length: int | None = None
     tp_size: int = 1
     enable_return_routed_experts: bool = False
+
+
+class _Loads(msgspec.Struct, frozen=True):
+    loads: list[EngineCounters]
 
 
 class _Success(msgspec.Struct, frozen=True):
@@ -144,6 +151,13 @@ class Engine:
     async def model_info(self) -> ModelInfo:
         """Ask which weights are loaded."""
         return _decoded(await self._request("GET", "/model_info", None), ModelInfo)
+
+    async def counters(self) -> EngineCounters:
+        """Ask what the engine has done and has to do; of several schedulers, the sums."""
+        data = await self._request(
+            "GET", "/v1/loads?include=core", None, timeout_s=_LOADS_TIMEOUT_S
+        )
+        return summed(_decoded(data, _Loads).loads)
 
     async def server_info(self) -> ServerInfo:
         """Ask for the engine's limits and options."""

@@ -69,6 +69,7 @@ def lane_parts(
     requests = Requests(
         edges.engine,
         _lane_state(settings, identity),
+        weights=weights,
         limits=_lane_limits(context, settings, identity),
         writer=edges.writer,
         spawn=spawn,

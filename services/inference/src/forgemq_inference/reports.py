@@ -8,7 +8,7 @@ from msgspec import Struct
 from forgemq_bus.log import Emit, Writer
 from forgemq_contracts import topics
 from forgemq_contracts.messages import Output
-from forgemq_contracts.weights import LoadedWeights, ReportedEngine
+from forgemq_contracts.weights import EngineLoad, LoadedWeights, ReportedEngine
 from forgemq_inference.core.weights import WeightsState
 from forgemq_inference.requests import Requests
 from forgemq_inference.weight_loader import Loading
@@ -52,6 +52,7 @@ class Reports:
         self._is_serving = False
         self._context_tokens_max = 0
         self._ranks = 1
+        self._load: EngineLoad | None = None
 
     def serve(self, *, context_tokens_max: int, ranks: int) -> None:
         """Report from here on that the lane serves."""
@@ -64,6 +65,10 @@ class Reports:
         """Report from here on that the lane does not serve: its engine is lost, or it leaves."""
         self._is_serving = False
         self._changed.set()
+
+    def note_load(self, load: EngineLoad | None) -> None:
+        """Report this load from here on, with the next heartbeat."""
+        self._load = load
 
     async def run(self) -> None:
         """Write a report every `heartbeat_s` and on change, until cancelled."""
@@ -91,6 +96,7 @@ class Reports:
             context_tokens_max=self._context_tokens_max,
             output_tokens_total=requests.output_tokens_total,
             ranks=self._ranks,
+            load=self._load,
         )
         self._telemetry.gauge("inference.running", report.running, lane=lane)
         self._telemetry.gauge("inference.queued", report.queued, lane=lane)

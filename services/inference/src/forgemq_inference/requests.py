@@ -37,6 +37,7 @@ from forgemq_inference.core.lane import (
     Run,
     Skipped,
 )
+from forgemq_inference.core.weights import WeightsState
 from forgemq_inference.engine import Engine, EngineError, EngineUnreachableError
 from forgemq_inference.live_chunks import LiveChunks, Spawn
 from forgemq_inference.pause_clock import PauseClock
@@ -73,6 +74,7 @@ class Requests:
         engine: Engine,
         state: LaneState,
         *,
+        weights: WeightsState,
         limits: LaneLimits,
         writer: Writer,
         spawn: Spawn,
@@ -85,6 +87,7 @@ class Requests:
         Args:
             engine: Generates.
             state: Decides which requests run.
+            weights: Of the engine.
             limits: Of the lane.
             writer: For finished-completions.
             spawn: Starts a coroutine whose failure ends the service.
@@ -94,6 +97,7 @@ class Requests:
         """
         self._engine = engine
         self._state = state
+        self._weights = weights
         self._limits = limits
         self._writer = writer
         self._spawn = spawn
@@ -204,6 +208,7 @@ class Requests:
             rid=f"{request.request_id}.{request.attempt}.{self._limits.epoch}",
             context=run.context,
             limits=limits,
+            weights=self._weights.served.weights,
         )
         if isinstance(body, Refused):
             return refused_completion(request, body, timing=Timing(queued_s, 0.0))

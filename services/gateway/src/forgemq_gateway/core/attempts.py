@@ -37,7 +37,7 @@ from forgemq_gateway.core.history import KnownCompletion
 from forgemq_gateway.core.lane_results import LaneResult, is_engines_fault
 from forgemq_gateway.core.lanes import Lanes
 from forgemq_gateway.core.plans import Prepared
-from forgemq_gateway.core.turns import OpenTurn, cached_by_lane, requested
+from forgemq_gateway.core.turns import OpenTurn, cached_by_lane, cached_expected, requested
 from forgemq_gateway.core.waited_turns import WaitedTurn, WaitedTurns
 
 # After this many engine errors for one request stop retrying: the request is the likely cause.
@@ -154,6 +154,7 @@ class Attempts:
         episode, turn = result.episode, result.episode.turns.get(result.request_id)
         if result.completion is not None:
             self._lanes.circuits.note_success(result.completion.lane, result.completion.epoch)
+            self._lanes.output_length.note(result.completion.output_tokens)
         if turn is None:
             return ()
         if result.completion is not None:
@@ -264,13 +265,13 @@ class Attempts:
             return ()
         if at.now_s < turn.not_before_s:
             return ()
-        lane = self._choose(turn, at) if has_lane else None
+        lane = self._choose(episode, turn, at) if has_lane else None
         if lane is not None:
             # A process that is only silent still works on it; one of an older epoch is gone.
             is_there = turn.lane >= 0 and self._lanes.is_epoch(turn.lane, turn.epoch)
             cancelled = self._cancel(turn) if is_there else ()
             self._leave_lane(turn)
-            return (*cancelled, self._send(turn, lane))
+            return (*cancelled, self._send(episode, turn, lane))
         # No lane to move to: the turn stays where it is, since a silent lane may be heard again.
         if turn.sent or at.now_s < turn.held_until_s:
             return ()
@@ -282,24 +283,28 @@ class Attempts:
             return busy(f"the engines of all live lanes fail at the moment: {lanes}")
         return busy("no engine serves the newest weights at the moment")
 
-    def _choose(self, turn: OpenTurn, at: Moment) -> KnownLane | None:
+    def _choose(self, episode: HeldEpisode, turn: OpenTurn, at: Moment) -> KnownLane | None:
         prepared = turn.prepared
         assert prepared is not None, f"turn {turn.request_id} is {turn.state} but not prepared"
-
         return self._lanes.choose(
             context_tokens=prepared.context_tokens,
-            cached=lambda: cached_by_lane(prepared),
+            cached=lambda: cached_by_lane(prepared, episode.first_prompts),
             now_s=at.now_s,
             failed_on=turn.failed_on,
         )
 
-    def _send(self, turn: OpenTurn, lane: KnownLane) -> SendAttempt:
+    def _send(self, episode: HeldEpisode, turn: OpenTurn, lane: KnownLane) -> SendAttempt:
+        assert turn.prepared is not None
+        turn.cached_expected = cached_expected(
+            turn.prepared, episode.first_prompts, where=(lane.lane, lane.epoch, lane.weights)
+        )
         record = requested(turn, lane=lane.lane, epoch=lane.epoch)
         turn.state = "requested"
         turn.sent += 1
         self._waited.place(turn, lane=lane.lane, epoch=lane.epoch)
         self._held.pop(turn.request_id, None)
-        self._lanes.enter(lane.lane, lane.epoch)
+        uncached = turn.prepared.context_tokens - turn.cached_expected
+        self._lanes.enter(lane.lane, lane.epoch, uncached_tokens=uncached)
         return SendAttempt(record)
 
     def _retry(

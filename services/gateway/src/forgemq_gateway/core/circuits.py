@@ -19,9 +19,9 @@ PAUSE_S = 1.0
 PAUSE_S_MAX = 30.0
 """One request in half a minute is what a broken lane may still cost."""
 
-ERROR_COST_TOKENS = 16_384
-"""What each error in a row adds to a lane's cost, in tokens of prefill: as much as 32 requests in
-flight, so a healthy lane is preferred until it is busy."""
+ERROR_COST_S = 20.0
+"""What each error in a row adds to a lane's cost, so that a healthy lane is preferred until it is
+busy: at the rates assumed in `costs`, 32 requests in flight add 18 s to one of 4,000 tokens."""
 
 
 class Circuit(Struct, kw_only=True):
@@ -95,9 +95,9 @@ class Circuits:
             return True
         return now_s >= circuit.open_until_s and not circuit.is_trying
 
-    def cost_tokens(self, lane: int, epoch: int) -> int:
+    def cost_s(self, lane: int, epoch: int) -> float:
         """What the lane's errors add to the cost of a request there."""
         circuit = self._circuits.get(lane)
         if circuit is None or circuit.epoch != epoch:
-            return 0
-        return circuit.errors * ERROR_COST_TOKENS
+            return 0.0
+        return circuit.errors * ERROR_COST_S

@@ -7,8 +7,10 @@ if TYPE_CHECKING:
 
 TOKEN_BYTES = 4
 
+_FIRST_BLOCK_BYTES = 1024
+
 LaneEpoch: TypeAlias = tuple[int, int]
-"""A lane, under one epoch: another epoch has nothing of what the lane had computed."""
+"""A lane, under one epoch: another epoch has nothing of what the lane had."""
 
 
 def tokens_of(completion: "KnownCompletion", *, count: int | None = None, skip: int = 0) -> bytes:
@@ -38,26 +40,25 @@ def tokens_of(completion: "KnownCompletion", *, count: int | None = None, skip: 
     return b"".join(reversed(parts))
 
 
-def cached_tokens(completion: "KnownCompletion | None", *, shared: int) -> dict[LaneEpoch, int]:
-    """Leading tokens of a child that each lane has computed, at most `shared`; one walk for all."""
-    cached: dict[LaneEpoch, int] = {}
-    limit = shared
-    while completion is not None and limit > 0:
-        cached.setdefault((completion.lane, completion.epoch), limit)
-        limit = min(limit, completion.shared_tokens)
-        completion = completion.parent
-    return cached
-
-
 def common_tokens(left: bytes, right: bytes) -> int:
-    """Number of leading tokens that both have; O(n) by bisection, without a loop over tokens."""
-    size = min(len(left), len(right)) // TOKEN_BYTES
-    low, high = 0, size
-    while low < high:
-        middle = (low + high + 1) // 2
+    """Number of leading tokens that both have; its time grows with them, and with nothing else."""
+    size = min(len(left), len(right)) // TOKEN_BYTES * TOKEN_BYTES
+    start, block = 0, _FIRST_BLOCK_BYTES
+    while start < size:
+        end = min(size, start + block)
+        if left[start:end] != right[start:end]:
+            return _common_between(left, right, start // TOKEN_BYTES, end // TOKEN_BYTES)
+        start, block = end, 2 * block
+    return size // TOKEN_BYTES
+
+
+def _common_between(left: bytes, right: bytes, low: int, high: int) -> int:
+    """As `common_tokens`, if `low` tokens are alike and `high` are not."""
+    while high - low > 1:
+        middle = (low + high) // 2
         start, end = low * TOKEN_BYTES, middle * TOKEN_BYTES
         if left[start:end] == right[start:end]:
             low = middle
         else:
-            high = middle - 1
+            high = middle
     return low

@@ -14,6 +14,7 @@ from forgemq_contracts.fields import ForkReason, Source, TruncationCause
 from forgemq_contracts.partitions import request_id
 from forgemq_gateway.core.held_bytes import HeldBytes
 from forgemq_gateway.core.history import History, KnownCompletion
+from forgemq_gateway.core.lane_caches import FirstPrompts
 from forgemq_gateway.core.manifest import counted, critical_path_s, manifest
 from forgemq_gateway.core.message_paths import NO_BRANCH, Branch
 from forgemq_gateway.core.turns import OpenTurn
@@ -72,6 +73,7 @@ class HeldEpisode:
     later attempt replaces it in any state.
 
     Attributes:
+        first_prompts: Of all episodes of its group.
         turns: Open turns by request id; `Attempts` removes them.
         delivered: Ids of completions that a client has had in full.
         recorded: Those whose deliveries this gateway has recorded itself: it knows of them before
@@ -84,9 +86,15 @@ class HeldEpisode:
     """
 
     def __init__(
-        self, opened: OpenedEpisode, *, lease_until_s: float, held: HeldBytes | None = None
+        self,
+        opened: OpenedEpisode,
+        *,
+        lease_until_s: float,
+        held: HeldBytes | None = None,
+        first_prompts: FirstPrompts | None = None,
     ) -> None:
         self.opened = opened
+        self.first_prompts = first_prompts or FirstPrompts()
         self.lease_until_s = lease_until_s
         self.state: EpisodeState = "open"
         self.history = History(held)

@@ -2,6 +2,7 @@
 
 from forgemq_contracts.admin import GroupState
 from forgemq_gateway.core.episodes import GroupFacts, HeldEpisode
+from forgemq_gateway.core.lane_caches import FirstPrompts
 
 
 class Group:
@@ -9,16 +10,18 @@ class Group:
 
     Attributes:
         episodes: Newest attempt by index.
+        first_prompts: Where its episodes have begun.
         finished: Episode id of each index's first final record on the log.
         claiming: Indices whose OpenedEpisode is being written.
         closed: Why no agent may play it any longer; "" while agents may.
     """
 
-    def __init__(self, facts: GroupFacts) -> None:
+    def __init__(self, facts: GroupFacts, *, of_run: FirstPrompts | None = None) -> None:
         self.facts = facts
         self.state: GroupState = "requested"
         self.queue_index: int | None = None
         self.episodes: dict[int, HeldEpisode] = {}
+        self.first_prompts = FirstPrompts(of_run)
         self.finished: dict[int, str] = {}
         self.claiming: set[int] = set()
         self.closed = ""

@@ -11,6 +11,7 @@ from functools import partial
 from msgspec import Struct
 
 from forgemq_contracts.completions import TopTokens
+from forgemq_contracts.lanes import WeightsId
 from forgemq_gateway.core.completion_tokens import TOKEN_BYTES, common_tokens, tokens_of
 from forgemq_gateway.core.conversation import logged_messages, reply_message
 from forgemq_gateway.core.held_bytes import HeldBytes, HeldPart
@@ -47,6 +48,7 @@ class KnownCompletion(Struct, kw_only=True, eq=False):
         context: Context tokens after the `shared_tokens` in common with the parent's tokens.
         context_tokens: Length of the whole context.
         path: Digest of the message path that ends with this reply.
+        weights: Those that it began under; None if nothing was sampled.
         stop_string: The client's stop string that ended it; "" if none did.
         messages: What its request added to the path, in chat form, if a later one may refer to it.
         echoed: Whether a later request of the client extends it.
@@ -66,6 +68,7 @@ class KnownCompletion(Struct, kw_only=True, eq=False):
     tools_digest: str
     lane: int
     epoch: int
+    weights: WeightsId | None = None
     sampled_end: str
     stop_string: str = ""
     engine_s: float

@@ -1,4 +1,4 @@
-"""Which live lane takes a request: the one where it is expected to cost least."""
+"""Which live lane takes a request: the one where it costs the run the least time (costs.py)."""
 
 from collections.abc import Callable, Mapping
 
@@ -6,11 +6,15 @@ from forgemq_contracts.groups import AdmittedGroup
 from forgemq_contracts.lanes import LANE_LAPSE_MS, KnownLane, LaneLiveness
 from forgemq_contracts.weights import ReportedEngine
 from forgemq_gateway.core.circuits import Circuits
-from forgemq_gateway.core.completion_tokens import LaneEpoch
-
-_REQUEST_COST_TOKENS = 512
-"""What one request in flight costs the next one, in tokens of prefill: a decode step serves all
-requests of a batch, so it is far below the price of that request itself."""
+from forgemq_gateway.core.costs import (
+    LaneWork,
+    OutputLength,
+    Rates,
+    cost_s,
+    mean_rates,
+    take_load,
+)
+from forgemq_gateway.core.lane_caches import LaneCache
 
 SILENCE_S = 2.5
 """So long without a heartbeat of any lane, each of which sends one a second, it is the log or this
@@ -28,7 +32,9 @@ class Lanes:
         self._liveness = LaneLiveness()
         self._heard_s = 0.0  # newest heartbeat of any lane
         self._resumed_s = 0.0  # first heartbeat after the newest silence of all lanes
-        self._in_flight: dict[int, tuple[int, int]] = {}  # lane -> epoch, requests
+        self.output_length = OutputLength()
+        self._work: dict[int, LaneWork] = {}
+        self._mean_rates: Rates | None = None  # of all lanes; None until it is asked for
 
     def report(self, record: ReportedEngine, *, heard_s: float) -> bool:
         """Apply a heartbeat; True if the lane has a new epoch, which lost what the old one had."""
@@ -37,10 +43,12 @@ class Lanes:
         if heard_s - self._heard_s > SILENCE_S:
             self._resumed_s = heard_s
         self._heard_s = max(self._heard_s, heard_s)
-        known = self._in_flight.get(record.lane)
-        has_changed = known is None or known[0] != record.epoch
-        if has_changed:
-            self._in_flight[record.lane] = (record.epoch, 0)
+        work = self._work.get(record.lane)
+        has_changed = work is None or work.epoch != record.epoch
+        if work is None or has_changed:
+            work = self._work[record.lane] = LaneWork(epoch=record.epoch)
+        take_load(work, record.load)
+        self._mean_rates = None
         return has_changed
 
     def admit(self, record: AdmittedGroup) -> None:
@@ -66,13 +74,14 @@ class Lanes:
 
     def is_epoch(self, lane: int, epoch: int) -> bool:
         """Whether this is the newest epoch heard of on the lane."""
-        return self._in_flight.get(lane, (epoch - 1, 0))[0] == epoch
+        work = self._work.get(lane)
+        return work is not None and work.epoch == epoch
 
     def choose(
         self,
         *,
         context_tokens: int,
-        cached: Callable[[], Mapping[LaneEpoch, int]],
+        cached: Callable[[], Mapping[LaneCache, int]],
         now_s: float,
         failed_on: int = -1,
     ) -> KnownLane | None:
@@ -89,13 +98,29 @@ class Lanes:
             return ready[0] if ready else None
         known = cached()
 
-        def cost(lane: KnownLane) -> tuple[bool, int, int]:
-            uncached = context_tokens - known.get((lane.lane, lane.epoch), 0)
-            tokens = self._in_flight[lane.lane][1] * _REQUEST_COST_TOKENS + uncached
-            tokens += self.circuits.cost_tokens(lane.lane, lane.epoch)
-            return lane.lane == failed_on, tokens, lane.lane
+        def cost(lane: KnownLane) -> tuple[bool, float, int]:
+            cached_there = known.get((lane.lane, lane.epoch, lane.weights), 0)
+            seconds = self._cost_s(lane, uncached_tokens=context_tokens - cached_there)
+            return lane.lane == failed_on, seconds, lane.lane
 
         return min(ready, key=cost)
+
+    def _cost_s(self, lane: KnownLane, *, uncached_tokens: int) -> float:
+        work = self._work[lane.lane]
+        return self.circuits.cost_s(lane.lane, lane.epoch) + cost_s(
+            work.rates or self._assumed_rates(),
+            work,
+            uncached_tokens=uncached_tokens,
+            output_tokens=self.output_length.tokens,
+        )
+
+    def _assumed_rates(self) -> Rates:
+        """Those of a lane that was not measured yet."""
+        if self._mean_rates is None:
+            self._mean_rates = mean_rates(
+                [each.rates for each in self._work.values() if each.rates]
+            )
+        return self._mean_rates
 
     def takes_requests(self, now_s: float) -> bool:
         """Whether any lane takes a request."""
@@ -109,9 +134,9 @@ class Lanes:
             if not self.circuits.takes_requests(lane.lane, lane.epoch, now_s=now_s)
         )
 
-    def enter(self, lane: int, epoch: int) -> None:
-        """Count a request in flight there."""
-        self._count(lane, epoch, change=1)
+    def enter(self, lane: int, epoch: int, *, uncached_tokens: int = 0) -> None:
+        """Count a request in flight there, of which the lane has this much to read."""
+        self._count(lane, epoch, change=1, unread_tokens=uncached_tokens)
         self.circuits.note_sent(lane, epoch)
 
     def leave(self, lane: int, epoch: int) -> None:
@@ -121,7 +146,7 @@ class Lanes:
 
     def in_flight(self) -> Mapping[int, int]:
         """Requests in flight by lane."""
-        return {lane: requests for lane, (_, requests) in sorted(self._in_flight.items())}
+        return {lane: work.in_flight for lane, work in sorted(self._work.items())}
 
     def _ready(self, now_s: float) -> list[KnownLane]:
         return [
@@ -130,10 +155,12 @@ class Lanes:
             if self.circuits.takes_requests(lane.lane, lane.epoch, now_s=now_s)
         ]
 
-    def _count(self, lane: int, epoch: int, *, change: int) -> None:
-        known_epoch, requests = self._in_flight.get(lane, (epoch - 1, 0))
-        if known_epoch == epoch:  # what an older epoch had in flight is lost, and counts nowhere
-            self._in_flight[lane] = (epoch, max(0, requests + change))
+    def _count(self, lane: int, epoch: int, *, change: int, unread_tokens: int = 0) -> None:
+        work = self._work.get(lane)
+        # What an older epoch had in flight is lost, and counts nowhere.
+        if work is not None and work.epoch == epoch:
+            work.in_flight = max(0, work.in_flight + change)
+            work.unread_tokens += unread_tokens
 
 
 def _ms(seconds: float) -> int:

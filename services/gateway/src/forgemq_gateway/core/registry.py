@@ -21,6 +21,7 @@ from forgemq_contracts.completions import (
 )
 from forgemq_contracts.episodes import FinishedEpisode, OpenedEpisode
 from forgemq_contracts.groups import AdmittedGroup, ClosedGroup, RequestedGroup, RetiredGroup
+from forgemq_contracts.lanes import WeightsId
 from forgemq_contracts.steps import TrainedStep
 from forgemq_gateway.core.asked import is_raw, may_be_referred_to
 from forgemq_gateway.core.attempts import RestoredTurn
@@ -30,6 +31,7 @@ from forgemq_gateway.core.episodes import GroupFacts, HeldEpisode
 from forgemq_gateway.core.group import Group
 from forgemq_gateway.core.held_bytes import HeldBytes
 from forgemq_gateway.core.history import NO_OFFSET, KnownCompletion
+from forgemq_gateway.core.lane_caches import FirstPrompts
 from forgemq_gateway.core.lane_results import LaneResult
 from forgemq_gateway.core.leases import Leases
 from forgemq_gateway.core.message_paths import Branch
@@ -66,6 +68,7 @@ class Registry:
         self.training_ended = False
         self._restored: dict[str, _Restored] = {}
         self._held = HeldBytes()
+        self._first_prompts = FirstPrompts()
         self._leases = Leases(self.episode)
 
     def apply_requested_group(self, record: RequestedGroup) -> None:
@@ -105,7 +108,8 @@ class Registry:
                     temperature=record.temperature,
                     round_name=record.round_name,
                     source=record.source,
-                )
+                ),
+                of_run=self._first_prompts,
             )
         return group
 
@@ -150,7 +154,10 @@ class Registry:
             if episode is not None:
                 episode.history.held.release()
             episode = group.episodes[record.index] = HeldEpisode(
-                record, lease_until_s=lease_until_s, held=self._held
+                record,
+                lease_until_s=lease_until_s,
+                held=self._held,
+                first_prompts=group.first_prompts,
             )
             self._leases.add(episode)
         else:
@@ -353,6 +360,7 @@ class Registry:
             tools_digest=part.tools_digest,
             lane=record.lane,
             epoch=record.epoch,
+            weights=_began_under(record),
             sampled_end=record.finish_reason,
             stop_string=record.stop_string,
             engine_s=record.engine_s,
@@ -371,7 +379,13 @@ class Registry:
             after=_path_before(part, parent=parent),
         )
         episode.note_fork(part, parent=parent)
+        if parent is None:
+            episode.first_prompts.note(completion)
         return completion
+
+
+def _began_under(record: FinishedCompletion) -> WeightsId | None:
+    return (record.spans[0].lineage, record.spans[0].version) if record.spans else None
 
 
 def _path_before(part: TurnPart, *, parent: KnownCompletion | None) -> bytes:

@@ -1,12 +1,14 @@
 """One request of a client, from its body to its answer, whatever attempts that takes."""
 
+from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
 from msgspec import Struct
 
 from forgemq_contracts.completions import RequestedCompletion
-from forgemq_gateway.core.completion_tokens import TOKEN_BYTES, LaneEpoch, cached_tokens, tokens_of
+from forgemq_gateway.core.completion_tokens import TOKEN_BYTES, tokens_of
 from forgemq_gateway.core.history import KnownCompletion
+from forgemq_gateway.core.lane_caches import FirstPrompts, LaneCache, cached_on, cached_tokens
 from forgemq_gateway.core.message_paths import NO_BRANCH, Branch
 from forgemq_gateway.core.plans import Prepared
 
@@ -24,6 +26,8 @@ class OpenTurn(Struct, kw_only=True, eq=False):
         branch: What it has noted in the episode's history, to be taken back if no lane has it.
         after_offset: Offset of the episode's newest completion when it was requested.
         earlier_id: The request that the same body led to before, if any.
+        cached_expected: Context tokens that the lane of its newest attempt should have cached; None
+            if that attempt is one of before a restart.
         sent: How often it was given to a lane; the newest attempt is `sent - 1`.
         lane: The lane that has its newest attempt; -1 if no lane has it.
         engine_errors: Attempts that an engine failed since the last refusal; dead lanes are no
@@ -47,6 +51,7 @@ class OpenTurn(Struct, kw_only=True, eq=False):
     state: TurnState = "preparing"
     prepared: Prepared | None = None
     held_until_s: float = 0.0
+    cached_expected: int | None = None
     sent: int = 0
     lane: int = -1
     epoch: int = -1
@@ -125,6 +130,17 @@ def restored(record: RequestedCompletion, *, parent: KnownCompletion | None) -> 
     )
 
 
-def cached_by_lane(prepared: Prepared) -> dict[LaneEpoch, int]:
+def cached_by_lane(prepared: Prepared, first_prompts: FirstPrompts) -> Mapping[LaneCache, int]:
     """Leading context tokens that each lane has computed, if it has any."""
+    if prepared.parent is None:
+        return first_prompts.cached_tokens(prepared.context)
     return cached_tokens(prepared.parent, shared=prepared.shared_tokens)
+
+
+def cached_expected(prepared: Prepared, first_prompts: FirstPrompts, *, where: LaneCache) -> int:
+    """Context tokens that an engine will say it had: it reads the last one of a context again."""
+    if prepared.parent is None:
+        cached = first_prompts.cached_on(where, prepared.context)
+    else:
+        cached = cached_on(where, prepared.parent, shared=prepared.shared_tokens)
+    return min(cached, prepared.context_tokens - 1)

@@ -115,7 +115,12 @@ NOT_STARTED = Timing(0.0, 0.0)
 
 
 def generate_body(
-    request: RequestedCompletion, *, rid: str, context: TokenContext, limits: EngineLimits
+    request: RequestedCompletion,
+    *,
+    rid: str,
+    context: TokenContext,
+    limits: EngineLimits,
+    weights: Weights,
 ) -> dict[str, Any] | Refused:
     """The body of /generate, or why the engine must not see this request.
 
@@ -124,6 +129,7 @@ def generate_body(
         rid: The engine's name for the request.
         context: All tokens that the engine reads.
         limits: Of the engine.
+        weights: That the engine holds; K/V is filed under their name and found under no other.
     """
     tokens_count = context.tokens_count
     room = limits.context_tokens_max - tokens_count
@@ -148,6 +154,7 @@ def generate_body(
         "rid": rid,
         "input_ids": Raw(b"[" + context.text + b"]"),
         "return_logprob": True,
+        "extra_key": weights.name,
         "sampling_params": sampling_parameters(
             request.sampling, tokens_max=room, constraint=request.constraint
         ),

@@ -1,0 +1,178 @@
+"""An engine in simulated time: reads contexts in chunks, samples for all requests at once, caches.
+
+What it does not simulate: a step of the real engine mixes reading and sampling, and its cache is a
+tree of tokens; here a context is cached as a whole, for its episode and for its group.
+"""
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+from msgspec import Struct
+
+from forgemq_inference.core.engine_load import EngineCounters
+
+_CHUNK_TOKENS = 8192
+_RUNNING_MAX = 64
+_TOKENS_AT_ONCE = 16
+"""Sampled between two looks at the queue, so that a simulation takes seconds."""
+
+
+class EngineSpeed(Struct, frozen=True, kw_only=True):
+    """Assumed: the order of an 8B model on one large GPU.
+
+    Attributes:
+        context_s: What each token of the contexts adds to a decoding step.
+        capacity_tokens: Of the K/V cache.
+    """
+
+    prefill_tokens_per_s: float = 12_000.0
+    step_s: float = 0.012
+    step_added_s: float = 0.000_25
+    context_s: float = 2e-8
+    capacity_tokens: int = 400_000
+
+    def times(self, factor: float) -> "EngineSpeed":
+        """An engine that is so many times as fast, with the same cache."""
+        return EngineSpeed(
+            prefill_tokens_per_s=self.prefill_tokens_per_s * factor,
+            step_s=self.step_s / factor,
+            step_added_s=self.step_added_s / factor,
+            context_s=self.context_s / factor,
+            capacity_tokens=self.capacity_tokens,
+        )
+
+
+@dataclass(kw_only=True, eq=False)
+class Work:
+    """A turn on an engine: its context, and how much of it and of the output is to be done."""
+
+    episode: Hashable
+    group: Hashable
+    prompt_tokens: int
+    context_tokens: int
+    output_tokens: int
+    asked_s: float
+    unread_tokens: int = 0
+    cached_tokens: int = 0
+    sampled_tokens: int = 0
+    when_ended: Callable[[], None] = lambda: None
+
+
+@dataclass
+class _Cached:
+    tokens: int
+    used_s: float
+
+
+@dataclass(eq=False)
+class SimulatedEngine:
+    """One lane's engine; `step` does what it does next.
+
+    Attributes:
+        version: Of its weights; another one empties the cache.
+        stalled_until_s: It begins no step before.
+    """
+
+    speed: EngineSpeed
+    version: int = 0
+    stalled_until_s: float = 0.0
+    is_busy: bool = False
+    waiting: list[Work] = field(default_factory=list)
+    running: list[Work] = field(default_factory=list)
+    _cache: dict[Hashable, _Cached] = field(default_factory=dict)
+    _cache_tokens: int = 0
+    _read_tokens: int = 0
+    _read_us: int = 0
+    _moments: list[float] = field(default_factory=lambda: [0.0] * 6)
+
+    def load(self, version: int) -> None:
+        """Take over other weights; what runs is read again."""
+        self.version = version
+        self._cache.clear()
+        self._cache_tokens = 0
+        for work in self.running:
+            work.unread_tokens = work.context_tokens + work.sampled_tokens
+        self.waiting = self.running + self.waiting
+        self.running = []
+
+    def take(self, work: Work) -> None:
+        """Put a turn at the end of the queue."""
+        own = self._cache.get(work.episode)
+        prompt = self._cache.get(work.group)
+        cached = max(own.tokens if own else 0, prompt.tokens if prompt else 0)
+        work.cached_tokens = min(cached, work.context_tokens - 1)
+        work.unread_tokens = work.context_tokens - work.cached_tokens
+        self.waiting.append(work)
+
+    def step(self, now_s: float) -> tuple[float, list[Work]]:
+        """Do one step; returns when it ends, and the turns that end with it."""
+        begin_s = max(now_s, self.stalled_until_s)
+        if self._has_room():
+            return begin_s + self._read(), []
+        took_s = self._sample()
+        ended = [work for work in self.running if work.sampled_tokens >= work.output_tokens]
+        self.running = [work for work in self.running if work not in ended]
+        for work in ended:
+            self._keep(work, now_s=begin_s + took_s)
+        return begin_s + took_s, ended
+
+    def counters(self) -> EngineCounters:
+        """As the real engine's /v1/loads."""
+        return EngineCounters(
+            num_waiting_uncached_tokens=sum(work.unread_tokens for work in self.waiting),
+            num_used_tokens=sum(work.context_tokens + work.sampled_tokens for work in self.running),
+            max_total_num_tokens=self.speed.capacity_tokens,
+            total_prefill_uncached_tokens=self._read_tokens,
+            total_prefill_busy_us=self._read_us,
+            decode_moments=list(self._moments) if self._moments[0] else None,
+        )
+
+    def _has_room(self) -> bool:
+        """Whether the next turn in the queue may be read; one alone always fits."""
+        if not self.waiting or len(self.running) >= _RUNNING_MAX:
+            return False
+        used = sum(work.context_tokens + work.output_tokens for work in self.running)
+        wanted = self.waiting[0].context_tokens + self.waiting[0].output_tokens
+        return not self.running or used + wanted <= self.speed.capacity_tokens
+
+    def _read(self) -> float:
+        budget = _CHUNK_TOKENS
+        while budget and self._has_room():
+            work = self.waiting[0]
+            part = min(budget, work.unread_tokens)
+            work.unread_tokens -= part
+            budget -= part
+            if not work.unread_tokens:
+                self.running.append(self.waiting.pop(0))
+        tokens = _CHUNK_TOKENS - budget
+        took_s = tokens / self.speed.prefill_tokens_per_s + self.speed.step_s
+        self._read_tokens += tokens
+        self._read_us += round(took_s * 1e6)
+        return took_s
+
+    def _sample(self) -> float:
+        count = len(self.running)
+        left = min(work.output_tokens - work.sampled_tokens for work in self.running)
+        tokens = max(1, min(_TOKENS_AT_ONCE, left))
+        contexts = sum(work.context_tokens + work.sampled_tokens for work in self.running)
+        speed = self.speed
+        step_s = speed.step_s + speed.step_added_s * count + speed.context_s * contexts
+        for work in self.running:
+            work.sampled_tokens += tokens
+        us = step_s * 1e6
+        sums = (1.0, count, us, count * count, count * us, count)
+        self._moments = [old + tokens * new for old, new in zip(self._moments, sums, strict=True)]
+        return tokens * step_s
+
+    def _keep(self, work: Work, *, now_s: float) -> None:
+        """Cache a turn that has ended, and drop what was not used for longest."""
+        for key, tokens in (
+            (work.group, work.prompt_tokens),
+            (work.episode, work.context_tokens + work.output_tokens),
+        ):
+            known = self._cache.pop(key, None)
+            self._cache_tokens += tokens - (known.tokens if known else 0)
+            self._cache[key] = _Cached(tokens, now_s)  # The last one is the newest.
+        while self._cache_tokens > self.speed.capacity_tokens and len(self._cache) > 1:
+            oldest = next(iter(self._cache))
+            self._cache_tokens -= self._cache.pop(oldest).tokens

@@ -1,0 +1,109 @@
+"""How fast an engine is at the moment and how much it has to do, from its own counters.
+
+SGLang counts since its start: tokens read and the time that took, and of every decoding step its
+requests and its time. The differences over the last minute say how fast it is now.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+
+from msgspec import Struct
+
+from forgemq_contracts.weights import EngineLoad
+
+# As many as there are heartbeats in a minute: long enough to have seen both kinds of step, short
+# enough to follow contexts that grow.
+_KEPT = 60
+
+_MICROSECONDS = 1e6
+
+
+class EngineCounters(Struct, frozen=True):
+    """What SGLang 0.5.23's /v1/loads says of one scheduler, as far as it is used.
+
+    Attributes:
+        decode_moments: Sums over decoding steps: their number, requests b, microseconds t, b * b,
+            b * t, tokens; None before the first step.
+    """
+
+    num_waiting_uncached_tokens: int = 0
+    num_used_tokens: int = 0
+    max_total_num_tokens: int = 0
+    total_prefill_uncached_tokens: int = 0
+    total_prefill_busy_us: int = 0
+    decode_moments: list[float] | None = None
+
+
+def summed(counters: Sequence[EngineCounters]) -> EngineCounters:
+    """One engine's counters, of those of its schedulers."""
+    moments = [each.decode_moments for each in counters if each.decode_moments]
+    return EngineCounters(
+        num_waiting_uncached_tokens=sum(each.num_waiting_uncached_tokens for each in counters),
+        num_used_tokens=sum(each.num_used_tokens for each in counters),
+        max_total_num_tokens=sum(each.max_total_num_tokens for each in counters),
+        total_prefill_uncached_tokens=sum(each.total_prefill_uncached_tokens for each in counters),
+        total_prefill_busy_us=sum(each.total_prefill_busy_us for each in counters),
+        decode_moments=[sum(column) for column in zip(*moments, strict=True)] or None,
+    )
+
+
+class EngineMeter:
+    """Turns the counters of one engine, read about once a second, into its load.
+
+    Example: 4,000 tokens were read in 0.5 s of work between the oldest and the newest counters:
+    8,000 tokens a second.
+    """
+
+    def __init__(self) -> None:
+        self._seen: deque[EngineCounters] = deque(maxlen=_KEPT)
+
+    def observe(self, now: EngineCounters) -> EngineLoad:
+        """The load after these counters; 0 for a rate that nothing says anything about yet."""
+        if self._seen and _is_another_start(self._seen[-1], now):
+            self._seen.clear()
+        since = self._seen[0] if self._seen else EngineCounters()
+        self._seen.append(now)
+        step_s, step_added_s = _step_s(since, now)
+        return EngineLoad(
+            prefill_tokens_per_s=_prefill_rate(since, now),
+            step_s=step_s,
+            step_added_s=step_added_s,
+            waiting_tokens=now.num_waiting_uncached_tokens,
+            used_tokens=now.num_used_tokens,
+            capacity_tokens=now.max_total_num_tokens,
+        )
+
+
+def _is_another_start(before: EngineCounters, now: EngineCounters) -> bool:
+    steps = before.decode_moments[0] if before.decode_moments else 0.0
+    steps_now = now.decode_moments[0] if now.decode_moments else 0.0
+    return now.total_prefill_busy_us < before.total_prefill_busy_us or steps_now < steps
+
+
+def _prefill_rate(since: EngineCounters, now: EngineCounters) -> float:
+    """Tokens read a second; since the engine's start if none were read lately."""
+    busy_us = now.total_prefill_busy_us - since.total_prefill_busy_us
+    tokens = now.total_prefill_uncached_tokens - since.total_prefill_uncached_tokens
+    if busy_us <= 0 or tokens <= 0:
+        busy_us, tokens = now.total_prefill_busy_us, now.total_prefill_uncached_tokens
+    return tokens * _MICROSECONDS / busy_us if busy_us > 0 else 0.0
+
+
+def _step_s(since: EngineCounters, now: EngineCounters) -> tuple[float, float]:
+    """Seconds of a decoding step without requests, and what each of them adds: a straight line."""
+    sums = now.decode_moments
+    if not sums:
+        return 0.0, 0.0
+    before = since.decode_moments
+    if before and sums[0] > before[0]:
+        sums = [new - old for new, old in zip(sums, before, strict=True)]
+    steps, requests, time_us, squares, products = sums[:5]
+    spread = steps * squares - requests * requests
+    added_us = (steps * products - requests * time_us) / spread if spread > 0 else 0.0
+    # A larger batch is never faster: what looks so is noise of few steps.
+    added_us = max(0.0, added_us)
+    mean_us = time_us / steps
+    return (
+        max(0.0, mean_us - added_us * requests / steps) / _MICROSECONDS,
+        min(added_us, mean_us * steps / requests) / _MICROSECONDS,
+    )

@@ -1,0 +1,136 @@
+"""Simulated engines, traces of completions, and the gateway's choice among others'."""
+
+import msgspec
+import pytest
+from routing import CASES, Fleet, Simulation
+from routing_engine import EngineSpeed, SimulatedEngine, Work
+from routing_policies import POLICIES
+from routing_trace import EpisodeTrace, TurnTrace, of_completions, synthetic
+
+from forgemq_contracts.arrays import pack_floats, pack_ids
+from forgemq_contracts.completions import FinishedCompletion, TurnPart, WeightSpan
+
+SPEED = EngineSpeed(
+    prefill_tokens_per_s=1000.0,
+    step_s=0.01,
+    step_added_s=0.001,
+    context_s=0.0,
+    capacity_tokens=10_000,
+)
+
+
+def work(episode: str, *, context: int, output: int = 16, prompt: int = 100) -> Work:
+    return Work(
+        episode=episode,
+        group="g",
+        prompt_tokens=prompt,
+        context_tokens=context,
+        output_tokens=output,
+        asked_s=0.0,
+    )
+
+
+def finish(engine: SimulatedEngine, turn: Work) -> float:
+    """Let the engine do this turn alone; returns when it ends."""
+    engine.take(turn)
+    now_s, ended = 0.0, list[Work]()
+    while turn not in ended:
+        now_s, ended = engine.step(now_s)
+    return now_s
+
+
+def test_a_turn_takes_its_reading_and_its_steps() -> None:
+    # 500 tokens at 1,000 a second and a step's overhead, then 16 steps of 11 ms.
+    assert finish(SimulatedEngine(SPEED), work("a", context=500)) == pytest.approx(0.51 + 0.176)
+
+
+def test_the_next_turn_finds_its_episode_and_a_sibling_the_prompt_until_an_update() -> None:
+    engine = SimulatedEngine(SPEED)
+    finish(engine, work("a", context=500))
+    following, sibling = work("a", context=600), work("b", context=600)
+    engine.take(following)
+    engine.take(sibling)
+    assert (following.cached_tokens, sibling.cached_tokens) == (516, 100)
+    assert engine.counters().num_waiting_uncached_tokens == (600 - 516) + (600 - 100)
+    engine.waiting.clear()
+    engine.load(1)
+    engine.take(again := work("a", context=600))
+    assert again.cached_tokens == 0
+
+
+def test_an_update_makes_what_runs_read_everything_again() -> None:
+    engine = SimulatedEngine(SPEED)
+    engine.take(turn := work("a", context=500, output=100))
+    engine.step(0.0)
+    engine.step(0.0)
+    assert (turn.unread_tokens, turn.sampled_tokens) == (0, 16)
+    engine.load(1)
+    assert (turn.unread_tokens, engine.running) == (516, [])
+
+
+def test_a_full_cache_drops_what_was_not_used_for_longest() -> None:
+    engine = SimulatedEngine(msgspec.structs.replace(SPEED, capacity_tokens=1000))
+    for episode in ("a", "b", "c"):
+        finish(engine, work(episode, context=400, prompt=1))
+    engine.take(oldest := work("a", context=500, prompt=1))
+    engine.take(newest := work("c", context=500, prompt=1))
+    assert (oldest.cached_tokens, newest.cached_tokens) == (1, 416)
+
+
+def completion(
+    number: int, parent: int | None, *, shared: int, context: int, episode: str = "g-1.0.0"
+) -> FinishedCompletion:
+    return FinishedCompletion(
+        request_id=f"{number:032x}",
+        attempt=0,
+        episode_id=episode,
+        group_id="g-1",
+        lane=0,
+        epoch=1,
+        finish_reason="stop",
+        turn=TurnPart(sequence=number, protocol="chat_completions", body_digest="d"),
+        parent_id=None if parent is None else f"{parent:032x}",
+        shared_prefix_tokens=shared,
+        context=pack_ids([1] * context),
+        output=pack_ids([2] * 5),
+        logprobs=pack_floats([0.0] * 5),
+        spans=(WeightSpan(start=0, end=5, lineage=1, version=0),),
+        engine_s=2.0,
+        queued_s=0.5,
+    )
+
+
+def test_traces_of_a_run_have_its_lengths_and_the_time_between_its_turns() -> None:
+    traces = of_completions(
+        [
+            (10_000, completion(1, None, shared=0, context=100)),
+            (11_000, completion(9, None, shared=0, context=70, episode="g-1.1.0")),
+            (16_000, completion(2, 1, shared=105, context=20)),
+            (17_000, completion(3, 1, shared=105, context=30)),  # A fork: not on the path.
+            (20_000, completion(4, 2, shared=130, context=10)),
+        ]
+    )
+    assert traces == [
+        EpisodeTrace(
+            group="g-1",
+            prompt_tokens=100,
+            turns=(TurnTrace(0, 5, 3.5), TurnTrace(20, 5, 1.5), TurnTrace(10, 5, 0.0)),
+        ),
+        EpisodeTrace(group="g-1", prompt_tokens=70, turns=(TurnTrace(0, 5, 0.0),)),
+    ]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_every_policy_plays_every_turn(name: str) -> None:
+    traces = synthetic(groups=6, group_size=4, seed=3)
+    fleet = Fleet(speeds=(1.0, 0.5), update_every_s=120.0, stalls=((1, 10.0, 20.0),))
+    simulation = Simulation(fleet, POLICIES[name](2), traces)
+    simulation.run()
+    assert simulation.turns == sum(len(trace.turns) for trace in traces)
+
+
+def test_a_simulation_is_the_same_every_time() -> None:
+    traces = synthetic(groups=6, group_size=4, seed=3)
+    fleet = CASES["frequent_updates"]
+    first, again = (Simulation(fleet, POLICIES["gateway"](8), traces).run() for _ in range(2))
+    assert first == again
