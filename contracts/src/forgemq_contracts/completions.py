@@ -262,6 +262,14 @@ class FinishedCompletion(Struct, frozen=True, kw_only=True, omit_defaults=True):
     engine_s: Annotated[Seconds, Meta(description="Prefill and decode.")] = 0.0
     cached_tokens: TokenCount = 0
     retractions: Annotated[int, Meta(ge=0)] = 0
+    verifications: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Passes of the policy over drafted tokens; output tokens over them is the "
+            "acceptance length. 0 without speculation.",
+        ),
+    ] = 0
     stop_string: Annotated[
         str,
         Meta(

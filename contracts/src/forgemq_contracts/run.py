@@ -10,6 +10,7 @@ from msgspec import Meta, Struct
 
 from forgemq_contracts.episodes import HistoryPolicy, Sampling, StreamPolicy
 from forgemq_contracts.fields import DomainName, NamedValue, TimeMs, TreeTokensMax
+from forgemq_contracts.speculation import Speculation
 
 RunId: TypeAlias = Annotated[
     str, Meta(pattern=r"^[a-z0-9-]{1,40}$", description="Prefix of the run's topics and blobs.")
@@ -282,6 +283,9 @@ class RunConfiguration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     loss: Loss = Loss()
     log: LogLayout = LogLayout()
     audit: Audit = Audit()
+    speculation: (
+        Annotated[Speculation, Meta(description="None: the engines guess no tokens ahead.")] | None
+    ) = None
     live: Annotated[
         tuple[LiveKey, ...], Meta(description="Keys of live traffic; none by default.")
     ] = ()

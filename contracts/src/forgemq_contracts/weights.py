@@ -22,6 +22,14 @@ class Rendezvous(Struct, frozen=True, kw_only=True, omit_defaults=True):
     ] = 2
 
 
+class PublishedHead(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The durable copy of a draft head, which belongs to the weights it is published with."""
+
+    sha256: Annotated[Sha256, Meta(description="Of the safetensors file.")]
+    uri: Annotated[str, Meta(min_length=1, description="Folder in Hugging Face format.")]
+    size_bytes: Annotated[int, Meta(ge=0)]
+
+
 class PublishedWeights(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A version exists durably; the fast path is an offer with a deadline, not a promise."""
 
@@ -38,6 +46,13 @@ class PublishedWeights(Struct, frozen=True, kw_only=True, omit_defaults=True):
         Seconds,
         Meta(description="For the whole fast path of a lane; follows size_bytes."),
     ] = 30.0
+    head: Annotated[
+        PublishedHead | None,
+        Meta(
+            description="Of a run with speculation: the newest draft head. On the fast path its "
+            "tensors follow those of the policy, in a session of their own."
+        ),
+    ] = None
 
 
 class LoadedWeights(Struct, frozen=True, kw_only=True, omit_defaults=True):

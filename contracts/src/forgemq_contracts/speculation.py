@@ -1,0 +1,41 @@
+"""How a run's engines guess tokens ahead of the policy, and how the guesses are trained."""
+
+from typing import Annotated
+
+from msgspec import Meta, Struct
+
+
+class Speculation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A draft head that guesses the policy's next tokens, and is trained with the policy.
+
+    The engine samples exactly as without it; only how many tokens a pass yields differs.
+    """
+
+    head: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="Folder of the head the run starts with: config.json names the class "
+            "`LlamaForCausalLMEagle`; embedding and language-model head are the policy's.",
+        ),
+    ]
+    steps: Annotated[
+        int, Meta(ge=1, le=16, description="Tokens drafted before each pass of the policy.")
+    ] = 3
+    learning_rate: Annotated[float, Meta(gt=0)] = 1e-3
+    loss_weight: Annotated[
+        float,
+        Meta(gt=0, description="Of the head's loss; the policy's gradient has no part in it."),
+    ] = 1.0
+    top_k: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1024,
+            description="The policy's most likely tokens that the loss compares; all others are "
+            "one more.",
+        ),
+    ] = 64
+    push_every_steps: Annotated[
+        int, Meta(ge=1, description="The head is published with every so many versions.")
+    ] = 1
