@@ -46,9 +46,14 @@ class TensorSpec(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
 
     @property
+    def item_bytes(self) -> int:
+        """Bytes of one value."""
+        return _ITEM_BYTES[self.dtype]
+
+    @property
     def size_bytes(self) -> int:
         """Bytes of its values, without padding."""
-        return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
+        return math.prod(self.shape) * self.item_bytes
 
 
 def header_bytes(file_start: bytes) -> int:

@@ -30,6 +30,17 @@ class PublishedHead(Struct, frozen=True, kw_only=True, omit_defaults=True):
     size_bytes: Annotated[int, Meta(ge=0)]
 
 
+class WeightsDelta(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A file that makes newer weights of older ones."""
+
+    sha256: Annotated[Sha256, Meta(description="Of the safetensors file that it makes.")]
+    uri: Annotated[str, Meta(min_length=1, description="The file.")]
+    size_bytes: Annotated[int, Meta(ge=0)]
+    changed_share: Annotated[
+        float, Meta(ge=0, le=1, description="Of all values, those that differ.")
+    ] = 1.0
+
+
 class PublishedWeights(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A version exists durably; the fast path is an offer with a deadline, not a promise."""
 
@@ -39,8 +50,19 @@ class PublishedWeights(Struct, frozen=True, kw_only=True, omit_defaults=True):
     uri: Annotated[str, Meta(min_length=1, description="Folder in Hugging Face format.")]
     size_bytes: Annotated[int, Meta(ge=0)]
     kind: Annotated[
-        Literal["full", "delta", "adapter"], Meta(description="Only full is published.")
+        Literal["full", "delta", "adapter"],
+        Meta(
+            description="delta: `uri` has older weights, of which `deltas` make these. No adapter "
+            "is published."
+        ),
     ] = "full"
+    base_sha256: Annotated[
+        Sha256 | None, Meta(description="Of a delta: of the safetensors file at `uri`.")
+    ] = None
+    deltas: Annotated[
+        tuple[WeightsDelta, ...],
+        Meta(description="In order; each changes what the one before it makes, the last these."),
+    ] = ()
     fast_paths: tuple[Rendezvous, ...] = ()
     deadline_s: Annotated[
         Seconds,

@@ -2,7 +2,7 @@
 
 import asyncio
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,6 +36,7 @@ class Bench:
         default_factory=lambda: Telemetry(service="trainer", stream=io.StringIO())
     )
     remote: str = ""
+    environ: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def blobs(self) -> str:
@@ -56,7 +57,7 @@ class Bench:
             blobs=BlobStore(self.blobs, run="r"),
             telemetry=self.telemetry,
             stop=stop,
-            environ={"FORGEMQ_TRAINER_FOLDER": str(self.folder)},
+            environ={"FORGEMQ_TRAINER_FOLDER": str(self.folder), **self.environ},
         )
         async with asyncio.TaskGroup() as group:
             trainer = group.create_task(main(context))

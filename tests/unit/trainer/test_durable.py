@@ -7,11 +7,15 @@ from pathlib import Path
 import fsspec
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from safetensors.torch import load_file
 
 from forgemq_contracts.trees import MergedTree
-from forgemq_inference.durable import DurableCopies
+from forgemq_contracts.weights import PublishedWeights
+from forgemq_inference.durable import DurableCopies, DurableCopyError
+from forgemq_settings.environment import SettingsError
 from forgemq_trainer.storage.durable import DurableWeights
+from forgemq_trainer.storage.weights import WeightsFolder, read_weights_folder
 from tests.unit.trainer.bench import memory_bench
 from tests.unit.trainer.scene import agent_samples, merge, scheduled_step
 
@@ -86,3 +90,185 @@ def test_old_versions_go_by_number_and_the_checkpoints_stays(
     left = {Path(path).name for path in store.ls(root, detail=False)}
     assert left == {"2.10", "2.2", "1.11", "1.8"}
     assert {path.name for path in checkpointed.parent.iterdir()} == left
+
+
+async def test_a_trainer_uploads_what_its_steps_change(tmp_path: Path, remote: str) -> None:
+    bench = replace(
+        await memory_bench(tmp_path),
+        remote=remote,
+        environ={"FORGEMQ_TRAINER_DELTAS_MAX": "1"},
+    )
+    trees = _trees(6)
+    await bench.put_trees(trees)
+    await bench.put_steps([scheduled_step(n, trees[2 * n : 2 * n + 2]) for n in range(3)])
+    await bench.train(until=2)
+    _, *versions = await bench.published()
+    kinds = [(each.kind, len(each.deltas), each.uri.rpartition("/")[2]) for each in versions]
+    assert kinds == [("full", 0, "1.1"), ("delta", 1, "1.1"), ("full", 0, "1.3")]
+    folder = await DurableCopies(tmp_path / "cache").folder(versions[1])
+    trained = bench.folder / "weights/1.2/model.safetensors"
+    assert (folder / "model.safetensors").read_bytes() == trained.read_bytes()
+    assert versions[1].deltas[0].changed_share > 0.9  # In float32 a step changes nearly all.
+
+
+def _version(weights: DurableWeights, number: int, values: np.ndarray) -> WeightsFolder:
+    """A version whose one tensor has these values, uploaded."""
+    folder = weights.local_folder(lineage=1, version=number)
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    save_file({"a": values}, folder / "model.safetensors")
+    return weights.upload(read_weights_folder(folder))
+
+
+def _published(weights: WeightsFolder, version: int) -> PublishedWeights:
+    return PublishedWeights(
+        lineage=1,
+        version=version,
+        sha256=weights.sha256,
+        uri=weights.uri,
+        size_bytes=weights.size_bytes,
+        kind="delta" if weights.deltas else "full",
+        base_sha256=weights.base_sha256 or None,
+        deltas=weights.deltas,
+    )
+
+
+def _steps(count: int, *, size: int = 20_000) -> Iterator[np.ndarray]:
+    """Values of which each step changes one in a hundred a little."""
+    generator = np.random.default_rng(0)
+    values = generator.standard_normal(size, dtype=np.float32)
+    for _ in range(count):
+        yield values.copy()
+        values.view(np.int32)[generator.random(size) < 0.01] += 1
+
+
+def _names(uploaded: WeightsFolder) -> list[str]:
+    return [uploaded.uri.rpartition("/")[2], *(each.uri.split("/")[-2] for each in uploaded.deltas)]
+
+
+async def test_a_chain_of_deltas_makes_the_bytes_of_each_version(
+    tmp_path: Path, remote: str
+) -> None:
+    weights = DurableWeights(remote, run="r", drafts=tmp_path / "drafts", deltas_max=2)
+    follows = DurableCopies(tmp_path / "follows")
+    store = fsspec.filesystem("memory")
+    uploads = []
+    for number, values in enumerate(_steps(5)):
+        uploaded = _version(weights, number, values)
+        uploads.append(_names(uploaded))
+        published = _published(uploaded, number)
+        whole = (uploaded.folder / "model.safetensors").read_bytes()
+        late = DurableCopies(tmp_path / f"late-{number}")
+        for copies in (follows, late):
+            folder = await copies.folder(published)
+            assert (folder / "model.safetensors").read_bytes() == whole
+            assert (folder / "config.json").read_text() == "{}"
+        assert [spec.name for spec in await late.tensors(published)] == ["a"]
+        for delta in uploaded.deltas:
+            assert delta.size_bytes == store.size(delta.uri) < uploaded.size_bytes / 40
+            assert 0.005 < delta.changed_share < 0.015
+    assert uploads == [["1.0"], ["1.0", "1.1"], ["1.0", "1.1", "1.2"], ["1.3"], ["1.3", "1.4"]]
+
+
+async def test_a_step_that_changed_nothing_is_a_delta_too(tmp_path: Path, remote: str) -> None:
+    weights = DurableWeights(remote, run="r", drafts=tmp_path / "drafts", deltas_max=2)
+    values = next(_steps(1))
+    _version(weights, 0, values)
+    unchanged = _version(weights, 1, values)
+    assert (unchanged.deltas[0].changed_share, unchanged.base_sha256) == (0.0, unchanged.sha256)
+    folder = await DurableCopies(tmp_path / "cache").folder(_published(unchanged, 1))
+    assert read_weights_folder(folder).sha256 == unchanged.sha256
+
+
+async def test_who_has_the_version_before_downloads_nothing_but_the_delta(
+    tmp_path: Path, remote: str
+) -> None:
+    weights = DurableWeights(remote, run="r", drafts=tmp_path / "drafts", deltas_max=8)
+    copies = DurableCopies(tmp_path / "cache")
+    first, second, third = (
+        _version(weights, number, values) for number, values in enumerate(_steps(3))
+    )
+    await copies.folder(_published(second, 1))
+    store = fsspec.filesystem("memory")
+    store.rm(first.uri, recursive=True)
+    store.rm(second.deltas[0].uri)
+    folder = await copies.folder(_published(third, 2))
+    assert (folder / "model.safetensors").read_bytes() == (
+        third.folder / "model.safetensors"
+    ).read_bytes()
+
+
+async def test_a_damaged_copy_in_the_cache_is_downloaded_again(tmp_path: Path, remote: str) -> None:
+    weights = DurableWeights(remote, run="r", drafts=tmp_path / "drafts", deltas_max=8)
+    cache = tmp_path / "cache"
+    first, second = (_version(weights, number, values) for number, values in enumerate(_steps(2)))
+    folder = await DurableCopies(cache).folder(_published(first, 0))
+    data = bytearray((folder / "model.safetensors").read_bytes())
+    data[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(data)
+    copies = DurableCopies(cache)
+    with pytest.raises(DurableCopyError, match=r"weights\.delta: tensor a"):
+        await copies.folder(_published(second, 1))
+    folder = await copies.folder(_published(second, 1))
+    assert (folder / "model.safetensors").read_bytes() == (
+        second.folder / "model.safetensors"
+    ).read_bytes()
+
+
+def test_a_chain_that_is_larger_than_a_full_copy_ends(tmp_path: Path, remote: str) -> None:
+    """All bits of one value in four change: the third delta would be the chain's last byte."""
+    weights = DurableWeights(remote, run="r", drafts=tmp_path / "drafts", deltas_max=100)
+    generator = np.random.default_rng(0)
+    uploads = []
+    for number in range(6):
+        values = np.zeros(10_000, dtype=np.float32)
+        bits = generator.integers(0, 2**32, 2_500, dtype=np.uint32)
+        values.view(np.uint32)[:2_500] = bits & 0x7F7F_FFFF
+        uploads.append(_names(_version(weights, number, values)))
+    assert uploads[:5] == [
+        ["1.0"],
+        ["1.0", "1.1"],
+        ["1.0", "1.1", "1.2"],
+        ["1.0", "1.1", "1.2", "1.3"],
+        ["1.4"],
+    ]
+
+
+def test_what_a_kept_version_is_made_of_stays(tmp_path: Path, remote: str) -> None:
+    weights = DurableWeights(remote, run="r", drafts=tmp_path / "drafts", deltas_max=3)
+    store, root = fsspec.core.url_to_fs(f"{remote}/weights/r")
+
+    def left() -> set[str]:
+        return {Path(path).name for path in store.ls(root, detail=False)}
+
+    versions = _steps(6)
+    for number in range(4):
+        _version(weights, number, next(versions))
+        weights.remove_older(kept=1, besides=frozenset())
+    assert left() == {"1.0", "1.1", "1.2", "1.3"}
+    assert {path.name for path in (tmp_path / "drafts").iterdir()} == {"1.3"}
+    _version(weights, 4, next(versions))
+    weights.remove_older(kept=1, besides=frozenset())
+    assert left() == {"1.4"}
+
+
+def test_an_upload_that_fails_is_followed_by_a_full_copy(tmp_path: Path, remote: str) -> None:
+    weights = DurableWeights(remote, run="r", drafts=tmp_path / "drafts", deltas_max=3)
+    versions = _steps(3)
+    _version(weights, 0, next(versions))
+    put_file, weights._filesystem.put_file = weights._filesystem.put_file, _refuse
+    try:
+        with pytest.raises(OSError, match="no space"):
+            _version(weights, 1, next(versions))
+    finally:
+        weights._filesystem.put_file = put_file
+    assert _names(_version(weights, 2, next(versions))) == ["1.2"]
+
+
+def _refuse(*_: object) -> None:
+    raise OSError("no space")
+
+
+def test_deltas_of_a_local_folder_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="FORGEMQ_TRAINER_DELTAS_MAX: 8, but the blobs are in"):
+        DurableWeights(str(tmp_path), run="r", drafts=tmp_path, deltas_max=8)

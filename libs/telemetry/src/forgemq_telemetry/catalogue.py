@@ -83,6 +83,8 @@ GaugeName: TypeAlias = Literal[
     "trainer.flop_ratio_attention",
     "trainer.token_ratio",
     "trainer.append_ratio",
+    "trainer.changed_share",
+    "trainer.delta_bytes",
     "gateway.in_flight",
     "gateway.groups",
     "gateway.groups_unclaimed",
@@ -248,6 +250,11 @@ GAUGES: dict[GaugeName, Metric] = {
     "trainer.flop_ratio_attention": Metric("1", "trainer.flop_ratio of attention alone."),
     "trainer.token_ratio": Metric("1", "Tokens of all requests over those of the trees."),
     "trainer.append_ratio": Metric("1", "Tokens merged by appending over those of the trees."),
+    "trainer.changed_share": Metric(
+        "1",
+        "Share of the weights' values that the newest step changed, if it was written as a delta.",
+    ),
+    "trainer.delta_bytes": Metric("By", "Size of the newest delta in the object store."),
     "gateway.in_flight": Metric("{request}", "Requests in flight, by lane."),
     "gateway.groups": Metric("{group}", "Groups that have not retired."),
     "gateway.groups_unclaimed": Metric(

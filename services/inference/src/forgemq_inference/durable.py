@@ -2,18 +2,21 @@
 
 The trainer writes it to `weights/<run>/<lineage>.<version>/` beside the run's blobs: in a local
 folder (a volume that the engine mounts at the same path) it is loaded in place, from an object
-store it is downloaded first. Version 0 is the base model's own folder.
+store it is downloaded first. Of a delta only the file of what changed is downloaded, if the weights
+that it changes are in the cache. Version 0 is the base model's own folder.
 """
 
 import asyncio
 import hashlib
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import fsspec
 
 from forgemq_contracts.weight_buckets import TensorSpec, header_bytes, tensor_specs
 from forgemq_contracts.weights import PublishedWeights
+from forgemq_weight_deltas import DeltaError, patch
 
 WEIGHTS_FILE = "model.safetensors"
 _CHUNK_BYTES = 8 * 2**20
@@ -56,37 +59,74 @@ class DurableCopies:
         return await asyncio.to_thread(self._folder, published)
 
     def _folder(self, published: PublishedWeights) -> Path:
-        filesystem, path = fsspec.core.url_to_fs(published.uri)
         try:
-            if "file" in filesystem.protocol:
-                folder = Path(path)
-            else:
-                folder = self._download(filesystem, path, published.sha256)
-            if self._verified_sha256 != published.sha256:
-                _verify(folder / WEIGHTS_FILE, published.sha256)
+            if published.deltas:
+                return self._patched(published)
+            return self._whole(published.uri, published.sha256)
         except OSError as error:
             raise DurableCopyError(f"{published.uri}: {error}") from error
-        self._verified_sha256 = published.sha256
-        return folder
 
-    def _download(self, filesystem: fsspec.AbstractFileSystem, path: str, sha256: str) -> Path:
+    def _whole(self, uri: str, sha256: str) -> Path:
+        """A folder that has all of its weights at this address."""
+        filesystem, path = fsspec.core.url_to_fs(uri)
+        if "file" in filesystem.protocol:
+            return self._checked(Path(path), sha256)
+
+        def download(partial: Path) -> None:
+            filesystem.invalidate_cache(path)
+            for file in filesystem.ls(path, detail=False):
+                filesystem.get_file(file, str(partial / Path(file).name))
+
+        return self._cached(sha256, download)
+
+    def _patched(self, published: PublishedWeights) -> Path:
+        """A folder made of the newest weights in the cache, else of the whole ones, and deltas."""
+        base_sha256 = str(published.base_sha256)
+        if published.sha256 == base_sha256:  # A skipped step changes nothing.
+            return self._whole(published.uri, base_sha256)
+        folders = [self._cache / base_sha256]
+        folders += [self._cache / delta.sha256 for delta in published.deltas]
+
+        def make(partial: Path) -> None:
+            known = [number for number, folder in enumerate(folders) if folder.exists()]
+            first = known[-1] if known else 0
+            start = folders[first] if known else self._whole(published.uri, base_sha256)
+            shutil.copytree(start, partial, dirs_exist_ok=True)
+            for delta in published.deltas[first:]:
+                _patch(partial / WEIGHTS_FILE, delta.uri)
+
+        try:
+            return self._cached(published.sha256, make)
+        except DurableCopyError:
+            # What it was made of may be damaged: the next attempt downloads it.
+            for folder in folders:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    def _cached(self, sha256: str, make: Callable[[Path], None]) -> Path:
+        """The folder of these weights in the cache, made if it is not there."""
         target = self._cache / sha256
         if target.exists():
-            return target
+            return self._checked(target, sha256)
         partial = self._cache / f"{sha256}.partial"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        filesystem.invalidate_cache(path)
-        for file in filesystem.ls(path, detail=False):
-            filesystem.get_file(file, str(partial / Path(file).name))
-        # Before the rename: a broken download in the cache would be used again and again.
-        _verify(partial / WEIGHTS_FILE, sha256)
-        self._verified_sha256 = sha256
-        partial.rename(target)
+        make(partial)
+        # Before the rename: broken weights in the cache would be used again and again.
+        self._checked(partial, sha256).rename(target)
+        self._remove_oldest()
+        return target
+
+    def _checked(self, folder: Path, sha256: str) -> Path:
+        if self._verified_sha256 != sha256:
+            _verify(folder / WEIGHTS_FILE, sha256)
+            self._verified_sha256 = sha256
+        return folder
+
+    def _remove_oldest(self) -> None:
         complete = [folder for folder in self._cache.iterdir() if folder.suffix != ".partial"]
         for folder in sorted(complete, key=lambda folder: folder.stat().st_mtime)[:-_COPIES_KEPT]:
             shutil.rmtree(folder, ignore_errors=True)
-        return target
 
 
 async def file_sha256(path: Path) -> str | None:
@@ -104,6 +144,14 @@ def _tensors(uri: str) -> tuple[TensorSpec, ...]:
             return tensor_specs(start + file.read(header_bytes(start) - len(start)))
     except (OSError, ValueError) as error:
         raise DurableCopyError(f"{uri}: {error}") from error
+
+
+def _patch(weights: Path, delta_uri: str) -> None:
+    try:
+        with fsspec.open(delta_uri, "rb") as file:
+            patch(weights, file)
+    except DeltaError as error:
+        raise DurableCopyError(f"{delta_uri}: {error}") from error
 
 
 def _verify(path: Path, expected_sha256: str) -> None:

@@ -97,7 +97,7 @@ async def _train(
     # is final.
     claim = await context.log.transaction_writer("trainer")
     store = Store(
-        settings.folder,
+        settings,
         blobs=context.blobs.uri,
         configuration=configuration,
         telemetry=context.telemetry,

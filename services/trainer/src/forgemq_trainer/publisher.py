@@ -77,6 +77,9 @@ class Publisher:
             sha256=weights.sha256,
             uri=weights.uri,
             size_bytes=weights.size_bytes,
+            kind="delta" if weights.deltas else "full",
+            base_sha256=weights.base_sha256 or None,
+            deltas=weights.deltas,
             fast_paths=offers,
             deadline_s=self._deadline.of(weights.size_bytes),
         )

@@ -44,6 +44,16 @@ class TrainerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "rate. Two busy cores moved 0.8 GB/s over loopback: a quarter of that.",
         ),
     ] = 2e8
+    deltas_max: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1000,
+            description="Versions in a row whose durable copy is what changed, before the next "
+            "full one; that comes sooner if the changes together are larger than it. For blobs in "
+            "an object store.",
+        ),
+    ] = 0
     rank_deadline_s: Annotated[
         float, Meta(gt=0, description="How long one rank waits for another within a step.")
     ] = 1800.0

@@ -5,6 +5,7 @@ from pathlib import Path
 from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.steps import TrainedStep
 from forgemq_telemetry.telemetry import Telemetry
+from forgemq_trainer.settings import TrainerSettings
 from forgemq_trainer.storage.checkpoint import (
     Checkpoint,
     TrainingState,
@@ -35,11 +36,20 @@ class Store:
     """
 
     def __init__(
-        self, folder: str, *, blobs: str, configuration: RunConfiguration, telemetry: Telemetry
+        self,
+        settings: TrainerSettings,
+        *,
+        blobs: str,
+        configuration: RunConfiguration,
+        telemetry: Telemetry,
     ) -> None:
-        self._checkpoints = Path(folder) / "checkpoints"
+        folder = Path(settings.folder)
+        self._checkpoints = folder / "checkpoints"
         self._weights = DurableWeights(
-            blobs, run=configuration.run, drafts=Path(folder) / "weights"
+            blobs,
+            run=configuration.run,
+            drafts=folder / "weights",
+            deltas_max=settings.deltas_max,
         )
         self._checkpointed: frozenset[Path] = frozenset()
         self._configuration = configuration
@@ -81,6 +91,9 @@ class Store:
         uploaded = self._weights.upload(self._write(training, folder))
         kept = max(WEIGHTS_KEPT_MIN, self._configuration.trainer.checkpoints_kept)
         self._weights.remove_older(kept=kept, besides=self._checkpointed)
+        for delta in uploaded.deltas[-1:]:
+            self._telemetry.gauge("trainer.changed_share", delta.changed_share)
+            self._telemetry.gauge("trainer.delta_bytes", delta.size_bytes)
         return uploaded
 
     def save_checkpoint(

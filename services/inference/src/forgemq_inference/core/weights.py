@@ -104,7 +104,7 @@ class WeightsState:
 
     def observe(self, published: PublishedWeights) -> bool:
         """Note a publication; True if it is the newest so far."""
-        if published.kind != "full":
+        if published.kind == "adapter":
             return False
         if self._newest is not None and _key(published) <= _key(self._newest):
             return False

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from forgemq_contracts.weights import WeightsDelta
 from forgemq_trainer.storage.folders import file_sha256, link_or_copy, write_folder
 
 WEIGHTS_FILE = "model.safetensors"
@@ -27,13 +28,18 @@ class WeightsFolder:
 
     Attributes:
         folder: That this process reads.
-        uri: That engines read: the same folder, or its copy in an object store.
+        uri: That engines read: the same folder, or its copy in an object store; of a delta, the
+            newest full copy there.
+        base_sha256: Of a delta, that of the full copy; "" without one.
+        deltas: What makes these weights of those at `uri`; () if they are the same.
     """
 
     folder: Path
     uri: str
     sha256: str
     size_bytes: int
+    base_sha256: str = ""
+    deltas: tuple[WeightsDelta, ...] = ()
 
 
 def read_weights_folder(folder: Path) -> WeightsFolder:
