@@ -24,6 +24,7 @@ from forgemq_inference.core.generation import (
     EngineMeta,
     InvalidAnswerError,
     Timing,
+    cached_by_tier,
     finished_completion,
     generate_body,
     refused_completion,
@@ -298,7 +299,8 @@ class Requests:
         self.output_tokens_total += tokens
         self._telemetry.count("inference.finished", reason=record.finish_reason)
         self._telemetry.count("inference.output_tokens", tokens)
-        self._telemetry.count("inference.cached_tokens", record.cached_tokens)
+        for tier, cached in cached_by_tier(record).items():
+            self._telemetry.count("inference.cached_tokens", cached, tier=tier)
         self._telemetry.observe("inference.queued_s", record.queued_s)
         self._telemetry.observe("inference.engine_s", record.engine_s)
 
