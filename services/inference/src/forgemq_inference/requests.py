@@ -56,11 +56,17 @@ _TIMEOUT_MIN_S = 0.001
 
 
 class LaneLimits(Struct, frozen=True, kw_only=True):
-    """The lane's epoch, its bound on concurrent requests, and where their records go."""
+    """The lane's epoch, its bound on concurrent requests, and where their records go.
+
+    Attributes:
+        cache_salt: Of the run: in a pool of several runs, K/V of two that have the same name for
+            other weights is not found by one another.
+    """
 
     epoch: int
     concurrent_max: int
     group_partitions: int
+    cache_salt: str
 
 
 class Requests:
@@ -213,6 +219,7 @@ class Requests:
         )
         if isinstance(body, Refused):
             return refused_completion(request, body, timing=Timing(queued_s, 0.0))
+        body["cache_salt"] = self._limits.cache_salt
         self._telemetry.count("inference.context_tokens", run.context.tokens_count)
         started_s, paused_s = time.monotonic(), self._pauses.total_s
         answer = await self._ask(body, request, run.attempt)
