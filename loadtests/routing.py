@@ -5,7 +5,8 @@ policy (`routing_policies.py`); the gateway's is its own code, with the heartbea
 
 `long_tailed`: eight engines, new weights every 240 s, on one engine after the other.
 `frequent_updates`: every 60 s. `unequal_lanes`: of the eight, two are half as fast and two a
-quarter, and one stands still for 30 s. `make load NAME=routing`; `--traces FILE` plays those of a
+quarter, and one stands still for 30 s. `with_pool`: as the first, with a pool of 60,000 tokens a
+second for each turn that fetches. `make load NAME=routing`; `--traces FILE` plays those of a
 real run (`python loadtests/routing_trace.py RUN FILE`).
 """
 
@@ -19,7 +20,7 @@ from pathlib import Path
 import msgspec
 from measurement import Measurement, parser_of
 from msgspec import Struct
-from routing_engine import EngineSpeed, SimulatedEngine, Work
+from routing_engine import EngineSpeed, SharedPool, SimulatedEngine, Work
 from routing_policies import POLICIES, Policy, Sticky
 from routing_trace import EpisodeTrace, synthetic
 
@@ -40,11 +41,13 @@ class Fleet(Struct, frozen=True, kw_only=True):
         speeds: Relative ones.
         update_every_s: Between two versions of the weights.
         stalls: (engine, from, until) in seconds.
+        pool_tokens_per_s: Rate of a pool that all engines share; None: there is no pool.
     """
 
     speeds: tuple[float, ...] = (1.0,) * _ENGINES
     update_every_s: float = 240.0
     stalls: tuple[tuple[int, float, float], ...] = ()
+    pool_tokens_per_s: float | None = None
 
 
 CASES = {
@@ -53,6 +56,7 @@ CASES = {
     "unequal_lanes": Fleet(
         speeds=(1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.25, 0.25), stalls=((0, 60.0, 90.0),)
     ),
+    "with_pool": Fleet(pool_tokens_per_s=60_000.0),
 }
 
 
@@ -70,7 +74,11 @@ class Simulation:
     def __init__(self, fleet: Fleet, policy: Policy, traces: Sequence[EpisodeTrace]) -> None:
         self._fleet = fleet
         self._policy = policy
-        self._engines = [SimulatedEngine(EngineSpeed().times(speed)) for speed in fleet.speeds]
+        rate = fleet.pool_tokens_per_s
+        pool = None if rate is None else SharedPool(rate)
+        self._engines = [
+            SimulatedEngine(EngineSpeed().times(speed), pool) for speed in fleet.speeds
+        ]
         self._todo = iter(enumerate(traces))
         self._open = 0
         self._now_s = 0.0
@@ -149,11 +157,13 @@ class Simulation:
         self._asked += work.context_tokens
         go_on = partial(self._play, number, trace, turns)
         work.when_ended = lambda: self._at(self._now_s + turn.tool_s, go_on)
+        if work.ready_s > self._now_s:
+            self._at(work.ready_s, partial(self._work_on, engine))
         self._work_on(engine)
 
     def _work_on(self, number: int) -> None:
         engine = self._engines[number]
-        if engine.is_busy or not (engine.waiting or engine.running):
+        if engine.is_busy or not engine.has_work(self._now_s):
             return
         engine.is_busy = True
         end_s, ended = engine.step(self._now_s)

@@ -13,6 +13,9 @@ from forgemq_inference.core.engine_load import EngineCounters
 
 _CHUNK_TOKENS = 8192
 _RUNNING_MAX = 64
+_FETCH_BEGIN_S = 0.02
+_FETCHED_TOKENS_MIN = 256
+"""SGLang asks its storage for no less."""
 _TOKENS_AT_ONCE = 16
 """Sampled between two looks at the queue, so that a simulation takes seconds."""
 
@@ -44,7 +47,11 @@ class EngineSpeed(Struct, frozen=True, kw_only=True):
 
 @dataclass(kw_only=True, eq=False)
 class Work:
-    """A turn on an engine: its context, and how much of it and of the output is to be done."""
+    """A turn on an engine: its context, and how much of it and of the output is to be done.
+
+    Attributes:
+        ready_s: Before, it waits for what is fetched from the pool.
+    """
 
     episode: Hashable
     group: Hashable
@@ -52,10 +59,35 @@ class Work:
     context_tokens: int
     output_tokens: int
     asked_s: float
+    ready_s: float = 0.0
     unread_tokens: int = 0
     cached_tokens: int = 0
     sampled_tokens: int = 0
     when_ended: Callable[[], None] = lambda: None
+
+
+class SharedPool:
+    """What all engines have computed, under the version of the weights that did; never full.
+
+    Args:
+        tokens_per_s: Rate at which one turn fetches.
+    """
+
+    def __init__(self, tokens_per_s: float) -> None:
+        self._tokens_per_s = tokens_per_s
+        self._kept: dict[tuple[Hashable, int], int] = {}
+
+    def keep(self, key: Hashable, version: int, tokens: int) -> None:
+        """Keep a context."""
+        self._kept[key, version] = tokens
+
+    def found(self, work: Work, version: int) -> int:
+        """Leading tokens of a turn's context."""
+        return max(self._kept.get((key, version), 0) for key in (work.episode, work.group))
+
+    def fetch_s(self, tokens: int) -> float:
+        """Time until a turn has so many tokens."""
+        return _FETCH_BEGIN_S + tokens / self._tokens_per_s
 
 
 @dataclass
@@ -74,6 +106,7 @@ class SimulatedEngine:
     """
 
     speed: EngineSpeed
+    pool: SharedPool | None = None
     version: int = 0
     stalled_until_s: float = 0.0
     is_busy: bool = False
@@ -101,14 +134,20 @@ class SimulatedEngine:
         prompt = self._cache.get(work.group)
         cached = max(own.tokens if own else 0, prompt.tokens if prompt else 0)
         work.cached_tokens = min(cached, work.context_tokens - 1)
+        if self.pool is not None:
+            self._fetch(work, self.pool)
         work.unread_tokens = work.context_tokens - work.cached_tokens
         self.waiting.append(work)
+
+    def has_work(self, now_s: float) -> bool:
+        """Whether a step would do something; a turn that waits for the pool is no work."""
+        return bool(self.running) or self._first_ready(now_s) is not None
 
     def step(self, now_s: float) -> tuple[float, list[Work]]:
         """Do one step; returns when it ends, and the turns that end with it."""
         begin_s = max(now_s, self.stalled_until_s)
-        if self._has_room():
-            return begin_s + self._read(), []
+        if self._next(begin_s) is not None:
+            return begin_s + self._read(begin_s), []
         took_s = self._sample()
         ended = [work for work in self.running if work.sampled_tokens >= work.output_tokens]
         self.running = [work for work in self.running if work not in ended]
@@ -127,23 +166,34 @@ class SimulatedEngine:
             decode_moments=list(self._moments) if self._moments[0] else None,
         )
 
-    def _has_room(self) -> bool:
-        """Whether the next turn in the queue may be read; one alone always fits."""
-        if not self.waiting or len(self.running) >= _RUNNING_MAX:
-            return False
-        used = sum(work.context_tokens + work.output_tokens for work in self.running)
-        wanted = self.waiting[0].context_tokens + self.waiting[0].output_tokens
-        return not self.running or used + wanted <= self.speed.capacity_tokens
+    def _fetch(self, work: Work, pool: SharedPool) -> None:
+        found = min(pool.found(work, self.version), work.context_tokens - 1)
+        tokens = found - work.cached_tokens
+        if tokens >= _FETCHED_TOKENS_MIN:
+            work.cached_tokens = found
+            work.ready_s = work.asked_s + pool.fetch_s(tokens)
 
-    def _read(self) -> float:
+    def _first_ready(self, now_s: float) -> Work | None:
+        return next((work for work in self.waiting if work.ready_s <= now_s), None)
+
+    def _next(self, now_s: float) -> Work | None:
+        """The next turn in the queue if it may be read; one alone always fits."""
+        work = self._first_ready(now_s)
+        if work is None or len(self.running) >= _RUNNING_MAX:
+            return None
+        used = sum(work.context_tokens + work.output_tokens for work in self.running)
+        fits = used + work.context_tokens + work.output_tokens <= self.speed.capacity_tokens
+        return work if fits or not self.running else None
+
+    def _read(self, now_s: float) -> float:
         budget = _CHUNK_TOKENS
-        while budget and self._has_room():
-            work = self.waiting[0]
+        while budget and (work := self._next(now_s)) is not None:
             part = min(budget, work.unread_tokens)
             work.unread_tokens -= part
             budget -= part
             if not work.unread_tokens:
-                self.running.append(self.waiting.pop(0))
+                self.waiting.remove(work)
+                self.running.append(work)
         tokens = _CHUNK_TOKENS - budget
         took_s = tokens / self.speed.prefill_tokens_per_s + self.speed.step_s
         self._read_tokens += tokens
@@ -173,6 +223,8 @@ class SimulatedEngine:
             known = self._cache.pop(key, None)
             self._cache_tokens += tokens - (known.tokens if known else 0)
             self._cache[key] = _Cached(tokens, now_s)  # The last one is the newest.
+            if self.pool is not None:
+                self.pool.keep(key, self.version, tokens)
         while self._cache_tokens > self.speed.capacity_tokens and len(self._cache) > 1:
             oldest = next(iter(self._cache))
             self._cache_tokens -= self._cache.pop(oldest).tokens

@@ -260,7 +260,16 @@ class FinishedCompletion(Struct, frozen=True, kw_only=True, omit_defaults=True):
         Seconds, Meta(description="From when the lane read the request until its engine took it.")
     ] = 0.0
     engine_s: Annotated[Seconds, Meta(description="Prefill and decode.")] = 0.0
-    cached_tokens: TokenCount = 0
+    cached_tokens: Annotated[
+        TokenCount, Meta(description="Context tokens that the engine did not have to compute.")
+    ] = 0
+    cached_tokens_host: Annotated[
+        TokenCount,
+        Meta(description="Of cached_tokens: from the host memory of an engine with a pool."),
+    ] = 0
+    cached_tokens_storage: Annotated[
+        TokenCount, Meta(description="Of cached_tokens: from the pool that engines share.")
+    ] = 0
     retractions: Annotated[int, Meta(ge=0)] = 0
     verifications: Annotated[
         int,

@@ -10,6 +10,7 @@ from msgspec import Meta, Struct
 
 from forgemq_contracts.episodes import HistoryPolicy, Sampling, StreamPolicy
 from forgemq_contracts.fields import DomainName, NamedValue, TimeMs, TreeTokensMax
+from forgemq_contracts.pool import Pool
 from forgemq_contracts.speculation import Speculation
 
 RunId: TypeAlias = Annotated[
@@ -285,6 +286,9 @@ class RunConfiguration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     audit: Audit = Audit()
     speculation: (
         Annotated[Speculation, Meta(description="None: the engines guess no tokens ahead.")] | None
+    ) = None
+    pool: (
+        Annotated[Pool, Meta(description="None: each engine has its own K/V cache only.")] | None
     ) = None
     live: Annotated[
         tuple[LiveKey, ...], Meta(description="Keys of live traffic; none by default.")

@@ -27,6 +27,7 @@ MAY_CHANGE = (
     "log.keep_for_replay",
     "loss.*",
     "optimizer.*",
+    "pool*",
     "queues.*.agent",
     "queues.*.groups_requested_max",
     "queues.*.stream",

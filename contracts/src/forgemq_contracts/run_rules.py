@@ -2,6 +2,9 @@
 
 import re
 
+import msgspec
+
+from forgemq_contracts.pool import Pool
 from forgemq_contracts.rules import check_tree_limit
 from forgemq_contracts.run import LOSS_KINDS, RunConfiguration, played_queues, window_of
 
@@ -37,6 +40,8 @@ def check(configuration: RunConfiguration) -> None:
     _check_agents(configuration)
     _check_live(configuration)
     _check_sampling(configuration)
+    if configuration.pool is not None:
+        _check_pool(configuration.pool, has_head=configuration.speculation is not None)
     context_tokens_max = configuration.model.context_tokens_max
     check_tree_limit(configuration.trainer.tree_tokens_max, context_tokens_max=context_tokens_max)
     if configuration.loss.clip_dual <= 1:
@@ -80,6 +85,35 @@ def _check_live(configuration: RunConfiguration) -> None:
         twice = next((value for value in values if values.count(value) > 1), None)
         if twice is not None:
             raise ValueError(f"live.{field}: every key must have its own, got {twice} twice")
+
+
+def _check_pool(pool: Pool, *, has_head: bool) -> None:
+    if has_head:
+        raise ValueError(
+            "pool must be left out if speculation is given: nobody has tried whether a draft head "
+            "finds its own K/V in a pool"
+        )
+    foreign = ("extra_config",) if pool.storage == "file" else ("folder", "folder_gb_max")
+    for field in foreign:
+        if getattr(pool, field):
+            raise ValueError(
+                f"pool.{field} must be left out if pool.storage is {pool.storage}, "
+                f"got {getattr(pool, field)!r}"
+            )
+    if pool.storage != "file" and not _is_extra_config(pool.extra_config):
+        raise ValueError(
+            f"pool.extra_config must be a JSON object, or @ and a path, if pool.storage is "
+            f"{pool.storage}: it names the servers of the pool; got {pool.extra_config!r}"
+        )
+
+
+def _is_extra_config(text: str) -> bool:
+    if text.startswith("@"):
+        return len(text) > 1
+    try:
+        return isinstance(msgspec.json.decode(text), dict)
+    except msgspec.DecodeError:
+        return False
 
 
 def _check_sampling(configuration: RunConfiguration) -> None:

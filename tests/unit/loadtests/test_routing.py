@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 from routing import CASES, Fleet, Simulation
-from routing_engine import EngineSpeed, SimulatedEngine, Work
+from routing_engine import EngineSpeed, SharedPool, SimulatedEngine, Work
 from routing_policies import POLICIES
 from routing_trace import EpisodeTrace, TurnTrace, of_completions, synthetic
 
@@ -75,6 +75,21 @@ def test_a_full_cache_drops_what_was_not_used_for_longest() -> None:
     engine.take(oldest := work("a", context=500, prompt=1))
     engine.take(newest := work("c", context=500, prompt=1))
     assert (oldest.cached_tokens, newest.cached_tokens) == (1, 416)
+
+
+def test_a_turn_fetches_what_another_engine_computed_and_nothing_of_other_weights() -> None:
+    pool = SharedPool(5000.0)
+    first, second = SimulatedEngine(SPEED, pool), SimulatedEngine(SPEED, pool)
+    finish(first, work("a", context=500))
+    second.take(turn := work("a", context=600))
+    assert (turn.cached_tokens, turn.unread_tokens) == (516, 84)
+    assert turn.ready_s == pytest.approx(0.02 + 516 / 5000)
+    assert (second.has_work(0.12), second.has_work(0.13)) == (False, True)
+    second.take(few := work("b", context=600))  # A sibling's prompt of 100 tokens is too short.
+    assert few.cached_tokens == 0
+    second.load(1)
+    second.take(later := work("a", context=600))
+    assert (later.cached_tokens, later.ready_s) == (0, 0.0)
 
 
 def completion(

@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from forgemq_sglang_cpu.plugin import WEIGHT_GROUP_TIMEOUT_VARIABLE
+from forgemq_sglang_cpu.pool import EnginePool, arguments
 
 MEMORY_BYTES_MIN = 5 * 2**30
 """Three processes of 1.1-1.3 GB each on a CPU, weights and K/V of a small model included."""
@@ -37,6 +38,7 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
             without the time that the weights' bytes take.
         weight_bytes_per_s_min: Least rate at which they arrive; their size adds to the wait. As the
             trainer's settings `transfer_deadline_s` and `transfer_bytes_per_s_min`.
+        pool: That the server shares with others; None: it keeps K/V in its own memory only.
         extra: More arguments, appended unchanged; the last one of a name counts.
     """
 
@@ -50,6 +52,7 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
     weight_version: str = "0.0"
     weight_group_timeout_s: float = 30.0
     weight_bytes_per_s_min: float = 2e8
+    pool: EnginePool | None = None
     extra: tuple[str, ...] = ()
 
 
@@ -73,6 +76,8 @@ def command_line(
     if options.context_tokens_max is not None:
         command += ["--context-length", str(options.context_tokens_max)]
     command += _gpu_arguments(options) if options.has_gpu else _cpu_arguments(options)
+    if options.pool is not None:
+        command += arguments(options.pool, has_gpu=options.has_gpu)
     running_max = options.running_requests_max or (None if options.has_gpu else 48)
     if running_max is not None:
         command += ["--max-running-requests", str(running_max)]

@@ -11,6 +11,9 @@ from datetime import timedelta
 WEIGHT_GROUP_TIMEOUT_VARIABLE = "FORGEMQ_ENGINE_WEIGHT_GROUP_TIMEOUT_S"
 
 _PIN_HOST_MEMORY = "sglang.srt.mem_cache.pool_host.common._cuda_host_register"
+_MAKE_HOST_POOL = "sglang.srt.mem_cache.pool_host.base.HostKVCache.__init__"
+_MAKE_HOST_CACHE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.init_hicache"
+_LOOK_FOR_PREFIX = "sglang.srt.managers.schedule_batch.Req.init_next_round_input"
 _JOIN_WEIGHT_GROUP = (
     "sglang.srt.model_executor.model_runner_components.weight_updater.init_custom_process_group"
 )
@@ -29,9 +32,14 @@ def register_hooks() -> None:
     """Register the hooks that this machine and environment need."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from forgemq_sglang_cpu import host_cache, pool
+
     if activate() is not None:
         # SGLang's host pools always pin their memory, which fails without an accelerator.
         HookRegistry.register(_PIN_HOST_MEMORY, _leave_unpinned, HookType.REPLACE)
+        HookRegistry.register(_MAKE_HOST_POOL, host_cache.leave_unpinned, HookType.AFTER)
+        HookRegistry.register(_MAKE_HOST_CACHE, host_cache.prepare, HookType.BEFORE)
+    HookRegistry.register(_LOOK_FOR_PREFIX, pool.file_under_own_weights, HookType.BEFORE)
     timeout_s = os.environ.get(WEIGHT_GROUP_TIMEOUT_VARIABLE)  # noqa: TID251 (a plugin's only input)
     if timeout_s:
         HookRegistry.register(

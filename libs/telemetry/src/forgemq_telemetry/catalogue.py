@@ -149,7 +149,7 @@ COUNTERS: dict[CounterName, Metric] = {
         "{token}", "Context tokens sent to a lane's engine, cached or not."
     ),
     "inference.cached_tokens": Metric(
-        "{token}", "Context tokens that the engine had in its cache."
+        "{token}", "Context tokens that an engine did not compute, by tier: where it had them."
     ),
     "inference.weight_loads": Metric("{load}", "New weights in a lane's engine, by path."),
     "inference.fast_path_failures": Metric(

@@ -130,6 +130,11 @@ class Attachment:
         if limits.experts is not None and not limits.records_routes:
             # Without routes the trainer chooses experts by itself: part of G5's gap is routing.
             self._telemetry.event("routes_not_recorded", url=self._engine.url)
+        pool = self._configuration.pool
+        if pool is not None and server.hicache_storage_backend != pool.storage:
+            # The engine serves as well, and computes what it could have found.
+            backend = server.hicache_storage_backend or ""
+            self._telemetry.event("pool_not_attached", url=self._engine.url, storage=backend)
         await self._load_newest()
         if self._weights.served.is_dirty:
             raise EngineRefusedError("an update of the engine broke off and nothing is published")

@@ -65,6 +65,7 @@ class ServerInfo(msgspec.Struct, frozen=True):
     context_length: int | None = None
     tp_size: int = 1
     enable_return_routed_experts: bool = False
+    hicache_storage_backend: str | None = None
 
 
 class _Loads(msgspec.Struct, frozen=True):

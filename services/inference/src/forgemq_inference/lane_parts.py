@@ -143,4 +143,5 @@ def _lane_limits(
         epoch=identity.epoch,
         concurrent_max=settings.concurrent_max,
         group_partitions=context.configuration.log.group_partitions,
+        cache_salt=f"{context.started.run}.{context.started.started_ms}",
     )

@@ -24,6 +24,7 @@ from forgemq_inference.core.generation import (
     EngineMeta,
     InvalidAnswerError,
     Timing,
+    cached_by_tier,
     finished_completion,
     generate_body,
     refused_completion,
@@ -55,11 +56,17 @@ _TIMEOUT_MIN_S = 0.001
 
 
 class LaneLimits(Struct, frozen=True, kw_only=True):
-    """The lane's epoch, its bound on concurrent requests, and where their records go."""
+    """The lane's epoch, its bound on concurrent requests, and where their records go.
+
+    Attributes:
+        cache_salt: Of the run: in a pool of several runs, K/V of two that have the same name for
+            other weights is not found by one another.
+    """
 
     epoch: int
     concurrent_max: int
     group_partitions: int
+    cache_salt: str
 
 
 class Requests:
@@ -212,6 +219,7 @@ class Requests:
         )
         if isinstance(body, Refused):
             return refused_completion(request, body, timing=Timing(queued_s, 0.0))
+        body["cache_salt"] = self._limits.cache_salt
         self._telemetry.count("inference.context_tokens", run.context.tokens_count)
         started_s, paused_s = time.monotonic(), self._pauses.total_s
         answer = await self._ask(body, request, run.attempt)
@@ -298,7 +306,8 @@ class Requests:
         self.output_tokens_total += tokens
         self._telemetry.count("inference.finished", reason=record.finish_reason)
         self._telemetry.count("inference.output_tokens", tokens)
-        self._telemetry.count("inference.cached_tokens", record.cached_tokens)
+        for tier, cached in cached_by_tier(record).items():
+            self._telemetry.count("inference.cached_tokens", cached, tier=tier)
         self._telemetry.observe("inference.queued_s", record.queued_s)
         self._telemetry.observe("inference.engine_s", record.engine_s)
 

@@ -73,6 +73,13 @@ class EngineFinish(Struct, frozen=True):
     matched: int | str | list[int] | None = None
 
 
+class EngineCached(Struct, frozen=True):
+    """Where the engine found K/V of the context: tokens of each tier beside its own cache."""
+
+    host: int = 0
+    storage: int = 0
+
+
 class EngineMeta(Struct, frozen=True):
     """What SGLang 0.5.23 returns about a generation, as far as it is used."""
 
@@ -82,6 +89,7 @@ class EngineMeta(Struct, frozen=True):
     output_token_logprobs: list[tuple[float | None, int, str | None]] = []
     output_top_logprobs: list[list[tuple[float | None, int, str | None]] | None] = []
     cached_tokens: int = 0
+    cached_tokens_details: EngineCached | None = None
     num_retractions: int = 0
     queue_time: float | None = None
     routed_experts: bytes | None = None
@@ -230,6 +238,7 @@ def finished_completion(
             request, _aborted(message, is_cancelled=is_cancelled), timing=timing
         )
     logprobs = _logprobs(answer)
+    tiers = meta.cached_tokens_details or EngineCached()
     is_greedy = request.sampling.temperature < GREEDY_BELOW
     return _record(
         request,
@@ -245,6 +254,8 @@ def finished_completion(
         queued_s=timing.queued_s,
         engine_s=timing.engine_s,
         cached_tokens=meta.cached_tokens,
+        cached_tokens_host=tiers.host,
+        cached_tokens_storage=tiers.storage,
         retractions=meta.num_retractions,
     )
 
@@ -263,6 +274,16 @@ def refused_completion(
         queued_s=timing.queued_s,
         engine_s=timing.engine_s,
     )
+
+
+def cached_by_tier(record: FinishedCompletion) -> dict[str, int]:
+    """Tokens of `cached_tokens` by where they were: `device` is the engine's own cache."""
+    elsewhere = record.cached_tokens_host + record.cached_tokens_storage
+    return {
+        "device": max(0, record.cached_tokens - elsewhere),
+        "host": record.cached_tokens_host,
+        "storage": record.cached_tokens_storage,
+    }
 
 
 def spans_of(meta: EngineMeta, *, tokens_count: int) -> tuple[WeightSpan, ...]:

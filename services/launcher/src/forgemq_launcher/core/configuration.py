@@ -67,7 +67,10 @@ def configuration(values: Document, *, run: str, folder: PurePath) -> RunConfigu
         raise ConfigurationError(str(error)) from error
     model = msgspec.structs.replace(parsed.model, path=str(folder / parsed.model.path))
     code_paths = tuple(str(folder / path) for path in parsed.code_paths)
-    return msgspec.structs.replace(parsed, model=model, code_paths=code_paths)
+    pool = parsed.pool
+    if pool is not None and pool.folder:
+        pool = msgspec.structs.replace(pool, folder=str(folder / pool.folder))
+    return msgspec.structs.replace(parsed, model=model, code_paths=code_paths, pool=pool)
 
 
 def changed(

@@ -5,6 +5,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import msgspec
+
 from forgemq_contracts.run import RunConfiguration
 from forgemq_launcher.core.gpus import engine_gpus, visible_gpus
 from forgemq_launcher.core.phases import BEFORE_ALL, phase
@@ -12,6 +14,7 @@ from forgemq_launcher.core.restarts import RestartPolicy
 from forgemq_launcher.upkeep.machine import MachineError, installed_gpus
 from forgemq_launcher.upkeep.supervisor import Note
 from forgemq_sglang_cpu.options import EngineOptions
+from forgemq_sglang_cpu.pool import EnginePool
 from forgemq_sglang_cpu.server import EngineServer, EngineServerError
 
 WATCH_EVERY_S = 1.0
@@ -118,9 +121,10 @@ def servers(
     """A server for each lane of the run, at these hosts and ports; not started.
 
     Raises:
-        MachineError: the machine has GPUs, but not one for each engine.
+        MachineError: the machine has GPUs, but not one for each engine, or none for this pool.
     """
     lane_options = options_of_lanes(configuration, gpus=installed_gpus(), environ=environ)
+    lane_options = with_pool(lane_options, configuration, own_folder=folder / "pool")
     return tuple(
         EngineServer(
             configuration.model.path,
@@ -163,6 +167,40 @@ def options_of_lanes(
     except ValueError as error:
         raise MachineError(str(error)) from error
     return tuple(EngineOptions(has_gpu=True, gpu_first=gpu) for gpu in indices)
+
+
+def with_pool(
+    lane_options: tuple[EngineOptions, ...], configuration: RunConfiguration, *, own_folder: Path
+) -> tuple[EngineOptions, ...]:
+    """The options with the run's pool, if it has one.
+
+    Args:
+        lane_options: Without a pool.
+        configuration: Of the run.
+        own_folder: For K/V if the run's file names no folder.
+
+    Raises:
+        MachineError: engines on a CPU cannot use this storage.
+    """
+    pool = configuration.pool
+    if pool is None:
+        return lane_options
+    if pool.storage != "file" and not all(options.has_gpu for options in lane_options):
+        raise MachineError(
+            f"pool.storage must be file for engines on a CPU, got {pool.storage}: SGLang's "
+            "clients of other storages need a GPU"
+        )
+    folder = pool.folder or str(own_folder)
+    engine_pool = EnginePool(
+        storage=pool.storage,
+        folder=folder if pool.storage == "file" else "",
+        folder_gb_max=pool.folder_gb_max,
+        extra_config=pool.extra_config,
+        page_tokens=pool.page_tokens,
+        host_gb=pool.host_gb,
+        prefetch=pool.prefetch,
+    )
+    return tuple(msgspec.structs.replace(options, pool=engine_pool) for options in lane_options)
 
 
 def _restart(server: EngineServer) -> None:

@@ -1,0 +1,85 @@
+"""A K/V pool that several engines share: its flags, and under which weights K/V is filed in it.
+
+An engine writes what it has computed to the pool, and another engine reads it there instead of
+computing it again. SGLang finds K/V by its tokens and a request's `extra_key`, for which ForgeMQ
+sends the name of the weights (`<lineage>.<version>`) that the engine has when it is asked. Some
+requests wait in the engine while new weights are loaded, or are retracted and computed again. They
+would file K/V of the new weights under the old name, where an engine that still has the old weights
+finds it. So the engine itself sets the name, whenever it looks for a request's prefix: from then on
+until it is retracted, a request is computed by one version of the weights.
+"""
+
+import json
+from typing import Literal, Protocol, TypeAlias
+
+from msgspec import Struct
+
+Storage: TypeAlias = Literal["file", "mooncake", "hf3fs"]
+Prefetch: TypeAlias = Literal["best_effort", "wait_complete", "timeout"]
+
+
+class EnginePool(Struct, frozen=True, kw_only=True):
+    """One pool as one engine uses it.
+
+    Attributes:
+        storage: SGLang's backend.
+        folder: Of the backend `file`.
+        folder_gb_max: Above it the engine deletes what was not used for longest; None: no limit.
+        extra_config: SGLang's configuration of another backend: a JSON object, or `@` and a file.
+        page_tokens: Tokens that are stored, found and fetched together.
+        host_gb: Memory of the tier between engine and pool; None: twice the engine's own cache.
+        prefetch: How long a request waits for what the pool has of its context.
+    """
+
+    storage: Storage
+    folder: str = ""
+    folder_gb_max: float | None = None
+    extra_config: str = ""
+    page_tokens: int = 16
+    host_gb: int | None = None
+    prefetch: Prefetch = "timeout"
+
+
+class _Request(Protocol):
+    extra_key: str | None
+
+
+def arguments(pool: EnginePool, *, has_gpu: bool) -> list[str]:
+    """The flags of SGLang for an engine with this pool."""
+    flags = ["--page-size", str(pool.page_tokens), "--enable-hierarchical-cache"]
+    flags += ["--hicache-write-policy", "write_through"]
+    flags += ["--hicache-storage-backend", pool.storage]
+    flags += ["--hicache-storage-prefetch-policy", pool.prefetch]
+    if extra_config := _extra_config(pool):
+        flags += ["--hicache-storage-backend-extra-config", extra_config]
+    if pool.host_gb is not None:
+        flags += ["--hicache-size", str(pool.host_gb)]
+    if not has_gpu:
+        # What `host_cache` has in plain PyTorch.
+        flags += ["--hicache-io-backend", "direct", "--hicache-mem-layout", "layer_first"]
+    return flags
+
+
+def file_under_own_weights(
+    request: _Request, tree_cache: object | None = None, *_: object, **__: object
+) -> None:
+    """Name the weights that will compute a request; a hook before SGLang looks for its prefix.
+
+    Args:
+        request: SGLang's `Req`.
+        tree_cache: None if a prefill goes on that has looked already.
+    """
+    if not getattr(tree_cache, "enable_storage", False):
+        return
+    from sglang.srt.runtime_context import get_serving
+
+    request.extra_key = get_serving().weight_version
+
+
+def _extra_config(pool: EnginePool) -> str:
+    if pool.storage != "file":
+        return pool.extra_config
+    config: dict[str, object] = {"file_storage_path": pool.folder}
+    if pool.folder_gb_max is not None:
+        config["max_size"] = round(pool.folder_gb_max * 1e9)
+    return json.dumps(config)
