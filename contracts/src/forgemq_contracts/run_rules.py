@@ -37,6 +37,7 @@ def check(configuration: RunConfiguration) -> None:
     _check_agents(configuration)
     _check_live(configuration)
     _check_sampling(configuration)
+    _check_speculation(configuration)
     context_tokens_max = configuration.model.context_tokens_max
     check_tree_limit(configuration.trainer.tree_tokens_max, context_tokens_max=context_tokens_max)
     if configuration.loss.clip_dual <= 1:
@@ -102,3 +103,16 @@ def _check_sampling(configuration: RunConfiguration) -> None:
                 f"episodes.sampling.{name} is {getattr(sampling, name):g}: tokens of a truncated "
                 "support are context and not loss (G4), so nothing would train"
             )
+
+
+def _check_speculation(configuration: RunConfiguration) -> None:
+    speculation = configuration.speculation
+    if speculation is None:
+        return
+    context_tokens_max = configuration.model.context_tokens_max
+    if speculation.steps + 1 >= context_tokens_max:
+        raise ValueError(
+            "speculation.steps must be at least 2 below model.context_tokens_max: the drafted "
+            f"tokens and the one before them are read together, got {speculation.steps} and "
+            f"{context_tokens_max}"
+        )

@@ -11,6 +11,7 @@ from datetime import timedelta
 WEIGHT_GROUP_TIMEOUT_VARIABLE = "FORGEMQ_ENGINE_WEIGHT_GROUP_TIMEOUT_S"
 
 _PIN_HOST_MEMORY = "sglang.srt.mem_cache.pool_host.common._cuda_host_register"
+_PREPARE_KV_COPY = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup"
 _JOIN_WEIGHT_GROUP = (
     "sglang.srt.model_executor.model_runner_components.weight_updater.init_custom_process_group"
 )
@@ -32,6 +33,8 @@ def register_hooks() -> None:
     if activate() is not None:
         # SGLang's host pools always pin their memory, which fails without an accelerator.
         HookRegistry.register(_PIN_HOST_MEMORY, _leave_unpinned, HookType.REPLACE)
+        # A Triton kernel that moves K/V between the branches of a tree; a chain has none.
+        HookRegistry.register(_PREPARE_KV_COPY, _leave_unprepared, HookType.REPLACE)
     timeout_s = os.environ.get(WEIGHT_GROUP_TIMEOUT_VARIABLE)  # noqa: TID251 (a plugin's only input)
     if timeout_s:
         HookRegistry.register(
@@ -41,6 +44,10 @@ def register_hooks() -> None:
 
 def _leave_unpinned(buffer: object, registration_granularity_bytes: int | None = None) -> None:
     del buffer, registration_granularity_bytes
+
+
+def _leave_unprepared(pool: object) -> None:
+    del pool
 
 
 def _bounded_join(timeout: timedelta) -> Callable[..., object]:

@@ -51,7 +51,7 @@ def configuration(values: Document, *, run: str, folder: PurePath) -> RunConfigu
     Args:
         values: As from `document`.
         run: The run's id.
-        folder: Absolute; relative paths of the model and of code start there.
+        folder: Absolute; relative paths of model, head and code start there.
 
     Raises:
         ConfigurationError: naming the key and the rule.
@@ -67,7 +67,13 @@ def configuration(values: Document, *, run: str, folder: PurePath) -> RunConfigu
         raise ConfigurationError(str(error)) from error
     model = msgspec.structs.replace(parsed.model, path=str(folder / parsed.model.path))
     code_paths = tuple(str(folder / path) for path in parsed.code_paths)
-    return msgspec.structs.replace(parsed, model=model, code_paths=code_paths)
+    speculation = parsed.speculation
+    if speculation is not None:
+        head = str(folder / speculation.head)
+        speculation = msgspec.structs.replace(speculation, head=head)
+    return msgspec.structs.replace(
+        parsed, model=model, code_paths=code_paths, speculation=speculation
+    )
 
 
 def changed(
