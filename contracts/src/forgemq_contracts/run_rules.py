@@ -109,6 +109,11 @@ def _check_speculation(configuration: RunConfiguration) -> None:
     speculation = configuration.speculation
     if speculation is None:
         return
+    if configuration.trainer.world_size > 1:
+        raise ValueError(
+            "trainer.world_size must be 1 with [speculation]: a draft head trains on the rank that "
+            f"holds the whole model, got {configuration.trainer.world_size}"
+        )
     context_tokens_max = configuration.model.context_tokens_max
     if speculation.steps + 1 >= context_tokens_max:
         raise ValueError(

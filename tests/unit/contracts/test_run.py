@@ -72,6 +72,14 @@ def test_a_context_that_has_no_room_for_drafted_tokens_is_refused():
             check(run)
 
 
+def test_a_draft_head_on_several_ranks_is_refused():
+    run = msgspec.structs.replace(
+        SOUND, speculation=Speculation(head="h"), trainer=Trainer(steps=1, world_size=2)
+    )
+    with pytest.raises(ValueError, match=r"^trainer\.world_size must be 1 with .* got 2$"):
+        check(run)
+
+
 def outside_queue(domain: str) -> Queue:
     return Queue(domain=domain, task_source="", agent="")
 

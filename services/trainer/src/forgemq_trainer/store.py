@@ -7,6 +7,7 @@ from forgemq_contracts.steps import TrainedStep
 from forgemq_telemetry.telemetry import Telemetry
 from forgemq_trainer.storage.checkpoint import (
     Checkpoint,
+    HeadState,
     TrainingState,
     check_configuration,
     checkpoints,
@@ -44,6 +45,8 @@ class Store:
         self._checkpointed: frozenset[Path] = frozenset()
         self._configuration = configuration
         self._base = Path(configuration.model.path)
+        speculation = configuration.speculation
+        self._base_head = Path("" if speculation is None else speculation.head)
         self._telemetry = telemetry
 
     def newest_checkpoint(self) -> Checkpoint | None:
@@ -96,7 +99,11 @@ class Store:
             trained=trained, configuration=self._configuration, tree_positions=tree_positions
         )
         write_checkpoint(
-            self._checkpoints, state, weights=weights, optimizer=training.optimizer_state()
+            self._checkpoints,
+            state,
+            weights=weights,
+            optimizer=training.optimizer_state(),
+            head=self._head_state(training),
         )
         # Its weights must outlive WEIGHTS_KEPT_MIN: after a restart lanes load them again.
         self._checkpointed = frozenset(
@@ -104,6 +111,15 @@ class Store:
         )
         kept = self._configuration.trainer.checkpoints_kept
         remove_older(self._checkpoints, kept=kept, pattern="step-*")
+
+    def _head_state(self, training: Training) -> HeadState | None:
+        if training.head is None:
+            return None
+        return HeadState(
+            tensors=training.head.weights(),
+            optimizer=training.head.optimizer_state(),
+            base=self._base_head,
+        )
 
     def _write(self, training: Training, folder: Path) -> WeightsFolder:
         return write_weights(
