@@ -90,6 +90,17 @@ def test_two_versions_arrive_through_one_group(tmp_path: Path, paths: FastPaths)
     assert output.split() == ["equal", "equal"]
 
 
+def test_a_draft_heads_tensors_follow_the_policys_in_one_transfer(
+    tmp_path: Path, paths: FastPaths
+) -> None:
+    policy, head, later = (_weights(tmp_path / f"{n}.safetensors", n) for n in (1, 2, 3))
+    (offer,) = paths.offer({0: 3}, prefix="r-1")
+    peer = _peer(offer, policy, head, later)
+    assert paths.send((offer,), policy, head) == {0: ""}
+    assert paths.send(paths.offer({0: 3}, prefix="r-1"), later) == {0: ""}
+    assert peer.communicate(timeout=30)[0].split() == ["equal"] * 3
+
+
 def test_a_dead_engine_fails_only_its_own_lane(tmp_path: Path, paths: FastPaths) -> None:
     files = [_weights(tmp_path / f"{n}.safetensors", n) for n in (1, 2)]
     offers = paths.offer({0: 1, 1: 1}, prefix="r-1")

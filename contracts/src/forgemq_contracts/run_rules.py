@@ -42,6 +42,7 @@ def check(configuration: RunConfiguration) -> None:
     _check_sampling(configuration)
     if configuration.pool is not None:
         _check_pool(configuration.pool, has_head=configuration.speculation is not None)
+    _check_speculation(configuration)
     context_tokens_max = configuration.model.context_tokens_max
     check_tree_limit(configuration.trainer.tree_tokens_max, context_tokens_max=context_tokens_max)
     if configuration.loss.clip_dual <= 1:
@@ -136,3 +137,21 @@ def _check_sampling(configuration: RunConfiguration) -> None:
                 f"episodes.sampling.{name} is {getattr(sampling, name):g}: tokens of a truncated "
                 "support are context and not loss (G4), so nothing would train"
             )
+
+
+def _check_speculation(configuration: RunConfiguration) -> None:
+    speculation = configuration.speculation
+    if speculation is None:
+        return
+    if configuration.trainer.world_size > 1:
+        raise ValueError(
+            "trainer.world_size must be 1 with [speculation]: a draft head trains on the rank that "
+            f"holds the whole model, got {configuration.trainer.world_size}"
+        )
+    context_tokens_max = configuration.model.context_tokens_max
+    if speculation.steps + 1 >= context_tokens_max:
+        raise ValueError(
+            "speculation.steps must be at least 2 below model.context_tokens_max: the drafted "
+            f"tokens and the one before them are read together, got {speculation.steps} and "
+            f"{context_tokens_max}"
+        )

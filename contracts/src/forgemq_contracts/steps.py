@@ -119,6 +119,21 @@ class TrainingMetrics(Struct, frozen=True, kw_only=True, omit_defaults=True):
     probe_s: Annotated[
         Seconds, Meta(description="Forward over fresh completions, for logprob_gap.")
     ] = 0.0
+    draft_loss: Annotated[
+        float,
+        Meta(description="Mean KL of the draft head's guesses, nats; 0 without speculation."),
+    ] = 0.0
+    draft_grad_norm: Annotated[
+        float, Meta(ge=0, description="Of the draft head, before clipping; 0 if not finite.")
+    ] = 0.0
+    draft_overlap: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="Mean of sum min(p, q) of policy and draft head, before the step: the "
+            "share of guesses that exact speculative sampling accepts. 0 without speculation.",
+        ),
+    ] = 0.0
 
     def measured_gap(self) -> LogprobGap | None:
         """`logprob_gap`; of a record without it, what the record has; None if not measured."""

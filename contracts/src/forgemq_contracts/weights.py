@@ -23,7 +23,14 @@ class Rendezvous(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class PublishedHead(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The durable copy of a draft head, which belongs to the weights it is published with."""
+    """The durable copy of a draft head, which belongs to the weights it is published with.
+
+    A record that names a head is a push: an engine that loads its version loads the head with it,
+    in every way of loading. The other records of a run with speculation name none, and the head
+    that an engine has stays. Pushes are the versions that speculation.push_every_steps divides, and
+    the version that a restarted trainer publishes first. An engine that starts between two pushes
+    guesses with the head that the run began with, which makes it slower and never wrong.
+    """
 
     sha256: Annotated[Sha256, Meta(description="Of the safetensors file.")]
     uri: Annotated[str, Meta(min_length=1, description="Folder in Hugging Face format.")]
@@ -71,8 +78,9 @@ class PublishedWeights(Struct, frozen=True, kw_only=True, omit_defaults=True):
     head: Annotated[
         PublishedHead | None,
         Meta(
-            description="Of a run with speculation: the newest draft head. On the fast path its "
-            "tensors follow those of the policy, in a session of their own."
+            description="The draft head that is loaded with this version; null: the one that is "
+            "loaded stays. On the fast path its tensors follow those of the policy, in a session "
+            "of their own."
         ),
     ] = None
 

@@ -17,6 +17,7 @@ from forgemq_contracts.run import (
     Trainer,
 )
 from forgemq_contracts.run_rules import check
+from forgemq_contracts.speculation import Speculation
 from forgemq_trainer.core.loss import loss_function
 from forgemq_trainer.model import ARCHITECTURES
 
@@ -52,6 +53,31 @@ def test_a_pin_that_truncates_the_support_is_refused_for_nothing_would_train(fie
 @pytest.mark.parametrize("pin", [{}, {"temperature": 0.7}, {"top_k": 0}, {"top_p": 1.0}])
 def test_a_pin_with_full_support_is_taken(pin):
     check(sampled(**pin))
+
+
+def test_a_context_that_has_no_room_for_drafted_tokens_is_refused():
+    guessing = msgspec.structs.replace(SOUND, speculation=Speculation(head="h", steps=6))
+    sampling = Sampling(max_tokens=4)
+    for room, is_refused in ((8, False), (7, True)):
+        run = msgspec.structs.replace(
+            guessing,
+            model=Model(path="m", context_tokens_max=room),
+            trainer=Trainer(steps=1, tree_tokens_max=64),
+            episodes=Episodes(sampling=sampling),
+        )
+        if is_refused:
+            with pytest.raises(ValueError, match=r"^speculation\.steps must be .* got 6 and 7$"):
+                check(run)
+        else:
+            check(run)
+
+
+def test_a_draft_head_on_several_ranks_is_refused():
+    run = msgspec.structs.replace(
+        SOUND, speculation=Speculation(head="h"), trainer=Trainer(steps=1, world_size=2)
+    )
+    with pytest.raises(ValueError, match=r"^trainer\.world_size must be 1 with .* got 2$"):
+        check(run)
 
 
 def outside_queue(domain: str) -> Queue:

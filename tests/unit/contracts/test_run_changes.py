@@ -8,6 +8,7 @@ import pytest
 
 from forgemq_contracts.run import LiveKey, Model, Queue, RunConfiguration, Trainer
 from forgemq_contracts.run_changes import MAY_CHANGE, REASONS, changes, check_changes
+from forgemq_contracts.speculation import Speculation
 
 WAS = RunConfiguration(
     run="r",
@@ -15,6 +16,7 @@ WAS = RunConfiguration(
     model=Model(path="m"),
     queues=tuple(Queue(domain=name, task_source="", agent="") for name in ("one", "two")),
     trainer=Trainer(steps=4),
+    speculation=Speculation(head="h"),
 )
 
 

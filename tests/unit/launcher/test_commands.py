@@ -48,6 +48,8 @@ def model(tmp_path) -> Path:
         ("queues.0.group_size=1", "group_size (G) must be at least 2"),
         ('code_paths=["nowhere"]', "nowhere is no folder"),
         ("model.path=nowhere", "nowhere has no config.json"),
+        ("speculation.head=nowhere", "nowhere has no config.json; `forgemq new-head` writes"),
+        (f"speculation.head={DEMO / 'model'}", "model has no LlamaForCausalLMEagle"),
     ],
 )
 def test_a_run_that_cannot_work_is_refused_by_name_and_leaves_nothing(

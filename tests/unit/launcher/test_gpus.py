@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from forgemq_contracts.run import LogLayout, Model, Queue, RunConfiguration, Trainer
+from forgemq_contracts.speculation import Speculation
 from forgemq_launcher.core.gpus import engine_gpus, least_free_bytes, visible_gpus
 from forgemq_launcher.upkeep.engines import options_of_lanes
 from forgemq_launcher.upkeep.machine import MachineError
@@ -87,3 +88,14 @@ def test_each_lane_has_a_gpu_of_its_own_and_a_machine_without_one_serves_on_its_
         options_of_lanes(RUN, gpus=3, environ=trainer_on_gpus)
     one = msgspec.structs.replace(RUN, log=LogLayout(lanes=1))
     assert options_of_lanes(one, gpus=3, environ=trainer_on_gpus)[0].gpu_first == 2
+
+
+def test_every_engine_of_a_run_that_speculates_starts_with_its_head() -> None:
+    run = msgspec.structs.replace(RUN, speculation=Speculation(head="/h", steps=2))
+    expected = EngineOptions(head="/h", draft_steps=2)
+    assert options_of_lanes(run, gpus=0, environ={}) == (expected, expected)
+    on_gpus = options_of_lanes(run, gpus=4, environ={"FORGEMQ_TRAINER_DEVICE": "cuda"})
+    assert [(each.gpu_first, each.head, each.draft_steps) for each in on_gpus] == [
+        (2, "/h", 2),
+        (3, "/h", 2),
+    ]

@@ -51,6 +51,18 @@ def test_a_gpu_engine_that_records_expert_routes_runs_a_kernel_that_gets_them() 
         assert command[start : start + 2] == expected
 
 
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_an_engine_with_a_head_drafts_one_chain_and_reads_it_with_the_token_before_it(
+    has_gpu: bool,
+) -> None:
+    command = line(EngineOptions(has_gpu=has_gpu, head="h", draft_steps=5))
+    assert command.endswith(
+        "--speculative-algorithm EAGLE --speculative-draft-model-path h --speculative-num-steps 5 "
+        "--speculative-eagle-topk 1 --speculative-num-draft-tokens 6"
+    )
+    assert "speculative" not in line(EngineOptions(has_gpu=has_gpu))
+
+
 def test_engines_that_share_a_machine_begin_at_different_gpus() -> None:
     command = line(EngineOptions(has_gpu=True, tensor_parallel=2, gpu_first=2))
     assert "--tp-size 2 --base-gpu-id 2" in command

@@ -186,7 +186,7 @@ def test_engines_get_a_base_model_in_one_file_also_if_it_comes_in_shards(
         telemetry=Telemetry(service="trainer", stream=io.StringIO()),
     )
     training = Training(configuration, device="cpu", checkpoint=None)
-    published = store.save_restored_weights(training, None, lineage=1)
+    published = store.save_restored(training, None, lineage=1).weights
     assert (published.folder == base) == is_whole
     names = {path.name for path in published.folder.iterdir()}
     assert {name for name in names if "model" in name} == {"model.safetensors"}

@@ -39,6 +39,8 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
         weight_bytes_per_s_min: Least rate at which they arrive; their size adds to the wait. As the
             trainer's settings `transfer_deadline_s` and `transfer_bytes_per_s_min`.
         pool: That the server shares with others; None: it keeps K/V in its own memory only.
+        head: Folder of a draft head that guesses tokens ahead of the model; "" for none.
+        draft_steps: Tokens it guesses before each pass of the model.
         extra: More arguments, appended unchanged; the last one of a name counts.
     """
 
@@ -53,6 +55,8 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
     weight_group_timeout_s: float = 30.0
     weight_bytes_per_s_min: float = 2e8
     pool: EnginePool | None = None
+    head: str = ""
+    draft_steps: int = 3
     extra: tuple[str, ...] = ()
 
 
@@ -86,6 +90,8 @@ def command_line(
         if options.has_gpu:
             # SGLang's default on Blackwell routes inside its kernel and records expert 0 only.
             command += ["--moe-runner-backend", "triton"]
+    if options.head:
+        command += _draft_arguments(options)
     return [*command, *options.extra]
 
 
@@ -112,6 +118,17 @@ def _gpu_arguments(options: EngineOptions) -> list[str]:
     if options.gpu_first:
         arguments += ["--base-gpu-id", str(options.gpu_first)]
     return [*arguments, "--enable-fp32-lm-head"]
+
+
+def _draft_arguments(options: EngineOptions) -> list[str]:
+    # A chain and no tree: the model reads the drafted tokens and the one before them.
+    return [
+        *("--speculative-algorithm", "EAGLE"),
+        *("--speculative-draft-model-path", options.head),
+        *("--speculative-num-steps", str(options.draft_steps)),
+        *("--speculative-eagle-topk", "1"),
+        *("--speculative-num-draft-tokens", str(options.draft_steps + 1)),
+    ]
 
 
 def environment(

@@ -1,8 +1,13 @@
 """SGLang's out-of-tree platform for CPUs: native PyTorch paths, no Triton, no sgl_kernel."""
 
+from collections.abc import Callable
+
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+
+_SPECULATIVE = ("EAGLE", "STANDALONE")
+"""A draft head (SGLang's NEXTN is EAGLE), and a small model that drafts."""
 
 
 class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # sglang has no types
@@ -26,3 +31,21 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):  # type: ignore[misc]  # sglang 
     def get_dispatch_key_name(self) -> str:
         """Suffix of the `forward_*` method that layers use."""
         return "native"
+
+    def supports_speculative_algorithm(self, algorithm: str) -> bool:
+        """Whether `speculation.py` has what the algorithm needs, for chains of drafted tokens."""
+        return algorithm in _SPECULATIVE
+
+    def get_speculative_cache_locs_fn(self) -> Callable[..., object]:
+        """Cache slots of drafted tokens."""
+        from forgemq_sglang_cpu.speculation import cache_locations
+
+        return cache_locations
+
+    def get_speculative_worker_cls(self, algorithm: str) -> None:
+        """None: SGLang's own worker, with chains in plain torch in place of its kernels."""
+        del algorithm
+        # Asked only by an engine that speculates, before its first drafted token.
+        from forgemq_sglang_cpu.speculative_engine import install
+
+        install()

@@ -14,6 +14,7 @@ _PIN_HOST_MEMORY = "sglang.srt.mem_cache.pool_host.common._cuda_host_register"
 _MAKE_HOST_POOL = "sglang.srt.mem_cache.pool_host.base.HostKVCache.__init__"
 _MAKE_HOST_CACHE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.init_hicache"
 _LOOK_FOR_PREFIX = "sglang.srt.managers.schedule_batch.Req.init_next_round_input"
+_PREPARE_KV_COPY = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup"
 _JOIN_WEIGHT_GROUP = (
     "sglang.srt.model_executor.model_runner_components.weight_updater.init_custom_process_group"
 )
@@ -39,6 +40,8 @@ def register_hooks() -> None:
         HookRegistry.register(_PIN_HOST_MEMORY, _leave_unpinned, HookType.REPLACE)
         HookRegistry.register(_MAKE_HOST_POOL, host_cache.leave_unpinned, HookType.AFTER)
         HookRegistry.register(_MAKE_HOST_CACHE, host_cache.prepare, HookType.BEFORE)
+        # A Triton kernel that moves K/V between the branches of a tree; a chain has none.
+        HookRegistry.register(_PREPARE_KV_COPY, _leave_unprepared, HookType.REPLACE)
     HookRegistry.register(_LOOK_FOR_PREFIX, pool.file_under_own_weights, HookType.BEFORE)
     timeout_s = os.environ.get(WEIGHT_GROUP_TIMEOUT_VARIABLE)  # noqa: TID251 (a plugin's only input)
     if timeout_s:
@@ -49,6 +52,10 @@ def register_hooks() -> None:
 
 def _leave_unpinned(buffer: object, registration_granularity_bytes: int | None = None) -> None:
     del buffer, registration_granularity_bytes
+
+
+def _leave_unprepared(pool: object) -> None:
+    del pool
 
 
 def _bounded_join(timeout: timedelta) -> Callable[..., object]:

@@ -77,6 +77,9 @@ GaugeName: TypeAlias = Literal[
     "trainer.logprob_gap_max",
     "trainer.logprob_gap_mean",
     "trainer.gap_entries",
+    "trainer.draft_loss",
+    "trainer.draft_grad_norm",
+    "trainer.draft_overlap",
     "trainer.branch_loss",
     "trainer.flop_ratio",
     "trainer.flop_ratio_weights",
@@ -243,6 +246,13 @@ GAUGES: dict[GaugeName, Metric] = {
     "trainer.logprob_gap_mean": Metric("{nat}", "Mean |trainer - engine| log-probability."),
     "trainer.gap_entries": Metric(
         "{token}", "Tokens whose gap the newest step measured; at 0 the gap is an older step's."
+    ),
+    "trainer.draft_loss": Metric(
+        "{nat}", "Mean KL of the draft head's guesses from the policy, before the newest step."
+    ),
+    "trainer.draft_grad_norm": Metric("1", "Gradient norm of the draft head, before clipping."),
+    "trainer.draft_overlap": Metric(
+        "1", "Mean sum min(p, q) of policy and draft head: the share of guesses to be accepted."
     ),
     "trainer.branch_loss": Metric("1", "Tree tokens over those of each episode's last sample."),
     "trainer.flop_ratio": Metric("1", "Operations per request over those of the trees."),

@@ -17,6 +17,7 @@ from forgemq_bus.broker import BrokerError
 from forgemq_bus.errors import AccessError, LogError
 from forgemq_contracts.run import RunConfiguration
 from forgemq_launcher import exit_status
+from forgemq_launcher.arguments import options_of
 from forgemq_launcher.core.configuration import (
     ConfigurationError,
     changed,
@@ -26,7 +27,7 @@ from forgemq_launcher.core.configuration import (
     names_budget,
     next_run,
 )
-from forgemq_launcher.model_folder import check_model_folder
+from forgemq_launcher.model_folder import check_head_folder, check_model_folder
 from forgemq_launcher.placement import DEVICE, device_of, with_budget
 from forgemq_launcher.run_folder import RunFolder, RunFolderError, names_taken, run_folders
 from forgemq_launcher.settings import LauncherSettings
@@ -49,7 +50,7 @@ def main() -> None:
 
 def run_tool(arguments: Sequence[str], *, environ: Mapping[str, str], console: Console) -> int:
     """Run one command; returns the exit status."""
-    options = _options(arguments)
+    options = options_of(arguments)
     try:
         settings = parse(LauncherSettings, prefix="FORGEMQ_LAUNCHER_", environ=environ)
         return _command(options, settings=settings, environ=environ, console=console)
@@ -67,106 +68,8 @@ def run_tool(arguments: Sequence[str], *, environ: Mapping[str, str], console: C
         return exit_status.FAILED
 
 
-def _options(arguments: Sequence[str]) -> argparse.Namespace:
-    """The arguments, parsed; `key=value` may come before an option or after it."""
-    parser = _parser()
-    options, left = parser.parse_known_args(arguments)
-    # argparse gives a positional that takes any number only what comes before the next option.
-    if [each for each in left if each.startswith("-") or "overrides" not in options]:
-        parser.error(f"unrecognized arguments: {' '.join(left)}")
-    if left:
-        options.overrides += left
-    return options
-
-
 def _print_plain(console: Console, text: str) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="forgemq",
-        description="Agent reinforcement learning over a message queue, on one machine.",
-        epilog="Settings: FORGEMQ_KAFKA names a broker, FORGEMQ_ENGINE_URL an engine for each "
-        "lane, FORGEMQ_LAUNCHER_RUNS the folder of runs.",
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    run = commands.add_parser(
-        "run",
-        help="run a configuration from start to report, or continue a run",
-        description="Bring up engine, broker and services, show the run, and report it at its "
-        "end. Exit status: 0 completed and every guarantee held, 1 failed, 2 refused, "
-        "130 interrupted.",
-    )
-    run.add_argument("file", type=Path, help="run configuration, TOML")
-    run.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. trainer.steps=10")
-    run.add_argument("--resume", metavar="RUN", help="continue this run")
-    create = commands.add_parser(
-        "create",
-        help="create topics and announce the run on FORGEMQ_KAFKA, start nothing",
-        description="The run's id is FORGEMQ_RUN or run=ID, else the file's name and the next "
-        "number that this broker has not seen. Prints what its services need.",
-    )
-    create.add_argument("file", type=Path, help="run configuration, TOML")
-    create.add_argument("overrides", nargs="*", metavar="key=value")
-    resolve = commands.add_parser(
-        "resolve", help="write the checked configuration as JSON, for agents on another machine"
-    )
-    resolve.add_argument("file", type=Path, help="run configuration, TOML")
-    resolve.add_argument("overrides", nargs="*", metavar="key=value")
-    resolve.add_argument("--to", type=Path, required=True, metavar="JSON", help="file to write")
-    _add_looks(commands)
-    return parser
-
-
-def _add_looks(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the commands about runs that exist."""
-    commands.add_parser("runs", help="list the runs")
-    audit = commands.add_parser("audit", help="check the guarantees of a run on its log")
-    audit.add_argument("run", metavar="RUN")
-    inspect = commands.add_parser("inspect", help="print groups, or every turn of one")
-    inspect.add_argument("run", metavar="RUN")
-    inspect.add_argument("what", nargs="?", metavar="GROUP|EPISODE", help="default: list groups")
-    replay = commands.add_parser(
-        "replay",
-        help="run the journals of a run's transform services again and compare every byte",
-        description="Exit status: 0 every byte is the same, 1 one is not, 2 refused: inputs are "
-        "gone. A run with log.keep_for_replay = true keeps all of them.",
-    )
-    replay.add_argument("run", metavar="RUN")
-    replay.add_argument("service", nargs="?", choices=TRANSFORMS, help="default: all three")
-    replay.add_argument("--partition", type=int, help="of the journal; default: all of them")
-    replay.add_argument("--to", metavar="FOLDER", help="write recordings there, replay nothing")
-    report = commands.add_parser(
-        "report", help="write report.json, report.png and curves.jsonl of a run from its log"
-    )
-    report.add_argument("run", metavar="RUN")
-    report.add_argument(
-        "--to", type=Path, metavar="FOLDER", help="default: the run's folder, else RUN-report"
-    )
-    delete = commands.add_parser(
-        "delete",
-        help="remove a run that is down: topics, consumer groups, blobs, weights, its folder",
-        description="Shows what it will remove and asks. Exit status: 0 removed, 2 refused.",
-    )
-    delete.add_argument("run", metavar="RUN")
-    delete.add_argument("--yes", action="store_true", help="do not ask")
-    _add_import(commands)
-    dlq = commands.add_parser("dlq", help="list records that did not decode")
-    dlq.add_argument("run", metavar="RUN")
-
-
-def _add_import(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    made = commands.add_parser(
-        "import",
-        help="add finished conversations to a run that is up; they never train",
-        description="A line of FILE is one conversation as JSON: OpenAI's chat `messages`, and if "
-        "there are any `tools`, `reward` (the outcome), `rewards` by name, `result`, `metadata`. "
-        "If one line is wrong nothing is imported; what is in the run already is not added again.",
-    )
-    made.add_argument("run", metavar="RUN")
-    made.add_argument("file", type=Path, metavar="FILE")
-    made.add_argument("--domain", required=True, help="a domain of the run")
 
 
 def _command(
@@ -187,6 +90,8 @@ def _command(
             return _create(options, environ=environ, console=console)
         case "resolve":
             return _resolve(options, environ=environ)
+        case "new-head":
+            return _new_head(options, console=console)
         case "runs":
             return list_runs(run_folders(runs), console)
         case "replay":
@@ -197,6 +102,14 @@ def _command(
             return _import(options, settings=settings, environ=environ, console=console)
         case _:
             return _look(options, environ=environ, console=console, runs=runs)
+
+
+def _new_head(options: argparse.Namespace, *, console: Console) -> int:
+    from forgemq_launcher.commands.new_head import write_new_head
+
+    count = write_new_head(options.model, options.folder, seed=options.seed)
+    _print_plain(console, f"a head of {count} numbers in {options.folder}")
+    return exit_status.OK
 
 
 def _look(
@@ -354,6 +267,8 @@ def _check_paths(made: RunConfiguration, *, source: str) -> None:
     """Refuse a model or code that is not on this machine, before it is written down anywhere."""
     try:
         check_model_folder(Path(made.model.path))
+        if made.speculation is not None:
+            check_head_folder(Path(made.speculation.head), model=Path(made.model.path))
         check_user_code(made)
     except ConfigurationError as error:
         raise ConfigurationError(f"{source}: {error}") from error

@@ -1,9 +1,10 @@
-"""Whether a folder holds a model that a run can use; checked before anything starts."""
+"""Whether folders hold a model and a head that a run can use; checked before anything starts."""
 
 from pathlib import Path
 
 import msgspec
 
+from forgemq_contracts.draft_head import HEAD_CLASS, HEAD_FILE, head_shape, is_head
 from forgemq_contracts.run import MODEL_TYPES
 from forgemq_launcher.core.configuration import ConfigurationError
 
@@ -37,3 +38,31 @@ def check_model_folder(folder: Path) -> None:
         raise ConfigurationError(f"model.path: {folder} has no tokenizer ({TOKENIZER_FILES[0]})")
     if not any(folder.glob("*.safetensors")):
         raise ConfigurationError(f"model.path: {folder} has no weights (*.safetensors)")
+
+
+def check_head_folder(folder: Path, *, model: Path) -> None:
+    """Refuse a folder without a draft head of the model's sizes.
+
+    Raises:
+        ConfigurationError: naming what is missing or does not fit.
+    """
+    try:
+        config = (folder / "config.json").read_bytes()
+    except OSError as error:
+        raise ConfigurationError(
+            f"speculation.head: {folder} has no config.json; `forgemq new-head` writes a head"
+        ) from error
+    if not is_head(config):
+        raise ConfigurationError(f"speculation.head: {folder} has no {HEAD_CLASS}")
+    if not (folder / HEAD_FILE).is_file():
+        raise ConfigurationError(f"speculation.head: {folder} has no {HEAD_FILE}")
+    try:
+        head, policy = head_shape(config), head_shape((model / "config.json").read_bytes())
+    except ValueError as error:
+        raise ConfigurationError(f"speculation.head: {error}") from error
+    for name in ("hidden_size", "vocabulary_size"):
+        if getattr(head, name) != getattr(policy, name):
+            raise ConfigurationError(
+                f"speculation.head: {folder} has {name} {getattr(head, name)}, the model has "
+                f"{getattr(policy, name)}"
+            )

@@ -23,7 +23,7 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -183,7 +183,7 @@ class FastPaths:
         self._threads: list[threading.Thread] = []
         self._made = 0
         self.copied_bytes_peak = 0
-        """The most bytes of copies that the newest `send` held at once, for all lanes together."""
+        """At most so many bytes of copies did the newest `send` hold at once, for all lanes."""
 
     def offer(
         self, lanes: Mapping[int, int], *, prefix: str, ranks: Mapping[int, int] | None = None
@@ -207,14 +207,16 @@ class FastPaths:
             for lane in sorted(lanes)
         )
 
-    def send(self, offers: tuple[Rendezvous, ...], file: Path) -> dict[int, str]:
-        """Broadcast the tensors of a safetensors file to every offered lane; blocks.
+    def send(self, offers: tuple[Rendezvous, ...], *files: Path) -> dict[int, str]:
+        """Broadcast the tensors of safetensors files, one after another, to every offered lane.
+
+        Blocks. The policy's file is the first; a draft head's follows under the same deadline.
 
         Returns:
             Lane -> the reason it failed, "" if all was sent. A failed lane's group is dropped.
         """
-        weights = MappedWeights(file, device=self._device)
-        size_bytes, started_s = file.stat().st_size, time.monotonic()
+        weights = [MappedWeights(file, device=self._device) for file in files]
+        size_bytes, started_s = sum(file.stat().st_size for file in files), time.monotonic()
         deadline_s = self._deadline.of(size_bytes)
         transfers: dict[int, _Transfer] = {}
         failures: dict[int, str] = {}
@@ -231,7 +233,7 @@ class FastPaths:
         self._threads += [transfer.thread for transfer in transfers.values()]
         for lane, transfer in transfers.items():
             failures[lane] = transfer.failure()
-        self.copied_bytes_peak = weights.copied_bytes_peak
+        self.copied_bytes_peak = sum(each.copied_bytes_peak for each in weights)
         # A broadcast that broke off leaves a group's processes at different points, of no use.
         for lane, failure in failures.items():
             if failure:
@@ -297,12 +299,13 @@ class FastPaths:
             world_size=world_size,
         )
 
-    def _send(self, link: _Link, weights: MappedWeights, progress: _Progress) -> None:
+    def _send(self, link: _Link, weights: Sequence[MappedWeights], progress: _Progress) -> None:
         try:
             if link.group is None:
                 self._wait_for_engine(link, progress)
                 link.group = self._form_group(link, left=progress.left())
-            self._broadcast(link, link.group, weights, progress)
+            for each in weights:
+                self._broadcast(link, link.group, each, progress)
         except RuntimeError as error:
             raise TransferError(f"{type(error).__name__}: {error}; {progress}") from error
 

@@ -94,8 +94,8 @@ class TrainingLoop:
         self, training: Training, checkpoint: Checkpoint | None, previous: PreviousLives
     ) -> None:
         """Write to the log what a previous life may not have written of the checkpoint's step."""
-        weights = await asyncio.to_thread(
-            self._store.save_restored_weights, training, checkpoint, lineage=self._life.lineage
+        saved = await asyncio.to_thread(
+            self._store.save_restored, training, checkpoint, lineage=self._life.lineage
         )
         self._accounted = previous.trained
         self._restored_version = training.version
@@ -111,9 +111,9 @@ class TrainingLoop:
             "restored",
             lineage=self._life.lineage,
             version=training.version,
-            sha256=weights.sha256,
+            sha256=saved.weights.sha256,
         )
-        await self._publisher.publish(weights, version=training.version, headers=())
+        await self._publisher.publish(saved, headers=())
 
     async def _next(
         self, steps: Reader, version: int, *, dead_letters: DeadLetters
@@ -166,8 +166,8 @@ class TrainingLoop:
                 (group.group_id for group in scheduled.groups),
                 version_min=training.version - self._staleness_max,
             )
-            weights = await asyncio.to_thread(
-                self._store.save_weights, training, lineage=self._life.lineage
+            saved = await asyncio.to_thread(
+                self._store.save_version, training, lineage=self._life.lineage
             )
             # The duration ends here: the record is part of the checkpoint, so it cannot include it.
             trained = self._record(step, metrics, duration_s=clock.time() - started_s)
@@ -177,7 +177,7 @@ class TrainingLoop:
                 await asyncio.to_thread(
                     self._store.save_checkpoint,
                     training,
-                    weights=weights,
+                    weights=saved.weights,
                     trained=trained,
                     tree_positions=positions,
                 )
@@ -185,7 +185,7 @@ class TrainingLoop:
                 needed = dict(positions)
             await self._commit(trained, needed=needed, headers=span.headers())
             report_step(trained, telemetry)
-            await self._publisher.publish(weights, version=training.version, headers=span.headers())
+            await self._publisher.publish(saved, headers=span.headers())
 
     def _is_remade(self, version: int) -> bool:
         """Whether this life trained a step again to make a version that an older one published."""

@@ -12,7 +12,13 @@ import asyncio
 from forgemq_bus.log import Headers
 from forgemq_contracts.messages import Output
 from forgemq_contracts.topics import PUBLISHED_WEIGHTS
-from forgemq_contracts.weights import LoadedWeights, PublishedWeights, Rendezvous, ReportedEngine
+from forgemq_contracts.weights import (
+    LoadedWeights,
+    PublishedHead,
+    PublishedWeights,
+    Rendezvous,
+    ReportedEngine,
+)
 from forgemq_shell.records import emit_of
 from forgemq_shell.service import Context
 from forgemq_trainer.baseline import wait_for_baseline
@@ -20,7 +26,7 @@ from forgemq_trainer.core.lanes import LiveLanes
 from forgemq_trainer.fast_path import FastPaths
 from forgemq_trainer.previous_lives import TrainerLife
 from forgemq_trainer.settings import TrainerSettings
-from forgemq_trainer.storage.weights import WEIGHTS_FILE, WeightsFolder
+from forgemq_trainer.storage.weights import SavedVersion
 from forgemq_trainer.transfer_deadline import TransferDeadline
 
 
@@ -56,12 +62,13 @@ class Publisher:
         self._transfer: asyncio.Task[None] | None = None
         self._version = 0
 
-    async def publish(self, weights: WeightsFolder, *, version: int, headers: Headers) -> None:
+    async def publish(self, saved: SavedVersion, *, headers: Headers) -> None:
         """Write PublishedWeights and start the fast path to every live lane.
 
         Version 1 waits until the base model is evaluated. If the run is to stop before that, it is
         not published: the next life of the trainer does it.
         """
+        version, weights, head = saved.version, saved.weights, saved.head
         if version == 1:
             await wait_for_baseline(self._context)
             if self._context.stop.is_set():
@@ -81,7 +88,10 @@ class Publisher:
             base_sha256=weights.base_sha256 or None,
             deltas=weights.deltas,
             fast_paths=offers,
-            deadline_s=self._deadline.of(weights.size_bytes),
+            deadline_s=self._deadline.of(saved.size_bytes),
+            head=None
+            if head is None
+            else PublishedHead(sha256=head.sha256, uri=head.uri, size_bytes=head.size_bytes),
         )
         output = Output(topic=PUBLISHED_WEIGHTS.name, partition=0, record=published)
         await self._life.writer.write(emit_of(output, headers=headers))
@@ -89,7 +99,7 @@ class Publisher:
             "published", lineage=self._life.lineage, version=version, lanes=len(offers)
         )
         if offers:
-            self._transfer = self._tasks.create_task(self._send(offers, weights, version))
+            self._transfer = self._tasks.create_task(self._send(offers, saved))
 
     async def close(self) -> None:
         """Give up on lanes that have not joined, and wait for the transfer to end."""
@@ -129,25 +139,24 @@ class Publisher:
             self._fast_paths.offer, lanes, prefix=self._group_prefix, ranks=self._lanes.ranks()
         )
 
-    async def _send(
-        self, offers: tuple[Rendezvous, ...], weights: WeightsFolder, version: int
-    ) -> None:
+    async def _send(self, offers: tuple[Rendezvous, ...], saved: SavedVersion) -> None:
         assert self._fast_paths is not None
         loop = asyncio.get_running_loop()
         started_s = loop.time()
-        file = weights.folder / WEIGHTS_FILE
-        failures = await asyncio.to_thread(self._fast_paths.send, offers, file)
+        failures = await asyncio.to_thread(self._fast_paths.send, offers, *saved.files)
         for lane, failure in failures.items():
             if failure:
-                self._telemetry.event("lane_left_out", lane=lane, version=version, reason=failure)
+                self._telemetry.event(
+                    "lane_left_out", lane=lane, version=saved.version, reason=failure
+                )
                 self._telemetry.count("trainer.fast_path_failures")
         took_s = loop.time() - started_s
         self._telemetry.observe("trainer.transfer_s", took_s)
         self._telemetry.event(
             "transferred",
-            version=version,
+            version=saved.version,
             lanes=len(offers) - sum(map(bool, failures.values())),
-            size_bytes=weights.size_bytes,
+            size_bytes=saved.size_bytes,
             copied_bytes_peak=self._fast_paths.copied_bytes_peak,
             took_s=round(took_s, 3),
         )

@@ -54,6 +54,11 @@ def _record_metrics(metrics: TrainingMetrics, telemetry: Telemetry) -> None:
         telemetry.gauge("trainer.logprob_gap_mean", gap.mean)
     telemetry.gauge("trainer.gap_entries", gap.entries if gap else 0)
     telemetry.observe("trainer.probe_s", metrics.probe_s)
+    # Of a run without a draft head these are 0, and it has no such gauges.
+    if metrics.draft_overlap:
+        telemetry.gauge("trainer.draft_loss", metrics.draft_loss)
+        telemetry.gauge("trainer.draft_grad_norm", metrics.draft_grad_norm)
+        telemetry.gauge("trainer.draft_overlap", metrics.draft_overlap)
     telemetry.gauge("trainer.branch_loss", metrics.branch_loss)
     telemetry.gauge("trainer.flop_ratio", metrics.flop_ratio)
     telemetry.gauge("trainer.flop_ratio_weights", metrics.flop_ratio_weights)

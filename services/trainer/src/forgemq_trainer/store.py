@@ -8,6 +8,7 @@ from forgemq_telemetry.telemetry import Telemetry
 from forgemq_trainer.settings import TrainerSettings
 from forgemq_trainer.storage.checkpoint import (
     Checkpoint,
+    HeadState,
     TrainingState,
     check_configuration,
     checkpoints,
@@ -15,8 +16,10 @@ from forgemq_trainer.storage.checkpoint import (
     write_checkpoint,
 )
 from forgemq_trainer.storage.durable import DurableWeights
+from forgemq_trainer.storage.heads import write_head
 from forgemq_trainer.storage.weights import (
     WEIGHTS_FILE,
+    SavedVersion,
     WeightsFolder,
     link_weights,
     read_weights_folder,
@@ -51,9 +54,14 @@ class Store:
             drafts=folder / "weights",
             deltas_max=settings.deltas_max,
         )
+        self._heads = DurableWeights(
+            blobs, run=f"{configuration.run}/heads", drafts=folder / "heads"
+        )
         self._checkpointed: frozenset[Path] = frozenset()
         self._configuration = configuration
         self._base = Path(configuration.model.path)
+        speculation = configuration.speculation
+        self._base_head = Path("" if speculation is None else speculation.head)
         self._telemetry = telemetry
 
     def newest_checkpoint(self) -> Checkpoint | None:
@@ -72,10 +80,28 @@ class Store:
             return found
         return None
 
-    def save_restored_weights(
+    def save_restored(
+        self, training: Training, checkpoint: Checkpoint | None, *, lineage: int
+    ) -> SavedVersion:
+        """Save the version that training starts from durably, under this lineage.
+
+        It names its draft head, unless it is the one that engines start with.
+        """
+        weights = self._save_restored_weights(training, checkpoint, lineage=lineage)
+        head = self._save_head(training, lineage=lineage) if training.version else None
+        return SavedVersion(version=training.version, weights=weights, head=head)
+
+    def save_version(self, training: Training, *, lineage: int) -> SavedVersion:
+        """Save the current version durably, and every so many versions the draft head with it."""
+        weights = self.save_weights(training, lineage=lineage)
+        speculation, head = self._configuration.speculation, None
+        if speculation is not None and training.version % speculation.push_every_steps == 0:
+            head = self._save_head(training, lineage=lineage)
+        return SavedVersion(version=training.version, weights=weights, head=head)
+
+    def _save_restored_weights(
         self, training: Training, checkpoint: Checkpoint | None, *, lineage: int
     ) -> WeightsFolder:
-        """Save the version that training starts from durably, under this lineage."""
         folder = self._weights.local_folder(lineage=lineage, version=training.version)
         if checkpoint is not None:
             weights = link_weights(read_weights_folder(checkpoint.folder), folder=folder)
@@ -89,8 +115,7 @@ class Store:
         """Save the current version durably, and remove versions that no lane loads any more."""
         folder = self._weights.local_folder(lineage=lineage, version=training.version)
         uploaded = self._weights.upload(self._write(training, folder))
-        kept = max(WEIGHTS_KEPT_MIN, self._configuration.trainer.checkpoints_kept)
-        self._weights.remove_older(kept=kept, besides=self._checkpointed)
+        self._weights.remove_older(kept=self._kept, besides=self._checkpointed)
         for delta in uploaded.deltas[-1:]:
             self._telemetry.gauge("trainer.changed_share", delta.changed_share)
             self._telemetry.gauge("trainer.delta_bytes", delta.size_bytes)
@@ -109,7 +134,11 @@ class Store:
             trained=trained, configuration=self._configuration, tree_positions=tree_positions
         )
         write_checkpoint(
-            self._checkpoints, state, weights=weights, optimizer=training.optimizer_state()
+            self._checkpoints,
+            state,
+            weights=weights,
+            optimizer=training.optimizer_state(),
+            head=self._head_state(training),
         )
         # Its weights must outlive WEIGHTS_KEPT_MIN: after a restart lanes load them again.
         self._checkpointed = frozenset(
@@ -117,6 +146,34 @@ class Store:
         )
         kept = self._configuration.trainer.checkpoints_kept
         remove_older(self._checkpoints, kept=kept, pattern="step-*")
+
+    @property
+    def _kept(self) -> int:
+        return max(WEIGHTS_KEPT_MIN, self._configuration.trainer.checkpoints_kept)
+
+    def _save_head(self, training: Training, *, lineage: int) -> WeightsFolder | None:
+        """Save the draft head durably and remove older ones; None without speculation."""
+        if training.head is None:
+            return None
+        head = write_head(
+            training.head.weights(),
+            base=self._base_head,
+            dtype=self._configuration.model.dtype,
+            folder=self._heads.local_folder(lineage=lineage, version=training.version),
+        )
+        uploaded = self._heads.upload(head)
+        # None has to outlive these: a trainer that starts again publishes its own.
+        self._heads.remove_older(kept=self._kept, besides=frozenset())
+        return uploaded
+
+    def _head_state(self, training: Training) -> HeadState | None:
+        if training.head is None:
+            return None
+        return HeadState(
+            tensors=training.head.weights(),
+            optimizer=training.head.optimizer_state(),
+            base=self._base_head,
+        )
 
     def _write(self, training: Training, folder: Path) -> WeightsFolder:
         return write_weights(

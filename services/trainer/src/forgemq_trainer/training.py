@@ -36,6 +36,7 @@ from forgemq_trainer.core.optimizer import NonFiniteGradientError, learning_rate
 from forgemq_trainer.core.probe import probe_of, probe_tokens_max
 from forgemq_trainer.core.step import EntryValues, Objective, group_loss_weights
 from forgemq_trainer.core.tree import Floats, Forest, InvalidTreeError, joined, read_tree
+from forgemq_trainer.head_training import HeadTraining
 from forgemq_trainer.heap import keep_freed_memory
 from forgemq_trainer.ranks import commands
 from forgemq_trainer.ranks.alone import ALONE, Alone
@@ -118,7 +119,12 @@ class Training:
         self._device = torch.device(device)
         folder = Path(configuration.model.path) if checkpoint is None else checkpoint.folder
         self._model: WholeModel | ShardedModel = (
-            WholeModel(folder, configuration, device=device)
+            WholeModel(
+                folder,
+                configuration,
+                device=device,
+                head_folder=_head_folder(configuration, checkpoint),
+            )
             if isinstance(ranks, Alone)
             else ShardedModel(folder, configuration, ranks=ranks, device=device)
         )
@@ -130,6 +136,8 @@ class Training:
         if checkpoint is not None:
             self._skipped_in_a_row = checkpoint.record.trained.metrics.skipped_in_a_row
             self._model.updater.restore(checkpoint.optimizer_state())
+            if self.head is not None:
+                self.head.restore(checkpoint.head_optimizer_state())
             torch.set_rng_state(checkpoint.random_state())
             self.version = checkpoint.step + 1
 
@@ -137,6 +145,11 @@ class Training:
     def model(self) -> torch.nn.Module:
         """The model at `version`."""
         return self._model.module
+
+    @property
+    def head(self) -> HeadTraining | None:
+        """The draft head at `version`; None if the run has no speculation."""
+        return self._model.head
 
     def optimizer_state(self) -> dict[str, torch.Tensor]:
         """State for a checkpoint of `version`; on ranks other than 0 it is empty."""
@@ -290,6 +303,7 @@ class Training:
         # Without entries nothing has a gradient, so there is no norm to clip by.
         has_entries = any(forest.entry_count for forest in step.forests)
         grad_norm = self._update(lr=lr) if has_entries else 0.0
+        draft = None if self.head is None else self.head.update()
         metrics = training_metrics(
             entry_metrics(computed.values),
             group_totals(step.groups, route_disagreements=computed.values.route_disagreements),
@@ -301,6 +315,7 @@ class Training:
                 gap=gap,
                 forward_backward_s=computed.duration_s,
                 probe_s=probe_s,
+                draft=draft,
             ),
         )
         self.version += 1
@@ -341,6 +356,15 @@ class Training:
         check_expert_routes(forest, policy.shape)
         if forest.tokens_N.min() < 0 or forest.tokens_N.max() >= vocabulary:
             raise InvalidTreeError(f"tokens: ids must be in 0..{vocabulary - 1}")
+
+
+def _head_folder(configuration: RunConfiguration, checkpoint: Checkpoint | None) -> Path | None:
+    """Of the draft head to continue with; None if the run has no speculation."""
+    if configuration.speculation is None:
+        return None
+    if checkpoint is None:
+        return Path(configuration.speculation.head)
+    return checkpoint.head_folder
 
 
 def _current_device(device: torch.device) -> AbstractContextManager[object]:

@@ -13,18 +13,31 @@ from forgemq_trainer.core.optimizer import Updater
 from forgemq_trainer.core.reference import read_logprobs, with_references
 from forgemq_trainer.core.step import EntryValues, Objective, forward_backward
 from forgemq_trainer.core.tree import Floats, Forest
+from forgemq_trainer.head_training import HeadTraining
 from forgemq_trainer.heap import suit_heap
-from forgemq_trainer.model import load_model
+from forgemq_trainer.model import LoadedModel, load_model
 
 
 class WholeModel:
-    """The model, its optimizer, and the model of the reference if the loss has one."""
+    """The model, its optimizer, the reference's model if the loss has one, and a draft head.
 
-    def __init__(self, folder: Path, configuration: RunConfiguration, *, device: str) -> None:
-        """Load the model in a folder of Hugging Face format."""
+    Attributes:
+        head: None if the run has no speculation.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        configuration: RunConfiguration,
+        *,
+        device: str,
+        head_folder: Path | None = None,
+    ) -> None:
+        """Load the model in a folder of Hugging Face format, and the head in another."""
         loaded = load_model(folder, dtype=configuration.model.dtype, device=device)
         self.module = loaded.model
-        self.policy = loaded.policy
+        self.head = _load_head(head_folder, loaded, configuration)
+        self.policy = loaded.policy if self.head is None else self.head.policy
         self.updater = Updater(self.module, configuration.optimizer)
         self._trainer = configuration.trainer
         self._reference = _load_reference(configuration, device=device)
@@ -44,7 +57,11 @@ class WholeModel:
             )
             objective = replace(objective, forests=forests)
         return forward_backward(
-            self.policy, objective, microbatches, head_chunk=self._trainer.head_chunk_tokens
+            self.policy,
+            objective,
+            microbatches,
+            head_chunk=self._trainer.head_chunk_tokens,
+            drafting=None if self.head is None else self.head.drafting(objective.forests),
         )
 
     def read_logprobs(self, forest: Forest) -> Floats:
@@ -71,6 +88,16 @@ class WholeModel:
             head_chunk=self._trainer.head_chunk_tokens,
             carried="path",
         )
+
+
+def _load_head(
+    folder: Path | None, loaded: LoadedModel, configuration: RunConfiguration
+) -> HeadTraining | None:
+    if folder is None or configuration.speculation is None:
+        return None
+    return HeadTraining(
+        folder, loaded, configuration=configuration, speculation=configuration.speculation
+    )
 
 
 def _load_reference(configuration: RunConfiguration, *, device: str) -> PolicyModel | None:

@@ -51,7 +51,7 @@ def configuration(values: Document, *, run: str, folder: PurePath) -> RunConfigu
     Args:
         values: As from `document`.
         run: The run's id.
-        folder: Absolute; relative paths of the model and of code start there.
+        folder: Absolute; relative paths of model, head and code start there.
 
     Raises:
         ConfigurationError: naming the key and the rule.
@@ -70,7 +70,13 @@ def configuration(values: Document, *, run: str, folder: PurePath) -> RunConfigu
     pool = parsed.pool
     if pool is not None and pool.folder:
         pool = msgspec.structs.replace(pool, folder=str(folder / pool.folder))
-    return msgspec.structs.replace(parsed, model=model, code_paths=code_paths, pool=pool)
+    speculation = parsed.speculation
+    if speculation is not None:
+        head = str(folder / speculation.head)
+        speculation = msgspec.structs.replace(speculation, head=head)
+    return msgspec.structs.replace(
+        parsed, model=model, code_paths=code_paths, pool=pool, speculation=speculation
+    )
 
 
 def changed(

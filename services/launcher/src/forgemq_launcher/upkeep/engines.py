@@ -155,8 +155,9 @@ def options_of_lanes(
     # limit, while gateway and inference enforce the run's limit to the token.
     lanes = configuration.log.lanes
     seen = visible_gpus(gpus, cuda_visible_devices=environ.get("CUDA_VISIBLE_DEVICES"))
+    usual = _usual_options(configuration)
     if seen == 0:
-        return (EngineOptions(),) * lanes
+        return (usual,) * lanes
     try:
         indices = engine_gpus(
             lanes=lanes,
@@ -166,7 +167,15 @@ def options_of_lanes(
         )
     except ValueError as error:
         raise MachineError(str(error)) from error
-    return tuple(EngineOptions(has_gpu=True, gpu_first=gpu) for gpu in indices)
+    return tuple(msgspec.structs.replace(usual, has_gpu=True, gpu_first=gpu) for gpu in indices)
+
+
+def _usual_options(configuration: RunConfiguration) -> EngineOptions:
+    """What the run asks of each of its engines, on any machine."""
+    if configuration.speculation is None:
+        return EngineOptions()
+    speculation = configuration.speculation
+    return EngineOptions(head=speculation.head, draft_steps=speculation.steps)
 
 
 def with_pool(

@@ -21,6 +21,7 @@ from forgemq_trainer.core.attention.carry import (
 )
 from forgemq_trainer.core.attention.exchange import KeyExchange
 from forgemq_trainer.core.attention.plan import attention_plan, pieces
+from forgemq_trainer.core.drafting import KeptStates
 from forgemq_trainer.core.expert_routes import token_expert_routes
 from forgemq_trainer.core.logprobs import Edges, edge_logprobs, edges_of
 from forgemq_trainer.core.memory import ModelShape
@@ -70,8 +71,17 @@ class PolicyModel:
 class TreeForward:
     """Forward passes over the forest of one microbatch; lives as long as the microbatch."""
 
-    def __init__(self, policy: PolicyModel, forest: Forest, *, head_chunk: int) -> None:
+    def __init__(
+        self,
+        policy: PolicyModel,
+        forest: Forest,
+        *,
+        head_chunk: int,
+        states: KeptStates | None = None,
+    ) -> None:
+        """Run nothing yet; `states` keeps the final hidden states of a training pass."""
         self._policy = policy
+        self._kept = states
         self._forest = forest
         self._pieces = pieces(forest)
         self._head_chunk = head_chunk
@@ -160,6 +170,8 @@ class TreeForward:
         )
         hidden_TH = output.last_hidden_state[0]
         assert isinstance(hidden_TH, Tensor)
+        if self._kept is not None:
+            self._kept.keep(start, end, hidden_TH)
         return hidden_TH
 
     def logprobs(self, hidden: Tensor, edges: Edges, *, start: int) -> tuple[Tensor, Tensor]:

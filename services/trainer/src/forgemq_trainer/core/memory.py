@@ -17,6 +17,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from forgemq_trainer.core.draft_memory import DraftShape
+from forgemq_trainer.core.peak import Peak
 from forgemq_trainer.core.tree import Forest
 
 BLOCK_TOKENS_MIN = 64
@@ -49,6 +51,7 @@ class ModelShape:
         experts_per_token: Chosen for each token; 0 in a dense model.
         is_head_tied: True if the head's weights are the embedding's.
         slot_multiple: A carry's slots are rounded up to a multiple of this, for the attention.
+        draft: Of the draft head that trains beside the model; None without one.
     """
 
     layers: int
@@ -64,6 +67,7 @@ class ModelShape:
     experts_per_token: int = 0
     is_head_tied: bool = False
     slot_multiple: int = 1
+    draft: DraftShape | None = None
 
     def saved_bytes_per_token(self, *, is_carried: bool) -> int:
         """Bytes that autograd keeps of one token between forward and backward, in all layers.
@@ -95,6 +99,9 @@ class ModelShape:
         - the last layer's down projection: the gradients of its weights and of its input.
 
         During the last two, the gradient of a tied head is held until the embedding's is added.
+
+        A draft head runs after that, on the decoder's output of all tokens: it is held until then,
+        or offloaded if the tokens run in blocks.
         """
         return max(peak.bytes_of(tokens) for peak in self._peaks(chunk, is_carried=is_carried))
 
@@ -103,18 +110,20 @@ class ModelShape:
         peaks = self._peaks(chunk, is_carried=is_carried)
         return max(0, min(peak.tokens_in(free_bytes) for peak in peaks))
 
-    def _peaks(self, chunk: int, *, is_carried: bool) -> "tuple[_Peak, ...]":
+    def _peaks(self, chunk: int, *, is_carried: bool) -> tuple[Peak, ...]:
         row = self.hidden * self.value_bytes
-        kept = self.saved_bytes_per_token(is_carried=is_carried) + (3 if is_carried else 2) * row
+        held = 3 if is_carried or self.draft else 2
+        kept = self.saved_bytes_per_token(is_carried=is_carried) + held * row
         head_grad = self.vocabulary * row if self.is_head_tied else 0
         input_grad = self.mlp_size * self.value_bytes
         width = self.mlp_size
         if self.experts:
             width = self.mlp_size // self.experts_per_token * self.experts
         return (
-            _Peak(fixed_bytes=self.head_bytes(chunk=chunk), token_bytes=kept + 2 * row),
-            _Peak(fixed_bytes=head_grad, token_bytes=kept + self.inner_bytes_per_token),
-            _Peak(fixed_bytes=head_grad + width * row, token_bytes=kept + input_grad),
+            Peak(fixed_bytes=self.head_bytes(chunk=chunk), token_bytes=kept + 2 * row),
+            Peak(fixed_bytes=head_grad, token_bytes=kept + self.inner_bytes_per_token),
+            Peak(fixed_bytes=head_grad + width * row, token_bytes=kept + input_grad),
+            *(self.draft.peaks(chunk=chunk, is_carried=is_carried) if self.draft else ()),
         )
 
     @property
@@ -141,13 +150,15 @@ class ModelShape:
 
     @property
     def key_bytes_per_token(self) -> int:
-        """Bytes of one token's keys and values in all layers."""
-        return 2 * self.layers * self.key_size * self.value_bytes
+        """Bytes of one token's keys and values in all layers, or in a draft head's if larger."""
+        own = 2 * self.layers * self.key_size * self.value_bytes
+        return max(own, self.draft.key_bytes_per_token if self.draft else 0)
 
     @property
     def carry_bytes_per_token(self) -> int:
         """Bytes of one token's keys and values in all layers, and of their gradients."""
-        return self.key_bytes_per_token + 2 * self.layers * self.key_size * self.wide_bytes
+        own = 2 * self.layers * self.key_size * (self.value_bytes + self.wide_bytes)
+        return max(own, self.draft.carry_bytes_per_token if self.draft else 0)
 
     def carry_bytes(self, slots: int) -> int:
         """Bytes of the carries of all layers with at least so many slots."""
@@ -173,18 +184,6 @@ class ModelShape:
             2 * self.hidden * (self.query_size + self.key_size) + 3 * self.hidden * self.mlp_size
         )
         return self.layers * (tokens * linear + 2 * attention_pairs * self.query_size)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Peak:
-    fixed_bytes: int
-    token_bytes: int
-
-    def bytes_of(self, tokens: int) -> int:
-        return self.fixed_bytes + tokens * self.token_bytes
-
-    def tokens_in(self, free_bytes: int) -> int:
-        return (free_bytes - self.fixed_bytes) // self.token_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

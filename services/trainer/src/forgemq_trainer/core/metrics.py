@@ -90,6 +90,21 @@ class AppliedUpdate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftMeasures:
+    """What a step measured of its draft head, before the update.
+
+    Attributes:
+        loss: Mean of the rows' losses, nats.
+        grad_norm: Before clipping; 0 if it was not finite.
+        overlap: Mean of the sum of min(p, q), 0..1.
+    """
+
+    loss: float
+    grad_norm: float
+    overlap: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
     """What was measured beside the entries' values.
 
@@ -97,11 +112,13 @@ class Measured:
         gap: Between trainer and engine; None if no entry was of the current version.
         forward_backward_s: Time of the step's forward and backward.
         probe_s: Time of the probe's forward.
+        draft: Of the draft head; None without one.
     """
 
     gap: LogprobGap | None
     forward_backward_s: float
     probe_s: float
+    draft: DraftMeasures | None = None
 
 
 def step_gaps(values: EntryValues, *, version: int) -> Floats:
@@ -184,7 +201,7 @@ def training_metrics(
     JSON has no other numbers, and a checkpoint that names one would not read back. A step with a
     number that is not finite has changed no weight, and `skipped_in_a_row` says so.
     """
-    gap = measured.gap
+    gap, draft = measured.gap, measured.draft
     metrics = TrainingMetrics(
         loss=entries.loss,
         grad_norm=update.grad_norm,
@@ -214,6 +231,13 @@ def training_metrics(
         logprob_gap=gap,
         probe_s=measured.probe_s,
     )
+    if draft is not None:  # A record of a run without a head does not mention one.
+        metrics = msgspec.structs.replace(
+            metrics,
+            draft_loss=draft.loss,
+            draft_grad_norm=draft.grad_norm,
+            draft_overlap=draft.overlap,
+        )
     values = msgspec.structs.asdict(metrics).items()
     floats = ((name, value) for name, value in values if isinstance(value, float))
     return msgspec.structs.replace(

@@ -20,6 +20,7 @@ from torch import Tensor
 from forgemq_trainer.core.assignment import Range, SharedRound
 from forgemq_trainer.core.attention.carry import CarriedKeys
 from forgemq_trainer.core.attention.exchange import KeyExchange, Peers
+from forgemq_trainer.core.drafting import Drafting
 from forgemq_trainer.core.forward import PolicyModel, TreeForward
 from forgemq_trainer.core.loss import Entries, EntryLoss, LossFunction
 from forgemq_trainer.core.memory import Microbatch
@@ -88,6 +89,7 @@ def forward_backward(
     microbatches: Sequence[Microbatch],
     *,
     head_chunk: int,
+    drafting: Drafting | None = None,
 ) -> EntryValues:
     """Add the objective's gradients over these microbatches to the parameters' `.grad`.
 
@@ -96,6 +98,7 @@ def forward_backward(
         objective: The whole step's; its loss weights count entries of all ranks.
         microbatches: Those of this rank; their groups are indices into the objective's.
         head_chunk: Rows of logits that exist at once.
+        drafting: Adds the gradients of a draft head after each microbatch; None without one.
 
     Returns:
         The values of the microbatches' entries.
@@ -106,13 +109,12 @@ def forward_backward(
         loss_weight_G = np.array([objective.loss_weights[group] for group in microbatch.groups])
         loss_weight_E = loss_weight_G[forest.entry_group_E]
         forest_loss = _ForestLoss(forest, loss_weight_E, objective.loss, like=policy.head_VH)
-        forward = TreeForward(policy, forest, head_chunk=head_chunk)
-        if len(microbatch.blocks) == 1:
-            values = _run_whole(forward, forest_loss)
-        else:
-            keys = forward.path_keys(microbatch.blocks, is_offloaded=microbatch.is_offloaded)
-            values = _run_in_blocks(forward, forest_loss, microbatch.blocks, keys)
+        states = None if drafting is None else drafting.room(forest, microbatch)
+        forward = TreeForward(policy, forest, head_chunk=head_chunk, states=states)
+        values = _run(forward, forest_loss, microbatch)
         parts.append(replace(values, route_disagreements=forward.route_disagreements))
+        if drafting is not None and states is not None:
+            drafting.add_gradients(forest, states, microbatch, head_chunk=head_chunk)
     return merged(parts)
 
 
@@ -221,6 +223,13 @@ class _ForestLoss:
 
 def _array(values: Tensor) -> Floats:
     return np.asarray(values.detach().double().cpu().numpy())
+
+
+def _run(forward: TreeForward, forest_loss: _ForestLoss, microbatch: Microbatch) -> EntryValues:
+    if len(microbatch.blocks) == 1:
+        return _run_whole(forward, forest_loss)
+    keys = forward.path_keys(microbatch.blocks, is_offloaded=microbatch.is_offloaded)
+    return _run_in_blocks(forward, forest_loss, microbatch.blocks, keys)
 
 
 def _run_whole(forward: TreeForward, forest_loss: _ForestLoss) -> EntryValues:

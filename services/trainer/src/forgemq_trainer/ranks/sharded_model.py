@@ -25,6 +25,7 @@ class ShardedModel:
         self, folder: Path, configuration: RunConfiguration, *, ranks: Ranks, device: str
     ) -> None:
         """Load the model in a folder of Hugging Face format and keep this rank's shard."""
+        self.head = None  # `run_rules` refuses speculation on several ranks.
         self._ranks = ranks
         self._trainer = configuration.trainer
         self._dtype = DTYPES[configuration.model.dtype]

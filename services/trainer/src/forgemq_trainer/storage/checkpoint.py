@@ -1,7 +1,8 @@
 """Checkpoints: a model in Hugging Face format, and all that continues training to the same bytes.
 
 One folder for each step, `step-00000041`: the model's files, `optimizer.safetensors` (moments,
-counts, fp32 masters, random state) and `trainer.json` (the record below). A checkpoint is read back
+counts, fp32 masters, random state) and `trainer.json` (the record below); of a run with speculation
+also a folder `head` with a draft head and its optimizer. A checkpoint is read back
 from the disk and its checksums verified before trained-steps names it, and again on loading.
 
 If a checkpoint is damaged and the log does not name it, the previous one is used. If the log names
@@ -24,10 +25,12 @@ from forgemq_contracts.run_changes import check_changes
 from forgemq_contracts.steps import TrainedStep
 from forgemq_settings.environment import SettingsError
 from forgemq_trainer.storage.folders import file_sha256, forget_cached, remove_folder, write_folder
+from forgemq_trainer.storage.heads import fill_head
 from forgemq_trainer.storage.weights import WEIGHTS_FILE, WeightsFolder, link_model
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 RECORD_FILE = "trainer.json"
+HEAD_FOLDER = "head"
 RANDOM_STATE = "torch|random"
 """Key of torch's random state in the optimizer's file; no parameter's name holds a "|"."""
 
@@ -47,7 +50,22 @@ class TrainingState:
     tree_positions: tuple[tuple[int, int], ...]
 
 
-class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadState:
+    """A draft head to save.
+
+    Attributes:
+        tensors: By the names in its file.
+        optimizer: Its optimizer's state.
+        base: Folder of the head that the run started with.
+    """
+
+    tensors: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    base: Path
+
+
+class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The content of a checkpoint's `trainer.json`, besides its own checksum.
 
     Attributes:
@@ -57,6 +75,8 @@ class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True):
         tree_positions: (partition, offset) of merged-trees from which to read on.
         weights_sha256: Of the model's file.
         optimizer_sha256: Of the optimizer's file.
+        head_sha256: Of the draft head's file; "" without one.
+        head_optimizer_sha256: Of the file of its optimizer.
     """
 
     run: str
@@ -65,6 +85,16 @@ class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True):
     tree_positions: tuple[tuple[int, int], ...]
     weights_sha256: str
     optimizer_sha256: str
+    head_sha256: str = ""
+    head_optimizer_sha256: str = ""
+
+    def sha256_of_file(self) -> dict[str, str]:
+        """The checksum of each file of tensors, by its path in the checkpoint's folder."""
+        files = {WEIGHTS_FILE: self.weights_sha256, OPTIMIZER_FILE: self.optimizer_sha256}
+        if self.head_sha256:
+            files[f"{HEAD_FOLDER}/{WEIGHTS_FILE}"] = self.head_sha256
+            files[f"{HEAD_FOLDER}/{OPTIMIZER_FILE}"] = self.head_optimizer_sha256
+        return files
 
 
 class _SealedRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,6 +120,15 @@ class Checkpoint:
         """Read the optimizer's state, without the random state."""
         tensors = load_file(self.folder / OPTIMIZER_FILE)
         return {name: tensor for name, tensor in tensors.items() if name != RANDOM_STATE}
+
+    @property
+    def head_folder(self) -> Path:
+        """Of its draft head, which is there if the run has speculation."""
+        return self.folder / HEAD_FOLDER
+
+    def head_optimizer_state(self) -> dict[str, Tensor]:
+        """Read the state of the draft head's optimizer."""
+        return load_file(self.head_folder / OPTIMIZER_FILE)
 
     def random_state(self) -> Tensor:
         """Read the state of torch's random generator."""
@@ -126,6 +165,7 @@ def write_checkpoint(
     *,
     weights: WeightsFolder,
     optimizer: dict[str, Tensor],
+    head: HeadState | None = None,
 ) -> Path:
     """Write a checkpoint durably, read it back, and return its folder.
 
@@ -138,6 +178,8 @@ def write_checkpoint(
         link_model(weights.folder, draft)
         tensors = {name: tensor.cpu().contiguous() for name, tensor in optimizer.items()}
         save_file({**tensors, RANDOM_STATE: torch.get_rng_state()}, draft / OPTIMIZER_FILE)
+        if head is not None:
+            _fill_head(draft / HEAD_FOLDER, head, dtype=state.configuration.model.dtype)
         record = CheckpointRecord(
             run=state.configuration.run,
             trained=state.trained,
@@ -145,14 +187,19 @@ def write_checkpoint(
             tree_positions=state.tree_positions,
             weights_sha256=weights.sha256,
             optimizer_sha256=file_sha256(draft / OPTIMIZER_FILE),
+            head_sha256="" if head is None else file_sha256(draft / HEAD_FOLDER / WEIGHTS_FILE),
+            head_optimizer_sha256=""
+            if head is None
+            else file_sha256(draft / HEAD_FOLDER / OPTIMIZER_FILE),
         )
         sealed = _SealedRecord(record=record, sha256=_record_sha256(record))
         (draft / RECORD_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(sealed)))
 
     write_folder(folder, fill)
     # Read from the disk, not from the page cache, which would hide a failing disk.
-    for file in (WEIGHTS_FILE, OPTIMIZER_FILE, RECORD_FILE):
-        forget_cached(folder / file)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            forget_cached(path)
     if _read_intact(folder) is None:
         raise DamagedCheckpointError(f"{folder} does not read back as it was written")
     return folder
@@ -193,15 +240,20 @@ def remove_older(root: Path, *, kept: int, pattern: str) -> None:
         remove_folder(folder)
 
 
+def _fill_head(folder: Path, head: HeadState, *, dtype: str) -> None:
+    folder.mkdir()
+    fill_head(folder, head.tensors, base=head.base, dtype=dtype)
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in head.optimizer.items()}
+    save_file(tensors, folder / OPTIMIZER_FILE)
+
+
 def _read_intact(folder: Path) -> Checkpoint | None:
     """Read the checkpoint in a folder; None if its checksums do not hold."""
     try:
         sealed = msgspec.json.decode((folder / RECORD_FILE).read_bytes(), type=_SealedRecord)
         record = sealed.record
-        is_whole = (
-            sealed.sha256 == _record_sha256(record)
-            and file_sha256(folder / WEIGHTS_FILE) == record.weights_sha256
-            and file_sha256(folder / OPTIMIZER_FILE) == record.optimizer_sha256
+        is_whole = sealed.sha256 == _record_sha256(record) and all(
+            file_sha256(folder / file) == sha256 for file, sha256 in record.sha256_of_file().items()
         )
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return None

@@ -42,6 +42,32 @@ class WeightsFolder:
     deltas: tuple[WeightsDelta, ...] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedVersion:
+    """A version of which all is durable that is published.
+
+    Attributes:
+        version: Its number.
+        weights: The policy's.
+        head: The draft head's if it is published with this version.
+    """
+
+    version: int
+    weights: WeightsFolder
+    head: WeightsFolder | None = None
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Files of tensors, in the order in which engines receive them."""
+        folders = (self.weights,) if self.head is None else (self.weights, self.head)
+        return tuple(each.folder / WEIGHTS_FILE for each in folders)
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all files of tensors."""
+        return self.weights.size_bytes + (0 if self.head is None else self.head.size_bytes)
+
+
 def read_weights_folder(folder: Path) -> WeightsFolder:
     """Read the checksum and size of the weights in a folder.
 

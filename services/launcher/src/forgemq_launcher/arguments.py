@@ -1,0 +1,113 @@
+"""What `forgemq` can be asked for, and its help."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from forgemq_launcher.upkeep.services import TRANSFORMS
+
+
+def options_of(arguments: Sequence[str]) -> argparse.Namespace:
+    """The arguments, parsed; `key=value` may come before an option or after it."""
+    parser = _parser()
+    options, left = parser.parse_known_args(arguments)
+    # argparse gives a positional that takes any number only what comes before the next option.
+    if [each for each in left if each.startswith("-") or "overrides" not in options]:
+        parser.error(f"unrecognized arguments: {' '.join(left)}")
+    if left:
+        options.overrides += left
+    return options
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="forgemq",
+        description="Agent reinforcement learning over a message queue, on one machine.",
+        epilog="Settings: FORGEMQ_KAFKA names a broker, FORGEMQ_ENGINE_URL an engine for each "
+        "lane, FORGEMQ_LAUNCHER_RUNS the folder of runs.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    run = commands.add_parser(
+        "run",
+        help="run a configuration from start to report, or continue a run",
+        description="Bring up engine, broker and services, show the run, and report it at its "
+        "end. Exit status: 0 completed and every guarantee held, 1 failed, 2 refused, "
+        "130 interrupted.",
+    )
+    run.add_argument("file", type=Path, help="run configuration, TOML")
+    run.add_argument("overrides", nargs="*", metavar="key=value", help="e.g. trainer.steps=10")
+    run.add_argument("--resume", metavar="RUN", help="continue this run")
+    create = commands.add_parser(
+        "create",
+        help="create topics and announce the run on FORGEMQ_KAFKA, start nothing",
+        description="The run's id is FORGEMQ_RUN or run=ID, else the file's name and the next "
+        "number that this broker has not seen. Prints what its services need.",
+    )
+    create.add_argument("file", type=Path, help="run configuration, TOML")
+    create.add_argument("overrides", nargs="*", metavar="key=value")
+    resolve = commands.add_parser(
+        "resolve", help="write the checked configuration as JSON, for agents on another machine"
+    )
+    resolve.add_argument("file", type=Path, help="run configuration, TOML")
+    resolve.add_argument("overrides", nargs="*", metavar="key=value")
+    resolve.add_argument("--to", type=Path, required=True, metavar="JSON", help="file to write")
+    head = commands.add_parser(
+        "new-head",
+        help="write a random draft head for a model, for [speculation] in a run's file",
+        description="The head has the sizes of the model's own layers; a run trains it.",
+    )
+    head.add_argument("model", type=Path, metavar="MODEL", help="folder in Hugging Face format")
+    head.add_argument("folder", type=Path, metavar="FOLDER", help="made; has no head yet")
+    head.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
+    _add_looks(commands)
+    return parser
+
+
+def _add_looks(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the commands about runs that exist."""
+    commands.add_parser("runs", help="list the runs")
+    audit = commands.add_parser("audit", help="check the guarantees of a run on its log")
+    audit.add_argument("run", metavar="RUN")
+    inspect = commands.add_parser("inspect", help="print groups, or every turn of one")
+    inspect.add_argument("run", metavar="RUN")
+    inspect.add_argument("what", nargs="?", metavar="GROUP|EPISODE", help="default: list groups")
+    replay = commands.add_parser(
+        "replay",
+        help="run the journals of a run's transform services again and compare every byte",
+        description="Exit status: 0 every byte is the same, 1 one is not, 2 refused: inputs are "
+        "gone. A run with log.keep_for_replay = true keeps all of them.",
+    )
+    replay.add_argument("run", metavar="RUN")
+    replay.add_argument("service", nargs="?", choices=TRANSFORMS, help="default: all three")
+    replay.add_argument("--partition", type=int, help="of the journal; default: all of them")
+    replay.add_argument("--to", metavar="FOLDER", help="write recordings there, replay nothing")
+    report = commands.add_parser(
+        "report", help="write report.json, report.png and curves.jsonl of a run from its log"
+    )
+    report.add_argument("run", metavar="RUN")
+    report.add_argument(
+        "--to", type=Path, metavar="FOLDER", help="default: the run's folder, else RUN-report"
+    )
+    delete = commands.add_parser(
+        "delete",
+        help="remove a run that is down: topics, consumer groups, blobs, weights, its folder",
+        description="Shows what it will remove and asks. Exit status: 0 removed, 2 refused.",
+    )
+    delete.add_argument("run", metavar="RUN")
+    delete.add_argument("--yes", action="store_true", help="do not ask")
+    _add_import(commands)
+    dlq = commands.add_parser("dlq", help="list records that did not decode")
+    dlq.add_argument("run", metavar="RUN")
+
+
+def _add_import(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    made = commands.add_parser(
+        "import",
+        help="add finished conversations to a run that is up; they never train",
+        description="A line of FILE is one conversation as JSON: OpenAI's chat `messages`, and if "
+        "there are any `tools`, `reward` (the outcome), `rewards` by name, `result`, `metadata`. "
+        "If one line is wrong nothing is imported; what is in the run already is not added again.",
+    )
+    made.add_argument("run", metavar="RUN")
+    made.add_argument("file", type=Path, metavar="FILE")
+    made.add_argument("--domain", required=True, help="a domain of the run")

@@ -1,0 +1,181 @@
+"""Loads a draft head as SGLang's `LlamaForCausalLMEagle` reads it, ready to train beside a policy.
+
+The folder has a config.json of a Llama with one layer and a model.safetensors with `fc.weight`,
+`fc.bias` and `layers.0.*`. In the engine's class the layer has no input norm and nothing norms its
+output; embedding and language-model head are the policy's.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from transformers import AttentionInterface, AutoConfig
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+
+from forgemq_settings.environment import SettingsError
+from forgemq_trainer.core.attention.attention import TreeAttention
+from forgemq_trainer.core.attention.cpu_attention import CpuAttention
+from forgemq_trainer.core.attention.exchange import shared_attention_interface
+from forgemq_trainer.core.attention.gpu_attention import GpuAttention
+from forgemq_trainer.core.draft_memory import DraftShape
+from forgemq_trainer.core.drafting import DraftModel
+from forgemq_trainer.core.forward import PolicyModel
+from forgemq_trainer.core.precision import make_precise
+from forgemq_trainer.model import ATTENTION_NAME, LoadedModel, check_head_size
+from forgemq_trainer.offload import store_of
+from forgemq_trainer.storage.weights import WEIGHTS_FILE
+
+ARCHITECTURE = "LlamaForCausalLMEagle"
+DEPTHS = 2
+"""Tokens in a row that the head learns to guess."""
+
+
+class UnsupportedHeadError(SettingsError):
+    """The draft head does not fit the policy, or the engine's class; says which field and rule."""
+
+
+class DraftLayer(nn.Module):
+    """The head's parameters, by the names in its file."""
+
+    def __init__(self, config: object) -> None:
+        super().__init__()
+        settings: Any = config
+        self.fc = nn.Linear(2 * settings.hidden_size, settings.hidden_size)
+        layer = LlamaDecoderLayer(settings, 0)
+        layer.input_layernorm = nn.Identity()
+        self.layers = nn.ModuleList([layer])
+        self.rotary_embedding = LlamaRotaryEmbedding(settings)
+        make_precise(self)
+
+    def forward(
+        self,
+        embedded: Tensor,
+        state: Tensor,
+        position: Tensor,
+        *,
+        tree_attention: TreeAttention,
+    ) -> Tensor:
+        """Final states of the tokens, [T, H]."""
+        hidden = self.fc(torch.cat((embedded, state), dim=-1))[None]
+        output = self.layers[0](
+            hidden,
+            position_embeddings=self.rotary_embedding(hidden, position[None]),
+            tree_attention=tree_attention,
+            key_exchange=None,
+        )
+        final = output[0]
+        assert isinstance(final, Tensor)
+        return final
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedHead:
+    """A draft head in memory, and the same head as a step uses it."""
+
+    layer: DraftLayer
+    model: DraftModel
+
+
+def with_draft_head(
+    folder: Path, loaded: LoadedModel, *, top_k: int, depths: int = DEPTHS
+) -> tuple[LoadedHead, PolicyModel]:
+    """Load the head in a folder, in the dtype and on the device of the policy.
+
+    Args:
+        folder: Holds its config.json and model.safetensors.
+        loaded: The policy whose tokens it guesses.
+        top_k: Tokens that the loss compares one by one.
+        depths: How many tokens in a row it learns to guess.
+
+    Returns:
+        The head, and the policy with a shape that counts the head's memory.
+
+    Raises:
+        UnsupportedHeadError: it is no head of this policy.
+        OSError: the folder holds no head.
+    """
+    policy = loaded.policy
+    config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
+    check_head(config, hidden=policy.shape.hidden, vocabulary=policy.shape.vocabulary)
+    AttentionInterface.register(ATTENTION_NAME, shared_attention_interface)
+    config._attn_implementation = ATTENTION_NAME
+    layer = DraftLayer(config)
+    _fill(layer, load_file(folder / WEIGHTS_FILE), folder=folder)
+    device = policy.head_VH.device
+    layer.to(device, policy.head_VH.dtype)
+    shape = draft_shape(config, policy=policy, depths=depths)
+    head_size = shape.key_size // int(config.num_key_value_heads)
+    check_head_size(head_size, device=device.type)
+    model = DraftModel(
+        layer=layer,
+        embedding_VH=loaded.model.get_input_embeddings().weight,  # type: ignore[operator]  # transformers' method
+        head_VH=policy.head_VH,
+        shape=shape,
+        key_heads=int(config.num_key_value_heads),
+        attention=GpuAttention(head_size=head_size) if device.type == "cuda" else CpuAttention(),
+        make_store=store_of(device),
+        top_k=top_k,
+        depths=depths,
+    )
+    return LoadedHead(layer=layer, model=model), replace(
+        policy, shape=replace(policy.shape, draft=shape)
+    )
+
+
+def check_head(config: object, *, hidden: int, vocabulary: int) -> None:
+    """Refuse a head that the engine would not run, or not with this policy.
+
+    Raises:
+        UnsupportedHeadError: names the field of the head's configuration and the rule.
+    """
+    wanted = {
+        "architectures": [ARCHITECTURE],
+        "num_hidden_layers": 1,
+        "hidden_size": hidden,
+        "vocab_size": vocabulary,
+        "tie_word_embeddings": False,
+        "attention_dropout": 0.0,
+    }
+    for name, value in wanted.items():
+        found = getattr(config, name, None)
+        if found != value:
+            raise UnsupportedHeadError(
+                f"speculation.head: {name} of its config.json must be {value!r}, got {found!r}"
+            )
+
+
+def draft_shape(config: object, *, policy: PolicyModel, depths: int) -> DraftShape:
+    """Sizes of a head, from its configuration in transformers."""
+    settings: Any = config
+    head_size = settings.head_dim or settings.hidden_size // settings.num_attention_heads
+    return DraftShape(
+        hidden=settings.hidden_size,
+        query_size=settings.num_attention_heads * head_size,
+        key_size=settings.num_key_value_heads * head_size,
+        mlp_size=settings.intermediate_size,
+        vocabulary=settings.vocab_size,
+        value_bytes=policy.shape.value_bytes,
+        wide_bytes=policy.shape.wide_bytes,
+        depths=depths,
+    )
+
+
+def _fill(layer: DraftLayer, tensors: Mapping[str, Tensor], *, folder: Path) -> None:
+    own = layer.state_dict()
+    if own.keys() != tensors.keys():
+        differing = sorted(own.keys() ^ tensors.keys())
+        raise UnsupportedHeadError(
+            f"speculation.head: {folder} must hold exactly the tensors of {ARCHITECTURE} with one "
+            f"layer; differing: {', '.join(differing)}"
+        )
+    for name, tensor in tensors.items():
+        if own[name].shape != tensor.shape:
+            raise UnsupportedHeadError(
+                f"speculation.head: {name} in {folder} must have the shape "
+                f"{tuple(own[name].shape)}, got {tuple(tensor.shape)}"
+            )
+    layer.load_state_dict(dict(tensors))
