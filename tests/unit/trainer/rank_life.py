@@ -17,6 +17,7 @@ from forgemq_contracts.trees import MergedTree
 from forgemq_telemetry.telemetry import Telemetry
 from forgemq_trainer.ranks.command_loop import carry_out_commands
 from forgemq_trainer.ranks.ranks import Ranks
+from forgemq_trainer.settings import TrainerSettings
 from forgemq_trainer.store import Store
 from forgemq_trainer.training import AnyRanks, Training
 from tests.unit.trainer.scene import (
@@ -78,7 +79,7 @@ def train(training: Training, life: Life, step: int) -> TrainingMetrics:
 def store_of(folder: Path, configuration: RunConfiguration) -> Store:
     """A store with the trainer's checkpoints and blobs below a folder."""
     return Store(
-        str(folder / "trainer"),
+        TrainerSettings(folder=str(folder / "trainer")),
         blobs=str(folder / "blobs"),
         configuration=configuration,
         telemetry=Telemetry(service="trainer", stream=io.StringIO()),

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from forgemq_contracts import topics
 from forgemq_contracts.steps import TrainedStep
 from forgemq_telemetry.telemetry import Telemetry
+from forgemq_trainer.settings import TrainerSettings
 from forgemq_trainer.storage.checkpoint import (
     Checkpoint,
     DamagedCheckpointError,
@@ -36,7 +37,7 @@ def _trained_store(folder: Path, *, steps: int) -> tuple[Store, Training]:
     training = Training(configuration, device="cpu", checkpoint=None)
     telemetry = Telemetry(service="trainer", stream=io.StringIO())
     store = Store(
-        str(folder / "t"),
+        TrainerSettings(folder=str(folder / "t")),
         blobs=str(folder / "blobs"),
         configuration=configuration,
         telemetry=telemetry,
@@ -180,7 +181,7 @@ def test_engines_get_a_base_model_in_one_file_also_if_it_comes_in_shards(
     assert is_whole == (shard_size == "1GB")
     configuration = configuration_of(base)
     store = Store(
-        str(tmp_path / "t"),
+        TrainerSettings(folder=str(tmp_path / "t")),
         blobs=str(tmp_path / "blobs"),
         configuration=configuration,
         telemetry=Telemetry(service="trainer", stream=io.StringIO()),

@@ -91,6 +91,7 @@ class EngineMeta(Struct, frozen=True):
     cached_tokens: int = 0
     cached_tokens_details: EngineCached | None = None
     num_retractions: int = 0
+    spec_verify_ct: int = 0
     queue_time: float | None = None
     routed_experts: bytes | None = None
 
@@ -257,6 +258,7 @@ def finished_completion(
         cached_tokens_host=tiers.host,
         cached_tokens_storage=tiers.storage,
         retractions=meta.num_retractions,
+        verifications=meta.spec_verify_ct,
     )
 
 
