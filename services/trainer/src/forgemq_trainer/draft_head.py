@@ -31,7 +31,11 @@ from forgemq_trainer.storage.weights import WEIGHTS_FILE
 
 ARCHITECTURE = "LlamaForCausalLMEagle"
 DEPTHS = 2
-"""Tokens in a row that the head learns to guess."""
+"""Tokens in a row that the head learns to guess; each costs a step another pass of one layer.
+
+On the demo's model a head that learned one token had an overlap of 0.78 there and of 0.41 at the
+next; one that learned two had 0.75 at both.
+"""
 
 
 class UnsupportedHeadError(SettingsError):
