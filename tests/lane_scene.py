@@ -25,9 +25,11 @@ from forgemq_contracts.episodes import Sampling
 from forgemq_contracts.messages import Output
 from forgemq_contracts.partitions import group_partition
 from forgemq_contracts.run import LogLayout, Model, Queue, RunConfiguration, StartedRun, Trainer
+from forgemq_contracts.speculation import Speculation
 from forgemq_contracts.weights import (
     EngineLoad,
     LoadedWeights,
+    PublishedHead,
     PublishedWeights,
     Rendezvous,
     ReportedEngine,
@@ -44,7 +46,7 @@ GROUP = "g-0123456789abcdef"
 TURN = TurnPart(sequence=0, protocol="chat_completions", body_digest="d")
 
 
-def configuration(model: Path, *, lanes: int = 2) -> RunConfiguration:
+def configuration(model: Path, *, lanes: int = 2, head: Path | None = None) -> RunConfiguration:
     return RunConfiguration(
         run="r",
         seed=0,
@@ -52,6 +54,7 @@ def configuration(model: Path, *, lanes: int = 2) -> RunConfiguration:
         queues=(Queue(domain="shop", task_source="m:f", agent="m:f"),),
         trainer=Trainer(steps=3),
         log=LogLayout(group_partitions=PARTITIONS, lanes=lanes),
+        speculation=None if head is None else Speculation(head=str(head)),
     )
 
 
@@ -62,6 +65,12 @@ async def create_topics(log: Log, *, lanes: int = 2) -> None:
     await log.create_topics(counts | dead)
 
 
+def published_head(folder: Path) -> PublishedHead:
+    data = (folder / "model.safetensors").read_bytes()
+    sha256 = hashlib.sha256(data).hexdigest()
+    return PublishedHead(sha256=sha256, uri=str(folder), size_bytes=len(data))
+
+
 def request_id(number: int) -> str:
     return f"{number:032x}"
 
@@ -69,11 +78,14 @@ def request_id(number: int) -> str:
 class LaneScene:
     """Writes requests to the log and reads records back; `serving` runs the service."""
 
-    def __init__(self, log: Log, *, model: Path, engine_url: str, lane: int = 0) -> None:
+    def __init__(
+        self, log: Log, *, model: Path, engine_url: str, lane: int = 0, head: Path | None = None
+    ) -> None:
         self.log = log
         self.model = model
         self.engine_url = engine_url
         self.lane = lane
+        self.head = head
         self.events = StringIO()
         self._writer: Any = None
 
@@ -85,7 +97,10 @@ class LaneScene:
         stop = asyncio.Event()
         context = Context(
             started=StartedRun(
-                run="r", configuration=configuration(self.model), blobs="memory://", started_ms=1
+                run="r",
+                configuration=configuration(self.model, head=self.head),
+                blobs="memory://",
+                started_ms=1,
             ),
             log=self.log,
             blobs=BlobStore("memory://blobs", run="r"),
@@ -149,6 +164,7 @@ class LaneScene:
         fast_paths: tuple[Rendezvous, ...] = (),
         deadline_s: float = 10.0,
         sha256: str | None = None,
+        head: Path | None = None,
     ) -> None:
         data = (folder / "model.safetensors").read_bytes()
         record = PublishedWeights(
@@ -159,6 +175,7 @@ class LaneScene:
             size_bytes=len(data),
             fast_paths=fast_paths,
             deadline_s=deadline_s,
+            head=None if head is None else published_head(head),
         )
         await self.write(topics.PUBLISHED_WEIGHTS, 0, record)
 

@@ -4,12 +4,14 @@
 
 Prints the offer as one JSON line, waits for a line on stdin, and then, by MODE:
     send    broadcasts the folder's weights and prints the result of FastPaths.send; repeats this
-            for each further line, which names the next folder
+            for each further line, which names the next folder; after a `|` a line may name the
+            folder of a draft head, whose tensors follow on the same group
     absent  keeps its port open and never joins
     die     joins the group with the engine and ends before the first byte
 """
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -24,10 +26,11 @@ from forgemq_trainer.transfer_deadline import TransferDeadline
 DEADLINE_S = 20.0
 
 
-def main(folder: str, mode: str) -> None:
+def main(first: str, mode: str) -> None:
     paths = FastPaths(host="127.0.0.1", backend="gloo", deadline=TransferDeadline(DEADLINE_S, 2e8))
-    for line in _lines(folder):
-        offers = paths.offer({0: 1}, prefix="test")
+    failures: dict[int, str] = {}
+    for line in _lines(first):
+        offers = paths.offer({0: 1}, prefix=f"test-{os.getpid()}")
         _say(msgspec.json.encode(offers).decode())
         sys.stdin.readline()
         if mode == "absent":
@@ -36,7 +39,8 @@ def main(folder: str, mode: str) -> None:
         if mode == "die":
             _join(paths)
             return
-        failures = paths.send(offers, Path(line) / "model.safetensors")
+        for folder in line.split("|"):
+            failures = paths.send(offers, Path(folder) / "model.safetensors")
         _say(json.dumps(failures))
 
 

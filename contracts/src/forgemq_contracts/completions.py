@@ -266,8 +266,8 @@ class FinishedCompletion(Struct, frozen=True, kw_only=True, omit_defaults=True):
         int,
         Meta(
             ge=0,
-            description="Passes of the policy over drafted tokens; output tokens over them is the "
-            "acceptance length. 0 without speculation.",
+            description="Passes of the policy over drafted tokens; output tokens without those of "
+            "a prefill, over them, is the acceptance length. 0 without speculation.",
         ),
     ] = 0
     stop_string: Annotated[

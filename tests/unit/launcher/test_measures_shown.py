@@ -17,7 +17,7 @@ from forgemq_launcher.display.panel import PanelView, panel
 from forgemq_launcher.display.report_files import ALARMS_SHOWN_MAX, closing, table, write_report
 from forgemq_run_view.forks import MEANINGS
 from forgemq_run_view.report import report
-from forgemq_run_view.state import ForkTotal, RunState
+from forgemq_run_view.state import AcceptancePoint, ForkTotal, RunState, StepAlarm
 from forgemq_run_view.view import RunView
 from tests.unit.run_view.synthetic import SyntheticRun, metrics, started
 
@@ -99,6 +99,26 @@ def test_an_alarm_shows_in_panel_line_and_report_with_step_value_and_threshold()
     ]
     assert "step 1: kl_k3 0.21 above 0.1" in _text(table(made))
     assert _report(quiet).alarms == ()
+
+
+def test_tokens_a_pass_show_only_in_a_run_that_guesses_and_their_fall_as_an_alarm_below() -> None:
+    quiet = _run(MEASURED)
+    points = tuple(
+        AcceptancePoint(lineage=1, version=version, length=length, verifications=300)
+        for version, length in ((1, 2.5), (2, 1.04))
+    )
+    fallen = StepAlarm(
+        step=2, lineage=1, metric="acceptance_length", value=1.04, threshold=1.1, side="below"
+    )
+    guessed = msgspec.structs.replace(quiet, acceptance=points, alarms=(fallen,))
+    assert "tokens a pass" not in _text(panel(quiet, SHOWN)) + _text(table(_report(quiet)))
+    assert "1.04 under version 2; 1 if no guess holds" in _text(panel(guessed, SHOWN))
+    assert "step 2 acceptance_length 1.04 below 1.1" in _text(panel(guessed, SHOWN))
+    assert "ALARM step 2: acceptance_length 1.04 below 1.1" in headlines(quiet, guessed)
+    assert headlines(guessed, guessed) == []
+    made = _report(guessed)
+    assert "2.50 under version 1, 1.04 under version 2" in _text(table(made))
+    assert made.acceptance == points
 
 
 def test_the_closing_table_shows_the_newest_alarms_and_counts_the_others() -> None:

@@ -7,6 +7,7 @@ from msgspec import Meta, Struct
 
 from forgemq_contracts.audit import TreeFacts
 from forgemq_run_view.state import (
+    AcceptancePoint,
     EvaluationPoint,
     ForkTotal,
     RunState,
@@ -77,6 +78,7 @@ class Report(Struct, frozen=True, kw_only=True):
     logprob_gap_mean: float | None
     logprob_gap_p99: Annotated[float | None, Meta(description="The largest one of a step.")]
     alarms: tuple[StepAlarm, ...]
+    acceptance: tuple[AcceptancePoint, ...] = ()
     guarantees: dict[str, bool]
     guarantees_checked: tuple[GuaranteeVerdict, ...]
     evaluations: tuple[EvaluationResult, ...]
@@ -137,6 +139,7 @@ def report(
         logprob_gap_mean=_gap_mean(state),
         logprob_gap_p99=_gap_p99(state),
         alarms=state.alarms,
+        acceptance=state.acceptance,
         guarantees={verdict.name: verdict.holds for verdict in verdicts},
         guarantees_checked=tuple(verdicts),
         evaluations=tuple(_result(point) for point in state.evaluations),

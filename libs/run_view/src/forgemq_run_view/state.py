@@ -63,13 +63,30 @@ class StepPoint(Struct, frozen=True, kw_only=True):
 
 
 class StepAlarm(Struct, frozen=True, kw_only=True):
-    """A metric of a step of the surviving lineage above the trainer's threshold for it."""
+    """A metric on the wrong side of its threshold.
+
+    Of a step of the surviving lineage, by the trainer; or the acceptance length under a version,
+    which has the number of the step that made it.
+    """
 
     step: int
     lineage: int
     metric: str
     value: float
     threshold: float
+    side: Literal["above", "below"] = "above"
+
+
+class AcceptancePoint(Struct, frozen=True, kw_only=True):
+    """Drafted tokens under one version, from completions that it sampled whole."""
+
+    lineage: int
+    version: int
+    length: Annotated[
+        float,
+        Meta(description="Tokens that a pass over drafted ones gives; 1: no guess holds."),
+    ]
+    verifications: Annotated[int, Meta(description="Passes of the policy over drafted tokens.")]
 
 
 class EvaluationPoint(Struct, frozen=True, kw_only=True):
@@ -207,6 +224,9 @@ class RunState(Struct, frozen=True, kw_only=True):
     logprob_gap_max: Annotated[float | None, Meta(description="Null: nothing was measured.")]
     points: tuple[StepPoint, ...]
     alarms: tuple[StepAlarm, ...]
+    acceptance: Annotated[
+        tuple[AcceptancePoint, ...], Meta(description="By version; () without speculation.")
+    ]
     versions: tuple[VersionPoint, ...]
     rates: tuple[RatePoint, ...]
     evaluations: tuple[EvaluationPoint, ...]

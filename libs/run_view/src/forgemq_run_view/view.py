@@ -25,6 +25,7 @@ from forgemq_contracts.topics import (
     TRAINED_STEPS,
     Topic,
 )
+from forgemq_run_view.acceptance import AcceptanceBook
 from forgemq_run_view.engines import EngineBook
 from forgemq_run_view.groups import GroupBook
 from forgemq_run_view.state import EndCount, GroupRow, RetiredCount, RunState
@@ -58,6 +59,7 @@ class RunView:
         self._groups = GroupBook()
         self._steps = StepBook()
         self._engines = EngineBook()
+        self._acceptance = AcceptanceBook()
         self._ended = ""
 
     def apply(self, message: Message) -> None:
@@ -70,6 +72,7 @@ class RunView:
         self._groups.apply(message)
         self._steps.apply(message)
         self._engines.apply(message)
+        self._acceptance.apply(message)
 
     def knows(self, group_id: str) -> bool:
         """Whether any record named this group, and it is not forgotten."""
@@ -123,7 +126,8 @@ class RunView:
                 (p.logprob_gap_max for p in points if p.logprob_gap_max is not None), default=None
             ),
             points=points,
-            alarms=self._steps.alarms(),
+            alarms=self._steps.alarms() + self._acceptance.alarms(),
+            acceptance=self._acceptance.points(),
             versions=self._groups.versions(configuration.queues),
             rates=self._engines.rates(),
             evaluations=self._groups.evaluations(),

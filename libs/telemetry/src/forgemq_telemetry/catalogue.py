@@ -65,6 +65,7 @@ GaugeName: TypeAlias = Literal[
     "inference.queued",
     "inference.remembered_bytes",
     "inference.weight_version",
+    "inference.acceptance_length",
     "reward.episodes_waiting",
     "trainer.version",
     "trainer.loss",
@@ -225,6 +226,11 @@ GAUGES: dict[GaugeName, Metric] = {
         "By", "Token ids that a lane keeps of finished completions."
     ),
     "inference.weight_version": Metric("{step}", "Version of the weights a lane serves."),
+    "inference.acceptance_length": Metric(
+        "{token}",
+        "Tokens that a pass over drafted ones gives, under a lane's newest weights; 1 if no guess "
+        "holds.",
+    ),
     "reward.episodes_waiting": Metric(
         "{episode}", "Episodes that are finished and not graded yet."
     ),

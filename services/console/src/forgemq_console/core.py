@@ -74,6 +74,7 @@ def bounded(state: RunState) -> RunState:
         points=_thinned(state.points),
         versions=_thinned(state.versions),
         alarms=state.alarms[-CURVE_POINTS_MAX:],
+        acceptance=_thinned(state.acceptance),
     )
 
 

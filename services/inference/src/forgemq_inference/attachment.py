@@ -130,6 +130,9 @@ class Attachment:
         if limits.experts is not None and not limits.records_routes:
             # Without routes the trainer chooses experts by itself: part of G5's gap is routing.
             self._telemetry.event("routes_not_recorded", url=self._engine.url)
+        if self._configuration.speculation is not None and server.speculative_algorithm is None:
+            # The run goes on as well without: only no token is guessed.
+            self._telemetry.event("engine_does_not_speculate", url=self._engine.url)
         await self._load_newest()
         if self._weights.served.is_dirty:
             raise EngineRefusedError("an update of the engine broke off and nothing is published")
@@ -158,6 +161,10 @@ class Attachment:
         if is_base and name != BASE.name:
             await self._engine.name_weights(BASE.name)
         self._weights.note_restarted(served)
+        speculation = self._configuration.speculation
+        if is_base and speculation is not None:
+            start = Path(speculation.head) / WEIGHTS_FILE
+            self._weights.note_head(await file_sha256(start))
 
     async def _serve_lane(self) -> None:
         async with asyncio.TaskGroup() as group:

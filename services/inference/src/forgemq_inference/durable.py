@@ -7,15 +7,21 @@ store it is downloaded first. Version 0 is the base model's own folder.
 
 import asyncio
 import hashlib
+import re
 import shutil
 from pathlib import Path
+from typing import NamedTuple, TypeAlias
 
 import fsspec
 
 from forgemq_contracts.weight_buckets import TensorSpec, header_bytes, tensor_specs
-from forgemq_contracts.weights import PublishedWeights
+from forgemq_contracts.weights import PublishedHead, PublishedWeights
+
+Published: TypeAlias = PublishedWeights | PublishedHead
+"""What has a durable copy."""
 
 WEIGHTS_FILE = "model.safetensors"
+_SHA256 = re.compile("[0-9a-f]{64}")
 _CHUNK_BYTES = 8 * 2**20
 """Read at once for a checksum: large enough for the disk's full speed."""
 _HEADER_START_BYTES = 8
@@ -39,7 +45,7 @@ class DurableCopies:
         self._cache = cache
         self._verified_sha256 = ""
 
-    async def tensors(self, published: PublishedWeights) -> tuple[TensorSpec, ...]:
+    async def tensors(self, published: Published) -> tuple[TensorSpec, ...]:
         """Names, dtypes and shapes of the weights, sorted by name.
 
         Raises:
@@ -47,7 +53,7 @@ class DurableCopies:
         """
         return await asyncio.to_thread(_tensors, published.uri)
 
-    async def folder(self, published: PublishedWeights) -> Path:
+    async def folder(self, published: Published) -> Path:
         """A local folder with the published bytes, checked against their sha256.
 
         Raises:
@@ -55,7 +61,7 @@ class DurableCopies:
         """
         return await asyncio.to_thread(self._folder, published)
 
-    def _folder(self, published: PublishedWeights) -> Path:
+    def _folder(self, published: Published) -> Path:
         filesystem, path = fsspec.core.url_to_fs(published.uri)
         try:
             if "file" in filesystem.protocol:
@@ -83,10 +89,22 @@ class DurableCopies:
         _verify(partial / WEIGHTS_FILE, sha256)
         self._verified_sha256 = sha256
         partial.rename(target)
-        complete = [folder for folder in self._cache.iterdir() if folder.suffix != ".partial"]
+        complete = [each for each in self._cache.iterdir() if _SHA256.fullmatch(each.name)]
         for folder in sorted(complete, key=lambda folder: folder.stat().st_mtime)[:-_COPIES_KEPT]:
             shutil.rmtree(folder, ignore_errors=True)
         return target
+
+
+class Copies(NamedTuple):
+    """The durable copies of both; each keeps its own newest two."""
+
+    policies: DurableCopies
+    heads: DurableCopies
+
+
+def copies_in(cache: Path) -> Copies:
+    """Copies that are downloaded into a folder, those of heads into one below it."""
+    return Copies(DurableCopies(cache), DurableCopies(cache / "heads"))
 
 
 async def file_sha256(path: Path) -> str | None:

@@ -1,8 +1,10 @@
 """The HTTP side of one SGLang server (0.5.23); every call has a deadline."""
 
+import base64
+import io
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar
 
 import aiohttp
 import msgspec
@@ -14,6 +16,9 @@ from forgemq_inference.core.generation import EngineAnswer, EngineProgress
 
 _STREAM_END = b"[DONE]"
 
+Selector: TypeAlias = Literal["target", "draft"]
+"""Which weights a session is for: the policy's, or those of the head that drafts for it."""
+
 Decoded = TypeVar("Decoded", bound=msgspec.Struct)
 
 _CONTROL_TIMEOUT_S = 30.0
@@ -22,6 +27,8 @@ _LOADS_TIMEOUT_S = 1.0
 """SGLang answers this from memory; it is asked once a second."""
 _MESSAGE_CHARACTERS_MAX = 300
 """Of an error's text in a record; SGLang may answer with a whole traceback."""
+_BODY_AT_ONCE_BYTES_MAX = 2**20
+"""aiohttp warns of larger ones: of a long context, and of the tensors of a head."""
 _KEEPALIVE_S = 2.0
 """Below the 5 s after which the server closes idle connections: a request that reuses a connection
 as it is being closed fails."""
@@ -65,6 +72,26 @@ class ServerInfo(msgspec.Struct, frozen=True):
     context_length: int | None = None
     tp_size: int = 1
     enable_return_routed_experts: bool = False
+    speculative_algorithm: str | None = None
+
+
+class BucketPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """What part of an update a bucket is.
+
+    Attributes:
+        selector: Whose tensors.
+        flushes: The engine drops its cache after this bucket: K/V of the policy's old weights.
+        final_name: The weights' name after this bucket; None before the last one.
+    """
+
+    selector: Selector
+    flushes: bool = False
+    final_name: str | None = None
+
+    def fields(self) -> dict[str, Any]:
+        """As SGLang names them."""
+        named = {} if self.final_name is None else {"weight_version": self.final_name}
+        return {"selector": self.selector, "flush_cache": self.flushes, **named}
 
 
 class _Loads(msgspec.Struct, frozen=True):
@@ -194,9 +221,11 @@ class Engine:
         body = {"group_name": group_name}
         await self._succeed("/destroy_weights_update_group", body, timeout_s=_CONTROL_TIMEOUT_S)
 
-    async def begin_update(self, *, timeout_s: float) -> None:
-        """Open the session that an update over a process group needs."""
-        await self._succeed("/begin_weight_update", {}, timeout_s=timeout_s)
+    async def begin_update(self, selector: Selector, *, timeout_s: float) -> None:
+        """Open the session that an update needs, over a process group or by tensors."""
+        # Always named: SGLang's default loads the policy's tensors into the head as well.
+        body = {"selector": selector}
+        await self._succeed("/begin_weight_update", body, timeout_s=timeout_s)
 
     async def end_update(self, *, timeout_s: float) -> None:
         """Close the session; raises EngineRefusedError if there is no open one."""
@@ -207,7 +236,7 @@ class Engine:
         bucket: Sequence[TensorSpec],
         *,
         group_name: str,
-        final_name: str | None,
+        place: "BucketPlace",
         timeout_s: float,
     ) -> None:
         """Receive one flat broadcast from rank 0 and load the tensors in it.
@@ -215,20 +244,25 @@ class Engine:
         Args:
             bucket: Names, dtypes and shapes, in the order of their bytes.
             group_name: Process group to receive from.
-            final_name: The weights' name if this is the last bucket; the cache is flushed too.
+            place: In the whole update.
             timeout_s: For the broadcast and the load.
         """
-        body: dict[str, Any] = {
+        body = place.fields() | {
             "names": [tensor.name for tensor in bucket],
             "dtypes": [tensor.dtype for tensor in bucket],
             "shapes": [tensor.shape for tensor in bucket],
             "group_name": group_name,
             "load_format": "flattened_bucket",
-            "flush_cache": final_name is not None,
         }
-        if final_name is not None:
-            body["weight_version"] = final_name
         await self._succeed("/update_weights_from_distributed", body, timeout_s=timeout_s)
+
+    async def load_tensors(
+        self, payload: bytes, *, ranks: int, place: "BucketPlace", timeout_s: float
+    ) -> None:
+        """Load tensors that the request itself holds; see `tensor_pickle.py`."""
+        text = base64.b64encode(payload).decode()
+        body = place.fields() | {"serialized_named_tensors": [text] * ranks}
+        await self._succeed("/update_weights_from_tensor", body, timeout_s=timeout_s)
 
     async def load_folder(self, folder: str, *, name: str, timeout_s: float) -> None:
         """Load weights from a folder that the engine can read, and flush the cache."""
@@ -262,7 +296,7 @@ class Engine:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """A successful response; what fails while it is read is an `EngineError` too."""
         assert self._session is not None, "an Engine is used inside `async with`"
-        data = None if body is None else msgspec.json.encode(body)
+        data = None if body is None else _data(msgspec.json.encode(body))
         try:
             async with self._session.request(
                 method,
@@ -280,6 +314,11 @@ class Engine:
             raise EngineUnreachableError(f"{path}: no answer within {timeout_s:.0f} s") from error
         except aiohttp.ClientError as error:
             raise EngineUnreachableError(f"{path}: {type(error).__name__}: {error}") from error
+
+
+def _data(encoded: bytes) -> bytes | io.BytesIO:
+    """What aiohttp sends; of a large body a stream, so that the event loop is not blocked."""
+    return io.BytesIO(encoded) if len(encoded) > _BODY_AT_ONCE_BYTES_MAX else encoded
 
 
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:

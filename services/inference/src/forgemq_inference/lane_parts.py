@@ -8,7 +8,7 @@ from forgemq_bus.log import Writer
 from forgemq_inference.attachment import Attachment
 from forgemq_inference.core.lane import LaneState
 from forgemq_inference.core.weights import BASE, Served, WeightsState
-from forgemq_inference.durable import DurableCopies
+from forgemq_inference.durable import copies_in
 from forgemq_inference.engine import Engine
 from forgemq_inference.inbox import Inbox
 from forgemq_inference.live_chunks import Spawn
@@ -88,7 +88,7 @@ def lane_parts(
     loader = WeightLoader(
         edges.engine,
         weights,
-        copies=DurableCopies(edges.cache),
+        copies=copies_in(edges.cache),
         pauses=pauses,
         durable_timeout_s=settings.durable_timeout_s,
         telemetry=telemetry,

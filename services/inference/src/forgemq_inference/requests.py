@@ -18,6 +18,7 @@ from forgemq_contracts.completions import (
 )
 from forgemq_contracts.messages import Output
 from forgemq_contracts.partitions import group_partition
+from forgemq_inference.core.acceptance import AcceptanceMeter
 from forgemq_inference.core.generation import (
     EngineAnswer,
     EngineLimits,
@@ -104,6 +105,7 @@ class Requests:
         self._pauses = pauses
         self._on_unreachable = on_unreachable
         self._telemetry = telemetry
+        self._acceptance = AcceptanceMeter()
         self._slots = asyncio.Semaphore(limits.concurrent_max)
         self._engine_limits: EngineLimits | None = None
         self._closed = _future()
@@ -299,6 +301,8 @@ class Requests:
         self._telemetry.count("inference.finished", reason=record.finish_reason)
         self._telemetry.count("inference.output_tokens", tokens)
         self._telemetry.count("inference.cached_tokens", record.cached_tokens)
+        if (length := self._acceptance.observe(record)) is not None:
+            self._telemetry.gauge("inference.acceptance_length", length, lane=record.lane)
         self._telemetry.observe("inference.queued_s", record.queued_s)
         self._telemetry.observe("inference.engine_s", record.engine_s)
 

@@ -4,17 +4,21 @@ Agents see only delay: running requests are retracted, keep their tokens, and go
 weights. Every phase has a deadline. Between the first changed byte and the last the engine's
 weights are named `broken`: an inference process that attaches to the engine later sees the name,
 and nothing is generated with them.
+
+The policy's tensors come first, then those of the draft head if one is published with them, each in
+a session of its own that names whose they are. The last of all buckets brings the weights' name.
 """
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path as FilePath
 from typing import Literal, TypeAlias, assert_never
 
 from msgspec import Struct
 
 from forgemq_contracts.weight_buckets import TensorSpec, buckets
-from forgemq_contracts.weights import PublishedWeights, Rendezvous
+from forgemq_contracts.weights import PublishedHead, PublishedWeights, Rendezvous
 from forgemq_inference.core.weights import (
     BROKEN_NAME,
     DurableLoad,
@@ -24,8 +28,15 @@ from forgemq_inference.core.weights import (
     Weights,
     WeightsState,
 )
-from forgemq_inference.durable import DurableCopies
-from forgemq_inference.engine import Engine, EngineError, EngineRefusedError
+from forgemq_inference.durable import Copies, DurableCopyError
+from forgemq_inference.engine import (
+    BucketPlace,
+    Engine,
+    EngineError,
+    EngineRefusedError,
+    Selector,
+)
+from forgemq_inference.head_payloads import head_payloads
 from forgemq_inference.pause_clock import PauseClock
 from forgemq_telemetry import Telemetry
 
@@ -73,6 +84,35 @@ class _Progress:
         )
 
 
+class _Session(Struct, frozen=True, kw_only=True):
+    """The tensors of one session of an update; the last session brings the weights' name."""
+
+    selector: Selector
+    tensors: tuple[TensorSpec, ...]
+    final_name: str | None
+
+    def buckets(self) -> Iterator[tuple[tuple[TensorSpec, ...], BucketPlace]]:
+        """Each bucket and its place; the policy's last one flushes the K/V of both."""
+        plan = buckets(self.tensors)
+        for index, bucket in enumerate(plan):
+            is_last = index == len(plan) - 1
+            yield (
+                bucket,
+                BucketPlace(
+                    selector=self.selector,
+                    flushes=is_last and self.selector == "target",
+                    final_name=self.final_name if is_last else None,
+                ),
+            )
+
+
+class _Folders(Struct, frozen=True, kw_only=True):
+    """Where durable copies lie: the policy's, and the head's if the engine needs one."""
+
+    policy: FilePath
+    head: tuple[PublishedHead, FilePath] | None = None
+
+
 class WeightLoader:
     """Carries out the loads that `WeightsState` decides on; one at a time.
 
@@ -85,7 +125,7 @@ class WeightLoader:
         engine: Engine,
         state: WeightsState,
         *,
-        copies: DurableCopies,
+        copies: Copies,
         pauses: PauseClock,
         durable_timeout_s: float,
         telemetry: Telemetry,
@@ -123,23 +163,23 @@ class WeightLoader:
 
     async def _load_durable(self, published: PublishedWeights) -> float:
         # Before the pause: it may be a download of minutes.
-        folder = await self._copies.folder(published)
+        folders = await self._folders(published)
         paused_s = self._pauses.total_s
         await self._pause(timeout_s=self._durable_timeout_s)
-        await self._load_folder(published, str(folder))
+        await self._load_folders(published, folders)
         await self._resume(timeout_s=self._durable_timeout_s)
         return self._pauses.total_s - paused_s
 
     async def _load_fast(
         self, published: PublishedWeights, rendezvous: Rendezvous
     ) -> tuple[Path, float]:
-        tensors = await self._copies.tensors(published)
+        plan = await self._plan(published)
         paused_s = self._pauses.total_s
         await self._pause(timeout_s=_PAUSE_TIMEOUT_S)
         path: Path = "fast"
         progress = _Progress(published, started_s=time.monotonic())
         try:
-            await self._receive(published, rendezvous, tensors, progress=progress)
+            await self._receive(published, rendezvous, plan, progress=progress)
         except EngineError as error:
             self._telemetry.event(
                 "fast_path_failed",
@@ -149,8 +189,7 @@ class WeightLoader:
             )
             self._telemetry.count("inference.fast_path_failures", lane=rendezvous.lane)
             await self._abandon_update(rendezvous.group_name)
-            folder = await self._copies.folder(published)
-            await self._load_folder(published, str(folder))
+            await self._load_folders(published, await self._folders(published))
             path = "durable"
         await self._resume(timeout_s=_PAUSE_TIMEOUT_S)
         return path, self._pauses.total_s - paused_s
@@ -167,7 +206,7 @@ class WeightLoader:
         self,
         published: PublishedWeights,
         rendezvous: Rendezvous,
-        tensors: Sequence[TensorSpec],
+        plan: Sequence["_Session"],
         *,
         progress: _Progress,
     ) -> None:
@@ -178,26 +217,75 @@ class WeightLoader:
             self._state.note_joined(rendezvous.group_name)
         await self._engine.name_weights(BROKEN_NAME)
         self._state.note_broken()
-        await self._engine.begin_update(timeout_s=progress.left_s())
-        plan = buckets(tensors)
-        for index, bucket in enumerate(plan):
-            is_last = index == len(plan) - 1
+        for session in plan:
+            await self._receive_session(session, rendezvous.group_name, progress=progress)
+        if published.head is not None:
+            self._state.note_head(published.head.sha256)
+
+    async def _receive_session(
+        self, session: "_Session", group_name: str, *, progress: _Progress
+    ) -> None:
+        await self._engine.begin_update(session.selector, timeout_s=progress.left_s())
+        if session.selector == "draft":
+            self._state.note_head(None)
+        for bucket, place in session.buckets():
             await self._engine.receive_bucket(
-                bucket,
-                group_name=rendezvous.group_name,
-                final_name=_name(published) if is_last else None,
-                timeout_s=progress.left_s(),
+                bucket, group_name=group_name, place=place, timeout_s=progress.left_s()
             )
             progress.received_bytes += sum(tensor.size_bytes for tensor in bucket)
         await self._engine.end_update(timeout_s=progress.left_s())
 
-    async def _load_folder(self, published: PublishedWeights, folder: str) -> None:
+    async def _plan(self, published: PublishedWeights) -> "tuple[_Session, ...]":
+        """What comes on the fast path: the policy's tensors, then those of a published head."""
+        tensors = await self._copies.policies.tensors(published)
+        name = _name(published)
+        if published.head is None:
+            return (_Session(selector="target", tensors=tensors, final_name=name),)
+        head = await self._copies.heads.tensors(published.head)
+        return (
+            _Session(selector="target", tensors=tensors, final_name=None),
+            _Session(selector="draft", tensors=head, final_name=name),
+        )
+
+    async def _folders(self, published: PublishedWeights) -> "_Folders":
+        policy = await self._copies.policies.folder(published)
+        head = self._state.missing_head()
+        if head is None:
+            return _Folders(policy=policy)
+        try:
+            return _Folders(policy=policy, head=(head, await self._copies.heads.folder(head)))
+        except DurableCopyError as error:
+            if head == published.head:
+                raise
+            # The head of an older version, whose copy may be deleted: the next one comes soon.
+            self._telemetry.event("head_not_loaded", sha256=head.sha256, error=str(error))
+            return _Folders(policy=policy)
+
+    async def _load_folders(self, published: PublishedWeights, folders: "_Folders") -> None:
         name = _name(published)
         self._state.note_broken()
-        await self._engine.load_folder(folder, name=name, timeout_s=self._durable_timeout_s)
+        named = BROKEN_NAME if folders.head else name
+        timeout_s = self._durable_timeout_s
+        await self._engine.load_folder(str(folders.policy), name=named, timeout_s=timeout_s)
+        if folders.head is not None:
+            await self._load_head(*folders.head, name=name)
         served = (await self._engine.model_info()).weight_version
         if served != name:
             raise EngineRefusedError(f"loaded {name}, but the engine names its weights {served}")
+
+    async def _load_head(self, head: PublishedHead, folder: FilePath, *, name: str) -> None:
+        timeout_s, payloads = self._durable_timeout_s, head_payloads(folder)
+        ranks = (await self._engine.server_info()).tp_size
+        await self._engine.begin_update("draft", timeout_s=timeout_s)
+        self._state.note_head(None)
+        payload = await asyncio.to_thread(next, payloads, None)
+        while payload is not None:
+            following = await asyncio.to_thread(next, payloads, None)
+            place = BucketPlace(selector="draft", final_name=None if following else name)
+            await self._engine.load_tensors(payload, ranks=ranks, place=place, timeout_s=timeout_s)
+            payload = following
+        await self._engine.end_update(timeout_s=timeout_s)
+        self._state.note_head(head.sha256)
 
     async def _abandon_update(self, group_name: str) -> None:
         """Make the engine ready for a load from disk; leaving the group frees the publisher too."""

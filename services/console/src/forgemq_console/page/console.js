@@ -54,6 +54,7 @@ function numbers(state) {
   const last = state.versions.at(-1)?.tally;
   const bound = Math.max(...state.queues.map((q) => q.staleness_limit));
   const trained = state.points.length > 0;
+  const guessed = state.acceptance.at(-1);
   const gap = state.points.findLast((p) => p.logprob_gap_mean !== null);
   const whole = (value) => value.toLocaleString("en-US");
   byId("numbers").replaceChildren(
@@ -69,6 +70,7 @@ function numbers(state) {
     number(state.episode_ends.map((e) => whole(e.episodes)).join(" + ") || "0", `episodes ${state.episode_ends.map((e) => e.end).join(" + ")}`.trim()),
     number(whole(state.forks.reduce((sum, f) => sum + f.forks, 0)), "forks"),
     number(gap === undefined ? "-" : gap.logprob_gap_mean.toExponential(1), gap === undefined ? "log-probability gap: not measured" : `nats gap to the engine, step ${gap.step}`),
+    ...(guessed ? [number(guessed.length.toFixed(2), `tokens a pass, version ${guessed.version}`)] : []),
     number(String(state.alarms.length), "alarms", state.alarms.length > 0),
     number(String(state.groups_open), "groups in flight"),
     number(state.retired.map((r) => `${r.groups}`).join(" + ") || "0", state.retired.map((r) => r.reason.replace("_", " ")).join(" + ") || "retired"),
@@ -126,7 +128,7 @@ function tables(state) {
     return { cells: [dot(kind, s.service), s.records.toLocaleString("en-US"), age(s.last_ms)] };
   }));
   table("alarms", ["step", "metric", "value", "threshold"], state.alarms.slice(-ALARMS_SHOWN_MAX).reverse().map((a) => ({
-    cells: [dot("off", `${a.step}`), a.metric, a.value.toPrecision(3), `${a.threshold}`],
+    cells: [dot("off", `${a.step}`), a.metric, a.value.toPrecision(3), `${a.side} ${a.threshold}`],
   })));
   table("forks", ["reason", "forks", "of episodes", "meaning"], state.forks.map((f) => ({
     cells: [f.reason.replace("_", " "), f.forks.toLocaleString("en-US"), `${(100 * f.episodes_share).toFixed(1)}%`, f.meaning],

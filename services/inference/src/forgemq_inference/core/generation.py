@@ -83,6 +83,7 @@ class EngineMeta(Struct, frozen=True):
     output_top_logprobs: list[list[tuple[float | None, int, str | None]] | None] = []
     cached_tokens: int = 0
     num_retractions: int = 0
+    spec_verify_ct: int = 0
     queue_time: float | None = None
     routed_experts: bytes | None = None
 
@@ -246,6 +247,7 @@ def finished_completion(
         engine_s=timing.engine_s,
         cached_tokens=meta.cached_tokens,
         retractions=meta.num_retractions,
+        verifications=meta.spec_verify_ct,
     )
 
 

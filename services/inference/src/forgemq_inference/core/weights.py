@@ -5,7 +5,7 @@ from typing import NamedTuple, TypeAlias
 
 from msgspec import Struct, structs
 
-from forgemq_contracts.weights import PublishedWeights, Rendezvous
+from forgemq_contracts.weights import PublishedHead, PublishedWeights, Rendezvous
 
 _NAME = re.compile(r"(0|[1-9][0-9]*)\.(0|[1-9][0-9]*)")
 
@@ -99,6 +99,8 @@ class WeightsState:
         self._lane = lane
         self._epoch = epoch
         self._newest: PublishedWeights | None = None
+        self._head: PublishedHead | None = None
+        self._held_head_sha256: str | None = None
         self._groups: set[str] = set()
         self.served = served
 
@@ -109,6 +111,8 @@ class WeightsState:
         if self._newest is not None and _key(published) <= _key(self._newest):
             return False
         self._newest = published
+        # A version may come without a head: then that of the version before it stays.
+        self._head = published.head or self._head
         return True
 
     def next_load(self) -> Load | None:
@@ -120,10 +124,19 @@ class WeightsState:
             return DurableLoad(newest)
         if _key(newest) <= self.served.weights:
             return None
-        if newest.sha256 == self.served.sha256:
+        if newest.sha256 == self.served.sha256 and self.missing_head() is None:
             return Rename(newest)
         rendezvous = self._rendezvous(newest)
         return DurableLoad(newest) if rendezvous is None else FastLoad(newest, rendezvous)
+
+    def missing_head(self) -> PublishedHead | None:
+        """The newest draft head that is published; None if the engine drafts with it already."""
+        head = self._head
+        return None if head is None or head.sha256 == self._held_head_sha256 else head
+
+    def note_head(self, sha256: str | None) -> None:
+        """Note which head the engine drafts with; None while that is unknown."""
+        self._held_head_sha256 = sha256
 
     def note_joined(self, group_name: str) -> None:
         """Note that the engine is in this process group."""
@@ -144,6 +157,7 @@ class WeightsState:
     def note_restarted(self, served: Served) -> None:
         """Note a new engine process: it holds these weights and is in no process group."""
         self.served = served
+        self._held_head_sha256 = None
         self._groups.clear()
 
     def _rendezvous(self, published: PublishedWeights) -> Rendezvous | None:

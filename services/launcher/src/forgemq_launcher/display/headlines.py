@@ -26,11 +26,11 @@ def _steps(before: RunState, after: RunState) -> list[str]:
 
 
 def _alarms(before: RunState, after: RunState) -> list[str]:
-    known = {(point.step, point.lineage) for point in before.points}
+    known = {(each.step, each.lineage, each.metric) for each in before.alarms}
     return [
-        f"ALARM step {each.step}: {each.metric} {each.value:.3g} above {each.threshold:g}"
+        f"ALARM step {each.step}: {each.metric} {each.value:.3g} {each.side} {each.threshold:g}"
         for each in after.alarms
-        if (each.step, each.lineage) not in known
+        if (each.step, each.lineage, each.metric) not in known
     ]
 
 

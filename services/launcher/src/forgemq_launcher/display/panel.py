@@ -84,6 +84,7 @@ def _rows(state: RunState, shown: PanelView) -> list[tuple[str, RenderableType]]
         ("staleness", _staleness(state)),
         ("tree saving", Text(_saving(state))),
         ("gap", Text(_gap(state))),
+        *[("tokens a pass", Text(_acceptance(state))) for _ in state.acceptance[:1]],
         ("alarms", _alarms(state)),
     ]
     rows += [(f"window {queue.domain}"[:20], _window(queue)) for queue in state.queues]
@@ -162,13 +163,18 @@ def _gap(state: RunState) -> str:
     )
 
 
+def _acceptance(state: RunState) -> str:
+    newest = state.acceptance[-1]
+    return f"{newest.length:.2f} under version {newest.version}; 1 if no guess holds"
+
+
 def _alarms(state: RunState) -> Text:
     if not state.alarms:
         return Text("none" if state.points else "-")
     newest = state.alarms[-1]
     return Text(
         f"{len(state.alarms)}, newest: step {newest.step} {newest.metric} {newest.value:.3g} "
-        f"above {newest.threshold:g}",
+        f"{newest.side} {newest.threshold:g}",
         style="bold red",
     )
 

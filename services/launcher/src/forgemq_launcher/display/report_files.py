@@ -160,6 +160,7 @@ def _lines(report: Report) -> list[tuple[str, str]]:
         *[("imported", untrained_line(each)) for each in report.imported],
         *[("live", untrained_line(each)) for each in report.live],
         ("log-probability gap", _gap(report)),
+        *[("tokens a pass", _acceptance(report)) for _ in report.acceptance[:1]],
         ("alarms", _alarms(report)),
         ("time", duration(report.duration_s)),
     ]
@@ -184,9 +185,17 @@ def _gap(report: Report) -> str:
     )
 
 
+def _acceptance(report: Report) -> str:
+    first, last = report.acceptance[0], report.acceptance[-1]
+    return (
+        f"{first.length:.2f} under version {first.version}, {last.length:.2f} under version "
+        f"{last.version}; 1 if no guess holds"
+    )
+
+
 def _alarms(report: Report) -> str:
     shown = [
-        f"step {each.step}: {each.metric} {each.value:.3g} above {each.threshold:g}"
+        f"step {each.step}: {each.metric} {each.value:.3g} {each.side} {each.threshold:g}"
         for each in report.alarms[-ALARMS_SHOWN_MAX:]
     ]
     more = len(report.alarms) - len(shown)
