@@ -5,13 +5,20 @@ demonstrated episodes; no engine runs. `overlap` is the mean of sum min(p, q) of
 over the tokens of held-out contexts: the share of guesses that exact speculative sampling accepts.
 The second token of a chain is guessed from the head's own state.
 
-    make load NAME=speculation JSON=speculation.json      # about two minutes on one core
+`demo`: the demo with a random head, on the real broker and the real engine. `accept_length` is the
+tokens that a pass of the policy gives, over the completions of one version: of version 0, and over
+those of the last versions that sampled `PASSES_MIN` passes together.
+
+    make load NAME=speculation JSON=speculation.json      # about half an hour on two cores
 """
 
+import json
 import random
+import shutil
+import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -43,6 +50,10 @@ LEARNING_RATE = 2e-3
 TOP_K = 64
 HEAD_CHUNK = 512
 SEED, HELD_OUT_SEED = 0, 1
+RUN = "speculation-demo"
+DEMO_OVERRIDES = ("trainer.steps=16", "evaluation.tasks=16")
+PASSES_MIN = 500
+"""Of the policy over drafted tokens: their mean then varies by less than a tenth."""
 
 
 def context_tree(name: str, tokens: Sequence[int]) -> MergedTree:
@@ -135,6 +146,43 @@ def offline(measurement: Measurement) -> None:
     measurement.row("offline", "tokens_trained", trained, "tokens")
 
 
+def play(measurement: Measurement) -> None:
+    """Run the demo with a random head unless such a run exists, and read its report."""
+    folder, head = ROOT / "runs" / RUN, ROOT / "runs" / f"{RUN}-head"
+    if not (folder / "report.json").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(head, ignore_errors=True)
+        write_new_head(MODEL, head, seed=SEED)
+        configuration = ROOT / "runs" / f"{RUN}.toml"
+        table = f'\n[speculation]\nhead = "{head}"\nlearning_rate = {LEARNING_RATE}\n'
+        configuration.write_text((ROOT / "deploy/demo/run.toml").read_text() + table)
+        tool = str(Path(sys.executable).with_name("forgemq"))
+        command = [tool, "run", str(configuration), f"run={RUN}", *DEMO_OVERRIDES]
+        subprocess.run(command, cwd=ROOT, check=True)
+    read_demo(measurement, folder)
+
+
+def read_demo(measurement: Measurement, folder: Path) -> None:
+    """Rows of a run from its report and its curves."""
+    points = json.loads((folder / "report.json").read_text())["acceptance"]
+    measurement.row("demo", "accept_length_start", points[0]["length"], "tokens")
+    measurement.row("demo", "accept_length_end", last_length(points), "tokens")
+    rows = [json.loads(line) for line in (folder / "curves.jsonl").read_text().splitlines()]
+    gaps = [row["logprob_gap_max"] for row in rows if row.get("gap_entries")]
+    measurement.row("demo", "logprob_gap_max", max(gaps), "nats")
+
+
+def last_length(points: Sequence[Mapping[str, float]]) -> float:
+    """Tokens a pass over the newest versions that have PASSES_MIN passes together."""
+    tokens = passes = 0.0
+    for point in reversed(points):
+        tokens += point["length"] * point["verifications"]
+        passes += point["verifications"]
+        if passes >= PASSES_MIN:
+            break
+    return tokens / passes
+
+
 def main() -> int:
     """Run the cases that were asked for."""
     options = arguments(__doc__)
@@ -145,6 +193,8 @@ def main() -> int:
     measurement.conditions["head"] = f"{STEPS} steps, learning rate {LEARNING_RATE}, top_k {TOP_K}"
     if not options.case or "offline" in options.case:
         offline(measurement)
+    if not options.case or "demo" in options.case:
+        play(measurement)
     return measurement.finish(options.json)
 
 

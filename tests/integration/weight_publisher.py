@@ -28,7 +28,6 @@ DEADLINE_S = 20.0
 
 def main(first: str, mode: str) -> None:
     paths = FastPaths(host="127.0.0.1", backend="gloo", deadline=TransferDeadline(DEADLINE_S, 2e8))
-    failures: dict[int, str] = {}
     for line in _lines(first):
         offers = paths.offer({0: 1}, prefix=f"test-{os.getpid()}")
         _say(msgspec.json.encode(offers).decode())
@@ -39,8 +38,8 @@ def main(first: str, mode: str) -> None:
         if mode == "die":
             _join(paths)
             return
-        for folder in line.split("|"):
-            failures = paths.send(offers, Path(folder) / "model.safetensors")
+        files = [Path(folder) / "model.safetensors" for folder in line.split("|")]
+        failures = paths.send(offers, *files)
         _say(json.dumps(failures))
 
 

@@ -29,7 +29,7 @@ class PublishedHead(Struct, frozen=True, kw_only=True, omit_defaults=True):
     in every way of loading. The other records of a run with speculation name none, and the head
     that an engine has stays. Pushes are the versions that speculation.push_every_steps divides, and
     the version that a restarted trainer publishes first. An engine that starts between two pushes
-    guesses with the head that the run began with, which makes it slower and never wrong.
+    takes the head of the newest push, whose copy is kept.
     """
 
     sha256: Annotated[Sha256, Meta(description="Of the safetensors file.")]

@@ -317,3 +317,14 @@ def test_a_head_that_is_certain_of_wrong_tokens_has_a_finite_gradient() -> None:
     p = teacher[0].softmax(-1).tolist()
     assert totals.loss > 80
     assert grad[0].tolist() == pytest.approx([1 - p[0], -p[1], -p[2]], abs=1e-6)
+
+
+def test_a_narrow_head_keeps_its_rotary_frequencies(tmp_path: Path) -> None:
+    wide, narrow = (
+        with_draft_head(save_head(tmp_path), prepare(make_model("qwen3", dtype)), top_k=TOP_K)[0]
+        for dtype in (torch.float32, torch.bfloat16)
+    )
+    assert narrow.layer.fc.weight.dtype == torch.bfloat16
+    frequencies = [head.layer.rotary_embedding.frequency for head in (wide, narrow)]
+    assert torch.equal(frequencies[0], frequencies[1])
+    assert frequencies[1].dtype == torch.float32

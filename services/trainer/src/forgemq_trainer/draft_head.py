@@ -31,7 +31,11 @@ from forgemq_trainer.storage.weights import WEIGHTS_FILE
 
 ARCHITECTURE = "LlamaForCausalLMEagle"
 DEPTHS = 2
-"""Tokens in a row that the head learns to guess."""
+"""Tokens in a row that the head learns to guess; each costs a step another pass of one layer.
+
+On the demo's model a head that learned one token had an overlap of 0.78 there and of 0.41 at the
+next; one that learned two had 0.75 at both.
+"""
 
 
 class UnsupportedHeadError(SettingsError):
@@ -106,7 +110,10 @@ def with_draft_head(
     layer = DraftLayer(config)
     _fill(layer, load_file(folder / WEIGHTS_FILE), folder=folder)
     device = policy.head_VH.device
-    layer.to(device, policy.head_VH.dtype)
+    layer.to(device)
+    # The parameters alone: rotary frequencies rounded to bfloat16 would move every position.
+    for parameter in layer.parameters():
+        parameter.data = parameter.data.to(policy.head_VH.dtype)
     shape = draft_shape(config, policy=policy, depths=depths)
     head_size = shape.key_size // int(config.num_key_value_heads)
     check_head_size(head_size, device=device.type)
