@@ -61,7 +61,7 @@ def base_engine_url(engine_url: str, engine_model: Path) -> str:
 
 def reset_engine(url: str, model: Path) -> None:
     """Bring an engine back to a model's weights under the name 0.0."""
-    post = _post(url)
+    post = engine_post(url)
     post("/end_weight_update", {}, (200, 400))
     post("/continue_generation", {}, (200,))
     post("/abort_request", {"abort_all": True}, (200,))
@@ -71,7 +71,9 @@ def reset_engine(url: str, model: Path) -> None:
     post("/continue_generation", {}, (200,))
 
 
-def _post(url: str) -> Callable[[str, dict[str, object], tuple[int, ...]], None]:
+def engine_post(url: str) -> Callable[[str, dict[str, object], tuple[int, ...]], None]:
+    """Asks an engine for something; the tuple has the statuses that are expected."""
+
     def post(path: str, body: dict[str, object], accepted: tuple[int, ...]) -> None:
         request = urllib.request.Request(
             url + path,

@@ -1,5 +1,6 @@
 """Draft heads for tests: random ones, and one that knows a few continuations by heart."""
 
+import base64
 from pathlib import Path
 
 import torch
@@ -10,7 +11,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
 from forgemq_contracts.draft_head import HEAD_FILE
+from forgemq_inference.head_payloads import head_payloads
 from forgemq_launcher.commands.new_head import write_new_head
+from tests.engine_fixture import engine_post
 
 STEPS = 150
 """Enough for a head of 230,000 numbers to learn 240 tokens by heart."""
@@ -69,3 +72,14 @@ def fitted_head(model: Path, folder: Path, *, contexts: list[list[int]], tokens:
     kept = {name: value.detach().contiguous() for name, value in head.state_dict().items()}
     save_file({name: kept[name] for name in sorted(kept)}, folder / HEAD_FILE)
     return folder
+
+
+def reset_head(url: str, head: Path) -> None:
+    """Bring the draft of an engine that guesses back to a head's weights."""
+    post = engine_post(url)
+    post("/begin_weight_update", {"selector": "draft"}, (200,))
+    for payload in head_payloads(head):
+        text = base64.b64encode(payload).decode()
+        body = {"serialized_named_tensors": [text], "selector": "draft", "flush_cache": False}
+        post("/update_weights_from_tensor", body, (200,))
+    post("/end_weight_update", {}, (200,))

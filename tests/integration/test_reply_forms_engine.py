@@ -20,6 +20,7 @@ from forgemq_contracts.arrays import unpack_floats, unpack_ids
 from forgemq_contracts.completions import FinishedCompletion
 from forgemq_contracts.episodes import StreamPolicy
 from forgemq_contracts.run import StartedRun
+from forgemq_contracts.speculation import Speculation
 from forgemq_inference.app import main
 from forgemq_shell.service import Context
 from forgemq_telemetry import Telemetry
@@ -49,11 +50,13 @@ async def gateway_on(
     *,
     stream: StreamPolicy = "recorded",
     telemetry: Telemetry | None = None,
+    head: Path | None = None,
 ) -> AsyncIterator[World]:
     """A gateway and one lane with this engine, on one log."""
     configuration = configuration_of(model, context_tokens_max=900)
     queue = msgspec.structs.replace(configuration.queues[0], stream=stream)
-    configuration = msgspec.structs.replace(configuration, queues=(queue,))
+    speculation = None if head is None else Speculation(head=str(head))
+    configuration = msgspec.structs.replace(configuration, queues=(queue,), speculation=speculation)
     world = World(MemoryLog(run="r", clock_ms=wall_ms).open, configuration)
     world.telemetry = telemetry or world.telemetry
     await world.log.create_topics(partitions_of(configuration))

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -15,12 +16,27 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from forgemq_bus.memory import MemoryLog
+from forgemq_contracts import topics
 from forgemq_contracts.arrays import unpack_floats, unpack_ids
 from forgemq_contracts.completions import FinishedCompletion
 from forgemq_launcher.commands.new_head import write_new_head
 from forgemq_sglang_cpu.server import EngineServer
-from tests.engine_fixture import ENGINE_MODEL, START_TIMEOUT_S, engine_options, reset_engine
-from tests.integration.draft_heads import fitted_head
+from tests.engine_fixture import (
+    ENGINE_MODEL,
+    START_TIMEOUT_S,
+    engine_options,
+    reset_engine,
+)
+from tests.integration.draft_heads import fitted_head, reset_head
+from tests.integration.test_cached_tokens import (
+    GROUPS,
+    SIBLINGS,
+    TURNS,
+    metered,
+    outcomes,
+    play,
+)
+from tests.integration.test_reply_forms_engine import gateway_on
 from tests.integration.test_weights_engine import logprobs, perturbed, publisher, spans
 from tests.lane_scene import LaneScene, create_topics
 from tests.ports import free_port
@@ -83,9 +99,15 @@ def speculating(start_head: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         server.stop()
 
 
+async def reset(url: str, head: Path) -> None:
+    """The engine as it started: on its base weights, and with this head."""
+    await asyncio.to_thread(reset_engine, url, ENGINE_MODEL)
+    await asyncio.to_thread(reset_head, url, head)
+
+
 @asynccontextmanager
 async def serving_scene(url: str, start_head: Path) -> AsyncIterator[LaneScene]:
-    await asyncio.to_thread(reset_engine, url, ENGINE_MODEL)
+    await reset(url, start_head)
     log = MemoryLog(run="r")
     await create_topics(log)
     scene = LaneScene(log, model=ENGINE_MODEL, engine_url=url, head=start_head)
@@ -197,7 +219,7 @@ async def test_a_late_lane_drafts_with_the_newest_head_of_an_older_version(
     speculating: str, start_head: Path, learned_head: Path, same_policy: Path, other_head: Path
 ) -> None:
     """The engine is left as a service leaves it that was killed in the middle of an update."""
-    await asyncio.to_thread(reset_engine, speculating, ENGINE_MODEL)
+    await reset(speculating, start_head)
     async with aiohttp.ClientSession(speculating) as session:
         body = {"new_version": "broken", "abort_all_requests": False}
         async with session.post("/update_weight_version", json=body) as response:
@@ -218,7 +240,7 @@ async def test_a_late_lane_drafts_with_the_newest_head_of_an_older_version(
 async def test_the_head_of_an_older_version_that_is_gone_costs_nothing_but_its_guesses(
     speculating: str, start_head: Path, learned_head: Path, same_policy: Path, tmp_path: Path
 ) -> None:
-    await asyncio.to_thread(reset_engine, speculating, ENGINE_MODEL)
+    await reset(speculating, start_head)
     gone = tmp_path / "gone"
     shutil.copytree(learned_head, gone)
     log = MemoryLog(run="r")
@@ -287,6 +309,20 @@ async def test_sampled_pairs_follow_the_policy_while_drafted_tokens_hold(
     ) + (rest_counted - rest) ** 2 / max(rest, 1.0)
     # Above this once in a million: mean plus five and a half deviations.
     assert statistic < len(common) + 5.5 * (2 * len(common)) ** 0.5 + 12
+
+
+async def test_the_gateway_expects_one_cached_token_less_of_an_engine_that_guesses(
+    speculating: str, start_head: Path
+) -> None:
+    await reset(speculating, start_head)
+    telemetry, reader = metered()
+    async with gateway_on(speculating, ENGINE_MODEL, telemetry=telemetry, head=start_head) as world:
+        await play(world, first=0)
+        counted = outcomes(reader)
+        finished: list[Any] = await world.records(topics.FINISHED_COMPLETIONS)
+    assert counted.total() == GROUPS * SIBLINGS * TURNS
+    assert counted["as_expected"] >= 0.99 * counted.total(), counted
+    assert all(record.verifications for record in finished if len(record.output) > 4)
 
 
 def pair_law(context: list[int]) -> dict[tuple[int, ...], float]:

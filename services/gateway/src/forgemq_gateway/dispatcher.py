@@ -43,6 +43,8 @@ class Dispatcher:
         self._changed = context.changed
         self._tasks = context.tasks
         self._clock = context.clock
+        # An engine that guesses files K/V by pairs of tokens: it reads one more of them again.
+        self._kept_back_tokens = 0 if context.configuration.speculation is None else 1
         self._telemetry = context.telemetry
         self._results: dict[str, Result] = {}
         self._traces: dict[str, Headers] = {}
@@ -119,7 +121,8 @@ class Dispatcher:
         turn = result.episode.turns.get(result.request_id)
         if turn is None or turn.cached_expected is None or result.attempt != turn.sent - 1:
             return  # Nothing was expected of an earlier attempt, or of one before a restart.
-        extra = completion.cached_tokens - turn.cached_expected
+        expected = max(0, turn.cached_expected - self._kept_back_tokens)
+        extra = completion.cached_tokens - expected
         # The engine may have read the last token of the parent's output, which it sampled.
         outcome = "as_expected" if 0 <= extra <= 1 else "fewer" if extra < 0 else "more"
         self._telemetry.count("gateway.cache_outcomes", lane=completion.lane, outcome=outcome)
