@@ -21,7 +21,7 @@ import msgspec
 from measurement import Measurement, parser_of
 from msgspec import Struct
 from routing_engine import EngineSpeed, SharedPool, SimulatedEngine, Work
-from routing_policies import POLICIES, Policy, Sticky
+from routing_policies import POLICIES, Gateway, Policy, Sticky
 from routing_trace import EpisodeTrace, synthetic
 
 _ENGINES = 8
@@ -200,9 +200,7 @@ def compared(fleet: Fleet, traces: Sequence[Sequence[EpisodeTrace]]) -> dict[str
     """The outcome of each policy, the mean over the traces."""
     found = {}
     for name, policy in POLICIES.items():
-        outcomes = [
-            Simulation(fleet, policy(len(fleet.speeds)), episodes).run() for episodes in traces
-        ]
+        outcomes = [Simulation(fleet, _made(policy, fleet), episodes).run() for episodes in traces]
         count = len(outcomes)
         found[name] = Outcome(
             turns_per_s=sum(each.turns_per_s for each in outcomes) / count,
@@ -210,6 +208,12 @@ def compared(fleet: Fleet, traces: Sequence[Sequence[EpisodeTrace]]) -> dict[str
             hit_rate=sum(each.hit_rate for each in outcomes) / count,
         )
     return found
+
+
+def _made(policy: Callable[[int], Policy], fleet: Fleet) -> Policy:
+    if policy is Gateway:
+        return Gateway(len(fleet.speeds), pool_tokens_per_s=fleet.pool_tokens_per_s)
+    return policy(len(fleet.speeds))
 
 
 def report(measurement: Measurement, case: str, outcomes: dict[str, Outcome]) -> None:

@@ -178,8 +178,8 @@ class Dynamo(LeastInFlight):
 class Gateway:
     """The gateway's own core, with the heartbeats that inference processes write."""
 
-    def __init__(self, engines: int) -> None:
-        self._lanes = Lanes()
+    def __init__(self, engines: int, *, pool_tokens_per_s: float | None = None) -> None:
+        self._lanes = Lanes(pool_tokens_per_s=pool_tokens_per_s)
         self._meters = [EngineMeter() for _ in range(engines)]
         self._versions = [0] * engines
         self._cached: dict[Hashable, dict[LaneCache, int]] = {}

@@ -55,6 +55,18 @@ class Pool(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         ]
         | None
     ) = None
+    fetch_tokens_per_s: (
+        Annotated[
+            float,
+            Meta(
+                gt=0,
+                description="Rate at which an engine fetches one context, as measured on the "
+                "machines of the run, for the gateway's choice of an engine. None: it counts on "
+                "nothing that another engine has computed.",
+            ),
+        ]
+        | None
+    ) = None
     prefetch: Annotated[
         Literal["best_effort", "wait_complete", "timeout"],
         Meta(

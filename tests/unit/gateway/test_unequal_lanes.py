@@ -29,8 +29,8 @@ def heartbeat(
     )
 
 
-def lanes_with(*loads: EngineLoad | None) -> Lanes:
-    lanes = Lanes()
+def lanes_with(*loads: EngineLoad | None, pool_tokens_per_s: float | None = None) -> Lanes:
+    lanes = Lanes(pool_tokens_per_s=pool_tokens_per_s)
     for lane, load in enumerate(loads):
         lanes.report(heartbeat(lane, load), heard_s=0.0)
     lanes.output_length.note(OUTPUT_TOKENS)
@@ -60,6 +60,30 @@ def test_a_short_context_leaves_a_slow_lane_and_a_long_one_stays_where_it_is_cac
     lanes = lanes_with(SLOW, FAST)
     assert chosen(lanes, tokens=8_000, cached={(0, 1, (1, 3)): 8_000}) == 1
     assert chosen(lanes, tokens=40_000, cached={(0, 1, (1, 3)): 40_000}) == 0
+
+
+@pytest.mark.parametrize(
+    ("pool_tokens_per_s", "version", "expected"),
+    [(None, 3, 0), (100_000.0, 3, 1), (5_000.0, 3, 0), (100_000.0, 4, 0)],
+    ids=["no pool", "quick pool", "slow pool", "other weights"],
+)
+def test_an_idle_lane_takes_over_what_it_fetches_sooner_than_the_other_is_free(
+    pool_tokens_per_s: float | None, version: int, expected: int
+) -> None:
+    """The first lane has 30,000 tokens to read before, which takes 3.75 s. The second reads 40,000
+    in 5 s, or fetches them in 0.4 or 8 s."""
+    lanes = lanes_with(FAST, FAST, pool_tokens_per_s=pool_tokens_per_s)
+    lanes.report(heartbeat(1, FAST, version=version), heard_s=0.0)
+    lanes.enter(0, 1, uncached_tokens=30_000)
+    assert chosen(lanes, tokens=40_000, cached={(0, 1, (1, 3)): 40_000}) == expected
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(255, 0), (256, 1)])
+def test_what_is_too_short_for_the_pool_is_read_again(tokens: int, expected: int) -> None:
+    """The request on the first lane costs 27 ms. To read is 32 ms on the second, to fetch 20."""
+    lanes = lanes_with(FAST, FAST, pool_tokens_per_s=1e9)
+    lanes.enter(0, 1, uncached_tokens=56)
+    assert chosen(lanes, tokens=tokens, cached={(0, 1, (1, 3)): tokens}) == expected
 
 
 def test_what_a_lane_was_given_and_has_not_read_delays_the_next_one() -> None:

@@ -30,6 +30,7 @@ def test_engines_on_a_cpu_share_a_bounded_folder() -> None:
     assert config == {"file_storage_path": "/pool", "max_size": 1_500_000_000}
     assert value_of(command, "--hicache-mem-layout") == "layer_first"
     assert value_of(command, "--hicache-io-backend") == "direct"
+    assert value_of(command, "--hicache-ratio") == "2"
     assert "--hicache-size" not in command
 
 
@@ -39,6 +40,7 @@ def test_engines_on_gpus_get_the_storage_as_it_is_configured_and_sglangs_own_lay
     assert value_of(flags, "--hicache-storage-backend-extra-config") == "@/store.json"
     assert (value_of(flags, "--page-size"), value_of(flags, "--hicache-size")) == ("64", "100")
     assert "--hicache-mem-layout" not in flags
+    assert "--hicache-ratio" not in flags
 
 
 def test_tokens_are_copied_to_the_slots_of_the_other_tier_and_no_others() -> None:

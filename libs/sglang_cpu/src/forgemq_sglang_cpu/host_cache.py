@@ -16,8 +16,11 @@ class _HostPool(Protocol):
 
 def prepare(*_: object, **__: object) -> None:
     """Add the missing pieces; a hook that SGLang calls before it makes a hierarchical cache."""
+    import sglang.srt.mem_cache.pool_host.base as sizes
     import sglang.srt.mem_cache.pool_host.mha as pool
 
+    # SGLang leaves 10 GiB free, which is little beside a GPU and may be all that is free here.
+    sizes.HICACHE_HOST_MEMORY_RESERVE_BYTES = 0
     # A CPU's stream has nothing to wait for: its work is done when a call returns.
     torch.cpu.Stream.synchronize = _return_at_once  # type: ignore[attr-defined]  # not in torch
     torch.cpu.Stream.query = _is_done  # type: ignore[attr-defined]  # not in torch

@@ -54,6 +54,9 @@ def arguments(pool: EnginePool, *, has_gpu: bool) -> list[str]:
         flags += ["--hicache-storage-backend-extra-config", extra_config]
     if pool.host_gb is not None:
         flags += ["--hicache-size", str(pool.host_gb)]
+    elif not has_gpu:
+        # By itself SGLang would want 10 GiB to stay free.
+        flags += ["--hicache-ratio", "2"]
     if not has_gpu:
         # What `host_cache` has in plain PyTorch.
         flags += ["--hicache-io-backend", "direct", "--hicache-mem-layout", "layer_first"]

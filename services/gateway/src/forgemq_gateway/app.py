@@ -188,7 +188,9 @@ class GatewayServer:
             live=configuration.live,
         )
         composer = Composer(renderings, context_tokens_max=configuration.model.context_tokens_max)
-        attempts = Attempts(Lanes(), lane_hold_s=settings.lane_hold_s)
+        pool = configuration.pool
+        lanes = Lanes(pool_tokens_per_s=None if pool is None else pool.fetch_tokens_per_s)
+        attempts = Attempts(lanes, lane_hold_s=settings.lane_hold_s)
         self._dispatcher = Dispatcher(attempts, context=context)
         self._operations = Operations(
             access=access, keys=keys, dispatcher=self._dispatcher, context=context

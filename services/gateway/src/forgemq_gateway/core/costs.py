@@ -5,6 +5,7 @@ which reads R tokens a second and takes s + b ds seconds for a decoding step of 
 
     Q / R                        the lane first reads what it was given before and has not read yet
     u / R                        then this request's own tokens
+    F                            before, if engines share a pool: to fetch what another has computed
     T (s + (b + 1) ds)           then it samples T tokens, as many as the run's completions have
     b (u / R + T ds)             meanwhile each of the others waits for both
     max(0, used + u - C) / R     what must leave a full cache of C tokens is read again later
@@ -20,6 +21,11 @@ from forgemq_contracts.weights import EngineLoad
 _PREFILL_TOKENS_PER_S = 8_000.0
 _STEP_S = 0.02
 _STEP_ADDED_S = 0.000_1
+
+_FETCH_BEGIN_S = 0.02
+"""Assumed: from the question to the pool until the first tokens come."""
+_FETCHED_TOKENS_MIN = 256
+"""SGLang 0.5.23 asks its storage for no less."""
 
 _OUTPUT_TOKENS = 256.0
 """Of a turn of an agent, until completions say otherwise."""
@@ -101,8 +107,18 @@ def mean_rates(measured: Sequence[Rates]) -> Rates:
     )
 
 
+def fetch_s(tokens: int, *, tokens_per_s: float) -> float:
+    """Time until so many tokens of a context have come from the pool of all engines."""
+    return _FETCH_BEGIN_S + tokens / tokens_per_s if tokens else 0.0
+
+
+def fetched_tokens(missing: int) -> int:
+    """How many tokens an engine fetches of those that it lacks and the pool has."""
+    return missing if missing >= _FETCHED_TOKENS_MIN else 0
+
+
 def cost_s(rates: Rates, work: LaneWork, *, uncached_tokens: int, output_tokens: float) -> float:
-    """What a request costs on this lane: to itself and to those that are there."""
+    """What a request costs on this lane, to itself and to those that are there, without F."""
     read_s = uncached_tokens / rates.prefill_tokens_per_s
     others = work.in_flight
     decode_s = output_tokens * (rates.step_s + (others + 1) * rates.step_added_s)

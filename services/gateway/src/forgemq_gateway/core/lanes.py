@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from forgemq_contracts.groups import AdmittedGroup
-from forgemq_contracts.lanes import LANE_LAPSE_MS, KnownLane, LaneLiveness
+from forgemq_contracts.lanes import LANE_LAPSE_MS, KnownLane, LaneLiveness, WeightsId
 from forgemq_contracts.weights import ReportedEngine
 from forgemq_gateway.core.circuits import Circuits
 from forgemq_gateway.core.costs import (
@@ -11,6 +11,8 @@ from forgemq_gateway.core.costs import (
     OutputLength,
     Rates,
     cost_s,
+    fetch_s,
+    fetched_tokens,
     mean_rates,
     take_load,
 )
@@ -25,9 +27,14 @@ class Lanes:
     """Lanes of the run by the common rule, how many requests each has in flight, and its errors.
 
     Times are monotonic seconds of the gateway.
+
+    Args:
+        pool_tokens_per_s: Rate at which an engine fetches what another has computed; None: it
+            does not.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, pool_tokens_per_s: float | None = None) -> None:
+        self._pool_tokens_per_s = pool_tokens_per_s
         self.circuits = Circuits()
         self._liveness = LaneLiveness()
         self._heard_s = 0.0  # newest heartbeat of any lane
@@ -97,10 +104,17 @@ class Lanes:
         if len(ready) < 2:
             return ready[0] if ready else None
         known = cached()
+        rate = self._pool_tokens_per_s
+        pooled = {} if rate is None else _pooled(known)
 
         def cost(lane: KnownLane) -> tuple[bool, float, int]:
             cached_there = known.get((lane.lane, lane.epoch, lane.weights), 0)
-            seconds = self._cost_s(lane, uncached_tokens=context_tokens - cached_there)
+            seconds = 0.0
+            if rate is not None:
+                fetched = fetched_tokens(pooled.get(lane.weights, 0) - cached_there)
+                cached_there += fetched
+                seconds = fetch_s(fetched, tokens_per_s=rate)
+            seconds += self._cost_s(lane, uncached_tokens=context_tokens - cached_there)
             return lane.lane == failed_on, seconds, lane.lane
 
         return min(ready, key=cost)
@@ -165,3 +179,11 @@ class Lanes:
 
 def _ms(seconds: float) -> int:
     return round(seconds * 1000)
+
+
+def _pooled(known: Mapping[LaneCache, int]) -> dict[WeightsId | None, int]:
+    """Leading tokens that a pool has under each version: what any lane has computed is there."""
+    pooled: dict[WeightsId | None, int] = {}
+    for (_, _, weights), tokens in known.items():
+        pooled[weights] = max(tokens, pooled.get(weights, 0))
+    return pooled
