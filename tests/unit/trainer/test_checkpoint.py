@@ -1,8 +1,11 @@
 """Checkpoints on disk, intact and damaged ones."""
 
+import hashlib
 import io
+import json
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -119,6 +122,20 @@ def test_a_checkpoint_that_does_not_read_back_is_an_error_before_the_log_names_i
         store.save_checkpoint(
             training, weights=weights, trained=found.record.trained, tree_positions=()
         )
+
+
+def test_a_checkpoint_of_a_build_whose_records_had_fewer_fields_is_read(tmp_path: Path) -> None:
+    store, _ = _trained_store(tmp_path, steps=1)
+    file = tmp_path / "t" / "checkpoints" / "step-00000000" / "trainer.json"
+    sealed = json.loads(file.read_bytes())
+    del sealed["record"]["configuration"]["pool"]
+    del sealed["record"]["configuration"]["trainer"]["threads"]
+    written = msgspec.json.encode(sealed["record"])
+    sealed["sha256"] = hashlib.sha256(written).hexdigest()
+    file.write_bytes(msgspec.json.encode(sealed))
+    found = store.newest_checkpoint()
+    assert found is not None
+    assert found.record.configuration.pool is None
 
 
 def test_a_draft_that_a_crash_left_is_not_a_checkpoint(tmp_path: Path) -> None:

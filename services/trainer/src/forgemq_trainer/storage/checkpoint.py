@@ -98,9 +98,12 @@ class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 
 
 class _SealedRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """The record with its own checksum, over its JSON without white space."""
+    """The record with its own checksum, over its JSON without white space as it was written.
 
-    record: CheckpointRecord
+    A build whose records have more fields reads it too.
+    """
+
+    record: msgspec.Raw
     sha256: str
 
 
@@ -192,7 +195,8 @@ def write_checkpoint(
             if head is None
             else file_sha256(draft / HEAD_FOLDER / OPTIMIZER_FILE),
         )
-        sealed = _SealedRecord(record=record, sha256=_record_sha256(record))
+        encoded = msgspec.json.encode(record)
+        sealed = _SealedRecord(record=msgspec.Raw(encoded), sha256=_sha256(encoded))
         (draft / RECORD_FILE).write_bytes(msgspec.json.format(msgspec.json.encode(sealed)))
 
     write_folder(folder, fill)
@@ -251,8 +255,9 @@ def _read_intact(folder: Path) -> Checkpoint | None:
     """Read the checkpoint in a folder; None if its checksums do not hold."""
     try:
         sealed = msgspec.json.decode((folder / RECORD_FILE).read_bytes(), type=_SealedRecord)
-        record = sealed.record
-        is_whole = sealed.sha256 == _record_sha256(record) and all(
+        record = msgspec.json.decode(sealed.record, type=CheckpointRecord)
+        written = msgspec.json.encode(msgspec.json.decode(sealed.record))
+        is_whole = sealed.sha256 == _sha256(written) and all(
             file_sha256(folder / file) == sha256 for file, sha256 in record.sha256_of_file().items()
         )
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
@@ -260,5 +265,5 @@ def _read_intact(folder: Path) -> Checkpoint | None:
     return Checkpoint(folder=folder, record=record) if is_whole else None
 
 
-def _record_sha256(record: CheckpointRecord) -> str:
-    return hashlib.sha256(msgspec.json.encode(record)).hexdigest()
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
