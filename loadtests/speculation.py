@@ -7,9 +7,10 @@ The second token of a chain is guessed from the head's own state.
 
 `demo`: the demo with a random head, on the real broker and the real engine. `accept_length` is the
 tokens that a pass of the policy gives, over the completions of one version: of version 0, and over
-those of the last versions that sampled `PASSES_MIN` passes together.
+those of the last versions that sampled `PASSES_MIN` passes together. Then the demo again, with a
+head that was trained as in `offline` and stays as it is while the policy learns: `frozen`.
 
-    make load NAME=speculation JSON=speculation.json      # about half an hour on two cores
+    make load NAME=speculation JSON=speculation.json      # about an hour on two cores
 """
 
 import json
@@ -18,12 +19,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from measurement import Measurement, arguments
+from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
 from forgemq_contracts.run import Loss, Optimizer
@@ -50,8 +52,9 @@ LEARNING_RATE = 2e-3
 TOP_K = 64
 HEAD_CHUNK = 512
 SEED, HELD_OUT_SEED = 0, 1
-RUN = "speculation-demo"
-DEMO_OVERRIDES = ("trainer.steps=16", "evaluation.tasks=16")
+TUNED_RUN, FROZEN_RUN = "speculation-tuned", "speculation-frozen"
+NEVER = 1_000_000
+"""More versions than a run has: as a push interval it leaves the engines' head as it is."""
 PASSES_MIN = 500
 """Of the policy over drafted tokens: their mean then varies by less than a tenth."""
 
@@ -124,52 +127,71 @@ def held_out(
         measurement.row("offline", f"loss_{suffix}", totals.loss / totals.rows, "nats")
 
 
+class Apprentice:
+    """A random head for the demo's model, and its training on demonstrated contexts."""
+
+    def __init__(self, folder: Path) -> None:
+        """Write the head to a folder."""
+        self._folder = folder
+        self.parameters = write_new_head(MODEL, folder, seed=SEED)
+        self._examples = Examples(AutoTokenizer.from_pretrained(MODEL), random.Random(SEED))
+        loaded = load_model(MODEL, dtype="float32")
+        self.head, self.policy = with_draft_head(folder, loaded, top_k=TOP_K)
+        self.trained_tokens = 0
+
+    def train(self) -> None:
+        """Train it, and write it to its folder."""
+        updater = Updater(self.head.layer, Optimizer(lr=LEARNING_RATE))
+        for _ in range(STEPS):
+            forests = contexts(self._examples)
+            self.trained_tokens += tokens_of(forests)
+            draft(self.head, self.policy, forests)
+            updater.update(lr=LEARNING_RATE)
+        save_file(self.head.layer.state_dict(), self._folder / "model.safetensors")
+
+
 def offline(measurement: Measurement) -> None:
     """Train a random head, and compare it before and after."""
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    loaded = load_model(MODEL, dtype="float32")
-    with tempfile.TemporaryDirectory() as folder:
-        numbers = write_new_head(MODEL, Path(folder), seed=SEED)
-        head, policy = with_draft_head(Path(folder), loaded, top_k=TOP_K)
     test = contexts(Examples(tokenizer, random.Random(HELD_OUT_SEED)))
-    updater = Updater(head.layer, Optimizer(lr=LEARNING_RATE))
-    examples = Examples(tokenizer, random.Random(SEED))
-    held_out(measurement, "start", head, policy, test)
-    trained = 0
-    for _ in range(STEPS):
-        forests = contexts(examples)
-        trained += tokens_of(forests)
-        draft(head, policy, forests)
-        updater.update(lr=LEARNING_RATE)
-    held_out(measurement, "end", head, policy, test)
-    measurement.row("offline", "parameters", numbers, "numbers")
-    measurement.row("offline", "tokens_trained", trained, "tokens")
+    with tempfile.TemporaryDirectory() as folder:
+        apprentice = Apprentice(Path(folder))
+        held_out(measurement, "start", apprentice.head, apprentice.policy, test)
+        apprentice.train()
+        held_out(measurement, "end", apprentice.head, apprentice.policy, test)
+    measurement.row("offline", "parameters", apprentice.parameters, "numbers")
+    measurement.row("offline", "tokens_trained", apprentice.trained_tokens, "tokens")
 
 
-def play(measurement: Measurement) -> None:
-    """Run the demo with a random head unless such a run exists, and read its report."""
-    folder, head = ROOT / "runs" / RUN, ROOT / "runs" / f"{RUN}-head"
-    if not (folder / "report.json").exists():
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.rmtree(head, ignore_errors=True)
-        write_new_head(MODEL, head, seed=SEED)
-        configuration = ROOT / "runs" / f"{RUN}.toml"
-        table = f'\n[speculation]\nhead = "{head}"\nlearning_rate = {LEARNING_RATE}\n'
-        configuration.write_text((ROOT / "deploy/demo/run.toml").read_text() + table)
-        tool = str(Path(sys.executable).with_name("forgemq"))
-        command = [tool, "run", str(configuration), f"run={RUN}", *DEMO_OVERRIDES]
-        subprocess.run(command, cwd=ROOT, check=True)
-    read_demo(measurement, folder)
-
-
-def read_demo(measurement: Measurement, folder: Path) -> None:
-    """Rows of a run from its report and its curves."""
-    points = json.loads((folder / "report.json").read_text())["acceptance"]
-    measurement.row("demo", "accept_length_start", points[0]["length"], "tokens")
-    measurement.row("demo", "accept_length_end", last_length(points), "tokens")
-    rows = [json.loads(line) for line in (folder / "curves.jsonl").read_text().splitlines()]
+def demo(measurement: Measurement) -> None:
+    """The demo with a head that is tuned, and with one that is not."""
+    tuned = played(TUNED_RUN, lambda folder: write_new_head(MODEL, folder, seed=SEED), every=1)
+    frozen = played(FROZEN_RUN, lambda folder: Apprentice(folder).train(), every=NEVER)
+    for name, folder in (("", tuned), ("_frozen", frozen)):
+        points = json.loads((folder / "report.json").read_text())["acceptance"]
+        start, end = f"accept_length{name}_start", f"accept_length{name or '_end'}"
+        measurement.row("demo", start, points[0]["length"], "tokens")
+        measurement.row("demo", end, last_length(points), "tokens")
+    rows = [json.loads(line) for line in (tuned / "curves.jsonl").read_text().splitlines()]
     gaps = [row["logprob_gap_max"] for row in rows if row.get("gap_entries")]
     measurement.row("demo", "logprob_gap_max", max(gaps), "nats")
+
+
+def played(run: str, make_head: Callable[[Path], object], *, every: int) -> Path:
+    """The folder of a demo with this head; one that exists is read and not run again."""
+    folder, head = ROOT / "runs" / run, ROOT / "runs" / f"{run}-head"
+    if (folder / "report.json").exists():
+        return folder
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(head, ignore_errors=True)
+    make_head(head)
+    configuration = ROOT / "runs" / f"{run}.toml"
+    table = f'\n[speculation]\nhead = "{head}"\nlearning_rate = {LEARNING_RATE}\n'
+    table += f"push_every_steps = {every}\n"
+    configuration.write_text((ROOT / "deploy/demo/run.toml").read_text() + table)
+    tool = str(Path(sys.executable).with_name("forgemq"))
+    subprocess.run([tool, "run", str(configuration), f"run={run}"], cwd=ROOT, check=True)
+    return folder
 
 
 def last_length(points: Sequence[Mapping[str, float]]) -> float:
@@ -194,7 +216,7 @@ def main() -> int:
     if not options.case or "offline" in options.case:
         offline(measurement)
     if not options.case or "demo" in options.case:
-        play(measurement)
+        demo(measurement)
     return measurement.finish(options.json)
 
 
