@@ -6,8 +6,9 @@ BIN := $(VENV)/bin
 PACKAGES := contracts $(wildcard libs/*) $(wildcard services/*)
 STAMP := $(VENV)/.installed
 GROUPS := build lint demo test
-FAST := not integration and not slow and not gpu and not clients
-SLOW := slow and not integration and not gpu and not clients
+FAST := not integration and not slow and not long and not gpu and not clients
+SLOW := slow and not long and not integration and not gpu and not clients
+ALL_ELSE := (integration or gpu) and not clients and not long
 # Tests of one process each run beside each other; a third uses the time in which two others wait for
 # a clock or a socket. Those with a broker or an engine have the machine to themselves.
 BESIDE := -n 3 --dist worksteal
@@ -15,7 +16,7 @@ BESIDE := -n 3 --dist worksteal
 ALONE := --ignore=tests/gpu --ignore=tests/integration --ignore=tests/clients
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup demo test test-fast test-clients storm fuzz lint contracts load lock clean
+.PHONY: help setup demo test test-fast test-long test-clients storm fuzz lint contracts load lock clean
 
 help:  ## List the verbs
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 20
@@ -29,13 +30,17 @@ $(STAMP): requirements.lock $(addsuffix /pyproject.toml,$(PACKAGES))
 demo: $(STAMP)  ## Run the demo: real Kafka, real SGLang, agents, training; RESUME=<run> continues one
 	@$(BIN)/forgemq run deploy/demo/run.toml $(if $(RESUME),--resume $(RESUME)) $(ARGS)
 
-test: $(STAMP)  ## Run every test, on the real broker and the real engine
+test: $(STAMP)  ## Run all tests but the longest, on the real broker and the real engine
 	@$(BIN)/python -m pytest -q $(BESIDE) -m "$(FAST)" $(ALONE) $(ARGS)
 	@$(BIN)/python -m pytest -q $(BESIDE) -m "$(SLOW)" $(ALONE) --durations=15 $(ARGS)
-	@$(BIN)/python -m pytest -q -m "(integration or gpu) and not clients" --durations=15 $(ARGS)
+	@$(BIN)/python -m pytest -q -m "$(ALL_ELSE)" --durations=15 $(ARGS)
 
 test-fast: $(STAMP)  ## Run the tests that need neither broker nor engine
 	@$(BIN)/python -m pytest -q $(BESIDE) -m "$(FAST)" $(ALONE) $(ARGS)
+
+test-long: $(STAMP)  ## Run the longest tests: learning against its control, every point of gateways
+	@$(BIN)/python -m pytest -q $(BESIDE) -m "long and not integration" $(ALONE) $(ARGS)
+	@$(BIN)/python -m pytest -q -m "long and integration" $(ARGS)
 
 test-clients: $(STAMP)  ## Install clients that others wrote, and run them against the gateway
 	@$(BIN)/python -m tests.clients.install

@@ -8,7 +8,7 @@ import pytest
 
 from tests.integration.launched_run import DEMO, LaunchedRun
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(1200)]
 
 STEPS = 16
 FIRST, LAST = 4, 6
