@@ -121,6 +121,14 @@ class Rewards(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     alpha: float = 1.0
     beta: float = 0.1
     baseline: Literal["mean", "leave_one_out"] = "mean"
+    advantage_scale: Annotated[
+        Literal["none", "group_std"],
+        Meta(description="group_std: divide by the standard deviation of the group's returns."),
+    ] = "none"
+    discount: Annotated[
+        float,
+        Meta(gt=0, le=1, description="A reward counts this times less for each turn before it."),
+    ] = 1.0
     group_min_fraction: Annotated[
         float, Meta(gt=0, le=1, description="Scored episodes below max(2, this * G): failed.")
     ] = 0.5
@@ -211,6 +219,17 @@ class Loss(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     mask_low: Annotated[float, Meta(ge=0, description="icepop: ratios below are masked.")] = 0.125
     mask_high: Annotated[float, Meta(gt=0, description="icepop: ratios above are masked.")] = 8.0
     normalisation: Literal["step", "group"] = "step"
+    group_tokens: (
+        Annotated[
+            int,
+            Meta(
+                ge=1,
+                description="The losses are divided by this and by the number of groups, instead "
+                "of by how many entries the step has; None: as normalisation says.",
+            ),
+        ]
+        | None
+    ) = None
     reference_weight: Annotated[
         float,
         Meta(

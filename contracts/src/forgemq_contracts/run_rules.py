@@ -6,7 +6,7 @@ import msgspec
 
 from forgemq_contracts.pool import Pool
 from forgemq_contracts.rules import check_tree_limit
-from forgemq_contracts.run import LOSS_KINDS, RunConfiguration, played_queues, window_of
+from forgemq_contracts.run import LOSS_KINDS, Loss, RunConfiguration, played_queues, window_of
 
 _LOSS_KIND = re.compile(rf"({'|'.join(LOSS_KINDS)}|[A-Za-z_][\w.]*:[A-Za-z_]\w*)")
 
@@ -45,15 +45,24 @@ def check(configuration: RunConfiguration) -> None:
     _check_speculation(configuration)
     context_tokens_max = configuration.model.context_tokens_max
     check_tree_limit(configuration.trainer.tree_tokens_max, context_tokens_max=context_tokens_max)
-    if configuration.loss.clip_dual <= 1:
+    _check_loss(configuration.loss)
+
+
+def _check_loss(loss: Loss) -> None:
+    if loss.clip_dual <= 1:
         raise ValueError(
             "loss.clip_dual must be above 1: at 1 an entry of ratio 1 is limited already, "
-            f"got {configuration.loss.clip_dual:g}"
+            f"got {loss.clip_dual:g}"
         )
-    if not _LOSS_KIND.fullmatch(configuration.loss.kind):
+    if not _LOSS_KIND.fullmatch(loss.kind):
         raise ValueError(
             f"loss.kind must be one of {', '.join(LOSS_KINDS)} or module:function, "
-            f"got {configuration.loss.kind!r}"
+            f"got {loss.kind!r}"
+        )
+    if loss.group_tokens is not None and loss.normalisation != "step":
+        raise ValueError(
+            "loss.group_tokens must be left out if loss.normalisation is given: each says what the "
+            f"losses are divided by, got {loss.group_tokens} and {loss.normalisation!r}"
         )
 
 

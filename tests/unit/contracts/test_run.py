@@ -140,6 +140,13 @@ def test_a_known_loss_and_a_users_own_are_taken(kind):
     check(msgspec.structs.replace(SOUND, loss=Loss(kind=kind)))
 
 
+def test_group_tokens_and_a_normalisation_exclude_each_other():
+    check(msgspec.structs.replace(SOUND, loss=Loss(group_tokens=8)))
+    both = Loss(normalisation="group", group_tokens=8)
+    with pytest.raises(ValueError, match=r"^loss\.group_tokens must be left out if "):
+        check(msgspec.structs.replace(SOUND, loss=both))
+
+
 @pytest.mark.parametrize("kind", LOSS_KINDS)
 def test_every_known_loss_is_one_of_the_trainer(kind):
     assert callable(loss_function(Loss(kind=kind)))

@@ -75,7 +75,7 @@ def _trees(
         loaded.policy,
         Objective(
             forests=forests,
-            loss_weights=group_loss_weights(forests, normalisation="step"),
+            loss_weights=group_loss_weights(forests, loss=Loss()),
             loss=loss_function(Loss()),
         ),
         [Microbatch(groups=tuple(range(len(forests))), blocks=blocks, is_offloaded=is_offloaded)],

@@ -79,7 +79,7 @@ def _tree(
         prepare(model).policy,
         Objective(
             forests=forests,
-            loss_weights=group_loss_weights(forests, normalisation="step"),
+            loss_weights=group_loss_weights(forests, loss=Loss()),
             loss=loss,
         ),
         [Microbatch(groups=tuple(range(len(forests))), blocks=blocks)],

@@ -145,7 +145,7 @@ def _alone(case: Case) -> Seen:
         policy,
         Objective(
             forests=forests,
-            loss_weights=group_loss_weights(forests, normalisation=case.normalisation),
+            loss_weights=group_loss_weights(forests, loss=Loss(normalisation=case.normalisation)),
             loss=loss_function(_loss(case), user=reinforce),
         ),
         microbatches,
@@ -170,7 +170,7 @@ def _of_rank(ranks: Ranks, case: Case) -> Seen | None:
         policy,
         Objective(
             forests=forests,
-            loss_weights=group_loss_weights(forests, normalisation=case.normalisation),
+            loss_weights=group_loss_weights(forests, loss=Loss(normalisation=case.normalisation)),
             loss=loss_function(_loss(case), user=reinforce),
         ),
         rounds,

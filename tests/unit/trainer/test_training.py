@@ -193,3 +193,17 @@ def test_normalisation_by_group_changes_the_weights(tmp_path: Path) -> None:
     configuration = configuration_of(save_base(tmp_path / "base"))
     by_group = _with(configuration, loss=Loss(normalisation="group"))
     assert not torch.equal(_weights_after(configuration), _weights_after(by_group))
+
+
+def test_group_tokens_leave_no_length_in_the_loss(tmp_path: Path) -> None:
+    """The loss is the sum over entries by 3 groups * 512 tokens, however many entries there are."""
+    configuration = configuration_of(save_base(tmp_path / "base"))
+    losses = {}
+    for loss in (Loss(), Loss(group_tokens=512)):
+        training = Training(_with(configuration, loss=loss), device="cpu", checkpoint=None)
+        losses[loss.group_tokens] = training.train(_read(training, _trees()))
+    by_step, constant = losses[None], losses[512]
+    assert constant.loss * 3 * 512 == pytest.approx(by_step.loss * by_step.loss_tokens, rel=1e-6)
+    assert constant.grad_norm * 3 * 512 == pytest.approx(
+        by_step.grad_norm * by_step.loss_tokens, rel=1e-5
+    )

@@ -226,9 +226,7 @@ class Training:
         started_s = time.perf_counter()
         objective = Objective(
             forests=step.forests,
-            loss_weights=group_loss_weights(
-                step.forests, normalisation=self._configuration.loss.normalisation
-            ),
+            loss_weights=group_loss_weights(step.forests, loss=self._configuration.loss),
             loss=self._loss,
         )
         with self._ranks.together(), _current_device(self._device):

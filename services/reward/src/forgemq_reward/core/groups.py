@@ -172,7 +172,7 @@ def scored_group(group: GroupState, *, settings: Rewards) -> ScoredGroup:
     if settings.shuffle_returns:
         returns = shuffled(returns, group_id=group.group_id)
     completions = scored_completions(returns, settings=settings)
-    if not has_variance(completions):
+    if not has_variance(completions, settings=settings):
         return _untrainable(scored, "zero_variance")
     return msgspec.structs.replace(scored, completions=completions)
 

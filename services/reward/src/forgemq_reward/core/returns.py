@@ -6,12 +6,16 @@ end and credit all of its completions. The return from turn t on of an episode i
 
     to_go(t) = beta * speed + outcome + sum of alpha * process over the turns from t on,
 
-which beyond its last turn is the first part alone. The advantage of turn t is to_go(t) minus the
-group's mean of to_go(t) over the unmasked episodes that have a turn. What an episode earned before
-t is in neither, so equal episodes have advantages of zero whatever they earned on the way.
+which beyond its last turn is the first part alone. With a discount below 1, what is earned at a
+later turn counts discount times less for each turn before it; the end belongs to the last turn. The
+advantage of turn t is to_go(t) minus the group's mean of to_go(t) over the unmasked episodes that
+have a turn. What an episode earned before t is in neither, so equal episodes have advantages of
+zero whatever they earned on the way.
 
-Source: reward-to-go with a baseline, "The MiniMax-M2 Series", arXiv 2605.26494, section 6; the
-paper's baseline B_i is not published.
+Sources: reward-to-go with a baseline, "The MiniMax-M2 Series", arXiv 2605.26494, section 6; the
+paper's baseline B_i is not published. Division by the group's standard deviation: GRPO, arXiv
+2402.03300 section 4.1.2. It gives groups of nearly equal returns as large a part in the step as
+others, a bias that Dr. GRPO removes, arXiv 2503.20783 section 3.1.
 """
 
 import hashlib
@@ -41,12 +45,14 @@ class EpisodeReturn(Struct, frozen=True, kw_only=True):
     Attributes:
         process: alpha * process reward of each completion.
         final: beta * speed + outcome.
+        discount: Of later turns, above 0 and at most 1.
     """
 
     index: int
     entries: tuple[ManifestEntry, ...]
     process: tuple[float, ...]
     final: float
+    discount: float = 1.0
 
     def to_go(self, turns: int) -> list[float]:
         """Return from each of the first `turns` turns on; `final` beyond the episode's last one."""
@@ -55,6 +61,7 @@ class EpisodeReturn(Struct, frozen=True, kw_only=True):
         for reward in reversed(self.process):
             rest += reward
             values.append(rest)
+            rest *= self.discount
         return values[::-1]
 
 
@@ -137,6 +144,7 @@ def return_of(
         entries=entries,
         process=tuple(earned.values()),
         final=settings.beta * grade.speed + grade.outcome,
+        discount=settings.discount,
     )
 
 
@@ -154,6 +162,7 @@ def shuffled(returns: Sequence[EpisodeReturn], *, group_id: str) -> list[Episode
             entries=own.entries,
             process=(0.0,) * len(own.process),
             final=total,
+            discount=own.discount,
         )
         for own, total in zip(returns, totals, strict=True)
     ]
@@ -169,6 +178,22 @@ def baseline(own: float, everything: float, *, count: int, settings: Rewards) ->
     return (everything - own) / (count - 1)
 
 
+def scale(returns: Sequence[float], *, settings: Rewards) -> float:
+    """What an advantage is multiplied by, given the returns it was compared with.
+
+    group_std: 1 / their standard deviation (that of a sample, with n - 1, as verl and TRL have it);
+    0 if that is no more than the rounding of the returns.
+    """
+    if settings.advantage_scale == "none":
+        return 1.0
+    if len(returns) < 2:
+        return 0.0
+    mean = math.fsum(returns) / len(returns)
+    squares = math.fsum((value - mean) ** 2 for value in returns)
+    deviation = math.sqrt(squares / (len(returns) - 1))
+    return 0.0 if deviation < _rounding(returns) else 1.0 / deviation
+
+
 def scored_completions(
     returns: Sequence[EpisodeReturn], *, settings: Rewards
 ) -> tuple[ScoredCompletion, ...]:
@@ -180,7 +205,9 @@ def scored_completions(
     compared = [episode for episode in returns if episode.entries]
     turns = max((len(episode.entries) for episode in compared), default=0)
     to_go = [episode.to_go(turns) for episode in compared]
-    sums = [math.fsum(values) for values in zip(*to_go, strict=True)]
+    columns = list(zip(*to_go, strict=True))
+    sums = [math.fsum(column) for column in columns]
+    scales = [scale(column, settings=settings) for column in columns]
     return tuple(
         ScoredCompletion(
             completion_id=entry.completion_id,
@@ -188,8 +215,8 @@ def scored_completions(
             episode_index=episode.index,
             sequence=entry.sequence,
             return_to_go=own[turn],
-            advantage=own[turn]
-            - baseline(own[turn], sums[turn], count=len(compared), settings=settings),
+            advantage=scales[turn]
+            * (own[turn] - baseline(own[turn], sums[turn], count=len(compared), settings=settings)),
             parent_id=entry.parent_id,
         )
         for episode, own in zip(compared, to_go, strict=True)
@@ -197,8 +224,16 @@ def scored_completions(
     )
 
 
-def has_variance(completions: Sequence[ScoredCompletion]) -> bool:
+def has_variance(completions: Sequence[ScoredCompletion], *, settings: Rewards) -> bool:
     """Whether any advantage is, by size, more than the rounding of what was subtracted."""
-    largest = max((abs(completion.return_to_go) for completion in completions), default=0.0)
-    least = max(ADVANTAGE_MIN, ADVANTAGE_MIN_SHARE * largest)
+    if settings.advantage_scale == "group_std":
+        # `scale` has made a zero of what is rounding; what is left is no difference of returns.
+        return any(completion.advantage for completion in completions)
+    least = _rounding([completion.return_to_go for completion in completions])
     return any(abs(completion.advantage) >= least for completion in completions)
+
+
+def _rounding(returns: Sequence[float]) -> float:
+    """Differences of these returns that are smaller say nothing."""
+    largest = max((abs(value) for value in returns), default=0.0)
+    return max(ADVANTAGE_MIN, ADVANTAGE_MIN_SHARE * largest)

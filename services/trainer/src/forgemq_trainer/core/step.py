@@ -11,12 +11,12 @@ E entries (sampling events), J edges, G groups.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from forgemq_contracts.run import Loss
 from forgemq_trainer.core.assignment import Range, SharedRound
 from forgemq_trainer.core.attention.carry import CarriedKeys
 from forgemq_trainer.core.attention.exchange import KeyExchange, Peers
@@ -69,15 +69,18 @@ class EntryValues:
     route_disagreements: int = 0
 
 
-def group_loss_weights(
-    forests: Sequence[Forest], *, normalisation: Literal["step", "group"]
-) -> list[float]:
-    """The loss weight of each group.
+def group_loss_weights(forests: Sequence[Forest], *, loss: Loss) -> list[float]:
+    """The loss weight of each group, as the run's loss configuration says.
 
     step: 1 / entries of all groups. group: 1 / (groups with entries * entries of the group).
+    With group_tokens: 1 / (groups * group_tokens), so that no length has a part in it. That is
+    Dr. GRPO, arXiv 2503.20783 section 3.2, if group_tokens is the number of a group's rollouts
+    times the most tokens of one.
     """
     counts = [forest.entry_count for forest in forests]
-    if normalisation == "step":
+    if loss.group_tokens is not None:
+        return [1 / (len(counts) * loss.group_tokens)] * len(counts)
+    if loss.normalisation == "step":
         return [1 / max(1, sum(counts))] * len(counts)
     groups = sum(count > 0 for count in counts)
     return [1 / (groups * count) if count else 0.0 for count in counts]
