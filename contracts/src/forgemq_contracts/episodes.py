@@ -84,6 +84,9 @@ class OpenedEpisode(Struct, frozen=True, kw_only=True, omit_defaults=True):
     sampling: Sampling
     history: HistoryPolicy
     stream: StreamPolicy = "recorded"
+    context_tokens_max: Annotated[
+        int, Meta(ge=0, description="Context and output together; 0: as the model's.")
+    ] = 0
     lease_s: Seconds
     opened_ms: TimeMs
     rewards: tuple[ReportedReward, ...] = ()

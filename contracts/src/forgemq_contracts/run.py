@@ -8,6 +8,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta, Struct
 
+from forgemq_contracts.domain_settings import DomainRewards, DomainSampling
 from forgemq_contracts.episodes import HistoryPolicy, Sampling, StreamPolicy
 from forgemq_contracts.fields import DomainName, NamedValue, TimeMs, TreeTokensMax
 from forgemq_contracts.pool import Pool
@@ -77,6 +78,12 @@ class Queue(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         Annotated[HistoryPolicy, Meta(description="None: as `episodes.history` says.")] | None
     ) = None
     stream: StreamPolicy = "recorded"
+    context_tokens_max: (
+        Annotated[int, Meta(ge=2, description="At most that of the model; None: as the model's.")]
+        | None
+    ) = None
+    rewards: DomainRewards | None = None
+    sampling: DomainSampling | None = None
 
 
 class LiveKey(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -361,29 +368,6 @@ def staleness_limit(queue: Queue) -> int:
     """Largest staleness that trains: `staleness_max` if that is set and below G3's bound."""
     bound = staleness_bound(queue)
     return bound if queue.staleness_max is None else min(bound, queue.staleness_max)
-
-
-def history_of(configuration: RunConfiguration, *, domain: str) -> HistoryPolicy:
-    """How the episodes of this domain write earlier turns: its queue's policy, else the run's."""
-    own = next((queue.history for queue in configuration.queues if queue.domain == domain), None)
-    return own or configuration.episodes.history
-
-
-def stream_of(configuration: RunConfiguration, *, domain: str) -> StreamPolicy:
-    """What streamed answers in episodes of this domain wait for."""
-    own = (queue.stream for queue in configuration.queues if queue.domain == domain)
-    return next(own, "recorded")
-
-
-def has_live_streams(configuration: RunConfiguration) -> bool:
-    """Whether an answer of this run may be streamed while it is sampled."""
-    return any(queue.stream == "live" for queue in configuration.queues)
-
-
-def histories_of(configuration: RunConfiguration) -> tuple[HistoryPolicy, ...]:
-    """Every policy that an episode of the run may have, each once."""
-    policies = (history_of(configuration, domain=queue.domain) for queue in configuration.queues)
-    return tuple(dict.fromkeys(policies))
 
 
 def played_queues(configuration: RunConfiguration) -> tuple[Queue, ...]:

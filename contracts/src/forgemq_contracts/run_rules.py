@@ -4,6 +4,7 @@ import re
 
 import msgspec
 
+from forgemq_contracts.domains import context_tokens_max_of, sampling_of
 from forgemq_contracts.pool import Pool
 from forgemq_contracts.rules import check_tree_limit
 from forgemq_contracts.run import LOSS_KINDS, Loss, RunConfiguration, played_queues, window_of
@@ -40,6 +41,7 @@ def check(configuration: RunConfiguration) -> None:
     _check_agents(configuration)
     _check_live(configuration)
     _check_sampling(configuration)
+    _check_domains(configuration)
     if configuration.pool is not None:
         _check_pool(configuration.pool, has_head=configuration.speculation is not None)
     _check_speculation(configuration)
@@ -124,6 +126,25 @@ def _is_extra_config(text: str) -> bool:
         return isinstance(msgspec.json.decode(text), dict)
     except msgspec.DecodeError:
         return False
+
+
+def _check_domains(configuration: RunConfiguration) -> None:
+    """Refuse what a queue sets for its domain and the run cannot give."""
+    of_model = configuration.model.context_tokens_max
+    for queue in configuration.queues:
+        name, domain = f"queues.{queue.domain}", queue.domain
+        limit = context_tokens_max_of(configuration, domain=domain)
+        if limit > of_model:
+            raise ValueError(
+                f"{name}.context_tokens_max must be at most model.context_tokens_max, got {limit} "
+                f"and {of_model}"
+            )
+        tokens = sampling_of(configuration, domain=domain).max_tokens
+        if (queue.context_tokens_max or queue.sampling) and tokens >= limit:
+            raise ValueError(
+                f"{name}.context_tokens_max must be above the max_tokens of the domain's sampling, "
+                f"got {limit} and {tokens}"
+            )
 
 
 def _check_sampling(configuration: RunConfiguration) -> None:

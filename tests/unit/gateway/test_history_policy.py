@@ -10,8 +10,9 @@ import pytest
 
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
+from forgemq_contracts.domains import histories_of, history_of
 from forgemq_contracts.episodes import ForkCount, HistoryPolicy
-from forgemq_contracts.run import Episodes, RunConfiguration, histories_of, history_of
+from forgemq_contracts.run import Episodes, RunConfiguration
 from tests.unit.gateway.scripted_lane import Asked, wall_ms
 from tests.unit.gateway.talk import Talk
 from tests.unit.gateway.world import configuration_of, running

@@ -32,6 +32,7 @@ def finished_episode(
     result: bytes = b"",
     domain: str = "d",
     source: str = "agent",
+    truncated_by: str | None = None,
 ) -> FinishedEpisode:
     places = offsets if offsets is not None else range(100 * index, 100 * index + turns)
     return FinishedEpisode(
@@ -56,6 +57,7 @@ def finished_episode(
         result=result,
         rewards=tuple(rewards),
         source=source,
+        truncated_by=truncated_by,
     )
 
 

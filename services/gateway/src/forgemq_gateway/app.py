@@ -11,8 +11,9 @@ import uvicorn
 
 from forgemq_bus.errors import LogError
 from forgemq_bus.log import Log
+from forgemq_contracts.domains import histories_of
 from forgemq_contracts.episodes import HistoryPolicy
-from forgemq_contracts.run import RunConfiguration, histories_of
+from forgemq_contracts.run import RunConfiguration
 from forgemq_gateway.access import Access
 from forgemq_gateway.admin_keys import KeyFile
 from forgemq_gateway.admin_route import admin_app

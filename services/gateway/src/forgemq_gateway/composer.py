@@ -77,7 +77,7 @@ class Composer:
             stop=request.stop,
             stop_token_ids=self._stops(request),
             context_tokens=placed.context_tokens,
-            context_tokens_max=self._context_tokens_max,
+            context_tokens_max=episode.opened.context_tokens_max or self._context_tokens_max,
         )
         messages_json = await self._json(request.messages[placed.first_message :])
         if request.tools_digest:

@@ -2,9 +2,14 @@
 
 from msgspec import Struct
 
+from forgemq_contracts.domains import (
+    context_tokens_max_of,
+    history_of,
+    sampling_of,
+    stream_of,
+)
 from forgemq_contracts.episodes import OpenedEpisode
 from forgemq_contracts.partitions import episode_id
-from forgemq_contracts.run import history_of, stream_of
 from forgemq_gateway.access import Access
 from forgemq_gateway.context import GatewayContext
 from forgemq_gateway.core.episodes import HeldEpisode
@@ -77,7 +82,8 @@ class Openings:
         session: str = "",
     ) -> tuple[OpenedEpisode, str]:
         """The record that opens this attempt, and the attempt's key."""
-        facts, episodes = group.facts, self._configuration.episodes
+        facts, configuration = group.facts, self._configuration
+        sampling = sampling_of(configuration, domain=facts.domain)
         identifier = episode_id(group=facts.group_id, index=index, attempt=attempt)
         key = self._keys.key_of(identifier)
         opened = OpenedEpisode(
@@ -86,10 +92,11 @@ class Openings:
             index=index,
             attempt=attempt,
             key_sha256=key_sha256(key),
-            sampling=pinned_sampling(episodes.sampling, temperature=facts.temperature),
-            history=history_of(self._configuration, domain=facts.domain),
-            stream=stream_of(self._configuration, domain=facts.domain),
-            lease_s=episodes.lease_s if lease_s is None else lease_s,
+            sampling=pinned_sampling(sampling, temperature=facts.temperature),
+            history=history_of(configuration, domain=facts.domain),
+            stream=stream_of(configuration, domain=facts.domain),
+            context_tokens_max=context_tokens_max_of(configuration, domain=facts.domain),
+            lease_s=configuration.episodes.lease_s if lease_s is None else lease_s,
             opened_ms=self._clock.wall_ms(),
             session=session,
         )

@@ -19,8 +19,8 @@ from forgemq_contracts.completions import (
     FinishedCompletion,
     RequestedCompletion,
 )
+from forgemq_contracts.domains import has_live_streams
 from forgemq_contracts.ownership import OwnedRun
-from forgemq_contracts.run import has_live_streams
 from forgemq_contracts.topic import Topic
 from forgemq_gateway import ownership
 from forgemq_gateway.applying import Applying

@@ -4,6 +4,7 @@ import asyncio
 import functools
 from collections.abc import Mapping
 
+from forgemq_contracts.domains import rewards_of
 from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.topics import (
     FINISHED_COMPLETIONS,
@@ -52,4 +53,8 @@ async def main(context: Context) -> None:
 
 
 def _core(configuration: RunConfiguration, partition: int) -> RewardCore:
-    return RewardCore(partition=partition, rewards=configuration.rewards)
+    by_domain = {
+        queue.domain: rewards_of(configuration, domain=queue.domain)
+        for queue in configuration.queues
+    }
+    return RewardCore(partition=partition, rewards=configuration.rewards, by_domain=by_domain)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from forgemq_contracts.domains import rewards_of
 from forgemq_contracts.episodes import FinishedEpisode, GradedEpisode
 from forgemq_contracts.grading import GradingCompletion
 from forgemq_contracts.run import RunConfiguration
@@ -44,9 +45,9 @@ class Grader:
         rendering: Rendering | None,
         environ: Mapping[str, str],
     ) -> None:
+        self._configuration = configuration
         self._functions = functions_of(configuration)
         self._rendering = rendering
-        self._truncated = configuration.rewards.truncated
         self._process = GraderProcess(
             Load(
                 code_paths=configuration.code_paths,
@@ -69,7 +70,8 @@ class Grader:
             return graded_episode(episode, verdict, grader="", grader_version="")
         if episode.source != "agent":
             return own_grade(episode)
-        is_asked = episode.truncated_by is None or self._truncated == "grade"
+        rewards = rewards_of(self._configuration, domain=episode.domain)
+        is_asked = episode.truncated_by is None or rewards.truncated == "grade"
         if not functions.names or self._rendering is None or not is_asked:
             return graded_episode(episode, Verdict(), grader=REPORTED, grader_version="")
         completions: tuple[GradingCompletion, ...] = ()

@@ -1,6 +1,7 @@
 """Scores a group once it is complete; one core per group partition."""
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import msgspec
 
@@ -21,6 +22,9 @@ from forgemq_reward.core.returns import (
 
 CAUSE_CHARACTERS_MAX = 300
 """Of an agent's or grader's error, quoted in the detail of a failed group; a line or two."""
+
+
+_NO_DOMAINS: Mapping[str, Rewards] = MappingProxyType({})
 
 
 class GroupState(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,9 +50,19 @@ class RewardCore:
     0.0 and then finishes: advantages are 0.5 and -0.5. RetiredGroup frees the memory.
     """
 
-    def __init__(self, *, partition: int, rewards: Rewards) -> None:
+    def __init__(
+        self, *, partition: int, rewards: Rewards, by_domain: Mapping[str, Rewards] = _NO_DOMAINS
+    ) -> None:
+        """Start without groups.
+
+        Args:
+            partition: Of its outputs.
+            rewards: How groups are scored.
+            by_domain: The same, of domains with settings of their own.
+        """
         self._partition = partition
         self._rewards = rewards
+        self._by_domain = by_domain
         self._open: dict[str, GroupState] = {}
         self._scored: set[str] = set()  # not retired
         self._retired = RetiredIds()
@@ -125,7 +139,9 @@ class RewardCore:
             return ()
         self._open.pop(group.group_id, None)
         self._scored.add(group.group_id)
-        scored = scored_group(group, settings=self._rewards)
+        domain = group.episodes[0].domain
+        settings = self._by_domain.get(domain, self._rewards)
+        scored = scored_group(group, settings=settings)
         return (Output(topic=topics.SCORED_GROUPS.name, partition=self._partition, record=scored),)
 
     def _check(self) -> None:
