@@ -45,6 +45,13 @@ class Queue(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "the groups come from outside, by POST /v1/groups."
         ),
     ]
+    task_file: Annotated[
+        str,
+        Meta(description="In place of a task_source: JSONL, Parquet, or a folder of such files."),
+    ] = ""
+    held_out_file: Annotated[
+        str, Meta(description="With a task_file: the tasks of evaluation, in their order.")
+    ] = ""
     outcome: Annotated[FunctionName, Meta(description="Grader of the outcome.")] = ""
     process: Annotated[FunctionName, Meta(description="Grader of each completion.")] = ""
     speed: Annotated[FunctionName, Meta(description="Grader of the completion time.")] = ""

@@ -56,6 +56,8 @@ REASONS = (
     ("seed", "the tasks that were asked for were made with it"),
     ("model.*", "weights, tokens and checkpoints are those of this model"),
     ("queues.*.task_source", "a task that is asked for again must be the same task"),
+    ("queues.*.task_file", "a task that is asked for again must be the same task"),
+    ("queues.*.held_out_file", "the rounds of a run are compared, so all play the same tasks"),
     ("queues.*.outcome", "the episodes of a group are graded by one function"),
     ("queues.*.process", "the episodes of a group are graded by one function"),
     ("queues.*.speed", "the episodes of a group are graded by one function"),

@@ -70,11 +70,21 @@ def _check_loss(loss: Loss) -> None:
 
 def _check_agents(configuration: RunConfiguration) -> None:
     for queue in configuration.queues:
-        if bool(queue.agent) != bool(queue.task_source):
+        name, sources = f"queues.{queue.domain}", (queue.task_source, queue.task_file)
+        if all(sources):
+            raise ValueError(f"{name}.task_source must be left out if task_file is given")
+        if bool(queue.agent) != any(sources):
             given, missing = ("agent", "task_source") if queue.agent else ("task_source", "agent")
             raise ValueError(
-                f"queues.{queue.domain}.{missing} must be given if {given} is: an agent plays "
+                f"{name}.{missing} must be given if {given} is (or a task_file): an agent plays "
                 "what its task source makes; without both, groups come by POST /v1/groups"
+            )
+        if queue.held_out_file and not queue.task_file:
+            raise ValueError(f"{name}.held_out_file must be left out if there is no task_file")
+        if queue.task_file and not queue.held_out_file and configuration.evaluation.tasks:
+            raise ValueError(
+                f"{name}.held_out_file must be given if evaluation.tasks is above 0: the tasks of "
+                f"task_file train, got {configuration.evaluation.tasks}"
             )
     if configuration.evaluation.tasks and not played_queues(configuration):
         raise ValueError(

@@ -96,6 +96,25 @@ def test_a_queue_has_both_an_agent_and_a_task_source_or_neither():
         check(queued(Queue(domain="d", task_source="m:task", agent="")))
 
 
+@pytest.mark.parametrize(
+    ("queue", "evaluated", "message"),
+    [
+        ({"task_source": "m:task", "task_file": "t.jsonl"}, 0, "task_source must be left out if"),
+        ({"agent": "", "task_file": "t.jsonl"}, 0, "agent must be given if task_source is"),
+        ({"task_source": "m:task", "held_out_file": "h.jsonl"}, 0, "held_out_file must be left"),
+        ({"task_file": "t.jsonl"}, 8, "held_out_file must be given if evaluation.tasks is above 0"),
+    ],
+)
+def test_files_of_tasks_stand_in_for_a_task_source_and_not_beside_one(queue, evaluated, message):
+    fields = {"domain": "d", "agent": "m:play", "task_source": "", **queue}
+    with pytest.raises(ValueError, match=rf"^queues\.d\.{message}"):
+        check(queued(Queue(**fields), evaluation=Evaluation(tasks=evaluated)))
+    both = Queue(
+        domain="d", agent="m:play", task_source="", task_file="t.jsonl", held_out_file="h.jsonl"
+    )
+    check(queued(both, evaluation=Evaluation(tasks=8)))
+
+
 def test_held_out_tasks_need_a_queue_with_an_agent():
     tasks = Evaluation(tasks=8)
     with pytest.raises(ValueError, match=r"^evaluation\.tasks must be 0 if no queue has an agent"):

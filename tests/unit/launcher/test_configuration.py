@@ -48,6 +48,13 @@ def test_relative_paths_start_at_the_folder_and_the_run_id_is_the_given_one():
     assert (run.run, run.model.path, run.code_paths) == ("desk-1", "/work/model", ("/work/code",))
 
 
+def test_a_queue_with_a_file_of_tasks_needs_no_task_source_and_its_paths_start_at_the_folder():
+    text = FILE.replace('task_source = "m:task"', 'task_file = "t.jsonl"')
+    (queue,) = made("queues.0.held_out_file=/data/h.jsonl", text=text).queues
+    files = (queue.task_source, queue.task_file, queue.held_out_file)
+    assert files == ("", "/work/t.jsonl", "/data/h.jsonl")
+
+
 @pytest.mark.parametrize("queue", ["0", "shop_desk"])
 def test_an_override_reaches_a_queue_by_index_and_by_domain(queue):
     assert made(f"queues.{queue}.slots=18").queues[0].slots == 18

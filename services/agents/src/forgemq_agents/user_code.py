@@ -4,10 +4,12 @@ import importlib
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from forgemq_agents.episode import Episode
-from forgemq_contracts.run import Queue, RunConfiguration, played_queues
+from forgemq_agents.task_file import TaskFile, TaskFileError, read_tasks
+from forgemq_contracts.run import Evaluation, Queue, RunConfiguration, played_queues
 
 TaskSource = Callable[[int, str, int], Any]
 Play = Callable[[Episode], Awaitable[None]]
@@ -26,7 +28,7 @@ class DomainCode:
 
 
 def load_domains(configuration: RunConfiguration) -> dict[str, DomainCode]:
-    """Import the task source and the agent of every queue that has an agent.
+    """Import the agent and the task source, or read the tasks, of every queue with an agent.
 
     Raises:
         UserCodeError: naming the field, the name and what is wrong.
@@ -35,7 +37,7 @@ def load_domains(configuration: RunConfiguration) -> dict[str, DomainCode]:
     played = played_queues(configuration)
     if not played:
         raise UserCodeError("queues: none has an agent, so there is nothing to play here")
-    return {queue.domain: _domain_code(queue) for queue in played}
+    return {queue.domain: _domain_code(queue, configuration.evaluation) for queue in played}
 
 
 def add_code_paths(code_paths: Sequence[str]) -> None:
@@ -45,12 +47,37 @@ def add_code_paths(code_paths: Sequence[str]) -> None:
             sys.path.insert(0, path)
 
 
-def _domain_code(queue: Queue) -> DomainCode:
+def _domain_code(queue: Queue, evaluation: Evaluation) -> DomainCode:
     field = f"queues.{queue.domain}"
-    return DomainCode(
-        task_source=_function(queue.task_source, field=f"{field}.task_source"),
-        play=_function(queue.agent, field=f"{field}.agent"),
-    )
+    if queue.task_file:
+        source: TaskSource = _task_file(queue, evaluation)
+    else:
+        source = _function(queue.task_source, field=f"{field}.task_source")
+    return DomainCode(task_source=source, play=_function(queue.agent, field=f"{field}.agent"))
+
+
+def _task_file(queue: Queue, evaluation: Evaluation) -> TaskFile:
+    name = f"queues.{queue.domain}"
+    training = _tasks(queue.task_file, field=f"{name}.task_file")
+    held_out = []
+    if queue.held_out_file:
+        held_out = _tasks(queue.held_out_file, field=f"{name}.held_out_file")
+    if len(held_out) < evaluation.tasks:
+        raise UserCodeError(
+            f"{name}.held_out_file: {queue.held_out_file} has {len(held_out)} tasks, and "
+            f"evaluation.tasks is {evaluation.tasks}"
+        )
+    return TaskFile(training, held_out, held_out_from=evaluation.task_offset)
+
+
+def _tasks(path: str, *, field: str) -> list[Any]:
+    try:
+        tasks = read_tasks(Path(path))
+    except TaskFileError as error:
+        raise UserCodeError(f"{field}: {error}") from error
+    if not tasks:
+        raise UserCodeError(f"{field}: {path} has no task")
+    return tasks
 
 
 def _function(name: str, *, field: str) -> Callable[..., Any]:

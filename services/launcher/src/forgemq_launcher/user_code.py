@@ -11,9 +11,12 @@ from forgemq_launcher.core.configuration import ConfigurationError
 FUNCTIONS = ("task_source", "agent", "outcome", "process", "speed")
 """Fields of a queue that name a `module:function`, or "" for none."""
 
+FILES = ("task_file", "held_out_file")
+"""Fields of a queue that name a file or folder, or "" for none."""
+
 
 def check_user_code(made: RunConfiguration) -> None:
-    """Refuse code paths that are no folders, and functions whose module Python does not find.
+    """Refuse paths that lead nowhere, and functions whose module Python does not find.
 
     No code runs: whether a module has the function is known once the service that needs it starts.
 
@@ -23,6 +26,11 @@ def check_user_code(made: RunConfiguration) -> None:
     for path in made.code_paths:
         if not Path(path).is_dir():
             raise ConfigurationError(f"code_paths: {path} is no folder")
+    for queue in made.queues:
+        for field in FILES:
+            path = getattr(queue, field)
+            if path and not Path(path).exists():
+                raise ConfigurationError(f"queues.{queue.domain}.{field}: there is no {path}")
     for field, name in _functions(made):
         package = name.partition(":")[0].partition(".")[0]
         if not _is_found(package, code_paths=made.code_paths):

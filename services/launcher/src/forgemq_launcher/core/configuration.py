@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from forgemq_contracts.run import RunConfiguration
+from forgemq_contracts.run import Queue, RunConfiguration
 from forgemq_contracts.run_changes import check_changes
 from forgemq_contracts.run_rules import check
 
@@ -51,7 +51,7 @@ def configuration(values: Document, *, run: str, folder: PurePath) -> RunConfigu
     Args:
         values: As from `document`.
         run: The run's id.
-        folder: Absolute; relative paths of model, head and code start there.
+        folder: Absolute; relative paths of model, head, tasks and code start there.
 
     Raises:
         ConfigurationError: naming the key and the rule.
@@ -75,8 +75,20 @@ def configuration(values: Document, *, run: str, folder: PurePath) -> RunConfigu
         head = str(folder / speculation.head)
         speculation = msgspec.structs.replace(speculation, head=head)
     return msgspec.structs.replace(
-        parsed, model=model, code_paths=code_paths, pool=pool, speculation=speculation
+        parsed,
+        model=model,
+        queues=tuple(_with_files(queue, folder) for queue in parsed.queues),
+        code_paths=code_paths,
+        pool=pool,
+        speculation=speculation,
     )
+
+
+def _with_files(queue: Queue, folder: PurePath) -> Queue:
+    """The queue with absolute paths of its files of tasks."""
+    files = {name: getattr(queue, name) for name in ("task_file", "held_out_file")}
+    found = {name: str(folder / path) for name, path in files.items() if path}
+    return msgspec.structs.replace(queue, **found) if found else queue
 
 
 def changed(
@@ -124,16 +136,23 @@ def next_run(name: str, *, taken: Sequence[str]) -> str:
 
 
 def _with_agents_outside(values: Document) -> Document:
-    """The document with `agent` and `task_source` of "" in queues that name neither."""
+    """The document with `agent` and `task_source` of "" in queues that name neither.
+
+    A queue with a file of tasks needs no `task_source` either.
+    """
     queues = values.get("queues")
     if not isinstance(queues, list):
         return values
     outside = {"agent": "", "task_source": ""}
-    filled = [
-        {**outside, **queue} if isinstance(queue, dict) and not outside.keys() & queue else queue
-        for queue in queues
-    ]
-    return {**values, "queues": filled}
+
+    def filled(queue: TomlValue) -> TomlValue:
+        if not isinstance(queue, dict):
+            return queue
+        if "task_file" in queue:
+            return {"task_source": "", **queue}
+        return queue if outside.keys() & queue else {**outside, **queue}
+
+    return {**values, "queues": [filled(queue) for queue in queues]}
 
 
 def _override(values: Document, override: str) -> None:

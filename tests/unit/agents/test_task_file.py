@@ -1,0 +1,123 @@
+"""Tasks from files: their order, which of them are held out, and what a wrong file says."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyarrow import parquet
+
+from forgemq_agents.core.task_order import order_of_pass
+from forgemq_agents.task_file import TaskFile, TaskFileError, read_tasks
+from forgemq_agents.user_code import UserCodeError, load_domains
+from forgemq_contracts.run import Evaluation, Model, Queue, RunConfiguration, Trainer
+
+
+@given(st.integers(1, 60), st.integers(0, 3), st.integers(0, 5))
+def test_every_pass_has_each_line_once(count, seed, number):
+    order = order_of_pass(count, seed=seed, domain="d", number=number)
+    assert sorted(order) == list(range(count))
+
+
+def test_the_order_of_a_pass_is_the_same_on_every_machine_and_differs_by_what_names_it():
+    first = list(order_of_pass(8, seed=0, domain="d", number=0))
+    others = [
+        list(order_of_pass(8, seed=seed, domain=domain, number=number))
+        for seed, domain, number in ((1, "d", 0), (0, "e", 0), (0, "d", 1))
+    ]
+    assert first == [4, 7, 2, 0, 5, 3, 6, 1]
+    assert first not in others
+
+
+def test_passes_follow_one_another_and_held_out_tasks_come_in_file_order():
+    tasks = TaskFile(["a", "b", "c"], ["x", "y"], held_out_from=100)
+    passes = [[tasks(7, "d", 3 * number + place) for place in range(3)] for number in range(20)]
+    assert all(sorted(each) == ["a", "b", "c"] for each in passes)
+    assert len({tuple(each) for each in passes}) > 1
+    assert [tasks(7, "d", 100), tasks(7, "d", 101)] == ["x", "y"]
+
+
+def test_lines_rows_and_folders_of_both_are_read(tmp_path):
+    rows = [{"question": "1+1", "answer": 2}, {"question": "1+2", "answer": 3}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    parquet.write_table(pyarrow.Table.from_pylist(rows[::-1]), tmp_path / "b.parquet")
+    (tmp_path / "README.md").write_text("not a task")
+    assert read_tasks(tmp_path / "a.jsonl") == rows
+    assert read_tasks(tmp_path / "b.parquet") == rows[::-1]
+    assert read_tasks(tmp_path) == [*rows, *rows[::-1]]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"a": 1}\n\n{"a": \n', r"a\.jsonl, line 3: Input data was truncated"),
+        ("a.jsonl", b"\xff\n", r"a\.jsonl, line 1: "),
+        ("a.csv", b"a,b", r"a\.csv must end in \.jsonl or \.parquet"),
+        ("a.parquet", b"PAR1", r"a\.parquet is no Parquet file"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_its_line(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(TaskFileError, match=message):
+        read_tasks(tmp_path / name)
+
+
+def test_a_folder_without_a_file_of_tasks_is_refused(tmp_path):
+    (tmp_path / "README.md").write_text("not a task")
+    with pytest.raises(TaskFileError, match=r"has no file that ends in \.jsonl or \.parquet"):
+        read_tasks(tmp_path)
+
+
+@pytest.fixture
+def code_path(tmp_path: Path) -> Iterator[Path]:
+    before = list(sys.path)
+    (tmp_path / "file_player.py").write_text("async def play(episode):\n    pass\n")
+    yield tmp_path
+    sys.path[:] = before
+
+
+def run_of(folder: Path, *, evaluated: int = 0, **files: str) -> RunConfiguration:
+    paths = {name: str(folder / file) for name, file in files.items()}
+    return RunConfiguration(
+        run="r",
+        seed=3,
+        model=Model(path="m"),
+        queues=(Queue(domain="d", task_source="", agent="file_player:play", **paths),),
+        trainer=Trainer(steps=1),
+        evaluation=Evaluation(tasks=evaluated, task_offset=1000),
+        code_paths=(str(folder),),
+    )
+
+
+def test_a_queue_may_name_files_in_place_of_a_task_source(code_path):
+    (code_path / "train.jsonl").write_text('"a"\n"b"\n')
+    (code_path / "test.jsonl").write_text('"x"\n')
+    run = run_of(code_path, evaluated=1, task_file="train.jsonl", held_out_file="test.jsonl")
+    source = load_domains(run)["d"].task_source
+    assert sorted([source(3, "d", 0), source(3, "d", 1)]) == ["a", "b"]
+    assert source(3, "d", 1000) == "x"
+
+
+@pytest.mark.parametrize(
+    ("files", "evaluated", "message"),
+    [
+        ({"task_file": "no.jsonl"}, 0, r"queues\.d\.task_file: .* cannot be read"),
+        ({"task_file": "empty.jsonl"}, 0, r"queues\.d\.task_file: .*empty\.jsonl has no task"),
+        (
+            {"task_file": "one.jsonl", "held_out_file": "one.jsonl"},
+            2,
+            r"queues\.d\.held_out_file: .* has 1 tasks, and evaluation\.tasks is 2",
+        ),
+    ],
+)
+def test_a_file_that_cannot_serve_the_run_is_refused_with_its_field(
+    code_path, files, evaluated, message
+):
+    (code_path / "one.jsonl").write_text("1\n")
+    (code_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(UserCodeError, match=message):
+        load_domains(run_of(code_path, evaluated=evaluated, **files))
