@@ -4,6 +4,7 @@ import re
 
 import msgspec
 
+from forgemq_contracts.lane_engines import check_lanes, is_paired
 from forgemq_contracts.pool import Pool
 from forgemq_contracts.rules import check_tree_limit
 from forgemq_contracts.run import LOSS_KINDS, RunConfiguration, played_queues, window_of
@@ -43,6 +44,7 @@ def check(configuration: RunConfiguration) -> None:
     if configuration.pool is not None:
         _check_pool(configuration.pool, has_head=configuration.speculation is not None)
     _check_speculation(configuration)
+    _check_lanes(configuration)
     context_tokens_max = configuration.model.context_tokens_max
     check_tree_limit(configuration.trainer.tree_tokens_max, context_tokens_max=context_tokens_max)
     if configuration.loss.clip_dual <= 1:
@@ -115,6 +117,20 @@ def _is_extra_config(text: str) -> bool:
         return isinstance(msgspec.json.decode(text), dict)
     except msgspec.DecodeError:
         return False
+
+
+def _check_lanes(configuration: RunConfiguration) -> None:
+    if not configuration.lanes:
+        return
+    check_lanes(configuration.lanes, partitions=configuration.log.lanes)
+    if not any(map(is_paired, configuration.lanes)):
+        return
+    for field in ("pool", "speculation"):
+        if getattr(configuration, field) is not None:
+            raise ValueError(
+                f"{field} must be left out if lanes have prefill and decode engines: nobody has "
+                "tried them together"
+            )
 
 
 def _check_sampling(configuration: RunConfiguration) -> None:
