@@ -33,7 +33,7 @@ _REASONS = {
     "--gpu-id-step": "the launcher gives each engine its GPUs",
     "--device": "the launcher looks for GPUs",
     "--enable-return-routed-experts": "the model decides it",
-    "--moe-runner-backend": "the others record wrong routes",
+    "--moe-runner-backend": "ForgeMQ takes the one that records routes",
     "--page-size": "[pool] says it",
     "--enable-hierarchical-cache": "[pool] says it",
     "--enable-hicache": "[pool] says it",
