@@ -82,10 +82,10 @@ class Publisher:
 
 
 @asynccontextmanager
-async def publisher(folder: Path, mode: str) -> AsyncIterator[Publisher]:
+async def publisher(folder: Path, mode: str, *, ranks: int = 1) -> AsyncIterator[Publisher]:
     process = await asyncio.create_subprocess_exec(
         sys.executable,
-        *("-m", "tests.integration.weight_publisher", str(folder), mode),
+        *("-m", "tests.integration.weight_publisher", str(folder), mode, str(ranks)),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )

@@ -1,8 +1,9 @@
 """A trainer's fast path in a separate process: rank 0 of one lane's process group.
 
-    python -m tests.integration.weight_publisher FOLDER MODE
+    python -m tests.integration.weight_publisher FOLDER MODE [RANKS]
 
-Prints the offer as one JSON line, waits for a line on stdin, and then, by MODE:
+RANKS: processes of the lane's engines, 1 by default. Prints the offer as one JSON line, waits for a
+line on stdin, and then, by MODE:
     send    broadcasts the folder's weights and prints the result of FastPaths.send; repeats this
             for each further line, which names the next folder; after a `|` a line may name the
             folder of a draft head, whose tensors follow on the same group
@@ -26,10 +27,10 @@ from forgemq_trainer.transfer_deadline import TransferDeadline
 DEADLINE_S = 20.0
 
 
-def main(first: str, mode: str) -> None:
+def main(first: str, mode: str, ranks: str = "1") -> None:
     paths = FastPaths(host="127.0.0.1", backend="gloo", deadline=TransferDeadline(DEADLINE_S, 2e8))
     for line in _lines(first):
-        offers = paths.offer({0: 1}, prefix=f"test-{os.getpid()}")
+        offers = paths.offer({0: 1}, prefix=f"test-{os.getpid()}", ranks={0: int(ranks)})
         _say(msgspec.json.encode(offers).decode())
         sys.stdin.readline()
         if mode == "absent":

@@ -11,6 +11,7 @@ from msgspec import Meta, Struct
 from forgemq_contracts.domain_settings import DomainRewards, DomainSampling
 from forgemq_contracts.episodes import HistoryPolicy, Sampling, StreamPolicy
 from forgemq_contracts.fields import DomainName, NamedValue, TimeMs, TreeTokensMax
+from forgemq_contracts.lane_engines import LaneEngines
 from forgemq_contracts.pool import Pool
 from forgemq_contracts.speculation import Speculation
 
@@ -323,6 +324,10 @@ class RunConfiguration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     pool: (
         Annotated[Pool, Meta(description="None: each engine has its own K/V cache only.")] | None
     ) = None
+    lanes: Annotated[
+        tuple[LaneEngines, ...],
+        Meta(description="Engines of the lanes, lane 0 first; (): one of one GPU for each lane."),
+    ] = ()
     live: Annotated[
         tuple[LiveKey, ...], Meta(description="Keys of live traffic; none by default.")
     ] = ()

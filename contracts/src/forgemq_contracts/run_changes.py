@@ -23,6 +23,7 @@ MAY_CHANGE = (
     "episodes.lease_s",
     "episodes.request_deadline_s",
     "evaluation.every_steps",
+    "lanes*",
     "live*",
     "log.keep_for_replay",
     "loss.*",

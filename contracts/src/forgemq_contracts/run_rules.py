@@ -5,6 +5,7 @@ import re
 import msgspec
 
 from forgemq_contracts.domains import context_tokens_max_of, sampling_of
+from forgemq_contracts.lane_engines import check_lanes, is_paired
 from forgemq_contracts.pool import Pool
 from forgemq_contracts.rules import check_tree_limit
 from forgemq_contracts.run import LOSS_KINDS, Loss, RunConfiguration, played_queues, window_of
@@ -45,6 +46,7 @@ def check(configuration: RunConfiguration) -> None:
     if configuration.pool is not None:
         _check_pool(configuration.pool, has_head=configuration.speculation is not None)
     _check_speculation(configuration)
+    _check_lanes(configuration)
     context_tokens_max = configuration.model.context_tokens_max
     check_tree_limit(configuration.trainer.tree_tokens_max, context_tokens_max=context_tokens_max)
     _check_loss(configuration.loss)
@@ -154,6 +156,20 @@ def _check_domains(configuration: RunConfiguration) -> None:
             raise ValueError(
                 f"{name}.context_tokens_max must be above the max_tokens of the domain's sampling, "
                 f"got {limit} and {tokens}"
+            )
+
+
+def _check_lanes(configuration: RunConfiguration) -> None:
+    if not configuration.lanes:
+        return
+    check_lanes(configuration.lanes, partitions=configuration.log.lanes)
+    if not any(map(is_paired, configuration.lanes)):
+        return
+    for field in ("pool", "speculation"):
+        if getattr(configuration, field) is not None:
+            raise ValueError(
+                f"{field} must be left out if lanes have prefill and decode engines: nobody has "
+                "tried them together"
             )
 
 

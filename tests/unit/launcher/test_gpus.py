@@ -6,7 +6,7 @@ import pytest
 from forgemq_contracts.run import LogLayout, Model, Queue, RunConfiguration, Trainer
 from forgemq_contracts.speculation import Speculation
 from forgemq_launcher.core.gpus import engine_gpus, least_free_bytes, visible_gpus
-from forgemq_launcher.upkeep.engines import options_of_lanes
+from forgemq_launcher.upkeep.engines import options_of_engines
 from forgemq_launcher.upkeep.machine import MachineError
 from forgemq_sglang_cpu.options import EngineOptions
 
@@ -33,13 +33,13 @@ RUN = RunConfiguration(
 def test_engines_take_the_first_gpus_that_the_trainer_leaves(
     device: str, ranks: int, expected: tuple[int, ...]
 ) -> None:
-    assert engine_gpus(lanes=2, gpus=4, trainer_device=device, ranks=ranks) == expected
+    assert engine_gpus([1, 1], gpus=4, trainer_device=device, ranks=ranks) == expected
 
 
 def test_too_few_gpus_are_refused_with_both_numbers_and_what_to_do() -> None:
-    with pytest.raises(ValueError, match=r"shows 2 GPUs; the engines of log\.lanes=2 .* takes 1"):
-        engine_gpus(lanes=2, gpus=2, trainer_device="cuda", ranks=1)
-    assert engine_gpus(lanes=1, gpus=2, trainer_device="cuda", ranks=1) == (1,)
+    with pytest.raises(ValueError, match=r"shows 2 GPUs; the run's 2 engines need 2, .* takes 1"):
+        engine_gpus([1, 1], gpus=2, trainer_device="cuda", ranks=1)
+    assert engine_gpus([1], gpus=2, trainer_device="cuda", ranks=1) == (1,)
 
 
 @pytest.mark.parametrize(
@@ -77,24 +77,24 @@ def test_without_a_visible_gpu_no_free_memory_is_known(variable: str) -> None:
 
 def test_each_lane_has_a_gpu_of_its_own_and_a_machine_without_one_serves_on_its_cpu() -> None:
     trainer_on_gpus = {"FORGEMQ_TRAINER_DEVICE": "cuda"}
-    assert options_of_lanes(RUN, gpus=4, environ=trainer_on_gpus) == (
+    assert options_of_engines(RUN, gpus=4, environ=trainer_on_gpus) == (
         EngineOptions(has_gpu=True, gpu_first=2),
         EngineOptions(has_gpu=True, gpu_first=3),
     )
     hidden = {"CUDA_VISIBLE_DEVICES": ""}
-    assert options_of_lanes(RUN, gpus=0, environ={}) == (EngineOptions(),) * 2
-    assert options_of_lanes(RUN, gpus=4, environ=hidden) == (EngineOptions(),) * 2
+    assert options_of_engines(RUN, gpus=0, environ={}) == (EngineOptions(),) * 2
+    assert options_of_engines(RUN, gpus=4, environ=hidden) == (EngineOptions(),) * 2
     with pytest.raises(MachineError, match="FORGEMQ_TRAINER_DEVICE=cuda takes 2 more"):
-        options_of_lanes(RUN, gpus=3, environ=trainer_on_gpus)
+        options_of_engines(RUN, gpus=3, environ=trainer_on_gpus)
     one = msgspec.structs.replace(RUN, log=LogLayout(lanes=1))
-    assert options_of_lanes(one, gpus=3, environ=trainer_on_gpus)[0].gpu_first == 2
+    assert options_of_engines(one, gpus=3, environ=trainer_on_gpus)[0].gpu_first == 2
 
 
 def test_every_engine_of_a_run_that_speculates_starts_with_its_head() -> None:
     run = msgspec.structs.replace(RUN, speculation=Speculation(head="/h", steps=2))
     expected = EngineOptions(head="/h", draft_steps=2)
-    assert options_of_lanes(run, gpus=0, environ={}) == (expected, expected)
-    on_gpus = options_of_lanes(run, gpus=4, environ={"FORGEMQ_TRAINER_DEVICE": "cuda"})
+    assert options_of_engines(run, gpus=0, environ={}) == (expected, expected)
+    on_gpus = options_of_engines(run, gpus=4, environ={"FORGEMQ_TRAINER_DEVICE": "cuda"})
     assert [(each.gpu_first, each.head, each.draft_steps) for each in on_gpus] == [
         (2, "/h", 2),
         (3, "/h", 2),

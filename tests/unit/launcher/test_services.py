@@ -24,6 +24,16 @@ GIVEN = {
 
 
 PLAYED = Queue(domain="desk", task_source="desk:task", agent="desk:play")
+ADDRESSES = Addresses(
+    kafka="127.0.0.1:9",
+    engine_urls=("http://127.0.0.1:1",),
+    host="127.0.0.1",
+    gateway_port=2,
+    gateway_fd=7,
+    console_port=3,
+    console_fd=8,
+    admin_key="admin-key",
+)
 OUTSIDE = Queue(domain="outside", task_source="", agent="")
 
 
@@ -34,20 +44,10 @@ def configuration(*queues: Queue) -> RunConfiguration:
 
 
 def made(folder: Path, *queues: Queue, gateways: int = 1) -> Sequence[ServiceSpec]:
-    addresses = Addresses(
-        kafka="127.0.0.1:9",
-        engine_urls=("http://127.0.0.1:1",),
-        host="127.0.0.1",
-        gateway_port=2,
-        gateway_fd=7,
-        console_port=3,
-        console_fd=8,
-        admin_key="admin-key",
-    )
     return service_specs(
         configuration(*queues),
         folder=RunFolder(folder),
-        addresses=addresses,
+        addresses=ADDRESSES,
         environ=GIVEN,
         gateways=gateways,
     )

@@ -5,8 +5,10 @@ import signal
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import get_args
 
 from forgemq_sglang_cpu.options import EngineOptions
+from forgemq_sglang_cpu.pair import Role
 from forgemq_sglang_cpu.server import EngineServer, EngineServerError
 
 WATCH_EVERY_S = 1.0
@@ -29,7 +31,12 @@ def run_in_foreground(arguments: Sequence[str]) -> int:
         options.folder,
         port=options.port,
         host=options.host,
-        options=EngineOptions(has_gpu=has_gpu, gpu_first=options.gpu or 0),
+        options=EngineOptions(
+            has_gpu=has_gpu,
+            gpu_first=options.gpu or 0,
+            role=options.role,
+            bootstrap_port=options.bootstrap_port,
+        ),
     )
     try:
         _print(f"SGLang starts at {server.url} (1-3 minutes), log: {server.log_path}")
@@ -80,5 +87,18 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--gpu", type=int, metavar="N", help="serve on this GPU; default: the CPU")
+    parser.add_argument(
+        "--role",
+        choices=get_args(Role),
+        default="unified",
+        help="prefill or decode: half of a pair; default: reads and samples",
+    )
+    parser.add_argument(
+        "--bootstrap-port",
+        type=int,
+        default=8998,
+        metavar="PORT",
+        help="of a prefill engine: where decode asks for it; default: 8998",
+    )
     parser.add_argument("--folder", type=Path, required=True, help="for engine.log")
     return parser

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import msgspec
 from msgspec import Struct
 
+from forgemq_sglang_cpu import pair
 from forgemq_sglang_cpu.plugin import WEIGHT_GROUP_TIMEOUT_VARIABLE
 from forgemq_sglang_cpu.pool import EnginePool, arguments
 
@@ -31,7 +32,11 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
         cached_tokens_max: Tokens of K/V cache on a CPU; on a GPU the free memory decides.
         running_requests_max: Requests decoded together; None: 48 on a CPU, SGLang's own on a GPU.
         threads: OpenMP threads of each process; one is best for a tiny model on few cores.
+        role: What the server does of each request: all of it, or one half beside another server.
+        bootstrap_port: Of a prefill engine: where decode engines ask how to reach it.
         tensor_parallel: GPUs of this server.
+        expert_parallel: Parts that the experts of its model are spread over.
+        attention_data_parallel: Groups of GPUs that each attend for requests of their own.
         gpu_first: Number of the first of them among the GPUs that its environment shows.
         weight_version: Name of the weights the server starts with.
         weight_group_timeout_s: Longest wait of SGLang's scheduler for the trainer's process group,
@@ -49,7 +54,11 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
     cached_tokens_max: int = 40_000
     running_requests_max: int | None = None
     threads: int = 1
+    role: pair.Role = "unified"
+    bootstrap_port: int = 8998
     tensor_parallel: int = 1
+    expert_parallel: int = 1
+    attention_data_parallel: int = 1
     gpu_first: int = 0
     weight_version: str = "0.0"
     weight_group_timeout_s: float = 30.0
@@ -82,6 +91,9 @@ def command_line(
     command += _gpu_arguments(options) if options.has_gpu else _cpu_arguments(options)
     if options.pool is not None:
         command += arguments(options.pool, has_gpu=options.has_gpu)
+    command += pair.arguments(
+        options.role, has_gpu=options.has_gpu, bootstrap_port=options.bootstrap_port
+    )
     running_max = options.running_requests_max or (None if options.has_gpu else 48)
     if running_max is not None:
         command += ["--max-running-requests", str(running_max)]
@@ -115,6 +127,10 @@ def _gpu_arguments(options: EngineOptions) -> list[str]:
     # The language-model head in float32 keeps log-probabilities close to the trainer's
     # (MiniMax-M1, arXiv 2506.13585, section 3.2).
     arguments = ["--dtype", "bfloat16", "--tp-size", str(options.tensor_parallel)]
+    if options.expert_parallel > 1:
+        arguments += ["--ep-size", str(options.expert_parallel)]
+    if options.attention_data_parallel > 1:
+        arguments += ["--dp-size", str(options.attention_data_parallel), "--enable-dp-attention"]
     if options.gpu_first:
         arguments += ["--base-gpu-id", str(options.gpu_first)]
     return [*arguments, "--enable-fp32-lm-head"]

@@ -27,6 +27,7 @@ from forgemq_sglang_cpu.options import (
     environment,
     is_mixture,
 )
+from forgemq_sglang_cpu.pair import EXPERTS_REFUSAL, missing_on_cpu
 
 Progress: TypeAlias = Callable[[float, str], None]
 """Called about every 2 s of waiting with seconds waited and the newest line of the log."""
@@ -108,6 +109,7 @@ class EngineServer:
             raise EngineServerError(f"the engine on port {self._port} is running already")
         self.stop()  # A server that died may have left other processes of its group.
         has_experts = self._is_mixture()
+        self._check_role(has_experts=has_experts)
         _check_port(self._host, self._port)
         _check_memory()
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -208,6 +210,18 @@ class EngineServer:
     ) -> None:
         """Stop."""
         self.stop()
+
+    def _check_role(self, *, has_experts: bool) -> None:
+        role = self._options.role
+        if role == "unified":
+            return
+        if has_experts:
+            raise EngineServerError(
+                f"a {role} engine cannot serve a mixture of experts: {EXPERTS_REFUSAL}"
+            )
+        lacks = "" if self._options.has_gpu else missing_on_cpu()
+        if lacks:
+            raise EngineServerError(f"a {role} engine on a CPU needs {lacks}")
 
     def _is_mixture(self) -> bool:
         path = Path(self._model_path) / "config.json"

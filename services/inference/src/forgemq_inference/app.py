@@ -10,6 +10,7 @@ from forgemq_contracts import topics
 from forgemq_contracts.weights import ReportedEngine
 from forgemq_inference.core.weights import BASE
 from forgemq_inference.engine import Engine, EngineError
+from forgemq_inference.engine_pair import EnginePair, LaneEngine
 from forgemq_inference.epoch import claim_epoch, read_tail
 from forgemq_inference.lane_parts import LaneEdges, LaneParts, inbox_of, lane_parts
 from forgemq_inference.reports import LaneIdentity, emit_of_report
@@ -46,13 +47,22 @@ async def main(context: Context) -> None:
     if settings.lane >= lanes:
         raise SettingsError(f"FORGEMQ_INFERENCE_LANE: the run has {lanes} lanes, from 0")
     async with AsyncExitStack() as stack:
-        engine = await stack.enter_async_context(Engine(settings.engine_url))
+        engine = await _engine(settings, stack)
         cache = settings.cache or stack.enter_context(tempfile.TemporaryDirectory())
         writer = await context.log.writer()
         stack.push_async_callback(writer.close)
         await _serve_lane(
             context, settings, LaneEdges(engine=engine, writer=writer, cache=Path(cache))
         )
+
+
+async def _engine(settings: InferenceSettings, stack: AsyncExitStack) -> LaneEngine:
+    """The lane's engine, open until the stack closes."""
+    engine = await stack.enter_async_context(Engine(settings.engine_url))
+    if not settings.prefill_url:
+        return engine
+    prefill = await stack.enter_async_context(Engine(settings.prefill_url))
+    return EnginePair(prefill=prefill, decode=engine)
 
 
 async def _serve_lane(context: Context, settings: InferenceSettings, edges: LaneEdges) -> None:
@@ -88,7 +98,7 @@ async def _serve_lane(context: Context, settings: InferenceSettings, edges: Lane
 
 
 async def _leave_lane(
-    context: Context, parts: LaneParts, engine: Engine, *, drain_s: float
+    context: Context, parts: LaneParts, engine: LaneEngine, *, drain_s: float
 ) -> None:
     """Let running requests end for `drain_s`, then end the others with an error."""
     parts.reports.stop_serving()

@@ -21,11 +21,11 @@ from forgemq_inference.core.weights import (
 )
 from forgemq_inference.durable import WEIGHTS_FILE, DurableCopyError, file_sha256
 from forgemq_inference.engine import (
-    Engine,
     EngineError,
     EngineRefusedError,
     EngineUnreachableError,
 )
+from forgemq_inference.engine_pair import LaneEngine
 from forgemq_inference.limits import engine_limits
 from forgemq_inference.pause_clock import PauseClock
 from forgemq_inference.reports import Reports
@@ -53,7 +53,7 @@ class Attachment:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: LaneEngine,
         *,
         configuration: RunConfiguration,
         settings: InferenceSettings,
@@ -122,6 +122,11 @@ class Attachment:
         started_s, paused_s = time.monotonic(), self._pauses.total_s
         await self._tidy_engine()
         server = await self._engine.server_info()
+        if server.disaggregation_mode not in (None, "null"):
+            raise EngineRefusedError(
+                f"{self._engine.url} is a {server.disaggregation_mode} engine: the lane needs "
+                "FORGEMQ_INFERENCE_PREFILL_URL, and FORGEMQ_INFERENCE_ENGINE_URL of a decode engine"
+            )
         limits = await engine_limits(
             server,
             model_path=self._configuration.model.path,

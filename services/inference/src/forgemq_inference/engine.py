@@ -74,6 +74,8 @@ class ServerInfo(msgspec.Struct, frozen=True):
     enable_return_routed_experts: bool = False
     hicache_storage_backend: str | None = None
     speculative_algorithm: str | None = None
+    disaggregation_mode: str | None = None
+    disaggregation_bootstrap_port: int | None = None
 
 
 class BucketPlace(msgspec.Struct, frozen=True, kw_only=True):
@@ -205,12 +207,23 @@ class Engine:
         body = {"new_version": name, "abort_all_requests": False}
         await self._succeed("/update_weight_version", body, timeout_s=_CONTROL_TIMEOUT_S)
 
-    async def join_group(self, rendezvous: Rendezvous, *, timeout_s: float) -> None:
-        """Form the process group with the trainer as rank 0."""
+    async def flush(self, *, wait_s: float) -> None:
+        """Drop the cache once the engine has no request; a paused one may have retracted ones.
+
+        Raises:
+            EngineRefusedError: it has some even after `wait_s`.
+        """
+        path = f"/flush_cache?timeout={wait_s:g}"
+        await self._request("POST", path, {}, timeout_s=wait_s + _CONTROL_TIMEOUT_S)
+
+    async def join_group(
+        self, rendezvous: Rendezvous, *, timeout_s: float, rank_first: int = 1
+    ) -> None:
+        """Form the process group with the trainer as rank 0; the engine's ranks begin at one."""
         body = {
             "master_address": rendezvous.host,
             "master_port": rendezvous.port,
-            "rank_offset": 1,
+            "rank_offset": rank_first,
             "world_size": rendezvous.world_size,
             "group_name": rendezvous.group_name,
             "backend": rendezvous.backend,

@@ -9,7 +9,7 @@ from forgemq_inference.attachment import Attachment
 from forgemq_inference.core.lane import LaneState
 from forgemq_inference.core.weights import BASE, Served, WeightsState
 from forgemq_inference.durable import copies_in
-from forgemq_inference.engine import Engine
+from forgemq_inference.engine_pair import LaneEngine
 from forgemq_inference.inbox import Inbox
 from forgemq_inference.live_chunks import Spawn
 from forgemq_inference.pause_clock import PauseClock
@@ -31,7 +31,7 @@ class LaneEdges:
         cache: Folder for weights that must be downloaded.
     """
 
-    engine: Engine
+    engine: LaneEngine
     writer: Writer
     cache: Path
 

@@ -40,7 +40,8 @@ from forgemq_inference.core.lane import (
     Skipped,
 )
 from forgemq_inference.core.weights import WeightsState
-from forgemq_inference.engine import Engine, EngineError, EngineUnreachableError
+from forgemq_inference.engine import EngineError, EngineUnreachableError
+from forgemq_inference.engine_pair import LaneEngine
 from forgemq_inference.live_chunks import LiveChunks, Spawn
 from forgemq_inference.pause_clock import PauseClock
 from forgemq_shell.clock import now_ms
@@ -79,7 +80,7 @@ class Requests:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: LaneEngine,
         state: LaneState,
         *,
         weights: WeightsState,

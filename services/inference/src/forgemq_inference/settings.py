@@ -14,6 +14,14 @@ class InferenceSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     engine_url: Annotated[
         str, Meta(pattern=r"^https?://", description="Address of the SGLang server.")
     ]
+    prefill_url: Annotated[
+        str,
+        Meta(
+            pattern=r"^(https?://.+)?$",
+            description="Address of the SGLang server that reads contexts for the other one, as "
+            "that one reaches it; '': the engine reads them itself.",
+        ),
+    ] = ""
     concurrent_max: Annotated[
         int,
         Meta(

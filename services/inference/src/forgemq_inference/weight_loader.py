@@ -31,11 +31,11 @@ from forgemq_inference.core.weights import (
 from forgemq_inference.durable import Copies, DurableCopyError
 from forgemq_inference.engine import (
     BucketPlace,
-    Engine,
     EngineError,
     EngineRefusedError,
     Selector,
 )
+from forgemq_inference.engine_pair import LaneEngine
 from forgemq_inference.head_payloads import head_payloads
 from forgemq_inference.pause_clock import PauseClock
 from forgemq_telemetry import Telemetry
@@ -122,7 +122,7 @@ class WeightLoader:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: LaneEngine,
         state: WeightsState,
         *,
         copies: Copies,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from forgemq_contracts.lane_engines import every_lane, gpus_of
 from forgemq_contracts.run import RunConfiguration
 from forgemq_launcher.core.gpus import visible_gpus
 from forgemq_launcher.core.trainer_place import Memory, memory_budget_bytes, trainer_device
@@ -21,8 +22,15 @@ def device_of(configuration: RunConfiguration, environ: Mapping[str, str]) -> st
     if environ.get(DEVICE):
         return environ[DEVICE]
     seen = visible_gpus(installed_gpus(), cuda_visible_devices=environ.get(VISIBLE_GPUS))
-    engines = 0 if environ.get("FORGEMQ_ENGINE_URL") else configuration.log.lanes
+    engines = 0 if environ.get("FORGEMQ_ENGINE_URL") else gpus_of_engines(configuration)
     return trainer_device(engines=engines, gpus=seen, ranks=configuration.trainer.world_size)
+
+
+def gpus_of_engines(configuration: RunConfiguration) -> int:
+    """GPUs that the engines of all lanes take."""
+    if not configuration.lanes:
+        return configuration.log.lanes
+    return sum(gpus_of(lane) for lane in every_lane(configuration.lanes))
 
 
 def with_budget(

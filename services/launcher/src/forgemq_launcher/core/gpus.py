@@ -1,4 +1,6 @@
-"""Which GPUs of a machine a run's engines take: one each, and not those of the trainer."""
+"""Which GPUs of a machine a run's engines take, beside those of the trainer."""
+
+from collections.abc import Sequence
 
 
 def visible_gpus(installed: int, *, cuda_visible_devices: str | None) -> int:
@@ -43,28 +45,40 @@ def least_free_bytes(listing: str, *, cuda_visible_devices: str | None) -> int |
     return min(seen, default=None)
 
 
-def engine_gpus(*, lanes: int, gpus: int, trainer_device: str, ranks: int) -> tuple[int, ...]:
-    """The GPU of each lane's engine.
+def engine_gpus(
+    sizes: Sequence[int], *, gpus: int, trainer_device: str, ranks: int
+) -> tuple[int, ...]:
+    """The first GPU of each engine; SGLang takes those that follow it.
 
     Args:
-        lanes: One engine each.
+        sizes: GPUs of each engine.
         gpus: Visible GPUs, at least 1.
         trainer_device: `cpu`, `cuda` (one GPU for each rank, from the first) or `cuda:N`.
         ranks: Processes of the trainer.
 
     Raises:
-        ValueError: there are too few.
+        ValueError: there are too few, or not enough beside one another.
     """
     family, _, index = trainer_device.partition(":")
     taken = range(0)
     if family == "cuda":
         taken = range(int(index), int(index) + 1) if index else range(ranks)
-    free = [gpu for gpu in range(gpus) if gpu not in taken]
-    if len(free) < lanes:
-        raise ValueError(
-            f"this machine shows {gpus} GPUs; the engines of log.lanes={lanes} need one each, and "
-            f"a trainer on FORGEMQ_TRAINER_DEVICE={trainer_device} takes {len(taken)} more: lower "
-            "log.lanes, set FORGEMQ_TRAINER_DEVICE=cpu, name engines that run elsewhere with "
-            "FORGEMQ_ENGINE_URL, or hide the GPUs with CUDA_VISIBLE_DEVICES=-1"
-        )
-    return tuple(free[:lanes])
+    used = set(taken)
+    firsts: list[int] = []
+    for size in sizes:
+        first = next((gpu for gpu in range(gpus) if _are_free(gpu, size, used, gpus=gpus)), None)
+        if first is None:
+            raise ValueError(
+                f"this machine shows {gpus} GPUs; the run's {len(sizes)} engines need "
+                f"{sum(sizes)}, those of one engine beside one another, and a trainer on "
+                f"FORGEMQ_TRAINER_DEVICE={trainer_device} takes {len(taken)} more: lower log.lanes "
+                "or lanes.tensor_parallel, set FORGEMQ_TRAINER_DEVICE=cpu, name engines that run "
+                "elsewhere with FORGEMQ_ENGINE_URL, or hide the GPUs with CUDA_VISIBLE_DEVICES=-1"
+            )
+        used |= set(range(first, first + size))
+        firsts.append(first)
+    return tuple(firsts)
+
+
+def _are_free(first: int, size: int, used: set[int], *, gpus: int) -> bool:
+    return first + size <= gpus and used.isdisjoint(range(first, first + size))

@@ -34,7 +34,7 @@ def trainer_device(*, engines: int, gpus: int, ranks: int) -> Literal["cpu", "cu
     """`cuda` if every engine and every rank gets a GPU of its own, else `cpu`.
 
     Args:
-        engines: That this run starts on the machine.
+        engines: GPUs of the engines that this run starts on the machine.
         gpus: That it shows.
         ranks: Processes of the trainer.
     """

@@ -1,19 +1,28 @@
-"""The run's own engines: SGLang servers, one for each lane."""
+"""The run's own engines: SGLang servers, one or a pair for each lane."""
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
+from forgemq_contracts.lane_engines import (
+    EngineShape,
+    LaneEngines,
+    every_lane,
+    is_paired,
+    shapes_of,
+)
 from forgemq_contracts.run import RunConfiguration
 from forgemq_launcher.core.gpus import engine_gpus, visible_gpus
 from forgemq_launcher.core.phases import BEFORE_ALL, phase
 from forgemq_launcher.core.restarts import RestartPolicy
 from forgemq_launcher.upkeep.machine import MachineError, installed_gpus
 from forgemq_launcher.upkeep.supervisor import Note
-from forgemq_sglang_cpu.options import EngineOptions
+from forgemq_sglang_cpu.options import EngineOptions, is_mixture
+from forgemq_sglang_cpu.pair import EXPERTS_REFUSAL, Role
 from forgemq_sglang_cpu.pool import EnginePool
 from forgemq_sglang_cpu.server import EngineServer, EngineServerError
 
@@ -23,8 +32,15 @@ LOG_LINES_MAX = 1000
 """Read for the phase of a start: SGLang logs some 100 lines until it serves."""
 
 
+class LaneServers(NamedTuple):
+    """The servers of one lane: one that serves it, and one that reads contexts for that one."""
+
+    serving: EngineServer
+    prefill: EngineServer | None = None
+
+
 class Engines:
-    """SGLang servers, one for each lane.
+    """SGLang servers, one or a pair for each lane.
 
     Lifecycle: `start` (returns at once), `keep` one task, `stop`. An engine that dies is started
     again at the same address; its inference process brings it to the newest weights.
@@ -32,24 +48,30 @@ class Engines:
 
     def __init__(
         self,
-        servers: Sequence[EngineServer],
+        lanes: Sequence[LaneServers],
         *,
         policy: RestartPolicy,
         start_timeout_s: float,
         note: Note,
     ) -> None:
-        self._servers = tuple(servers)
+        self._lanes = tuple(lanes)
+        self._servers = dict(_named_servers(lanes))
         self._policy = policy
         self._start_timeout_s = start_timeout_s
         self._note = note
         self._started_s = time.monotonic()
-        self._healthy: set[int] = set()
-        self._phases: dict[int, str] = {}
+        self._healthy: set[str] = set()
+        self._phases: dict[str, str] = {}
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Address of each lane's engine."""
-        return tuple(server.url for server in self._servers)
+        """Address of each lane's engine; of a pair that of the decode engine."""
+        return tuple(lane.serving.url for lane in self._lanes)
+
+    @property
+    def prefill_urls(self) -> tuple[str, ...]:
+        """Address of each lane's prefill engine; "" if it has none."""
+        return tuple(lane.prefill.url if lane.prefill else "" for lane in self._lanes)
 
     @property
     def is_up(self) -> bool:
@@ -58,7 +80,7 @@ class Engines:
 
     def status(self) -> str:
         """One line: starting (and how far it is) or how many are up."""
-        waiting = [lane for lane in range(len(self._servers)) if lane not in self._healthy]
+        waiting = [name for name in self._servers if name not in self._healthy]
         if not waiting:
             return f"{len(self._servers)} up"
         waited_s = time.monotonic() - self._started_s
@@ -67,7 +89,7 @@ class Engines:
 
     def start(self) -> None:
         """Start the processes and return at once; raises EngineServerError if one cannot start."""
-        for server in self._servers:
+        for server in self._servers.values():
             server.start()
 
     async def keep(self) -> None:
@@ -77,38 +99,38 @@ class Engines:
             EngineServerError: one did not come up, or died too often.
         """
         async with asyncio.TaskGroup() as group:
-            for lane, server in enumerate(self._servers):
-                group.create_task(self._keep_one(lane, server))
+            for name, server in self._servers.items():
+                group.create_task(self._keep_one(name, server))
 
-    async def _keep_one(self, lane: int, server: EngineServer) -> None:
+    async def _keep_one(self, name: str, server: EngineServer) -> None:
         exits_s: list[float] = []
         while True:
-            await asyncio.to_thread(self._wait_healthy, lane, server)
-            self._healthy.add(lane)
-            self._note(f"engine {lane} answers at {server.url}")
+            await asyncio.to_thread(self._wait_healthy, name, server)
+            self._healthy.add(name)
+            self._note(f"engine {name} answers at {server.url}")
             while server.is_running():  # noqa: ASYNC110 - a process has no event to wait for
                 await asyncio.sleep(WATCH_EVERY_S)
-            self._healthy.discard(lane)
+            self._healthy.discard(name)
             exits_s.append(time.monotonic())
             delay_s = self._policy.delay_s(exits_s)
             if delay_s is None:
                 tail = "\n".join(server.log_tail())
-                raise EngineServerError(f"engine {lane} died {len(exits_s)} times; last:\n{tail}")
-            self._note(f"engine {lane} died; restarting in {delay_s:.1f} s ({server.log_path})")
+                raise EngineServerError(f"engine {name} died {len(exits_s)} times; last:\n{tail}")
+            self._note(f"engine {name} died; restarting in {delay_s:.1f} s ({server.log_path})")
             await asyncio.sleep(delay_s)
             self._started_s = time.monotonic()
             await asyncio.to_thread(_restart, server)
 
-    def _wait_healthy(self, lane: int, server: EngineServer) -> None:
+    def _wait_healthy(self, name: str, server: EngineServer) -> None:
         def progress(waited_s: float, line: str) -> None:
             del waited_s, line
-            self._phases[lane] = phase(server.log_tail(lines_max=LOG_LINES_MAX))
+            self._phases[name] = phase(server.log_tail(lines_max=LOG_LINES_MAX))
 
         server.wait_healthy(timeout_s=self._start_timeout_s, progress=progress)
 
     async def stop(self) -> None:
         """End every server with all its processes."""
-        await asyncio.gather(*(asyncio.to_thread(server.stop) for server in self._servers))
+        await asyncio.gather(*(asyncio.to_thread(server.stop) for server in self._servers.values()))
 
 
 def servers(
@@ -117,57 +139,129 @@ def servers(
     folder: Path,
     environ: Mapping[str, str],
     addresses: Sequence[tuple[str, int]],
-) -> tuple[EngineServer, ...]:
-    """A server for each lane of the run, at these hosts and ports; not started.
+) -> tuple[LaneServers, ...]:
+    """The servers of each lane of the run; not started.
+
+    Args:
+        configuration: Of the run.
+        folder: For logs, and for K/V that engines share.
+        environ: As for `options_of_engines`.
+        addresses: Hosts and ports, `addresses_count` of them.
 
     Raises:
-        MachineError: the machine has GPUs, but not one for each engine, or none for this pool.
+        MachineError: the machine has GPUs, but too few for the engines; or it cannot have this
+            pool, or these lanes.
     """
-    lane_options = options_of_lanes(configuration, gpus=installed_gpus(), environ=environ)
-    lane_options = with_pool(lane_options, configuration, own_folder=folder / "pool")
-    return tuple(
-        EngineServer(
+    _check_pairs(configuration)
+    options_left = iter(
+        with_pool(
+            options_of_engines(configuration, gpus=installed_gpus(), environ=environ),
+            configuration,
+            own_folder=folder / "pool",
+        )
+    )
+    addresses_left = iter(addresses)
+
+    def server(name: str) -> EngineServer:
+        (host, port), options = next(addresses_left), next(options_left)
+        if options.role == "prefill":
+            bootstrap_port = next(addresses_left)[1]
+            options = msgspec.structs.replace(options, bootstrap_port=bootstrap_port)
+        return EngineServer(
             configuration.model.path,
-            folder / f"lane-{lane}",
+            folder / name,
             port=port,
             options=options,
             host=host,
             inherited=environ,
         )
-        for lane, (options, (host, port)) in enumerate(zip(lane_options, addresses, strict=True))
-    )
+
+    made: list[LaneServers] = []
+    for lane, engines in enumerate(_lanes(configuration)):
+        prefill = server(f"lane-{lane}-prefill") if is_paired(engines) else None
+        made.append(LaneServers(serving=server(f"lane-{lane}"), prefill=prefill))
+    return tuple(made)
 
 
-def options_of_lanes(
+def addresses_count(configuration: RunConfiguration) -> int:
+    """Ports that the run's servers need: one each, and of a prefill engine another one."""
+    return sum(3 if is_paired(engines) else 1 for engines in _lanes(configuration))
+
+
+def options_of_engines(
     configuration: RunConfiguration, *, gpus: int, environ: Mapping[str, str]
 ) -> tuple[EngineOptions, ...]:
-    """Start options of each lane's engine: each has one GPU, or all use the CPU.
+    """Start options of each engine, lane 0 first, of a pair prefill first.
 
     Args:
-        configuration: Says how many lanes and trainer ranks there are.
+        configuration: Says which engines and how many trainer ranks there are.
         gpus: Installed on this machine.
         environ: May hide some of them, and says where the trainer computes.
 
     Raises:
-        MachineError: there are GPUs, but not one for each engine.
+        MachineError: there are GPUs, but too few; or an engine wants several and there is none.
     """
     # No context limit is given, so the model's own holds: SGLang reserves a few tokens of its
     # limit, while gateway and inference enforce the run's limit to the token.
-    lanes = configuration.log.lanes
     seen = visible_gpus(gpus, cuda_visible_devices=environ.get("CUDA_VISIBLE_DEVICES"))
     usual = _usual_options(configuration)
+    engines = [
+        msgspec.structs.replace(usual, role=role, **_options_of_shape(shape))
+        for lane in _lanes(configuration)
+        for role, shape in zip(_roles(lane), shapes_of(lane), strict=True)
+    ]
     if seen == 0:
-        return (usual,) * lanes
+        _check_cpu(engines)
+        return tuple(engines)
     try:
-        indices = engine_gpus(
-            lanes=lanes,
+        firsts = engine_gpus(
+            [options.tensor_parallel for options in engines],
             gpus=seen,
             trainer_device=environ.get("FORGEMQ_TRAINER_DEVICE", "cpu"),
             ranks=configuration.trainer.world_size,
         )
     except ValueError as error:
         raise MachineError(str(error)) from error
-    return tuple(msgspec.structs.replace(usual, has_gpu=True, gpu_first=gpu) for gpu in indices)
+    return tuple(
+        msgspec.structs.replace(options, has_gpu=True, gpu_first=first)
+        for options, first in zip(engines, firsts, strict=True)
+    )
+
+
+def _lanes(configuration: RunConfiguration) -> tuple[LaneEngines, ...]:
+    return every_lane(configuration.lanes) or (LaneEngines(),) * configuration.log.lanes
+
+
+def _roles(lane: LaneEngines) -> tuple[Role, ...]:
+    return ("prefill", "decode") if is_paired(lane) else ("unified",)
+
+
+def _options_of_shape(shape: EngineShape) -> dict[str, object]:
+    return {
+        "tensor_parallel": shape.tensor_parallel,
+        "expert_parallel": shape.expert_parallel,
+        "attention_data_parallel": shape.attention_data_parallel,
+        "extra": shape.flags,
+    }
+
+
+def _check_cpu(engines: Sequence[EngineOptions]) -> None:
+    widest = max(options.tensor_parallel for options in engines)
+    if widest > 1:
+        raise MachineError(
+            f"lanes.tensor_parallel must be 1 for engines on a CPU, got {widest}: this machine "
+            "shows no GPU"
+        )
+
+
+def _check_pairs(configuration: RunConfiguration) -> None:
+    path = Path(configuration.model.path) / "config.json"
+    has_pairs = any(map(is_paired, configuration.lanes))
+    # A model without the file is refused when its engine starts.
+    if has_pairs and path.is_file() and is_mixture(path.read_bytes()):
+        raise MachineError(
+            f"lanes.prefill must be left out for a mixture of experts: {EXPERTS_REFUSAL}"
+        )
 
 
 def _usual_options(configuration: RunConfiguration) -> EngineOptions:
@@ -210,6 +304,14 @@ def with_pool(
         prefetch=pool.prefetch,
     )
     return tuple(msgspec.structs.replace(options, pool=engine_pool) for options in lane_options)
+
+
+def _named_servers(lanes: Sequence[LaneServers]) -> Iterator[tuple[str, EngineServer]]:
+    """Every server by the name that notes have for it: its lane's number, and that of its role."""
+    for lane, each in enumerate(lanes):
+        if each.prefill is not None:
+            yield f"{lane} (prefill)", each.prefill
+        yield str(lane), each.serving
 
 
 def _restart(server: EngineServer) -> None:

@@ -7,6 +7,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Sequence
 
+from forgemq_contracts.run import RunConfiguration
 from forgemq_launcher.upkeep.machine import MachineError
 from forgemq_launcher.upkeep.supervisor import Note
 
@@ -35,6 +36,19 @@ def named_urls(value: str, *, lanes: int) -> tuple[str, ...]:
     return urls
 
 
+def check_lanes_unnamed(configuration: RunConfiguration) -> None:
+    """Refuse `lanes` beside engines that FORGEMQ_ENGINE_URL names.
+
+    Raises:
+        MachineError: the run's file says how the launcher starts engines.
+    """
+    if configuration.lanes:
+        raise MachineError(
+            f"lanes must be left out if {VARIABLE} names the engines: it says how `forgemq run` "
+            "starts its own"
+        )
+
+
 class NamedEngines:
     """Has the methods of `Engines`, for servers that belong to somebody else.
 
@@ -52,6 +66,11 @@ class NamedEngines:
     def urls(self) -> tuple[str, ...]:
         """Address of each lane's engine."""
         return self._urls
+
+    @property
+    def prefill_urls(self) -> tuple[str, ...]:
+        """Of no lane: a named engine reads its contexts itself."""
+        return ()
 
     @property
     def is_up(self) -> bool:

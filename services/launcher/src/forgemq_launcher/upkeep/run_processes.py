@@ -12,10 +12,10 @@ from forgemq_launcher.core.outside_agents import outside_agents
 from forgemq_launcher.core.restarts import RestartPolicy
 from forgemq_launcher.run_setup import RunSetup
 from forgemq_launcher.upkeep.broker import RunBroker
-from forgemq_launcher.upkeep.engines import Engines, servers
+from forgemq_launcher.upkeep.engines import Engines, addresses_count, servers
 from forgemq_launcher.upkeep.gateway_status import says_training_ended
 from forgemq_launcher.upkeep.machine import check_memory, held_port, listening_socket
-from forgemq_launcher.upkeep.named_engines import NamedEngines, named_urls
+from forgemq_launcher.upkeep.named_engines import NamedEngines, check_lanes_unnamed, named_urls
 from forgemq_launcher.upkeep.services import Addresses, service_specs
 from forgemq_launcher.upkeep.supervisor import Note, ServiceSpec, ServiceStatus, Supervisor
 
@@ -86,6 +86,7 @@ class RunProcesses:
             setup.environ.get("FORGEMQ_ENGINE_URL", ""), lanes=setup.configuration.log.lanes
         )
         if named:
+            check_lanes_unnamed(setup.configuration)
             check_memory(bytes_min=settings.memory_min_bytes_without_engine)
             self._engines = NamedEngines(
                 named, silence_s_max=settings.start_timeout_s, note=self._note
@@ -94,7 +95,7 @@ class RunProcesses:
             return
         check_memory(bytes_min=settings.memory_min_bytes)
         # SGLang listens a minute after its start: another program may not get its port meanwhile.
-        for _ in range(setup.configuration.log.lanes):
+        for _ in range(addresses_count(setup.configuration)):
             self._engine_ports.append(held_port("127.0.0.1"))
         self._engines = own = Engines(
             servers(
@@ -129,6 +130,7 @@ class RunProcesses:
         self._addresses = addresses = Addresses(
             kafka=self.connection.bootstrap,
             engine_urls=self.engines.urls,
+            prefill_urls=self.engines.prefill_urls,
             host=settings.host,
             gateway_port=gateway.getsockname()[1],
             gateway_fd=gateway.fileno(),

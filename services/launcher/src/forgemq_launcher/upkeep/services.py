@@ -1,6 +1,7 @@
 """Which service processes a run consists of, and the environment of each."""
 
 from collections.abc import Mapping
+from itertools import zip_longest
 
 from msgspec import Struct
 
@@ -38,11 +39,13 @@ TORCHRUN = "forgemq_trainer.ranks.torchrun"
 class Addresses(Struct, frozen=True, kw_only=True):
     """Where the parts of a run find one another.
 
+    `prefill_urls`: by lane, "" for a lane whose engine reads its contexts; () if none has another.
     `gateway_fd`, `console_fd`: their bound sockets, which the launcher keeps over their restarts.
     """
 
     kafka: str
     engine_urls: tuple[str, ...]
+    prefill_urls: tuple[str, ...] = ()
     host: str
     gateway_port: int
     gateway_fd: int
@@ -100,7 +103,8 @@ def service_specs(
         )
 
     own = _own_environs(configuration, folder=folder, addresses=addresses)
-    entry, lanes = _gateway_environ(own["gateway"], count=gateways), addresses.engine_urls
+    entry = _gateway_environ(own["gateway"], count=gateways)
+    lanes = zip_longest(addresses.engine_urls, addresses.prefill_urls, fillvalue="")
     agents = [spec("agents", own["agents"], stop_stage=0)] if played_queues(configuration) else []
     return (
         *(
@@ -108,8 +112,8 @@ def service_specs(
             for number in (range(gateways) if gateways > 1 else (-1,))
         ),
         *(
-            spec("inference", _lane_environ(lane, url), stop_stage=2, number=lane)
-            for lane, url in enumerate(lanes)
+            spec("inference", _lane_environ(lane, *urls), stop_stage=2, number=lane)
+            for lane, urls in enumerate(lanes)
         ),
         spec("scheduler", {}, stop_stage=2),
         spec("reward", {}, stop_stage=2),
@@ -126,8 +130,9 @@ def _gateway_environ(own: Mapping[str, str], *, count: int) -> Mapping[str, str]
     return {**own, "FORGEMQ_GATEWAY_PEER_PORT": "0"} if count > 1 else own
 
 
-def _lane_environ(lane: int, url: str) -> Mapping[str, str]:
-    return {"FORGEMQ_INFERENCE_LANE": str(lane), "FORGEMQ_INFERENCE_ENGINE_URL": url}
+def _lane_environ(lane: int, url: str, prefill_url: str) -> Mapping[str, str]:
+    own = {"FORGEMQ_INFERENCE_LANE": str(lane), "FORGEMQ_INFERENCE_ENGINE_URL": url}
+    return own | ({"FORGEMQ_INFERENCE_PREFILL_URL": prefill_url} if prefill_url else {})
 
 
 def _own_environs(

@@ -1,0 +1,124 @@
+"""The engines that the launcher starts for the lanes of a run's file."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from forgemq_contracts.lane_engines import LaneEngines, RoleEngines
+from forgemq_contracts.run import LogLayout, Model, RunConfiguration
+from forgemq_launcher.core.configuration import configuration, document
+from forgemq_launcher.core.gpus import engine_gpus
+from forgemq_launcher.placement import gpus_of_engines
+from forgemq_launcher.run_folder import RunFolder
+from forgemq_launcher.upkeep.engines import addresses_count, options_of_engines, servers
+from forgemq_launcher.upkeep.machine import MachineError
+from forgemq_launcher.upkeep.named_engines import check_lanes_unnamed
+from forgemq_launcher.upkeep.services import service_specs
+from forgemq_sglang_cpu.options import EngineOptions
+from tests.unit.launcher.test_configuration import FILE
+from tests.unit.launcher.test_gpus import RUN
+from tests.unit.launcher.test_services import ADDRESSES, PLAYED
+from tests.unit.launcher.test_services import configuration as services_run
+
+PAIR = LaneEngines(
+    prefill=RoleEngines(tensor_parallel=2),
+    decode=RoleEngines(flags=("--mem-fraction-static", "0.7")),
+)
+WIDE = LaneEngines(tensor_parallel=4, expert_parallel=4, attention_data_parallel=2)
+ON_CPU_TRAINER = {"FORGEMQ_TRAINER_DEVICE": "cpu"}
+
+
+def run_with(*lanes: LaneEngines, model: str = "m") -> RunConfiguration:
+    return msgspec.structs.replace(
+        RUN, lanes=lanes, log=LogLayout(lanes=len(lanes)), model=Model(path=model)
+    )
+
+
+def test_each_engine_has_its_role_its_gpus_and_its_flags() -> None:
+    run = run_with(WIDE, PAIR)
+    made = options_of_engines(run, gpus=8, environ=ON_CPU_TRAINER)
+    gpu = EngineOptions(has_gpu=True)
+    assert made == (
+        msgspec.structs.replace(
+            gpu, tensor_parallel=4, expert_parallel=4, attention_data_parallel=2
+        ),
+        msgspec.structs.replace(gpu, role="prefill", tensor_parallel=2, gpu_first=4),
+        msgspec.structs.replace(
+            gpu, role="decode", extra=("--mem-fraction-static", "0.7"), gpu_first=6
+        ),
+    )
+    assert (gpus_of_engines(run), gpus_of_engines(RUN)) == (7, 2)
+
+
+def test_the_gpus_of_one_engine_lie_beside_one_another() -> None:
+    assert engine_gpus([2, 1], gpus=4, trainer_device="cuda:1", ranks=1) == (2, 0)
+    with pytest.raises(ValueError, match="the run's 1 engines need 3, those of one engine beside"):
+        engine_gpus([3], gpus=5, trainer_device="cuda:2", ranks=1)
+
+
+def test_a_pair_is_a_lane_of_two_servers_and_three_ports(tmp_path: Path) -> None:
+    run = run_with(LaneEngines(prefill=RoleEngines(), decode=RoleEngines()), LaneEngines())
+    assert (addresses_count(run), addresses_count(RUN)) == (4, 2)
+    addresses = [("127.0.0.1", port) for port in (1, 2, 3, 4)]
+    hidden = {"CUDA_VISIBLE_DEVICES": "-1"}
+    pair, single = servers(run, folder=tmp_path, environ=hidden, addresses=addresses)
+    assert pair.prefill is not None
+    assert single.prefill is None
+    urls = [server.url for server in (pair.prefill, pair.serving, single.serving)]
+    assert urls == [f"http://127.0.0.1:{port}" for port in (1, 3, 4)]
+    assert pair.prefill.log_path == tmp_path / "lane-0-prefill" / "engine.log"
+
+
+def test_a_mixture_of_experts_is_refused_for_a_pair_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"num_experts_per_tok": 8}')
+    run = run_with(PAIR, model=str(tmp_path))
+    with pytest.raises(MachineError, match=r"^lanes\.prefill must be left out for a mixture"):
+        servers(run, folder=tmp_path, environ={}, addresses=())
+
+
+def test_several_gpus_for_an_engine_are_refused_where_there_is_none() -> None:
+    with pytest.raises(MachineError, match=r"^lanes\.tensor_parallel must be 1 .* got 4"):
+        options_of_engines(run_with(WIDE), gpus=0, environ={})
+
+
+def test_lanes_beside_engines_of_somebody_else_are_refused() -> None:
+    check_lanes_unnamed(RUN)
+    with pytest.raises(MachineError, match=r"^lanes must be left out if FORGEMQ_ENGINE_URL"):
+        check_lanes_unnamed(run_with(WIDE))
+
+
+def test_the_inference_process_of_a_pair_is_told_of_both_engines(tmp_path: Path) -> None:
+    addresses = msgspec.structs.replace(
+        ADDRESSES, engine_urls=("http://d", "http://u"), prefill_urls=("http://p", "")
+    )
+    specs = service_specs(
+        services_run(PLAYED), folder=RunFolder(tmp_path), addresses=addresses, environ={}
+    )
+    prefill = {
+        spec.name: spec.environ.get("FORGEMQ_INFERENCE_PREFILL_URL")
+        for spec in specs
+        if spec.module == "forgemq_inference"
+    }
+    assert prefill == {"inference-0": "http://p", "inference-1": None}
+
+
+def test_a_file_names_lanes_as_tables() -> None:
+    text = """
+        [[lanes]]
+        count = 2
+        flags = ["--mem-fraction-static=0.8"]
+
+        [[lanes]]
+        [lanes.prefill]
+        [lanes.decode]
+        flags = ["--max-total-tokens", "30000"]
+    """
+    values = document(FILE + text, overrides=["log.lanes=3"])
+    made = configuration(values, run="desk-1", folder=Path("/work"))
+    assert made.lanes == (
+        LaneEngines(count=2, flags=("--mem-fraction-static=0.8",)),
+        LaneEngines(
+            prefill=RoleEngines(), decode=RoleEngines(flags=("--max-total-tokens", "30000"))
+        ),
+    )

@@ -1,0 +1,60 @@
+"""The flags of the two engines of a pair, and what is refused before one starts."""
+
+from pathlib import Path
+
+import pytest
+
+from forgemq_sglang_cpu import pair
+from forgemq_sglang_cpu.options import EngineOptions, command_line
+from forgemq_sglang_cpu.server import EngineServer, EngineServerError
+from tests.ports import free_port
+
+ON_CPU = ["--disaggregation-transfer-backend", "mooncake_tcp", "--disable-overlap-schedule"]
+
+
+def flags(**options: object) -> list[str]:
+    command = command_line(EngineOptions(**options), model_path="m", host="h", port=7)  # type: ignore[arg-type]
+    return [flag for flag in command if "disaggregation" in flag or "overlap" in flag]
+
+
+def test_each_role_has_its_own_flags_and_a_unified_engine_none() -> None:
+    assert flags() == []
+    prefill = pair.arguments("prefill", has_gpu=False, bootstrap_port=9001)
+    assert prefill == [
+        *("--disaggregation-mode", "prefill", "--disaggregation-bootstrap-port", "9001"),
+        *ON_CPU,
+    ]
+    decode = pair.arguments("decode", has_gpu=True, bootstrap_port=9001)
+    assert decode == [
+        *("--disaggregation-mode", "decode", "--disaggregation-decode-enable-radix-cache"),
+    ]
+    assert "--disaggregation-mode" in flags(role="decode")
+
+
+def test_an_engine_on_several_gpus_is_told_how_to_spread_its_model() -> None:
+    options = EngineOptions(
+        has_gpu=True, tensor_parallel=8, expert_parallel=8, attention_data_parallel=4
+    )
+    command = " ".join(command_line(options, model_path="m", host="h", port=7))
+    assert "--tp-size 8 --ep-size 8 --dp-size 4 --enable-dp-attention" in command
+    usual = " ".join(command_line(EngineOptions(has_gpu=True), model_path="m", host="h", port=7))
+    assert "--ep-size" not in usual
+    assert "--enable-dp-attention" not in usual
+
+
+def started(folder: Path, config: str) -> None:
+    (folder / "config.json").write_text(config)
+    options = EngineOptions(role="prefill")
+    EngineServer(str(folder), folder, port=free_port(), options=options).start()
+
+
+def test_packages_that_a_cpu_lacks_are_named() -> None:
+    libraries = {"libc.so.6": "libc6", "libnone-b.so": "libnone-b1", "libnone-a.so": "libnone-a1"}
+    lacks = pair.missing_on_cpu(libraries=libraries)
+    assert lacks.startswith("the Debian packages libnone-a1 libnone-b1 (apt-get install)")
+    assert "Debian" not in pair.missing_on_cpu(libraries={"libc.so.6": "libc6"})
+
+
+def test_a_mixture_of_experts_is_refused_by_each_role(tmp_path: Path) -> None:
+    with pytest.raises(EngineServerError, match=r"^a prefill engine cannot serve a mixture"):
+        started(tmp_path, '{"num_experts_per_tok": 2}')
