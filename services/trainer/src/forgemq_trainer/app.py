@@ -1,8 +1,9 @@
 """Wiring of the trainer: scheduled steps in, trained steps and published weights out.
 
 Order of a step: train, durable weights, durable checkpoint, TrainedStep, PublishedWeights, fast
-path. A crash between any two of them loses nothing and trains nothing twice: the newest checkpoint
-decides where training continues, and what the log lacks of its step is written again.
+path. All after the training goes on while the next step computes its gradients (`loop.py`). A crash
+between any two of them loses nothing and trains nothing twice: the newest checkpoint decides where
+training continues, and what the log lacks of its step is written again.
 
 A run has one trainer: the folder is locked against a second process on the machine, and
 trained-steps is written through the transactional id `trainer`. Once a newer trainer has opened
@@ -116,7 +117,9 @@ async def _train(
             training = await asyncio.to_thread(
                 Training, configuration, device=device, checkpoint=checkpoint, ranks=ranks
             )
-            loop = TrainingLoop(context, settings, store=store, publisher=publisher, life=life)
+            loop = TrainingLoop(
+                context, settings, store=store, publisher=publisher, life=life, tasks=tasks
+            )
             watching.append(tasks.create_task(follow_completions(context, loop.fresh)))
             await loop.run(training, checkpoint, previous)
         finally:

@@ -54,6 +54,14 @@ class TrainerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "an object store.",
         ),
     ] = 0
+    saves_beside_step: Annotated[
+        bool,
+        Meta(
+            description="Whether a step is saved and published while the next one computes its "
+            "gradients; what is serialised then takes host memory beside the step's own. With "
+            "several ranks it is saved before the next step begins."
+        ),
+    ] = True
     rank_deadline_s: Annotated[
         float, Meta(gt=0, description="How long one rank waits for another within a step.")
     ] = 1800.0

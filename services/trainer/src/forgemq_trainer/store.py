@@ -138,6 +138,7 @@ class Store:
             state,
             weights=weights,
             optimizer=training.optimizer_state(),
+            random_state=training.random_state,
             head=self._head_state(training),
         )
         # Its weights must outlive WEIGHTS_KEPT_MIN: after a restart lanes load them again.
