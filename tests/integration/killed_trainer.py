@@ -32,11 +32,11 @@ def _die() -> None:
 
 
 def _dying(original: Callable[..., Any], *, is_before: bool) -> Callable[..., Any]:
-    def dying(self: Store, training: Training, **keywords: Any) -> Any:
-        if is_before and training.version == 1:
+    def dying(self: Store, saved: Any, **keywords: Any) -> Any:
+        if is_before and saved.version == 1:
             _die()
-        returned = original(self, training, **keywords)
-        if training.version == 1:
+        returned = original(self, saved, **keywords)
+        if saved.version == 1:
             _die()
         return returned
 
@@ -68,9 +68,9 @@ def arm(point: str) -> None:
     Training.compute_gradients = computing  # type: ignore[method-assign]
     match point:
         case "before the durable copy":
-            Store.save_version = _dying(Store.save_version, is_before=True)  # type: ignore[method-assign]
+            Store.write_version = _dying(Store.write_version, is_before=True)  # type: ignore[method-assign]
         case "after the durable copy":
-            Store.save_version = _dying(Store.save_version, is_before=False)  # type: ignore[method-assign]
+            Store.upload_version = _dying(Store.upload_version, is_before=False)  # type: ignore[method-assign]
         case "after the checkpoint":
             Store.save_checkpoint = _dying(Store.save_checkpoint, is_before=False)  # type: ignore[method-assign]
         case "after the record":

@@ -73,7 +73,7 @@ async def test_the_weights_change_only_after_the_version_before_is_saved(
     notes: list[str] = []
     _noted(monkeypatch, notes, Training, "update")
     _noted(monkeypatch, notes, Training, "compute_gradients")
-    _noted(monkeypatch, notes, Store, "save_version")
+    _noted(monkeypatch, notes, Store, "write_version")
     _noted(monkeypatch, notes, Store, "save_checkpoint")
     bench = await _bench(tmp_path, FORGEMQ_TRAINER_SAVES_BESIDE_STEP=beside)
     await bench.train(until=1)
@@ -82,8 +82,8 @@ async def test_the_weights_change_only_after_the_version_before_is_saved(
     without = [note for note in notes if note != "compute_gradients 1"]
     assert without == [
         "compute_gradients 0",
-        *("update 1", "save_version 1", "save_checkpoint 1"),
-        *("update 2", "save_version 2", "save_checkpoint 2"),
+        *("update 1", "write_version 1", "save_checkpoint 1"),
+        *("update 2", "write_version 2", "save_checkpoint 2"),
     ]
     if beside == "false":
         assert notes.index("save_checkpoint 1") < notes.index("compute_gradients 1")

@@ -35,9 +35,10 @@ from forgemq_trainer.fast_path import FastPaths, fast_paths_of
 from forgemq_trainer.lane_watch import watch_lanes
 from forgemq_trainer.loop import TrainingLoop
 from forgemq_trainer.previous_lives import TrainerLife, read_previous_lives
-from forgemq_trainer.publisher import Publisher
+from forgemq_trainer.publisher import EnginePaths, Publisher
 from forgemq_trainer.ranks.alone import ALONE
 from forgemq_trainer.ranks.ranks import check_device, check_world_size, device_of, launch_of
+from forgemq_trainer.relay_path import relay_of
 from forgemq_trainer.settings import TrainerSettings
 from forgemq_trainer.storage.folders import lock_folder
 from forgemq_trainer.store import Store
@@ -109,7 +110,8 @@ async def _train(
         lineage=previous.next_lineage(checkpoint), claim=claim, writer=await context.log.writer()
     )
     async with asyncio.TaskGroup() as tasks:
-        publisher = Publisher(context, settings, life=life, fast_paths=fast_paths, tasks=tasks)
+        paths = EnginePaths(fast_paths=fast_paths, relay=relay_of(settings))
+        publisher = Publisher(context, settings, life=life, paths=paths, tasks=tasks)
         # Before the model is loaded, which may take minutes: the first publication then knows which
         # lanes live.
         watching = [tasks.create_task(watch_lanes(context, publisher, lineage=life.lineage))]

@@ -207,9 +207,11 @@ class TrainingLoop:
     ) -> None:
         """Make a trained step durable, commit its record and publish its weights."""
         started_s = asyncio.get_running_loop().time()
-        saved = await asyncio.to_thread(
-            self._store.save_version, training, lineage=self._life.lineage
+        written = await asyncio.to_thread(
+            self._store.write_version, training, lineage=self._life.lineage
         )
+        await self._publisher.stage(written)
+        saved = await asyncio.to_thread(self._store.upload_version, written)
         needed: Mapping[int, int] = {}
         if trained.checkpoint_step == trained.step:
             await asyncio.to_thread(
