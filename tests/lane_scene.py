@@ -31,6 +31,7 @@ from forgemq_contracts.weights import (
     LoadedWeights,
     PublishedHead,
     PublishedWeights,
+    RelayedLane,
     Rendezvous,
     ReportedEngine,
 )
@@ -165,6 +166,7 @@ class LaneScene:
         deadline_s: float = 10.0,
         sha256: str | None = None,
         head: Path | None = None,
+        relayed_to: tuple[RelayedLane, ...] = (),
     ) -> None:
         data = (folder / "model.safetensors").read_bytes()
         record = PublishedWeights(
@@ -176,6 +178,7 @@ class LaneScene:
             fast_paths=fast_paths,
             deadline_s=deadline_s,
             head=None if head is None else published_head(head),
+            relayed_to=relayed_to,
         )
         await self.write(topics.PUBLISHED_WEIGHTS, 0, record)
 

@@ -19,8 +19,9 @@ from transformers import AutoModelForCausalLM
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts.arrays import unpack_floats, unpack_ids
 from forgemq_contracts.completions import FinishedCompletion
-from forgemq_contracts.weights import Rendezvous
+from forgemq_contracts.weights import RelayedLane, Rendezvous
 from tests.lane_scene import LaneScene, create_topics
+from tests.relay_sender import relay
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
@@ -110,6 +111,39 @@ def logprobs(
         logits = policy(torch.tensor([tokens])).logits[0]
     rows = torch.log_softmax(logits[first - 1 : -1] / temperature, -1)
     return [float(value) for value in rows.gather(1, torch.tensor(tokens[first:])[:, None])[:, 0]]
+
+
+async def test_relayed_weights_are_swapped_mid_generation_and_are_the_published_ones(
+    base_engine_url: str, engine_model: Path, trained: Path, tmp_path: Path
+) -> None:
+    """They arrive while the engine generates; tokens after the split are the new model's."""
+    durable = tmp_path / "durable"
+    shutil.copytree(trained, durable)
+    async with serving_scene(base_engine_url, engine_model) as scene:
+        address = (await scene.report(is_serving=True)).weights_address
+        for number in range(1, 5):
+            await scene.request(number, [*CONTEXT, number], max_tokens=900, temperature=5.0)
+        await scene.until_running()
+        relayed = await relay(durable, [address], version=1)
+        assert (relayed.lane, relayed.left_out) == (0, {})
+        assert (await scene.report(is_serving=True)).version == 0
+        to_us = (RelayedLane(lane=0, epoch=1),)
+        await scene.publish(durable, version=1, relayed_to=to_us)
+        # The engine cannot have read it: what it serves below came by relay.
+        shutil.rmtree(durable)
+        _, loaded = await scene.loaded(count=2, timeout_s=60)
+        await scene.request(5, CONTEXT, max_tokens=20)
+        records = await scene.finished(count=5, timeout_s=120)
+    assert (loaded.path, loaded.version) == ("fast", 1)
+    assert 0 < loaded.paused_s <= loaded.duration_s
+    by_number = {int(record.request_id, 16): record for record in records}
+    after = by_number[5]
+    assert spans(after) == [(0, len(after.output) // 4, 1, 1)]
+    split = [record for record in records if len(record.spans) == 2]
+    assert split, [spans(record) for record in records]
+    output = list(unpack_ids(after.output))
+    expected = logprobs(trained, [*CONTEXT, *output], first=len(CONTEXT))
+    assert list(unpack_floats(after.logprobs)) == pytest.approx(expected, abs=1e-4)
 
 
 async def test_weights_broadcast_mid_generation_split_the_output_at_the_version(

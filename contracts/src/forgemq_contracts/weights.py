@@ -22,6 +22,13 @@ class Rendezvous(Struct, frozen=True, kw_only=True, omit_defaults=True):
     ] = 2
 
 
+class RelayedLane(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A lane whose process gets a version's files from the trainer or from another lane's."""
+
+    lane: Lane
+    epoch: Epoch
+
+
 class PublishedHead(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The durable copy of a draft head, which belongs to the weights it is published with.
 
@@ -71,6 +78,13 @@ class PublishedWeights(Struct, frozen=True, kw_only=True, omit_defaults=True):
         Meta(description="In order; each changes what the one before it makes, the last these."),
     ] = ()
     fast_paths: tuple[Rendezvous, ...] = ()
+    relayed_to: Annotated[
+        tuple[RelayedLane, ...],
+        Meta(
+            description="In the order of the relay; each passes on what it has so far. A lane that "
+            "does not have all within deadline_s loads the durable copy."
+        ),
+    ] = ()
     deadline_s: Annotated[
         Seconds,
         Meta(description="For the whole fast path of a lane; follows size_bytes."),
@@ -133,6 +147,9 @@ class ReportedEngine(Struct, frozen=True, kw_only=True, omit_defaults=True):
     context_tokens_max: Annotated[int, Meta(ge=0)] = 0
     output_tokens_total: Annotated[int, Meta(ge=0)] = 0
     ranks: Annotated[int, Meta(ge=1, description="Tensor-parallel processes of the engine.")] = 1
+    weights_address: Annotated[
+        str, Meta(description="host:port at which the lane's process takes relayed weights.")
+    ] = ""
     load: Annotated[
         EngineLoad | None, Meta(description="None while the engine says nothing of it.")
     ] = None

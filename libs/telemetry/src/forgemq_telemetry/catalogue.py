@@ -106,6 +106,7 @@ HistogramName: TypeAlias = Literal[
     "trainer.step_s",
     "trainer.forward_backward_s",
     "trainer.probe_s",
+    "trainer.saving_s",
     "trainer.transfer_s",
     "gateway.prepare_s",
     "gateway.answer_s",
@@ -292,6 +293,7 @@ HISTOGRAMS: dict[HistogramName, Metric] = {
     "trainer.step_s": Metric("s", "One step, from scheduled to durable."),
     "trainer.forward_backward_s": Metric("s", "Time of forward and backward of one step."),
     "trainer.probe_s": Metric("s", "Forward over fresh completions, to measure the gap."),
+    "trainer.saving_s": Metric("s", "Time from a step's end until it is durable and recorded."),
     "trainer.transfer_s": Metric("s", "Time of one version's fast path to all lanes."),
     "gateway.prepare_s": Metric(
         "s", "From the body read until the request is on its lane's topic."

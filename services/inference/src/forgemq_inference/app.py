@@ -13,6 +13,7 @@ from forgemq_inference.engine import Engine, EngineError
 from forgemq_inference.engine_pair import EnginePair, LaneEngine
 from forgemq_inference.epoch import claim_epoch, read_tail
 from forgemq_inference.lane_parts import LaneEdges, LaneParts, inbox_of, lane_parts
+from forgemq_inference.relay import RelayedWeights
 from forgemq_inference.reports import LaneIdentity, emit_of_report
 from forgemq_inference.requests import LEAVING
 from forgemq_inference.settings import InferenceSettings
@@ -39,7 +40,7 @@ async def main(context: Context) -> None:
     """Serve one lane until the service is stopped.
 
     Raises:
-        SettingsError: the run has no such lane.
+        SettingsError: the run has no such lane, or the host is no address of this machine.
         FencedError: a newer process took the lane.
     """
     settings = parse(InferenceSettings, prefix="FORGEMQ_INFERENCE_", environ=context.environ)
@@ -51,9 +52,26 @@ async def main(context: Context) -> None:
         cache = settings.cache or stack.enter_context(tempfile.TemporaryDirectory())
         writer = await context.log.writer()
         stack.push_async_callback(writer.close)
-        await _serve_lane(
-            context, settings, LaneEdges(engine=engine, writer=writer, cache=Path(cache))
+        relayed = _listen(context, settings, Path(cache))
+        stack.callback(relayed.close)
+        edges = LaneEdges(engine=engine, writer=writer, cache=Path(cache), relayed=relayed)
+        await _serve_lane(context, settings, edges)
+
+
+def _listen(context: Context, settings: InferenceSettings, cache: Path) -> RelayedWeights:
+    try:
+        return RelayedWeights(
+            # Lanes of one machine may share a cache; what a lane gets by relay is its own.
+            cache / f"relay-{settings.lane}",
+            run=context.configuration.run,
+            host=settings.host,
+            lane=settings.lane,
+            telemetry=context.telemetry,
         )
+    except OSError as error:
+        raise SettingsError(
+            f"FORGEMQ_INFERENCE_HOST: cannot listen at {settings.host}: {error}"
+        ) from error
 
 
 async def _engine(settings: InferenceSettings, stack: AsyncExitStack) -> LaneEngine:
@@ -79,7 +97,12 @@ async def _serve_lane(context: Context, settings: InferenceSettings, edges: Lane
     published = Place(topics.PUBLISHED_WEIGHTS.name, 0)
     newest = await read_tail(log, published)
     positions[published] = newest.position
-    identity = LaneIdentity(lane=lane, epoch=claim.epoch, url=edges.engine.url)
+    identity = LaneIdentity(
+        lane=lane,
+        epoch=claim.epoch,
+        url=edges.engine.url,
+        weights_address=edges.relayed.address,
+    )
     async with asyncio.TaskGroup() as group:
         parts = lane_parts(context, settings, identity, edges=edges, spawn=group.create_task)
         inbox = inbox_of(context, settings, identity, parts=parts, writer=edges.writer)

@@ -13,6 +13,7 @@ from forgemq_inference.engine_pair import LaneEngine
 from forgemq_inference.inbox import Inbox
 from forgemq_inference.live_chunks import Spawn
 from forgemq_inference.pause_clock import PauseClock
+from forgemq_inference.relay import RelayedWeights
 from forgemq_inference.reports import LaneIdentity, Reports
 from forgemq_inference.requests import LaneLimits, Requests
 from forgemq_inference.settings import InferenceSettings
@@ -29,11 +30,13 @@ class LaneEdges:
         engine: Open.
         writer: To the run's log.
         cache: Folder for weights that must be downloaded.
+        relayed: Listens for weights of the relay.
     """
 
     engine: LaneEngine
     writer: Writer
     cache: Path
+    relayed: RelayedWeights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +66,7 @@ def lane_parts(
         edges: Outlive the parts.
         spawn: Starts a coroutine whose failure ends the service.
     """
-    telemetry = context.telemetry
-    pauses, suspected = PauseClock(), asyncio.Event()
+    telemetry, pauses, suspected = context.telemetry, PauseClock(), asyncio.Event()
     weights = WeightsState(lane=identity.lane, epoch=identity.epoch, served=Served(weights=BASE))
     requests = Requests(
         edges.engine,
@@ -89,6 +91,7 @@ def lane_parts(
         edges.engine,
         weights,
         copies=copies_in(edges.cache),
+        relayed=edges.relayed,
         pauses=pauses,
         durable_timeout_s=settings.durable_timeout_s,
         telemetry=telemetry,

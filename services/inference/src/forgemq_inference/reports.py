@@ -18,11 +18,12 @@ from forgemq_telemetry import Telemetry
 
 
 class LaneIdentity(Struct, frozen=True, kw_only=True):
-    """Which lane, under which epoch, with which engine."""
+    """Which lane, under which epoch, with which engine, and where it takes relayed weights."""
 
     lane: int
     epoch: int
     url: str
+    weights_address: str = ""
 
 
 class Reports:
@@ -96,6 +97,7 @@ class Reports:
             context_tokens_max=self._context_tokens_max,
             output_tokens_total=requests.output_tokens_total,
             ranks=self._ranks,
+            weights_address=self._identity.weights_address,
             load=self._load,
         )
         self._telemetry.gauge("inference.running", report.running, lane=lane)

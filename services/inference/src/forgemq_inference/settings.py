@@ -59,6 +59,18 @@ class InferenceSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
         float,
         Meta(ge=0, description="After a signal, running requests get this long to end."),
     ] = 5.0
+    host: Annotated[
+        str,
+        Meta(
+            min_length=1,
+            description="Address of this process for relayed weights, from the trainer or from "
+            "another lane's process.",
+        ),
+    ] = "127.0.0.1"
     cache: Annotated[
-        str, Meta(description="Folder for downloaded weights; '': a temporary one.")
+        str,
+        Meta(
+            description="Folder for downloaded and relayed weights, which the engine reads; in "
+            "memory if it is a tmpfs. Holds at most two versions of each. '': a temporary one."
+        ),
     ] = ""

@@ -1,4 +1,4 @@
-"""Loads new weights into a running engine: from the trainer's process group, else from disk.
+"""Loads new weights into a running engine: relayed, from the trainer's process group, or from disk.
 
 Agents see only delay: running requests are retracted, keep their tokens, and go on under the new
 weights. Every phase has a deadline. Between the first changed byte and the last the engine's
@@ -24,6 +24,7 @@ from forgemq_inference.core.weights import (
     DurableLoad,
     FastLoad,
     Load,
+    RelayedLoad,
     Rename,
     Weights,
     WeightsState,
@@ -38,6 +39,7 @@ from forgemq_inference.engine import (
 from forgemq_inference.engine_pair import LaneEngine
 from forgemq_inference.head_payloads import head_payloads
 from forgemq_inference.pause_clock import PauseClock
+from forgemq_inference.relay import RelayedWeights
 from forgemq_telemetry import Telemetry
 
 Path: TypeAlias = Literal["start", "fast", "durable"]
@@ -126,6 +128,7 @@ class WeightLoader:
         state: WeightsState,
         *,
         copies: Copies,
+        relayed: RelayedWeights,
         pauses: PauseClock,
         durable_timeout_s: float,
         telemetry: Telemetry,
@@ -134,6 +137,7 @@ class WeightLoader:
         self._engine = engine
         self._state = state
         self._copies = copies
+        self._relayed = relayed
         self._pauses = pauses
         self._durable_timeout_s = durable_timeout_s
         self._telemetry = telemetry
@@ -156,6 +160,8 @@ class WeightLoader:
                 path = "durable"
             case FastLoad(published, rendezvous):
                 path, paused_s = await self._load_fast(published, rendezvous)
+            case RelayedLoad(published):
+                path, paused_s = await self._load_relayed(published)
             case _:
                 assert_never(load)
         self._state.note_loaded(published)
@@ -163,7 +169,23 @@ class WeightLoader:
 
     async def _load_durable(self, published: PublishedWeights) -> float:
         # Before the pause: it may be a download of minutes.
-        folders = await self._folders(published)
+        return await self._swap(published, await self._folders(published))
+
+    async def _load_relayed(self, published: PublishedWeights) -> tuple[Path, float]:
+        """Wait for the relay while the engine generates, then swap."""
+        found = await self._relayed.folders(published)
+        if found.policy is None:
+            self._telemetry.event("relay_failed", weights=_name(published), error=found.failure)
+            self._telemetry.count("inference.fast_path_failures", lane=self._relayed.lane)
+            return "durable", await self._load_durable(published)
+        head = self._state.missing_head()
+        if head is not None and head == published.head and found.head is not None:
+            folders = _Folders(policy=found.policy, head=(head, found.head))
+        else:
+            folders = _Folders(policy=found.policy, head=await self._missing_head(published))
+        return "fast", await self._swap(published, folders)
+
+    async def _swap(self, published: PublishedWeights, folders: "_Folders") -> float:
         paused_s = self._pauses.total_s
         await self._pause(timeout_s=self._durable_timeout_s)
         await self._load_folders(published, folders)
@@ -249,17 +271,23 @@ class WeightLoader:
 
     async def _folders(self, published: PublishedWeights) -> "_Folders":
         policy = await self._copies.policies.folder(published)
+        return _Folders(policy=policy, head=await self._missing_head(published))
+
+    async def _missing_head(
+        self, published: PublishedWeights
+    ) -> tuple[PublishedHead, FilePath] | None:
+        """The durable copy of the head that the engine lacks; None if it lacks none."""
         head = self._state.missing_head()
         if head is None:
-            return _Folders(policy=policy)
+            return None
         try:
-            return _Folders(policy=policy, head=(head, await self._copies.heads.folder(head)))
+            return head, await self._copies.heads.folder(head)
         except DurableCopyError as error:
             if head == published.head:
                 raise
             # The head of an older version, whose copy may be deleted: the next one comes soon.
             self._telemetry.event("head_not_loaded", sha256=head.sha256, error=str(error))
-            return _Folders(policy=policy)
+            return None
 
     async def _load_folders(self, published: PublishedWeights, folders: "_Folders") -> None:
         name = _name(published)

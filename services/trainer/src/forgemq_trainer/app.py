@@ -1,8 +1,9 @@
 """Wiring of the trainer: scheduled steps in, trained steps and published weights out.
 
 Order of a step: train, durable weights, durable checkpoint, TrainedStep, PublishedWeights, fast
-path. A crash between any two of them loses nothing and trains nothing twice: the newest checkpoint
-decides where training continues, and what the log lacks of its step is written again.
+path. All after the training goes on while the next step computes its gradients (`loop.py`). A crash
+between any two of them loses nothing and trains nothing twice: the newest checkpoint decides where
+training continues, and what the log lacks of its step is written again.
 
 A run has one trainer: the folder is locked against a second process on the machine, and
 trained-steps is written through the transactional id `trainer`. Once a newer trainer has opened
@@ -34,9 +35,10 @@ from forgemq_trainer.fast_path import FastPaths, fast_paths_of
 from forgemq_trainer.lane_watch import watch_lanes
 from forgemq_trainer.loop import TrainingLoop
 from forgemq_trainer.previous_lives import TrainerLife, read_previous_lives
-from forgemq_trainer.publisher import Publisher
+from forgemq_trainer.publisher import EnginePaths, Publisher
 from forgemq_trainer.ranks.alone import ALONE
 from forgemq_trainer.ranks.ranks import check_device, check_world_size, device_of, launch_of
+from forgemq_trainer.relay_path import relay_of
 from forgemq_trainer.settings import TrainerSettings
 from forgemq_trainer.storage.folders import lock_folder
 from forgemq_trainer.store import Store
@@ -108,7 +110,8 @@ async def _train(
         lineage=previous.next_lineage(checkpoint), claim=claim, writer=await context.log.writer()
     )
     async with asyncio.TaskGroup() as tasks:
-        publisher = Publisher(context, settings, life=life, fast_paths=fast_paths, tasks=tasks)
+        paths = EnginePaths(fast_paths=fast_paths, relay=relay_of(settings))
+        publisher = Publisher(context, settings, life=life, paths=paths, tasks=tasks)
         # Before the model is loaded, which may take minutes: the first publication then knows which
         # lanes live.
         watching = [tasks.create_task(watch_lanes(context, publisher, lineage=life.lineage))]
@@ -116,7 +119,9 @@ async def _train(
             training = await asyncio.to_thread(
                 Training, configuration, device=device, checkpoint=checkpoint, ranks=ranks
             )
-            loop = TrainingLoop(context, settings, store=store, publisher=publisher, life=life)
+            loop = TrainingLoop(
+                context, settings, store=store, publisher=publisher, life=life, tasks=tasks
+            )
             watching.append(tasks.create_task(follow_completions(context, loop.fresh)))
             await loop.run(training, checkpoint, previous)
         finally:

@@ -364,12 +364,12 @@ def _check_wanted(link: _Link) -> None:
 
 
 def fast_paths_of(settings: TrainerSettings, *, device: str) -> FastPaths | None:
-    """The fast paths that the settings name; None if they are off.
+    """The fast paths into engines that the settings name; None if they name none.
 
     Raises:
         SettingsError: NCCL would have no GPU to send from.
     """
-    if settings.fast_path == "off":
+    if settings.fast_path == "off" or settings.fast_path == "relay":
         return None
     if settings.fast_path == "nccl" and device == "cpu":
         raise SettingsError(

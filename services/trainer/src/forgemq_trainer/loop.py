@@ -1,4 +1,10 @@
-"""The training loop: step after step, each exactly once in the lineage that survives."""
+"""The training loop: step after step, each exactly once in the lineage that survives.
+
+A step's weights and checkpoint are saved, and its records written, while the next step computes its
+gradients: that changes no weight. The next step's update waits until all of it is done, so there is
+never more than one step on its way, and nothing is copied to keep it. The records' order is the
+same as without: a crash at any point leaves a step either unrecorded, or durable and recorded.
+"""
 
 import asyncio
 import dataclasses
@@ -49,8 +55,11 @@ class TrainingLoop:
         store: Store,
         publisher: Publisher,
         life: TrainerLife,
+        tasks: asyncio.TaskGroup,
     ) -> None:
+        """Train nothing yet; `tasks` runs the saving, and ends all if that fails."""
         self._context = context
+        self._tasks = tasks
         self._thresholds = Thresholds(
             logprob_gap_mean=settings.alarm_logprob_gap_mean,
             kl_k3=settings.alarm_kl_k3,
@@ -59,6 +68,10 @@ class TrainingLoop:
         )
         self._store = store
         self._publisher = publisher
+        # The other ranks carry out rank 0's calls one after another, and saving is one of them.
+        world_size = context.configuration.trainer.world_size
+        self._is_beside = settings.saves_beside_step and world_size == 1
+        self._saving: asyncio.Task[None] | None = None
         self._life = life
         self.fresh = FreshCompletions(bytes_max=KEPT_BYTES_MAX)
         self._checkpoint_step = -1
@@ -85,9 +98,14 @@ class TrainingLoop:
         # the checkpoint alone decides which ones these are.
         steps = await log.reader(await log.first_positions([Place(SCHEDULED_STEPS.name, 0)]))
         dead_letters = DeadLetters(log, await log.writer(), service="trainer")
-        while found := await self._next(steps, training.version, dead_letters=dead_letters):
-            scheduled, trace = found
-            await self._step(scheduled, training, trees, trace=trace)
+        try:
+            while found := await self._next(steps, training.version, dead_letters=dead_letters):
+                scheduled, trace = found
+                await self._step(scheduled, training, trees, trace=trace)
+        finally:
+            # Also after an error: the step before is trained, and its records are not lost.
+            if self._saving is not None:
+                await asyncio.wait([self._saving])
         await asyncio.to_thread(training.end)
 
     async def _restore(
@@ -140,7 +158,7 @@ class TrainingLoop:
     async def _step(
         self, scheduled: ScheduledStep, training: Training, trees: TreeSource, *, trace: Headers
     ) -> None:
-        """Train one step, make it durable, commit its record and publish its weights."""
+        """Train one step, then begin to save and to publish it."""
         telemetry = self._context.telemetry
         clock = asyncio.get_running_loop()
         started_s = clock.time()
@@ -151,41 +169,70 @@ class TrainingLoop:
         links = [completion_trace(name) for name in step.completion_ids]
         with telemetry.span("step", parent=trace, links=links, step=scheduled.step) as span:
             await asyncio.to_thread(training.compute_gradients, step)
-            # The latest moment at which the trainer still holds the weights that engines run.
-            fresh = self.fresh.trees(
-                HeldWeights(self._life.lineage, training.version),
-                but=frozenset(group.group_id for group in scheduled.groups),
-            )
-            metrics = await asyncio.to_thread(
-                training.update,
-                [topics.encode(tree) for tree in fresh],
-                is_remade=self._is_remade(training.version),
-            )
+            # The weights change now, and what is saved must be those of the step before.
+            await self._finish_saving()
+            metrics = await self._update(step, training)
             # Before the checkpoint, whose positions must not count this step's trees as needed.
             trees.forget(
                 (group.group_id for group in scheduled.groups),
                 version_min=training.version - self._staleness_max,
             )
-            saved = await asyncio.to_thread(
-                self._store.save_version, training, lineage=self._life.lineage
-            )
             # The duration ends here: the record is part of the checkpoint, so it cannot include it.
             trained = self._record(step, metrics, duration_s=clock.time() - started_s)
-            needed: Mapping[int, int] = {}
-            if trained.checkpoint_step == scheduled.step:
-                positions = trees.positions()
-                await asyncio.to_thread(
-                    self._store.save_checkpoint,
-                    training,
-                    weights=saved.weights,
-                    trained=trained,
-                    tree_positions=positions,
-                )
-                self._checkpoint_step = scheduled.step
-                needed = dict(positions)
-            await self._commit(trained, needed=needed, headers=span.headers())
-            report_step(trained, telemetry)
-            await self._publisher.publish(saved, headers=span.headers())
+            self._checkpoint_step = trained.checkpoint_step
+            saving = self._save(trained, training, trees.positions(), headers=span.headers())
+            self._saving = self._tasks.create_task(saving)
+        if not self._is_beside:
+            await self._finish_saving()
+
+    async def _update(self, step: ReadStep, training: Training) -> TrainingMetrics:
+        # The latest moment at which the trainer still holds the weights that engines run.
+        fresh = self.fresh.trees(
+            HeldWeights(self._life.lineage, training.version),
+            but=frozenset(group.group_id for group in step.scheduled.groups),
+        )
+        return await asyncio.to_thread(
+            training.update,
+            [topics.encode(tree) for tree in fresh],
+            is_remade=self._is_remade(training.version),
+        )
+
+    async def _save(
+        self,
+        trained: TrainedStep,
+        training: Training,
+        positions: tuple[tuple[int, int], ...],
+        *,
+        headers: Headers,
+    ) -> None:
+        """Make a trained step durable, commit its record and publish its weights."""
+        started_s = asyncio.get_running_loop().time()
+        written = await asyncio.to_thread(
+            self._store.write_version, training, lineage=self._life.lineage
+        )
+        await self._publisher.stage(written)
+        saved = await asyncio.to_thread(self._store.upload_version, written)
+        needed: Mapping[int, int] = {}
+        if trained.checkpoint_step == trained.step:
+            await asyncio.to_thread(
+                self._store.save_checkpoint,
+                training,
+                weights=saved.weights,
+                trained=trained,
+                tree_positions=positions,
+            )
+            needed = dict(positions)
+        await self._commit(trained, needed=needed, headers=headers)
+        telemetry = self._context.telemetry
+        telemetry.observe("trainer.saving_s", asyncio.get_running_loop().time() - started_s)
+        report_step(trained, telemetry)
+        await self._publisher.publish(saved, headers=headers)
+
+    async def _finish_saving(self) -> None:
+        """Wait until the step before is durable, recorded and published."""
+        if self._saving is not None:
+            saving, self._saving = self._saving, None
+            await saving
 
     def _is_remade(self, version: int) -> bool:
         """Whether this life trained a step again to make a version that an older one published."""

@@ -5,9 +5,15 @@
 engine dies during a transfer, its heartbeats stop, its lane lapses, and its transfer is given up;
 the other lanes' transfers and the training step continue. The engine's half of this, which
 versions a lane falls back to, is services/inference's.
+
+By relay a version travels before its record: `stage` sends what is written to the lanes' processes,
+while the durable copy and the checkpoint are made. They load it once the record is there, which
+says that a durable copy is.
 """
 
 import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from forgemq_bus.log import Headers
 from forgemq_contracts.messages import Output
@@ -16,6 +22,7 @@ from forgemq_contracts.weights import (
     LoadedWeights,
     PublishedHead,
     PublishedWeights,
+    RelayedLane,
     Rendezvous,
     ReportedEngine,
 )
@@ -25,9 +32,24 @@ from forgemq_trainer.baseline import wait_for_baseline
 from forgemq_trainer.core.lanes import LiveLanes
 from forgemq_trainer.fast_path import FastPaths
 from forgemq_trainer.previous_lives import TrainerLife
+from forgemq_trainer.relay_path import RelayPath
 from forgemq_trainer.settings import TrainerSettings
 from forgemq_trainer.storage.weights import SavedVersion
 from forgemq_trainer.transfer_deadline import TransferDeadline
+from forgemq_weight_relay import Hop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePaths:
+    """How new weights reach engines besides the durable copy; at most one of both is not None.
+
+    Attributes:
+        fast_paths: Broadcasts into the engines.
+        relay: Files to the lanes' processes.
+    """
+
+    fast_paths: FastPaths | None = None
+    relay: RelayPath | None = None
 
 
 class Publisher:
@@ -39,7 +61,7 @@ class Publisher:
         settings: TrainerSettings,
         *,
         life: TrainerLife,
-        fast_paths: FastPaths | None,
+        paths: EnginePaths,
         tasks: asyncio.TaskGroup,
     ) -> None:
         """Transfer nothing yet.
@@ -48,12 +70,13 @@ class Publisher:
             context: Run and telemetry.
             settings: Deadlines.
             life: This trainer's lineage and writer.
-            fast_paths: To the lanes; None if the fast path is off.
+            paths: To the lanes.
             tasks: Runs the transfers.
         """
         self._context = context
         self._life = life
-        self._fast_paths = fast_paths
+        self._fast_paths = paths.fast_paths
+        self._relay = paths.relay
         self._tasks = tasks
         self._lanes = LiveLanes()
         self._group_prefix = f"{context.configuration.run}-{life.lineage}"
@@ -61,6 +84,29 @@ class Publisher:
         self._telemetry = context.telemetry
         self._transfer: asyncio.Task[None] | None = None
         self._version = 0
+        self._staged_version = -1
+        self._relayed_to: tuple[RelayedLane, ...] = ()
+
+    async def stage(self, written: SavedVersion) -> None:
+        """Begin to relay a version that is written and not published yet, if there is a relay.
+
+        Waits until the version before is on all its ways.
+        """
+        # Two transfers at once would interleave their broadcasts in one process group.
+        await self._finish_transfer()
+        self._staged_version, self._relayed_to = written.version, ()
+        if self._relay is None or written.version == 0:
+            return
+        lanes = self._lanes.live(at_s=asyncio.get_running_loop().time())
+        addresses = self._lanes.addresses()
+        self._relayed_to = tuple(
+            RelayedLane(lane=lane, epoch=lanes[lane])
+            for lane in sorted(lanes)
+            if addresses.get(lane)
+        )
+        if self._relayed_to:
+            hops = tuple(Hop(each.lane, addresses[each.lane]) for each in self._relayed_to)
+            self._transfer = self._tasks.create_task(self._send_along(written, hops))
 
     async def publish(self, saved: SavedVersion, *, headers: Headers) -> None:
         """Write PublishedWeights and start the fast path to every live lane.
@@ -73,8 +119,8 @@ class Publisher:
             await wait_for_baseline(self._context)
             if self._context.stop.is_set():
                 return
-        # Two transfers at once would interleave their broadcasts in one process group.
-        await self._finish_transfer()
+        if self._staged_version != version:
+            await self.stage(saved)
         self._version = version
         # Offered before the record is written, as the record tells engines where to join.
         offers = await self._offers(version)
@@ -88,6 +134,7 @@ class Publisher:
             base_sha256=weights.base_sha256 or None,
             deltas=weights.deltas,
             fast_paths=offers,
+            relayed_to=self._relayed_to,
             deadline_s=self._deadline.of(saved.size_bytes),
             head=None
             if head is None
@@ -96,7 +143,10 @@ class Publisher:
         output = Output(topic=PUBLISHED_WEIGHTS.name, partition=0, record=published)
         await self._life.writer.write(emit_of(output, headers=headers))
         self._telemetry.event(
-            "published", lineage=self._life.lineage, version=version, lanes=len(offers)
+            "published",
+            lineage=self._life.lineage,
+            version=version,
+            lanes=len(offers) + len(self._relayed_to),
         )
         if offers:
             self._transfer = self._tasks.create_task(self._send(offers, saved))
@@ -105,6 +155,8 @@ class Publisher:
         """Give up on lanes that have not joined, and wait for the transfer to end."""
         if self._fast_paths is not None:
             await asyncio.to_thread(self._fast_paths.close)
+        if self._relay is not None:
+            self._relay.close()
         await self._finish_transfer()
 
     def observe_engine(self, report: ReportedEngine, *, at_s: float) -> None:
@@ -144,12 +196,7 @@ class Publisher:
         loop = asyncio.get_running_loop()
         started_s = loop.time()
         failures = await asyncio.to_thread(self._fast_paths.send, offers, *saved.files)
-        for lane, failure in failures.items():
-            if failure:
-                self._telemetry.event(
-                    "lane_left_out", lane=lane, version=saved.version, reason=failure
-                )
-                self._telemetry.count("trainer.fast_path_failures")
+        self._report_left_out({lane: why for lane, why in failures.items() if why}, saved)
         took_s = loop.time() - started_s
         self._telemetry.observe("trainer.transfer_s", took_s)
         self._telemetry.event(
@@ -160,3 +207,31 @@ class Publisher:
             copied_bytes_peak=self._fast_paths.copied_bytes_peak,
             took_s=round(took_s, 3),
         )
+
+    async def _send_along(self, written: SavedVersion, route: tuple[Hop, ...]) -> None:
+        assert self._relay is not None
+        loop = asyncio.get_running_loop()
+        started_s = loop.time()
+        relayed = await asyncio.to_thread(
+            self._relay.send,
+            written,
+            run=self._context.configuration.run,
+            lineage=self._life.lineage,
+            route=route,
+        )
+        self._report_left_out(relayed.left_out, written)
+        took_s = loop.time() - started_s
+        self._telemetry.observe("trainer.transfer_s", took_s)
+        self._telemetry.event(
+            "relayed",
+            version=written.version,
+            lanes=len(route),
+            size_bytes=written.size_bytes,
+            sent_bytes=relayed.sent_bytes,
+            took_s=round(took_s, 3),
+        )
+
+    def _report_left_out(self, reasons: Mapping[int, str], saved: SavedVersion) -> None:
+        for lane, reason in reasons.items():
+            self._telemetry.event("lane_left_out", lane=lane, version=saved.version, reason=reason)
+            self._telemetry.count("trainer.fast_path_failures")

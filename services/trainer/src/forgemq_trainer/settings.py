@@ -26,7 +26,11 @@ class TrainerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         str, Meta(min_length=1, description="Address of this process for the fast path.")
     ] = "127.0.0.1"
     fast_path: Annotated[
-        Literal["gloo", "nccl", "off"], Meta(description="How new weights reach engines.")
+        Literal["gloo", "nccl", "relay", "off"],
+        Meta(
+            description="How new weights reach engines. gloo, nccl: broadcast into each paused "
+            "engine. relay: from one lane's process to the next, while their engines generate."
+        ),
     ] = "gloo"
     transfer_deadline_s: Annotated[
         float,
@@ -54,6 +58,14 @@ class TrainerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             "an object store.",
         ),
     ] = 0
+    saves_beside_step: Annotated[
+        bool,
+        Meta(
+            description="Whether a step is saved and published while the next one computes its "
+            "gradients; what is serialised then takes host memory beside the step's own. With "
+            "several ranks it is saved before the next step begins."
+        ),
+    ] = True
     rank_deadline_s: Annotated[
         float, Meta(gt=0, description="How long one rank waits for another within a step.")
     ] = 1800.0

@@ -91,13 +91,23 @@ class Store:
         head = self._save_head(training, lineage=lineage) if training.version else None
         return SavedVersion(version=training.version, weights=weights, head=head)
 
-    def save_version(self, training: Training, *, lineage: int) -> SavedVersion:
-        """Save the current version durably, and every so many versions the draft head with it."""
-        weights = self.save_weights(training, lineage=lineage)
+    def write_version(self, training: Training, *, lineage: int) -> SavedVersion:
+        """Write the current version locally, and every so many versions the draft head with it.
+
+        It is durable if the blobs are in a local folder; else `upload_version` makes it so.
+        """
+        folder = self._weights.local_folder(lineage=lineage, version=training.version)
+        weights = self._write(training, folder)
         speculation, head = self._configuration.speculation, None
         if speculation is not None and training.version % speculation.push_every_steps == 0:
-            head = self._save_head(training, lineage=lineage)
+            head = self._write_head(training, lineage=lineage)
         return SavedVersion(version=training.version, weights=weights, head=head)
+
+    def upload_version(self, written: SavedVersion) -> SavedVersion:
+        """Make a written version durable, and remove versions that no lane loads any more."""
+        weights = self._upload(written.weights)
+        head = None if written.head is None else self._upload_head(written.head)
+        return SavedVersion(version=written.version, weights=weights, head=head)
 
     def _save_restored_weights(
         self, training: Training, checkpoint: Checkpoint | None, *, lineage: int
@@ -114,7 +124,10 @@ class Store:
     def save_weights(self, training: Training, *, lineage: int) -> WeightsFolder:
         """Save the current version durably, and remove versions that no lane loads any more."""
         folder = self._weights.local_folder(lineage=lineage, version=training.version)
-        uploaded = self._weights.upload(self._write(training, folder))
+        return self._upload(self._write(training, folder))
+
+    def _upload(self, weights: WeightsFolder) -> WeightsFolder:
+        uploaded = self._weights.upload(weights)
         self._weights.remove_older(kept=self._kept, besides=self._checkpointed)
         for delta in uploaded.deltas[-1:]:
             self._telemetry.gauge("trainer.changed_share", delta.changed_share)
@@ -138,6 +151,7 @@ class Store:
             state,
             weights=weights,
             optimizer=training.optimizer_state(),
+            random_state=training.random_state,
             head=self._head_state(training),
         )
         # Its weights must outlive WEIGHTS_KEPT_MIN: after a restart lanes load them again.
@@ -153,14 +167,20 @@ class Store:
 
     def _save_head(self, training: Training, *, lineage: int) -> WeightsFolder | None:
         """Save the draft head durably and remove older ones; None without speculation."""
+        head = self._write_head(training, lineage=lineage)
+        return None if head is None else self._upload_head(head)
+
+    def _write_head(self, training: Training, *, lineage: int) -> WeightsFolder | None:
         if training.head is None:
             return None
-        head = write_head(
+        return write_head(
             training.head.weights(),
             base=self._base_head,
             dtype=self._configuration.model.dtype,
             folder=self._heads.local_folder(lineage=lineage, version=training.version),
         )
+
+    def _upload_head(self, head: WeightsFolder) -> WeightsFolder:
         uploaded = self._heads.upload(head)
         # None has to outlive these: a trainer that starts again publishes its own.
         self._heads.remove_older(kept=self._kept, besides=frozenset())

@@ -140,6 +140,8 @@ class Training:
                 self.head.restore(checkpoint.head_optimizer_state())
             torch.set_rng_state(checkpoint.random_state())
             self.version = checkpoint.step + 1
+        self.random_state = torch.get_rng_state()
+        """Torch's random state at `version`: the next step's gradients may draw from it."""
 
     @property
     def model(self) -> torch.nn.Module:
@@ -317,6 +319,7 @@ class Training:
             ),
         )
         self.version += 1
+        self.random_state = torch.get_rng_state()
         return metrics
 
     def _update(self, *, lr: float) -> float:

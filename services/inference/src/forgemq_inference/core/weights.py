@@ -75,13 +75,19 @@ class FastLoad(NamedTuple):
     rendezvous: Rendezvous
 
 
+class RelayedLoad(NamedTuple):
+    """The engine reads the files that the relay brings; if it does not, the durable copy."""
+
+    published: PublishedWeights
+
+
 class DurableLoad(NamedTuple):
     """The engine reads the durable copy."""
 
     published: PublishedWeights
 
 
-Load: TypeAlias = Rename | FastLoad | DurableLoad
+Load: TypeAlias = Rename | FastLoad | RelayedLoad | DurableLoad
 
 
 class WeightsState:
@@ -126,6 +132,8 @@ class WeightsState:
             return None
         if newest.sha256 == self.served.sha256 and self.missing_head() is None:
             return Rename(newest)
+        if any((to.lane, to.epoch) == (self._lane, self._epoch) for to in newest.relayed_to):
+            return RelayedLoad(newest)
         rendezvous = self._rendezvous(newest)
         return DurableLoad(newest) if rendezvous is None else FastLoad(newest, rendezvous)
 

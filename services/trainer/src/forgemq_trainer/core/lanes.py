@@ -12,15 +12,21 @@ class LiveLanes:
     def __init__(self) -> None:
         self._liveness = LaneLiveness()
         self._ranks: dict[int, int] = {}
+        self._addresses: dict[int, str] = {}
 
     def observe(self, report: ReportedEngine, *, at_s: float) -> None:
         """Apply a heartbeat."""
         if self._liveness.observe(report, at_ms=round(at_s * 1000)):
             self._ranks[report.lane] = report.ranks
+            self._addresses[report.lane] = report.weights_address
 
     def live(self, *, at_s: float) -> Mapping[int, int]:
         """Lane -> epoch of the live lanes."""
         return {lane.lane: lane.epoch for lane in self._liveness.live(round(at_s * 1000))}
+
+    def addresses(self) -> Mapping[int, str]:
+        """Lane -> where its process takes relayed weights; "" if it does not."""
+        return self._addresses
 
     def ranks(self) -> Mapping[int, int]:
         """Lane -> processes of its engine, each of which receives new weights."""

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -168,6 +167,7 @@ def write_checkpoint(
     *,
     weights: WeightsFolder,
     optimizer: dict[str, Tensor],
+    random_state: Tensor,
     head: HeadState | None = None,
 ) -> Path:
     """Write a checkpoint durably, read it back, and return its folder.
@@ -180,7 +180,7 @@ def write_checkpoint(
     def fill(draft: Path) -> None:
         link_model(weights.folder, draft)
         tensors = {name: tensor.cpu().contiguous() for name, tensor in optimizer.items()}
-        save_file({**tensors, RANDOM_STATE: torch.get_rng_state()}, draft / OPTIMIZER_FILE)
+        save_file({**tensors, RANDOM_STATE: random_state}, draft / OPTIMIZER_FILE)
         if head is not None:
             _fill_head(draft / HEAD_FOLDER, head, dtype=state.configuration.model.dtype)
         record = CheckpointRecord(

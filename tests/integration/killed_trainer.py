@@ -1,0 +1,94 @@
+"""A trainer that kills itself with SIGKILL at a named point of saving version 1.
+
+It waits at the point until the next step has its gradients, so that the kill meets both at once.
+Arguments: broker, run, folder of the run, point.
+"""
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from forgemq_bus.blobs import BlobStore
+from forgemq_bus.kafka import KafkaConnection, KafkaLog
+from forgemq_trainer.loop import TrainingLoop
+from forgemq_trainer.publisher import Publisher
+from forgemq_trainer.store import Store
+from forgemq_trainer.training import Training
+from tests.unit.trainer.bench import Bench
+from tests.unit.trainer.scene import configuration_of
+
+WAIT_S = 60.0
+COMPUTED = threading.Event()
+
+
+def _die() -> None:
+    assert COMPUTED.wait(WAIT_S), "the next step did not compute meanwhile"
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _dying(original: Callable[..., Any], *, is_before: bool) -> Callable[..., Any]:
+    def dying(self: Store, saved: Any, **keywords: Any) -> Any:
+        if is_before and saved.version == 1:
+            _die()
+        returned = original(self, saved, **keywords)
+        if saved.version == 1:
+            _die()
+        return returned
+
+    return dying
+
+
+def _dying_after(original: Callable[..., Any], *, calls: int) -> Callable[..., Any]:
+    """Die after a coroutine's call number `calls`; the first one is of the restored version."""
+    counted = iter(range(1, calls + 1))
+
+    async def dying(*args: Any, **keywords: Any) -> Any:
+        returned = await original(*args, **keywords)
+        if next(counted) == calls:
+            await asyncio.to_thread(_die)
+        return returned
+
+    return dying
+
+
+def arm(point: str) -> None:
+    """Put the kill in its place."""
+    compute = Training.compute_gradients
+
+    def computing(self: Training, step: Any) -> None:
+        compute(self, step)
+        if self.version == 1:
+            COMPUTED.set()
+
+    Training.compute_gradients = computing  # type: ignore[method-assign]
+    match point:
+        case "before the durable copy":
+            Store.write_version = _dying(Store.write_version, is_before=True)  # type: ignore[method-assign]
+        case "after the durable copy":
+            Store.upload_version = _dying(Store.upload_version, is_before=False)  # type: ignore[method-assign]
+        case "after the checkpoint":
+            Store.save_checkpoint = _dying(Store.save_checkpoint, is_before=False)  # type: ignore[method-assign]
+        case "after the record":
+            # A run without a checkpoint commits nothing when it begins.
+            TrainingLoop._commit = _dying_after(TrainingLoop._commit, calls=1)  # type: ignore[method-assign]
+        case "after publishing":
+            Publisher.publish = _dying_after(Publisher.publish, calls=2)  # type: ignore[method-assign]
+        case _:
+            raise ValueError(f"unknown point: {point}")
+
+
+async def _train(bootstrap: str, run: str, folder: Path) -> None:
+    blobs = BlobStore(str(folder / "blobs"), run=run)
+    log = KafkaLog(KafkaConnection(bootstrap=bootstrap), run=run, blobs=blobs)
+    bench = Bench(log, lambda: log, configuration_of(folder / "base"), folder / "trainer")
+    await bench.train(until=1)
+
+
+if __name__ == "__main__":
+    arm(sys.argv[4])
+    asyncio.run(_train(sys.argv[1], sys.argv[2], Path(sys.argv[3])))
