@@ -248,7 +248,19 @@ class LogLayout(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Partition counts, frozen for the run's life, and limits of the log."""
 
     group_partitions: Annotated[int, Meta(ge=1, le=4096)] = 16
-    lanes: Annotated[int, Meta(ge=1, le=4096, description="Partitions of the lane topics.")] = 1
+    lanes: Annotated[int, Meta(ge=1, le=4096, description="Engines with which the run begins.")] = 1
+    lanes_max: (
+        Annotated[
+            int,
+            Meta(
+                ge=1,
+                le=4096,
+                description="Engines that the run can have at once: partitions of the lane topics. "
+                "None: as many as `lanes`, so that one must be removed before another is added.",
+            ),
+        ]
+        | None
+    ) = None
     inline_bytes_max: Annotated[
         int, Meta(ge=1024, description="A larger payload goes to the blob store.")
     ] = 900_000
@@ -326,6 +338,11 @@ class EndedRun(Struct, frozen=True, kw_only=True, omit_defaults=True):
     ended_ms: TimeMs
     detail: str = ""
     results: tuple[NamedValue, ...] = ()
+
+
+def lanes_limit(layout: LogLayout) -> int:
+    """Engines that a run can have at once: partitions of its lane topics."""
+    return layout.lanes if layout.lanes_max is None else layout.lanes_max
 
 
 def window_of(queue: Queue) -> int:

@@ -26,8 +26,9 @@ LOG_LINES_MAX = 1000
 class Engines:
     """SGLang servers, one for each lane.
 
-    Lifecycle: `start` (returns at once), `keep` one task, `stop`. An engine that dies is started
-    again at the same address; its inference process brings it to the newest weights.
+    Lifecycle: `start` (returns at once), a task `keep` for each lane, `stop`. An engine that dies
+    is started again at the same address; its inference process brings it to the newest weights.
+    `add` and `remove` change which lanes there are.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class Engines:
         start_timeout_s: float,
         note: Note,
     ) -> None:
-        self._servers = tuple(servers)
+        self._servers = dict(enumerate(servers))
         self._policy = policy
         self._start_timeout_s = start_timeout_s
         self._note = note
@@ -48,8 +49,12 @@ class Engines:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Address of each lane's engine."""
-        return tuple(server.url for server in self._servers)
+        """Address of each lane's engine, by number."""
+        return tuple(server.url for _, server in sorted(self._servers.items()))
+
+    def has(self, lane: int) -> bool:
+        """Whether the lane's engine is one of these."""
+        return lane in self._servers
 
     @property
     def is_up(self) -> bool:
@@ -58,7 +63,7 @@ class Engines:
 
     def status(self) -> str:
         """One line: starting (and how far it is) or how many are up."""
-        waiting = [lane for lane in range(len(self._servers)) if lane not in self._healthy]
+        waiting = [lane for lane in sorted(self._servers) if lane not in self._healthy]
         if not waiting:
             return f"{len(self._servers)} up"
         waited_s = time.monotonic() - self._started_s
@@ -67,20 +72,29 @@ class Engines:
 
     def start(self) -> None:
         """Start the processes and return at once; raises EngineServerError if one cannot start."""
-        for server in self._servers:
+        for server in self._servers.values():
             server.start()
 
-    async def keep(self) -> None:
-        """Wait until each engine answers and restart each that dies, until cancelled.
+    def add(self, lane: int, server: EngineServer) -> None:
+        """Start another lane's engine; raises EngineServerError if it cannot start."""
+        server.start()
+        self._started_s = time.monotonic()
+        self._servers[lane] = server
+
+    async def remove(self, lane: int) -> None:
+        """Stop a lane's engine, if it has one here; cancel its task `keep` before."""
+        server = self._servers.pop(lane, None)
+        self._healthy.discard(lane)
+        if server is not None:
+            await asyncio.to_thread(server.stop)
+
+    async def keep(self, lane: int) -> None:
+        """Wait until the lane's engine answers and restart it when it dies, until cancelled.
 
         Raises:
-            EngineServerError: one did not come up, or died too often.
+            EngineServerError: it did not come up, or died too often.
         """
-        async with asyncio.TaskGroup() as group:
-            for lane, server in enumerate(self._servers):
-                group.create_task(self._keep_one(lane, server))
-
-    async def _keep_one(self, lane: int, server: EngineServer) -> None:
+        server = self._servers[lane]
         exits_s: list[float] = []
         while True:
             await asyncio.to_thread(self._wait_healthy, lane, server)
@@ -108,7 +122,7 @@ class Engines:
 
     async def stop(self) -> None:
         """End every server with all its processes."""
-        await asyncio.gather(*(asyncio.to_thread(server.stop) for server in self._servers))
+        await asyncio.gather(*(asyncio.to_thread(each.stop) for each in self._servers.values()))
 
 
 def servers(
@@ -136,6 +150,25 @@ def servers(
         )
         for lane, (options, (host, port)) in enumerate(zip(lane_options, addresses, strict=True))
     )
+
+
+def added_server(
+    lane: int,
+    configuration: RunConfiguration,
+    *,
+    folder: Path,
+    environ: Mapping[str, str],
+    address: tuple[str, int],
+) -> EngineServer:
+    """The server of a lane that is added while the run is up, as `servers` makes them.
+
+    Raises:
+        MachineError: there is no GPU for another engine, or none for this pool.
+    """
+    layout = msgspec.structs.replace(configuration.log, lanes=lane + 1, lanes_max=None)
+    larger = msgspec.structs.replace(configuration, log=layout)
+    addresses = [address] * (lane + 1)  # Of the others no server is started.
+    return servers(larger, folder=folder, environ=environ, addresses=addresses)[lane]
 
 
 def options_of_lanes(

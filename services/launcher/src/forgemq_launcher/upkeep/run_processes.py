@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable
+from functools import cached_property
 
 import psutil
 
@@ -12,12 +13,14 @@ from forgemq_launcher.core.outside_agents import outside_agents
 from forgemq_launcher.core.restarts import RestartPolicy
 from forgemq_launcher.run_setup import RunSetup
 from forgemq_launcher.upkeep.broker import RunBroker
-from forgemq_launcher.upkeep.engines import Engines, servers
+from forgemq_launcher.upkeep.engines import Engines, added_server, servers
 from forgemq_launcher.upkeep.gateway_status import says_training_ended
+from forgemq_launcher.upkeep.lane_upkeep import LaneUpkeep
 from forgemq_launcher.upkeep.machine import check_memory, held_port, listening_socket
 from forgemq_launcher.upkeep.named_engines import NamedEngines, named_urls
-from forgemq_launcher.upkeep.services import Addresses, service_specs
+from forgemq_launcher.upkeep.services import Addresses, inference_spec, service_specs
 from forgemq_launcher.upkeep.supervisor import Note, ServiceSpec, ServiceStatus, Supervisor
+from forgemq_sglang_cpu.server import EngineServer
 
 CONSOLE_PORT_PREFERRED = 8080
 """Taken if it is free, so that the page of the usual run is where people look for it."""
@@ -150,6 +153,44 @@ class RunProcesses:
         self._note_outside_agents(addresses)
         return addresses
 
+    @cached_property
+    def lanes(self) -> LaneUpkeep:
+        """The processes of each lane; after `start_engines` only."""
+        return LaneUpkeep(
+            self.engines,
+            self._supervisor,
+            spec_of=self._inference_spec,
+            engine_of=self._added_engine,
+            note=self._note,
+        )
+
+    def _inference_spec(self, lane: int, engine_url: str) -> ServiceSpec:
+        setup = self._setup
+        return inference_spec(
+            setup.configuration,
+            folder=setup.folder,
+            kafka=self.connection.bootstrap,
+            environ=setup.environ,
+            lane=lane,
+            engine_url=engine_url,
+        )
+
+    def _added_engine(self, lane: int) -> EngineServer:
+        """An engine for a lane that is added; not started.
+
+        Raises:
+            MachineError: there is no GPU for it, or no free port.
+        """
+        setup = self._setup
+        self._engine_ports.append(held_port("127.0.0.1"))
+        return added_server(
+            lane,
+            setup.configuration,
+            folder=setup.folder / "engine",
+            environ=setup.environ,
+            address=self._engine_ports[-1].getsockname(),
+        )
+
     def _note_outside_agents(self, addresses: Addresses) -> None:
         """Say how groups are asked for, if some queue has no agent of the run."""
         named = self._setup.environ.get("FORGEMQ_GATEWAY_ADMIN_KEY")
@@ -192,11 +233,14 @@ class RunProcesses:
         """
         async with asyncio.TaskGroup() as group:
             for spec in self._specs:
+                if spec.lane is not None:
+                    continue
                 service = group.create_task(self._supervisor.keep(spec, may_end=may_end))
                 if spec.name == "agents":
                     service.add_done_callback(lambda _: self.agents_ended.set())
             group.create_task(self._broker.keep(policy=self._policy, note=self._note))
-            group.create_task(self.engines.keep())
+            first = {spec.lane: spec for spec in self._specs if spec.lane is not None}
+            self.lanes.begin(group, first, may_end=may_end)
 
     async def stop_services(self) -> None:
         """Stop services and engines; idempotent."""
