@@ -7,7 +7,7 @@ from forgemq_contracts.lane_plan import LaneChange, RequestedLane
 from forgemq_contracts.lane_routes import LaneAddition, LaneList, LaneStatus
 from forgemq_gateway.context import GatewayContext
 from forgemq_gateway.core.errors import RefusedError, busy, conflict, unknown
-from forgemq_gateway.core.lane_status import lane_status
+from forgemq_gateway.core.lane_status import lane_statuses
 from forgemq_gateway.core.lanes import Lanes
 
 _APPLIED_S = 5.0
@@ -25,12 +25,9 @@ class LaneOperations:
 
     def all_lanes(self) -> LaneList:
         """Every lane of the plan, as it is now."""
-        now_s = self._clock.now_s()
+        planned = self._changes.plan.lanes.values()
         return LaneList(
-            lanes=tuple(
-                lane_status(planned, self._lanes, now_s=now_s)
-                for planned in self._changes.plan.lanes.values()
-            ),
+            lanes=lane_statuses(planned, self._lanes, now_s=self._clock.now_s()),
             lanes_max=self._changes.lanes_max,
         )
 
@@ -93,7 +90,8 @@ class LaneOperations:
         planned = self._changes.plan.lanes.get(lane)
         if planned is None:
             raise _about_lane(conflict(f"lane {lane} was removed meanwhile"))
-        return lane_status(planned, self._lanes, now_s=self._clock.now_s())
+        (status,) = lane_statuses([planned], self._lanes, now_s=self._clock.now_s())
+        return status
 
     def _check_others(self, lane: int) -> None:
         """Refuse to take away the only lane that takes requests now, whatever the plan says."""

@@ -1,18 +1,24 @@
 """What the lane API says about each lane of the plan."""
 
+from collections.abc import Iterable
+
 from forgemq_contracts.lane_plan import PlannedLane
 from forgemq_contracts.lane_routes import LaneStatus
 from forgemq_contracts.weights import EngineLoad
 from forgemq_gateway.core.lanes import HeardReport, Lanes
 
 
-def lane_status(planned: PlannedLane, lanes: Lanes, *, now_s: float) -> LaneStatus:
-    """The status of one lane at this monotonic time."""
-    takes_requests = planned.lane in lanes.taking(now_s)
-    heard = lanes.newest.get(planned.lane)
-    if heard is None:
-        return _unheard(planned)
-    return _heard(planned, heard, takes_requests=takes_requests, now_s=now_s)
+def lane_statuses(
+    planned: Iterable[PlannedLane], lanes: Lanes, *, now_s: float
+) -> tuple[LaneStatus, ...]:
+    """The status of each of these lanes at this monotonic time, in their order."""
+    taking = set(lanes.taking(now_s))
+    return tuple(
+        _unheard(each)
+        if (heard := lanes.newest.get(each.lane)) is None
+        else _heard(each, heard, takes_requests=each.lane in taking, now_s=now_s)
+        for each in planned
+    )
 
 
 def _unheard(planned: PlannedLane) -> LaneStatus:
