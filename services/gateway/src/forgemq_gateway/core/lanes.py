@@ -115,7 +115,7 @@ class Lanes:
             now_s: Monotonic time.
             failed_on: The lane whose engine failed this request; taken only if there is no other.
         """
-        ready = self._ready(now_s)
+        ready = self._with_room(self._ready(now_s), context_tokens)
         if len(ready) < 2:
             return ready[0] if ready else None
         known = cached()
@@ -133,6 +133,18 @@ class Lanes:
             return lane.lane == failed_on, seconds, lane.lane
 
         return min(ready, key=cost)
+
+    def _with_room(self, ready: list[KnownLane], context_tokens: int) -> list[KnownLane]:
+        """Without the engines whose own limit is below this context, unless it is below all.
+
+        Such an engine refuses the request, and its client is told that the context is full.
+        """
+        roomy = [
+            lane
+            for lane in ready
+            if not 0 < self.newest[lane.lane].report.context_tokens_max <= context_tokens
+        ]
+        return roomy or ready
 
     def _cost_s(self, lane: KnownLane, *, uncached_tokens: int) -> float:
         work = self._work[lane.lane]
