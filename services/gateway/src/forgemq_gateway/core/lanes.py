@@ -137,7 +137,7 @@ class Lanes:
     def _with_room(self, ready: list[KnownLane], context_tokens: int) -> list[KnownLane]:
         """Without the engines whose own limit is below this context, unless it is below all.
 
-        Such an engine refuses the request, and its client is told that the context is full.
+        Such an engine refuses the request, and its client gets an error: the context is full.
         """
         roomy = [
             lane
