@@ -29,7 +29,7 @@ from forgemq_sglang_cpu.server import EngineServer
 
 _MODEL = Path(__file__).parents[1] / "deploy" / "demo" / "model"
 _ENGINES = 3
-_GROUPS = 6
+_GROUPS = 24
 _GROUP_SIZE = 4
 _TURNS = 6
 _EPISODES_AT_ONCE = 12
