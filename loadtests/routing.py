@@ -6,8 +6,11 @@ policy (`routing_policies.py`); the gateway's is its own code, with the heartbea
 `long_tailed`: eight engines, new weights every 240 s, on one engine after the other.
 `frequent_updates`: every 60 s. `unequal_lanes`: of the eight, two are half as fast and two a
 quarter, and one stands still for 30 s. `with_pool`: as the first, with a pool of 60,000 tokens a
-second for each turn that fetches. `make load NAME=routing`; `--traces FILE` plays those of a
-real run (`python loadtests/routing_trace.py RUN FILE`).
+second for each turn that fetches. `failing_lane`: one engine answers every turn with an error, at
+once, from 60 s to 240 s. `stalled_lane`: one stands still from 60 s to 120 s. `late_weights`: as
+`frequent_updates`, and two engines load each version 30 s after the others. `make load
+NAME=routing`; `--traces FILE` plays those of a real run
+(`python loadtests/routing_trace.py RUN FILE`).
 """
 
 import heapq
@@ -24,12 +27,16 @@ from routing_engine import EngineSpeed, SharedPool, SimulatedEngine, Work
 from routing_policies import POLICIES, Gateway, Policy, Sticky
 from routing_trace import EpisodeTrace, synthetic
 
+from forgemq_gateway.core.attempts import RETRY_PAUSE_S
+
 _ENGINES = 8
 _EPISODES_AT_ONCE = 320
 _GROUPS = 48
 _GROUP_SIZE = 8
 _SEEDS = (0, 1)
 _HEARTBEAT_S = 1.0
+_ERROR_S = 0.02
+"""From a request to its error: the engine's HTTP server answers, its scheduler does not."""
 _LOAD_S = 2.0
 """Between the loads of two engines: their pauses do not fall together."""
 
@@ -41,12 +48,16 @@ class Fleet(Struct, frozen=True, kw_only=True):
         speeds: Relative ones.
         update_every_s: Between two versions of the weights.
         stalls: (engine, from, until) in seconds.
+        failures: (engine, from, until) in seconds: what it is given then fails at once.
+        late_s: By engine: so long after the others it loads new weights.
         pool_tokens_per_s: Rate of a pool that all engines share; None: there is no pool.
     """
 
     speeds: tuple[float, ...] = (1.0,) * _ENGINES
     update_every_s: float = 240.0
     stalls: tuple[tuple[int, float, float], ...] = ()
+    failures: tuple[tuple[int, float, float], ...] = ()
+    late_s: tuple[float, ...] = (0.0,) * _ENGINES
     pool_tokens_per_s: float | None = None
 
 
@@ -57,15 +68,22 @@ CASES = {
         speeds=(1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.25, 0.25), stalls=((0, 60.0, 90.0),)
     ),
     "with_pool": Fleet(pool_tokens_per_s=60_000.0),
+    "failing_lane": Fleet(failures=((0, 60.0, 240.0),)),
+    "stalled_lane": Fleet(stalls=((0, 60.0, 120.0),)),
+    "late_weights": Fleet(update_every_s=60.0, late_s=(30.0, 30.0) + (0.0,) * (_ENGINES - 2)),
 }
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
-    """One simulation: turns a second until the last has ended, their waits, and cache hits."""
+    """One simulation: turns a second until the last has ended, their waits, and cache hits.
+
+    `failed`: attempts that failed, for each turn.
+    """
 
     turns_per_s: float
     p99_s: float
     hit_rate: float
+    failed: float
 
 
 class Simulation:
@@ -85,7 +103,7 @@ class Simulation:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._waits_s: list[float] = []
-        self._cached = self._asked = 0
+        self._cached = self._asked = self._failed = 0
 
     def run(self) -> Outcome:
         """Play until every episode has ended."""
@@ -103,6 +121,7 @@ class Simulation:
             turns_per_s=len(waits_s) / self._now_s,
             p99_s=waits_s[len(waits_s) * 99 // 100],
             hit_rate=self._cached / self._asked,
+            failed=self._failed / len(waits_s),
         )
 
     @property
@@ -119,7 +138,8 @@ class Simulation:
 
     def _update(self, version: int) -> None:
         for number in range(len(self._engines)):
-            self._at(self._now_s + _LOAD_S * number, partial(self._load, number, version))
+            at_s = self._now_s + _LOAD_S * number + self._fleet.late_s[number]
+            self._at(at_s, partial(self._load, number, version))
         self._at(self._now_s + self._fleet.update_every_s, partial(self._update, version + 1))
 
     def _load(self, number: int, version: int) -> None:
@@ -151,15 +171,30 @@ class Simulation:
             output_tokens=turn.output_tokens,
             asked_s=self._now_s,
         )
+        go_on = partial(self._play, number, trace, turns)
+        work.when_ended = lambda: self._at(self._now_s + turn.tool_s, go_on)
+        self._give(work)
+
+    def _give(self, work: Work) -> None:
+        """Give a turn to an engine; if it fails there, again after a pause."""
         engine = self._policy.choose(work, now_s=self._now_s)
+        if any(
+            each == engine and begin_s <= self._now_s < end_s
+            for each, begin_s, end_s in self._fleet.failures
+        ):
+            self._at(self._now_s + _ERROR_S, partial(self._fail, work, engine))
+            return
         self._engines[engine].take(work)
         self._cached += work.cached_tokens
         self._asked += work.context_tokens
-        go_on = partial(self._play, number, trace, turns)
-        work.when_ended = lambda: self._at(self._now_s + turn.tool_s, go_on)
         if work.ready_s > self._now_s:
             self._at(work.ready_s, partial(self._work_on, engine))
         self._work_on(engine)
+
+    def _fail(self, work: Work, engine: int) -> None:
+        self._failed += 1
+        self._policy.note_failed(work, engine, now_s=self._now_s)
+        self._at(self._now_s + RETRY_PAUSE_S, partial(self._give, work))
 
     def _work_on(self, number: int) -> None:
         engine = self._engines[number]
@@ -206,6 +241,7 @@ def compared(fleet: Fleet, traces: Sequence[Sequence[EpisodeTrace]]) -> dict[str
             turns_per_s=sum(each.turns_per_s for each in outcomes) / count,
             p99_s=sum(each.p99_s for each in outcomes) / count,
             hit_rate=sum(each.hit_rate for each in outcomes) / count,
+            failed=sum(each.failed for each in outcomes) / count,
         )
     return found
 
@@ -222,10 +258,14 @@ def report(measurement: Measurement, case: str, outcomes: dict[str, Outcome]) ->
         measurement.row(f"{case}, {name}", "turns_per_s", outcome.turns_per_s, "1/s")
         measurement.row(f"{case}, {name}", "p99_s", outcome.p99_s, "s")
         measurement.row(f"{case}, {name}", "hit_rate", outcome.hit_rate, "")
+        if CASES[case].failures:
+            measurement.row(f"{case}, {name}", "failed_a_turn", outcome.failed, "")
     own, sticky = outcomes["gateway"], outcomes["sticky"]
     measurement.row(case, "turns_over_sticky", own.turns_per_s / sticky.turns_per_s, "x")
     measurement.row(case, "p99_over_sticky", own.p99_s / sticky.p99_s, "x")
     measurement.row(case, "hit_rate", own.hit_rate, "")
+    if CASES[case].failures:
+        measurement.row(case, "failed_a_turn", own.failed, "")
 
 
 def main() -> int:

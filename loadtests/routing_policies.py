@@ -30,6 +30,10 @@ class Policy(Protocol):
         """Note that a turn has ended on this engine."""
         ...
 
+    def note_failed(self, work: Work, engine: int, *, now_s: float) -> None:
+        """Note that the engine answered this turn with an error; it is given out again."""
+        ...
+
     def note_report(self, engines: Sequence[SimulatedEngine], *, now_s: float) -> None:
         """Read what the engines report."""
         ...
@@ -50,6 +54,9 @@ class RoundRobin:
     def note_ended(self, work: Work, engine: int) -> None:
         """Nothing."""
 
+    def note_failed(self, work: Work, engine: int, *, now_s: float) -> None:
+        """Nothing."""
+
     def note_report(self, engines: Sequence[SimulatedEngine], *, now_s: float) -> None:
         """Nothing."""
 
@@ -66,6 +73,10 @@ class LeastInFlight(RoundRobin):
         return self._given(min(range(self._engines), key=lambda engine: self.in_flight[engine]))
 
     def note_ended(self, work: Work, engine: int) -> None:
+        """Count it no more."""
+        self.in_flight[engine] -= 1
+
+    def note_failed(self, work: Work, engine: int, *, now_s: float) -> None:
         """Count it no more."""
         self.in_flight[engine] -= 1
 
@@ -88,15 +99,24 @@ class Sticky(LeastInFlight):
     def choose(self, work: Work, *, now_s: float) -> int:
         """The episode's engine."""
         home = self._home.get(work.episode)
-        if home is None:
-            home = min(range(self._engines), key=lambda engine: self._episodes[engine])
-            self._home[work.episode] = home
-            self._episodes[home] += 1
-        return self._given(home)
+        return self._given(self._settle(work.episode) if home is None else home)
+
+    def note_failed(self, work: Work, engine: int, *, now_s: float) -> None:
+        """Move the episode to another engine."""
+        super().note_failed(work, engine, now_s=now_s)
+        self.forget(work.episode)
+        self._settle(work.episode, without=engine)
 
     def forget(self, episode: Hashable) -> None:
         """An episode is over."""
         self._episodes[self._home.pop(episode)] -= 1
+
+    def _settle(self, episode: Hashable, *, without: int = -1) -> int:
+        engines = [engine for engine in range(self._engines) if engine != without]
+        home = min(engines, key=lambda engine: self._episodes[engine])
+        self._home[episode] = home
+        self._episodes[home] += 1
+        return home
 
 
 class CacheAware(LeastInFlight):
@@ -183,13 +203,17 @@ class Gateway:
         self._meters = [EngineMeter() for _ in range(engines)]
         self._versions = [0] * engines
         self._cached: dict[Hashable, dict[LaneCache, int]] = {}
+        self._failed_on: dict[Hashable, int] = {}
 
     def choose(self, work: Work, *, now_s: float) -> int:
         """The lane where the turn costs the run the least time."""
         prompt, own = self._cached.get(work.group, {}), self._cached.get(work.episode, {})
         cached = prompt | own
         lane = self._lanes.choose(
-            context_tokens=work.context_tokens, cached=lambda: cached, now_s=now_s
+            context_tokens=work.context_tokens,
+            cached=lambda: cached,
+            now_s=now_s,
+            failed_on=self._failed_on.get(work.episode, -1),
         )
         assert lane is not None, "all lanes are live"
         known = cached.get((lane.lane, lane.epoch, lane.weights), 0)
@@ -203,7 +227,15 @@ class Gateway:
         self._cached.setdefault(work.group, {})[where] = work.prompt_tokens
         self._cached.setdefault(work.episode, {})[where] = work.context_tokens + work.output_tokens
         self._lanes.leave(engine, EPOCH)
+        self._lanes.circuits.note_success(engine, EPOCH)
+        self._failed_on.pop(work.episode, None)
         self._lanes.output_length.note(work.output_tokens)
+
+    def note_failed(self, work: Work, engine: int, *, now_s: float) -> None:
+        """Count the error of the lane; the turn goes to another one if there is one."""
+        self._lanes.leave(engine, EPOCH)
+        self._lanes.circuits.note_error(engine, EPOCH, now_s=now_s)
+        self._failed_on[work.episode] = engine
 
     def note_report(self, engines: Sequence[SimulatedEngine], *, now_s: float) -> None:
         """Take a heartbeat of every lane."""

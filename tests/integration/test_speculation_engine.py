@@ -1,6 +1,7 @@
 """A real SGLang server that drafts with a head: the same tokens, and what a push changes."""
 
 import asyncio
+import json
 import shutil
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -36,7 +37,13 @@ from tests.integration.test_cached_tokens import (
     outcomes,
     play,
 )
-from tests.integration.test_reply_forms_engine import gateway_on
+from tests.integration.test_reply_forms_engine import (
+    COUNT,
+    HELLO,
+    check_masked_logprobs,
+    contexts_of,
+    gateway_on,
+)
 from tests.integration.test_weights_engine import logprobs, perturbed, publisher, spans
 from tests.lane_scene import LaneScene, create_topics
 from tests.ports import free_port
@@ -46,6 +53,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 CONTEXTS = [[(7 * i + 13 * j) % 690 + 5 for j in range(8)] for i in range(4)]
 TOKENS = 40
 GAP_NATS_MAX = 1e-4
+TOP = 3
 NOTHING_HELD_MAX = 1.1
 """Tokens a pass of a head that guesses nothing, with some luck."""
 LEARNED_MIN = 1.8
@@ -342,3 +350,44 @@ def pair_law(context: list[int]) -> dict[tuple[int, ...], float]:
         for following in torch.argsort(second[place], descending=True)[:32].tolist():
             law[token, following] = float(first[token] * second[place, following])
     return law
+
+
+async def test_grammars_and_the_likeliest_tokens_are_as_without_guesses(
+    speculating: str, learned_head: Path
+) -> None:
+    """The engine verifies guesses under both: its log-probabilities are the policy's alone."""
+    await reset(speculating, learned_head)
+    form = {"type": "json_schema", "json_schema": {"name": "c", "strict": True, "schema": COUNT}}
+    async with gateway_on(speculating, ENGINE_MODEL) as world:
+        chat = world.client(await world.episode()).chat.completions
+
+        async def ask(**fields: Any) -> Any:
+            answer = await chat.create(model="m", messages=HELLO, **fields)  # type: ignore[arg-type]
+            return answer.choices[0]
+
+        typed = await ask(response_format=form)
+        chosen = await ask(extra_body={"guided_choice": ["a", "b"]})
+        free = await ask(logprobs=True, top_logprobs=TOP, max_tokens=20)
+        records: list[Any] = await world.records(topics.FINISHED_COMPLETIONS)
+    assert list(json.loads(typed.message.content)) == ["n"]
+    assert chosen.message.content in ("a", "b")
+    assert [record.support for record in records] == ["grammar", "grammar", "full"]
+    assert all(record.verifications > 0 for record in records)
+    contexts = contexts_of(records)
+    check_masked_logprobs(ENGINE_MODEL, records[1], contexts, allowed=("a", "b"))
+    assert {len(token.top_logprobs) for token in free.logprobs.content} == {TOP}
+    check_top_tokens(records[2], contexts[records[2].request_id])
+
+
+def check_top_tokens(record: FinishedCompletion, whole: Sequence[int]) -> None:
+    """At each position of the output they are what plain transformers find the likeliest."""
+    output = unpack_ids(record.output)
+    policy = AutoModelForCausalLM.from_pretrained(ENGINE_MODEL, dtype=torch.float32)
+    with torch.no_grad():
+        logits = policy(torch.tensor([list(whole)])).logits[0]
+    likely = torch.log_softmax(logits[len(whole) - len(output) - 1 : -1], -1).topk(TOP)
+    assert record.top_tokens is not None
+    assert unpack_ids(record.top_tokens.ids) == likely.indices.flatten().tolist()
+    assert unpack_floats(record.top_tokens.logprobs) == pytest.approx(
+        likely.values.flatten().tolist(), abs=GAP_NATS_MAX
+    )

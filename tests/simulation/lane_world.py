@@ -1,4 +1,4 @@
-"""Lanes that are slow, fall silent and die, and observers that read of it late.
+"""Lanes that are slow, fall silent, die, come and go, and observers that read of it late.
 
 Only the lanes know their real state. Scheduler and gateways each read every partition in its order
 and different partitions in any order, now and then seconds late. A gateway chooses lanes with the
@@ -13,6 +13,7 @@ from collections.abc import Callable
 import msgspec
 
 from forgemq_contracts.groups import AdmittedGroup
+from forgemq_contracts.lane_plan import LanePlan, RequestedLane
 from forgemq_contracts.lanes import KnownLane
 from forgemq_contracts.weights import LoadedWeights, ReportedEngine
 from forgemq_gateway.core.lanes import Lanes
@@ -70,15 +71,24 @@ class Lane(msgspec.Struct):
     is_alive: bool = True
     weights: tuple[int, int] = (0, 0)
     silent_until_ms: int = 0
+    plan: LanePlan | None = None  # as its process has read it
+    hearing: Observer | None = None
+
+    @property
+    def is_wanted(self) -> bool:
+        return self.plan is None or self.plan.serves(self.number)
 
 
 class Gateway:
     """The product's choice of lanes, from what this gateway has heard."""
 
-    def __init__(self, calendar: Calendar, observer: Observer) -> None:
+    def __init__(
+        self, calendar: Calendar, observer: Observer, *, plan: LanePlan | None = None
+    ) -> None:
         self._calendar = calendar
         self._observer = observer
-        self.lanes = Lanes()
+        self._plan = plan
+        self.lanes = Lanes(plan=plan)
         self._reports: dict[int, deque[ReportedEngine]] = {}
         self._admitted: list[AdmittedGroup] = []
 
@@ -95,9 +105,15 @@ class Gateway:
 
         self._observer.hear("admitted", happen)
 
+    def hear_change(self, change: RequestedLane) -> None:
+        """Hear that the plan of lanes changes; a start reads all changes again."""
+        plan = self._plan
+        assert plan is not None
+        self._observer.hear("lanes", lambda: [plan.apply(change)])
+
     def restart(self) -> None:
         """Know only what a start reads from the log."""
-        self.lanes = Lanes()
+        self.lanes = Lanes(plan=self._plan)
         for reports in self._reports.values():
             for report in reports:
                 self.lanes.report(report, heard_s=self._calendar.now_ms / 1000)
@@ -146,6 +162,26 @@ class Engines:
             lane.is_alive = False
             self._calendar.after(self._chance.randrange(1000, 30_000), start)
 
+    def follow_plan(self, *, lanes: int, observer: Callable[[], Observer]) -> None:
+        """Let every process read the plan of lanes, which begins with so many."""
+        for lane in self.lanes:
+            lane.plan = LanePlan(lanes=lanes, lanes_max=len(self.lanes))
+            lane.hearing = observer()
+
+    def change(self, change: RequestedLane) -> None:
+        """Every lane's process reads a change; that of a lane that is removed ends.
+
+        Whoever supervises it starts it again: it waits until its lane is added.
+        """
+        for lane in self.lanes:
+            assert lane.hearing is not None
+            lane.hearing.hear("lanes", lambda lane=lane: self._apply(lane, change))
+
+    def _apply(self, lane: Lane, change: RequestedLane) -> None:
+        assert lane.plan is not None
+        if not lane.plan.apply(change) and (change.change, change.lane) == ("remove", lane.number):
+            self.die(lane)
+
     def fall_silent(self, lane: Lane) -> None:
         """Cut the lane off from the log: its engine goes on with what it has."""
         lane.silent_until_ms = self._calendar.now_ms + self._chance.randrange(2000, 20_000)
@@ -179,7 +215,7 @@ class Engines:
                     lane=lane.number,
                     epoch=lane.epoch,
                     url="",
-                    is_serving=True,
+                    is_serving=lane.is_wanted,
                     lineage=lane.weights[0],
                     version=lane.weights[1],
                     running=0,

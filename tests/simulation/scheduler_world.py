@@ -15,8 +15,9 @@ from forgemq_contracts.groups import (
     RequestedGroup,
     RetiredGroup,
 )
+from forgemq_contracts.lane_plan import LanePlan, RequestedLane
 from forgemq_contracts.messages import Message, Tick
-from forgemq_contracts.run import RunConfiguration
+from forgemq_contracts.run import RunConfiguration, lanes_limit
 from forgemq_contracts.steps import ScheduledStep, TrainedStep
 from forgemq_contracts.weights import LoadedWeights, ReportedEngine
 from forgemq_scheduler.core import SchedulerCore
@@ -30,6 +31,7 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True):
     """What may go wrong."""
 
     lanes: bool = False  # late heartbeats; lanes, gateways and schedulers that stop
+    plan: bool = False  # lanes that people add, drain, resume and remove
     trainer: bool = False  # restarts from an older checkpoint; trees that do not load
 
 
@@ -43,10 +45,16 @@ class World:
         self.faults = faults
         self.calendar = Calendar()
         self.engines = Engines(
-            self.calendar, self.random, count=configuration.log.lanes, tell=self.tell
+            self.calendar, self.random, count=lanes_limit(configuration.log), tell=self.tell
         )
+        if faults.plan:
+            self.engines.follow_plan(lanes=configuration.log.lanes, observer=self.observer)
         self.hearing = self.observer()
-        self.gateways = [Gateway(self.calendar, self.observer()) for _ in range(GATEWAYS)]
+        self.plan = self.new_plan()
+        self.gateways = [
+            Gateway(self.calendar, self.observer(), plan=self.new_plan() if faults.plan else None)
+            for _ in range(GATEWAYS)
+        ]
         self.lineage = 1
         self.steps: dict[int, ScheduledStep] = {}
         self.next_step = 0
@@ -59,6 +67,11 @@ class World:
         self.requested = 0
         self.waiting = Counter[str]()
         self.has_ended = False
+        self.changes = 0
+
+    def new_plan(self) -> LanePlan:
+        layout = self.configuration.log
+        return LanePlan(lanes=layout.lanes, lanes_max=lanes_limit(layout))
 
     def observer(self) -> Observer:
         return Observer(self.calendar, self.random, is_late=self.faults.lanes)
@@ -118,6 +131,8 @@ class World:
                 self.request(queue.domain)
         if self.faults.lanes:
             self.break_something()
+        if self.faults.plan and (not self.changes or self.random.random() < 0.1):
+            self.change_lanes()
         if self.faults.trainer and self.random.random() < 0.01:
             self.restart_trainer()
         self.calendar.after(1000, self.tick)
@@ -134,6 +149,19 @@ class World:
             self.engines.fall_silent(self.random.choice(self.engines.lanes))
         if self.random.random() < 0.02:
             self.random.choice(self.gateways).restart()
+
+    def change_lanes(self) -> None:
+        """Write a change of the plan; now and then one that cannot hold."""
+        change = RequestedLane(
+            lane=self.random.randrange(lanes_limit(self.configuration.log)),
+            change=self.random.choice(("add", "add", "drain", "resume", "remove")),
+            change_id="0" * 32,
+            requested_ms=self.calendar.now_ms,
+        )
+        self.changes += not self.plan.apply(change)
+        self.engines.change(change)
+        for gateway in self.gateways:
+            gateway.hear_change(change)
 
     # Agents, grading and merging.
 

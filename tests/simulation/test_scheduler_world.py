@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 
+import msgspec
 import pytest
 
 from forgemq_contracts.run import (
@@ -102,6 +103,20 @@ def test_without_a_trainer_restart_the_bound_holds_by_itself(seed: int) -> None:
     world.run(until_s=20_000)
     assert_accounts_balance(world)
     assert Counter(r.reason for r in world.retired.values())["stale"] == 0
+
+
+@pytest.mark.simulation
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_bound_holds_while_people_add_drain_and_remove_lanes(seed: int) -> None:
+    """Also with lanes that die and records that come late; the world asserts premise 5."""
+    shape = shape_of(seed)
+    layout = msgspec.structs.replace(shape.log, lanes_max=shape.log.lanes + 2)
+    configuration = msgspec.structs.replace(shape, log=layout)
+    world = World(seed, configuration, faults=Faults(lanes=True, plan=True))
+    world.run(until_s=20_000)
+    assert_accounts_balance(world)
+    assert Counter(r.reason for r in world.retired.values())["stale"] == 0
+    assert world.changes > 0
 
 
 @pytest.mark.simulation

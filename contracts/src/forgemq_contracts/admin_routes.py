@@ -20,7 +20,7 @@ from forgemq_contracts.admin import (
     RewardRequest,
     RunStatus,
 )
-from forgemq_contracts.fields import EpisodeId, GroupId
+from forgemq_contracts.fields import EpisodeId, GroupId, Lane
 
 RefusalStatus: TypeAlias = Literal[400, 401, 404, 409, 410, 413, 429, 503]
 
@@ -49,7 +49,7 @@ class Route(Struct, frozen=True, kw_only=True):
         return dict(sorted((bad_input | _EVERYWHERE | dict(self.refusals)).items()))
 
 
-PATH_FIELDS = {"group_id": GroupId, "episode_id": EpisodeId}
+PATH_FIELDS = {"group_id": GroupId, "episode_id": EpisodeId, "lane": Lane}
 """Types of the names in braces in the paths."""
 
 RETRIED: tuple[RefusalStatus, ...] = (429, 503)

@@ -1,4 +1,4 @@
-"""The OpenAPI 3.1 document of the group and episode API, from its routes and structs."""
+"""The OpenAPI 3.1 document of the group, episode and lane APIs, from their routes and structs."""
 
 import json
 import re
@@ -7,11 +7,12 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from forgemq_contracts import admin_routes
+from forgemq_contracts import admin_routes, lane_routes
 from forgemq_contracts.admin import Refusal
 from forgemq_contracts.admin_routes import RETRIED, Route
 
 VERSION = "1.0.0"
+ROUTES = (*admin_routes.ALL, *lane_routes.ALL)
 
 _RETRY_AFTER = {
     "description": "Ask again after this many seconds.",
@@ -21,7 +22,8 @@ _REFERENCE = "#/components/schemas/{name}"
 _DESCRIPTION = (
     "Agents ask for groups of episodes, claim episodes, and report how they ended. Every route "
     "needs the admin key as a bearer token. Between claim and end an agent samples by OpenAI's "
-    "chat completions, under the base URL and with the key of the claim."
+    "chat completions, under the base URL and with the key of the claim. People add, drain and "
+    "remove the engines of the run while it is up."
 )
 
 
@@ -46,7 +48,7 @@ def document() -> dict[str, Any]:
 
 def _paths() -> dict[str, Any]:
     paths: dict[str, Any] = {}
-    for route in admin_routes.ALL:
+    for route in ROUTES:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route)
     return paths
 
@@ -112,7 +114,7 @@ def _content(kind: type[Struct]) -> dict[str, Any]:
 
 def _schemas() -> dict[str, Any]:
     kinds: list[type[Struct]] = [Refusal]
-    for route in admin_routes.ALL:
+    for route in ROUTES:
         kinds += [kind for kind in (route.body, route.answer) if kind is not None]
     _, components = msgspec.json.schema_components(set(kinds), ref_template=_REFERENCE)
     return dict(sorted(components.items()))

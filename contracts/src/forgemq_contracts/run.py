@@ -12,6 +12,7 @@ from forgemq_contracts.domain_settings import DomainRewards, DomainSampling
 from forgemq_contracts.episodes import HistoryPolicy, Sampling, StreamPolicy
 from forgemq_contracts.fields import DomainName, NamedValue, TimeMs, TreeTokensMax
 from forgemq_contracts.lane_engines import LaneEngines
+from forgemq_contracts.live_key import LiveKey
 from forgemq_contracts.pool import Pool
 from forgemq_contracts.speculation import Speculation
 
@@ -92,28 +93,6 @@ class Queue(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ) = None
     rewards: DomainRewards | None = None
     sampling: DomainSampling | None = None
-
-
-class LiveKey(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An API key whose callers claim no episode: each of their conversations becomes one.
-
-    The episodes are in groups of one, take no slot and never train.
-    """
-
-    name: Annotated[
-        str, Meta(pattern=r"^[a-z0-9_]{1,40}$", description="Of the key, on records and reports.")
-    ]
-    domain: Annotated[DomainName, Meta(description="Of one of the queues.")]
-    key_sha256: Annotated[
-        str,
-        Meta(pattern=r"^[0-9a-f]{64}$", description="Of the key, which is on no record itself."),
-    ]
-    idle_s: Annotated[
-        float, Meta(gt=0, description="An episode ends if no request goes on with it this long.")
-    ] = 300.0
-    episodes_max: Annotated[
-        int, Meta(ge=1, le=4096, description="Open at once; a new conversation beyond it: 429.")
-    ] = 256
 
 
 class Evaluation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -282,7 +261,19 @@ class LogLayout(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Partition counts, frozen for the run's life, and limits of the log."""
 
     group_partitions: Annotated[int, Meta(ge=1, le=4096)] = 16
-    lanes: Annotated[int, Meta(ge=1, le=4096, description="Partitions of the lane topics.")] = 1
+    lanes: Annotated[int, Meta(ge=1, le=4096, description="Engines with which the run begins.")] = 1
+    lanes_max: (
+        Annotated[
+            int,
+            Meta(
+                ge=1,
+                le=4096,
+                description="Engines that the run can have at once: partitions of the lane topics. "
+                "None: as many as `lanes`, so that one must be removed before another is added.",
+            ),
+        ]
+        | None
+    ) = None
     inline_bytes_max: Annotated[
         int, Meta(ge=1024, description="A larger payload goes to the blob store.")
     ] = 900_000
@@ -364,6 +355,11 @@ class EndedRun(Struct, frozen=True, kw_only=True, omit_defaults=True):
     ended_ms: TimeMs
     detail: str = ""
     results: tuple[NamedValue, ...] = ()
+
+
+def lanes_limit(layout: LogLayout) -> int:
+    """Engines that a run can have at once: partitions of its lane topics."""
+    return layout.lanes if layout.lanes_max is None else layout.lanes_max
 
 
 def window_of(queue: Queue) -> int:

@@ -8,7 +8,14 @@ from forgemq_contracts.domains import context_tokens_max_of, sampling_of
 from forgemq_contracts.lane_engines import check_lanes, is_paired
 from forgemq_contracts.pool import Pool
 from forgemq_contracts.rules import check_tree_limit
-from forgemq_contracts.run import LOSS_KINDS, Loss, RunConfiguration, played_queues, window_of
+from forgemq_contracts.run import (
+    LOSS_KINDS,
+    Loss,
+    RunConfiguration,
+    lanes_limit,
+    played_queues,
+    window_of,
+)
 
 _LOSS_KIND = re.compile(rf"({'|'.join(LOSS_KINDS)}|[A-Za-z_][\w.]*:[A-Za-z_]\w*)")
 
@@ -39,6 +46,11 @@ def check(configuration: RunConfiguration) -> None:
                 f"queues.{queue.domain}.group_size (G) must be at least 2: an advantage compares "
                 f"the rollouts of a group, got {queue.group_size}"
             )
+    if lanes_limit(configuration.log) < configuration.log.lanes:
+        raise ValueError(
+            "log.lanes_max must be at least log.lanes, "
+            f"got {configuration.log.lanes_max} and {configuration.log.lanes}"
+        )
     _check_agents(configuration)
     _check_live(configuration)
     _check_sampling(configuration)

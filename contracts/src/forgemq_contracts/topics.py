@@ -10,8 +10,9 @@ from forgemq_contracts import completions, groups
 from forgemq_contracts.audit import AuditedGroup
 from forgemq_contracts.episodes import FinishedEpisode, GradedEpisode, OpenedEpisode
 from forgemq_contracts.journal import JournalledBatch
+from forgemq_contracts.lane_plan import RequestedLane
 from forgemq_contracts.ownership import OwnedRun, ReportedGateway
-from forgemq_contracts.run import EndedRun, RunConfiguration, StartedRun
+from forgemq_contracts.run import EndedRun, RunConfiguration, StartedRun, lanes_limit
 from forgemq_contracts.steps import ScheduledStep, TrainedStep
 from forgemq_contracts.topic import PartitionedBy
 from forgemq_contracts.topic import Topic as Topic
@@ -268,6 +269,16 @@ PUBLISHED_WEIGHTS = Topic(
     consumers=("inference", "trainer", "console", "launcher"),
     dead_letters_by="trainer",
 )
+REQUESTED_LANES = Topic(
+    name="requested-lanes-v1",
+    record=RequestedLane,
+    key="lane",
+    partitioned_by="run",
+    is_transactional=False,
+    producer="gateway",
+    consumers=("gateway", "inference", "launcher"),
+    dead_letters_by="gateway",
+)
 LOADED_WEIGHTS = Topic(
     name="loaded-weights-v1",
     record=LoadedWeights,
@@ -332,6 +343,7 @@ OF_RUN: tuple[Topic, ...] = (
     AUDITED_GROUPS,
     TRAINED_STEPS,
     PUBLISHED_WEIGHTS,
+    REQUESTED_LANES,
     LOADED_WEIGHTS,
     REPORTED_ENGINES,
     REWARD_JOURNAL,
@@ -350,7 +362,7 @@ def partition_count(topic: Topic, configuration: RunConfiguration) -> int:
         "run": 1,
         "queue": len(configuration.queues),
         "group": configuration.log.group_partitions,
-        "lane": configuration.log.lanes,
+        "lane": lanes_limit(configuration.log),
     }
     return counts[topic.partitioned_by]
 

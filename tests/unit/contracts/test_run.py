@@ -4,12 +4,12 @@ import msgspec
 import pytest
 
 from forgemq_contracts.episodes import Sampling
+from forgemq_contracts.live_key import LiveKey
 from forgemq_contracts.run import (
     LOSS_KINDS,
     MODEL_TYPES,
     Episodes,
     Evaluation,
-    LiveKey,
     Loss,
     Model,
     Queue,

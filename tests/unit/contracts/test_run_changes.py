@@ -6,7 +6,8 @@ from fnmatch import fnmatchcase
 import msgspec
 import pytest
 
-from forgemq_contracts.run import LiveKey, Model, Queue, RunConfiguration, Trainer
+from forgemq_contracts.live_key import LiveKey
+from forgemq_contracts.run import Model, Queue, RunConfiguration, Trainer
 from forgemq_contracts.run_changes import MAY_CHANGE, REASONS, changes, check_changes
 from forgemq_contracts.speculation import Speculation
 

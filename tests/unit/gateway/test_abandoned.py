@@ -31,6 +31,7 @@ from forgemq_gateway.core.lanes import Lanes
 from forgemq_gateway.core.registry import Registry
 from forgemq_gateway.dispatcher import Dispatcher
 from forgemq_gateway.fenced_writer import FencedWriter
+from forgemq_gateway.lane_changes import LaneChanges
 from forgemq_gateway.operations import Operations
 from forgemq_gateway.outbox import Outbox
 from forgemq_gateway.ownership import ReadBack
@@ -148,6 +149,7 @@ async def scene_of(model: Path) -> AsyncIterator[Scene]:
                 read_back=read_back,
             ),
             fenced=fenced,
+            lane_changes=LaneChanges(configuration.log, telemetry=Telemetry(service="gateway")),
             clock=clock,
             changed=ChangeSignal(),
             tasks=tasks,

@@ -18,8 +18,9 @@ from forgemq_bus.log import Emit
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
 from forgemq_contracts.groups import ClosedGroup
+from forgemq_contracts.live_key import LiveKey
 from forgemq_contracts.partitions import group_partition
-from forgemq_contracts.run import LiveKey, RunConfiguration
+from forgemq_contracts.run import RunConfiguration
 from forgemq_gateway.core.live import SESSION_HEADER, LiveCaller
 from tests.unit.gateway.hindered_log import HinderedLog, LateLog
 from tests.unit.gateway.scripted_lane import GROUP_PARTITIONS, Asked, Script, wall_ms

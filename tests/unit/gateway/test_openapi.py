@@ -17,7 +17,7 @@ GROUP: dict[str, Any] = {"domain": "shop", "idempotency_key": "k", "task": {}}
 
 
 def test_the_routes_are_those_of_the_document() -> None:
-    app = admin_api(object())  # No request comes, so no operation is called.
+    app = admin_api(object(), object())  # No request comes, so no operation is called.
     served = {
         (route.path, method.lower())
         for route in app.routes

@@ -1,5 +1,6 @@
 """Which lane a request goes to if lanes differ, in seconds that a reader can add up."""
 
+import msgspec
 import pytest
 
 from forgemq_contracts.weights import EngineLoad, ReportedEngine
@@ -84,6 +85,20 @@ def test_what_is_too_short_for_the_pool_is_read_again(tokens: int, expected: int
     lanes = lanes_with(FAST, FAST, pool_tokens_per_s=1e9)
     lanes.enter(0, 1, uncached_tokens=56)
     assert chosen(lanes, tokens=tokens, cached={(0, 1, (1, 3)): tokens}) == expected
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"), [(1000, 0), (4095, 0), (4096, 1), (8191, 1), (9000, 0)]
+)
+def test_a_context_that_does_not_fit_an_engine_goes_to_one_with_room(
+    tokens: int, expected: int
+) -> None:
+    """The fast engine ends at 4,096 tokens, the slow one at 8,192; beyond both nobody has room."""
+    lanes = lanes_with(FAST, SLOW)
+    for lane, (load, tokens_max) in enumerate(((FAST, 4096), (SLOW, 8192))):
+        report = msgspec.structs.replace(heartbeat(lane, load), context_tokens_max=tokens_max)
+        lanes.report(report, heard_s=0.0)
+    assert chosen(lanes, tokens=tokens) == expected
 
 
 def test_what_a_lane_was_given_and_has_not_read_delays_the_next_one() -> None:

@@ -6,7 +6,7 @@ import pytest
 from forgemq_contracts.run import LogLayout, Model, Queue, RunConfiguration, Trainer
 from forgemq_contracts.speculation import Speculation
 from forgemq_launcher.core.gpus import engine_gpus, least_free_bytes, visible_gpus
-from forgemq_launcher.upkeep.engines import options_of_engines
+from forgemq_launcher.upkeep.engine_servers import options_of_engines
 from forgemq_launcher.upkeep.machine import MachineError
 from forgemq_sglang_cpu.options import EngineOptions
 

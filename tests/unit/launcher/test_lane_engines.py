@@ -11,7 +11,13 @@ from forgemq_launcher.core.configuration import configuration, document
 from forgemq_launcher.core.gpus import engine_gpus
 from forgemq_launcher.placement import gpus_of_engines
 from forgemq_launcher.run_folder import RunFolder
-from forgemq_launcher.upkeep.engines import addresses_count, options_of_engines, servers
+from forgemq_launcher.upkeep.engine_servers import (
+    added_addresses_count,
+    added_servers,
+    addresses_count,
+    options_of_engines,
+    servers,
+)
 from forgemq_launcher.upkeep.machine import MachineError
 from forgemq_launcher.upkeep.named_engines import check_lanes_unnamed
 from forgemq_launcher.upkeep.services import service_specs
@@ -68,6 +74,32 @@ def test_a_pair_is_a_lane_of_two_servers_and_three_ports(tmp_path: Path) -> None
     urls = [server.url for server in (pair.prefill, pair.serving, single.serving)]
     assert urls == [f"http://127.0.0.1:{port}" for port in (1, 3, 4)]
     assert pair.prefill.log_path == tmp_path / "lane-0-prefill" / "engine.log"
+
+
+def test_a_lane_that_is_added_has_engines_like_those_of_the_files_last_lane(tmp_path: Path) -> None:
+    """The file says a single engine, then a pair; lanes 0 and 1 are as they were."""
+    run = run_with(LaneEngines(), LaneEngines(prefill=RoleEngines(), decode=RoleEngines()))
+    hidden = {"CUDA_VISIBLE_DEVICES": "-1"}
+    addresses = [("127.0.0.1", port) for port in (7, 8, 9)]
+    counts = [added_addresses_count(lane, run) for lane in (0, 1, 2, 5)]
+    assert counts == [1, 3, 3, 3]
+    for lane in (1, 5):
+        added = added_servers(lane, run, folder=tmp_path, environ=hidden, addresses=addresses)
+        assert added.prefill is not None
+        assert (added.prefill.url, added.serving.url) == (
+            "http://127.0.0.1:7",
+            "http://127.0.0.1:9",
+        )
+        assert added.serving.log_path == tmp_path / f"lane-{lane}" / "engine.log"
+    first = added_servers(0, run, folder=tmp_path, environ=hidden, addresses=addresses[:1])
+    assert (first.prefill, first.serving.url) == (None, "http://127.0.0.1:7")
+
+
+def test_without_lanes_in_the_file_an_added_lane_has_one_engine(tmp_path: Path) -> None:
+    assert added_addresses_count(4, RUN) == 1
+    hidden = {"CUDA_VISIBLE_DEVICES": "-1"}
+    added = added_servers(4, RUN, folder=tmp_path, environ=hidden, addresses=[("127.0.0.1", 7)])
+    assert (added.prefill, added.serving.url) == (None, "http://127.0.0.1:7")
 
 
 def test_a_mixture_of_experts_is_refused_for_a_pair_before_anything_starts(tmp_path: Path) -> None:

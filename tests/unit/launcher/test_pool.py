@@ -7,7 +7,7 @@ import pytest
 
 from forgemq_contracts.pool import Pool
 from forgemq_launcher.core.configuration import configuration, document
-from forgemq_launcher.upkeep.engines import with_pool
+from forgemq_launcher.upkeep.engine_servers import with_pool
 from forgemq_launcher.upkeep.machine import MachineError
 from forgemq_sglang_cpu.options import EngineOptions
 from forgemq_sglang_cpu.pool import EnginePool

@@ -217,3 +217,34 @@ time.sleep(60)
     async with asyncio.timeout(10):
         while is_alive(service_pid):  # noqa: ASYNC110 - a process has no event
             await asyncio.sleep(0.05)
+
+
+async def test_one_service_ends_for_good_while_the_others_stay(tmp_path):
+    """Also one that waits for its restart: it is not started again."""
+    notes: list[str] = []
+    slow = RestartPolicy(restarts_max=9, delay_first_s=0.5, delay_max_s=0.5)
+    kept = Supervisor(policy=slow, grace_s=5.0, note=notes.append)
+    services = [
+        spec(tmp_path, SLEEPS, name="first"),
+        spec(tmp_path, SLEEPS, name="second"),
+        spec(tmp_path, "print('up', flush=True); raise SystemExit(3)", name="dying"),
+    ]
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(kept.keep(each, may_end=lambda: False)) for each in services]
+        for each in services:
+            await until_written(each.log_path, "up")
+        async with asyncio.timeout(20):
+            while not notes:  # noqa: ASYNC110 - the restart is announced by a line
+                await asyncio.sleep(0.01)
+        await kept.end("first")
+        await kept.end("dying")
+        await kept.end("nobody")
+        async with asyncio.timeout(10):
+            await asyncio.gather(tasks[0], tasks[2])
+        assert [status.name for status in kept.statuses()] == ["second"]
+        assert not tasks[1].done()
+        assert (tmp_path / "dying.log").read_text().count("up") == 1
+        again = group.create_task(kept.keep(services[0], may_end=lambda: False))
+        await until_written(services[0].log_path, "up\nup")
+        await kept.stop()
+    assert again.done()

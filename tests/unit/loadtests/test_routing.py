@@ -149,3 +149,37 @@ def test_a_simulation_is_the_same_every_time() -> None:
     fleet = CASES["frequent_updates"]
     first, again = (Simulation(fleet, POLICIES["gateway"](8), traces).run() for _ in range(2))
     assert first == again
+
+
+@pytest.mark.parametrize("name", sorted(POLICIES))
+def test_every_turn_ends_though_an_engine_fails_what_it_is_given(name: str) -> None:
+    """Engine 0 fails everything for a minute from the start; nothing is answered by it then."""
+    traces = synthetic(groups=2, group_size=4, seed=3)
+    fleet = Fleet(speeds=(1.0,) * 3, failures=((0, 0.0, 60.0),))
+    simulation = Simulation(fleet, POLICIES[name](3), traces)
+    outcome = simulation.run()
+    assert simulation.turns == sum(len(trace.turns) for trace in traces)
+    assert outcome.failed > 0
+
+
+def test_the_gateway_leaves_an_engine_alone_that_fails_and_least_in_flight_does_not() -> None:
+    traces = synthetic(groups=4, group_size=4, seed=3)
+    fleet = Fleet(speeds=(1.0,) * 3, failures=((0, 0.0, 60.0),))
+    failed = {
+        name: Simulation(fleet, POLICIES[name](3), traces).run().failed
+        for name in ("gateway", "least_in_flight")
+    }
+    assert failed["gateway"] < 0.1
+    assert failed["least_in_flight"] > 10 * failed["gateway"]
+
+
+def test_an_engine_that_is_late_with_weights_has_the_older_version() -> None:
+    fleet = Fleet(speeds=(1.0, 1.0), update_every_s=10.0, late_s=(5.0, 0.0))
+    simulation = Simulation(fleet, POLICIES["round_robin"](2), [])
+    simulation._update(1)
+    seen = []
+    while len(seen) < 2:
+        simulation._now_s, _, event = simulation._events.pop(0)
+        event()
+        seen.append((simulation._now_s, tuple(e.version for e in simulation._engines)))
+    assert seen == [(2.0, (0, 1)), (5.0, (1, 1))]

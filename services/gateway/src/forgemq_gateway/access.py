@@ -4,7 +4,7 @@ import hmac
 import re
 from collections.abc import Iterable, Mapping
 
-from forgemq_contracts.run import LiveKey
+from forgemq_contracts.live_key import LiveKey
 from forgemq_gateway.admin_keys import KEYS_MAX
 from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.errors import (

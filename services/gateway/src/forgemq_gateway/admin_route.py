@@ -1,4 +1,4 @@
-"""The group and episode API in FastAPI: the routes of the contract over `Operations`."""
+"""The group, episode and lane APIs in FastAPI: the routes of the contract over operations."""
 
 from collections.abc import Awaitable, Callable, MutableMapping
 from functools import wraps
@@ -8,7 +8,7 @@ import msgspec
 from fastapi import Depends, FastAPI, HTTPException, Request, Response
 
 from forgemq_bus.errors import LogUnavailableError
-from forgemq_contracts import admin_routes, openapi
+from forgemq_contracts import admin_routes, lane_routes, openapi
 from forgemq_contracts.admin import (
     AbortRequest,
     Claim,
@@ -23,9 +23,11 @@ from forgemq_contracts.admin import (
     RunStatus,
 )
 from forgemq_contracts.admin_routes import Route
+from forgemq_contracts.lane_routes import LaneAddition, LaneList, LaneStatus
 from forgemq_gateway.access import Access
 from forgemq_gateway.admin_input import body_of, query_of
 from forgemq_gateway.core.errors import MovedError, RefusedError, busy, unknown
+from forgemq_gateway.lane_operations import LaneOperations
 from forgemq_gateway.operations import Operations
 from forgemq_gateway.wire import (
     Application,
@@ -46,12 +48,14 @@ Serve = Callable[Parameters, Awaitable[msgspec.Struct | None]]
 Served = TypeVar("Served", bound=Callable[..., Awaitable[msgspec.Struct | None]])
 
 
-def admin_app(operations: Operations, *, access: Access) -> Application:
+def admin_app(
+    operations: Operations, lane_operations: LaneOperations, *, access: Access
+) -> Application:
     """The API behind the admin key; its OpenAPI document is open to all.
 
     Plain ASGI: FastAPI's own middleware starts tasks and streams for every request.
     """
-    api = admin_api(operations)
+    api = admin_api(operations, lane_operations)
 
     async def checked(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] != OPENAPI_PATH:
@@ -91,7 +95,7 @@ async def _serve_or_move(api: FastAPI, scope: Scope, receive: Receive, send: Sen
         raise moved[0]
 
 
-def admin_api(operations: Operations) -> FastAPI:
+def admin_api(operations: Operations, lane_operations: LaneOperations) -> FastAPI:
     """All routes of the contract, without a check of keys.
 
     FastAPI's generated document is off: it knows no msgspec structs. The contract's is served.
@@ -100,6 +104,7 @@ def admin_api(operations: Operations) -> FastAPI:
     _add_refusals(app)
     _add_groups(app, operations)
     _add_episodes(app, operations)
+    _add_lanes(app, lane_operations)
 
     @app.get(OPENAPI_PATH)
     async def read_document() -> Response:
@@ -159,6 +164,30 @@ def _add_episodes(app: FastAPI, operations: Operations) -> None:
     ) -> Recorded:
         await operations.abort(episode_id, asked)
         return Recorded()
+
+
+def _add_lanes(app: FastAPI, operations: LaneOperations) -> None:
+    @_serve(app, lane_routes.LIST_LANES)
+    async def list_lanes() -> LaneList:
+        return operations.all_lanes()
+
+    @_serve(app, lane_routes.ADD_LANE)
+    async def add_lane(
+        asked: Annotated[LaneAddition, Depends(body_of(LaneAddition))],
+    ) -> LaneStatus:
+        return await operations.add(asked)
+
+    @_serve(app, lane_routes.DRAIN_LANE)
+    async def drain_lane(lane: str) -> LaneStatus:
+        return await operations.drain(lane)
+
+    @_serve(app, lane_routes.RESUME_LANE)
+    async def resume_lane(lane: str) -> LaneStatus:
+        return await operations.resume(lane)
+
+    @_serve(app, lane_routes.REMOVE_LANE)
+    async def remove_lane(lane: str) -> LaneList:
+        return await operations.remove(lane)
 
 
 def _serve(app: FastAPI, route: Route) -> Callable[[Served], Served]:

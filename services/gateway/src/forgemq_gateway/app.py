@@ -42,6 +42,8 @@ from forgemq_gateway.http_server import (
     serve_http,
     url_of,
 )
+from forgemq_gateway.lane_changes import LaneChanges
+from forgemq_gateway.lane_operations import LaneOperations
 from forgemq_gateway.large_work import favour_event_loop
 from forgemq_gateway.live_traffic import LiveTraffic
 from forgemq_gateway.memory_need import report_memory_shortage
@@ -160,6 +162,7 @@ async def new_context(
         ),
         fenced=fenced,
         clock=clock or Clock(),
+        lane_changes=LaneChanges(configuration.log, telemetry=telemetry),
         changed=ChangeSignal(),
         tasks=tasks,
         telemetry=telemetry,
@@ -190,7 +193,11 @@ class GatewayServer:
         )
         composer = Composer(renderings, context_tokens_max=configuration.model.context_tokens_max)
         pool = configuration.pool
-        lanes = Lanes(pool_tokens_per_s=None if pool is None else pool.fetch_tokens_per_s)
+        lanes = Lanes(
+            pool_tokens_per_s=None if pool is None else pool.fetch_tokens_per_s,
+            plan=context.lane_changes.plan,
+        )
+        self._lane_operations = LaneOperations(lanes, context=context)
         attempts = Attempts(lanes, lane_hold_s=settings.lane_hold_s)
         self._dispatcher = Dispatcher(attempts, context=context)
         self._operations = Operations(
@@ -233,7 +240,7 @@ class GatewayServer:
             ),
             protocols=PROTOCOLS,
             counters=COUNTERS,
-            admin=admin_app(self._operations, access=access),
+            admin=admin_app(self._operations, self._lane_operations, access=access),
             access=access,
             passing=Passing(
                 forwarder,

@@ -14,6 +14,7 @@ from forgemq_contracts.completions import (
 )
 from forgemq_contracts.episodes import FinishedEpisode, OpenedEpisode
 from forgemq_contracts.groups import AdmittedGroup, ClosedGroup, RequestedGroup, RetiredGroup
+from forgemq_contracts.lane_plan import RequestedLane
 from forgemq_contracts.ownership import OwnedRun, ReportedGateway
 from forgemq_contracts.steps import TrainedStep
 from forgemq_contracts.weights import ReportedEngine
@@ -50,6 +51,7 @@ class Applying:
         self._registry = context.registry
         self._gateways = context.gateways
         self._clock = context.clock
+        self._lane_changes = context.lane_changes
         self._changed = context.changed
         self._telemetry = context.telemetry
 
@@ -91,12 +93,17 @@ class Applying:
             case ReportedEngine():
                 heard_s = self._said_s(decoded.reported_ms)
                 self._dispatcher.attempts.restore_lane(decoded, heard_s=heard_s)
+            case RequestedLane():
+                self._lane_changes.restore(decoded)
             case ReportedGateway():
-                # Clocks of other machines say little: what is not old may be there.
-                if self._clock.wall_ms() - decoded.reported_ms < _OLD_REPORT_MS:
-                    self._gateways.hear(decoded, heard_s=self._clock.now_s())
+                self._hear_again(decoded)
             case _:
                 self._apply_group(decoded)
+
+    def _hear_again(self, report: ReportedGateway) -> None:
+        # Clocks of other machines say little: what is not old may be there.
+        if self._clock.wall_ms() - report.reported_ms < _OLD_REPORT_MS:
+            self._gateways.hear(report, heard_s=self._clock.now_s())
 
     async def apply(self, record: Record) -> None:
         """Apply a new record, and let the dispatcher act on results, heartbeats and retirements."""
@@ -116,6 +123,8 @@ class Applying:
                 self._dispatcher.live.take(decoded)
             case ReportedEngine():
                 self._dispatcher.take_report(decoded)
+            case RequestedLane():
+                self._lane_changes.apply(decoded)
             case ReportedGateway():
                 self._gateways.hear(decoded, heard_s=self._clock.now_s())
                 self._changed.notify(OWNERS_CHANGED)

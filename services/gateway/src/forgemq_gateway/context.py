@@ -9,6 +9,7 @@ from forgemq_gateway.clock import Clock
 from forgemq_gateway.core.gateways import Gateways
 from forgemq_gateway.core.registry import Registry
 from forgemq_gateway.fenced_writer import FencedWriter
+from forgemq_gateway.lane_changes import LaneChanges
 from forgemq_gateway.outbox import Outbox
 from forgemq_gateway.ownership import ReadBack
 from forgemq_gateway.settings import GatewaySettings
@@ -24,6 +25,7 @@ class GatewayContext:
         gateways: Which gateway owns which groups.
         read_back: How far the log is applied here.
         fenced: Writes what the outbox promises, and fences the writers of earlier owners.
+        lane_changes: Which lanes the run is to have.
         changed: Notified with the id of a group that may have changed, or an episode of it.
         tasks: Owns everything that runs beside a request; an error in it ends the gateway.
     """
@@ -36,6 +38,7 @@ class GatewayContext:
     outbox: Outbox
     fenced: FencedWriter
     clock: Clock
+    lane_changes: LaneChanges
     changed: ChangeSignal
     tasks: asyncio.TaskGroup
     telemetry: Telemetry

@@ -18,6 +18,7 @@ CONSUMES = (
     topics.REPORTED_ENGINES,
     topics.OWNED_RUNS,
     topics.REPORTED_GATEWAYS,
+    topics.REQUESTED_LANES,
 )
 
 GROUPS = (
@@ -31,7 +32,12 @@ GROUPS = (
 RUN_STAGES = (
     (topics.REQUESTED_GROUPS, topics.ADMITTED_GROUPS, topics.RETIRED_GROUPS, topics.TRAINED_STEPS),
     (topics.CLOSED_GROUPS,),
-    (topics.REPORTED_ENGINES, topics.OWNED_RUNS, topics.REPORTED_GATEWAYS),
+    (
+        topics.REQUESTED_LANES,
+        topics.REPORTED_ENGINES,
+        topics.OWNED_RUNS,
+        topics.REPORTED_GATEWAYS,
+    ),
 )
 """What every gateway reads at its start and then follows. Each stage needs what earlier stages have
 applied; within a stage the order does not matter."""

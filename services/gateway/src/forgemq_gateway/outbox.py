@@ -14,6 +14,7 @@ from forgemq_contracts.completions import (
 )
 from forgemq_contracts.episodes import FinishedEpisode, OpenedEpisode
 from forgemq_contracts.groups import RequestedGroup
+from forgemq_contracts.lane_plan import RequestedLane
 from forgemq_contracts.messages import Output
 from forgemq_contracts.ownership import ReportedGateway
 from forgemq_contracts.partitions import group_partition
@@ -32,6 +33,7 @@ PRODUCES = (
     topics.DELIVERED_COMPLETIONS,
     topics.FINISHED_EPISODES,
     topics.REPORTED_GATEWAYS,
+    topics.REQUESTED_LANES,
 )
 _TOPIC_OF = {topic.record: topic for topic in PRODUCES}
 
@@ -114,7 +116,7 @@ class Outbox:
         match record:
             case RequestedGroup():
                 return self._queues[record.domain]
-            case ReportedGateway():
+            case ReportedGateway() | RequestedLane():
                 return 0
             case RequestedCompletion() | CancelledCompletion():
                 return record.lane

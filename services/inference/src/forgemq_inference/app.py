@@ -7,11 +7,13 @@ from pathlib import Path
 
 from forgemq_bus.log import Emit, Place
 from forgemq_contracts import topics
+from forgemq_contracts.run import lanes_limit
 from forgemq_contracts.weights import ReportedEngine
 from forgemq_inference.core.weights import BASE
 from forgemq_inference.engine import Engine, EngineError
 from forgemq_inference.engine_pair import EnginePair, LaneEngine
 from forgemq_inference.epoch import claim_epoch, read_tail
+from forgemq_inference.lane_duty import PLACE, LaneDuty
 from forgemq_inference.lane_parts import LaneEdges, LaneParts, inbox_of, lane_parts
 from forgemq_inference.relay import RelayedWeights
 from forgemq_inference.reports import LaneIdentity, emit_of_report
@@ -25,6 +27,7 @@ CONSUMES = (
     topics.REQUESTED_COMPLETIONS,
     topics.CANCELLED_COMPLETIONS,
     topics.PUBLISHED_WEIGHTS,
+    topics.REQUESTED_LANES,
     topics.REPORTED_ENGINES,
     topics.LOADED_WEIGHTS,
 )
@@ -37,16 +40,16 @@ PRODUCES = (
 
 
 async def main(context: Context) -> None:
-    """Serve one lane until the service is stopped.
+    """Serve one lane until the service is stopped, or the lane is removed.
 
     Raises:
-        SettingsError: the run has no such lane, or the host is no address of this machine.
+        SettingsError: the run cannot have such a lane, or the host is no address of this machine.
         FencedError: a newer process took the lane.
     """
     settings = parse(InferenceSettings, prefix="FORGEMQ_INFERENCE_", environ=context.environ)
-    lanes = context.configuration.log.lanes
+    lanes = lanes_limit(context.configuration.log)
     if settings.lane >= lanes:
-        raise SettingsError(f"FORGEMQ_INFERENCE_LANE: the run has {lanes} lanes, from 0")
+        raise SettingsError(f"FORGEMQ_INFERENCE_LANE: the run has room for {lanes} lanes, from 0")
     async with AsyncExitStack() as stack:
         engine = await _engine(settings, stack)
         cache = settings.cache or stack.enter_context(tempfile.TemporaryDirectory())
@@ -97,6 +100,8 @@ async def _serve_lane(context: Context, settings: InferenceSettings, edges: Lane
     published = Place(topics.PUBLISHED_WEIGHTS.name, 0)
     newest = await read_tail(log, published)
     positions[published] = newest.position
+    duty = LaneDuty(lane, context.configuration.log, telemetry=context.telemetry)
+    positions[PLACE] = await duty.restore(log)
     identity = LaneIdentity(
         lane=lane,
         epoch=claim.epoch,
@@ -105,19 +110,30 @@ async def _serve_lane(context: Context, settings: InferenceSettings, edges: Lane
     )
     async with asyncio.TaskGroup() as group:
         parts = lane_parts(context, settings, identity, edges=edges, spawn=group.create_task)
-        inbox = inbox_of(context, settings, identity, parts=parts, writer=edges.writer)
+        inbox = inbox_of(context, settings, identity, parts=parts, duty=duty, writer=edges.writer)
+        duty.on_change = lambda: parts.attachment.want(is_wanted=duty.is_wanted)
+        duty.on_change()
         # Before the engine is attached: it then loads the newest weights and none before them.
         for record in newest.records:
             await inbox.take(record)
         reading = group.create_task(inbox.run(await log.reader(positions), log=log))
         serving = [group.create_task(part.run()) for part in (parts.attachment, parts.reports)]
-        await context.stop.wait()
+        await _wait_for_any(context.stop, duty.removed)
         reading.cancel()
         await _leave_lane(context, parts, edges.engine, drain_s=settings.drain_s)
         for task in serving:
             task.cancel()
         parts.reports.stop_serving()
     await parts.reports.write_report()
+
+
+async def _wait_for_any(*events: asyncio.Event) -> None:
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
 
 
 async def _leave_lane(

@@ -79,6 +79,17 @@ class Attachment:
         self._published = asyncio.Event()
         self._suspected = suspected
         self._is_loading = False
+        self._is_wanted = True
+
+    def want(self, *, is_wanted: bool) -> None:
+        """Let the lane serve, or let it drain: it takes no request, and its weights stay new.
+
+        A load that is under way ends first. A trainer that reads of a lane that does not serve
+        leaves it, and the requests in the engine would stand still until the transfer's deadline.
+        """
+        self._is_wanted = is_wanted
+        if not self._is_loading:
+            self._reports.allow(is_wanted=is_wanted)
 
     def notify_published(self) -> None:
         """Wake the task that loads: newer weights are published."""
@@ -206,6 +217,7 @@ class Attachment:
                     await asyncio.sleep(_LOAD_RETRY_S * failures)
         finally:
             self._is_loading = False
+            self._reports.allow(is_wanted=self._is_wanted)
         return loadings
 
     async def _watch_engine(self) -> None:

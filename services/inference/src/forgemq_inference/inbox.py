@@ -10,8 +10,10 @@ from forgemq_bus.kept_records import pass_trimmed
 from forgemq_bus.log import Log, Place, Reader, Record
 from forgemq_contracts import topics
 from forgemq_contracts.completions import CancelledCompletion, RequestedCompletion
+from forgemq_contracts.lane_plan import RequestedLane
 from forgemq_contracts.weights import PublishedWeights, ReportedEngine
 from forgemq_inference.core.weights import WeightsState
+from forgemq_inference.lane_duty import LaneDuty
 from forgemq_inference.reports import LaneIdentity
 from forgemq_inference.requests import Requests
 from forgemq_shell.dead_letters import DeadLetters
@@ -24,7 +26,7 @@ _RECORDS_MAX = 500
 
 
 class Inbox:
-    """Reads requests, cancellations, publications and reports; one task `run`."""
+    """Reads requests, cancellations, publications, changes of lanes and reports; one task `run`."""
 
     def __init__(
         self,
@@ -32,6 +34,7 @@ class Inbox:
         *,
         requests: Requests,
         weights: WeightsState,
+        duty: LaneDuty,
         on_published: Callable[[], None],
         dead_letters: DeadLetters,
         queued_max: int,
@@ -41,6 +44,7 @@ class Inbox:
         self._identity = identity
         self._requests = requests
         self._weights = weights
+        self._duty = duty
         self._on_published = on_published
         self._dead_letters = dead_letters
         self._queued_max = queued_max
@@ -95,6 +99,8 @@ class Inbox:
             case PublishedWeights():
                 if self._weights.observe(decoded):
                     self._on_published()
+            case RequestedLane():
+                self._duty.take(decoded)
             case ReportedEngine():
                 self._check_epoch(decoded)
 

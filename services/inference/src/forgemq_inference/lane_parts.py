@@ -11,6 +11,7 @@ from forgemq_inference.core.weights import BASE, Served, WeightsState
 from forgemq_inference.durable import copies_in
 from forgemq_inference.engine_pair import LaneEngine
 from forgemq_inference.inbox import Inbox
+from forgemq_inference.lane_duty import LaneDuty
 from forgemq_inference.live_chunks import Spawn
 from forgemq_inference.pause_clock import PauseClock
 from forgemq_inference.relay import RelayedWeights
@@ -117,6 +118,7 @@ def inbox_of(
     identity: LaneIdentity,
     *,
     parts: LaneParts,
+    duty: LaneDuty,
     writer: Writer,
 ) -> Inbox:
     """The inbox that passes a lane's records to its parts; dead letters go to `writer`."""
@@ -124,6 +126,7 @@ def inbox_of(
         identity,
         requests=parts.requests,
         weights=parts.weights,
+        duty=duty,
         on_published=parts.attachment.notify_published,
         dead_letters=DeadLetters(context.log, writer, service="inference"),
         queued_max=settings.queued_max,

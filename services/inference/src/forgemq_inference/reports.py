@@ -29,7 +29,8 @@ class LaneIdentity(Struct, frozen=True, kw_only=True):
 class Reports:
     """Writes reported-engines about every `heartbeat_s` and on change, and loaded-weights.
 
-    `serve` and `stop_serving` set what the next report says; `write_report` writes one at once.
+    `serve`, `stop_serving` and `allow` set what the next report says; `write_report` writes one at
+    once.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Reports:
         self._telemetry = telemetry
         self._changed = asyncio.Event()
         self._is_serving = False
+        self._is_wanted = True
         self._context_tokens_max = 0
         self._ranks = 1
         self._load: EngineLoad | None = None
@@ -65,6 +67,11 @@ class Reports:
     def stop_serving(self) -> None:
         """Report from here on that the lane does not serve: its engine is lost, or it leaves."""
         self._is_serving = False
+        self._changed.set()
+
+    def allow(self, *, is_wanted: bool) -> None:
+        """Report from here on that the lane serves only if it is wanted and its engine serves."""
+        self._is_wanted = is_wanted
         self._changed.set()
 
     def note_load(self, load: EngineLoad | None) -> None:
@@ -88,7 +95,7 @@ class Reports:
             lane=lane,
             epoch=self._identity.epoch,
             url=self._identity.url,
-            is_serving=self._is_serving,
+            is_serving=self._is_serving and self._is_wanted,
             lineage=weights.lineage,
             version=weights.version,
             running=requests.running,

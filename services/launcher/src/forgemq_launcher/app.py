@@ -6,7 +6,7 @@ from forgemq_audit import group_index, guarantees
 from forgemq_bus.log import Log
 from forgemq_contracts.players import shortage
 from forgemq_contracts.run import EndedRun, StartedRun
-from forgemq_contracts.topics import ENDED_RUNS, STARTED_RUNS, Topic
+from forgemq_contracts.topics import ENDED_RUNS, REQUESTED_LANES, STARTED_RUNS, Topic
 from forgemq_launcher import exit_status
 from forgemq_launcher.display.curves import CurveWriter
 from forgemq_launcher.display.panel import PanelView
@@ -26,7 +26,9 @@ from forgemq_run_view import view
 from forgemq_shell.clock import now_ms
 
 CONSUMES: tuple[Topic, ...] = tuple(
-    dict.fromkeys((STARTED_RUNS, *view.TOPICS, *guarantees.TOPICS, *group_index.COMPARED))
+    dict.fromkeys(
+        (STARTED_RUNS, REQUESTED_LANES, *view.TOPICS, *guarantees.TOPICS, *group_index.COMPARED)
+    )
 )
 PRODUCES: tuple[Topic, ...] = (STARTED_RUNS, ENDED_RUNS)
 

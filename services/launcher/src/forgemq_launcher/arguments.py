@@ -96,6 +96,7 @@ def _add_looks(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     delete.add_argument("run", metavar="RUN")
     delete.add_argument("--yes", action="store_true", help="do not ask")
     _add_import(commands)
+    _add_lanes(commands)
     dlq = commands.add_parser("dlq", help="list records that did not decode")
     dlq.add_argument("run", metavar="RUN")
 
@@ -111,3 +112,28 @@ def _add_import(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     made.add_argument("run", metavar="RUN")
     made.add_argument("file", type=Path, metavar="FILE")
     made.add_argument("--domain", required=True, help="a domain of the run")
+
+
+def _add_lanes(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the commands about the engines of a run that is up."""
+    lanes = commands.add_parser("lanes", help="list the engines of a run that is up")
+    lanes.add_argument("run", metavar="RUN")
+    added = commands.add_parser(
+        "add-lane",
+        help="let a run that is up have another engine",
+        description="Without --engine the launcher that holds the run starts SGLang itself. The "
+        "run has room for log.lanes_max engines.",
+    )
+    added.add_argument("run", metavar="RUN")
+    added.add_argument("--engine", default="", metavar="URL", help="address of an SGLang server")
+    added.add_argument("--lane", type=int, metavar="N", help="default: the lowest that is free")
+    drained = commands.add_parser(
+        "drain-lane", help="give a lane no further request; it finishes those that it has"
+    )
+    resumed = commands.add_parser("resume-lane", help="give a drained lane requests again")
+    removed = commands.add_parser(
+        "remove-lane", help="end a lane's processes; what they do not finish goes to other lanes"
+    )
+    for changed in (drained, resumed, removed):
+        changed.add_argument("run", metavar="RUN")
+        changed.add_argument("lane", type=int, metavar="N")

@@ -100,6 +100,8 @@ def _command(
             return _delete(options, environ=environ, console=console, runs=runs)
         case "import":
             return _import(options, settings=settings, environ=environ, console=console)
+        case "lanes" | "add-lane" | "drain-lane" | "resume-lane" | "remove-lane":
+            return _lanes(options, settings=settings, environ=environ, console=console)
         case _:
             return _look(options, environ=environ, console=console, runs=runs)
 
@@ -169,6 +171,37 @@ def _import(
         domain=options.domain,
     )
     return asyncio.run(importing)
+
+
+def _lanes(
+    options: argparse.Namespace,
+    *,
+    settings: LauncherSettings,
+    environ: Mapping[str, str],
+    console: Console,
+) -> int:
+    from forgemq_launcher.commands import lane_changes
+    from forgemq_launcher.commands.own_gateway import run_gateway
+
+    folder = _folder_of(options.run, runs=Path(settings.runs))
+    gateway = run_gateway(folder, environ, host=settings.host)
+    try:
+        match options.command:
+            case "lanes":
+                return lane_changes.list_lanes(gateway, console)
+            case "add-lane":
+                return lane_changes.add_lane(
+                    gateway, console, lane=options.lane, engine_url=options.engine
+                )
+            case command:
+                change = command.removesuffix("-lane")
+                return lane_changes.change_lane(gateway, console, change, lane=options.lane)
+    except lane_changes.LaneRefusedError as error:
+        _print_plain(console, f"forgemq: {error}")
+        return exit_status.REFUSED
+    except lane_changes.GatewayAwayError as error:
+        _print_plain(console, f"forgemq: {error}")
+        return exit_status.FAILED
 
 
 def _delete(

@@ -58,6 +58,7 @@ async def watch_run(
                 group.create_task(processes.keep(may_end=lambda: follower.is_trained)),
                 group.create_task(follower.follow()),
                 group.create_task(follower.watch_groups()),
+                group.create_task(follower.follow_lanes(processes.lanes.follow)),
                 group.create_task(display.show()),
             ]
             if not processes.has_agents:

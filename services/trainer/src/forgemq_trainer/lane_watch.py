@@ -6,6 +6,7 @@ import msgspec
 
 from forgemq_bus.decoding import decoded_record
 from forgemq_bus.log import Place
+from forgemq_contracts.run import lanes_limit
 from forgemq_contracts.topics import LOADED_WEIGHTS, PUBLISHED_WEIGHTS, REPORTED_ENGINES
 from forgemq_contracts.weights import LoadedWeights, PublishedWeights, ReportedEngine
 from forgemq_shell.dead_letters import DeadLetters
@@ -28,7 +29,7 @@ async def watch_lanes(context: Context, publisher: Publisher, *, lineage: int) -
         FencedTrainerError: a newer trainer has published. The broker also refuses this trainer's
             next TrainedStep, but that may be a whole step away.
     """
-    lanes = range(context.configuration.log.lanes)
+    lanes = range(lanes_limit(context.configuration.log))
     places = [Place(PUBLISHED_WEIGHTS.name, 0)]
     places += [Place(topic.name, n) for topic in (REPORTED_ENGINES, LOADED_WEIGHTS) for n in lanes]
     reader = await context.log.reader(await context.log.end_positions(places))

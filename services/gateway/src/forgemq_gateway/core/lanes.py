@@ -1,8 +1,10 @@
 """Which live lane takes a request: the one where it costs the run the least time (costs.py)."""
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from forgemq_contracts.groups import AdmittedGroup
+from forgemq_contracts.lane_plan import LanePlan
 from forgemq_contracts.lanes import LANE_LAPSE_MS, KnownLane, LaneLiveness, WeightsId
 from forgemq_contracts.weights import ReportedEngine
 from forgemq_gateway.core.circuits import Circuits
@@ -23,6 +25,13 @@ SILENCE_S = 2.5
 process that stands still, not the lanes: a failover of a broker, or a long pause of the gateway."""
 
 
+class HeardReport(NamedTuple):
+    """The newest heartbeat of a lane, and when it was heard."""
+
+    report: ReportedEngine
+    heard_s: float
+
+
 class Lanes:
     """Lanes of the run by the common rule, how many requests each has in flight, and its errors.
 
@@ -31,22 +40,28 @@ class Lanes:
     Args:
         pool_tokens_per_s: Rate at which an engine fetches what another has computed; None: it
             does not.
+        plan: Which lanes are to serve; None: all that do.
     """
 
-    def __init__(self, *, pool_tokens_per_s: float | None = None) -> None:
+    def __init__(
+        self, *, pool_tokens_per_s: float | None = None, plan: LanePlan | None = None
+    ) -> None:
         self._pool_tokens_per_s = pool_tokens_per_s
+        self._plan = plan
         self.circuits = Circuits()
         self._liveness = LaneLiveness()
         self._heard_s = 0.0  # newest heartbeat of any lane
         self._resumed_s = 0.0  # first heartbeat after the newest silence of all lanes
         self.output_length = OutputLength()
         self._work: dict[int, LaneWork] = {}
+        self.newest: dict[int, HeardReport] = {}
         self._mean_rates: Rates | None = None  # of all lanes; None until it is asked for
 
     def report(self, record: ReportedEngine, *, heard_s: float) -> bool:
         """Apply a heartbeat; True if the lane has a new epoch, which lost what the old one had."""
         if not self._liveness.observe(record, at_ms=_ms(heard_s)):
             return False
+        self.newest[record.lane] = HeardReport(record, heard_s)
         if heard_s - self._heard_s > SILENCE_S:
             self._resumed_s = heard_s
         self._heard_s = max(self._heard_s, heard_s)
@@ -100,7 +115,7 @@ class Lanes:
             now_s: Monotonic time.
             failed_on: The lane whose engine failed this request; taken only if there is no other.
         """
-        ready = self._ready(now_s)
+        ready = self._with_room(self._ready(now_s), context_tokens)
         if len(ready) < 2:
             return ready[0] if ready else None
         known = cached()
@@ -118,6 +133,18 @@ class Lanes:
             return lane.lane == failed_on, seconds, lane.lane
 
         return min(ready, key=cost)
+
+    def _with_room(self, ready: list[KnownLane], context_tokens: int) -> list[KnownLane]:
+        """Without the engines whose own limit is below this context, unless it is below all.
+
+        Such an engine refuses the request, and its client gets an error: the context is full.
+        """
+        roomy = [
+            lane
+            for lane in ready
+            if not 0 < self.newest[lane.lane].report.context_tokens_max <= context_tokens
+        ]
+        return roomy or ready
 
     def _cost_s(self, lane: KnownLane, *, uncached_tokens: int) -> float:
         work = self._work[lane.lane]
@@ -140,11 +167,15 @@ class Lanes:
         """Whether any lane takes a request."""
         return bool(self._ready(now_s))
 
+    def taking(self, now_s: float) -> tuple[int, ...]:
+        """The lanes that take requests, by number."""
+        return tuple(lane.lane for lane in self._ready(now_s))
+
     def failing(self, now_s: float) -> tuple[int, ...]:
         """Live lanes that take no request because their engines fail."""
         return tuple(
             lane.lane
-            for lane in self._liveness.takes_requests(_ms(now_s))
+            for lane in self._wanted(now_s)
             if not self.circuits.takes_requests(lane.lane, lane.epoch, now_s=now_s)
         )
 
@@ -165,8 +196,20 @@ class Lanes:
     def _ready(self, now_s: float) -> list[KnownLane]:
         return [
             lane
-            for lane in self._liveness.takes_requests(_ms(now_s))
+            for lane in self._wanted(now_s)
             if self.circuits.takes_requests(lane.lane, lane.epoch, now_s=now_s)
+        ]
+
+    def _wanted(self, now_s: float) -> list[KnownLane]:
+        """Live lanes that are not behind, without those that the plan gives no requests.
+
+        A drained lane also says itself that it does not serve, a moment later.
+        """
+        plan = self._plan
+        return [
+            lane
+            for lane in self._liveness.takes_requests(_ms(now_s))
+            if plan is None or plan.serves(lane.lane)
         ]
 
     def _count(self, lane: int, epoch: int, *, change: int, unread_tokens: int = 0) -> None:

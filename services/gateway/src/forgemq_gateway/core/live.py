@@ -12,7 +12,7 @@ import msgspec
 from msgspec import UNSET, Struct
 from msgspec.structs import replace
 
-from forgemq_contracts.run import LiveKey
+from forgemq_contracts.live_key import LiveKey
 from forgemq_gateway.core.choices import choices_of
 from forgemq_gateway.core.episodes import Ending, GroupFacts, HeldEpisode
 from forgemq_gateway.core.errors import invalid

@@ -5,12 +5,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from forgemq_launcher.commands.own_gateway import ADMIN_KEY, GATEWAY_URL, run_gateway
 from forgemq_launcher.commands.service_process import print_service
-from forgemq_launcher.run_folder import RunFolder, RunFolderError
+from forgemq_launcher.run_folder import RunFolder
 from forgemq_launcher.upkeep.services import service_environ
-
-GATEWAY_URL = "FORGEMQ_AGENTS_GATEWAY_URL"
-ADMIN_KEY = "FORGEMQ_AGENTS_ADMIN_KEY"
 
 
 async def import_conversations(
@@ -39,19 +37,8 @@ async def import_conversations(
     Raises:
         RunFolderError: the run is not known here or not up, and no gateway is named.
     """
-    if not environ.get(GATEWAY_URL):
-        environ = {**environ, **_own_gateway(folder, environ, host=host)}
-    own = service_environ(environ, "agents")
+    gateway = run_gateway(folder, environ, host=host)
+    found = {GATEWAY_URL: gateway.url, ADMIN_KEY: gateway.admin_key} if gateway.is_here else {}
+    own = service_environ({**environ, **found}, "agents")
     arguments = ["import", str(file), "--domain", domain]
     return await print_service("agents", arguments, environ=own, console=console, ends_itself=True)
-
-
-def _own_gateway(folder: RunFolder, environ: Mapping[str, str], *, host: str) -> dict[str, str]:
-    """The settings that lead an agent to the gateway of a run that is up on this machine."""
-    folder.configuration()
-    if not folder.is_up():
-        raise RunFolderError(
-            f"run {folder.run} is not up: start it with --resume, or set {GATEWAY_URL}"
-        )
-    key = environ.get("FORGEMQ_GATEWAY_ADMIN_KEY") or folder.admin_key()
-    return {GATEWAY_URL: f"http://{host}:{folder.gateway_port()}", ADMIN_KEY: key}

@@ -15,6 +15,7 @@ from forgemq_contracts.groups import MergedGroup, RetiredGroup
 from forgemq_contracts.run import StartedRun
 from forgemq_contracts.topics import AUDITED_GROUPS
 from forgemq_launcher.core.failing_groups import FailingGroups
+from forgemq_launcher.records.lane_follower import ApplyLanes, follow_lanes
 from forgemq_run_view import view
 from forgemq_run_view.state import RunState
 from forgemq_run_view.view import RunView
@@ -80,6 +81,10 @@ class Follower:
                     await pass_trimmed(self._log, reader, self._places())
         finally:
             await reader.close()
+
+    async def follow_lanes(self, apply: ApplyLanes) -> None:
+        """Apply the run's plan of lanes whenever it changes, until cancelled."""
+        await follow_lanes(self._log, self._configuration.log, apply=apply)
 
     async def watch_groups(self) -> None:
         """Check the groups until cancelled.

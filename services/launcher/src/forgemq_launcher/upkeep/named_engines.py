@@ -52,8 +52,8 @@ def check_lanes_unnamed(configuration: RunConfiguration) -> None:
 class NamedEngines:
     """Has the methods of `Engines`, for servers that belong to somebody else.
 
-    Lifecycle: one task `keep`; it notes when an engine stops answering and when it answers again,
-    and gives up on one that is silent for too long.
+    Lifecycle: a task `keep` for each lane; it notes when the engine stops answering and when it
+    answers again, and gives up on one that is silent for too long.
     """
 
     def __init__(self, urls: Sequence[str], *, silence_s_max: float, note: Note) -> None:
@@ -61,6 +61,7 @@ class NamedEngines:
         self._silence_s_max = silence_s_max
         self._note = note
         self._silent: dict[int, str] = {}
+        self._removed: set[int] = set()
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -84,24 +85,28 @@ class NamedEngines:
         lane = min(self._silent)
         return f"at {self._urls[lane]} does not answer: {self._silent[lane]}"
 
-    async def keep(self) -> None:
-        """Watch every engine until cancelled.
+    def has(self, lane: int) -> bool:
+        """Whether the lane's engine is one of these, and was not removed."""
+        return lane < len(self._urls) and lane not in self._removed
 
-        Raises:
-            MachineError: one did not answer for `silence_s_max`.
-        """
-        async with asyncio.TaskGroup() as group:
-            for lane in range(len(self._urls)):
-                group.create_task(self._watch(lane))
+    async def remove(self, lane: int) -> None:
+        """Watch the lane's engine no longer; cancel its task `keep` before."""
+        self._removed.add(lane)
+        self._silent.pop(lane, None)
 
     async def stop(self) -> None:
         """Do nothing: those who started these engines stops them."""
 
-    async def _watch(self, lane: int) -> None:
+    async def keep(self, lane: int) -> None:
+        """Watch the lane's engine until cancelled.
+
+        Raises:
+            MachineError: it did not answer for `silence_s_max`.
+        """
         url = self._urls[lane]
         heard_s = time.monotonic()
         while True:
-            refusal = await asyncio.to_thread(_refusal, f"{url}/health")
+            refusal = await asyncio.to_thread(health_refusal, url)
             if refusal is None:
                 heard_s = time.monotonic()
                 if self._silent.pop(lane, None) is not None:
@@ -125,10 +130,10 @@ class NamedEngines:
         self._silent[lane] = refusal
 
 
-def _refusal(url: str) -> str | None:
-    """Why an address does not answer with 200; None if it does."""
+def health_refusal(url: str) -> str | None:
+    """Why the engine at this address does not answer a health check with 200; None if it does."""
     try:
-        with urllib.request.urlopen(url, timeout=ANSWER_TIMEOUT_S) as response:
+        with urllib.request.urlopen(f"{url}/health", timeout=ANSWER_TIMEOUT_S) as response:
             return None if response.status == 200 else f"HTTP {response.status}"
     except urllib.error.HTTPError as error:
         with error:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Callable
+from functools import cached_property
 
 import psutil
 
@@ -12,11 +13,19 @@ from forgemq_launcher.core.outside_agents import outside_agents
 from forgemq_launcher.core.restarts import RestartPolicy
 from forgemq_launcher.run_setup import RunSetup
 from forgemq_launcher.upkeep.broker import RunBroker
-from forgemq_launcher.upkeep.engines import Engines, addresses_count, servers
+from forgemq_launcher.upkeep.engine_servers import (
+    LaneServers,
+    added_addresses_count,
+    added_servers,
+    addresses_count,
+    servers,
+)
+from forgemq_launcher.upkeep.engines import Engines
 from forgemq_launcher.upkeep.gateway_status import says_training_ended
+from forgemq_launcher.upkeep.lane_upkeep import LaneUpkeep
 from forgemq_launcher.upkeep.machine import check_memory, held_port, listening_socket
 from forgemq_launcher.upkeep.named_engines import NamedEngines, check_lanes_unnamed, named_urls
-from forgemq_launcher.upkeep.services import Addresses, service_specs
+from forgemq_launcher.upkeep.services import Addresses, inference_spec, service_specs
 from forgemq_launcher.upkeep.supervisor import Note, ServiceSpec, ServiceStatus, Supervisor
 
 CONSOLE_PORT_PREFERRED = 8080
@@ -152,6 +161,47 @@ class RunProcesses:
         self._note_outside_agents(addresses)
         return addresses
 
+    @cached_property
+    def lanes(self) -> LaneUpkeep:
+        """The processes of each lane; after `start_engines` only."""
+        return LaneUpkeep(
+            self.engines,
+            self._supervisor,
+            spec_of=self._inference_spec,
+            engines_of=self._added_engines,
+            note=self._note,
+        )
+
+    def _inference_spec(self, lane: int, engine_url: str, prefill_url: str) -> ServiceSpec:
+        setup = self._setup
+        return inference_spec(
+            setup.configuration,
+            folder=setup.folder,
+            kafka=self.connection.bootstrap,
+            environ=setup.environ,
+            lane=lane,
+            engine_url=engine_url,
+            prefill_url=prefill_url,
+        )
+
+    def _added_engines(self, lane: int) -> LaneServers:
+        """The engines of a lane that is added; not started.
+
+        Raises:
+            MachineError: there is no GPU for it, or no free port.
+        """
+        setup = self._setup
+        count = added_addresses_count(lane, setup.configuration)
+        ports = [held_port("127.0.0.1") for _ in range(count)]
+        self._engine_ports += ports
+        return added_servers(
+            lane,
+            setup.configuration,
+            folder=setup.folder / "engine",
+            environ=setup.environ,
+            addresses=[port.getsockname() for port in ports],
+        )
+
     def _note_outside_agents(self, addresses: Addresses) -> None:
         """Say how groups are asked for, if some queue has no agent of the run."""
         named = self._setup.environ.get("FORGEMQ_GATEWAY_ADMIN_KEY")
@@ -194,11 +244,14 @@ class RunProcesses:
         """
         async with asyncio.TaskGroup() as group:
             for spec in self._specs:
+                if spec.lane is not None:
+                    continue
                 service = group.create_task(self._supervisor.keep(spec, may_end=may_end))
                 if spec.name == "agents":
                     service.add_done_callback(lambda _: self.agents_ended.set())
             group.create_task(self._broker.keep(policy=self._policy, note=self._note))
-            group.create_task(self.engines.keep())
+            first = {spec.lane: spec for spec in self._specs if spec.lane is not None}
+            self.lanes.begin(group, first, may_end=may_end)
 
     async def stop_services(self) -> None:
         """Stop services and engines; idempotent."""

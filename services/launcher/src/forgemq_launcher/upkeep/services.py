@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from itertools import zip_longest
+from typing import Protocol
 
 from msgspec import Struct
 
@@ -73,7 +74,64 @@ def service_specs(
     gateways: int = 1,
 ) -> tuple[ServiceSpec, ...]:
     """Every service process of the run, in the order of start."""
-    shared = _shared_environ(environ, run=configuration.run, kafka=addresses.kafka)
+    spec = _specs_of(configuration, folder=folder, kafka=addresses.kafka, environ=environ)
+    own = _own_environs(configuration, folder=folder, addresses=addresses)
+    entry = _gateway_environ(own["gateway"], count=gateways)
+    lanes = zip_longest(addresses.engine_urls, addresses.prefill_urls, fillvalue="")
+    agents = [spec("agents", own["agents"], stop_stage=0)] if played_queues(configuration) else []
+    return (
+        *(
+            spec("gateway", entry, stop_stage=1, number=number, fds=(addresses.gateway_fd,))
+            for number in (range(gateways) if gateways > 1 else (-1,))
+        ),
+        *(
+            spec("inference", _lane_environ(lane, *urls), stop_stage=2, number=lane)
+            for lane, urls in enumerate(lanes)
+        ),
+        spec("scheduler", {}, stop_stage=2),
+        spec("reward", {}, stop_stage=2),
+        spec("merger", {}, stop_stage=2),
+        spec("trainer", own["trainer"], stop_stage=2, ranks=configuration.trainer.world_size),
+        spec("auditor", {}, stop_stage=3),  # Last: it then audits what was retired last.
+        spec("console", own["console"], stop_stage=2, fds=(addresses.console_fd,)),
+        *agents,
+    )
+
+
+def inference_spec(
+    configuration: RunConfiguration,
+    *,
+    folder: RunFolder,
+    kafka: str,
+    environ: Mapping[str, str],
+    lane: int,
+    engine_url: str,
+    prefill_url: str = "",
+) -> ServiceSpec:
+    """The inference process of a lane that is added, beside the engines at these addresses."""
+    spec = _specs_of(configuration, folder=folder, kafka=kafka, environ=environ)
+    own = _lane_environ(lane, engine_url, prefill_url)
+    return spec("inference", own, stop_stage=2, number=lane)
+
+
+class _MakeSpec(Protocol):
+    def __call__(
+        self,
+        service: str,
+        own: Mapping[str, str],
+        *,
+        stop_stage: int,
+        number: int = -1,
+        ranks: int = 1,
+        fds: tuple[int, ...] = (),
+    ) -> ServiceSpec: ...
+
+
+def _specs_of(
+    configuration: RunConfiguration, *, folder: RunFolder, kafka: str, environ: Mapping[str, str]
+) -> _MakeSpec:
+    """A function that makes the spec of a service with what all services of the run share."""
+    shared = _shared_environ(environ, run=configuration.run, kafka=kafka)
 
     def spec(
         service: str,
@@ -100,29 +158,10 @@ def service_specs(
             log_path=folder / "logs" / f"{name}.log",
             stop_stage=stop_stage,
             inherited_fds=fds,
+            lane=number if service == "inference" else None,
         )
 
-    own = _own_environs(configuration, folder=folder, addresses=addresses)
-    entry = _gateway_environ(own["gateway"], count=gateways)
-    lanes = zip_longest(addresses.engine_urls, addresses.prefill_urls, fillvalue="")
-    agents = [spec("agents", own["agents"], stop_stage=0)] if played_queues(configuration) else []
-    return (
-        *(
-            spec("gateway", entry, stop_stage=1, number=number, fds=(addresses.gateway_fd,))
-            for number in (range(gateways) if gateways > 1 else (-1,))
-        ),
-        *(
-            spec("inference", _lane_environ(lane, *urls), stop_stage=2, number=lane)
-            for lane, urls in enumerate(lanes)
-        ),
-        spec("scheduler", {}, stop_stage=2),
-        spec("reward", {}, stop_stage=2),
-        spec("merger", {}, stop_stage=2),
-        spec("trainer", own["trainer"], stop_stage=2, ranks=configuration.trainer.world_size),
-        spec("auditor", {}, stop_stage=3),  # Last: it then audits what was retired last.
-        spec("console", own["console"], stop_stage=2, fds=(addresses.console_fd,)),
-        *agents,
-    )
+    return spec
 
 
 def _gateway_environ(own: Mapping[str, str], *, count: int) -> Mapping[str, str]:

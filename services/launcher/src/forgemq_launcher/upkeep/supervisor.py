@@ -34,7 +34,7 @@ class ServiceSpec(Struct, frozen=True, kw_only=True):
     """One service process: `python -m <module> <arguments>`.
 
     `stop_stage`: lower stages are stopped first. `inherited_fds`: open files that each start of it
-    gets under the same numbers.
+    gets under the same numbers. `lane`: that it serves.
     """
 
     name: str
@@ -44,6 +44,7 @@ class ServiceSpec(Struct, frozen=True, kw_only=True):
     stop_stage: int
     arguments: tuple[str, ...] = ()
     inherited_fds: tuple[int, ...] = ()
+    lane: int | None = None
 
 
 class ServiceStatus(Struct, frozen=True, kw_only=True):
@@ -59,6 +60,7 @@ class _Service:
     spec: ServiceSpec
     process: asyncio.subprocess.Process | None = None
     exits_s: list[float] = field(default_factory=list)
+    is_ended: bool = False
 
 
 class Supervisor:
@@ -91,11 +93,11 @@ class Supervisor:
         Raises:
             ProcessFailedError: it refused its settings, or died too often.
         """
-        service = self._services.setdefault(spec.name, _Service(spec))
-        while not self._stopping.is_set():
+        service = self._services[spec.name] = _Service(spec)
+        while not self._is_over(service):
             service.process = await _start_process(spec)
             status = await service.process.wait()
-            if self._stopping.is_set():
+            if self._is_over(service):
                 return
             if status == EXIT_OK and may_end():
                 return
@@ -114,6 +116,21 @@ class Supervisor:
             )
         self._note(f"{spec.name} {how}; restarting in {delay_s:.1f} s (log: {spec.log_path})")
         await asyncio.sleep(delay_s)
+
+    async def end(self, name: str) -> None:
+        """End one service for good, as `stop` ends all; its `keep` returns.
+
+        It returns after a pause if the service waits for its restart.
+        """
+        service = self._services.pop(name, None)
+        if service is None:
+            return
+        service.is_ended = True
+        if service.process is not None:
+            await _end_process(service.process, grace_s=self._grace_s)
+
+    def _is_over(self, service: _Service) -> bool:
+        return self._stopping.is_set() or service.is_ended
 
     async def stop(self) -> None:
         """Send SIGTERM to the services, stage by stage; SIGKILL to each that outlives its grace."""

@@ -1,0 +1,161 @@
+"""`forgemq lanes`, and the commands that change a lane of a run that is up."""
+
+import http.client
+import urllib.error
+import urllib.request
+from typing import TypeVar
+
+import msgspec
+from msgspec import Struct
+from rich.console import Console
+from rich.table import Table
+
+from forgemq_contracts.admin import Refusal
+from forgemq_contracts.admin_routes import Route
+from forgemq_contracts.lane_plan import LaneChange
+from forgemq_contracts.lane_routes import (
+    ADD_LANE,
+    DRAIN_LANE,
+    LIST_LANES,
+    REMOVE_LANE,
+    RESUME_LANE,
+    LaneAddition,
+    LaneList,
+    LaneStatus,
+)
+from forgemq_launcher import exit_status
+from forgemq_launcher.commands.own_gateway import RunGateway
+from forgemq_launcher.upkeep.named_engines import health_refusal
+
+ANSWER_TIMEOUT_S = 30.0
+"""A gateway that starts holds its first requests until it has read its topics, seconds."""
+SILENT_S_MAX = 5.0
+"""Without a heartbeat for longer a lane counts as dead."""
+
+_OF_LANE = {"drain": DRAIN_LANE, "resume": RESUME_LANE, "remove": REMOVE_LANE}
+
+_Answer = TypeVar("_Answer", bound=Struct)
+
+
+class LaneRefusedError(Exception):
+    """The gateway refused, and nothing changed; the text says why."""
+
+
+class GatewayAwayError(Exception):
+    """The gateway did not answer; the text says why."""
+
+
+def list_lanes(gateway: RunGateway, console: Console) -> int:
+    """Print every lane of the run: what is wanted of it and how it is doing."""
+    console.print(_table(_asked(gateway, LIST_LANES, LaneList)))
+    return exit_status.OK
+
+
+def add_lane(gateway: RunGateway, console: Console, *, lane: int | None, engine_url: str) -> int:
+    """Let the run have another lane, and print all of them.
+
+    Raises:
+        LaneRefusedError: its engine does not answer from this machine, on which the run is up; or
+            as the gateway says.
+        GatewayAwayError: the gateway does not answer.
+    """
+    engine_url = engine_url.rstrip("/")
+    addition = _addition(lane, engine_url)
+    if engine_url and gateway.is_here and (why := health_refusal(engine_url)):
+        raise LaneRefusedError(f"--engine: {engine_url} does not answer a health check: {why}")
+    added = _asked(gateway, ADD_LANE, LaneStatus, body=addition)
+    console.print(f"lane {added.lane} is added; it takes requests once its engine serves")
+    if not gateway.is_here:
+        console.print(
+            f"start its process: FORGEMQ_INFERENCE_LANE={added.lane} "
+            f"FORGEMQ_INFERENCE_ENGINE_URL={engine_url or '...'} python -m forgemq_inference",
+            highlight=False,
+            soft_wrap=True,
+        )
+    return list_lanes(gateway, console)
+
+
+def change_lane(gateway: RunGateway, console: Console, change: LaneChange, *, lane: int) -> int:
+    """Drain, resume or remove a lane, and print all of them.
+
+    Raises:
+        LaneRefusedError: as the gateway says.
+        GatewayAwayError: the gateway does not answer.
+    """
+    route = _OF_LANE[change]
+    _asked(gateway, route, route.answer, path=route.path.format(lane=lane))
+    return list_lanes(gateway, console)
+
+
+def _addition(lane: int | None, engine_url: str) -> LaneAddition:
+    """The body of the request, checked before anything is asked."""
+    given = {"engine_url": engine_url, "lane": lane}
+    try:
+        return msgspec.convert(given, LaneAddition)
+    except msgspec.ValidationError as error:
+        raise LaneRefusedError(f"--engine, --lane: {error}") from error
+
+
+def _asked(
+    gateway: RunGateway,
+    route: Route,
+    answer: type[_Answer],
+    *,
+    path: str = "",
+    body: Struct | None = None,
+) -> _Answer:
+    request = urllib.request.Request(
+        gateway.url + (path or route.path),
+        method=route.method,
+        data=None if body is None else msgspec.json.encode(body),
+        headers={
+            "Authorization": f"Bearer {gateway.admin_key}",
+            "Content-Type": "application/json",
+        },
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as response:
+            return msgspec.json.decode(response.read(), type=answer)
+    except urllib.error.HTTPError as error:
+        with error:
+            raise _refusal(error.code, error.read()) from error
+    except (OSError, http.client.HTTPException, msgspec.MsgspecError) as error:
+        raise GatewayAwayError(f"the gateway at {gateway.url} did not answer: {error}") from error
+
+
+def _refusal(status: int, body: bytes) -> LaneRefusedError:
+    try:
+        message = msgspec.json.decode(body, type=Refusal).error.message
+    except msgspec.MsgspecError:
+        message = body[:200].decode(errors="replace")
+    return LaneRefusedError(f"{message} (HTTP {status})")
+
+
+def _table(found: LaneList) -> Table:
+    shown = Table(
+        "lane", "wanted", "is", "weights", "running", "queued", "reads tokens/s", "cache", "engine"
+    )
+    for lane in found.lanes:
+        shown.add_row(
+            str(lane.lane),
+            lane.state,
+            _is(lane),
+            f"{lane.lineage}.{lane.version}",
+            str(lane.running),
+            str(lane.queued),
+            f"{lane.prefill_tokens_per_s:.0f}" if lane.prefill_tokens_per_s else "-",
+            f"{lane.used_tokens / lane.capacity_tokens:.0%}" if lane.capacity_tokens else "-",
+            lane.engine_url,
+        )
+    shown.caption = f"{len(found.lanes)} of at most {found.lanes_max} lanes"
+    return shown
+
+
+def _is(lane: LaneStatus) -> str:
+    if lane.silent_s is None:
+        return "not started"
+    if lane.silent_s > SILENT_S_MAX:
+        return f"silent for {lane.silent_s:.0f} s"
+    if lane.takes_requests:
+        return "takes requests"
+    return "drained" if lane.state == "drained" else "starting or behind"

@@ -1,0 +1,275 @@
+"""The SGLang servers of a run's lanes: which options, GPUs and ports each of them has."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+import msgspec
+
+from forgemq_contracts.lane_engines import (
+    EngineShape,
+    LaneEngines,
+    every_lane,
+    is_paired,
+    shapes_of,
+)
+from forgemq_contracts.run import RunConfiguration
+from forgemq_launcher.core.gpus import engine_gpus, visible_gpus
+from forgemq_launcher.upkeep.machine import MachineError, installed_gpus
+from forgemq_sglang_cpu.options import EngineOptions, is_mixture
+from forgemq_sglang_cpu.pair import EXPERTS_REFUSAL, Role
+from forgemq_sglang_cpu.pool import EnginePool
+from forgemq_sglang_cpu.server import EngineServer
+
+
+class LaneServers(NamedTuple):
+    """The servers of one lane: one that serves it, and one that reads contexts for that one."""
+
+    serving: EngineServer
+    prefill: EngineServer | None = None
+
+
+def servers(
+    configuration: RunConfiguration,
+    *,
+    folder: Path,
+    environ: Mapping[str, str],
+    addresses: Sequence[tuple[str, int]],
+) -> tuple[LaneServers, ...]:
+    """The servers of each lane of the run; not started.
+
+    Args:
+        configuration: Of the run.
+        folder: For logs, and for K/V that engines share.
+        environ: As for `options_of_engines`.
+        addresses: Hosts and ports, `addresses_count` of them.
+
+    Raises:
+        MachineError: the machine has GPUs, but too few for the engines; or it cannot have this
+            pool, or these lanes.
+    """
+    options = iter(_all_options(configuration, folder=folder, environ=environ))
+    left = iter(addresses)
+    make = partial(_server, configuration.model.path, folder=folder, environ=environ)
+    return tuple(
+        _lane_servers(lane, engines, make, options=options, addresses=left)
+        for lane, engines in enumerate(_lanes(configuration))
+    )
+
+
+def _all_options(
+    configuration: RunConfiguration, *, folder: Path, environ: Mapping[str, str]
+) -> tuple[EngineOptions, ...]:
+    _check_pairs(configuration)
+    return with_pool(
+        options_of_engines(configuration, gpus=installed_gpus(), environ=environ),
+        configuration,
+        own_folder=folder / "pool",
+    )
+
+
+def _lane_servers(
+    lane: int,
+    engines: LaneEngines,
+    make: "_MakeServer",
+    *,
+    options: Iterator[EngineOptions],
+    addresses: Iterator[tuple[str, int]],
+) -> LaneServers:
+    """The servers of one lane, of the options and addresses that come next."""
+    prefill = None
+    if is_paired(engines):
+        address, bootstrap_port = next(addresses), next(addresses)[1]
+        own = msgspec.structs.replace(next(options), bootstrap_port=bootstrap_port)
+        prefill = make(f"lane-{lane}-prefill", own, address)
+    return LaneServers(make(f"lane-{lane}", next(options), next(addresses)), prefill)
+
+
+_MakeServer: TypeAlias = Callable[[str, EngineOptions, tuple[str, int]], EngineServer]
+
+
+def _server(
+    model: str,
+    name: str,
+    options: EngineOptions,
+    address: tuple[str, int],
+    *,
+    folder: Path,
+    environ: Mapping[str, str],
+) -> EngineServer:
+    host, port = address
+    return EngineServer(
+        model, folder / name, port=port, options=options, host=host, inherited=environ
+    )
+
+
+def addresses_count(configuration: RunConfiguration) -> int:
+    """Ports that the run's servers need."""
+    return sum(map(_addresses_count, _lanes(configuration)))
+
+
+def added_addresses_count(lane: int, configuration: RunConfiguration) -> int:
+    """Ports that the servers of a lane need which is added while the run is up."""
+    return _addresses_count(_lanes(_with_lane(configuration, lane))[lane])
+
+
+def added_servers(
+    lane: int,
+    configuration: RunConfiguration,
+    *,
+    folder: Path,
+    environ: Mapping[str, str],
+    addresses: Sequence[tuple[str, int]],
+) -> LaneServers:
+    """The servers of a lane that is added while the run is up, as `servers` makes them.
+
+    A lane beyond those with which the run begins is like the last one of its file.
+
+    Raises:
+        MachineError: there is no GPU for another engine, or none for this pool.
+    """
+    larger = _with_lane(configuration, lane)
+    lanes = _lanes(larger)
+    options = _all_options(larger, folder=folder, environ=environ)
+    before = sum(len(shapes_of(engines)) for engines in lanes[:lane])
+    make = partial(_server, configuration.model.path, folder=folder, environ=environ)
+    return _lane_servers(
+        lane, lanes[lane], make, options=iter(options[before:]), addresses=iter(addresses)
+    )
+
+
+def _with_lane(configuration: RunConfiguration, lane: int) -> RunConfiguration:
+    """The configuration with so many more lanes that there is one of this number."""
+    more = lane + 1 - configuration.log.lanes
+    if more <= 0:
+        return configuration
+    layout = msgspec.structs.replace(configuration.log, lanes=lane + 1, lanes_max=None)
+    lanes = configuration.lanes
+    if lanes:
+        last = msgspec.structs.replace(lanes[-1], count=lanes[-1].count + more)
+        lanes = (*lanes[:-1], last)
+    return msgspec.structs.replace(configuration, log=layout, lanes=lanes)
+
+
+def options_of_engines(
+    configuration: RunConfiguration, *, gpus: int, environ: Mapping[str, str]
+) -> tuple[EngineOptions, ...]:
+    """Start options of each engine, lane 0 first, of a pair prefill first.
+
+    Args:
+        configuration: Says which engines and how many trainer ranks there are.
+        gpus: Installed on this machine.
+        environ: May hide some of them, and says where the trainer computes.
+
+    Raises:
+        MachineError: there are GPUs, but too few; or an engine wants several and there is none.
+    """
+    # No context limit is given, so the model's own holds: SGLang reserves a few tokens of its
+    # limit, while gateway and inference enforce the run's limit to the token.
+    seen = visible_gpus(gpus, cuda_visible_devices=environ.get("CUDA_VISIBLE_DEVICES"))
+    usual = _usual_options(configuration)
+    engines = [
+        msgspec.structs.replace(usual, role=role, **_options_of_shape(shape))
+        for lane in _lanes(configuration)
+        for role, shape in zip(_roles(lane), shapes_of(lane), strict=True)
+    ]
+    if seen == 0:
+        _check_cpu(engines)
+        return tuple(engines)
+    try:
+        firsts = engine_gpus(
+            [options.tensor_parallel for options in engines],
+            gpus=seen,
+            trainer_device=environ.get("FORGEMQ_TRAINER_DEVICE", "cpu"),
+            ranks=configuration.trainer.world_size,
+        )
+    except ValueError as error:
+        raise MachineError(str(error)) from error
+    return tuple(
+        msgspec.structs.replace(options, has_gpu=True, gpu_first=first)
+        for options, first in zip(engines, firsts, strict=True)
+    )
+
+
+def _lanes(configuration: RunConfiguration) -> tuple[LaneEngines, ...]:
+    return every_lane(configuration.lanes) or (LaneEngines(),) * configuration.log.lanes
+
+
+def _roles(lane: LaneEngines) -> tuple[Role, ...]:
+    return ("prefill", "decode") if is_paired(lane) else ("unified",)
+
+
+def _options_of_shape(shape: EngineShape) -> dict[str, object]:
+    return {
+        "tensor_parallel": shape.tensor_parallel,
+        "expert_parallel": shape.expert_parallel,
+        "attention_data_parallel": shape.attention_data_parallel,
+        "extra": shape.flags,
+    }
+
+
+def _check_cpu(engines: Sequence[EngineOptions]) -> None:
+    widest = max(options.tensor_parallel for options in engines)
+    if widest > 1:
+        raise MachineError(
+            f"lanes.tensor_parallel must be 1 for engines on a CPU, got {widest}: this machine "
+            "shows no GPU"
+        )
+
+
+def _check_pairs(configuration: RunConfiguration) -> None:
+    path = Path(configuration.model.path) / "config.json"
+    has_pairs = any(map(is_paired, configuration.lanes))
+    # A model without the file is refused when its engine starts.
+    if has_pairs and path.is_file() and is_mixture(path.read_bytes()):
+        raise MachineError(
+            f"lanes.prefill must be left out for a mixture of experts: {EXPERTS_REFUSAL}"
+        )
+
+
+def _usual_options(configuration: RunConfiguration) -> EngineOptions:
+    """What the run asks of each of its engines, on any machine."""
+    if configuration.speculation is None:
+        return EngineOptions()
+    speculation = configuration.speculation
+    return EngineOptions(head=speculation.head, draft_steps=speculation.steps)
+
+
+def with_pool(
+    lane_options: tuple[EngineOptions, ...], configuration: RunConfiguration, *, own_folder: Path
+) -> tuple[EngineOptions, ...]:
+    """The options with the run's pool, if it has one.
+
+    Args:
+        lane_options: Without a pool.
+        configuration: Of the run.
+        own_folder: For K/V if the run's file names no folder.
+
+    Raises:
+        MachineError: engines on a CPU cannot use this storage.
+    """
+    pool = configuration.pool
+    if pool is None:
+        return lane_options
+    if pool.storage != "file" and not all(options.has_gpu for options in lane_options):
+        raise MachineError(
+            f"pool.storage must be file for engines on a CPU, got {pool.storage}: SGLang's "
+            "clients of other storages need a GPU"
+        )
+    folder = pool.folder or str(own_folder)
+    engine_pool = EnginePool(
+        storage=pool.storage,
+        folder=folder if pool.storage == "file" else "",
+        folder_gb_max=pool.folder_gb_max,
+        extra_config=pool.extra_config,
+        page_tokens=pool.page_tokens,
+        host_gb=pool.host_gb,
+        prefetch=pool.prefetch,
+    )
+    return tuple(msgspec.structs.replace(options, pool=engine_pool) for options in lane_options)
+
+
+def _addresses_count(engines: LaneEngines) -> int:
+    """Ports of one lane's servers: one each, and of a prefill engine another one."""
+    return 3 if is_paired(engines) else 1
