@@ -158,6 +158,7 @@ def test_engines_are_added_drained_and_removed_while_a_run_trains(
     )
 
 
+@pytest.mark.long
 def test_the_launcher_starts_and_stops_the_engines_of_lanes_that_come_and_go(
     kafka_bootstrap, new_run_id, tmp_path
 ):
