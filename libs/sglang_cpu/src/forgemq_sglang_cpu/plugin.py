@@ -15,6 +15,7 @@ _MAKE_HOST_POOL = "sglang.srt.mem_cache.pool_host.base.HostKVCache.__init__"
 _MAKE_HOST_CACHE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.init_hicache"
 _LOOK_FOR_PREFIX = "sglang.srt.managers.schedule_batch.Req.init_next_round_input"
 _PREPARE_KV_COPY = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup"
+_BUILD_PAGE_HASHES = "sglang.srt.mem_cache.cpp_utils.native_hash._load_native_hash_module"
 _MAKE_PREFILL_QUEUE = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.__init__"
 _NAME_WEIGHTS = "sglang.srt.managers.scheduler.Scheduler.record_weight_version_change"
 _JOIN_WEIGHT_GROUP = (
@@ -35,7 +36,7 @@ def register_hooks() -> None:
     """Register the hooks that this machine and environment need."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from forgemq_sglang_cpu import host_cache, pair, pool
+    from forgemq_sglang_cpu import host_cache, page_hashes, pair, pool
 
     if activate() is not None:
         # SGLang's host pools always pin their memory, which fails without an accelerator.
@@ -47,6 +48,7 @@ def register_hooks() -> None:
         HookRegistry.register(_MAKE_PREFILL_QUEUE, pair.number_pages_unpinned, HookType.AFTER)
     HookRegistry.register(_NAME_WEIGHTS, pair.note_versions_of_held, HookType.BEFORE)
     HookRegistry.register(_LOOK_FOR_PREFIX, pool.file_under_own_weights, HookType.BEFORE)
+    HookRegistry.register(_BUILD_PAGE_HASHES, page_hashes.module_with_get_hash, HookType.REPLACE)
     timeout_s = os.environ.get(WEIGHT_GROUP_TIMEOUT_VARIABLE)  # noqa: TID251 (a plugin's only input)
     if timeout_s:
         HookRegistry.register(

@@ -6,6 +6,7 @@ from typing import Annotated, Any, ParamSpec, TypeVar
 
 import msgspec
 from fastapi import Depends, FastAPI, HTTPException, Request, Response
+from fastapi.routing import APIRoute
 
 from forgemq_bus.errors import LogUnavailableError
 from forgemq_contracts import admin_routes, lane_routes, openapi
@@ -228,15 +229,21 @@ def _add_refusals(app: FastAPI) -> None:
         return _refusal(unknown(f"there is no {request.method} {request.url.path}"))
 
     @app.exception_handler(405)
-    async def no_method(request: Request, error: HTTPException) -> Response:
+    async def no_method(request: Request, _: HTTPException) -> Response:
         message = f"{request.url.path} takes no {request.method}"
         refused = _refusal(RefusedError(message, status=405, kind="invalid_request_error"))
-        refused.headers.update(error.headers or {})  # Allow: which methods it takes.
+        refused.headers["allow"] = ", ".join(_methods(app, request.scope["route"].path))
         return refused
 
     @app.exception_handler(ClientGoneError)
     async def gone(_: Request, __: ClientGoneError) -> Response:
         return Response(status_code=499)  # As nginx counts it; nobody is there to read it.
+
+
+def _methods(app: FastAPI, path: str) -> list[str]:
+    """Every method that a path takes; Starlette names those of its first route alone."""
+    routes = (route for route in app.routes if isinstance(route, APIRoute) and route.path == path)
+    return sorted({method for route in routes for method in route.methods or ()})
 
 
 def _json(value: object, *, status: int = 200) -> Response:
