@@ -7,24 +7,22 @@ random parameters: what a token costs to compute grows faster with a model than 
 
 import asyncio
 import shutil
-import socket
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from measurement import Measurement, parser_of
 from msgspec import Struct
+from real_engines import real_engines
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from forgemq_inference.engine import Engine
 from forgemq_sglang_cpu.options import EngineOptions
 from forgemq_sglang_cpu.pool import EnginePool
-from forgemq_sglang_cpu.server import EngineServer
 
 _DEMO = Path(__file__).parents[1] / "deploy" / "demo" / "model"
 _PAGE_TOKENS = 16
@@ -59,7 +57,14 @@ CASES = {
 async def measure(case: Case, model: Path, folder: Path) -> tuple[float, float, float]:
     """Tokens a second of computing and of fetching, and the share that was fetched."""
     contexts = [_context(number, case.context_tokens) for number in range(_CONTEXTS + 1)]
-    async with _engines(model, folder) as (first, second):
+    pool = EnginePool(
+        storage="file",
+        folder=str(folder / "pool"),
+        page_tokens=_PAGE_TOKENS,
+        prefetch="wait_complete",
+    )
+    options = EngineOptions(pool=pool)
+    async with real_engines(model, folder, count=2, options=options) as (first, second):
         # The first context of each engine also pays for what is compiled and opened once.
         computed_s = [await _seconds(first, context) for context in contexts][1:]
         pages = len(contexts) * case.context_tokens // _PAGE_TOKENS
@@ -70,33 +75,6 @@ async def measure(case: Case, model: Path, folder: Path) -> tuple[float, float, 
         case.context_tokens / statistics.median(seconds for seconds, _ in fetched),
         statistics.mean(tokens for _, tokens in fetched) / case.context_tokens,
     )
-
-
-@asynccontextmanager
-async def _engines(model: Path, folder: Path) -> AsyncIterator[list[Engine]]:
-    pool = EnginePool(
-        storage="file",
-        folder=str(folder / "pool"),
-        page_tokens=_PAGE_TOKENS,
-        prefetch="wait_complete",
-    )
-    servers = [
-        EngineServer(str(model), folder / name, port=_free_port(), options=EngineOptions(pool=pool))
-        for name in ("first", "second")
-    ]
-    async with AsyncExitStack() as stack:
-        for server in servers:
-            stack.callback(server.stop)
-            server.start()
-        for server in servers:
-            await asyncio.to_thread(server.wait_healthy)
-        yield [await stack.enter_async_context(Engine(server.url)) for server in servers]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _context(number: int, tokens: int) -> list[int]:

@@ -8,24 +8,21 @@ a second are of this machine alone, on which the engines share the cores.
 
 import asyncio
 import random
-import socket
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from measurement import Measurement, parser_of
 from msgspec import Struct
+from real_engines import real_engines
 from routing_engine import EngineSpeed, SimulatedEngine, Work
 from routing_policies import Gateway, Policy, RoundRobin, Sticky
 
 from forgemq_inference.core.engine_load import EngineCounters
 from forgemq_inference.engine import Engine
-from forgemq_sglang_cpu.options import EngineOptions
-from forgemq_sglang_cpu.server import EngineServer
 
 _MODEL = Path(__file__).parents[1] / "deploy" / "demo" / "model"
 _ENGINES = 3
@@ -156,31 +153,10 @@ def _tokens(seed: str, count: int) -> list[int]:
     return dice.choices(_VOCABULARY, k=count)
 
 
-@asynccontextmanager
-async def _servers(folder: Path) -> AsyncIterator[list[Engine]]:
-    servers = [
-        EngineServer(str(_MODEL), folder / str(n), port=_free_port(), options=EngineOptions())
-        for n in range(_ENGINES)
-    ]
-    async with AsyncExitStack() as stack:
-        for server in servers:
-            stack.callback(server.stop)
-            server.start()
-        for server in servers:
-            await asyncio.to_thread(server.wait_healthy)
-        yield [await stack.enter_async_context(Engine(server.url)) for server in servers]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 async def measure(folder: Path) -> dict[str, Played]:
     """What each policy gives; an untimed round before pays for what is compiled once."""
     found: dict[str, Played] = {}
-    async with _servers(folder) as engines:
+    async with real_engines(_MODEL, folder, count=_ENGINES) as engines:
         for name, policy in (("untimed", RoundRobin), *POLICIES.items()):
             found[name] = await Play(policy(_ENGINES), engines, cache_key=name).run()
     del found["untimed"]

@@ -16,7 +16,6 @@ files, `pause_s` the longest pause of an engine, and `pause_over_transfer` their
 import asyncio
 import io
 import shutil
-import socket
 import statistics
 import sys
 import tempfile
@@ -28,6 +27,7 @@ from pathlib import Path
 
 import torch
 from measurement import Measurement, parser_of
+from real_engines import real_engines
 from safetensors.torch import load_file, save_file
 from stand_in_engine import Speed, StandInEngine, serving
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -39,8 +39,6 @@ from forgemq_inference.engine import Engine
 from forgemq_inference.pause_clock import PauseClock
 from forgemq_inference.relay import RelayedWeights
 from forgemq_inference.weight_loader import Loading, WeightLoader
-from forgemq_sglang_cpu.options import EngineOptions
-from forgemq_sglang_cpu.server import EngineServer
 from forgemq_telemetry import Telemetry
 from forgemq_trainer.fast_path import FastPaths
 from forgemq_trainer.relay_path import RelayPath
@@ -208,7 +206,7 @@ async def _arrival(lane: Lane, version: int) -> float:
 async def measure_engines(measurement: Measurement, cases: Sequence[int], folder: Path) -> None:
     """Rows of the cases with real engines."""
     first, second = _models(folder)
-    async with _engines(first, folder, count=max(cases)) as engines:
+    async with real_engines(first, folder, count=max(cases)) as engines:
         lanes = [Lane(number, engine, folder) for number, engine in enumerate(engines)]
         trainer = Trainer((first, second))
         await trainer.broadcast(lanes)  # Groups are formed, and what is compiled once is.
@@ -285,27 +283,6 @@ async def _generating(engines: Sequence[Engine]) -> AsyncIterator[None]:
             request.cancel()
         for engine in engines:
             await engine.abort_all()
-
-
-@asynccontextmanager
-async def _engines(model: Path, folder: Path, *, count: int) -> AsyncIterator[list[Engine]]:
-    servers = [
-        EngineServer(str(model), folder / f"engine-{n}", port=_free_port(), options=EngineOptions())
-        for n in range(count)
-    ]
-    async with AsyncExitStack() as stack:
-        for server in servers:
-            stack.callback(server.stop)
-            server.start()
-        for server in servers:
-            await asyncio.to_thread(server.wait_healthy)
-        yield [await stack.enter_async_context(Engine(server.url)) for server in servers]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _models(folder: Path) -> tuple[Path, Path]:

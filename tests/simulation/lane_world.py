@@ -171,7 +171,7 @@ class Engines:
     def change(self, change: RequestedLane) -> None:
         """Every lane's process reads a change; that of a lane that is removed ends.
 
-        Whoever supervises it starts it again: it waits until its lane is added.
+        Then it is started again, as a supervisor would, and waits until its lane is added.
         """
         for lane in self.lanes:
             assert lane.hearing is not None

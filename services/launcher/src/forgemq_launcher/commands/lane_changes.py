@@ -23,14 +23,13 @@ from forgemq_contracts.lane_routes import (
     LaneList,
     LaneStatus,
 )
+from forgemq_contracts.lanes import LANE_LAPSE_MS
 from forgemq_launcher import exit_status
 from forgemq_launcher.commands.own_gateway import RunGateway
 from forgemq_launcher.upkeep.named_engines import health_refusal
 
 ANSWER_TIMEOUT_S = 30.0
 """A gateway that starts holds its first requests until it has read its topics, seconds."""
-SILENT_S_MAX = 5.0
-"""Without a heartbeat for longer a lane counts as dead."""
 
 _OF_LANE = {"drain": DRAIN_LANE, "resume": RESUME_LANE, "remove": REMOVE_LANE}
 
@@ -154,7 +153,7 @@ def _table(found: LaneList) -> Table:
 def _is(lane: LaneStatus) -> str:
     if lane.silent_s is None:
         return "not started"
-    if lane.silent_s > SILENT_S_MAX:
+    if 1000 * lane.silent_s > LANE_LAPSE_MS:
         return f"silent for {lane.silent_s:.0f} s"
     if lane.takes_requests:
         return "takes requests"
