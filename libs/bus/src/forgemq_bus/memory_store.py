@@ -79,9 +79,10 @@ class MemoryStore:
 
     def partition(self, place: Place) -> Partition:
         """The partition; UnknownPlaceError if it does not exist."""
-        if place not in self.partitions:
+        partition = self.partitions.get(place)
+        if partition is None:
             raise UnknownPlaceError(f"{place.topic}/{place.partition} does not exist")
-        return self.partitions[place]
+        return partition
 
     def end_position(self, place: Place, *, isolation: Isolation) -> int:
         """The end; for committed readers the first offset of an open transaction, if any."""
@@ -155,7 +156,9 @@ class MemoryStore:
             OutOfRangeError: the partition has no such position.
         """
         partition = self.partition(place)
-        if not partition.first <= position <= partition.end:
+        if position == partition.end:
+            return [], position
+        if not partition.first <= position < partition.end:
             raise OutOfRangeError(
                 f"{place.topic}/{place.partition}: position {position} is outside "
                 f"{partition.first}..{partition.end}"
@@ -185,18 +188,25 @@ class MemoryStore:
 
     async def wait_for_arrival(self, timeout_s: float) -> None:
         """Wait until something is appended or a transaction ends, or the time is over."""
-        waiter = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        waiter = loop.create_future()
         self._waiters.add(waiter)
+        timer = loop.call_later(timeout_s, _wake, waiter)
         try:
-            await asyncio.wait([waiter], timeout=timeout_s)
+            await waiter
         finally:
+            timer.cancel()
             self._waiters.discard(waiter)
 
     def wake(self) -> None:
         """Wake every waiting reader."""
         for waiter in self._waiters:
-            if not waiter.done():
-                waiter.set_result(None)
+            _wake(waiter)
+
+
+def _wake(waiter: "asyncio.Future[None]") -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 def _is_visible(entry: Entry, *, isolation: Isolation) -> bool:

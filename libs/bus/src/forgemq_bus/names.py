@@ -1,7 +1,12 @@
 """Names on the broker: those of a run start with `<run>.`, those of shared topics do not."""
 
+from functools import lru_cache
+
 from forgemq_bus.log import Place
 from forgemq_contracts import topics
+
+# The log in memory asks for the same few hundred with each record.
+_PLACES_MAX = 4096
 
 SHARED_TOPICS = frozenset(topic.name for topic in topics.SHARED)
 
@@ -16,6 +21,7 @@ def contract_topic(name: str, *, run: str) -> str:
     return name.removeprefix(f"{run}.")
 
 
+@lru_cache(_PLACES_MAX)
 def broker_place(place: Place, *, run: str) -> Place:
     """The same partition under its topic's name on the broker."""
     return Place(broker_topic(place.topic, run=run), place.partition)

@@ -87,6 +87,8 @@ class Rendering:
         self._renderer = renderer
         self._history = history
         self._is_opaque = isinstance(renderer, DefaultRenderer)
+        # DefaultRenderer looks back to the newest of these.
+        self._message_ends = frozenset(renderer.get_stop_token_ids())
         self._extension = TemplateExtension(tokenizer, stop_token_ids=frozenset(stop_token_ids))
         self.stop_token_ids = stop_token_ids
         self.vocabulary_size = tokenizer.vocabulary_size
@@ -265,7 +267,7 @@ class Rendering:
         `context`: ids before the output (a tail is enough): they may open the reasoning.
         """
         ids = list(output)
-        before = list(context[-CONTEXT_TAIL_TOKENS:]) or None
+        before = self._before(context) or None
         try:
             parsed = self._renderer.parse_response(
                 ids, tools=list(tools) or None, prompt_ids=before
@@ -285,6 +287,15 @@ class Rendering:
             ),
             malformed=len(bad),
         )
+
+    def _before(self, context: Sequence[int]) -> list[int]:
+        """As much of the context as the renderer looks at."""
+        tail = context[-CONTEXT_TAIL_TOKENS:]
+        if self._is_opaque:
+            for index in range(len(tail) - 1, -1, -1):
+                if tail[index] in self._message_ends:
+                    return list(tail[index:])
+        return list(tail)
 
     def _content(
         self,

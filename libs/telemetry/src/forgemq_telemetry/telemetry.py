@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol, TextIO, TypeAlias
 
 import msgspec
@@ -144,7 +144,6 @@ class Telemetry:
         if self._exporter is not None:
             self._exporter.observe(metric, value, attributes)
 
-    @contextmanager
     def span(
         self,
         name: str,
@@ -153,7 +152,7 @@ class Telemetry:
         parent: Headers = (),
         links: Sequence[Headers] = (),
         **attributes: Attribute,
-    ) -> Iterator[Span]:
+    ) -> AbstractContextManager[Span]:
         """Span the work inside; an exception that leaves it marks the span as failed.
 
         Args:
@@ -164,22 +163,28 @@ class Telemetry:
             attributes: Values known at the start, searchable in the trace store.
         """
         if self._exporter is None:
-            yield _PassingSpan(parent)
-            return
-        span = self._exporter.start_span(name, parent=parent, links=links, attributes=attributes)
-        try:
-            yield span
-        except BaseException as error:
-            # The work inside may raise anything, a cancellation too: each ends the span as failed.
-            span.end(error)
-            raise
-        span.end(None)
+            return nullcontext(_PassingSpan(parent))
+        return _ending(
+            self._exporter.start_span(name, parent=parent, links=links, attributes=attributes)
+        )
 
     def close(self) -> None:
         """Send what is buffered and stop the exporter; events still work."""
         if self._exporter is not None:
             self._exporter.close()
             self._exporter = None
+
+
+@contextmanager
+def _ending(span: StartedSpan) -> Iterator[Span]:
+    """End the span with the work inside."""
+    try:
+        yield span
+    except BaseException as error:
+        # The work inside may raise anything, a cancellation too: each ends the span as failed.
+        span.end(error)
+        raise
+    span.end(None)
 
 
 def open_telemetry(service: str, *, run: str, settings: TelemetrySettings) -> Telemetry:

@@ -110,7 +110,10 @@ class Access:
             MovedError: its group left, also if it came back since: its episodes were read again.
             RefusedError: as `episode`.
         """
-        known = self.known_episode(episode.episode_id)
+        self.check_here(episode.opened.group_id)
+        known = self._registry.episode(episode.episode_id)
+        if known is None:
+            raise self._refusal_of(episode.episode_id)
         if known is not episode:
             raise MovedError(episode.opened.group_id)
         _check_not_closed(known)

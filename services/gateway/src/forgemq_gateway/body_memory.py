@@ -1,7 +1,7 @@
 """Bytes of requests' bodies in memory: counted from their first byte until they are answered."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import Self
 
 from forgemq_gateway.core.errors import RefusedError, busy
 
@@ -21,14 +21,9 @@ class BodyMemory:
         self._other_bytes = other_bytes
         self.held_bytes = 0
 
-    @contextmanager
-    def body(self) -> Iterator["CountedBody"]:
+    def body(self) -> "CountedBody":
         """One body; its bytes are given back when the context ends."""
-        counted = CountedBody(self)
-        try:
-            yield counted
-        finally:
-            self.held_bytes -= counted.size_bytes
+        return CountedBody(self)
 
     def check(self) -> None:
         """Return if there is room.
@@ -48,6 +43,14 @@ class CountedBody:
         self.size_bytes = 0
         self.body = b""
         """The whole body once it is read: another gateway may have to answer it."""
+
+    def __enter__(self) -> Self:
+        """Begin to count."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give the bytes back."""
+        self._memory.held_bytes -= self.size_bytes
 
     def grow(self, count: int) -> None:
         """Count more bytes.

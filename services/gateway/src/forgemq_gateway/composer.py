@@ -215,7 +215,7 @@ class Composer:
         context: bytes,
     ) -> Reply:
         """What the model said, stop strings included; implements `registry.Parse`."""
-        return self._reply(unpack_ids(output), request_id, tools, unpack_ids(context))
+        return self._reply(unpack_ids(output), request_id, tools, view_ids(context))
 
     def _reply(
         self,

@@ -1,8 +1,7 @@
 """Lets requests of agents in, within the limits of their key, before any of their body is read."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from typing import TypeAlias
 
 from forgemq_contracts.run import RunConfiguration
@@ -53,21 +52,19 @@ class Gate:
         try:
             caller = self._access.live_caller(key, scope)
             if caller is not None:
-                async with self._place(f"live/{caller.policy.name}"):
-                    await live(scope, receive, send, caller)
+                name = f"live/{caller.policy.name}"
+                await self._placed(name, lambda: live(scope, receive, send, caller))
                 return
             episode = self._access.episode(key)
-            async with self._place(episode.episode_id):
-                await route(scope, receive, send, episode)
+            await self._placed(episode.episode_id, lambda: route(scope, receive, send, episode))
         except MovedError:
             raise
         except RefusedError as error:
             self._telemetry.count("gateway.refused", status=error.status, limit=error.limit)
             await send_refusal(send, error, shape=shape)
 
-    @asynccontextmanager
-    async def _place(self, key: str) -> AsyncIterator[None]:
-        """Within it the request has a place.
+    async def _placed(self, key: str, serve: Callable[[], Awaitable[None]]) -> None:
+        """Serve a request while it has a place.
 
         Raises:
             RefusedError: 429, as `Admission.arrive`, or none became free in time.
@@ -78,7 +75,7 @@ class Gate:
         try:
             if not ticket.has_place:
                 await self._wait(ticket)
-            yield
+            await serve()
         finally:
             for admitted in self._admission.leave(ticket):
                 self._held.pop(admitted).set_result(None)

@@ -7,7 +7,7 @@ sampled them, the caller refuses the client instead of delivering an answer that
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from forgemq_gateway.client import Client
 from forgemq_gateway.clock import Clock
@@ -95,15 +95,19 @@ class LiveAnswers:
         self._composer = composer
         self._clock = clock
 
-    @contextmanager
     def following(
         self, client: Client, episode: HeldEpisode, awaited: Sequence[Awaited]
-    ) -> Iterator[LiveAnswer | None]:
+    ) -> AbstractContextManager[LiveAnswer | None]:
         """The growing answer of this client; None if its answer comes as a whole."""
         turn = awaited[0].turn
         if turn is None or not is_live(client.request, episode.opened):
-            yield None
-            return
+            return nullcontext()
+        return self._growing(client, turn, episode)
+
+    @contextmanager
+    def _growing(
+        self, client: Client, turn: OpenTurn, episode: HeldEpisode
+    ) -> Iterator[LiveAnswer]:
         with self._turns.watch(turn.request_id) as heard:
             yield LiveAnswer(
                 client,

@@ -37,6 +37,7 @@ from forgemq_gateway.core.path_limits import check_path_length
 from forgemq_gateway.core.requests import ReadItems, Request
 from forgemq_gateway.deliveries import Deliveries
 from forgemq_gateway.dispatcher import Result
+from forgemq_gateway.first_done import first_done
 from forgemq_gateway.large_work import LargeWork
 from forgemq_gateway.live_answers import LiveAnswer, LiveAnswers, check_continues
 from forgemq_gateway.settings import body_bytes_max
@@ -364,9 +365,7 @@ class TurnRoute:
                 return tuple(result.result() for result in results)
             news = [] if live is None else [live.news]
             waiting: list[asyncio.Future[Any]] = [*pending, *news, client.leaving]
-            await asyncio.wait(
-                waiting, timeout=due_s - now_s(), return_when=asyncio.FIRST_COMPLETED
-            )
+            await first_done(waiting, timeout_s=due_s - now_s())
             if all(result.done() for result in results):
                 continue
             if client.leaving.done():

@@ -53,16 +53,9 @@ async def read_body(
         RefusedError: 413: it is longer than the limit; nothing beyond it is kept. Or as `grow`.
         ClientGoneError: the connection closed.
     """
-    too_long = RefusedError(
-        f"the body is over the limit of {bytes_max} bytes",
-        status=413,
-        kind="invalid_request_error",
-        code=code,
-        limit="body_bytes",
-    )
     declared = headers.get("content-length", "0")
     if declared.isdigit() and int(declared) > bytes_max:
-        raise too_long
+        raise _too_long(bytes_max, code=code)
     parts: list[bytes] = []
     size = 0
     while True:
@@ -72,11 +65,21 @@ async def read_body(
         part = message.get("body", b"")
         size += len(part)
         if size > bytes_max:
-            raise too_long
+            raise _too_long(bytes_max, code=code)
         grow(len(part))
         parts.append(part)
         if not message.get("more_body", False):
             return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _too_long(bytes_max: int, *, code: str | None) -> RefusedError:
+    return RefusedError(
+        f"the body is over the limit of {bytes_max} bytes",
+        status=413,
+        kind="invalid_request_error",
+        code=code,
+        limit="body_bytes",
+    )
 
 
 def read_again(body: bytes, receive: Receive) -> Receive:
