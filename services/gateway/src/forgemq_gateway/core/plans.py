@@ -60,9 +60,11 @@ def plan(request: Request, *, history: History) -> Plan:
         return Plan(request=request, keys=keys, match=None, fork_reason="other_tools")
     if match is not None:
         reason = branch_reason(history, keys, _roles(request), match=match)
-        return Plan(request=request, keys=keys, match=match, fork_reason=reason)
-    reason = fork_reason(history, keys, _roles(request))
-    return Plan(request=request, keys=keys, match=None, fork_reason=reason)
+    else:
+        reason = fork_reason(history, keys, _roles(request))
+    if reason is not None and request.cuts:
+        reason = "compaction"  # The agent says so; the messages may look like anything.
+    return Plan(request=request, keys=keys, match=match, fork_reason=reason)
 
 
 def _roles(request: Request) -> list[Role]:
