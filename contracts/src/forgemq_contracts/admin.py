@@ -156,7 +156,7 @@ class Claim(Struct, frozen=True, kw_only=True):
     task: Annotated[Raw, Meta(description="The task as it was requested.")]
     temperature: Temperature
     context_tokens_max: Annotated[
-        int, Meta(ge=0, description="Context and output together; 0: not told.")
+        int, Meta(ge=0, description="Context and output together; 0: not known.")
     ] = 0
 
 

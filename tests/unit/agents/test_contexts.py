@@ -12,7 +12,7 @@ from forgemq_agents.contexts import (
     READY,
     SLIDING_WINDOW,
     SUMMARY,
-    Context,
+    AgentContext,
     ContextFunction,
     exchanges,
 )
@@ -29,9 +29,9 @@ def told(number: int) -> dict:
     return {"role": "tool", "tool_call_id": f"c{number}", "content": f"page {number}"}
 
 
-def context_of(count: int, *, kept: str = "") -> Context:
+def context_of(count: int, *, kept: str = "") -> AgentContext:
     turns = [message for number in range(count) for message in (asked(number), told(number))]
-    return Context(opening=(TASK,), kept=kept, turns=tuple(turns))
+    return AgentContext(opening=(TASK,), kept=kept, turns=tuple(turns))
 
 
 def test_a_sliding_window_keeps_the_task_and_whole_exchanges():
@@ -95,7 +95,7 @@ def test_to_discard_all_leaves_the_task_and_what_was_kept():
 def test_what_is_kept_is_a_message_of_its_own_if_no_text_of_the_user_ends_the_task(
     opening, expected
 ):
-    assert Context(opening=opening, kept="Notes: x").messages == expected
+    assert AgentContext(opening=opening, kept="Notes: x").messages == expected
 
 
 @given(
@@ -164,7 +164,7 @@ def test_an_unknown_parameter_is_refused_by_name():
 def test_a_function_of_ones_own_is_recorded_by_its_name_and_parameters():
     def first_only(context, _text, parameters):
         turns = context.turns[: int(parameters["messages"])]
-        return Context(opening=context.opening, turns=turns)
+        return AgentContext(opening=context.opening, turns=turns)
 
     own = ContextFunction(
         name="first_only", apply=first_only, says="Keep the first.", defaults={"messages": 2}

@@ -1,4 +1,4 @@
-"""The tool loop's contexts: who cuts, what the model sees after it, and what is told of it."""
+"""The tool loop's contexts: who cuts, what the model sees after it, and what is recorded of it."""
 
 import json
 
@@ -119,7 +119,7 @@ async def test_calls_beside_a_context_tool_are_the_environments_and_all_are_answ
     window = SLIDING_WINDOW.as_tool(exchanges=1)
     await run_tool_loop(model, archive, turns_max=9, context_tools=[window])
     assert archive.asked[0] == ["read"]
-    # The one exchange is kept whole: nothing was cut, so nothing is told.
+    # The one exchange is kept whole: nothing was cut.
     assert roles(model.heard[1]) == ["user", "assistant", "tool", "tool"]
     assert [m["tool_call_id"] for m in model.heard[1][2:]] == ["1-0", "1-1"]
     assert [m["content"] for m in model.heard[1][2:]] == ["page 1", CUT]

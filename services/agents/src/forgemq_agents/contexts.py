@@ -22,7 +22,7 @@ Parameters: TypeAlias = Mapping[str, bool | int | float | str]
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
+class AgentContext:
     """The messages of an episode's next request, in three parts.
 
     Attributes:
@@ -46,12 +46,12 @@ class Context:
         text = f"{last['content']}\n{self.kept}" if last["content"] else self.kept
         return [*before, {**last, "content": text}, *self.turns]
 
-    def after(self, *messages: Message) -> "Context":
+    def after(self, *messages: Message) -> "AgentContext":
         """The context with these messages at its end."""
         return replace(self, turns=(*self.turns, *messages))
 
 
-Apply: TypeAlias = Callable[[Context, str, Parameters], Context]
+Apply: TypeAlias = Callable[[AgentContext, str, Parameters], AgentContext]
 """s' of s with a and o at its end, what the policy wrote for it ("" for nothing), parameters."""
 
 
@@ -159,7 +159,7 @@ class Application:
     parameters: Parameters = field(default_factory=dict)
     form: CutForm = "tool"
 
-    def to(self, context: Context) -> Context:
+    def to(self, context: AgentContext) -> AgentContext:
         """The context that follows."""
         return self.function.apply(context, self.text, self.parameters)
 
@@ -184,13 +184,13 @@ def exchanges(turns: Sequence[Message]) -> list[tuple[Message, ...]]:
     return [tuple(exchange) for exchange in found]
 
 
-def _sliding_window(context: Context, _: str, parameters: Parameters) -> Context:
+def _sliding_window(context: AgentContext, _: str, parameters: Parameters) -> AgentContext:
     found = exchanges(context.turns)
     kept = found[max(0, len(found) - int(parameters["exchanges"])) :]
     return replace(context, turns=tuple(each for exchange in kept for each in exchange))
 
 
-def _clear_tool_results(context: Context, _: str, parameters: Parameters) -> Context:
+def _clear_tool_results(context: AgentContext, _: str, parameters: Parameters) -> AgentContext:
     found = exchanges(context.turns)
     first_whole = len(found) - int(parameters["exchanges"])
     return replace(
@@ -205,15 +205,15 @@ def _clear_tool_results(context: Context, _: str, parameters: Parameters) -> Con
     )
 
 
-def _summary(context: Context, text: str, parameters: Parameters) -> Context:
+def _summary(context: AgentContext, text: str, parameters: Parameters) -> AgentContext:
     return replace(context, kept=f"{parameters['heading']}{text}", turns=())
 
 
-def _discard_all(context: Context, _: str, _parameters: Parameters) -> Context:
+def _discard_all(context: AgentContext, _: str, _parameters: Parameters) -> AgentContext:
     return replace(context, turns=())
 
 
-def _notes(context: Context, text: str, parameters: Parameters) -> Context:
+def _notes(context: AgentContext, text: str, parameters: Parameters) -> AgentContext:
     begun = f"{context.kept}{parameters['separator']}" if context.kept else parameters["heading"]
     return replace(context, kept=f"{begun}{text}", turns=())
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeAlias
 from msgspec.structs import replace
 
 from forgemq_agents.completion import Completion, FunctionCall, Message, Tool
-from forgemq_agents.contexts import Application, Context, ContextRule, ContextTool
+from forgemq_agents.contexts import AgentContext, Application, ContextRule, ContextTool
 from forgemq_agents.errors import ContextFullError
 from forgemq_contracts.context_cuts import CUTS_MAX, ContextCut
 from forgemq_contracts.fields import TruncationCause
@@ -135,7 +135,7 @@ class _TurnTooLongError(Exception):
 
 
 class _Play:
-    """An episode under way: its context, and the cuts that the next request will tell."""
+    """An episode under way: its context, and the cuts that the next request names."""
 
     def __init__(
         self,
@@ -149,7 +149,7 @@ class _Play:
         self._own_tools = tools
         self._rules = sorted(rules, key=lambda rule: rule.fraction, reverse=True)
         self._tools = [*environment.tools, *(each.tool for each in tools)]
-        self._context = Context(opening=tuple(environment.opening()))
+        self._context = AgentContext(opening=tuple(environment.opening()))
         self._tokens = 0
         self._newest_id: str | None = None
         self._cuts: list[ContextCut] = []
@@ -181,7 +181,7 @@ class _Play:
         return {call_id: applied for call_id, applied in found if applied is not None}
 
     def _apply(self, application: Application) -> None:
-        """Apply a context function; one that changes nothing is not told."""
+        """Apply a context function; one that changes nothing is not recorded."""
         context = application.to(self._context)
         if context == self._context:
             return
@@ -216,7 +216,7 @@ class _Play:
                 raise
             return await self._ask(self._context)
 
-    async def _ask(self, context: Context) -> Completion:
+    async def _ask(self, context: AgentContext) -> Completion:
         completion = await self._model.chat(context.messages, tools=self._tools, cuts=self._cuts)
         self._cuts = []
         self._tokens = completion.total_tokens

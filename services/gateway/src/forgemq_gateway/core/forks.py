@@ -120,7 +120,7 @@ def _leaves_out_turns(
 ) -> bool:
     """Whether the first reply in the messages came after others of the same agent, not in them.
 
-    Agents are told apart by their tools: what makes a title has others, or none.
+    Tools tell agents apart: what makes a title has others, or none.
     """
     roles = [message.role for message in messages]
     if not tools_digest or "assistant" not in roles:
