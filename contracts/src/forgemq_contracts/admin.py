@@ -155,6 +155,9 @@ class Claim(Struct, frozen=True, kw_only=True):
     ]
     task: Annotated[Raw, Meta(description="The task as it was requested.")]
     temperature: Temperature
+    context_tokens_max: Annotated[
+        int, Meta(ge=0, description="Context and output together; 0: not known.")
+    ] = 0
 
 
 class Lease(Struct, frozen=True, kw_only=True):

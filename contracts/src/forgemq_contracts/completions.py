@@ -4,6 +4,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta, Struct
 
+from forgemq_contracts.context_cuts import ContextCut
 from forgemq_contracts.episodes import Sampling
 from forgemq_contracts.fields import (
     CompletionId,
@@ -114,6 +115,13 @@ class TurnPart(Struct, frozen=True, kw_only=True, omit_defaults=True):
             "was requested: what a client can have waited for. -1: none. None: not recorded."
         ),
     ] = None
+    cuts: Annotated[
+        tuple[ContextCut, ...],
+        Meta(
+            description="What the agent says that it did to its context before this request, in "
+            "order. () if it did nothing, or says nothing."
+        ),
+    ] = ()
 
     def __post_init__(self) -> None:
         if self.tools:

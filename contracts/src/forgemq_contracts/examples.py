@@ -41,6 +41,7 @@ _BOUND: dict[tuple[str, str], object] = {
 # If all fields are set there is one item in each array, one sample and one entry.
 _BOUND_FULL: dict[tuple[str, str], object] = {
     ("RequestedGroup", "purpose"): "eval",
+    ("ContextCut", "parameters"): {"exchanges": 3},
     ("MergedTree", "sample_first_entry"): b"\x00\x00\x00\x00\x01\x00\x00\x00",
 }
 

@@ -4,7 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from forgemq_agents import Completion, Message, Tool
-from forgemq_agents.tool_loop import Append, Move, Restart, Stop, answer_calls
+from forgemq_agents.contexts import NOTES
+from forgemq_agents.tool_loop import Append, Move, Stop, answer_calls
 from shop_desk.calls import BAD_CALL, TOOLS, Call, call_of, is_bad, reply_to, unread_calls
 from shop_desk.shop import Order
 
@@ -19,11 +20,11 @@ ANSWERED = "answered"
 
 
 class ShopDesk:
-    """The desk with one customer; `clock_s` is its virtual clock."""
+    """The desk with one customer; `clock_s` is its virtual clock, `notes` counts notes."""
 
     def __init__(self, order: Order) -> None:
         self._order = order
-        self._notes: list[str] = []
+        self.notes = 0
         self.clock_s = 0.0
         self.prices_at_once_max = 0
         self.price_calls = 0
@@ -34,18 +35,12 @@ class ShopDesk:
         """Tools offered to the model, the same in every turn."""
         return TOOLS
 
-    @property
-    def notes(self) -> int:
-        """Number of notes taken so far."""
-        return len(self._notes)
-
     def opening(self) -> list[Message]:
-        """The first messages of a context: the customer's question and the notes so far."""
-        notes = f"\nNotes: {', '.join(self._notes)}" if self._notes else ""
-        return [{"role": "user", "content": self._order.question + notes}]
+        """The first message of a context: the customer's question; notes come to its end."""
+        return [{"role": "user", "content": self._order.question}]
 
     async def answer(self, completion: Completion) -> Move:
-        """Run the turn's calls at once; a note starts a new context with only the notes in it."""
+        """Run the turn's calls at once; a note leaves only the question and the notes."""
         self.clock_s += TURN_S
         calls = [call_of(call.name, call.arguments) for call in completion.calls]
         unread = unread_calls(completion.text, has_calls=bool(calls))
@@ -54,8 +49,8 @@ class ShopDesk:
         self._count(calls, unread)
         noted = [call.argument for call in calls if call is not None and call.name == "note"]
         if noted:
-            self._notes += noted
-            return Restart(self.opening())
+            self.notes += len(noted)
+            return Append(applied=[NOTES.application(text) for text in noted])
         answers = await answer_calls(
             completion.calls, {"price": self._price, "total": self._total}, bad_call=BAD_CALL
         )

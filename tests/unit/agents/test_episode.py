@@ -235,7 +235,9 @@ async def test_the_loop_appends_the_message_unchanged():
     heard: list[list[dict]] = []
 
     class Model:
-        async def chat(self, messages, *, tools=()) -> Completion:
+        context_tokens_max = 0
+
+        async def chat(self, messages, *, tools=(), cuts=()) -> Completion:
             heard.append(list(messages))
             return completion_with("{}", content="odd  text ")
 

@@ -27,13 +27,14 @@ class TokenPolicy:
         self.contexts: list[list[int]] = []
         self.outputs: list[list[int]] = []
         self.completions: list[Completion] = []
+        self.cuts: list[tuple] = []
         self.truncated_by: str | None = None
         self._messages: list[dict] = []
 
     def truncate(self, cause: str) -> None:
         self.truncated_by = cause
 
-    async def chat(self, messages, *, tools=()) -> Completion:
+    async def chat(self, messages, *, tools=(), cuts=()) -> Completion:
         context = self._context(messages, tools)
         if len(context) >= self.context_tokens_max:
             raise ContextFullError("full", status=400, code="context_length_exceeded")
@@ -41,9 +42,10 @@ class TokenPolicy:
         output = await self.sample(context, room)
         self.contexts.append(context)
         self.outputs.append(output)
-        completion = self._completion(output, tools)
+        completion = self._completion(output, tools, len(context) + len(output))
         self._messages = [*messages, completion.message]
         self.completions.append(completion)
+        self.cuts.append(tuple(cuts))
         return completion
 
     def _context(self, messages, tools) -> list[int]:
@@ -56,7 +58,7 @@ class TokenPolicy:
             return [*self.contexts[-1], *self.outputs[-1], *added.ids]
         return self.rendering.render(messages, tools=tools).ids
 
-    def _completion(self, output, tools) -> Completion:
+    def _completion(self, output, tools, total_tokens) -> Completion:
         name = f"{len(self.outputs):032x}"
         parsed = self.rendering.parse(output, completion_id=name, tools=tools)
         message: dict = {"role": "assistant", "content": parsed.content or None}
@@ -74,6 +76,7 @@ class TokenPolicy:
             id=f"chatcmpl-{name}",
             message=message,
             finish_reason="stop" if stopped else "length",
+            total_tokens=total_tokens,
         )
 
 

@@ -14,7 +14,7 @@ from forgemq_gateway.core.digests import EMPTY_PATH, canonical_json, message_dig
 from forgemq_gateway.core.forks import fork_reason
 from forgemq_gateway.core.history import TAIL_TOKENS, History, KnownCompletion
 from forgemq_gateway.core.message_paths import Branch
-from forgemq_gateway.core.requests import Echo
+from forgemq_gateway.core.requests import Echo, RequestMessage, Text
 from tests.unit.gateway.completions import add_first, completion_of, user
 
 tokens = st.lists(st.integers(0, 3), max_size=30)
@@ -109,6 +109,12 @@ def test_of_replies_with_the_same_text_the_echoed_reasoning_says_which_is_meant(
     assert [found(4, thought) for thought in ("first", "second")] == children
 
 
+def said(*messages: str) -> list[RequestMessage]:
+    """Messages, each a role and a text."""
+    parted: list[Any] = [message.split(" ", 1) for message in messages]
+    return [RequestMessage(role=role, parts=(Text(text),)) for role, text in parted]
+
+
 def test_a_match_looks_at_no_message_behind_the_first_that_is_new() -> None:
     history = History()
     add_first(history, completion_of(0, context=[1], output=[2], text="yes"), "a")
@@ -152,19 +158,18 @@ def test_a_fork_has_a_reason_from_the_requests_before_it(messages: list[str], re
     second = completion_of(2, parent=first, shared=2, context=[1], output=[2], text="two")
     history.add(second, keys=keys_of(told[3:4]), after=first.path)
     history.note(Branch(keys_of(told[:5])))
-    roles: list[Any] = [message.split(" ", 1)[0] for message in messages]
-    assert fork_reason(history, keys_of(messages), roles) == reason
+    assert fork_reason(history, keys_of(messages), said(*messages)) == reason
 
 
 def test_the_first_request_is_no_fork_and_one_beside_it_is_whether_or_not_it_was_answered() -> None:
     history = History()
     keys = [message_digest("system", "s"), user("a")]
-    assert fork_reason(history, keys, ["system", "user"]) is None
+    assert fork_reason(history, keys, said("system s", "user a")) is None
     history.note(Branch(keys))
     other = [message_digest("system", "s"), user("b")]
-    assert fork_reason(history, other, ["system", "user"]) == "side_request"
+    assert fork_reason(history, other, said("system s", "user b")) == "side_request"
     add_first(history, completion_of(1, context=[1], output=[2], text="x"), "z")
-    assert fork_reason(history, other, ["system", "user"]) == "side_request"
+    assert fork_reason(history, other, said("system s", "user b")) == "side_request"
 
 
 def test_a_whole_number_is_the_same_with_and_without_a_fraction() -> None:

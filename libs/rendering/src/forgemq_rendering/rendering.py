@@ -14,6 +14,7 @@ from renderers.base import ParsedResponse, ParsedToolCall, Renderer, ToolCallPar
 from forgemq_rendering.choice import HistoryPolicy, choose_renderer
 from forgemq_rendering.continuations import continuations
 from forgemq_rendering.extension import TemplateExtension
+from forgemq_rendering.parsed import Parsed, ToolCall
 from forgemq_rendering.reply_grammar import ReplyGrammar
 from forgemq_rendering.tokenizer import FolderTokenizer, generation_stops
 
@@ -48,23 +49,6 @@ class Rendered(Struct, frozen=True, kw_only=True):
     def ids(self) -> list[int]:
         """The tokens as ids."""
         return [token_id for (token_id,) in iter_unpack("<i", self.tokens)]
-
-
-class ToolCall(Struct, frozen=True, kw_only=True):
-    """One call the model made; the id is unique over the whole run."""
-
-    id: str
-    name: str
-    arguments: str
-
-
-class Parsed(Struct, frozen=True, kw_only=True):
-    """The assistant message in sampled tokens; `malformed` counts calls that did not parse."""
-
-    content: str
-    reasoning: str = ""
-    tool_calls: tuple[ToolCall, ...] = ()
-    malformed: int = 0
 
 
 class Rendering:

@@ -1,16 +1,34 @@
 """The turns of a group: tokens, log-probabilities, weight versions and what they earned."""
 
 from collections.abc import Iterable, Mapping
+from typing import Annotated
 
 import msgspec
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from forgemq_contracts.accounting import is_candidate
 from forgemq_contracts.arrays import unpack_floats, unpack_ids
 from forgemq_contracts.completions import FinishedCompletion
+from forgemq_contracts.context_cuts import ContextCut, CutForm
 from forgemq_contracts.episodes import FinishedEpisode
+from forgemq_contracts.fields import ForkReason
 from forgemq_contracts.messages import Message
 from forgemq_run_view.rewards import EpisodeReward, GroupRewards, TurnReward
+
+TOKEN_BYTES = 4
+
+
+class CutView(Struct, frozen=True, kw_only=True):
+    """One context function that was applied before a turn."""
+
+    function: str
+    form: CutForm
+    after_id: str | None
+    is_written: bool
+    parameters: str
+    tokens_before: Annotated[
+        int | None, Meta(description="Of the context that was cut, its newest answer included.")
+    ]
 
 
 class TrajectoryTurn(Struct, frozen=True, kw_only=True):
@@ -33,6 +51,12 @@ class TrajectoryTurn(Struct, frozen=True, kw_only=True):
     cached_tokens: int
     messages: str
     reward: TurnReward
+    fork_reason: ForkReason | None = None
+    cuts: tuple[CutView, ...] = ()
+    seen: Annotated[
+        tuple[int, ...],
+        Meta(description="The whole context, if it was cut before this turn; else empty."),
+    ] = ()
 
 
 class ImportedMessage(Struct, frozen=True, kw_only=True):
@@ -107,13 +131,14 @@ def trajectories(messages: Iterable[Message]) -> tuple[Trajectory, ...]:
         if isinstance(message.record, FinishedEpisode) and message.record.source == "import"
     }
     by_episode: dict[str, list[FinishedCompletion]] = {each: [] for each in imported}
-    for completion in chosen(messages).values():
+    completions = chosen(messages)
+    for completion in completions.values():
         by_episode.setdefault(completion.episode_id, []).append(completion)
     return tuple(
         Trajectory(
             episode_id=episode_id,
             turns=tuple(
-                _turn(each, reward=rewards.turn(each.request_id))
+                _turn(each, completions, reward=rewards.turn(each.request_id))
                 for each in sorted(found, key=lambda c: c.turn.sequence)
             ),
             reward=rewards.episode(episode_id),
@@ -151,11 +176,18 @@ def _message_text(message: Mapping[str, object]) -> str:
     return msgspec.json.encode(rest).decode()
 
 
-def _turn(completion: FinishedCompletion, *, reward: TurnReward) -> TrajectoryTurn:
+def _turn(
+    completion: FinishedCompletion,
+    completions: Mapping[str, FinishedCompletion],
+    *,
+    reward: TurnReward,
+) -> TrajectoryTurn:
+    turn = completion.turn
+    is_cut = bool(turn.cuts) or turn.fork_reason == "compaction"
     return TrajectoryTurn(
         completion_id=completion.request_id,
         episode_id=completion.episode_id,
-        sequence=completion.turn.sequence,
+        sequence=turn.sequence,
         parent_id=completion.parent_id,
         shared_prefix_tokens=completion.shared_prefix_tokens,
         context=tuple(unpack_ids(completion.context)),
@@ -168,6 +200,27 @@ def _turn(completion: FinishedCompletion, *, reward: TurnReward) -> TrajectoryTu
         queued_s=completion.queued_s,
         engine_s=completion.engine_s,
         cached_tokens=completion.cached_tokens,
-        messages=completion.turn.messages.decode(errors="replace"),
+        messages=turn.messages.decode(errors="replace"),
         reward=reward,
+        fork_reason=turn.fork_reason,
+        cuts=tuple(_cut(each, completions) for each in turn.cuts),
+        seen=tuple(unpack_ids(context_bytes(completion, completions))) if is_cut else (),
     )
+
+
+def _cut(cut: ContextCut, completions: Mapping[str, FinishedCompletion]) -> CutView:
+    before = completions.get(cut.after_id or "")
+    return CutView(
+        function=cut.function,
+        form=cut.form,
+        after_id=cut.after_id,
+        is_written=cut.is_written,
+        parameters=msgspec.json.encode(cut.parameters).decode(),
+        tokens_before=None if before is None else _tokens(before),
+    )
+
+
+def _tokens(completion: FinishedCompletion) -> int:
+    """Context and output of a completion."""
+    own = len(completion.context) + len(completion.output)
+    return completion.shared_prefix_tokens + own // TOKEN_BYTES

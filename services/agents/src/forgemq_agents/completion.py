@@ -25,6 +25,9 @@ class Completion(Struct, frozen=True, kw_only=True):
     id: str
     message: Message
     finish_reason: str
+    total_tokens: Annotated[
+        int, Meta(ge=0, description="Of its context and itself; 0 if the server does not say.")
+    ] = 0
 
     @property
     def completion_id(self) -> str:
@@ -55,9 +58,14 @@ class _Choice(Struct, frozen=True):
     finish_reason: str | None = None
 
 
+class _Usage(Struct, frozen=True):
+    total_tokens: int = 0
+
+
 class _ChatCompletion(Struct, frozen=True):
     id: str
     choices: Annotated[list[_Choice], Meta(min_length=1)]
+    usage: _Usage | None = None
 
 
 def read_completion(body: bytes) -> Completion:
@@ -65,7 +73,10 @@ def read_completion(body: bytes) -> Completion:
     decoded = msgspec.json.decode(body, type=_ChatCompletion)
     choice = decoded.choices[0]
     return Completion(
-        id=decoded.id, message=choice.message, finish_reason=choice.finish_reason or ""
+        id=decoded.id,
+        message=choice.message,
+        finish_reason=choice.finish_reason or "",
+        total_tokens=decoded.usage.total_tokens if decoded.usage else 0,
     )
 
 

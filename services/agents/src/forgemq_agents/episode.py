@@ -1,6 +1,7 @@
 """`Episode`: the argument of a user's `async def play(episode)`."""
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from forgemq_agents.completion import Completion, Message, Tool, read_completion
 from forgemq_agents.gateway_client import GatewayClient
 from forgemq_agents.requests import JsonRequests
 from forgemq_contracts.admin import Claim, RewardRequest
+from forgemq_contracts.context_cuts import CONTEXT_HEADER, ContextCut
 from forgemq_contracts.fields import TruncationCause
 from forgemq_settings.user_code import for_user_code
 from forgemq_telemetry.telemetry import Telemetry
@@ -27,6 +29,7 @@ class Episode:
         task: As the task source made it.
         episode_id: `<group>.<index>.<attempt>`.
         temperature: The gateway samples with it, whatever a request asks for.
+        context_tokens_max: Of context and output together; 0 if the gateway does not tell.
         key: API key for chat completions of this episode alone.
         base_url: OpenAI base URL for that key.
         session_url: The same with the key in its path, for clients whose key cannot be set.
@@ -50,6 +53,7 @@ class Episode:
         self.task: Any = msgspec.json.decode(claim.task)
         self.episode_id = claim.episode_id
         self.temperature = claim.temperature
+        self.context_tokens_max = claim.context_tokens_max
         self.key = claim.key
         self.base_url = claim.base_url
         self.session_url = claim.session_url
@@ -68,8 +72,15 @@ class Episode:
         *,
         tools: Sequence[Tool] = (),
         max_tokens: int | None = None,
+        cuts: Sequence[ContextCut] = (),
     ) -> Completion:
         """Ask the model for the next message; retried on 429, 5xx and lost connections.
+
+        Args:
+            messages: In OpenAI's chat form.
+            tools: Offered to the model.
+            max_tokens: Of the answer; the gateway cuts it to the run's.
+            cuts: What was done to the messages since the last request; it is recorded.
 
         Raises:
             ContextFullError: the messages do not fit into the context window.
@@ -81,6 +92,7 @@ class Episode:
             fields["tools"] = list(tools)
         if max_tokens is not None:
             fields["max_tokens"] = max_tokens
+        told = json.dumps(msgspec.to_builtins(list(cuts))) if cuts else ""
         with self._telemetry.span("chat", episode=self.episode_id) as span:
             # The gateway starts a trace for each completion and links it to this span.
             reply = await self._requests.send(
@@ -88,6 +100,7 @@ class Episode:
                 f"{self.base_url}/chat/completions",
                 key=self.key,
                 fields=fields,
+                headers={CONTEXT_HEADER: told} if told else {},
                 trace=span.headers(),
             )
             completion = read_completion(reply.body)

@@ -57,6 +57,7 @@ Sleep = Callable[[float], Awaitable[None]]
 CONNECT_TIMEOUT_S = 5.0
 # Enough of a foreign error page to tell who answered.
 REASON_BYTES_MAX = 200
+NO_HEADERS: Mapping[str, str] = {}
 
 
 class JsonRequests:
@@ -83,6 +84,7 @@ class JsonRequests:
         key: str,
         fields: object = None,
         wait_s: float = 0,
+        headers: Mapping[str, str] = NO_HEADERS,
         trace: Headers = (),
     ) -> JsonReply:
         """Send until the answer is neither 429 nor 5xx.
@@ -96,6 +98,7 @@ class JsonRequests:
             key: Sent as the bearer token.
             fields: Body as JSON; without it the body is empty.
             wait_s: Time the gateway was asked to hold the request, added to the read timeout.
+            headers: Further ones, of ASCII.
             trace: Trace context to send along.
 
         Raises:
@@ -104,16 +107,17 @@ class JsonRequests:
             GatewayError: any other refusal, or no answer before the deadline.
         """
         body = b"" if fields is None else msgspec.json.encode(fields)
-        headers = {
+        sent = {
             "Authorization": f"Bearer {key}",
             "Content-Type": "application/json",
+            **headers,
             **headers_to_http(trace),
         }
         failing_since_s: float | None = None
         pause_s = self._retry.first_wait_s
         while True:
             began_s = self._clock_s()
-            ended = await self._attempt(method, url, headers=headers, body=body, wait_s=wait_s)
+            ended = await self._attempt(method, url, headers=sent, body=body, wait_s=wait_s)
             if isinstance(ended, JsonReply):
                 return ended
             now_s = self._clock_s()

@@ -6,10 +6,11 @@ from typing import Annotated, TypeVar
 from msgspec import Meta, Struct
 from msgspec.structs import replace
 
+from forgemq_contracts.fields import ForkReason
 from forgemq_contracts.messages import Message
 from forgemq_run_view.rewards import EpisodeReward, TurnReward
 from forgemq_run_view.state import RunState
-from forgemq_run_view.trajectory import ImportedMessage, TrajectoryTurn, trajectories
+from forgemq_run_view.trajectory import CutView, ImportedMessage, TrajectoryTurn, trajectories
 
 CURVE_POINTS_MAX = 600
 """More points than a curve has pixels are not sent."""
@@ -43,6 +44,12 @@ class TurnView(Struct, frozen=True, kw_only=True):
     engine_s: float
     cached_tokens: int
     reward: TurnReward
+    fork_reason: ForkReason | None = None
+    cuts: tuple[CutView, ...] = ()
+    seen: Annotated[
+        tuple[Token, ...],
+        Meta(description="The whole context, if it was cut before this turn; else empty."),
+    ] = ()
 
 
 class EpisodeView(Struct, frozen=True, kw_only=True):
@@ -126,6 +133,9 @@ def _turn(turn: TrajectoryTurn, *, token_text: TokenText) -> TurnView:
         engine_s=turn.engine_s,
         cached_tokens=turn.cached_tokens,
         reward=turn.reward,
+        fork_reason=turn.fork_reason,
+        cuts=turn.cuts,
+        seen=tuple(Token(id=each, text=token_text(each)) for each in turn.seen),
     )
 
 

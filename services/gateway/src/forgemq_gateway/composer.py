@@ -107,6 +107,7 @@ class Composer:
                 message_ends=placed.message_ends,
                 asked=request.asked,
                 after_offset=turn.after_offset,
+                cuts=request.cuts,
             ),
         )
 

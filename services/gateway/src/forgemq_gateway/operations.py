@@ -215,6 +215,7 @@ class Operations:
             lease_s=record.lease_s,
             task=Raw(free.group.facts.task),
             temperature=record.sampling.temperature,
+            context_tokens_max=record.context_tokens_max,
         )
 
     def renew_lease(self, episode_id: str) -> Lease:

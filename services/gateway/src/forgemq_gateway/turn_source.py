@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from forgemq_gateway.composer import Composer
 from forgemq_gateway.context import GatewayContext
 from forgemq_gateway.core.choices import choices_of
+from forgemq_gateway.core.context_cuts import told_cuts
 from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.errors import RefusedError, failed
 from forgemq_gateway.core.history import KnownCompletion
@@ -57,11 +58,15 @@ class TurnSource:
     ) -> tuple[Awaited, ...]:
         """Let a client wait for the turns that this request means, one for each choice.
 
-        Its headers, by name in lower case, say whether it is a retry, and carry the client's trace
-        context; each turn's trace links to it.
+        Its headers, by name in lower case, say whether it is a retry, what the agent did to its
+        context, and carry the client's trace context; each turn's trace links to it.
+
+        Raises:
+            RefusedError: 400: what it says about its context breaks a rule.
         """
         repeated = repetition(headers, body_digest=request.body_digest)
-        choices = choices_of(replace(request, body_digest=repeated.body_digest))
+        cuts = told_cuts(headers, known=episode.history.completions)
+        choices = choices_of(replace(request, body_digest=repeated.body_digest, cuts=cuts))
         known = episode.known(
             [choice.body_digest for choice in choices], is_retry=repeated.is_retry
         )

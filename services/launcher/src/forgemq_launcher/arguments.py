@@ -71,6 +71,11 @@ def _add_looks(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     inspect = commands.add_parser("inspect", help="print groups, or every turn of one")
     inspect.add_argument("run", metavar="RUN")
     inspect.add_argument("what", nargs="?", metavar="GROUP|EPISODE", help="default: list groups")
+    inspect.add_argument(
+        "--requests",
+        action="store_true",
+        help="of a group or an episode: print each request whole, as JSON lines",
+    )
     replay = commands.add_parser(
         "replay",
         help="run the journals of a run's transform services again and compare every byte",

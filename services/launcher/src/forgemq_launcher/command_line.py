@@ -125,7 +125,10 @@ def _look(
         case "audit":
             return asyncio.run(inspection.audit(folder, environ, console))
         case "inspect":
-            return asyncio.run(inspection.inspect(folder, environ, console, what=options.what))
+            what, lines = options.what, options.requests
+            return asyncio.run(
+                inspection.inspect(folder, environ, console, what=what, as_requests=lines)
+            )
         case "report":
             return asyncio.run(inspection.report(folder, environ, console, to=options.to))
         case _:

@@ -8,7 +8,7 @@ import msgspec
 from forgemq_contracts.arrays import unpack_ids
 from forgemq_contracts.episodes import FinishedEpisode
 from forgemq_contracts.grading import GradingCompletion, GradingEpisode
-from forgemq_rendering import Parsed, Rendering
+from forgemq_rendering import Rendering, chat_message
 from forgemq_reward.core.pending import HeldCompletion
 
 
@@ -51,30 +51,9 @@ def _completion(held: HeldCompletion, *, sequence: int, rendering: Rendering) ->
         completion_id=held.completion_id,
         sequence=sequence,
         text=rendering.decode(output),
-        message=_message(parsed),
+        message=chat_message(parsed),
         messages_before=msgspec.json.decode(held.messages),
         malformed_tool_calls=parsed.malformed,
         output_tokens=len(output),
         finish_reason=held.finish_reason,
     )
-
-
-def _message(parsed: Parsed) -> dict[str, Any]:
-    """The assistant's turn in OpenAI chat form, as the gateway sent it."""
-    calls = [
-        {
-            "id": call.id,
-            "type": "function",
-            "function": {"name": call.name, "arguments": call.arguments},
-        }
-        for call in parsed.tool_calls
-    ]
-    message: dict[str, Any] = {
-        "role": "assistant",
-        "content": parsed.content if parsed.content or not calls else None,
-    }
-    if parsed.reasoning:
-        message["reasoning_content"] = parsed.reasoning
-    if calls:
-        message["tool_calls"] = calls
-    return message

@@ -73,8 +73,22 @@ function turnOf(turn) {
     turn.reward.return_to_go === null ? "" : `return-to-go ${signed(turn.reward.return_to_go)}`,
     turn.reward.advantage === null ? "" : `advantage ${signed(turn.reward.advantage)}`,
   ].filter(Boolean).join(" | ");
-  const tokens = element("div", { className: "tokens" }, ...turn.context.map((t) => tokenOf(t, false)), ...turn.output.map((t) => tokenOf(t, true)));
-  return element("article", { className: "turn" }, element("h3", { textContent: head }), tokens);
+  // After a cut the whole context is shown: what the policy saw from here on.
+  const context = turn.seen.length ? turn.seen : turn.context;
+  const tokens = element("div", { className: "tokens" }, ...context.map((t) => tokenOf(t, false)), ...turn.output.map((t) => tokenOf(t, true)));
+  return element("article", { className: "turn" }, ...cutsBefore(turn), element("h3", { textContent: head }), tokens);
+}
+
+function cutsBefore(turn) {
+  const fork = turn.fork_reason && !turn.cuts.length ? [`fork: ${turn.fork_reason}`] : [];
+  return [...turn.cuts.map((cut) => cutText(cut, turn.seen.length)), ...fork].map((textContent) => element("p", { className: "cut", textContent }));
+}
+
+function cutText(cut, tokensAfter) {
+  const by = cut.after_id ? cut.after_id.slice(0, 8) : "a turn that is not named";
+  const who = cut.form === "tool" ? `called by ${by}` : `a rule, after ${by}`;
+  const wrote = cut.is_written ? ", which wrote what is kept" : "";
+  return `context cut by ${cut.function} ${cut.parameters} (${who}${wrote}): ${cut.tokens_before ?? "?"} tokens \u2192 ${tokensAfter}`;
 }
 
 function tokenOf(token, isSampled) {

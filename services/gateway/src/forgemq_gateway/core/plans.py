@@ -9,7 +9,7 @@ from forgemq_gateway.core.digests import EMPTY_PATH
 from forgemq_gateway.core.forks import branch_reason, fork_reason, prompt_fork_reason
 from forgemq_gateway.core.history import History, KnownCompletion, Match
 from forgemq_gateway.core.raw_prompts import prompt_key
-from forgemq_gateway.core.requests import Request, Role
+from forgemq_gateway.core.requests import Request
 
 
 class Plan(Struct, frozen=True, kw_only=True):
@@ -59,14 +59,13 @@ def plan(request: Request, *, history: History) -> Plan:
     if match is not None and not _keeps_tools(match.completion, request):
         return Plan(request=request, keys=keys, match=None, fork_reason="other_tools")
     if match is not None:
-        reason = branch_reason(history, keys, _roles(request), match=match)
-        return Plan(request=request, keys=keys, match=match, fork_reason=reason)
-    reason = fork_reason(history, keys, _roles(request))
-    return Plan(request=request, keys=keys, match=None, fork_reason=reason)
-
-
-def _roles(request: Request) -> list[Role]:
-    return [message.role for message in request.messages]
+        reason = branch_reason(history, keys, request.messages, match=match)
+    else:
+        digest = request.tools_digest
+        reason = fork_reason(history, keys, request.messages, tools_digest=digest)
+    if reason is not None and request.cuts:
+        reason = "compaction"  # The agent says so; the messages may look like anything.
+    return Plan(request=request, keys=keys, match=match, fork_reason=reason)
 
 
 def _prompt_plan(request: Request, *, history: History) -> Plan:

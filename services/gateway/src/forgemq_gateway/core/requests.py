@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 from msgspec import Struct
 
+from forgemq_contracts.context_cuts import ContextCut
 from forgemq_gateway.core.digests import message_digest, parted_reasoning
 from forgemq_gateway.core.raw_prompts import Prompt
 
@@ -161,6 +162,7 @@ class Request(Struct, frozen=True, kw_only=True):
         is_one_call: The reply ends with its first call.
         unused: Fields that the client set and the episode decides; the answer names them.
         items: Where its messages are in its body, if a later body may go on from them.
+        cuts: What the agent did to its context before it.
     """
 
     protocol: ProtocolName
@@ -185,6 +187,7 @@ class Request(Struct, frozen=True, kw_only=True):
     is_one_call: bool = False
     unused: tuple[str, ...] = ()
     items: "ReadItems | None" = None
+    cuts: tuple[ContextCut, ...] = ()
 
     def echo(self, index: int) -> Echo:
         """What this message says about which reply it is."""

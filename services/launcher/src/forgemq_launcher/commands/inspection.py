@@ -1,6 +1,7 @@
 """Commands that look at runs: list them, audit one, print a trajectory, list dead letters."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -17,6 +18,7 @@ from forgemq_contracts.topics import ENDED_RUNS, OF_RUN
 from forgemq_launcher import exit_status
 from forgemq_launcher.commands.run_on_broker import run_on_broker
 from forgemq_launcher.display.curves import CurveWriter
+from forgemq_launcher.display.cuts import cut_lines
 from forgemq_launcher.display.fork_table import fork_table
 from forgemq_launcher.display.report_files import closing, write_report
 from forgemq_launcher.records import run_audit
@@ -100,9 +102,17 @@ async def _audited(folder: RunFolder, environ: Mapping[str, str]) -> tuple[Repor
 
 
 async def inspect(
-    folder: RunFolder, environ: Mapping[str, str], console: Console, *, what: str | None
+    folder: RunFolder,
+    environ: Mapping[str, str],
+    console: Console,
+    *,
+    what: str | None,
+    as_requests: bool = False,
 ) -> int:
-    """Print the groups of a run, or every turn of a group or an episode with its tokens."""
+    """Print the groups of a run, or every turn of a group or an episode with its tokens.
+
+    `as_requests` prints its requests instead, whole, one as JSON in each line.
+    """
     async with run_on_broker(folder, environ) as (log, started):
         follower = Follower(log, started)
         await follower.catch_up()
@@ -113,21 +123,30 @@ async def inspect(
         group_id = what.split(".", maxsplit=1)[0]
         offsets = follower.view.record_offsets(group_id)
         records = await read_at(log, ((Place(topic, p), offset) for topic, p, offset in offsets))
-        found = [
-            each
-            for each in trajectories(message_of(record) for record in records)
-            if each.episode_id.startswith(f"{what}.") or each.episode_id == what
-        ]
+        messages = [message_of(record) for record in records]
+    found = [each for each in trajectories(messages) if _is_of(each.episode_id, what=what)]
     if not found and follower.view.knows(group_id):
         console.print(f"the turns of {what!r} are not kept (log.keep_for_replay)", highlight=False)
         return exit_status.FAILED
     if not found:
         console.print(f"nothing is known of {what!r} in run {folder.run}", highlight=False)
         return exit_status.FAILED
+    if as_requests:
+        # Loads the rendering, which no other command needs.
+        from forgemq_launcher.commands.request_lines import print_requests
+
+        path = started.configuration.model.path
+        print_requests(messages, console, model_path=path, is_meant=partial(_is_of, what=what))
+        return exit_status.OK
     tokenizer = _tokenizer(Path(started.configuration.model.path))
     for trajectory in found:
         print_trajectory(trajectory, tokenizer, console)
     return exit_status.OK
+
+
+def _is_of(episode_id: str, *, what: str) -> bool:
+    """Whether an episode is meant by the id of a group, of an episode or of an attempt."""
+    return episode_id == what or episode_id.startswith(f"{what}.")
 
 
 async def dlq(folder: RunFolder, environ: Mapping[str, str], console: Console) -> int:
@@ -203,7 +222,10 @@ def print_trajectory(trajectory: Trajectory, tokenizer: Tokenizer | None, consol
         console.print(Text(message.text), soft_wrap=True)
     for turn in trajectory.turns:
         console.print(_header(turn), style="bold", highlight=False)
-        console.print(Text(_decoded(turn.context, tokenizer), style="dim"), soft_wrap=True)
+        for line in cut_lines(turn):
+            console.print(Text(line, style="yellow"), soft_wrap=True)
+        shown = turn.seen or turn.context
+        console.print(Text(_decoded(shown, tokenizer), style="dim"), soft_wrap=True)
         console.print(Text(_decoded(turn.output, tokenizer), style="green"), soft_wrap=True)
         pairs = zip(turn.output, turn.logprobs, strict=False)
         console.print(

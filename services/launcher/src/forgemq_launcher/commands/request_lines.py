@@ -1,0 +1,41 @@
+"""Prints the requests of a group or an episode as the log has them: whole, one in each line."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from forgemq_contracts.arrays import unpack_ids
+from forgemq_contracts.completions import FinishedCompletion
+from forgemq_contracts.messages import Message
+from forgemq_rendering import Rendering, chat_message
+from forgemq_run_view.sent_requests import Tool, sent_requests
+from forgemq_run_view.trajectory import chosen
+
+
+def print_requests(
+    messages: Iterable[Message],
+    console: Console,
+    *,
+    model_path: str,
+    is_meant: Callable[[str], bool],
+) -> None:
+    """Print messages, tools, token ids and cuts of each request of the episodes that are meant."""
+    rendering = Rendering.load(model_path)
+
+    def read_reply(
+        completion: FinishedCompletion, context: Sequence[int], tools: Sequence[Tool]
+    ) -> Mapping[str, Any]:
+        parsed = rendering.parse(
+            unpack_ids(completion.output),
+            completion_id=completion.request_id,
+            tools=tools,
+            context=context,
+        )
+        return chat_message(parsed)
+
+    for request in sent_requests(chosen(messages), read_reply=read_reply):
+        if is_meant(request.episode_id):
+            line = msgspec.json.encode(request).decode()
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
