@@ -116,5 +116,5 @@ def test_every_request_of_a_run_is_rebuilt_from_its_log_cuts_included(
                     # A path from its start: rendered whole from its messages.
                     rendered = rendering.render(each.messages, tools=each.tools)
                     assert list(each.context) == rendered.ids
-    assert episodes == GROUPS * GROUP_SIZE
+    assert episodes >= GROUPS * GROUP_SIZE
     assert cuts > 0
