@@ -196,6 +196,10 @@ class FinishRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
         Seconds | None, Meta(description="Time on the environment's own clock, if it has one.")
     ] = None
     truncated_by: EndedBy = UNSET
+    detail: Annotated[
+        str,
+        Meta(max_length=DETAIL_CHARACTERS_MAX, description="On what a program failed, for people."),
+    ] = ""
 
 
 class AbortRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -85,7 +85,7 @@ TruncationCause: TypeAlias = Annotated[
         description="The limit that the policy ran into. context_full: its messages do not fit "
         "the context window. too_many_turns: the agent's limit. turn_too_long: a completion was "
         "cut at its token limit. out_of_time: the agent's own limit. declared: any other limit "
-        "of the agent."
+        "of the agent, or its program failed on what the policy wrote."
     ),
 ]
 ForkReason: TypeAlias = Annotated[

@@ -9,7 +9,7 @@ import pytest
 from msgspec import Raw
 
 from forgemq_agents.app import play_run
-from forgemq_agents.errors import ContextFullError
+from forgemq_agents.errors import ContextFullError, PolicyFailedError
 from forgemq_agents.settings import AgentsSettings
 from forgemq_agents.user_code import DomainCode
 from forgemq_contracts.admin import AbortRequest, FinishRequest
@@ -202,8 +202,16 @@ async def test_a_group_is_played_whole_before_the_next_one_begins(memory_gateway
 
 async def test_limits_end_an_episode_as_truncated_and_the_agent_has_the_last_word(memory_gateway):
     full = ContextFullError("too long", status=400)
-    ends = {0: full, 1: full, 2: None, 3: LookupError("no such shelf")}
-    says = {1: None, 2: "declared", 3: "too_many_turns"}
+    ends = {
+        0: full,
+        1: full,
+        2: None,
+        3: LookupError("no such shelf"),
+        4: PolicyFailedError("half a plan"),
+        5: PolicyFailedError("half a plan"),
+        6: LookupError("no such shelf"),
+    }
+    says = {1: None, 2: "declared", 3: "too_many_turns", 5: "out_of_time"}
 
     async def limited(episode) -> None:
         number = episode.task["k"]
@@ -213,14 +221,17 @@ async def test_limits_end_an_episode_as_truncated_and_the_agent_has_the_last_wor
         if ends.get(number) is not None:
             raise ends[number]
 
-    gateway = await memory_gateway(group_size=1)
+    gateway = await memory_gateway(group_size=1, groups_to_train=7)
     await play(gateway, limited, evaluation=Evaluation(), slots=1)
-    result = Raw(b'{"so":"far"}')
-    assert [gateway.groups[f"g-count-{number}"].ended[0] for number in range(4)] == [
+    result, plan = Raw(b'{"so":"far"}'), "PolicyFailedError: half a plan"
+    assert [gateway.groups[f"g-count-{number}"].ended[0] for number in range(7)] == [
         FinishRequest(result=result, truncated_by="context_full"),
         FinishRequest(result=result, truncated_by=None),
         FinishRequest(result=result, truncated_by="declared"),
         AbortRequest(detail="LookupError: no such shelf", truncated_by="too_many_turns"),
+        FinishRequest(result=result, truncated_by="declared", detail=plan),
+        FinishRequest(result=result, truncated_by="out_of_time", detail=plan),
+        AbortRequest(detail="LookupError: no such shelf"),
     ]
 
 

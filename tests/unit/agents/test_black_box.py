@@ -12,7 +12,7 @@ from msgspec import UNSET, Raw
 
 from forgemq_agents.black_box import OUTPUT_BYTES_KEPT, black_box
 from forgemq_agents.episode import Episode
-from forgemq_agents.errors import AgentFailedError
+from forgemq_agents.errors import AgentFailedError, PolicyFailedError
 from forgemq_agents.gateway_client import GatewayClient
 from forgemq_agents.requests import JsonRequests, Retry
 from forgemq_contracts.admin import Claim
@@ -94,6 +94,45 @@ async def test_a_program_says_in_its_result_which_limit_ended_the_episode(episod
         episode
     )
     assert (episode.truncated_by, episode.result) == (cause, {"n": 1})
+
+
+@pytest.mark.parametrize(
+    ("status", "written", "cause", "result"),
+    [
+        (3, "", "declared", {"output": "no luck\n"}),
+        (3, '{"n": 1}', "declared", {"n": 1}),
+        (3, '{"n": ', "declared", {}),
+        (3, '{"n": 1, "truncated_by": "out_of_time"}', "out_of_time", {"n": 1}),
+        (1, '{"n": 1, "truncated_by": "declared"}', "declared", {"n": 1}),
+    ],
+)
+async def test_a_program_that_fails_says_that_the_policy_was_why(
+    episode, status, written, cause, result
+):
+    program = f"open('{{result_file}}', 'w').write({written!r})\n" if written else ""
+    program += f"print('no luck')\nraise SystemExit({status})"
+    command = (sys.executable, "-c", program)
+    with pytest.raises(PolicyFailedError, match=f"status {status}: no luck"):
+        await black_box(command, timeout_s=20, policy_statuses=(3, 4))(episode)
+    assert (episode.truncated_by, episode.result) == (cause, result)
+
+
+@pytest.mark.parametrize(
+    ("status", "written"),
+    [(1, ""), (1, '{"n": 1}'), (3, '{"truncated_by": null}'), (1, '{"truncated_by": "boredom"}')],
+)
+async def test_a_program_that_fails_and_does_not_say_so_masks_the_episode(episode, status, written):
+    program = f"open('{{result_file}}', 'w').write({written!r})\n" if written else ""
+    command = (sys.executable, "-c", f"{program}raise SystemExit({status})")
+    with pytest.raises(AgentFailedError, match=f"status {status}"):
+        await black_box(command, timeout_s=20, policy_statuses=(3,))(episode)
+    assert episode.truncated_by is UNSET
+
+
+async def test_a_program_that_a_signal_ends_masks_the_episode(episode):
+    program = "import os; os.kill(os.getpid(), 9)"
+    with pytest.raises(AgentFailedError, match="status -9"):
+        await python(program)(episode)
 
 
 async def test_a_limit_that_no_contract_names_masks_with_those_that_are(episode):
@@ -219,6 +258,11 @@ async def test_a_process_that_leaves_the_group_and_keeps_the_output_holds_up_no_
     await python(program, timeout_s=10)(episode)
     os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
     assert episode.result == {"output": "done\n"}
+
+
+def test_status_0_cannot_say_that_a_program_failed():
+    with pytest.raises(ValueError, match="policy_statuses must not have 0"):
+        black_box(("true",), timeout_s=1, policy_statuses=(0, 3))
 
 
 def test_a_command_must_name_a_program():

@@ -311,6 +311,12 @@ CASES: list[tuple[tuple[Any, ...], str, dict[str, Any], tuple[str, str | None]]]
     ((LONG, HELLO), "finish", {}, ("completed", None)),
     ((LONG, HELLO), "abort", {}, ("aborted", None)),
     ((HELLO,), "finish", {"truncated_by": "too_many_turns"}, ("completed", "too_many_turns")),
+    (
+        (HELLO,),
+        "finish",
+        {"truncated_by": "declared", "detail": "failed on half a plan"},
+        ("completed", "declared"),
+    ),
 ]
 
 
@@ -331,7 +337,7 @@ async def test_an_episode_whose_newest_request_overflowed_its_context_ends_trunc
         finished = await world.records(topics.FINISHED_EPISODES)
     found = {ended[one.episode_id]: (one.status, one.truncated_by) for one in finished}
     assert [found[number] for number in range(len(CASES))] == [case[-1] for case in CASES]
-    assert {one.detail for one in finished} == {"", "crashed"}
+    assert {one.detail for one in finished} == {"", "crashed", "failed on half a plan"}
 
 
 async def test_a_limit_that_no_contract_names_is_refused_with_those_that_are(model: Path) -> None:

@@ -64,6 +64,31 @@ def test_an_episode_that_a_limit_ended_earns_what_the_run_says(treatment, expect
     assert ends == [(False, None), (False, None), end, end]
 
 
+@pytest.mark.parametrize(
+    ("end", "is_masked"),
+    [
+        ({"truncated_by": "context_full"}, False),
+        ({"truncated_by": "too_many_turns"}, False),
+        ({"truncated_by": "turn_too_long"}, False),
+        ({"truncated_by": "out_of_time"}, False),
+        ({"truncated_by": "declared", "detail": "PolicyFailedError: half a plan"}, False),
+        ({"status": "aborted", "detail": "LookupError: no such shelf"}, True),
+        ({"status": "failed", "detail": "the lease lapsed"}, True),
+    ],
+    ids=lambda end: str(end),
+)
+def test_what_the_policy_caused_is_scored_and_what_the_machinery_caused_is_masked(end, is_masked):
+    episodes = [finished_episode(i, size=3) for i in range(3)]
+    episodes[2] = msgspec.structs.replace(episodes[2], **end)
+    grades = [graded_episode(0, outcome=1.0), graded_episode(1)]
+    if not is_masked:
+        grades.append(graded_episode(2))
+    scored = score(episodes, grades)
+    assert [one.is_masked for one in scored.episodes] == [False, False, is_masked]
+    baseline = 1 / (2 if is_masked else 3)
+    assert scored.completions[0].advantage == pytest.approx(1 - baseline)
+
+
 def test_a_zero_holds_if_no_grader_could_read_how_the_episode_ended():
     episodes = [finished_episode(i) for i in range(2)]
     episodes[1] = msgspec.structs.replace(episodes[1], truncated_by="turn_too_long")

@@ -1,7 +1,10 @@
-"""The reward service grades with ready process rewards as with a user's own functions."""
+"""The reward service grades with ready functions as with a user's own."""
+
+import msgspec
 
 from forgemq_contracts import topics
-from tests.unit.reward.test_service import Desk, configuration_of
+from forgemq_rendering.tokenizer import FolderTokenizer
+from tests.unit.reward.test_service import MODEL, Desk, configuration_of
 
 CODE = """
 from forgemq_graders import malformed_calls, overlong, weighted
@@ -21,3 +24,21 @@ async def test_a_queue_may_name_a_weighted_sum_of_ready_process_rewards(tmp_path
     await desk.log.close()
     assert (grade.is_masked, grade.detail) == (False, "")
     assert [reward.value for reward in grade.process] == [0.0, -0.25, -0.5]
+
+
+async def test_a_queue_may_name_a_ready_outcome(tmp_path):
+    """A right and a wrong answer are scored; a right answer that cannot be read masks."""
+    desk = Desk(configuration_of(tmp_path, outcome="forgemq_graders:math_answer"), tmp_path)
+    await desk.open()
+    output = FolderTokenizer(MODEL).encode("2 + 2 = $4$")
+    async with desk.service():
+        for index, answer in enumerate(("4", "5", "")):
+            await desk.play(index, [output], task=msgspec.json.encode({"answer": answer}))
+        grades = await desk.records(topics.GRADED_EPISODES, count=3)
+    await desk.log.close()
+    found = {grade.episode_id: (grade.outcome, grade.is_masked) for grade in grades}
+    assert found == {"g-1.0.0": (1.0, False), "g-1.1.0": (0.0, False), "g-1.2.0": (0.0, True)}
+    details = [grade.detail for grade in grades if grade.is_masked]
+    assert details == [
+        "outcome raised GoldAnswerError: the right answer '': no expression is in it"
+    ]

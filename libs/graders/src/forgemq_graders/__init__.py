@@ -1,6 +1,10 @@
-"""Ready process rewards: functions for the `process` of a queue, alone or added up."""
+"""Ready reward functions: outcomes, and functions for the `process` of a queue."""
 
+from forgemq_graders.answers import AsyncOutcome, answer_code, answer_text
+from forgemq_graders.code import code_tests
+from forgemq_graders.judge import Judge, JudgeError, judged
 from forgemq_graders.languages import language_mixing
+from forgemq_graders.mathematics import GoldAnswerError, math_outcome
 from forgemq_graders.process import (
     ProcessReward,
     malformed_calls,
@@ -8,11 +12,32 @@ from forgemq_graders.process import (
     repetition,
     weighted,
 )
+from forgemq_graders.sandbox import IsolationRefusedError, Sandbox, SandboxLimits
+
+math_answer = math_outcome()
+"""`task["answer"]` is the right answer."""
+
+code_passes = code_tests()
+"""`task["tests"]` are the tests."""
 
 __all__ = [
+    "AsyncOutcome",
+    "GoldAnswerError",
+    "IsolationRefusedError",
+    "Judge",
+    "JudgeError",
     "ProcessReward",
+    "Sandbox",
+    "SandboxLimits",
+    "answer_code",
+    "answer_text",
+    "code_passes",
+    "code_tests",
+    "judged",
     "language_mixing",
     "malformed_calls",
+    "math_answer",
+    "math_outcome",
     "overlong",
     "repetition",
     "weighted",

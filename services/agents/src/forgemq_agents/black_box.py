@@ -10,9 +10,10 @@ The program sees, and `{name}` in its arguments is replaced by:
     FORGEMQ_RESULT_FILE                     result_file: where it may write its result, JSON
 
 It runs in an empty folder, which is removed afterwards. Exit status 0 finishes the episode,
-whatever the program achieved; any other status masks it, unless the gateway refused its newest
-request because the context is full: that truncates the episode. A result that is an object may have
-the field `truncated_by`: the limit that ended the episode, or null for none.
+whatever the program achieved; any other status masks it, unless the program says that the policy
+was why, or the gateway refused its newest request because the context is full: those truncate the
+episode. It says so with an exit status of `policy_statuses`, or with the field `truncated_by` of
+its result: the limit that ended the episode, or null for none.
 """
 
 import asyncio
@@ -20,17 +21,22 @@ import contextlib
 import os
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, get_args
+from typing import IO, NoReturn, get_args
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
 from forgemq_agents.episode import Episode
-from forgemq_agents.errors import AgentFailedError, AgentTimeoutError
+from forgemq_agents.errors import (
+    AgentFailedError,
+    AgentStatusError,
+    AgentTimeoutError,
+    PolicyFailedError,
+)
 from forgemq_contracts.fields import TruncationCause
 
 # Enough of the last output to see why a program failed: the end of a traceback.
@@ -50,12 +56,14 @@ class BlackBox:
     timeout_s: float
     environ: Mapping[str, str]
     truncates_at_timeout: bool
+    policy_statuses: frozenset[int]
 
     async def __call__(self, episode: Episode) -> None:
         """Run the command to its end.
 
         Raises:
             AgentFailedError: its exit status was not 0, it ran out of time, or its result is wrong.
+            PolicyFailedError: its exit status was not 0, and it says that the policy was why.
         """
         with tempfile.TemporaryDirectory(prefix="episode-") as name:
             folder = Path(name)
@@ -79,9 +87,30 @@ class BlackBox:
                     raise
                 episode.truncate("out_of_time")
                 is_ended, output = False, b""
+            except AgentStatusError as error:
+                self._raise_meaning(episode, error, files["result_file"])
             episode.result, cause = _said_limit(_result(files["result_file"], output))
             if is_ended and cause is not UNSET:
                 episode.truncate(cause)
+
+    def _raise_meaning(self, episode: Episode, error: AgentStatusError, result: Path) -> NoReturn:
+        """Raise what the end of a program that failed means, as far as it says so.
+
+        What it wrote before it failed may be no JSON; then it has said nothing.
+
+        Raises:
+            PolicyFailedError: it says that the policy was why.
+            AgentStatusError: it does not.
+        """
+        said: TruncationCause | UnsetType | None = UNSET
+        with contextlib.suppress(AgentFailedError):
+            episode.result, said = _said_limit(_result(result, error.output))
+        if said is UNSET and error.status in self.policy_statuses:
+            said = "declared"
+        if said is UNSET or said is None:
+            raise error
+        episode.truncate(said)
+        raise PolicyFailedError(str(error)) from error
 
     async def _run_to_end(
         self, command: Sequence[str], *, environ: Mapping[str, str], folder: Path
@@ -107,7 +136,7 @@ class BlackBox:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(tail.ended.wait(), OUTPUT_END_S)
         if status != 0:
-            raise AgentFailedError(f"status {status}: {tail.kept.decode(errors='replace')}")
+            raise AgentStatusError(status=status, output=tail.kept)
         return tail.kept
 
 
@@ -117,6 +146,7 @@ def black_box(
     timeout_s: float,
     environ: Mapping[str, str] | None = None,
     truncates_at_timeout: bool = False,
+    policy_statuses: Collection[int] = (),
 ) -> BlackBox:
     """Make an agent that runs this command for every episode.
 
@@ -126,14 +156,22 @@ def black_box(
         environ: Environment variables to add to the inherited ones.
         truncates_at_timeout: Whether `timeout_s` is the policy's limit and truncates the episode.
             By default it masks: a slow engine, too, lets time run out.
+        policy_statuses: Exit statuses by which the program says that it failed on what the policy
+            wrote; the episode is scored, as truncated by `declared`. Not 0.
+
+    Raises:
+        ValueError: `command` is empty, or `policy_statuses` has a 0.
     """
     if not command:
         raise ValueError("command must name a program, got none")
+    if 0 in policy_statuses:
+        raise ValueError("policy_statuses must not have 0: status 0 finishes an episode")
     return BlackBox(
         command=tuple(command),
         timeout_s=timeout_s,
         environ=dict(environ or {}),
         truncates_at_timeout=truncates_at_timeout,
+        policy_statuses=frozenset(policy_statuses),
     )
 
 

@@ -22,8 +22,8 @@ class Episode:
     """One attempt at one task: the way to the model, and what to report at the end.
 
     Any OpenAI client may be used instead of `chat`: point it at `base_url` with `key`, or at
-    `session_url`. An exception out of `play` masks the episode, except a full context: that is what
-    the policy did, and ends the episode as truncated.
+    `session_url`. An exception out of `play` masks the episode, except a full context and
+    `PolicyFailedError`: those are what the policy did, and end the episode as truncated.
 
     Attributes:
         task: As the task source made it.

@@ -8,7 +8,12 @@ import msgspec
 from msgspec import UNSET
 
 from forgemq_agents.episode import Episode
-from forgemq_agents.errors import ContextFullError, EpisodeOverError, GatewayError
+from forgemq_agents.errors import (
+    ContextFullError,
+    EpisodeOverError,
+    GatewayError,
+    PolicyFailedError,
+)
 from forgemq_agents.gateway_client import GatewayClient
 from forgemq_agents.lease_thread import LeaseThread
 from forgemq_agents.requests import JsonRequests
@@ -91,16 +96,23 @@ async def _play_to_end(episode: Episode, play: Play) -> FinishRequest | AbortReq
         except ContextFullError:
             if episode.truncated_by is UNSET:
                 episode.truncate("context_full")
+        except PolicyFailedError as error:
+            if episode.truncated_by is UNSET:
+                episode.truncate("declared")
+            return _finish_of(episode, detail=_detail(error))
         return _finish_of(episode)
     except EpisodeOverError:
         raise
     except Exception as error:  # noqa: BLE001 - user code: whatever it raises masks its episode
-        detail = f"{type(error).__name__}: {error}"[:DETAIL_CHARACTERS_MAX]
-        return AbortRequest(detail=detail, truncated_by=episode.truncated_by)
+        return AbortRequest(detail=_detail(error), truncated_by=episode.truncated_by)
 
 
-def _finish_of(episode: Episode) -> FinishRequest:
+def _detail(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:DETAIL_CHARACTERS_MAX]
+
+
+def _finish_of(episode: Episode, *, detail: str = "") -> FinishRequest:
     """What the user's code left in the episode, which may be no JSON or out of bounds."""
     fields = {"result": episode.result, "tool_s": episode.tool_s, "virtual_s": episode.virtual_s}
     finish = msgspec.json.decode(msgspec.json.encode(fields), type=FinishRequest)
-    return msgspec.structs.replace(finish, truncated_by=episode.truncated_by)
+    return msgspec.structs.replace(finish, truncated_by=episode.truncated_by, detail=detail)

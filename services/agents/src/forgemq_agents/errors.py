@@ -27,8 +27,30 @@ class TrainingEndedError(GatewayError):
     """Training has ended: the gateway takes no further training group."""
 
 
+class PolicyFailedError(Exception):
+    """The agent cannot go on because of what the policy wrote; the episode is scored.
+
+    Raise it out of `play`. The episode ends as completed, truncated by `declared` if no limit was
+    named, with the error as its detail. Any other exception masks it.
+    """
+
+
 class AgentFailedError(Exception):
     """A black-box agent ended with an error; its episode is masked."""
+
+
+class AgentStatusError(AgentFailedError):
+    """A black-box agent ended with another exit status than 0.
+
+    Attributes:
+        status: As it ended; minus the number of a signal.
+        output: The end of what it printed.
+    """
+
+    def __init__(self, *, status: int, output: bytes) -> None:
+        super().__init__(f"status {status}: {output.decode(errors='replace')}")
+        self.status = status
+        self.output = output
 
 
 class AgentTimeoutError(AgentFailedError):

@@ -259,6 +259,7 @@ class Operations:
             result=bytes(request.result),
             tool_s=request.tool_s,
             virtual_s=request.virtual_s,
+            detail=request.detail,
         )
         await self._end(episode_id, ending, said=request.truncated_by)
 

@@ -1,8 +1,8 @@
 """Makes the grade of one episode: builds its transcript, asks the process, judges the answer.
 
-The parts: `grading_loop` reads and writes the log and gives each `Grader` its episodes; a `Grader`
-owns one `GraderProcess`, which starts, times out and restarts one child process; that child runs
-`grader_worker`; both talk in `grader_messages`.
+The parts: `grading_loop` reads and writes the log and gives the `Grader` its episodes;
+`GraderProcesses` chooses a process and tries again if it is lost; a `GraderProcess` starts, times
+out and restarts one child process; that child runs `grader_worker`; both talk in `grader_messages`.
 """
 
 import asyncio
@@ -18,7 +18,8 @@ from forgemq_rendering import Rendering
 from forgemq_reward.core.pending import HeldCompletion, PendingEpisodes
 from forgemq_reward.core.verdict import Verdict, graded_episode
 from forgemq_reward.grader_messages import Load, QueueFunctions
-from forgemq_reward.grader_process import GraderProcess
+from forgemq_reward.grader_processes import GraderProcesses, Places
+from forgemq_reward.settings import RewardSettings, grader_count
 from forgemq_reward.transcript import grading_episode
 
 REPORTED = "reported"
@@ -31,36 +32,46 @@ _WITHOUT_OUTCOME = {
 
 
 class Grader:
-    """Grades one episode at a time in a child process.
+    """Grades episodes in child processes, many at once.
 
     Args:
-        rendering: Shared by all graders of this service; None if no queue names a function.
-        environ: For the grader process.
+        rendering: None if no queue names a function.
+        cores: That this process may use.
+        environ: For the grader processes.
     """
 
     def __init__(
         self,
         configuration: RunConfiguration,
+        settings: RewardSettings,
         *,
         rendering: Rendering | None,
+        cores: int,
         environ: Mapping[str, str],
     ) -> None:
         self._configuration = configuration
         self._functions = functions_of(configuration)
         self._rendering = rendering
-        self._process = GraderProcess(
+        self._processes = GraderProcesses(
             Load(
                 code_paths=configuration.code_paths,
                 queues=tuple(one for one in self._functions.values() if one.names),
             ),
             timeout_s=configuration.rewards.grader_timeout_s,
+            count=grader_count(settings, cores=cores),
+            gradings_max=settings.gradings_max,
+            tries_max=settings.grading_tries_max,
             environ=environ,
         )
 
     async def start(self) -> None:
-        """Start the process and load the functions: a wrong name ends the service at its start."""
+        """Load the functions in all processes: a wrong name ends the service at its start."""
         if self._rendering is not None:
-            await self._process.start()
+            await self._processes.start()
+
+    def places(self, domain: str) -> Places:
+        """Those that an episode of this domain takes while it is graded."""
+        return self._processes.places(domain)
 
     async def grade(self, episode: FinishedEpisode, pending: PendingEpisodes) -> GradedEpisode:
         """Grade an episode; one without an honest number is masked."""
@@ -85,7 +96,7 @@ class Grader:
             episode,
             verdict,
             grader=",".join(functions.names),
-            grader_version=self._process.version(episode.domain),
+            grader_version=self._processes.version(episode.domain),
             completions=completions,
         )
 
@@ -97,11 +108,11 @@ class Grader:
         rendering: Rendering,
     ) -> tuple[tuple[GradingCompletion, ...], Verdict]:
         transcript = grading_episode(episode, held, rendering=rendering)
-        return transcript.completions, await self._process.grade(transcript)
+        return transcript.completions, await self._processes.grade(transcript)
 
     async def close(self) -> None:
-        """End the process; idempotent."""
-        await self._process.close()
+        """End the processes; idempotent."""
+        await self._processes.close()
 
 
 def own_grade(episode: FinishedEpisode) -> GradedEpisode:

@@ -1,5 +1,7 @@
 """Messages between a `GraderProcess` and its worker: a length, then the encoded message.
 
+Answers to Grade come in any order.
+
 Those to the worker are JSON, because tasks may hold integers of any size. Those from it are
 MessagePack, because graders may return NaN.
 """
@@ -38,22 +40,31 @@ class Loaded(Struct, frozen=True, kw_only=True, tag="loaded"):
     """The answer to Load: the version of each domain's code, or why an import failed."""
 
     versions: tuple[tuple[str, str], ...] = ()
+    async_domains: tuple[str, ...] = ()  # with at least one `async` function
     error: str = ""
 
 
 class Grade(Struct, frozen=True, kw_only=True, tag="grade"):
-    """Asks the worker to grade one episode."""
+    """Asks the worker to grade one episode; `number` is of this process and never used again."""
 
+    number: int
     episode: GradingEpisode
+
+
+class Cancel(Struct, frozen=True, kw_only=True, tag="cancel"):
+    """Asks the worker to give a grading up; it answers that grading all the same."""
+
+    number: int
 
 
 class Graded(Struct, frozen=True, kw_only=True, tag="graded"):
     """The answer to Grade: what the functions returned."""
 
+    number: int
     verdict: Verdict
 
 
-ToWorker = Load | Grade
+ToWorker = Load | Grade | Cancel
 FromWorker = Loaded | Graded
 
 

@@ -1,13 +1,19 @@
 """The grader process itself: runs the user's reward functions; its parent kills it if they hang.
 
+Each grading is a task of the process's event loop. Functions that are not `async` run on the loop
+too, so they hold up whatever else is in the process: its parent gives an episode whose functions
+are all of that kind a process of its own.
+
 Started as `python -m forgemq_reward.grader_worker`. It reads messages on stdin and answers on its
 original stdout; `sys.stdout` is moved to stderr, so prints of user code cannot break a message.
 """
 
+import asyncio
+import functools
 import hashlib
 import importlib
+import inspect
 import os
-import queue
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -20,6 +26,7 @@ from forgemq_contracts.grading import GradingEpisode
 from forgemq_reward.core.verdict import Verdict
 from forgemq_reward.grader_messages import (
     LENGTH_BYTES,
+    Cancel,
     FromWorker,
     Grade,
     Graded,
@@ -56,21 +63,51 @@ def main() -> None:
     """Answer messages until stdin ends."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    requests: queue.SimpleQueue[ToWorker] = queue.SimpleQueue()
+    asyncio.run(_serve(sys.stdin.buffer, answers))
+
+
+async def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
+    received: asyncio.Queue[ToWorker] = asyncio.Queue()
     # The reader is a thread so that the process ends with its parent even while user code loops.
-    reader = threading.Thread(target=_read_requests, args=(sys.stdin.buffer, requests), daemon=True)
+    reader = threading.Thread(
+        target=_read_requests,
+        args=(requests, asyncio.get_running_loop(), received),
+        daemon=True,
+    )
     reader.start()
     graders: dict[str, Graders] = {}
-    while True:
-        match requests.get():
-            case Load() as load:
-                _answer(answers, _import_all(load, graders))
-            case Grade(episode=episode):
-                verdict = verdict_of(graders[episode.domain], episode)
-                _answer(answers, Graded(verdict=verdict))
+    grading: dict[int, asyncio.Task[None]] = {}
+    async with asyncio.TaskGroup() as tasks:
+        while True:
+            match await received.get():
+                case Load() as load:
+                    _answer(answers, _import_all(load, graders))
+                case Grade(number=number, episode=episode):
+                    work = _grade(answers, graders[episode.domain], episode, number=number)
+                    grading[number] = tasks.create_task(work)
+                    grading[number].add_done_callback(functools.partial(_forget, grading, number))
+                case Cancel(number=number):
+                    if number in grading:
+                        grading[number].cancel()
 
 
-def verdict_of(graders: Graders, episode: GradingEpisode) -> Verdict:
+def _forget(grading: dict[int, asyncio.Task[None]], number: int, over: object) -> None:
+    del over
+    grading.pop(number)
+
+
+async def _grade(
+    answers: BinaryIO, graders: Graders, episode: GradingEpisode, *, number: int
+) -> None:
+    try:
+        verdict = await verdict_of(graders, episode)
+    except asyncio.CancelledError:
+        # By the parent, or by user code that cancelled its own task: either way it is answered.
+        verdict = Verdict(error="the grading was cancelled")
+    _answer(answers, Graded(number=number, verdict=verdict))
+
+
+async def verdict_of(graders: Graders, episode: GradingEpisode) -> Verdict:
     """Call the user's functions; an exception of one becomes the verdict's error."""
     values: dict[str, Any] = {}
     parts: tuple[tuple[str, Grader | None, Callable[[Any], Any]], ...] = (
@@ -82,9 +119,9 @@ def verdict_of(graders: Graders, episode: GradingEpisode) -> Verdict:
         if grader is None:
             continue
         try:
-            values[name] = _call_user_code(_converted, grader, convert, episode)
-        except _UserCodeError as error:
-            return Verdict(error=f"{name} raised {error}")
+            values[name] = convert(await _returned(grader, episode))
+        except Exception as error:  # noqa: BLE001 - user code may raise anything; it ends no process
+            return Verdict(error=f"{name} raised {type(error).__name__}: {error}")
     return Verdict(**values)
 
 
@@ -113,8 +150,15 @@ def _call_user_code(function: Callable[..., Any], *arguments: object) -> Any:  #
         raise _UserCodeError(f"{type(error).__name__}: {error}") from error
 
 
-def _converted(grader: Grader, convert: Callable[[Any], Any], episode: GradingEpisode) -> Any:  # noqa: ANN401
-    return convert(grader(episode))
+async def _returned(grader: Grader, episode: GradingEpisode) -> Any:  # noqa: ANN401
+    value = grader(episode)
+    return await value if inspect.isawaitable(value) else value
+
+
+def _is_async(grader: Grader | None) -> bool:
+    """Whether a call returns a coroutine; of an object, its `__call__` decides."""
+    call = getattr(grader, "__call__", None)  # noqa: B004 - the method itself is asked
+    return inspect.iscoroutinefunction(grader) or inspect.iscoroutinefunction(call)
 
 
 def _imported(module_name: str, function_name: str) -> Any:  # noqa: ANN401
@@ -138,7 +182,14 @@ def _import_all(load: Load, graders: dict[str, Graders]) -> Loaded:
             graders[functions.domain] = _graders(functions)
     except LoadError as error:
         return Loaded(error=str(error))
-    return Loaded(versions=tuple((q.domain, code_version(q.names)) for q in load.queues))
+    return Loaded(
+        versions=tuple((q.domain, code_version(q.names)) for q in load.queues),
+        async_domains=tuple(
+            domain
+            for domain, one in graders.items()
+            if any(map(_is_async, (one.outcome, one.process, one.speed)))
+        ),
+    )
 
 
 def _graders(functions: QueueFunctions) -> Graders:
@@ -159,13 +210,15 @@ def _numbers(values: Any) -> tuple[float, ...]:  # noqa: ANN401 - as above
     return tuple(_number(value) for value in values)
 
 
-def _read_requests(stream: BinaryIO, requests: "queue.SimpleQueue[ToWorker]") -> None:
+def _read_requests(
+    stream: BinaryIO, loop: asyncio.AbstractEventLoop, received: "asyncio.Queue[ToWorker]"
+) -> None:
     while len(head := stream.read(LENGTH_BYTES)) == LENGTH_BYTES:
         length = int.from_bytes(head, "big")
         payload = stream.read(length)
         if len(payload) < length:
             break
-        requests.put(to_worker(payload))
+        loop.call_soon_threadsafe(received.put_nowait, to_worker(payload))
     os._exit(0)
 
 

@@ -5,9 +5,10 @@ harmless: the group core counts the first grade of each episode.
 """
 
 import asyncio
+import functools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import msgspec
 
@@ -22,8 +23,9 @@ from forgemq_contracts.groups import RetiredGroup
 from forgemq_contracts.messages import Output
 from forgemq_reward.core.pending import PendingEpisode, PendingEpisodes
 from forgemq_reward.grader import Grader, load_rendering
+from forgemq_reward.grader_processes import Places
 from forgemq_reward.grading_positions import GROUP, GradingPositions
-from forgemq_reward.settings import RewardSettings, grader_count
+from forgemq_reward.settings import RewardSettings
 from forgemq_shell.records import emit_of
 from forgemq_shell.service import Context
 from forgemq_shell.span_links import completion_traces
@@ -32,6 +34,14 @@ from forgemq_telemetry.traces import trace_headers
 INPUTS = (topics.FINISHED_EPISODES, topics.FINISHED_COMPLETIONS, topics.RETIRED_GROUPS)
 _READ_S = 0.2
 """One wait for records: how late the loop sees `stop`."""
+
+
+class _Taken(msgspec.Struct, frozen=True):
+    """An episode to grade; `pending` is that of its partition when it was taken."""
+
+    partition: int
+    pending: PendingEpisodes
+    ready: PendingEpisode
 
 
 class GradingLoop:
@@ -49,7 +59,7 @@ class GradingLoop:
         self._clock_s = clock_s
         self._partitions: dict[int, PendingEpisodes] = {}
         self._positions = GradingPositions(context.log, context.telemetry)
-        self._arrived = asyncio.Event()
+        self._wake = asyncio.Event()
 
     async def run(self) -> None:
         """Grade until `context.stop`.
@@ -58,21 +68,20 @@ class GradingLoop:
             GraderRefusedError: a reward function of the configuration cannot be loaded.
         """
         rendering = await load_rendering(self._context.configuration)
-        count = grader_count(self._settings, cores=len(os.sched_getaffinity(0)))
-        graders = [
-            Grader(self._context.configuration, rendering=rendering, environ=self._context.environ)
-            for _ in range(count)
-        ]
+        grader = Grader(
+            self._context.configuration,
+            self._settings,
+            rendering=rendering,
+            cores=len(os.sched_getaffinity(0)),
+            environ=self._context.environ,
+        )
         try:
-            # One after the other: if a function cannot be loaded, one process says so.
-            for grader in graders:
-                await grader.start()
-            await self._run_with(graders)
+            await grader.start()
+            await self._run_with(grader)
         finally:
-            for grader in graders:
-                await grader.close()
+            await grader.close()
 
-    async def _run_with(self, graders: Sequence[Grader]) -> None:
+    async def _run_with(self, grader: Grader) -> None:
         writer = await self._context.log.writer()
         member = await self._context.log.member(
             group=GROUP,
@@ -82,10 +91,9 @@ class GradingLoop:
         )
         try:
             async with asyncio.TaskGroup() as group:
-                working = [group.create_task(self._work(grader, writer)) for grader in graders]
+                grading = group.create_task(self._grade_all(grader, writer))
                 await self._read(member)
-                for task in working:
-                    task.cancel()
+                grading.cancel()
             await self._commit()
         finally:
             await member.close()
@@ -135,7 +143,7 @@ class GradingLoop:
                 self._add(record)
             self._note_positions(member)
             if any(map(len, self._partitions.values())):
-                self._arrived.set()
+                self._wake.set()
             if self._clock_s() - committed_s >= self._settings.commit_every_s:
                 await self._commit()
                 committed_s = self._clock_s()
@@ -168,32 +176,42 @@ class GradingLoop:
                 place = Place(topics.FINISHED_COMPLETIONS.name, partition)
                 self._partitions[partition].on_completions_read(member.position(place))
 
-    async def _work(self, grader: Grader, writer: Writer) -> None:
-        while True:
-            taken = self._take_ready()
-            if taken is None:
-                self._arrived.clear()
-                await self._arrived.wait()
-                continue
-            partition, ready = taken
-            await self._grade(grader, writer, partition, ready)
+    async def _grade_all(self, grader: Grader, writer: Writer) -> None:
+        """Begin the grading of each episode that is ready, as soon as its places allow it."""
+        async with asyncio.TaskGroup() as gradings:
+            while True:
+                taken = self._take_ready(grader)
+                if taken is None:
+                    self._wake.clear()
+                    await self._wake.wait()
+                    continue
+                places = grader.places(taken.ready.episode.domain)
+                # Before the task runs: the next episode is taken meanwhile.
+                places.count += 1
+                grading = gradings.create_task(self._grade(grader, writer, taken))
+                grading.add_done_callback(functools.partial(self._leave, places))
 
-    def _take_ready(self) -> tuple[int, PendingEpisode] | None:
+    def _leave(self, places: Places, grading: "asyncio.Task[None]") -> None:
+        del grading
+        places.count -= 1
+        self._wake.set()
+
+    def _take_ready(self, grader: Grader) -> _Taken | None:
         for partition, pending in self._partitions.items():
-            ready = pending.take_ready()
+            ready = pending.take_ready(lambda domain: grader.places(domain).is_free)
             if ready is not None:
-                return partition, ready
+                return _Taken(partition, pending, ready)
         return None
 
-    async def _grade(
-        self, grader: Grader, writer: Writer, partition: int, ready: PendingEpisode
-    ) -> None:
-        pending, telemetry = self._partitions[partition], self._context.telemetry
+    async def _grade(self, grader: Grader, writer: Writer, taken: _Taken) -> None:
+        pending, ready, telemetry = taken.pending, taken.ready, self._context.telemetry
         began_s, domain = self._clock_s(), ready.episode.domain
         links = completion_traces(ready.episode) if telemetry.is_exporting else ()
         with telemetry.span("grade", parent=ready.trace, links=links, domain=domain) as span:
             grade = await grader.grade(ready.episode, pending)
-            output = Output(topic=topics.GRADED_EPISODES.name, partition=partition, record=grade)
+            output = Output(
+                topic=topics.GRADED_EPISODES.name, partition=taken.partition, record=grade
+            )
             offset = await writer.write(emit_of(output, headers=span.headers()))
         pending.on_graded(grade.episode_id, offset=offset)
         telemetry.count("reward.episodes_graded", domain=domain)

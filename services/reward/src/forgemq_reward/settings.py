@@ -13,10 +13,22 @@ class RewardSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         Meta(
             ge=0,
             le=256,
-            description="Processes that run the user's functions, an episode each at a time; 0: "
-            "one for each core that this process may use, 2 to 16.",
+            description="Processes that run the user's functions, an episode each at a time; as "
+            "many again, for many episodes at once, if a queue has an async function. 0: one for "
+            "each core that this process may use, 2 to 16.",
         ),
     ] = 0
+    gradings_max: Annotated[
+        int, Meta(ge=1, le=4096, description="Async gradings at once in a grader process.")
+    ] = 256
+    grading_tries_max: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=10,
+            description="Of an episode whose grader process is lost; then the episode is masked.",
+        ),
+    ] = 3
     episodes_waiting_max: Annotated[
         int, Meta(ge=1, description="Finished and not graded; above: reading pauses.")
     ] = 1024

@@ -1,6 +1,6 @@
 """Which finished episodes can be graded, and from which positions a restart must read."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from msgspec import Struct
 
@@ -119,10 +119,18 @@ class PendingEpisodes:
         for episode_id in _of_group(self._grades, group_id):
             self._grades.pop(episode_id)
 
-    def take_ready(self) -> PendingEpisode | None:
-        """Take the oldest ready episode that was not taken; None if no such episode exists."""
+    def take_ready(self, is_free: Callable[[str], bool] = bool) -> PendingEpisode | None:
+        """Take the oldest ready episode that was not taken; None if no such episode exists.
+
+        Args:
+            is_free: Whether an episode of this domain can be graded now; by default any can.
+        """
         for episode_id, pending in self._episodes.items():
-            if episode_id not in self._started and self._is_ready(pending):
+            if (
+                episode_id not in self._started
+                and is_free(pending.episode.domain)
+                and self._is_ready(pending)
+            ):
                 self._started.add(episode_id)
                 return pending
         return None

@@ -1,0 +1,1 @@
+"""One agent and the rewards of three domains."""

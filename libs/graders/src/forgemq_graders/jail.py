@@ -1,0 +1,309 @@
+"""Runs one program in namespaces of its own; the other side is `sandbox.py`.
+
+Started as `python -I -S jail.py CONFIGURATION_FD LIFELINE_FD REPORT_FD`, so it imports the standard
+library alone. The configuration is JSON. The program ends when the lifeline does, that is, when the
+process that started this one closes it or dies.
+
+    this process     watches time, processor time and memory; kills process 1
+    +- process 1     of a new PID namespace; reaps; when it ends, the kernel kills all others in it
+       +- program    a plain user without privileges in one more user namespace
+
+The user namespace of the program is its own, because the kernel counts processes by user and user
+namespace: RLIMIT_NPROC then bounds this program alone (Linux 5.14). Root changes to user 65534
+first, since the kernel exempts root from that limit.
+"""
+
+import base64
+import ctypes
+import json
+import os
+import resource
+import select
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+NOBODY = 65534
+"""User and group inside; outside too if this process is root's."""
+
+_WATCH_S = 0.02
+"""Between two looks at memory: a core fills about 100 MB in it."""
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_NEW_MOUNTS, _NEW_UTS, _NEW_IPC = 0x00020000, 0x04000000, 0x08000000
+_NEW_USER, _NEW_PIDS, _NEW_NET = 0x10000000, 0x20000000, 0x40000000
+_READ_ONLY, _NO_SUID, _NO_DEVICES, _REMOUNT = 0x1, 0x2, 0x4, 0x20
+_BIND, _RECURSIVE, _PRIVATE = 0x1000, 0x4000, 0x40000
+_DETACH = 2
+_MOUNT_SETATTR, _PIVOT_ROOT, _AT_FDCWD, _AT_RECURSIVE = 442, 155, -100, 0x8000
+_PARENT_DEATH_SIGNAL, _DUMPABLE, _BOUNDING_DROP, _SECCOMP, _NO_NEW_PRIVILEGES = 1, 4, 24, 22, 38
+_SECCOMP_FILTER = 2
+_CAPABILITIES = 64
+_DEVICES = ("null", "zero", "full", "random", "urandom")
+_SYSTEM_FOLDERS = ("bin", "sbin", "lib", "lib32", "lib64")
+
+
+class _FilterProgram(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
+
+
+class _MountAttributes(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_uint64) for name in ("set", "clear", "propagation", "user"))
+
+
+def main() -> None:
+    """Run the program and write the report."""
+    configuration_fd, lifeline_fd, report_fd = map(int, sys.argv[1:])
+    for number in (configuration_fd, lifeline_fd, report_fd):
+        os.set_inheritable(number, False)
+    with os.fdopen(configuration_fd) as file:
+        configuration = json.load(file)
+    try:
+        report = _run(configuration, lifeline_fd=lifeline_fd)
+    except OSError as error:
+        report = {"ended": "refused", "detail": str(error)}
+    os.write(report_fd, json.dumps(report).encode())
+
+
+def _run(configuration: dict[str, Any], *, lifeline_fd: int) -> dict[str, Any]:
+    processes = os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
+    _enter_namespaces(processes)
+    _build_root(configuration)
+    go_reading, go_writing = os.pipe()
+    status_reading, status_writing = os.pipe()
+    first = os.fork()
+    if first == 0:
+        os.close(go_writing)
+        _be_process_1(configuration, go_reading, status_writing, processes)
+    os.close(status_writing)
+    os.write(go_writing, b"!")
+    try:
+        return _watch(first, configuration["limits"], processes, (lifeline_fd, status_reading))
+    finally:
+        os.kill(first, signal.SIGKILL)
+        os.waitpid(first, 0)  # Returns once every process of the namespace is gone.
+
+
+def _enter_namespaces(processes: int) -> None:
+    wanted = _NEW_MOUNTS | _NEW_UTS | _NEW_IPC | _NEW_PIDS | _NEW_NET
+    if os.geteuid() == 0:
+        _check(_LIBC.unshare(wanted), "new namespaces, as root")
+        return
+    user, group = os.geteuid(), os.getegid()
+    _check(_LIBC.unshare(wanted | _NEW_USER), "new namespaces, as a plain user")
+    _map_user(processes, user=user, group=group)
+
+
+def _map_user(processes: int, *, user: int, group: int) -> None:
+    for name, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{NOBODY} {user} 1"),
+        ("gid_map", f"{NOBODY} {group} 1"),
+    ):
+        file = os.open(f"self/{name}", os.O_WRONLY, dir_fd=processes)
+        os.write(file, text.encode())
+        os.close(file)
+
+
+def _build_root(configuration: dict[str, Any]) -> None:
+    """Make a root of read-only folders and one small folder in memory that can be written."""
+    limits = configuration["limits"]
+    _mount(None, "/", None, _RECURSIVE | _PRIVATE)
+    _mount("tmpfs", "/tmp", "tmpfs", _NO_SUID | _NO_DEVICES)
+    os.mkdir("/tmp/old")
+    os.mkdir("/tmp/new")
+    _pivot_root("/tmp", "/tmp/old")
+    _mount("tmpfs", "/new", "tmpfs", _NO_SUID | _NO_DEVICES, "mode=0755")
+    for name in _SYSTEM_FOLDERS:
+        _copy_system_folder(name)
+    for folder in configuration["folders"]:
+        _show(folder)
+    _make_devices()
+    os.mkdir("/new/program")
+    for name, text in configuration["files"].items():
+        Path("/new/program", name).write_text(text)
+    size = f"size={limits['folder_bytes']},nr_inodes={limits['files']},mode=0777"
+    os.mkdir("/new/tmp")
+    _mount("tmpfs", "/new/tmp", "tmpfs", _NO_SUID | _NO_DEVICES, size)
+    _pivot_root("/new", "/new")
+    _check(_LIBC.umount2(b".", _DETACH), "leave the old root")
+    os.chdir("/tmp")
+    locked = _REMOUNT | _BIND | _READ_ONLY | _NO_SUID | _NO_DEVICES
+    _mount(None, "/", None, locked)
+
+
+def _copy_system_folder(name: str) -> None:
+    old = Path("/old", name)
+    if old.is_symlink():
+        os.symlink(os.readlink(old), Path("/new", name))
+    elif old.is_dir():
+        _show("/" + name)
+
+
+def _show(folder: str) -> None:
+    """Mount a folder of the machine at its own path, read-only with all that is mounted in it."""
+    target = "/new" + folder
+    os.makedirs(target, exist_ok=True)
+    _mount("/old" + folder, target, None, _BIND | _RECURSIVE)
+    wanted = _MountAttributes(set=_READ_ONLY | _NO_SUID | _NO_DEVICES)
+    done = _LIBC.syscall(
+        ctypes.c_long(_MOUNT_SETATTR),
+        _AT_FDCWD,
+        target.encode(),
+        _AT_RECURSIVE,
+        ctypes.byref(wanted),
+        ctypes.c_size_t(ctypes.sizeof(wanted)),
+    )
+    _check(done, f"{folder} read-only")
+
+
+def _make_devices() -> None:
+    os.mkdir("/new/dev")
+    for name in _DEVICES:
+        Path("/new/dev", name).touch()
+        _mount(f"/old/dev/{name}", f"/new/dev/{name}", None, _BIND)
+    os.symlink("/tmp", "/new/dev/shm")
+
+
+def _be_process_1(configuration: dict[str, Any], go: int, status: int, processes: int) -> None:
+    """Start the program, reap what ends, end with the program."""
+    try:
+        _control(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+        if not os.read(go, 1):
+            os._exit(0)  # The watching process died before the signal was asked for.
+        program = os.fork()
+        if program == 0:
+            _become_program(configuration, processes)
+        for number in (0, 1, 2):
+            os.close(number)
+        _control(_DUMPABLE, 0)  # After the start: the program may not look into this process.
+        ended, how = os.wait()
+        while ended != program:
+            ended, how = os.wait()
+        os.write(status, str(how).encode())
+    except (OSError, ValueError) as error:
+        os.write(status, f"refused: {error}".encode())
+    finally:
+        os._exit(0)
+
+
+def _become_program(configuration: dict[str, Any], processes: int) -> None:
+    limits, command = configuration["limits"], configuration["command"]
+    # A second more until the kill: the signal of the first limit says why.
+    resource.setrlimit(resource.RLIMIT_CPU, (limits["cpu_s"], limits["cpu_s"] + 1))
+    for number, bound in (
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_FSIZE, limits["file_bytes"]),
+        (resource.RLIMIT_NOFILE, limits["open_files"]),
+        (resource.RLIMIT_AS, limits["memory_bytes"]),
+        (resource.RLIMIT_MEMLOCK, 0),
+        (resource.RLIMIT_MSGQUEUE, 0),
+    ):
+        resource.setrlimit(number, (bound, bound))
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setresgid(NOBODY, NOBODY, NOBODY)
+        os.setresuid(NOBODY, NOBODY, NOBODY)
+        _control(_DUMPABLE, 1)  # Else its own uid_map belongs to root.
+    _check(_LIBC.unshare(_NEW_USER), "a user namespace of the program")
+    _map_user(processes, user=NOBODY, group=NOBODY)
+    resource.setrlimit(resource.RLIMIT_NPROC, (limits["processes"], limits["processes"]))
+    for capability in range(_CAPABILITIES):
+        _LIBC.prctl(_BOUNDING_DROP, capability, 0, 0, 0)  # Fails for unused numbers.
+    _control(_NO_NEW_PRIVILEGES, 1)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
+    instructions = base64.b64decode(configuration["filter"])
+    wanted = _FilterProgram(len(instructions) // 8, instructions)
+    _control(_SECCOMP, _SECCOMP_FILTER, wanted)
+    os.execve(command[0], command, configuration["environ"])
+
+
+def _watch(
+    first: int, limits: dict[str, Any], processes: int, pipes: tuple[int, int]
+) -> dict[str, Any]:
+    """Wait until the program ends or reaches a limit of all its processes together."""
+    lifeline, status = pipes
+    deadline_s = time.monotonic() + limits["time_s"]
+    while True:
+        readable, _, _ = select.select([lifeline, status], [], [], _WATCH_S)
+        if status in readable:
+            return _ended(os.read(status, 4096).decode(errors="replace"))
+        if lifeline in readable:
+            return {"ended": "stopped"}
+        if time.monotonic() > deadline_s:
+            return {"ended": "time"}
+        cpu_s, memory_bytes = _used(first, processes)
+        if cpu_s > limits["cpu_s"]:
+            return {"ended": "cpu"}
+        if memory_bytes > limits["memory_bytes"]:
+            return {"ended": "memory"}
+
+
+def _ended(said: str) -> dict[str, Any]:
+    if not said.isdigit():
+        return {"ended": "refused", "detail": said or "process 1 ended without a word"}
+    status = os.waitstatus_to_exitcode(int(said))
+    if status == -signal.SIGXCPU:
+        return {"ended": "cpu", "status": status}
+    return {"ended": "exit" if status >= 0 else "signal", "status": status}
+
+
+def _used(first: int, processes: int) -> tuple[float, int]:
+    """Processor seconds and resident bytes of all processes below process 1, which reaps them."""
+    ticks, pages, waiting = 0, 0, [str(first)]
+    while waiting:
+        one = waiting.pop()
+        try:
+            # The name, in parentheses, may hold anything: count from behind it.
+            fields = _read(f"{one}/stat", processes).rpartition(")")[2].split()
+            ticks += sum(map(int, fields[11:15]))
+            pages += int(fields[21]) if one != str(first) else 0
+            for thread in _names(f"{one}/task", processes):
+                waiting += _read(f"{one}/task/{thread}/children", processes).split()
+        except OSError:
+            continue  # It has ended since.
+    return ticks / os.sysconf("SC_CLK_TCK"), pages * resource.getpagesize()
+
+
+def _names(path: str, processes: int) -> list[str]:
+    folder = os.open(path, os.O_RDONLY, dir_fd=processes)
+    try:
+        return os.listdir(folder)
+    finally:
+        os.close(folder)
+
+
+def _read(path: str, processes: int) -> str:
+    with os.fdopen(os.open(path, os.O_RDONLY, dir_fd=processes), encoding="latin-1") as file:
+        return file.read()
+
+
+def _mount(source: str | None, target: str, kind: str | None, flags: int, data: str = "") -> None:
+    names = [None if one is None else one.encode() for one in (source, target, kind)]
+    done = _LIBC.mount(*names, ctypes.c_ulong(flags), data.encode() or None)
+    _check(done, f"mount {source or ''} on {target.removeprefix('/new')}")
+
+
+def _pivot_root(new: str, old: str) -> None:
+    done = _LIBC.syscall(ctypes.c_long(_PIVOT_ROOT), new.encode(), old.encode())
+    _check(done, f"change the root to {new}")
+    os.chdir("/")
+
+
+def _control(option: int, value: int, program: _FilterProgram | None = None) -> None:
+    pointer = ctypes.byref(program) if program else ctypes.c_ulong(0)
+    zero = ctypes.c_ulong(0)
+    _check(_LIBC.prctl(option, ctypes.c_ulong(value), pointer, zero, zero), f"prctl {option}")
+
+
+def _check(result: int, what: str) -> None:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+if __name__ == "__main__":
+    main()

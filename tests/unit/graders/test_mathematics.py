@@ -1,0 +1,74 @@
+"""Answers of mathematics: what is equal, and what hostile ones cost."""
+
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from forgemq_graders.mathematics import GoldAnswerError, Mathematics, math_outcome
+from tests.unit.graders.episodes import answered
+
+
+@pytest.fixture
+async def mathematics() -> AsyncIterator[Mathematics]:
+    mathematics = Mathematics(timeout_s=3.0)
+    yield mathematics
+    await mathematics.close()
+
+
+CASES = [
+    ("so it is $\\frac{1}{2}$", "0.5", True),
+    ("first $3$, but then \\boxed{4}", "4", True),
+    ("\\boxed{x^2 + 2x + 1}", "(x+1)^2", True),
+    ("the answer is 42.", "$42$", True),
+    ("\\boxed{\\{1, 2\\}}", "\\{2, 1\\}", True),
+    ("\\boxed{5}", "4", False),
+    ("I do not know", "4", False),
+    ("", "4", False),
+]
+
+
+async def test_answers_are_compared_by_what_they_mean(mathematics):
+    found = [await mathematics.is_equal(answer, gold) for answer, gold, _ in CASES]
+    assert found == [is_equal for *_, is_equal in CASES]
+
+
+async def test_a_right_answer_that_cannot_be_read_is_an_error_and_not_a_wrong_answer(mathematics):
+    with pytest.raises(GoldAnswerError, match="the right answer ''"):
+        await mathematics.is_equal("\\boxed{4}", "")
+
+
+HOSTILE = {
+    "tower of powers": "\\boxed{9^{9^{9^{9^{9}}}}}",
+    "large factorial": "\\boxed{(10^{9})!}",
+    "deep nesting": "\\boxed{" + "(" * 1500 + "1" + ")" * 1500 + "}",
+    "deep fractions": "$" + "\\frac{1}{" * 300 + "x" + "}" * 300 + "$",
+    "long sum": "$" + "+".join(f"x_{{{i}}}" for i in range(600)) + "$",
+    "large expansion": "$(a+b+c+d+e+f)^{3000}$",
+    "long integral": "$\\int_0^1 \\sin(x^{x^{x^{x}}}) \\exp(\\cos(x^{x})) dx$",
+    "many boxes": "\\boxed{1}" * 100_000,
+    "python": "$\\text{__import__('os').system('touch /tmp/owned')}$",
+    "nothing that is text": "\x00\ud800$\\boxed{",
+}
+
+
+@pytest.mark.slow
+async def test_hostile_answers_are_wrong_within_the_time_limit_and_the_next_is_compared(
+    mathematics,
+):
+    assert await mathematics.is_equal("\\boxed{4}", "4")
+    for name, answer in HOSTILE.items():
+        began_s = time.monotonic()
+        assert not await mathematics.is_equal(answer, "4"), name
+        assert time.monotonic() - began_s < 3 * 3.0, name
+        assert await mathematics.is_equal("\\boxed{4}", "4"), name
+
+
+async def test_an_outcome_is_of_the_last_completion_and_the_tasks_answer():
+    outcome = math_outcome(answer="gold")
+    task = {"gold": "1/2"}
+    assert await outcome(answered("$0.5$", task=task)) == 1.0
+    assert await outcome(answered("$0.5$", "$0.6$", task=task)) == 0.0
+    assert await outcome(answered(task=task)) == 0.0
+    with pytest.raises(KeyError, match="gold"):
+        await outcome(answered("$0.5$", task={}))
