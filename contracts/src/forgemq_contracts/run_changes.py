@@ -45,11 +45,13 @@ MAY_CHANGE = (
     "trainer.steps",
     "trainer.threads",
     "trainer.world_size",
+    "updates.*",
 )
 """Dotted names; `*` is any domain, or any field of the table.
 
 Another budget, chunk or number of ranks adds numbers up in another order: results are then equal
-within rounding, not to the byte. Another loss or learning rate holds from the newest checkpoint on.
+within rounding, not to the byte. Another loss, learning rate or
+number of updates holds from the newest checkpoint on.
 """
 
 REASONS = (

@@ -17,7 +17,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from forgemq_contracts.run import Loss
+from forgemq_contracts.loss import Loss
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

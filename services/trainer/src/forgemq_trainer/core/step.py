@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forgemq_contracts.run import Loss
+from forgemq_contracts.loss import Loss
 from forgemq_trainer.core.assignment import Range, SharedRound
 from forgemq_trainer.core.attention.carry import CarriedKeys
 from forgemq_trainer.core.attention.exchange import KeyExchange, Peers

@@ -54,6 +54,10 @@ class ShardedModel:
         everyones = self._ranks.gather_bytes(values_bytes(own))
         return merged([values_of(part) for part in everyones]) if everyones else own
 
+    def with_references(self, forests: tuple[Forest, ...]) -> tuple[Forest, ...]:
+        """The forests as they are: a reference is refused on several ranks."""
+        return forests
+
     def plan(self, forests: Sequence[Forest]) -> tuple[Round, ...]:
         """The rounds of a step over these trees, the same on every rank.
 
