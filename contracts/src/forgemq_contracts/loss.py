@@ -9,6 +9,29 @@ LOSS_KINDS = ("cispo", "truncated_is", "ppo_clip", "gspo", "icepop")
 _LOSS_KIND = re.compile(rf"({'|'.join(LOSS_KINDS)}|[A-Za-z_][\w.]*:[A-Za-z_]\w*)")
 
 
+ANCHORED_KINDS = ("cispo", "ppo_clip", "gspo")
+"""Losses that limit how far a step goes, so that they can be anchored at its beginning. The others
+correct the ratio to the behaviour itself."""
+
+
+class SequenceMask(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which completions give no loss, by the ratio policy / behaviour of all their loss tokens.
+
+    They count in what the losses are divided by: that is fixed before the policy is read.
+    """
+
+    ratio: Annotated[
+        Literal["geometric_mean", "arithmetic_mean", "product"],
+        Meta(description="Of the tokens' ratios; the product is that of the whole completion."),
+    ] = "geometric_mean"
+    low: Annotated[float, Meta(ge=0, description="Completions below are masked.")] = 0.5
+    high: Annotated[float, Meta(gt=0, description="Completions above are masked.")] = 2.0
+    advantages: Annotated[
+        Literal["all", "negative"],
+        Meta(description="negative: completions of a positive advantage are never masked."),
+    ] = "all"
+
+
 class Loss(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The loss of one sampled token; CISPO by default."""
 
@@ -26,6 +49,19 @@ class Loss(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = 3.0
     mask_low: Annotated[float, Meta(ge=0, description="icepop: ratios below are masked.")] = 0.125
     mask_high: Annotated[float, Meta(gt=0, description="icepop: ratios above are masked.")] = 8.0
+    anchor: Annotated[
+        Literal["behaviour", "step_start"],
+        Meta(
+            description="What the ratio of cispo, ppo_clip and gspo is to: the policy that sampled "
+            "the token, or the policy at the beginning of the step. With step_start each loss is "
+            "also multiplied by step_start / behaviour, capped at anchor_weight_cap."
+        ),
+    ] = "behaviour"
+    anchor_weight_cap: Annotated[float, Meta(gt=0)] = 5.0
+    sequence_mask: (
+        Annotated[SequenceMask, Meta(description="None: no completion is masked as a whole.")]
+        | None
+    ) = None
     normalisation: Literal["step", "group"] = "step"
     group_tokens: (
         Annotated[
@@ -63,6 +99,17 @@ def check_loss(loss: Loss) -> None:
         raise ValueError(
             f"loss.kind must be one of {', '.join(LOSS_KINDS)} or module:function, "
             f"got {loss.kind!r}"
+        )
+    if loss.anchor == "step_start" and loss.kind in LOSS_KINDS and loss.kind not in ANCHORED_KINDS:
+        raise ValueError(
+            f"loss.anchor must be behaviour if loss.kind is {loss.kind}, which corrects the ratio "
+            f"to the behaviour itself; step_start is for {', '.join(ANCHORED_KINDS)} and your own"
+        )
+    mask = loss.sequence_mask
+    if mask is not None and mask.low >= mask.high:
+        raise ValueError(
+            "loss.sequence_mask.low must be below loss.sequence_mask.high, "
+            f"got {mask.low:g} and {mask.high:g}"
         )
     if loss.group_tokens is not None and loss.normalisation != "step":
         raise ValueError(

@@ -16,7 +16,7 @@ from forgemq_trainer.core.loss import LossFunction
 from forgemq_trainer.core.minibatches import minibatches
 from forgemq_trainer.core.optimizer import NonFiniteGradientError
 from forgemq_trainer.core.step import EntryValues, Objective, group_loss_weights, merged
-from forgemq_trainer.core.tree import Forest
+from forgemq_trainer.core.tree import Floats, Forest
 
 
 class AppliesGradients(Protocol):
@@ -37,6 +37,10 @@ class TrainedModel(Protocol):
 
     def with_references(self, forests: tuple[Forest, ...]) -> tuple[Forest, ...]:
         """The forests with the reference's log-probabilities, if the run has a reference."""
+        ...
+
+    def read_forests(self, forests: Sequence[Forest]) -> list[Floats]:
+        """Log-probability of each entry of each forest, nats; changes no gradient."""
         ...
 
     def forward_backward(self, objective: Objective) -> EntryValues:
@@ -96,9 +100,20 @@ class StepUpdates:
         self._compute_s = 0.0
 
     def begin(self) -> EntryValues:
-        """Compute the gradients of the first update; returns the values of its entries."""
+        """Compute the gradients of the first update; returns the values of its entries.
+
+        What does not depend on the updates is computed once, before them: the log-probabilities of
+        the reference, and those of the policy at the step's beginning.
+        """
         started_s = time.perf_counter()
         self._forests = self._model.with_references(self._forests)
+        # The one update of a step has no other policy than that at its beginning.
+        if self._settings.anchor == "step_start" and self._passes * len(self._minibatches) > 1:
+            read = self._model.read_forests(self._forests)
+            self._forests = tuple(
+                replace(forest, entry_start_E=start_E)
+                for forest, start_E in zip(self._forests, read, strict=True)
+            )
         self._compute_s += time.perf_counter() - started_s
         if not self._minibatches:
             return merged([])

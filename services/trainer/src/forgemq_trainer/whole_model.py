@@ -9,7 +9,7 @@ from forgemq_contracts.run import RunConfiguration
 from forgemq_trainer.core.forward import PolicyModel
 from forgemq_trainer.core.memory import Microbatch, plan_step
 from forgemq_trainer.core.optimizer import Updater
-from forgemq_trainer.core.reference import read_logprobs, with_references
+from forgemq_trainer.core.reference import read_forests, read_logprobs, with_references
 from forgemq_trainer.core.step import EntryValues, Objective, forward_backward
 from forgemq_trainer.core.tree import Floats, Forest
 from forgemq_trainer.head_training import HeadTraining
@@ -60,6 +60,12 @@ class WholeModel:
             forests,
             self._planned(forests),
             head_chunk=self._trainer.head_chunk_tokens,
+        )
+
+    def read_forests(self, forests: Sequence[Forest]) -> list[Floats]:
+        """Log-probability of each entry of each forest, nats; changes no gradient."""
+        return read_forests(
+            self.policy, forests, self._planned(forests), head_chunk=self._trainer.head_chunk_tokens
         )
 
     def _planned(self, forests: Sequence[Forest]) -> tuple[Microbatch, ...]:

@@ -55,6 +55,8 @@ class Forest:
         entry_advantage_E: Of its sample.
         entry_temperature_E: Of its sample, above 0.
         entry_reference_E: Log-probability under a reference policy, nats; NaN if not recorded.
+        entry_start_E: Log-probability under the policy at the step's beginning, nats; NaN unless
+            the loss asks for it (`step_updates.py`).
         entry_route_ER: int16, recorded experts of all layers; R is 0 if no group has expert routes.
         entry_is_routed_E: True if the recorded experts are those of the pass that sampled it.
         sample_count: S.
@@ -80,6 +82,7 @@ class Forest:
     entry_advantage_E: Floats
     entry_temperature_E: Floats
     entry_reference_E: Floats
+    entry_start_E: Floats
     entry_route_ER: NDArray[np.int16]
     entry_is_routed_E: NDArray[np.bool_]
     sample_count: int
@@ -141,6 +144,7 @@ def read_tree(tree: MergedTree) -> Forest:
         entry_advantage_E=entries.advantage_E,
         entry_temperature_E=entries.temperature_E,
         entry_reference_E=entries.reference_E,
+        entry_start_E=np.full(len(entries.token_E), np.nan),
         entry_route_ER=entries.route_ER,
         entry_is_routed_E=_is_of_newest_version(entries) & bool(entries.route_ER.shape[1]),
         sample_count=entries.sample_count,
@@ -193,6 +197,7 @@ def joined(forests: Sequence[Forest]) -> Forest:
         entry_advantage_E=np.concatenate([forest.entry_advantage_E for forest in forests]),
         entry_temperature_E=np.concatenate([forest.entry_temperature_E for forest in forests]),
         entry_reference_E=np.concatenate([forest.entry_reference_E for forest in forests]),
+        entry_start_E=np.concatenate([forest.entry_start_E for forest in forests]),
         entry_route_ER=_joined_expert_routes([forest.entry_route_ER for forest in forests]),
         entry_is_routed_E=np.concatenate([forest.entry_is_routed_E for forest in forests]),
         sample_count=sum(forest.sample_count for forest in forests),
