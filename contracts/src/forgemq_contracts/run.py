@@ -131,11 +131,11 @@ class Rewards(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = False
     grader_timeout_s: Annotated[float, Meta(gt=0)] = 60.0
     truncated: Annotated[
-        Literal["grade", "zero", "mask"],
+        Literal["grade", "zero", "mask", "no_loss"],
         Meta(
             description="What an episode earns if a limit ended it (context full, too many turns). "
             "grade: what the reward functions return. zero: 0, without asking them. mask: nothing; "
-            "it counts in no baseline."
+            "it counts in no baseline. no_loss: as grade, but none of its completions trains."
         ),
     ] = "grade"
 

@@ -23,6 +23,7 @@ from forgemq_reward.core.returns import (
 CAUSE_CHARACTERS_MAX = 300
 """Of an agent's or grader's error, quoted in the detail of a failed group; a line or two."""
 
+NOTHING_TRAINS = "every scored episode was truncated, and rewards.truncated is no_loss"
 
 _NO_DOMAINS: Mapping[str, Rewards] = MappingProxyType({})
 
@@ -189,7 +190,9 @@ def scored_group(group: GroupState, *, settings: Rewards) -> ScoredGroup:
         returns = shuffled(returns, group_id=group.group_id)
     completions = scored_completions(returns, settings=settings)
     if not has_variance(completions, settings=settings):
-        return _untrainable(scored, "zero_variance")
+        is_left_out = not completions and any(not one.is_trained for one in returns)
+        detail = NOTHING_TRAINS if is_left_out else ""
+        return _untrainable(scored, "zero_variance", detail=detail)
     return msgspec.structs.replace(scored, completions=completions)
 
 
