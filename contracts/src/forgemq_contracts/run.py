@@ -8,6 +8,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta, Struct
 
+from forgemq_contracts.distillation import Distillation
 from forgemq_contracts.domain_settings import DomainRewards, DomainSampling
 from forgemq_contracts.episodes import HistoryPolicy, Sampling, StreamPolicy
 from forgemq_contracts.fields import DomainName, NamedValue, TimeMs, TreeTokensMax
@@ -15,6 +16,7 @@ from forgemq_contracts.lane_engines import LaneEngines
 from forgemq_contracts.live_key import LiveKey
 from forgemq_contracts.loss import Loss
 from forgemq_contracts.pool import Pool
+from forgemq_contracts.repetition import RepetitionStop
 from forgemq_contracts.speculation import Speculation
 from forgemq_contracts.updates import Updates
 
@@ -154,6 +156,7 @@ class Episodes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = 60.0
     attempts_max: Annotated[int, Meta(ge=1, le=100)] = 3
     request_deadline_s: Annotated[float, Meta(gt=0)] = 900.0
+    repetition_stop: RepetitionStop = RepetitionStop()
     concurrent_max: Annotated[
         int, Meta(ge=1, description="Episodes that the agents play at once.")
     ] = 64
@@ -276,6 +279,9 @@ class RunConfiguration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ) = None
     pool: (
         Annotated[Pool, Meta(description="None: each engine has its own K/V cache only.")] | None
+    ) = None
+    distillation: (
+        Annotated[Distillation, Meta(description="None: rewards alone make the advantages.")] | None
     ) = None
     lanes: Annotated[
         tuple[LaneEngines, ...],

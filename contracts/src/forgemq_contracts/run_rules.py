@@ -53,6 +53,7 @@ def check(configuration: RunConfiguration) -> None:
     context_tokens_max = configuration.model.context_tokens_max
     check_tree_limit(configuration.trainer.tree_tokens_max, context_tokens_max=context_tokens_max)
     check_loss(configuration.loss)
+    _check_distillation(configuration)
 
 
 def _check_agents(configuration: RunConfiguration) -> None:
@@ -177,6 +178,18 @@ def _check_sampling(configuration: RunConfiguration) -> None:
             raise ValueError(
                 f"episodes.sampling.{name} is {getattr(sampling, name):g}: tokens of a truncated "
                 "support are context and not loss (G4), so nothing would train"
+            )
+
+
+def _check_distillation(configuration: RunConfiguration) -> None:
+    if configuration.distillation is None:
+        return
+    for queue in configuration.queues:
+        temperature = sampling_of(configuration, domain=queue.domain).temperature
+        if temperature != 1:
+            raise ValueError(
+                "distillation must be left out if a sampling.temperature is not 1: the teacher's "
+                f"log-probabilities are at 1, and queues.{queue.domain} samples at {temperature:g}"
             )
 
 

@@ -135,6 +135,13 @@ class TrainingMetrics(Struct, frozen=True, kw_only=True, omit_defaults=True):
         ),
     ] = 0.0
 
+    kl_teacher: Annotated[
+        float,
+        Meta(
+            description="Mean of log p behaviour - log p teacher over the step's loss tokens: an "
+            "estimate of KL(behaviour || teacher), nats. 0 without a teacher."
+        ),
+    ] = 0.0
     updates: Annotated[
         int,
         Meta(

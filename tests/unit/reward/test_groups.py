@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forgemq_contracts.messages import InvalidRecordError, Tick
+from forgemq_contracts.run import Rewards
 from forgemq_reward.core import RewardCore
 from tests.unit.reward.records import completion_id, finished_episode, graded_episode
 from tests.unit.reward.scoring import core_of, feed, retired, score
@@ -94,6 +95,16 @@ def test_a_group_of_truncated_episodes_without_loss_says_why_nothing_trains():
     assert (scored.not_trainable, scored.completions) == ("zero_variance", ())
     assert scored.detail == "every scored episode was truncated, and rewards.truncated is no_loss"
     assert [one.is_masked for one in scored.episodes] == [False, False]
+
+
+def test_with_a_teacher_a_group_of_equal_returns_trains_too():
+    records = [finished_episode(0), finished_episode(1), graded_episode(0), graded_episode(1)]
+    core = RewardCore(partition=3, rewards=Rewards(), has_teacher=True)
+    [scored] = feed(core, records)
+    assert scored.not_trainable == ""
+    assert [completion.advantage for completion in scored.completions] == [0.0, 0.0]
+    [without] = feed(core_of(), records)
+    assert without.not_trainable == "zero_variance"
 
 
 def test_two_episodes_are_the_least_whatever_the_fraction():

@@ -21,6 +21,7 @@ from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.steps import ScheduledGroup, ScheduledStep, TrainingMetrics
 from forgemq_contracts.trees import MergedTree
 from forgemq_settings.environment import SettingsError
+from forgemq_trainer.core.distillation import distilled, kl_teacher
 from forgemq_trainer.core.expert_routes import check_expert_routes
 from forgemq_trainer.core.flops import savings
 from forgemq_trainer.core.metrics import (
@@ -185,7 +186,7 @@ class Training:
         for group in scheduled.groups:
             try:
                 tree = _decode_tree(group, values.get(group.group_id))
-                forest = read_tree(tree)
+                forest = distilled(read_tree(tree), self._configuration.distillation)
                 if self._ranks.rank == 0:  # It announces only groups that passed.
                     self._check_fits(forest)
                     self._check_plan(forest)
@@ -315,7 +316,11 @@ class Training:
                 updates_skipped=taken.skipped,
             ),
             measured=Measured(
-                gap=gap, forward_backward_s=taken.compute_s, probe_s=probe_s, draft=draft
+                gap=gap,
+                forward_backward_s=taken.compute_s,
+                probe_s=probe_s,
+                draft=draft,
+                kl_teacher=kl_teacher(step.forests),
             ),
         )
         self.version += 1

@@ -117,12 +117,14 @@ class Measured:
         forward_backward_s: Time of the step's forward and backward.
         probe_s: Time of the probe's forward.
         draft: Of the draft head; None without one.
+        kl_teacher: From the behaviour to the teacher, nats; 0 without one.
     """
 
     gap: LogprobGap | None
     forward_backward_s: float
     probe_s: float
     draft: DraftMeasures | None = None
+    kl_teacher: float = 0.0
 
 
 def step_gaps(values: EntryValues, *, version: int) -> Floats:
@@ -237,6 +239,7 @@ def training_metrics(
         route_disagreements=totals.route_disagreements,
         kl_reference=entries.kl_reference,
         skipped_in_a_row=update.skipped_in_a_row,
+        kl_teacher=measured.kl_teacher,
         updates=update.updates,
         updates_skipped=update.updates_skipped,
         logprob_gap=gap,
