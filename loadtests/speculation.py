@@ -28,7 +28,8 @@ from measurement import Measurement, arguments
 from safetensors.torch import save_file
 from transformers import AutoTokenizer
 
-from forgemq_contracts.run import Loss, Optimizer
+from forgemq_contracts.loss import Loss
+from forgemq_contracts.run import Optimizer
 from forgemq_contracts.trees import MergedTree
 from forgemq_launcher.commands.new_head import write_new_head
 from forgemq_trainer.core.drafting import Drafting

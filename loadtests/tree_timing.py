@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from tree_workloads import Sample
 
-from forgemq_contracts.run import Loss
+from forgemq_contracts.loss import Loss
 from forgemq_trainer.core.flops import Flops, flops
 from forgemq_trainer.core.logprobs import Edges, edge_logprobs
 from forgemq_trainer.core.loss import Entries, loss_function

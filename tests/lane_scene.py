@@ -21,10 +21,20 @@ from forgemq_contracts.completions import (
     RequestedCompletion,
     TurnPart,
 )
+from forgemq_contracts.distillation import Distillation
 from forgemq_contracts.episodes import Sampling
 from forgemq_contracts.messages import Output
 from forgemq_contracts.partitions import group_partition
-from forgemq_contracts.run import LogLayout, Model, Queue, RunConfiguration, StartedRun, Trainer
+from forgemq_contracts.repetition import RepetitionStop
+from forgemq_contracts.run import (
+    Episodes,
+    LogLayout,
+    Model,
+    Queue,
+    RunConfiguration,
+    StartedRun,
+    Trainer,
+)
 from forgemq_contracts.speculation import Speculation
 from forgemq_contracts.weights import (
     EngineLoad,
@@ -47,7 +57,14 @@ GROUP = "g-0123456789abcdef"
 TURN = TurnPart(sequence=0, protocol="chat_completions", body_digest="d")
 
 
-def configuration(model: Path, *, lanes: int = 2, head: Path | None = None) -> RunConfiguration:
+def configuration(
+    model: Path,
+    *,
+    lanes: int = 2,
+    head: Path | None = None,
+    repetition_stop: RepetitionStop = RepetitionStop(),  # noqa: B008  # frozen
+    teacher_url: str = "",
+) -> RunConfiguration:
     return RunConfiguration(
         run="r",
         seed=0,
@@ -55,6 +72,8 @@ def configuration(model: Path, *, lanes: int = 2, head: Path | None = None) -> R
         queues=(Queue(domain="shop", task_source="m:f", agent="m:f"),),
         trainer=Trainer(steps=3),
         log=LogLayout(group_partitions=PARTITIONS, lanes=lanes),
+        episodes=Episodes(repetition_stop=repetition_stop),
+        distillation=Distillation(url=teacher_url) if teacher_url else None,
         speculation=None if head is None else Speculation(head=str(head)),
     )
 
@@ -80,8 +99,18 @@ class LaneScene:
     """Writes requests to the log and reads records back; `serving` runs the service."""
 
     def __init__(
-        self, log: Log, *, model: Path, engine_url: str, lane: int = 0, head: Path | None = None
+        self,
+        log: Log,
+        *,
+        model: Path,
+        engine_url: str,
+        lane: int = 0,
+        head: Path | None = None,
+        repetition_stop: RepetitionStop = RepetitionStop(),  # noqa: B008  # frozen
+        teacher_url: str = "",
     ) -> None:
+        self.teacher_url = teacher_url
+        self.repetition_stop = repetition_stop
         self.log = log
         self.model = model
         self.engine_url = engine_url
@@ -99,7 +128,12 @@ class LaneScene:
         context = Context(
             started=StartedRun(
                 run="r",
-                configuration=configuration(self.model, head=self.head),
+                configuration=configuration(
+                    self.model,
+                    head=self.head,
+                    repetition_stop=self.repetition_stop,
+                    teacher_url=self.teacher_url,
+                ),
                 blobs="memory://",
                 started_ms=1,
             ),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from forgemq_contracts.run import Loss
+from forgemq_contracts.loss import Loss
 from forgemq_trainer.core.attention.attention import AttentionBackend, BlockKeys
 from forgemq_trainer.core.attention.cpu_attention import CpuAttention
 from forgemq_trainer.core.attention.gpu_attention import AttentionKind, GpuAttention

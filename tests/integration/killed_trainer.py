@@ -1,6 +1,7 @@
-"""A trainer that kills itself with SIGKILL at a named point of saving version 1.
+"""A trainer that kills itself with SIGKILL at a named point of saving version 1, or of a step.
 
-It waits at the point until the next step has its gradients, so that the kill meets both at once.
+While it saves, it waits at the point until the next step has its gradients, so that the kill meets
+both at once. Each step takes four updates.
 Arguments: broker, run, folder of the run, point.
 """
 
@@ -13,10 +14,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from forgemq_bus.blobs import BlobStore
 from forgemq_bus.kafka import KafkaConnection, KafkaLog
+from forgemq_contracts.run import RunConfiguration
+from forgemq_contracts.updates import Updates
 from forgemq_trainer.loop import TrainingLoop
 from forgemq_trainer.publisher import Publisher
+from forgemq_trainer.step_updates import StepUpdates
 from forgemq_trainer.store import Store
 from forgemq_trainer.training import Training
 from tests.unit.trainer.bench import Bench
@@ -56,6 +62,23 @@ def _dying_after(original: Callable[..., Any], *, calls: int) -> Callable[..., A
     return dying
 
 
+def _dying_within(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Die before the third update of step 1, which is the seventh of the run."""
+    counted = iter(range(1, 8))
+
+    def dying(self: StepUpdates, minibatch: Any) -> Any:
+        if next(counted) == 7:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(self, minibatch)
+
+    return dying
+
+
+def killed_configuration(base: Path) -> RunConfiguration:
+    """The run of a killed trainer, and of the one that continues it."""
+    return msgspec.structs.replace(configuration_of(base), updates=Updates(minibatches=2, passes=2))
+
+
 def arm(point: str) -> None:
     """Put the kill in its place."""
     compute = Training.compute_gradients
@@ -67,6 +90,8 @@ def arm(point: str) -> None:
 
     Training.compute_gradients = computing  # type: ignore[method-assign]
     match point:
+        case "between two updates":
+            StepUpdates._compute = _dying_within(StepUpdates._compute)  # type: ignore[method-assign]
         case "before the durable copy":
             Store.write_version = _dying(Store.write_version, is_before=True)  # type: ignore[method-assign]
         case "after the durable copy":
@@ -85,7 +110,7 @@ def arm(point: str) -> None:
 async def _train(bootstrap: str, run: str, folder: Path) -> None:
     blobs = BlobStore(str(folder / "blobs"), run=run)
     log = KafkaLog(KafkaConnection(bootstrap=bootstrap), run=run, blobs=blobs)
-    bench = Bench(log, lambda: log, configuration_of(folder / "base"), folder / "trainer")
+    bench = Bench(log, lambda: log, killed_configuration(folder / "base"), folder / "trainer")
     await bench.train(until=1)
 
 

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts.arrays import unpack_ids
 from forgemq_contracts.completions import FinishedCompletion
-from forgemq_contracts.run import Loss
+from forgemq_contracts.loss import Loss
 from forgemq_contracts.trees import MergedTree
 from forgemq_inference.engine import Engine
 from forgemq_merger.core.merger import Merger

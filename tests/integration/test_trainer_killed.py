@@ -1,4 +1,7 @@
-"""kill -9 of the trainer between any two of: durable copy, checkpoint, record, publication."""
+"""kill -9 of the trainer between two updates of a step, and between what follows a step.
+
+That is its durable copy, checkpoint, record and publication.
+"""
 
 import asyncio
 import signal
@@ -11,10 +14,10 @@ import pytest
 
 from forgemq_bus.blobs import BlobStore
 from forgemq_bus.kafka import KafkaConnection, KafkaLog
+from tests.integration.killed_trainer import killed_configuration
 from tests.unit.trainer.bench import Bench, create_topics
 from tests.unit.trainer.scene import (
     agent_samples,
-    configuration_of,
     merge,
     save_base,
     scheduled_step,
@@ -24,6 +27,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(300
 
 UNRECORDED = ([(0, 2), (1, 2)], [(1, 0), (2, 0), (2, 1), (2, 2)])
 """(step, lineage) of the records, and (lineage, version) of the publications."""
+WITHIN_STEP_1 = ([(0, 1), (1, 2)], [(1, 0), (1, 1), (2, 1), (2, 2)])
 CHECKPOINTED = ([(0, 1), (1, 2)], [(1, 0), (2, 1), (2, 2)])
 PUBLISHED = ([(0, 1), (1, 2)], [(1, 0), (1, 1), (2, 1), (2, 2)])
 
@@ -31,7 +35,7 @@ PUBLISHED = ([(0, 1), (1, 2)], [(1, 0), (1, 1), (2, 1), (2, 2)])
 async def _bench(log: KafkaLog, folder: Path) -> Bench:
     await create_topics(log)
     save_base(folder / "base")
-    bench = Bench(log, lambda: log, configuration_of(folder / "base"), folder / "trainer")
+    bench = Bench(log, lambda: log, killed_configuration(folder / "base"), folder / "trainer")
     generator = np.random.default_rng(0)
     trees = [merge(agent_samples(generator), f"g-{number}") for number in range(4)]
     await bench.put_trees(trees)
@@ -43,6 +47,7 @@ async def _bench(log: KafkaLog, folder: Path) -> Bench:
 @pytest.mark.parametrize(
     ("point", "expected"),
     [
+        ("between two updates", WITHIN_STEP_1),
         ("before the durable copy", UNRECORDED),
         ("after the durable copy", UNRECORDED),
         ("after the checkpoint", CHECKPOINTED),
@@ -50,7 +55,7 @@ async def _bench(log: KafkaLog, folder: Path) -> Bench:
         ("after publishing", PUBLISHED),
     ],
 )
-async def test_a_kill_while_a_step_is_saved_beside_the_next_one_loses_and_repeats_nothing(
+async def test_a_kill_within_a_step_or_while_it_is_saved_loses_and_repeats_nothing(
     kafka_bootstrap: str,
     new_run_id: Callable[[], str],
     tmp_path: Path,

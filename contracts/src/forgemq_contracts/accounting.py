@@ -28,6 +28,11 @@ def is_candidate(completion: FinishedCompletion) -> bool:
     return completion.finish_reason not in ("error", "abort")
 
 
+def end_of(completion: FinishedCompletion) -> str:
+    """What ended the output, for people and graders: `finish_reason`, or `repetition`."""
+    return "repetition" if completion.repeated_tokens else completion.finish_reason
+
+
 class CompletionLedger:
     """Which record of finished-completions is the completion of its request id.
 

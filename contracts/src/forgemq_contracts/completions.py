@@ -294,6 +294,20 @@ class FinishedCompletion(Struct, frozen=True, kw_only=True, omit_defaults=True):
             "text ends before it. '' if a token or a limit ended it."
         ),
     ] = ""
+    repeated_tokens: Annotated[
+        TokenCount,
+        Meta(
+            description="The output ended because so many tokens in a row were each nearly "
+            "certain (`episodes.repetition_stop`); finish_reason is then length. 0 if not."
+        ),
+    ] = 0
+    teacher_logprobs: Annotated[
+        LogProbabilities,
+        Meta(
+            description="Of each output token under the teacher of `[distillation]`; b'' without "
+            "one, if it did not answer, or if the output does not train."
+        ),
+    ] = b""
     error: Annotated[
         str, Meta(description="The failure in words, for people; '' for a completion.")
     ] = ""
@@ -313,6 +327,8 @@ class FinishedCompletion(Struct, frozen=True, kw_only=True, omit_defaults=True):
         count = check_ids("output", self.output)
         check_finite("logprobs", self.logprobs, count=count)
         check_routes("routes", self.routes, count=count)
+        if self.teacher_logprobs:
+            check_finite("teacher_logprobs", self.teacher_logprobs, count=count)
         if self.top_tokens is not None and count and len(self.top_tokens.ids) % len(self.output):
             raise ValueError(f"top_tokens: not the same number for each of {count} output tokens")
         _check_prefix(self.parent_id, self.shared_prefix_tokens)

@@ -14,7 +14,7 @@ class DomainRewards(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     advantage_scale: Literal["none", "group_std"] | None = None
     discount: Annotated[float, Meta(gt=0, le=1)] | None = None
     group_min_fraction: Annotated[float, Meta(gt=0, le=1)] | None = None
-    truncated: Literal["grade", "zero", "mask"] | None = None
+    truncated: Literal["grade", "zero", "mask", "no_loss"] | None = None
 
 
 class DomainSampling(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -29,7 +29,10 @@ class GradingCompletion(Struct, frozen=True, kw_only=True):
         int, Meta(ge=0, description="Tool calls the renderer could not parse.")
     ]
     output_tokens: int
-    finish_reason: str
+    finish_reason: Annotated[
+        str,
+        Meta(description="stop; length: cut at a limit; repetition: episodes.repetition_stop."),
+    ]
 
 
 class GradingEpisode(Struct, frozen=True, kw_only=True):

@@ -8,13 +8,17 @@ from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta, Struct
 
+from forgemq_contracts.distillation import Distillation
 from forgemq_contracts.domain_settings import DomainRewards, DomainSampling
 from forgemq_contracts.episodes import HistoryPolicy, Sampling, StreamPolicy
 from forgemq_contracts.fields import DomainName, NamedValue, TimeMs, TreeTokensMax
 from forgemq_contracts.lane_engines import LaneEngines
 from forgemq_contracts.live_key import LiveKey
+from forgemq_contracts.loss import Loss
 from forgemq_contracts.pool import Pool
+from forgemq_contracts.repetition import RepetitionStop
 from forgemq_contracts.speculation import Speculation
+from forgemq_contracts.updates import Updates
 
 RunId: TypeAlias = Annotated[
     str, Meta(pattern=r"^[a-z0-9-]{1,40}$", description="Prefix of the run's topics and blobs.")
@@ -29,8 +33,6 @@ FunctionName: TypeAlias = Annotated[
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """`model_type` of the model's config.json: architectures that train exactly on trees."""
-
-LOSS_KINDS = ("cispo", "truncated_is", "ppo_clip", "gspo", "icepop")
 
 
 class Queue(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -131,11 +133,11 @@ class Rewards(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = False
     grader_timeout_s: Annotated[float, Meta(gt=0)] = 60.0
     truncated: Annotated[
-        Literal["grade", "zero", "mask"],
+        Literal["grade", "zero", "mask", "no_loss"],
         Meta(
             description="What an episode earns if a limit ended it (context full, too many turns). "
             "grade: what the reward functions return. zero: 0, without asking them. mask: nothing; "
-            "it counts in no baseline."
+            "it counts in no baseline. no_loss: as grade, but none of its completions trains."
         ),
     ] = "grade"
 
@@ -154,6 +156,7 @@ class Episodes(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ] = 60.0
     attempts_max: Annotated[int, Meta(ge=1, le=100)] = 3
     request_deadline_s: Annotated[float, Meta(gt=0)] = 900.0
+    repetition_stop: RepetitionStop = RepetitionStop()
     concurrent_max: Annotated[
         int, Meta(ge=1, description="Episodes that the agents play at once.")
     ] = 64
@@ -193,45 +196,6 @@ class Optimizer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
             "than this many in a row end the run.",
         ),
     ] = 3
-
-
-class Loss(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The loss of one sampled token; CISPO by default."""
-
-    kind: Annotated[
-        str, Meta(description="cispo, truncated_is, ppo_clip, gspo, icepop, or module:function.")
-    ] = "cispo"
-    ratio_cap: Annotated[
-        float, Meta(gt=0, description="CISPO: absolute cap on policy / behaviour.")
-    ] = 5.0
-    clip_low: Annotated[float, Meta(ge=0, description="ppo_clip, gspo: 1 - this.")] = 0.2
-    clip_high: Annotated[float, Meta(ge=0, description="ppo_clip, gspo: 1 + this.")] = 0.2
-    clip_dual: Annotated[
-        float,
-        Meta(gt=0, description="Above 1; ppo_clip, gspo: at A < 0 a loss is at most this * |A|."),
-    ] = 3.0
-    mask_low: Annotated[float, Meta(ge=0, description="icepop: ratios below are masked.")] = 0.125
-    mask_high: Annotated[float, Meta(gt=0, description="icepop: ratios above are masked.")] = 8.0
-    normalisation: Literal["step", "group"] = "step"
-    group_tokens: (
-        Annotated[
-            int,
-            Meta(
-                ge=1,
-                description="The losses are divided by this and by the number of groups, instead "
-                "of by how many entries the step has; None: as normalisation says.",
-            ),
-        ]
-        | None
-    ) = None
-    reference_weight: Annotated[
-        float,
-        Meta(
-            ge=0,
-            description="Weight of a k3 KL to the model the run started from, added to the loss "
-            "of each entry; above 0 the trainer keeps that model in memory too.",
-        ),
-    ] = 0.0
 
 
 class Trainer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -307,6 +271,7 @@ class RunConfiguration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     evaluation: Evaluation = Evaluation()
     optimizer: Optimizer = Optimizer()
     loss: Loss = Loss()
+    updates: Updates = Updates()
     log: LogLayout = LogLayout()
     audit: Audit = Audit()
     speculation: (
@@ -314,6 +279,9 @@ class RunConfiguration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     ) = None
     pool: (
         Annotated[Pool, Meta(description="None: each engine has its own K/V cache only.")] | None
+    ) = None
+    distillation: (
+        Annotated[Distillation, Meta(description="None: rewards alone make the advantages.")] | None
     ) = None
     lanes: Annotated[
         tuple[LaneEngines, ...],

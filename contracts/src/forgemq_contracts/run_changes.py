@@ -18,6 +18,7 @@ from forgemq_contracts.run import RunConfiguration
 MAY_CHANGE = (
     "audit.*",
     "code_paths",
+    "distillation.*",
     "episodes.attempts_max",
     "episodes.concurrent_max",
     "episodes.lease_s",
@@ -45,11 +46,13 @@ MAY_CHANGE = (
     "trainer.steps",
     "trainer.threads",
     "trainer.world_size",
+    "updates.*",
 )
 """Dotted names; `*` is any domain, or any field of the table.
 
 Another budget, chunk or number of ranks adds numbers up in another order: results are then equal
-within rounding, not to the byte. Another loss or learning rate holds from the newest checkpoint on.
+within rounding, not to the byte. Another loss, learning rate or
+number of updates holds from the newest checkpoint on.
 """
 
 REASONS = (
@@ -70,6 +73,7 @@ REASONS = (
     ("trainer.steps_ahead_max", "the scheduler's journal was written and is replayed with it"),
     ("trainer.tree_tokens_max", "the merger's journal was written and is replayed with it"),
     ("speculation*", "checkpoints hold the head that the run began with, or none"),
+    ("distillation", "the journal of reward was written with it or without, and is replayed so"),
     ("rewards.*", "the journal of reward was written with it, and is replayed with it"),
     ("episodes.*", "the episodes that are open were promised it"),
     ("evaluation.*", "the rounds of a run are compared, so all of them play the same tasks"),

@@ -1,23 +1,14 @@
 """Which fields of a run's configuration can work together."""
 
-import re
-
 import msgspec
 
 from forgemq_contracts.domains import context_tokens_max_of, sampling_of
 from forgemq_contracts.lane_engines import check_lanes, is_paired
+from forgemq_contracts.loss import check_loss
 from forgemq_contracts.pool import Pool
 from forgemq_contracts.rules import check_tree_limit
-from forgemq_contracts.run import (
-    LOSS_KINDS,
-    Loss,
-    RunConfiguration,
-    lanes_limit,
-    played_queues,
-    window_of,
-)
-
-_LOSS_KIND = re.compile(rf"({'|'.join(LOSS_KINDS)}|[A-Za-z_][\w.]*:[A-Za-z_]\w*)")
+from forgemq_contracts.run import RunConfiguration, lanes_limit, played_queues, window_of
+from forgemq_contracts.updates import are_several
 
 
 def check(configuration: RunConfiguration) -> None:
@@ -61,25 +52,8 @@ def check(configuration: RunConfiguration) -> None:
     _check_lanes(configuration)
     context_tokens_max = configuration.model.context_tokens_max
     check_tree_limit(configuration.trainer.tree_tokens_max, context_tokens_max=context_tokens_max)
-    _check_loss(configuration.loss)
-
-
-def _check_loss(loss: Loss) -> None:
-    if loss.clip_dual <= 1:
-        raise ValueError(
-            "loss.clip_dual must be above 1: at 1 an entry of ratio 1 is limited already, "
-            f"got {loss.clip_dual:g}"
-        )
-    if not _LOSS_KIND.fullmatch(loss.kind):
-        raise ValueError(
-            f"loss.kind must be one of {', '.join(LOSS_KINDS)} or module:function, "
-            f"got {loss.kind!r}"
-        )
-    if loss.group_tokens is not None and loss.normalisation != "step":
-        raise ValueError(
-            "loss.group_tokens must be left out if loss.normalisation is given: each says what the "
-            f"losses are divided by, got {loss.group_tokens} and {loss.normalisation!r}"
-        )
+    check_loss(configuration.loss)
+    _check_distillation(configuration)
 
 
 def _check_agents(configuration: RunConfiguration) -> None:
@@ -207,6 +181,18 @@ def _check_sampling(configuration: RunConfiguration) -> None:
             )
 
 
+def _check_distillation(configuration: RunConfiguration) -> None:
+    if configuration.distillation is None:
+        return
+    for queue in configuration.queues:
+        temperature = sampling_of(configuration, domain=queue.domain).temperature
+        if temperature != 1:
+            raise ValueError(
+                "distillation must be left out if a sampling.temperature is not 1: the teacher's "
+                f"log-probabilities are at 1, and queues.{queue.domain} samples at {temperature:g}"
+            )
+
+
 def _check_speculation(configuration: RunConfiguration) -> None:
     speculation = configuration.speculation
     if speculation is None:
@@ -215,6 +201,12 @@ def _check_speculation(configuration: RunConfiguration) -> None:
         raise ValueError(
             "trainer.world_size must be 1 with [speculation]: a draft head trains on the rank that "
             f"holds the whole model, got {configuration.trainer.world_size}"
+        )
+    if are_several(configuration.updates):
+        raise ValueError(
+            "updates.minibatches and updates.passes must be 1 with [speculation]: nobody has tried "
+            "a draft head that follows several updates of a step, got "
+            f"{configuration.updates.minibatches} and {configuration.updates.passes}"
         )
     context_tokens_max = configuration.model.context_tokens_max
     if speculation.steps + 1 >= context_tokens_max:

@@ -135,6 +135,25 @@ class TrainingMetrics(Struct, frozen=True, kw_only=True, omit_defaults=True):
         ),
     ] = 0.0
 
+    kl_teacher: Annotated[
+        float,
+        Meta(
+            description="Mean of log p behaviour - log p teacher over the step's loss tokens: an "
+            "estimate of KL(behaviour || teacher), nats. 0 without a teacher."
+        ),
+    ] = 0.0
+    updates: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Optimizer updates that changed the weights. Of several, loss, grad_norm "
+            "and the numbers over entries are means over all of them.",
+        ),
+    ] = 1
+    updates_skipped: Annotated[
+        int, Meta(ge=0, description="Updates that changed nothing: no finite gradient.")
+    ] = 0
+
     def measured_gap(self) -> LogprobGap | None:
         """`logprob_gap`; of a record without it, what the record has; None if not measured."""
         if self.logprob_gap is not None or not self.gap_entries:

@@ -46,6 +46,10 @@ class MergedTree(Struct, frozen=True, kw_only=True, omit_defaults=True):
     entry_reference_logprob: Annotated[
         bytes, Meta(description="float32[E] under a reference policy, nats; b'' without one.")
     ] = b""
+    entry_teacher_logprob: Annotated[
+        bytes,
+        Meta(description="float32[E] under the teacher of `[distillation]`, nats; b'' without."),
+    ] = b""
 
     def __post_init__(self) -> None:
         check_ids("tokens", self.tokens)
@@ -61,6 +65,8 @@ class MergedTree(Struct, frozen=True, kw_only=True, omit_defaults=True):
         check_items("entry_version", self.entry_version, count=entries)
         if self.entry_reference_logprob:
             check_finite("entry_reference_logprob", self.entry_reference_logprob, count=entries)
+        if self.entry_teacher_logprob:
+            check_finite("entry_teacher_logprob", self.entry_teacher_logprob, count=entries)
         check_rows("entry_route", self.entry_route, count=entries)
 
     def _check_samples(self) -> None:

@@ -5,12 +5,11 @@ import pytest
 
 from forgemq_contracts.episodes import Sampling
 from forgemq_contracts.live_key import LiveKey
+from forgemq_contracts.loss import LOSS_KINDS, Loss
 from forgemq_contracts.run import (
-    LOSS_KINDS,
     MODEL_TYPES,
     Episodes,
     Evaluation,
-    Loss,
     Model,
     Queue,
     RunConfiguration,

@@ -30,7 +30,6 @@ from forgemq_inference.core.generation import (
     generate_body,
     sampling_parameters,
     spans_of,
-    support_of,
 )
 from forgemq_inference.core.lane import (
     CANCELLED,
@@ -42,6 +41,7 @@ from forgemq_inference.core.lane import (
     Run,
     Skipped,
 )
+from forgemq_inference.core.support import support_of
 from forgemq_inference.core.weights import (
     BASE,
     DurableLoad,

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forgemq_contracts.messages import InvalidRecordError, Tick
+from forgemq_contracts.run import Rewards
 from forgemq_reward.core import RewardCore
 from tests.unit.reward.records import completion_id, finished_episode, graded_episode
 from tests.unit.reward.scoring import core_of, feed, retired, score
@@ -44,6 +45,7 @@ def test_a_failed_group_quotes_the_reason_of_its_first_masked_episode():
         ("grade", [(0, 0.7), (1, -0.3), (2, 0.0), (3, -0.4)]),
         ("zero", [(0, 0.8), (1, -0.2), (2, -0.3), (3, -0.3)]),
         ("mask", [(0, 0.5), (1, -0.5)]),
+        ("no_loss", [(0, 0.7), (1, -0.3)]),
     ],
 )
 def test_an_episode_that_a_limit_ended_earns_what_the_run_says(treatment, expected):
@@ -107,6 +109,27 @@ def test_a_group_that_fails_because_its_episodes_were_truncated_says_so():
         "0 of 2 episodes scored, 2 are needed; "
         "g-1.0.0: truncated by context_full, which rewards.truncated masks"
     )
+
+
+def test_a_group_of_truncated_episodes_without_loss_says_why_nothing_trains():
+    episodes = [
+        msgspec.structs.replace(finished_episode(i), truncated_by="context_full") for i in range(2)
+    ]
+    grades = [graded_episode(0, outcome=1.0), graded_episode(1)]
+    scored = score(episodes, grades, truncated="no_loss")
+    assert (scored.not_trainable, scored.completions) == ("zero_variance", ())
+    assert scored.detail == "every scored episode was truncated, and rewards.truncated is no_loss"
+    assert [one.is_masked for one in scored.episodes] == [False, False]
+
+
+def test_with_a_teacher_a_group_of_equal_returns_trains_too():
+    records = [finished_episode(0), finished_episode(1), graded_episode(0), graded_episode(1)]
+    core = RewardCore(partition=3, rewards=Rewards(), has_teacher=True)
+    [scored] = feed(core, records)
+    assert scored.not_trainable == ""
+    assert [completion.advantage for completion in scored.completions] == [0.0, 0.0]
+    [without] = feed(core_of(), records)
+    assert without.not_trainable == "zero_variance"
 
 
 def test_two_episodes_are_the_least_whatever_the_fraction():

@@ -40,6 +40,20 @@ def test_masked_episodes_need_no_grader_and_hold_nothing(status):
     assert pending.positions() == positions(1, 1, None)
 
 
+def test_graders_see_that_an_output_repeated_itself():
+    pending = PendingEpisodes()
+    whole = finished_completion(0, 0, finish_reason="length")
+    pending.on_completion(whole, offset=0)
+    pending.on_completion(
+        msgspec.structs.replace(
+            finished_completion(0, 1, finish_reason="length"), repeated_tokens=3
+        ),
+        offset=1,
+    )
+    held = pending.completions_of(finished_episode(0, offsets=[0, 1]))
+    assert [one.finish_reason for one in held] == ["length", "repetition"]
+
+
 def test_errors_and_later_attempts_are_not_the_completion():
     pending = PendingEpisodes()
     pending.on_completion(finished_completion(0, 0, finish_reason="error"), offset=0)

@@ -65,6 +65,8 @@ def _expected(
 
     found = []
     for index in compared:
+        if rollouts[index].end == "truncated" and truncated == "no_loss":
+            continue  # Others are compared with it; it does not train itself.
         for turn in range(len(rollouts[index].process)):
             others = [j for j in compared if baseline == "mean" or j != index or len(compared) == 1]
             mean = np.mean([from_turn(j, turn) for j in others])
@@ -97,7 +99,7 @@ def _scored(rollouts: list[Rollout], **settings: object) -> ScoredGroup:
 @given(
     st.lists(ROLLOUTS, min_size=2, max_size=8),
     st.sampled_from(["mean", "leave_one_out"]),
-    st.sampled_from(["grade", "zero", "mask"]),
+    st.sampled_from(["grade", "zero", "mask", "no_loss"]),
     st.sampled_from([1.0, 0.5, 0.0]),
     st.sampled_from([0.25, 0.5, 1.0]),
 )

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 
-from forgemq_contracts.run import Loss
+from forgemq_contracts.loss import Loss
 from forgemq_trainer.core.attention.carry import KeyShape, MakeStore, PathKeys, path_of
 from forgemq_trainer.core.attention.plan import pieces
 from forgemq_trainer.core.forward import PolicyModel

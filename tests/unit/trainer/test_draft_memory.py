@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch_allocation import peak_allocated_bytes
 
-from forgemq_contracts.run import Loss
+from forgemq_contracts.loss import Loss
 from forgemq_trainer.core.drafting import Drafting
 from forgemq_trainer.core.loss import loss_function
 from forgemq_trainer.core.memory import plan_step

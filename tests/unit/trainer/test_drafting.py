@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from forgemq_contracts.run import Loss
+from forgemq_contracts.loss import Loss
 from forgemq_trainer.core.draft_loss import draft_loss
 from forgemq_trainer.core.drafting import Drafting, row_count, with_lone_roots
 from forgemq_trainer.core.loss import loss_function

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from forgemq_contracts.run import Loss
+from forgemq_contracts.loss import Loss
 from forgemq_trainer.core.loss import LossFunction, loss_function
 from forgemq_trainer.core.memory import Microbatch
 from forgemq_trainer.core.precision import make_precise

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from forgemq_contracts.run import Loss
+from forgemq_contracts.loss import Loss
 from forgemq_contracts.trees import MergedTree
 from forgemq_trainer.core.expert_routes import check_expert_routes, token_expert_routes
 from forgemq_trainer.core.loss import cispo, loss_function

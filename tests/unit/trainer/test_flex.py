@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.nn.attention.flex_attention import create_block_mask
 
-from forgemq_contracts.run import Loss
+from forgemq_contracts.loss import Loss
 from forgemq_trainer.core.attention.attention import AttentionBackend, BlockKeys
 from forgemq_trainer.core.attention.carry import KeyShape, PathKeys
 from forgemq_trainer.core.attention.cpu_attention import CpuAttention

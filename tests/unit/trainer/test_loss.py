@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from forgemq_contracts.run import LOSS_KINDS, Loss
+from forgemq_contracts.loss import LOSS_KINDS, Loss
 from forgemq_trainer.core.loss import Entries, EntryLoss, loss_function
 
 

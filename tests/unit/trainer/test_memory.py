@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch_allocation import peak_allocated_bytes
 
-from forgemq_contracts.run import Loss
+from forgemq_contracts.loss import Loss
 from forgemq_trainer.core.attention.carry import KeyShape, PathKeys, path_of
 from forgemq_trainer.core.attention.plan import pieces
 from forgemq_trainer.core.loss import loss_function

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from forgemq_contracts.run import Loss
+from forgemq_contracts.loss import Loss
 from forgemq_trainer.core.assignment import OwnRound, Round, SharedRound, plan_rounds
 from forgemq_trainer.core.loss import loss_function
 from forgemq_trainer.core.memory import BLOCK_TOKENS_MIN, ModelShape, plan_step

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from forgemq_contracts import topics
-from forgemq_contracts.run import Loss, RunConfiguration
+from forgemq_contracts.loss import Loss
+from forgemq_contracts.run import RunConfiguration
 from forgemq_settings.environment import SettingsError
 from forgemq_trainer.core.loss import Entries
 from forgemq_trainer.core.memory import least_budget_bytes

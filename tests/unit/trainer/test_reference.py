@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from forgemq_contracts import topics
-from forgemq_contracts.run import Loss, RunConfiguration
+from forgemq_contracts.loss import Loss
+from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.steps import TrainingMetrics
 from forgemq_settings.environment import SettingsError
 from forgemq_trainer.core.loss import loss_function

@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from forgemq_contracts.run import Loss, Model, Queue, RunConfiguration, Trainer
+from forgemq_contracts.loss import Loss
+from forgemq_contracts.run import Model, Queue, RunConfiguration, Trainer
 from forgemq_settings.environment import SettingsError
 from forgemq_trainer.model import check_supported
 from forgemq_trainer.ranks.ranks import RankLaunch, check_world_size

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from forgemq_contracts import topics
-from forgemq_contracts.run import Loss, Optimizer, RunConfiguration
+from forgemq_contracts.loss import Loss
+from forgemq_contracts.run import Optimizer, RunConfiguration
 from forgemq_contracts.trees import MergedTree
 from forgemq_settings.environment import SettingsError
 from forgemq_trainer.core.loss import Entries

@@ -6,7 +6,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-from forgemq_contracts.accounting import is_candidate
+from forgemq_contracts.accounting import end_of, is_candidate
 from forgemq_contracts.arrays import unpack_floats, unpack_ids
 from forgemq_contracts.completions import FinishedCompletion
 from forgemq_contracts.context_cuts import ContextCut, CutForm
@@ -196,7 +196,7 @@ def _turn(
         versions=versions(completion),
         temperature=completion.temperature,
         support=completion.support,
-        finish_reason=completion.finish_reason,
+        finish_reason=end_of(completion),
         queued_s=completion.queued_s,
         engine_s=completion.engine_s,
         cached_tokens=completion.cached_tokens,

@@ -18,6 +18,7 @@ _PREPARE_KV_COPY = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_c
 _BUILD_PAGE_HASHES = "sglang.srt.mem_cache.cpp_utils.native_hash._load_native_hash_module"
 _MAKE_PREFILL_QUEUE = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.__init__"
 _NAME_WEIGHTS = "sglang.srt.managers.scheduler.Scheduler.record_weight_version_change"
+_CHECK_FINISH = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
 _JOIN_WEIGHT_GROUP = (
     "sglang.srt.model_executor.model_runner_components.weight_updater.init_custom_process_group"
 )
@@ -36,7 +37,7 @@ def register_hooks() -> None:
     """Register the hooks that this machine and environment need."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from forgemq_sglang_cpu import host_cache, page_hashes, pair, pool
+    from forgemq_sglang_cpu import host_cache, page_hashes, pair, pool, repetition
 
     if activate() is not None:
         # SGLang's host pools always pin their memory, which fails without an accelerator.
@@ -48,6 +49,7 @@ def register_hooks() -> None:
         HookRegistry.register(_MAKE_PREFILL_QUEUE, pair.number_pages_unpinned, HookType.AFTER)
     HookRegistry.register(_NAME_WEIGHTS, pair.note_versions_of_held, HookType.BEFORE)
     HookRegistry.register(_LOOK_FOR_PREFIX, pool.file_under_own_weights, HookType.BEFORE)
+    HookRegistry.register(_CHECK_FINISH, repetition.end_repetition, HookType.AFTER)
     HookRegistry.register(_BUILD_PAGE_HASHES, page_hashes.module_with_get_hash, HookType.REPLACE)
     timeout_s = os.environ.get(WEIGHT_GROUP_TIMEOUT_VARIABLE)  # noqa: TID251 (a plugin's only input)
     if timeout_s:

@@ -27,6 +27,7 @@ CounterName: TypeAlias = Literal[
     "inference.weight_loads",
     "inference.fast_path_failures",
     "inference.engine_losses",
+    "inference.teacher_failed",
     "reward.episodes_graded",
     "reward.episodes_masked",
     "trainer.steps",
@@ -73,6 +74,7 @@ GaugeName: TypeAlias = Literal[
     "trainer.entropy",
     "trainer.kl_k3",
     "trainer.kl_reference",
+    "trainer.kl_teacher",
     "trainer.ratio_p99",
     "trainer.capped_share",
     "trainer.logprob_gap_max",
@@ -160,6 +162,9 @@ COUNTERS: dict[CounterName, Metric] = {
     "inference.fast_path_failures": Metric(
         "{failure}", "Fast paths that failed; the durable copy was loaded instead."
     ),
+    "inference.teacher_failed": Metric(
+        "{completion}", "Completions about which the teacher did not answer."
+    ),
     "inference.engine_losses": Metric("{loss}", "Times a lane's engine stopped answering."),
     "reward.episodes_graded": Metric("{episode}", "Episodes graded by the grading loop."),
     "reward.episodes_masked": Metric(
@@ -242,6 +247,7 @@ GAUGES: dict[GaugeName, Metric] = {
     "trainer.grad_norm": Metric("1", "Gradient norm of the newest step, before clipping."),
     "trainer.entropy": Metric("{nat}", "Mean entropy of the policy at the sampled tokens."),
     "trainer.kl_k3": Metric("{nat}", "k3 estimate of KL(behaviour || policy) of the newest step."),
+    "trainer.kl_teacher": Metric("{nat}", "Estimate of KL(behaviour || teacher)."),
     "trainer.kl_reference": Metric(
         "{nat}", "k3 estimate of KL(policy || reference) of the newest step; 0 without a reference."
     ),

@@ -19,6 +19,7 @@ from forgemq_inference.relay import RelayedWeights
 from forgemq_inference.reports import LaneIdentity, emit_of_report
 from forgemq_inference.requests import LEAVING
 from forgemq_inference.settings import InferenceSettings
+from forgemq_inference.teacher import Teacher
 from forgemq_settings.environment import SettingsError, parse
 from forgemq_shell.clock import now_ms
 from forgemq_shell.service import Context
@@ -57,7 +58,10 @@ async def main(context: Context) -> None:
         stack.push_async_callback(writer.close)
         relayed = _listen(context, settings, Path(cache))
         stack.callback(relayed.close)
-        edges = LaneEdges(engine=engine, writer=writer, cache=Path(cache), relayed=relayed)
+        teacher = await _teacher(context, stack)
+        edges = LaneEdges(
+            engine=engine, writer=writer, cache=Path(cache), relayed=relayed, teacher=teacher
+        )
         await _serve_lane(context, settings, edges)
 
 
@@ -84,6 +88,15 @@ async def _engine(settings: InferenceSettings, stack: AsyncExitStack) -> LaneEng
         return engine
     prefill = await stack.enter_async_context(Engine(settings.prefill_url))
     return EnginePair(prefill=prefill, decode=engine)
+
+
+async def _teacher(context: Context, stack: AsyncExitStack) -> Teacher | None:
+    """The run's teacher, open until the stack closes; None if it has none."""
+    settings = context.configuration.distillation
+    if settings is None:
+        return None
+    engine = await stack.enter_async_context(Engine(settings.url))
+    return Teacher(engine, settings, telemetry=context.telemetry)
 
 
 async def _serve_lane(context: Context, settings: InferenceSettings, edges: LaneEdges) -> None:

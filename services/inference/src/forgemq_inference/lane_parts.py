@@ -18,6 +18,7 @@ from forgemq_inference.relay import RelayedWeights
 from forgemq_inference.reports import LaneIdentity, Reports
 from forgemq_inference.requests import LaneLimits, Requests
 from forgemq_inference.settings import InferenceSettings
+from forgemq_inference.teacher import Teacher
 from forgemq_inference.weight_loader import WeightLoader
 from forgemq_shell.dead_letters import DeadLetters
 from forgemq_shell.service import Context
@@ -32,12 +33,14 @@ class LaneEdges:
         writer: To the run's log.
         cache: Folder for weights that must be downloaded.
         relayed: Listens for weights of the relay.
+        teacher: Its engine is open; None if the run has none.
     """
 
     engine: LaneEngine
     writer: Writer
     cache: Path
     relayed: RelayedWeights
+    teacher: Teacher | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +82,7 @@ def lane_parts(
         pauses=pauses,
         on_unreachable=suspected.set,
         telemetry=telemetry,
+        teacher=edges.teacher,
     )
     reports = Reports(
         identity,
@@ -150,4 +154,5 @@ def _lane_limits(
         concurrent_max=settings.concurrent_max,
         group_partitions=context.configuration.log.group_partitions,
         cache_salt=f"{context.started.run}.{context.started.started_ms}",
+        repetition_stop=context.configuration.episodes.repetition_stop,
     )

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from forgemq_bus.log import Headers, Writer
 from forgemq_contracts import topics
-from forgemq_contracts.accounting import is_candidate
+from forgemq_contracts.accounting import end_of, is_candidate
 from forgemq_contracts.completions import (
     CancelledCompletion,
     FinishedCompletion,
@@ -18,6 +18,7 @@ from forgemq_contracts.completions import (
 )
 from forgemq_contracts.messages import Output
 from forgemq_contracts.partitions import group_partition
+from forgemq_contracts.repetition import RepetitionStop
 from forgemq_inference.core.acceptance import AcceptanceMeter
 from forgemq_inference.core.generation import (
     EngineAnswer,
@@ -39,11 +40,13 @@ from forgemq_inference.core.lane import (
     Run,
     Skipped,
 )
+from forgemq_inference.core.repetition import NO_REPETITION_STOP
 from forgemq_inference.core.weights import WeightsState
 from forgemq_inference.engine import EngineError, EngineUnreachableError
 from forgemq_inference.engine_pair import LaneEngine
 from forgemq_inference.live_chunks import LiveChunks, Spawn
 from forgemq_inference.pause_clock import PauseClock
+from forgemq_inference.teacher import Teacher
 from forgemq_shell.clock import now_ms
 from forgemq_shell.records import emit_of
 from forgemq_telemetry import Telemetry
@@ -63,12 +66,14 @@ class LaneLimits(Struct, frozen=True, kw_only=True):
     Attributes:
         cache_salt: Of the run: in a pool of several runs, K/V of two that have the same name for
             other weights is not found by one another.
+        repetition_stop: Of the run.
     """
 
     epoch: int
     concurrent_max: int
     group_partitions: int
     cache_salt: str
+    repetition_stop: RepetitionStop = NO_REPETITION_STOP
 
 
 class Requests:
@@ -90,6 +95,7 @@ class Requests:
         pauses: PauseClock,
         on_unreachable: Callable[[], None],
         telemetry: Telemetry,
+        teacher: Teacher | None = None,
     ) -> None:
         """Begin closed: requests are refused until `open`.
 
@@ -103,7 +109,9 @@ class Requests:
             pauses: Counts the time that generation stands still.
             on_unreachable: Called when the engine did not answer a request.
             telemetry: Of the service.
+            teacher: Is asked about every output that may train; None without one.
         """
+        self._teacher = teacher
         self._engine = engine
         self._state = state
         self._weights = weights
@@ -176,6 +184,8 @@ class Requests:
         ) as span:
             async with self._slot():
                 record = await self._generate(request, run, taken_s=taken_s)
+            if self._teacher is not None:  # Its place is free meanwhile.
+                record = await self._teacher.taught(record, run.context)
             self._state.end(run.attempt)
             if is_candidate(record):
                 # Before the write: a request that names this one may come as soon as it is written.
@@ -219,6 +229,7 @@ class Requests:
             context=run.context,
             limits=limits,
             weights=self._weights.served.weights,
+            repetition=self._limits.repetition_stop,
         )
         if isinstance(body, Refused):
             return refused_completion(request, body, timing=Timing(queued_s, 0.0))
@@ -307,7 +318,7 @@ class Requests:
         await self._writer.write(emit_of(output, headers=headers))
         tokens = len(record.output) // 4
         self.output_tokens_total += tokens
-        self._telemetry.count("inference.finished", reason=record.finish_reason)
+        self._telemetry.count("inference.finished", reason=end_of(record))
         self._telemetry.count("inference.output_tokens", tokens)
         for tier, cached in cached_by_tier(record).items():
             self._telemetry.count("inference.cached_tokens", cached, tier=tier)

@@ -57,4 +57,9 @@ def _core(configuration: RunConfiguration, partition: int) -> RewardCore:
         queue.domain: rewards_of(configuration, domain=queue.domain)
         for queue in configuration.queues
     }
-    return RewardCore(partition=partition, rewards=configuration.rewards, by_domain=by_domain)
+    return RewardCore(
+        partition=partition,
+        rewards=configuration.rewards,
+        by_domain=by_domain,
+        has_teacher=configuration.distillation is not None,
+    )

@@ -82,7 +82,7 @@ class Grader:
         if episode.source != "agent":
             return own_grade(episode)
         rewards = rewards_of(self._configuration, domain=episode.domain)
-        is_asked = episode.truncated_by is None or rewards.truncated == "grade"
+        is_asked = episode.truncated_by is None or rewards.truncated in ("grade", "no_loss")
         if not functions.names or self._rendering is None or not is_asked:
             return graded_episode(episode, Verdict(), grader=REPORTED, grader_version="")
         completions: tuple[GradingCompletion, ...] = ()

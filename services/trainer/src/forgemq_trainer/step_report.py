@@ -46,6 +46,8 @@ def _record_metrics(metrics: TrainingMetrics, telemetry: Telemetry) -> None:
     telemetry.gauge("trainer.entropy", metrics.entropy)
     telemetry.gauge("trainer.kl_k3", metrics.kl_k3)
     telemetry.gauge("trainer.kl_reference", metrics.kl_reference)
+    if metrics.kl_teacher:  # A run without a teacher has no such gauge.
+        telemetry.gauge("trainer.kl_teacher", metrics.kl_teacher)
     telemetry.gauge("trainer.ratio_p99", metrics.ratio_p99)
     telemetry.gauge("trainer.capped_share", metrics.capped_share)
     gap = metrics.measured_gap()

@@ -21,6 +21,7 @@ from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.steps import ScheduledGroup, ScheduledStep, TrainingMetrics
 from forgemq_contracts.trees import MergedTree
 from forgemq_settings.environment import SettingsError
+from forgemq_trainer.core.distillation import distilled, kl_teacher
 from forgemq_trainer.core.expert_routes import check_expert_routes
 from forgemq_trainer.core.flops import savings
 from forgemq_trainer.core.metrics import (
@@ -32,9 +33,9 @@ from forgemq_trainer.core.metrics import (
     step_gaps,
     training_metrics,
 )
-from forgemq_trainer.core.optimizer import NonFiniteGradientError, learning_rate
+from forgemq_trainer.core.optimizer import learning_rate
 from forgemq_trainer.core.probe import probe_of, probe_tokens_max
-from forgemq_trainer.core.step import EntryValues, Objective, group_loss_weights
+from forgemq_trainer.core.step import EntryValues
 from forgemq_trainer.core.tree import Floats, Forest, InvalidTreeError, joined, read_tree
 from forgemq_trainer.head_training import HeadTraining
 from forgemq_trainer.heap import keep_freed_memory
@@ -43,6 +44,7 @@ from forgemq_trainer.ranks.alone import ALONE, Alone
 from forgemq_trainer.ranks.ranks import Ranks
 from forgemq_trainer.ranks.sharded_model import ShardedModel
 from forgemq_trainer.start_checks import check_budget, check_reference, loss_of
+from forgemq_trainer.step_updates import StepUpdates, TakenUpdates
 from forgemq_trainer.storage.checkpoint import Checkpoint
 from forgemq_trainer.whole_model import WholeModel
 
@@ -79,11 +81,11 @@ class ReadStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Computed:
-    """A step whose gradients are in the parameters."""
+    """A step whose first update has its gradients in the parameters, and that one's values."""
 
     step: ReadStep
-    values: EntryValues
-    duration_s: float
+    updates: StepUpdates
+    first: EntryValues
 
 
 class Training:
@@ -184,7 +186,7 @@ class Training:
         for group in scheduled.groups:
             try:
                 tree = _decode_tree(group, values.get(group.group_id))
-                forest = read_tree(tree)
+                forest = distilled(read_tree(tree), self._configuration.distillation)
                 if self._ranks.rank == 0:  # It announces only groups that passed.
                     self._check_fits(forest)
                     self._check_plan(forest)
@@ -210,7 +212,7 @@ class Training:
         return self.update(())
 
     def compute_gradients(self, step: ReadStep) -> None:
-        """Run the step's forward and backward; `update` ends the step.
+        """Run forward and backward of the step's first update; `update` ends the step.
 
         Raises:
             RankLostError: another rank died or missed its deadline.
@@ -225,20 +227,19 @@ class Training:
         scheduled = msgspec.structs.replace(step.scheduled, groups=step.groups)
         values = {group.group_id: step.values[group.group_id] for group in step.groups}
         self._ranks.announce(commands.ComputeGradients(scheduled=scheduled, values=values))
-        started_s = time.perf_counter()
-        objective = Objective(
+        updates = StepUpdates(
+            self._model,
+            self._configuration,
+            groups=step.groups,
             forests=step.forests,
-            loss_weights=group_loss_weights(step.forests, loss=self._configuration.loss),
             loss=self._loss,
         )
         with self._ranks.together(), _current_device(self._device):
-            entries = self._model.forward_backward(objective)
-        self._computed = _Computed(
-            step=step, values=entries, duration_s=time.perf_counter() - started_s
-        )
+            first = updates.begin()
+        self._computed = _Computed(step=step, updates=updates, first=first)
 
     def update(self, fresh: Sequence[bytes], *, is_remade: bool = False) -> TrainingMetrics:
-        """Probe the weights once more, then change them; `version` rises by one.
+        """Probe the weights once more, then take all updates; `version` rises by one.
 
         A gradient that is not finite changes no weight; the metrics say so.
 
@@ -262,7 +263,7 @@ class Training:
         with self._ranks.together(), _current_device(self._device):
             probed = self._probe(joined(parts)) if parts else np.zeros(0)
             probe_s = time.perf_counter() - started_s
-            own = step_gaps(computed.values, version=self.version)
+            own = step_gaps(computed.first, version=self.version)
             gaps = [probed] if is_remade else [own, probed]
             gap = gap_of(np.concatenate(gaps))
             return self._take_step(computed, gap, probe_s=probe_s)
@@ -300,45 +301,49 @@ class Training:
             step=self.version,
             steps=self._configuration.trainer.steps,
         )
-        # Without entries nothing has a gradient, so there is no norm to clip by.
-        has_entries = any(forest.entry_count for forest in step.forests)
-        grad_norm = self._update(lr=lr) if has_entries else 0.0
+        taken = computed.updates.take(lr=lr)
+        self._count_skipped(taken)
         draft = None if self.head is None else self.head.update()
         metrics = training_metrics(
-            entry_metrics(computed.values),
-            group_totals(step.groups, route_disagreements=computed.values.route_disagreements),
+            entry_metrics(taken.values, passes=self._configuration.updates.passes),
+            group_totals(step.groups, route_disagreements=taken.values.route_disagreements),
             savings(self._model.policy.shape, step.forests),
             update=AppliedUpdate(
-                lr=lr, grad_norm=grad_norm, skipped_in_a_row=self._skipped_in_a_row
+                lr=lr,
+                grad_norm=taken.grad_norm,
+                skipped_in_a_row=self._skipped_in_a_row,
+                updates=len(taken.grad_norms),
+                updates_skipped=taken.skipped,
             ),
             measured=Measured(
                 gap=gap,
-                forward_backward_s=computed.duration_s,
+                forward_backward_s=taken.compute_s,
                 probe_s=probe_s,
                 draft=draft,
+                kl_teacher=kl_teacher(step.forests),
             ),
         )
         self.version += 1
         self.random_state = torch.get_rng_state()
         return metrics
 
-    def _update(self, *, lr: float) -> float:
-        """Apply the gradients, or skip them if they are not finite; returns their norm, 0 then."""
-        try:
-            grad_norm = self._model.updater.update(lr=lr)
-        except NonFiniteGradientError as error:
-            # The step cannot be changed: a restart would train it again and find the same.
-            self._skipped_in_a_row += 1
-            skipped_max = self._configuration.optimizer.skipped_in_a_row_max
-            if self._skipped_in_a_row > skipped_max:
-                raise DivergedTrainingError(
-                    f"{self._skipped_in_a_row} steps in a row up to step {self.version} had no "
-                    f"finite gradient; optimizer.skipped_in_a_row_max is {skipped_max}. Resume "
-                    "with another loss or a lower optimizer.lr, or raise the limit"
-                ) from error
-            return 0.0
-        self._skipped_in_a_row = 0
-        return grad_norm
+    def _count_skipped(self, taken: TakenUpdates) -> None:
+        """Count a step none of whose updates changed the weights, and end the run after too many.
+
+        The step cannot be changed: a restart would train it again and find the same.
+        """
+        if taken.grad_norms:
+            self._skipped_in_a_row = 0
+        if taken.grad_norms or not taken.skipped:
+            return
+        self._skipped_in_a_row += 1
+        skipped_max = self._configuration.optimizer.skipped_in_a_row_max
+        if self._skipped_in_a_row > skipped_max:
+            raise DivergedTrainingError(
+                f"{self._skipped_in_a_row} steps in a row up to step {self.version} had no "
+                f"finite gradient; optimizer.skipped_in_a_row_max is {skipped_max}. Resume "
+                "with another loss or a lower optimizer.lr, or raise the limit"
+            )
 
     def _check_plan(self, forest: Forest) -> None:
         """Plan the tree alone: what fits alone fits among others, which run before or after it.

@@ -1,7 +1,6 @@
 """The model of a trainer with one rank: whole, on one device."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
@@ -10,7 +9,7 @@ from forgemq_contracts.run import RunConfiguration
 from forgemq_trainer.core.forward import PolicyModel
 from forgemq_trainer.core.memory import Microbatch, plan_step
 from forgemq_trainer.core.optimizer import Updater
-from forgemq_trainer.core.reference import read_logprobs, with_references
+from forgemq_trainer.core.reference import read_forests, read_logprobs, with_references
 from forgemq_trainer.core.step import EntryValues, Objective, forward_backward
 from forgemq_trainer.core.tree import Floats, Forest
 from forgemq_trainer.head_training import HeadTraining
@@ -44,25 +43,38 @@ class WholeModel:
 
     def forward_backward(self, objective: Objective) -> EntryValues:
         """Add the objective's gradients to the parameters; returns the values of its entries."""
-        microbatches = self.plan(objective.forests)
-        if self.policy.head_VH.device.type == "cpu":
-            predicted = max((batch.predicted_bytes for batch in microbatches), default=0)
-            suit_heap(predicted_bytes=predicted, budget_bytes=self._trainer.memory_budget_bytes)
-        if self._reference is not None:
-            forests = with_references(
-                self._reference,
-                objective.forests,
-                microbatches,
-                head_chunk=self._trainer.head_chunk_tokens,
-            )
-            objective = replace(objective, forests=forests)
         return forward_backward(
             self.policy,
             objective,
-            microbatches,
+            self._planned(objective.forests),
             head_chunk=self._trainer.head_chunk_tokens,
             drafting=None if self.head is None else self.head.drafting(objective.forests),
         )
+
+    def with_references(self, forests: tuple[Forest, ...]) -> tuple[Forest, ...]:
+        """The forests with the reference's log-probabilities, as they are without a reference."""
+        if self._reference is None:
+            return forests
+        return with_references(
+            self._reference,
+            forests,
+            self._planned(forests),
+            head_chunk=self._trainer.head_chunk_tokens,
+        )
+
+    def read_forests(self, forests: Sequence[Forest]) -> list[Floats]:
+        """Log-probability of each entry of each forest, nats; changes no gradient."""
+        return read_forests(
+            self.policy, forests, self._planned(forests), head_chunk=self._trainer.head_chunk_tokens
+        )
+
+    def _planned(self, forests: Sequence[Forest]) -> tuple[Microbatch, ...]:
+        """The microbatches of these trees, with the heap made ready for them."""
+        microbatches = self.plan(forests)
+        if self.policy.head_VH.device.type == "cpu":
+            predicted = max((batch.predicted_bytes for batch in microbatches), default=0)
+            suit_heap(predicted_bytes=predicted, budget_bytes=self._trainer.memory_budget_bytes)
+        return microbatches
 
     def read_logprobs(self, forest: Forest) -> Floats:
         """Log-probability of each entry, nats; changes no gradient."""

@@ -19,18 +19,17 @@ from forgemq_contracts.completions import (
     Constraint,
     FinishedCompletion,
     RequestedCompletion,
-    Support,
     TopTokens,
     WeightSpan,
 )
 from forgemq_contracts.episodes import Sampling
+from forgemq_contracts.repetition import RepetitionStop
 from forgemq_inference.core.context import TOKEN_BYTES, TokenContext
 from forgemq_inference.core.lane import CANCELLED, Refused
+from forgemq_inference.core.repetition import NO_REPETITION_STOP, repetition_parameters
 from forgemq_inference.core.routes import Experts, InvalidRoutesError, packed_routes
+from forgemq_inference.core.support import GREEDY_BELOW, support_of
 from forgemq_inference.core.weights import Weights, weights_of_name
-
-GREEDY_BELOW = 1e-6
-"""SGLang takes the most likely token at temperatures below this (its `_SAMPLING_EPS`)."""
 
 _STREAM_INTERVAL_TOKENS = 4
 """Each event of a streamed answer has all tokens and log-probabilities before it."""
@@ -66,11 +65,15 @@ class EngineSpan(Struct, frozen=True):
 
 
 class EngineFinish(Struct, frozen=True):
-    """Why the engine stopped: the stop token or string that matched, `message` if it aborted."""
+    """Why the engine stopped: the stop token or string that matched, `message` if it aborted.
+
+    `repeated` is set by ForgeMQ's plug-in of SGLang: tokens of a run that ended the output.
+    """
 
     type: str
     message: str | None = None
     matched: int | str | list[int] | None = None
+    repeated: int = 0
 
 
 class EngineCached(Struct, frozen=True):
@@ -87,6 +90,7 @@ class EngineMeta(Struct, frozen=True):
     weight_version: str = ""
     weight_versions: list[EngineSpan] | None = None
     output_token_logprobs: list[tuple[float | None, int, str | None]] = []
+    input_token_logprobs: list[tuple[float | None, int, str | None]] = []
     output_top_logprobs: list[list[tuple[float | None, int, str | None]] | None] = []
     cached_tokens: int = 0
     cached_tokens_details: EngineCached | None = None
@@ -130,6 +134,7 @@ def generate_body(
     context: TokenContext,
     limits: EngineLimits,
     weights: Weights,
+    repetition: RepetitionStop = NO_REPETITION_STOP,
 ) -> dict[str, Any] | Refused:
     """The body of /generate, or why the engine must not see this request.
 
@@ -139,6 +144,7 @@ def generate_body(
         context: All tokens that the engine reads.
         limits: Of the engine.
         weights: That the engine holds; K/V is filed under their name and found under no other.
+        repetition: Ends outputs of which a constraint dictates nothing.
     """
     tokens_count = context.tokens_count
     room = limits.context_tokens_max - tokens_count
@@ -168,6 +174,7 @@ def generate_body(
             request.sampling, tokens_max=room, constraint=request.constraint
         ),
     }
+    body["sampling_params"] |= repetition_parameters(repetition, constraint=request.constraint)
     if request.is_live:
         body["stream"] = True
         body["sampling_params"]["stream_interval"] = _STREAM_INTERVAL_TOKENS
@@ -196,19 +203,6 @@ def sampling_parameters(
     if constraint is not None:
         parameters["structural_tag"] = constraint.structural_tag
     return parameters
-
-
-def support_of(sampling: Sampling, *, constraint: Constraint | None = None) -> Support:
-    """Full, or what makes the recorded log-probabilities unusable for training."""
-    if constraint is not None:
-        return "grammar"
-    if sampling.temperature < GREEDY_BELOW:
-        return "greedy"
-    if sampling.frequency_penalty != 0 or sampling.presence_penalty != 0:
-        return "penalty"
-    if sampling.top_k > 0:
-        return "top_k"
-    return "top_p" if sampling.top_p < 1 else "full"
 
 
 def finished_completion(
@@ -246,6 +240,7 @@ def finished_completion(
         finish_reason="stop" if reason == "stop" else "length",
         output=pack_ids(answer.output_ids),
         stop_string=_stop_string(meta.finish_reason),
+        repeated_tokens=meta.finish_reason.repeated,
         logprobs=logprobs,
         top_tokens=_top_tokens(answer, request.top_tokens),
         temperature=0.0 if is_greedy else request.sampling.temperature,

@@ -24,6 +24,7 @@ class KeptCompletion(Struct, frozen=True, kw_only=True):
     support: Support
     spans: tuple[WeightSpan, ...]
     routes: bytes = b""
+    teacher_logprobs: bytes = b""
 
     @property
     def output_tokens(self) -> int:
@@ -84,6 +85,7 @@ class GroupCompletions:
             support=record.support,
             spans=record.spans,
             routes=record.routes,
+            teacher_logprobs=record.teacher_logprobs,
         )
 
     def in_log_order(self) -> tuple[KeptCompletion, ...]:

@@ -199,7 +199,23 @@ def _wire(scored: ScoredGroup, samples: Sequence[MergedSample], tree: PrefixTree
         sample_ids=tuple(sample.completion.completion_id for sample in samples),
         lineage=max(span.lineage for sample in samples for span in sample.completion.spans),
         entry_route=_entry_routes(samples),
+        entry_teacher_logprob=_entry_teacher(samples),
     )
+
+
+def _entry_teacher(samples: Sequence[MergedSample]) -> bytes:
+    """The teacher's log-probabilities of all entries; empty if no sample has any.
+
+    Raises:
+        UnmergeableError: Some samples have them: the teacher did not answer for the others.
+    """
+    lacking = [sample for sample in samples if not sample.completion.teacher_logprobs]
+    if lacking and len(lacking) < len(samples):
+        raise UnmergeableError(
+            f"completion {lacking[0].completion.completion_id}: no log-probabilities of the "
+            f"teacher, as {len(lacking)} of {len(samples)} that train"
+        )
+    return b"".join(sample.completion.teacher_logprobs for sample in samples)
 
 
 def _entry_routes(samples: Sequence[MergedSample]) -> bytes:

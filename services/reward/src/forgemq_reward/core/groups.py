@@ -23,6 +23,7 @@ from forgemq_reward.core.returns import (
 CAUSE_CHARACTERS_MAX = 300
 """Of an agent's or grader's error, quoted in the detail of a failed group; a line or two."""
 
+NOTHING_TRAINS = "every scored episode was truncated, and rewards.truncated is no_loss"
 
 _NO_DOMAINS: Mapping[str, Rewards] = MappingProxyType({})
 
@@ -51,7 +52,12 @@ class RewardCore:
     """
 
     def __init__(
-        self, *, partition: int, rewards: Rewards, by_domain: Mapping[str, Rewards] = _NO_DOMAINS
+        self,
+        *,
+        partition: int,
+        rewards: Rewards,
+        by_domain: Mapping[str, Rewards] = _NO_DOMAINS,
+        has_teacher: bool = False,
     ) -> None:
         """Start without groups.
 
@@ -59,7 +65,9 @@ class RewardCore:
             partition: Of its outputs.
             rewards: How groups are scored.
             by_domain: The same, of domains with settings of their own.
+            has_teacher: Groups of equal returns train too: a teacher has more to say than rewards.
         """
+        self._has_teacher = has_teacher
         self._partition = partition
         self._rewards = rewards
         self._by_domain = by_domain
@@ -141,7 +149,7 @@ class RewardCore:
         self._scored.add(group.group_id)
         domain = group.episodes[0].domain
         settings = self._by_domain.get(domain, self._rewards)
-        scored = scored_group(group, settings=settings)
+        scored = scored_group(group, settings=settings, has_teacher=self._has_teacher)
         return (Output(topic=topics.SCORED_GROUPS.name, partition=self._partition, record=scored),)
 
     def _check(self) -> None:
@@ -153,8 +161,8 @@ class RewardCore:
             assert not _is_complete(group), "complete groups are scored at once"
 
 
-def scored_group(group: GroupState, *, settings: Rewards) -> ScoredGroup:
-    """The ScoredGroup of a complete group."""
+def scored_group(group: GroupState, *, settings: Rewards, has_teacher: bool = False) -> ScoredGroup:
+    """The ScoredGroup of a complete group; with a teacher also equal returns train."""
     grades = {grade.episode_id: grade for grade in group.grades}
     scores = tuple(
         score_of(episode, grades.get(episode.episode_id), settings=settings)
@@ -188,8 +196,10 @@ def scored_group(group: GroupState, *, settings: Rewards) -> ScoredGroup:
     if settings.shuffle_returns:
         returns = shuffled(returns, group_id=group.group_id)
     completions = scored_completions(returns, settings=settings)
-    if not has_variance(completions, settings=settings):
-        return _untrainable(scored, "zero_variance")
+    if not (completions and has_teacher) and not has_variance(completions, settings=settings):
+        is_left_out = not completions and any(not one.is_trained for one in returns)
+        detail = NOTHING_TRAINS if is_left_out else ""
+        return _untrainable(scored, "zero_variance", detail=detail)
     return msgspec.structs.replace(scored, completions=completions)
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from msgspec import Struct
 
-from forgemq_contracts.accounting import CompletionLedger, RetiredIds
+from forgemq_contracts.accounting import CompletionLedger, RetiredIds, end_of
 from forgemq_contracts.completions import FinishedCompletion
 from forgemq_contracts.episodes import FinishedEpisode
 
@@ -82,7 +82,7 @@ class PendingEpisodes:
             messages=turn.messages,
             # As the gateway parsed it for the agent: without tools, call markup stays text.
             tools=b"[]" if _NO_TOOL_CHOICE in turn.asked else tools.get(turn.tools_digest, b"[]"),
-            finish_reason=completion.finish_reason,
+            finish_reason=end_of(completion),
         )
 
     def on_completions_read(self, position: int) -> None:

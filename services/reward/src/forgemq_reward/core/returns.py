@@ -46,6 +46,8 @@ class EpisodeReturn(Struct, frozen=True, kw_only=True):
         process: alpha * process reward of each completion.
         final: beta * speed + outcome.
         discount: Of later turns, above 0 and at most 1.
+        is_trained: False if its completions are compared with the others', and give no loss: the
+            overlong filter of DAPO, arXiv 2503.14476 section 3.4.
     """
 
     index: int
@@ -53,6 +55,7 @@ class EpisodeReturn(Struct, frozen=True, kw_only=True):
     process: tuple[float, ...]
     final: float
     discount: float = 1.0
+    is_trained: bool = True
 
     def to_go(self, turns: int) -> list[float]:
         """Return from each of the first `turns` turns on; `final` beyond the episode's last one."""
@@ -102,7 +105,7 @@ def treated(episode: FinishedEpisode, grade: GradedEpisode, *, settings: Rewards
     A zero holds even if the grade is masked: the policy cannot escape it by an ending that its
     grader cannot read.
     """
-    if episode.truncated_by is None or settings.truncated == "grade":
+    if episode.truncated_by is None or settings.truncated in ("grade", "no_loss"):
         return grade
     is_masked = settings.truncated == "mask"
     return msgspec.structs.replace(grade, outcome=0.0, speed=0.0, process=(), is_masked=is_masked)
@@ -145,6 +148,7 @@ def return_of(
         process=tuple(earned.values()),
         final=settings.beta * grade.speed + grade.outcome,
         discount=settings.discount,
+        is_trained=episode.truncated_by is None or settings.truncated != "no_loss",
     )
 
 
@@ -163,6 +167,7 @@ def shuffled(returns: Sequence[EpisodeReturn], *, group_id: str) -> list[Episode
             process=(0.0,) * len(own.process),
             final=total,
             discount=own.discount,
+            is_trained=own.is_trained,
         )
         for own, total in zip(returns, totals, strict=True)
     ]
@@ -197,7 +202,7 @@ def scale(returns: Sequence[float], *, settings: Rewards) -> float:
 def scored_completions(
     returns: Sequence[EpisodeReturn], *, settings: Rewards
 ) -> tuple[ScoredCompletion, ...]:
-    """One advantage for each completion, by episode index, then sequence.
+    """One advantage for each completion that trains, by episode index, then sequence.
 
     Turns of different episodes are compared by their order in the episode, the first with the
     first. An episode without a completion earned nothing by sampling and is compared with nobody.
@@ -220,6 +225,7 @@ def scored_completions(
             parent_id=entry.parent_id,
         )
         for episode, own in zip(compared, to_go, strict=True)
+        if episode.is_trained
         for turn, entry in enumerate(episode.entries)
     )
 

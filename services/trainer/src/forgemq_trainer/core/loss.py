@@ -11,13 +11,13 @@ arXiv 2507.18071.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from forgemq_contracts.run import Loss
+from forgemq_contracts.loss import LOSS_KINDS, Loss, SequenceMask
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +35,9 @@ class Entries:
         sample_count: Number of samples, also those without entries.
         reference: Log-probability under a reference policy, nats, NaN if the entry has none; None
             if no entry has one.
+        start: Log-probability under the policy at the step's beginning, nats, without gradient;
+            None unless loss.anchor is step_start, and in a step of one update, which has no other
+            policy.
     """
 
     behaviour: Tensor
@@ -46,6 +49,7 @@ class Entries:
     group: Tensor
     sample_count: int
     reference: Tensor | None = None
+    start: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +139,58 @@ def icepop(logprob: Tensor, entries: Entries, *, mask_low: float, mask_high: flo
     return EntryLoss(-weight * entries.advantage * logprob, is_masked)
 
 
+def decoupled(loss: LossFunction, *, weight_cap: float) -> LossFunction:
+    """The loss with its ratio to the policy at the step's beginning, times sg(min(w, cap)).
+
+    w = exp(start - behaviour) corrects for who sampled; the loss's own ratio is how far the step
+    has gone. With ppo_clip it is the decoupled objective of three policies: AReaL, arXiv
+    2505.24298, after Hilton et al., arXiv 2110.00641; the cap of w is from AReaL's code. In a step
+    of one update it is the TIS of verl and slime.
+    """
+
+    def with_start(logprob: Tensor, entries: Entries) -> EntryLoss:
+        start = _start(logprob, entries)
+        weight = _exponential(start - entries.behaviour)
+        result = loss(logprob, replace(entries, behaviour=start))
+        is_limited = result.is_limited | (weight > weight_cap)
+        return EntryLoss(weight.clamp(max=weight_cap) * result.loss, is_limited)
+
+    return with_start
+
+
+def masking_sequences(loss: LossFunction, mask: SequenceMask) -> LossFunction:
+    """The loss, but 0 for all entries of a sample whose ratio is outside [low, high].
+
+    The ratio compares the policy at the step's beginning with the behaviour if the loss is anchored
+    there, so that all updates of a step mask the same samples; else the policy as it is.
+
+    Sources: masked importance sampling with the geometric mean or the product of a sequence's
+    ratios, Liu et al., "When Speed Kills Stability", 2025, and verl's rejection of rollouts; only
+    at negative advantages: DeepSeek-V3.2, arXiv 2512.02556 section 3.1, with low = exp(-delta).
+    """
+
+    def masked(logprob: Tensor, entries: Entries) -> EntryLoss:
+        result = loss(logprob, entries)
+        is_masked = _is_outside(_start(logprob, entries) - entries.behaviour, entries, mask)
+        if mask.advantages == "negative":
+            is_masked = is_masked & (entries.advantage < 0)
+        return EntryLoss(result.loss.masked_fill(is_masked, 0.0), result.is_limited | is_masked)
+
+    return masked
+
+
+def _is_outside(log_ratio: Tensor, entries: Entries, mask: SequenceMask) -> Tensor:
+    """Whether the ratio of an entry's sample is outside the mask's bounds, [E]."""
+    by_sample = log_ratio.new_zeros(entries.sample_count)
+    counts = by_sample.index_add(0, entries.sample, torch.ones_like(log_ratio)).clamp(min=1)
+    if mask.ratio == "arithmetic_mean":
+        ratio = by_sample.index_add(0, entries.sample, _exponential(log_ratio)) / counts
+    else:
+        total = by_sample.index_add(0, entries.sample, log_ratio)
+        ratio = _exponential(total if mask.ratio == "product" else total / counts)
+    return ((ratio < mask.low) | (ratio > mask.high))[entries.sample]
+
+
 def near_reference(loss: LossFunction, *, weight: float) -> LossFunction:
     """The loss plus weight * k3 of KL(policy || reference): x - 1 - log x, x = reference / policy.
 
@@ -156,7 +212,9 @@ def near_reference(loss: LossFunction, *, weight: float) -> LossFunction:
 
 
 def loss_function(settings: Loss, *, user: UserLoss | None = None) -> LossFunction:
-    """The loss that a run's configuration names, with the KL to its reference if that has a weight.
+    """The loss that a run's configuration names: anchored, masked and near its reference if asked.
+
+    A mask takes nothing from the KL to the reference.
 
     Args:
         settings: The run's loss configuration.
@@ -166,6 +224,16 @@ def loss_function(settings: Loss, *, user: UserLoss | None = None) -> LossFuncti
     Raises:
         ValueError: the name is unknown, or the user's function is missing.
     """
+    loss = _named_loss(settings, user=user)
+    if settings.anchor == "step_start" and settings.kind in LOSS_KINDS:
+        loss = decoupled(loss, weight_cap=settings.anchor_weight_cap)
+    if settings.sequence_mask is not None:
+        loss = masking_sequences(loss, settings.sequence_mask)
+    weight = settings.reference_weight
+    return near_reference(loss, weight=weight) if weight else loss
+
+
+def _named_loss(settings: Loss, *, user: UserLoss | None) -> LossFunction:
     clip = Clip(settings.clip_low, settings.clip_high, settings.clip_dual)
     known: dict[str, LossFunction] = {
         "cispo": lambda logprob, entries: cispo(logprob, entries, ratio_cap=settings.ratio_cap),
@@ -179,7 +247,7 @@ def loss_function(settings: Loss, *, user: UserLoss | None = None) -> LossFuncti
         ),
     }
     if settings.kind in known:
-        return _with_reference(known[settings.kind], settings)
+        return known[settings.kind]
     if user is None:
         raise ValueError(
             f"loss.kind must be one of {', '.join(known)} or module:function, got {settings.kind}"
@@ -195,12 +263,12 @@ def loss_function(settings: Loss, *, user: UserLoss | None = None) -> LossFuncti
             )
         return EntryLoss(loss, torch.zeros_like(logprob, dtype=torch.bool))
 
-    return _with_reference(of_user, settings)
+    return of_user
 
 
-def _with_reference(loss: LossFunction, settings: Loss) -> LossFunction:
-    weight = settings.reference_weight
-    return near_reference(loss, weight=weight) if weight else loss
+def _start(logprob: Tensor, entries: Entries) -> Tensor:
+    """Log-probabilities under the policy at the step's beginning, without gradient."""
+    return logprob.detach() if entries.start is None else entries.start
 
 
 def _ratio(logprob: Tensor, entries: Entries) -> Tensor:

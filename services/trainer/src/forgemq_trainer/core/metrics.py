@@ -80,13 +80,17 @@ class AppliedUpdate:
 
     Attributes:
         lr: Learning rate of the step.
-        grad_norm: Norm of the gradient before clipping; 0 if it was not finite.
+        grad_norm: Norm of the gradient before clipping, mean of the updates; 0 if none was finite.
         skipped_in_a_row: Steps up to this one that changed no weight for that reason.
+        updates: That changed the weights.
+        updates_skipped: That did not, as their gradient was not finite.
     """
 
     lr: float
     grad_norm: float
     skipped_in_a_row: int
+    updates: int = 1
+    updates_skipped: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,12 +117,14 @@ class Measured:
         forward_backward_s: Time of the step's forward and backward.
         probe_s: Time of the probe's forward.
         draft: Of the draft head; None without one.
+        kl_teacher: From the behaviour to the teacher, nats; 0 without one.
     """
 
     gap: LogprobGap | None
     forward_backward_s: float
     probe_s: float
     draft: DraftMeasures | None = None
+    kl_teacher: float = 0.0
 
 
 def step_gaps(values: EntryValues, *, version: int) -> Floats:
@@ -141,8 +147,13 @@ def gap_of(gap_E: Floats) -> LogprobGap | None:
     )
 
 
-def entry_metrics(values: EntryValues) -> EntryMetrics:
-    """Statistics of a step's entries, those of all ranks."""
+def entry_metrics(values: EntryValues, *, passes: int = 1) -> EntryMetrics:
+    """Statistics of a step's entries, those of all ranks, over all of its updates.
+
+    Args:
+        values: With each entry as often as it trained.
+        passes: How often that is.
+    """
     count = len(values.logprob_E)
     if count == 0:
         return EntryMetrics(
@@ -159,7 +170,7 @@ def entry_metrics(values: EntryValues) -> EntryMetrics:
     ratio = np.exp(log_ratio)
     return EntryMetrics(
         loss=values.loss,
-        loss_tokens=count,
+        loss_tokens=count // passes,
         ratio_mean=float(ratio.mean()),
         ratio_p99=float(np.percentile(ratio, 99)),
         capped_share=float(values.is_limited_E.mean()),
@@ -228,6 +239,9 @@ def training_metrics(
         route_disagreements=totals.route_disagreements,
         kl_reference=entries.kl_reference,
         skipped_in_a_row=update.skipped_in_a_row,
+        kl_teacher=measured.kl_teacher,
+        updates=update.updates,
+        updates_skipped=update.updates_skipped,
         logprob_gap=gap,
         probe_s=measured.probe_s,
     )

@@ -117,6 +117,8 @@ def _cut(forest: Forest, is_kept_N: NDArray[np.bool_], is_kept_E: NDArray[np.boo
         entry_advantage_E=forest.entry_advantage_E[is_kept_E],
         entry_temperature_E=forest.entry_temperature_E[is_kept_E],
         entry_reference_E=forest.entry_reference_E[is_kept_E],
+        entry_teacher_E=forest.entry_teacher_E[is_kept_E],
+        entry_start_E=forest.entry_start_E[is_kept_E],
         entry_route_ER=forest.entry_route_ER[is_kept_E],
         entry_is_routed_E=forest.entry_is_routed_E[is_kept_E],
     )

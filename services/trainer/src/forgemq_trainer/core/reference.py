@@ -1,4 +1,4 @@
-"""Log-probabilities under a reference policy: a further forward over the same trees."""
+"""Log-probabilities without gradient: of a reference policy, and of the policy as it is."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,16 +28,41 @@ def with_references(
         microbatches: Of the step; each runs as the training forward does, in the same memory.
         head_chunk: Rows of logits that exist at once.
     """
-    filled = list(forests)
+    routeless = [_without_expert_routes(forest) for forest in forests]
+    read = read_forests(reference, routeless, microbatches, head_chunk=head_chunk)
+    return tuple(
+        replace(
+            forest,
+            entry_reference_E=np.where(
+                np.isnan(forest.entry_reference_E), own_E, forest.entry_reference_E
+            ),
+        )
+        for forest, own_E in zip(forests, read, strict=True)
+    )
+
+
+def read_forests(
+    policy: PolicyModel,
+    forests: Sequence[Forest],
+    microbatches: Sequence[Microbatch],
+    *,
+    head_chunk: int,
+) -> list[Floats]:
+    """Log-probability of each entry of each forest, nats; NaN in forests of no microbatch.
+
+    Args:
+        policy: Its parameters get no gradients.
+        forests: One for each group of the step.
+        microbatches: Of the step; each runs as the training forward does, in the same memory.
+        head_chunk: Rows of logits that exist at once.
+    """
+    read = [np.full(forest.entry_count, np.nan) for forest in forests]
     for microbatch in microbatches:
-        groups = [_without_expert_routes(forests[group]) for group in microbatch.groups]
-        forest = joined(groups)
-        read_E = read_logprobs(reference, forest, microbatch, head_chunk=head_chunk)
+        forest = joined([forests[group] for group in microbatch.groups])
+        read_E = read_logprobs(policy, forest, microbatch, head_chunk=head_chunk)
         for index, group in enumerate(microbatch.groups):
-            own_E, known_E = read_E[forest.entry_group_E == index], groups[index].entry_reference_E
-            reference_E = np.where(np.isnan(known_E), own_E, known_E)
-            filled[group] = replace(forests[group], entry_reference_E=reference_E)
-    return tuple(filled)
+            read[group] = read_E[forest.entry_group_E == index]
+    return read
 
 
 def read_logprobs(

@@ -13,14 +13,16 @@ from forgemq_trainer.core.attention.exchange import Peers
 from forgemq_trainer.core.forward import PolicyModel
 from forgemq_trainer.core.loss import Entries, EntryLoss
 from forgemq_trainer.core.memory import Microbatch
+from forgemq_trainer.core.reference import read_forests, read_logprobs
 from forgemq_trainer.core.step import (
     EntryValues,
     Objective,
     forward_backward,
     forward_backward_shared,
     merged,
+    read_shared,
 )
-from forgemq_trainer.core.tree import Forest, read_tree
+from forgemq_trainer.core.tree import Floats, Forest, read_tree
 
 _ENTRY_ARRAYS = (
     "logprob_E",
@@ -97,6 +99,51 @@ def forward_backward_rounds(
             continue
         parts.append(forward_backward(policy, objective, [microbatch], head_chunk=head_chunk))
     return merged(parts)
+
+
+def read_rounds(
+    policy: PolicyModel,
+    forests: Sequence[Forest],
+    rounds: Sequence[Round],
+    *,
+    peers: Peers,
+    head_chunk: int,
+) -> list[Floats]:
+    """Log-probability of each entry of each forest, nats; every rank goes through the same rounds.
+
+    Args:
+        policy: Its parameters get no gradients.
+        forests: One for each group of the step, the same on every rank.
+        rounds: From `plan_rounds`.
+        peers: The ranks.
+        head_chunk: Rows of logits that exist at once.
+
+    Returns:
+        The same on every rank.
+    """
+    read = [np.zeros(forest.entry_count) for forest in forests]
+    for planned in rounds:
+        if isinstance(planned, SharedRound):
+            logprob_E = read_shared(
+                policy, forests[planned.group], planned, peers=peers, head_chunk=head_chunk
+            )
+            if peers.rank == 0:  # All ranks have it; the sum below takes one of them.
+                read[planned.group] = logprob_E
+            continue
+        microbatch = planned.microbatch_of_rank[peers.rank]
+        if microbatch is None:
+            # As in `run_empty_microbatch`, without a backward.
+            empty = Microbatch(groups=(0,), blocks=((0, 2),))
+            read_logprobs(policy, _two_tokens(), empty, head_chunk=1)
+            continue
+        own = read_forests(policy, forests, [microbatch], head_chunk=head_chunk)
+        for group in microbatch.groups:
+            read[group] = own[group]
+    # Each entry was read on one rank and is 0 on the others.
+    all_E = torch.from_numpy(np.concatenate([*read, np.zeros(0)])).to(policy.head_VH.device)
+    summed_E = peers.all_reduce(all_E).cpu().numpy()
+    ends = np.cumsum([len(own_E) for own_E in read])
+    return np.split(summed_E, ends)[: len(read)]
 
 
 def run_empty_microbatch(policy: PolicyModel) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forgemq_contracts.run import Loss
+from forgemq_contracts.loss import Loss
 from forgemq_trainer.core.assignment import Range, SharedRound
 from forgemq_trainer.core.attention.carry import CarriedKeys
 from forgemq_trainer.core.attention.exchange import KeyExchange, Peers
@@ -151,6 +151,18 @@ def forward_backward_shared(
     return replace(values, route_disagreements=forward.route_disagreements)
 
 
+def read_shared(
+    policy: PolicyModel, forest: Forest, shared: SharedRound, *, peers: Peers, head_chunk: int
+) -> Floats:
+    """Log-probability of each entry of a group that all ranks run, nats, the same on every rank."""
+    forward = TreeForward(policy, forest, head_chunk=head_chunk)
+    exchanges = [KeyExchange(ranges=ranges, peers=peers) for ranges in shared.blocks]
+    own = [ranges[peers.rank] for ranges in shared.blocks]
+    edges = [forward.edges(start, end) for start, end in own]
+    logprob_E, _ = forward.read(own, edges, forward.whole_keys(own), exchanges)
+    return _array(logprob_E)
+
+
 def merged(parts: Sequence[EntryValues]) -> EntryValues:
     """The values of several parts of a step as one."""
 
@@ -218,10 +230,13 @@ class _ForestLoss:
             sample=torch.from_numpy(forest.entry_sample_E).to(self._device),
             group=torch.from_numpy(forest.entry_group_E).to(self._device),
             sample_count=forest.sample_count,
-            reference=None
-            if np.isnan(forest.entry_reference_E).all()
-            else self._values(forest.entry_reference_E),
+            reference=self._known(forest.entry_reference_E),
+            start=self._known(forest.entry_start_E),
         )
+
+    def _known(self, array: Floats) -> Tensor | None:
+        """The values; None if there is none."""
+        return None if np.isnan(array).all() else self._values(array)
 
 
 def _array(values: Tensor) -> Floats:

@@ -55,6 +55,9 @@ class Forest:
         entry_advantage_E: Of its sample.
         entry_temperature_E: Of its sample, above 0.
         entry_reference_E: Log-probability under a reference policy, nats; NaN if not recorded.
+        entry_teacher_E: Log-probability under the teacher, nats; NaN without one.
+        entry_start_E: Log-probability under the policy at the step's beginning, nats; NaN unless
+            the loss asks for it (`step_updates.py`).
         entry_route_ER: int16, recorded experts of all layers; R is 0 if no group has expert routes.
         entry_is_routed_E: True if the recorded experts are those of the pass that sampled it.
         sample_count: S.
@@ -80,6 +83,8 @@ class Forest:
     entry_advantage_E: Floats
     entry_temperature_E: Floats
     entry_reference_E: Floats
+    entry_teacher_E: Floats
+    entry_start_E: Floats
     entry_route_ER: NDArray[np.int16]
     entry_is_routed_E: NDArray[np.bool_]
     sample_count: int
@@ -141,6 +146,8 @@ def read_tree(tree: MergedTree) -> Forest:
         entry_advantage_E=entries.advantage_E,
         entry_temperature_E=entries.temperature_E,
         entry_reference_E=entries.reference_E,
+        entry_teacher_E=entries.teacher_E,
+        entry_start_E=np.full(len(entries.token_E), np.nan),
         entry_route_ER=entries.route_ER,
         entry_is_routed_E=_is_of_newest_version(entries) & bool(entries.route_ER.shape[1]),
         sample_count=entries.sample_count,
@@ -193,6 +200,8 @@ def joined(forests: Sequence[Forest]) -> Forest:
         entry_advantage_E=np.concatenate([forest.entry_advantage_E for forest in forests]),
         entry_temperature_E=np.concatenate([forest.entry_temperature_E for forest in forests]),
         entry_reference_E=np.concatenate([forest.entry_reference_E for forest in forests]),
+        entry_teacher_E=np.concatenate([forest.entry_teacher_E for forest in forests]),
+        entry_start_E=np.concatenate([forest.entry_start_E for forest in forests]),
         entry_route_ER=_joined_expert_routes([forest.entry_route_ER for forest in forests]),
         entry_is_routed_E=np.concatenate([forest.entry_is_routed_E for forest in forests]),
         sample_count=sum(forest.sample_count for forest in forests),
@@ -221,6 +230,7 @@ class _Entries:
     advantage_E: Floats
     temperature_E: Floats
     reference_E: Floats
+    teacher_E: Floats
     route_ER: NDArray[np.int16]
     sample_count: int
 
@@ -254,16 +264,15 @@ def _read_entries(tree: MergedTree, *, parent_N: Integers) -> _Entries:
         version_E=version_E,
         advantage_E=np.repeat(advantage_S, entries_S),
         temperature_E=np.repeat(temperature_S, entries_S),
-        reference_E=_references(tree, count=count),
+        reference_E=_known(tree.entry_reference_logprob, "entry_reference_logprob", count=count),
+        teacher_E=_known(tree.entry_teacher_logprob, "entry_teacher_logprob", count=count),
         route_ER=_expert_routes(tree, count=count),
         sample_count=samples,
     )
 
 
-def _references(tree: MergedTree, *, count: int) -> Floats:
-    if not tree.entry_reference_logprob:
-        return np.full(count, np.nan)
-    return _floats(tree.entry_reference_logprob, "entry_reference_logprob", count=count)
+def _known(data: bytes, field: str, *, count: int) -> Floats:
+    return _floats(data, field, count=count) if data else np.full(count, np.nan)
 
 
 def _expert_routes(tree: MergedTree, *, count: int) -> NDArray[np.int16]:

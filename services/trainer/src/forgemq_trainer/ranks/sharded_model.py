@@ -9,7 +9,12 @@ from forgemq_contracts.run import RunConfiguration
 from forgemq_trainer.core.assignment import Round, plan_rounds
 from forgemq_trainer.core.memory import plan_step
 from forgemq_trainer.core.reference import read_logprobs
-from forgemq_trainer.core.rounds import forward_backward_rounds, values_bytes, values_of
+from forgemq_trainer.core.rounds import (
+    forward_backward_rounds,
+    read_rounds,
+    values_bytes,
+    values_of,
+)
 from forgemq_trainer.core.step import EntryValues, Objective, merged
 from forgemq_trainer.core.tree import Floats, Forest
 from forgemq_trainer.model import DTYPES, load_model
@@ -53,6 +58,22 @@ class ShardedModel:
         )
         everyones = self._ranks.gather_bytes(values_bytes(own))
         return merged([values_of(part) for part in everyones]) if everyones else own
+
+    def with_references(self, forests: tuple[Forest, ...]) -> tuple[Forest, ...]:
+        """The forests as they are: a reference is refused on several ranks."""
+        return forests
+
+    def read_forests(self, forests: Sequence[Forest]) -> list[Floats]:
+        """Log-probability of each entry of each forest, nats, the same on every rank."""
+        read = read_rounds(
+            self.policy,
+            forests,
+            self.plan(forests),
+            peers=self._ranks,
+            head_chunk=self._trainer.head_chunk_tokens,
+        )
+        reshard(self.policy.decoder)
+        return read
 
     def plan(self, forests: Sequence[Forest]) -> tuple[Round, ...]:
         """The rounds of a step over these trees, the same on every rank.

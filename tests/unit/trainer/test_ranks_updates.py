@@ -1,0 +1,139 @@
+"""Two ranks take the updates of one, also anchored at the step's beginning, in float64."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from forgemq_contracts.loss import Loss, SequenceMask
+from forgemq_contracts.run import RunConfiguration
+from forgemq_trainer.core.assignment import Round, SharedRound, plan_rounds
+from forgemq_trainer.core.loss import loss_function
+from forgemq_trainer.core.memory import BLOCK_TOKENS_MIN
+from forgemq_trainer.core.rounds import (
+    forward_backward_rounds,
+    read_rounds,
+    values_bytes,
+    values_of,
+)
+from forgemq_trainer.core.step import EntryValues, Objective, merged
+from forgemq_trainer.core.tree import Floats, Forest, read_tree
+from forgemq_trainer.model import prepare
+from forgemq_trainer.ranks.ranks import Ranks
+from forgemq_trainer.ranks.sharded_updater import ShardedUpdater
+from forgemq_trainer.ranks.sharding import FsdpShards, reshard, shard, whole_state
+from forgemq_trainer.step_updates import StepUpdates, TakenUpdates, TrainedModel
+from tests.unit.trainer.rank_scene import START_DEADLINE_S, WORK_DEADLINE_S, RankPair
+from tests.unit.trainer.scene import (
+    agent_samples,
+    make_model,
+    merge,
+    save_base,
+    scheduled_step,
+)
+from tests.unit.trainer.test_step_updates import FOUR, OPTIMIZER, exact_configuration, exact_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(START_DEADLINE_S + 2 * WORK_DEADLINE_S)]
+
+CHUNK = 8
+
+
+class RankModel:
+    """One rank's shard of the tiny model in float64, as `StepUpdates` uses it."""
+
+    def __init__(self, ranks: Ranks, *, is_shared: bool) -> None:
+        """Make the same model on every rank and keep a shard."""
+        self._ranks, self._is_shared = ranks, is_shared
+        model = make_model("qwen3", torch.float64)
+        loaded = shard(prepare(model), ranks=ranks, dtype=torch.float64)
+        self.module, self.policy = loaded.model, loaded.policy
+        shards = FsdpShards(ranks, dtype=torch.float64)
+        self.updater = ShardedUpdater(self.module, OPTIMIZER, shards=shards)
+
+    def _rounds(self, forests: Sequence[Forest]) -> tuple[Round, ...]:
+        shape, largest = self.policy.shape, max(forest.token_count for forest in forests)
+        blocks = shape.block_bytes(BLOCK_TOKENS_MIN, chunk=CHUNK, is_carried=True)
+        shared_bytes = blocks + largest * shape.carry_bytes_per_token
+        rounds = plan_rounds(
+            forests,
+            shape=shape,
+            world_size=2,
+            budget_bytes=shared_bytes if self._is_shared else 10**9,
+            head_chunk=CHUNK,
+        )
+        assert any(isinstance(planned, SharedRound) for planned in rounds) == self._is_shared
+        return rounds
+
+    def with_references(self, forests: tuple[Forest, ...]) -> tuple[Forest, ...]:
+        """As they are."""
+        return forests
+
+    def read_forests(self, forests: Sequence[Forest]) -> list[Floats]:
+        """Log-probabilities of every forest."""
+        rounds = self._rounds(forests)
+        read = read_rounds(self.policy, forests, rounds, peers=self._ranks, head_chunk=CHUNK)
+        reshard(self.policy.decoder)
+        return read
+
+    def forward_backward(self, objective: Objective) -> EntryValues:
+        """Add this rank's gradients."""
+        rounds = self._rounds(objective.forests)
+        own = forward_backward_rounds(
+            self.policy, objective, rounds, peers=self._ranks, head_chunk=CHUNK
+        )
+        parts = self._ranks.gather_bytes(values_bytes(own))
+        return merged([values_of(part) for part in parts]) if parts else own
+
+
+def _taken(model: TrainedModel, configuration: RunConfiguration) -> TakenUpdates:
+    """Take one step over five groups: a minibatch has an odd number, so a rank has less to do."""
+    generator = np.random.default_rng(5)
+    samples = [agent_samples(generator, rollouts=3 + n % 2, turns=3) for n in range(5)]
+    trees = [merge(each, f"g-{n}") for n, each in enumerate(samples)]
+    updates = StepUpdates(
+        model,
+        configuration,
+        groups=scheduled_step(0, trees).groups,
+        forests=[read_tree(tree) for tree in trees],
+        loss=loss_function(configuration.loss),
+    )
+    updates.begin()
+    return updates.take(lr=OPTIMIZER.lr)
+
+
+def _of_two(
+    ranks: Ranks, configuration: RunConfiguration, is_shared: bool
+) -> tuple[TakenUpdates, dict[str, torch.Tensor]]:
+    """What the ranks did, and whole weights after it, on rank 0."""
+    model = RankModel(ranks, is_shared=is_shared)
+    taken = _taken(model, configuration)
+    state = whole_state(model.module, dtype=torch.float64, is_kept=ranks.rank == 0)
+    return taken, {name: tensor.clone() for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize("is_shared", [False, True], ids=["own rounds", "shared rounds"])
+@pytest.mark.parametrize(
+    "loss",
+    [Loss(), Loss(kind="ppo_clip", anchor="step_start", sequence_mask=SequenceMask())],
+    ids=["cispo", "anchored and masked"],
+)
+def test_two_ranks_take_the_updates_of_one(
+    tmp_path: Path, rank_pair: RankPair, loss: Loss, is_shared: bool
+) -> None:
+    base = save_base(tmp_path / "base")
+    configuration = exact_configuration(base, FOUR, loss)
+    taken, weights = rank_pair.run(_of_two, configuration, is_shared)[0]
+    one = exact_model(base, configuration)
+    expected = _taken(one, configuration)
+    for name, parameter in one.module.named_parameters():
+        difference = (weights[name] - parameter.detach()).norm() / parameter.detach().norm()
+        assert float(difference) < 1e-12, name
+    assert taken.grad_norms == pytest.approx(expected.grad_norms, rel=1e-11)
+    assert len(taken.grad_norms) == 4
+    assert taken.values.loss == pytest.approx(expected.values.loss, rel=1e-11)
+    assert len(taken.values.logprob_E) == len(expected.values.logprob_E)
+    ours, theirs = taken.values.is_limited_E, expected.values.is_limited_E
+    assert ours.sum() == theirs.sum()
+    assert 0 < ours.sum() < len(ours) or loss.anchor == "behaviour"
