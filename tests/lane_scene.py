@@ -34,6 +34,7 @@ from forgemq_contracts.weights import (
     RelayedLane,
     Rendezvous,
     ReportedEngine,
+    SampledParameter,
 )
 from forgemq_inference.app import main
 from forgemq_shell.clock import now_ms
@@ -80,12 +81,20 @@ class LaneScene:
     """Writes requests to the log and reads records back; `serving` runs the service."""
 
     def __init__(
-        self, log: Log, *, model: Path, engine_url: str, lane: int = 0, head: Path | None = None
+        self,
+        log: Log,
+        *,
+        model: Path,
+        engine_url: str,
+        lane: int = 0,
+        lanes: int = 2,
+        head: Path | None = None,
     ) -> None:
         self.log = log
         self.model = model
         self.engine_url = engine_url
         self.lane = lane
+        self.lanes = lanes
         self.head = head
         self.events = StringIO()
         self._writer: Any = None
@@ -99,7 +108,7 @@ class LaneScene:
         context = Context(
             started=StartedRun(
                 run="r",
-                configuration=configuration(self.model, head=self.head),
+                configuration=configuration(self.model, lanes=self.lanes, head=self.head),
                 blobs="memory://",
                 started_ms=1,
             ),
@@ -167,6 +176,7 @@ class LaneScene:
         sha256: str | None = None,
         head: Path | None = None,
         relayed_to: tuple[RelayedLane, ...] = (),
+        sampled: tuple[SampledParameter, ...] = (),
     ) -> None:
         data = (folder / "model.safetensors").read_bytes()
         record = PublishedWeights(
@@ -179,6 +189,7 @@ class LaneScene:
             deadline_s=deadline_s,
             head=None if head is None else published_head(head),
             relayed_to=relayed_to,
+            sampled=sampled,
         )
         await self.write(topics.PUBLISHED_WEIGHTS, 0, record)
 
