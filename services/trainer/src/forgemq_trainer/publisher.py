@@ -28,6 +28,7 @@ from forgemq_contracts.weights import (
     RelayedLane,
     Rendezvous,
     ReportedEngine,
+    SampledParameter,
 )
 from forgemq_shell.records import emit_of
 from forgemq_shell.service import Context
@@ -142,8 +143,10 @@ class Publisher:
         before, self._version = self._version, version
         # Offered before the record is written, as the record tells engines where to join.
         offers = await self._offers(version, before=before)
-        key = f"{self._group_prefix}.{version}"
-        sampled = await asyncio.to_thread(sampled_parameters, saved.files[0], key=key)
+        sampled: tuple[SampledParameter, ...] = ()
+        if offers or self._relayed_to:
+            key = f"{self._group_prefix}.{version}"
+            sampled = await asyncio.to_thread(sampled_parameters, saved.files[0], key=key)
         published = PublishedWeights(
             lineage=self._life.lineage,
             version=version,
@@ -159,7 +162,7 @@ class Publisher:
             head=None
             if head is None
             else PublishedHead(sha256=head.sha256, uri=head.uri, size_bytes=head.size_bytes),
-            sampled=sampled if offers or self._relayed_to else (),
+            sampled=sampled,
         )
         output = Output(topic=PUBLISHED_WEIGHTS.name, partition=0, record=published)
         await self._life.writer.write(emit_of(output, headers=headers))
