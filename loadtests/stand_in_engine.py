@@ -99,7 +99,7 @@ class StandInEngine:
         self._running = asyncio.Event()
         self._running.set()
         self._is_updating = False
-        self._groups: set[str] = set()
+        self.groups: set[str] = set()
         self._count = 0
 
     def app(self) -> web.Application:
@@ -278,21 +278,21 @@ class StandInEngine:
     async def _join(self, http: web.Request) -> web.Response:
         if not self.speed.pretends_groups:
             return _failed("Failed to initialize custom process group: a stand-in has none.")
-        self._groups.add((await http.json())["group_name"])
+        self.groups.add((await http.json())["group_name"])
         return _done()
 
     async def _leave(self, http: web.Request) -> web.Response:
         name = (await http.json())["group_name"]
-        if name not in self._groups:
+        if name not in self.groups:
             return _failed("The group to be destroyed does not exist.")
-        self._groups.remove(name)
+        self.groups.remove(name)
         return _done()
 
     async def _receive(self, http: web.Request) -> web.Response:
         body = await http.json()
         if not self._is_updating:
             return _failed(NOT_BEGUN)
-        if body["group_name"] not in self._groups:
+        if body["group_name"] not in self.groups:
             return _failed(f"Failed to receive weights: no group {body['group_name']}")
         self.received.append(body)
         self.weight_version = body.get("weight_version") or self.weight_version

@@ -44,6 +44,7 @@ from forgemq_contracts.weights import (
     RelayedLane,
     Rendezvous,
     ReportedEngine,
+    SampledParameter,
 )
 from forgemq_inference.app import main
 from forgemq_shell.clock import now_ms
@@ -105,6 +106,7 @@ class LaneScene:
         model: Path,
         engine_url: str,
         lane: int = 0,
+        lanes: int = 2,
         head: Path | None = None,
         repetition_stop: RepetitionStop = RepetitionStop(),  # noqa: B008  # frozen
         teacher_url: str = "",
@@ -115,6 +117,7 @@ class LaneScene:
         self.model = model
         self.engine_url = engine_url
         self.lane = lane
+        self.lanes = lanes
         self.head = head
         self.events = StringIO()
         self._writer: Any = None
@@ -130,6 +133,7 @@ class LaneScene:
                 run="r",
                 configuration=configuration(
                     self.model,
+                    lanes=self.lanes,
                     head=self.head,
                     repetition_stop=self.repetition_stop,
                     teacher_url=self.teacher_url,
@@ -201,6 +205,7 @@ class LaneScene:
         sha256: str | None = None,
         head: Path | None = None,
         relayed_to: tuple[RelayedLane, ...] = (),
+        sampled: tuple[SampledParameter, ...] = (),
     ) -> None:
         data = (folder / "model.safetensors").read_bytes()
         record = PublishedWeights(
@@ -213,6 +218,7 @@ class LaneScene:
             deadline_s=deadline_s,
             head=None if head is None else published_head(head),
             relayed_to=relayed_to,
+            sampled=sampled,
         )
         await self.write(topics.PUBLISHED_WEIGHTS, 0, record)
 

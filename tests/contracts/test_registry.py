@@ -51,6 +51,7 @@ def test_topics_of_one_group_are_partitioned_alike():
 # is skipped.
 WITHOUT_DEAD_LETTERS = {
     topics.AUDITED_GROUPS.name,
+    topics.OFFERED_BROADCASTS.name,
     topics.OWNED_RUNS.name,
     topics.REPORTED_GATEWAYS.name,
     topics.SAMPLED_CHUNKS.name,

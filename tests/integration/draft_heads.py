@@ -1,6 +1,8 @@
 """Draft heads for tests: random ones, and one that knows a few continuations by heart."""
 
 import base64
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -10,10 +12,14 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
+from forgemq_contracts.completions import FinishedCompletion
 from forgemq_contracts.draft_head import HEAD_FILE
+from forgemq_contracts.weights import RelayedLane
 from forgemq_inference.head_payloads import head_payloads
 from forgemq_launcher.commands.new_head import write_new_head
 from tests.engine_fixture import engine_post
+from tests.lane_scene import LaneScene
+from tests.relay_sender import relay
 
 STEPS = 150
 """Enough for a head of 230,000 numbers to learn 240 tokens by heart."""
@@ -83,3 +89,35 @@ def reset_head(url: str, head: Path) -> None:
         body = {"serialized_named_tensors": [text], "selector": "draft", "flush_cache": False}
         post("/update_weights_from_tensor", body, (200,))
     post("/end_weight_update", {}, (200,))
+
+
+def acceptance(records: Sequence[FinishedCompletion]) -> float:
+    """Tokens a pass over drafted ones gave; a prefill gives the first one without."""
+    tokens = sum(len(record.output) // 4 - 1 for record in records)
+    return tokens / sum(record.verifications for record in records)
+
+
+async def relay_and_lose(
+    scene: LaneScene, policy: Path, head: Path | None, *, version: int, folder: Path
+) -> None:
+    """Relay copies to the lane and publish them; then they are gone, so nothing else can be loaded.
+
+    Args:
+        scene: Serves lane 0.
+        policy: A model's folder.
+        head: A head's, or None for a version without one.
+        version: To publish.
+        folder: For the copies; it does not exist.
+    """
+    copies = [
+        Path(shutil.copytree(source, folder / name))
+        for name, source in (("policy", policy), ("head", head))
+        if source is not None
+    ]
+    copied_head = copies[1] if head else None
+    address = (await scene.report(is_serving=True)).weights_address
+    relayed = await relay(copies[0], [address], version=version, head=copied_head)
+    assert (relayed.lane, relayed.left_out) == (0, {})
+    to_us = (RelayedLane(lane=0, epoch=1),)
+    await scene.publish(copies[0], version=version, head=copied_head, relayed_to=to_us)
+    shutil.rmtree(folder)

@@ -3,7 +3,7 @@
 Arguments: host; port; group name; the number of files after which to die (-1: never; -2: hang after
 joining, like an engine on a machine that was cut off); the safetensors files whose bytes are
 expected. Prints `equal` or `different` for each. RANK and WORLD_SIZE say which of the engine's
-processes this is; by default it is the only one.
+processes this is; by default it is the only one. TIMEOUT_S bounds each wait for other ranks.
 """
 
 import os
@@ -29,7 +29,7 @@ HANGS = -2
 
 
 def main(host: str, port: str, name: str, dies_after: int, files: list[str]) -> None:
-    timeout = timedelta(seconds=60)
+    timeout = timedelta(seconds=int(os.environ.get("TIMEOUT_S", "60")))
     rank, world = int(os.environ.get("RANK", "1")), int(os.environ.get("WORLD_SIZE", "2"))
     store, rank, world = next(rendezvous(f"tcp://{host}:{port}", rank, world, timeout=timeout))
     group, _ = _new_process_group_helper(

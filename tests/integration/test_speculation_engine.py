@@ -28,7 +28,7 @@ from tests.engine_fixture import (
     engine_options,
     reset_engine,
 )
-from tests.integration.draft_heads import fitted_head, reset_head
+from tests.integration.draft_heads import acceptance, fitted_head, relay_and_lose, reset_head
 from tests.integration.test_cached_tokens import (
     GROUPS,
     SIBLINGS,
@@ -137,12 +137,6 @@ def outputs(records: Sequence[FinishedCompletion]) -> list[list[int]]:
     return [unpack_ids(record.output) for record in records]
 
 
-def acceptance(records: Sequence[FinishedCompletion]) -> float:
-    """Tokens a pass over drafted ones gave; a prefill gives the first one without."""
-    tokens = sum(len(record.output) // 4 - 1 for record in records)
-    return tokens / sum(record.verifications for record in records)
-
-
 def gap(records: Sequence[FinishedCompletion], model: Path) -> float:
     """The largest distance of a log-probability from that of plain transformers."""
     return max(
@@ -203,16 +197,28 @@ async def test_a_pushed_head_changes_how_many_tokens_hold_and_no_token(
         assert spans(records[0]) == [(0, len(records[0].output) // 4, 1, number)]
 
 
-async def test_the_durable_copy_of_a_head_goes_into_the_draft_alone(
-    speculating: str, start_head: Path, learned_head: Path, same_policy: Path, other_head: Path
+@pytest.mark.parametrize("way", ["durable", "relay"])
+async def test_the_files_of_a_head_go_into_the_draft_alone(
+    speculating: str,
+    start_head: Path,
+    learned_head: Path,
+    same_policy: Path,
+    other_head: Path,
+    way: str,
+    tmp_path: Path,
 ) -> None:
     pushes = [(same_policy, learned_head), (ENGINE_MODEL, None), (same_policy, other_head)]
     async with serving_scene(speculating, start_head) as scene:
         measured = []
         for version, (policy, head) in enumerate(pushes, start=1):
-            await scene.publish(policy, version=version, head=head)
+            if way == "durable":
+                await scene.publish(policy, version=version, head=head)
+            else:
+                folder = tmp_path / str(version)
+                await relay_and_lose(scene, policy, head, version=version, folder=folder)
             *_, loaded = await scene.loaded(count=1 + version)
-            assert (loaded.path, loaded.version) == ("durable", version)
+            path = "durable" if way == "durable" else "fast"
+            assert (loaded.path, loaded.version) == (path, version)
             measured.append(await greedy(scene, first=10 * version))
     learned, kept, lost = measured
     assert acceptance(learned) > LEARNED_MIN

@@ -29,7 +29,7 @@ def paths() -> Iterator[FastPaths]:
     made.close()
 
 
-def _weights(file: Path, seed: int) -> Path:
+def weights_file(file: Path, seed: int) -> Path:
     generator = torch.Generator().manual_seed(seed)
     tensors = {
         "b.weight": torch.randn(300, 7, generator=generator),
@@ -40,8 +40,8 @@ def _weights(file: Path, seed: int) -> Path:
     return file
 
 
-def _peer(
-    offer: Rendezvous, *files: Path, dies_after: int = -1, rank: int = 1
+def start_peer(
+    offer: Rendezvous, *files: Path, dies_after: int = -1, rank: int = 1, timeout_s: int = 60
 ) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [
@@ -53,16 +53,21 @@ def _peer(
             str(dies_after),
             *map(str, files),
         ],
-        env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(offer.world_size)},
+        env={
+            **os.environ,
+            "RANK": str(rank),
+            "WORLD_SIZE": str(offer.world_size),
+            "TIMEOUT_S": str(timeout_s),
+        },
         stdout=subprocess.PIPE,
         text=True,
     )
 
 
 def test_every_process_of_an_engine_receives_the_weights(tmp_path: Path, paths: FastPaths) -> None:
-    file = _weights(tmp_path / "w.safetensors", 1)
+    file = weights_file(tmp_path / "w.safetensors", 1)
     (offer,) = paths.offer({0: 3}, prefix="r-1", ranks={0: 2})
-    peers = [_peer(offer, file, rank=rank) for rank in (1, 2)]
+    peers = [start_peer(offer, file, rank=rank) for rank in (1, 2)]
     assert paths.send((offer,), file) == {0: ""}
     assert [peer.communicate(timeout=30)[0] for peer in peers] == ["equal\n", "equal\n"]
 
@@ -71,17 +76,17 @@ def test_the_number_of_lanes_adds_no_copy_of_the_weights(tmp_path: Path, paths: 
     tensors = {name: torch.randn(1000, 1000) for name in "abc"}
     save_file(tensors, tmp_path / "w.safetensors")
     offers = paths.offer({0: 1, 1: 1, 2: 1}, prefix="r-1")
-    peers = [_peer(offer, tmp_path / "w.safetensors") for offer in offers]
+    peers = [start_peer(offer, tmp_path / "w.safetensors") for offer in offers]
     assert paths.send(offers, tmp_path / "w.safetensors") == {0: "", 1: "", 2: ""}
     assert [peer.communicate(timeout=30)[0] for peer in peers] == ["equal\n"] * 3
     assert paths.copied_bytes_peak == 0
 
 
 def test_two_versions_arrive_through_one_group(tmp_path: Path, paths: FastPaths) -> None:
-    files = [_weights(tmp_path / f"{n}.safetensors", n) for n in (1, 2)]
+    files = [weights_file(tmp_path / f"{n}.safetensors", n) for n in (1, 2)]
     (first,) = paths.offer({0: 3}, prefix="r-1")
     assert first.is_new
-    peer = _peer(first, *files)
+    peer = start_peer(first, *files)
     assert paths.send((first,), files[0]) == {0: ""}
     (second,) = paths.offer({0: 3}, prefix="r-1")
     assert (second.group_name, second.is_new) == (first.group_name, False)
@@ -93,18 +98,18 @@ def test_two_versions_arrive_through_one_group(tmp_path: Path, paths: FastPaths)
 def test_a_draft_heads_tensors_follow_the_policys_in_one_transfer(
     tmp_path: Path, paths: FastPaths
 ) -> None:
-    policy, head, later = (_weights(tmp_path / f"{n}.safetensors", n) for n in (1, 2, 3))
+    policy, head, later = (weights_file(tmp_path / f"{n}.safetensors", n) for n in (1, 2, 3))
     (offer,) = paths.offer({0: 3}, prefix="r-1")
-    peer = _peer(offer, policy, head, later)
+    peer = start_peer(offer, policy, head, later)
     assert paths.send((offer,), policy, head) == {0: ""}
     assert paths.send(paths.offer({0: 3}, prefix="r-1"), later) == {0: ""}
     assert peer.communicate(timeout=30)[0].split() == ["equal"] * 3
 
 
 def test_a_dead_engine_fails_only_its_own_lane(tmp_path: Path, paths: FastPaths) -> None:
-    files = [_weights(tmp_path / f"{n}.safetensors", n) for n in (1, 2)]
+    files = [weights_file(tmp_path / f"{n}.safetensors", n) for n in (1, 2)]
     offers = paths.offer({0: 1, 1: 1}, prefix="r-1")
-    lives, dies = _peer(offers[0], *files), _peer(offers[1], files[0], dies_after=1)
+    lives, dies = start_peer(offers[0], *files), start_peer(offers[1], files[0], dies_after=1)
     assert paths.send(offers, files[0]) == {0: "", 1: ""}
     dies.communicate(timeout=30)
     failures = paths.send(paths.offer({0: 1, 1: 1}, prefix="r-1"), files[1])
@@ -120,7 +125,7 @@ def test_an_engine_that_never_joins_is_given_up_at_the_deadline(tmp_path: Path) 
     paths = FastPaths(host="127.0.0.1", backend="gloo", deadline=TransferDeadline(0.4, 2e8))
     offers = paths.offer({5: 1}, prefix="r-1")
     started_s = time.monotonic()
-    failures = paths.send(offers, _weights(tmp_path / "w.safetensors", 0))
+    failures = paths.send(offers, weights_file(tmp_path / "w.safetensors", 0))
     assert 0.4 <= time.monotonic() - started_s < 3
     assert failures == {5: "the engine did not join within 0.4 s"}
 
@@ -137,15 +142,15 @@ def hanging() -> Iterator[list[subprocess.Popen[str]]]:
 def test_a_lane_that_lapses_during_a_transfer_is_given_up_at_once(
     tmp_path: Path, paths: FastPaths, hanging: list[subprocess.Popen[str]]
 ) -> None:
-    file = _weights(tmp_path / "w.safetensors", 1)
+    file = weights_file(tmp_path / "w.safetensors", 1)
     offers = paths.offer({0: 1, 1: 1}, prefix="r-1")
-    hanging.append(_peer(offers[0], dies_after=-2))
-    lives = _peer(offers[1], file, file)
+    hanging.append(start_peer(offers[0], dies_after=-2))
+    lives = start_peer(offers[1], file, file)
     with ThreadPoolExecutor(max_workers=1) as pool:
         sending = pool.submit(paths.send, offers, file)
         assert lives.stdout is not None
         assert lives.stdout.readline() == "equal\n"
-        while paths._links[0].group is None:
+        while not paths._links[0].group.is_formed:
             time.sleep(0.01)
         time.sleep(0.2)
         assert not sending.done()
@@ -164,9 +169,9 @@ def test_one_deadline_holds_for_joining_and_all_buckets_together(
     """The peer takes some seconds to start and join, and then hangs."""
     paths = FastPaths(host="127.0.0.1", backend="gloo", deadline=TransferDeadline(12, 2e8))
     offers = paths.offer({0: 1}, prefix="r-1")
-    hanging.append(_peer(offers[0], dies_after=-2))
+    hanging.append(start_peer(offers[0], dies_after=-2))
     started_s = time.monotonic()
-    failures = paths.send(offers, _weights(tmp_path / "w.safetensors", 0))
+    failures = paths.send(offers, weights_file(tmp_path / "w.safetensors", 0))
     assert 11.9 < time.monotonic() - started_s < 13.5
     assert re.search(r"sent \d+ of \d+ bytes in 1[12]\.\d s of 12\.0 s", failures[0])
 
@@ -175,7 +180,7 @@ def test_a_lane_that_has_the_weights_is_not_waited_for(tmp_path: Path, paths: Fa
     offers = paths.offer({5: 1}, prefix="r-1")
     paths.give_up(5)
     started_s = time.monotonic()
-    failures = paths.send(offers, _weights(tmp_path / "w.safetensors", 0))
+    failures = paths.send(offers, weights_file(tmp_path / "w.safetensors", 0))
     assert time.monotonic() - started_s < 3
     assert failures == {5: "the lane has the weights already, or is gone"}
 

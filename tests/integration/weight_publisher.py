@@ -46,10 +46,10 @@ def main(first: str, mode: str, ranks: str = "1") -> None:
 
 def _join(paths: FastPaths) -> None:
     """Form the group with the engine, as `send` does before its first byte."""
-    link = paths._links[0]
-    while link.store.num_keys() == 0:
+    group = paths._links[0].group
+    while not group.has_visitor():
         time.sleep(0.02)
-    paths._form_group(link, left=timedelta(seconds=DEADLINE_S))
+    group.form(left=timedelta(seconds=DEADLINE_S))
 
 
 def _say(line: str) -> None:

@@ -15,7 +15,7 @@ class Distillation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     url: Annotated[
         str,
         Meta(
-            pattern=r"^https?://",
+            pattern=r"^https?://[^\s/]+(/[^\s]*)?$",
             description="Of an SGLang server with the teacher; its tokens are the policy's.",
         ),
     ]

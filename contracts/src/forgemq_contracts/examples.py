@@ -22,6 +22,7 @@ _MATCHING = {
     r"^[a-z0-9-]{1,40}$": "demo-7",
     r"^([A-Za-z_][\w.]*:[A-Za-z_]\w*)?$": "shop_desk.rewards:outcome",
     r"^(https?://[^\s/]+(/[^\s]*)?)?$": "http://127.0.0.1:30000",
+    r"^https?://[^\s/]+(/[^\s]*)?$": "http://127.0.0.1:30000",
 }
 
 # Fields that a rule binds to a document or to other fields of the record.

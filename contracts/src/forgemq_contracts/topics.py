@@ -6,7 +6,7 @@ the broker a topic of a run is `<run>.<name>`; the two shared topics have no pre
 
 import msgspec
 
-from forgemq_contracts import completions, groups
+from forgemq_contracts import completions, groups, weights
 from forgemq_contracts.audit import AuditedGroup
 from forgemq_contracts.episodes import FinishedEpisode, GradedEpisode, OpenedEpisode
 from forgemq_contracts.journal import JournalledBatch
@@ -18,7 +18,6 @@ from forgemq_contracts.topic import PartitionedBy
 from forgemq_contracts.topic import Topic as Topic
 from forgemq_contracts.topic import needed_group as needed_group
 from forgemq_contracts.trees import MergedTree
-from forgemq_contracts.weights import LoadedWeights, PublishedWeights, ReportedEngine
 
 STARTED_RUNS = Topic(
     name="started-runs-v1",
@@ -261,13 +260,22 @@ TRAINED_STEPS = Topic(
 )
 PUBLISHED_WEIGHTS = Topic(
     name="published-weights-v1",
-    record=PublishedWeights,
+    record=weights.PublishedWeights,
     key="version",
     partitioned_by="run",
     is_transactional=False,
     producer="trainer",
     consumers=("inference", "trainer", "console", "launcher"),
     dead_letters_by="trainer",
+)
+OFFERED_BROADCASTS = Topic(
+    name="offered-broadcasts-v1",
+    record=weights.OfferedBroadcast,
+    key="group_name",
+    partitioned_by="run",
+    is_transactional=False,
+    producer="trainer",
+    consumers=("inference",),
 )
 REQUESTED_LANES = Topic(
     name="requested-lanes-v1",
@@ -281,7 +289,7 @@ REQUESTED_LANES = Topic(
 )
 LOADED_WEIGHTS = Topic(
     name="loaded-weights-v1",
-    record=LoadedWeights,
+    record=weights.LoadedWeights,
     key="lane",
     partitioned_by="lane",
     is_transactional=False,
@@ -291,7 +299,7 @@ LOADED_WEIGHTS = Topic(
 )
 REPORTED_ENGINES = Topic(
     name="reported-engines-v1",
-    record=ReportedEngine,
+    record=weights.ReportedEngine,
     key="lane",
     partitioned_by="lane",
     is_transactional=False,
@@ -343,6 +351,7 @@ OF_RUN: tuple[Topic, ...] = (
     AUDITED_GROUPS,
     TRAINED_STEPS,
     PUBLISHED_WEIGHTS,
+    OFFERED_BROADCASTS,
     REQUESTED_LANES,
     LOADED_WEIGHTS,
     REPORTED_ENGINES,
@@ -357,9 +366,7 @@ BY_DLQ_NAME: dict[str, Topic] = {topic.dlq_name: topic for topic in ALL if topic
 
 def partition_count(topic: Topic, configuration: RunConfiguration) -> int:
     """Number of partitions of a topic in this run."""
-    counts = {
-        "shared": 1,
-        "run": 1,
+    counts = dict.fromkeys(("shared", "run"), 1) | {
         "queue": len(configuration.queues),
         "group": configuration.log.group_partitions,
         "lane": lanes_limit(configuration.log),

@@ -8,7 +8,11 @@ from forgemq_contracts.fields import Epoch, Lane, Lineage, Seconds, Sha256, Time
 
 
 class Rendezvous(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Where a lane's engine meets the trainer for the fast path; each lane has a process group."""
+    """Where a lane's engine meets the trainer for the fast path.
+
+    Each lane has a process group of its own, or all lanes are in one: then their places in it
+    follow one another, and name, address and world size are the same.
+    """
 
     lane: Lane
     epoch: Epoch
@@ -18,8 +22,23 @@ class Rendezvous(Struct, frozen=True, kw_only=True, omit_defaults=True):
     backend: Literal["gloo", "nccl"]
     is_new: Annotated[bool, Meta(description="The group must be formed before this transfer.")]
     world_size: Annotated[
-        int, Meta(ge=2, description="The trainer as rank 0 and every rank of the engine.")
+        int, Meta(ge=2, description="The trainer as rank 0 and every rank of each engine in it.")
     ] = 2
+    rank_first: Annotated[int, Meta(ge=1, description="The lowest rank of this lane's engine.")] = 1
+
+
+class OfferedBroadcast(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A process group of several lanes is to be formed, for the versions that are published later.
+
+    A lane whose engine is named joins it between two loads, while the engine may have requests.
+    Versions go through it once PublishedWeights names it. A group that lacks a member at deadline_s
+    is not formed, and engines that wait in it are freed.
+    """
+
+    lineage: Lineage
+    group_name: str
+    members: tuple[Rendezvous, ...]
+    deadline_s: Seconds
 
 
 class RelayedLane(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -53,6 +72,13 @@ class WeightsDelta(Struct, frozen=True, kw_only=True, omit_defaults=True):
     changed_share: Annotated[
         float, Meta(ge=0, le=1, description="Of all values, those that differ.")
     ] = 1.0
+
+
+class SampledParameter(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A parameter that is read back from engines which loaded these weights on the fast path."""
+
+    name: Annotated[str, Meta(description="As engines name it, which hold some tensors as one.")]
+    sha256: Annotated[Sha256, Meta(description="Of its bytes, in one piece.")]
 
 
 class PublishedWeights(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -97,6 +123,13 @@ class PublishedWeights(Struct, frozen=True, kw_only=True, omit_defaults=True):
             "of their own."
         ),
     ] = None
+    sampled: Annotated[
+        tuple[SampledParameter, ...],
+        Meta(
+            description="Compared with what an engine holds after its fast path; one that differs "
+            "makes it load the durable copy."
+        ),
+    ] = ()
 
 
 class LoadedWeights(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -149,6 +182,9 @@ class ReportedEngine(Struct, frozen=True, kw_only=True, omit_defaults=True):
     ranks: Annotated[int, Meta(ge=1, description="Tensor-parallel processes of the engine.")] = 1
     weights_address: Annotated[
         str, Meta(description="host:port at which the lane's process takes relayed weights.")
+    ] = ""
+    process_group: Annotated[
+        str, Meta(description="Of the trainer and several lanes; '': the engine is in none.")
     ] = ""
     load: Annotated[
         EngineLoad | None, Meta(description="None while the engine says nothing of it.")

@@ -5,10 +5,11 @@ import pytest
 from forgemq_contracts.weights import ReportedEngine
 from forgemq_settings.environment import SettingsError
 from forgemq_trainer.core.lanes import LiveLanes
-from forgemq_trainer.fast_path import FastPaths, fast_paths_of
+from forgemq_trainer.fast_path import FastPaths
 from forgemq_trainer.ranks.ranks import check_device
 from forgemq_trainer.settings import TrainerSettings
 from forgemq_trainer.transfer_deadline import TransferDeadline
+from forgemq_trainer.weight_paths import broadcasts_of
 
 
 @pytest.mark.parametrize(("device", "gpus"), [("cuda", 0), ("cuda:0", 0), ("cuda:2", 2)])
@@ -25,11 +26,14 @@ def test_an_existing_device_is_accepted(device: str, gpus: int) -> None:
 def test_nccl_without_a_gpu_is_refused_and_gloo_sends_from_anywhere() -> None:
     nccl = TrainerSettings(folder="f", fast_path="nccl")
     with pytest.raises(SettingsError, match="FORGEMQ_TRAINER_FAST_PATH=nccl sends from a GPU"):
-        fast_paths_of(nccl, device="cpu")
+        broadcasts_of(nccl, device="cpu")
     gloo = TrainerSettings(folder="f")
     for device in ("cpu", "cuda:1"):
-        assert fast_paths_of(gloo, device=device) is not None
-    assert fast_paths_of(TrainerSettings(folder="f", fast_path="off"), device="cpu") is None
+        assert broadcasts_of(gloo, device=device) is not None
+    nccl = TrainerSettings(folder="f", fast_path="nccl-shared")
+    with pytest.raises(SettingsError, match=r"=nccl-shared .* or gloo-shared, which reaches every"):
+        broadcasts_of(nccl, device="cpu")
+    assert broadcasts_of(TrainerSettings(folder="f", fast_path="off"), device="cpu") is None
 
 
 def _report(lane: int, *, ranks: int) -> ReportedEngine:

@@ -26,6 +26,7 @@ CounterName: TypeAlias = Literal[
     "inference.cached_tokens",
     "inference.weight_loads",
     "inference.fast_path_failures",
+    "inference.wrong_tensors",
     "inference.engine_losses",
     "inference.teacher_failed",
     "reward.episodes_graded",
@@ -35,6 +36,7 @@ CounterName: TypeAlias = Literal[
     "trainer.tree_tokens",
     "trainer.loss_entries",
     "trainer.fast_path_failures",
+    "trainer.group_failures",
     "trainer.route_disagreements",
     "trainer.skipped_steps",
     "trainer.alarms",
@@ -165,6 +167,9 @@ COUNTERS: dict[CounterName, Metric] = {
     "inference.teacher_failed": Metric(
         "{completion}", "Completions about which the teacher did not answer."
     ),
+    "inference.wrong_tensors": Metric(
+        "{tensor}", "Tensors that an engine held otherwise than they were sent, by tensor."
+    ),
     "inference.engine_losses": Metric("{loss}", "Times a lane's engine stopped answering."),
     "reward.episodes_graded": Metric("{episode}", "Episodes graded by the grading loop."),
     "reward.episodes_masked": Metric(
@@ -176,6 +181,9 @@ COUNTERS: dict[CounterName, Metric] = {
     "trainer.loss_entries": Metric("{entry}", "Sampled tokens that carried loss."),
     "trainer.fast_path_failures": Metric(
         "{failure}", "Fast paths to a lane that failed on the trainer's side."
+    ),
+    "trainer.group_failures": Metric(
+        "{failure}", "Process groups of all lanes that some engine did not join."
     ),
     "trainer.route_disagreements": Metric(
         "{entry}", "Loss entries whose expert routes differ from those of the merged token."

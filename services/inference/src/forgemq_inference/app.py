@@ -28,6 +28,7 @@ CONSUMES = (
     topics.REQUESTED_COMPLETIONS,
     topics.CANCELLED_COMPLETIONS,
     topics.PUBLISHED_WEIGHTS,
+    topics.OFFERED_BROADCASTS,
     topics.REQUESTED_LANES,
     topics.REPORTED_ENGINES,
     topics.LOADED_WEIGHTS,
@@ -103,8 +104,9 @@ async def _serve_lane(context: Context, settings: InferenceSettings, edges: Lane
     lane, log = settings.lane, context.log
     requested = Place(topics.REQUESTED_COMPLETIONS.name, lane)
     cancelled = Place(topics.CANCELLED_COMPLETIONS.name, lane)
-    # Before the claim: what is requested under the new epoch comes after it.
-    positions = await log.end_positions([requested, cancelled])
+    offered = Place(topics.OFFERED_BROADCASTS.name, 0)
+    # Before the claim: what is requested or offered under the new epoch comes after it.
+    positions = await log.end_positions([requested, cancelled, offered])
     claim = await claim_epoch(
         log, edges.writer, lane=lane, report=lambda epoch: _first_report(settings, epoch)
     )

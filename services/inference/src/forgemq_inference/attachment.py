@@ -92,7 +92,7 @@ class Attachment:
             self._reports.allow(is_wanted=is_wanted)
 
     def notify_published(self) -> None:
-        """Wake the task that loads: newer weights are published."""
+        """Wake the task that loads: newer weights are published, or a group is offered."""
         self._published.set()
 
     async def run(self) -> None:
@@ -198,6 +198,19 @@ class Attachment:
             self._published.clear()
             for loading in await self._load_newest():
                 await self._reports.write_loaded_weights(loading)
+            await self._join_offered()
+
+    async def _join_offered(self) -> None:
+        """Let the engine join the group that is offered, if one is."""
+        join = self._weights.take_join()
+        if join is None:
+            return
+        self._is_loading = True
+        try:
+            await self._loader.join(join)
+        finally:
+            self._is_loading = False
+            self._reports.allow(is_wanted=self._is_wanted)
 
     async def _load_newest(self) -> list[Loading]:
         """Load until nothing newer is published; usually one load."""

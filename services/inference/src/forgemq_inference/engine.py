@@ -13,6 +13,7 @@ from forgemq_contracts.weight_buckets import TensorSpec
 from forgemq_contracts.weights import Rendezvous
 from forgemq_inference.core.engine_load import EngineCounters, summed
 from forgemq_inference.core.generation import EngineAnswer, EngineProgress
+from forgemq_inference.core.read_back import RankChecksums
 
 _STREAM_END = b"[DONE]"
 
@@ -73,6 +74,7 @@ class ServerInfo(msgspec.Struct, frozen=True):
     tp_size: int = 1
     enable_return_routed_experts: bool = False
     hicache_storage_backend: str | None = None
+    device: str = "cpu"
     speculative_algorithm: str | None = None
     disaggregation_mode: str | None = None
     disaggregation_bootstrap_port: int | None = None
@@ -95,6 +97,10 @@ class BucketPlace(msgspec.Struct, frozen=True, kw_only=True):
         """As SGLang names them."""
         named = {} if self.final_name is None else {"weight_version": self.final_name}
         return {"selector": self.selector, "flush_cache": self.flushes, **named}
+
+
+class _Checked(msgspec.Struct, frozen=True):
+    ranks: list[RankChecksums] = []
 
 
 class _Loads(msgspec.Struct, frozen=True):
@@ -217,13 +223,13 @@ class Engine:
         await self._request("POST", path, {}, timeout_s=wait_s + _CONTROL_TIMEOUT_S)
 
     async def join_group(
-        self, rendezvous: Rendezvous, *, timeout_s: float, rank_first: int = 1
+        self, rendezvous: Rendezvous, *, timeout_s: float, rank_first: int | None = None
     ) -> None:
-        """Form the process group with the trainer as rank 0; the engine's ranks begin at one."""
+        """Form the process group with the trainer as rank 0; by default with the lane's ranks."""
         body = {
             "master_address": rendezvous.host,
             "master_port": rendezvous.port,
-            "rank_offset": rank_first,
+            "rank_offset": rendezvous.rank_first if rank_first is None else rank_first,
             "world_size": rendezvous.world_size,
             "group_name": rendezvous.group_name,
             "backend": rendezvous.backend,
@@ -287,6 +293,16 @@ class Engine:
             "flush_cache": True,
         }
         await self._succeed("/update_weights_from_disk", body, timeout_s=timeout_s)
+
+    async def checksums(self, leave_out: Sequence[str]) -> list[RankChecksums]:
+        """Checksums of the policy's parameters, of each process of the engine.
+
+        Args:
+            leave_out: Parameters whose name has one of these in it are not read.
+        """
+        body = {"action": "checksum", "selector": "target", "skip_tensor_list": leave_out}
+        data = await self._request("POST", "/weights_checker", body)
+        return _decoded(data, _Checked).ranks
 
     async def _succeed(self, path: str, body: Mapping[str, Any], *, timeout_s: float) -> None:
         answer = _decoded(await self._request("POST", path, body, timeout_s=timeout_s), _Success)

@@ -23,6 +23,7 @@ from forgemq_contracts.weight_buckets import TensorSpec
 from forgemq_contracts.weights import Rendezvous
 from forgemq_inference.core.engine_load import EngineCounters, summed
 from forgemq_inference.core.generation import EngineAnswer
+from forgemq_inference.core.read_back import RankChecksums
 from forgemq_inference.core.weights import BROKEN_NAME
 from forgemq_inference.engine import (
     BucketPlace,
@@ -221,7 +222,9 @@ class EnginePair:
         """Form one process group with the trainer as rank 0: decode's processes, then prefill's."""
         await _settled(
             self._prefill.join_group(
-                rendezvous, rank_first=1 + self._decode_ranks, timeout_s=timeout_s
+                rendezvous,
+                rank_first=rendezvous.rank_first + self._decode_ranks,
+                timeout_s=timeout_s,
             ),
             self._decode.join_group(rendezvous, timeout_s=timeout_s),
         )
@@ -267,6 +270,11 @@ class EnginePair:
     async def load_folder(self, folder: str, *, name: str, timeout_s: float) -> None:
         """Load weights on both from a folder that both can read, and flush their caches."""
         await self._both(lambda engine: engine.load_folder(folder, name=name, timeout_s=timeout_s))
+
+    async def checksums(self, leave_out: Sequence[str]) -> list[RankChecksums]:
+        """Checksums of the parameters of each process of both; as `Engine.checksums`."""
+        prefill, decode = await self._both(lambda engine: engine.checksums(leave_out))
+        return prefill + decode
 
     async def _both(self, call: Callable[[Engine], Awaitable[Value]]) -> tuple[Value, Value]:
         """What prefill and decode answer to a call at the same time."""

@@ -11,7 +11,7 @@ from forgemq_bus.log import Log, Place, Reader, Record
 from forgemq_contracts import topics
 from forgemq_contracts.completions import CancelledCompletion, RequestedCompletion
 from forgemq_contracts.lane_plan import RequestedLane
-from forgemq_contracts.weights import PublishedWeights, ReportedEngine
+from forgemq_contracts.weights import OfferedBroadcast, PublishedWeights, ReportedEngine
 from forgemq_inference.core.weights import WeightsState
 from forgemq_inference.lane_duty import LaneDuty
 from forgemq_inference.reports import LaneIdentity
@@ -26,7 +26,7 @@ _RECORDS_MAX = 500
 
 
 class Inbox:
-    """Reads requests, cancellations, publications, changes of lanes and reports; one task `run`."""
+    """Reads what concerns the lane: requests, weights, changes of lanes; one task `run`."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Inbox:
         queued_max: int,
         telemetry: Telemetry,
     ) -> None:
-        """Read nothing yet; `on_published` is called when newer weights are known."""
+        """Read nothing yet; `on_published` is called when there is something to load or join."""
         self._identity = identity
         self._requests = requests
         self._weights = weights
@@ -98,6 +98,9 @@ class Inbox:
                 self._requests.cancel(decoded)
             case PublishedWeights():
                 if self._weights.observe(decoded):
+                    self._on_published()
+            case OfferedBroadcast():
+                if self._weights.observe_offer(decoded):
                     self._on_published()
             case RequestedLane():
                 self._duty.take(decoded)

@@ -14,6 +14,7 @@ from forgemq_inference.inbox import Inbox
 from forgemq_inference.lane_duty import LaneDuty
 from forgemq_inference.live_chunks import Spawn
 from forgemq_inference.pause_clock import PauseClock
+from forgemq_inference.read_back import ParameterReadBack
 from forgemq_inference.relay import RelayedWeights
 from forgemq_inference.reports import LaneIdentity, Reports
 from forgemq_inference.requests import LaneLimits, Requests
@@ -22,6 +23,7 @@ from forgemq_inference.teacher import Teacher
 from forgemq_inference.weight_loader import WeightLoader
 from forgemq_shell.dead_letters import DeadLetters
 from forgemq_shell.service import Context
+from forgemq_telemetry import Telemetry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,15 +94,7 @@ def lane_parts(
         heartbeat_s=settings.heartbeat_s,
         telemetry=telemetry,
     )
-    loader = WeightLoader(
-        edges.engine,
-        weights,
-        copies=copies_in(edges.cache),
-        relayed=edges.relayed,
-        pauses=pauses,
-        durable_timeout_s=settings.durable_timeout_s,
-        telemetry=telemetry,
-    )
+    loader = _loader(settings, identity, edges, weights, pauses=pauses, telemetry=telemetry)
     attachment = Attachment(
         edges.engine,
         configuration=context.configuration,
@@ -114,6 +108,30 @@ def lane_parts(
         telemetry=telemetry,
     )
     return LaneParts(weights=weights, requests=requests, reports=reports, attachment=attachment)
+
+
+def _loader(
+    settings: InferenceSettings,
+    identity: LaneIdentity,
+    edges: LaneEdges,
+    weights: WeightsState,
+    *,
+    pauses: PauseClock,
+    telemetry: Telemetry,
+) -> WeightLoader:
+    engine, copies = edges.engine, copies_in(edges.cache)
+    return WeightLoader(
+        engine,
+        weights,
+        copies=copies,
+        relayed=edges.relayed,
+        read_back=ParameterReadBack(
+            engine, copies.policies, lane=identity.lane, telemetry=telemetry
+        ),
+        pauses=pauses,
+        durable_timeout_s=settings.durable_timeout_s,
+        telemetry=telemetry,
+    )
 
 
 def inbox_of(

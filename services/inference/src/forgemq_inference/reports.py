@@ -106,6 +106,7 @@ class Reports:
             ranks=self._ranks,
             weights_address=self._identity.weights_address,
             load=self._load,
+            process_group=self._weights.shared_group,
         )
         self._telemetry.gauge("inference.running", report.running, lane=lane)
         self._telemetry.gauge("inference.queued", report.queued, lane=lane)

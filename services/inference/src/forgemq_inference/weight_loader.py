@@ -23,6 +23,7 @@ from forgemq_inference.core.weights import (
     BROKEN_NAME,
     DurableLoad,
     FastLoad,
+    Join,
     Load,
     RelayedLoad,
     Rename,
@@ -39,6 +40,7 @@ from forgemq_inference.engine import (
 from forgemq_inference.engine_pair import LaneEngine
 from forgemq_inference.head_payloads import head_payloads
 from forgemq_inference.pause_clock import PauseClock
+from forgemq_inference.read_back import ParameterReadBack
 from forgemq_inference.relay import RelayedWeights
 from forgemq_telemetry import Telemetry
 
@@ -46,6 +48,9 @@ Path: TypeAlias = Literal["start", "fast", "durable"]
 
 _PAUSE_TIMEOUT_S = 30.0
 """The engine answers within a decoding step, but may be busy with its first compilation."""
+
+_FREED_TIMEOUT_S = 5.0
+"""The engine's answer that a group was not formed takes milliseconds, and a busy machine."""
 
 _PROBE_TIMEOUT_S = 5.0
 """A connection takes milliseconds; the engine stands still meanwhile."""
@@ -129,6 +134,7 @@ class WeightLoader:
         *,
         copies: Copies,
         relayed: RelayedWeights,
+        read_back: ParameterReadBack,
         pauses: PauseClock,
         durable_timeout_s: float,
         telemetry: Telemetry,
@@ -138,6 +144,7 @@ class WeightLoader:
         self._state = state
         self._copies = copies
         self._relayed = relayed
+        self._read_back = read_back
         self._pauses = pauses
         self._durable_timeout_s = durable_timeout_s
         self._telemetry = telemetry
@@ -167,6 +174,27 @@ class WeightLoader:
         self._state.note_loaded(published)
         return Loading(path=path, duration_s=time.monotonic() - started_s, paused_s=paused_s)
 
+    async def join(self, join: Join) -> None:
+        """Let the engine join a group of several lanes; then it is in that one alone.
+
+        Raises:
+            EngineUnreachableError: the engine did not answer, also after the trainer gave up.
+        """
+        rendezvous, started_s = join.rendezvous, time.monotonic()
+        name = rendezvous.group_name
+        try:
+            await _check_listener(rendezvous)
+            # The trainer frees an engine that waits in vain: its answer comes after that.
+            timeout_s = join.deadline_s + _FREED_TIMEOUT_S
+            await self._engine.join_group(rendezvous, timeout_s=timeout_s)
+        except EngineRefusedError as error:
+            self._telemetry.event("group_not_joined", group=name, error=str(error))
+            return
+        for other in self._state.note_shared(name):
+            await self._leave(other)
+        took_s = round(time.monotonic() - started_s, 3)
+        self._telemetry.event("group_joined", group=name, took_s=took_s)
+
     async def _load_durable(self, published: PublishedWeights) -> float:
         # Before the pause: it may be a download of minutes.
         return await self._swap(published, await self._folders(published))
@@ -175,15 +203,29 @@ class WeightLoader:
         """Wait for the relay while the engine generates, then swap."""
         found = await self._relayed.folders(published)
         if found.policy is None:
-            self._telemetry.event("relay_failed", weights=_name(published), error=found.failure)
-            self._telemetry.count("inference.fast_path_failures", lane=self._relayed.lane)
+            self._note_relay_failure(published, found.failure)
             return "durable", await self._load_durable(published)
         head = self._state.missing_head()
         if head is not None and head == published.head and found.head is not None:
             folders = _Folders(policy=found.policy, head=(head, found.head))
         else:
             folders = _Folders(policy=found.policy, head=await self._missing_head(published))
-        return "fast", await self._swap(published, folders)
+        leave_out = await self._read_back.prepare(published)
+        paused_s = self._pauses.total_s
+        await self._pause(timeout_s=self._durable_timeout_s)
+        await self._load_folders(published, folders)
+        wrong = await self._read_back.wrong(published, leave_out)
+        if wrong:
+            self._note_relay_failure(published, _held_otherwise(wrong))
+            await self._engine.name_weights(BROKEN_NAME)
+            await self._load_folders(published, await self._folders(published))
+            await self._read_back.confirm(published, leave_out, before=wrong)
+        await self._resume(timeout_s=self._durable_timeout_s)
+        return "durable" if wrong else "fast", self._pauses.total_s - paused_s
+
+    def _note_relay_failure(self, published: PublishedWeights, reason: str) -> None:
+        self._telemetry.event("relay_failed", weights=_name(published), error=reason)
+        self._telemetry.count("inference.fast_path_failures", lane=self._relayed.lane)
 
     async def _swap(self, published: PublishedWeights, folders: "_Folders") -> float:
         paused_s = self._pauses.total_s
@@ -196,12 +238,18 @@ class WeightLoader:
         self, published: PublishedWeights, rendezvous: Rendezvous
     ) -> tuple[Path, float]:
         plan = await self._plan(published)
+        leave_out = await self._read_back.prepare(published)
+        wrong: tuple[str, ...] = ()
         paused_s = self._pauses.total_s
         await self._pause(timeout_s=_PAUSE_TIMEOUT_S)
         path: Path = "fast"
         progress = _Progress(published, started_s=time.monotonic())
         try:
             await self._receive(published, rendezvous, plan, progress=progress)
+            wrong = await self._read_back.wrong(published, leave_out)
+            if wrong:
+                await self._engine.name_weights(BROKEN_NAME)
+                raise EngineRefusedError(_held_otherwise(wrong))
         except EngineError as error:
             self._telemetry.event(
                 "fast_path_failed",
@@ -212,6 +260,7 @@ class WeightLoader:
             self._telemetry.count("inference.fast_path_failures", lane=rendezvous.lane)
             await self._abandon_update(rendezvous.group_name)
             await self._load_folders(published, await self._folders(published))
+            await self._read_back.confirm(published, leave_out, before=wrong)
             path = "durable"
         await self._resume(timeout_s=_PAUSE_TIMEOUT_S)
         return path, self._pauses.total_s - paused_s
@@ -317,15 +366,18 @@ class WeightLoader:
 
     async def _abandon_update(self, group_name: str) -> None:
         """Make the engine ready for a load from disk; leaving the group frees the publisher too."""
+        try:
+            await self._engine.end_update(timeout_s=self._durable_timeout_s)
+        except EngineRefusedError as error:
+            self._telemetry.event("nothing_to_drop", group=group_name, answer=str(error))
+        await self._leave(group_name)
+
+    async def _leave(self, group_name: str) -> None:
         self._state.note_left(group_name)
-        for clean in (
-            self._engine.end_update(timeout_s=self._durable_timeout_s),
-            self._engine.leave_group(group_name),
-        ):
-            try:
-                await clean
-            except EngineRefusedError as error:
-                self._telemetry.event("nothing_to_drop", group=group_name, answer=str(error))
+        try:
+            await self._engine.leave_group(group_name)
+        except EngineRefusedError as error:
+            self._telemetry.event("nothing_to_drop", group=group_name, answer=str(error))
 
 
 async def _check_listener(rendezvous: Rendezvous) -> None:
@@ -338,6 +390,10 @@ async def _check_listener(rendezvous: Rendezvous) -> None:
         raise EngineRefusedError(
             f"nobody listens at {rendezvous.host}:{rendezvous.port}: {error}"
         ) from error
+
+
+def _held_otherwise(parameters: Sequence[str]) -> str:
+    return f"holds other bytes than were sent: {', '.join(parameters)}"
 
 
 def _name(published: PublishedWeights) -> str:

@@ -21,6 +21,7 @@ from forgemq_contracts.topics import (
     FINISHED_COMPLETIONS,
     LOADED_WEIGHTS,
     MERGED_TREES,
+    OFFERED_BROADCASTS,
     PUBLISHED_WEIGHTS,
     REPORTED_ENGINES,
     RETIRED_GROUPS,
@@ -31,7 +32,6 @@ from forgemq_contracts.topics import (
 from forgemq_settings.environment import parse
 from forgemq_shell.service import Context
 from forgemq_trainer.completion_source import follow_completions
-from forgemq_trainer.fast_path import FastPaths, fast_paths_of
 from forgemq_trainer.lane_watch import watch_lanes
 from forgemq_trainer.loop import TrainingLoop
 from forgemq_trainer.previous_lives import TrainerLife, read_previous_lives
@@ -43,6 +43,7 @@ from forgemq_trainer.settings import TrainerSettings
 from forgemq_trainer.storage.folders import lock_folder
 from forgemq_trainer.store import Store
 from forgemq_trainer.training import AnyRanks, Training
+from forgemq_trainer.weight_paths import Broadcasts, broadcasts_of
 
 CONSUMES: tuple[Topic, ...] = (
     SCHEDULED_STEPS,
@@ -55,7 +56,7 @@ CONSUMES: tuple[Topic, ...] = (
     RETIRED_GROUPS,
     FINISHED_COMPLETIONS,
 )
-PRODUCES: tuple[Topic, ...] = (TRAINED_STEPS, PUBLISHED_WEIGHTS)
+PRODUCES: tuple[Topic, ...] = (TRAINED_STEPS, PUBLISHED_WEIGHTS, OFFERED_BROADCASTS)
 
 
 async def main(context: Context, *, ranks: AnyRanks = ALONE) -> None:
@@ -78,9 +79,9 @@ async def main(context: Context, *, ranks: AnyRanks = ALONE) -> None:
     gpus = torch.cuda.device_count()
     device = device_of(settings.device, launch=launch, gpus=gpus)
     check_device(device, gpus=gpus)
-    fast_paths = fast_paths_of(settings, device=device)
+    broadcasts = broadcasts_of(settings, device=device)
     with lock_folder(Path(settings.folder)):
-        await _train(context, settings, fast_paths, device=device, ranks=ranks)
+        await _train(context, settings, broadcasts, device=device, ranks=ranks)
         # Only after a regular end: after an error the other ranks may be gone, and this process
         # ends anyway.
         ranks.close()
@@ -89,7 +90,7 @@ async def main(context: Context, *, ranks: AnyRanks = ALONE) -> None:
 async def _train(
     context: Context,
     settings: TrainerSettings,
-    fast_paths: FastPaths | None,
+    broadcasts: Broadcasts | None,
     *,
     device: str,
     ranks: AnyRanks,
@@ -110,7 +111,7 @@ async def _train(
         lineage=previous.next_lineage(checkpoint), claim=claim, writer=await context.log.writer()
     )
     async with asyncio.TaskGroup() as tasks:
-        paths = EnginePaths(fast_paths=fast_paths, relay=relay_of(settings))
+        paths = EnginePaths(broadcasts=broadcasts, relay=relay_of(settings))
         publisher = Publisher(context, settings, life=life, paths=paths, tasks=tasks)
         # Before the model is loaded, which may take minutes: the first publication then knows which
         # lanes live.

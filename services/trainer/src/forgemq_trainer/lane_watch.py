@@ -38,6 +38,7 @@ async def watch_lanes(context: Context, publisher: Publisher, *, lineage: int) -
     try:
         while True:
             publisher.give_up_lapsed(at_s=clock.time())
+            publisher.form_group(at_s=clock.time())
             for record in await reader.read(timeout_s=READ_TIMEOUT_S, records_max=RECORDS_MAX):
                 try:
                     fact = decoded_record(record)

@@ -6,6 +6,9 @@ engine dies during a transfer, its heartbeats stop, its lane lapses, and its tra
 the other lanes' transfers and the training step continue. The engine's half of this, which
 versions a lane falls back to, is services/inference's.
 
+A process group of all lanes is formed between two versions (`group_forming.py`). A version that is
+published while it is being formed waits for that; without one it goes by the durable copy.
+
 By relay a version travels before its record: `stage` sends what is written to the lanes' processes,
 while the durable copy and the checkpoint are made. They load it once the record is there, which
 says that a durable copy is.
@@ -25,17 +28,21 @@ from forgemq_contracts.weights import (
     RelayedLane,
     Rendezvous,
     ReportedEngine,
+    SampledParameter,
 )
 from forgemq_shell.records import emit_of
 from forgemq_shell.service import Context
 from forgemq_trainer.baseline import wait_for_baseline
 from forgemq_trainer.core.lanes import LiveLanes
-from forgemq_trainer.fast_path import FastPaths
+from forgemq_trainer.group_forming import GroupForming
 from forgemq_trainer.previous_lives import TrainerLife
 from forgemq_trainer.relay_path import RelayPath
+from forgemq_trainer.samples import sampled_parameters
 from forgemq_trainer.settings import TrainerSettings
+from forgemq_trainer.shared_path import SharedPath
 from forgemq_trainer.storage.weights import SavedVersion
 from forgemq_trainer.transfer_deadline import TransferDeadline
+from forgemq_trainer.weight_paths import Broadcasts
 from forgemq_weight_relay import Hop
 
 
@@ -44,11 +51,11 @@ class EnginePaths:
     """How new weights reach engines besides the durable copy; at most one of both is not None.
 
     Attributes:
-        fast_paths: Broadcasts into the engines.
+        broadcasts: Into the engines.
         relay: Files to the lanes' processes.
     """
 
-    fast_paths: FastPaths | None = None
+    broadcasts: Broadcasts | None = None
     relay: RelayPath | None = None
 
 
@@ -75,7 +82,7 @@ class Publisher:
         """
         self._context = context
         self._life = life
-        self._fast_paths = paths.fast_paths
+        self._broadcasts = paths.broadcasts
         self._relay = paths.relay
         self._tasks = tasks
         self._lanes = LiveLanes()
@@ -83,6 +90,16 @@ class Publisher:
         self._deadline = TransferDeadline.of_settings(settings)
         self._telemetry = context.telemetry
         self._transfer: asyncio.Task[None] | None = None
+        self._forming: GroupForming | None = None
+        if isinstance(paths.broadcasts, SharedPath):
+            self._forming = GroupForming(
+                paths.broadcasts,
+                self._lanes,
+                life=life,
+                prefix=self._group_prefix,
+                tasks=tasks,
+                telemetry=context.telemetry,
+            )
         self._version = 0
         self._staged_version = -1
         self._relayed_to: tuple[RelayedLane, ...] = ()
@@ -121,9 +138,15 @@ class Publisher:
                 return
         if self._staged_version != version:
             await self.stage(saved)
-        self._version = version
+        if self._forming is not None:
+            await self._forming.finish()
+        before, self._version = self._version, version
         # Offered before the record is written, as the record tells engines where to join.
-        offers = await self._offers(version)
+        offers = await self._offers(version, before=before)
+        sampled: tuple[SampledParameter, ...] = ()
+        if offers or self._relayed_to:
+            key = f"{self._group_prefix}.{version}"
+            sampled = await asyncio.to_thread(sampled_parameters, saved.files[0], key=key)
         published = PublishedWeights(
             lineage=self._life.lineage,
             version=version,
@@ -139,6 +162,7 @@ class Publisher:
             head=None
             if head is None
             else PublishedHead(sha256=head.sha256, uri=head.uri, size_bytes=head.size_bytes),
+            sampled=sampled,
         )
         output = Output(topic=PUBLISHED_WEIGHTS.name, partition=0, record=published)
         await self._life.writer.write(emit_of(output, headers=headers))
@@ -153,8 +177,8 @@ class Publisher:
 
     async def close(self) -> None:
         """Give up on lanes that have not joined, and wait for the transfer to end."""
-        if self._fast_paths is not None:
-            await asyncio.to_thread(self._fast_paths.close)
+        if self._broadcasts is not None:
+            await asyncio.to_thread(self._broadcasts.close)
         if self._relay is not None:
             self._relay.close()
         await self._finish_transfer()
@@ -162,20 +186,26 @@ class Publisher:
     def observe_engine(self, report: ReportedEngine, *, at_s: float) -> None:
         """Note a lane's report; stop waiting for a lane that leaves."""
         self._lanes.observe(report, at_s=at_s)
-        if not report.is_serving and self._fast_paths is not None:
-            self._fast_paths.give_up(report.lane)
+        if not report.is_serving and self._broadcasts is not None:
+            self._broadcasts.give_up(report.lane)
 
     def observe_loaded(self, loaded: LoadedWeights) -> None:
         """Stop waiting for a lane that has loaded the newest weights from their durable copy."""
         # A lane that loaded them by the fast path is still in the transfer, which ends by itself.
         has_newest = (loaded.lineage, loaded.version) >= (self._life.lineage, self._version)
-        if has_newest and loaded.path != "fast" and self._fast_paths is not None:
-            self._fast_paths.give_up(loaded.lane)
+        if has_newest and loaded.path != "fast" and self._broadcasts is not None:
+            self._broadcasts.give_up(loaded.lane)
 
     def give_up_lapsed(self, *, at_s: float) -> None:
         """Stop waiting for lanes that stopped reporting or restarted under another epoch."""
-        if self._fast_paths is not None:
-            self._fast_paths.keep_only(self._lanes.live(at_s=at_s))
+        if self._broadcasts is not None:
+            self._broadcasts.keep_only(self._lanes.live(at_s=at_s))
+
+    def form_group(self, *, at_s: float) -> None:
+        """Begin to form the group of all lanes, if it lacks one and nothing is being sent."""
+        is_sending = self._transfer is not None and not self._transfer.done()
+        if self._forming is not None and not is_sending:
+            self._forming.look((self._life.lineage, self._version), at_s=at_s)
 
     async def _finish_transfer(self) -> None:
         """Wait for the transfer under way; its deadline bounds the wait."""
@@ -183,19 +213,29 @@ class Publisher:
             await self._transfer
             self._transfer = None
 
-    async def _offers(self, version: int) -> tuple[Rendezvous, ...]:
-        if self._fast_paths is None or version == 0:
+    async def _offers(self, version: int, *, before: int) -> tuple[Rendezvous, ...]:
+        if self._broadcasts is None or version == 0:
             return ()  # Engines start with the base model.
-        lanes = self._lanes.live(at_s=asyncio.get_running_loop().time())
-        return await asyncio.to_thread(
-            self._fast_paths.offer, lanes, prefix=self._group_prefix, ranks=self._lanes.ranks()
+        at_s = asyncio.get_running_loop().time()
+        lanes = self._lanes.live(at_s=at_s)
+        if self._forming is not None:
+            # One that is still behind would let all the others wait for it.
+            lanes = {
+                each.lane: each.epoch
+                for each in self._lanes.at((self._life.lineage, before), at_s=at_s)
+            }
+        offers = await asyncio.to_thread(
+            self._broadcasts.offer, lanes, prefix=self._group_prefix, ranks=self._lanes.ranks()
         )
+        if lanes and not offers:
+            self._telemetry.event("no_group", version=version, lanes=len(lanes))
+        return offers
 
     async def _send(self, offers: tuple[Rendezvous, ...], saved: SavedVersion) -> None:
-        assert self._fast_paths is not None
+        assert self._broadcasts is not None
         loop = asyncio.get_running_loop()
         started_s = loop.time()
-        failures = await asyncio.to_thread(self._fast_paths.send, offers, *saved.files)
+        failures = await asyncio.to_thread(self._broadcasts.send, offers, *saved.files)
         self._report_left_out({lane: why for lane, why in failures.items() if why}, saved)
         took_s = loop.time() - started_s
         self._telemetry.observe("trainer.transfer_s", took_s)
@@ -204,7 +244,7 @@ class Publisher:
             version=saved.version,
             lanes=len(offers) - sum(map(bool, failures.values())),
             size_bytes=saved.size_bytes,
-            copied_bytes_peak=self._fast_paths.copied_bytes_peak,
+            copied_bytes_peak=self._broadcasts.copied_bytes_peak,
             took_s=round(took_s, 3),
         )
 

@@ -26,10 +26,11 @@ class TrainerSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         str, Meta(min_length=1, description="Address of this process for the fast path.")
     ] = "127.0.0.1"
     fast_path: Annotated[
-        Literal["gloo", "nccl", "relay", "off"],
+        Literal["gloo", "nccl", "gloo-shared", "nccl-shared", "relay", "off"],
         Meta(
             description="How new weights reach engines. gloo, nccl: broadcast into each paused "
-            "engine. relay: from one lane's process to the next, while their engines generate."
+            "engine, in a process group for each lane; gloo-shared, nccl-shared: in one for all "
+            "lanes. relay: from one lane's process to the next, while their engines generate."
         ),
     ] = "gloo"
     transfer_deadline_s: Annotated[

@@ -5,7 +5,12 @@ from typing import NamedTuple, TypeAlias
 
 from msgspec import Struct, structs
 
-from forgemq_contracts.weights import PublishedHead, PublishedWeights, Rendezvous
+from forgemq_contracts.weights import (
+    OfferedBroadcast,
+    PublishedHead,
+    PublishedWeights,
+    Rendezvous,
+)
 
 _NAME = re.compile(r"(0|[1-9][0-9]*)\.(0|[1-9][0-9]*)")
 
@@ -87,6 +92,13 @@ class DurableLoad(NamedTuple):
     published: PublishedWeights
 
 
+class Join(NamedTuple):
+    """The engine joins a process group, for versions that come later."""
+
+    rendezvous: Rendezvous
+    deadline_s: float
+
+
 Load: TypeAlias = Rename | FastLoad | RelayedLoad | DurableLoad
 
 
@@ -108,6 +120,8 @@ class WeightsState:
         self._head: PublishedHead | None = None
         self._held_head_sha256: str | None = None
         self._groups: set[str] = set()
+        self._shared_group = ""
+        self._offered: Join | None = None
         self.served = served
 
     def observe(self, published: PublishedWeights) -> bool:
@@ -120,6 +134,31 @@ class WeightsState:
         # A version may come without a head: then that of the version before it stays.
         self._head = published.head or self._head
         return True
+
+    def observe_offer(self, offered: OfferedBroadcast) -> bool:
+        """Note a group that is to be formed; True if the engine is to join it."""
+        self._offered = None  # Only the newest offer still has a trainer that waits.
+        for each in offered.members:
+            if (each.lane, each.epoch) == (self._lane, self._epoch):
+                self._offered = Join(each, offered.deadline_s)
+        return self._offered is not None
+
+    def take_join(self) -> Join | None:
+        """The group to join, once; None if none is offered."""
+        offered, self._offered = self._offered, None
+        return offered
+
+    @property
+    def shared_group(self) -> str:
+        """The group of several lanes that the engine is in; "" if it is in none."""
+        return self._shared_group if self._shared_group in self._groups else ""
+
+    def note_shared(self, group_name: str) -> tuple[str, ...]:
+        """Note that the engine is in this group of several lanes; the groups to leave for it."""
+        others = tuple(sorted(self._groups - {group_name}))
+        self._groups.add(group_name)
+        self._shared_group = group_name
+        return others
 
     def next_load(self) -> Load | None:
         """What to load next; None if the engine holds the newest weights."""
@@ -166,6 +205,7 @@ class WeightsState:
         """Note a new engine process: it holds these weights and is in no process group."""
         self.served = served
         self._held_head_sha256 = None
+        self._offered = None
         self._groups.clear()
 
     def _rendezvous(self, published: PublishedWeights) -> Rendezvous | None:
