@@ -17,7 +17,7 @@ _BETWEEN_TRIES_S = 0.5
 
 
 class Teacher:
-    """One teacher. Its engine shares no weights with the policy's and is never told of new ones."""
+    """One teacher. Its engine keeps the weights that it started with."""
 
     def __init__(self, engine: Engine, settings: Distillation, *, telemetry: Telemetry) -> None:
         """Ask nothing yet; the engine is open as long as this is used."""

@@ -1,9 +1,10 @@
 """The training loop: step after step, each exactly once in the lineage that survives.
 
-A step's weights and checkpoint are saved, and its records written, while the next step computes its
-gradients: that changes no weight. The next step's update waits until all of it is done, so there is
-never more than one step on its way, and nothing is copied to keep it. The records' order is the
-same as without: a crash at any point leaves a step either unrecorded, or durable and recorded.
+A step's weights and checkpoint are saved, and its records written, while the next step computes the
+gradients of its first update: that changes no weight. The update waits until all of it is done, so
+there is never more than one step on its way, and nothing is copied to keep it. The records' order
+is the same as without: a crash at any point leaves a step either unrecorded, or durable and
+recorded.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Forward and backward of one optimizer step over its trees.
+"""Forward and backward of one optimizer update over its trees.
 
 The loss weight of every group is fixed before any backward. A microbatch that fits is one forward
 and one backward. One that runs in blocks takes two passes: first every block forward without
@@ -29,10 +29,10 @@ from forgemq_trainer.core.tree import Floats, Forest, Integers, joined
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objective:
-    """What one optimizer step minimises: the sum over all entries of loss times loss weight.
+    """What one optimizer update minimises: the sum over all entries of loss times loss weight.
 
     Attributes:
-        forests: One for each group.
+        forests: One for each of its groups.
         loss_weights: One for each group; every entry's loss is multiplied by its group's.
         loss: Gives the loss of each entry.
     """
