@@ -1,6 +1,7 @@
 """Hostile programs in the sandbox, for real: what each one gets, and what is left of it."""
 
 import asyncio
+import os
 import socket
 import sys
 import time
@@ -16,9 +17,14 @@ from forgemq_graders.sandbox import Execution, Sandbox, SandboxLimits
 LIMITS = SandboxLimits(time_s=5, cpu_s=4, memory_bytes=2**27, processes=8, output_bytes=10_000)
 
 
+# Of this process alone: tests beside it run programs too.
+MAIN = f"main-{os.getpid()}.py"
+PYTHON = (os.path.realpath(sys.executable), "-I", "-B", f"/program/{MAIN}")
+
+
 async def run(program: str, *, stdin: bytes = b"", **limits) -> Execution:
     sandbox = Sandbox(msgspec.structs.replace(LIMITS, **limits))
-    execution = await sandbox.run_python(program, stdin=stdin)
+    execution = await sandbox.run(PYTHON, files={MAIN: program}, stdin=stdin)
     assert programs_left() == []
     return execution
 
@@ -28,7 +34,7 @@ def programs_left() -> list[int]:
     return [
         process.pid
         for process in psutil.process_iter(["cmdline"])
-        if "/program/main.py" in (process.info["cmdline"] or ())
+        if PYTHON[-1] in (process.info["cmdline"] or ())
     ]
 
 
@@ -280,7 +286,9 @@ async def test_a_cancelled_run_leaves_no_process():
     sandbox = Sandbox(LIMITS)
     await sandbox.check()
     async with asyncio.TaskGroup() as tasks:
-        running = tasks.create_task(sandbox.run_python("import time\ntime.sleep(1000)"))
+        running = tasks.create_task(
+            sandbox.run(PYTHON, files={MAIN: "import time\ntime.sleep(1000)"})
+        )
         await until(lambda: bool(programs_left()))
         running.cancel()
     assert programs_left() == []
@@ -295,9 +303,10 @@ async def main():
     sandbox = Sandbox(SandboxLimits(time_s=60))
     await sandbox.check()
     print("checked", flush=True)
-    await sandbox.run_python("import time; time.sleep(1000)")
+    await sandbox.run(PYTHON, files={MAIN: "import time; time.sleep(1000)"})
 asyncio.run(main())
 """
+    code = f"PYTHON, MAIN = {PYTHON!r}, {MAIN!r}\n{code}"
     asking = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=-1)
     assert asking.stdout is not None
     assert await asking.stdout.readline() == b"checked\n"

@@ -102,20 +102,20 @@ class Mathematics:
             process.stdin.close()
 
 
-def math_outcome(*, answer: str = "answer", timeout_s: float = 5.0) -> AsyncOutcome:
+def math_outcome(*, answer: str = "answer", mathematics: Mathematics | None = None) -> AsyncOutcome:
     """An outcome: 1 if the last completion's answer equals `task[answer]`, else 0.
 
     The function raises, so that the episode is masked, if the task's own answer cannot be read.
 
     Args:
         answer: The field of the task with the right answer: LaTeX or a number.
-        timeout_s: Of one comparison; an answer that takes longer is wrong.
+        mathematics: Compares; by default one with a limit of 5 s, as long as its process lives.
     """
-    mathematics = Mathematics(timeout_s=timeout_s)
+    comparing = mathematics or Mathematics()
 
     async def outcome(episode: GradingEpisode) -> float:
         gold = str(episode.task[answer])
-        return float(await mathematics.is_equal(answer_text(episode), gold))
+        return float(await comparing.is_equal(answer_text(episode), gold))
 
     return outcome
 
