@@ -111,12 +111,26 @@ def _add_import(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "import",
         help="add finished conversations to a run that is up; they never train",
         description="A line of FILE is one conversation as JSON: OpenAI's chat `messages`, and if "
-        "there are any `tools`, `reward` (the outcome), `rewards` by name, `result`, `metadata`. "
-        "If one line is wrong nothing is imported; what is in the run already is not added again.",
+        "there are any `tools`, `reward` (the outcome), `rewards` by name, `result`, `metadata`, "
+        "`turns`. FILE may also be a Parquet file of `forgemq export`, or a folder of such files. "
+        "If one line or row is wrong nothing is imported; what is in the run is not added again.",
     )
     made.add_argument("run", metavar="RUN")
     made.add_argument("file", type=Path, metavar="FILE")
     made.add_argument("--domain", required=True, help="a domain of the run")
+    taken = commands.add_parser(
+        "export",
+        help="write the episodes of a run as Parquet files, a row each",
+        description="Messages, token ids, log-probabilities, weight versions, rewards, advantages, "
+        "ends and fork reasons of every scored episode, for `datasets.load_dataset` and `forgemq "
+        "import`. The run may be up. Exit status: 0 all is written, 1 some turns are not kept any "
+        "more, 2 refused.",
+    )
+    taken.add_argument("run", metavar="RUN")
+    taken.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="for the files")
+    taken.add_argument(
+        "--model", type=Path, metavar="FOLDER", help="with the tokenizer; default: the run's model"
+    )
 
 
 def _add_lanes(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

@@ -131,6 +131,13 @@ def _look(
             )
         case "report":
             return asyncio.run(inspection.report(folder, environ, console, to=options.to))
+        case "export":
+            # Imported here: only an export needs a tokenizer and Parquet.
+            from forgemq_launcher.commands.export import export_run
+
+            return asyncio.run(
+                export_run(folder, environ, console, to=options.to, model=options.model)
+            )
         case _:
             return asyncio.run(inspection.dlq(folder, environ, console))
 
