@@ -8,6 +8,7 @@ from msgspec import Meta, Struct
 from forgemq_contracts.audit import TreeFacts
 from forgemq_run_view.state import (
     AcceptancePoint,
+    EffectiveYield,
     EvaluationPoint,
     ForkTotal,
     RunState,
@@ -77,6 +78,9 @@ class Report(Struct, frozen=True, kw_only=True):
     logprob_gap_max: float | None
     logprob_gap_mean: float | None
     logprob_gap_p99: Annotated[float | None, Meta(description="The largest one of a step.")]
+    effective_yield: Annotated[
+        EffectiveYield | None, Meta(description="None: of a build without it.")
+    ] = None
     alarms: tuple[StepAlarm, ...]
     acceptance: tuple[AcceptancePoint, ...] = ()
     guarantees: dict[str, bool]
@@ -138,6 +142,7 @@ def report(
         logprob_gap_max=state.logprob_gap_max,
         logprob_gap_mean=_gap_mean(state),
         logprob_gap_p99=_gap_p99(state),
+        effective_yield=state.effective_yield,
         alarms=state.alarms,
         acceptance=state.acceptance,
         guarantees={verdict.name: verdict.holds for verdict in verdicts},
