@@ -110,7 +110,6 @@ def report(
     """
     start, end = _outer(state, is_greedy=False)
     start_greedy, end_greedy = _outer(state, is_greedy=True)
-    has_steps = bool(state.points)
     return Report(
         run=state.run,
         reason=reason,
@@ -131,8 +130,8 @@ def report(
         completions=state.completions,
         tokens_generated=state.tokens_generated,
         tokens_trained=state.tokens_trained,
-        merge_ratio_per_request=state.merge_ratio_per_request if has_steps else None,
-        merge_ratio_append=state.merge_ratio_append if has_steps else None,
+        merge_ratio_per_request=state.merge_ratio_per_request if state.points else None,
+        merge_ratio_append=state.merge_ratio_append if state.points else None,
         merge_ratio_attention=_attention_ratio(state, trees),
         staleness_max=state.staleness_max,
         staleness_bound=max(queue.staleness_limit for queue in state.queues),

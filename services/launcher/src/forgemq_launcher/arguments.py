@@ -6,6 +6,9 @@ from pathlib import Path
 
 from forgemq_launcher.upkeep.services import TRANSFORMS
 
+SAMPLES_MAX = 4096
+"""Episodes of one group."""
+
 
 def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     """The arguments, parsed; `key=value` may come before an option or after it."""
@@ -51,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     resolve.add_argument("file", type=Path, help="run configuration, TOML")
     resolve.add_argument("overrides", nargs="*", metavar="key=value")
     resolve.add_argument("--to", type=Path, required=True, metavar="JSON", help="file to write")
+    _add_eval(commands)
     head = commands.add_parser(
         "new-head",
         help="write a random draft head for a model, for [speculation] in a run's file",
@@ -61,6 +65,29 @@ def _parser() -> argparse.ArgumentParser:
     head.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
     _add_looks(commands)
     return parser
+
+
+def _add_eval(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    judged = commands.add_parser(
+        "eval",
+        help="judge a model on the held-out tasks of a domain: pass@k, without a trainer",
+        description="Plays K episodes of each of the evaluation.tasks held-out tasks with the "
+        "domain's own agent and rewards, and writes a table and pass_at_k.json. Exit status: 0 "
+        "judged, 1 failed or no episode has an outcome, 2 refused, 130 interrupted.",
+    )
+    judged.add_argument("model", metavar="MODEL", help="folder in Hugging Face format")
+    judged.add_argument("file", type=Path, metavar="FILE", help="run configuration, TOML")
+    judged.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="e.g. evaluation.tasks=64"
+    )
+    judged.add_argument("--domain", required=True, help="a domain of the file")
+    judged.add_argument("--samples", type=_samples, required=True, metavar="K", help="1 to 4096")
+
+
+def _samples(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= SAMPLES_MAX:
+        raise argparse.ArgumentTypeError(f"must be 1 to {SAMPLES_MAX}, got {text!r}")
+    return int(text)
 
 
 def _add_looks(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
