@@ -86,6 +86,7 @@ SCHEMA = pa.schema(
         ("detail", pa.string()),
         ("not_trainable", pa.string()),
         ("fork_reasons", pa.list_(pa.struct([("reason", pa.string()), ("count", pa.int64())]))),
+        ("metrics", pa.list_(pa.struct([("name", pa.string()), ("value", pa.float64())]))),
         ("task", pa.string()),
         ("result", pa.string()),
         ("metadata", pa.string()),
@@ -114,6 +115,7 @@ def to_arrow(row: EpisodeRow) -> dict[str, Any]:
         "messages": [_message_columns(each) for each in row.messages],
         "tools": _json(row.tools),
         "rewards": msgspec.to_builtins(row.rewards),
+        "metrics": msgspec.to_builtins(row.metrics),
         "fork_reasons": msgspec.to_builtins(row.fork_reasons),
         "turns": [_turn_columns(each) for each in row.turns],
     }

@@ -33,6 +33,7 @@ class EpisodeRow(Struct, frozen=True, kw_only=True):
         outcome: As speed, process and total, None if the episode is masked.
         total: alpha * process + beta * speed + outcome, with the weights of the run.
         rewards: Other rewards that were reported for the whole episode, by name.
+        metrics: Numbers of the episode: turns, tool calls, seconds.
         not_trainable: Why its group trains nothing; "" if it trains.
         task: JSON; None of an import, whose task is its messages.
         result: JSON; None if the agent reported nothing.
@@ -59,6 +60,7 @@ class EpisodeRow(Struct, frozen=True, kw_only=True):
     detail: str
     not_trainable: NotTrainable
     fork_reasons: tuple[ForkCount, ...]
+    metrics: tuple[NamedValue, ...]
     task: str | None
     result: str | None
     metadata: str | None
@@ -243,6 +245,7 @@ def _row(
         detail=episode.detail,
         not_trainable=scored.not_trainable,
         fork_reasons=episode.fork_reasons,
+        metrics=score.metrics,
         task=None if imported is not None else episode.task.decode(),
         result=episode.result.decode() if episode.result else None,
         metadata=_json(imported.metadata) if imported is not None else None,
