@@ -28,7 +28,13 @@ FILES = {
     if "__pycache__" not in path.parts
 } | {path.name for path in ROOT.iterdir()}
 # Files that a run makes or the reader brings.
-NOT_IN_THE_TREE = {"configuration.json", "report.json", "learning.json", "blobs/weights"}
+NOT_IN_THE_TREE = {
+    "configuration.json",
+    "pass_at_k.json",
+    "report.json",
+    "learning.json",
+    "blobs/weights",
+}
 OF_THE_READER = re.compile(r"^(\.\.\.|my|my_project)/")
 # Variables outside all settings structs: the shell, the launcher or the tests read them.
 OTHER_VARIABLES = {

@@ -268,6 +268,13 @@ class FinishedCompletion(Struct, frozen=True, kw_only=True, omit_defaults=True):
         Seconds, Meta(description="From when the lane read the request until its engine took it.")
     ] = 0.0
     engine_s: Annotated[Seconds, Meta(description="Prefill and decode.")] = 0.0
+    alone_s: Annotated[
+        Seconds | None,
+        Meta(
+            description="engine_s over the slowdown by the mean batch that it ran in, by the "
+            "engine's own measured steps. None: not recorded."
+        ),
+    ] = None
     cached_tokens: Annotated[
         TokenCount, Meta(description="Context tokens that the engine did not have to compute.")
     ] = 0

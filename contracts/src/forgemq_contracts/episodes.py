@@ -135,6 +135,13 @@ class FinishedEpisode(Struct, frozen=True, kw_only=True, omit_defaults=True):
     ] = b""
     rewards: tuple[ReportedReward, ...] = ()
     engine_s: Annotated[Seconds, Meta(description="Decode time on the critical path.")] = 0.0
+    alone_s: Annotated[
+        Seconds | None,
+        Meta(
+            description="As engine_s, each completion as if it had run alone in its engine. None: "
+            "not recorded."
+        ),
+    ] = None
     tool_s: Annotated[Seconds, Meta(description="Tool time as the agent reported it.")] = 0.0
     virtual_s: Annotated[
         Seconds | None, Meta(description="By the clock of a simulated environment, if it has one.")

@@ -48,6 +48,13 @@ class GradingEpisode(Struct, frozen=True, kw_only=True):
     tool_s: Seconds
     virtual_s: Seconds | None
     duration_s: Seconds
+    completion_s: Annotated[
+        Seconds,
+        Meta(
+            description="Completion time: engine time on the critical path, each completion as if "
+            "it had run alone in its engine, and tool_s. No queueing, pauses or retries."
+        ),
+    ] = 0.0
     truncated_by: Annotated[
         TruncationCause | None,
         Meta(description="The limit that ended the episode; None if the agent ended it."),

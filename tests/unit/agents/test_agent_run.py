@@ -71,10 +71,14 @@ async def well(episode) -> None:
     episode.virtual_s = 1.5
 
 
-async def play(gateway, agent, **changes) -> None:
+async def play(gateway, agent, *, samples: int = 0, **changes) -> None:
     run = configuration(**changes)
     settings = AgentsSettings(
-        configuration="-", gateway_url=gateway.url, admin_key="admin", poll_s=0.05
+        configuration="-",
+        gateway_url=gateway.url,
+        admin_key="admin",
+        poll_s=0.05,
+        samples=samples,
     )
     domains = {"count": DomainCode(task_source=numbered, play=agent)}
     telemetry = Telemetry(service="agents")
@@ -98,6 +102,28 @@ async def test_a_run_is_evaluated_trained_and_evaluated_again(memory_gateway):
     assert isinstance(end, FinishRequest)
     assert end.virtual_s == 1.5
     assert msgspec.json.decode(end.result) == {"said": "key-g-count-0.0.0 speaking"}
+
+
+async def test_a_model_is_judged_by_several_episodes_of_each_held_out_task_and_nothing_else(
+    memory_gateway,
+):
+    gateway = await memory_gateway()
+
+    async def with_tools(episode) -> None:
+        with episode.tool():
+            await asyncio.sleep(0.05)
+        episode.tool_s += 1.0
+
+    await play(gateway, with_tools, samples=3)
+    judged = gateway.in_order()
+    assert [task_of(group)["k"] for group in judged] == [1_000_000, 1_000_001]
+    assert {group.request.round_name for group in judged} == {"judged"}
+    assert {(g.request.purpose, g.request.group_size) for g in judged} == {("eval", 3)}
+    assert {group.request.temperature for group in judged} == {None}
+    assert [sorted(group.ended) for group in judged] == [[0, 1, 2]] * 2
+    ends = [end for group in judged for end in group.ended.values()]
+    # A loop that is behind begins a sleep at the time of its last round.
+    assert all(1.0 < end.tool_s < 3.0 for end in ends), ends
 
 
 async def test_training_is_played_beside_the_round_of_the_base_model(memory_gateway):

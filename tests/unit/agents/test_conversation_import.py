@@ -143,7 +143,7 @@ async def test_a_group_that_is_lost_is_named_by_its_line(memory_gateway, tmp_pat
     group = gateway.in_order()[1]
     gateway.retire(group.group_id, "expired")
     done = await imported(gateway, file)
-    assert done.lost == (f"line 2: {group.group_id} retired as expired",)
+    assert done.lost == (f"{file}:2: {group.group_id} retired as expired",)
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def test_a_file_is_refused_as_a_whole_by_line_number_and_field(tmp_path: Path):
 def test_of_many_bad_lines_the_first_are_named_and_the_others_counted(tmp_path: Path):
     file = tmp_path / "talks.jsonl"
     file.write_bytes(b"nope\n" * (FAULTS_SHOWN_MAX + 5))
-    with pytest.raises(FileRefusedError, match="and 5 lines more") as refused:
+    with pytest.raises(FileRefusedError, match="and 5 more") as refused:
         check_file(file)
     assert len(str(refused.value).splitlines()) == FAULTS_SHOWN_MAX + 2
 
@@ -130,7 +130,7 @@ def test_of_many_bad_lines_the_first_are_named_and_the_others_counted(tmp_path: 
 def test_a_file_without_a_line_is_refused_and_blank_lines_count_as_none(tmp_path: Path):
     file = tmp_path / "talks.jsonl"
     file.write_bytes(b"\n \n")
-    with pytest.raises(FileRefusedError, match="has no line with a conversation"):
+    with pytest.raises(FileRefusedError, match="has no conversation"):
         check_file(file)
     file.write_bytes(b"\n" + line() + b"\n\n" + line(reward=1))
     assert check_file(file) == 2

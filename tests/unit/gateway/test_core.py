@@ -298,6 +298,11 @@ def test_overlapping_completions_count_once_in_the_engine_time() -> None:
     assert critical_path_s(completions) == 3.5
     assert critical_path_s(completions[:1]) == 1.0
     assert critical_path_s([]) == 0.0
+    # Alone in its engine the third is shorter than the second, which then decides.
+    third = completion_of(2, context=[1], output=[1], after_offset=0, engine_s=2.0, alone_s=0.25)
+    alone = [*completions[:2], third, completions[3]]
+    assert critical_path_s(alone) == 3.5
+    assert critical_path_s(alone, alone=True) == 3.0
 
 
 def test_a_manifest_holds_what_was_delivered_or_built_on_in_order() -> None:

@@ -102,6 +102,22 @@ def test_agents_are_started_for_queues_that_have_one(tmp_path: Path) -> None:
     assert started[(OUTSIDE,)] == set(SERVICES) - {"agents"}
 
 
+def test_a_model_is_judged_without_a_trainer_and_its_agents_know_how_often(
+    tmp_path: Path,
+) -> None:
+    judging = service_specs(
+        configuration(PLAYED),
+        folder=RunFolder(tmp_path),
+        addresses=ADDRESSES,
+        environ=GIVEN,
+        samples=5,
+    )
+    started = {spec.module.removeprefix("forgemq_"): spec.environ for spec in judging}
+    assert set(started) == set(SERVICES) - {"trainer"}
+    assert started["agents"]["FORGEMQ_AGENTS_SAMPLES"] == "5"
+    assert "FORGEMQ_AGENTS_SAMPLES" not in specs(tmp_path, PLAYED)["agents"].environ
+
+
 def test_gateway_and_console_get_the_sockets_that_the_launcher_holds(tmp_path: Path) -> None:
     made = specs(tmp_path, PLAYED)
     assert {name: spec.inherited_fds for name, spec in made.items() if spec.inherited_fds} == {

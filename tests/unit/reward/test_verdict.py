@@ -140,7 +140,10 @@ def test_metrics_count_turns_tokens_and_calls():
         "turns": 2.0,
         "output_tokens": 6.0,
         "duration_s": 0.0,
+        "engine_s": 0.0,
+        "tool_s": 0.0,
         "tool_calls": 3.0,
+        "calling_turns": 2.0,
         "parallel_turns": 1.0,
         "malformed_tool_calls": 1.0,
     }

@@ -107,6 +107,7 @@ class SyntheticRun:
     run: str = "r"
     base_ms: int = 10_000
     messages: list[Message] = field(default_factory=list)
+    completed_at: dict[str, int] = field(default_factory=dict)  # offset, by completion id
     offsets: dict[tuple[str, int], int] = field(default_factory=dict)
     merger: Merger = field(default_factory=lambda: Merger(0))
     lost_before_scoring: frozenset[tuple[str, int, int]] = frozenset()  # group, episode, turn
@@ -214,7 +215,7 @@ class SyntheticRun:
                 manifest=tuple(
                     ManifestEntry(
                         completion_id=each.request_id,
-                        offset=0,
+                        offset=self.completed_at[each.request_id],
                         sequence=each.turn.sequence,
                         output_tokens=len(each.output) // 4,
                         parent_id=each.parent_id,
@@ -261,6 +262,7 @@ class SyntheticRun:
             support="grammar" if turn in self.constrained_turns else "full",
         )
         message = self.put(FINISHED_COMPLETIONS, record, partition=self.partition(group_id))
+        self.completed_at[record.request_id] = message.offset
         self.merger.handle(msgspec.structs.replace(message, partition=0))
         return record
 

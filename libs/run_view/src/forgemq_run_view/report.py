@@ -8,6 +8,7 @@ from msgspec import Meta, Struct
 from forgemq_contracts.audit import TreeFacts
 from forgemq_run_view.state import (
     AcceptancePoint,
+    EffectiveYield,
     EvaluationPoint,
     ForkTotal,
     RunState,
@@ -77,6 +78,9 @@ class Report(Struct, frozen=True, kw_only=True):
     logprob_gap_max: float | None
     logprob_gap_mean: float | None
     logprob_gap_p99: Annotated[float | None, Meta(description="The largest one of a step.")]
+    effective_yield: Annotated[
+        EffectiveYield | None, Meta(description="None: of a build without it.")
+    ] = None
     alarms: tuple[StepAlarm, ...]
     acceptance: tuple[AcceptancePoint, ...] = ()
     guarantees: dict[str, bool]
@@ -106,7 +110,6 @@ def report(
     """
     start, end = _outer(state, is_greedy=False)
     start_greedy, end_greedy = _outer(state, is_greedy=True)
-    has_steps = bool(state.points)
     return Report(
         run=state.run,
         reason=reason,
@@ -127,8 +130,8 @@ def report(
         completions=state.completions,
         tokens_generated=state.tokens_generated,
         tokens_trained=state.tokens_trained,
-        merge_ratio_per_request=state.merge_ratio_per_request if has_steps else None,
-        merge_ratio_append=state.merge_ratio_append if has_steps else None,
+        merge_ratio_per_request=state.merge_ratio_per_request if state.points else None,
+        merge_ratio_append=state.merge_ratio_append if state.points else None,
         merge_ratio_attention=_attention_ratio(state, trees),
         staleness_max=state.staleness_max,
         staleness_bound=max(queue.staleness_limit for queue in state.queues),
@@ -138,6 +141,7 @@ def report(
         logprob_gap_max=state.logprob_gap_max,
         logprob_gap_mean=_gap_mean(state),
         logprob_gap_p99=_gap_p99(state),
+        effective_yield=state.effective_yield,
         alarms=state.alarms,
         acceptance=state.acceptance,
         guarantees={verdict.name: verdict.holds for verdict in verdicts},

@@ -60,6 +60,33 @@ class StepPoint(Struct, frozen=True, kw_only=True):
     capped_share: float
     ratio_p99: float
     duration_s: float
+    samples: Annotated[int, Meta(description="Scored completions of its groups.")] = 0
+    policy_age: Annotated[
+        float | None,
+        Meta(description="Mean staleness of its groups in steps, weighted by their loss tokens."),
+    ] = None
+
+
+class EffectiveYield(Struct, frozen=True, kw_only=True):
+    """J and the proxies for what bounds it; None: not measured. See `effective_yield.py`."""
+
+    value: Annotated[float | None, Meta(description="J = tokens_per_s * reward_gain.")]
+    tokens_per_s: Annotated[
+        float | None, Meta(description="Loss tokens trained, by wall clock, stops included.")
+    ]
+    reward_gain: Annotated[
+        float | None, Meta(description="Reward gained per 1,000 samples, over the whole run.")
+    ]
+    samples: Annotated[int, Meta(description="Completions that the steps consumed.")]
+    reward_slope: Annotated[
+        float | None, Meta(description="As reward_gain, over the newest 10 versions.")
+    ]
+    grad_norm_variance: Annotated[float | None, Meta(description="Of the newest steps.")]
+    capped_share: Annotated[float | None, Meta(description="Of the newest steps' loss tokens.")]
+    policy_age_steps: Annotated[
+        float | None, Meta(description="Mean staleness of the newest steps' groups.")
+    ]
+    newest_steps: Annotated[int, Meta(description="How many those are: 10 at most.")]
 
 
 class StepAlarm(Struct, frozen=True, kw_only=True):
@@ -223,6 +250,7 @@ class RunState(Struct, frozen=True, kw_only=True):
     merge_ratio_append: float
     logprob_gap_max: Annotated[float | None, Meta(description="Null: nothing was measured.")]
     points: tuple[StepPoint, ...]
+    effective_yield: EffectiveYield
     alarms: tuple[StepAlarm, ...]
     acceptance: Annotated[
         tuple[AcceptancePoint, ...], Meta(description="By version; () without speculation.")

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 
+from forgemq_contracts.groups import ScoredGroup
 from forgemq_contracts.messages import Message
 from forgemq_contracts.steps import ScheduledStep, TrainedStep
 from forgemq_run_view.state import StepAlarm, StepPoint
@@ -33,14 +34,17 @@ class StepBook:
     """Steps as scheduled and as trained."""
 
     def __init__(self) -> None:
-        self._bounds: dict[int, int] = {}
+        self._scheduled: dict[int, ScheduledStep] = {}
+        self._samples: dict[str, int] = {}
         self._trained: dict[tuple[int, int], tuple[TrainedStep, int]] = {}
 
     def apply(self, message: Message) -> None:
         """Take in one record; records of other kinds are ignored."""
         match message.record:
             case ScheduledStep() as record:
-                self._bounds[record.step] = record.staleness_bound
+                self._scheduled[record.step] = record
+            case ScoredGroup() as record if not record.not_trainable:
+                self._samples.setdefault(record.group_id, len(record.completions))
             case TrainedStep() as record:
                 key = (record.step, record.lineage)
                 self._trained.setdefault(key, (record, message.timestamp_ms))
@@ -54,7 +58,8 @@ class StepBook:
             _point(
                 record,
                 time_ms=self._trained[(record.step, record.lineage)][1],
-                bound=self._bounds.get(record.step),
+                scheduled=self._scheduled.get(record.step),
+                samples=sum(self._samples.get(group_id, 0) for group_id in record.group_ids),
             )
             for record in kept.values()
         )
@@ -75,7 +80,17 @@ class StepBook:
         )
 
 
-def _point(record: TrainedStep, *, time_ms: int, bound: int | None) -> StepPoint:
+def _policy_age(scheduled: ScheduledStep) -> float | None:
+    """Mean staleness of the step's groups, weighted by their loss tokens."""
+    tokens = sum(group.loss_tokens for group in scheduled.groups)
+    if not tokens:
+        return None
+    return sum(group.staleness * group.loss_tokens for group in scheduled.groups) / tokens
+
+
+def _point(
+    record: TrainedStep, *, time_ms: int, scheduled: ScheduledStep | None, samples: int
+) -> StepPoint:
     metrics = record.metrics
     gap = metrics.measured_gap()
     return StepPoint(
@@ -91,7 +106,7 @@ def _point(record: TrainedStep, *, time_ms: int, bound: int | None) -> StepPoint
         append_tokens=metrics.append_tokens,
         attention_pairs=metrics.attention_pairs,
         staleness_max=metrics.staleness_max,
-        staleness_bound=bound,
+        staleness_bound=scheduled.staleness_bound if scheduled else None,
         logprob_gap_mean=gap.mean if gap else None,
         logprob_gap_p99=gap.quantile(GAP_SHARE) if gap else None,
         logprob_gap_max=gap.max if gap else None,
@@ -101,4 +116,6 @@ def _point(record: TrainedStep, *, time_ms: int, bound: int | None) -> StepPoint
         capped_share=metrics.capped_share,
         ratio_p99=metrics.ratio_p99,
         duration_s=record.duration_s,
+        samples=samples,
+        policy_age=_policy_age(scheduled) if scheduled else None,
     )

@@ -26,6 +26,7 @@ from forgemq_contracts.topics import (
     Topic,
 )
 from forgemq_run_view.acceptance import AcceptanceBook
+from forgemq_run_view.effective_yield import effective_yield
 from forgemq_run_view.engines import EngineBook
 from forgemq_run_view.groups import GroupBook
 from forgemq_run_view.state import EndCount, GroupRow, RetiredCount, RunState
@@ -93,6 +94,7 @@ class RunView:
         """Everything there is to show at this moment."""
         configuration = self._started.configuration
         points = self._steps.points()
+        versions = self._groups.versions(configuration.queues)
         tree_tokens = max(1, sum(point.tree_tokens for point in points))
         return RunState(
             run=self._started.run,
@@ -126,9 +128,10 @@ class RunView:
                 (p.logprob_gap_max for p in points if p.logprob_gap_max is not None), default=None
             ),
             points=points,
+            effective_yield=effective_yield(points, versions),
             alarms=self._steps.alarms() + self._acceptance.alarms(),
             acceptance=self._acceptance.points(),
-            versions=self._groups.versions(configuration.queues),
+            versions=versions,
             rates=self._engines.rates(),
             evaluations=self._groups.evaluations(),
             imported=self._groups.untrained("import"),

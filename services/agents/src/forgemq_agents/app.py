@@ -111,7 +111,7 @@ async def play_run(
         )
         if short := shortage(configuration):
             telemetry.event("few_players", detail=short)
-        await run.play()
+        await (run.judge(samples=settings.samples) if settings.samples else run.play())
 
 
 async def _run_until_signal(playing: Coroutine[None, None, None]) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from msgspec import Struct
 
+from forgemq_agents.conversation_files import FileEntry, entries
 from forgemq_agents.core.conversations import (
     ConversationError,
     FinishedConversation,
@@ -33,7 +34,7 @@ FAULTS_SHOWN_MAX = 20
 
 
 class FileRefusedError(Exception):
-    """The file has lines that are no conversations; nothing of it was imported."""
+    """The file has lines or rows that are no conversations; nothing of it was imported."""
 
 
 class Imported(Struct, frozen=True, kw_only=True):
@@ -45,29 +46,32 @@ class Imported(Struct, frozen=True, kw_only=True):
 
 
 def check_file(path: Path) -> int:
-    """Check every line; returns the number of conversations.
+    """Check every line or row; returns the number of conversations.
 
     Raises:
-        FileRefusedError: Names each bad line, up to a limit, with its field and rule.
+        FileRefusedError: Names each bad one, up to a limit, with its field and rule.
         OSError: The file cannot be read.
     """
     count, faults, shown = 0, 0, []
-    for number, line in _lines(path):
-        try:
-            conversation_of(line)
-            count += 1
-        except ConversationError as error:
-            faults += 1
-            if faults <= FAULTS_SHOWN_MAX:
-                shown.append(f"{path}:{number}: {error}")
+    try:
+        for entry in entries(path):
+            try:
+                _read(entry)
+                count += 1
+            except ConversationError as error:
+                faults += 1
+                if faults <= FAULTS_SHOWN_MAX:
+                    shown.append(f"{entry.place}: {error}")
+    except ConversationError as error:
+        raise FileRefusedError(f"{error}\nnothing is imported") from error
     if faults > len(shown):
-        shown.append(f"and {faults - len(shown)} lines more")
+        shown.append(f"and {faults - len(shown)} more")
     if faults:
         raise FileRefusedError("\n".join((*shown, "nothing is imported")))
     if count > KEYS_MAX:
         raise FileRefusedError(f"{path}: has {count} conversations, a run takes {KEYS_MAX}")
     if not count:
-        raise FileRefusedError(f"{path}: has no line with a conversation")
+        raise FileRefusedError(f"{path}: has no conversation")
     return count
 
 
@@ -110,31 +114,30 @@ class ConversationImport:
             ConversationError: The file has changed since it was checked.
             GatewayError: The gateway refuses, or was away for too long.
         """
-        lines = _lines(path)
+        waiting = entries(path)
         self._running = asyncio.current_task()
         async with asyncio.TaskGroup() as tasks:
             for _ in range(AT_ONCE_MAX):
-                tasks.create_task(self._take(lines))
+                tasks.create_task(self._take(waiting))
         return Imported(added=self._added, known=self._known, lost=tuple(self._lost))
 
-    async def _take(self, lines: Iterator[tuple[int, bytes]]) -> None:
-        while (taken := await self._next(lines)) is not None:
-            number, line = taken
-            await self._import(number, conversation_of(line))
+    async def _take(self, waiting: Iterator[FileEntry]) -> None:
+        while (entry := await self._next(waiting)) is not None:
+            await self._import(entry.place, _read(entry))
             async with self._room:
-                self._bytes -= len(line)
+                self._bytes -= len(entry.line)
                 self._room.notify_all()
 
-    async def _next(self, lines: Iterator[tuple[int, bytes]]) -> tuple[int, bytes] | None:
-        """The next line, once there is room for it; None at the end, or if the import stops.
+    async def _next(self, waiting: Iterator[FileEntry]) -> FileEntry | None:
+        """The next one, once there is room for it; None at the end, or if the import stops.
 
-        One at a time reads ahead, so that a single line waits in memory, not one for each.
+        One at a time reads ahead, so that a single one waits in memory, not one for each.
         """
         async with self._reading, self._room:
-            taken = next(lines, None)
+            taken = next(waiting, None)
             if taken is None:
                 return None
-            size = len(taken[1])
+            size = len(taken.line)
             await self._room.wait_for(
                 lambda: not self._bytes or self._bytes + size <= self._bytes_max
             )
@@ -143,7 +146,7 @@ class ConversationImport:
             self._bytes += size
             return taken
 
-    async def _import(self, number: int, conversation: FinishedConversation) -> None:
+    async def _import(self, place: str, conversation: FinishedConversation) -> None:
         """Bring one conversation to the end of its group."""
         status = await self._gateway.request_group(conversation.group(self._domain))
         is_added = False
@@ -156,7 +159,7 @@ class ConversationImport:
             except EpisodeOverError:  # It retired so long ago that its status is forgotten.
                 break
         if status.state == "retired" and status.retire_reason not in ("evaluated", ""):
-            self._lost.append(f"line {number}: {status.group_id} retired as {status.retire_reason}")
+            self._lost.append(f"{place}: {status.group_id} retired as {status.retire_reason}")
         self._added += is_added
         self._known += not is_added
 
@@ -174,9 +177,8 @@ class ConversationImport:
         return True
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines that are not blank, with their numbers from 1."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield number, line.rstrip(b"\r\n")
+def _read(entry: FileEntry) -> FinishedConversation:
+    """The conversation of this entry; raises ConversationError."""
+    if entry.fault:
+        raise ConversationError(entry.fault)
+    return conversation_of(entry.line)

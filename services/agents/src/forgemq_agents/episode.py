@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ from msgspec import UNSET, UnsetType
 from forgemq_agents.completion import Completion, Message, Tool, read_completion
 from forgemq_agents.gateway_client import GatewayClient
 from forgemq_agents.requests import JsonRequests
+from forgemq_agents.tool_clock import ToolClock
 from forgemq_contracts.admin import Claim, RewardRequest
 from forgemq_contracts.context_cuts import CONTEXT_HEADER, ContextCut
 from forgemq_contracts.fields import TruncationCause
@@ -36,7 +38,7 @@ class Episode:
         environ: Environment for programs that the agent starts: that of the agents process
             without ForgeMQ's variables, which hold the admin key.
         result: Reported at the end; any JSON value. Graders see it as `episode.result`.
-        tool_s: Seconds spent in tools; add to it.
+        tool_s: Seconds spent in tools; add to it, or run tools inside `tool`, which counts them.
         virtual_s: Time on the environment's own clock, if it has one.
         truncated_by: As `truncate` set it; UNSET leaves it to the gateway.
     """
@@ -60,6 +62,7 @@ class Episode:
         self.environ = for_user_code(environ)
         self.result: Any = {}
         self.tool_s = 0.0
+        self._tool_clock = ToolClock()
         self.virtual_s: float | None = None
         self.truncated_by: TruncationCause | UnsetType | None = UNSET
         self._gateway = gateway
@@ -93,7 +96,8 @@ class Episode:
         if max_tokens is not None:
             fields["max_tokens"] = max_tokens
         told = json.dumps(msgspec.to_builtins(list(cuts))) if cuts else ""
-        with self._telemetry.span("chat", episode=self.episode_id) as span:
+        span_of_chat = self._telemetry.span("chat", episode=self.episode_id)
+        with self._tool_clock.turn(), span_of_chat as span:
             # The gateway starts a trace for each completion and links it to this span.
             reply = await self._requests.send(
                 "POST",
@@ -106,6 +110,18 @@ class Episode:
             completion = read_completion(reply.body)
             span.set(completion=completion.completion_id)
         return completion
+
+    def tool(self) -> AbstractContextManager[None]:
+        """Run a tool inside this block: its time counts, as far as no completion was awaited.
+
+        Tools that run at once count once, also those of sub-agents of this episode.
+        """
+        return self._tool_clock.tool()
+
+    @property
+    def all_tool_s(self) -> float:
+        """`tool_s` and what the blocks of `tool` took, seconds."""
+        return self.tool_s + self._tool_clock.total_s
 
     def truncate(self, cause: TruncationCause | None) -> None:
         """Note that a limit ends the episode; what it earns is `rewards.truncated`.

@@ -113,6 +113,10 @@ def _detail(error: Exception) -> str:
 
 def _finish_of(episode: Episode, *, detail: str = "") -> FinishRequest:
     """What the user's code left in the episode, which may be no JSON or out of bounds."""
-    fields = {"result": episode.result, "tool_s": episode.tool_s, "virtual_s": episode.virtual_s}
+    fields = {
+        "result": episode.result,
+        "tool_s": episode.all_tool_s,
+        "virtual_s": episode.virtual_s,
+    }
     finish = msgspec.json.decode(msgspec.json.encode(fields), type=FinishRequest)
     return msgspec.structs.replace(finish, truncated_by=episode.truncated_by, detail=detail)

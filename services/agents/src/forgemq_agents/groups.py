@@ -70,7 +70,7 @@ class Groups:
                 idempotency_key=group.idempotency_key,
                 task=await self._make_task(group.domain, group.task_number),
                 purpose="eval",
-                group_size=1,
+                group_size=group.samples,
                 temperature=group.temperature,
                 round_name=group.round_name,
                 takes_known=True,

@@ -35,7 +35,7 @@ def run_import(arguments: Sequence[str], environ: Mapping[str, str]) -> int:
     """Import a file; returns the exit status.
 
     0: every conversation is in the run. 1: the gateway refused or was away, or a group was lost.
-    2: settings, the domain or a line of the file; nothing was imported. 130: stopped by a signal.
+    2: settings, the domain, a line or a row; nothing was imported. 130: stopped by a signal.
     """
     options = _parser().parse_args(arguments)
     try:
@@ -59,7 +59,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m forgemq_agents")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     made = commands.add_parser("import", help="import finished conversations into a run")
-    made.add_argument("file", type=Path, metavar="FILE", help="one conversation a line, JSON")
+    made.add_argument(
+        "file",
+        type=Path,
+        metavar="FILE",
+        help="one conversation a line, JSON; or Parquet of an export",
+    )
     made.add_argument("--domain", required=True, help="of the run; the conversations belong to it")
     return parser
 

@@ -11,13 +11,15 @@ leases have lapsed.
 
 import asyncio
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from forgemq_agents.core.schedule import (
     END,
+    JUDGED,
     EvaluationGroup,
     evaluation_groups,
     groups_ahead,
+    judged_groups,
     plays_start_round,
     round_due,
 )
@@ -59,6 +61,11 @@ class AgentRun:
             if not status.training_ended:
                 await self._play_training(start)
         await self._play_round(END)
+        self._telemetry.event("played", run=self._configuration.run)
+
+    async def judge(self, *, samples: int) -> None:
+        """Play so many episodes of each held-out task, and nothing else."""
+        await self._play_groups(JUDGED, list(judged_groups(self._configuration, samples=samples)))
         self._telemetry.event("played", run=self._configuration.run)
 
     async def _play_training(self, start: asyncio.Task[None] | None) -> None:
@@ -126,7 +133,9 @@ class AgentRun:
 
     async def _play_round(self, name: str) -> None:
         """Play every held-out task once, sampled and greedy."""
-        queue = list(evaluation_groups(self._configuration, round_name=name))
+        await self._play_groups(name, list(evaluation_groups(self._configuration, round_name=name)))
+
+    async def _play_groups(self, name: str, queue: Sequence[EvaluationGroup]) -> None:
         if not queue:
             return
         self._telemetry.event("evaluating", round=name, episodes=len(queue))

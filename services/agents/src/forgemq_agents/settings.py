@@ -17,6 +17,13 @@ class AgentsSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     retry_deadline_s: Annotated[
         float, Meta(gt=0, description="A gateway outage this long ends the process.")
     ] = 300.0
+    samples: Annotated[
+        int,
+        Meta(
+            ge=0,
+            description="Above 0: play so many episodes of each held-out task, and nothing else.",
+        ),
+    ] = 0
 
 
 class ImportSettings(Struct, frozen=True, kw_only=True):

@@ -269,7 +269,9 @@ class Attachment:
             expected = served.weights.name
             if name != expected:
                 raise EngineUnreachableError(f"restarted: its weights are {name}, were {expected}")
-        self._reports.note_load(await self._load())
+        load = await self._load()
+        self._reports.note_load(load)
+        self._requests.batch.note_load(load)
 
     async def _load(self) -> EngineLoad | None:
         """What the engine has to do; None if it does not say, since it serves as well without."""

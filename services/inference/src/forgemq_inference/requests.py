@@ -19,7 +19,9 @@ from forgemq_contracts.completions import (
 from forgemq_contracts.messages import Output
 from forgemq_contracts.partitions import group_partition
 from forgemq_contracts.repetition import RepetitionStop
+from forgemq_inference.batch_clock import BatchClock
 from forgemq_inference.core.acceptance import AcceptanceMeter
+from forgemq_inference.core.engine_load import alone_s
 from forgemq_inference.core.generation import (
     EngineAnswer,
     EngineLimits,
@@ -129,6 +131,7 @@ class Requests:
         self._cancels: dict[Attempt, asyncio.Future[Refused]] = {}
         self._idle = asyncio.Event()
         self._idle.set()
+        self.batch = BatchClock()
         self.queued = 0
         self.running = 0
         self.output_tokens_total = 0
@@ -200,14 +203,18 @@ class Requests:
             await self._slots.acquire()
         finally:
             self.queued -= 1
-        self.running += 1
+        self._run_beside(1)
         try:
             yield
         finally:
-            self.running -= 1
+            self._run_beside(-1)
             self._slots.release()
             if self.queued == self.running == 0:
                 self._idle.set()
+
+    def _run_beside(self, change: int) -> None:
+        self.running += change
+        self.batch.note(self.running)
 
     async def _generate(
         self, request: RequestedCompletion, run: Run, *, taken_s: float
@@ -235,12 +242,14 @@ class Requests:
             return refused_completion(request, body, timing=Timing(queued_s, 0.0))
         body["cache_salt"] = self._limits.cache_salt
         self._telemetry.count("inference.context_tokens", run.context.tokens_count)
-        started_s, paused_s = time.monotonic(), self._pauses.total_s
+        began, paused_s = self.batch.now(), self._pauses.total_s
         answer = await self._ask(body, request, run.attempt)
-        waited_s = time.monotonic() - started_s - (self._pauses.total_s - paused_s)
+        waited_s = time.monotonic() - began.at_s - (self._pauses.total_s - paused_s)
         if isinstance(answer, Refused):
             return refused_completion(request, answer, timing=Timing(queued_s, max(0.0, waited_s)))
         timing = _timing(answer.meta_info, queued_s=queued_s, waited_s=waited_s)
+        batch, load = self.batch.mean_since(began), self.batch.load
+        timing = timing._replace(alone_s=alone_s(timing.engine_s, batch=batch, load=load))
         is_cancelled = self._state.is_cancelled(run.attempt)
         try:
             return finished_completion(

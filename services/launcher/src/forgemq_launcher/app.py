@@ -9,12 +9,14 @@ from forgemq_contracts.run import EndedRun, StartedRun
 from forgemq_contracts.topics import ENDED_RUNS, REQUESTED_LANES, STARTED_RUNS, Topic
 from forgemq_launcher import exit_status
 from forgemq_launcher.display.curves import CurveWriter
+from forgemq_launcher.display.evaluation_report import evaluation_tables, write_evaluation
 from forgemq_launcher.display.panel import PanelView
 from forgemq_launcher.display.report_files import closing, write_report
 from forgemq_launcher.display.run_display import RunDisplay
 from forgemq_launcher.display.screen import Screen
 from forgemq_launcher.outcome import FAILURES, Outcome, watch_run
 from forgemq_launcher.records.announcement import next_start
+from forgemq_launcher.records.evaluation import evaluation_of, evaluation_values
 from forgemq_launcher.records.follower import Follower
 from forgemq_launcher.records.run_audit import audit_run, result_values
 from forgemq_launcher.records.run_log import open_run_log
@@ -65,6 +67,8 @@ class RunningRun:
                 await self._processes.stop_services()
                 if outcome.reason != "completed":
                     return await self._leave_open(outcome)
+                if self._setup.samples:
+                    return await self._report_evaluation(log, started)
                 return await self._report_run(log, started)
         except FAILURES as error:
             self._screen.close()
@@ -111,7 +115,13 @@ class RunningRun:
         )
         self._screen.open()
         try:
-            outcome = await watch_run(self._processes, follower, display, stop=self._stop)
+            outcome = await watch_run(
+                self._processes,
+                follower,
+                display,
+                stop=self._stop,
+                trains=not self._setup.samples,
+            )
         finally:
             self._screen.close()
         self._screen.say(f"{outcome.reason}; stopping services")
@@ -134,7 +144,8 @@ class RunningRun:
         self._screen.say(outcome.detail or "open groups stay open")
         ended = EndedRun(run=run, reason=outcome.reason, ended_ms=ended_ms, detail=outcome.detail)
         await write_end(self._processes.connection, ended)
-        self._screen.say(f"continue with: make demo RESUME={run}")
+        again = "judge the model again" if self._setup.samples else f"make demo RESUME={run}"
+        self._screen.say(f"continue with: {again}")
         is_interrupted = outcome.reason == "interrupted"
         return exit_status.INTERRUPTED if is_interrupted else exit_status.FAILED
 
@@ -151,3 +162,22 @@ class RunningRun:
         self._screen.print(closing(report))
         self._screen.say(f"report: {folder / 'report.json'} and report.png")
         return exit_status.OK if all(report.guarantees.values()) else exit_status.FAILED
+
+    async def _report_evaluation(self, log: Log, started: StartedRun) -> int:
+        """Write the end of a run that judged a model, and what it found."""
+        found = await evaluation_of(log, started, samples=self._setup.samples)
+        await write_end(
+            self._processes.connection,
+            EndedRun(
+                run=started.run,
+                reason="completed",
+                ended_ms=now_ms(),
+                results=evaluation_values(found),
+            ),
+        )
+        path = self._setup.folder / "pass_at_k.json"
+        write_evaluation(found, path)
+        for table in evaluation_tables(found):
+            self._screen.print(table)
+        self._screen.say(f"report: {path}")
+        return exit_status.OK if all(each.pass_at_k for each in found) else exit_status.FAILED

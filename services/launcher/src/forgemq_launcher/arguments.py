@@ -6,6 +6,9 @@ from pathlib import Path
 
 from forgemq_launcher.upkeep.services import TRANSFORMS
 
+SAMPLES_MAX = 4096
+"""Episodes of one group."""
+
 
 def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     """The arguments, parsed; `key=value` may come before an option or after it."""
@@ -51,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
     resolve.add_argument("file", type=Path, help="run configuration, TOML")
     resolve.add_argument("overrides", nargs="*", metavar="key=value")
     resolve.add_argument("--to", type=Path, required=True, metavar="JSON", help="file to write")
+    _add_eval(commands)
     head = commands.add_parser(
         "new-head",
         help="write a random draft head for a model, for [speculation] in a run's file",
@@ -61,6 +65,29 @@ def _parser() -> argparse.ArgumentParser:
     head.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
     _add_looks(commands)
     return parser
+
+
+def _add_eval(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    judged = commands.add_parser(
+        "eval",
+        help="judge a model on the held-out tasks of a domain: pass@k, without a trainer",
+        description="Plays K episodes of each of the evaluation.tasks held-out tasks with the "
+        "domain's own agent and rewards, and writes a table and pass_at_k.json. Exit status: 0 "
+        "judged, 1 failed or no episode has an outcome, 2 refused, 130 interrupted.",
+    )
+    judged.add_argument("model", metavar="MODEL", help="folder in Hugging Face format")
+    judged.add_argument("file", type=Path, metavar="FILE", help="run configuration, TOML")
+    judged.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="e.g. evaluation.tasks=64"
+    )
+    judged.add_argument("--domain", required=True, help="a domain of the file")
+    judged.add_argument("--samples", type=_samples, required=True, metavar="K", help="1 to 4096")
+
+
+def _samples(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= SAMPLES_MAX:
+        raise argparse.ArgumentTypeError(f"must be 1 to {SAMPLES_MAX}, got {text!r}")
+    return int(text)
 
 
 def _add_looks(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -111,12 +138,26 @@ def _add_import(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "import",
         help="add finished conversations to a run that is up; they never train",
         description="A line of FILE is one conversation as JSON: OpenAI's chat `messages`, and if "
-        "there are any `tools`, `reward` (the outcome), `rewards` by name, `result`, `metadata`. "
-        "If one line is wrong nothing is imported; what is in the run already is not added again.",
+        "there are any `tools`, `reward` (the outcome), `rewards` by name, `result`, `metadata`, "
+        "`turns`. FILE may also be a Parquet file of `forgemq export`, or a folder of such files. "
+        "If one line or row is wrong nothing is imported; what is in the run is not added again.",
     )
     made.add_argument("run", metavar="RUN")
     made.add_argument("file", type=Path, metavar="FILE")
     made.add_argument("--domain", required=True, help="a domain of the run")
+    taken = commands.add_parser(
+        "export",
+        help="write the episodes of a run as Parquet files, a row each",
+        description="Messages, token ids, log-probabilities, weight versions, rewards, advantages, "
+        "ends and fork reasons of every scored episode, for `datasets.load_dataset` and `forgemq "
+        "import`. The run may be up. Exit status: 0 all is written, 1 some turns are not kept any "
+        "more, 2 refused.",
+    )
+    taken.add_argument("run", metavar="RUN")
+    taken.add_argument("--to", type=Path, required=True, metavar="FOLDER", help="for the files")
+    taken.add_argument(
+        "--model", type=Path, metavar="FOLDER", help="with the tokenizer; default: the run's model"
+    )
 
 
 def _add_lanes(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:

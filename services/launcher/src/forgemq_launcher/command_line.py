@@ -20,9 +20,11 @@ from forgemq_launcher import exit_status
 from forgemq_launcher.arguments import options_of
 from forgemq_launcher.core.configuration import (
     ConfigurationError,
+    Document,
     changed,
     configuration,
     document,
+    judging,
     name_of,
     names_budget,
     next_run,
@@ -84,8 +86,9 @@ def _command(
 
     runs = Path(settings.runs)
     match options.command:
-        case "run":
-            return _run(options, settings=settings, environ=environ, console=console)
+        case "run" | "eval":
+            start = _eval if options.command == "eval" else _run
+            return start(options, settings=settings, environ=environ, console=console)
         case "create":
             return _create(options, environ=environ, console=console)
         case "resolve":
@@ -131,6 +134,13 @@ def _look(
             )
         case "report":
             return asyncio.run(inspection.report(folder, environ, console, to=options.to))
+        case "export":
+            # Imported here: only an export needs a tokenizer and Parquet.
+            from forgemq_launcher.commands.export import export_run
+
+            return asyncio.run(
+                export_run(folder, environ, console, to=options.to, model=options.model)
+            )
         case _:
             return asyncio.run(inspection.dlq(folder, environ, console))
 
@@ -249,6 +259,40 @@ def _run(
         return asyncio.run(play())
 
 
+def _eval(
+    options: argparse.Namespace,
+    *,
+    settings: LauncherSettings,
+    environ: Mapping[str, str],
+    console: Console,
+) -> int:
+    from forgemq_launcher.app import RunningRun
+    from forgemq_launcher.run_setup import RunSetup
+
+    runs = Path(settings.runs)
+    values = judging(_document(options), model=options.model, domain=options.domain)
+    name = f"{name_of(values, default=options.file.resolve().parent.name)}-eval"
+    run_id = str(values["run"]) if _names_run(options.overrides) else ""
+    made = _configured(values, options, run=run_id or next_run(name, taken=names_taken(runs)))
+    _check_paths(made, source=str(options.file))
+    folder = RunFolder(runs / made.run)
+    folder.make(made)
+    with folder.locked():
+        _print_plain(console, f"evaluation {folder.run} in {folder.path}")
+        setup = RunSetup(
+            folder=folder,
+            configuration=made,
+            settings=settings,
+            environ=environ,
+            samples=options.samples,
+        )
+
+        async def play() -> int:
+            return await RunningRun(setup, console).play()
+
+        return asyncio.run(play())
+
+
 def _folder(
     options: argparse.Namespace, *, runs: Path, environ: Mapping[str, str]
 ) -> tuple[RunFolder, RunConfiguration]:
@@ -277,6 +321,16 @@ def _resolved(
         taken: Ids that a new run must not get.
         run: The run's id unless an override says it; "" for the file's name and the next number.
     """
+    overrides = [f'run="{run}"'] if run else []
+    values = _document(options, first=overrides)
+    name = name_of(values, default=options.file.resolve().parent.name)
+    is_named = _names_run([*overrides, *options.overrides])
+    made_id = name if is_named else next_run(name, taken=taken)
+    return _configured(values, options, run=made_id)
+
+
+def _document(options: argparse.Namespace, *, first: Sequence[str] = ()) -> Document:
+    """The file that the arguments name, with these overrides and theirs."""
     path: Path = options.file
     try:
         text = path.read_text()
@@ -284,15 +338,14 @@ def _resolved(
         raise ConfigurationError(f"{path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigurationError(f"{path}: not a TOML file: {error}") from error
-    overrides = [f'run="{run}"'] if run else []
-    overrides += options.overrides
-    values = document(text, overrides=overrides)
-    name = name_of(values, default=path.resolve().parent.name)
-    made_id = name if _names_run(overrides) else next_run(name, taken=taken)
+    return document(text, overrides=[*first, *options.overrides])
+
+
+def _configured(values: Document, options: argparse.Namespace, *, run: str) -> RunConfiguration:
     try:
-        return configuration(values, run=made_id, folder=Path.cwd())
+        return configuration(values, run=run, folder=Path.cwd())
     except ConfigurationError as error:
-        raise ConfigurationError(f"{path}: {error}") from error
+        raise ConfigurationError(f"{options.file}: {error}") from error
 
 
 def _names_run(overrides: Sequence[str]) -> bool:

@@ -45,17 +45,27 @@ class Outcome(NamedTuple):
 
 
 async def watch_run(
-    processes: RunProcesses, follower: Follower, display: RunDisplay, *, stop: StopSignal
+    processes: RunProcesses,
+    follower: Follower,
+    display: RunDisplay,
+    *,
+    stop: StopSignal,
+    trains: bool = True,
 ) -> Outcome:
     """Keep a run up and show it until it is played, a signal comes, or it fails.
 
     It is played once its own agents have ended, or, if it has none, once the last step is trained.
+    One that does not train is played once its agents have ended.
     """
+
+    def may_end() -> bool:
+        return follower.is_trained or not trains
+
     failures: list[BaseException] = []
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [
-                group.create_task(processes.keep(may_end=lambda: follower.is_trained)),
+                group.create_task(processes.keep(may_end=may_end)),
                 group.create_task(follower.follow()),
                 group.create_task(follower.watch_groups()),
                 group.create_task(follower.follow_lanes(processes.lanes.follow)),
@@ -64,7 +74,7 @@ async def watch_run(
             if not processes.has_agents:
                 tasks.append(group.create_task(_end_agents(follower, processes.agents_ended)))
             await stop.wait_unless(processes.agents_ended)
-            await _wait_settled(follower, stop)
+            await _wait_settled(follower, stop, may_end=may_end)
             if not processes.has_agents:
                 await tell_agents(processes.gateway_says_training_ended, stop=stop)
             for task in tasks:
@@ -83,11 +93,13 @@ async def _end_agents(follower: Follower, ended: asyncio.Event) -> None:
     ended.set()
 
 
-async def _wait_settled(follower: Follower, stop: StopSignal) -> None:
+async def _wait_settled(
+    follower: Follower, stop: StopSignal, *, may_end: Callable[[], bool]
+) -> None:
     """Return once the last groups are retired, a signal came, or it took too long."""
     deadline_s = time.monotonic() + SETTLE_TIMEOUT_S
     while not stop.event.is_set() and time.monotonic() < deadline_s:
-        if follower.is_trained and not follower.state().groups_open:
+        if may_end() and not follower.state().groups_open:
             return
         await asyncio.sleep(SETTLED_CHECK_EVERY_S)
 

@@ -16,6 +16,8 @@ class RunSetup:
     configuration: RunConfiguration
     settings: LauncherSettings
     environ: Mapping[str, str]
+    samples: int = 0
+    """Above 0: the model is judged by so many episodes of each held-out task; nothing trains."""
 
     @property
     def blobs(self) -> str:

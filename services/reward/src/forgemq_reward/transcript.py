@@ -35,8 +35,18 @@ def grading_episode(
         tool_s=episode.tool_s,
         virtual_s=episode.virtual_s,
         duration_s=episode.duration_s,
+        completion_s=completion_s(episode),
         truncated_by=episode.truncated_by,
     )
+
+
+def completion_s(episode: FinishedEpisode) -> float:
+    """Engine time on the critical path, as if alone in the engines, and tool time, seconds.
+
+    A record without the first has the engine time as it was measured.
+    """
+    engine_s = episode.engine_s if episode.alone_s is None else episode.alone_s
+    return engine_s + episode.tool_s
 
 
 def _completion(held: HeldCompletion, *, sequence: int, rendering: Rendering) -> GradingCompletion:

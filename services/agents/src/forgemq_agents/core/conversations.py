@@ -3,9 +3,10 @@
 A line is one conversation in the form of OpenAI's chat messages, with what it earned:
 
     {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}],
-     "tools": [...], "reward": 1.0, "rewards": {"speed": 0.5}, "result": "4", "metadata": {...}}
+     "tools": [...], "reward": 1.0, "rewards": {"speed": 0.5}, "result": "4", "metadata": {...},
+     "turns": [...]}
 
-Only `messages` is needed.
+Only `messages` is needed. `turns` are the tokens of a played episode, as `forgemq export` has them.
 """
 
 import hashlib
@@ -16,6 +17,8 @@ from msgspec import Meta, Struct
 
 from forgemq_contracts.admin import BODY_BYTES_MAX, FinishRequest, GroupRequest, RewardRequest
 from forgemq_contracts.fields import REWARD_SIZE_MAX
+from forgemq_contracts.recorded_turns import RecordedTurn
+from forgemq_contracts.rules import ITEM_BYTES
 
 LINE_BYTES_MAX = BODY_BYTES_MAX - 65_536
 """A conversation travels in one request for a group, whose other fields are below 1 kB; the rest
@@ -96,12 +99,13 @@ class _Line(Struct, forbid_unknown_fields=True):
     rewards: dict[Annotated[str, Meta(min_length=1, max_length=80)], RewardValue] = {}
     result: Any = None
     metadata: dict[str, Any] = {}
+    turns: tuple[RecordedTurn, ...] = ()
 
 
 class FinishedConversation(Struct, frozen=True, kw_only=True):
     """One good line: what the gateway is asked for it."""
 
-    SENT: ClassVar[tuple[str, ...]] = ("messages", "tools", "metadata")
+    SENT: ClassVar[tuple[str, ...]] = ("messages", "tools", "metadata", "turns")
     """Fields of the line that are the task; the others have requests of their own."""
 
     key: Annotated[str, Meta(description="The same for the same values, in whatever order.")]
@@ -140,6 +144,7 @@ def conversation_of(line: bytes) -> FinishedConversation:
         raise ConversationError(f"not one JSON object: {error}") from error
     _check_roles(checked.messages)
     _check_rewards(checked)
+    _check_turns(checked.turns)
     if len(written) > LINE_BYTES_MAX:
         raise ConversationError(f"has {len(written)} bytes, a line has at most {LINE_BYTES_MAX}")
     task = {name: fields[name] for name in FinishedConversation.SENT if name in fields}
@@ -179,6 +184,23 @@ def _check_roles(messages: tuple[_Message, ...]) -> None:
 def _check_rewards(line: _Line) -> None:
     if line.reward is not None and "outcome" in line.rewards:
         raise ConversationError("reward: is the outcome, which `rewards` names too")
+
+
+def _check_turns(turns: tuple[RecordedTurn, ...]) -> None:
+    lengths: dict[str, int] = {}
+    for number, turn in enumerate(turns):
+        field = f"turns[{number}]"
+        if turn.completion_id in lengths:
+            raise ConversationError(f"{field}.completion_id: a turn before it has the same one")
+        if turn.parent_id is not None and turn.parent_id not in lengths:
+            raise ConversationError(f"{field}.parent_id: no turn before it has this completion_id")
+        shared = turn.shared_prefix_tokens
+        if shared > (most := lengths.get(turn.parent_id or "", 0)):
+            raise ConversationError(
+                f"{field}.shared_prefix_tokens: {shared} are shared with a parent of {most} tokens"
+            )
+        own = len(turn.context_ids) + len(turn.output_ids)
+        lengths[turn.completion_id] = shared + own // ITEM_BYTES
 
 
 def _rewards(line: _Line) -> tuple[RewardRequest, ...]:

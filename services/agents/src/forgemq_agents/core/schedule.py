@@ -6,6 +6,8 @@ from typing import Literal, NamedTuple
 from forgemq_contracts.run import Evaluation, Queue, RunConfiguration, played_queues
 
 END = "end"
+JUDGED = "judged"
+"""The one round of an evaluation without training."""
 
 STEPS_BEFORE_BASELINE_MAX = 1
 """Steps that can be trained while the round of the base model is played: the trainer publishes no
@@ -15,7 +17,7 @@ Mode = Literal["sampled", "greedy"]
 
 
 class EvaluationGroup(NamedTuple):
-    """One held-out task in one round: a group of a single episode.
+    """One held-out task in one round: a group of one episode, or of several to judge a model.
 
     A `temperature` of None stands for the run's own.
     """
@@ -24,6 +26,7 @@ class EvaluationGroup(NamedTuple):
     task_number: int
     round_name: str
     temperature: float | None
+    samples: int = 1
 
     @property
     def idempotency_key(self) -> str:
@@ -63,6 +66,19 @@ def evaluation_groups(
                     round_name=f"{round_name}-{mode}",
                     temperature=temperature,
                 )
+
+
+def judged_groups(configuration: RunConfiguration, *, samples: int) -> Iterator[EvaluationGroup]:
+    """Each held-out task once, sampled as the run says, with so many episodes."""
+    for queue in played_queues(configuration):
+        for number in range(configuration.evaluation.tasks):
+            yield EvaluationGroup(
+                domain=queue.domain,
+                task_number=configuration.evaluation.task_offset + number,
+                round_name=JUDGED,
+                temperature=None,
+                samples=samples,
+            )
 
 
 def round_due(evaluation: Evaluation, *, steps_trained: int, steps: int) -> str | None:

@@ -56,6 +56,8 @@ function numbers(state) {
   const trained = state.points.length > 0;
   const guessed = state.acceptance.at(-1);
   const gap = state.points.findLast((p) => p.logprob_gap_mean !== null);
+  const made = state.effective_yield;
+  const digits = (value) => (value === null ? "-" : Number(value.toPrecision(3)).toLocaleString("en-US"));
   const whole = (value) => value.toLocaleString("en-US");
   byId("numbers").replaceChildren(
     number(`${state.steps_trained} / ${state.steps}`, "steps trained"),
@@ -70,6 +72,13 @@ function numbers(state) {
     number(state.episode_ends.map((e) => whole(e.episodes)).join(" + ") || "0", `episodes ${state.episode_ends.map((e) => e.end).join(" + ")}`.trim()),
     number(whole(state.forks.reduce((sum, f) => sum + f.forks, 0)), "forks"),
     number(gap === undefined ? "-" : gap.logprob_gap_mean.toExponential(1), gap === undefined ? "log-probability gap: not measured" : `nats gap to the engine, step ${gap.step}`),
+    number(digits(made.value), "J: trained tokens/s x reward gained per 1,000 samples"),
+    number(digits(made.tokens_per_s), "trained tokens/s"),
+    number(digits(made.reward_gain), "reward gained per 1,000 samples"),
+    number(digits(made.reward_slope), "the same, newest 10 versions"),
+    number(digits(made.grad_norm_variance), "gradient variance, newest 10 steps"),
+    number(digits(made.capped_share), "capped share, newest 10 steps"),
+    number(digits(made.policy_age_steps), "policy age in steps, newest 10 steps"),
     ...(guessed ? [number(guessed.length.toFixed(2), `tokens a pass, version ${guessed.version}`)] : []),
     number(String(state.alarms.length), "alarms", state.alarms.length > 0),
     number(String(state.groups_open), "groups in flight"),

@@ -291,6 +291,7 @@ class HeldEpisode:
             result=ending.result,
             rewards=opened.rewards,
             engine_s=critical_path_s(kept),
+            alone_s=critical_path_s(kept, alone=True),
             tool_s=ending.tool_s,
             virtual_s=ending.virtual_s,
             duration_s=max(0, finished_ms - opened.opened_ms) / 1000,

@@ -10,7 +10,7 @@ from functools import partial
 
 from msgspec import Struct
 
-from forgemq_contracts.completions import TopTokens
+from forgemq_contracts.completions import FinishedCompletion, TopTokens
 from forgemq_contracts.lanes import WeightsId
 from forgemq_gateway.core.completion_tokens import TOKEN_BYTES, common_tokens, tokens_of
 from forgemq_gateway.core.conversation import logged_messages, reply_message
@@ -72,6 +72,7 @@ class KnownCompletion(Struct, kw_only=True, eq=False):
     sampled_end: str
     stop_string: str = ""
     engine_s: float
+    alone_s: float | None = None
     cached_tokens: int
     finished_ms: int
     temperature: float
@@ -319,3 +320,8 @@ def _twin(
         return is_named, has_thought, completion.parent is before, completion.offset
 
     return max(found, key=likeness)
+
+
+def began_under(record: FinishedCompletion) -> WeightsId | None:
+    """The weights that sampled the first token; None if none was sampled."""
+    return (record.spans[0].lineage, record.spans[0].version) if record.spans else None

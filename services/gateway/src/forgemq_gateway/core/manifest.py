@@ -31,8 +31,10 @@ def manifest(completions: Iterable[KnownCompletion]) -> tuple[ManifestEntry, ...
     )
 
 
-def critical_path_s(completions: Iterable[KnownCompletion]) -> float:
+def critical_path_s(completions: Iterable[KnownCompletion], *, alone: bool = False) -> float:
     """Engine time of the heaviest chain of completions that did not overlap, seconds.
+
+    With `alone`, each completion's time is what it would have been alone in its engine.
 
     One completion follows another if the gateway had the other when this one was requested, so
     parallel ones (sub-agents) count once. Offsets decide that, and each duration is of one clock:
@@ -43,5 +45,11 @@ def critical_path_s(completions: Iterable[KnownCompletion]) -> float:
     best = [0.0]
     for index, completion in enumerate(ordered):
         before = bisect_right(offsets, completion.after_offset, 0, index)
-        best.append(max(best[-1], best[before] + completion.engine_s))
+        best.append(max(best[-1], best[before] + _engine_s(completion, alone=alone)))
     return best[-1]
+
+
+def _engine_s(completion: KnownCompletion, *, alone: bool) -> float:
+    if not alone or completion.alone_s is None:
+        return completion.engine_s
+    return completion.alone_s

@@ -21,7 +21,6 @@ from forgemq_contracts.completions import (
 )
 from forgemq_contracts.episodes import FinishedEpisode, OpenedEpisode
 from forgemq_contracts.groups import AdmittedGroup, ClosedGroup, RequestedGroup, RetiredGroup
-from forgemq_contracts.lanes import WeightsId
 from forgemq_contracts.steps import TrainedStep
 from forgemq_gateway.core.asked import is_raw, may_be_referred_to
 from forgemq_gateway.core.attempts import RestoredTurn
@@ -30,7 +29,7 @@ from forgemq_gateway.core.digests import EMPTY_PATH
 from forgemq_gateway.core.episodes import GroupFacts, HeldEpisode
 from forgemq_gateway.core.group import Group
 from forgemq_gateway.core.held_bytes import HeldBytes
-from forgemq_gateway.core.history import NO_OFFSET, KnownCompletion
+from forgemq_gateway.core.history import NO_OFFSET, KnownCompletion, began_under
 from forgemq_gateway.core.lane_caches import FirstPrompts
 from forgemq_gateway.core.lane_results import LaneResult
 from forgemq_gateway.core.leases import Leases
@@ -360,10 +359,11 @@ class Registry:
             tools_digest=part.tools_digest,
             lane=record.lane,
             epoch=record.epoch,
-            weights=_began_under(record),
+            weights=began_under(record),
             sampled_end=record.finish_reason,
             stop_string=record.stop_string,
             engine_s=record.engine_s,
+            alone_s=record.alone_s,
             cached_tokens=record.cached_tokens,
             finished_ms=finished_ms,
             temperature=record.temperature,
@@ -382,10 +382,6 @@ class Registry:
         if parent is None:
             episode.first_prompts.note(completion)
         return completion
-
-
-def _began_under(record: FinishedCompletion) -> WeightsId | None:
-    return (record.spans[0].lineage, record.spans[0].version) if record.spans else None
 
 
 def _path_before(part: TurnPart, *, parent: KnownCompletion | None) -> bytes:

@@ -107,3 +107,22 @@ def _step_s(since: EngineCounters, now: EngineCounters) -> tuple[float, float]:
         max(0.0, mean_us - added_us * requests / steps) / _MICROSECONDS,
         min(added_us, mean_us * steps / requests) / _MICROSECONDS,
     )
+
+
+def alone_s(engine_s: float, *, batch: float, load: EngineLoad | None) -> float:
+    """What a request's time in the engine would have been without the others beside it, seconds.
+
+    A decoding step of b requests takes step_s + b * step_added_s, which the engine's own counters
+    measure. So the time is that of a step of one request over that of a step of the mean batch;
+    the reading of its context, which waits for the same steps, is scaled alike. Never more than
+    `engine_s`; the same if the engine was not measured.
+
+    Args:
+        engine_s: Measured, without pauses and queueing.
+        batch: Mean number of requests in the engine meanwhile, this one included.
+        load: Of the engine at the end.
+    """
+    if load is None or not load.step_s + load.step_added_s:
+        return engine_s
+    of_one = load.step_s + load.step_added_s
+    return engine_s * of_one / (load.step_s + max(1.0, batch) * load.step_added_s)

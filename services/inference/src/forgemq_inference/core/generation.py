@@ -118,10 +118,11 @@ class InvalidAnswerError(Exception):
 
 
 class Timing(NamedTuple):
-    """Seconds a request waited before the engine took it, and seconds in the engine."""
+    """Seconds a request waited before the engine took it, in the engine, and there by itself."""
 
     queued_s: float
     engine_s: float
+    alone_s: float | None = None
 
 
 NOT_STARTED = Timing(0.0, 0.0)
@@ -249,6 +250,7 @@ def finished_completion(
         routes=_routes(answer, _recorded_experts(request, limits)),
         queued_s=timing.queued_s,
         engine_s=timing.engine_s,
+        alone_s=timing.alone_s,
         cached_tokens=meta.cached_tokens,
         cached_tokens_host=tiers.host,
         cached_tokens_storage=tiers.storage,

@@ -128,6 +128,38 @@ def names_budget(values: Document) -> bool:
     return isinstance(trainer, dict) and "memory_budget_bytes" in trainer
 
 
+def judging(values: Document, *, model: str, domain: str) -> Document:
+    """The document of a run that judges this model on the held-out tasks of one domain.
+
+    The other domains, live traffic and speculation, whose head belongs to the file's own model, are
+    left out.
+
+    Raises:
+        ConfigurationError: the document has no such domain, or no held-out tasks.
+    """
+    queues = values.get("queues")
+    listed = [each for each in queues if isinstance(each, dict)] if isinstance(queues, list) else []
+    kept = [each for each in listed if each.get("domain") == domain]
+    if not kept:
+        known = ", ".join(str(each.get("domain")) for each in listed)
+        raise ConfigurationError(f"--domain: there is no domain {domain!r}; there are {known}")
+    if "agent" not in kept[0]:
+        raise ConfigurationError(f"queues.{domain}.agent: none plays its held-out tasks")
+    evaluation = values.get("evaluation")
+    if not isinstance(evaluation, dict) or not evaluation.get("tasks"):
+        raise ConfigurationError(
+            "evaluation.tasks: the file has no held-out tasks: set evaluation.tasks=N"
+        )
+    own = values.get("model")
+    left_out = ("live", "speculation")
+    rest = {name: value for name, value in values.items() if name not in left_out}
+    return {
+        **rest,
+        "model": {**(own if isinstance(own, dict) else {}), "path": model},
+        "queues": kept,
+    }
+
+
 def next_run(name: str, *, taken: Sequence[str]) -> str:
     """`<name>-<n>` with the lowest n above all taken ones, from 1."""
     pattern = re.compile(re.escape(name) + r"-(\d+)")

@@ -54,6 +54,8 @@ class CurveWriter:
                     "tree_tokens": point.tree_tokens,
                     "request_tokens": point.request_tokens,
                     "append_tokens": point.append_tokens,
+                    "samples": point.samples,
+                    "policy_age": point.policy_age,
                     **own,
                 },
             )

@@ -84,6 +84,7 @@ def _rows(state: RunState, shown: PanelView) -> list[tuple[str, RenderableType]]
         ("staleness", _staleness(state)),
         ("tree saving", Text(_saving(state))),
         ("gap", Text(_gap(state))),
+        ("yield J", Text(_yield(state))),
         *[("tokens a pass", Text(_acceptance(state))) for _ in state.acceptance[:1]],
         ("alarms", _alarms(state)),
     ]
@@ -160,6 +161,16 @@ def _gap(state: RunState) -> str:
     return (
         f"mean {last.logprob_gap_mean:.2g}, 99 % within {last.logprob_gap_p99:.2g} nats "
         f"in step {last.step}; largest {state.logprob_gap_max:.2g}"
+    )
+
+
+def _yield(state: RunState) -> str:
+    measured = state.effective_yield
+    if measured.value is None:
+        return "-"
+    return (
+        f"{measured.value:.3g} = {measured.tokens_per_s:,.0f} trained tokens/s x "
+        f"{measured.reward_gain:.3g} reward per 1,000 samples"
     )
 
 

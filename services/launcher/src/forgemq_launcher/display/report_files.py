@@ -10,7 +10,7 @@ from rich.table import Table
 from forgemq_launcher.display.fork_table import fork_table
 from forgemq_launcher.display.panel import duration
 from forgemq_run_view.report import Report
-from forgemq_run_view.state import RunState, UntrainedDomain
+from forgemq_run_view.state import EffectiveYield, RunState, UntrainedDomain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -160,6 +160,7 @@ def _lines(report: Report) -> list[tuple[str, str]]:
         *[("imported", untrained_line(each)) for each in report.imported],
         *[("live", untrained_line(each)) for each in report.live],
         ("log-probability gap", _gap(report)),
+        *[("yield J", yield_line(each)) for each in [report.effective_yield] if each],
         *[("tokens a pass", _acceptance(report)) for _ in report.acceptance[:1]],
         ("alarms", _alarms(report)),
         ("time", duration(report.duration_s)),
@@ -173,6 +174,21 @@ def untrained_line(untrained: UntrainedDomain) -> str:
     return (
         f"{untrained.domain}: {untrained.conversations:,} conversations, never trained; "
         f"{rated:,} with an outcome{success}"
+    )
+
+
+def yield_line(measured: EffectiveYield) -> str:
+    """J, what it is made of, and the proxies for what bounds it."""
+    if measured.value is None:
+        return "not measured"
+    return (
+        f"{measured.value:.3g} = {measured.tokens_per_s:,.0f} trained tokens/s x "
+        f"{measured.reward_gain:.3g} reward per 1,000 samples; of the newest "
+        f"{measured.newest_steps} steps: gradient variance "
+        f"{_of(measured.grad_norm_variance, digits=4)}, capped share "
+        f"{_of(measured.capped_share, digits=4)}, policy age "
+        f"{_of(measured.policy_age_steps)} steps, reward slope "
+        f"{_of(measured.reward_slope, digits=3)} per 1,000 samples"
     )
 
 

@@ -153,6 +153,7 @@ class RunProcesses:
             addresses=addresses,
             environ=setup.environ,
             gateways=settings.gateways,
+            samples=setup.samples,
         )
         self._note(
             f"starting {len(self._specs)} services; gateway: {addresses.gateway_url}, "

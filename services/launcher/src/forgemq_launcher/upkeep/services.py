@@ -72,13 +72,21 @@ def service_specs(
     addresses: Addresses,
     environ: Mapping[str, str],
     gateways: int = 1,
+    samples: int = 0,
 ) -> tuple[ServiceSpec, ...]:
-    """Every service process of the run, in the order of start."""
+    """Every service process of the run, in the order of start.
+
+    With `samples` above 0 its agents play so many episodes of each held-out task, and there is no
+    trainer.
+    """
     spec = _specs_of(configuration, folder=folder, kafka=addresses.kafka, environ=environ)
     own = _own_environs(configuration, folder=folder, addresses=addresses)
     entry = _gateway_environ(own["gateway"], count=gateways)
     lanes = zip_longest(addresses.engine_urls, addresses.prefill_urls, fillvalue="")
-    agents = [spec("agents", own["agents"], stop_stage=0)] if played_queues(configuration) else []
+    playing = own["agents"] | ({"FORGEMQ_AGENTS_SAMPLES": str(samples)} if samples else {})
+    agents = [spec("agents", playing, stop_stage=0)] if played_queues(configuration) else []
+    ranks = configuration.trainer.world_size
+    trainer = [] if samples else [spec("trainer", own["trainer"], stop_stage=2, ranks=ranks)]
     return (
         *(
             spec("gateway", entry, stop_stage=1, number=number, fds=(addresses.gateway_fd,))
@@ -91,7 +99,7 @@ def service_specs(
         spec("scheduler", {}, stop_stage=2),
         spec("reward", {}, stop_stage=2),
         spec("merger", {}, stop_stage=2),
-        spec("trainer", own["trainer"], stop_stage=2, ranks=configuration.trainer.world_size),
+        *trainer,
         spec("auditor", {}, stop_stage=3),  # Last: it then audits what was retired last.
         spec("console", own["console"], stop_stage=2, fds=(addresses.console_fd,)),
         *agents,

@@ -128,12 +128,17 @@ def _metrics(
         "turns": float(len(episode.manifest)),
         "output_tokens": float(sum(entry.output_tokens for entry in episode.manifest)),
         "duration_s": episode.duration_s,
+        "engine_s": episode.engine_s,
+        "tool_s": episode.tool_s,
     }
+    if episode.alone_s is not None:
+        values["alone_s"] = episode.alone_s
     if episode.virtual_s is not None:
         values["virtual_s"] = episode.virtual_s
     if completions:
         calls = [len(completion.message.get("tool_calls") or ()) for completion in completions]
         values["tool_calls"] = float(sum(calls))
+        values["calling_turns"] = float(sum(count > 0 for count in calls))
         values["parallel_turns"] = float(sum(count > 1 for count in calls))
         values["malformed_tool_calls"] = float(sum(c.malformed_tool_calls for c in completions))
     return tuple(NamedValue(name=name, value=value) for name, value in values.items())

@@ -1,0 +1,107 @@
+"""Files of finished conversations: JSON lines, or Parquet files of `forgemq export`."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec import Struct
+
+from forgemq_agents.core.conversations import ConversationError
+
+if TYPE_CHECKING:
+    from forgemq_episode_files.rows import EpisodeRow
+
+PARQUET = ".parquet"
+_ORIGIN = (
+    "run",
+    "group_id",
+    "episode_id",
+    "domain",
+    "purpose",
+    "source",
+    "round_name",
+    "status",
+    "truncated_by",
+    "detail",
+    "not_trainable",
+    "total",
+)
+"""Columns that say where an episode comes from; in the importing run it has its own."""
+
+
+class FileEntry(Struct, frozen=True, kw_only=True):
+    """One conversation of a file: its place for people, and its line, or why it has none."""
+
+    place: str
+    line: bytes
+    fault: str = ""
+
+
+def entries(path: Path) -> Iterator[FileEntry]:
+    """Every conversation of a file, or of a folder of Parquet files by name.
+
+    Raises:
+        ConversationError: a Parquet file cannot be used; names it, the column and the rule.
+        OSError: it cannot be read.
+    """
+    if path.is_dir():
+        files = sorted(path.glob(f"*{PARQUET}"))
+        if not files:
+            raise ConversationError(f"{path}: has no file that ends in {PARQUET}")
+        for file in files:
+            yield from _rows(file)
+    elif path.suffix == PARQUET:
+        yield from _rows(path)
+    else:
+        yield from _lines(path)
+
+
+def _lines(path: Path) -> Iterator[FileEntry]:
+    """The lines that are not blank, with their numbers from 1."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                yield FileEntry(place=f"{path}:{number}", line=line.rstrip(b"\r\n"))
+
+
+def _rows(path: Path) -> Iterator[FileEntry]:
+    """The rows of a Parquet file, with their numbers from 0, as `datasets` has them."""
+    try:
+        from forgemq_episode_files.arrow_rows import RowError, from_arrow
+        from forgemq_episode_files.reading import FileError, read_rows
+    except ImportError as error:
+        raise ConversationError(
+            f"{path}: Parquet needs forgemq-agents[parquet]: {error}"
+        ) from error
+    try:
+        for number, values in enumerate(read_rows(path)):
+            place = f"{path}, row {number}"
+            try:
+                yield FileEntry(place=place, line=line_of(from_arrow(values)))
+            except RowError as error:
+                yield FileEntry(place=place, line=b"", fault=str(error))
+    except FileError as error:
+        raise ConversationError(str(error)) from error
+
+
+def line_of(row: "EpisodeRow") -> bytes:
+    """The line of JSON that says what this row says."""
+    metadata = msgspec.json.decode(row.metadata) if row.metadata else {}
+    origin: dict[str, Any] = {name: getattr(row, name) for name in _ORIGIN}
+    if row.task is not None:
+        origin["task"] = msgspec.Raw(row.task.encode())
+    rewards = {each.name: each.value for each in row.rewards}
+    rewards |= {} if row.speed is None else {"speed": row.speed}
+    return msgspec.json.encode(
+        {
+            "messages": row.messages,
+            **({"tools": row.tools} if row.tools else {}),
+            "reward": row.outcome,
+            "rewards": rewards,
+            "result": None if row.result is None else msgspec.Raw(row.result.encode()),
+            # An episode that was imported before keeps where it was played.
+            "metadata": {"origin": origin, **metadata},
+            **({"turns": row.turns} if row.turns else {}),
+        }
+    )
