@@ -29,6 +29,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(180
 
 STEPS = 40
 SETTLED_S = 120.0
+GROUPS_FORMED = r'"group_formed"[^\n]*"lanes":\[0,1,2\].*"group_formed"[^\n]*"lanes":\[0,2\]'
+"""In the trainer's log, after lane 2 was added and lane 0 was resumed without lane 1."""
 
 
 @pytest.fixture
@@ -105,9 +107,14 @@ def records_of_lanes(bootstrap: str, topic: topics.Topic, *, run_id: str, blobs:
 def test_engines_are_added_drained_and_removed_while_a_run_trains(
     kafka_bootstrap, engine_urls, new_run_id, tmp_path
 ):
+    """New weights come in one process group of all lanes, which is formed for each change."""
     run_id = new_run_id()
     first, second, third = engine_urls
-    environ = {"FORGEMQ_KAFKA": kafka_bootstrap, "FORGEMQ_ENGINE_URL": f"{first},{second}"}
+    environ = {
+        "FORGEMQ_KAFKA": kafka_bootstrap,
+        "FORGEMQ_ENGINE_URL": f"{first},{second}",
+        "FORGEMQ_TRAINER_FAST_PATH": "gloo-shared",
+    }
     run = LaunchedRun(tmp_path / "launcher", environ)
     try:
         run.start(
@@ -137,6 +144,7 @@ def test_engines_are_added_drained_and_removed_while_a_run_trains(
         until_listed(run, run_id, 0, "takes requests")
         status = run.wait_for_end(within_s=900)
         assert run.left_behind() == []
+        run.wait_for_log(run_id, "trainer", GROUPS_FORMED, within_s=1)
     finally:
         run.close()
     assert status == 0, run.story()
