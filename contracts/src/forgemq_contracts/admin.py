@@ -19,7 +19,7 @@ from forgemq_contracts.fields import (
     Source,
     TruncationCause,
 )
-from forgemq_contracts.groups import GroupSize, QueueIndex, RetireReason
+from forgemq_contracts.groups import GroupSize, QueueIndex, RetireReason, StageIndex
 from forgemq_contracts.rules import check_trainable
 
 BODY_BYTES_MAX = 16 * 1024 * 1024
@@ -89,9 +89,18 @@ class GroupRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
             "the one that made it. false: such a request is refused."
         ),
     ] = False
+    stage: Annotated[
+        StageIndex | None,
+        Meta(
+            description="Stage of the run whose context limit and sampling the group has. null: of "
+            "a training group the stage of the step that trains next; evaluation has none."
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         check_trainable(self.purpose, source=self.source)
+        if self.stage is not None and self.purpose != "train":
+            raise ValueError("stage: must be null for evaluation: its rounds are compared")
         if self.source == "live":
             raise ValueError("source: must be agent or import: the gateway itself records live")
 

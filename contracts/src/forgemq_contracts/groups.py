@@ -31,6 +31,7 @@ GroupSize: TypeAlias = Annotated[
 QueueIndex: TypeAlias = Annotated[
     int, Meta(ge=0, description="Position in the generation queue Q of the domain; gap-free.")
 ]
+StageIndex: TypeAlias = Annotated[int, Meta(ge=0, description="Index of a stage of the run file.")]
 NotTrainable: TypeAlias = Literal["", "zero_variance", "failed", "evaluated"]
 RetireReason: TypeAlias = Literal[
     "trained", "zero_variance", "stale", "failed", "expired", "cancelled", "evaluated"
@@ -57,6 +58,10 @@ class RequestedGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
         str, Meta(max_length=80, description="Evaluation round the group belongs to.")
     ] = ""
     source: Source = "agent"
+    stage: Annotated[
+        StageIndex | None,
+        Meta(description="Says context limit and sampling; None: as the queue has them."),
+    ] = None
 
     def __post_init__(self) -> None:
         check_json("task", self.task)
@@ -84,6 +89,7 @@ class AdmittedGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
         Meta(description="Lanes behind it and version_at_admission get none of its requests."),
     ] = 0
     source: Source = "agent"
+    stage: Annotated[StageIndex | None, Meta(description="As it was requested.")] = None
 
     def __post_init__(self) -> None:
         check_json("task", self.task)

@@ -70,6 +70,7 @@ REASONS = (
     ("queues.*.sampling*", "the episodes that are open were promised it"),
     ("queues.*.rewards*", "the journal of reward was written with it, and is replayed with it"),
     ("queues*", "the scheduler's journal was written with it, and is replayed with it"),
+    ("stages*", "the scheduler's journal was written with it, and is replayed with it"),
     ("trainer.steps_ahead_max", "the scheduler's journal was written and is replayed with it"),
     ("trainer.tree_tokens_max", "the merger's journal was written and is replayed with it"),
     ("speculation*", "checkpoints hold the head that the run began with, or none"),
@@ -131,5 +132,9 @@ def _differences(was: object, now: object, *, path: str) -> Iterator[FieldChange
 
 
 def _domains(queues: tuple[object, ...]) -> tuple[str, ...]:
-    """Names of the queues; () if this is another tuple."""
-    return tuple(str(getattr(queue, "domain", "")) for queue in queues if isinstance(queue, Struct))
+    """Names of the queues, or numbers of other structs; () if this is another tuple."""
+    return tuple(
+        str(getattr(queue, "domain", number))
+        for number, queue in enumerate(queues)
+        if isinstance(queue, Struct)
+    )

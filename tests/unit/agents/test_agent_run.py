@@ -12,7 +12,7 @@ from forgemq_agents.app import play_run
 from forgemq_agents.errors import ContextFullError, PolicyFailedError
 from forgemq_agents.settings import AgentsSettings
 from forgemq_agents.user_code import DomainCode
-from forgemq_contracts.admin import AbortRequest, FinishRequest
+from forgemq_contracts.admin import AbortRequest, FinishRequest, GroupRequest
 from forgemq_contracts.run import (
     Episodes,
     Evaluation,
@@ -21,11 +21,18 @@ from forgemq_contracts.run import (
     RunConfiguration,
     Trainer,
 )
+from forgemq_contracts.stages import Stage, StageDomain
 from forgemq_telemetry.telemetry import Telemetry
 from tests.memory_gateway import Group, MemoryGateway
 
 
-def configuration(*, slots: int = 2, evaluation: Evaluation | None = None, concurrent_max: int = 8):
+def configuration(
+    *,
+    slots: int = 2,
+    evaluation: Evaluation | None = None,
+    concurrent_max: int = 8,
+    stages: tuple[Stage, ...] = (),
+):
     queue = Queue(
         domain="count",
         task_source="unused:unused",
@@ -43,11 +50,12 @@ def configuration(*, slots: int = 2, evaluation: Evaluation | None = None, concu
         trainer=Trainer(steps=4),
         evaluation=evaluation or Evaluation(tasks=2),
         episodes=Episodes(concurrent_max=concurrent_max),
+        stages=stages,
     )
 
 
-def numbered(seed: int, domain: str, k: int) -> dict[str, object]:
-    return {"seed": seed, "domain": domain, "k": k}
+def numbered(seed: int, domain: str, k: int, **stage: object) -> dict[str, object]:
+    return {"seed": seed, "domain": domain, "k": k, **stage}
 
 
 def rounds(gateway: MemoryGateway) -> list[str]:
@@ -361,3 +369,39 @@ async def test_a_refused_key_ends_the_process(memory_gateway, refusal):
     gateway.answers = [refusal(401, "wrong key")] * 20
     with pytest.raises(ExceptionGroup, match="unhandled"):
         await play(gateway, well)
+
+
+def stage_of(from_step: int, difficulty: float | None) -> Stage:
+    own = StageDomain(domain="count", share=1.0, difficulty=difficulty)
+    return Stage(from_step=from_step, domains=(own,))
+
+
+STAGES = (stage_of(0, None), stage_of(2, 0.25), stage_of(3, 0.75))
+
+
+async def test_a_task_is_as_hard_as_the_step_that_is_to_train_it(memory_gateway):
+    """One group a step: groups 0 and 1 train before step 2, group 2 in step 2, the others after."""
+    gateway = await memory_gateway(slots=2)
+
+    async def slowly(episode) -> None:
+        await asyncio.sleep(0.3)
+
+    await play(gateway, slowly, stages=STAGES)
+    trained = [g for g in gateway.in_order() if g.request.purpose == "train"]
+    assert [g.request.stage for g in trained[:5]] == [0, 0, 1, 2, 2]
+    assert [task_of(g).get("difficulty") for g in trained[:5]] == [None, None, 0.25, 0.75, 0.75]
+    evaluated = [g for g in gateway.in_order() if g.request.purpose == "eval"]
+    assert {g.request.stage for g in evaluated} == {None}
+    assert all("difficulty" not in task_of(g) for g in evaluated)
+
+
+async def test_a_group_that_waits_for_its_slot_keeps_the_stage_it_was_asked_for(memory_gateway):
+    """Agents that start again later ask with another stage, and play what is on the log."""
+    gateway = await memory_gateway(slots=1, groups_to_train=4)
+    early = msgspec.json.encode(numbered(3, "count", 0, difficulty=0.5))
+    request = GroupRequest(domain="count", idempotency_key="count/0", task=Raw(early), stage=0)
+    await gateway.request_group(request)
+    gateway.train(3, is_last=False)
+    await play(gateway, well, slots=1, stages=STAGES)
+    first = gateway.in_order()[0].request
+    assert (first.stage, msgspec.json.decode(first.task)["difficulty"]) == (0, 0.5)

@@ -100,6 +100,7 @@ async def play_run(
             ),
             domains=domains,
             seed=configuration.seed,
+            stages=configuration.stages,
             episodes_max=configuration.episodes.concurrent_max,
         )
         run = AgentRun(

@@ -13,6 +13,7 @@ from forgemq_agents.gateway_client import GatewayClient
 from forgemq_agents.room import Reservation, Room
 from forgemq_agents.user_code import DomainCode
 from forgemq_contracts.admin import Claim, GroupRequest, GroupStatus
+from forgemq_contracts.stages import Stage, of_domain
 
 # Length of one long poll for a slot. It may be long: the gateway answers at the change itself.
 SLOT_WAIT_S = 20.0
@@ -34,20 +35,24 @@ class Groups:
         player: EpisodePlayer,
         domains: Mapping[str, DomainCode],
         seed: int,
+        stages: tuple[Stage, ...],
         episodes_max: int,
     ) -> None:
         self._gateway = gateway
         self._player = player
         self._domains = domains
         self._seed = seed
+        self._stages = stages
         self._room = Room(episodes_max)
         # One group of each kind claims at a time, in the order in which they were admitted. If all
         # took turns, all would begin, and with little room none would end before its deadline.
         self._claiming = {is_training: asyncio.Lock() for is_training in (True, False)}
         self.training_ended = asyncio.Event()
 
-    async def request_training(self, domain: str, task_number: int) -> GroupStatus:
-        """Ask for the group of one training task.
+    async def request_training(
+        self, domain: str, task_number: int, *, stage: int | None
+    ) -> GroupStatus:
+        """Ask for the group of one training task, as hard as its stage says.
 
         Raises:
             TrainingEndedError: no further training group is taken.
@@ -56,8 +61,9 @@ class Groups:
             GroupRequest(
                 domain=domain,
                 idempotency_key=training_key(domain, task_number),
-                task=await self._make_task(domain, task_number),
+                task=await self._make_task(domain, task_number, stage=stage),
                 purpose="train",
+                stage=stage,
                 takes_known=True,  # A source may make another task of a number than before.
             )
         )
@@ -150,8 +156,10 @@ class Groups:
         task.add_done_callback(lambda _: place.leave())
         return task
 
-    async def _make_task(self, domain: str, task_number: int) -> Raw:
+    async def _make_task(self, domain: str, task_number: int, *, stage: int | None = None) -> Raw:
         # In a thread: a source may read a data set, and heartbeats must go on meanwhile.
         source = self._domains[domain].task_source
-        task = await asyncio.to_thread(source, self._seed, domain, task_number)
+        own = of_domain(self._stages, stage, domain=domain)
+        hardness = {} if own is None or own.difficulty is None else {"difficulty": own.difficulty}
+        task = await asyncio.to_thread(source, self._seed, domain, task_number, **hardness)
         return Raw(msgspec.json.encode(task))

@@ -1,6 +1,7 @@
 """Loads the user's functions by the names in the run's configuration."""
 
 import importlib
+import inspect
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ from forgemq_agents.episode import Episode
 from forgemq_agents.task_file import TaskFile, TaskFileError, read_tasks
 from forgemq_contracts.run import Evaluation, Queue, RunConfiguration, played_queues
 
-TaskSource = Callable[[int, str, int], Any]
+TaskSource = Callable[..., Any]
+"""(seed, domain, number) -> task; in a stage that gives a difficulty, with `difficulty=` too."""
 Play = Callable[[Episode], Awaitable[None]]
 
 
@@ -37,7 +39,24 @@ def load_domains(configuration: RunConfiguration) -> dict[str, DomainCode]:
     played = played_queues(configuration)
     if not played:
         raise UserCodeError("queues: none has an agent, so there is nothing to play here")
-    return {queue.domain: _domain_code(queue, configuration.evaluation) for queue in played}
+    domains = {queue.domain: _domain_code(queue, configuration.evaluation) for queue in played}
+    for index, stage in enumerate(configuration.stages):
+        for own in stage.domains:
+            if own.difficulty is not None:
+                source = domains[own.domain].task_source
+                _check_takes_difficulty(source, domain=own.domain, stage=index)
+    return domains
+
+
+def _check_takes_difficulty(source: TaskSource, *, domain: str, stage: int) -> None:
+    try:
+        inspect.signature(source).bind(0, domain, 0, difficulty=0.0)
+        inspect.signature(source).bind(0, domain, 0)
+    except TypeError as error:
+        raise UserCodeError(
+            f"queues.{domain}.task_source: must take (seed, domain, number) and, since "
+            f"stages.{stage} gives one, difficulty with a default: {error}"
+        ) from error
 
 
 def add_code_paths(code_paths: Sequence[str]) -> None:

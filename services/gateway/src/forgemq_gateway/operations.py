@@ -23,6 +23,7 @@ from forgemq_contracts.fields import TruncationCause
 from forgemq_contracts.groups import RequestedGroup
 from forgemq_contracts.partitions import group_id
 from forgemq_contracts.run import Queue
+from forgemq_contracts.stages import stage_at
 from forgemq_gateway.access import Access
 from forgemq_gateway.context import GatewayContext
 from forgemq_gateway.core.episodes import Ending, HeldEpisode, reported_reward
@@ -96,6 +97,7 @@ class Operations:
             temperature=request.temperature,
             round_name=request.round_name,
             source=request.source,
+            stage=self._stage(request),
         )
         tenure = self._access.tenure(group)
         async with self._alone(group):
@@ -112,6 +114,15 @@ class Operations:
             self._registry.apply_requested_group(record)
         self._telemetry.count("gateway.groups_requested")
         return self.group(group)
+
+    def _stage(self, request: GroupRequest) -> int | None:
+        """The stage that the group belongs to; None if it has none."""
+        if request.stage is not None and request.stage >= len(self._configuration.stages):
+            count = len(self._configuration.stages)
+            raise invalid(f"stage: the run has {count} stages, got {request.stage}", param="stage")
+        if request.stage is None and request.purpose == "train":
+            return stage_at(self._configuration.stages, self._registry.steps_trained)
+        return request.stage
 
     def _alone(self, identifier: str) -> asyncio.Lock:
         """Held while one request that must not meet another about this id is served."""

@@ -27,7 +27,7 @@ from forgemq_gateway.core.asked import is_raw, may_be_referred_to
 from forgemq_gateway.core.attempts import RestoredTurn
 from forgemq_gateway.core.completion_tokens import TOKEN_BYTES
 from forgemq_gateway.core.digests import EMPTY_PATH
-from forgemq_gateway.core.episodes import GroupFacts, HeldEpisode
+from forgemq_gateway.core.episodes import HeldEpisode, facts_of
 from forgemq_gateway.core.group import Group
 from forgemq_gateway.core.held_bytes import HeldBytes
 from forgemq_gateway.core.history import NO_OFFSET, KnownCompletion
@@ -99,17 +99,7 @@ class Registry:
         if group is None:
             self._held.total += len(record.task)
             group = self.groups[record.group_id] = Group(
-                GroupFacts(
-                    group_id=record.group_id,
-                    domain=record.domain,
-                    purpose=record.purpose,
-                    group_size=record.group_size,
-                    task=record.task,
-                    temperature=record.temperature,
-                    round_name=record.round_name,
-                    source=record.source,
-                ),
-                of_run=self._first_prompts,
+                facts_of(record), of_run=self._first_prompts
             )
         return group
 

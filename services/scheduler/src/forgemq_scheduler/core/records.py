@@ -10,7 +10,9 @@ from forgemq_contracts.groups import (
     RetireReason,
 )
 from forgemq_contracts.lanes import WeightsId
+from forgemq_contracts.mixture import Mixture
 from forgemq_contracts.run import Queue
+from forgemq_contracts.steps import ScheduledGroup, ScheduledStep
 from forgemq_scheduler.core.snapshot import OpenGroup
 
 DETAIL_MAX = 500
@@ -40,6 +42,7 @@ def admitted_group(
         temperature=request.temperature,
         round_name=request.round_name,
         source=request.source,
+        stage=request.stage,
     )
 
 
@@ -99,4 +102,17 @@ def never_admitted(
         purpose="train" if request is None else request.purpose,
         reason="failed",
         detail=failure(letter),
+    )
+
+
+def scheduled_step(
+    step: int, *, groups: tuple[ScheduledGroup, ...], mixture: Mixture, is_last: bool
+) -> ScheduledStep:
+    """The record that lets a step train."""
+    return ScheduledStep(
+        step=step,
+        groups=groups,
+        staleness_bound=mixture.staleness_bound_max,
+        is_last=is_last,
+        stage=mixture.stage(step),
     )

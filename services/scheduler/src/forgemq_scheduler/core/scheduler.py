@@ -17,11 +17,12 @@ from forgemq_contracts.episodes import OpenedEpisode
 from forgemq_contracts.groups import MergedGroup, RequestedGroup, RetireReason
 from forgemq_contracts.lanes import WeightsId
 from forgemq_contracts.messages import Event, InvalidRecordError, Output, Tick
+from forgemq_contracts.mixture import mixture_of
 from forgemq_contracts.partitions import group_partition
-from forgemq_contracts.run import RunConfiguration, staleness_bound
-from forgemq_contracts.steps import ScheduledStep, TrainedStep
+from forgemq_contracts.run import RunConfiguration
+from forgemq_contracts.steps import TrainedStep
 from forgemq_contracts.weights import LoadedWeights, ReportedEngine
-from forgemq_scheduler.core.domain_queue import DomainQueue, withdraw
+from forgemq_scheduler.core.domain_queue import DomainQueue, queues_of, withdraw
 from forgemq_scheduler.core.evaluations import Evaluations
 from forgemq_scheduler.core.lanes import ServedLanes
 from forgemq_scheduler.core.records import (
@@ -31,6 +32,7 @@ from forgemq_scheduler.core.records import (
     failure,
     never_admitted,
     retired_group,
+    scheduled_step,
 )
 from forgemq_scheduler.core.slots import Slots
 from forgemq_scheduler.core.snapshot import OpenGroup, SchedulerSnapshot, TakenStep
@@ -52,8 +54,8 @@ class SchedulerCore:
 
     def __init__(self, configuration: RunConfiguration) -> None:
         self._partitions = configuration.log.group_partitions
-        self._bound = max(staleness_bound(queue) for queue in configuration.queues)
-        self._queues = [DomainQueue(queue) for queue in configuration.queues]
+        self._mixture = mixture_of(configuration)
+        self._queues = queues_of(configuration)
         self._numbers = {queue.domain: n for n, queue in enumerate(configuration.queues)}
         self._now_ms = 0
         self._lanes = ServedLanes()
@@ -269,7 +271,7 @@ class SchedulerCore:
         while (step := self._steps.forming()) is not None:
             for queue in self._queues:
                 self._take(queue, step=step)
-            if not all(queue.is_full for queue in self._queues):
+            if not all(queue.is_full(step) for queue in self._queues):
                 return
             self._schedule(step)
 
@@ -279,7 +281,7 @@ class SchedulerCore:
             # Even a group that is sampled from the weights that serve would be too stale for this
             # step. Taking would only retire groups, so wait until newer weights serve.
             return
-        while not queue.is_full:
+        while not queue.is_full(step):
             takeable = queue.fifo.next_takeable()
             if takeable is None:
                 return
@@ -305,12 +307,8 @@ class SchedulerCore:
         )
         for queue in self._queues:
             queue.forming.clear()
-        record = ScheduledStep(
-            step=step,
-            groups=groups,
-            staleness_bound=self._bound,
-            is_last=step + 1 == self._steps.count,
-        )
+        is_last = step + 1 == self._steps.count
+        record = scheduled_step(step, groups=groups, mixture=self._mixture, is_last=is_last)
         self._write(topics.SCHEDULED_STEPS, partition=0, record=record)
 
     def _admit_evaluations(self) -> None:
@@ -330,10 +328,10 @@ class SchedulerCore:
     def _admit(self, number: int) -> None:
         queue = self._queues[number]
         weights = self._lanes.at_admission()
-        if weights is None or not self._lanes.is_any_live:
+        if not queue.waiting or weights is None or not self._lanes.is_any_live:
             return
         held = self._slots.held(number, version=weights[1])
-        slots_free = queue.settings.slots - len(queue.groups) - held
+        slots_free = queue.slots_free(held=held, version=weights[1], step=self._steps.scheduled)
         while queue.waiting and slots_free > 0:
             request = queue.waiting.popleft()
             deadline_ms = queue.deadline_ms("unclaimed", now_ms=self._now_ms)
