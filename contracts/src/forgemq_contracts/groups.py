@@ -4,6 +4,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta, Struct
 
+from forgemq_contracts.curriculum import TaskNumber, TaskResult
 from forgemq_contracts.fields import (
     CompletionId,
     DomainName,
@@ -62,6 +63,12 @@ class RequestedGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
         StageIndex | None,
         Meta(description="Says context limit and sampling; None: as the queue has them."),
     ] = None
+    task_number: Annotated[
+        TaskNumber | None, Meta(description="As a curriculum chose it; None without one.")
+    ] = None
+    results_known: Annotated[
+        int, Meta(ge=0, description="Results of its domain that the choice was made from.")
+    ] = 0
 
     def __post_init__(self) -> None:
         check_json("task", self.task)
@@ -175,6 +182,8 @@ class MergedGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
     ] = 0
     not_trainable: NotTrainable = ""
     detail: str = ""
+    scored: Annotated[int, Meta(ge=0, description="Episodes that are not masked.")] = 0
+    solved: Annotated[int, Meta(ge=0, description="Those with an outcome of at least 0.5.")] = 0
 
 
 class RetiredGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -190,3 +199,6 @@ class RetiredGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
     queue_index: QueueIndex | None = None
     step: Annotated[Step | None, Meta(description="Only if the reason is trained.")] = None
     detail: str = ""
+    result: Annotated[
+        TaskResult | None, Meta(description="Of a training group with a task number.")
+    ] = None

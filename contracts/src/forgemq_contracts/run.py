@@ -8,6 +8,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta, Struct
 
+from forgemq_contracts.curriculum import Curriculum
 from forgemq_contracts.distillation import Distillation
 from forgemq_contracts.domain_settings import DomainRewards, DomainSampling
 from forgemq_contracts.episodes import HistoryPolicy, Sampling, StreamPolicy
@@ -103,6 +104,10 @@ class Queue(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ) = None
     rewards: DomainRewards | None = None
     sampling: DomainSampling | None = None
+    curriculum: (
+        Annotated[Curriculum, Meta(description="None: task 0, 1, 2, ... or passes over the file.")]
+        | None
+    ) = None
 
 
 class Evaluation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

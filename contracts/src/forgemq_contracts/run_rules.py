@@ -2,6 +2,7 @@
 
 import msgspec
 
+from forgemq_contracts.curriculum_rules import check_curricula
 from forgemq_contracts.domains import context_tokens_max_of, sampling_of
 from forgemq_contracts.lane_engines import check_lanes, is_paired
 from forgemq_contracts.loss import check_loss
@@ -48,6 +49,7 @@ def check(configuration: RunConfiguration) -> None:
     _check_sampling(configuration)
     _check_domains(configuration)
     check_stages(configuration)
+    check_curricula(configuration)
     if configuration.pool is not None:
         _check_pool(configuration.pool, has_head=configuration.speculation is not None)
     _check_speculation(configuration)

@@ -9,10 +9,13 @@ import pytest
 from msgspec import Raw
 
 from forgemq_agents.app import play_run
+from forgemq_agents.core.known_tasks import KnownTasks
+from forgemq_agents.core.samplers import READY
 from forgemq_agents.errors import ContextFullError, PolicyFailedError
 from forgemq_agents.settings import AgentsSettings
 from forgemq_agents.user_code import DomainCode
 from forgemq_contracts.admin import AbortRequest, FinishRequest, GroupRequest
+from forgemq_contracts.curriculum import Curriculum
 from forgemq_contracts.run import (
     Episodes,
     Evaluation,
@@ -25,6 +28,9 @@ from forgemq_contracts.stages import Stage, StageDomain
 from forgemq_telemetry.telemetry import Telemetry
 from tests.memory_gateway import Group, MemoryGateway
 
+POOL = 5
+CURRICULUM = Curriculum(sampler="success_band", tasks=POOL, explore=0.2)
+
 
 def configuration(
     *,
@@ -32,6 +38,7 @@ def configuration(
     evaluation: Evaluation | None = None,
     concurrent_max: int = 8,
     stages: tuple[Stage, ...] = (),
+    curriculum: Curriculum | None = None,
 ):
     queue = Queue(
         domain="count",
@@ -41,6 +48,7 @@ def configuration(
         groups_per_step=1,
         slots=slots,
         window=1,
+        curriculum=curriculum,
     )
     return RunConfiguration(
         run="r",
@@ -85,6 +93,9 @@ async def play(gateway, agent, **changes) -> None:
         configuration="-", gateway_url=gateway.url, admin_key="admin", poll_s=0.05
     )
     domains = {"count": DomainCode(task_source=numbered, play=agent)}
+    if run.queues[0].curriculum is not None:
+        sampler = READY[run.queues[0].curriculum.sampler]
+        domains = {"count": DomainCode(numbered, agent, sampler=sampler, pool=POOL)}
     telemetry = Telemetry(service="agents")
     async with asyncio.timeout(30):
         await play_run(run, settings, domains, {}, telemetry)
@@ -405,3 +416,58 @@ async def test_a_group_that_waits_for_its_slot_keeps_the_stage_it_was_asked_for(
     await play(gateway, well, slots=1, stages=STAGES)
     first = gateway.in_order()[0].request
     assert (first.stage, msgspec.json.decode(first.task)["difficulty"]) == (0, 0.5)
+
+
+async def solves_even_tasks_half_of_the_time(episode) -> None:
+    index = int(episode.episode_id.split(".")[1])
+    episode.result = {"solved": episode.task["k"] % 2 == 0 and index % 2 == 0}
+    await asyncio.sleep(0.02)
+
+
+def chosen_again(gateway: MemoryGateway) -> list[int]:
+    """The choices of a run, made again from what its requests and results say."""
+    groups = [g.request for g in gateway.in_order() if g.request.purpose == "train"]
+    again = []
+    for number, request in enumerate(groups):
+        tasks = KnownTasks(POOL, versions=CURRICULUM.versions)
+        for earlier, before in enumerate(groups[:number]):
+            tasks.ask(earlier, before.task_number)
+        tasks.learn(gateway.results[: request.results_known])
+        key = f"3/count/{number}"
+        again.append(READY["success_band"](tasks, key=key, curriculum=CURRICULUM))
+    return again
+
+
+async def test_a_curriculum_asks_for_what_teaches_and_the_log_has_each_choice(memory_gateway):
+    """Even tasks of the pool are solved by half of the episodes, odd ones by none."""
+    gateway = await memory_gateway(slots=2, groups_to_train=40, steps=50)
+    await play(gateway, solves_even_tasks_half_of_the_time, curriculum=CURRICULUM)
+    trained = [g for g in gateway.in_order() if g.request.purpose == "train"]
+    numbers = [g.request.task_number for g in trained]
+    assert [task_of(g)["k"] for g in trained] == numbers
+    assert numbers == chosen_again(gateway)
+    late = numbers[15:40]
+    assert sum(number % 2 == 0 for number in late) / len(late) > 0.7
+    evaluated = [g for g in gateway.in_order() if g.request.purpose == "eval"]
+    assert {g.request.task_number for g in evaluated} == {None}
+
+
+async def test_agents_that_start_again_choose_from_all_results_and_keep_what_was_chosen(
+    memory_gateway,
+):
+    gateway = await memory_gateway(slots=2, groups_to_train=12, steps=50)
+
+    async def until_the_sixth(episode) -> None:
+        await solves_even_tasks_half_of_the_time(episode)
+        if len(gateway.results) >= 6:
+            raise asyncio.CancelledError
+
+    with suppress(TimeoutError):
+        async with asyncio.timeout(2):
+            await play(gateway, until_the_sixth, curriculum=CURRICULUM)
+    before = [g.request for g in gateway.in_order() if g.request.purpose == "train"]
+    assert 6 <= len(before) < 12
+    await play(gateway, solves_even_tasks_half_of_the_time, curriculum=CURRICULUM)
+    trained = [g.request for g in gateway.in_order() if g.request.purpose == "train"]
+    assert trained[: len(before)] == before
+    assert [request.task_number for request in trained] == chosen_again(gateway)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Mapping
+from typing import NamedTuple
 
 import msgspec
 from msgspec import Raw
@@ -19,6 +20,13 @@ from forgemq_contracts.stages import Stage, of_domain
 SLOT_WAIT_S = 20.0
 # A freed episode is no change of its group's state, so claims are repeated after this time.
 CLAIM_WAIT_S = 5.0
+
+
+class Chosen(NamedTuple):
+    """The task that a curriculum chose, and how many results it knew."""
+
+    task_number: int
+    results_known: int
 
 
 class Groups:
@@ -50,20 +58,29 @@ class Groups:
         self.training_ended = asyncio.Event()
 
     async def request_training(
-        self, domain: str, task_number: int, *, stage: int | None
+        self, domain: str, number: int, *, stage: int | None, chosen: Chosen | None
     ) -> GroupStatus:
-        """Ask for the group of one training task, as hard as its stage says.
+        """Ask for a training group, as hard as its stage says.
+
+        Args:
+            domain: Of its queue.
+            number: That of the group; of the task, too, if nothing chose one.
+            stage: None in a run without stages.
+            chosen: The task that a curriculum chose.
 
         Raises:
             TrainingEndedError: no further training group is taken.
         """
+        task_number = number if chosen is None else chosen.task_number
         return await self._gateway.request_group(
             GroupRequest(
                 domain=domain,
-                idempotency_key=training_key(domain, task_number),
+                idempotency_key=training_key(domain, number),
                 task=await self._make_task(domain, task_number, stage=stage),
                 purpose="train",
                 stage=stage,
+                task_number=None if chosen is None else chosen.task_number,
+                results_known=0 if chosen is None else chosen.results_known,
                 takes_known=True,  # A source may make another task of a number than before.
             )
         )

@@ -11,7 +11,7 @@ leases have lapsed.
 
 import asyncio
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from forgemq_agents.core.schedule import (
     END,
@@ -23,6 +23,7 @@ from forgemq_agents.core.schedule import (
 from forgemq_agents.gateway_client import GatewayClient
 from forgemq_agents.groups import Groups
 from forgemq_agents.supply import Supply
+from forgemq_agents.task_choice import TaskChoice
 from forgemq_contracts.rounds import START_ROUND
 from forgemq_contracts.run import Queue, RunConfiguration, played_queues
 from forgemq_telemetry.telemetry import Telemetry
@@ -37,12 +38,14 @@ class AgentRun:
         *,
         gateway: GatewayClient,
         groups: Groups,
+        choices: Mapping[str, TaskChoice],
         telemetry: Telemetry,
         poll_s: float,
     ) -> None:
         self._configuration = configuration
         self._gateway = gateway
         self._groups = groups
+        self._choices = choices
         self._telemetry = telemetry
         self._poll_s = poll_s
 
@@ -72,6 +75,7 @@ class AgentRun:
             queue,
             gateway=self._gateway,
             groups=self._groups,
+            choice=self._choices.get(queue.domain),
             telemetry=self._telemetry,
         )
 

@@ -7,6 +7,7 @@ from forgemq_agents.core.schedule import groups_ahead, stage_of_request
 from forgemq_agents.errors import GatewayError, TrainingEndedError
 from forgemq_agents.gateway_client import GatewayClient
 from forgemq_agents.groups import Groups
+from forgemq_agents.task_choice import TaskChoice
 from forgemq_contracts.admin import GroupStatus
 from forgemq_contracts.mixture import mixture_of
 from forgemq_contracts.run import Queue, RunConfiguration
@@ -23,6 +24,7 @@ class Supply:
         *,
         gateway: GatewayClient,
         groups: Groups,
+        choice: TaskChoice | None,
         telemetry: Telemetry,
     ) -> None:
         self._queue = queue
@@ -31,6 +33,7 @@ class Supply:
         self._has_stages = bool(configuration.stages)
         self._gateway = gateway
         self._groups = groups
+        self._choice = choice
         self._telemetry = telemetry
 
     async def play(self) -> None:
@@ -59,12 +62,19 @@ class Supply:
         domain = self._queue.domain
         while True:
             stage = await self._stage(outstanding) if self._has_stages else None
+            chosen = None if self._choice is None else await self._choice.choose(number)
             try:
-                return await self._groups.request_training(domain, number, stage=stage)
+                status = await self._groups.request_training(
+                    domain, number, stage=stage, chosen=chosen
+                )
             except GatewayError as error:
                 if error.status != 429:
                     raise
                 self._telemetry.event("no_room", domain=domain, task_number=number)
+            else:
+                if self._choice is not None:
+                    self._choice.note(number, status)
+                return status
 
     async def _stage(self, outstanding: int) -> int | None:
         status = await self._gateway.read_run()

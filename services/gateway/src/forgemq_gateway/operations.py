@@ -8,8 +8,10 @@ from msgspec import Raw, UnsetType
 
 from forgemq_bus.errors import LogUnavailableError
 from forgemq_contracts.admin import (
+    RESULTS_MAX,
     AbortRequest,
     Claim,
+    DomainResults,
     FinishRequest,
     GroupRequest,
     GroupState,
@@ -98,6 +100,8 @@ class Operations:
             round_name=request.round_name,
             source=request.source,
             stage=self._stage(request),
+            task_number=request.task_number,
+            results_known=request.results_known,
         )
         tenure = self._access.tenure(group)
         async with self._alone(group):
@@ -377,6 +381,18 @@ class Operations:
             domains=domains,
             first_tasks={d: first_task(self._registry, domain=d) for d in domains},
         )
+
+    def results(self, domain: str, *, after: int) -> DomainResults:
+        """Results of the domain's curriculum from this index on, at most `RESULTS_MAX`.
+
+        Raises:
+            RefusedError: 404, there is no such domain.
+        """
+        if all(queue.domain != domain for queue in self._configuration.queues):
+            raise unknown(f"there is no domain {domain!r}")
+        known = self._registry.results.get(domain)
+        found = () if known is None else known.after(after, count_max=RESULTS_MAX)
+        return DomainResults(results=tuple(found))
 
     def _wait_s(self, wait_s: float) -> float:
         return min(max(wait_s, 0.0), self._settings.long_poll_s_max)

@@ -54,6 +54,7 @@ class GroupFacts(Struct, frozen=True, kw_only=True):
     source: Source = "agent"
     idempotency_key: str = ""
     stage: int | None = None
+    task_number: int | None = None
 
 
 def facts_of(record: RequestedGroup | AdmittedGroup) -> GroupFacts:

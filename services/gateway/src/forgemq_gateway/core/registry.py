@@ -37,6 +37,7 @@ from forgemq_gateway.core.leases import Leases
 from forgemq_gateway.core.message_paths import Branch
 from forgemq_gateway.core.reading import context_tail, tools_of
 from forgemq_gateway.core.replies import Reply, cut_at
+from forgemq_gateway.core.task_results import TaskResults
 from forgemq_gateway.core.turns import OpenTurn, restored
 
 # (output, request id, tools or None for plain text, tail of the context) -> the parsed reply.
@@ -64,6 +65,7 @@ class Registry:
         self.groups: dict[str, Group] = {}
         self.retired: dict[str, GroupStatus] = {}
         self.asked = AskedKeys()
+        self.results: dict[str, TaskResults] = {}
         self.steps_trained = 0
         self.training_ended = False
         self._restored: dict[str, _Restored] = {}
@@ -76,9 +78,10 @@ class Registry:
         self.asked.add(record.idempotency_key, domain=record.domain)
         group = self._enter(record)
         if group is not None:
-            # A restart may read the admission first, which has no key.
-            key = record.idempotency_key
-            group.facts = msgspec.structs.replace(group.facts, idempotency_key=key)
+            # A restart may read the admission first, which has neither.
+            key, number = record.idempotency_key, record.task_number
+            facts = msgspec.structs.replace(group.facts, idempotency_key=key, task_number=number)
+            group.facts = facts
 
     def apply_admitted_group(self, record: AdmittedGroup) -> None:
         """Let the group's episodes be claimed."""
@@ -105,6 +108,8 @@ class Registry:
 
     def apply_retired_group(self, record: RetiredGroup) -> Group | None:
         """Drop the group and its trees; returns it, so that its open turns can be ended."""
+        if record.result is not None:
+            self.results.setdefault(record.domain, TaskResults()).add(record.result)
         group = self.groups.pop(record.group_id, None)
         if group is not None:
             self._held.total -= len(group.facts.task)
@@ -296,6 +301,7 @@ class Registry:
             queue_index=group.queue_index,
             open=group.open_count(),
             finished=len(group.finished),
+            task_number=group.facts.task_number,
         )
 
     def _note(self, episode: HeldEpisode, part: TurnPart, request_id: str) -> None:

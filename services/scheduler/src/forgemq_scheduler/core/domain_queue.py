@@ -3,10 +3,11 @@
 from collections import deque
 from collections.abc import Iterable, MutableSequence
 
-from forgemq_contracts.groups import MergedGroup, RequestedGroup
+from forgemq_contracts.groups import MergedGroup, RequestedGroup, RetiredGroup, RetireReason
 from forgemq_contracts.mixture import Mixture, mixture_of, staleness_limits
 from forgemq_contracts.run import Queue, RunConfiguration, window_of
 from forgemq_contracts.steps import ScheduledGroup
+from forgemq_scheduler.core.choices import choice_of, result_of
 from forgemq_scheduler.core.snapshot import GroupPhase, OpenGroup, QueueSnapshot
 from forgemq_scheduler.core.window import WindowedFifo
 
@@ -25,6 +26,7 @@ class DomainQueue:
         self.groups: dict[int, OpenGroup] = {}  # by queue index, ascending
         self.fifo = WindowedFifo(window=window_of(settings))
         self.forming: list[ScheduledGroup] = []
+        self._results = 0
 
     def is_full(self, step: int) -> bool:
         """Whether the step that forms has its groups from this queue."""
@@ -49,15 +51,16 @@ class DomainQueue:
         left = self._mixture.taken(self._number, end) - taken - self.fifo.untaken_count
         return min(free, left)
 
-    def admit(self, group_id: str, *, queue: int, deadline_ms: int) -> OpenGroup:
+    def admit(self, request: RequestedGroup, *, deadline_ms: int, version: int) -> OpenGroup:
         """Append a group to the generation queue; its slot is taken from here on."""
         index = self.fifo.append()
         group = OpenGroup(
-            group_id=group_id,
-            queue=queue,
+            group_id=request.group_id,
+            queue=self._number,
             queue_index=index,
             deadline_ms=deadline_ms,
             phase="unclaimed",
+            choice=choice_of(request, version=version),
         )
         self.groups[index] = group
         return group
@@ -83,6 +86,30 @@ class DomainQueue:
                 request_tokens=merged.request_tokens,
                 append_tokens=merged.append_tokens,
             )
+        )
+
+    def close(
+        self, group: OpenGroup, *, reason: RetireReason, step: int | None, detail: str
+    ) -> RetiredGroup:
+        """Drop a group that retires; returns the record that ends it.
+
+        An evaluation group, which is in no queue, has only its domain from here.
+        """
+        result = None
+        if group.queue_index is not None:
+            del self.groups[group.queue_index]
+        if group.choice is not None:
+            result = result_of(group.choice, index=self._results)
+            self._results += 1
+        return RetiredGroup(
+            group_id=group.group_id,
+            domain=self.settings.domain,
+            purpose="eval" if group.queue_index is None else "train",
+            reason=reason,
+            queue_index=group.queue_index,
+            step=step,
+            detail=detail,
+            result=result,
         )
 
     def is_taken(self, group: OpenGroup) -> bool:
@@ -119,6 +146,7 @@ class DomainQueue:
             taken=taken,
             finished=finished,
             forming=tuple(self.forming),
+            results=self._results,
         )
 
     def restore(self, state: QueueSnapshot) -> None:
@@ -134,6 +162,7 @@ class DomainQueue:
             finished=state.finished,
         )
         self.forming = list(state.forming)
+        self._results = state.results
 
     def _check(self, scheduled_ids: set[str]) -> None:
         """Assert the invariants.

@@ -7,7 +7,6 @@ from forgemq_contracts.groups import (
     ClosedGroup,
     RequestedGroup,
     RetiredGroup,
-    RetireReason,
 )
 from forgemq_contracts.lanes import WeightsId
 from forgemq_contracts.mixture import Mixture
@@ -64,21 +63,6 @@ def expiry(group: OpenGroup, *, settings: Queue) -> str:
         return f"no agent claimed an episode within {within_s}"
     within_s = f"{settings.group_deadline_s:g} s (group_deadline_s)"
     return f"past its deadline, and not scored within another {within_s}"
-
-
-def retired_group(
-    group: OpenGroup, *, domain: DomainName, reason: RetireReason, step: int | None, detail: str
-) -> RetiredGroup:
-    """The record that ends an admitted group."""
-    return RetiredGroup(
-        group_id=group.group_id,
-        domain=domain,
-        purpose="eval" if group.queue_index is None else "train",
-        reason=reason,
-        queue_index=group.queue_index,
-        step=step,
-        detail=detail,
-    )
 
 
 def failure(letter: DeadLetter) -> str:

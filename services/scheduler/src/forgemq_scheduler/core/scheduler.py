@@ -22,6 +22,7 @@ from forgemq_contracts.partitions import group_partition
 from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.steps import TrainedStep
 from forgemq_contracts.weights import LoadedWeights, ReportedEngine
+from forgemq_scheduler.core.choices import scored_choice
 from forgemq_scheduler.core.domain_queue import DomainQueue, queues_of, withdraw
 from forgemq_scheduler.core.evaluations import Evaluations
 from forgemq_scheduler.core.lanes import ServedLanes
@@ -31,7 +32,6 @@ from forgemq_scheduler.core.records import (
     expiry,
     failure,
     never_admitted,
-    retired_group,
     scheduled_step,
 )
 from forgemq_scheduler.core.slots import Slots
@@ -199,15 +199,17 @@ class SchedulerCore:
         if group.queue_index is None:
             self._retire(group, merged.not_trainable or "evaluated", detail=merged.detail)
             return
-        fifo = self._queues[group.queue].fifo
-        if fifo.is_finished(group.queue_index) or not fifo.is_untaken(group.queue_index):
+        index, fifo = group.queue_index, self._queues[group.queue].fifo
+        if fifo.is_finished(index) or not fifo.is_untaken(index):
             return  # the record is delivered a second time
+        if group.choice is not None:
+            group = self._keep(group, choice=scored_choice(group.choice, merged))
         if merged.not_trainable == "failed" and group.phase == "closed":
             self._remove(group, "expired", detail=f"past its deadline; {merged.detail}")
         elif merged.not_trainable:
             self._remove(group, merged.not_trainable, detail=merged.detail)
         else:
-            fifo.finish(group.queue_index, merged)
+            fifo.finish(index, merged)
 
     def _on_trained(self, trained: TrainedStep) -> None:
         taken = self._steps.finish(trained)
@@ -335,7 +337,7 @@ class SchedulerCore:
         while queue.waiting and slots_free > 0:
             request = queue.waiting.popleft()
             deadline_ms = queue.deadline_ms("unclaimed", now_ms=self._now_ms)
-            group = queue.admit(request.group_id, queue=number, deadline_ms=deadline_ms)
+            group = queue.admit(request, deadline_ms=deadline_ms, version=weights[1])
             self._open_group(request, group, weights=weights)
             slots_free -= 1
 
@@ -343,14 +345,15 @@ class SchedulerCore:
         yield self._evaluations.waiting
         yield from (queue.waiting for queue in self._queues)
 
-    def _keep(self, group: OpenGroup, **changes: object) -> None:
-        """Replace what is known of an open group."""
+    def _keep(self, group: OpenGroup, **changes: object) -> OpenGroup:
+        """Replace what is known of an open group; returns it."""
         changed = msgspec.structs.replace(group, **changes)
         self._open[group.group_id] = changed
         if group.queue_index is None:
             self._evaluations.keep(changed)
         else:
             self._queues[group.queue].groups[group.queue_index] = changed
+        return changed
 
     def _open_group(self, request: RequestedGroup, group: OpenGroup, *, weights: WeightsId) -> None:
         self._requested_ids.remove(request.group_id)
@@ -371,11 +374,8 @@ class SchedulerCore:
         del self._open[group.group_id]
         if group.queue_index is None:
             self._evaluations.close(group.group_id)
-        else:
-            del self._queues[group.queue].groups[group.queue_index]
         self._retired.add(group.group_id)
-        domain = self._queues[group.queue].settings.domain
-        record = retired_group(group, domain=domain, reason=reason, step=step, detail=detail)
+        record = self._queues[group.queue].close(group, reason=reason, step=step, detail=detail)
         partition = group_partition(group.group_id, partitions=self._partitions)
         self._write(topics.RETIRED_GROUPS, partition=partition, record=record)
 
