@@ -8,97 +8,19 @@ import msgspec
 import pytest
 from msgspec import Raw
 
-from forgemq_agents.app import play_run
-from forgemq_agents.core.known_tasks import KnownTasks
-from forgemq_agents.core.samplers import READY
 from forgemq_agents.errors import ContextFullError, PolicyFailedError
-from forgemq_agents.settings import AgentsSettings
-from forgemq_agents.user_code import DomainCode
-from forgemq_contracts.admin import AbortRequest, FinishRequest, GroupRequest
-from forgemq_contracts.curriculum import Curriculum
+from forgemq_contracts.admin import AbortRequest, FinishRequest
 from forgemq_contracts.run import (
-    Episodes,
     Evaluation,
-    Model,
-    Queue,
-    RunConfiguration,
-    Trainer,
 )
-from forgemq_contracts.stages import Stage, StageDomain
-from forgemq_telemetry.telemetry import Telemetry
-from tests.memory_gateway import Group, MemoryGateway
-
-POOL = 5
-CURRICULUM = Curriculum(sampler="success_band", tasks=POOL, explore=0.2)
-
-
-def configuration(
-    *,
-    slots: int = 2,
-    evaluation: Evaluation | None = None,
-    concurrent_max: int = 8,
-    stages: tuple[Stage, ...] = (),
-    curriculum: Curriculum | None = None,
-):
-    queue = Queue(
-        domain="count",
-        task_source="unused:unused",
-        agent="unused:unused",
-        group_size=2,
-        groups_per_step=1,
-        slots=slots,
-        window=1,
-        curriculum=curriculum,
-    )
-    return RunConfiguration(
-        run="r",
-        seed=3,
-        model=Model(path="m"),
-        queues=(queue,),
-        trainer=Trainer(steps=4),
-        evaluation=evaluation or Evaluation(tasks=2),
-        episodes=Episodes(concurrent_max=concurrent_max),
-        stages=stages,
-    )
-
-
-def numbered(seed: int, domain: str, k: int, **stage: object) -> dict[str, object]:
-    return {"seed": seed, "domain": domain, "k": k, **stage}
-
-
-def rounds(gateway: MemoryGateway) -> list[str]:
-    """Evaluation rounds in the order of their first groups."""
-    evaluated = [g for g in gateway.in_order() if g.request.purpose == "eval"]
-    return list(dict.fromkeys(g.request.round_name for g in evaluated))
-
-
-def task_of(group: Group) -> dict[str, object]:
-    return msgspec.json.decode(group.request.task)
-
-
-def attempts(group: Group) -> dict[int, int]:
-    """Number of the newest attempt by index."""
-    return {index: attempt.number for index, attempt in group.attempts.items()}
-
-
-async def well(episode) -> None:
-    completion = await episode.chat([{"role": "user", "content": str(episode.task["k"])}])
-    episode.result = {"said": completion.text}
-    episode.virtual_s = 1.5
-
-
-async def play(gateway, agent, **changes) -> None:
-    run = configuration(**changes)
-    settings = AgentsSettings(
-        configuration="-", gateway_url=gateway.url, admin_key="admin", poll_s=0.05
-    )
-    domains = {"count": DomainCode(task_source=numbered, play=agent)}
-    if run.queues[0].curriculum is not None:
-        sampler = READY[run.queues[0].curriculum.sampler]
-        domains = {"count": DomainCode(numbered, agent, sampler=sampler, pool=POOL)}
-    telemetry = Telemetry(service="agents")
-    async with asyncio.timeout(30):
-        await play_run(run, settings, domains, {}, telemetry)
+from tests.unit.agents.agent_run import (
+    attempts,
+    numbered,
+    play,
+    rounds,
+    task_of,
+    well,
+)
 
 
 async def test_a_run_is_evaluated_trained_and_evaluated_again(memory_gateway):
@@ -380,94 +302,3 @@ async def test_a_refused_key_ends_the_process(memory_gateway, refusal):
     gateway.answers = [refusal(401, "wrong key")] * 20
     with pytest.raises(ExceptionGroup, match="unhandled"):
         await play(gateway, well)
-
-
-def stage_of(from_step: int, difficulty: float | None) -> Stage:
-    own = StageDomain(domain="count", share=1.0, difficulty=difficulty)
-    return Stage(from_step=from_step, domains=(own,))
-
-
-STAGES = (stage_of(0, None), stage_of(2, 0.25), stage_of(3, 0.75))
-
-
-async def test_a_task_is_as_hard_as_the_step_that_is_to_train_it(memory_gateway):
-    """One group a step: groups 0 and 1 train before step 2, group 2 in step 2, the others after."""
-    gateway = await memory_gateway(slots=2)
-
-    async def slowly(episode) -> None:
-        await asyncio.sleep(0.3)
-
-    await play(gateway, slowly, stages=STAGES)
-    trained = [g for g in gateway.in_order() if g.request.purpose == "train"]
-    assert [g.request.stage for g in trained[:5]] == [0, 0, 1, 2, 2]
-    assert [task_of(g).get("difficulty") for g in trained[:5]] == [None, None, 0.25, 0.75, 0.75]
-    evaluated = [g for g in gateway.in_order() if g.request.purpose == "eval"]
-    assert {g.request.stage for g in evaluated} == {None}
-    assert all("difficulty" not in task_of(g) for g in evaluated)
-
-
-async def test_a_group_that_waits_for_its_slot_keeps_the_stage_it_was_asked_for(memory_gateway):
-    """Agents that start again later ask with another stage, and play what is on the log."""
-    gateway = await memory_gateway(slots=1, groups_to_train=4)
-    early = msgspec.json.encode(numbered(3, "count", 0, difficulty=0.5))
-    request = GroupRequest(domain="count", idempotency_key="count/0", task=Raw(early), stage=0)
-    await gateway.request_group(request)
-    gateway.train(3, is_last=False)
-    await play(gateway, well, slots=1, stages=STAGES)
-    first = gateway.in_order()[0].request
-    assert (first.stage, msgspec.json.decode(first.task)["difficulty"]) == (0, 0.5)
-
-
-async def solves_even_tasks_half_of_the_time(episode) -> None:
-    index = int(episode.episode_id.split(".")[1])
-    episode.result = {"solved": episode.task["k"] % 2 == 0 and index % 2 == 0}
-    await asyncio.sleep(0.02)
-
-
-def chosen_again(gateway: MemoryGateway) -> list[int]:
-    """The choices of a run, made again from what its requests and results say."""
-    groups = [g.request for g in gateway.in_order() if g.request.purpose == "train"]
-    again = []
-    for number, request in enumerate(groups):
-        tasks = KnownTasks(POOL, versions=CURRICULUM.versions)
-        for earlier, before in enumerate(groups[:number]):
-            tasks.ask(earlier, before.task_number)
-        tasks.learn(gateway.results[: request.results_known])
-        key = f"3/count/{number}"
-        again.append(READY["success_band"](tasks, key=key, curriculum=CURRICULUM))
-    return again
-
-
-async def test_a_curriculum_asks_for_what_teaches_and_the_log_has_each_choice(memory_gateway):
-    """Even tasks of the pool are solved by half of the episodes, odd ones by none."""
-    gateway = await memory_gateway(slots=2, groups_to_train=40, steps=50)
-    await play(gateway, solves_even_tasks_half_of_the_time, curriculum=CURRICULUM)
-    trained = [g for g in gateway.in_order() if g.request.purpose == "train"]
-    numbers = [g.request.task_number for g in trained]
-    assert [task_of(g)["k"] for g in trained] == numbers
-    assert numbers == chosen_again(gateway)
-    late = numbers[15:40]
-    assert sum(number % 2 == 0 for number in late) / len(late) > 0.7
-    evaluated = [g for g in gateway.in_order() if g.request.purpose == "eval"]
-    assert {g.request.task_number for g in evaluated} == {None}
-
-
-async def test_agents_that_start_again_choose_from_all_results_and_keep_what_was_chosen(
-    memory_gateway,
-):
-    gateway = await memory_gateway(slots=2, groups_to_train=12, steps=50)
-
-    async def until_the_sixth(episode) -> None:
-        await solves_even_tasks_half_of_the_time(episode)
-        if len(gateway.results) >= 6:
-            raise asyncio.CancelledError
-
-    with suppress(TimeoutError):
-        async with asyncio.timeout(2):
-            await play(gateway, until_the_sixth, curriculum=CURRICULUM)
-    before = [g.request for g in gateway.in_order() if g.request.purpose == "train"]
-    assert 6 <= len(before) < 12
-    await play(gateway, solves_even_tasks_half_of_the_time, curriculum=CURRICULUM)
-    trained = [g.request for g in gateway.in_order() if g.request.purpose == "train"]
-    assert trained[: len(before)] == before
-    assert [request.task_number for request in trained] == chosen_again(gateway)

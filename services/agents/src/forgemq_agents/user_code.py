@@ -36,7 +36,7 @@ def sampled(number: object, *, pool: int, name: str) -> int:
     """The task number that a sampler returned.
 
     Raises:
-        UserCodeError: It is none of the pool.
+        UserCodeError: The pool has no such task.
     """
     if isinstance(number, int) and 0 <= number < pool:
         return number

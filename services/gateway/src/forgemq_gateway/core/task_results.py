@@ -12,7 +12,7 @@ class TaskResults:
     """The results of one domain, by index: 40 bytes each, for the life of the run.
 
     Partitions are read in any order. A result that comes before one of a lower index waits, so
-    what is told has no gaps.
+    what `after` gives has no gaps.
 
     Example: 0 and 2 are added: one result. 1 is added: three.
     """
