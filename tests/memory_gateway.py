@@ -15,18 +15,23 @@ import msgspec
 from aiohttp import web
 
 from forgemq_contracts.admin import (
+    RESULTS_MAX,
     AbortRequest,
     Claim,
     ClaimRequest,
+    DomainResults,
     FinishRequest,
     GroupQuery,
     GroupRequest,
     GroupStatus,
     Lease,
     Recorded,
+    ResultsQuery,
     RewardRequest,
     RunStatus,
 )
+from forgemq_contracts.asked_keys import number_of
+from forgemq_contracts.curriculum import TaskResult
 from forgemq_contracts.groups import RetireReason
 
 ADMIN_KEY = "admin"
@@ -80,6 +85,11 @@ class Group:
     def open_count(self) -> int:
         return sum(a.state == "open" and i not in self.ended for i, a in self.attempts.items())
 
+    def solved_count(self) -> int:
+        """Episodes whose result is {"solved": true}."""
+        results = (end.result for end in self.ended.values() if isinstance(end, FinishRequest))
+        return sum(msgspec.json.decode(result) == {"solved": True} for result in results)
+
     def free(self) -> tuple[int, int] | None:
         """The lowest (index, attempt) that may be claimed."""
         for index in range(self.size if self.state == "admitted" else 0):
@@ -118,6 +128,7 @@ class MemoryGateway:
             run="r", steps=steps, steps_trained=0, training_ended=False, domains=(domain,)
         )
         self.groups: dict[str, Group] = {}
+        self.results: list[TaskResult] = []
         self.url = ""
         self.answers: list[web.Response] = []
         """Given instead of the next answers to POST /v1/groups and to chat completions."""
@@ -140,7 +151,20 @@ class MemoryGateway:
             group.queue_index = sum(g.queue_index is not None for g in self.in_order())
 
     def retire(self, group_id: str, reason: RetireReason) -> None:
-        self.groups[group_id].state, self.groups[group_id].retire_reason = "retired", reason
+        group = self.groups[group_id]
+        group.state, group.retire_reason = "retired", reason
+        number = number_of(group.request.idempotency_key, source=self.domain)
+        if group.request.task_number is not None and number is not None:
+            self.results.append(
+                TaskResult(
+                    index=len(self.results),
+                    number=number,
+                    task_number=group.request.task_number,
+                    version=self.run.steps_trained,
+                    scored=group.size,
+                    solved=group.solved_count(),
+                )
+            )
 
     def train(self, steps: int, *, is_last: bool) -> None:
         """So many steps are trained."""
@@ -244,6 +268,11 @@ class MemoryGateway:
     async def read_run(self) -> RunStatus:
         return msgspec.structs.replace(self.run, first_tasks={self.domain: self._first_task()})
 
+    async def read_results(self, domain: str, asked: ResultsQuery) -> DomainResults:
+        if domain != self.domain:
+            raise RefusedError(404, f"there is no domain {domain!r}")
+        return DomainResults(results=tuple(self.results[asked.after :][:RESULTS_MAX]))
+
     def _first_task(self) -> int:
         over = {g.request.idempotency_key for g in self.in_order() if g.state == "retired"}
         return next(n for n in itertools.count() if f"{self.domain}/{n}" not in over)
@@ -298,6 +327,7 @@ class MemoryGateway:
                 "queue_index": group.queue_index,
                 "open": 0 if group.state == "retired" else group.open_count,
                 "finished": len(group.ended),
+                "task_number": None if group.state == "retired" else group.request.task_number,
             },
             GroupStatus,
         )

@@ -50,10 +50,12 @@ DIGESTS = {
     # By logic version: a core that writes other outputs gets a higher one, and a new line here.
     ("merger-0", 1): "8d27b92536945e74f8b32ebe2f10c19e",
     ("merger-0", 2): "8d27b92536945e74f8b32ebe2f10c19e",
+    ("merger-0", 3): "80ae798432751f1faa15dd28d7002510",
     ("reward-1", 1): "21df9573e8749edbf8e803ea54998525",
     ("reward-1", 2): "21df9573e8749edbf8e803ea54998525",
     ("scheduler-0", 1): "871b1e6882df1f18316a73e950a645bd",
     ("scheduler-0", 2): "871b1e6882df1f18316a73e950a645bd",
+    ("scheduler-0", 3): "871b1e6882df1f18316a73e950a645bd",
 }
 
 

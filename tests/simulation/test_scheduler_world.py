@@ -6,15 +6,16 @@ from collections import Counter
 import msgspec
 import pytest
 
+from forgemq_contracts.mixture import mixture_of, staleness_bounds
 from forgemq_contracts.run import (
     LogLayout,
     Model,
     Queue,
     RunConfiguration,
     Trainer,
-    staleness_bound,
 )
 from forgemq_contracts.run_rules import check
+from forgemq_contracts.stages import Stage, StageDomain, stage_at
 from tests.simulation.scheduler_world import Faults, World
 
 # The fast suite runs a fifth of the seeds; the full one all of them.
@@ -50,15 +51,17 @@ def configuration_of(
 
 
 def assert_accounts_balance(world: World) -> None:
-    """Assert G1 and G3, and that every step has P groups of every queue."""
+    """Assert G1 and G3, and that every step has its groups of every queue."""
+    bounds = staleness_bounds(world.configuration)
     assert world.has_ended, f"stalled after {len(world.steps)} steps"
     assert world.admitted.keys() == world.retired.keys()
     for step in world.steps.values():
         domains = Counter(group.domain for group in step.groups)
-        for queue in world.configuration.queues:
-            assert domains[queue.domain] == queue.groups_per_step
+        wanted = mixture_of(world.configuration).groups(step.step)
+        for queue, groups in zip(world.configuration.queues, wanted, strict=True):
+            assert domains[queue.domain] == groups
             assert all(
-                step.step - group.version_min <= staleness_bound(queue)
+                step.step - group.version_min <= bounds[queue.domain]
                 for group in step.groups
                 if group.domain == queue.domain
             )
@@ -117,6 +120,69 @@ def test_the_bound_holds_while_people_add_drain_and_remove_lanes(seed: int) -> N
     assert_accounts_balance(world)
     assert Counter(r.reason for r in world.retired.values())["stale"] == 0
     assert world.changes > 0
+
+
+SHARES = [
+    (0.334, 0.333, 0.333),
+    (0.5, 0.3, 0.2),
+    (0.8, 0.2, 0.0),
+    (0.0, 0.45, 0.55),
+    (1.0, 0.0, 0.0),
+    (0.25, 0.0, 0.75),
+]
+
+
+def staged_shape_of(seed: int) -> RunConfiguration:
+    """A run of three queues and two to four stages, of which some leave a queue out."""
+    shape = random.Random(f"stages {seed}")
+    groups = [shape.randint(1, 3) for _ in range(3)]
+    queues = []
+    for number in groups:
+        slots = shape.randint(sum(groups), 2 * sum(groups) + 3)
+        queues.append((slots, number, shape.randint(1, slots)))
+    mixed = [*shape.choices(SHARES[1:], k=shape.randint(1, 3)), SHARES[0]]
+    shape.shuffle(mixed)
+    starts = sorted((0, *shape.sample(range(1, 12), len(mixed) - 1)))
+    configuration = msgspec.structs.replace(
+        configuration_of(
+            queues=queues,
+            steps=starts[-1] + shape.randint(2, 6),
+            ahead=shape.randint(0, 2),
+            lanes=shape.randint(1, 3),
+        ),
+        stages=tuple(
+            Stage(
+                from_step=start,
+                domains=tuple(
+                    StageDomain(domain=f"d{number}", share=share)
+                    for number, share in enumerate(shares)
+                ),
+            )
+            for start, shares in zip(starts, mixed, strict=True)
+        ),
+    )
+    check(configuration)
+    return configuration
+
+
+@pytest.mark.simulation
+@pytest.mark.parametrize("seed", SEEDS)
+def test_stages_are_mixed_exactly_and_no_token_passes_the_bound(seed: int) -> None:
+    """Also across stages, and over those that leave a domain out; no group is wasted as stale."""
+    world = World(seed, staged_shape_of(seed), faults=Faults(lanes=True))
+    world.run(until_s=40_000)
+    assert_accounts_balance(world)
+    assert Counter(r.reason for r in world.retired.values())["stale"] == 0
+    for step in world.steps.values():
+        assert step.stage == stage_at(world.configuration.stages, step.step)
+
+
+@pytest.mark.simulation
+@pytest.mark.parametrize("seed", SEEDS)
+def test_stages_are_mixed_exactly_while_the_trainer_restarts(seed: int) -> None:
+    world = World(seed, staged_shape_of(seed), faults=Faults(lanes=True, trainer=True))
+    world.run(until_s=40_000)
+    assert_accounts_balance(world)
 
 
 @pytest.mark.simulation

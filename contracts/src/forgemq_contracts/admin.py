@@ -9,6 +9,8 @@ from typing import Annotated, Literal, TypeAlias
 
 from msgspec import UNSET, Meta, Raw, Struct, UnsetType, field
 
+from forgemq_contracts.asked_keys import number_of
+from forgemq_contracts.curriculum import TaskNumber, TaskResult
 from forgemq_contracts.fields import (
     REWARD_SIZE_MAX,
     DomainName,
@@ -19,11 +21,14 @@ from forgemq_contracts.fields import (
     Source,
     TruncationCause,
 )
-from forgemq_contracts.groups import GroupSize, QueueIndex, RetireReason
+from forgemq_contracts.groups import GroupSize, QueueIndex, RetireReason, StageIndex
 from forgemq_contracts.rules import check_trainable
 
 BODY_BYTES_MAX = 16 * 1024 * 1024
 """Longest body of a request. The gateway keeps the task of every open group in memory."""
+
+RESULTS_MAX = 4096
+"""Results in one answer: less than half a megabyte."""
 
 DETAIL_CHARACTERS_MAX = 2000
 """Longest reason of an abort: the end of a traceback. It is read by people."""
@@ -89,11 +94,39 @@ class GroupRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
             "the one that made it. false: such a request is refused."
         ),
     ] = False
+    stage: Annotated[
+        StageIndex | None,
+        Meta(
+            description="Stage of the run whose context limit and sampling the group has. null: of "
+            "a training group the stage of the step that trains next; evaluation has none."
+        ),
+    ] = None
+    task_number: Annotated[
+        TaskNumber | None,
+        Meta(
+            description="Number of the task in a pool: the group's result is then among those of "
+            "its domain. Needs a key '<domain>/<n>' and a training group."
+        ),
+    ] = None
+    results_known: Annotated[
+        int, Meta(ge=0, description="Results of the domain that the choice was made from.")
+    ] = 0
 
     def __post_init__(self) -> None:
         check_trainable(self.purpose, source=self.source)
+        if self.task_number is not None:
+            _check_choice(self.purpose, key=self.idempotency_key, domain=self.domain)
+        if self.stage is not None and self.purpose != "train":
+            raise ValueError("stage: must be null for evaluation: its rounds are compared")
         if self.source == "live":
             raise ValueError("source: must be agent or import: the gateway itself records live")
+
+
+def _check_choice(purpose: Purpose, *, key: str, domain: str) -> None:
+    if purpose != "train":
+        raise ValueError("task_number: must be null for evaluation: what it plays is no result")
+    if number_of(key, source=domain) is None:
+        raise ValueError(f"task_number: needs the key '{domain}/<n>', got {key!r}")
 
 
 class GroupStatus(Struct, frozen=True, kw_only=True):
@@ -114,6 +147,25 @@ class GroupStatus(Struct, frozen=True, kw_only=True):
     ]
     open: Annotated[int, Meta(ge=0, description="Episodes that agents hold.")]
     finished: Annotated[int, Meta(ge=0, description="Episodes that have ended.")]
+    task_number: Annotated[
+        TaskNumber | None,
+        Meta(description="As it was asked for; null if it was not, and if the group is retired."),
+    ] = None
+
+
+class ResultsQuery(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Query of GET /v1/domains/{domain}/results."""
+
+    after: Annotated[int, Meta(ge=0, description="Results that the caller has.")] = 0
+
+
+class DomainResults(Struct, frozen=True, kw_only=True):
+    """What ended groups of a domain's curriculum showed, by index, without gaps."""
+
+    results: Annotated[
+        tuple[TaskResult, ...],
+        Meta(max_length=RESULTS_MAX, description="Ask again while there are as many as may be."),
+    ]
 
 
 class GroupQuery(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -11,16 +11,18 @@ from forgemq_contracts.admin import (
     AbortRequest,
     Claim,
     ClaimRequest,
+    DomainResults,
     FinishRequest,
     GroupQuery,
     GroupRequest,
     GroupStatus,
     Lease,
     Recorded,
+    ResultsQuery,
     RewardRequest,
     RunStatus,
 )
-from forgemq_contracts.fields import EpisodeId, GroupId, Lane
+from forgemq_contracts.fields import DomainName, EpisodeId, GroupId, Lane
 
 RefusalStatus: TypeAlias = Literal[400, 401, 404, 409, 410, 413, 429, 503]
 
@@ -49,7 +51,7 @@ class Route(Struct, frozen=True, kw_only=True):
         return dict(sorted((bad_input | _EVERYWHERE | dict(self.refusals)).items()))
 
 
-PATH_FIELDS = {"group_id": GroupId, "episode_id": EpisodeId, "lane": Lane}
+PATH_FIELDS = {"group_id": GroupId, "episode_id": EpisodeId, "lane": Lane, "domain": DomainName}
 """Types of the names in braces in the paths."""
 
 RETRIED: tuple[RefusalStatus, ...] = (429, 503)
@@ -139,6 +141,15 @@ READ_RUN = Route(
     summary="Read how far the run is.",
     answer=RunStatus,
 )
+READ_RESULTS = Route(
+    name="read_results",
+    method="GET",
+    path="/v1/domains/{domain}/results",
+    summary="Read what the groups of a domain's curriculum showed of their tasks.",
+    query=ResultsQuery,
+    answer=DomainResults,
+    refusals=((404, "There is no such domain."),),
+)
 
 ALL = (
     REQUEST_GROUP,
@@ -149,4 +160,5 @@ ALL = (
     FINISH_EPISODE,
     ABORT_EPISODE,
     READ_RUN,
+    READ_RESULTS,
 )

@@ -8,6 +8,7 @@ from msgspec import Struct
 from forgemq_contracts.domain_settings import DomainRewards, DomainSampling
 from forgemq_contracts.episodes import HistoryPolicy, Sampling, StreamPolicy
 from forgemq_contracts.run import Queue, Rewards, RunConfiguration
+from forgemq_contracts.stages import of_domain
 
 OfRun = TypeVar("OfRun", bound=Struct)
 
@@ -18,17 +19,25 @@ def rewards_of(configuration: RunConfiguration, *, domain: str) -> Rewards:
     return _with(configuration.rewards, None if queue is None else queue.rewards)
 
 
-def sampling_of(configuration: RunConfiguration, *, domain: str) -> Sampling:
-    """How episodes of this domain are sampled, if their group names no temperature."""
+def sampling_of(
+    configuration: RunConfiguration, *, domain: str, stage: int | None = None
+) -> Sampling:
+    """How episodes of this domain are sampled in a stage, if their group names no temperature."""
     queue = _queue(configuration, domain)
-    return _with(configuration.episodes.sampling, None if queue is None else queue.sampling)
+    sampling = _with(configuration.episodes.sampling, None if queue is None else queue.sampling)
+    of_stage = of_domain(configuration.stages, stage, domain=domain)
+    return _with(sampling, None if of_stage is None else of_stage.sampling)
 
 
-def context_tokens_max_of(configuration: RunConfiguration, *, domain: str) -> int:
+def context_tokens_max_of(
+    configuration: RunConfiguration, *, domain: str, stage: int | None = None
+) -> int:
     """The longest context and output together of an episode of this domain, tokens."""
     queue = _queue(configuration, domain)
+    of_stage = of_domain(configuration.stages, stage, domain=domain)
+    of_both = None if of_stage is None else of_stage.context_tokens_max
     own = None if queue is None else queue.context_tokens_max
-    return own or configuration.model.context_tokens_max
+    return of_both or own or configuration.model.context_tokens_max
 
 
 def history_of(configuration: RunConfiguration, *, domain: str) -> HistoryPolicy:

@@ -21,6 +21,7 @@ _MATCHING = {
     r"^[0-9a-f]{64}$": "0123456789abcdef" * 4,
     r"^[a-z0-9-]{1,40}$": "demo-7",
     r"^([A-Za-z_][\w.]*:[A-Za-z_]\w*)?$": "shop_desk.rewards:outcome",
+    r"^(success_band|age|hardest_first|[A-Za-z_][\w.]*:[A-Za-z_]\w*)$": "success_band",
     r"^(https?://[^\s/]+(/[^\s]*)?)?$": "http://127.0.0.1:30000",
     r"^https?://[^\s/]+(/[^\s]*)?$": "http://127.0.0.1:30000",
 }

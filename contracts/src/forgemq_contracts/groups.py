@@ -4,6 +4,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta, Struct
 
+from forgemq_contracts.curriculum import TaskNumber, TaskResult
 from forgemq_contracts.fields import (
     CompletionId,
     DomainName,
@@ -31,6 +32,7 @@ GroupSize: TypeAlias = Annotated[
 QueueIndex: TypeAlias = Annotated[
     int, Meta(ge=0, description="Position in the generation queue Q of the domain; gap-free.")
 ]
+StageIndex: TypeAlias = Annotated[int, Meta(ge=0, description="Index of a stage of the run file.")]
 NotTrainable: TypeAlias = Literal["", "zero_variance", "failed", "evaluated"]
 RetireReason: TypeAlias = Literal[
     "trained", "zero_variance", "stale", "failed", "expired", "cancelled", "evaluated"
@@ -57,6 +59,16 @@ class RequestedGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
         str, Meta(max_length=80, description="Evaluation round the group belongs to.")
     ] = ""
     source: Source = "agent"
+    stage: Annotated[
+        StageIndex | None,
+        Meta(description="Says context limit and sampling; None: as the queue has them."),
+    ] = None
+    task_number: Annotated[
+        TaskNumber | None, Meta(description="As a curriculum chose it; None without one.")
+    ] = None
+    results_known: Annotated[
+        int, Meta(ge=0, description="Results of its domain that the choice was made from.")
+    ] = 0
 
     def __post_init__(self) -> None:
         check_json("task", self.task)
@@ -84,6 +96,7 @@ class AdmittedGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
         Meta(description="Lanes behind it and version_at_admission get none of its requests."),
     ] = 0
     source: Source = "agent"
+    stage: Annotated[StageIndex | None, Meta(description="As it was requested.")] = None
 
     def __post_init__(self) -> None:
         check_json("task", self.task)
@@ -169,6 +182,8 @@ class MergedGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
     ] = 0
     not_trainable: NotTrainable = ""
     detail: str = ""
+    scored: Annotated[int, Meta(ge=0, description="Episodes that are not masked.")] = 0
+    solved: Annotated[int, Meta(ge=0, description="Those with an outcome of at least 0.5.")] = 0
 
 
 class RetiredGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -184,3 +199,6 @@ class RetiredGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
     queue_index: QueueIndex | None = None
     step: Annotated[Step | None, Meta(description="Only if the reason is trained.")] = None
     detail: str = ""
+    result: Annotated[
+        TaskResult | None, Meta(description="Of a training group with a task number.")
+    ] = None

@@ -8,6 +8,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta, Struct
 
+from forgemq_contracts.curriculum import Curriculum
 from forgemq_contracts.distillation import Distillation
 from forgemq_contracts.domain_settings import DomainRewards, DomainSampling
 from forgemq_contracts.episodes import HistoryPolicy, Sampling, StreamPolicy
@@ -18,6 +19,7 @@ from forgemq_contracts.loss import Loss
 from forgemq_contracts.pool import Pool
 from forgemq_contracts.repetition import RepetitionStop
 from forgemq_contracts.speculation import Speculation
+from forgemq_contracts.stages import Stage
 from forgemq_contracts.updates import Updates
 
 RunId: TypeAlias = Annotated[
@@ -60,7 +62,14 @@ class Queue(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     process: Annotated[FunctionName, Meta(description="Grader of each completion.")] = ""
     speed: Annotated[FunctionName, Meta(description="Grader of the completion time.")] = ""
     group_size: Annotated[int, Meta(ge=1, le=4096, description="G, rollouts per task.")] = 16
-    groups_per_step: Annotated[int, Meta(ge=1, description="P, groups an optimizer step.")] = 32
+    groups_per_step: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="P, groups an optimizer step. With stages, the sum over the queues is what "
+            "a stage divides.",
+        ),
+    ] = 32
     slots: Annotated[int, Meta(ge=1, description="N, groups in generation at once.")] = 64
     window: (
         Annotated[int, Meta(ge=1, description="W, in queue indices; None: 0.3 N rounded up.")]
@@ -95,6 +104,10 @@ class Queue(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     ) = None
     rewards: DomainRewards | None = None
     sampling: DomainSampling | None = None
+    curriculum: (
+        Annotated[Curriculum, Meta(description="None: task 0, 1, 2, ... or passes over the file.")]
+        | None
+    ) = None
 
 
 class Evaluation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -274,6 +287,10 @@ class RunConfiguration(Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     updates: Updates = Updates()
     log: LogLayout = LogLayout()
     audit: Audit = Audit()
+    stages: Annotated[
+        tuple[Stage, ...],
+        Meta(description="By first step, ascending; (): P groups of each queue in every step."),
+    ] = ()
     speculation: (
         Annotated[Speculation, Meta(description="None: the engines guess no tokens ahead.")] | None
     ) = None
@@ -333,17 +350,6 @@ def lanes_limit(layout: LogLayout) -> int:
 def window_of(queue: Queue) -> int:
     """W of a queue: as configured, else 0.3 N rounded up."""
     return queue.window if queue.window is not None else -(-3 * queue.slots // 10)
-
-
-def staleness_bound(queue: Queue) -> int:
-    """G3: no trained token of the queue is staler than this, in steps; see docs/staleness.md."""
-    return (queue.slots + window_of(queue) - 2) // queue.groups_per_step
-
-
-def staleness_limit(queue: Queue) -> int:
-    """Largest staleness that trains: `staleness_max` if that is set and below G3's bound."""
-    bound = staleness_bound(queue)
-    return bound if queue.staleness_max is None else min(bound, queue.staleness_max)
 
 
 def played_queues(configuration: RunConfiguration) -> tuple[Queue, ...]:

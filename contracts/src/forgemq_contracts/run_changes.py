@@ -62,6 +62,7 @@ REASONS = (
     ("queues.*.task_source", "a task that is asked for again must be the same task"),
     ("queues.*.task_file", "a task that is asked for again must be the same task"),
     ("queues.*.held_out_file", "the rounds of a run are compared, so all play the same tasks"),
+    ("queues.*.curriculum*", "the tasks that were asked for were chosen with it"),
     ("queues.*.outcome", "the episodes of a group are graded by one function"),
     ("queues.*.process", "the episodes of a group are graded by one function"),
     ("queues.*.speed", "the episodes of a group are graded by one function"),
@@ -70,6 +71,7 @@ REASONS = (
     ("queues.*.sampling*", "the episodes that are open were promised it"),
     ("queues.*.rewards*", "the journal of reward was written with it, and is replayed with it"),
     ("queues*", "the scheduler's journal was written with it, and is replayed with it"),
+    ("stages*", "the scheduler's journal was written with it, and is replayed with it"),
     ("trainer.steps_ahead_max", "the scheduler's journal was written and is replayed with it"),
     ("trainer.tree_tokens_max", "the merger's journal was written and is replayed with it"),
     ("speculation*", "checkpoints hold the head that the run began with, or none"),
@@ -131,5 +133,9 @@ def _differences(was: object, now: object, *, path: str) -> Iterator[FieldChange
 
 
 def _domains(queues: tuple[object, ...]) -> tuple[str, ...]:
-    """Names of the queues; () if this is another tuple."""
-    return tuple(str(getattr(queue, "domain", "")) for queue in queues if isinstance(queue, Struct))
+    """Names of the queues, or numbers of other structs; () if this is another tuple."""
+    return tuple(
+        str(getattr(queue, "domain", number))
+        for number, queue in enumerate(queues)
+        if isinstance(queue, Struct)
+    )

@@ -2,12 +2,14 @@
 
 import msgspec
 
+from forgemq_contracts.curriculum_rules import check_curricula
 from forgemq_contracts.domains import context_tokens_max_of, sampling_of
 from forgemq_contracts.lane_engines import check_lanes, is_paired
 from forgemq_contracts.loss import check_loss
 from forgemq_contracts.pool import Pool
 from forgemq_contracts.rules import check_tree_limit
 from forgemq_contracts.run import RunConfiguration, lanes_limit, played_queues, window_of
+from forgemq_contracts.stage_rules import check_stages
 from forgemq_contracts.updates import are_several
 
 
@@ -21,7 +23,7 @@ def check(configuration: RunConfiguration) -> None:
     if len(set(domains)) != len(domains):
         raise ValueError(f"queues: every domain may have one queue, got {domains}")
     for queue in configuration.queues:
-        if queue.slots < queue.groups_per_step:
+        if queue.slots < queue.groups_per_step and not configuration.stages:
             raise ValueError(
                 f"queues.{queue.domain}.slots (N) must be at least groups_per_step (P): "
                 f"a step needs P groups in generation, got N={queue.slots} "
@@ -46,6 +48,8 @@ def check(configuration: RunConfiguration) -> None:
     _check_live(configuration)
     _check_sampling(configuration)
     _check_domains(configuration)
+    check_stages(configuration)
+    check_curricula(configuration)
     if configuration.pool is not None:
         _check_pool(configuration.pool, has_head=configuration.speculation is not None)
     _check_speculation(configuration)

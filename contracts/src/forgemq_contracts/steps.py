@@ -16,7 +16,7 @@ from forgemq_contracts.fields import (
     Version,
 )
 from forgemq_contracts.gaps import LogprobGap
-from forgemq_contracts.groups import QueueIndex
+from forgemq_contracts.groups import QueueIndex, StageIndex
 
 
 class ScheduledGroup(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -43,6 +43,9 @@ class ScheduledStep(Struct, frozen=True, kw_only=True, omit_defaults=True):
     groups: Annotated[tuple[ScheduledGroup, ...], Meta(min_length=1)]
     staleness_bound: Annotated[int, Meta(ge=0, description="G3's bound over the step's queues.")]
     is_last: bool = False
+    stage: Annotated[
+        StageIndex | None, Meta(description="That it belongs to; None in a run without stages.")
+    ] = None
 
 
 class TrainingMetrics(Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -28,6 +28,7 @@ CALLS = [
     (admin_routes.FINISH_EPISODE, (EPISODE,), None),
     (admin_routes.ABORT_EPISODE, (EPISODE,), None),
     (admin_routes.READ_RUN, (), None),
+    (admin_routes.READ_RESULTS, ("other",), None),
 ]
 
 

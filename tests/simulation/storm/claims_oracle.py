@@ -11,9 +11,10 @@ from forgemq_bus.names import broker_place
 from forgemq_contracts import topics
 from forgemq_contracts.episodes import FinishedEpisode, OpenedEpisode
 from forgemq_contracts.groups import RetiredGroup, ScoredGroup
+from forgemq_contracts.mixture import staleness_bounds
 from forgemq_contracts.ownership import OwnedRun
 from forgemq_contracts.partitions import group_partition
-from forgemq_contracts.run import RunConfiguration, staleness_bound
+from forgemq_contracts.run import RunConfiguration
 from tests.simulation.storm.agents import Ended, Heard
 from tests.simulation.storm.claimed_world import outcome_of
 from tests.simulation.storm.cluster import StormStore, committed_records
@@ -167,12 +168,13 @@ class ClaimsOracle:
         reasons = {
             each.record.group_id: each.record.reason for each in self._all(topics.RETIRED_GROUPS)
         }
+        bound = staleness_bounds(self._configuration)[self._queue.domain]
         taken: Counter[str] = Counter()
         for each in self._all(topics.SCHEDULED_STEPS):
             taken.update(group.group_id for group in each.record.groups)
             if len(each.record.groups) != self._queue.groups_per_step:
                 raise ViolationError(f"not P groups: {each.record}")
-            if any(g.staleness > staleness_bound(self._queue) for g in each.record.groups):
+            if any(g.staleness > bound for g in each.record.groups):
                 raise ViolationError(f"too stale: {each.record}")
         if set(taken.values()) - {1}:
             raise ViolationError(f"in two steps: {taken}")

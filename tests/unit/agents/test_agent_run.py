@@ -8,82 +8,19 @@ import msgspec
 import pytest
 from msgspec import Raw
 
-from forgemq_agents.app import play_run
 from forgemq_agents.errors import ContextFullError, PolicyFailedError
-from forgemq_agents.settings import AgentsSettings
-from forgemq_agents.user_code import DomainCode
 from forgemq_contracts.admin import AbortRequest, FinishRequest
 from forgemq_contracts.run import (
-    Episodes,
     Evaluation,
-    Model,
-    Queue,
-    RunConfiguration,
-    Trainer,
 )
-from forgemq_telemetry.telemetry import Telemetry
-from tests.memory_gateway import Group, MemoryGateway
-
-
-def configuration(*, slots: int = 2, evaluation: Evaluation | None = None, concurrent_max: int = 8):
-    queue = Queue(
-        domain="count",
-        task_source="unused:unused",
-        agent="unused:unused",
-        group_size=2,
-        groups_per_step=1,
-        slots=slots,
-        window=1,
-    )
-    return RunConfiguration(
-        run="r",
-        seed=3,
-        model=Model(path="m"),
-        queues=(queue,),
-        trainer=Trainer(steps=4),
-        evaluation=evaluation or Evaluation(tasks=2),
-        episodes=Episodes(concurrent_max=concurrent_max),
-    )
-
-
-def numbered(seed: int, domain: str, k: int) -> dict[str, object]:
-    return {"seed": seed, "domain": domain, "k": k}
-
-
-def rounds(gateway: MemoryGateway) -> list[str]:
-    """Evaluation rounds in the order of their first groups."""
-    evaluated = [g for g in gateway.in_order() if g.request.purpose == "eval"]
-    return list(dict.fromkeys(g.request.round_name for g in evaluated))
-
-
-def task_of(group: Group) -> dict[str, object]:
-    return msgspec.json.decode(group.request.task)
-
-
-def attempts(group: Group) -> dict[int, int]:
-    """Number of the newest attempt by index."""
-    return {index: attempt.number for index, attempt in group.attempts.items()}
-
-
-async def well(episode) -> None:
-    completion = await episode.chat([{"role": "user", "content": str(episode.task["k"])}])
-    episode.result = {"said": completion.text}
-    episode.virtual_s = 1.5
-
-
-async def play(gateway, agent, *, samples: int = 0, **changes) -> None:
-    run = configuration(**changes)
-    settings = AgentsSettings(
-        configuration="-",
-        gateway_url=gateway.url,
-        admin_key="admin",
-        poll_s=0.05,
-        samples=samples,
-    )
-    domains = {"count": DomainCode(task_source=numbered, play=agent)}
-    telemetry = Telemetry(service="agents")
-    async with asyncio.timeout(30):
-        await play_run(run, settings, domains, {}, telemetry)
+from tests.unit.agents.agent_run import (
+    attempts,
+    numbered,
+    play,
+    rounds,
+    task_of,
+    well,
+)
 
 
 async def test_a_run_is_evaluated_trained_and_evaluated_again(memory_gateway):

@@ -16,8 +16,8 @@ from forgemq_contracts.run import Evaluation
 from forgemq_telemetry.telemetry import Telemetry
 from tests.memory_gateway import MemoryGateway
 from tests.memory_gateway_http import served
+from tests.unit.agents.agent_run import configuration, numbered
 from tests.unit.agents.conftest import WholeRun
-from tests.unit.agents.test_agent_run import configuration, numbered
 
 pytestmark = [pytest.mark.slow, pytest.mark.wall_clock, pytest.mark.timeout(180)]
 

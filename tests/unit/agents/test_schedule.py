@@ -14,6 +14,7 @@ from forgemq_agents.app import read_configuration
 from forgemq_agents.core.schedule import evaluation_groups, groups_ahead, round_due
 from forgemq_agents.user_code import UserCodeError, load_domains
 from forgemq_contracts.run import Evaluation, Model, Queue, RunConfiguration, Trainer
+from forgemq_contracts.stages import Stage, StageDomain
 
 
 def configuration(*domains: str, code: str = "m", **changes) -> RunConfiguration:
@@ -67,7 +68,7 @@ def test_periodic_rounds_fall_on_multiples_but_not_on_the_ends(every, trained, d
 
 def test_groups_ahead_are_the_slots_and_one_step():
     queue = Queue(domain="a", task_source="", agent="", slots=12, groups_per_step=6)
-    assert groups_ahead(queue) == 18
+    assert groups_ahead(queue, groups_max=6) == 18
 
 
 @pytest.fixture
@@ -116,6 +117,24 @@ def test_a_queue_without_an_agent_is_left_to_others(code_path):
 def test_a_name_that_leads_nowhere_is_refused_with_its_field(code, reason):
     with pytest.raises(UserCodeError, match=rf"queues\.a\.task_source: .*{reason}"):
         load_domains(configuration("a", code=code))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_taken"),
+    [("s, d, k", False), ("s, d, k, difficulty", False), ("s, d, k, difficulty=0", True)],
+)
+def test_a_task_source_must_take_the_difficulty_of_a_stage(code_path, arguments, is_taken):
+    module = f"source_{arguments.count('difficulty')}{int(is_taken)}"
+    text = f"def task({arguments}): pass\nasync def play(episode): pass\n"
+    (code_path / f"{module}.py").write_text(text)
+    own = StageDomain(domain="a", share=1.0, difficulty=0.5)
+    stages = (Stage(from_step=0, domains=(own,)),)
+    run = configuration("a", code=module, code_paths=(str(code_path),), stages=stages)
+    if is_taken:
+        assert set(load_domains(run)) == {"a"}
+        return
+    with pytest.raises(UserCodeError, match=r"^queues\.a\.task_source: must take .* stages\.0"):
+        load_domains(run)
 
 
 def test_the_configuration_is_read_as_the_launcher_writes_it(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
 from forgemq_contracts.domain_settings import DomainSampling
+from forgemq_contracts.stages import Stage, StageDomain
 from tests.unit.gateway.scripted_lane import wall_ms
 from tests.unit.gateway.world import configuration_of, running
 
@@ -52,3 +53,36 @@ async def test_a_groups_own_temperature_goes_before_that_of_its_domain(model: Pa
     async with running(log, configuration, lambda _: "x") as (world, _):
         claim = await world.claim(await world.open_group(temperature=0.25))
     assert claim["temperature"] == 0.25
+
+
+async def test_a_training_group_has_limit_and_sampling_of_its_stage(model: Path) -> None:
+    """Without a word of its stage it has that of the step that trains next; evaluation has none."""
+    run = configuration_of(model)
+    (queue,) = run.queues
+    later = StageDomain(
+        domain=queue.domain,
+        share=1.0,
+        context_tokens_max=300,
+        sampling=DomainSampling(temperature=0.5, max_tokens=120),
+    )
+    first = StageDomain(domain=queue.domain, share=1.0)
+    stages = (Stage(from_step=0, domains=(first,)), Stage(from_step=2, domains=(later,)))
+    configuration = msgspec.structs.replace(run, stages=stages)
+    log = MemoryLog(run="r", clock_ms=wall_ms).open
+    async with running(log, configuration, lambda _: "x") as (world, _):
+        for number, fields in enumerate(({}, {"stage": 1}, {"purpose": "eval"}, {"stage": 2})):
+            body = {"domain": queue.domain, "idempotency_key": f"k{number}", "task": {}} | fields
+            answer = await world.admin("POST", "/v1/groups", body)
+            if answer.status_code == 200:
+                await world.admit(answer.json()["group_id"])
+                await world.claim(answer.json()["group_id"])
+        opened = await world.records(topics.OPENED_EPISODES)
+        requested = await world.records(topics.REQUESTED_GROUPS)
+    opened.sort(key=lambda each: each.opened_ms)
+    requested.sort(key=lambda each: each.idempotency_key)
+    assert [each.stage for each in requested] == [0, 1, None]
+    assert [each.context_tokens_max for each in opened] == [4096, 300, 4096]
+    assert [each.sampling.max_tokens for each in opened] == [200, 120, 200]
+    assert [each.sampling.temperature for each in opened] == [1.0, 0.5, 1.0]
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == "stage: the run has 2 stages, got 2"

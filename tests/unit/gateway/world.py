@@ -224,6 +224,7 @@ class World:
             AdmittedGroup(
                 group_id=group_id,
                 domain=requested.domain,
+                stage=requested.stage,
                 purpose=requested.purpose,
                 group_size=requested.group_size,
                 task=requested.task,

@@ -67,6 +67,8 @@ def test_a_group_becomes_one_tree_and_one_summary_with_its_digest():
         request_tokens=4 + 6 + 4,
         append_tokens=4 + 6 + 4,
         version_min=0,
+        scored=1,
+        solved=1,
     )
 
 

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from forgemq_contracts.groups import MergedGroup
-from forgemq_contracts.run import staleness_bound
+from forgemq_contracts.mixture import Mixture
 from forgemq_scheduler.core.window import WindowedFifo
 from tests.unit.scheduler.scene import Scene, configuration_of, queue_of
 
@@ -154,6 +154,6 @@ def slowest_last(*, slots: int, per_step: int, window: int, steps: int) -> int:
 def test_the_staleness_bound_is_reached_and_never_passed(slots, per_step, window, bound):
     """G3: floor((N + W - 2) / P) exactly; N=8, W=4, P=1 is the published lag of 10."""
     queue = queue_of(slots=slots, per_step=per_step, window=window)
-    assert staleness_bound(queue) == bound
+    assert Mixture([queue], ()).staleness_bound(0) == bound
     steps = bound + 1
     assert slowest_last(slots=slots, per_step=per_step, window=window, steps=steps) == bound

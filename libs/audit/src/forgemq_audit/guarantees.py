@@ -11,7 +11,8 @@ from forgemq_audit.same_logprobs import gap_text, gap_violations, limits_of
 from forgemq_contracts.audit import AuditedGroup, TreeFacts
 from forgemq_contracts.groups import AdmittedGroup, RetiredGroup
 from forgemq_contracts.messages import Message
-from forgemq_contracts.run import RunConfiguration, staleness_limit
+from forgemq_contracts.mixture import staleness_limits
+from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.steps import ScheduledStep, TrainedStep
 from forgemq_contracts.topics import (
     ADMITTED_GROUPS,
@@ -173,7 +174,7 @@ class Ledger:
         return []
 
     def _fresh(self) -> GuaranteeVerdict:
-        limits = {queue.domain: staleness_limit(queue) for queue in self._configuration.queues}
+        limits = staleness_limits(self._configuration)
         wrong = []
         stalest = 0
         groups = 0

@@ -19,7 +19,7 @@ from forgemq_contracts.groups import (
     ScoredGroup,
 )
 from forgemq_contracts.messages import Message
-from forgemq_contracts.run import Queue, staleness_bound, staleness_limit, window_of
+from forgemq_contracts.run import Queue, window_of
 from forgemq_contracts.steps import ScheduledStep, TrainedStep
 from forgemq_contracts.topics import FINISHED_COMPLETIONS
 from forgemq_run_view.forks import ForkBook
@@ -200,7 +200,7 @@ class GroupBook:
             if of == source
         )
 
-    def queue(self, queue: Queue) -> QueueState:
+    def queue(self, queue: Queue, *, groups: int, bound: int, limit: int) -> QueueState:
         """The window of one queue as the log shows it: a scheduled group is taken."""
         entries = sorted(
             (self._entries[group_id] for group_id in self._shown(queue.domain)),
@@ -216,9 +216,9 @@ class GroupBook:
             domain=queue.domain,
             slots=queue.slots,
             window=window_of(queue),
-            groups_per_step=queue.groups_per_step,
-            staleness_bound=staleness_bound(queue),
-            staleness_limit=staleness_limit(queue),
+            groups_per_step=groups,
+            staleness_bound=bound,
+            staleness_limit=limit,
             head=head,
             in_flight=sum(
                 self._entries[each].queue_index is not None

@@ -158,7 +158,7 @@ class QueueState(Struct, frozen=True, kw_only=True):
     domain: str
     slots: int
     window: int
-    groups_per_step: int
+    groups_per_step: Annotated[int, Meta(description="Of the step that trains next.")]
     staleness_bound: int
     staleness_limit: int
     head: Annotated[int | None, Meta(description="H; None if nothing is open.")]

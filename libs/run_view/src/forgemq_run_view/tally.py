@@ -2,11 +2,9 @@
 
 from dataclasses import dataclass
 
+from forgemq_contracts.curriculum import SOLVED_OUTCOME_MIN
 from forgemq_contracts.groups import EpisodeScore
 from forgemq_run_view.state import Tally
-
-SUCCESS_OUTCOME_MIN = 0.5
-"""An outcome grader returns 1 for success and 0 for failure; partial credit counts from half."""
 
 
 @dataclass(slots=True)
@@ -25,7 +23,7 @@ class Sums:
         if score.is_masked:
             return
         self.episodes += 1
-        self.successes += score.outcome >= SUCCESS_OUTCOME_MIN
+        self.successes += score.outcome >= SOLVED_OUTCOME_MIN
         self.reward += score.total
         self.outcome += score.outcome
         self.speed += score.speed

@@ -6,6 +6,7 @@ view.state(now_ms=...)       # what the panel and the page show
 """
 
 from forgemq_contracts.messages import Message
+from forgemq_contracts.mixture import mixture_of, staleness_bounds, staleness_limits
 from forgemq_contracts.run import EndedRun, StartedRun
 from forgemq_contracts.topics import (
     ADMITTED_GROUPS,
@@ -29,7 +30,7 @@ from forgemq_run_view.acceptance import AcceptanceBook
 from forgemq_run_view.effective_yield import effective_yield
 from forgemq_run_view.engines import EngineBook
 from forgemq_run_view.groups import GroupBook
-from forgemq_run_view.state import EndCount, GroupRow, RetiredCount, RunState
+from forgemq_run_view.state import EndCount, GroupRow, QueueState, RetiredCount, RunState
 from forgemq_run_view.steps import StepBook
 
 TOPICS: tuple[Topic, ...] = (
@@ -136,7 +137,19 @@ class RunView:
             evaluations=self._groups.evaluations(),
             imported=self._groups.untrained("import"),
             live=self._groups.untrained("live"),
-            queues=tuple(self._groups.queue(queue) for queue in configuration.queues),
+            queues=self._queues(step=len(points)),
             engines=self._engines.engines(),
             services=self._engines.activity(),
+        )
+
+    def _queues(self, *, step: int) -> tuple[QueueState, ...]:
+        """The queues, with what they give to this step."""
+        configuration = self._started.configuration
+        bounds, limits = staleness_bounds(configuration), staleness_limits(configuration)
+        groups = mixture_of(configuration).groups(step)
+        return tuple(
+            self._groups.queue(
+                queue, groups=number, bound=bounds[queue.domain], limit=limits[queue.domain]
+            )
+            for queue, number in zip(configuration.queues, groups, strict=True)
         )

@@ -16,6 +16,7 @@ from forgemq_agents.lease_thread import LeaseThread
 from forgemq_agents.requests import JsonRequests, Retry
 from forgemq_agents.run import AgentRun
 from forgemq_agents.settings import AgentsSettings
+from forgemq_agents.task_choice import TaskChoice
 from forgemq_agents.user_code import DomainCode, UserCodeError, load_domains
 from forgemq_contracts.players import shortage
 from forgemq_contracts.run import RunConfiguration
@@ -60,6 +61,9 @@ def run_agents(environ: Mapping[str, str]) -> int:
     except* GatewayError as errors:
         telemetry.event("failed", error=str(causes(errors)[0]))
         status = EXIT_FAILED
+    except* UserCodeError as errors:
+        telemetry.event("refused", error=str(causes(errors)[0]))
+        status = EXIT_REFUSED
     finally:
         telemetry.close()
     return status
@@ -100,18 +104,38 @@ async def play_run(
             ),
             domains=domains,
             seed=configuration.seed,
+            stages=configuration.stages,
             episodes_max=configuration.episodes.concurrent_max,
         )
         run = AgentRun(
             configuration,
             gateway=gateway,
             groups=groups,
+            choices=_choices(configuration, domains, gateway),
             telemetry=telemetry,
             poll_s=settings.poll_s,
         )
         if short := shortage(configuration):
             telemetry.event("few_players", detail=short)
         await (run.judge(samples=settings.samples) if settings.samples else run.play())
+
+
+def _choices(
+    configuration: RunConfiguration, domains: Mapping[str, DomainCode], gateway: GatewayClient
+) -> dict[str, TaskChoice]:
+    """The curricula of the run, by domain."""
+    return {
+        queue.domain: TaskChoice(
+            queue.curriculum,
+            domain=queue.domain,
+            seed=configuration.seed,
+            sampler=sampler,
+            pool=domains[queue.domain].pool,
+            gateway=gateway,
+        )
+        for queue in configuration.queues
+        if queue.curriculum is not None and (sampler := domains[queue.domain].sampler) is not None
+    }
 
 
 async def _run_until_signal(playing: Coroutine[None, None, None]) -> None:

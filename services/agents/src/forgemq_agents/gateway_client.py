@@ -10,17 +10,21 @@ from forgemq_agents.errors import EpisodeOverError, TrainingEndedError
 from forgemq_agents.requests import JsonReply, JsonRequests
 from forgemq_contracts import admin_routes
 from forgemq_contracts.admin import (
+    RESULTS_MAX,
     AbortRequest,
     Claim,
     ClaimRequest,
+    DomainResults,
     FinishRequest,
     GroupQuery,
     GroupRequest,
     GroupStatus,
+    ResultsQuery,
     RewardRequest,
     RunStatus,
 )
 from forgemq_contracts.admin_routes import Route
+from forgemq_contracts.curriculum import TaskResult
 
 
 class GatewayClient:
@@ -93,6 +97,17 @@ class GatewayClient:
         """Read how far the run is."""
         reply = await self._send(admin_routes.READ_RUN)
         return msgspec.json.decode(reply.body, type=RunStatus)
+
+    async def read_results(self, domain: str, *, after: int) -> tuple[TaskResult, ...]:
+        """Read the results of a domain's curriculum from this index on, all that there are."""
+        found: list[TaskResult] = []
+        while True:
+            query = ResultsQuery(after=after + len(found))
+            reply = await self._send(admin_routes.READ_RESULTS, {"domain": domain}, query=query)
+            answer = msgspec.json.decode(reply.body, type=DomainResults)
+            found += answer.results
+            if len(answer.results) < RESULTS_MAX:
+                return tuple(found)
 
     async def _send(
         self,

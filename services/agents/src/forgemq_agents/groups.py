@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Mapping
+from typing import NamedTuple
 
 import msgspec
 from msgspec import Raw
@@ -13,11 +14,19 @@ from forgemq_agents.gateway_client import GatewayClient
 from forgemq_agents.room import Reservation, Room
 from forgemq_agents.user_code import DomainCode
 from forgemq_contracts.admin import Claim, GroupRequest, GroupStatus
+from forgemq_contracts.stages import Stage, of_domain
 
 # Length of one long poll for a slot. It may be long: the gateway answers at the change itself.
 SLOT_WAIT_S = 20.0
 # A freed episode is no change of its group's state, so claims are repeated after this time.
 CLAIM_WAIT_S = 5.0
+
+
+class Chosen(NamedTuple):
+    """The task that a curriculum chose, and how many results it knew."""
+
+    task_number: int
+    results_known: int
 
 
 class Groups:
@@ -34,30 +43,44 @@ class Groups:
         player: EpisodePlayer,
         domains: Mapping[str, DomainCode],
         seed: int,
+        stages: tuple[Stage, ...],
         episodes_max: int,
     ) -> None:
         self._gateway = gateway
         self._player = player
         self._domains = domains
         self._seed = seed
+        self._stages = stages
         self._room = Room(episodes_max)
         # One group of each kind claims at a time, in the order in which they were admitted. If all
         # took turns, all would begin, and with little room none would end before its deadline.
         self._claiming = {is_training: asyncio.Lock() for is_training in (True, False)}
         self.training_ended = asyncio.Event()
 
-    async def request_training(self, domain: str, task_number: int) -> GroupStatus:
-        """Ask for the group of one training task.
+    async def request_training(
+        self, domain: str, number: int, *, stage: int | None, chosen: Chosen | None
+    ) -> GroupStatus:
+        """Ask for a training group, as hard as its stage says.
+
+        Args:
+            domain: Of its queue.
+            number: That of the group; of the task, too, if nothing chose one.
+            stage: None in a run without stages.
+            chosen: The task that a curriculum chose.
 
         Raises:
             TrainingEndedError: no further training group is taken.
         """
+        task_number = number if chosen is None else chosen.task_number
         return await self._gateway.request_group(
             GroupRequest(
                 domain=domain,
-                idempotency_key=training_key(domain, task_number),
-                task=await self._make_task(domain, task_number),
+                idempotency_key=training_key(domain, number),
+                task=await self._make_task(domain, task_number, stage=stage),
                 purpose="train",
+                stage=stage,
+                task_number=None if chosen is None else chosen.task_number,
+                results_known=0 if chosen is None else chosen.results_known,
                 takes_known=True,  # A source may make another task of a number than before.
             )
         )
@@ -150,8 +173,10 @@ class Groups:
         task.add_done_callback(lambda _: place.leave())
         return task
 
-    async def _make_task(self, domain: str, task_number: int) -> Raw:
+    async def _make_task(self, domain: str, task_number: int, *, stage: int | None = None) -> Raw:
         # In a thread: a source may read a data set, and heartbeats must go on meanwhile.
         source = self._domains[domain].task_source
-        task = await asyncio.to_thread(source, self._seed, domain, task_number)
+        own = of_domain(self._stages, stage, domain=domain)
+        hardness = {} if own is None or own.difficulty is None else {"difficulty": own.difficulty}
+        task = await asyncio.to_thread(source, self._seed, domain, task_number, **hardness)
         return Raw(msgspec.json.encode(task))

@@ -11,22 +11,21 @@ leases have lapsed.
 
 import asyncio
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from forgemq_agents.core.schedule import (
     END,
     JUDGED,
     EvaluationGroup,
     evaluation_groups,
-    groups_ahead,
     judged_groups,
     plays_start_round,
     round_due,
 )
-from forgemq_agents.errors import GatewayError, TrainingEndedError
 from forgemq_agents.gateway_client import GatewayClient
 from forgemq_agents.groups import Groups
-from forgemq_contracts.admin import GroupStatus
+from forgemq_agents.supply import Supply
+from forgemq_agents.task_choice import TaskChoice
 from forgemq_contracts.rounds import START_ROUND
 from forgemq_contracts.run import Queue, RunConfiguration, played_queues
 from forgemq_telemetry.telemetry import Telemetry
@@ -41,12 +40,14 @@ class AgentRun:
         *,
         gateway: GatewayClient,
         groups: Groups,
+        choices: Mapping[str, TaskChoice],
         telemetry: Telemetry,
         poll_s: float,
     ) -> None:
         self._configuration = configuration
         self._gateway = gateway
         self._groups = groups
+        self._choices = choices
         self._telemetry = telemetry
         self._poll_s = poll_s
 
@@ -73,7 +74,17 @@ class AgentRun:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._watch_run(start))
             for queue in played_queues(self._configuration):
-                tasks.create_task(self._play_queue(queue))
+                tasks.create_task(self._supply(queue).play())
+
+    def _supply(self, queue: Queue) -> Supply:
+        return Supply(
+            self._configuration,
+            queue,
+            gateway=self._gateway,
+            groups=self._groups,
+            choice=self._choices.get(queue.domain),
+            telemetry=self._telemetry,
+        )
 
     async def _watch_run(self, playing: asyncio.Task[None] | None) -> None:
         """Poll the run: start periodic rounds, one at a time, and note the end of training.
@@ -98,33 +109,6 @@ class AgentRun:
                     last_round = due
                     playing = rounds.create_task(self._play_round(due))
                 await asyncio.sleep(self._poll_s)
-
-    async def _play_queue(self, queue: Queue) -> None:
-        """Keep the queue supplied with groups until training ends."""
-        ahead = asyncio.Semaphore(groups_ahead(queue))
-        status = await self._gateway.read_run()
-        async with asyncio.TaskGroup() as playing:
-            for number in itertools.count(status.first_tasks.get(queue.domain, 0)):
-                await ahead.acquire()
-                try:
-                    group = await self._request_group(queue.domain, number)
-                except TrainingEndedError:
-                    self._groups.training_ended.set()
-                    return
-                task = playing.create_task(
-                    self._groups.play(group, domain=queue.domain, is_training=True)
-                )
-                task.add_done_callback(lambda _: ahead.release())
-
-    async def _request_group(self, domain: str, number: int) -> GroupStatus:
-        """Ask until the gateway has room for the group, however long that takes."""
-        while True:
-            try:
-                return await self._groups.request_training(domain, number)
-            except GatewayError as error:
-                if error.status != 429:
-                    raise
-                self._telemetry.event("no_room", domain=domain, task_number=number)
 
     async def _begin_round(self, name: str) -> None:
         """Ask for the round's first group; an answer means that it is on the log."""

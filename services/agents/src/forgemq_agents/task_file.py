@@ -26,9 +26,23 @@ class TaskFile:
     """
 
     def __init__(
-        self, training: Sequence[Any], held_out: Sequence[Any], *, held_out_from: int
+        self,
+        training: Sequence[Any],
+        held_out: Sequence[Any],
+        *,
+        held_out_from: int,
+        is_pool: bool = False,
     ) -> None:
-        """A source of these tasks, JSON-able values; at least one trains."""
+        """A source of these tasks, JSON-able values; at least one trains.
+
+        Args:
+            training: Tasks that train.
+            held_out: Tasks of evaluation.
+            held_out_from: Number of the first of these.
+            is_pool: Task number n is training task n: something else chooses the order.
+        """
+        self.count = len(training)
+        self._is_pool = is_pool
         self._training, self._held_out = training, held_out
         self._held_out_from = held_out_from
         self._order = lru_cache(maxsize=_PASSES_KEPT)(self._order_of)
@@ -37,6 +51,8 @@ class TaskFile:
         """The task of this number."""
         if number >= self._held_out_from:
             return self._held_out[number - self._held_out_from]
+        if self._is_pool:
+            return self._training[number]
         passes, place = divmod(number, len(self._training))
         return self._training[self._order(seed, domain, passes)[place]]
 

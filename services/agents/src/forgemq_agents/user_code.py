@@ -1,17 +1,20 @@
 """Loads the user's functions by the names in the run's configuration."""
 
 import importlib
+import inspect
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forgemq_agents.core.samplers import READY, Sampler
 from forgemq_agents.episode import Episode
 from forgemq_agents.task_file import TaskFile, TaskFileError, read_tasks
 from forgemq_contracts.run import Evaluation, Queue, RunConfiguration, played_queues
 
-TaskSource = Callable[[int, str, int], Any]
+TaskSource = Callable[..., Any]
+"""(seed, domain, number) -> task; in a stage that gives a difficulty, with `difficulty=` too."""
 Play = Callable[[Episode], Awaitable[None]]
 
 
@@ -25,6 +28,19 @@ class DomainCode:
 
     task_source: TaskSource
     play: Play
+    sampler: Sampler | None = None
+    pool: int = 0
+
+
+def sampled(number: object, *, pool: int, name: str) -> int:
+    """The task number that a sampler returned.
+
+    Raises:
+        UserCodeError: The pool has no such task.
+    """
+    if isinstance(number, int) and 0 <= number < pool:
+        return number
+    raise UserCodeError(f"{name}: must return a task number from 0 to {pool - 1}, got {number!r}")
 
 
 def load_domains(configuration: RunConfiguration) -> dict[str, DomainCode]:
@@ -37,7 +53,24 @@ def load_domains(configuration: RunConfiguration) -> dict[str, DomainCode]:
     played = played_queues(configuration)
     if not played:
         raise UserCodeError("queues: none has an agent, so there is nothing to play here")
-    return {queue.domain: _domain_code(queue, configuration.evaluation) for queue in played}
+    domains = {queue.domain: _domain_code(queue, configuration.evaluation) for queue in played}
+    for index, stage in enumerate(configuration.stages):
+        for own in stage.domains:
+            if own.difficulty is not None:
+                source = domains[own.domain].task_source
+                _check_takes_difficulty(source, domain=own.domain, stage=index)
+    return domains
+
+
+def _check_takes_difficulty(source: TaskSource, *, domain: str, stage: int) -> None:
+    try:
+        inspect.signature(source).bind(0, domain, 0, difficulty=0.0)
+        inspect.signature(source).bind(0, domain, 0)
+    except TypeError as error:
+        raise UserCodeError(
+            f"queues.{domain}.task_source: must take (seed, domain, number) and, since "
+            f"stages.{stage} gives one, difficulty with a default: {error}"
+        ) from error
 
 
 def add_code_paths(code_paths: Sequence[str]) -> None:
@@ -53,7 +86,16 @@ def _domain_code(queue: Queue, evaluation: Evaluation) -> DomainCode:
         source: TaskSource = _task_file(queue, evaluation)
     else:
         source = _function(queue.task_source, field=f"{field}.task_source")
-    return DomainCode(task_source=source, play=_function(queue.agent, field=f"{field}.agent"))
+    play = _function(queue.agent, field=f"{field}.agent")
+    if queue.curriculum is None:
+        return DomainCode(task_source=source, play=play)
+    name = queue.curriculum.sampler
+    sampler = READY.get(name) or _function(name, field=f"{field}.curriculum.sampler")
+    pool = queue.curriculum.tasks
+    if pool is None:
+        assert isinstance(source, TaskFile), "a pool without a size is that of a file"
+        pool = source.count
+    return DomainCode(task_source=source, play=play, sampler=sampler, pool=pool)
 
 
 def _task_file(queue: Queue, evaluation: Evaluation) -> TaskFile:
@@ -67,7 +109,12 @@ def _task_file(queue: Queue, evaluation: Evaluation) -> TaskFile:
             f"{name}.held_out_file: {queue.held_out_file} has {len(held_out)} tasks, and "
             f"evaluation.tasks is {evaluation.tasks}"
         )
-    return TaskFile(training, held_out, held_out_from=evaluation.task_offset)
+    return TaskFile(
+        training,
+        held_out,
+        held_out_from=evaluation.task_offset,
+        is_pool=queue.curriculum is not None,
+    )
 
 
 def _tasks(path: str, *, field: str) -> list[Any]:

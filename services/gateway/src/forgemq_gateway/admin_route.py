@@ -14,12 +14,14 @@ from forgemq_contracts.admin import (
     AbortRequest,
     Claim,
     ClaimRequest,
+    DomainResults,
     FinishRequest,
     GroupQuery,
     GroupRequest,
     GroupStatus,
     Lease,
     Recorded,
+    ResultsQuery,
     RewardRequest,
     RunStatus,
 )
@@ -138,6 +140,12 @@ def _add_groups(app: FastAPI, operations: Operations) -> None:
     @_serve(app, admin_routes.READ_RUN)
     async def read_run() -> RunStatus:
         return operations.run()
+
+    @_serve(app, admin_routes.READ_RESULTS)
+    async def read_results(
+        domain: str, asked: Annotated[ResultsQuery, Depends(query_of(ResultsQuery))]
+    ) -> DomainResults:
+        return operations.results(domain, after=asked.after)
 
 
 def _add_episodes(app: FastAPI, operations: Operations) -> None:

@@ -83,7 +83,7 @@ class Openings:
     ) -> tuple[OpenedEpisode, str]:
         """The record that opens this attempt, and the attempt's key."""
         facts, configuration = group.facts, self._configuration
-        sampling = sampling_of(configuration, domain=facts.domain)
+        sampling = sampling_of(configuration, domain=facts.domain, stage=facts.stage)
         identifier = episode_id(group=facts.group_id, index=index, attempt=attempt)
         key = self._keys.key_of(identifier)
         opened = OpenedEpisode(
@@ -95,7 +95,9 @@ class Openings:
             sampling=pinned_sampling(sampling, temperature=facts.temperature),
             history=history_of(configuration, domain=facts.domain),
             stream=stream_of(configuration, domain=facts.domain),
-            context_tokens_max=context_tokens_max_of(configuration, domain=facts.domain),
+            context_tokens_max=context_tokens_max_of(
+                configuration, domain=facts.domain, stage=facts.stage
+            ),
             lease_s=configuration.episodes.lease_s if lease_s is None else lease_s,
             opened_ms=self._clock.wall_ms(),
             session=session,

@@ -8,8 +8,10 @@ from msgspec import Raw, UnsetType
 
 from forgemq_bus.errors import LogUnavailableError
 from forgemq_contracts.admin import (
+    RESULTS_MAX,
     AbortRequest,
     Claim,
+    DomainResults,
     FinishRequest,
     GroupRequest,
     GroupState,
@@ -23,6 +25,7 @@ from forgemq_contracts.fields import TruncationCause
 from forgemq_contracts.groups import RequestedGroup
 from forgemq_contracts.partitions import group_id
 from forgemq_contracts.run import Queue
+from forgemq_contracts.stages import stage_at
 from forgemq_gateway.access import Access
 from forgemq_gateway.context import GatewayContext
 from forgemq_gateway.core.episodes import Ending, HeldEpisode, reported_reward
@@ -96,6 +99,9 @@ class Operations:
             temperature=request.temperature,
             round_name=request.round_name,
             source=request.source,
+            stage=self._stage(request),
+            task_number=request.task_number,
+            results_known=request.results_known,
         )
         tenure = self._access.tenure(group)
         async with self._alone(group):
@@ -112,6 +118,15 @@ class Operations:
             self._registry.apply_requested_group(record)
         self._telemetry.count("gateway.groups_requested")
         return self.group(group)
+
+    def _stage(self, request: GroupRequest) -> int | None:
+        """The stage that the group belongs to; None if it has none."""
+        if request.stage is not None and request.stage >= len(self._configuration.stages):
+            count = len(self._configuration.stages)
+            raise invalid(f"stage: the run has {count} stages, got {request.stage}", param="stage")
+        if request.stage is None and request.purpose == "train":
+            return stage_at(self._configuration.stages, self._registry.steps_trained)
+        return request.stage
 
     def _alone(self, identifier: str) -> asyncio.Lock:
         """Held while one request that must not meet another about this id is served."""
@@ -366,6 +381,18 @@ class Operations:
             domains=domains,
             first_tasks={d: first_task(self._registry, domain=d) for d in domains},
         )
+
+    def results(self, domain: str, *, after: int) -> DomainResults:
+        """Results of the domain's curriculum from this index on, at most `RESULTS_MAX`.
+
+        Raises:
+            RefusedError: 404, there is no such domain.
+        """
+        if all(queue.domain != domain for queue in self._configuration.queues):
+            raise unknown(f"there is no domain {domain!r}")
+        known = self._registry.results.get(domain)
+        found = () if known is None else known.after(after, count_max=RESULTS_MAX)
+        return DomainResults(results=tuple(found))
 
     def _wait_s(self, wait_s: float) -> float:
         return min(max(wait_s, 0.0), self._settings.long_poll_s_max)

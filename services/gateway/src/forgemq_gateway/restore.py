@@ -161,6 +161,8 @@ class Restore:
                 start = min(start, self._unasked_from(place))
             if place.topic == topics.RETIRED_GROUPS.name:
                 start = min(start, ends[place] - RETIRED_STATUSES_MAX)
+                if any(queue.curriculum is not None for queue in self._configuration.queues):
+                    start = first  # Their results are served for the life of the run.
             if place.topic in _REPORTS:
                 start = ends[place] - _REPORTS_READ_MAX
             if place == ownership.PLACE:

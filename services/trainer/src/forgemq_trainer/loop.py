@@ -18,7 +18,7 @@ from forgemq_bus.decoding import decoded_record
 from forgemq_bus.log import Headers, Place, Reader
 from forgemq_contracts import topics
 from forgemq_contracts.messages import Output
-from forgemq_contracts.run import staleness_limit
+from forgemq_contracts.mixture import staleness_limits
 from forgemq_contracts.steps import ScheduledStep, TrainedStep, TrainingMetrics
 from forgemq_contracts.topics import MERGED_TREES, SCHEDULED_STEPS, TRAINED_STEPS
 from forgemq_shell.dead_letters import DeadLetters
@@ -80,7 +80,7 @@ class TrainingLoop:
         self._restored_version = 0
         configuration = context.configuration
         # No step to come may train a group that is staler, so its tree can be dropped.
-        staleness = max(staleness_limit(queue) for queue in configuration.queues)
+        staleness = max(staleness_limits(configuration).values())
         self._staleness_max = staleness + configuration.trainer.steps_ahead_max
 
     async def run(

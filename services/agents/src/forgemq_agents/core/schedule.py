@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
+from forgemq_contracts.mixture import Mixture
 from forgemq_contracts.run import Evaluation, Queue, RunConfiguration, played_queues
 
 END = "end"
@@ -44,12 +45,27 @@ def training_key(domain: str, task_number: int) -> str:
     return f"{domain}/{task_number}"
 
 
-def groups_ahead(queue: Queue) -> int:
+def groups_ahead(queue: Queue, *, groups_max: int) -> int:
     """Number of training groups that are requested and not over: N in slots, P waiting for one.
 
-    A step frees P slots at once; each then goes to a waiting group without a round trip to us.
+    A step frees at most `groups_max` slots at once; each then goes to a waiting group without a
+    round trip to us.
     """
-    return queue.slots + queue.groups_per_step
+    return queue.slots + groups_max
+
+
+def stage_of_request(
+    mixture: Mixture, queue: int, *, steps_trained: int, outstanding: int
+) -> int | None:
+    """The stage that trains a group that is asked for now, if all groups before it train.
+
+    Args:
+        mixture: Of the run.
+        queue: Number of its queue.
+        steps_trained: As the run says.
+        outstanding: Groups of the queue that were asked for and are not over.
+    """
+    return mixture.stage_of_group(queue, mixture.taken(queue, steps_trained) + outstanding)
 
 
 def evaluation_groups(

@@ -11,6 +11,7 @@ from forgemq_contracts.admin import RewardRequest
 from forgemq_contracts.completions import TurnPart
 from forgemq_contracts.episodes import FinishedEpisode, ForkCount, OpenedEpisode, ReportedReward
 from forgemq_contracts.fields import ForkReason, Source, TruncationCause
+from forgemq_contracts.groups import AdmittedGroup, RequestedGroup
 from forgemq_contracts.partitions import request_id
 from forgemq_gateway.core.held_bytes import HeldBytes
 from forgemq_gateway.core.history import History, KnownCompletion
@@ -52,6 +53,23 @@ class GroupFacts(Struct, frozen=True, kw_only=True):
     round_name: str = ""
     source: Source = "agent"
     idempotency_key: str = ""
+    stage: int | None = None
+    task_number: int | None = None
+
+
+def facts_of(record: RequestedGroup | AdmittedGroup) -> GroupFacts:
+    """What this record says about its group."""
+    return GroupFacts(
+        group_id=record.group_id,
+        domain=record.domain,
+        purpose=record.purpose,
+        group_size=record.group_size,
+        task=record.task,
+        temperature=record.temperature,
+        round_name=record.round_name,
+        source=record.source,
+        stage=record.stage,
+    )
 
 
 class KnownBody(Struct, frozen=True, kw_only=True):

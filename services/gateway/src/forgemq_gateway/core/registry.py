@@ -26,7 +26,7 @@ from forgemq_gateway.core.asked import is_raw, may_be_referred_to
 from forgemq_gateway.core.attempts import RestoredTurn
 from forgemq_gateway.core.completion_tokens import TOKEN_BYTES
 from forgemq_gateway.core.digests import EMPTY_PATH
-from forgemq_gateway.core.episodes import GroupFacts, HeldEpisode
+from forgemq_gateway.core.episodes import HeldEpisode, facts_of
 from forgemq_gateway.core.group import Group
 from forgemq_gateway.core.held_bytes import HeldBytes
 from forgemq_gateway.core.history import NO_OFFSET, KnownCompletion, began_under
@@ -36,6 +36,7 @@ from forgemq_gateway.core.leases import Leases
 from forgemq_gateway.core.message_paths import Branch
 from forgemq_gateway.core.reading import context_tail, tools_of
 from forgemq_gateway.core.replies import Reply, cut_at
+from forgemq_gateway.core.task_results import TaskResults
 from forgemq_gateway.core.turns import OpenTurn, restored
 
 # (output, request id, tools or None for plain text, tail of the context) -> the parsed reply.
@@ -63,6 +64,7 @@ class Registry:
         self.groups: dict[str, Group] = {}
         self.retired: dict[str, GroupStatus] = {}
         self.asked = AskedKeys()
+        self.results: dict[str, TaskResults] = {}
         self.steps_trained = 0
         self.training_ended = False
         self._restored: dict[str, _Restored] = {}
@@ -75,9 +77,10 @@ class Registry:
         self.asked.add(record.idempotency_key, domain=record.domain)
         group = self._enter(record)
         if group is not None:
-            # A restart may read the admission first, which has no key.
-            key = record.idempotency_key
-            group.facts = msgspec.structs.replace(group.facts, idempotency_key=key)
+            # A restart may read the admission first, which has neither.
+            key, number = record.idempotency_key, record.task_number
+            facts = msgspec.structs.replace(group.facts, idempotency_key=key, task_number=number)
+            group.facts = facts
 
     def apply_admitted_group(self, record: AdmittedGroup) -> None:
         """Let the group's episodes be claimed."""
@@ -98,22 +101,14 @@ class Registry:
         if group is None:
             self._held.total += len(record.task)
             group = self.groups[record.group_id] = Group(
-                GroupFacts(
-                    group_id=record.group_id,
-                    domain=record.domain,
-                    purpose=record.purpose,
-                    group_size=record.group_size,
-                    task=record.task,
-                    temperature=record.temperature,
-                    round_name=record.round_name,
-                    source=record.source,
-                ),
-                of_run=self._first_prompts,
+                facts_of(record), of_run=self._first_prompts
             )
         return group
 
     def apply_retired_group(self, record: RetiredGroup) -> Group | None:
         """Drop the group and its trees; returns it, so that its open turns can be ended."""
+        if record.result is not None:
+            self.results.setdefault(record.domain, TaskResults()).add(record.result)
         group = self.groups.pop(record.group_id, None)
         if group is not None:
             self._held.total -= len(group.facts.task)
@@ -305,6 +300,7 @@ class Registry:
             queue_index=group.queue_index,
             open=group.open_count(),
             finished=len(group.finished),
+            task_number=group.facts.task_number,
         )
 
     def _note(self, episode: HeldEpisode, part: TurnPart, request_id: str) -> None:

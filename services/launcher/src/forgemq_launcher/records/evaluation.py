@@ -7,13 +7,13 @@ from msgspec import Struct
 from forgemq_bus.kept_records import message_of, read_all
 from forgemq_bus.log import Log
 from forgemq_bus.partitions import partitions_of
+from forgemq_contracts.curriculum import SOLVED_OUTCOME_MIN
 from forgemq_contracts.domains import sampling_of
 from forgemq_contracts.fields import NamedValue
 from forgemq_contracts.groups import RequestedGroup, ScoredGroup
 from forgemq_contracts.run import StartedRun, played_queues
 from forgemq_contracts.topics import REQUESTED_GROUPS, SCORED_GROUPS
 from forgemq_run_view.pass_at_k import CONFIDENCE, PassRate, TaskResult, pass_rates
-from forgemq_run_view.tally import SUCCESS_OUTCOME_MIN
 
 
 class DomainEvaluation(Struct, frozen=True, kw_only=True):
@@ -97,7 +97,7 @@ def _evaluation(
             group_id=group.group_id,
             samples=sum(not score.is_masked for score in group.episodes),
             successes=sum(
-                not score.is_masked and score.outcome >= SUCCESS_OUTCOME_MIN
+                not score.is_masked and score.outcome >= SOLVED_OUTCOME_MIN
                 for score in group.episodes
             ),
         )

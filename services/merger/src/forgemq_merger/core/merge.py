@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from forgemq_contracts import topics
+from forgemq_contracts.curriculum import SOLVED_OUTCOME_MIN
 from forgemq_contracts.groups import MergedGroup, NotTrainable, ScoredCompletion, ScoredGroup
 from forgemq_contracts.trees import MergedTree
 from forgemq_merger.core.completions import KeptCompletion
@@ -81,6 +82,18 @@ def not_merged(
         partition=partition,
         not_trainable=reason,
         detail=detail,
+        scored=_scored(scored),
+        solved=_solved(scored),
+    )
+
+
+def _scored(group: ScoredGroup) -> int:
+    return sum(not episode.is_masked for episode in group.episodes)
+
+
+def _solved(group: ScoredGroup) -> int:
+    return sum(
+        episode.outcome >= SOLVED_OUTCOME_MIN for episode in group.episodes if not episode.is_masked
     )
 
 
@@ -284,6 +297,8 @@ def _summary(
         request_tokens=sum(sample.length for sample in samples),
         append_tokens=_append_tokens(samples, tree),
         version_min=min(span.version for span in spans),
+        scored=_scored(scored),
+        solved=_solved(scored),
     )
 
 

@@ -3,9 +3,11 @@
 from collections import deque
 from collections.abc import Iterable, MutableSequence
 
-from forgemq_contracts.groups import MergedGroup, RequestedGroup
-from forgemq_contracts.run import Queue, staleness_limit, window_of
+from forgemq_contracts.groups import MergedGroup, RequestedGroup, RetiredGroup, RetireReason
+from forgemq_contracts.mixture import Mixture, mixture_of, staleness_limits
+from forgemq_contracts.run import Queue, RunConfiguration, window_of
 from forgemq_contracts.steps import ScheduledGroup
+from forgemq_scheduler.core.choices import choice_of, result_of
 from forgemq_scheduler.core.snapshot import GroupPhase, OpenGroup, QueueSnapshot
 from forgemq_scheduler.core.window import WindowedFifo
 
@@ -13,28 +15,52 @@ from forgemq_scheduler.core.window import WindowedFifo
 class DomainQueue:
     """State of one queue; the scheduler decides when each change happens."""
 
-    def __init__(self, settings: Queue) -> None:
+    def __init__(
+        self, settings: Queue, *, staleness_limit: int, mixture: Mixture, number: int
+    ) -> None:
+        """An empty queue, number `number` of the run."""
         self.settings = settings
-        self.staleness_limit = staleness_limit(settings)
+        self.staleness_limit = staleness_limit
+        self._mixture, self._number = mixture, number
         self.waiting: deque[RequestedGroup] = deque()
         self.groups: dict[int, OpenGroup] = {}  # by queue index, ascending
         self.fifo = WindowedFifo(window=window_of(settings))
         self.forming: list[ScheduledGroup] = []
+        self._results = 0
 
-    @property
-    def is_full(self) -> bool:
-        """Whether the step that forms has its P groups from this queue."""
-        return len(self.forming) == self.settings.groups_per_step
+    def is_full(self, step: int) -> bool:
+        """Whether the step that forms has its groups from this queue."""
+        return len(self.forming) == self._mixture.groups(step)[self._number]
 
-    def admit(self, group_id: str, *, queue: int, deadline_ms: int) -> OpenGroup:
+    def slots_free(self, *, held: int, version: int, step: int) -> int:
+        """Groups that may be admitted now.
+
+        If a stage to come leaves the domain out, no more than the steps before it still take: what
+        is left then would grow stale until the domain comes back. While one leaves it out, none.
+
+        Args:
+            held: Slots that trained steps still hold.
+            version: Weights that serve.
+            step: The step that forms.
+        """
+        free = self.settings.slots - len(self.groups) - held
+        end = self._mixture.presence_end(self._number, version)
+        if end is None:
+            return free
+        taken = self._mixture.taken(self._number, step) + len(self.forming)
+        left = self._mixture.taken(self._number, end) - taken - self.fifo.untaken_count
+        return min(free, left)
+
+    def admit(self, request: RequestedGroup, *, deadline_ms: int, version: int) -> OpenGroup:
         """Append a group to the generation queue; its slot is taken from here on."""
         index = self.fifo.append()
         group = OpenGroup(
-            group_id=group_id,
-            queue=queue,
+            group_id=request.group_id,
+            queue=self._number,
             queue_index=index,
             deadline_ms=deadline_ms,
             phase="unclaimed",
+            choice=choice_of(request, version=version),
         )
         self.groups[index] = group
         return group
@@ -60,6 +86,30 @@ class DomainQueue:
                 request_tokens=merged.request_tokens,
                 append_tokens=merged.append_tokens,
             )
+        )
+
+    def close(
+        self, group: OpenGroup, *, reason: RetireReason, step: int | None, detail: str
+    ) -> RetiredGroup:
+        """Drop a group that retires; returns the record that ends it.
+
+        An evaluation group, which is in no queue, has only its domain from here.
+        """
+        result = None
+        if group.queue_index is not None:
+            del self.groups[group.queue_index]
+        if group.choice is not None:
+            result = result_of(group.choice, index=self._results)
+            self._results += 1
+        return RetiredGroup(
+            group_id=group.group_id,
+            domain=self.settings.domain,
+            purpose="eval" if group.queue_index is None else "train",
+            reason=reason,
+            queue_index=group.queue_index,
+            step=step,
+            detail=detail,
+            result=result,
         )
 
     def is_taken(self, group: OpenGroup) -> bool:
@@ -96,6 +146,7 @@ class DomainQueue:
             taken=taken,
             finished=finished,
             forming=tuple(self.forming),
+            results=self._results,
         )
 
     def restore(self, state: QueueSnapshot) -> None:
@@ -111,6 +162,7 @@ class DomainQueue:
             finished=state.finished,
         )
         self.forming = list(state.forming)
+        self._results = state.results
 
     def _check(self, scheduled_ids: set[str]) -> None:
         """Assert the invariants.
@@ -120,11 +172,20 @@ class DomainQueue:
         """
         self.fifo._check()
         assert len(self.groups) <= self.settings.slots, "more open groups than slots"
-        assert len(self.forming) <= self.settings.groups_per_step
+        assert len(self.forming) <= self._mixture.groups_max(self._number)
         taken = scheduled_ids | {group.group_id for group in self.forming}
         for index, group in self.groups.items():
             is_taken = group.group_id in taken
             assert is_taken != self.fifo.is_untaken(index), "taken or in the window's queue"
+
+
+def queues_of(configuration: RunConfiguration) -> list[DomainQueue]:
+    """The queues of a run, empty, in the order of its configuration."""
+    mixture, limits = mixture_of(configuration), staleness_limits(configuration)
+    return [
+        DomainQueue(queue, staleness_limit=limits[queue.domain], mixture=mixture, number=number)
+        for number, queue in enumerate(configuration.queues)
+    ]
 
 
 def withdraw(

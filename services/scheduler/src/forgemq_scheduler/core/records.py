@@ -7,10 +7,11 @@ from forgemq_contracts.groups import (
     ClosedGroup,
     RequestedGroup,
     RetiredGroup,
-    RetireReason,
 )
 from forgemq_contracts.lanes import WeightsId
+from forgemq_contracts.mixture import Mixture
 from forgemq_contracts.run import Queue
+from forgemq_contracts.steps import ScheduledGroup, ScheduledStep
 from forgemq_scheduler.core.snapshot import OpenGroup
 
 DETAIL_MAX = 500
@@ -40,6 +41,7 @@ def admitted_group(
         temperature=request.temperature,
         round_name=request.round_name,
         source=request.source,
+        stage=request.stage,
     )
 
 
@@ -63,21 +65,6 @@ def expiry(group: OpenGroup, *, settings: Queue) -> str:
     return f"past its deadline, and not scored within another {within_s}"
 
 
-def retired_group(
-    group: OpenGroup, *, domain: DomainName, reason: RetireReason, step: int | None, detail: str
-) -> RetiredGroup:
-    """The record that ends an admitted group."""
-    return RetiredGroup(
-        group_id=group.group_id,
-        domain=domain,
-        purpose="eval" if group.queue_index is None else "train",
-        reason=reason,
-        queue_index=group.queue_index,
-        step=step,
-        detail=detail,
-    )
-
-
 def failure(letter: DeadLetter) -> str:
     """Why a group fails: names its bad record."""
     return f"{letter.topic} at offset {letter.offset} is no record: {letter.reason}"[:DETAIL_MAX]
@@ -99,4 +86,17 @@ def never_admitted(
         purpose="train" if request is None else request.purpose,
         reason="failed",
         detail=failure(letter),
+    )
+
+
+def scheduled_step(
+    step: int, *, groups: tuple[ScheduledGroup, ...], mixture: Mixture, is_last: bool
+) -> ScheduledStep:
+    """The record that lets a step train."""
+    return ScheduledStep(
+        step=step,
+        groups=groups,
+        staleness_bound=mixture.staleness_bound_max,
+        is_last=is_last,
+        stage=mixture.stage(step),
     )

@@ -17,11 +17,13 @@ from forgemq_contracts.episodes import OpenedEpisode
 from forgemq_contracts.groups import MergedGroup, RequestedGroup, RetireReason
 from forgemq_contracts.lanes import WeightsId
 from forgemq_contracts.messages import Event, InvalidRecordError, Output, Tick
+from forgemq_contracts.mixture import mixture_of
 from forgemq_contracts.partitions import group_partition
-from forgemq_contracts.run import RunConfiguration, staleness_bound
-from forgemq_contracts.steps import ScheduledStep, TrainedStep
+from forgemq_contracts.run import RunConfiguration
+from forgemq_contracts.steps import TrainedStep
 from forgemq_contracts.weights import LoadedWeights, ReportedEngine
-from forgemq_scheduler.core.domain_queue import DomainQueue, withdraw
+from forgemq_scheduler.core.choices import scored_choice
+from forgemq_scheduler.core.domain_queue import DomainQueue, queues_of, withdraw
 from forgemq_scheduler.core.evaluations import Evaluations
 from forgemq_scheduler.core.lanes import ServedLanes
 from forgemq_scheduler.core.records import (
@@ -30,7 +32,7 @@ from forgemq_scheduler.core.records import (
     expiry,
     failure,
     never_admitted,
-    retired_group,
+    scheduled_step,
 )
 from forgemq_scheduler.core.slots import Slots
 from forgemq_scheduler.core.snapshot import OpenGroup, SchedulerSnapshot, TakenStep
@@ -52,8 +54,8 @@ class SchedulerCore:
 
     def __init__(self, configuration: RunConfiguration) -> None:
         self._partitions = configuration.log.group_partitions
-        self._bound = max(staleness_bound(queue) for queue in configuration.queues)
-        self._queues = [DomainQueue(queue) for queue in configuration.queues]
+        self._mixture = mixture_of(configuration)
+        self._queues = queues_of(configuration)
         self._numbers = {queue.domain: n for n, queue in enumerate(configuration.queues)}
         self._now_ms = 0
         self._lanes = ServedLanes()
@@ -197,15 +199,17 @@ class SchedulerCore:
         if group.queue_index is None:
             self._retire(group, merged.not_trainable or "evaluated", detail=merged.detail)
             return
-        fifo = self._queues[group.queue].fifo
-        if fifo.is_finished(group.queue_index) or not fifo.is_untaken(group.queue_index):
+        index, fifo = group.queue_index, self._queues[group.queue].fifo
+        if fifo.is_finished(index) or not fifo.is_untaken(index):
             return  # the record is delivered a second time
+        if group.choice is not None:
+            group = self._keep(group, choice=scored_choice(group.choice, merged))
         if merged.not_trainable == "failed" and group.phase == "closed":
             self._remove(group, "expired", detail=f"past its deadline; {merged.detail}")
         elif merged.not_trainable:
             self._remove(group, merged.not_trainable, detail=merged.detail)
         else:
-            fifo.finish(group.queue_index, merged)
+            fifo.finish(index, merged)
 
     def _on_trained(self, trained: TrainedStep) -> None:
         taken = self._steps.finish(trained)
@@ -269,7 +273,7 @@ class SchedulerCore:
         while (step := self._steps.forming()) is not None:
             for queue in self._queues:
                 self._take(queue, step=step)
-            if not all(queue.is_full for queue in self._queues):
+            if not all(queue.is_full(step) for queue in self._queues):
                 return
             self._schedule(step)
 
@@ -279,7 +283,7 @@ class SchedulerCore:
             # Even a group that is sampled from the weights that serve would be too stale for this
             # step. Taking would only retire groups, so wait until newer weights serve.
             return
-        while not queue.is_full:
+        while not queue.is_full(step):
             takeable = queue.fifo.next_takeable()
             if takeable is None:
                 return
@@ -305,12 +309,8 @@ class SchedulerCore:
         )
         for queue in self._queues:
             queue.forming.clear()
-        record = ScheduledStep(
-            step=step,
-            groups=groups,
-            staleness_bound=self._bound,
-            is_last=step + 1 == self._steps.count,
-        )
+        is_last = step + 1 == self._steps.count
+        record = scheduled_step(step, groups=groups, mixture=self._mixture, is_last=is_last)
         self._write(topics.SCHEDULED_STEPS, partition=0, record=record)
 
     def _admit_evaluations(self) -> None:
@@ -330,14 +330,14 @@ class SchedulerCore:
     def _admit(self, number: int) -> None:
         queue = self._queues[number]
         weights = self._lanes.at_admission()
-        if weights is None or not self._lanes.is_any_live:
+        if not queue.waiting or weights is None or not self._lanes.is_any_live:
             return
         held = self._slots.held(number, version=weights[1])
-        slots_free = queue.settings.slots - len(queue.groups) - held
+        slots_free = queue.slots_free(held=held, version=weights[1], step=self._steps.scheduled)
         while queue.waiting and slots_free > 0:
             request = queue.waiting.popleft()
             deadline_ms = queue.deadline_ms("unclaimed", now_ms=self._now_ms)
-            group = queue.admit(request.group_id, queue=number, deadline_ms=deadline_ms)
+            group = queue.admit(request, deadline_ms=deadline_ms, version=weights[1])
             self._open_group(request, group, weights=weights)
             slots_free -= 1
 
@@ -345,14 +345,15 @@ class SchedulerCore:
         yield self._evaluations.waiting
         yield from (queue.waiting for queue in self._queues)
 
-    def _keep(self, group: OpenGroup, **changes: object) -> None:
-        """Replace what is known of an open group."""
+    def _keep(self, group: OpenGroup, **changes: object) -> OpenGroup:
+        """Replace what is known of an open group; returns it."""
         changed = msgspec.structs.replace(group, **changes)
         self._open[group.group_id] = changed
         if group.queue_index is None:
             self._evaluations.keep(changed)
         else:
             self._queues[group.queue].groups[group.queue_index] = changed
+        return changed
 
     def _open_group(self, request: RequestedGroup, group: OpenGroup, *, weights: WeightsId) -> None:
         self._requested_ids.remove(request.group_id)
@@ -373,11 +374,8 @@ class SchedulerCore:
         del self._open[group.group_id]
         if group.queue_index is None:
             self._evaluations.close(group.group_id)
-        else:
-            del self._queues[group.queue].groups[group.queue_index]
         self._retired.add(group.group_id)
-        domain = self._queues[group.queue].settings.domain
-        record = retired_group(group, domain=domain, reason=reason, step=step, detail=detail)
+        record = self._queues[group.queue].close(group, reason=reason, step=step, detail=detail)
         partition = group_partition(group.group_id, partitions=self._partitions)
         self._write(topics.RETIRED_GROUPS, partition=partition, record=record)
 

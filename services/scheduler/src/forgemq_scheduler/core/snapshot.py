@@ -13,12 +13,23 @@ GroupPhase: TypeAlias = Literal["unclaimed", "playing", "closed"]
 """unclaimed: no agent has begun an episode. closed: past its deadline, to be scored as it is."""
 
 
+class Choice(Struct, frozen=True, kw_only=True):
+    """Which task of a curriculum a group plays; how its episodes ended, once it is merged."""
+
+    number: int
+    task_number: int
+    version: int
+    scored: int = 0
+    solved: int = 0
+
+
 class OpenGroup(Struct, frozen=True, kw_only=True):
     """An admitted group that is not retired.
 
     Attributes:
         deadline_ms: Of its phase: to be claimed, to be played, to be scored once it is closed.
         failure: Which of its records is bad, if that became known after a step had taken it.
+        choice: None if no curriculum asked for it.
     """
 
     group_id: str
@@ -27,6 +38,7 @@ class OpenGroup(Struct, frozen=True, kw_only=True):
     deadline_ms: int
     failure: str = ""
     phase: GroupPhase = "playing"
+    choice: Choice | None = None
 
 
 class TakenStep(Struct, frozen=True, kw_only=True):
@@ -47,6 +59,7 @@ class QueueSnapshot(Struct, frozen=True, kw_only=True):
     taken: tuple[int, ...]
     finished: tuple[tuple[int, MergedGroup], ...]
     forming: tuple[ScheduledGroup, ...]
+    results: int = 0
 
 
 class SchedulerSnapshot(Struct, frozen=True, kw_only=True):

@@ -42,6 +42,11 @@ class WindowedFifo:
         """Oldest index that is neither taken nor retired; None if the queue is empty."""
         return self._order[0] if self._order else None
 
+    @property
+    def untaken_count(self) -> int:
+        """Groups in the queue that no step has taken."""
+        return len(self._order) - len(self._taken)
+
     def append(self) -> int:
         """Add a group at the end; returns its queue index."""
         index = self.next_index

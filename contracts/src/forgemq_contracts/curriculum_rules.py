@@ -1,0 +1,33 @@
+"""Which curricula a run can have."""
+
+from forgemq_contracts.run import RunConfiguration
+
+
+def check_curricula(configuration: RunConfiguration) -> None:
+    """Refuse curricula that cannot work.
+
+    Raises:
+        ValueError: Names the field and the rule.
+    """
+    for queue in configuration.queues:
+        own, name = queue.curriculum, f"queues.{queue.domain}.curriculum"
+        if own is None:
+            continue
+        if not queue.agent:
+            raise ValueError(f"{name} must be left out if the queue has no agent: it chooses tasks")
+        if queue.task_file and own.tasks is not None:
+            raise ValueError(
+                f"{name}.tasks must be left out if task_file is given: it says how many"
+            )
+        if queue.task_source and own.tasks is None:
+            raise ValueError(f"{name}.tasks must be given with a task_source: the size of the pool")
+        if own.success_min > own.success_max:
+            raise ValueError(
+                f"{name}.success_min must be at most success_max, got {own.success_min:g} and "
+                f"{own.success_max:g}"
+            )
+        if own.tasks is not None and own.tasks > configuration.evaluation.task_offset:
+            raise ValueError(
+                f"{name}.tasks must be at most evaluation.task_offset, from where on tasks are "
+                f"held out, got {own.tasks} and {configuration.evaluation.task_offset}"
+            )
