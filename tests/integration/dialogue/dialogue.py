@@ -16,9 +16,9 @@ TURNS = 3
 TOOL_S = 0.02
 
 
-def task(seed: int, domain: str, k: int) -> dict[str, Any]:
+def task(seed: int, domain: str, k: int, difficulty: float = 0) -> dict[str, Any]:
     """A number to talk about."""
-    return {"number": 1000 * seed + k}
+    return {"number": 1000 * seed + k, "difficulty": difficulty}
 
 
 async def play(episode: Episode) -> None:
