@@ -12,6 +12,7 @@ import pytest
 from forgemq_contracts import topics
 from forgemq_contracts.accounting import RETIRED_IDS_MAX
 from forgemq_contracts.arrays import unpack_ids
+from forgemq_contracts.compatibility import keeps
 from forgemq_contracts.completions import WeightSpan
 from forgemq_contracts.groups import MergedGroup, ScoredCompletion
 from forgemq_contracts.messages import Output, Tick
@@ -276,7 +277,8 @@ def test_groups_of_an_older_snapshot_keep_their_tokens_until_they_are_merged():
     again.restore(core.snapshot())
     groups = msgspec.msgpack.decode(old)["groups"]
     assert len(groups) > 0
-    assert msgspec.msgpack.decode(again.snapshot())["groups"] == groups
+    # Fields that are newer than the snapshot have their defaults.
+    assert keeps(groups, msgspec.msgpack.decode(again.snapshot())["groups"])
 
 
 def test_the_memory_of_closed_groups_is_bounded():
