@@ -47,11 +47,13 @@ GROUP = "g-0123456789abcdef"
 TURN = TurnPart(sequence=0, protocol="chat_completions", body_digest="d")
 
 
-def configuration(model: Path, *, lanes: int = 2, head: Path | None = None) -> RunConfiguration:
+def configuration(
+    model: Path, *, lanes: int = 2, head: Path | None = None, quantization: str = "none"
+) -> RunConfiguration:
     return RunConfiguration(
         run="r",
         seed=0,
-        model=Model(path=str(model), dtype="float32"),
+        model=Model(path=str(model), dtype="float32", engine_quantization=quantization),
         queues=(Queue(domain="shop", task_source="m:f", agent="m:f"),),
         trainer=Trainer(steps=3),
         log=LogLayout(group_partitions=PARTITIONS, lanes=lanes),
@@ -80,13 +82,21 @@ class LaneScene:
     """Writes requests to the log and reads records back; `serving` runs the service."""
 
     def __init__(
-        self, log: Log, *, model: Path, engine_url: str, lane: int = 0, head: Path | None = None
+        self,
+        log: Log,
+        *,
+        model: Path,
+        engine_url: str,
+        lane: int = 0,
+        head: Path | None = None,
+        quantization: str = "none",
     ) -> None:
         self.log = log
         self.model = model
         self.engine_url = engine_url
         self.lane = lane
         self.head = head
+        self.quantization = quantization
         self.events = StringIO()
         self._writer: Any = None
 
@@ -99,7 +109,9 @@ class LaneScene:
         context = Context(
             started=StartedRun(
                 run="r",
-                configuration=configuration(self.model, head=self.head),
+                configuration=configuration(
+                    self.model, head=self.head, quantization=self.quantization
+                ),
                 blobs="memory://",
                 started_ms=1,
             ),

@@ -9,6 +9,7 @@ from forgemq_contracts.lane_engines import check_lanes, is_paired
 from forgemq_contracts.pool import Pool
 from forgemq_contracts.rules import check_tree_limit
 from forgemq_contracts.run import (
+    ENGINE_QUANTIZATIONS,
     LOSS_KINDS,
     Loss,
     RunConfiguration,
@@ -62,6 +63,21 @@ def check(configuration: RunConfiguration) -> None:
     context_tokens_max = configuration.model.context_tokens_max
     check_tree_limit(configuration.trainer.tree_tokens_max, context_tokens_max=context_tokens_max)
     _check_loss(configuration.loss)
+    _check_quantization(configuration)
+
+
+def _check_quantization(configuration: RunConfiguration) -> None:
+    named = configuration.model.engine_quantization
+    if named not in ENGINE_QUANTIZATIONS:
+        raise ValueError(
+            f"model.engine_quantization must be one of {', '.join(ENGINE_QUANTIZATIONS)}: the "
+            f"trainer writes weights in no other format, got {named!r}"
+        )
+    if named != "none" and configuration.speculation is not None:
+        raise ValueError(
+            f"model.engine_quantization must be none if speculation is given, got {named!r}: "
+            "nobody has tried a draft head beside quantised weights"
+        )
 
 
 def _check_loss(loss: Loss) -> None:

@@ -74,6 +74,7 @@ class ServerInfo(msgspec.Struct, frozen=True):
     enable_return_routed_experts: bool = False
     hicache_storage_backend: str | None = None
     speculative_algorithm: str | None = None
+    quantization: str | None = None
     disaggregation_mode: str | None = None
     disaggregation_bootstrap_port: int | None = None
 
