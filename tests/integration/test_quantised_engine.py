@@ -1,6 +1,7 @@
 """A real engine that holds projections as 8-bit floats in blocks, and its new weights."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,12 +16,13 @@ from forgemq_contracts.arrays import unpack_floats, unpack_ids
 from forgemq_fp8_blocks import dequantised, quantise_model
 from forgemq_inference.engine import EngineRefusedError
 from forgemq_sglang_cpu.server import EngineServer
-from tests.engine_fixture import START_TIMEOUT_S, engine_options
+from loadtests.wide_demo import wide_demo
+from tests.engine_fixture import START_TIMEOUT_S, engine_options, reset_engine
 from tests.float8 import nearest
+from tests.integration.launched_run import DIALOGUE, LaunchedRun
 from tests.integration.test_weights_engine import logprobs, perturbed, publisher, spans
 from tests.lane_scene import LaneScene, create_topics
 from tests.ports import free_port
-from tests.wide_demo import wide_demo
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
@@ -48,7 +50,7 @@ def trained(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def fp8_url(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def fp8_server(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     server = EngineServer(
         str(in_blocks(wide)),
         tmp_path_factory.mktemp("engine"),
@@ -61,6 +63,13 @@ def fp8_url(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[st
         yield server.url
     finally:
         server.stop()
+
+
+@pytest.fixture
+def fp8_url(fp8_server: str, wide: Path) -> str:
+    """The engine on the base weights."""
+    reset_engine(fp8_server, in_blocks(wide))
+    return fp8_server
 
 
 @asynccontextmanager
@@ -150,5 +159,34 @@ async def test_an_engine_that_holds_weights_in_full_is_refused_by_name(
     with pytest.raises(ExceptionGroup) as refused:
         async with scene.serving():
             await asyncio.sleep(30)
-    rule = r"^model\.engine_quantization is fp8_blocks, .* --quantization fp8; .* is none$"
+    rule = r"^model\.engine_quantization is fp8_blocks, .* --quantization fp8; that of http"
     assert refused.group_contains(EngineRefusedError, match=rule)
+
+
+@pytest.mark.slow
+def test_a_run_trains_in_full_what_its_engine_samples_in_8_bit_blocks(
+    kafka_bootstrap, new_run_id, tmp_path
+):
+    """The trainer publishes, the engine loads by both ways, and the audit compares the two."""
+    run_id = new_run_id()
+    run = LaunchedRun(tmp_path, {"FORGEMQ_KAFKA": kafka_bootstrap})
+    try:
+        run.start(
+            DIALOGUE,
+            f"run={run_id}",
+            "trainer.steps=3",
+            "evaluation.tasks=0",
+            "model.engine_quantization=fp8_blocks",
+        )
+        status = run.wait_for_end(within_s=800)
+        assert run.left_behind() == []
+    finally:
+        run.close()
+    assert status == 0, run.story()
+    report = run.report(run_id)
+    assert report["guarantees"] == dict.fromkeys(("G1", "G2", "G3", "G4", "G5"), True)
+    # In full it would be below 1e-4.
+    assert report["logprob_gap_max"] > 1e-3
+    output = run.output()
+    assert re.search(r"lane 0 serves version 0 \(durable", output), output
+    assert re.search(r"lane 0 serves version 2 \(fast", output), output

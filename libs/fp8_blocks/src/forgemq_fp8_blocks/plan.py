@@ -22,14 +22,14 @@ class NothingToQuantiseError(ValueError):
     """No projection of the model has whole blocks."""
 
 
-class Plan(NamedTuple):
+class TensorFormats(NamedTuple):
     """Names of tensors that become 8-bit floats, and of modules whose matrix stays as it is."""
 
     quantised: frozenset[str]
     left: tuple[str, ...]
 
 
-def plan(shapes: Mapping[str, Sequence[int]]) -> Plan:
+def plan(shapes: Mapping[str, Sequence[int]]) -> TensorFormats:
     """The plan for a model.
 
     A projection of which rows or columns are no multiple of `BLOCK` stays as it is, and with it
@@ -50,7 +50,7 @@ def plan(shapes: Mapping[str, Sequence[int]]) -> Plan:
         )
     matrices = {name for name, shape in shapes.items() if len(shape) > 1} - chosen
     left = {name.removesuffix(".weight") for name in matrices} | {"lm_head"}
-    return Plan(chosen, tuple(sorted(left)))
+    return TensorFormats(chosen, tuple(sorted(left)))
 
 
 def _is_whole(name: str, shapes: Mapping[str, Sequence[int]]) -> bool:
