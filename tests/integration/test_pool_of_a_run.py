@@ -40,6 +40,10 @@ def test_engines_fetch_what_another_one_computed_and_every_guarantee_holds(
     finally:
         run.close()
     assert status == 0, run.story()
+    # SGLang refuses new weights while K/V is on its way to the pool, unless that is waited for.
+    assert "restarting" not in run.output()
+    logs = (run.runs / run_id / "logs").glob("inference-*.log")
+    assert [log.name for log in logs if '"event":"load_failed"' in log.read_text()] == []
     report = run.report(run_id)
     # Of K/V in float32 that other weights computed, G5 would see the difference.
     assert report["guarantees"] == dict.fromkeys(("G1", "G2", "G3", "G4", "G5"), True)

@@ -16,6 +16,7 @@ _PIN_HOST_MEMORY = "sglang.srt.mem_cache.pool_host.common._cuda_host_register"
 _MAKE_HOST_POOL = "sglang.srt.mem_cache.pool_host.base.HostKVCache.__init__"
 _MAKE_HOST_CACHE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.init_hicache"
 _LOOK_FOR_PREFIX = "sglang.srt.managers.schedule_batch.Req.init_next_round_input"
+_DROP_CACHE = "sglang.srt.managers.scheduler.Scheduler.flush_cache"
 _PREPARE_KV_COPY = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup"
 _BUILD_PAGE_HASHES = "sglang.srt.mem_cache.cpp_utils.native_hash._load_native_hash_module"
 _MAKE_PREFILL_QUEUE = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.__init__"
@@ -55,6 +56,7 @@ def register_hooks() -> None:
             HookRegistry.register(_FP8_DTYPES, fp8_linear.with_float32, HookType.AFTER)
     HookRegistry.register(_NAME_WEIGHTS, pair.note_versions_of_held, HookType.BEFORE)
     HookRegistry.register(_LOOK_FOR_PREFIX, pool.file_under_own_weights, HookType.BEFORE)
+    HookRegistry.register(_DROP_CACHE, pool.drain_copies, HookType.BEFORE)
     HookRegistry.register(_BUILD_PAGE_HASHES, page_hashes.module_with_get_hash, HookType.REPLACE)
     timeout_s = os.environ.get(WEIGHT_GROUP_TIMEOUT_VARIABLE)  # noqa: TID251 (a plugin's only input)
     if timeout_s:
