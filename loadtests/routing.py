@@ -10,7 +10,8 @@ second for each turn that fetches. `failing_lane`: one engine answers every turn
 once, from 60 s to 240 s. `stalled_lane`: one stands still from 60 s to 120 s. `late_weights`: as
 `frequent_updates`, and two engines load each version 30 s after the others. `make load
 NAME=routing`; `--traces FILE` plays those of a real run
-(`python loadtests/routing_trace.py RUN FILE`).
+(`python loadtests/routing_trace.py RUN FILE`), and `--speed` makes all engines slower or faster: a
+run with short contexts is over on fast ones before weights are updated or an engine stands still.
 """
 
 import heapq
@@ -272,9 +273,13 @@ def main() -> int:
     """Simulate the named cases, or all of them."""
     parser = parser_of(__doc__ or "")
     parser.add_argument("--traces", type=Path, help="JSON lines of a run's traces")
+    parser.add_argument(
+        "--speed", type=float, default=1.0, help="of every engine, relative to the assumed one"
+    )
     options = parser.parse_args()
     measurement = Measurement(
-        name="routing",
+        # The thresholds are for the synthetic episodes.
+        name="routing_traces" if options.traces else "routing",
         question="Which choice of an engine for each turn finishes more turns?",
     )
     if options.traces:
@@ -283,9 +288,12 @@ def main() -> int:
     else:
         traces = [synthetic(groups=_GROUPS, group_size=_GROUP_SIZE, seed=seed) for seed in _SEEDS]
     measurement.conditions["episodes"] = ", ".join(str(len(each)) for each in traces)
+    measurement.conditions["speed"] = f"{options.speed:g}"
     for case, fleet in CASES.items():
         if not options.case or case in options.case:
-            report(measurement, case, compared(fleet, traces))
+            speeds = tuple(options.speed * speed for speed in fleet.speeds)
+            asked = msgspec.structs.replace(fleet, speeds=speeds)
+            report(measurement, case, compared(asked, traces))
     return measurement.finish(options.json)
 
 

@@ -8,7 +8,8 @@ The second token of a chain is guessed from the head's own state.
 `demo`: the demo with a random head, on the real broker and the real engine. `accept_length` is the
 tokens that a pass of the policy gives, over the completions of one version: of version 0, and over
 those of the last versions that sampled `PASSES_MIN` passes together. Then the demo again, with a
-head that was trained as in `offline` and stays as it is while the policy learns: `frozen`.
+head that was trained as in `offline` and stays as it is while the policy learns: `frozen`. Then
+without any: `plain`. `success` is the share of held-out tasks solved after the last step.
 
     make load NAME=speculation JSON=speculation.json      # about an hour on two cores
 """
@@ -49,11 +50,11 @@ sys.path.append(str(ROOT / "deploy" / "demo"))
 from shop_desk.warm_start import Examples  # noqa: E402  # it lies in the folder above
 
 STEPS = 60
-LEARNING_RATE = 2e-3
+LEARNING_RATE = 5e-3
 TOP_K = 64
 HEAD_CHUNK = 512
 SEED, HELD_OUT_SEED = 0, 1
-TUNED_RUN, FROZEN_RUN = "speculation-tuned", "speculation-frozen"
+TUNED_RUN, FROZEN_RUN, PLAIN_RUN = "speculation-tuned", "speculation-frozen", "speculation-plain"
 NEVER = 1_000_000
 """More versions than a run has: as a push interval it leaves the engines' head as it is."""
 PASSES_MIN = 500
@@ -165,9 +166,10 @@ def offline(measurement: Measurement) -> None:
 
 
 def demo(measurement: Measurement) -> None:
-    """The demo with a head that is tuned, and with one that is not."""
-    tuned = played(TUNED_RUN, lambda folder: write_new_head(MODEL, folder, seed=SEED), every=1)
-    frozen = played(FROZEN_RUN, lambda folder: Apprentice(folder).train(), every=NEVER)
+    """The demo with a head that is tuned, with one that is not, and with none."""
+    tuned = drafted(TUNED_RUN, lambda folder: write_new_head(MODEL, folder, seed=SEED), every=1)
+    frozen = drafted(FROZEN_RUN, lambda folder: Apprentice(folder).train(), every=NEVER)
+    plain = played(PLAIN_RUN, lambda: "")
     for name, folder in (("", tuned), ("_frozen", frozen)):
         points = json.loads((folder / "report.json").read_text())["acceptance"]
         start, end = f"accept_length{name}_start", f"accept_length{name or '_end'}"
@@ -176,20 +178,34 @@ def demo(measurement: Measurement) -> None:
     rows = [json.loads(line) for line in (tuned / "curves.jsonl").read_text().splitlines()]
     gaps = [row["logprob_gap_max"] for row in rows if row.get("gap_entries")]
     measurement.row("demo", "logprob_gap_max", max(gaps), "nats")
+    for name, folder in (("", tuned), ("_frozen", frozen), ("_plain", plain)):
+        report = json.loads((folder / "report.json").read_text())
+        for metric in ("success_end", "success_end_greedy"):
+            measurement.row("demo", f"{metric}{name}", report[metric], "share")
 
 
-def played(run: str, make_head: Callable[[Path], object], *, every: int) -> Path:
-    """The folder of a demo with this head; one that exists is read and not run again."""
-    folder, head = ROOT / "runs" / run, ROOT / "runs" / f"{run}-head"
+def drafted(run: str, make_head: Callable[[Path], object], *, every: int) -> Path:
+    """The folder of a demo with this head; the engines get a new one every so many versions."""
+
+    def table() -> str:
+        head = ROOT / "runs" / f"{run}-head"
+        shutil.rmtree(head, ignore_errors=True)
+        make_head(head)
+        lines = f'\n[speculation]\nhead = "{head}"\nlearning_rate = {LEARNING_RATE}\n'
+        return lines + f"push_every_steps = {every}\n"
+
+    return played(run, table)
+
+
+def played(run: str, table: Callable[[], str]) -> Path:
+    """The folder of a demo with more in its file; one that exists is read and not run again."""
+    folder = ROOT / "runs" / run
     if (folder / "report.json").exists():
         return folder
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.rmtree(head, ignore_errors=True)
-    make_head(head)
     configuration = ROOT / "runs" / f"{run}.toml"
-    table = f'\n[speculation]\nhead = "{head}"\nlearning_rate = {LEARNING_RATE}\n'
-    table += f"push_every_steps = {every}\n"
-    configuration.write_text((ROOT / "deploy/demo/run.toml").read_text() + table)
+    configuration.parent.mkdir(exist_ok=True)
+    configuration.write_text((ROOT / "deploy/demo/run.toml").read_text() + table())
     tool = str(Path(sys.executable).with_name("forgemq"))
     subprocess.run([tool, "run", str(configuration), f"run={run}"], cwd=ROOT, check=True)
     return folder

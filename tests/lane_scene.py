@@ -65,11 +65,12 @@ def configuration(
     head: Path | None = None,
     repetition_stop: RepetitionStop = RepetitionStop(),  # noqa: B008  # frozen
     teacher_url: str = "",
+    quantization: str = "none",
 ) -> RunConfiguration:
     return RunConfiguration(
         run="r",
         seed=0,
-        model=Model(path=str(model), dtype="float32"),
+        model=Model(path=str(model), dtype="float32", engine_quantization=quantization),
         queues=(Queue(domain="shop", task_source="m:f", agent="m:f"),),
         trainer=Trainer(steps=3),
         log=LogLayout(group_partitions=PARTITIONS, lanes=lanes),
@@ -110,6 +111,7 @@ class LaneScene:
         head: Path | None = None,
         repetition_stop: RepetitionStop = RepetitionStop(),  # noqa: B008  # frozen
         teacher_url: str = "",
+        quantization: str = "none",
     ) -> None:
         self.teacher_url = teacher_url
         self.repetition_stop = repetition_stop
@@ -119,6 +121,7 @@ class LaneScene:
         self.lane = lane
         self.lanes = lanes
         self.head = head
+        self.quantization = quantization
         self.events = StringIO()
         self._writer: Any = None
 
@@ -137,6 +140,7 @@ class LaneScene:
                     head=self.head,
                     repetition_stop=self.repetition_stop,
                     teacher_url=self.teacher_url,
+                    quantization=self.quantization,
                 ),
                 blobs="memory://",
                 started_ms=1,

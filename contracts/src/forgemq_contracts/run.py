@@ -36,6 +36,10 @@ FunctionName: TypeAlias = Annotated[
 MODEL_TYPES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """`model_type` of the model's config.json: architectures that train exactly on trees."""
 
+ENGINE_QUANTIZATIONS = ("none", "fp8_blocks")
+"""How engines may hold the projections of a model: as the trainer does, or as 8-bit floats with a
+scale for each block of 128 x 128."""
+
 
 class Queue(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One task domain: where its tasks come from, and its windowed FIFO."""
@@ -186,6 +190,13 @@ class Model(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     renderer: Annotated[
         str, Meta(description="Name in the `renderers` package; auto: by the tokenizer's folder.")
     ] = "auto"
+    engine_quantization: Annotated[
+        str,
+        Meta(
+            description="none, or fp8_blocks: engines hold projections as float8_e4m3fn with a "
+            "scale for each 128 x 128 block. The trainer quantises what it publishes."
+        ),
+    ] = "none"
 
 
 class Optimizer(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

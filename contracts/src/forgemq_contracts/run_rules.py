@@ -8,7 +8,13 @@ from forgemq_contracts.lane_engines import check_lanes, is_paired
 from forgemq_contracts.loss import check_loss
 from forgemq_contracts.pool import Pool
 from forgemq_contracts.rules import check_tree_limit
-from forgemq_contracts.run import RunConfiguration, lanes_limit, played_queues, window_of
+from forgemq_contracts.run import (
+    ENGINE_QUANTIZATIONS,
+    RunConfiguration,
+    lanes_limit,
+    played_queues,
+    window_of,
+)
 from forgemq_contracts.stage_rules import check_stages
 from forgemq_contracts.updates import are_several
 
@@ -58,6 +64,21 @@ def check(configuration: RunConfiguration) -> None:
     check_tree_limit(configuration.trainer.tree_tokens_max, context_tokens_max=context_tokens_max)
     check_loss(configuration.loss)
     _check_distillation(configuration)
+    _check_quantization(configuration)
+
+
+def _check_quantization(configuration: RunConfiguration) -> None:
+    named = configuration.model.engine_quantization
+    if named not in ENGINE_QUANTIZATIONS:
+        raise ValueError(
+            f"model.engine_quantization must be one of {', '.join(ENGINE_QUANTIZATIONS)}: the "
+            f"trainer writes weights in no other format, got {named!r}"
+        )
+    if named != "none" and configuration.speculation is not None:
+        raise ValueError(
+            f"model.engine_quantization must be none if speculation is given, got {named!r}: "
+            "nobody has tried a draft head beside quantised weights"
+        )
 
 
 def _check_agents(configuration: RunConfiguration) -> None:

@@ -13,6 +13,7 @@ from forgemq_agents import Episode
 from forgemq_contracts.grading import GradingEpisode
 
 TURNS = 3
+RULES = 60
 TOOL_S = 0.02
 
 
@@ -33,6 +34,18 @@ async def play(episode: Episode) -> None:
         messages += [completion.message, {"role": "user", "content": f"Go on, {turn}."}]
         await asyncio.sleep(TOOL_S)
         episode.tool_s += TOOL_S
+    episode.result = {"turns": TURNS}
+
+
+async def play_instructed(episode: Episode) -> None:
+    """As `play`, after instructions of some 500 tokens which are the same in every episode."""
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": " ".join(f"Rule {n}: talk." for n in range(RULES))},
+        {"role": "user", "content": f"Episode {episode.episode_id}."},
+    ]
+    for turn in range(TURNS):
+        completion = await episode.chat(messages)
+        messages += [completion.message, {"role": "user", "content": f"Go on, {turn}."}]
     episode.result = {"turns": TURNS}
 
 

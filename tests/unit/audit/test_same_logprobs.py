@@ -4,7 +4,13 @@ import msgspec
 import numpy as np
 import pytest
 
-from forgemq_audit.same_logprobs import LIMITS, gap_text, gap_violations, limits_of
+from forgemq_audit.same_logprobs import (
+    FP8_BLOCKS_LIMITS,
+    LIMITS,
+    gap_text,
+    gap_violations,
+    limits_of,
+)
 from forgemq_contracts.gaps import LogprobGap
 from forgemq_contracts.run import Audit
 from forgemq_contracts.steps import TrainedStep
@@ -92,5 +98,8 @@ def test_the_runs_own_limits_go_before_those_of_its_dtype(dtype: str) -> None:
     made = configuration()
     made = msgspec.structs.replace(made, model=msgspec.structs.replace(made.model, dtype=dtype))
     assert limits_of(made) == LIMITS[dtype]
-    own = msgspec.structs.replace(made, audit=Audit(logprob_gap_p999_max=3.0))
-    assert limits_of(own) == (LIMITS[dtype].mean, 3.0)
+    own = msgspec.structs.replace(made, audit=Audit(logprob_gap_p999_max=3.5))
+    assert limits_of(own) == (LIMITS[dtype].mean, 3.5)
+    model = msgspec.structs.replace(own.model, engine_quantization="fp8_blocks")
+    rounded = msgspec.structs.replace(own, model=model)
+    assert limits_of(rounded) == (FP8_BLOCKS_LIMITS.mean, 3.5)

@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from forgemq_contracts.episodes import Sampling
+from forgemq_contracts.lane_engines import LaneEngines
 from forgemq_contracts.live_key import LiveKey
 from forgemq_contracts.loss import LOSS_KINDS, Loss
 from forgemq_contracts.run import (
@@ -188,3 +189,34 @@ def test_a_tree_limit_has_room_for_the_longest_episode(limit):
 
 def test_the_supported_models_are_those_of_the_trainer():
     assert set(MODEL_TYPES) == set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize(
+    "named",
+    ["awq", "gptq", "int8", "w8a8_int8", "fp8", "fp8_per_tensor", "mxfp4", "mxfp8", "nvfp4", ""],
+)
+def test_a_format_that_the_trainer_cannot_write_is_refused_by_name(named):
+    run = msgspec.structs.replace(SOUND, model=Model(path="m", engine_quantization=named))
+    rule = rf"^model\.engine_quantization must be one of none, fp8_blocks: .* got '{named}'$"
+    with pytest.raises(ValueError, match=rule):
+        check(run)
+
+
+def test_quantised_engines_and_a_draft_head_exclude_each_other():
+    quantised = msgspec.structs.replace(
+        SOUND, model=Model(path="m", engine_quantization="fp8_blocks")
+    )
+    check(quantised)
+    with pytest.raises(
+        ValueError, match=r"^model\.engine_quantization must be none if speculation"
+    ):
+        check(msgspec.structs.replace(quantised, speculation=Speculation(head="h")))
+
+
+@pytest.mark.parametrize(
+    "flag", ["--quantization", "--quantization=awq", "--quant", "--modelopt-quant"]
+)
+def test_a_format_among_the_flags_of_an_engine_is_refused(flag):
+    run = msgspec.structs.replace(SOUND, lanes=(LaneEngines(flags=(flag, "awq")),))
+    with pytest.raises(ValueError, match=r"^lanes\.0\.flags .* model\.engine_quantization says it"):
+        check(run)

@@ -208,6 +208,11 @@ async def test_weights_that_differ_are_broken() -> None:
             DECODE,
             "^the prefill engine was started with --enable-return-routed-experts",
         ),
+        (
+            ServerInfo(1, 1, disaggregation_mode="prefill", quantization="fp8"),
+            DECODE,
+            "^the prefill engine was started with --quantization fp8, the decode engine with None",
+        ),
     ],
 )
 def test_servers_that_are_no_pair_are_refused(

@@ -11,7 +11,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from forgemq_sglang_cpu.options import EngineOptions, command_line, environment, is_mixture
+from forgemq_sglang_cpu.options import (
+    EngineOptions,
+    command_line,
+    environment,
+    has_fp8_blocks,
+    is_mixture,
+)
+from forgemq_sglang_cpu.plugin import FP8_BLOCKS_VARIABLE
 from forgemq_sglang_cpu.server import EngineServer, EngineServerError
 from tests.ports import free_port
 
@@ -175,3 +182,21 @@ def test_a_failed_start_shows_the_end_of_the_log_without_its_longest_lines(tmp_p
     with pytest.raises(EngineServerError, match=r"RuntimeError: no luck$") as caught:
         EngineServer("model", tmp_path, port=1).wait_healthy()
     assert len(str(caught.value)) < 1000
+
+
+def test_an_engine_whose_model_has_8_bit_blocks_says_so_and_loads_what_it_needs() -> None:
+    config = b'{"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}'
+    assert has_fp8_blocks(config)
+    for other in (
+        b"{}",
+        b'{"quantization_config": {"quant_method": "fp8"}}',
+        b'{"quantization_config": {"quant_method": "awq", "weight_block_size": [1, 2]}}',
+    ):
+        assert not has_fp8_blocks(other)
+    flag = "--quantization fp8"
+    for is_fp8 in (False, True):
+        command = command_line(
+            EngineOptions(), model_path="m", host="h", port=7, has_fp8_blocks=is_fp8
+        )
+        made = environment(EngineOptions(), {}, pid=1, weight_bytes=0, has_fp8_blocks=is_fp8)
+        assert (flag in " ".join(command), FP8_BLOCKS_VARIABLE in made) == (is_fp8, is_fp8)

@@ -1,17 +1,68 @@
 """The flags of an engine with a pool, and what a CPU needs for it."""
 
 import json
+from dataclasses import dataclass, field
 
+import pytest
 import torch
 
 from forgemq_sglang_cpu.host_cache import copy_tokens
 from forgemq_sglang_cpu.options import EngineOptions, command_line
-from forgemq_sglang_cpu.pool import EnginePool, arguments
+from forgemq_sglang_cpu.pool import EnginePool, arguments, drain_copies
 
 FILE = EnginePool(storage="file", folder="/pool", folder_gb_max=1.5)
 STORE = EnginePool(
     storage="mooncake", extra_config="@/store.json", page_tokens=64, host_gb=100, prefetch="timeout"
 )
+
+
+@dataclass
+class CacheWithCopies:
+    """Copies under way end one by one, each when somebody looks; as of SGLang's cache."""
+
+    enable_storage: bool
+    ongoing_prefetch: dict[object, object] = field(default_factory=lambda: {"waiting": 1})
+    ongoing_write_through: dict[object, object] = field(default_factory=lambda: {1: 1, 2: 2})
+    ongoing_load_back: dict[object, object] = field(default_factory=lambda: {3: 3})
+    ongoing_backup: dict[object, object] = field(default_factory=lambda: {4: 4})
+    given_up: list[object] = field(default_factory=list)
+
+    def release_aborted_request(self, request: object) -> None:
+        self.given_up.append(request)
+        del self.ongoing_prefetch[request]
+
+    def check_hicache_events(self) -> None:
+        for copies in (self.ongoing_write_through, self.ongoing_load_back, self.ongoing_backup):
+            if copies:
+                copies.popitem()
+                return
+
+
+@dataclass
+class SchedulerWithCache:
+    tree_cache: CacheWithCopies
+    enable_hierarchical_cache: bool = True
+    _engine_paused: bool = True
+
+
+@pytest.mark.parametrize(("has_storage", "left"), [(True, 0), (False, 1)])
+def test_a_paused_engine_ends_its_copies_before_it_drops_its_cache(
+    has_storage: bool, left: int
+) -> None:
+    cache = CacheWithCopies(enable_storage=has_storage)
+    drain_copies(SchedulerWithCache(cache), True)
+    assert not cache.ongoing_write_through
+    assert not cache.ongoing_load_back
+    # Without a storage nothing is fetched from one or written to it.
+    assert (len(cache.ongoing_prefetch), len(cache.ongoing_backup)) == (left, left)
+    assert cache.given_up == (["waiting"] if has_storage else [])
+
+
+def test_an_engine_that_runs_or_has_no_pool_is_left_alone() -> None:
+    cache = CacheWithCopies(enable_storage=True)
+    drain_copies(SchedulerWithCache(cache, _engine_paused=False))
+    drain_copies(SchedulerWithCache(cache, enable_hierarchical_cache=False))
+    assert (len(cache.ongoing_write_through), cache.given_up) == (2, [])
 
 
 def value_of(flags: list[str], name: str) -> str:

@@ -35,11 +35,14 @@ class GapLimits(NamedTuple):
 
 
 LIMITS = {"float32": GapLimits(1e-3, 1e-2), "bfloat16": GapLimits(0.2, 2.0)}
+FP8_BLOCKS_LIMITS = GapLimits(0.2, 3.0)
+"""Of engines that hold projections as 8-bit floats in blocks, whatever the trainer's dtype."""
 
 
 def limits_of(configuration: RunConfiguration) -> GapLimits:
-    """The run's own limits; by its model's dtype what it does not set."""
-    usual, own = LIMITS[configuration.model.dtype], configuration.audit
+    """The run's own limits; by its model's dtype and its engines' format what it does not set."""
+    model, own = configuration.model, configuration.audit
+    usual = LIMITS[model.dtype] if model.engine_quantization == "none" else FP8_BLOCKS_LIMITS
     return GapLimits(
         usual.mean if own.logprob_gap_mean_max is None else own.logprob_gap_mean_max,
         usual.p999 if own.logprob_gap_p999_max is None else own.logprob_gap_p999_max,

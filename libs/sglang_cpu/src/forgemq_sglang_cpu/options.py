@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from forgemq_sglang_cpu import pair
-from forgemq_sglang_cpu.plugin import WEIGHT_GROUP_TIMEOUT_VARIABLE
+from forgemq_sglang_cpu.plugin import FP8_BLOCKS_VARIABLE, WEIGHT_GROUP_TIMEOUT_VARIABLE
 from forgemq_sglang_cpu.pool import EnginePool, arguments
 
 MEMORY_BYTES_MIN = 5 * 2**30
@@ -19,8 +19,14 @@ class _TextConfig(Struct, frozen=True):
     num_experts_per_tok: int | None = None
 
 
+class _Quantization(Struct, frozen=True):
+    quant_method: str = ""
+    weight_block_size: tuple[int, ...] | None = None
+
+
 class _ModelConfig(_TextConfig, frozen=True):
     text_config: _TextConfig | None = None
+    quantization_config: _Quantization | None = None
 
 
 class EngineOptions(Struct, frozen=True, kw_only=True):
@@ -70,7 +76,13 @@ class EngineOptions(Struct, frozen=True, kw_only=True):
 
 
 def command_line(
-    options: EngineOptions, *, model_path: str, host: str, port: int, has_experts: bool = False
+    options: EngineOptions,
+    *,
+    model_path: str,
+    host: str,
+    port: int,
+    has_experts: bool = False,
+    has_fp8_blocks: bool = False,
 ) -> list[str]:
     """The command line, this interpreter first.
 
@@ -80,6 +92,7 @@ def command_line(
         host: Address to listen on.
         port: Of the HTTP server.
         has_experts: The model is a mixture of experts; the server records which ones ran.
+        has_fp8_blocks: Its weights are 8-bit floats in blocks.
     """
     command = [sys.executable, "-m", "forgemq_sglang_cpu", "--model-path", model_path]
     command += ["--host", host, "--port", str(port)]
@@ -89,6 +102,9 @@ def command_line(
     if options.context_tokens_max is not None:
         command += ["--context-length", str(options.context_tokens_max)]
     command += _gpu_arguments(options) if options.has_gpu else _cpu_arguments(options)
+    if has_fp8_blocks:
+        # SGLang sees it in config.json too, and only with the flag it says so in /server_info.
+        command += ["--quantization", "fp8"]
     if options.pool is not None:
         command += arguments(options.pool, has_gpu=options.has_gpu)
     command += pair.arguments(
@@ -111,6 +127,12 @@ def is_mixture(config: bytes) -> bool:
     """Whether a model's config.json is that of a mixture of experts, as SGLang sees it."""
     model = msgspec.json.decode(config, type=_ModelConfig)
     return bool((model.text_config or model).num_experts_per_tok)
+
+
+def has_fp8_blocks(config: bytes) -> bool:
+    """Whether the weights beside a config.json are 8-bit floats with a scale for each block."""
+    named = msgspec.json.decode(config, type=_ModelConfig).quantization_config
+    return named is not None and named.quant_method == "fp8" and named.weight_block_size is not None
 
 
 def _cpu_arguments(options: EngineOptions) -> list[str]:
@@ -148,7 +170,12 @@ def _draft_arguments(options: EngineOptions) -> list[str]:
 
 
 def environment(
-    options: EngineOptions, inherited: Mapping[str, str], *, pid: int, weight_bytes: int
+    options: EngineOptions,
+    inherited: Mapping[str, str],
+    *,
+    pid: int,
+    weight_bytes: int,
+    has_fp8_blocks: bool = False,
 ) -> dict[str, str]:
     """The environment of the server's processes.
 
@@ -157,6 +184,7 @@ def environment(
         inherited: The caller's environment.
         pid: The caller's process id; the server ends with that process.
         weight_bytes: Size of the model's weights.
+        has_fp8_blocks: They are 8-bit floats in blocks.
     """
     timeout_s = options.weight_group_timeout_s + weight_bytes / options.weight_bytes_per_s_min
     own = {
@@ -169,6 +197,8 @@ def environment(
         "SGLANG_RETURN_ORIGINAL_LOGPROB": "0",
         WEIGHT_GROUP_TIMEOUT_VARIABLE: str(round(timeout_s, 3)),
     }
+    if has_fp8_blocks:
+        own[FP8_BLOCKS_VARIABLE] = "1"
     if not options.has_gpu:
         own |= {"OMP_NUM_THREADS": str(options.threads), "CUDA_VISIBLE_DEVICES": ""}
     elif "PATH" in inherited:

@@ -9,16 +9,21 @@ from collections.abc import Callable
 from datetime import timedelta
 
 WEIGHT_GROUP_TIMEOUT_VARIABLE = "FORGEMQ_ENGINE_WEIGHT_GROUP_TIMEOUT_S"
+FP8_BLOCKS_VARIABLE = "FORGEMQ_ENGINE_FP8_BLOCKS"
+"""Set for an engine whose weights are 8-bit floats in blocks."""
 
 _PIN_HOST_MEMORY = "sglang.srt.mem_cache.pool_host.common._cuda_host_register"
 _MAKE_HOST_POOL = "sglang.srt.mem_cache.pool_host.base.HostKVCache.__init__"
 _MAKE_HOST_CACHE = "sglang.srt.mem_cache.unified_radix_cache.UnifiedRadixCache.init_hicache"
 _LOOK_FOR_PREFIX = "sglang.srt.managers.schedule_batch.Req.init_next_round_input"
+_DROP_CACHE = "sglang.srt.managers.scheduler.Scheduler.flush_cache"
 _PREPARE_KV_COPY = "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup"
 _BUILD_PAGE_HASHES = "sglang.srt.mem_cache.cpp_utils.native_hash._load_native_hash_module"
 _MAKE_PREFILL_QUEUE = "sglang.srt.disaggregation.prefill.PrefillBootstrapQueue.__init__"
 _NAME_WEIGHTS = "sglang.srt.managers.scheduler.Scheduler.record_weight_version_change"
 _CHECK_FINISH = "sglang.srt.managers.schedule_batch.Req.update_finish_state"
+_CHOOSE_FP8_LINEAR = "sglang.srt.layers.quantization.fp8.dispatch_w8a8_block_fp8_linear"
+_FP8_DTYPES = "sglang.srt.layers.quantization.fp8.Fp8Config.get_supported_act_dtypes"
 _JOIN_WEIGHT_GROUP = (
     "sglang.srt.model_executor.model_runner_components.weight_updater.init_custom_process_group"
 )
@@ -37,7 +42,7 @@ def register_hooks() -> None:
     """Register the hooks that this machine and environment need."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    from forgemq_sglang_cpu import host_cache, page_hashes, pair, pool, repetition
+    from forgemq_sglang_cpu import fp8_linear, host_cache, page_hashes, pair, pool, repetition
 
     if activate() is not None:
         # SGLang's host pools always pin their memory, which fails without an accelerator.
@@ -47,9 +52,13 @@ def register_hooks() -> None:
         # A Triton kernel that moves K/V between the branches of a tree; a chain has none.
         HookRegistry.register(_PREPARE_KV_COPY, _leave_unprepared, HookType.REPLACE)
         HookRegistry.register(_MAKE_PREFILL_QUEUE, pair.number_pages_unpinned, HookType.AFTER)
+        if os.environ.get(FP8_BLOCKS_VARIABLE):  # noqa: TID251 (a plugin's only input)
+            HookRegistry.register(_CHOOSE_FP8_LINEAR, fp8_linear.choose, HookType.REPLACE)
+            HookRegistry.register(_FP8_DTYPES, fp8_linear.with_float32, HookType.AFTER)
     HookRegistry.register(_NAME_WEIGHTS, pair.note_versions_of_held, HookType.BEFORE)
     HookRegistry.register(_LOOK_FOR_PREFIX, pool.file_under_own_weights, HookType.BEFORE)
     HookRegistry.register(_CHECK_FINISH, repetition.end_repetition, HookType.AFTER)
+    HookRegistry.register(_DROP_CACHE, pool.drain_copies, HookType.BEFORE)
     HookRegistry.register(_BUILD_PAGE_HASHES, page_hashes.module_with_get_hash, HookType.REPLACE)
     timeout_s = os.environ.get(WEIGHT_GROUP_TIMEOUT_VARIABLE)  # noqa: TID251 (a plugin's only input)
     if timeout_s:

@@ -10,12 +10,19 @@ until it is retracted, a request is computed by one version of the weights.
 """
 
 import json
+import time
+from collections.abc import Mapping
 from typing import Literal, Protocol, TypeAlias
 
 from msgspec import Struct
 
 Storage: TypeAlias = Literal["file", "mooncake", "hf3fs"]
 Prefetch: TypeAlias = Literal["best_effort", "wait_complete", "timeout"]
+
+
+_DRAIN_ROUNDS_MAX = 2000
+_DRAIN_POLL_S = 0.005
+"""Both together: 10 s. Counted, as each process of an engine must look equally often."""
 
 
 class EnginePool(Struct, frozen=True, kw_only=True):
@@ -42,6 +49,26 @@ class EnginePool(Struct, frozen=True, kw_only=True):
 
 class _Request(Protocol):
     extra_key: str | None
+
+
+class _TieredCache(Protocol):
+    """SGLang's cache with its copies that are under way, by what each of them belongs to."""
+
+    ongoing_prefetch: Mapping[object, object]
+    ongoing_write_through: Mapping[object, object]
+    ongoing_load_back: Mapping[object, object]
+    ongoing_backup: Mapping[object, object]
+    enable_storage: bool
+
+    def release_aborted_request(self, request: object) -> None: ...
+
+    def check_hicache_events(self) -> None: ...
+
+
+class _Scheduler(Protocol):
+    enable_hierarchical_cache: bool
+    tree_cache: _TieredCache
+    _engine_paused: bool
 
 
 def arguments(pool: EnginePool, *, has_gpu: bool) -> list[str]:
@@ -77,6 +104,36 @@ def file_under_own_weights(
     from sglang.srt.runtime_context import get_serving
 
     request.extra_key = get_serving().weight_version
+
+
+def drain_copies(scheduler: _Scheduler, *_: object, **__: object) -> None:
+    """Let the copies between the tiers of a paused engine end; a hook before it drops its cache.
+
+    SGLang refuses to drop the cache while one is under way, and a paused scheduler never looks
+    whether it has ended: new weights would be refused again and again. What waiting requests are
+    being fetched belongs to the old weights, and is given up.
+
+    Args:
+        scheduler: SGLang's `Scheduler`.
+    """
+    if not scheduler.enable_hierarchical_cache or not scheduler._engine_paused:
+        return
+    cache = scheduler.tree_cache
+    if cache.enable_storage:
+        for request in list(cache.ongoing_prefetch):
+            cache.release_aborted_request(request)
+    for _round in range(_DRAIN_ROUNDS_MAX):
+        if not _copies_under_way(cache):
+            return
+        cache.check_hicache_events()
+        time.sleep(_DRAIN_POLL_S)
+
+
+def _copies_under_way(cache: _TieredCache) -> bool:
+    between_tiers = cache.ongoing_write_through or cache.ongoing_load_back
+    if not cache.enable_storage:
+        return bool(between_tiers)
+    return bool(between_tiers or cache.ongoing_prefetch or cache.ongoing_backup)
 
 
 def _extra_config(pool: EnginePool) -> str:

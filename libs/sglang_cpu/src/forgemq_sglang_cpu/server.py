@@ -25,6 +25,7 @@ from forgemq_sglang_cpu.options import (
     EngineOptions,
     command_line,
     environment,
+    has_fp8_blocks,
     is_mixture,
 )
 from forgemq_sglang_cpu.pair import EXPERTS_REFUSAL, missing_on_cpu
@@ -108,7 +109,7 @@ class EngineServer:
         if self.is_running():
             raise EngineServerError(f"the engine on port {self._port} is running already")
         self.stop()  # A server that died may have left other processes of its group.
-        has_experts = self._is_mixture()
+        has_experts, is_fp8 = self._look_at_model()
         self._check_role(has_experts=has_experts)
         _check_port(self._host, self._port)
         _check_memory()
@@ -121,6 +122,7 @@ class EngineServer:
             host=self._host,
             port=self._port,
             has_experts=has_experts,
+            has_fp8_blocks=is_fp8,
         )
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
@@ -133,6 +135,7 @@ class EngineServer:
                     inherited,
                     pid=os.getpid(),
                     weight_bytes=_weight_bytes(Path(self._model_path)),
+                    has_fp8_blocks=is_fp8,
                 ),
                 start_new_session=True,
             )
@@ -223,12 +226,14 @@ class EngineServer:
         if lacks:
             raise EngineServerError(f"a {role} engine on a CPU needs {lacks}")
 
-    def _is_mixture(self) -> bool:
+    def _look_at_model(self) -> tuple[bool, bool]:
+        """Whether it is a mixture of experts, and whether its weights are in fp8 blocks."""
         path = Path(self._model_path) / "config.json"
         if not path.is_file():
             raise EngineServerError(f"no model at {self._model_path}: config.json is missing")
         try:
-            return is_mixture(path.read_bytes())
+            config = path.read_bytes()
+            return is_mixture(config), has_fp8_blocks(config)
         except msgspec.MsgspecError as error:
             raise EngineServerError(f"no model at {self._model_path}: {path}: {error}") from error
 

@@ -26,7 +26,7 @@ from forgemq_inference.engine import (
     EngineUnreachableError,
 )
 from forgemq_inference.engine_pair import LaneEngine
-from forgemq_inference.limits import engine_limits
+from forgemq_inference.limits import check_quantization, engine_limits
 from forgemq_inference.pause_clock import PauseClock
 from forgemq_inference.reports import Reports
 from forgemq_inference.requests import NOT_SERVING, Requests
@@ -138,6 +138,8 @@ class Attachment:
                 f"{self._engine.url} is a {server.disaggregation_mode} engine: the lane needs "
                 "FORGEMQ_INFERENCE_PREFILL_URL, and FORGEMQ_INFERENCE_ENGINE_URL of a decode engine"
             )
+        quantization = self._configuration.model.engine_quantization
+        check_quantization(server, named=quantization, url=self._engine.url)
         limits = await engine_limits(
             server,
             model_path=self._configuration.model.path,

@@ -76,6 +76,7 @@ class ServerInfo(msgspec.Struct, frozen=True):
     hicache_storage_backend: str | None = None
     device: str = "cpu"
     speculative_algorithm: str | None = None
+    quantization: str | None = None
     disaggregation_mode: str | None = None
     disaggregation_bootstrap_port: int | None = None
 

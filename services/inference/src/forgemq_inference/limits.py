@@ -7,7 +7,10 @@ import msgspec
 
 from forgemq_inference.core.generation import EngineLimits
 from forgemq_inference.core.routes import Experts
-from forgemq_inference.engine import ServerInfo
+from forgemq_inference.engine import EngineRefusedError, ServerInfo
+
+_FORMATS = {"fp8_blocks": "fp8"}
+"""SGLang's names of formats, by the run's."""
 
 
 class ModelFolderError(Exception):
@@ -23,6 +26,25 @@ class _TextConfig(msgspec.Struct, frozen=True):
 
 class _ModelConfig(_TextConfig, frozen=True):
     text_config: _TextConfig | None = None
+
+
+def check_quantization(server: ServerInfo, *, named: str, url: str) -> None:
+    """Refuse an engine that holds weights in another format than the trainer publishes.
+
+    Args:
+        server: The engine's report.
+        named: The run's `model.engine_quantization`.
+        url: Of the engine, for the error.
+
+    Raises:
+        EngineRefusedError: names the field and what the engine has.
+    """
+    held, wanted = server.quantization or "none", _FORMATS.get(named, named)
+    if held != wanted:
+        raise EngineRefusedError(
+            f"model.engine_quantization is {named}, which needs an engine with --quantization "
+            f"{wanted}; that of {url} is {held}"
+        )
 
 
 async def engine_limits(

@@ -1,6 +1,7 @@
 """Whether folders hold a model and a head that a run can use; checked before anything starts."""
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -15,6 +16,7 @@ class _ModelConfig(msgspec.Struct, frozen=True):
     """What the launcher reads of config.json."""
 
     model_type: str = ""
+    quantization_config: dict[str, Any] | None = None
 
 
 def check_model_folder(folder: Path) -> None:
@@ -33,6 +35,13 @@ def check_model_folder(folder: Path) -> None:
         raise ConfigurationError(
             f"model.path: {folder} has model_type {config.model_type!r}; "
             f"supported: {', '.join(MODEL_TYPES)}"
+        )
+    if config.quantization_config is not None:
+        method = config.quantization_config.get("quant_method", "unnamed")
+        raise ConfigurationError(
+            f"model.path: {folder} is quantised itself (quantization_config.quant_method "
+            f"{method}); training needs its weights in full, and model.engine_quantization says "
+            "how engines hold them"
         )
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ConfigurationError(f"model.path: {folder} has no tokenizer ({TOKENIZER_FILES[0]})")

@@ -218,7 +218,7 @@ class TrainingLoop:
             await asyncio.to_thread(
                 self._store.save_checkpoint,
                 training,
-                weights=saved.weights,
+                weights=saved.checkpointed,
                 trained=trained,
                 tree_positions=positions,
             )

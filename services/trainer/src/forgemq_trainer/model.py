@@ -131,6 +131,11 @@ def check_supported(config: object) -> None:
             f"model_type {kind!r} is not supported for tree training; "
             f"supported: {', '.join(ARCHITECTURES)}"
         )
+    if (quantised := getattr(config, "quantization_config", None)) is not None:
+        raise UnsupportedModelError(
+            f"quantization_config must be left out, got {quantised}: training needs weights in "
+            "full, and model.engine_quantization says how engines hold them"
+        )
     if getattr(config, "attention_dropout", 0.0):
         raise UnsupportedModelError("attention_dropout must be 0: a shared token drops once")
     layers = getattr(config, "layer_types", None) or []

@@ -1,9 +1,12 @@
 """What the trainer stores: weights that engines read, checkpoints that a restart reads."""
 
+import dataclasses
 from pathlib import Path
 
 from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.steps import TrainedStep
+from forgemq_fp8_blocks import NothingToQuantiseError
+from forgemq_settings.environment import SettingsError
 from forgemq_telemetry.telemetry import Telemetry
 from forgemq_trainer.settings import TrainerSettings
 from forgemq_trainer.storage.checkpoint import (
@@ -16,6 +19,7 @@ from forgemq_trainer.storage.checkpoint import (
     write_checkpoint,
 )
 from forgemq_trainer.storage.durable import DurableWeights
+from forgemq_trainer.storage.folders import remove_folder
 from forgemq_trainer.storage.heads import write_head
 from forgemq_trainer.storage.weights import (
     WEIGHTS_FILE,
@@ -23,6 +27,7 @@ from forgemq_trainer.storage.weights import (
     WeightsFolder,
     link_weights,
     read_weights_folder,
+    write_quantised,
     write_weights,
 )
 from forgemq_trainer.training import Training
@@ -48,6 +53,7 @@ class Store:
     ) -> None:
         folder = Path(settings.folder)
         self._checkpoints = folder / "checkpoints"
+        self._whole = folder / "whole"
         self._weights = DurableWeights(
             blobs,
             run=configuration.run,
@@ -97,22 +103,33 @@ class Store:
         It is durable if the blobs are in a local folder; else `upload_version` makes it so.
         """
         folder = self._weights.local_folder(lineage=lineage, version=training.version)
-        weights = self._write(training, folder)
+        whole = None
+        if self._is_quantised:
+            # Its checkpoint has links to these files, so only the newest is needed here.
+            remove_folder(self._whole)
+            whole = self._write(training, self._whole / folder.name)
+            weights = self._quantise(whole.folder, folder)
+        else:
+            weights = self._write(training, folder)
         speculation, head = self._configuration.speculation, None
         if speculation is not None and training.version % speculation.push_every_steps == 0:
             head = self._write_head(training, lineage=lineage)
-        return SavedVersion(version=training.version, weights=weights, head=head)
+        return SavedVersion(version=training.version, weights=weights, head=head, whole=whole)
 
     def upload_version(self, written: SavedVersion) -> SavedVersion:
         """Make a written version durable, and remove versions that no lane loads any more."""
         weights = self._upload(written.weights)
         head = None if written.head is None else self._upload_head(written.head)
-        return SavedVersion(version=written.version, weights=weights, head=head)
+        return dataclasses.replace(written, weights=weights, head=head)
 
     def _save_restored_weights(
         self, training: Training, checkpoint: Checkpoint | None, *, lineage: int
     ) -> WeightsFolder:
         folder = self._weights.local_folder(lineage=lineage, version=training.version)
+        if self._is_quantised:
+            source = self._base if checkpoint is None else checkpoint.folder
+            self._checkpointed = frozenset({folder})
+            return self._weights.upload(self._quantise(source, folder))
         if checkpoint is not None:
             weights = link_weights(read_weights_folder(checkpoint.folder), folder=folder)
             self._checkpointed = frozenset({folder})
@@ -160,6 +177,19 @@ class Store:
         )
         kept = self._configuration.trainer.checkpoints_kept
         remove_older(self._checkpoints, kept=kept, pattern="step-*")
+
+    @property
+    def _is_quantised(self) -> bool:
+        return self._configuration.model.engine_quantization != "none"
+
+    def _quantise(self, source: Path, folder: Path) -> WeightsFolder:
+        model = self._configuration.model
+        try:
+            return write_quantised(source, dtype=model.dtype, folder=folder)
+        except NothingToQuantiseError as error:
+            raise SettingsError(
+                f"model.engine_quantization {model.engine_quantization}: {error}"
+            ) from error
 
     @property
     def _kept(self) -> int:

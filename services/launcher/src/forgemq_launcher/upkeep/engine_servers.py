@@ -16,6 +16,7 @@ from forgemq_contracts.lane_engines import (
 )
 from forgemq_contracts.run import RunConfiguration
 from forgemq_launcher.core.gpus import engine_gpus, visible_gpus
+from forgemq_launcher.upkeep.engine_model import model_of_engines
 from forgemq_launcher.upkeep.machine import MachineError, installed_gpus
 from forgemq_sglang_cpu.options import EngineOptions, is_mixture
 from forgemq_sglang_cpu.pair import EXPERTS_REFUSAL, Role
@@ -41,7 +42,8 @@ def servers(
 
     Args:
         configuration: Of the run.
-        folder: For logs, and for K/V that engines share.
+        folder: For logs, for K/V that engines share, and for a model that `write_engine_model`
+            wrote.
         environ: As for `options_of_engines`.
         addresses: Hosts and ports, `addresses_count` of them.
 
@@ -51,7 +53,8 @@ def servers(
     """
     options = iter(_all_options(configuration, folder=folder, environ=environ))
     left = iter(addresses)
-    make = partial(_server, configuration.model.path, folder=folder, environ=environ)
+    model = str(model_of_engines(configuration, folder=folder))
+    make = partial(_server, model, folder=folder, environ=environ)
     return tuple(
         _lane_servers(lane, engines, make, options=options, addresses=left)
         for lane, engines in enumerate(_lanes(configuration))
@@ -62,11 +65,9 @@ def _all_options(
     configuration: RunConfiguration, *, folder: Path, environ: Mapping[str, str]
 ) -> tuple[EngineOptions, ...]:
     _check_pairs(configuration)
-    return with_pool(
-        options_of_engines(configuration, gpus=installed_gpus(), environ=environ),
-        configuration,
-        own_folder=folder / "pool",
-    )
+    options = options_of_engines(configuration, gpus=installed_gpus(), environ=environ)
+    check_quantization(configuration, options)
+    return with_pool(options, configuration, own_folder=folder / "pool")
 
 
 def _lane_servers(
@@ -133,7 +134,8 @@ def added_servers(
     lanes = _lanes(larger)
     options = _all_options(larger, folder=folder, environ=environ)
     before = sum(len(shapes_of(engines)) for engines in lanes[:lane])
-    make = partial(_server, configuration.model.path, folder=folder, environ=environ)
+    model = str(model_of_engines(configuration, folder=folder))
+    make = partial(_server, model, folder=folder, environ=environ)
     return _lane_servers(
         lane, lanes[lane], make, options=iter(options[before:]), addresses=iter(addresses)
     )
@@ -219,13 +221,31 @@ def _check_cpu(engines: Sequence[EngineOptions]) -> None:
 
 
 def _check_pairs(configuration: RunConfiguration) -> None:
-    path = Path(configuration.model.path) / "config.json"
-    has_pairs = any(map(is_paired, configuration.lanes))
-    # A model without the file is refused when its engine starts.
-    if has_pairs and path.is_file() and is_mixture(path.read_bytes()):
+    if any(map(is_paired, configuration.lanes)) and _is_mixture(configuration):
         raise MachineError(
             f"lanes.prefill must be left out for a mixture of experts: {EXPERTS_REFUSAL}"
         )
+
+
+def check_quantization(configuration: RunConfiguration, engines: Sequence[EngineOptions]) -> None:
+    """Refuse a mixture of experts in a format that an engine on a CPU cannot compute.
+
+    Raises:
+        MachineError: names the field.
+    """
+    named = configuration.model.engine_quantization
+    is_on_cpu = not all(options.has_gpu for options in engines)
+    if named != "none" and is_on_cpu and _is_mixture(configuration):
+        raise MachineError(
+            f"model.engine_quantization must be none for a mixture of experts on a CPU, got "
+            f"{named}: there its experts run in full precision only"
+        )
+
+
+def _is_mixture(configuration: RunConfiguration) -> bool:
+    path = Path(configuration.model.path) / "config.json"
+    # A model without the file is refused when its engine starts.
+    return path.is_file() and is_mixture(path.read_bytes())
 
 
 def _usual_options(configuration: RunConfiguration) -> EngineOptions:

@@ -13,6 +13,7 @@ from forgemq_launcher.core.outside_agents import outside_agents
 from forgemq_launcher.core.restarts import RestartPolicy
 from forgemq_launcher.run_setup import RunSetup
 from forgemq_launcher.upkeep.broker import RunBroker
+from forgemq_launcher.upkeep.engine_model import write_engine_model
 from forgemq_launcher.upkeep.engine_servers import (
     LaneServers,
     added_addresses_count,
@@ -87,7 +88,7 @@ class RunProcesses:
         """Start an engine for each lane, or note those that a setting names; returns at once.
 
         Raises:
-            MachineError: too little memory, too few GPUs, or no free port.
+            MachineError: too little memory, too few GPUs, no free port, or no model of engines.
             EngineServerError: a process cannot be started.
         """
         setup, settings = self._setup, self._setup.settings
@@ -106,6 +107,7 @@ class RunProcesses:
         # SGLang listens a minute after its start: another program may not get its port meanwhile.
         for _ in range(addresses_count(setup.configuration)):
             self._engine_ports.append(held_port("127.0.0.1"))
+        write_engine_model(setup.configuration, folder=setup.folder / "engine")
         self._engines = own = Engines(
             servers(
                 setup.configuration,

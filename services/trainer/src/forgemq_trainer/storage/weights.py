@@ -13,6 +13,7 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from forgemq_contracts.weights import WeightsDelta
+from forgemq_fp8_blocks import add_quantised
 from forgemq_trainer.storage.folders import file_sha256, link_or_copy, write_folder
 
 WEIGHTS_FILE = "model.safetensors"
@@ -48,13 +49,20 @@ class SavedVersion:
 
     Attributes:
         version: Its number.
-        weights: The policy's.
+        weights: The policy's, as engines hold them.
         head: The draft head's if it is published with this version.
+        whole: The policy's as training goes on from them; None if these are `weights`.
     """
 
     version: int
     weights: WeightsFolder
     head: WeightsFolder | None = None
+    whole: WeightsFolder | None = None
+
+    @property
+    def checkpointed(self) -> WeightsFolder:
+        """The policy's weights for a checkpoint."""
+        return self.whole or self.weights
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -101,6 +109,26 @@ def write_weights(
         with tempfile.TemporaryDirectory(dir=draft, prefix=".saved-") as saved:
             model.save_pretrained(saved, state_dict=state, max_shard_size=UNSHARDED)  # type: ignore[operator]  # transformers' method
             (Path(saved) / WEIGHTS_FILE).rename(draft / WEIGHTS_FILE)
+
+    write_folder(folder, fill)
+    return read_weights_folder(folder)
+
+
+def write_quantised(source: Path, *, dtype: str, folder: Path) -> WeightsFolder:
+    """Write a model's weights durably as 8-bit floats in blocks; equal weights give equal bytes.
+
+    Args:
+        source: The model in full.
+        dtype: Of the tensors that stay as they are, as the configuration names it.
+        folder: To write.
+
+    Raises:
+        NothingToQuantiseError: none of its tensors has whole blocks.
+    """
+
+    def fill(draft: Path) -> None:
+        copy_model_files(source, draft, dtype=dtype)
+        add_quantised(source, draft)
 
     write_folder(folder, fill)
     return read_weights_folder(folder)

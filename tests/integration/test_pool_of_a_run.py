@@ -1,0 +1,63 @@
+"""A run whose two engines share a pool of K/V: contexts are fetched, and every guarantee holds."""
+
+import pytest
+
+from forgemq_contracts import topics
+from forgemq_contracts.completions import FinishedCompletion
+from tests.integration.launched_run import DIALOGUE, LaunchedRun
+from tests.integration.test_lanes_of_a_run import records_of_lanes
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(1500)]
+
+STEPS = 4
+PAGE_TOKENS = 16
+FETCHED_TOKENS_MIN = 256
+"""SGLang asks a pool for no fewer."""
+
+
+def test_engines_fetch_what_another_one_computed_and_every_guarantee_holds(
+    kafka_bootstrap, new_run_id, tmp_path
+):
+    run_id = new_run_id()
+    run = LaunchedRun(tmp_path, {"FORGEMQ_KAFKA": kafka_bootstrap})
+    try:
+        run.start(
+            DIALOGUE,
+            f"run={run_id}",
+            f"trainer.steps={STEPS}",
+            "evaluation.tasks=0",
+            "queues.dialogue.agent=dialogue:play_instructed",
+            "model.context_tokens_max=1000",
+            "log.lanes=2",
+            "log.keep_for_replay=true",
+            "pool.storage=file",
+            f"pool.page_tokens={PAGE_TOKENS}",
+            "pool.prefetch=wait_complete",
+            "pool.fetch_tokens_per_s=20000",
+        )
+        status = run.wait_for_end(within_s=1200)
+        assert run.left_behind() == []
+    finally:
+        run.close()
+    assert status == 0, run.story()
+    # SGLang refuses new weights while K/V is on its way to the pool, unless that is waited for.
+    assert "restarting" not in run.output()
+    logs = (run.runs / run_id / "logs").glob("inference-*.log")
+    assert [log.name for log in logs if '"event":"load_failed"' in log.read_text()] == []
+    report = run.report(run_id)
+    # Of K/V in float32 that other weights computed, G5 would see the difference.
+    assert report["guarantees"] == dict.fromkeys(("G1", "G2", "G3", "G4", "G5"), True)
+    assert (report["steps"], report["groups_open"]) == (STEPS, 0)
+    finished: list[FinishedCompletion] = records_of_lanes(
+        kafka_bootstrap,
+        topics.FINISHED_COMPLETIONS,
+        run_id=run_id,
+        blobs=str(run.blobs(run_id)),
+    )
+    assert {each.lane for each in finished} == {0, 1}
+    fetched = [each for each in finished if each.cached_tokens_storage]
+    assert fetched, [each.cached_tokens for each in finished]
+    for each in fetched:
+        assert FETCHED_TOKENS_MIN <= each.cached_tokens_storage <= each.cached_tokens
+        assert each.cached_tokens_storage % PAGE_TOKENS == 0
+        assert each.cached_tokens < len(each.context) // 4

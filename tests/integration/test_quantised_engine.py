@@ -1,0 +1,192 @@
+"""A real engine that holds projections as 8-bit floats in blocks, and its new weights."""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from forgemq_bus.memory import MemoryLog
+from forgemq_contracts.arrays import unpack_floats, unpack_ids
+from forgemq_fp8_blocks import dequantised, quantise_model
+from forgemq_inference.engine import EngineRefusedError
+from forgemq_sglang_cpu.server import EngineServer
+from loadtests.wide_demo import wide_demo
+from tests.engine_fixture import START_TIMEOUT_S, engine_options, reset_engine
+from tests.float8 import nearest
+from tests.integration.launched_run import DIALOGUE, LaunchedRun
+from tests.integration.test_weights_engine import logprobs, perturbed, publisher, spans
+from tests.lane_scene import LaneScene, create_topics
+from tests.ports import free_port
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
+
+CONTEXT = [10, 20, 30, 40, 50, 60, 70, 80]
+GROUP = 128
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The demo's model with a key head for each query head, so that all of it has whole blocks."""
+    return wide_demo(tmp_path_factory.mktemp("wide") / "model")
+
+
+def in_blocks(model: Path) -> Path:
+    """The model as the trainer publishes it."""
+    folder = model.with_name(f"{model.name}-fp8")
+    if not folder.exists():
+        quantise_model(model, folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return perturbed(wide, tmp_path_factory.mktemp("trained"), seed=4)
+
+
+@pytest.fixture(scope="module")
+def fp8_server(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    server = EngineServer(
+        str(in_blocks(wide)),
+        tmp_path_factory.mktemp("engine"),
+        port=free_port(),
+        options=engine_options(),
+    )
+    server.start()
+    try:
+        server.wait_healthy(timeout_s=START_TIMEOUT_S)
+        yield server.url
+    finally:
+        server.stop()
+
+
+@pytest.fixture
+def fp8_url(fp8_server: str, wide: Path) -> str:
+    """The engine on the base weights."""
+    reset_engine(fp8_server, in_blocks(wide))
+    return fp8_server
+
+
+@asynccontextmanager
+async def serving_fp8(url: str, model: Path) -> AsyncIterator[LaneScene]:
+    log = MemoryLog(run="r")
+    await create_topics(log)
+    scene = LaneScene(log, model=model, engine_url=url, quantization="fp8_blocks")
+    async with scene.serving():
+        await scene.report(is_serving=True)
+        yield scene
+
+
+def rounded_logprobs(model: Path, tokens: list[int], *, first: int) -> list[float]:
+    """As an engine should compute them: stock transformers, weights and inputs rounded here.
+
+    Weights are read from the quantised file, the inputs of each of its layers become 8-bit floats
+    by the definition of the format, 128 of them with one scale.
+    """
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    small = load_file(in_blocks(model) / "model.safetensors")
+
+    def round_inputs(_: torch.nn.Module, inputs: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+        groups = inputs[0].numpy().reshape(*inputs[0].shape[:-1], -1, GROUP)
+        scales = abs(groups).max(axis=-1, keepdims=True) / 448
+        values = (nearest(groups / scales) * scales).reshape(inputs[0].shape)
+        return (torch.from_numpy(values).float(),)
+
+    rounded = 0
+    with torch.no_grad():
+        for name, module in policy.named_modules():
+            if f"{name}.weight_scale_inv" in small:
+                values, scales = small[f"{name}.weight"], small[f"{name}.weight_scale_inv"]
+                module.weight.copy_(dequantised(values, scales))
+                module.register_forward_pre_hook(round_inputs)
+                rounded += 1
+        logits = policy(torch.tensor([tokens])).logits[0]
+    assert rounded == 3 * 7
+    rows = torch.log_softmax(logits[first - 1 : -1], -1)
+    return [float(value) for value in rows.gather(1, torch.tensor(tokens[first:])[:, None])[:, 0]]
+
+
+@pytest.mark.parametrize("path", ["fast", "durable"])
+async def test_new_weights_arrive_in_8_bit_blocks_and_are_what_the_engine_computes_with(
+    fp8_url: str, wide: Path, trained: Path, path: str
+) -> None:
+    """Before: version 0 of the trainer, which an engine loads from the durable copy."""
+    async with (
+        serving_fp8(fp8_url, wide) as scene,
+        publisher(in_blocks(trained), "send") as trainer,
+    ):
+        await scene.publish(in_blocks(wide), version=0)
+        (start, base) = await scene.loaded(count=2, timeout_s=60)
+        await scene.request(1, CONTEXT, max_tokens=24)
+        await scene.finished(count=1, timeout_s=60)
+        offers = await trainer.offer() if path == "fast" else ()
+        await scene.publish(in_blocks(trained), version=1, fast_paths=offers)
+        if path == "fast":
+            await trainer.send()
+            assert await trainer.result() == {"0": ""}
+        *_, loaded = await scene.loaded(count=3, timeout_s=60)
+        await scene.request(2, CONTEXT, max_tokens=24)
+        first, second = await scene.finished(count=2, timeout_s=60)
+    assert (start.path, base.path, base.version) == ("start", "durable", 0)
+    assert (loaded.path, loaded.version) == (path, 1)
+    for record, model, version in ((first, wide, 0), (second, trained, 1)):
+        tokens = unpack_ids(record.output)
+        assert spans(record) == [(0, len(tokens), 1, version)]
+        found = unpack_floats(record.logprobs)
+        expected = rounded_logprobs(model, CONTEXT + tokens, first=len(CONTEXT))
+        # An input on the border of two 8-bit floats may fall to either side by float32's rounding.
+        differences = sorted(abs(a - b) for a, b in zip(found, expected, strict=True))
+        assert differences[len(differences) // 2] < 1e-4, differences
+        assert differences[-1] < 0.1, differences
+        full = logprobs(model, CONTEXT + tokens, first=len(CONTEXT))
+        gaps = [abs(a - b) for a, b in zip(found, full, strict=True)]
+        assert max(gaps) > 100 * differences[len(differences) // 2]
+
+
+async def test_an_engine_that_holds_weights_in_full_is_refused_by_name(
+    base_engine_url: str, engine_model: Path
+) -> None:
+    log = MemoryLog(run="r")
+    await create_topics(log)
+    scene = LaneScene(
+        log, model=engine_model, engine_url=base_engine_url, quantization="fp8_blocks"
+    )
+    with pytest.raises(ExceptionGroup) as refused:
+        async with scene.serving():
+            await asyncio.sleep(30)
+    rule = r"^model\.engine_quantization is fp8_blocks, .* --quantization fp8; that of http"
+    assert refused.group_contains(EngineRefusedError, match=rule)
+
+
+@pytest.mark.slow
+def test_a_run_trains_in_full_what_its_engine_samples_in_8_bit_blocks(
+    kafka_bootstrap, new_run_id, tmp_path
+):
+    """The trainer publishes, the engine loads by both ways, and the audit compares the two."""
+    run_id = new_run_id()
+    run = LaunchedRun(tmp_path, {"FORGEMQ_KAFKA": kafka_bootstrap})
+    try:
+        run.start(
+            DIALOGUE,
+            f"run={run_id}",
+            "trainer.steps=3",
+            "evaluation.tasks=0",
+            "model.engine_quantization=fp8_blocks",
+        )
+        status = run.wait_for_end(within_s=800)
+        assert run.left_behind() == []
+    finally:
+        run.close()
+    assert status == 0, run.story()
+    report = run.report(run_id)
+    assert report["guarantees"] == dict.fromkeys(("G1", "G2", "G3", "G4", "G5"), True)
+    # In full it would be below 1e-4.
+    assert report["logprob_gap_max"] > 1e-3
+    output = run.output()
+    assert re.search(r"lane 0 serves version 0 \(durable", output), output
+    assert re.search(r"lane 0 serves version 2 \(fast", output), output
