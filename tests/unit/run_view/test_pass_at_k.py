@@ -6,11 +6,11 @@ import random
 
 import pytest
 
-from forgemq_run_view.pass_at_k import TaskResult, pass_at_k, pass_rates, wilson
+from forgemq_run_view.pass_at_k import TaskSamples, pass_at_k, pass_rates, wilson
 
 
-def task(number: int, samples: int, successes: int) -> TaskResult:
-    return TaskResult(
+def task(number: int, samples: int, successes: int) -> TaskSamples:
+    return TaskSamples(
         task_number=number, group_id=f"g-{number}", samples=samples, successes=successes
     )
 

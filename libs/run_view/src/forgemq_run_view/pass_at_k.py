@@ -19,7 +19,7 @@ _Z = 1.959963984540054
 """The standard normal distribution has 2.5 % above it."""
 
 
-class TaskResult(Struct, frozen=True, kw_only=True):
+class TaskSamples(Struct, frozen=True, kw_only=True):
     """One held-out task: its unmasked episodes, and those with an outcome of at least 0.5."""
 
     task_number: int
@@ -60,7 +60,7 @@ def wilson(mean: float, count: int) -> tuple[float, float]:
     return max(0.0, min(low, mean)), min(1.0, max(high, mean))
 
 
-def pass_rates(tasks: Sequence[TaskResult], *, samples: int) -> tuple[PassRate, ...]:
+def pass_rates(tasks: Sequence[TaskSamples], *, samples: int) -> tuple[PassRate, ...]:
     """pass@k for k = 1, 2, 4 and so on, and for `samples`, the number that was asked for.
 
     A k that no task has enough unmasked samples for is left out.
@@ -76,7 +76,7 @@ def _counts(samples: int) -> Iterator[int]:
     yield samples
 
 
-def _rate(tasks: Sequence[TaskResult], *, k: int) -> PassRate | None:
+def _rate(tasks: Sequence[TaskSamples], *, k: int) -> PassRate | None:
     values = [pass_at_k(t.samples, t.successes, k=k) for t in tasks if t.samples >= k]
     if not values:
         return None

@@ -13,7 +13,7 @@ from forgemq_contracts.fields import NamedValue
 from forgemq_contracts.groups import RequestedGroup, ScoredGroup
 from forgemq_contracts.run import StartedRun, played_queues
 from forgemq_contracts.topics import REQUESTED_GROUPS, SCORED_GROUPS
-from forgemq_run_view.pass_at_k import CONFIDENCE, PassRate, TaskResult, pass_rates
+from forgemq_run_view.pass_at_k import CONFIDENCE, PassRate, TaskSamples, pass_rates
 
 
 class DomainEvaluation(Struct, frozen=True, kw_only=True):
@@ -34,7 +34,7 @@ class DomainEvaluation(Struct, frozen=True, kw_only=True):
     episodes_masked: int
     confidence: float
     pass_at_k: tuple[PassRate, ...]
-    tasks: tuple[TaskResult, ...]
+    tasks: tuple[TaskSamples, ...]
 
 
 async def evaluation_of(
@@ -92,7 +92,7 @@ def _evaluation(
     samples: int,
 ) -> DomainEvaluation:
     tasks = tuple(
-        TaskResult(
+        TaskSamples(
             task_number=numbers.get(group.group_id, -1),
             group_id=group.group_id,
             samples=sum(not score.is_masked for score in group.episodes),
