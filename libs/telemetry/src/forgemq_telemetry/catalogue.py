@@ -164,13 +164,13 @@ COUNTERS: dict[CounterName, Metric] = {
     "inference.fast_path_failures": Metric(
         "{failure}", "Fast paths that failed; the durable copy was loaded instead."
     ),
-    "inference.teacher_failed": Metric(
-        "{completion}", "Completions about which the teacher did not answer."
-    ),
     "inference.wrong_tensors": Metric(
         "{tensor}", "Tensors that an engine held otherwise than they were sent, by tensor."
     ),
     "inference.engine_losses": Metric("{loss}", "Times a lane's engine stopped answering."),
+    "inference.teacher_failed": Metric(
+        "{completion}", "Completions about which the teacher did not answer."
+    ),
     "reward.episodes_graded": Metric("{episode}", "Episodes graded by the grading loop."),
     "reward.episodes_masked": Metric(
         "{episode}", "Graded episodes that were masked: no reward counts."
@@ -255,10 +255,10 @@ GAUGES: dict[GaugeName, Metric] = {
     "trainer.grad_norm": Metric("1", "Gradient norm of the newest step, before clipping."),
     "trainer.entropy": Metric("{nat}", "Mean entropy of the policy at the sampled tokens."),
     "trainer.kl_k3": Metric("{nat}", "k3 estimate of KL(behaviour || policy) of the newest step."),
-    "trainer.kl_teacher": Metric("{nat}", "Estimate of KL(behaviour || teacher)."),
     "trainer.kl_reference": Metric(
         "{nat}", "k3 estimate of KL(policy || reference) of the newest step; 0 without a reference."
     ),
+    "trainer.kl_teacher": Metric("{nat}", "Estimate of KL(behaviour || teacher)."),
     "trainer.ratio_p99": Metric("1", "99th percentile of policy / behaviour probability."),
     "trainer.capped_share": Metric(
         "1", "Share of entries whose ratio the loss capped, clipped or masked."
