@@ -167,7 +167,7 @@ async def test_an_engine_that_holds_weights_in_full_is_refused_by_name(
 def test_a_run_trains_in_full_what_its_engine_samples_in_8_bit_blocks(
     kafka_bootstrap, new_run_id, tmp_path
 ):
-    """The trainer publishes, the engine loads by both ways, and the audit compares the two."""
+    """The launcher writes the engine's model, the trainer publishes, the audit compares."""
     run_id = new_run_id()
     run = LaunchedRun(tmp_path, {"FORGEMQ_KAFKA": kafka_bootstrap})
     try:
@@ -187,6 +187,4 @@ def test_a_run_trains_in_full_what_its_engine_samples_in_8_bit_blocks(
     assert report["guarantees"] == dict.fromkeys(("G1", "G2", "G3", "G4", "G5"), True)
     # In full it would be below 1e-4.
     assert report["logprob_gap_max"] > 1e-3
-    output = run.output()
-    assert re.search(r"lane 0 serves version 0 \(durable", output), output
-    assert re.search(r"lane 0 serves version 2 \(fast", output), output
+    assert re.search(r"lane 0 serves version 3 \(fast", run.output()), run.output()
