@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from forgemq_bus.log import Emit, Place
 from forgemq_bus.names import broker_place
 from forgemq_contracts import topics
@@ -294,9 +296,10 @@ class ClaimsOracle:
         return any(begin_s - PAUSE_S - LATE_S <= fault_s <= end_s for fault_s in self._faults_s)
 
     def check_written(self, emits: Sequence[Emit]) -> None:
-        """One gateway ends each episode in one way, and opens each attempt once.
+        """One gateway ends each episode in one way, and opens each attempt in one way.
 
-        An end whose request was cut off may be on the log: the next request writes it again.
+        An end whose request was cut off may be on the log: the next request writes it again. So may
+        an opening whose agent left: the next agent gets the attempt, with the same key.
 
         Args:
             emits: What this gateway wrote and knows to stand on the log.
@@ -305,16 +308,16 @@ class ClaimsOracle:
             ViolationError: it wrote another end, or an attempt again.
         """
         ended: dict[tuple[str, int], bytes] = {}
-        opened: Counter[str] = Counter()
+        opened: dict[str, OpenedEpisode] = {}
         for emit in emits:
             match topics.decode(topics.BY_NAME[emit.topic], emit.value):
                 case FinishedEpisode() as end:
                     if ended.setdefault((end.group_id, end.index), emit.value) != emit.value:
                         raise ViolationError(f"a gateway ended {end.episode_id} in two ways")
                 case OpenedEpisode() as attempt if not attempt.rewards:
-                    opened[attempt.episode_id] += 1
-        if twice := [attempt for attempt, count in opened.items() if count > 1]:
-            raise ViolationError(f"a gateway opened twice: {twice}")
+                    same = msgspec.structs.replace(attempt, opened_ms=0)
+                    if opened.setdefault(attempt.episode_id, same) != same:
+                        raise ViolationError(f"a gateway opened {attempt.episode_id} in two ways")
 
     def _first_ends(self, group_id: str) -> dict[int, FinishedEpisode]:
         """The end of each index that counts: the first on the log."""
