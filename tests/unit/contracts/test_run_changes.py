@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 import msgspec
 import pytest
 
+from forgemq_contracts.distillation import Distillation
 from forgemq_contracts.live_key import LiveKey
 from forgemq_contracts.run import Model, Queue, RunConfiguration, Trainer
 from forgemq_contracts.run_changes import MAY_CHANGE, REASONS, changes, check_changes
@@ -18,6 +19,7 @@ WAS = RunConfiguration(
     queues=tuple(Queue(domain=name, task_source="", agent="") for name in ("one", "two")),
     trainer=Trainer(steps=4),
     speculation=Speculation(head="h"),
+    distillation=Distillation(url="http://teacher:30000"),
 )
 
 
