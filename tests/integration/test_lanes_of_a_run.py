@@ -25,7 +25,7 @@ from tests.integration.run_log import GROUP_PARTITIONS, accounts, records_of
 from tests.ports import free_port
 from tests.small_run import small_run
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(1800)]
 
 STEPS = 40
 SETTLED_S = 120.0
@@ -166,7 +166,6 @@ def test_engines_are_added_drained_and_removed_while_a_run_trains(
     )
 
 
-@pytest.mark.long
 def test_the_launcher_starts_and_stops_the_engines_of_lanes_that_come_and_go(
     kafka_bootstrap, new_run_id, tmp_path
 ):

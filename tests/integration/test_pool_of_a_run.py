@@ -10,7 +10,7 @@ from forgemq_contracts.completions import FinishedCompletion
 from tests.integration.launched_run import DIALOGUE, LaunchedRun
 from tests.integration.test_lanes_of_a_run import records_of_lanes
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(1500)]
 
 STEPS = 4
 PAGE_TOKENS = 16
