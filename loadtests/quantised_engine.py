@@ -46,7 +46,7 @@ sys.path.append(str(ROOT / "deploy" / "demo"))
 from shop_desk.warm_start import Examples  # noqa: E402  # it lies in the folder above
 
 SEED = 0
-CONTEXTS = 400
+CONTEXTS = 48
 OUTPUT_TOKENS = 60
 TIMEOUT_S = 120.0
 LARGE_CASE = "bfloat16, 512 MB"
