@@ -300,4 +300,4 @@ async def test_a_black_box_that_fails_is_masked():
     async with running(endless) as (url, world):
         episode = await played(broken, url, world)
     assert episode.status == "aborted"
-    assert episode.detail.startswith("AgentFailedError: status 4")
+    assert episode.detail.startswith("AgentStatusError: status 4")
