@@ -1,4 +1,4 @@
-"""Waits for the first of a few futures; for a few, half the time that asyncio.wait takes."""
+"""Waits for the first of a few futures, with less bookkeeping than asyncio.wait has."""
 
 import asyncio
 from collections.abc import Iterable
