@@ -58,6 +58,20 @@ async def test_a_group_that_expires_without_a_score_is_not_held_to_the_end():
     assert held[-1][1] == 0
 
 
+async def test_groups_that_are_cancelled_after_their_scores_are_given_out_whole():
+    run = SyntheticRun()
+    cancelled = [f"g-{n}" for n in range(6)]
+    for index in range(6):
+        run.generate(index, version=0)
+    for group_id in cancelled:
+        run.put(RETIRED_GROUPS, RetiredGroup(
+            group_id=group_id, domain="shop_desk", purpose="train", reason="cancelled"
+        ), partition=run.partition(group_id))  # fmt: skip
+    found = [records async for records in scored_groups(await log_of(run), configuration())]
+    assert sorted(records.scored.group_id for records in found) == cancelled
+    assert {(len(r.episodes), len(r.completions)) for r in found} == {(GROUP_SIZE, COMPLETIONS)}
+
+
 async def test_a_group_whose_completions_were_trimmed_comes_without_them():
     run = SyntheticRun().play(steps=1)
     kept = SyntheticRun()

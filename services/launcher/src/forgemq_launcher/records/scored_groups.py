@@ -7,7 +7,7 @@ slots of each queue, as in the services.
 """
 
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 
 import msgspec
 
@@ -69,22 +69,25 @@ class PartitionGroups:
         """Every scored group, in the order of their scores."""
         # The scores' end is taken first: what a score refers to was written before it.
         scores = await _Feed.of(self._log, SCORED_GROUPS, self._partition)
-        others = (FINISHED_EPISODES, GRADED_EPISODES, FINISHED_COMPLETIONS, RETIRED_GROUPS)
+        retired = await _Feed.of(self._log, RETIRED_GROUPS, self._partition)
+        others = (FINISHED_EPISODES, GRADED_EPISODES, FINISHED_COMPLETIONS)
         feeds = [await _Feed.of(self._log, topic, self._partition) for topic in others]
         try:
             async for message in scores.messages():
+                # A group that ended without a score would be held to the end. One that was
+                # cancelled after its score, as all are at the end of a run, is given out.
+                await retired.read_before(message.timestamp_ms, self._drop)
                 scored = message.record
                 if isinstance(scored, ScoredGroup) and scored.group_id not in self._over:
-                    await self._read_for(scored, feeds, until_ms=message.timestamp_ms)
+                    await self._read_for(scored, *feeds)
                     yield self._taken(scored)
         finally:
-            for feed in (scores, *feeds):
+            for feed in (scores, retired, *feeds):
                 await feed.close()
 
     async def _read_for(
-        self, scored: ScoredGroup, feeds: Sequence["_Feed"], *, until_ms: int
+        self, scored: ScoredGroup, episodes: "_Feed", grades: "_Feed", completions: "_Feed"
     ) -> None:
-        episodes, grades, completions, retired = feeds
         wanted = {score.episode_id for score in scored.episodes}
         held = self._episodes[scored.group_id]
         await episodes.read(self._take, until=lambda: wanted <= held.keys())
@@ -97,8 +100,6 @@ class PartitionGroups:
         await grades.read(self._take, until=lambda: graded <= known.keys())
         last = max((e.offset for each in held.values() for e in each.manifest), default=-1)
         await completions.read(self._take, until=lambda: completions.offset >= last)
-        # A group that ended without a score would be held to the end.
-        await retired.read(self._drop, until=lambda: retired.timestamp_ms > until_ms)
 
     def _take(self, message: Message) -> None:
         record = message.record
@@ -145,7 +146,6 @@ class _Feed:
         self._waiting: list[Message] = []
         self._is_over = False
         self.offset = -1
-        self.timestamp_ms = -1
 
     @classmethod
     async def of(cls, log: Log, topic: Topic, partition: int) -> "_Feed":
@@ -163,16 +163,24 @@ class _Feed:
         while not until() and (message := await self._next()) is not None:
             take(message)
 
+    async def read_before(self, timestamp_ms: int, take: Callable[[Message], None]) -> None:
+        """Take the messages up to the first that is not older than this."""
+        while await self._has_next() and self._waiting[-1].timestamp_ms < timestamp_ms:
+            take(self._waiting.pop())
+
     async def _next(self) -> Message | None:
+        if not await self._has_next():
+            return None
+        message = self._waiting.pop()
+        self.offset = message.offset
+        return message
+
+    async def _has_next(self) -> bool:
         while not self._waiting and not self._is_over:
             batch = await anext(self._batches, None)
             self._is_over = batch is None
             self._waiting = list(reversed(batch or []))
-        if not self._waiting:
-            return None
-        message = self._waiting.pop()
-        self.offset, self.timestamp_ms = message.offset, message.timestamp_ms
-        return message
+        return bool(self._waiting)
 
     async def close(self) -> None:
         await self._batches.aclose()  # type: ignore[attr-defined]  # it is a generator
