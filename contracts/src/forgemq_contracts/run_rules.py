@@ -4,6 +4,7 @@ import msgspec
 
 from forgemq_contracts.curriculum_rules import check_curricula
 from forgemq_contracts.domains import context_tokens_max_of, sampling_of
+from forgemq_contracts.environments import environment_of
 from forgemq_contracts.lane_engines import check_lanes, is_paired
 from forgemq_contracts.loss import check_loss
 from forgemq_contracts.pool import Pool
@@ -84,9 +85,16 @@ def _check_quantization(configuration: RunConfiguration) -> None:
 def _check_agents(configuration: RunConfiguration) -> None:
     for queue in configuration.queues:
         name, sources = f"queues.{queue.domain}", (queue.task_source, queue.task_file)
+        environment = environment_of(queue.agent)
+        if environment is not None and any(sources):
+            given = "task_source" if queue.task_source else "task_file"
+            raise ValueError(
+                f"{name}.{given} must be left out if agent is an environment of verifiers: the "
+                f"tasks are those of its data set, got {queue.agent!r}"
+            )
         if all(sources):
             raise ValueError(f"{name}.task_source must be left out if task_file is given")
-        if bool(queue.agent) != any(sources):
+        if environment is None and bool(queue.agent) != any(sources):
             given, missing = ("agent", "task_source") if queue.agent else ("task_source", "agent")
             raise ValueError(
                 f"{name}.{missing} must be given if {given} is (or a task_file): an agent plays "

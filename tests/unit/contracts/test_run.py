@@ -115,6 +115,16 @@ def test_files_of_tasks_stand_in_for_a_task_source_and_not_beside_one(queue, eva
     check(queued(both, evaluation=Evaluation(tasks=8)))
 
 
+@pytest.mark.parametrize("given", ["task_source", "task_file"])
+def test_an_environment_as_agent_brings_its_own_tasks(given):
+    queue = {"domain": "d", "agent": "verifiers:my_env", "task_source": ""}
+    check(queued(Queue(**queue), evaluation=Evaluation(tasks=8)))
+    with pytest.raises(
+        ValueError, match=rf"^queues\.d\.{given} must be left out .*'verifiers:my_env'"
+    ):
+        check(queued(Queue(**{**queue, given: "m:task"})))
+
+
 def test_held_out_tasks_need_a_queue_with_an_agent():
     tasks = Evaluation(tasks=8)
     with pytest.raises(ValueError, match=r"^evaluation\.tasks must be 0 if no queue has an agent"):

@@ -5,12 +5,16 @@ import inspect
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from forgemq_agents import environment_agent
 from forgemq_agents.core.samplers import READY, Sampler
+from forgemq_agents.environment_agent import UnplayableError
 from forgemq_agents.episode import Episode
 from forgemq_agents.task_file import TaskFile, TaskFileError, read_tasks
+from forgemq_contracts.environments import EXTRA, environment_of
 from forgemq_contracts.run import Evaluation, Queue, RunConfiguration, played_queues
 
 TaskSource = Callable[..., Any]
@@ -82,20 +86,37 @@ def add_code_paths(code_paths: Sequence[str]) -> None:
 
 def _domain_code(queue: Queue, evaluation: Evaluation) -> DomainCode:
     field = f"queues.{queue.domain}"
-    if queue.task_file:
-        source: TaskSource = _task_file(queue, evaluation)
+    environment = environment_of(queue.agent)
+    source: TaskSource
+    play: Play
+    if environment is not None:
+        play, source = _environment(environment, queue, evaluation)
+    elif queue.task_file:
+        source = _task_file(queue, evaluation)
+        play = _function(queue.agent, field=f"{field}.agent")
     else:
         source = _function(queue.task_source, field=f"{field}.task_source")
-    play = _function(queue.agent, field=f"{field}.agent")
+        play = _function(queue.agent, field=f"{field}.agent")
     if queue.curriculum is None:
         return DomainCode(task_source=source, play=play)
     name = queue.curriculum.sampler
     sampler = READY.get(name) or _function(name, field=f"{field}.curriculum.sampler")
     pool = queue.curriculum.tasks
     if pool is None:
-        assert isinstance(source, TaskFile), "a pool without a size is that of a file"
+        assert isinstance(source, TaskFile), "a pool without a size is a file or a data set"
         pool = source.count
     return DomainCode(task_source=source, play=play, sampler=sampler, pool=pool)
+
+
+def _environment(name: str, queue: Queue, evaluation: Evaluation) -> tuple[Play, TaskSource]:
+    field = f"queues.{queue.domain}.agent: {queue.agent!r}"
+    if find_spec("verifiers") is None:
+        raise UserCodeError(f"{field} needs {EXTRA}")
+    try:
+        agent = environment_agent.load(name)
+        return agent, agent.tasks(evaluation, is_pool=queue.curriculum is not None)
+    except UnplayableError as error:
+        raise UserCodeError(f"{field}: {error}") from error
 
 
 def _task_file(queue: Queue, evaluation: Evaluation) -> TaskFile:
