@@ -2,7 +2,7 @@
 
 A rubric of `verifiers` counts a reward function that raises as 0 and logs it. Here a failure of the
 machinery is never a reward of zero, so the functions that weigh are wrapped, and what they raised
-is told. A function with weight 0 is a metric: it moves no reward, and may fail.
+is returned. A function with weight 0 is a metric: it moves no reward, and may fail.
 """
 
 import functools
@@ -31,7 +31,7 @@ async def score(rubric: Any, state: Any) -> list[str]:  # noqa: ANN401 - verifie
 
 
 def note_failures(rubric: Any) -> None:  # noqa: ANN401 - as above
-    """Wrap the functions of a rubric that weigh, so that `score` hears what they raise."""
+    """Wrap the functions of a rubric that weigh, so that `score` returns what they raise."""
     for each in rubrics_in(rubric):
         each.funcs = [
             _noted(function) if weight else function
@@ -80,7 +80,7 @@ def _noted(function: Callable[..., Any]) -> Callable[..., Awaitable[float]]:
         try:
             value = function(*arguments, **named)
             return float(await value if inspect.isawaitable(value) else value)
-        except Exception as error:
+        except Exception as error:  # A user's function may raise anything; the rubric catches it.
             failures = _failures.get()
             if failures is not None:
                 failures.append(f"{_name(function)} raised {type(error).__name__}: {error}")
