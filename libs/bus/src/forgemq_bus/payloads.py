@@ -149,8 +149,10 @@ LEAVE_IN_STORE = Values(fetch=_as_is, size_bytes=_inline_bytes)
 
 def reference_of(record: Record) -> BlobReference | None:
     """Where the value of a record read without values lies; None if it lies in the record."""
-    encoded = dict(record.headers).get(BLOB_HEADER)
-    return None if encoded is None else msgspec.msgpack.decode(encoded, type=BlobReference)
+    for name, encoded in record.headers:
+        if name == BLOB_HEADER:
+            return msgspec.msgpack.decode(encoded, type=BlobReference)
+    return None
 
 
 def _fetched_bytes(record: Record) -> int:

@@ -11,6 +11,13 @@ class TransformSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     batch_linger_s: Annotated[
         float, Meta(ge=0, le=1, description="A batch collects this long after its first record.")
     ] = 0.05
+    batch_linger_s_max: Annotated[
+        float, Meta(ge=0, le=2, description="Longest time that it collects if commits are slow.")
+    ] = 0.5
+    commit_share_max: Annotated[
+        float,
+        Meta(gt=0, le=1, description="Share of its time that a busy task spends on commits."),
+    ] = 0.1
     batch_records_max: Annotated[
         int, Meta(ge=1, description="Records in a batch; a task holds one batch at a time.")
     ] = 2000

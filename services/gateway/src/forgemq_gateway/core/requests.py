@@ -197,6 +197,8 @@ class Request(Struct, frozen=True, kw_only=True):
 
 def text_of(message: RequestMessage) -> str:
     """The message's text and tool results, joined."""
+    if len(message.parts) == 1 and isinstance(message.parts[0], Text):
+        return message.parts[0].text  # Most messages, and they are asked often.
     return "".join(part.text for part in message.parts if isinstance(part, Text | ToolResult))
 
 
@@ -292,4 +294,7 @@ def _call_form(call: Call) -> dict[str, Any]:
 
 
 def _result_id(message: RequestMessage) -> str | None:
-    return next((part.call_id for part in message.parts if isinstance(part, ToolResult)), None)
+    for part in message.parts:
+        if isinstance(part, ToolResult):
+            return part.call_id
+    return None
