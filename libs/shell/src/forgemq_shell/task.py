@@ -175,20 +175,10 @@ class TransformTask:
             return records
         if len(records) < settings.read_records_max:
             # Sleep instead of reading on: each read of a few records costs the brokers a fetch.
-            await asyncio.sleep(self._linger_s())
+            await asyncio.sleep(settings.linger_s(commit_s=self._commit_s))
         while more := await self._read(reader, timeout_s=0.0, behind=records):
             records.extend(more)
         return records
-
-    def _linger_s(self) -> float:
-        """How long a batch collects after its first record.
-
-        A transaction costs the brokers the same whether it holds one record or many. If they are
-        slow, tasks that ask for fewer of them leave the brokers time for everybody's records.
-        """
-        settings = self._plan.settings
-        wanted_s = self._commit_s * (1.0 / settings.commit_share_max - 1.0)
-        return max(settings.batch_linger_s, min(wanted_s, settings.batch_linger_s_max))
 
     async def _read(
         self, reader: Reader, *, timeout_s: float, behind: Sequence[Record] = ()

@@ -52,3 +52,12 @@ class TransformSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     refence_after_s: Annotated[
         float, Meta(gt=0, description="A fenced task that is still assigned starts again.")
     ] = 2.0
+
+    def linger_s(self, *, commit_s: float) -> float:
+        """How long a batch collects after its first record, if the last commit took `commit_s`.
+
+        A transaction costs the brokers the same whether it holds one record or many. If they are
+        slow, tasks that ask for fewer of them leave the brokers time for everybody's records.
+        """
+        wanted_s = commit_s * (1.0 / self.commit_share_max - 1.0)
+        return max(self.batch_linger_s, min(wanted_s, self.batch_linger_s_max))
