@@ -97,14 +97,13 @@ class MemoryStore:
     ) -> list[int]:
         """Append in order; returns the offsets. Appends nothing if a partition does not exist."""
         places = [broker_place(emit.place, run=run) for emit in emits]
-        for place in places:
-            self.partition(place)
+        partitions = [self.partition(place) for place in places]
         if transaction is not None:
-            for place in places:
-                transaction.firsts.setdefault(place, self.partitions[place].end)
+            for place, partition in zip(places, partitions, strict=True):
+                transaction.firsts.setdefault(place, partition.end)
         offsets = [
-            self._append(self.partitions[place], emit, transaction)
-            for place, emit in zip(places, emits, strict=True)
+            self._append(partition, emit, transaction)
+            for partition, emit in zip(partitions, emits, strict=True)
         ]
         self.wake(places)
         return offsets
@@ -156,12 +155,13 @@ class MemoryStore:
             OutOfRangeError: the partition has no such position.
         """
         partition = self.partition(place)
-        if position == partition.end:
+        end = partition.end
+        if position == end:
             return [], position
-        if not partition.first <= position < partition.end:
+        if not partition.first <= position < end:
             raise OutOfRangeError(
                 f"{place.topic}/{place.partition}: position {position} is outside "
-                f"{partition.first}..{partition.end}"
+                f"{partition.first}..{end}"
             )
         stop = self.end_position(place, isolation=isolation)
         found: list[Record] = []
