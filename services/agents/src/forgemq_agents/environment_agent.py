@@ -50,7 +50,7 @@ def load(name: str) -> "EnvironmentAgent":
             environment = verifiers.load_environment(name)
         except Exception as error:
             # Whatever the user's environment raises; verifiers hides it behind an error of its own.
-            raise UnplayableError(f"{error} ({error.__cause__})") from error
+            raise UnplayableError(_chain(error)) from error
     if not isinstance(environment, verifiers.Environment):
         kind = type(environment).__name__
         raise UnplayableError(f"load_environment must return a verifiers.Environment, got {kind}")
@@ -103,22 +103,26 @@ class EnvironmentAgent:
             AgentFailedError: something failed that the policy did not cause.
             PolicyFailedError: what the policy wrote ended the rollout; it is scored.
         """
-        sampling = copy.deepcopy(self._environment.sampling_args)
-        # What is no turn is the environment's time: its tools, and whatever it does before a turn.
         async with self._open_client(episode) as client:
-            with episode.tool():
-                state = await self._environment.rollout(episode.task, client, "policy", sampling)
-        error = state["error"]
-        is_policys = error is not None and _is_by_policy(error)
-        if error is not None and not is_policys:
-            raise AgentFailedError(f"the environment failed: {_chain(error)}")
-        failures = await score(self._environment.rubric, state)
+            state = await self._rollout(episode, client)
+            error = state["error"]
+            is_by_policy = error is not None and _is_by_policy(error)
+            if error is not None and not is_by_policy:
+                raise AgentFailedError(f"the environment failed: {_chain(error)}")
+            failures = await score(self._environment.rubric, state)
         # A rollout that the policy broke off may lack what a reward function reads: that is a 0.
-        if failures and not is_policys:
+        if failures and not is_by_policy:
             raise AgentFailedError("; ".join(failures))
         await _report(episode, state)
-        if is_policys:
+        if is_by_policy:
             raise PolicyFailedError(_chain(error))
+
+    async def _rollout(self, episode: Episode, client: Any) -> Any:  # noqa: ANN401 - as above
+        environment = self._environment
+        sampling = copy.deepcopy(environment.sampling_args)  # verifiers renames some of them.
+        # What is no turn is the environment's time: its tools, and whatever it does before a turn.
+        with episode.tool():
+            return await environment.rollout(episode.task, client, "policy", sampling)
 
 
 async def _report(episode: Episode, state: Any) -> None:  # noqa: ANN401 - a State of verifiers
@@ -129,7 +133,7 @@ async def _report(episode: Episode, state: Any) -> None:  # noqa: ANN401 - a Sta
     await episode.report_reward("outcome", reward)
     episode.result = {
         "reward": reward,
-        "metrics": dict(state["metrics"]),
+        "metrics": dict(state["metrics"] or {}),
         "stop_condition": state.get("stop_condition"),
     }
     limit = _limit(state)
