@@ -16,6 +16,7 @@ from forgemq_contracts.run import (
     window_of,
 )
 from forgemq_contracts.stage_rules import check_stages
+from forgemq_contracts.supervised_rules import check_supervised
 from forgemq_contracts.updates import are_several
 
 
@@ -40,7 +41,7 @@ def check(configuration: RunConfiguration) -> None:
                 f"queues.{queue.domain}.window (W) must be at most slots (N), "
                 f"got W={window_of(queue)} N={queue.slots}"
             )
-        if queue.group_size < 2:
+        if queue.group_size < 2 and queue.supervised is None:
             raise ValueError(
                 f"queues.{queue.domain}.group_size (G) must be at least 2: an advantage compares "
                 f"the rollouts of a group, got {queue.group_size}"
@@ -56,6 +57,7 @@ def check(configuration: RunConfiguration) -> None:
     _check_domains(configuration)
     check_stages(configuration)
     check_curricula(configuration)
+    check_supervised(configuration)
     if configuration.pool is not None:
         _check_pool(configuration.pool, has_head=configuration.speculation is not None)
     _check_speculation(configuration)
@@ -83,6 +85,8 @@ def _check_quantization(configuration: RunConfiguration) -> None:
 
 def _check_agents(configuration: RunConfiguration) -> None:
     for queue in configuration.queues:
+        if queue.supervised is not None:
+            continue
         name, sources = f"queues.{queue.domain}", (queue.task_source, queue.task_file)
         if all(sources):
             raise ValueError(f"{name}.task_source must be left out if task_file is given")

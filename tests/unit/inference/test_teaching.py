@@ -14,7 +14,8 @@ from forgemq_inference.core.generation import (
     InvalidAnswerError,
     finished_completion,
 )
-from forgemq_inference.core.teaching import is_taught, teacher_logprobs, teaching_body
+from forgemq_inference.core.reading import read_logprobs
+from forgemq_inference.core.teaching import is_taught, teaching_body
 from forgemq_inference.engine import Engine
 from forgemq_inference.teacher import Teacher
 from forgemq_telemetry import Telemetry
@@ -38,7 +39,7 @@ def test_a_teacher_reads_context_and_output_and_samples_nothing() -> None:
 
 def test_the_last_entries_are_those_of_the_output() -> None:
     read = _read((None, 6), (-0.5, 7), (-2.0, 9))
-    assert unpack_floats(teacher_logprobs(read, pack_ids([7, 9]))) == [-0.5, -2.0]
+    assert unpack_floats(read_logprobs(read, pack_ids([7, 9]))) == [-0.5, -2.0]
 
 
 @pytest.mark.parametrize(
@@ -47,8 +48,8 @@ def test_the_last_entries_are_those_of_the_output() -> None:
     ids=["none", "too few", "another token", "no value"],
 )
 def test_an_answer_about_something_else_is_not_taken(entries: list[Any]) -> None:
-    with pytest.raises(InvalidAnswerError, match=r"^the teacher "):
-        teacher_logprobs(_read(*entries), pack_ids([7, 9]))
+    with pytest.raises(InvalidAnswerError, match=r"^the engine "):
+        read_logprobs(_read(*entries), pack_ids([7, 9]))
 
 
 async def test_a_teacher_that_does_not_answer_leaves_the_record_as_it_is_and_says_so() -> None:

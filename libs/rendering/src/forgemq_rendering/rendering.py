@@ -15,6 +15,7 @@ from forgemq_rendering.choice import HistoryPolicy, choose_renderer
 from forgemq_rendering.continuations import continuations
 from forgemq_rendering.extension import TemplateExtension
 from forgemq_rendering.parsed import Parsed, ToolCall
+from forgemq_rendering.plain_messages import plain_messages
 from forgemq_rendering.reply_grammar import ReplyGrammar
 from forgemq_rendering.tokenizer import FolderTokenizer, generation_stops
 
@@ -28,6 +29,8 @@ CONTEXT_TAIL_TOKENS = 8192
 # An opaque template needs one more rendering for the end of each message: long lists get no ends.
 _ENDS_MESSAGES_MAX = 16
 _ENDS_TOKENS_MAX = 8192
+
+_TOKEN_BYTES = 4  # int32
 
 # Calls that an agent can be given; that of an unknown tool too, which the agent answers itself.
 _USABLE = frozenset({ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL})
@@ -135,6 +138,38 @@ class Rendering:
         return Rendered(
             tokens=whole.tokens, message_ends=tuple(whole.position(end) for end in ends)
         )
+
+    def reply_tokens(
+        self, messages: Sequence[Message], reply: Message, *, tools: Sequence[Tool] = ()
+    ) -> bytes:
+        """The tokens of this reply to the messages, as if they had been sampled; int32.
+
+        They begin behind the opening of the assistant's message and end with the token that closes
+        it, as the model's template has both.
+
+        Raises:
+            ValueError: these messages cannot be rendered, or the template opens or closes a reply
+                in another way than it asks for one; says which.
+        """
+        try:
+            prompt, whole = (
+                self._rendered(messages, tools).tokens,
+                self._closed([*messages, reply], tools),
+            )
+        except (TemplateError, *_CONTENT_ERRORS) as error:
+            raise _unrenderable(error) from error
+        if not whole.startswith(prompt):
+            raise ValueError("the model's template writes a reply behind another opening")
+        for end, (token_id,) in enumerate(iter_unpack("<i", whole[len(prompt) :]), start=1):
+            if token_id in self.stop_token_ids:
+                return whole[len(prompt) :][: end * _TOKEN_BYTES]
+        raise ValueError("the model's template closes a reply with no end-of-turn token")
+
+    def _closed(self, messages: Sequence[Message], tools: Sequence[Tool]) -> bytes:
+        """Tokens of all messages, the last of which is the assistant's and closed."""
+        given, shown = self._shielded(plain_messages(messages)), self._shown(tools)
+        with self._tokenizer.standing_in() as stand_ins:
+            return stand_ins.expand(self._renderer.render_ids(given, tools=shown)).tokens
 
     def _shielded(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """The messages with their control tokens as text, but not those of reasoning."""
@@ -324,42 +359,6 @@ class Rendering:
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, special tokens included."""
         return self._tokenizer.decode(ids)
-
-
-def plain_messages(messages: Sequence[Message], *, is_head: bool = True) -> list[dict[str, Any]]:
-    """Messages as every template accepts them: text content, and one system message at the head.
-
-    `developer` becomes `system`. System messages after the head become user messages: most
-    templates ignore or refuse them there.
-
-    Args:
-        messages: In OpenAI chat form.
-        is_head: False if other messages precede these.
-    """
-    plain: list[dict[str, Any]] = []
-    for message in messages:
-        role = "system" if message["role"] == "developer" else message["role"]
-        text = text_of(message.get("content"))
-        if role == "system" and is_head and len(plain) == 1 and plain[0]["role"] == "system":
-            plain[0]["content"] += "\n\n" + text
-            continue
-        if role == "system" and (plain or not is_head):
-            role = "user"
-        kept = {key: value for key, value in message.items() if value is not None}
-        plain.append({**kept, "role": role, "content": text})
-    return plain
-
-
-def text_of(content: object) -> str:
-    """The text of a message's content: a string, blocks with text, or nothing."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, Sequence):
-        parts = [block.get("text", "") for block in content if isinstance(block, Mapping)]
-        return "".join(part for part in parts if isinstance(part, str))
-    raise TypeError(f"content must be a string or a list of blocks, got {type(content).__name__}")
 
 
 def _ends(indices: Sequence[int], *, count: int) -> tuple[int, ...]:

@@ -129,13 +129,14 @@ class EvaluationPoint(Struct, frozen=True, kw_only=True):
 
 
 class UntrainedDomain(Struct, frozen=True, kw_only=True):
-    """Conversations of one domain and source that never train; they are in no other number.
+    """Conversations of one domain and source that no policy of the run sampled.
 
-    Only the counts of groups have them, too.
+    What they earned is in no other number; the counts of groups have them, too.
     """
 
     domain: str
     conversations: int
+    training: Annotated[int, Meta(description="Of these: of a supervised domain, to train.")] = 0
     ended: Annotated[int, Meta(description="Scored. `tally.episodes` of them have an outcome.")]
     tally: Tally
 

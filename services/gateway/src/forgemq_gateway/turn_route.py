@@ -267,6 +267,7 @@ class TurnRoute:
         try:
             self._memory.check()
             self._access.check_open(episode)  # Again: it may have ended while the body came.
+            self._access.check_reply(episode, is_given=request.reply is not None)
             awaited = self._source.start(episode, request, headers=headers)
             return Started(request=request, episode=episode, awaited=awaited)
         except RefusedError:

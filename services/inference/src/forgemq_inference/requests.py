@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from msgspec import Struct
@@ -42,8 +42,9 @@ from forgemq_inference.core.lane import (
     Run,
     Skipped,
 )
+from forgemq_inference.core.reading import WeightsChangedError, read_completion, reading_body
 from forgemq_inference.core.repetition import NO_REPETITION_STOP
-from forgemq_inference.core.weights import WeightsState
+from forgemq_inference.core.weights import Weights, WeightsState
 from forgemq_inference.engine import EngineError, EngineUnreachableError
 from forgemq_inference.engine_pair import LaneEngine
 from forgemq_inference.live_chunks import LiveChunks, Spawn
@@ -58,6 +59,9 @@ LEAVING = Refused("error", "engine", "engine: the lane is leaving")
 
 _ABORTED_WITHIN_S = 2.0
 """The engine ends an aborted request at its next decoding step, well under a second."""
+_READINGS_MAX = 20
+"""Of one given output. A reading takes milliseconds, the time between two updates seconds."""
+_BETWEEN_READINGS_S = 0.2
 _TIMEOUT_MIN_S = 0.001
 """A request past its deadline still gets an HTTP call, which fails at once as unreachable."""
 
@@ -186,7 +190,7 @@ class Requests:
             "inference.generate", parent=headers, request_id=request.request_id, lane=lane
         ) as span:
             async with self._slot():
-                record = await self._generate(request, run, taken_s=taken_s)
+                record = await self._under_one_version(request, run, taken_s=taken_s)
             if self._teacher is not None:  # Its place is free meanwhile.
                 record = await self._teacher.taught(record, run.context)
             self._state.end(run.attempt)
@@ -216,6 +220,18 @@ class Requests:
         self.running += change
         self.batch.note(self.running)
 
+    async def _under_one_version(
+        self, request: RequestedCompletion, run: Run, *, taken_s: float
+    ) -> FinishedCompletion:
+        """As `_generate`; an output under which the weights changed is read again."""
+        for _ in range(_READINGS_MAX):
+            with suppress(WeightsChangedError):
+                return await self._generate(request, run, taken_s=taken_s)
+            # The engine has the new weights' name a moment before this process knows of it.
+            await asyncio.sleep(_BETWEEN_READINGS_S)
+        refusal = Refused("error", "engine", "engine: its weights changed under each reading")
+        return refused_completion(request, refusal)
+
     async def _generate(
         self, request: RequestedCompletion, run: Run, *, taken_s: float
     ) -> FinishedCompletion:
@@ -228,16 +244,8 @@ class Requests:
             refusal = self._closed.result()
         if refusal is not None:
             return refused_completion(request, refusal, timing=Timing(queued_s, 0.0))
-        limits = self._engine_limits
-        assert limits is not None, "open() sets the limits"
-        body = generate_body(
-            request,
-            rid=f"{request.request_id}.{request.attempt}.{self._limits.epoch}",
-            context=run.context,
-            limits=limits,
-            weights=self._weights.served.weights,
-            repetition=self._limits.repetition_stop,
-        )
+        weights = self._weights.served.weights
+        body = self._body(request, run, weights)
         if isinstance(body, Refused):
             return refused_completion(request, body, timing=Timing(queued_s, 0.0))
         body["cache_salt"] = self._limits.cache_salt
@@ -250,14 +258,43 @@ class Requests:
         timing = _timing(answer.meta_info, queued_s=queued_s, waited_s=waited_s)
         batch, load = self.batch.mean_since(began), self.batch.load
         timing = timing._replace(alone_s=alone_s(timing.engine_s, batch=batch, load=load))
-        is_cancelled = self._state.is_cancelled(run.attempt)
         try:
+            if request.given:
+                return read_completion(request, answer, weights=weights, timing=timing)
             return finished_completion(
-                request, answer, limits=limits, timing=timing, is_cancelled=is_cancelled
+                request,
+                answer,
+                limits=self._limits_of_engine,
+                timing=timing,
+                is_cancelled=self._state.is_cancelled(run.attempt),
             )
         except InvalidAnswerError as error:
             refusal = Refused("error", "engine", f"engine: {error}")
             return refused_completion(request, refusal, timing=timing)
+
+    @property
+    def _limits_of_engine(self) -> EngineLimits:
+        assert self._engine_limits is not None, "open() sets the limits"
+        return self._engine_limits
+
+    def _body(
+        self, request: RequestedCompletion, run: Run, weights: Weights
+    ) -> dict[str, Any] | Refused:
+        """What the engine is asked: to read the output that the request brings, or to sample."""
+        rid = f"{request.request_id}.{request.attempt}.{self._limits.epoch}"
+        limits = self._limits_of_engine
+        if request.given:
+            return reading_body(
+                request, rid=rid, context=run.context, limits=limits, weights=weights
+            )
+        return generate_body(
+            request,
+            rid=rid,
+            context=run.context,
+            limits=limits,
+            weights=weights,
+            repetition=self._limits.repetition_stop,
+        )
 
     async def _ask(
         self, body: dict[str, object], request: RequestedCompletion, attempt: Attempt

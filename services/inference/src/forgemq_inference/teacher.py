@@ -8,7 +8,8 @@ from forgemq_contracts.completions import FinishedCompletion
 from forgemq_contracts.distillation import Distillation
 from forgemq_inference.core.context import TokenContext
 from forgemq_inference.core.generation import InvalidAnswerError
-from forgemq_inference.core.teaching import is_taught, teacher_logprobs, teaching_body
+from forgemq_inference.core.reading import read_logprobs
+from forgemq_inference.core.teaching import is_taught, teaching_body
 from forgemq_inference.engine import Engine, EngineError
 from forgemq_telemetry import Telemetry
 
@@ -38,7 +39,7 @@ class Teacher:
                 await asyncio.sleep(_BETWEEN_TRIES_S)
             try:
                 answer = await self._engine.generate(body, timeout_s=self._settings.timeout_s)
-                logprobs = teacher_logprobs(answer, record.output)
+                logprobs = read_logprobs(answer, record.output)
             except (EngineError, InvalidAnswerError) as failure:
                 error = str(failure)
                 continue

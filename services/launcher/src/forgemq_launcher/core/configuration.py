@@ -170,7 +170,7 @@ def next_run(name: str, *, taken: Sequence[str]) -> str:
 def _with_agents_outside(values: Document) -> Document:
     """The document with `agent` and `task_source` of "" in queues that name neither.
 
-    A queue with a file of tasks needs no `task_source` either.
+    A queue with a file of tasks needs no `task_source` either, and a supervised one no agent.
     """
     queues = values.get("queues")
     if not isinstance(queues, list):
@@ -180,7 +180,7 @@ def _with_agents_outside(values: Document) -> Document:
     def filled(queue: TomlValue) -> TomlValue:
         if not isinstance(queue, dict):
             return queue
-        if "task_file" in queue:
+        if "task_file" in queue and "supervised" not in queue:
             return {"task_source": "", **queue}
         return queue if outside.keys() & queue else {**outside, **queue}
 

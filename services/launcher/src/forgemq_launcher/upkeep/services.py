@@ -6,7 +6,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from forgemq_contracts.run import RunConfiguration, played_queues
+from forgemq_contracts.run import RunConfiguration, supplied_queues
 from forgemq_launcher.run_folder import RunFolder
 from forgemq_launcher.upkeep.supervisor import ServiceSpec
 
@@ -84,7 +84,7 @@ def service_specs(
     entry = _gateway_environ(own["gateway"], count=gateways)
     lanes = zip_longest(addresses.engine_urls, addresses.prefill_urls, fillvalue="")
     playing = own["agents"] | ({"FORGEMQ_AGENTS_SAMPLES": str(samples)} if samples else {})
-    agents = [spec("agents", playing, stop_stage=0)] if played_queues(configuration) else []
+    agents = [spec("agents", playing, stop_stage=0)] if supplied_queues(configuration) else []
     ranks = configuration.trainer.world_size
     trainer = [] if samples else [spec("trainer", own["trainer"], stop_stage=2, ranks=ranks)]
     return (
