@@ -1,5 +1,7 @@
 """Which fields of a run's configuration can work together."""
 
+from itertools import product
+
 import msgspec
 
 from forgemq_contracts.curriculum_rules import check_curricula
@@ -213,8 +215,9 @@ def _check_sampling(configuration: RunConfiguration) -> None:
 def _check_distillation(configuration: RunConfiguration) -> None:
     if configuration.distillation is None:
         return
-    for queue in configuration.queues:
-        temperature = sampling_of(configuration, domain=queue.domain).temperature
+    stages = (None, *range(len(configuration.stages)))
+    for queue, stage in product(configuration.queues, stages):
+        temperature = sampling_of(configuration, domain=queue.domain, stage=stage).temperature
         if temperature != 1:
             raise ValueError(
                 "distillation must be left out if a sampling.temperature is not 1: the teacher's "

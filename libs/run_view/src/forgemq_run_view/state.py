@@ -65,6 +65,12 @@ class StepPoint(Struct, frozen=True, kw_only=True):
         float | None,
         Meta(description="Mean staleness of its groups in steps, weighted by their loss tokens."),
     ] = None
+    nll_supervised: Annotated[
+        float | None, Meta(description="Of replies that were given, nats; null: it had none.")
+    ] = None
+    kl_teacher: Annotated[
+        float | None, Meta(description="To the teacher of the run, nats; null: it has none.")
+    ] = None
 
 
 class EffectiveYield(Struct, frozen=True, kw_only=True):

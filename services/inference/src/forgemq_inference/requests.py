@@ -138,6 +138,7 @@ class Requests:
         self.batch = BatchClock()
         self.queued = 0
         self.running = 0
+        self._unanswered = 0
         self.output_tokens_total = 0
 
     @property
@@ -146,7 +147,7 @@ class Requests:
         return self._state.remembered.size_bytes
 
     async def wait_idle(self) -> None:
-        """Return once no request waits or runs."""
+        """Return once every request that was taken has its record."""
         await self._idle.wait()
 
     def open(self, engine_limits: EngineLimits) -> None:
@@ -171,6 +172,7 @@ class Requests:
             case Run():
                 # Counted here and not in the task: the inbox must see a burst before it reads on.
                 self.queued += 1
+                self._unanswered += 1
                 self._idle.clear()
                 answer = self._answer_request(request, decision, headers, taken_s=time.monotonic())
                 self._spawn(answer)
@@ -185,6 +187,16 @@ class Requests:
     async def _answer_request(
         self, request: RequestedCompletion, run: Run, headers: Headers, *, taken_s: float
     ) -> None:
+        try:
+            await self._answer(request, run, headers, taken_s=taken_s)
+        finally:
+            self._unanswered -= 1
+            if not self._unanswered:
+                self._idle.set()
+
+    async def _answer(
+        self, request: RequestedCompletion, run: Run, headers: Headers, *, taken_s: float
+    ) -> None:
         lane = request.lane
         with self._telemetry.span(
             "inference.generate", parent=headers, request_id=request.request_id, lane=lane
@@ -192,7 +204,8 @@ class Requests:
             async with self._slot():
                 record = await self._under_one_version(request, run, taken_s=taken_s)
             if self._teacher is not None:  # Its place is free meanwhile.
-                record = await self._teacher.taught(record, run.context)
+                taught = await self._teacher.taught_before(self._closed, record, run.context)
+                record = taught or refused_completion(request, self._closed.result())
             self._state.end(run.attempt)
             if is_candidate(record):
                 # Before the write: a request that names this one may come as soon as it is written.
@@ -213,8 +226,6 @@ class Requests:
         finally:
             self._run_beside(-1)
             self._slots.release()
-            if self.queued == self.running == 0:
-                self._idle.set()
 
     def _run_beside(self, change: int) -> None:
         self.running += change
@@ -244,8 +255,9 @@ class Requests:
             refusal = self._closed.result()
         if refusal is not None:
             return refused_completion(request, refusal, timing=Timing(queued_s, 0.0))
-        weights = self._weights.served.weights
-        body = self._body(request, run, weights)
+        limits, weights = self._engine_limits, self._weights.served.weights
+        assert limits is not None, "open() sets the limits"
+        body = self._body(request, run, weights, limits)
         if isinstance(body, Refused):
             return refused_completion(request, body, timing=Timing(queued_s, 0.0))
         body["cache_salt"] = self._limits.cache_salt
@@ -264,7 +276,7 @@ class Requests:
             return finished_completion(
                 request,
                 answer,
-                limits=self._limits_of_engine,
+                limits=limits,
                 timing=timing,
                 is_cancelled=self._state.is_cancelled(run.attempt),
             )
@@ -272,17 +284,11 @@ class Requests:
             refusal = Refused("error", "engine", f"engine: {error}")
             return refused_completion(request, refusal, timing=timing)
 
-    @property
-    def _limits_of_engine(self) -> EngineLimits:
-        assert self._engine_limits is not None, "open() sets the limits"
-        return self._engine_limits
-
     def _body(
-        self, request: RequestedCompletion, run: Run, weights: Weights
+        self, request: RequestedCompletion, run: Run, weights: Weights, limits: EngineLimits
     ) -> dict[str, Any] | Refused:
         """What the engine is asked: to read the output that the request brings, or to sample."""
         rid = f"{request.request_id}.{request.attempt}.{self._limits.epoch}"
-        limits = self._limits_of_engine
         if request.given:
             return reading_body(
                 request, rid=rid, context=run.context, limits=limits, weights=weights

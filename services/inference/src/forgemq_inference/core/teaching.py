@@ -8,8 +8,12 @@ from forgemq_inference.core.reading import reading_fields
 
 
 def is_taught(record: FinishedCompletion) -> bool:
-    """Whether a teacher is asked: the output may train, and has tokens."""
-    return record.support == "full" and bool(record.output)
+    """Whether a teacher is asked: the output may train, and has tokens.
+
+    Its log-probabilities are at temperature 1; those of an output that was sampled at another one
+    cannot be compared with them, and its group does not train.
+    """
+    return record.support == "full" and record.temperature == 1 and bool(record.output)
 
 
 def teaching_body(context: TokenContext, output: bytes) -> dict[str, Any]:
