@@ -213,6 +213,7 @@ def _turn(
         process=earned["process"],
         return_to_go=earned["return_to_go"],
         advantage=earned["advantage"],
+        cuts=turn.cuts,
     )
 
 

@@ -231,6 +231,22 @@ class ForkTotal(Struct, frozen=True, kw_only=True):
     meaning: Annotated[str, Meta(description="What the reason says about the agent, in a line.")]
 
 
+class DomainShare(Struct, frozen=True, kw_only=True):
+    """A domain's part of each step's groups."""
+
+    domain: str
+    share: float
+
+
+class StageState(Struct, frozen=True, kw_only=True):
+    """The stage that the next step belongs to; of a run that is over, its last step's."""
+
+    index: int
+    count: Annotated[int, Meta(description="Stages of the run.")]
+    from_step: int
+    shares: tuple[DomainShare, ...]
+
+
 class RunState(Struct, frozen=True, kw_only=True):
     """Everything the panel and the page need, at one moment."""
 
@@ -270,6 +286,7 @@ class RunState(Struct, frozen=True, kw_only=True):
     queues: tuple[QueueState, ...]
     engines: tuple[EngineState, ...]
     services: tuple[Activity, ...]
+    stage: Annotated[StageState | None, Meta(description="None in a run without stages.")] = None
 
 
 class GroupRow(Struct, frozen=True, kw_only=True):

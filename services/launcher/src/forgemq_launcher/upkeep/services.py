@@ -97,7 +97,7 @@ def service_specs(
             for lane, urls in enumerate(lanes)
         ),
         spec("scheduler", {}, stop_stage=2),
-        spec("reward", {}, stop_stage=2),
+        spec("reward", own["reward"], stop_stage=2),
         spec("merger", {}, stop_stage=2),
         *trainer,
         spec("auditor", {}, stop_stage=3),  # Last: it then audits what was retired last.
@@ -200,6 +200,8 @@ def _own_environs(
             "FORGEMQ_CONSOLE_PORT": str(addresses.console_port),
             "FORGEMQ_CONSOLE_LISTENER_FD": str(addresses.console_fd),
         },
+        # For the user's graders, which get no variable that begins with FORGEMQ_.
+        "reward": {"GATEWAY_URL": addresses.gateway_url},
         "agents": {
             "FORGEMQ_AGENTS_GATEWAY_URL": addresses.gateway_url,
             "FORGEMQ_AGENTS_ADMIN_KEY": addresses.admin_key,
