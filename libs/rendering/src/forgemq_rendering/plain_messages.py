@@ -1,4 +1,4 @@
-"""Messages as every chat template accepts them."""
+"""Messages in the form that every chat template accepts."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,6 +1,7 @@
 """`Rendering`: renders messages as token ids, extends a context, parses sampled ids."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from struct import iter_unpack
 from typing import Any, TypeAlias
@@ -10,6 +11,7 @@ from jinja2 import TemplateError
 from msgspec import Struct
 from renderers import DefaultRenderer
 from renderers.base import ParsedResponse, ParsedToolCall, Renderer, ToolCallParseStatus
+from renderers.reasoning import prompt_ends_in_reasoning
 
 from forgemq_rendering.choice import HistoryPolicy, choose_renderer
 from forgemq_rendering.continuations import continuations
@@ -25,6 +27,10 @@ Tool: TypeAlias = Mapping[str, Any]
 # Renderers look back to the start of the open assistant message only. Passing them this many tokens
 # is enough, and a long context is not copied for every request.
 CONTEXT_TAIL_TOKENS = 8192
+
+# What a template puts between a message and the assistant's: a few tokens, nearly always the same.
+_OPENING_TOKENS_MAX = 32
+_OPENINGS_MAX = 256
 
 # An opaque template needs one more rendering for the end of each message: long lists get no ends.
 _ENDS_MESSAGES_MAX = 16
@@ -76,6 +82,7 @@ class Rendering:
         self._is_opaque = isinstance(renderer, DefaultRenderer)
         # DefaultRenderer looks back to the newest of these.
         self._message_ends = frozenset(renderer.get_stop_token_ids())
+        self._opens_reasoning = lru_cache(_OPENINGS_MAX)(self._begins_in_reasoning)
         self._extension = TemplateExtension(tokenizer, stop_token_ids=frozenset(stop_token_ids))
         self.stop_token_ids = stop_token_ids
         self.vocabulary_size = tokenizer.vocabulary_size
@@ -173,17 +180,20 @@ class Rendering:
 
     def _shielded(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """The messages with their control tokens as text, but not those of reasoning."""
+        return [self._shielded_message(message) for message in messages]
+
+    def _shielded_message(self, message: Message) -> dict[str, Any]:
         shield = self._tokenizer.control_tokens.shield
-        return [
-            {
-                **shield(message),
-                "role": message["role"],
-                "content": shield(
-                    message["content"], keeps_reasoning=message["role"] == "assistant"
-                ),
-            }
-            for message in messages
-        ]
+        is_own = message["role"] == "assistant"
+        shielded = {}
+        for name, value in message.items():
+            if name == "role":
+                shielded[name] = value
+            elif name == "content":
+                shielded[name] = shield(value, keeps_reasoning=is_own)
+            else:
+                shielded[shield(name)] = shield(value)
+        return shielded
 
     def _shown(self, tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
         shield = self._tokenizer.control_tokens.shield
@@ -286,10 +296,10 @@ class Rendering:
         `context`: ids before the output (a tail is enough): they may open the reasoning.
         """
         ids = list(output)
-        before = self._before(context) or None
+        before = self._before(context)
         try:
             parsed = self._renderer.parse_response(
-                ids, tools=list(tools) or None, prompt_ids=before
+                ids, tools=list(tools) or None, prompt_ids=self._telling(before)
             )
         except _CONTENT_ERRORS:
             return Parsed(content=self._tokenizer.decode(self._without_stop(ids)), malformed=1)
@@ -305,6 +315,17 @@ class Rendering:
                 for index, (name, arguments) in enumerate(good)
             ),
             malformed=len(bad),
+        )
+
+    def _telling(self, before: list[int]) -> list[int] | None:
+        """The ids before an output if they may open its reasoning, which is why a parser asks."""
+        if self._is_opaque and len(before) <= _OPENING_TOKENS_MAX:
+            return before if self._opens_reasoning(tuple(before)) else None
+        return before or None
+
+    def _begins_in_reasoning(self, before: tuple[int, ...]) -> bool:
+        return bool(
+            prompt_ends_in_reasoning(self._tokenizer, list(before), stop_ids=self._message_ends)
         )
 
     def _before(self, context: Sequence[int]) -> list[int]:
