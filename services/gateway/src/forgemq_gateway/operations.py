@@ -77,8 +77,6 @@ class Operations:
     async def request_group(self, request: GroupRequest) -> GroupStatus:
         """Request the group of this idempotency key, unless it is known; returns its status.
 
-        One at a time for each key, so that a second request is compared with the first.
-
         Raises:
             RefusedError: 400 unknown domain or wrong source for it, or no more keys of this kind
                 are remembered; 409 the key asked for another group; 410 training has ended; 429.
