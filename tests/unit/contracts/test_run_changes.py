@@ -11,12 +11,16 @@ from forgemq_contracts.live_key import LiveKey
 from forgemq_contracts.run import Model, Queue, RunConfiguration, Trainer
 from forgemq_contracts.run_changes import MAY_CHANGE, REASONS, changes, check_changes
 from forgemq_contracts.speculation import Speculation
+from forgemq_contracts.supervised import Supervised
 
 WAS = RunConfiguration(
     run="r",
     seed=0,
     model=Model(path="m"),
-    queues=tuple(Queue(domain=name, task_source="", agent="") for name in ("one", "two")),
+    queues=tuple(
+        Queue(domain=name, task_source="", agent="", supervised=Supervised(fraction=0.25))
+        for name in ("one", "two")
+    ),
     trainer=Trainer(steps=4),
     speculation=Speculation(head="h"),
     distillation=Distillation(url="http://t"),

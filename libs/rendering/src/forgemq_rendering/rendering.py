@@ -6,13 +6,13 @@ from pathlib import Path
 from struct import iter_unpack
 from typing import Any, TypeAlias
 
-import msgspec
 from jinja2 import TemplateError
 from msgspec import Struct
 from renderers import DefaultRenderer
-from renderers.base import ParsedResponse, ParsedToolCall, Renderer, ToolCallParseStatus
+from renderers.base import ParsedResponse, ParsedToolCall, Renderer
 from renderers.reasoning import prompt_ends_in_reasoning
 
+from forgemq_rendering.called import CONTENT_ERRORS, arguments_text
 from forgemq_rendering.choice import HistoryPolicy, choose_renderer
 from forgemq_rendering.continuations import continuations
 from forgemq_rendering.extension import TemplateExtension
@@ -36,14 +36,7 @@ _OPENINGS_MAX = 256
 _ENDS_MESSAGES_MAX = 16
 _ENDS_TOKENS_MAX = 8192
 
-# Calls that an agent can be given; that of an unknown tool too, which the agent answers itself.
-_USABLE = frozenset({ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL})
-
-# Raised by templates, tokenizers and the parsers of `renderers` for unusual content: brackets
-# nested too deep for the JSON parser (RecursionError), integers of over 4300 digits (ValueError),
-# half a surrogate pair (TypeError), a list instead of an object (the others). The policy may sample
-# anything, and a client may send anything.
-_CONTENT_ERRORS = (RecursionError, ValueError, TypeError, LookupError, AttributeError)
+_TOKEN_BYTES = 4  # int32
 
 
 class Rendered(Struct, frozen=True, kw_only=True):
@@ -122,7 +115,7 @@ class Rendering:
         """
         try:
             return self._rendered(messages, tools)
-        except (TemplateError, *_CONTENT_ERRORS) as error:
+        except (TemplateError, *CONTENT_ERRORS) as error:
             raise _unrenderable(error) from error
 
     def _rendered(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Rendered:
@@ -143,6 +136,38 @@ class Rendering:
         return Rendered(
             tokens=whole.tokens, message_ends=tuple(whole.position(end) for end in ends)
         )
+
+    def reply_tokens(
+        self, messages: Sequence[Message], reply: Message, *, tools: Sequence[Tool] = ()
+    ) -> bytes:
+        """The tokens of this reply to the messages, as if they had been sampled; int32.
+
+        They begin behind the opening of the assistant's message and end with the token that closes
+        it, as the model's template has both.
+
+        Raises:
+            ValueError: these messages cannot be rendered, or the template opens or closes a reply
+                in another way than it asks for one; says which.
+        """
+        try:
+            prompt, whole = (
+                self._rendered(messages, tools).tokens,
+                self._closed([*messages, reply], tools),
+            )
+        except (TemplateError, *CONTENT_ERRORS) as error:
+            raise _unrenderable(error) from error
+        if not whole.startswith(prompt):
+            raise ValueError("the model's template writes a reply behind another opening")
+        for end, (token_id,) in enumerate(iter_unpack("<i", whole[len(prompt) :]), start=1):
+            if token_id in self.stop_token_ids:
+                return whole[len(prompt) :][: end * _TOKEN_BYTES]
+        raise ValueError("the model's template closes a reply with no end-of-turn token")
+
+    def _closed(self, messages: Sequence[Message], tools: Sequence[Tool]) -> bytes:
+        """Tokens of all messages, the last of which is the assistant's and closed."""
+        given, shown = self._shielded(plain_messages(messages)), self._shown(tools)
+        with self._tokenizer.standing_in() as stand_ins:
+            return stand_ins.expand(self._renderer.render_ids(given, tools=shown)).tokens
 
     def _shielded(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """The messages with their control tokens as text, but not those of reasoning."""
@@ -209,7 +234,7 @@ class Rendering:
         """
         try:
             return self._extended(context, output, messages, tools)
-        except (TemplateError, *_CONTENT_ERRORS) as error:
+        except (TemplateError, *CONTENT_ERRORS) as error:
             raise _unrenderable(error) from error
 
     def _extended(
@@ -267,10 +292,10 @@ class Rendering:
             parsed = self._renderer.parse_response(
                 ids, tools=list(tools) or None, prompt_ids=self._telling(before)
             )
-        except _CONTENT_ERRORS:
+        except CONTENT_ERRORS:
             return Parsed(content=self._tokenizer.decode(self._without_stop(ids)), malformed=1)
         attempts = parsed.tool_calls if tools else []
-        read = [(call, _arguments_text(call)) for call in attempts]
+        read = [(call, arguments_text(call)) for call in attempts]
         bad = [call for call, arguments in read if arguments is None]
         good = [(call.name or "", arguments) for call, arguments in read if arguments is not None]
         return Parsed(
@@ -358,21 +383,6 @@ def _ends(indices: Sequence[int], *, count: int) -> tuple[int, ...]:
     for index in range(count):
         ends.append(max(last[index], ends[-1] if ends else 0))
     return tuple(ends)
-
-
-def _arguments_text(call: ParsedToolCall) -> str | None:
-    """The call's arguments as JSON text; None if the call is malformed."""
-    if call.status not in _USABLE or not isinstance(call.name, str) or not call.name:
-        return None
-    given = call.arguments
-    try:
-        call.name.encode()
-        if isinstance(given, str):
-            msgspec.json.decode(given)
-            return given
-        return msgspec.json.encode(given if given is not None else {}).decode()
-    except (msgspec.DecodeError, *_CONTENT_ERRORS):
-        return None
 
 
 def _unrenderable(error: Exception) -> ValueError:

@@ -268,6 +268,7 @@ class TurnRoute:
             self._memory.check()
             self.clients.check()
             self._access.check_open(episode)  # Again: it may have ended while the body came.
+            self._access.check_reply(episode, is_given=request.reply is not None)
             awaited = self._source.start(episode, request, headers=headers)
             return Started(request=request, episode=episode, awaited=awaited)
         except RefusedError:

@@ -163,6 +163,7 @@ class Request(Struct, frozen=True, kw_only=True):
         unused: Fields that the client set and the episode decides; the answer names them.
         items: Where its messages are in its body, if a later body may go on from them.
         cuts: What the agent did to its context before it.
+        reply: The reply, of a conversation that was finished elsewhere; None: it is sampled.
     """
 
     protocol: ProtocolName
@@ -188,6 +189,7 @@ class Request(Struct, frozen=True, kw_only=True):
     unused: tuple[str, ...] = ()
     items: "ReadItems | None" = None
     cuts: tuple[ContextCut, ...] = ()
+    reply: RequestMessage | None = None
 
     def echo(self, index: int) -> Echo:
         """What this message says about which reply it is."""

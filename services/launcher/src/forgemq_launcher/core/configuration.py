@@ -172,6 +172,7 @@ def _with_agents_outside(values: Document) -> Document:
     """The document with `agent` and `task_source` of "" in queues that name neither.
 
     A queue with a file of tasks, or an environment as its agent, needs no `task_source` either.
+    A supervised one needs no agent.
     """
     queues = values.get("queues")
     if not isinstance(queues, list):
@@ -181,8 +182,9 @@ def _with_agents_outside(values: Document) -> Document:
     def filled(queue: TomlValue) -> TomlValue:
         if not isinstance(queue, dict):
             return queue
-        agent = queue.get("agent")
-        if "task_file" in queue or (isinstance(agent, str) and environment_of(agent) is not None):
+        agent, has_tasks = queue.get("agent"), "task_file" in queue
+        is_environment = isinstance(agent, str) and environment_of(agent) is not None
+        if (has_tasks and "supervised" not in queue) or is_environment:
             return {"task_source": "", **queue}
         return queue if outside.keys() & queue else {**outside, **queue}
 
