@@ -187,7 +187,8 @@ class Training:
         for group in scheduled.groups:
             try:
                 tree = _decode_tree(group, values.get(group.group_id))
-                forest = self._forest(tree)
+                forest = read_tree(tree, is_supervised=tree.domain in self._supervised)
+                forest = distilled(forest, self._configuration.distillation)
                 if self._ranks.rank == 0:  # It announces only groups that passed.
                     self._check_fits(forest)
                     self._check_plan(forest)
@@ -343,10 +344,6 @@ class Training:
                 f"finite gradient; optimizer.skipped_in_a_row_max is {skipped_max}. Resume "
                 "with another loss or a lower optimizer.lr, or raise the limit"
             )
-
-    def _forest(self, tree: MergedTree) -> Forest:
-        forest = read_tree(tree, is_supervised=tree.domain in self._supervised)
-        return distilled(forest, self._configuration.distillation)
 
     def _check_plan(self, forest: Forest) -> None:
         """Plan the tree alone: what fits alone fits among others, which run before or after it.
