@@ -299,7 +299,7 @@ class GroupBook:
         elif entry.is_untrained:
             self._hide(self._shown_groups.note_untrained(entry.group_id))
             self._untrained_of(entry).conversations += 1
-            self._untrained_of(entry).training += entry.purpose == "train"
+            self._untrained_of(entry).training += entry.queue_index is not None
         self._count_score(entry)
 
     def _apply_completion(self, record: FinishedCompletion, *, partition: int, offset: int) -> None:
@@ -359,9 +359,8 @@ class GroupBook:
     def _count_end(self, entry: GroupEntry) -> Sums:
         """Count a group that is scored; returns the sums that its episodes belong to."""
         if entry.is_untrained:
-            untrained = self._untrained_of(entry)
-            untrained.ended += 1
-            return untrained.sums
+            self._untrained_of(entry).ended += 1
+            return self._untrained_of(entry).sums
         if not entry.is_in_round:
             return self._versions.setdefault(entry.version, Sums())
         each = self._round(entry)

@@ -177,8 +177,7 @@ class Training:
 
         Args:
             scheduled: The step's record.
-            values: Wire bytes by group id; one that is missing, damaged or too large for the
-                memory budget fails its group only.
+            values: Wire bytes by group id; one that is lost, damaged or too large fails its group.
         """
         groups: list[ScheduledGroup] = []
         forests: list[Forest] = []
@@ -223,9 +222,9 @@ class Training:
             raise ValueError(
                 f"version {self.version} trains step {self.version}, got {step.scheduled.step}"
             )
-        # The other ranks get only the groups that train here: some may have failed.
         scheduled = msgspec.structs.replace(step.scheduled, groups=step.groups)
         values = {group.group_id: step.values[group.group_id] for group in step.groups}
+        # The other ranks get only the groups that train here: some may have failed.
         self._ranks.announce(commands.ComputeGradients(scheduled=scheduled, values=values))
         updates = StepUpdates(
             self._model,
