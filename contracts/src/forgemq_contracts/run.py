@@ -52,8 +52,9 @@ class Queue(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     agent: Annotated[
         FunctionName,
         Meta(
-            description="async (Episode) -> None; plays one episode. Without agent and task_source "
-            "the groups come from outside, by POST /v1/groups."
+            description="async (Episode) -> None; plays one episode. Or verifiers:NAME: an "
+            "environment of the package verifiers, with its tasks and rewards. Without agent and "
+            "task_source the groups come from outside, by POST /v1/groups."
         ),
     ]
     task_file: Annotated[

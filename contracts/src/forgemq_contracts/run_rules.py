@@ -6,6 +6,7 @@ import msgspec
 
 from forgemq_contracts.curriculum_rules import check_curricula
 from forgemq_contracts.domains import context_tokens_max_of, sampling_of
+from forgemq_contracts.environments import environment_of
 from forgemq_contracts.lane_engines import check_lanes, is_paired
 from forgemq_contracts.loss import check_loss
 from forgemq_contracts.pool import Pool
@@ -78,11 +79,17 @@ def _check_quantization(configuration: RunConfiguration) -> None:
             f"model.engine_quantization must be one of {', '.join(ENGINE_QUANTIZATIONS)}: the "
             f"trainer writes weights in no other format, got {named!r}"
         )
-    if named != "none" and configuration.speculation is not None:
-        raise ValueError(
-            f"model.engine_quantization must be none if speculation is given, got {named!r}: "
-            "nobody has tried a draft head beside quantised weights"
-        )
+    beside = {
+        "speculation is": configuration.speculation is not None,
+        "pool is": configuration.pool is not None,
+        "lanes.prefill is": any(map(is_paired, configuration.lanes)),
+    }
+    for other, is_given in beside.items():
+        if named != "none" and is_given:
+            raise ValueError(
+                f"model.engine_quantization must be none if {other} given, got {named!r}: "
+                "nobody has tried them together"
+            )
 
 
 def _check_agents(configuration: RunConfiguration) -> None:
@@ -90,9 +97,16 @@ def _check_agents(configuration: RunConfiguration) -> None:
         if queue.supervised is not None:
             continue
         name, sources = f"queues.{queue.domain}", (queue.task_source, queue.task_file)
+        environment = environment_of(queue.agent)
+        if environment is not None and any(sources):
+            given = "task_source" if queue.task_source else "task_file"
+            raise ValueError(
+                f"{name}.{given} must be left out if agent is an environment of verifiers: the "
+                f"tasks are those of its data set, got {queue.agent!r}"
+            )
         if all(sources):
             raise ValueError(f"{name}.task_source must be left out if task_file is given")
-        if bool(queue.agent) != any(sources):
+        if environment is None and bool(queue.agent) != any(sources):
             given, missing = ("agent", "task_source") if queue.agent else ("task_source", "agent")
             raise ValueError(
                 f"{name}.{missing} must be given if {given} is (or a task_file): an agent plays "

@@ -1,14 +1,17 @@
 """A configuration that cannot work is refused, and the message names the field."""
 
+import re
+
 import msgspec
 import pytest
 
 from forgemq_contracts.distillation import Distillation
 from forgemq_contracts.domain_settings import DomainSampling
 from forgemq_contracts.episodes import Sampling
-from forgemq_contracts.lane_engines import LaneEngines
+from forgemq_contracts.lane_engines import LaneEngines, RoleEngines
 from forgemq_contracts.live_key import LiveKey
 from forgemq_contracts.loss import LOSS_KINDS, Loss
+from forgemq_contracts.pool import Pool
 from forgemq_contracts.run import (
     MODEL_TYPES,
     Episodes,
@@ -118,6 +121,16 @@ def test_files_of_tasks_stand_in_for_a_task_source_and_not_beside_one(queue, eva
     check(queued(both, evaluation=Evaluation(tasks=8)))
 
 
+@pytest.mark.parametrize("given", ["task_source", "task_file"])
+def test_an_environment_as_agent_brings_its_own_tasks(given):
+    queue = {"domain": "d", "agent": "verifiers:my_env", "task_source": ""}
+    check(queued(Queue(**queue), evaluation=Evaluation(tasks=8)))
+    with pytest.raises(
+        ValueError, match=rf"^queues\.d\.{given} must be left out .*'verifiers:my_env'"
+    ):
+        check(queued(Queue(**{**queue, given: "m:task"})))
+
+
 def test_held_out_tasks_need_a_queue_with_an_agent():
     tasks = Evaluation(tasks=8)
     with pytest.raises(ValueError, match=r"^evaluation\.tasks must be 0 if no queue has an agent"):
@@ -205,15 +218,26 @@ def test_a_format_that_the_trainer_cannot_write_is_refused_by_name(named):
         check(run)
 
 
-def test_quantised_engines_and_a_draft_head_exclude_each_other():
-    quantised = msgspec.structs.replace(
-        SOUND, model=Model(path="m", engine_quantization="fp8_blocks")
-    )
-    check(quantised)
+@pytest.mark.parametrize(
+    ("named", "fields"),
+    [
+        ("speculation is", {"speculation": Speculation(head="h")}),
+        ("pool is", {"pool": Pool(storage="file")}),
+        (
+            "lanes.prefill is",
+            {"lanes": (LaneEngines(prefill=RoleEngines(), decode=RoleEngines()),)},
+        ),
+    ],
+)
+def test_quantised_engines_and_what_nobody_has_tried_with_them_exclude_each_other(named, fields):
+    beside = msgspec.structs.replace(SOUND, **fields)
+    check(beside)
+    model = Model(path="m", engine_quantization="fp8_blocks")
+    check(msgspec.structs.replace(SOUND, model=model))
     with pytest.raises(
-        ValueError, match=r"^model\.engine_quantization must be none if speculation"
+        ValueError, match=rf"^model\.engine_quantization must be none if {re.escape(named)} given"
     ):
-        check(msgspec.structs.replace(quantised, speculation=Speculation(head="h")))
+        check(msgspec.structs.replace(beside, model=model))
 
 
 @pytest.mark.parametrize(

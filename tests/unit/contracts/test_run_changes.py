@@ -64,6 +64,23 @@ def test_a_change_is_named_by_its_dotted_path_and_its_domain():
     check_changes(WAS, now)
 
 
+@pytest.mark.parametrize(
+    ("before", "after"), [("verifiers:one", "verifiers:two"), ("m:play", "verifiers:two")]
+)
+def test_an_agent_that_brings_its_own_tasks_must_stay(before, after):
+    was, now = (
+        msgspec.structs.replace(
+            WAS, queues=(msgspec.structs.replace(WAS.queues[0], agent=agent), WAS.queues[1])
+        )
+        for agent in (before, after)
+    )
+    for one, other in ((was, now), (now, was)):
+        with pytest.raises(
+            ValueError, match=r"queues\.one\.agent was .*an environment has the tasks"
+        ):
+            check_changes(one, other)
+
+
 def test_live_keys_may_come_change_and_go():
     live = LiveKey(name="desk", domain="one", key_sha256="0" * 64)
     other = msgspec.structs.replace(live, key_sha256="1" * 64)

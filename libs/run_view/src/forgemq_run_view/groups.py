@@ -284,11 +284,10 @@ class GroupBook:
         if entry.is_admitted:
             return
         self._waiting[record.domain] -= record.purpose == "train" and entry.is_requested
-        entry.is_admitted = True
+        entry.is_admitted, entry.is_greedy = True, record.temperature == 0
         entry.domain, entry.purpose, entry.source = record.domain, record.purpose, record.source
         entry.group_size, entry.queue_index = record.group_size, record.queue_index
         entry.version, entry.round_name = record.version_at_admission, record.round_name
-        entry.is_greedy = record.temperature == 0
         self.admitted += 1
         if not entry.reason:
             self._open.setdefault(entry.domain, set()).add(entry.group_id)

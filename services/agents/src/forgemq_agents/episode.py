@@ -123,6 +123,13 @@ class Episode:
         """
         return self._tool_clock.tool()
 
+    def turn(self) -> AbstractContextManager[None]:
+        """Await a completion inside this block, if another client than `chat` asks for it.
+
+        Its time is no tool time, also while a block of `tool` runs.
+        """
+        return self._tool_clock.turn()
+
     @property
     def all_tool_s(self) -> float:
         """`tool_s` and what the blocks of `tool` took, seconds."""

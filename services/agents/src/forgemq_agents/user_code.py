@@ -5,13 +5,16 @@ import inspect
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from forgemq_agents import supervised
+from forgemq_agents import environment_agent, supervised
 from forgemq_agents.core.samplers import READY, Sampler
+from forgemq_agents.environment_agent import UnplayableError
 from forgemq_agents.episode import Episode
 from forgemq_agents.task_file import TaskFile, TaskFileError, read_tasks
+from forgemq_contracts.environments import EXTRA, environment_of
 from forgemq_contracts.fields import Source
 from forgemq_contracts.run import Evaluation, Queue, RunConfiguration, supplied_queues
 
@@ -87,20 +90,37 @@ def _domain_code(queue: Queue, evaluation: Evaluation) -> DomainCode:
     field = f"queues.{queue.domain}"
     if queue.supervised is not None:
         return _supervised_code(queue, evaluation)
-    if queue.task_file:
-        source: TaskSource = _task_file(queue, evaluation)
+    environment = environment_of(queue.agent)
+    source: TaskSource
+    play: Play
+    if environment is not None:
+        play, source = _environment(environment, queue, evaluation)
+    elif queue.task_file:
+        source = _task_file(queue, evaluation)
+        play = _function(queue.agent, field=f"{field}.agent")
     else:
         source = _function(queue.task_source, field=f"{field}.task_source")
-    play = _function(queue.agent, field=f"{field}.agent")
+        play = _function(queue.agent, field=f"{field}.agent")
     if queue.curriculum is None:
         return DomainCode(task_source=source, play=play)
     name = queue.curriculum.sampler
     sampler = READY.get(name) or _function(name, field=f"{field}.curriculum.sampler")
     pool = queue.curriculum.tasks
     if pool is None:
-        assert isinstance(source, TaskFile), "a pool without a size is that of a file"
+        assert isinstance(source, TaskFile), "a pool without a size is a file or a data set"
         pool = source.count
     return DomainCode(task_source=source, play=play, sampler=sampler, pool=pool)
+
+
+def _environment(name: str, queue: Queue, evaluation: Evaluation) -> tuple[Play, TaskSource]:
+    field = f"queues.{queue.domain}.agent: {queue.agent!r}"
+    if find_spec("verifiers") is None:
+        raise UserCodeError(f"{field} needs {EXTRA}")
+    try:
+        agent = environment_agent.load(name)
+        return agent, agent.tasks(evaluation, is_pool=queue.curriculum is not None)
+    except UnplayableError as error:
+        raise UserCodeError(f"{field}: {error}") from error
 
 
 def _supervised_code(queue: Queue, evaluation: Evaluation) -> DomainCode:
