@@ -13,7 +13,8 @@ same core with the same bytes: an aiohttp pass-through and LiteLLM's proxy, whic
 In the other cases broker, gateway, inference, scheduler, reward and merger are real, each in its
 own process; engine and trainer are stand-ins.
 `tokenized, through Kafka`: the same turns; the gateway's cost with that of the broker's client.
-`through_kafka`: 200 turns a second, due by a clock: what all services add to the engine's time.
+`through_kafka`: 200 turns a second, due by a clock: what all services add to the engine's time. All
+processes share all cores.
 `context_200k`: a history of 200,000 tokens in each body, against one of 2,000.
 `pass_through`: a gateway that owns no group and sends every request on (`gateway_passing.py`).
 """
@@ -37,7 +38,7 @@ from gateway_passing import passing_cost, until_serving
 from measurement import Measurement, arguments
 from msgspec import Struct
 from msgspec.structs import asdict, replace
-from pinning import cpu_s, measure_apart
+from pinning import cpu_s, measure_apart, measure_together
 from protocol_speakers import SPEAKERS
 from stand_in_engine import Speed
 
@@ -109,7 +110,8 @@ async def seen_of(target: Target, case: str, load: Load, *, folder: Path) -> See
     out = folder / f"{case.replace(' ', '-').replace(',', '')}.jsonl"
     async with _agents(target, load, out=out):
         await asyncio.sleep(SYSTEM.warm_up_s)
-        measure_apart(target.gateway)
+        # A core apart is for the cost of a turn. Its time depends on all processes it passes.
+        (measure_together if load.turns_per_second else measure_apart)(target.gateway)
         before, began_s = _cpu_s(target), time.monotonic()
         await asyncio.sleep(SYSTEM.measure_s)
         after, ended_s = _cpu_s(target), time.monotonic()

@@ -25,6 +25,12 @@ def measure_apart(process: int) -> None:
     _pin(process, MEASURED)
 
 
+def measure_together(process: int) -> None:
+    """Undo `measure_apart`: the process, its parent and all else have all cores again."""
+    _pin(os.getpid(), _USABLE)
+    _pin(process, _USABLE)
+
+
 def _pin(process: int, wanted: Iterable[int]) -> None:
     """Let every thread of the process, and of its children, run on these cores alone."""
     own = psutil.Process(process)

@@ -102,6 +102,11 @@ class StandInEngine:
         self.groups: set[str] = set()
         self._count = 0
 
+    @property
+    def open_count(self) -> int:
+        """Generations that are not answered yet."""
+        return len(self._requests)
+
     def app(self) -> web.Application:
         """The web application with SGLang's endpoints."""
         app = web.Application(client_max_size=256 * 2**20)

@@ -199,6 +199,10 @@ class MemoryGateway:
         self.asked_keys.append(asked.idempotency_key)
         if asked.domain != self.domain:
             raise RefusedError(400, f"there is no domain {asked.domain!r}", param="domain")
+        is_supervised = asked.domain in self.run.supervised_domains
+        if asked.purpose == "train" and (asked.source == "import") != is_supervised:
+            rule = f"purpose must be eval: imports of {asked.domain} never train"
+            raise RefusedError(400, rule, param="purpose")
         group_id = "g-" + asked.idempotency_key.replace("/", "-").replace("_", "-")
         if group_id not in self.groups:
             if asked.purpose == "train" and self.run.training_ended:

@@ -55,6 +55,12 @@ def declared(folder: Path) -> set[str]:
     return {normal(name) for name in [*table["dependencies"], *(n for e in extras for n in e)]}
 
 
+def optional() -> set[str]:
+    """What the root's extras bring: in no lock, and imported only where they are installed."""
+    extras = project(ROOT)["project"]["optional-dependencies"].values()
+    return {normal(name) for extra in extras for name in extra}
+
+
 def modules(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -94,11 +100,12 @@ def test_a_package_declares_what_it_imports_and_imports_what_it_declares(folder:
     own = project(folder)["project"]["name"]
     needs = set(imported(folder)) - {own}
     assert needs - declared(folder) == set(), "imported, not declared"
-    assert third_party(declared(folder) - needs) - NOT_IMPORTED.keys() == set(), "not imported"
+    unused = third_party(declared(folder) - needs) - NOT_IMPORTED.keys() - optional()
+    assert unused == set(), "not imported"
 
 
 def test_the_root_lists_what_the_packages_declare_and_nothing_else():
-    wanted = set().union(*(third_party(declared(folder)) for folder in PACKAGES))
+    wanted = set().union(*(third_party(declared(folder)) for folder in PACKAGES)) - optional()
     assert {normal(name) for name in project(ROOT)["project"]["dependencies"]} == wanted
 
 
@@ -113,6 +120,7 @@ def test_tests_load_tests_and_the_demo_import_only_what_the_root_lists():
     listed = {normal(name) for name in project(ROOT)["project"]["dependencies"]}
     for group in project(ROOT)["dependency-groups"].values():
         listed |= {normal(name) for name in group}
+    listed |= optional()
     used = {name for folder in ("tests", "loadtests", "deploy") for name in imported(ROOT / folder)}
     assert third_party(used) - listed == set()
 

@@ -214,8 +214,10 @@ async def finished_episode(world: World, group_id: str) -> FinishedEpisode:
                 return decoded
 
 
-async def played(play: Play, url: str, world: World) -> FinishedEpisode:
-    """Play one episode of ORDER to its end with the agents' service code."""
+async def played(
+    play: Play, url: str, world: World, *, task: object = as_task(ORDER)
+) -> FinishedEpisode:
+    """Play one episode of the task to its end with the agents' service code."""
     retry = Retry(deadline_s=20)
     leases = LeaseThread(url=url, admin_key=ADMIN_KEY, retry=retry)
     async with aiohttp.ClientSession() as http, leases:
@@ -225,7 +227,7 @@ async def played(play: Play, url: str, world: World) -> FinishedEpisode:
             GroupRequest(
                 domain="shop_desk",
                 idempotency_key="shop_desk/0",
-                task=Raw(msgspec.json.encode(as_task(ORDER))),
+                task=Raw(msgspec.json.encode(task)),
             )
         )
         while status.state == "requested":

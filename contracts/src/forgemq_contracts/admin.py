@@ -85,7 +85,11 @@ class GroupRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
         str, Meta(max_length=80, description="Evaluation round that the group belongs to.")
     ] = ""
     source: Annotated[
-        Source, Meta(description="import takes the purpose eval alone: it never trains.")
+        Source,
+        Meta(
+            description="import: with the purpose train only in a domain that is supervised, and "
+            "there alone."
+        ),
     ] = "agent"
     takes_known: Annotated[
         bool,
@@ -279,6 +283,9 @@ class RunStatus(Struct, frozen=True, kw_only=True):
     steps_trained: Annotated[int, Meta(ge=0)]
     training_ended: Annotated[bool, Meta(description="No further training group is taken.")]
     domains: tuple[DomainName, ...]
+    supervised_domains: Annotated[
+        tuple[DomainName, ...], Meta(description="Those whose imports train.")
+    ] = ()
     first_tasks: Annotated[
         dict[str, Annotated[int, Meta(ge=0)]],
         Meta(

@@ -187,8 +187,16 @@ class RequestedCompletion(Struct, frozen=True, kw_only=True, omit_defaults=True)
         bool,
         Meta(description="A client reads the tokens while they are sampled: write them as chunks."),
     ] = False
+    given: Annotated[
+        TokenIds,
+        Meta(
+            description="The output, of a conversation that was finished elsewhere: the engine "
+            "reads it and samples nothing. b'': the engine samples."
+        ),
+    ] = b""
 
     def __post_init__(self) -> None:
+        check_ids("given", self.given)
         count = check_ids("context", self.context)
         _check_prefix(self.parent_id, self.shared_prefix_tokens)
         if not self.is_delta and count < self.shared_prefix_tokens:
@@ -245,10 +253,17 @@ class FinishedCompletion(Struct, frozen=True, kw_only=True, omit_defaults=True):
     parent_id: CompletionId | None = None
     shared_prefix_tokens: TokenCount = 0
     context: Annotated[TokenIds, Meta(description="Context tokens after the shared prefix.")] = b""
-    output: Annotated[TokenIds, Meta(description="Sampled tokens.")] = b""
+    output: Annotated[TokenIds, Meta(description="Sampled tokens, or those given.")] = b""
     logprobs: Annotated[
         LogProbabilities, Meta(description="Behaviour log-probability of each output token.")
     ] = b""
+    is_given: Annotated[
+        bool,
+        Meta(
+            description="The output was given with the request: nothing was sampled, and the "
+            "log-probabilities are those that the weights of `spans` have for it."
+        ),
+    ] = False
     top_tokens: Annotated[
         TopTokens | None, Meta(description="None if the request asked for none.")
     ] = None

@@ -1,5 +1,6 @@
 """Which curricula a run can have."""
 
+from forgemq_contracts.environments import environment_of
 from forgemq_contracts.run import RunConfiguration
 
 
@@ -15,10 +16,10 @@ def check_curricula(configuration: RunConfiguration) -> None:
             continue
         if not queue.agent:
             raise ValueError(f"{name} must be left out if the queue has no agent: it chooses tasks")
-        if queue.task_file and own.tasks is not None:
-            raise ValueError(
-                f"{name}.tasks must be left out if task_file is given: it says how many"
-            )
+        is_environment = environment_of(queue.agent) is not None
+        if (queue.task_file or is_environment) and own.tasks is not None:
+            given = "agent is an environment" if is_environment else "task_file is given"
+            raise ValueError(f"{name}.tasks must be left out if {given}: it says how many")
         if queue.task_source and own.tasks is None:
             raise ValueError(f"{name}.tasks must be given with a task_source: the size of the pool")
         if own.success_min > own.success_max:

@@ -36,7 +36,7 @@ Source: TypeAlias = Annotated[
     Literal["agent", "import", "live"],
     Meta(
         description="agent: played through the gateway. import: a conversation that was finished "
-        "elsewhere; it has no behaviour log-probabilities, so it never trains. live: recorded from "
+        "elsewhere; it trains only in a domain that is supervised. live: recorded from "
         "the callers of an API key, who claim no episode; it has no siblings, so it never trains."
     ),
 ]

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 from forgemq_contracts.completions import FinishReason, Support
+from forgemq_contracts.context_cuts import ContextCut
 from forgemq_contracts.fields import (
     CompletionId,
     ForkReason,
@@ -63,6 +64,13 @@ class RecordedTurn(Struct, frozen=True, kw_only=True, omit_defaults=True):
     advantage: Annotated[
         float | None, Meta(description="None: its group does not train, or is not scored.")
     ] = None
+    cuts: Annotated[
+        tuple[ContextCut, ...],
+        Meta(
+            description="What the agent did to its context before this turn, in order: which "
+            "function, behind which completion. What was left of it is `messages`."
+        ),
+    ] = ()
 
     def __post_init__(self) -> None:
         check_ids("context_ids", self.context_ids)

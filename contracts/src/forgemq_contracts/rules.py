@@ -83,18 +83,13 @@ def check_json_object(field: str, data: bytes) -> None:
 
 
 def check_trainable(purpose: str, *, source: str) -> None:
-    """Refuse to train what the loss cannot be computed for.
+    """Refuse to train what has no loss: an advantage compares the rollouts of one task.
 
-    Its ratio needs what the engine said at sampling, its advantage the rollouts of one task.
+    Whether an import trains, the domain says; only the gateway, which has it, can refuse one.
 
     Raises:
         ValueError: Names the field and the rule.
     """
-    if source == "import" and purpose == "train":
-        raise ValueError(
-            "purpose: must be eval if source is import: an imported conversation has no behaviour "
-            "log-probabilities to train with"
-        )
     if source == "live" and purpose == "train":
         raise ValueError(
             "purpose: must be eval if source is live: a recorded conversation is alone in its "

@@ -20,6 +20,7 @@ from forgemq_contracts.pool import Pool
 from forgemq_contracts.repetition import RepetitionStop
 from forgemq_contracts.speculation import Speculation
 from forgemq_contracts.stages import Stage
+from forgemq_contracts.supervised import Supervised
 from forgemq_contracts.updates import Updates
 
 RunId: TypeAlias = Annotated[
@@ -51,8 +52,9 @@ class Queue(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     agent: Annotated[
         FunctionName,
         Meta(
-            description="async (Episode) -> None; plays one episode. Without agent and task_source "
-            "the groups come from outside, by POST /v1/groups."
+            description="async (Episode) -> None; plays one episode. Or verifiers:NAME: an "
+            "environment of the package verifiers, with its tasks and rewards. Without agent and "
+            "task_source the groups come from outside, by POST /v1/groups."
         ),
     ]
     task_file: Annotated[
@@ -110,6 +112,10 @@ class Queue(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     sampling: DomainSampling | None = None
     curriculum: (
         Annotated[Curriculum, Meta(description="None: task 0, 1, 2, ... or passes over the file.")]
+        | None
+    ) = None
+    supervised: (
+        Annotated[Supervised, Meta(description="None: its imports are kept and never train.")]
         | None
     ) = None
 
@@ -366,3 +372,21 @@ def window_of(queue: Queue) -> int:
 def played_queues(configuration: RunConfiguration) -> tuple[Queue, ...]:
     """Queues whose groups the run's own agents ask for and play; the others' come from outside."""
     return tuple(queue for queue in configuration.queues if queue.agent)
+
+
+def supplied_queues(configuration: RunConfiguration) -> tuple[Queue, ...]:
+    """Queues whose training groups the agents process asks for: played, or supervised by a file."""
+    return tuple(
+        queue
+        for queue in configuration.queues
+        if queue.agent or (queue.supervised is not None and queue.task_file)
+    )
+
+
+def supervised_fractions(configuration: RunConfiguration) -> dict[str, float]:
+    """By supervised domain, its fraction of the loss."""
+    return {
+        queue.domain: queue.supervised.fraction
+        for queue in configuration.queues
+        if queue.supervised is not None
+    }

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
+from forgemq_contracts.environments import environment_of
 from forgemq_contracts.run import RunConfiguration
 
 MAY_CHANGE = (
@@ -33,6 +34,7 @@ MAY_CHANGE = (
     "queues.*.agent",
     "queues.*.groups_requested_max",
     "queues.*.stream",
+    "queues.*.supervised.fraction",
     "rewards.grader_timeout_s",
     "speculation.learning_rate",
     "speculation.loss_weight",
@@ -59,6 +61,10 @@ REASONS = (
     ("run", "it begins the names of the run's topics and blobs"),
     ("seed", "the tasks that were asked for were made with it"),
     ("model.*", "weights, tokens and checkpoints are those of this model"),
+    (
+        "queues.*.agent",
+        "an environment has the tasks, and a task that is asked for again must be the same",
+    ),
     ("queues.*.task_source", "a task that is asked for again must be the same task"),
     ("queues.*.task_file", "a task that is asked for again must be the same task"),
     ("queues.*.held_out_file", "the rounds of a run are compared, so all play the same tasks"),
@@ -69,6 +75,7 @@ REASONS = (
     ("queues.*.history", "the episodes that are open were promised it"),
     ("queues.*.context_tokens_max", "the episodes that are open were promised it"),
     ("queues.*.sampling*", "the episodes that are open were promised it"),
+    ("queues.*.supervised*", "the groups of the domain were asked for with it or without"),
     ("queues.*.rewards*", "the journal of reward was written with it, and is replayed with it"),
     ("queues*", "the scheduler's journal was written with it, and is replayed with it"),
     ("stages*", "the scheduler's journal was written with it, and is replayed with it"),
@@ -109,11 +116,18 @@ def check_changes(was: RunConfiguration, now: RunConfiguration) -> None:
         ValueError: names the first such field, both values and the reason.
     """
     for change in changes(was, now):
-        if not any(fnmatchcase(change.name, pattern) for pattern in MAY_CHANGE):
+        may_change = any(fnmatchcase(change.name, pattern) for pattern in MAY_CHANGE)
+        if not may_change or _changes_environment(change):
             raise ValueError(
                 f"{change.name} was {change.before!r} when this run was trained, and is "
                 f"{change.after!r} now: {_reason(change.name)}; set it back, or start a new run"
             )
+
+
+def _changes_environment(change: FieldChange) -> bool:
+    """Whether it is an agent that is or was an environment, which brings its own tasks."""
+    agents = (change.before, change.after) if fnmatchcase(change.name, "queues.*.agent") else ()
+    return any(environment_of(str(agent)) is not None for agent in agents)
 
 
 def _reason(name: str) -> str:

@@ -1,9 +1,12 @@
 """Which fields of a run's configuration can work together."""
 
+from itertools import product
+
 import msgspec
 
 from forgemq_contracts.curriculum_rules import check_curricula
 from forgemq_contracts.domains import context_tokens_max_of, sampling_of
+from forgemq_contracts.environments import environment_of
 from forgemq_contracts.lane_engines import check_lanes, is_paired
 from forgemq_contracts.loss import check_loss
 from forgemq_contracts.pool import Pool
@@ -16,6 +19,7 @@ from forgemq_contracts.run import (
     window_of,
 )
 from forgemq_contracts.stage_rules import check_stages
+from forgemq_contracts.supervised_rules import check_supervised
 from forgemq_contracts.updates import are_several
 
 
@@ -40,7 +44,7 @@ def check(configuration: RunConfiguration) -> None:
                 f"queues.{queue.domain}.window (W) must be at most slots (N), "
                 f"got W={window_of(queue)} N={queue.slots}"
             )
-        if queue.group_size < 2:
+        if queue.group_size < 2 and queue.supervised is None:
             raise ValueError(
                 f"queues.{queue.domain}.group_size (G) must be at least 2: an advantage compares "
                 f"the rollouts of a group, got {queue.group_size}"
@@ -56,6 +60,7 @@ def check(configuration: RunConfiguration) -> None:
     _check_domains(configuration)
     check_stages(configuration)
     check_curricula(configuration)
+    check_supervised(configuration)
     if configuration.pool is not None:
         _check_pool(configuration.pool, has_head=configuration.speculation is not None)
     _check_speculation(configuration)
@@ -83,10 +88,19 @@ def _check_quantization(configuration: RunConfiguration) -> None:
 
 def _check_agents(configuration: RunConfiguration) -> None:
     for queue in configuration.queues:
+        if queue.supervised is not None:
+            continue
         name, sources = f"queues.{queue.domain}", (queue.task_source, queue.task_file)
+        environment = environment_of(queue.agent)
+        if environment is not None and any(sources):
+            given = "task_source" if queue.task_source else "task_file"
+            raise ValueError(
+                f"{name}.{given} must be left out if agent is an environment of verifiers: the "
+                f"tasks are those of its data set, got {queue.agent!r}"
+            )
         if all(sources):
             raise ValueError(f"{name}.task_source must be left out if task_file is given")
-        if bool(queue.agent) != any(sources):
+        if environment is None and bool(queue.agent) != any(sources):
             given, missing = ("agent", "task_source") if queue.agent else ("task_source", "agent")
             raise ValueError(
                 f"{name}.{missing} must be given if {given} is (or a task_file): an agent plays "
@@ -209,8 +223,9 @@ def _check_sampling(configuration: RunConfiguration) -> None:
 def _check_distillation(configuration: RunConfiguration) -> None:
     if configuration.distillation is None:
         return
-    for queue in configuration.queues:
-        temperature = sampling_of(configuration, domain=queue.domain).temperature
+    stages = (None, *range(len(configuration.stages)))
+    for queue, stage in product(configuration.queues, stages):
+        temperature = sampling_of(configuration, domain=queue.domain, stage=stage).temperature
         if temperature != 1:
             raise ValueError(
                 "distillation must be left out if a sampling.temperature is not 1: the teacher's "

@@ -145,6 +145,13 @@ class TrainingMetrics(Struct, frozen=True, kw_only=True, omit_defaults=True):
             "estimate of KL(behaviour || teacher), nats. 0 without a teacher."
         ),
     ] = 0.0
+    supervised_tokens: Annotated[
+        TokenCount, Meta(description="Of loss_tokens: tokens of replies that were given.")
+    ] = 0
+    nll_supervised: Annotated[
+        float,
+        Meta(description="Mean of -log p over them before each update, nats; 0 without any."),
+    ] = 0.0
     updates: Annotated[
         int,
         Meta(

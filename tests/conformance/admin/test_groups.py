@@ -110,7 +110,8 @@ async def test_an_import_that_asks_to_be_trained_is_refused_by_the_purpose(calle
     body = msgspec.json.decode(msgspec.json.encode(group_request("k"))) | {"source": "import"}
     answer = await caller.call(admin_routes.REQUEST_GROUP, body=body)
     assert answer.status_code == 400
-    assert error_of(answer).message.startswith("purpose: must be eval if source is import")
+    assert error_of(answer).param == "purpose"
+    assert error_of(answer).message.startswith("purpose must be eval: imports of ")
     taken = await caller.call(admin_routes.REQUEST_GROUP, body=body | {"purpose": "eval"})
     assert taken.status_code == 200
 

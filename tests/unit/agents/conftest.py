@@ -1,6 +1,7 @@
 """Gateways in memory, with a scheduler and a trainer that need no time."""
 
-from collections.abc import AsyncIterator, Callable
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -72,3 +73,12 @@ async def memory_gateway() -> AsyncIterator[Callable[..., Any]]:
 @pytest.fixture
 def refusal() -> Callable[..., web.Response]:
     return refused
+
+
+@pytest.fixture
+def kept_signal_handlers() -> Iterator[None]:
+    """Each environment of verifiers sets handlers of its own; afterwards they are as before."""
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)

@@ -16,9 +16,13 @@ from forgemq_agents.conversation_import import (
     ConversationImport,
     Imported,
 )
+from forgemq_agents.episode_player import EpisodePlayer
 from forgemq_agents.gateway_client import GatewayClient
 from forgemq_agents.import_command import run_import
+from forgemq_agents.lease_thread import LeaseThread
 from forgemq_agents.requests import JsonRequests, Retry
+from forgemq_agents.trained_conversations import TrainedConversations
+from forgemq_telemetry.telemetry import Telemetry
 from tests.memory_gateway import ADMIN_KEY, MemoryGateway
 from tests.memory_gateway_http import served
 
@@ -37,12 +41,29 @@ def write(path: Path, *numbers: int) -> Path:
 
 @asynccontextmanager
 async def importing(
-    gateway: MemoryGateway, *, bytes_at_once_max: int = BYTES_AT_ONCE_MAX
+    gateway: MemoryGateway,
+    *,
+    bytes_at_once_max: int = BYTES_AT_ONCE_MAX,
+    is_supervised: bool = False,
 ) -> AsyncIterator[ConversationImport]:
-    async with aiohttp.ClientSession() as http:
-        requests = JsonRequests(http, retry=Retry(deadline_s=5))
+    retry = Retry(deadline_s=5)
+    leases = LeaseThread(url=gateway.url, admin_key=ADMIN_KEY, retry=retry)
+    async with aiohttp.ClientSession() as http, leases:
+        requests = JsonRequests(http, retry=retry)
         client = GatewayClient(requests, url=gateway.url, admin_key=ADMIN_KEY)
-        yield ConversationImport(client, domain="count", bytes_at_once_max=bytes_at_once_max)
+        player = EpisodePlayer(
+            gateway=client,
+            requests=requests,
+            leases=leases,
+            environ={},
+            telemetry=Telemetry(service="agents"),
+        )
+        yield ConversationImport(
+            client,
+            domain="count",
+            bytes_at_once_max=bytes_at_once_max,
+            training=TrainedConversations(client, player=player) if is_supervised else None,
+        )
 
 
 async def imported(gateway: MemoryGateway, file: Path) -> Imported:
@@ -108,6 +129,19 @@ async def test_a_stopped_import_ends_what_is_on_its_way_and_takes_no_further_lin
     assert 0 < done.added <= AT_ONCE_MAX
     assert {group.state for group in gateway.in_order()} == {"retired"}
     assert len(gateway.in_order()) == done.added
+
+
+async def test_conversations_that_training_has_no_room_for_are_counted_and_not_lost(
+    memory_gateway, tmp_path
+):
+    gateway = await memory_gateway()
+    gateway.run = msgspec.structs.replace(
+        gateway.run, supervised_domains=("count",), training_ended=True
+    )
+    async with importing(gateway, is_supervised=True) as made:
+        done = await made.run(write(tmp_path / "f", 1, 2, 3))
+    assert done == Imported(added=0, known=0, lost=(), unused=3)
+    assert not gateway.in_order()
 
 
 async def test_lines_on_their_way_are_bounded_by_their_bytes_and_a_longer_one_goes_alone(

@@ -36,6 +36,11 @@ def run_of(queue: dict[str, str], **curriculum: object) -> RunConfiguration:
             r"^queues\.a\.curriculum\.tasks must be left out if task_file is given",
         ),
         (
+            {"task_source": "", "agent": "verifiers:e"},
+            {"tasks": 5},
+            r"^queues\.a\.curriculum\.tasks must be left out if agent is an environment",
+        ),
+        (
             {},
             {"tasks": 5, "success_min": 0.6, "success_max": 0.5},
             r"^queues\.a\.curriculum\.success_min must be at most success_max, got 0\.6 and 0\.5$",

@@ -3,6 +3,8 @@
 import msgspec
 import pytest
 
+from forgemq_contracts.distillation import Distillation
+from forgemq_contracts.domain_settings import DomainSampling
 from forgemq_contracts.episodes import Sampling
 from forgemq_contracts.lane_engines import LaneEngines
 from forgemq_contracts.live_key import LiveKey
@@ -18,6 +20,7 @@ from forgemq_contracts.run import (
 )
 from forgemq_contracts.run_rules import check
 from forgemq_contracts.speculation import Speculation
+from forgemq_contracts.stages import Stage, StageDomain
 from forgemq_trainer.core.loss import loss_function
 from forgemq_trainer.model import ARCHITECTURES
 
@@ -113,6 +116,16 @@ def test_files_of_tasks_stand_in_for_a_task_source_and_not_beside_one(queue, eva
         domain="d", agent="m:play", task_source="", task_file="t.jsonl", held_out_file="h.jsonl"
     )
     check(queued(both, evaluation=Evaluation(tasks=8)))
+
+
+@pytest.mark.parametrize("given", ["task_source", "task_file"])
+def test_an_environment_as_agent_brings_its_own_tasks(given):
+    queue = {"domain": "d", "agent": "verifiers:my_env", "task_source": ""}
+    check(queued(Queue(**queue), evaluation=Evaluation(tasks=8)))
+    with pytest.raises(
+        ValueError, match=rf"^queues\.d\.{given} must be left out .*'verifiers:my_env'"
+    ):
+        check(queued(Queue(**{**queue, given: "m:task"})))
 
 
 def test_held_out_tasks_need_a_queue_with_an_agent():
@@ -220,3 +233,18 @@ def test_a_format_among_the_flags_of_an_engine_is_refused(flag):
     run = msgspec.structs.replace(SOUND, lanes=(LaneEngines(flags=(flag, "awq")),))
     with pytest.raises(ValueError, match=r"^lanes\.0\.flags .* model\.engine_quantization says it"):
         check(run)
+
+
+def test_a_stage_that_samples_at_another_temperature_than_the_teachers_is_refused():
+    stage = StageDomain(domain="d", share=1.0, sampling=DomainSampling(temperature=0.7))
+    taught = msgspec.structs.replace(
+        SOUND,
+        distillation=Distillation(url="http://t:1"),
+        stages=(Stage(from_step=0, domains=(StageDomain(domain="d", share=1.0),)),),
+    )
+    check(taught)
+    colder = msgspec.structs.replace(
+        taught, stages=(*taught.stages, Stage(from_step=2, domains=(stage,)))
+    )
+    with pytest.raises(ValueError, match=r"^distillation must be left out .* samples at 0\.7$"):
+        check(colder)

@@ -11,12 +11,16 @@ from forgemq_contracts.live_key import LiveKey
 from forgemq_contracts.run import Model, Queue, RunConfiguration, Trainer
 from forgemq_contracts.run_changes import MAY_CHANGE, REASONS, changes, check_changes
 from forgemq_contracts.speculation import Speculation
+from forgemq_contracts.supervised import Supervised
 
 WAS = RunConfiguration(
     run="r",
     seed=0,
     model=Model(path="m"),
-    queues=tuple(Queue(domain=name, task_source="", agent="") for name in ("one", "two")),
+    queues=tuple(
+        Queue(domain=name, task_source="", agent="", supervised=Supervised(fraction=0.25))
+        for name in ("one", "two")
+    ),
     trainer=Trainer(steps=4),
     speculation=Speculation(head="h"),
     distillation=Distillation(url="http://t"),
@@ -58,6 +62,23 @@ def test_a_change_is_named_by_its_dotted_path_and_its_domain():
         "optimizer.lr: 1e-06 -> 0.5",
     ]
     check_changes(WAS, now)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("verifiers:one", "verifiers:two"), ("m:play", "verifiers:two")]
+)
+def test_an_agent_that_brings_its_own_tasks_must_stay(before, after):
+    was, now = (
+        msgspec.structs.replace(
+            WAS, queues=(msgspec.structs.replace(WAS.queues[0], agent=agent), WAS.queues[1])
+        )
+        for agent in (before, after)
+    )
+    for one, other in ((was, now), (now, was)):
+        with pytest.raises(
+            ValueError, match=r"queues\.one\.agent was .*an environment has the tasks"
+        ):
+            check_changes(one, other)
 
 
 def test_live_keys_may_come_change_and_go():

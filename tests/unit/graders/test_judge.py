@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from forgemq_graders.judge import Judge, JudgeError, judged, last_score
+from forgemq_graders.judge import Judge, JudgeError, judged, judged_turns, last_score
+from forgemq_graders.process import overlong, weighted_async
 from forgemq_graders.replies import Replies, RepliesInMemory, RepliesOnDisk
 from tests.unit.graders.episodes import answered
 from tests.unit.graders.judge_server import JudgeServer, judge_server
@@ -152,3 +153,31 @@ def test_a_score_is_the_last_number_behind_the_word(reply, score):
 def test_a_judge_out_of_bounds_is_refused_by_name(make: Callable[[], object], message: str):
     with pytest.raises((ValueError, msgspec.ValidationError), match=message):
         make()
+
+
+async def test_a_judge_scores_each_turn_and_equal_turns_once(server):
+    server.replies = ["Score: 2", "Score: 8"]
+    reward = judged_turns(
+        judge_of(server, at_once=1), prompt="{task[question]} {number}: {turn}", scale=10.0
+    )
+    episode = answered("first", "second", task=TASK)
+    assert await reward(episode) == [0.2, 0.8]
+    assert await reward(episode) == [0.2, 0.8]
+    asked = [each["messages"][0]["content"] for each in server.requests]
+    assert asked == ["2 + 2? 1: first", "2 + 2? 2: second"]
+
+
+async def test_a_turn_without_a_score_raises_and_is_no_zero(server):
+    server.replies = [400]
+    reward = judged_turns(judge_of(server), prompt="{turn}")
+    with pytest.raises(JudgeError, match="status 400"):
+        await reward(answered("first", "second", task=TASK))
+
+
+async def test_a_judge_of_turns_is_weighed_beside_other_process_rewards(server):
+    server.replies = ["Score: 5"]
+    turns = judged_turns(judge_of(server), prompt="{turn}", scale=10.0)
+    reward = weighted_async((2.0, turns), (1.0, overlong(tokens_max=1, buffer_tokens=1)))
+    assert await reward(answered("first", "second", task=TASK)) == [0.0, 0.0]
+    with pytest.raises(ValueError, match="needs at least one pair"):
+        weighted_async()

@@ -1,23 +1,31 @@
 """What a teacher is asked, what of its answer is taken, and a teacher that does not answer."""
 
+import asyncio
 import io
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
+from forgemq_bus.memory import MemoryLog
+from forgemq_contracts import topics
 from forgemq_contracts.arrays import pack_ids, unpack_floats
 from forgemq_contracts.distillation import Distillation
 from forgemq_contracts.episodes import Sampling
+from forgemq_contracts.lane_plan import RequestedLane
 from forgemq_inference.core.generation import (
     EngineAnswer,
     InvalidAnswerError,
     finished_completion,
 )
-from forgemq_inference.core.teaching import is_taught, teacher_logprobs, teaching_body
+from forgemq_inference.core.reading import read_logprobs
+from forgemq_inference.core.teaching import is_taught, teaching_body
 from forgemq_inference.engine import Engine
 from forgemq_inference.teacher import Teacher
 from forgemq_telemetry import Telemetry
+from loadtests.stand_in_engine import Speed, StandInEngine, serving
+from tests.lane_scene import LaneScene, create_topics
 from tests.unit.inference.test_core import LIMITS, TIMING, answer, context_of, requested
 
 
@@ -38,7 +46,7 @@ def test_a_teacher_reads_context_and_output_and_samples_nothing() -> None:
 
 def test_the_last_entries_are_those_of_the_output() -> None:
     read = _read((None, 6), (-0.5, 7), (-2.0, 9))
-    assert unpack_floats(teacher_logprobs(read, pack_ids([7, 9]))) == [-0.5, -2.0]
+    assert unpack_floats(read_logprobs(read, pack_ids([7, 9]))) == [-0.5, -2.0]
 
 
 @pytest.mark.parametrize(
@@ -47,8 +55,8 @@ def test_the_last_entries_are_those_of_the_output() -> None:
     ids=["none", "too few", "another token", "no value"],
 )
 def test_an_answer_about_something_else_is_not_taken(entries: list[Any]) -> None:
-    with pytest.raises(InvalidAnswerError, match=r"^the teacher "):
-        teacher_logprobs(_read(*entries), pack_ids([7, 9]))
+    with pytest.raises(InvalidAnswerError, match=r"^the engine "):
+        read_logprobs(_read(*entries), pack_ids([7, 9]))
 
 
 async def test_a_teacher_that_does_not_answer_leaves_the_record_as_it_is_and_says_so() -> None:
@@ -73,3 +81,33 @@ def test_a_teacher_is_not_asked_about_what_does_not_train() -> None:
         is_cancelled=False,
     )
     assert not is_taught(greedy)
+
+
+async def test_a_lane_that_ends_while_the_teacher_reads_hands_the_request_over(base: Path) -> None:
+    reading = StandInEngine(Speed(tokens=1))
+    async with (
+        serving(StandInEngine(Speed(tokens=3))) as url,
+        serving(reading) as teacher_url,
+        Engine(teacher_url) as teacher,
+    ):
+        await teacher.pause(timeout_s=5)
+        log = MemoryLog(run="r")
+        await create_topics(log)
+        scene = LaneScene(log, model=base, engine_url=url, teacher_url=teacher_url)
+        async with scene.serving(drain_s=0.2):
+            await scene.report(is_serving=True)
+            await scene.request(1, [5, 6, 7])
+            while not reading.open_count:  # noqa: ASYNC110 - over HTTP
+                await asyncio.sleep(0.01)
+            removed = RequestedLane(lane=0, change="remove", change_id="0" * 32, requested_ms=0)
+            await scene.write(topics.REQUESTED_LANES, 0, removed)
+            (record,) = await scene.finished(count=1)
+    assert (record.finish_reason, record.error) == ("error", "engine: the lane is leaving")
+
+
+def test_a_teacher_is_not_asked_about_what_was_sampled_at_another_temperature() -> None:
+    record = finished_completion(
+        requested(), answer(), limits=LIMITS, timing=TIMING, is_cancelled=False
+    )
+    assert is_taught(record)
+    assert not is_taught(msgspec.structs.replace(record, temperature=0.7))

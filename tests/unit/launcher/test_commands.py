@@ -90,6 +90,18 @@ def test_an_unknown_run_or_setting_is_refused(tool, tmp_path):
     assert "FORGEMQ_LAUNCHER_RUN: no such setting" in console.file.getvalue()
 
 
+def test_the_folder_of_an_evaluation_is_not_continued_as_a_run(tool, tmp_path):
+    made = small_run(group_partitions=1)
+    RunFolder(tmp_path / "runs" / "judged-1").make(made, is_evaluation=True)
+    assert tool("run", str(DEMO / "run.toml"), "--resume", "judged-1") == (
+        2,
+        "forgemq: judged-1 is an evaluation, which trains nothing: it cannot be continued as a "
+        "run; judge the model again with forgemq eval\n",
+    )
+    with pytest.raises(RunFolderError, match=r"exists: choose another run id$"):
+        RunFolder(tmp_path / "runs" / "judged-1").make(made)
+
+
 def test_an_import_into_a_run_that_is_unknown_or_down_is_refused(tool, run_folder, tmp_path):
     file = str(tmp_path / "talks.jsonl")
     assert tool("import", "nobody", file, "--domain", "d") == (

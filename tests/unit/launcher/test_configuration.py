@@ -56,6 +56,12 @@ def test_a_queue_with_a_file_of_tasks_needs_no_task_source_and_its_paths_start_a
     assert files == ("", "/work/t.jsonl", "/data/h.jsonl")
 
 
+def test_a_queue_with_an_environment_needs_no_task_source():
+    text = FILE.replace('task_source = "m:task"\nagent = "m:play"', 'agent = "verifiers:my_env"')
+    (queue,) = made(text=text).queues
+    assert (queue.task_source, queue.agent) == ("", "verifiers:my_env")
+
+
 @pytest.mark.parametrize("queue", ["0", "shop_desk"])
 def test_an_override_reaches_a_queue_by_index_and_by_domain(queue):
     assert made(f"queues.{queue}.slots=18").queues[0].slots == 18

@@ -45,3 +45,12 @@ def test_a_group_of_which_the_teacher_knows_a_part_fails_and_says_which():
 def test_without_a_teacher_a_tree_has_none():
     [tree] = _trees(feed(Merger(4), finished(0, None, 0, [1], [2]), scored(0)))
     assert tree.entry_teacher_logprob == b""
+
+
+def test_a_group_of_which_the_teacher_of_the_run_knows_nothing_fails_before_its_step():
+    records = [finished(0, None, 0, [1], [2]), finished(1, None, 0, [1], [3])]
+    summary = only_summary(feed(Merger(4, has_teacher=True), *records, scored(0, 1)))
+    assert summary.not_trainable == "failed"
+    assert summary.detail == (
+        f"completion {name(0)}: no log-probabilities of the teacher, as 2 of 2 that train"
+    )

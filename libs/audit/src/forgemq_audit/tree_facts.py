@@ -156,9 +156,14 @@ def _unscored(
 ) -> tuple[list[str], list[str]]:
     """Completions of manifests that have no score, and what cannot be known.
 
-    A masked episode has no scored completions, so its manifest is not followed.
+    A masked episode that was sampled has no scored completions, so its manifest is not followed.
     """
-    masked = {each.episode_id for each in scored.episodes if each.is_masked}
+    trained = {each.episode_index for each in scored.completions}
+    masked = {
+        each.episode_id
+        for index, each in enumerate(scored.episodes)
+        if each.is_masked and index not in trained
+    }
     counted = {each.episode_id for each in scored.episodes}
     known = {(each.episode_index, each.completion_id) for each in scored.completions}
     lost = [

@@ -6,7 +6,7 @@ or abort writes a marker that takes an offset and is never read.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -56,7 +56,7 @@ class MemoryStore:
         self.positions: dict[tuple[str, Place], int] = {}
         self._open: dict[str, Transaction] = {}
         self._epochs: dict[str, int] = {}
-        self._waiters: set[asyncio.Future[None]] = set()
+        self._waiters: dict[asyncio.Future[None], frozenset[Place] | None] = {}
         self._written = 0
         self._clock_ms = clock_ms or self._count
 
@@ -97,16 +97,15 @@ class MemoryStore:
     ) -> list[int]:
         """Append in order; returns the offsets. Appends nothing if a partition does not exist."""
         places = [broker_place(emit.place, run=run) for emit in emits]
-        for place in places:
-            self.partition(place)
+        partitions = [self.partition(place) for place in places]
         if transaction is not None:
-            for place in places:
-                transaction.firsts.setdefault(place, self.partitions[place].end)
+            for place, partition in zip(places, partitions, strict=True):
+                transaction.firsts.setdefault(place, partition.end)
         offsets = [
-            self._append(self.partitions[place], emit, transaction)
-            for place, emit in zip(places, emits, strict=True)
+            self._append(partition, emit, transaction)
+            for partition, emit in zip(partitions, emits, strict=True)
         ]
-        self.wake()
+        self.wake(places)
         return offsets
 
     def _append(self, partition: Partition, emit: Emit, transaction: Transaction | None) -> int:
@@ -145,7 +144,7 @@ class MemoryStore:
         self._open.pop(transaction.transactional_id, None)
         for place in sorted(transaction.firsts):
             self.partition(place).entries.append(Entry(None, transaction))
-        self.wake()
+        self.wake(transaction.firsts)
 
     def collect(
         self, place: Place, position: int, *, isolation: Isolation, records_max: int
@@ -156,12 +155,13 @@ class MemoryStore:
             OutOfRangeError: the partition has no such position.
         """
         partition = self.partition(place)
-        if position == partition.end:
+        end = partition.end
+        if position == end:
             return [], position
-        if not partition.first <= position < partition.end:
+        if not partition.first <= position < end:
             raise OutOfRangeError(
                 f"{place.topic}/{place.partition}: position {position} is outside "
-                f"{partition.first}..{partition.end}"
+                f"{partition.first}..{end}"
             )
         stop = self.end_position(place, isolation=isolation)
         found: list[Record] = []
@@ -186,22 +186,28 @@ class MemoryStore:
         del partition.entries[:count]
         partition.first += count
 
-    async def wait_for_arrival(self, timeout_s: float) -> None:
-        """Wait until something is appended or a transaction ends, or the time is over."""
+    async def wait_for_arrival(
+        self, timeout_s: float, *, among: frozenset[Place] | None = None
+    ) -> None:
+        """Wait until something is appended or a transaction ends, or the time is over.
+
+        `among`: only what concerns these partitions counts; None: of all.
+        """
         loop = asyncio.get_running_loop()
         waiter = loop.create_future()
-        self._waiters.add(waiter)
+        self._waiters[waiter] = among
         timer = loop.call_later(timeout_s, _wake, waiter)
         try:
             await waiter
         finally:
             timer.cancel()
-            self._waiters.discard(waiter)
+            del self._waiters[waiter]
 
-    def wake(self) -> None:
-        """Wake every waiting reader."""
-        for waiter in self._waiters:
-            _wake(waiter)
+    def wake(self, places: Collection[Place] | None = None) -> None:
+        """Wake the readers that wait for one of these partitions; None: all readers."""
+        for waiter, among in self._waiters.items():
+            if places is None or among is None or not among.isdisjoint(places):
+                _wake(waiter)
 
 
 def _wake(waiter: "asyncio.Future[None]") -> None:

@@ -34,7 +34,10 @@ async def offloaded(
         BlobError: the store refuses or does not answer, or the first blobs are too old already.
         RecordTooLargeError: a value is above the limit and there is no blob store.
     """
-    if all(len(emit.value) <= inline_bytes_max for emit in emits):
+    for emit in emits:
+        if len(emit.value) > inline_bytes_max:
+            break
+    else:
         return list(emits)
     gate = asyncio.Semaphore(BLOBS_AT_ONCE_MAX)
 
@@ -70,7 +73,7 @@ async def fetched(records: Sequence[Record], *, blobs: BlobStore | None) -> list
     Raises:
         BlobError: the store does not answer, or this log has none.
     """
-    if not any(name == BLOB_HEADER for record in records for name, _ in record.headers):
+    if not any([name == BLOB_HEADER for record in records for name, _ in record.headers]):
         return list(records)
     gate = asyncio.Semaphore(BLOBS_AT_ONCE_MAX)
 
@@ -149,8 +152,10 @@ LEAVE_IN_STORE = Values(fetch=_as_is, size_bytes=_inline_bytes)
 
 def reference_of(record: Record) -> BlobReference | None:
     """Where the value of a record read without values lies; None if it lies in the record."""
-    encoded = dict(record.headers).get(BLOB_HEADER)
-    return None if encoded is None else msgspec.msgpack.decode(encoded, type=BlobReference)
+    for name, encoded in record.headers:
+        if name == BLOB_HEADER:
+            return msgspec.msgpack.decode(encoded, type=BlobReference)
+    return None
 
 
 def _fetched_bytes(record: Record) -> int:

@@ -62,6 +62,7 @@ TURN = pa.struct(
         ("process", pa.float64()),
         ("return_to_go", pa.float64()),
         ("advantage", pa.float64()),
+        ("cuts", pa.string()),
     ]
 )
 SCHEMA = pa.schema(
@@ -93,7 +94,7 @@ SCHEMA = pa.schema(
         ("turns", pa.list_(TURN)),
     ]
 )
-"""`tools`, `task`, `result` and `metadata` are JSON: their values have no common form."""
+"""`tools`, `cuts`, `task`, `result` and `metadata` are JSON: their values have no common form."""
 
 _ARRAYS: dict[str, tuple[Callable[[bytes], list[Any]], Callable[[Any], bytes]]] = {
     "context_ids": (unpack_ids, pack_ids),
@@ -193,6 +194,7 @@ def _turn_columns(turn: RecordedTurn) -> dict[str, Any]:
         "messages": [_message_columns(each) for each in turn.messages],
         "reply": _message_columns(turn.reply),
         "tools": _json(turn.tools),
+        "cuts": msgspec.json.encode(turn.cuts).decode(),
     }
 
 
@@ -204,6 +206,7 @@ def _turn_of(values: Any, *, field: str) -> RecordedTurn:  # noqa: ANN401 - a ro
         "messages": _messages_of(values, "messages", field=f"{field}.messages"),
         "reply": _message_of(values["reply"], field=f"{field}.reply"),
         "tools": _objects(values["tools"], field=f"{field}.tools"),
+        "cuts": _objects(values.get("cuts"), field=f"{field}.cuts"),
     }
     for name, (_, pack) in _ARRAYS.items():
         items = _items(values, name, field=f"{field}.{name}")

@@ -17,6 +17,10 @@ class FileError(ValueError):
     """A file has no rows of episodes; the text names it, the column and the rule."""
 
 
+_MAY_LACK = frozenset({"cuts"})
+"""Fields that files written before them lack; they are then empty."""
+
+
 def read_rows(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of one file in their order, for `from_arrow`.
 
@@ -70,6 +74,8 @@ def _type_fault(found: Any, wanted: Any, *, field: str) -> str:  # noqa: ANN401 
 def _struct_fault(found: Any, wanted: Any, *, field: str) -> str:  # noqa: ANN401 - no stubs
     names = {each.name for each in found}
     for each in wanted:
+        if each.name not in names and each.name in _MAY_LACK:
+            continue
         if each.name not in names:
             return f"{field}.{each.name}: is missing"
         own = found.field(each.name).type

@@ -95,12 +95,14 @@ def rows_of(records: ScoredRecords, *, run: str, reply: Reply) -> Iterator[Episo
         by_episode[completion.episode_id][request_id] = completion
     for score in records.scored.episodes:
         episode = records.episodes[score.episode_id]
+        earned = _Earned(records.grades.get(score.episode_id), advantages)
+        turns = _turns(episode, by_episode[score.episode_id], earned, reply)
         if episode.source == "import":
+            # One that trains has turns of this run, whatever its file has.
             task = _imported(episode)
-            yield _row(episode, score, records.scored, turns=task.turns, imported=task, run=run)
+            turns = turns or task.turns
+            yield _row(episode, score, records.scored, turns=turns, imported=task, run=run)
         else:
-            earned = _Earned(records.grades.get(score.episode_id), advantages)
-            turns = _turns(episode, by_episode[score.episode_id], earned, reply)
             yield _row(episode, score, records.scored, turns=turns, imported=None, run=run)
 
 
@@ -211,6 +213,7 @@ def _turn(
         process=earned["process"],
         return_to_go=earned["return_to_go"],
         advantage=earned["advantage"],
+        cuts=turn.cuts,
     )
 
 

@@ -2,15 +2,17 @@
 
 from forgemq_graders.answers import AsyncOutcome, answer_code, answer_text
 from forgemq_graders.code import code_tests
-from forgemq_graders.judge import Judge, JudgeError, judged
+from forgemq_graders.judge import Judge, JudgeError, judged, judged_turns
 from forgemq_graders.languages import language_mixing
 from forgemq_graders.mathematics import GoldAnswerError, math_outcome
 from forgemq_graders.process import (
+    AsyncProcessReward,
     ProcessReward,
     malformed_calls,
     overlong,
     repetition,
     weighted,
+    weighted_async,
 )
 from forgemq_graders.sandbox import IsolationRefusedError, Sandbox, SandboxLimits
 
@@ -22,6 +24,7 @@ code_passes = code_tests()
 
 __all__ = [
     "AsyncOutcome",
+    "AsyncProcessReward",
     "GoldAnswerError",
     "IsolationRefusedError",
     "Judge",
@@ -34,6 +37,7 @@ __all__ = [
     "code_passes",
     "code_tests",
     "judged",
+    "judged_turns",
     "language_mixing",
     "malformed_calls",
     "math_answer",
@@ -41,4 +45,5 @@ __all__ = [
     "overlong",
     "repetition",
     "weighted",
+    "weighted_async",
 ]

@@ -23,8 +23,13 @@ def answer_text(episode: GradingEpisode) -> str:
     content = episode.completions[-1].message.get("content")
     if not isinstance(content, str):
         return ""
-    # Half of a surrogate pair is no text; a process or a server could not be sent it.
-    return content[-ANSWER_CHARACTERS_MAX:].encode(errors="replace").decode()
+    return plain(content)
+
+
+def plain(text: str) -> str:
+    """The end of a text, as a process or a server can be sent it."""
+    # Half of a surrogate pair is no text.
+    return text[-ANSWER_CHARACTERS_MAX:].encode(errors="replace").decode()
 
 
 def answer_code(episode: GradingEpisode) -> str:

@@ -26,10 +26,12 @@ import msgspec
 from msgspec import Meta, Struct
 
 from forgemq_contracts.grading import GradingEpisode
-from forgemq_graders.answers import AsyncOutcome, answer_text
+from forgemq_graders.answers import AsyncOutcome, answer_text, plain
+from forgemq_graders.process import AsyncProcessReward
 from forgemq_graders.replies import Replies, RepliesInMemory, RepliesOnDisk
 
 Prompt: TypeAlias = str | Callable[[GradingEpisode], Sequence[Mapping[str, Any]]]
+TurnPrompt: TypeAlias = str | Callable[[GradingEpisode, int], Sequence[Mapping[str, Any]]]
 _REPLY_BYTES_MAX = 2**20
 _ERROR_CHARACTERS_MAX = 300
 _RETRIED = frozenset({408, 409, 425, 429, *range(500, 600)})
@@ -108,6 +110,47 @@ def judged(
         return await asked.score(_messages(prompt, episode), parse) / scale
 
     return outcome
+
+
+def judged_turns(
+    judge: Judge,
+    *,
+    prompt: TurnPrompt,
+    score: Callable[[str], float] | None = None,
+    scale: float = 1.0,
+) -> AsyncProcessReward:
+    """A process reward: what the judge says of each completion, divided by `scale`.
+
+    If it gives no score to one of them it raises, which masks the episode.
+
+    Args:
+        judge: Whom to ask.
+        prompt: A template for `str.format` with `turn` (the completion's text, calls included),
+            `number` (from 1), `task` and `result`; or a function of the episode and the index of
+            a completion that returns messages.
+        score: As in `judged`.
+        scale: Of the scores.
+
+    Raises:
+        msgspec.ValidationError: a field of `judge` is out of bounds.
+        ValueError: `scale` is not above 0.
+    """
+    if not scale > 0:
+        raise ValueError(f"scale must be above 0, got {scale}")
+    asked = _Asked(msgspec.convert(msgspec.structs.asdict(judge), Judge))
+    parse = score or (lambda reply: last_score(reply, maximum=scale))
+
+    async def reward(episode: GradingEpisode) -> Sequence[float]:
+        numbers = range(len(episode.completions))
+        questions = [_turn_messages(prompt, episode, number) for number in numbers]
+        asking = [asyncio.ensure_future(asked.score(each, parse)) for each in questions]
+        try:
+            return [value / scale for value in await asyncio.gather(*asking)]
+        finally:
+            for each in asking:  # One that failed leaves no use for the others.
+                each.cancel()
+
+    return reward
 
 
 def last_score(reply: str, *, maximum: float) -> float:
@@ -199,6 +242,20 @@ def _messages(prompt: Prompt, episode: GradingEpisode) -> Sequence[Mapping[str, 
     if not isinstance(prompt, str):
         return prompt(episode)
     text = prompt.format(answer=answer_text(episode), task=episode.task, result=episode.result)
+    return [{"role": "user", "content": text}]
+
+
+def _turn_messages(
+    prompt: TurnPrompt, episode: GradingEpisode, index: int
+) -> Sequence[Mapping[str, Any]]:
+    if not isinstance(prompt, str):
+        return prompt(episode, index)
+    text = prompt.format(
+        turn=plain(episode.completions[index].text),
+        number=index + 1,
+        task=episode.task,
+        result=episode.result,
+    )
     return [{"role": "user", "content": text}]
 
 

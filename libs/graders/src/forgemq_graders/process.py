@@ -4,12 +4,14 @@ A penalty for one turn credits that turn and those before it, as every process r
 """
 
 import re
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Coroutine, Sequence
+from inspect import isawaitable
+from typing import Any, TypeAlias
 
 from forgemq_contracts.grading import GradingEpisode
 
 ProcessReward: TypeAlias = Callable[[GradingEpisode], Sequence[float]]
+AsyncProcessReward: TypeAlias = Callable[[GradingEpisode], Coroutine[Any, Any, Sequence[float]]]
 
 # Scripts without spaces between words: a character counts as a word. Anything else that is no space
 # and no part of a word counts by itself too, so that a row of signs is a repetition.
@@ -27,6 +29,28 @@ def weighted(*parts: tuple[float, ProcessReward]) -> ProcessReward:
 
     def reward(episode: GradingEpisode) -> Sequence[float]:
         columns = [[weight * value for value in one(episode)] for weight, one in parts]
+        return [sum(values) for values in zip(*columns, strict=True)]
+
+    return reward
+
+
+def weighted_async(
+    *parts: tuple[float, ProcessReward | AsyncProcessReward],
+) -> AsyncProcessReward:
+    """As `weighted`, also of functions that are `async`, as a judge's; these run one after another.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if not parts:
+        raise ValueError("weighted_async needs at least one pair of a weight and a process reward")
+
+    async def reward(episode: GradingEpisode) -> Sequence[float]:
+        columns = []
+        for weight, one in parts:
+            found = one(episode)
+            values = await found if isawaitable(found) else found
+            columns.append([weight * value for value in values])
         return [sum(values) for values in zip(*columns, strict=True)]
 
     return reward

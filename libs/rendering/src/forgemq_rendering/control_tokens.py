@@ -66,8 +66,12 @@ class ControlTokens:
         return text.replace(_CUT, f"{_CUT[0]}{_CUT}{_CUT[1]}")
 
     def _shielded(self, text: str, *, keeps_reasoning: bool) -> str:
-        text = self.kept(text)  # The client's own marks stay.
-        if not any(start in text for start in self._starts):
+        if _CUT in text:
+            text = self.kept(text)  # The client's own marks stay.
+        for start in self._starts:  # Most texts have none: a loop is the cheapest way to see it.
+            if start in text:
+                break
+        else:
             return text
         for token in self._texts:
             if keeps_reasoning and token in _REASONING:

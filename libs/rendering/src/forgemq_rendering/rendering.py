@@ -1,20 +1,23 @@
 """`Rendering`: renders messages as token ids, extends a context, parses sampled ids."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from struct import iter_unpack
 from typing import Any, TypeAlias
 
-import msgspec
 from jinja2 import TemplateError
 from msgspec import Struct
 from renderers import DefaultRenderer
-from renderers.base import ParsedResponse, ParsedToolCall, Renderer, ToolCallParseStatus
+from renderers.base import ParsedResponse, ParsedToolCall, Renderer
+from renderers.reasoning import prompt_ends_in_reasoning
 
+from forgemq_rendering.called import CONTENT_ERRORS, arguments_text
 from forgemq_rendering.choice import HistoryPolicy, choose_renderer
 from forgemq_rendering.continuations import continuations
 from forgemq_rendering.extension import TemplateExtension
 from forgemq_rendering.parsed import Parsed, ToolCall
+from forgemq_rendering.plain_messages import plain_messages
 from forgemq_rendering.reply_grammar import ReplyGrammar
 from forgemq_rendering.tokenizer import FolderTokenizer, generation_stops
 
@@ -25,18 +28,15 @@ Tool: TypeAlias = Mapping[str, Any]
 # is enough, and a long context is not copied for every request.
 CONTEXT_TAIL_TOKENS = 8192
 
+# What a template puts between a message and the assistant's: a few tokens, nearly always the same.
+_OPENING_TOKENS_MAX = 32
+_OPENINGS_MAX = 256
+
 # An opaque template needs one more rendering for the end of each message: long lists get no ends.
 _ENDS_MESSAGES_MAX = 16
 _ENDS_TOKENS_MAX = 8192
 
-# Calls that an agent can be given; that of an unknown tool too, which the agent answers itself.
-_USABLE = frozenset({ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL})
-
-# Raised by templates, tokenizers and the parsers of `renderers` for unusual content: brackets
-# nested too deep for the JSON parser (RecursionError), integers of over 4300 digits (ValueError),
-# half a surrogate pair (TypeError), a list instead of an object (the others). The policy may sample
-# anything, and a client may send anything.
-_CONTENT_ERRORS = (RecursionError, ValueError, TypeError, LookupError, AttributeError)
+_TOKEN_BYTES = 4  # int32
 
 
 class Rendered(Struct, frozen=True, kw_only=True):
@@ -73,6 +73,7 @@ class Rendering:
         self._is_opaque = isinstance(renderer, DefaultRenderer)
         # DefaultRenderer looks back to the newest of these.
         self._message_ends = frozenset(renderer.get_stop_token_ids())
+        self._opens_reasoning = lru_cache(_OPENINGS_MAX)(self._begins_in_reasoning)
         self._extension = TemplateExtension(tokenizer, stop_token_ids=frozenset(stop_token_ids))
         self.stop_token_ids = stop_token_ids
         self.vocabulary_size = tokenizer.vocabulary_size
@@ -114,7 +115,7 @@ class Rendering:
         """
         try:
             return self._rendered(messages, tools)
-        except (TemplateError, *_CONTENT_ERRORS) as error:
+        except (TemplateError, *CONTENT_ERRORS) as error:
             raise _unrenderable(error) from error
 
     def _rendered(self, messages: Sequence[Message], tools: Sequence[Tool]) -> Rendered:
@@ -136,19 +137,54 @@ class Rendering:
             tokens=whole.tokens, message_ends=tuple(whole.position(end) for end in ends)
         )
 
+    def reply_tokens(
+        self, messages: Sequence[Message], reply: Message, *, tools: Sequence[Tool] = ()
+    ) -> bytes:
+        """The tokens of this reply to the messages, as if they had been sampled; int32.
+
+        They begin behind the opening of the assistant's message and end with the token that closes
+        it, as the model's template has both.
+
+        Raises:
+            ValueError: these messages cannot be rendered, or the template opens or closes a reply
+                in another way than it asks for one; says which.
+        """
+        try:
+            prompt, whole = (
+                self._rendered(messages, tools).tokens,
+                self._closed([*messages, reply], tools),
+            )
+        except (TemplateError, *CONTENT_ERRORS) as error:
+            raise _unrenderable(error) from error
+        if not whole.startswith(prompt):
+            raise ValueError("the model's template writes a reply behind another opening")
+        for end, (token_id,) in enumerate(iter_unpack("<i", whole[len(prompt) :]), start=1):
+            if token_id in self.stop_token_ids:
+                return whole[len(prompt) :][: end * _TOKEN_BYTES]
+        raise ValueError("the model's template closes a reply with no end-of-turn token")
+
+    def _closed(self, messages: Sequence[Message], tools: Sequence[Tool]) -> bytes:
+        """Tokens of all messages, the last of which is the assistant's and closed."""
+        given, shown = self._shielded(plain_messages(messages)), self._shown(tools)
+        with self._tokenizer.standing_in() as stand_ins:
+            return stand_ins.expand(self._renderer.render_ids(given, tools=shown)).tokens
+
     def _shielded(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """The messages with their control tokens as text, but not those of reasoning."""
+        return [self._shielded_message(message) for message in messages]
+
+    def _shielded_message(self, message: Message) -> dict[str, Any]:
         shield = self._tokenizer.control_tokens.shield
-        return [
-            {
-                **shield(message),
-                "role": message["role"],
-                "content": shield(
-                    message["content"], keeps_reasoning=message["role"] == "assistant"
-                ),
-            }
-            for message in messages
-        ]
+        is_own = message["role"] == "assistant"
+        shielded = {}
+        for name, value in message.items():
+            if name == "role":
+                shielded[name] = value
+            elif name == "content":
+                shielded[name] = shield(value, keeps_reasoning=is_own)
+            else:
+                shielded[shield(name)] = shield(value)
+        return shielded
 
     def _shown(self, tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
         shield = self._tokenizer.control_tokens.shield
@@ -198,7 +234,7 @@ class Rendering:
         """
         try:
             return self._extended(context, output, messages, tools)
-        except (TemplateError, *_CONTENT_ERRORS) as error:
+        except (TemplateError, *CONTENT_ERRORS) as error:
             raise _unrenderable(error) from error
 
     def _extended(
@@ -251,15 +287,15 @@ class Rendering:
         `context`: ids before the output (a tail is enough): they may open the reasoning.
         """
         ids = list(output)
-        before = self._before(context) or None
+        before = self._before(context)
         try:
             parsed = self._renderer.parse_response(
-                ids, tools=list(tools) or None, prompt_ids=before
+                ids, tools=list(tools) or None, prompt_ids=self._telling(before)
             )
-        except _CONTENT_ERRORS:
+        except CONTENT_ERRORS:
             return Parsed(content=self._tokenizer.decode(self._without_stop(ids)), malformed=1)
         attempts = parsed.tool_calls if tools else []
-        read = [(call, _arguments_text(call)) for call in attempts]
+        read = [(call, arguments_text(call)) for call in attempts]
         bad = [call for call, arguments in read if arguments is None]
         good = [(call.name or "", arguments) for call, arguments in read if arguments is not None]
         return Parsed(
@@ -270,6 +306,17 @@ class Rendering:
                 for index, (name, arguments) in enumerate(good)
             ),
             malformed=len(bad),
+        )
+
+    def _telling(self, before: list[int]) -> list[int] | None:
+        """The ids before an output if they may open its reasoning, which is why a parser asks."""
+        if self._is_opaque and len(before) <= _OPENING_TOKENS_MAX:
+            return before if self._opens_reasoning(tuple(before)) else None
+        return before or None
+
+    def _begins_in_reasoning(self, before: tuple[int, ...]) -> bool:
+        return bool(
+            prompt_ends_in_reasoning(self._tokenizer, list(before), stop_ids=self._message_ends)
         )
 
     def _before(self, context: Sequence[int]) -> list[int]:
@@ -326,42 +373,6 @@ class Rendering:
         return self._tokenizer.decode(ids)
 
 
-def plain_messages(messages: Sequence[Message], *, is_head: bool = True) -> list[dict[str, Any]]:
-    """Messages as every template accepts them: text content, and one system message at the head.
-
-    `developer` becomes `system`. System messages after the head become user messages: most
-    templates ignore or refuse them there.
-
-    Args:
-        messages: In OpenAI chat form.
-        is_head: False if other messages precede these.
-    """
-    plain: list[dict[str, Any]] = []
-    for message in messages:
-        role = "system" if message["role"] == "developer" else message["role"]
-        text = text_of(message.get("content"))
-        if role == "system" and is_head and len(plain) == 1 and plain[0]["role"] == "system":
-            plain[0]["content"] += "\n\n" + text
-            continue
-        if role == "system" and (plain or not is_head):
-            role = "user"
-        kept = {key: value for key, value in message.items() if value is not None}
-        plain.append({**kept, "role": role, "content": text})
-    return plain
-
-
-def text_of(content: object) -> str:
-    """The text of a message's content: a string, blocks with text, or nothing."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, Sequence):
-        parts = [block.get("text", "") for block in content if isinstance(block, Mapping)]
-        return "".join(part for part in parts if isinstance(part, str))
-    raise TypeError(f"content must be a string or a list of blocks, got {type(content).__name__}")
-
-
 def _ends(indices: Sequence[int], *, count: int) -> tuple[int, ...]:
     """Number of ids up to each message's end; one without ids ends as its predecessor."""
     last = dict.fromkeys(range(count), 0)
@@ -372,21 +383,6 @@ def _ends(indices: Sequence[int], *, count: int) -> tuple[int, ...]:
     for index in range(count):
         ends.append(max(last[index], ends[-1] if ends else 0))
     return tuple(ends)
-
-
-def _arguments_text(call: ParsedToolCall) -> str | None:
-    """The call's arguments as JSON text; None if the call is malformed."""
-    if call.status not in _USABLE or not isinstance(call.name, str) or not call.name:
-        return None
-    given = call.arguments
-    try:
-        call.name.encode()
-        if isinstance(given, str):
-            msgspec.json.decode(given)
-            return given
-        return msgspec.json.encode(given if given is not None else {}).decode()
-    except (msgspec.DecodeError, *_CONTENT_ERRORS):
-        return None
 
 
 def _unrenderable(error: Exception) -> ValueError:

@@ -73,6 +73,8 @@ class FolderTokenizer:
         self.opening_ids = opening if opening == [begin_id] else []
         self._pieces = Pieces(self._tokenise)
         self._rendering = threading.local()
+        # One tuple, which any thread may replace: what `decode` gave last.
+        self._decoded: tuple[list[int], bool, str] = ([], False, "")
         self.chat_template = _chat_template(folder, config)
         self.render_text: RenderText | None = (
             compile_chat_template(self.chat_template, tokens=self.named_tokens)
@@ -128,7 +130,13 @@ class FolderTokenizer:
         """Text of token ids; an id outside the vocabulary, also a negative one, has no text."""
         given = [token_ids] if isinstance(token_ids, int) else token_ids
         ids = [token_id for token_id in given if token_id >= 0]
-        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        # Parsers ask for the same output twice: where its reasoning ends, and what it says.
+        known_ids, known_skip, known_text = self._decoded
+        if skip_special_tokens is known_skip and ids == known_ids:
+            return known_text
+        text = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        self._decoded = ids, skip_special_tokens, text
+        return text
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> Any:  # noqa: ANN401 - theirs
         """Id of one token (None if unknown), or a list of ids."""

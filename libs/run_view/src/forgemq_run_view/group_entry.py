@@ -46,7 +46,10 @@ class GroupEntry:
 
     @property
     def is_untrained(self) -> bool:
-        """Whether it is an import or live traffic, which are in rows of their own."""
+        """Whether it is an import or live traffic, which are in rows of their own.
+
+        So is an import that trains: what it earned says nothing of the policy.
+        """
         return self.source != "agent"
 
     def is_complete(self) -> bool:

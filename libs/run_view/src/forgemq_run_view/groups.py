@@ -64,6 +64,7 @@ class _Untrained:
     sums: Sums = field(default_factory=Sums)
     conversations: int = 0
     ended: int = 0
+    training: int = 0
 
 
 class GroupBook:
@@ -194,6 +195,7 @@ class GroupBook:
                 domain=domain,
                 conversations=each.conversations,
                 ended=each.ended,
+                training=each.training,
                 tally=each.sums.tally(),
             )
             for (of, domain), each in sorted(self._untrained.items())
@@ -298,6 +300,7 @@ class GroupBook:
         elif entry.is_untrained:
             self._hide(self._shown_groups.note_untrained(entry.group_id))
             self._untrained_of(entry).conversations += 1
+            self._untrained_of(entry).training += entry.purpose == "train"
         self._count_score(entry)
 
     def _apply_completion(self, record: FinishedCompletion, *, partition: int, offset: int) -> None:

@@ -65,6 +65,12 @@ class StepPoint(Struct, frozen=True, kw_only=True):
         float | None,
         Meta(description="Mean staleness of its groups in steps, weighted by their loss tokens."),
     ] = None
+    nll_supervised: Annotated[
+        float | None, Meta(description="Of replies that were given, nats; null: it had none.")
+    ] = None
+    kl_teacher: Annotated[
+        float | None, Meta(description="To the teacher of the run, nats; null: it has none.")
+    ] = None
 
 
 class EffectiveYield(Struct, frozen=True, kw_only=True):
@@ -129,13 +135,14 @@ class EvaluationPoint(Struct, frozen=True, kw_only=True):
 
 
 class UntrainedDomain(Struct, frozen=True, kw_only=True):
-    """Conversations of one domain and source that never train; they are in no other number.
+    """Conversations of one domain and source that no policy of the run sampled.
 
-    Only the counts of groups have them, too.
+    What they earned is in no other number; the counts of groups have them, too.
     """
 
     domain: str
     conversations: int
+    training: Annotated[int, Meta(description="Of these: of a supervised domain, to train.")] = 0
     ended: Annotated[int, Meta(description="Scored. `tally.episodes` of them have an outcome.")]
     tally: Tally
 
@@ -224,6 +231,22 @@ class ForkTotal(Struct, frozen=True, kw_only=True):
     meaning: Annotated[str, Meta(description="What the reason says about the agent, in a line.")]
 
 
+class DomainShare(Struct, frozen=True, kw_only=True):
+    """A domain's part of each step's groups."""
+
+    domain: str
+    share: float
+
+
+class StageState(Struct, frozen=True, kw_only=True):
+    """The stage that the next step belongs to; of a run that is over, its last step's."""
+
+    index: int
+    count: Annotated[int, Meta(description="Stages of the run.")]
+    from_step: int
+    shares: tuple[DomainShare, ...]
+
+
 class RunState(Struct, frozen=True, kw_only=True):
     """Everything the panel and the page need, at one moment."""
 
@@ -263,6 +286,7 @@ class RunState(Struct, frozen=True, kw_only=True):
     queues: tuple[QueueState, ...]
     engines: tuple[EngineState, ...]
     services: tuple[Activity, ...]
+    stage: Annotated[StageState | None, Meta(description="None in a run without stages.")] = None
 
 
 class GroupRow(Struct, frozen=True, kw_only=True):

@@ -118,4 +118,6 @@ def _point(
         duration_s=record.duration_s,
         samples=samples,
         policy_age=_policy_age(scheduled) if scheduled else None,
+        nll_supervised=metrics.nll_supervised if metrics.supervised_tokens else None,
+        kl_teacher=metrics.kl_teacher or None,  # Of a run without a teacher it is exactly 0.
     )

@@ -142,7 +142,10 @@ def trajectories(messages: Iterable[Message]) -> tuple[Trajectory, ...]:
                 for each in sorted(found, key=lambda c: c.turn.sequence)
             ),
             reward=rewards.episode(episode_id),
-            messages=imported_messages(imported[episode_id]) if episode_id in imported else (),
+            # The turns of an import that trains say what its messages say.
+            messages=imported_messages(imported[episode_id])
+            if episode_id in imported and not found
+            else (),
         )
         for episode_id, found in sorted(by_episode.items())
     )

@@ -30,6 +30,7 @@ from forgemq_run_view.acceptance import AcceptanceBook
 from forgemq_run_view.effective_yield import effective_yield
 from forgemq_run_view.engines import EngineBook
 from forgemq_run_view.groups import GroupBook
+from forgemq_run_view.stage import stage_of
 from forgemq_run_view.state import EndCount, GroupRow, QueueState, RetiredCount, RunState
 from forgemq_run_view.steps import StepBook
 
@@ -140,6 +141,7 @@ class RunView:
             queues=self._queues(step=len(points)),
             engines=self._engines.engines(),
             services=self._engines.activity(),
+            stage=stage_of(configuration, step=min(len(points), configuration.trainer.steps - 1)),
         )
 
     def _queues(self, *, step: int) -> tuple[QueueState, ...]:

@@ -66,6 +66,7 @@ class TransformTask:
         self._live_since_s = 0.0
         self._ticked_s = float("-inf")
         self._lag_s = float("-inf")
+        self._commit_s = 0.0
         self._lost: Sequence[Record] = ()
 
     async def run(self) -> None:
@@ -174,7 +175,7 @@ class TransformTask:
             return records
         if len(records) < settings.read_records_max:
             # Sleep instead of reading on: each read of a few records costs the brokers a fetch.
-            await asyncio.sleep(settings.batch_linger_s)
+            await asyncio.sleep(settings.linger_s(commit_s=self._commit_s))
         while more := await self._read(reader, timeout_s=0.0, behind=records):
             records.extend(more)
         return records
@@ -253,7 +254,8 @@ class TransformTask:
         )
         self._sequence += 1
         self._snapshots.count_batch()
-        self._telemetry.observe("transform.commit_s", self._clock_s() - began_s)
+        self._commit_s = self._clock_s() - began_s
+        self._telemetry.observe("transform.commit_s", self._commit_s)
         self._telemetry.count("transform.batches")
         self._telemetry.count("transform.records", batch.records)
         self._telemetry.count("transform.outputs", len(batch.emits))

@@ -11,6 +11,13 @@ class TransformSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     batch_linger_s: Annotated[
         float, Meta(ge=0, le=1, description="A batch collects this long after its first record.")
     ] = 0.05
+    batch_linger_s_max: Annotated[
+        float, Meta(ge=0, le=2, description="Longest time that it collects if commits are slow.")
+    ] = 0.5
+    commit_share_max: Annotated[
+        float,
+        Meta(gt=0, le=1, description="Share of its time that a busy task spends on commits."),
+    ] = 0.1
     batch_records_max: Annotated[
         int, Meta(ge=1, description="Records in a batch; a task holds one batch at a time.")
     ] = 2000
@@ -45,3 +52,12 @@ class TransformSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     refence_after_s: Annotated[
         float, Meta(gt=0, description="A fenced task that is still assigned starts again.")
     ] = 2.0
+
+    def linger_s(self, *, commit_s: float) -> float:
+        """How long a batch collects after its first record, if the last commit took `commit_s`.
+
+        A transaction costs the brokers the same whether it holds one record or many. If they are
+        slow, tasks that ask for fewer of them leave the brokers time for everybody's records.
+        """
+        wanted_s = commit_s * (1.0 / self.commit_share_max - 1.0)
+        return max(self.batch_linger_s, min(wanted_s, self.batch_linger_s_max))

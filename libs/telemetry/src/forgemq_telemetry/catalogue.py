@@ -77,6 +77,7 @@ GaugeName: TypeAlias = Literal[
     "trainer.kl_k3",
     "trainer.kl_reference",
     "trainer.kl_teacher",
+    "trainer.nll_supervised",
     "trainer.ratio_p99",
     "trainer.capped_share",
     "trainer.logprob_gap_max",
@@ -259,6 +260,7 @@ GAUGES: dict[GaugeName, Metric] = {
         "{nat}", "k3 estimate of KL(policy || reference) of the newest step; 0 without a reference."
     ),
     "trainer.kl_teacher": Metric("{nat}", "Estimate of KL(behaviour || teacher)."),
+    "trainer.nll_supervised": Metric("{nat}", "Mean of -log p over replies that were given."),
     "trainer.ratio_p99": Metric("1", "99th percentile of policy / behaviour probability."),
     "trainer.capped_share": Metric(
         "1", "Share of entries whose ratio the loss capped, clipped or masked."

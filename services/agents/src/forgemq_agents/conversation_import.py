@@ -7,8 +7,9 @@ and what is in the run already is not added a second time.
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from forgemq_agents.conversation_files import FileEntry, entries
 from forgemq_agents.core.conversations import (
@@ -18,6 +19,7 @@ from forgemq_agents.core.conversations import (
 )
 from forgemq_agents.errors import EpisodeOverError
 from forgemq_agents.gateway_client import GatewayClient
+from forgemq_agents.trained_conversations import TrainedConversations
 from forgemq_contracts.admin import Claim, GroupStatus
 from forgemq_contracts.asked_keys import KEYS_MAX
 
@@ -43,6 +45,7 @@ class Imported(Struct, frozen=True, kw_only=True):
     added: int
     known: int
     lost: tuple[str, ...]
+    unused: Annotated[int, Meta(description="Training ended before it had room for them.")] = 0
 
 
 def check_file(path: Path) -> int:
@@ -88,9 +91,13 @@ class ConversationImport:
         *,
         domain: str,
         bytes_at_once_max: int = BYTES_AT_ONCE_MAX,
+        training: TrainedConversations | None = None,
     ) -> None:
+        """Import nothing yet; `training` plays those of a supervised domain, None of no such."""
         self._gateway = gateway
         self._domain = domain
+        self._training = training
+        self._unused = 0
         self._is_stopped = False
         self._running: asyncio.Task[object] | None = None
         self._reading = asyncio.Lock()
@@ -119,7 +126,9 @@ class ConversationImport:
         async with asyncio.TaskGroup() as tasks:
             for _ in range(AT_ONCE_MAX):
                 tasks.create_task(self._take(waiting))
-        return Imported(added=self._added, known=self._known, lost=tuple(self._lost))
+        return Imported(
+            added=self._added, known=self._known, lost=tuple(self._lost), unused=self._unused
+        )
 
     async def _take(self, waiting: Iterator[FileEntry]) -> None:
         while (entry := await self._next(waiting)) is not None:
@@ -147,7 +156,13 @@ class ConversationImport:
             return taken
 
     async def _import(self, place: str, conversation: FinishedConversation) -> None:
-        """Bring one conversation to the end of its group."""
+        """Bring one conversation to the end of its group, or to its training."""
+        if self._training is not None:
+            end = await self._training.add(conversation, domain=self._domain)
+            self._added += end == "added"
+            self._known += end == "known"
+            self._unused += end == "unused"
+            return
         status = await self._gateway.request_group(conversation.group(self._domain))
         is_added = False
         while status.state != "retired":
@@ -169,12 +184,19 @@ class ConversationImport:
             claim: Claim | None = await self._gateway.claim(status.group_id)
             if claim is None:
                 return False
-            for reward in conversation.rewards:
-                await self._gateway.report_reward(claim.episode_id, reward)
-            await self._gateway.finish(claim.episode_id, conversation.end)
+            await report(self._gateway, claim.episode_id, conversation)
         except EpisodeOverError:
             return False
         return True
+
+
+async def report(
+    gateway: GatewayClient, episode_id: str, conversation: FinishedConversation
+) -> None:
+    """Write what the conversation earned, and that its episode ends."""
+    for reward in conversation.rewards:
+        await gateway.report_reward(episode_id, reward)
+    await gateway.finish(episode_id, conversation.end)
 
 
 def _read(entry: FileEntry) -> FinishedConversation:

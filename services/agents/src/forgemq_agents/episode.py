@@ -76,6 +76,7 @@ class Episode:
         tools: Sequence[Tool] = (),
         max_tokens: int | None = None,
         cuts: Sequence[ContextCut] = (),
+        reply: Message | None = None,
     ) -> Completion:
         """Ask the model for the next message; retried on 429, 5xx and lost connections.
 
@@ -84,6 +85,8 @@ class Episode:
             tools: Offered to the model.
             max_tokens: Of the answer; the gateway cuts it to the run's.
             cuts: What was done to the messages since the last request; it is recorded.
+            reply: The next message, which the model reads in place of sampling one. Only in
+                episodes of a supervised domain, and needed there.
 
         Raises:
             ContextFullError: the messages do not fit into the context window.
@@ -95,11 +98,13 @@ class Episode:
             fields["tools"] = list(tools)
         if max_tokens is not None:
             fields["max_tokens"] = max_tokens
+        if reply is not None:
+            fields["forgemq_reply"] = reply
         told = json.dumps(msgspec.to_builtins(list(cuts))) if cuts else ""
         span_of_chat = self._telemetry.span("chat", episode=self.episode_id)
         with self._tool_clock.turn(), span_of_chat as span:
             # The gateway starts a trace for each completion and links it to this span.
-            reply = await self._requests.send(
+            answer = await self._requests.send(
                 "POST",
                 f"{self.base_url}/chat/completions",
                 key=self.key,
@@ -107,7 +112,7 @@ class Episode:
                 headers={CONTEXT_HEADER: told} if told else {},
                 trace=span.headers(),
             )
-            completion = read_completion(reply.body)
+            completion = read_completion(answer.body)
             span.set(completion=completion.completion_id)
         return completion
 
@@ -117,6 +122,13 @@ class Episode:
         Tools that run at once count once, also those of sub-agents of this episode.
         """
         return self._tool_clock.tool()
+
+    def turn(self) -> AbstractContextManager[None]:
+        """Await a completion inside this block, if another client than `chat` asks for it.
+
+        Its time is no tool time, also while a block of `tool` runs.
+        """
+        return self._tool_clock.turn()
 
     @property
     def all_tool_s(self) -> float:

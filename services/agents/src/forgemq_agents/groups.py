@@ -78,6 +78,7 @@ class Groups:
                 idempotency_key=training_key(domain, number),
                 task=await self._make_task(domain, task_number, stage=stage),
                 purpose="train",
+                source=self._domains[domain].source,
                 stage=stage,
                 task_number=None if chosen is None else chosen.task_number,
                 results_known=0 if chosen is None else chosen.results_known,

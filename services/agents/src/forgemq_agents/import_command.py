@@ -5,6 +5,7 @@ import asyncio
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import aiohttp
@@ -16,12 +17,16 @@ from forgemq_agents.conversation_import import (
     check_file,
 )
 from forgemq_agents.core.conversations import ConversationError
+from forgemq_agents.episode_player import EpisodePlayer
 from forgemq_agents.errors import GatewayError
 from forgemq_agents.gateway_client import GatewayClient
+from forgemq_agents.lease_thread import LeaseThread
 from forgemq_agents.requests import JsonRequests, Retry
 from forgemq_agents.settings import ImportSettings
+from forgemq_agents.trained_conversations import TrainedConversations
 from forgemq_settings.environment import SettingsError, parse
 from forgemq_telemetry.causes import causes
+from forgemq_telemetry.telemetry import Telemetry
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -76,16 +81,28 @@ def _refuse(text: str, status: int) -> int:
 
 async def _import(path: Path, domain: str, *, settings: ImportSettings, count: int) -> int:
     retry = Retry(deadline_s=settings.retry_deadline_s, read_timeout_s=READ_TIMEOUT_S)
-    async with aiohttp.ClientSession() as http:
+    async with AsyncExitStack() as beside, aiohttp.ClientSession() as http:
         requests = JsonRequests(http, retry=retry)
         gateway = GatewayClient(requests, url=settings.gateway_url, admin_key=settings.admin_key)
-        domains = (await gateway.read_run()).domains
-        if domain not in domains:
-            known = ", ".join(domains)
+        run, training = await gateway.read_run(), None
+        if domain not in run.domains:
+            known = ", ".join(run.domains)
             return _refuse(
                 f"--domain: there is no domain {domain!r}; there are {known}", EXIT_REFUSED
             )
-        made = ConversationImport(gateway, domain=domain)
+        if domain in run.supervised_domains:
+            leases = LeaseThread(
+                url=settings.gateway_url, admin_key=settings.admin_key, retry=retry
+            )
+            player = EpisodePlayer(
+                gateway=gateway,
+                requests=requests,
+                leases=await beside.enter_async_context(leases),
+                environ={},
+                telemetry=Telemetry(service="agents"),
+            )
+            training = TrainedConversations(gateway, player=player)
+        made = ConversationImport(gateway, domain=domain, training=training)
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, made.stop)
         _print(f"{path}: {count} conversations, all good")
@@ -100,8 +117,10 @@ def _print(line: str) -> None:
 def _say(made: Imported, *, domain: str, count: int) -> int:
     done = made.added + made.known
     _print(f"{done} of {count} are in {domain}: {made.added} added, {made.known} there already")
+    if made.unused:
+        _print(f"{made.unused} were not used: training ended before it had room for them")
     for lost in made.lost:
         _print(f"not scored: {lost}")
     if made.lost:
         return EXIT_FAILED
-    return EXIT_OK if done == count else EXIT_INTERRUPTED
+    return EXIT_OK if done + made.unused == count else EXIT_INTERRUPTED

@@ -27,7 +27,7 @@ from forgemq_agents.groups import Groups
 from forgemq_agents.supply import Supply
 from forgemq_agents.task_choice import TaskChoice
 from forgemq_contracts.rounds import START_ROUND
-from forgemq_contracts.run import Queue, RunConfiguration, played_queues
+from forgemq_contracts.run import Queue, RunConfiguration, supplied_queues
 from forgemq_telemetry.telemetry import Telemetry
 
 
@@ -73,7 +73,7 @@ class AgentRun:
         self._telemetry.event("training", run=self._configuration.run)
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._watch_run(start))
-            for queue in played_queues(self._configuration):
+            for queue in supplied_queues(self._configuration):
                 tasks.create_task(self._supply(queue).play())
 
     def _supply(self, queue: Queue) -> Supply:

@@ -5,13 +5,18 @@ import inspect
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from forgemq_agents import environment_agent, supervised
 from forgemq_agents.core.samplers import READY, Sampler
+from forgemq_agents.environment_agent import UnplayableError
 from forgemq_agents.episode import Episode
 from forgemq_agents.task_file import TaskFile, TaskFileError, read_tasks
-from forgemq_contracts.run import Evaluation, Queue, RunConfiguration, played_queues
+from forgemq_contracts.environments import EXTRA, environment_of
+from forgemq_contracts.fields import Source
+from forgemq_contracts.run import Evaluation, Queue, RunConfiguration, supplied_queues
 
 TaskSource = Callable[..., Any]
 """(seed, domain, number) -> task; in a stage that gives a difficulty, with `difficulty=` too."""
@@ -30,6 +35,7 @@ class DomainCode:
     play: Play
     sampler: Sampler | None = None
     pool: int = 0
+    source: Source = "agent"
 
 
 def sampled(number: object, *, pool: int, name: str) -> int:
@@ -50,10 +56,10 @@ def load_domains(configuration: RunConfiguration) -> dict[str, DomainCode]:
         UserCodeError: naming the field, the name and what is wrong.
     """
     add_code_paths(configuration.code_paths)
-    played = played_queues(configuration)
-    if not played:
+    supplied = supplied_queues(configuration)
+    if not supplied:
         raise UserCodeError("queues: none has an agent, so there is nothing to play here")
-    domains = {queue.domain: _domain_code(queue, configuration.evaluation) for queue in played}
+    domains = {queue.domain: _domain_code(queue, configuration.evaluation) for queue in supplied}
     for index, stage in enumerate(configuration.stages):
         for own in stage.domains:
             if own.difficulty is not None:
@@ -82,20 +88,52 @@ def add_code_paths(code_paths: Sequence[str]) -> None:
 
 def _domain_code(queue: Queue, evaluation: Evaluation) -> DomainCode:
     field = f"queues.{queue.domain}"
-    if queue.task_file:
-        source: TaskSource = _task_file(queue, evaluation)
+    if queue.supervised is not None:
+        return _supervised_code(queue, evaluation)
+    environment = environment_of(queue.agent)
+    source: TaskSource
+    play: Play
+    if environment is not None:
+        play, source = _environment(environment, queue, evaluation)
+    elif queue.task_file:
+        source = _task_file(queue, evaluation)
+        play = _function(queue.agent, field=f"{field}.agent")
     else:
         source = _function(queue.task_source, field=f"{field}.task_source")
-    play = _function(queue.agent, field=f"{field}.agent")
+        play = _function(queue.agent, field=f"{field}.agent")
     if queue.curriculum is None:
         return DomainCode(task_source=source, play=play)
     name = queue.curriculum.sampler
     sampler = READY.get(name) or _function(name, field=f"{field}.curriculum.sampler")
     pool = queue.curriculum.tasks
     if pool is None:
-        assert isinstance(source, TaskFile), "a pool without a size is that of a file"
+        assert isinstance(source, TaskFile), "a pool without a size is a file or a data set"
         pool = source.count
     return DomainCode(task_source=source, play=play, sampler=sampler, pool=pool)
+
+
+def _environment(name: str, queue: Queue, evaluation: Evaluation) -> tuple[Play, TaskSource]:
+    field = f"queues.{queue.domain}.agent: {queue.agent!r}"
+    if find_spec("verifiers") is None:
+        raise UserCodeError(f"{field} needs {EXTRA}")
+    try:
+        agent = environment_agent.load(name)
+        return agent, agent.tasks(evaluation, is_pool=queue.curriculum is not None)
+    except UnplayableError as error:
+        raise UserCodeError(f"{field}: {error}") from error
+
+
+def _supervised_code(queue: Queue, evaluation: Evaluation) -> DomainCode:
+    """Finished conversations, pass by pass; they are in no round of evaluation."""
+    field = f"queues.{queue.domain}.task_file"
+    try:
+        conversations = supervised.read_conversations(Path(queue.task_file))
+    except TaskFileError as error:
+        raise UserCodeError(f"{field}: {error}") from error
+    if not conversations:
+        raise UserCodeError(f"{field}: {queue.task_file} has no conversation")
+    source = TaskFile(conversations, (), held_out_from=evaluation.task_offset)
+    return DomainCode(task_source=source, play=supervised.play, source="import")
 
 
 def _task_file(queue: Queue, evaluation: Evaluation) -> TaskFile:

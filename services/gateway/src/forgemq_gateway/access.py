@@ -12,6 +12,7 @@ from forgemq_gateway.core.errors import (
     RefusedError,
     conflict,
     gone,
+    invalid,
     unauthorized,
     unknown,
 )
@@ -91,17 +92,33 @@ class Access:
         """The open episode that this key belongs to.
 
         Raises:
-            RefusedError: 401 wrong key, 404 unknown, 409 ended, replaced or imported, 410 group
-                over.
+            RefusedError: 401 wrong key, 404 unknown, 409 ended, replaced, or imported and not to
+                be trained, 410 group over.
         """
         episode_id = self._episode_of(key)
         if episode_id is None:
             raise no_episode_key()
         episode = self.known_episode(episode_id)
         _check_not_closed(episode)
-        if self._registry.groups[episode.opened.group_id].facts.source == "import":
+        facts = self._registry.groups[episode.opened.group_id].facts
+        if facts.source == "import" and facts.purpose != "train":
             raise conflict(f"episode {episode_id} is imported: it takes no request of an agent")
         return episode
+
+    def check_reply(self, episode: HeldEpisode, *, is_given: bool) -> None:
+        """Return if the request brings its reply, in an import that trains; in no other episode.
+
+        Raises:
+            RefusedError: 400: it does not, or it must not.
+        """
+        facts = self._registry.groups[episode.opened.group_id].facts
+        if is_given == (facts.source == "import"):
+            return
+        if is_given:
+            rule = "must be left out: the replies of this episode are sampled"
+        else:
+            rule = "must be given: this episode is imported, and its replies are read"
+        raise invalid(f"forgemq_reply {rule}", param="forgemq_reply")
 
     def check_open(self, episode: HeldEpisode) -> None:
         """Return if an episode whose key was checked is still open.

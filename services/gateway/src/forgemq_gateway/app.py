@@ -211,31 +211,31 @@ class GatewayServer:
             context=context,
             ready=self._ready,
         )
-        self._router = self._routed(access, composer=composer, forwarder=forwarder)
-
-    def _routed(self, access: Access, *, composer: Composer, forwarder: Forwarder) -> Router:
-        """The routes of agents and of the admin API."""
-        context = self._context
-        settings = context.settings
-        memory = BodyMemory(
+        self._memory = BodyMemory(
             bytes_max=settings.memory_bytes_max,
             other_bytes=lambda: self._operations.held_bytes + self._half_sent.total,
         )
-        turns = TurnRoute(
+        self._turns = TurnRoute(
             TurnSource(composer, dispatcher=self._dispatcher, context=context),
             access=access,
             composer=composer,
-            memory=memory,
+            memory=self._memory,
             context=context,
         )
+        self._router = self._routed(access, forwarder=forwarder)
+
+    def _routed(self, access: Access, *, forwarder: Forwarder) -> Router:
+        """The routes of agents and of the admin API."""
+        context = self._context
+        settings = context.settings
         return Router(
-            turns,
+            self._turns,
             models=settings.models,
             gate=Gate(access, context=context),
             traffic=LiveTraffic(
                 access=access,
                 openings=self._operations.openings,
-                memory=memory,
+                memory=self._memory,
                 context=context,
             ),
             protocols=PROTOCOLS,
@@ -264,6 +264,7 @@ class GatewayServer:
         serving = tasks.create_task(serve_http(server, listeners))
         ending = tasks.create_task(self._end(server, stop))
         working = [tasks.create_task(each) for each in await self._replica.start()]
+        working.append(tasks.create_task(self._turns.clients.follow()))
         working.append(
             tasks.create_task(
                 keep_ticking(

@@ -26,7 +26,8 @@ class Client(Struct, kw_only=True, eq=False):
     protocol: WireProtocol
     request: Request
     send: Send
-    leaving: "asyncio.Task[None]"
+    leaving: "asyncio.Future[None]"
+    """Done when its connection is closed, or the gateway ends."""
     stream: WireStream
     has_opened: bool = False
     has_end_begun: bool = False

@@ -11,7 +11,7 @@ from forgemq_contracts.completions import (
     TopTokens,
     TurnPart,
 )
-from forgemq_contracts.episodes import HistoryPolicy
+from forgemq_contracts.episodes import HistoryPolicy, Sampling
 from forgemq_gateway.core.completion_tokens import TOKEN_BYTES, tokens_of
 from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.errors import invalid
@@ -30,7 +30,7 @@ from forgemq_gateway.core.requests import (
     chat_json,
     work_size,
 )
-from forgemq_gateway.core.sampling import used_sampling
+from forgemq_gateway.core.sampling import reading_sampling, used_sampling
 from forgemq_gateway.core.settled import is_live, settled
 from forgemq_gateway.core.turns import OpenTurn
 from forgemq_gateway.large_work import LargeWork
@@ -71,14 +71,8 @@ class Composer:
         """
         request = planned.request
         placed = await self._placed(planned, episode=episode)
-        sampling = used_sampling(
-            episode.opened.sampling,
-            max_tokens=request.max_tokens,
-            stop=request.stop,
-            stop_token_ids=self._stops(request),
-            context_tokens=placed.context_tokens,
-            context_tokens_max=episode.opened.context_tokens_max or self._context_tokens_max,
-        )
+        given = await self._given(request)
+        sampling = self._sampling(request, placed, episode=episode, given=given)
         messages_json = await self._json(request.messages[placed.first_message :])
         if request.tools_digest:
             episode.note_tools(request.tools_digest, request.tools, len(request.tools_json))
@@ -92,7 +86,8 @@ class Composer:
             sampling=sampling,
             constraint=self._constraint(request, placed),
             top_tokens=request.top_tokens,
-            is_live=self._is_live(request, episode),
+            is_live=not given and self._is_live(request, episode),
+            given=given,
             part=TurnPart(
                 sequence=turn.sequence,
                 protocol=request.protocol,
@@ -110,6 +105,39 @@ class Composer:
                 cuts=request.cuts,
             ),
         )
+
+    def _sampling(
+        self, request: Request, placed: Placed, *, episode: HeldEpisode, given: bytes
+    ) -> Sampling:
+        context_tokens_max = episode.opened.context_tokens_max or self._context_tokens_max
+        if given:
+            return reading_sampling(
+                given_tokens=len(given) // TOKEN_BYTES,
+                context_tokens=placed.context_tokens,
+                context_tokens_max=context_tokens_max,
+            )
+        return used_sampling(
+            episode.opened.sampling,
+            max_tokens=request.max_tokens,
+            stop=request.stop,
+            stop_token_ids=self._stops(request),
+            context_tokens=placed.context_tokens,
+            context_tokens_max=context_tokens_max,
+        )
+
+    async def _given(self, request: Request) -> bytes:
+        """Tokens of the reply that the request brings; b"" if it asks for one."""
+        reply = request.reply
+        if reply is None:
+            return b""
+        rendering, messages = self._rendering, [chat_form(each) for each in request.messages]
+        try:
+            return await self._work.run(
+                lambda: rendering.reply_tokens(messages, chat_form(reply), tools=request.tools),
+                size=work_size((*request.messages, reply)),
+            )
+        except ValueError as error:
+            raise invalid(str(error), param="forgemq_reply") from error
 
     async def _placed(self, planned: Plan, *, episode: HeldEpisode) -> Placed:
         """The tokens of a plan, in a chat template unless it has a prompt of its own."""

@@ -24,7 +24,7 @@ from forgemq_contracts.episodes import FinishedEpisode
 from forgemq_contracts.fields import TruncationCause
 from forgemq_contracts.groups import RequestedGroup
 from forgemq_contracts.partitions import group_id
-from forgemq_contracts.run import Queue
+from forgemq_contracts.run import Queue, supervised_fractions
 from forgemq_contracts.stages import stage_at
 from forgemq_gateway.access import Access
 from forgemq_gateway.context import GatewayContext
@@ -33,6 +33,7 @@ from forgemq_gateway.core.errors import busy, conflict, gone, invalid, unknown
 from forgemq_gateway.core.keys import AdminKeys
 from forgemq_gateway.core.registry import RETIRED_STATUSES_MAX
 from forgemq_gateway.core.repeated import check_new, first_task, known_group
+from forgemq_gateway.core.supervised_groups import check_trains
 from forgemq_gateway.dispatcher import Dispatcher
 from forgemq_gateway.openings import FreeEpisode, Openings
 
@@ -76,13 +77,12 @@ class Operations:
     async def request_group(self, request: GroupRequest) -> GroupStatus:
         """Request the group of this idempotency key, unless it is known; returns its status.
 
-        One at a time for each key, so that a second request is compared with the first.
-
         Raises:
-            RefusedError: 400 unknown domain, or no more keys of this kind are remembered; 409 the
-                key asked for another group before; 410 training has ended; 429 too many wait.
+            RefusedError: 400 unknown domain or wrong source for it, or no more keys of this kind
+                are remembered; 409 the key asked for another group; 410 training has ended; 429.
         """
         queue = self._queue(request.domain)
+        check_trains(request, queue)
         group = group_id(
             run=self._configuration.run,
             domain=request.domain,
@@ -379,6 +379,7 @@ class Operations:
             steps_trained=self._registry.steps_trained,
             training_ended=self._registry.training_ended,
             domains=domains,
+            supervised_domains=tuple(supervised_fractions(self._configuration)),
             first_tasks={d: first_task(self._registry, domain=d) for d in domains},
         )
 

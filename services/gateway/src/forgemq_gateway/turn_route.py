@@ -22,6 +22,7 @@ from forgemq_gateway.access import Access
 from forgemq_gateway.body_memory import BodyMemory, CountedBody
 from forgemq_gateway.client import Client
 from forgemq_gateway.composer import Composer
+from forgemq_gateway.connections import LEFT
 from forgemq_gateway.context import GatewayContext
 from forgemq_gateway.core.choices import check_choices
 from forgemq_gateway.core.episodes import HeldEpisode
@@ -41,8 +42,8 @@ from forgemq_gateway.first_done import first_done
 from forgemq_gateway.large_work import LargeWork
 from forgemq_gateway.live_answers import LiveAnswer, LiveAnswers, check_continues
 from forgemq_gateway.settings import body_bytes_max
-from forgemq_gateway.task_start import start_task
 from forgemq_gateway.turn_source import Awaited, TurnSource
+from forgemq_gateway.waiting_clients import WaitingClients
 from forgemq_gateway.wire import (
     ClientGoneError,
     Receive,
@@ -90,7 +91,7 @@ class TurnRoute:
             context.settings, context_tokens_max=context.configuration.model.context_tokens_max
         )
         self._memory = memory
-        self._tasks = context.tasks
+        self.clients = WaitingClients()
         self._clock = context.clock
         self._changed = context.changed
         self._telemetry = context.telemetry
@@ -123,7 +124,6 @@ class TurnRoute:
         try:
             request = await self._request(protocol, receive, episode, counted, headers=headers)
             started = self._start(request, episode=episode, headers=headers)
-            leaving = start_task(self._tasks, _wait_for_disconnect(receive))
         except ClientGoneError:
             return
         except MovedError as error:
@@ -137,7 +137,7 @@ class TurnRoute:
             protocol=protocol,
             request=started.request,
             send=send,
-            leaving=leaving,
+            leaving=scope[LEFT],
             stream=protocol.stream(started.request),
         )
         try:
@@ -266,7 +266,9 @@ class TurnRoute:
         """
         try:
             self._memory.check()
+            self.clients.check()
             self._access.check_open(episode)  # Again: it may have ended while the body came.
+            self._access.check_reply(episode, is_given=request.reply is not None)
             awaited = self._source.start(episode, request, headers=headers)
             return Started(request=request, episode=episode, awaited=awaited)
         except RefusedError:
@@ -289,10 +291,11 @@ class TurnRoute:
         """Answer a client; its episode's lease cannot lapse meanwhile."""
         episode.renew(self._clock.now_s())
         episode.clients += 1
+        self.clients.add(client.leaving)
         try:
             await self._answer(client, episode, awaited)
         finally:
-            client.leaving.cancel()
+            self.clients.discard(client.leaving)
             episode.clients -= 1
             episode.renew(self._clock.now_s())
             if not episode.clients:
@@ -389,8 +392,3 @@ def _raise_failed(results: Sequence[Result]) -> None:
     for result in results:
         if result.done() and (error := result.exception()) is not None:
             raise error
-
-
-async def _wait_for_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

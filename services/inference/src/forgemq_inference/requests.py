@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from msgspec import Struct
@@ -42,8 +42,9 @@ from forgemq_inference.core.lane import (
     Run,
     Skipped,
 )
+from forgemq_inference.core.reading import WeightsChangedError, read_completion, reading_body
 from forgemq_inference.core.repetition import NO_REPETITION_STOP
-from forgemq_inference.core.weights import WeightsState
+from forgemq_inference.core.weights import Weights, WeightsState
 from forgemq_inference.engine import EngineError, EngineUnreachableError
 from forgemq_inference.engine_pair import LaneEngine
 from forgemq_inference.live_chunks import LiveChunks, Spawn
@@ -58,6 +59,9 @@ LEAVING = Refused("error", "engine", "engine: the lane is leaving")
 
 _ABORTED_WITHIN_S = 2.0
 """The engine ends an aborted request at its next decoding step, well under a second."""
+_READINGS_MAX = 20
+"""Of one given output. A reading takes milliseconds, the time between two updates seconds."""
+_BETWEEN_READINGS_S = 0.2
 _TIMEOUT_MIN_S = 0.001
 """A request past its deadline still gets an HTTP call, which fails at once as unreachable."""
 
@@ -134,6 +138,7 @@ class Requests:
         self.batch = BatchClock()
         self.queued = 0
         self.running = 0
+        self._unanswered = 0
         self.output_tokens_total = 0
 
     @property
@@ -142,7 +147,7 @@ class Requests:
         return self._state.remembered.size_bytes
 
     async def wait_idle(self) -> None:
-        """Return once no request waits or runs."""
+        """Return once every request that was taken has its record."""
         await self._idle.wait()
 
     def open(self, engine_limits: EngineLimits) -> None:
@@ -167,6 +172,7 @@ class Requests:
             case Run():
                 # Counted here and not in the task: the inbox must see a burst before it reads on.
                 self.queued += 1
+                self._unanswered += 1
                 self._idle.clear()
                 answer = self._answer_request(request, decision, headers, taken_s=time.monotonic())
                 self._spawn(answer)
@@ -181,14 +187,25 @@ class Requests:
     async def _answer_request(
         self, request: RequestedCompletion, run: Run, headers: Headers, *, taken_s: float
     ) -> None:
+        try:
+            await self._answer(request, run, headers, taken_s=taken_s)
+        finally:
+            self._unanswered -= 1
+            if not self._unanswered:
+                self._idle.set()
+
+    async def _answer(
+        self, request: RequestedCompletion, run: Run, headers: Headers, *, taken_s: float
+    ) -> None:
         lane = request.lane
         with self._telemetry.span(
             "inference.generate", parent=headers, request_id=request.request_id, lane=lane
         ) as span:
             async with self._slot():
-                record = await self._generate(request, run, taken_s=taken_s)
+                record = await self._under_one_version(request, run, taken_s=taken_s)
             if self._teacher is not None:  # Its place is free meanwhile.
-                record = await self._teacher.taught(record, run.context)
+                taught = await self._teacher.taught_before(self._closed, record, run.context)
+                record = taught or refused_completion(request, self._closed.result())
             self._state.end(run.attempt)
             if is_candidate(record):
                 # Before the write: a request that names this one may come as soon as it is written.
@@ -209,12 +226,22 @@ class Requests:
         finally:
             self._run_beside(-1)
             self._slots.release()
-            if self.queued == self.running == 0:
-                self._idle.set()
 
     def _run_beside(self, change: int) -> None:
         self.running += change
         self.batch.note(self.running)
+
+    async def _under_one_version(
+        self, request: RequestedCompletion, run: Run, *, taken_s: float
+    ) -> FinishedCompletion:
+        """As `_generate`; an output under which the weights changed is read again."""
+        for _ in range(_READINGS_MAX):
+            with suppress(WeightsChangedError):
+                return await self._generate(request, run, taken_s=taken_s)
+            # The engine has the new weights' name a moment before this process knows of it.
+            await asyncio.sleep(_BETWEEN_READINGS_S)
+        refusal = Refused("error", "engine", "engine: its weights changed under each reading")
+        return refused_completion(request, refusal)
 
     async def _generate(
         self, request: RequestedCompletion, run: Run, *, taken_s: float
@@ -228,16 +255,9 @@ class Requests:
             refusal = self._closed.result()
         if refusal is not None:
             return refused_completion(request, refusal, timing=Timing(queued_s, 0.0))
-        limits = self._engine_limits
+        limits, weights = self._engine_limits, self._weights.served.weights
         assert limits is not None, "open() sets the limits"
-        body = generate_body(
-            request,
-            rid=f"{request.request_id}.{request.attempt}.{self._limits.epoch}",
-            context=run.context,
-            limits=limits,
-            weights=self._weights.served.weights,
-            repetition=self._limits.repetition_stop,
-        )
+        body = self._body(request, run, weights, limits)
         if isinstance(body, Refused):
             return refused_completion(request, body, timing=Timing(queued_s, 0.0))
         body["cache_salt"] = self._limits.cache_salt
@@ -250,14 +270,37 @@ class Requests:
         timing = _timing(answer.meta_info, queued_s=queued_s, waited_s=waited_s)
         batch, load = self.batch.mean_since(began), self.batch.load
         timing = timing._replace(alone_s=alone_s(timing.engine_s, batch=batch, load=load))
-        is_cancelled = self._state.is_cancelled(run.attempt)
         try:
+            if request.given:
+                return read_completion(request, answer, weights=weights, timing=timing)
             return finished_completion(
-                request, answer, limits=limits, timing=timing, is_cancelled=is_cancelled
+                request,
+                answer,
+                limits=limits,
+                timing=timing,
+                is_cancelled=self._state.is_cancelled(run.attempt),
             )
         except InvalidAnswerError as error:
             refusal = Refused("error", "engine", f"engine: {error}")
             return refused_completion(request, refusal, timing=timing)
+
+    def _body(
+        self, request: RequestedCompletion, run: Run, weights: Weights, limits: EngineLimits
+    ) -> dict[str, Any] | Refused:
+        """What the engine is asked: to read the output that the request brings, or to sample."""
+        rid = f"{request.request_id}.{request.attempt}.{self._limits.epoch}"
+        if request.given:
+            return reading_body(
+                request, rid=rid, context=run.context, limits=limits, weights=weights
+            )
+        return generate_body(
+            request,
+            rid=rid,
+            context=run.context,
+            limits=limits,
+            weights=weights,
+            repetition=self._limits.repetition_stop,
+        )
 
     async def _ask(
         self, body: dict[str, object], request: RequestedCompletion, attempt: Attempt

@@ -1,6 +1,7 @@
 """Asks a teacher's engine about outputs; one that does not answer leaves them without its word."""
 
 import asyncio
+from typing import Any
 
 import msgspec
 
@@ -8,7 +9,9 @@ from forgemq_contracts.completions import FinishedCompletion
 from forgemq_contracts.distillation import Distillation
 from forgemq_inference.core.context import TokenContext
 from forgemq_inference.core.generation import InvalidAnswerError
-from forgemq_inference.core.teaching import is_taught, teacher_logprobs, teaching_body
+from forgemq_inference.core.lane import Refused
+from forgemq_inference.core.reading import read_logprobs
+from forgemq_inference.core.teaching import is_taught, teaching_body
 from forgemq_inference.engine import Engine, EngineError
 from forgemq_telemetry import Telemetry
 
@@ -25,6 +28,18 @@ class Teacher:
         self._settings = settings
         self._telemetry = telemetry
 
+    async def taught_before(
+        self, end: "asyncio.Future[Refused]", record: FinishedCompletion, context: TokenContext
+    ) -> FinishedCompletion | None:
+        """As `taught`; None if the end comes first, so that another lane is to have the request."""
+        call = asyncio.ensure_future(self.taught(record, context))
+        ends: list[asyncio.Future[Any]] = [call, end]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            return call.result() if call.done() else None
+        finally:
+            call.cancel()
+
     async def taught(self, record: FinishedCompletion, context: TokenContext) -> FinishedCompletion:
         """The record with the teacher's log-probabilities, or as it is.
 
@@ -38,7 +53,7 @@ class Teacher:
                 await asyncio.sleep(_BETWEEN_TRIES_S)
             try:
                 answer = await self._engine.generate(body, timeout_s=self._settings.timeout_s)
-                logprobs = teacher_logprobs(answer, record.output)
+                logprobs = read_logprobs(answer, record.output)
             except (EngineError, InvalidAnswerError) as failure:
                 error = str(failure)
                 continue

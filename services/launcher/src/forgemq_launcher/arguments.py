@@ -136,7 +136,7 @@ def _add_looks(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
 def _add_import(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     made = commands.add_parser(
         "import",
-        help="add finished conversations to a run that is up; they never train",
+        help="add finished conversations to a run that is up",
         description="A line of FILE is one conversation as JSON: OpenAI's chat `messages`, and if "
         "there are any `tools`, `reward` (the outcome), `rewards` by name, `result`, `metadata`, "
         "`turns`. FILE may also be a Parquet file of `forgemq export`, or a folder of such files. "

@@ -276,7 +276,7 @@ def _eval(
     made = _configured(values, options, run=run_id or next_run(name, taken=names_taken(runs)))
     _check_paths(made, source=str(options.file))
     folder = RunFolder(runs / made.run)
-    folder.make(made)
+    folder.make(made, is_evaluation=True)
     with folder.locked():
         _print_plain(console, f"evaluation {folder.run} in {folder.path}")
         setup = RunSetup(
@@ -299,6 +299,7 @@ def _folder(
     """The folder of the run that the arguments ask for; made if the run is new."""
     if options.resume:
         folder = _folder_of(options.resume, runs=runs)
+        folder.check_resumable()
         made = changed(folder.configuration(), options.overrides, folder=Path.cwd())
         _check_paths(made, source=f"run {folder.run}")
         return folder, made

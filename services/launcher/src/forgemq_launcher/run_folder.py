@@ -12,6 +12,9 @@ import msgspec
 
 from forgemq_contracts.run import RunConfiguration
 
+_EVALUATION = "evaluation"
+"""File whose presence says that `forgemq eval` made the folder."""
+
 ADMIN_KEY_BYTES = 24
 """192 random bits: nobody guesses it, and its base64 is 32 characters without padding."""
 
@@ -38,19 +41,32 @@ class RunFolder:
     def __truediv__(self, name: str) -> Path:
         return self.path / name
 
-    def make(self, configuration: RunConfiguration) -> None:
+    def make(self, configuration: RunConfiguration, *, is_evaluation: bool = False) -> None:
         """Create the folder of a new run; raises RunFolderError if it exists."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
             self.path.mkdir()  # Of two that start at once, one makes it.
         except FileExistsError as error:
-            raise RunFolderError(
-                f"{self.path} exists: choose another run id, "
-                f"or continue it with --resume {self.run}"
-            ) from error
+            again = "" if self.is_evaluation else f", or continue it with --resume {self.run}"
+            raise RunFolderError(f"{self.path} exists: choose another run id{again}") from error
+        if is_evaluation:  # Before there is a configuration, which makes the folder a run's.
+            (self.path / _EVALUATION).touch()
         for name in ("blobs", "kafka", "engine", "logs", "checkpoints"):
             (self.path / name).mkdir()
         self.keep(configuration)
+
+    @property
+    def is_evaluation(self) -> bool:
+        """Whether `forgemq eval` made it: nothing trains there, and nothing can be continued."""
+        return (self.path / _EVALUATION).exists()
+
+    def check_resumable(self) -> None:
+        """Raise RunFolderError if there is no run in it that can be continued."""
+        if self.is_evaluation:
+            raise RunFolderError(
+                f"{self.run} is an evaluation, which trains nothing: it cannot be continued as a "
+                "run; judge the model again with forgemq eval"
+            )
 
     def keep(self, configuration: RunConfiguration) -> None:
         """Write the configuration down; the agents and the next resume read it."""

@@ -31,7 +31,9 @@ def transform_of(configuration: RunConfiguration, environ: Mapping[str, str]) ->
         inputs=CONSUMES,
         journal=MERGER_JOURNAL,
         make_core=lambda partition: Merger(
-            partition, tree_tokens_max=configuration.trainer.tree_tokens_max
+            partition,
+            tree_tokens_max=configuration.trainer.tree_tokens_max,
+            has_teacher=configuration.distillation is not None,
         ),
         logic_version=LOGIC_VERSION,
         tick_s=settings.tick_s,

@@ -118,8 +118,8 @@ class Grader:
 def own_grade(episode: FinishedEpisode) -> GradedEpisode:
     """The grade of an import or of live traffic: its own rewards.
 
-    Functions judge completions, which an import has not, for a task of the queue's task source,
-    which live traffic has not.
+    Functions judge sampled completions, which an import has not, for a task of the queue's task
+    source, which live traffic has not.
     """
     has_outcome = any(reward.name == "outcome" for reward in episode.rewards)
     verdict = Verdict() if has_outcome else Verdict(error=_WITHOUT_OUTCOME[episode.source])

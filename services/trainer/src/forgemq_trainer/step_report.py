@@ -48,6 +48,8 @@ def _record_metrics(metrics: TrainingMetrics, telemetry: Telemetry) -> None:
     telemetry.gauge("trainer.kl_reference", metrics.kl_reference)
     if metrics.kl_teacher:  # A run without a teacher has no such gauge.
         telemetry.gauge("trainer.kl_teacher", metrics.kl_teacher)
+    if metrics.supervised_tokens:  # Nor one of what no step supervises.
+        telemetry.gauge("trainer.nll_supervised", metrics.nll_supervised)
     telemetry.gauge("trainer.ratio_p99", metrics.ratio_p99)
     telemetry.gauge("trainer.capped_share", metrics.capped_share)
     gap = metrics.measured_gap()

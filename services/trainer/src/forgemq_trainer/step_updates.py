@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from forgemq_contracts.run import RunConfiguration
+from forgemq_contracts.run import RunConfiguration, supervised_fractions
 from forgemq_contracts.steps import ScheduledGroup
 from forgemq_trainer.core.loss import LossFunction
 from forgemq_trainer.core.minibatches import minibatches
 from forgemq_trainer.core.optimizer import NonFiniteGradientError
-from forgemq_trainer.core.step import EntryValues, Objective, group_loss_weights, merged
+from forgemq_trainer.core.step import EntryValues, Objective, merged, mixed_loss_weights
 from forgemq_trainer.core.tree import Floats, Forest
 
 
@@ -93,6 +93,8 @@ class StepUpdates:
         self._passes = configuration.updates.passes
         self._minibatches = minibatches(groups, count=configuration.updates.minibatches)
         self._forests = tuple(forests)
+        self._domains = [group.domain for group in groups]
+        self._fractions = supervised_fractions(configuration)
         self._loss = loss
         self._parts: list[EntryValues] = []
         self._grad_norms: list[float] = []
@@ -146,7 +148,12 @@ class StepUpdates:
         values = self._model.forward_backward(
             Objective(
                 forests=forests,
-                loss_weights=group_loss_weights(forests, loss=self._settings),
+                loss_weights=mixed_loss_weights(
+                    forests,
+                    domains=[self._domains[group] for group in minibatch],
+                    fractions=self._fractions,
+                    loss=self._settings,
+                ),
                 loss=self._loss,
             )
         )

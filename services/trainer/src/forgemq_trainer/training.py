@@ -17,7 +17,7 @@ import torch
 
 from forgemq_contracts import topics
 from forgemq_contracts.gaps import LogprobGap
-from forgemq_contracts.run import RunConfiguration
+from forgemq_contracts.run import RunConfiguration, supervised_fractions
 from forgemq_contracts.steps import ScheduledGroup, ScheduledStep, TrainingMetrics
 from forgemq_contracts.trees import MergedTree
 from forgemq_settings.environment import SettingsError
@@ -132,6 +132,7 @@ class Training:
         )
         check_budget(configuration, self._model.policy)
         self._loss = loss_of(configuration)
+        self._supervised = frozenset(supervised_fractions(configuration))
         self.version = 0
         self._skipped_in_a_row = 0
         self._computed: _Computed | None = None
@@ -186,12 +187,11 @@ class Training:
         for group in scheduled.groups:
             try:
                 tree = _decode_tree(group, values.get(group.group_id))
-                forest = distilled(read_tree(tree), self._configuration.distillation)
+                forest = self._forest(tree)
                 if self._ranks.rank == 0:  # It announces only groups that passed.
                     self._check_fits(forest)
                     self._check_plan(forest)
             except InvalidTreeError as error:
-                # One damaged tree must not stop the others' step; the record names the group.
                 failed.append((group.group_id, str(error)))
                 continue
             groups.append(group)
@@ -222,8 +222,7 @@ class Training:
             raise ValueError(
                 f"version {self.version} trains step {self.version}, got {step.scheduled.step}"
             )
-        # The other ranks get only the groups that train here: fewer than scheduled if some failed,
-        # also in a previous life.
+        # The other ranks get only the groups that train here: some may have failed.
         scheduled = msgspec.structs.replace(step.scheduled, groups=step.groups)
         values = {group.group_id: step.values[group.group_id] for group in step.groups}
         self._ranks.announce(commands.ComputeGradients(scheduled=scheduled, values=values))
@@ -344,6 +343,10 @@ class Training:
                 f"finite gradient; optimizer.skipped_in_a_row_max is {skipped_max}. Resume "
                 "with another loss or a lower optimizer.lr, or raise the limit"
             )
+
+    def _forest(self, tree: MergedTree) -> Forest:
+        forest = read_tree(tree, is_supervised=tree.domain in self._supervised)
+        return distilled(forest, self._configuration.distillation)
 
     def _check_plan(self, forest: Forest) -> None:
         """Plan the tree alone: what fits alone fits among others, which run before or after it.

@@ -110,16 +110,17 @@ class FinishedConversation(Struct, frozen=True, kw_only=True):
 
     key: Annotated[str, Meta(description="The same for the same values, in whatever order.")]
     task: msgspec.Raw
+    whole: Annotated[msgspec.Raw, Meta(description="All fields of the line, to be trained.")]
     rewards: tuple[RewardRequest, ...]
     end: FinishRequest
 
-    def group(self, domain: str) -> GroupRequest:
-        """The request for its group."""
+    def group(self, domain: str, *, trains: bool = False) -> GroupRequest:
+        """The request for its group; it trains only in a domain that is supervised."""
         return GroupRequest(
             domain=domain,
             idempotency_key=self.key,
-            task=self.task,
-            purpose="eval",
+            task=self.whole if trains else self.task,
+            purpose="train" if trains else "eval",
             group_size=1,
             source="import",
         )
@@ -151,6 +152,7 @@ def conversation_of(line: bytes) -> FinishedConversation:
     return FinishedConversation(
         key="import/" + hashlib.blake2b(written, digest_size=KEY_BYTES).hexdigest(),
         task=msgspec.Raw(msgspec.json.encode(task)),
+        whole=msgspec.Raw(written),
         rewards=_rewards(checked),
         end=FinishRequest(result=msgspec.Raw(msgspec.json.encode(checked.result))),
     )

@@ -61,6 +61,7 @@ function numbers(state) {
   const whole = (value) => value.toLocaleString("en-US");
   byId("numbers").replaceChildren(
     number(`${state.steps_trained} / ${state.steps}`, "steps trained"),
+    ...(state.stage ? [number(`${state.stage.index + 1} / ${state.stage.count}`, `stage, from step ${state.stage.from_step}: ${state.stage.shares.map((s) => `${s.domain} ${Number(s.share.toFixed(4))}`).join(", ")}`)] : []),
     number(last ? last.success.toFixed(2) : "-", "success, newest version"),
     number(last ? last.reward.toFixed(2) : "-", "reward, newest version"),
     number(whole(Math.round(state.tokens_per_s)), "tokens/s sampled"),

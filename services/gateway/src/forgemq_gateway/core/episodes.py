@@ -91,6 +91,7 @@ class HeldEpisode:
     later attempt replaces it in any state.
 
     Attributes:
+        episode_id: Group, index and attempt in one.
         first_prompts: Of all episodes of its group.
         turns: Open turns by request id; `Attempts` removes them.
         delivered: Ids of completions that a client has had in full.
@@ -112,6 +113,7 @@ class HeldEpisode:
         first_prompts: FirstPrompts | None = None,
     ) -> None:
         self.opened = opened
+        self.episode_id = opened.episode_id
         self.first_prompts = first_prompts or FirstPrompts()
         self.lease_until_s = lease_until_s
         self.state: EpisodeState = "open"
@@ -129,11 +131,6 @@ class HeldEpisode:
         self.given: FinishedEpisode | None = None
         self._bodies: dict[str, KnownBody] = {}
         self._ended_attempts: dict[str, int] = {}
-
-    @property
-    def episode_id(self) -> str:
-        """Group, index and attempt in one."""
-        return self.opened.episode_id
 
     @property
     def is_closed(self) -> bool:

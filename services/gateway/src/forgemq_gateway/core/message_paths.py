@@ -4,7 +4,7 @@ A path is known as long as a request or a reply has it. What a request noted is 
 lane has had it: its repetition is then as new as it was, and forks no more than it would have.
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from typing import TypeVar
 
@@ -41,9 +41,9 @@ class MessagePaths:
         # Each known path by the one before its last message, and that message.
         self._paths: dict[tuple[bytes | None, str], bytes] = {}
         self._depths: dict[bytes, int] = {EMPTY_PATH: 0}
-        self._uses: Counter[bytes] = Counter()
-        self._next: Counter[bytes] = Counter()
-        self._ends: Counter[int] = Counter()
+        self._uses: defaultdict[bytes, int] = defaultdict(int)
+        self._next: defaultdict[bytes, int] = defaultdict(int)
+        self._ends: defaultdict[int, int] = defaultdict(int)
 
     @property
     def deepest(self) -> int:
@@ -63,7 +63,7 @@ class MessagePaths:
 
     def is_continued(self, path: bytes) -> bool:
         """Whether a known message follows this known path."""
-        return self._next[path] > 0
+        return path in self._next
 
     def note(self, branch: Branch) -> bytes:
         """Note the messages of a request behind a known path; returns the path to the last one."""
@@ -105,7 +105,7 @@ class MessagePaths:
         return False
 
 
-def _take(counts: Counter[Counted], counted: Counted) -> bool:
+def _take(counts: defaultdict[Counted, int], counted: Counted) -> bool:
     """Take one; whether some are left."""
     counts[counted] -= 1
     if counts[counted]:

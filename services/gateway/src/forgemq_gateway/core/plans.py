@@ -37,6 +37,7 @@ class Prepared(Struct, frozen=True, kw_only=True):
         parent: The completion whose tokens it starts with, if any.
         shared_tokens: Leading tokens in common with the parent's context and output.
         context: Tokens after those.
+        given: Tokens of a reply that is read and not sampled; b"" if it is sampled.
     """
 
     parent: KnownCompletion | None
@@ -47,6 +48,7 @@ class Prepared(Struct, frozen=True, kw_only=True):
     constraint: Constraint | None = None
     top_tokens: int = 0
     is_live: bool = False
+    given: bytes = b""
     part: TurnPart
 
 

@@ -24,6 +24,8 @@ class Reply(Struct, frozen=True, kw_only=True, gc=False):
     @property
     def text(self) -> str:
         """The text without reasoning and calls."""
+        if len(self.parts) == 1 and isinstance(self.parts[0], Text):
+            return self.parts[0].text  # Most replies, and they are asked often.
         return "".join(part.text for part in self.parts if isinstance(part, Text))
 
     @property

@@ -93,8 +93,8 @@ class KeyedMessages(Struct, frozen=True):
     def of(cls, messages: Iterable[RequestMessage]) -> "KeyedMessages":
         """These messages with their keys."""
         given = tuple(messages)
-        keys = tuple(match_key(message) for message in given)
-        return cls(given, keys, sum(len(message.parts) for message in given))
+        keys = tuple([match_key(message) for message in given])
+        return cls(given, keys, sum([len(message.parts) for message in given]))
 
     def __add__(self, other: "KeyedMessages") -> "KeyedMessages":
         """These messages, then the others."""
@@ -163,6 +163,7 @@ class Request(Struct, frozen=True, kw_only=True):
         unused: Fields that the client set and the episode decides; the answer names them.
         items: Where its messages are in its body, if a later body may go on from them.
         cuts: What the agent did to its context before it.
+        reply: The reply, of a conversation that was finished elsewhere; None: it is sampled.
     """
 
     protocol: ProtocolName
@@ -188,6 +189,7 @@ class Request(Struct, frozen=True, kw_only=True):
     unused: tuple[str, ...] = ()
     items: "ReadItems | None" = None
     cuts: tuple[ContextCut, ...] = ()
+    reply: RequestMessage | None = None
 
     def echo(self, index: int) -> Echo:
         """What this message says about which reply it is."""
@@ -197,6 +199,8 @@ class Request(Struct, frozen=True, kw_only=True):
 
 def text_of(message: RequestMessage) -> str:
     """The message's text and tool results, joined."""
+    if len(message.parts) == 1 and isinstance(message.parts[0], Text):
+        return message.parts[0].text  # Most messages, and they are asked often.
     return "".join(part.text for part in message.parts if isinstance(part, Text | ToolResult))
 
 
@@ -261,12 +265,18 @@ def json_array(
 
 def size_of(messages: Sequence[RequestMessage]) -> int:
     """Characters of everything in the messages that a template may show."""
-    return sum(_length(part) for message in messages for part in message.parts)
+    size = 0
+    for message in messages:
+        for part in message.parts:
+            size += _length(part)
+    return size
 
 
 def work_size(messages: Sequence[RequestMessage]) -> int:
     """As `size_of`, with the markup: to render a message takes as long as this many characters."""
-    markup = sum(1 + len(message.parts) for message in messages)
+    markup = len(messages)
+    for message in messages:
+        markup += len(message.parts)
     return size_of(messages) + _MARKUP_CHARACTERS * markup
 
 
@@ -292,4 +302,7 @@ def _call_form(call: Call) -> dict[str, Any]:
 
 
 def _result_id(message: RequestMessage) -> str | None:
-    return next((part.call_id for part in message.parts if isinstance(part, ToolResult)), None)
+    for part in message.parts:
+        if isinstance(part, ToolResult):
+            return part.call_id
+    return None

@@ -16,6 +16,21 @@ def pinned_sampling(run: Sampling, *, temperature: float | None) -> Sampling:
     return run if temperature is None else msgspec.structs.replace(run, temperature=temperature)
 
 
+def reading_sampling(
+    *, given_tokens: int, context_tokens: int, context_tokens_max: int
+) -> Sampling:
+    """Of a reply that is read: its log-probabilities are those of the policy itself, untempered.
+
+    Raises:
+        RefusedError: 400 context_length_exceeded: context and reply do not fit.
+    """
+    if context_tokens + given_tokens > context_tokens_max:
+        raise context_overflow(
+            context_tokens=context_tokens + given_tokens, context_tokens_max=context_tokens_max
+        )
+    return Sampling(temperature=1.0, max_tokens=given_tokens)
+
+
 def used_sampling(
     pinned: Sampling,
     *,

@@ -95,6 +95,7 @@ def requested(turn: OpenTurn, *, lane: int, epoch: int) -> RequestedCompletion:
         constraint=prepared.constraint,
         top_tokens=prepared.top_tokens,
         is_live=prepared.is_live,
+        given=prepared.given,
     )
 
 
@@ -122,6 +123,7 @@ def restored(record: RequestedCompletion, *, parent: KnownCompletion | None) -> 
             constraint=record.constraint,
             top_tokens=record.top_tokens,
             is_live=record.is_live,
+            given=record.given,
             part=record.turn,
         ),
         sent=record.attempt + 1,

@@ -113,6 +113,7 @@ class ChatFields(FormFields, kw_only=True):
     stop: str | list[str] | None = None
     logprobs: bool | None = False
     top_logprobs: Annotated[int, Meta(ge=0, le=TOP_TOKENS_MAX)] | None = None
+    forgemq_reply: ChatMessage | None = None
 
 
 _NAMES = FieldNames(
@@ -180,7 +181,27 @@ def request_of(body: bytes, known: ReadItems | None = None) -> Request:
         includes_usage=bool(fields.stream_options and fields.stream_options.include_usage),
         wants_logprobs=bool(fields.logprobs),
         top_tokens=fields.top_logprobs or 0,
+        reply=_given_reply(fields),
     )
+
+
+def _given_reply(fields: ChatFields) -> RequestMessage | None:
+    """The reply that is read in place of a sampled one; None: the model samples.
+
+    Raises:
+        RefusedError: 400: it is no reply, or the request asks for more than one.
+    """
+    if fields.forgemq_reply is None:
+        return None
+    reply = _message(fields.forgemq_reply, where="forgemq_reply")
+    if reply.role != "assistant" or not reply.parts:
+        raise invalid(
+            "forgemq_reply must be a message of the assistant with content or calls",
+            param="forgemq_reply",
+        )
+    if (fields.n or 1) > 1:
+        raise invalid("n must be 1 with forgemq_reply: it is the one reply", param="n")
+    return reply
 
 
 def _message(message: ChatMessage, *, where: str) -> RequestMessage:

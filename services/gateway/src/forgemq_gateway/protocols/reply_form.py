@@ -114,6 +114,8 @@ def _named(choice: Mapping[str, Any]) -> str | None:
 
 def _answers(fields: FormFields) -> list[tuple[str, Format | None]]:
     """Each field that may demand an answer of a form, and the format if it does."""
+    if not _may_demand(fields):
+        return []
     outputs = fields.structured_outputs or StructuredOutputs()
     whole = "structured_outputs"
     return [
@@ -126,6 +128,21 @@ def _answers(fields: FormFields) -> list[tuple[str, Format | None]]:
         (f"{whole}.grammar", _grammar(outputs.grammar)),
         ("ebnf", _grammar(fields.ebnf)),
     ]
+
+
+def _may_demand(fields: FormFields) -> bool:
+    """Whether any of the fields is there; nearly all requests have none."""
+    return not (
+        fields.response_format is None
+        and fields.structured_outputs is None
+        and fields.guided_json is None
+        and fields.json_schema is None
+        and fields.guided_regex is None
+        and fields.regex is None
+        and fields.guided_choice is None
+        and fields.guided_grammar is None
+        and fields.ebnf is None
+    )
 
 
 def _schemas(

@@ -152,12 +152,7 @@ def generate_body(
     if not tokens_count:
         return Refused("error", "engine", "engine: the context is empty")
     if room < 1 or tokens_count > limits.input_tokens_max:
-        return Refused(
-            "error",
-            "context_overflow",
-            f"context_overflow: a context of {tokens_count} tokens is over the engine's limit of "
-            f"{min(limits.input_tokens_max, limits.context_tokens_max - 1)}",
-        )
+        return overflow(tokens_count, limits)
     # Only new tokens: those a delta continues were checked on arrival, or sampled by the engine.
     brought = unpack_ids(request.context)
     if brought and (min(brought) < 0 or max(brought) >= limits.vocabulary_size):
@@ -184,6 +179,16 @@ def generate_body(
     if _recorded_experts(request, limits) is not None:
         body |= {"return_routed_experts": True, "routed_experts_start_len": tokens_count - 1}
     return body
+
+
+def overflow(tokens_count: int, limits: EngineLimits) -> Refused:
+    """The refusal of what is too long for the engine to read."""
+    return Refused(
+        "error",
+        "context_overflow",
+        f"context_overflow: a context of {tokens_count} tokens is over the engine's limit of "
+        f"{min(limits.input_tokens_max, limits.context_tokens_max - 1)}",
+    )
 
 
 def sampling_parameters(
@@ -236,7 +241,7 @@ def finished_completion(
     logprobs = _logprobs(answer)
     tiers = meta.cached_tokens_details or EngineCached()
     is_greedy = request.sampling.temperature < GREEDY_BELOW
-    return _record(
+    return completion_record(
         request,
         finish_reason="stop" if reason == "stop" else "length",
         output=pack_ids(answer.output_ids),
@@ -263,7 +268,7 @@ def refused_completion(
     request: RequestedCompletion, reason: Refused, *, timing: Timing = NOT_STARTED
 ) -> FinishedCompletion:
     """The FinishedCompletion of a request that failed; it never counts as its completion."""
-    return _record(
+    return completion_record(
         request,
         finish_reason=reason.finish_reason,
         failure=reason.failure,
@@ -375,7 +380,8 @@ def _aborted(message: str, *, is_cancelled: bool) -> Refused:
     return Refused("abort", "engine", f"engine: {message}")
 
 
-def _record(request: RequestedCompletion, **fields: object) -> FinishedCompletion:
+def completion_record(request: RequestedCompletion, **fields: object) -> FinishedCompletion:
+    """The record of this request with these fields of its end."""
     skipped_bytes = 0 if request.is_delta else request.shared_prefix_tokens * TOKEN_BYTES
     return FinishedCompletion(
         request_id=request.request_id,

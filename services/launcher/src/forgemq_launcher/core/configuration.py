@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from forgemq_contracts.environments import environment_of
 from forgemq_contracts.run import Queue, RunConfiguration
 from forgemq_contracts.run_changes import check_changes
 from forgemq_contracts.run_rules import check
@@ -170,7 +171,8 @@ def next_run(name: str, *, taken: Sequence[str]) -> str:
 def _with_agents_outside(values: Document) -> Document:
     """The document with `agent` and `task_source` of "" in queues that name neither.
 
-    A queue with a file of tasks needs no `task_source` either.
+    A queue with a file of tasks, or an environment as its agent, needs no `task_source` either.
+    A supervised one needs no agent.
     """
     queues = values.get("queues")
     if not isinstance(queues, list):
@@ -180,7 +182,9 @@ def _with_agents_outside(values: Document) -> Document:
     def filled(queue: TomlValue) -> TomlValue:
         if not isinstance(queue, dict):
             return queue
-        if "task_file" in queue:
+        agent, has_tasks = queue.get("agent"), "task_file" in queue
+        is_environment = isinstance(agent, str) and environment_of(agent) is not None
+        if (has_tasks and "supervised" not in queue) or is_environment:
             return {"task_source": "", **queue}
         return queue if outside.keys() & queue else {**outside, **queue}
 

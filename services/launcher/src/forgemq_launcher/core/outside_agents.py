@@ -1,6 +1,6 @@
 """What a person types to play a run whose agents are not started with it."""
 
-from forgemq_contracts.run import RunConfiguration
+from forgemq_contracts.run import RunConfiguration, supplied_queues
 
 ASKED = """\
 curl -sS $GATEWAY/v1/groups -H "Authorization: Bearer $ADMIN_KEY" \
@@ -12,19 +12,26 @@ curl -sS $GATEWAY/v1/episodes/EPISODE/finish -H "Authorization: Bearer $ADMIN_KE
 
 
 def outside_agents(configuration: RunConfiguration, *, gateway_url: str, admin_key: str) -> str:
-    """The commands for groups of the queues without an agent; '' if there is no such queue.
+    """The commands for groups that no process of the run asks for; '' if there are no such.
 
     Args:
         configuration: Says which queues have no agent.
         gateway_url: Base address of the gateway.
         admin_key: How a shell gets at the key: `$(cat FILE)` or `$VARIABLE`.
     """
-    domains = [queue.domain for queue in configuration.queues if not queue.agent]
-    if not domains:
-        return ""
+    supplied = supplied_queues(configuration)
+    others = [queue for queue in configuration.queues if queue not in supplied]
     lines = [
-        f"groups of {', '.join(domains)} are asked for over HTTP (docs/your_agent.md):",
-        f"export GATEWAY={gateway_url} ADMIN_KEY={admin_key}",
-        *ASKED.replace("DOMAIN", domains[0]).splitlines(),
+        f"conversations of {queue.domain} are waited for: "
+        f"forgemq import {configuration.run} FILE --domain {queue.domain}"
+        for queue in others
+        if queue.supervised is not None
     ]
+    domains = [queue.domain for queue in others if queue.supervised is None]
+    if domains:
+        lines += [
+            f"groups of {', '.join(domains)} are asked for over HTTP (docs/your_agent.md):",
+            f"export GATEWAY={gateway_url} ADMIN_KEY={admin_key}",
+            *ASKED.replace("DOMAIN", domains[0]).splitlines(),
+        ]
     return "\n  ".join(lines)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from forgemq_run_view.state import RunState
+from forgemq_run_view.state import RunState, StepPoint
 from forgemq_telemetry.curves import CurveFormat, Curves, read_curves
 
 
@@ -56,6 +56,7 @@ class CurveWriter:
                     "append_tokens": point.append_tokens,
                     "samples": point.samples,
                     "policy_age": point.policy_age,
+                    **_of_some_runs(point),
                     **own,
                 },
             )
@@ -63,3 +64,9 @@ class CurveWriter:
     def close(self) -> None:
         """Close the file."""
         self._curves.close()
+
+
+def _of_some_runs(point: StepPoint) -> dict[str, float]:
+    """What only a step of a supervised domain, or of a run with a teacher, has."""
+    values = {"nll_supervised": point.nll_supervised, "kl_teacher": point.kl_teacher}
+    return {name: value for name, value in values.items() if value is not None}

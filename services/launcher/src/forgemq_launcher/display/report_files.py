@@ -171,8 +171,9 @@ def untrained_line(untrained: UntrainedDomain) -> str:
     """What there is to say of the imported or the live conversations of a domain."""
     rated = untrained.tally.episodes
     success = f", success {untrained.tally.success:.2f}" if rated else ""
+    trained = f"{untrained.training:,} of them to train" if untrained.training else "never trained"
     return (
-        f"{untrained.domain}: {untrained.conversations:,} conversations, never trained; "
+        f"{untrained.domain}: {untrained.conversations:,} conversations, {trained}; "
         f"{rated:,} with an outcome{success}"
     )
 

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from forgemq_contracts.run import RunConfiguration, played_queues
+from forgemq_contracts.run import RunConfiguration, supplied_queues
 from forgemq_launcher.run_folder import RunFolder
 from forgemq_launcher.upkeep.supervisor import ServiceSpec
 
@@ -84,7 +84,7 @@ def service_specs(
     entry = _gateway_environ(own["gateway"], count=gateways)
     lanes = zip_longest(addresses.engine_urls, addresses.prefill_urls, fillvalue="")
     playing = own["agents"] | ({"FORGEMQ_AGENTS_SAMPLES": str(samples)} if samples else {})
-    agents = [spec("agents", playing, stop_stage=0)] if played_queues(configuration) else []
+    agents = [spec("agents", playing, stop_stage=0)] if supplied_queues(configuration) else []
     ranks = configuration.trainer.world_size
     trainer = [] if samples else [spec("trainer", own["trainer"], stop_stage=2, ranks=ranks)]
     return (
@@ -97,7 +97,7 @@ def service_specs(
             for lane, urls in enumerate(lanes)
         ),
         spec("scheduler", {}, stop_stage=2),
-        spec("reward", {}, stop_stage=2),
+        spec("reward", own["reward"], stop_stage=2),
         spec("merger", {}, stop_stage=2),
         *trainer,
         spec("auditor", {}, stop_stage=3),  # Last: it then audits what was retired last.
@@ -200,6 +200,8 @@ def _own_environs(
             "FORGEMQ_CONSOLE_PORT": str(addresses.console_port),
             "FORGEMQ_CONSOLE_LISTENER_FD": str(addresses.console_fd),
         },
+        # For the user's graders, which get no variable that begins with FORGEMQ_.
+        "reward": {"GATEWAY_URL": addresses.gateway_url},
         "agents": {
             "FORGEMQ_AGENTS_GATEWAY_URL": addresses.gateway_url,
             "FORGEMQ_AGENTS_ADMIN_KEY": addresses.admin_key,

@@ -46,6 +46,7 @@ def merge_group(
     *,
     partition: int,
     tree_tokens_max: int | None = None,
+    has_teacher: bool = False,
 ) -> tuple[MergedTree | None, MergedGroup]:
     """The group's tree and its summary; without a tree the summary says why.
 
@@ -54,6 +55,7 @@ def merge_group(
         completions: In log order.
         partition: Of the group-keyed topics.
         tree_tokens_max: A larger tree fails its group; None: no limit.
+        has_teacher: A completion without a teacher's log-probabilities fails its group.
     """
     if scored.not_trainable:
         return None, not_merged(
@@ -65,7 +67,7 @@ def merge_group(
         samples = _samples(scored, needed, deltas)
         tree = build(deltas, kept=_kept(samples, deltas))
         _check_size(len(tree.tokens), tree_tokens_max=tree_tokens_max)
-        merged = _wire(scored, samples, tree)
+        merged = _wire(scored, samples, tree, has_teacher=has_teacher)
     except UnmergeableError as error:
         return None, not_merged(scored, partition=partition, reason="failed", detail=str(error))
     return merged, _summary(scored, samples, tree, merged=merged, partition=partition)
@@ -190,7 +192,9 @@ def _kept(samples: Sequence[MergedSample], deltas: Sequence[Delta]) -> list[int]
     return kept_lengths(deltas, wanted=wanted)
 
 
-def _wire(scored: ScoredGroup, samples: Sequence[MergedSample], tree: PrefixTree) -> MergedTree:
+def _wire(
+    scored: ScoredGroup, samples: Sequence[MergedSample], tree: PrefixTree, *, has_teacher: bool
+) -> MergedTree:
     counts = [sample.completion.output_tokens for sample in samples]
     leaves = [tree.leaf(sample.index, sample.length) for sample in samples]
     return MergedTree(
@@ -212,18 +216,19 @@ def _wire(scored: ScoredGroup, samples: Sequence[MergedSample], tree: PrefixTree
         sample_ids=tuple(sample.completion.completion_id for sample in samples),
         lineage=max(span.lineage for sample in samples for span in sample.completion.spans),
         entry_route=_entry_routes(samples),
-        entry_teacher_logprob=_entry_teacher(samples),
+        entry_teacher_logprob=_entry_teacher(samples, has_teacher=has_teacher),
     )
 
 
-def _entry_teacher(samples: Sequence[MergedSample]) -> bytes:
-    """The teacher's log-probabilities of all entries; empty if no sample has any.
+def _entry_teacher(samples: Sequence[MergedSample], *, has_teacher: bool) -> bytes:
+    """The teacher's log-probabilities of all entries; empty in a run without a teacher.
 
     Raises:
-        UnmergeableError: Some samples have them: the teacher did not answer for the others.
+        UnmergeableError: The teacher was not asked about a sample, or did not answer. The group
+            fails here and not in its step, which would train the fewer groups.
     """
     lacking = [sample for sample in samples if not sample.completion.teacher_logprobs]
-    if lacking and len(lacking) < len(samples):
+    if lacking and (has_teacher or len(lacking) < len(samples)):
         raise UnmergeableError(
             f"completion {lacking[0].completion.completion_id}: no log-probabilities of the "
             f"teacher, as {len(lacking)} of {len(samples)} that train"

@@ -47,9 +47,12 @@ class MergerState(Struct, frozen=True, kw_only=True):
 class Merger:
     """The `Core` of one group partition."""
 
-    def __init__(self, partition: int, *, tree_tokens_max: int | None = None) -> None:
+    def __init__(
+        self, partition: int, *, tree_tokens_max: int | None = None, has_teacher: bool = False
+    ) -> None:
         self._partition = partition
         self._tree_tokens_max = tree_tokens_max
+        self._has_teacher = has_teacher
         self._run_ms = 0
         self._heard_ms = 0
         self._completions_position = 0
@@ -185,6 +188,7 @@ class Merger:
             group.in_log_order(),
             partition=self._partition,
             tree_tokens_max=self._tree_tokens_max,
+            has_teacher=self._has_teacher,
         )
         outputs = [] if tree is None else [self._output(MERGED_TREES.name, tree)]
         return [*outputs, self._output(MERGED_GROUPS.name, summary)]

@@ -12,6 +12,7 @@ from forgemq_contracts.groups import EpisodeScore, NotTrainable, RetiredGroup, S
 from forgemq_contracts.messages import Event, InvalidRecordError, Output, Tick
 from forgemq_contracts.run import Rewards
 from forgemq_reward.core.returns import (
+    given_completions,
     grade_fault,
     has_variance,
     return_of,
@@ -179,6 +180,8 @@ def scored_group(group: GroupState, *, settings: Rewards, has_teacher: bool = Fa
     )
     if first.purpose == "eval":
         return _untrainable(scored, "evaluated")
+    if first.source == "import":
+        return _supervised(scored, group, settings=settings)
     needed = max(2.0, settings.group_min_fraction * first.group_size)
     unmasked = _unmasked(scores)
     if len(unmasked) < needed:
@@ -201,6 +204,21 @@ def scored_group(group: GroupState, *, settings: Rewards, has_teacher: bool = Fa
         detail = NOTHING_TRAINS if is_left_out else ""
         return _untrainable(scored, "zero_variance", detail=detail)
     return msgspec.structs.replace(scored, completions=completions)
+
+
+def _supervised(scored: ScoredGroup, group: GroupState, *, settings: Rewards) -> ScoredGroup:
+    """A finished conversation that trains: each reply with the advantage 1, whatever it earned.
+
+    One without an outcome is masked, as there is nothing to compare, and trains all the same.
+    """
+    grades = {grade.episode_id: grade for grade in group.grades}
+    lost = [one for one in group.episodes if one.status != "completed"]
+    if lost or not any(one.manifest for one in group.episodes):
+        cause = _first_cause(group, grades, settings=settings) if lost else "; it has no reply"
+        return _untrainable(scored, "failed", detail=f"the conversation was not read{cause}")
+    return msgspec.structs.replace(
+        scored, completions=given_completions(group.episodes, scored.episodes)
+    )
 
 
 def _is_complete(group: GroupState) -> bool:

@@ -230,6 +230,28 @@ def scored_completions(
     )
 
 
+def given_completions(
+    episodes: Sequence[FinishedEpisode], scores: Sequence[EpisodeScore]
+) -> tuple[ScoredCompletion, ...]:
+    """The replies of finished conversations, by episode index, then sequence.
+
+    The advantage of 1 is the factor of the supervised loss; the return is what was reported.
+    """
+    return tuple(
+        ScoredCompletion(
+            completion_id=entry.completion_id,
+            offset=entry.offset,
+            episode_index=episode.index,
+            sequence=entry.sequence,
+            return_to_go=score.total,
+            advantage=1.0,
+            parent_id=entry.parent_id,
+        )
+        for episode, score in zip(episodes, scores, strict=True)
+        for entry in sorted(episode.manifest, key=lambda entry: entry.sequence)
+    )
+
+
 def has_variance(completions: Sequence[ScoredCompletion], *, settings: Rewards) -> bool:
     """Whether any advantage is, by size, more than the rounding of what was subtracted."""
     if settings.advantage_scale == "group_std":

@@ -38,6 +38,8 @@ class Entries:
         start: Log-probability under the policy at the step's beginning, nats, without gradient;
             None unless loss.anchor is step_start, and in a step of one update, which has no other
             policy.
+        is_supervised: True for tokens of replies that were given and not sampled; None if no entry
+            is of one. Their loss is `nll`, whatever the run's loss is.
     """
 
     behaviour: Tensor
@@ -50,6 +52,7 @@ class Entries:
     sample_count: int
     reference: Tensor | None = None
     start: Tensor | None = None
+    is_supervised: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +140,35 @@ def icepop(logprob: Tensor, entries: Entries, *, mask_low: float, mask_high: flo
     is_masked = (ratio < mask_low) | (ratio > mask_high)
     weight = ratio.masked_fill(is_masked, 0.0)
     return EntryLoss(-weight * entries.advantage * logprob, is_masked)
+
+
+def nll(logprob: Tensor, entries: Entries) -> EntryLoss:
+    """-A log p: the negative log-likelihood where A is 1, as it is for replies that were given.
+
+    With A of 1 and a loss weight of 1 / tokens it is the cross entropy of supervised training
+    (InstructGPT, arXiv 2203.02155 section 3.1), in which prompts have no loss.
+    """
+    return EntryLoss(-entries.advantage * logprob, torch.zeros_like(logprob, dtype=torch.bool))
+
+
+def with_supervised(loss: LossFunction) -> LossFunction:
+    """The loss, but `nll` for entries of replies that were given.
+
+    No ratio, cap, mask or KL to a reference has a part in it: nothing was sampled.
+    """
+
+    def mixed(logprob: Tensor, entries: Entries) -> EntryLoss:
+        if entries.is_supervised is None:
+            return loss(logprob, entries)
+        given = nll(logprob, entries)
+        if entries.is_supervised.all():
+            return given
+        result, is_given = loss(logprob, entries), entries.is_supervised
+        return EntryLoss(
+            torch.where(is_given, given.loss, result.loss), result.is_limited & ~is_given
+        )
+
+    return mixed
 
 
 def decoupled(loss: LossFunction, *, weight_cap: float) -> LossFunction:
@@ -230,7 +262,7 @@ def loss_function(settings: Loss, *, user: UserLoss | None = None) -> LossFuncti
     if settings.sequence_mask is not None:
         loss = masking_sequences(loss, settings.sequence_mask)
     weight = settings.reference_weight
-    return near_reference(loss, weight=weight) if weight else loss
+    return with_supervised(near_reference(loss, weight=weight) if weight else loss)
 
 
 def _named_loss(settings: Loss, *, user: UserLoss | None) -> LossFunction:

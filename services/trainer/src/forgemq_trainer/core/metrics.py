@@ -40,7 +40,9 @@ class EntryMetrics:
             k3 of J. Schulman, "Approximating KL Divergence", 2020.
         kl_reference: Mean of x - 1 - log x with x = reference / policy, an estimate of KL(policy ||
             reference), nats; 0 if no entry has a reference.
-        entropy: Mean entropy of the policy at sampled tokens, nats.
+        entropy: Mean entropy of the policy at the entries, nats.
+        supervised_tokens: Entries of replies that were given. No ratio, share and KL is over them.
+        nll_supervised: Mean of -log p over these, nats; 0 without any.
     """
 
     loss: float
@@ -51,6 +53,8 @@ class EntryMetrics:
     kl_k3: float
     kl_reference: float
     entropy: float
+    supervised_tokens: int = 0
+    nll_supervised: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,22 +170,28 @@ def entry_metrics(values: EntryValues, *, passes: int = 1) -> EntryMetrics:
             kl_reference=0.0,
             entropy=0.0,
         )
-    log_ratio = np.clip(values.logprob_E - values.behaviour_E, -RATIO_LOG_MAX, RATIO_LOG_MAX)
+    is_sampled_E = ~values.is_supervised_E
+    given_E = values.logprob_E[values.is_supervised_E]
+    log_ratio = (values.logprob_E - values.behaviour_E)[is_sampled_E]
+    log_ratio = np.clip(log_ratio, -RATIO_LOG_MAX, RATIO_LOG_MAX)
     ratio = np.exp(log_ratio)
+    is_any = len(ratio) > 0
     return EntryMetrics(
         loss=values.loss,
         loss_tokens=count // passes,
-        ratio_mean=float(ratio.mean()),
-        ratio_p99=float(np.percentile(ratio, 99)),
-        capped_share=float(values.is_limited_E.mean()),
-        kl_k3=float((ratio - 1 - log_ratio).mean()),
+        ratio_mean=float(ratio.mean()) if is_any else 0.0,
+        ratio_p99=float(np.percentile(ratio, 99)) if is_any else 0.0,
+        capped_share=float(values.is_limited_E[is_sampled_E].mean()) if is_any else 0.0,
+        kl_k3=float((ratio - 1 - log_ratio).mean()) if is_any else 0.0,
         kl_reference=_kl_reference(values),
         entropy=float(values.entropy_E.mean()),
+        supervised_tokens=len(given_E) // passes,
+        nll_supervised=-float(given_E.mean()) if len(given_E) else 0.0,
     )
 
 
 def _kl_reference(values: EntryValues) -> float:
-    has_one = ~np.isnan(values.reference_E)
+    has_one = ~np.isnan(values.reference_E) & ~values.is_supervised_E
     log_ratio = (values.reference_E - values.logprob_E)[has_one]
     log_ratio = np.clip(log_ratio, -RATIO_LOG_MAX, RATIO_LOG_MAX)
     return float((np.exp(log_ratio) - 1 - log_ratio).mean()) if len(log_ratio) else 0.0
@@ -242,6 +252,8 @@ def training_metrics(
         kl_teacher=measured.kl_teacher,
         updates=update.updates,
         updates_skipped=update.updates_skipped,
+        supervised_tokens=entries.supervised_tokens,
+        nll_supervised=entries.nll_supervised,
         logprob_gap=gap,
         probe_s=measured.probe_s,
     )

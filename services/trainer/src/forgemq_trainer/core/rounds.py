@@ -32,6 +32,7 @@ _ENTRY_ARRAYS = (
     "entropy_E",
     "version_E",
     "reference_E",
+    "is_supervised_E",
 )
 """Fields of `EntryValues`, in the order in which ranks send them."""
 
@@ -58,6 +59,7 @@ def values_of(data: bytes) -> EntryValues:
         entropy_E=columns[4],
         version_E=columns[5].astype(np.int64),
         reference_E=columns[6],
+        is_supervised_E=columns[7].astype(np.bool_),
         loss=loss,
         route_disagreements=route_disagreements,
     )

@@ -9,7 +9,7 @@ carried from later blocks to earlier ones.
 E entries (sampling events), J edges, G groups.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from forgemq_contracts.loss import Loss
+from forgemq_contracts.supervised import loss_parts
 from forgemq_trainer.core.assignment import Range, SharedRound
 from forgemq_trainer.core.attention.carry import CarriedKeys
 from forgemq_trainer.core.attention.exchange import KeyExchange, Peers
@@ -54,6 +55,7 @@ class EntryValues:
         entropy_E: Of the policy's distribution at the sampled token.
         version_E: Weight version that sampled it.
         reference_E: Log-probability under the reference; NaN if the entry has no reference.
+        is_supervised_E: True for tokens of replies that were given and not sampled.
         loss: Sum of the weighted losses.
         route_disagreements: Entries whose recorded experts are not those the token ran through.
     """
@@ -65,8 +67,41 @@ class EntryValues:
     entropy_E: Floats
     version_E: Integers
     reference_E: Floats
+    is_supervised_E: np.ndarray[tuple[int], np.dtype[np.bool_]]
     loss: float
     route_disagreements: int = 0
+
+
+def mixed_loss_weights(
+    forests: Sequence[Forest],
+    *,
+    domains: Sequence[str],
+    fractions: Mapping[str, float],
+    loss: Loss,
+) -> list[float]:
+    """The loss weight of each group of an update, in which some domains may be supervised.
+
+    Each kind of group has its part of the loss (`supervised.loss_parts`), whatever its tokens. In
+    its part a supervised domain divides by its own tokens; the other domains divide as
+    `group_loss_weights` says of them alone.
+
+    Args:
+        forests: Of the update's groups.
+        domains: One for each of them.
+        fractions: By supervised domain.
+        loss: The run's.
+    """
+    if not fractions:
+        return group_loss_weights(forests, loss=loss)
+    weights = [0.0] * len(forests)
+    parts = loss_parts(domains, fractions)
+    for kind in {domain if domain in fractions else "" for domain in domains}:
+        own = [n for n, each in enumerate(domains) if (each if each in fractions else "") == kind]
+        settings = Loss() if kind else loss  # By tokens, the default.
+        alone = group_loss_weights([forests[n] for n in own], loss=settings)
+        for n, weight in zip(own, alone, strict=True):
+            weights[n] = parts[n] * weight
+    return weights
 
 
 def group_loss_weights(forests: Sequence[Forest], *, loss: Loss) -> list[float]:
@@ -178,6 +213,7 @@ def merged(parts: Sequence[EntryValues]) -> EntryValues:
         entropy_E=all_of("entropy_E"),
         version_E=all_of("version_E").astype(np.int64),
         reference_E=all_of("reference_E"),
+        is_supervised_E=all_of("is_supervised_E").astype(np.bool_),
         loss=float(sum(part.loss for part in parts)),
         route_disagreements=sum(part.route_disagreements for part in parts),
     )
@@ -214,6 +250,7 @@ class _ForestLoss:
             entropy_E=_array(entropy_E),
             version_E=self._forest.entry_version_E,
             reference_E=self._forest.entry_reference_E,
+            is_supervised_E=self._forest.entry_is_supervised_E,
             loss=float(total.detach()),
         )
 
@@ -221,6 +258,7 @@ class _ForestLoss:
         return torch.from_numpy(array).to(self._device, self._wide)
 
     def _entries_of(self, forest: Forest) -> Entries:
+        is_supervised_E = forest.entry_is_supervised_E
         return Entries(
             behaviour=self._values(forest.entry_logprob_E),
             advantage=self._values(forest.entry_advantage_E),
@@ -232,6 +270,9 @@ class _ForestLoss:
             sample_count=forest.sample_count,
             reference=self._known(forest.entry_reference_E),
             start=self._known(forest.entry_start_E),
+            is_supervised=torch.from_numpy(is_supervised_E).to(self._device)
+            if is_supervised_E.any()
+            else None,
         )
 
     def _known(self, array: Floats) -> Tensor | None:

@@ -56,6 +56,7 @@ class Forest:
         entry_temperature_E: Of its sample, above 0.
         entry_reference_E: Log-probability under a reference policy, nats; NaN if not recorded.
         entry_teacher_E: Log-probability under the teacher, nats; NaN without one.
+        entry_is_supervised_E: True for tokens of replies that were given and not sampled.
         entry_start_E: Log-probability under the policy at the step's beginning, nats; NaN unless
             the loss asks for it (`step_updates.py`).
         entry_route_ER: int16, recorded experts of all layers; R is 0 if no group has expert routes.
@@ -87,6 +88,7 @@ class Forest:
     entry_start_E: Floats
     entry_route_ER: NDArray[np.int16]
     entry_is_routed_E: NDArray[np.bool_]
+    entry_is_supervised_E: NDArray[np.bool_]
     sample_count: int
     request_tokens: int
     request_pairs: int
@@ -108,8 +110,8 @@ class Forest:
         return int(self.position_N.sum()) + self.token_count
 
 
-def read_tree(tree: MergedTree) -> Forest:
-    """The forest of one group, from its wire form.
+def read_tree(tree: MergedTree, *, is_supervised: bool = False) -> Forest:
+    """The forest of one group, from its wire form; supervised if its domain is.
 
     Raises:
         InvalidTreeError: an array has a wrong length or breaks a rule of the layout.
@@ -150,6 +152,7 @@ def read_tree(tree: MergedTree) -> Forest:
         entry_start_E=np.full(len(entries.token_E), np.nan),
         entry_route_ER=entries.route_ER,
         entry_is_routed_E=_is_of_newest_version(entries) & bool(entries.route_ER.shape[1]),
+        entry_is_supervised_E=np.full(len(entries.token_E), is_supervised),
         sample_count=entries.sample_count,
         request_tokens=int(length_S.sum()),
         request_pairs=int((length_S * (length_S + 1) // 2).sum()),
@@ -204,6 +207,7 @@ def joined(forests: Sequence[Forest]) -> Forest:
         entry_start_E=np.concatenate([forest.entry_start_E for forest in forests]),
         entry_route_ER=_joined_expert_routes([forest.entry_route_ER for forest in forests]),
         entry_is_routed_E=np.concatenate([forest.entry_is_routed_E for forest in forests]),
+        entry_is_supervised_E=np.concatenate([forest.entry_is_supervised_E for forest in forests]),
         sample_count=sum(forest.sample_count for forest in forests),
         request_tokens=sum(forest.request_tokens for forest in forests),
         request_pairs=sum(forest.request_pairs for forest in forests),

@@ -1,0 +1,58 @@
+"""What a run with supervised domains must and must not have."""
+
+from forgemq_contracts.lane_engines import is_paired
+from forgemq_contracts.run import Queue, RunConfiguration, supervised_fractions
+
+_OF_AGENTS = ("agent", "task_source", "held_out_file", "outcome", "process", "speed", "curriculum")
+"""Fields of a queue whose episodes are sampled, compared and graded."""
+
+
+def check_supervised(configuration: RunConfiguration) -> None:
+    """Refuse supervised domains that cannot train as their run says.
+
+    Raises:
+        ValueError: Names the field and the rule.
+    """
+    fractions = supervised_fractions(configuration)
+    if not fractions:
+        return
+    for queue in configuration.queues:
+        if queue.supervised is not None:
+            _check_queue(queue)
+    total, has_others = sum(fractions.values()), len(fractions) < len(configuration.queues)
+    if total > 1 or (total == 1 and has_others):
+        bound = "below 1, since other domains train too" if has_others else "at most 1"
+        raise ValueError(
+            f"queues.*.supervised.fraction: all of them together must be {bound}, got {total:g}"
+        )
+    _check_beside(configuration)
+
+
+def _check_queue(queue: Queue) -> None:
+    name = f"queues.{queue.domain}"
+    if queue.group_size != 1:
+        raise ValueError(
+            f"{name}.group_size must be 1 in a supervised domain: a conversation is compared with "
+            f"no other, got {queue.group_size}"
+        )
+    for field in _OF_AGENTS:
+        if getattr(queue, field):
+            raise ValueError(
+                f"{name}.{field} must be left out in a supervised domain: its conversations are "
+                f"finished, got {getattr(queue, field)!r}"
+            )
+
+
+def _check_beside(configuration: RunConfiguration) -> None:
+    """Refuse what reads or samples outputs in another way."""
+    for field in ("distillation", "speculation"):
+        if getattr(configuration, field) is not None:
+            raise ValueError(
+                f"{field} must be left out if a domain is supervised: nobody has tried them "
+                "together"
+            )
+    if any(map(is_paired, configuration.lanes)):
+        raise ValueError(
+            "lanes must have no prefill and decode engines if a domain is supervised: a pair gives "
+            "no log-probabilities of what it reads"
+        )

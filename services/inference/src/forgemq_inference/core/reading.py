@@ -1,0 +1,133 @@
+"""What the engine is asked about an output that came with its request, and the record of it.
+
+The engine reads context and output and samples nothing. Its log-probabilities of the output's
+tokens are those that a sampled output would have at temperature 1.
+"""
+
+from typing import Any
+
+from msgspec import Raw
+
+from forgemq_contracts.arrays import pack_floats, unpack_ids
+from forgemq_contracts.completions import FinishedCompletion, RequestedCompletion, WeightSpan
+from forgemq_inference.core.context import TOKEN_BYTES, TokenContext
+from forgemq_inference.core.generation import (
+    EngineAnswer,
+    EngineLimits,
+    InvalidAnswerError,
+    Timing,
+    completion_record,
+    overflow,
+    refused_completion,
+)
+from forgemq_inference.core.lane import Refused
+from forgemq_inference.core.weights import Weights
+
+
+class WeightsChangedError(Exception):
+    """Other weights ended the reading of an output than began it: nobody knows which ones read."""
+
+
+def read_logprobs(answer: EngineAnswer, output: bytes) -> bytes:
+    """Log-probability of each output token that the engine has read, float32.
+
+    Raises:
+        InvalidAnswerError: the answer is about other tokens, or one has no log-probability.
+    """
+    ids = unpack_ids(output)
+    entries = answer.meta_info.input_token_logprobs[-len(ids) :]
+    if [token for _, token, _ in entries] != list(ids):
+        raise InvalidAnswerError("the engine answered about other tokens than it was asked about")
+    values = [value for value, _, _ in entries if value is not None]
+    if len(values) != len(ids):
+        raise InvalidAnswerError("the engine gave no log-probability for some of the tokens")
+    return pack_floats(values)
+
+
+def reading_fields(context: TokenContext, output: bytes) -> dict[str, Any]:
+    """Fields of /generate with which an engine reads context and output, and samples nothing.
+
+    SGLang's log-probabilities begin with the token after `logprob_start_len`, so that of the first
+    output token needs the one before it.
+    """
+    return {
+        "input_ids": Raw(b"[" + context.extended(output).text + b"]"),
+        "return_logprob": True,
+        "logprob_start_len": max(0, context.tokens_count - 1),
+        "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+    }
+
+
+def reading_body(
+    request: RequestedCompletion,
+    *,
+    rid: str,
+    context: TokenContext,
+    limits: EngineLimits,
+    weights: Weights,
+) -> dict[str, Any] | Refused:
+    """The body of /generate for a given output, or why the engine must not see it."""
+    given = unpack_ids(request.given)
+    tokens_count = context.tokens_count + len(given)
+    if tokens_count >= limits.context_tokens_max or tokens_count > limits.input_tokens_max:
+        return overflow(tokens_count, limits)
+    brought = [*unpack_ids(request.context), *given]
+    if not context.tokens_count or max(brought) >= limits.vocabulary_size:
+        return Refused(
+            "error",
+            "engine",
+            f"engine: the context is empty, or a token id is outside the vocabulary of "
+            f"{limits.vocabulary_size}",
+        )
+    return {"rid": rid, "extra_key": weights.name, **reading_fields(context, request.given)}
+
+
+def read_completion(
+    request: RequestedCompletion,
+    answer: EngineAnswer,
+    *,
+    weights: Weights,
+    timing: Timing,
+) -> FinishedCompletion:
+    """The record of a given output that the engine has read.
+
+    Args:
+        request: As it was read.
+        answer: The engine's, to the body from `reading_body`.
+        weights: That the lane served when it asked.
+        timing: Of the request.
+
+    Raises:
+        InvalidAnswerError: tokens and log-probabilities do not fit together.
+        WeightsChangedError: the weights changed while it was read.
+    """
+    meta = answer.meta_info
+    if meta.finish_reason.type not in ("stop", "length"):
+        reason = meta.finish_reason.message or "aborted"
+        return refused_completion(
+            request, Refused("abort", "engine", f"engine: {reason}"), timing=timing
+        )
+    if meta.weight_version != weights.name:
+        raise WeightsChangedError(
+            f"weights {meta.weight_version!r} ended what {weights.name!r} began to read"
+        )
+    return completion_record(
+        request,
+        finish_reason="stop",
+        output=request.given,
+        is_given=True,
+        logprobs=read_logprobs(answer, request.given),
+        temperature=1.0,
+        support="full",
+        spans=(_span(request.given, weights),),
+        queued_s=timing.queued_s,
+        engine_s=timing.engine_s,
+        alone_s=timing.alone_s,
+        cached_tokens=meta.cached_tokens,
+        retractions=meta.num_retractions,
+    )
+
+
+def _span(output: bytes, weights: Weights) -> WeightSpan:
+    tokens = len(output) // TOKEN_BYTES
+    return WeightSpan(start=0, end=tokens, lineage=weights.lineage, version=weights.version)
