@@ -76,7 +76,9 @@ def in_window(inquiry: Inquiry, choose: random.Random, habits: Habits) -> Iterat
         is_last = position == len(inquiry.files) - 1
         turns = [*turns[-1:], (call_text("read", name), inquiry.page(name))]
         if position:
-            yield Demonstration(inquiry.question, (turns[0], (turns[1][0], "")), given=position > 1)
+            yield Demonstration(
+                inquiry.question, (turns[0], (turns[1][0], "")), given=int(position > 1)
+            )
         if is_last or choose.random() < habits.gives_up:
             break
     numbers = {name: inquiry.numbers[name]}

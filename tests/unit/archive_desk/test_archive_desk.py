@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from archive_desk import rewards
+from archive_desk import rewards, warm_start
 from archive_desk.agent import NOTE, WINDOW
 from archive_desk.archive import FILES, Inquiry, as_task, inquiry_of
 from archive_desk.demonstrator import Demonstration, Habits, call_text, in_window, with_notes
@@ -140,6 +140,7 @@ def test_the_context_holds_about_a_third_of_what_an_inquiry_needs(tokenizer):
         needed.append(len(context_example(tokenizer, whole, (READ, NOTE.tool)).ids))
     assert statistics.mean(needed) / CONTEXT_TOKENS_MAX == pytest.approx(2.9, abs=0.15)
     assert min(needed) > 2.5 * CONTEXT_TOKENS_MAX
+    assert warm_start.CONTEXT_TOKENS_MAX == CONTEXT_TOKENS_MAX
 
 
 async def test_a_policy_that_notes_every_page_solves_every_inquiry(careful):
