@@ -16,8 +16,9 @@ _RUNNING_MAX = 64
 _FETCH_BEGIN_S = 0.02
 _FETCHED_TOKENS_MIN = 256
 """SGLang asks its storage for no less."""
-_TOKENS_AT_ONCE = 16
-"""Sampled between two looks at the queue, so that a simulation takes seconds."""
+_BLOCK_S = 0.2
+"""Shorter steps are sampled as one block between two looks at the queue, so that a simulation takes
+seconds: a turn waits for at most a block or a step."""
 
 
 class EngineSpeed(Struct, frozen=True, kw_only=True):
@@ -203,10 +204,10 @@ class SimulatedEngine:
     def _sample(self) -> float:
         count = len(self.running)
         left = min(work.output_tokens - work.sampled_tokens for work in self.running)
-        tokens = max(1, min(_TOKENS_AT_ONCE, left))
         contexts = sum(work.context_tokens + work.sampled_tokens for work in self.running)
         speed = self.speed
         step_s = speed.step_s + speed.step_added_s * count + speed.context_s * contexts
+        tokens = max(1, min(left, int(_BLOCK_S / step_s)))
         for work in self.running:
             work.sampled_tokens += tokens
         us = step_s * 1e6

@@ -155,8 +155,9 @@ async def test_new_weights_in_the_middle_of_decoding_reach_both_engines(
             await scene.request(number, [*CONTEXT, number], max_tokens=TOKENS, temperature=5.0)
         await scene.until_running()
         await scene.publish(trained, version=1, fast_paths=offers if path == "fast" else ())
-        # Comes while the pair loads, and is read under the new weights.
-        await scene.request(INTERRUPTED + 1, CONTEXT, max_tokens=20)
+        # Comes while the pair loads and is read under the new weights, or just before.
+        late = INTERRUPTED + 1
+        await scene.request(late, [*CONTEXT, late], max_tokens=20, temperature=5.0)
         if path == "fast":
             await trainer.send()
             assert await trainer.result() == {"0": ""}

@@ -2,20 +2,27 @@
 
 import asyncio
 import re
+import shutil
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from forgemq_bus.memory import MemoryLog
+from forgemq_contracts import topics
 from forgemq_contracts.arrays import unpack_floats, unpack_ids
+from forgemq_contracts.completions import FinishedCompletion
+from forgemq_contracts.weights import PublishedWeights, RelayedLane
 from forgemq_fp8_blocks import dequantised, quantise_model
 from forgemq_inference.engine import EngineRefusedError
 from forgemq_sglang_cpu.server import EngineServer
+from forgemq_trainer.samples import sampled_parameters
+from forgemq_trainer.storage.durable import DurableWeights
+from forgemq_trainer.storage.weights import read_weights_folder
 from loadtests.wide_demo import wide_demo
 from tests.engine_fixture import START_TIMEOUT_S, engine_options, reset_engine
 from tests.float8 import nearest
@@ -23,11 +30,13 @@ from tests.integration.launched_run import DIALOGUE, LaunchedRun
 from tests.integration.test_weights_engine import logprobs, perturbed, publisher, spans
 from tests.lane_scene import LaneScene, create_topics
 from tests.ports import free_port
+from tests.relay_sender import relay
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
 
 CONTEXT = [10, 20, 30, 40, 50, 60, 70, 80]
 GROUP = 128
+DOWN = "model.layers.1.mlp.down_proj.weight"
 
 
 @pytest.fixture(scope="module")
@@ -73,11 +82,11 @@ def fp8_url(fp8_server: str, wide: Path) -> str:
 
 
 @asynccontextmanager
-async def serving_fp8(url: str, model: Path) -> AsyncIterator[LaneScene]:
+async def serving_fp8(url: str, model: Path, **settings: object) -> AsyncIterator[LaneScene]:
     log = MemoryLog(run="r")
     await create_topics(log)
     scene = LaneScene(log, model=model, engine_url=url, quantization="fp8_blocks")
-    async with scene.serving():
+    async with scene.serving(**settings):
         await scene.report(is_serving=True)
         yield scene
 
@@ -137,15 +146,100 @@ async def test_new_weights_arrive_in_8_bit_blocks_and_are_what_the_engine_comput
     for record, model, version in ((first, wide, 0), (second, trained, 1)):
         tokens = unpack_ids(record.output)
         assert spans(record) == [(0, len(tokens), 1, version)]
+        median = check_rounded(record, model, CONTEXT)
         found = unpack_floats(record.logprobs)
-        expected = rounded_logprobs(model, CONTEXT + tokens, first=len(CONTEXT))
-        # An input on the border of two 8-bit floats may fall to either side by float32's rounding.
-        differences = sorted(abs(a - b) for a, b in zip(found, expected, strict=True))
-        assert differences[len(differences) // 2] < 1e-4, differences
-        assert differences[-1] < 0.1, differences
         full = logprobs(model, CONTEXT + tokens, first=len(CONTEXT))
         gaps = [abs(a - b) for a, b in zip(found, full, strict=True)]
-        assert max(gaps) > 100 * differences[len(differences) // 2]
+        assert max(gaps) > 100 * median
+
+
+def check_rounded(record: FinishedCompletion, model: Path, context: list[int]) -> float:
+    """What an engine sampled has the log-probabilities of `rounded_logprobs`; their median gap."""
+    assert record.error == ""
+    tokens = unpack_ids(record.output)
+    expected = rounded_logprobs(model, context + tokens, first=len(context))
+    # An input on the border of two 8-bit floats may fall to either side by float32's rounding.
+    found = unpack_floats(record.logprobs)
+    differences = sorted(abs(a - b) for a, b in zip(found, expected, strict=True))
+    median = differences[len(differences) // 2]
+    assert median < 1e-4, differences
+    assert differences[-1] < 0.1, differences
+    return median
+
+
+async def test_8_bit_blocks_come_by_relay_and_are_read_back(
+    fp8_url: str, wide: Path, trained: Path, tmp_path: Path
+) -> None:
+    """Every parameter that can be compared is equal. Then the trainer broadcasts another file than
+    it published, with one other 8-bit float."""
+    sent = in_blocks(trained)
+    sampled = sampled_parameters(sent / "model.safetensors", key="r-1.1", count=10_000)
+    assert DOWN in {each.name for each in sampled}
+    wrong = shutil.copytree(sent, tmp_path / "wrong")
+    weights = load_file(sent / "model.safetensors")
+    weights[DOWN].view(torch.uint8)[3, 5] ^= 0x10
+    save_file(weights, wrong / "model.safetensors", metadata={"format": "pt"})
+    async with serving_fp8(fp8_url, wide) as scene, publisher(wrong, "send") as trainer:
+        address = (await scene.report(is_serving=True)).weights_address
+        base = in_blocks(wide)
+        of_base = sampled_parameters(base / "model.safetensors", key="r-1.1", count=10_000)
+        await relay(base, [address], version=1)
+        to_us = (RelayedLane(lane=0, epoch=1),)
+        await scene.publish(base, version=1, relayed_to=to_us, sampled=of_base)
+        await scene.loaded(count=2, timeout_s=60)
+        assert scene.events_named("wrong_tensor") == []
+        await scene.request(1, CONTEXT, max_tokens=24)
+        await scene.finished(count=1, timeout_s=60)
+        offers = await trainer.offer()
+        await scene.publish(sent, version=2, fast_paths=offers, sampled=sampled, deadline_s=30.0)
+        await trainer.send()
+        await scene.loaded(count=3, timeout_s=60)
+        await scene.request(2, CONTEXT, max_tokens=24)
+        records, loaded = await scene.finished(count=2, timeout_s=60), await scene.loaded()
+    assert [each.path for each in loaded] == ["start", "fast", "durable"]
+    for record, model, version in zip(records, (wide, trained), (1, 2), strict=True):
+        assert record.spans[0].version == version
+        check_rounded(record, model, CONTEXT)
+    assert [each["tensor"] for each in scene.events_named("wrong_tensor")] == [DOWN]
+    assert scene.events_named("read_back_off") == []
+
+
+async def test_8_bit_blocks_come_as_what_changed(
+    fp8_url: str, wide: Path, trained: Path, tmp_path: Path
+) -> None:
+    """The second version has one other projection, so that its delta is small."""
+    nudged = shutil.copytree(trained, trained.with_name("nudged"))
+    weights = load_file(trained / "model.safetensors")
+    weights[DOWN] += 0.05 * torch.randn_like(weights[DOWN])
+    save_file(weights, nudged / "model.safetensors", metadata={"format": "pt"})
+    store = DurableWeights(f"memory://{tmp_path.name}", run="r", drafts=tmp_path, deltas_max=4)
+    uploaded = []
+    for version, model in ((1, trained), (2, nudged)):
+        folder = store.local_folder(lineage=1, version=version)
+        shutil.copytree(in_blocks(model), folder)
+        uploaded.append(store.upload(read_weights_folder(folder)))
+    assert [len(each.deltas) for each in uploaded] == [0, 1]
+    assert uploaded[1].deltas[0].size_bytes < 0.2 * uploaded[1].size_bytes
+    async with serving_fp8(fp8_url, wide, cache=tmp_path / "cache") as scene:
+        for version, each in enumerate(uploaded, start=1):
+            record = PublishedWeights(
+                lineage=1,
+                version=version,
+                sha256=each.sha256,
+                uri=each.uri,
+                size_bytes=each.size_bytes,
+                deadline_s=10.0,
+                base_sha256=each.base_sha256 or None,
+                deltas=each.deltas,
+            )
+            await scene.write(topics.PUBLISHED_WEIGHTS, 0, record)
+            await scene.loaded(count=version + 1, timeout_s=60)
+            await scene.request(version, CONTEXT, max_tokens=24)
+            await scene.finished(count=version, timeout_s=60)
+        first, second = await scene.finished()
+    for record, model, version in ((first, trained, 1), (second, nudged, 2)):
+        assert record.spans[0].version == version
+        check_rounded(record, model, CONTEXT)
 
 
 async def test_an_engine_that_holds_weights_in_full_is_refused_by_name(

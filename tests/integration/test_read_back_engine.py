@@ -59,7 +59,9 @@ async def check_serves(scene: LaneScene, model: Path) -> None:
     assert unpack_floats(record.logprobs) == pytest.approx(expected, abs=1e-3)
 
 
-@pytest.mark.parametrize("tensor", [DOWN, "model.layers.0.self_attn.k_proj.weight"])
+@pytest.mark.parametrize(
+    "tensor", [DOWN, "model.layers.0.self_attn.k_proj.weight", "model.embed_tokens.weight"]
+)
 async def test_a_bucket_with_a_wrong_value_is_found_and_the_durable_copy_is_loaded(
     base_engine_url: str, engine_model: Path, trained: Path, tmp_path: Path, tensor: str
 ) -> None:

@@ -1,18 +1,25 @@
 """One process group for all lanes, to peer processes that join and receive as engines do."""
 
+import asyncio
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from forgemq_contracts.weights import OfferedBroadcast
+from forgemq_bus.memory import MemoryLog
+from forgemq_contracts.weights import OfferedBroadcast, ReportedEngine
+from forgemq_telemetry import Telemetry
+from forgemq_trainer.core.lanes import LiveLanes
 from forgemq_trainer.core.shared_members import GroupMember
+from forgemq_trainer.group_forming import GroupForming
+from forgemq_trainer.previous_lives import TrainerLife
 from forgemq_trainer.shared_path import SharedPath
 from forgemq_trainer.transfer_deadline import TransferDeadline
 from tests.integration.test_trainer_fast_path import start_peer, weights_file
@@ -107,6 +114,53 @@ def test_a_group_is_offered_only_while_all_its_members_live(
     assert shared.offer({0: 1}, prefix="r-1") == ()
     assert shared.offer({0: 1, 1: 2}, prefix="r-1") == ()
     assert len(shared.offer({0: 1, 1: 1, 2: 1}, prefix="r-1")) == 2
+
+
+async def test_a_group_is_offered_to_nobody_once_an_engine_has_left_it(
+    tmp_path: Path, shared: SharedPath, start: Start
+) -> None:
+    """Its lane lives under the same epoch and has the newest weights, from their durable copy:
+    all others would wait for it in the broadcast, paused, until the deadline of a bucket."""
+    file = weights_file(tmp_path / "w.safetensors", 1)
+    offered = offer(shared, GroupMember(0, 1, 1), GroupMember(1, 1, 1))
+    peers_of(start, offered, file, lanes=(0, 1))
+    assert shared.form(has_joined=says_all) == ()
+    lanes, log, weights = LiveLanes(), MemoryLog(run="r"), (1, 1)
+    for lane in (0, 1):
+        lanes.observe(heartbeat(lane, group=offered.group_name), at_s=0.0)
+    async with asyncio.TaskGroup() as tasks:
+        forming = GroupForming(
+            shared,
+            lanes,
+            life=TrainerLife(
+                lineage=1, claim=await log.transaction_writer("t"), writer=await log.writer()
+            ),
+            prefix="r-1",
+            tasks=tasks,
+            telemetry=Telemetry(service="trainer", stream=StringIO()),
+        )
+        present = forming.in_group(weights, at_s=0.0)
+        assert len(shared.offer({each.lane: each.epoch for each in present}, prefix="r-1")) == 2
+        lanes.observe(heartbeat(1, group=""), at_s=0.1)
+        present = forming.in_group(weights, at_s=0.1)
+        assert [each.lane for each in present] == [0]
+        assert [each.lane for each in lanes.at(weights, at_s=0.1)] == [0, 1]
+        assert shared.offer({each.lane: each.epoch for each in present}, prefix="r-1") == ()
+
+
+def heartbeat(lane: int, *, group: str) -> ReportedEngine:
+    return ReportedEngine(
+        lane=lane,
+        epoch=1,
+        url="",
+        is_serving=True,
+        lineage=1,
+        version=1,
+        running=0,
+        queued=0,
+        reported_ms=0,
+        process_group=group,
+    )
 
 
 def test_an_engine_that_does_not_join_is_named_and_the_others_are_let_go(

@@ -79,11 +79,17 @@ def _check_quantization(configuration: RunConfiguration) -> None:
             f"model.engine_quantization must be one of {', '.join(ENGINE_QUANTIZATIONS)}: the "
             f"trainer writes weights in no other format, got {named!r}"
         )
-    if named != "none" and configuration.speculation is not None:
-        raise ValueError(
-            f"model.engine_quantization must be none if speculation is given, got {named!r}: "
-            "nobody has tried a draft head beside quantised weights"
-        )
+    beside = {
+        "speculation is": configuration.speculation is not None,
+        "pool is": configuration.pool is not None,
+        "lanes.prefill is": any(map(is_paired, configuration.lanes)),
+    }
+    for other, is_given in beside.items():
+        if named != "none" and is_given:
+            raise ValueError(
+                f"model.engine_quantization must be none if {other} given, got {named!r}: "
+                "nobody has tried them together"
+            )
 
 
 def _check_agents(configuration: RunConfiguration) -> None:

@@ -24,8 +24,14 @@ _PACKED = (
 )
 """In SGLang's models of the Llama and Qwen families, in this order."""
 
-_NOT_COMPARED = ("embed_tokens", "lm_head", "experts", "_scale", "rotary")
-"""The engine pads vocabularies and packs experts."""
+_NOT_COMPARED = ("experts", "_scale", "rotary")
+"""The engine packs experts; scales are compared with the weights that they belong to."""
+
+_VOCABULARIES = ("embed_tokens", "lm_head")
+"""Parameters with a row for each token, to which SGLang adds rows of zeros."""
+
+_VOCABULARY_ROWS = 64
+"""SGLang 0.5.23 pads a vocabulary to a multiple of it."""
 
 
 def parameters(tensors: Sequence[TensorSpec]) -> dict[str, tuple[TensorSpec, ...]]:
@@ -63,6 +69,14 @@ def sampled(
     return tuple(sorted(whole + others))
 
 
+def padding_bytes(parameter: str, parts: Sequence[TensorSpec]) -> int:
+    """Zeros that an engine of one process has behind a parameter's values."""
+    if not any(word in parameter for word in _VOCABULARIES):
+        return 0
+    rows = parts[0].shape[0]
+    return -rows % _VOCABULARY_ROWS * parts[0].size_bytes // rows
+
+
 def is_whole(parameter: str) -> bool:
     """Whether every process of an engine has all of a parameter."""
     return "norm" in parameter
@@ -76,7 +90,7 @@ def others(tensors: Sequence[TensorSpec], wanted: Sequence[str]) -> tuple[str, .
     """
     layers = {name: re.search(r"\blayers\.\d+\.", name) for name in _all_names(tensors)}
     wanted_layers = {found[0] for name in wanted if (found := layers.get(name))}
-    skipped = set(_NOT_COMPARED)
+    skipped = {*_NOT_COMPARED, *_VOCABULARIES}
     for name, found in layers.items():
         if found is not None and found[0] not in wanted_layers:
             skipped.add(found[0])

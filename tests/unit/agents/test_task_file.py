@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pyarrow
 import pytest
 from hypothesis import given
@@ -15,6 +16,7 @@ from forgemq_agents.core.task_order import order_of_pass
 from forgemq_agents.task_file import TaskFile, TaskFileError, read_tasks
 from forgemq_agents.user_code import UserCodeError, load_domains
 from forgemq_contracts.run import Evaluation, Model, Queue, RunConfiguration, Trainer
+from forgemq_contracts.supervised import Supervised
 
 
 @given(st.integers(1, 60), st.integers(0, 3), st.integers(0, 5))
@@ -121,3 +123,20 @@ def test_a_file_that_cannot_serve_the_run_is_refused_with_its_field(
     (code_path / "empty.jsonl").write_text("\n")
     with pytest.raises(UserCodeError, match=message):
         load_domains(run_of(code_path, evaluated=evaluated, **files))
+
+
+def test_a_supervised_queue_has_the_conversations_of_its_file_as_imports(code_path):
+    talk = (
+        '{"messages": [{"role": "user", "content": "%d?"}, {"role": "assistant", "content": "y"}]}'
+    )
+    (code_path / "talks.jsonl").write_text("".join(f"{talk % n}\n" for n in range(2)))
+    run = run_of(code_path, task_file="talks.jsonl")
+    (queue,) = run.queues
+    changed = msgspec.structs.replace(queue, agent="", supervised=Supervised(fraction=1.0))
+    code = load_domains(msgspec.structs.replace(run, queues=(changed,)))["d"]
+    given = [code.task_source(3, "d", number)["messages"][0]["content"] for number in range(4)]
+    assert sorted(given[:2]) == sorted(given[2:]) == ["0?", "1?"]
+    assert code.source == "import"
+    (code_path / "talks.jsonl").write_text(f"{talk % 1}\n" + '{"messages": []}\n')
+    with pytest.raises(UserCodeError, match=r"queues\.d\.task_file: .*talks\.jsonl:2: messages"):
+        load_domains(msgspec.structs.replace(run, queues=(changed,)))

@@ -5,6 +5,7 @@ from forgemq_contracts.weight_samples import (
     PARAMETER_BYTES_MAX,
     is_whole,
     others,
+    padding_bytes,
     parameters,
     sampled,
 )
@@ -43,6 +44,8 @@ def test_tensors_that_an_engine_holds_as_one_are_one_parameter_in_its_order() ->
             f"{layer}self_attn.{one}_proj.weight" for one in "qkv"
         ],
         "model.norm.weight": ["model.norm.weight"],
+        "model.embed_tokens.weight": ["model.embed_tokens.weight"],
+        "lm_head.weight": ["lm_head.weight"],
     }
 
 
@@ -62,8 +65,19 @@ def test_what_is_left_out_matches_every_other_name_and_none_of_the_wanted() -> N
     tensors = model(12)
     wanted = ("model.layers.1.mlp.gate_up_proj.weight", "model.norm.weight")
     skipped = others(tensors, wanted)
-    names = {*parameters(tensors), "model.embed_tokens.weight", "lm_head.weight"}
+    names = {*parameters(tensors)}
     names |= {"model.layers.1.mlp.experts.w13_weight", "model.layers.1.rotary_emb.inv_freq"}
     read = {name for name in names if not any(part in name for part in skipped)}
     assert read == set(wanted)
     assert "layers.11." in skipped
+    assert "embed_tokens" in skipped
+    assert "embed_tokens" not in others(tensors, ["model.embed_tokens.weight"])
+
+
+def test_a_vocabulary_has_rows_of_zeros_up_to_a_multiple_of_64() -> None:
+    def padding(name: str, rows: int) -> int:
+        return padding_bytes(name, [spec(name, rows, 8)])
+
+    assert padding("model.embed_tokens.weight", 700) == 4 * 8 * 4
+    assert padding("lm_head.weight", 704) == 0
+    assert padding("model.layers.0.mlp.down_proj.weight", 700) == 0

@@ -81,9 +81,10 @@ def chosen(
 
 
 def test_an_episode_stays_where_its_prefix_is_until_that_costs_more() -> None:
+    """Of the assumed rates: 0.237 s to read 1,900 tokens elsewhere, here 0.084 s for each other."""
     lanes = lanes_of(report(0), report(1))
     assert chosen(lanes, cached={1: 1900}) == 1
-    for _ in range(3):
+    for _ in range(2):
         lanes.enter(1, 1)
     assert chosen(lanes, cached={1: 1900}) == 1
     lanes.enter(1, 1)

@@ -18,17 +18,17 @@ RATES = Rates(prefill_tokens_per_s=1000.0, step_s=0.01, step_added_s=0.001)
 @pytest.mark.parametrize(
     ("work", "uncached", "expected"),
     [
-        # Reads 0.5 s, then 100 steps of 11 ms.
-        (LaneWork(), 500, 0.5 + 1.1),
-        # Steps of 13 ms, and each of the two others waits 0.5 s and 100 times 1 ms.
-        (LaneWork(in_flight=2), 500, 0.5 + 1.3 + 2 * (0.5 + 0.1)),
-        # What was given before is read first.
+        # A pass of its own, 10 ms, reads 0.5 s; then 100 steps of 11 ms.
+        (LaneWork(), 500, 0.01 + 0.5 + 1.1),
+        # Steps of 13 ms, and each of the two others waits for the pass, 0.5 s and 100 times 1 ms.
+        (LaneWork(in_flight=2), 500, 0.01 + 0.5 + 1.3 + 2 * (0.01 + 0.5 + 0.1)),
+        # What was given before is read first, and in the same pass.
         (LaneWork(unread_tokens=3000), 500, 3.0 + 0.5 + 1.1),
         # 200 tokens have no place.
-        (LaneWork(used_tokens=700, capacity_tokens=1000), 500, 0.5 + 1.1 + 0.2),
-        (LaneWork(used_tokens=500, capacity_tokens=1000), 500, 0.5 + 1.1),
-        (LaneWork(used_tokens=700), 500, 0.5 + 1.1),
-        (LaneWork(), 0, 1.1),
+        (LaneWork(used_tokens=700, capacity_tokens=1000), 500, 0.01 + 0.5 + 1.1 + 0.2),
+        (LaneWork(used_tokens=500, capacity_tokens=1000), 500, 0.01 + 0.5 + 1.1),
+        (LaneWork(used_tokens=700), 500, 0.01 + 0.5 + 1.1),
+        (LaneWork(), 0, 0.01 + 1.1),
     ],
     ids=["idle", "others", "queue", "overflow", "just fits", "unknown size", "all cached"],
 )

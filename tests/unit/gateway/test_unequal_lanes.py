@@ -81,9 +81,11 @@ def test_an_idle_lane_takes_over_what_it_fetches_sooner_than_the_other_is_free(
 
 @pytest.mark.parametrize(("tokens", "expected"), [(255, 0), (256, 1)])
 def test_what_is_too_short_for_the_pool_is_read_again(tokens: int, expected: int) -> None:
-    """The request on the first lane costs 27 ms. To read is 32 ms on the second, to fetch 20."""
+    """The first lane has 360 tokens to read before, which takes 45 ms. The second begins a pass,
+    20 ms, and reads 255 tokens in 32 ms or fetches 256 in 20."""
     lanes = lanes_with(FAST, FAST, pool_tokens_per_s=1e9)
-    lanes.enter(0, 1, uncached_tokens=56)
+    lanes.enter(0, 1, uncached_tokens=360)
+    lanes.leave(0, 1)
     assert chosen(lanes, tokens=tokens, cached={(0, 1, (1, 3)): tokens}) == expected
 
 
@@ -99,6 +101,23 @@ def test_a_context_that_does_not_fit_an_engine_goes_to_one_with_room(
         report = msgspec.structs.replace(heartbeat(lane, load), context_tokens_max=tokens_max)
         lanes.report(report, heard_s=0.0)
     assert chosen(lanes, tokens=tokens) == expected
+
+
+def test_a_turn_joins_those_that_wait_to_be_read_where_another_pass_would_delay_all_others() -> (
+    None
+):
+    """The first lane reads 80 tokens before, 10 ms; the second has none to read, and one more pass
+    there takes 20 ms of the turn and of each of the four beside it."""
+    lanes = lanes_with(FAST, FAST)
+    for lane in (0, 1):
+        for _ in range(4):
+            lanes.enter(lane, 1)
+    lanes.enter(0, 1, uncached_tokens=80)
+    lanes.leave(0, 1)
+    assert chosen(lanes, tokens=100) == 0
+    lanes.enter(0, 1, uncached_tokens=1_000)
+    lanes.leave(0, 1)
+    assert chosen(lanes, tokens=100) == 1
 
 
 def test_what_a_lane_was_given_and_has_not_read_delays_the_next_one() -> None:

@@ -211,7 +211,17 @@ async def test_weights_that_differ_are_broken() -> None:
         (
             ServerInfo(1, 1, disaggregation_mode="prefill", quantization="fp8"),
             DECODE,
-            "^the prefill engine was started with --quantization fp8, the decode engine with None",
+            "^the prefill engine was started with --quantization fp8: nobody has tried it",
+        ),
+        (
+            PREFILL,
+            ServerInfo(1, 1, disaggregation_mode="decode", speculative_algorithm="EAGLE"),
+            "^the decode engine was started with --speculative-algorithm EAGLE: nobody has tried",
+        ),
+        (
+            ServerInfo(1, 1, disaggregation_mode="prefill", hicache_storage_backend="file"),
+            DECODE,
+            "^the prefill engine was started with --hicache-storage-backend file: nobody has",
         ),
     ],
 )

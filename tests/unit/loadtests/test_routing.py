@@ -1,15 +1,19 @@
 """Simulated engines, traces of completions, and the gateway's choice among others'."""
 
+from functools import partial
+from pathlib import Path
+
 import msgspec
 import pytest
-from routing import CASES, Fleet, Simulation
+from routing import CASES, Fleet, Simulation, in_order
 from routing_engine import EngineSpeed, SharedPool, SimulatedEngine, Work
-from routing_policies import POLICIES
+from routing_policies import POLICIES, Gateway, Sticky
 from routing_trace import EpisodeTrace, TurnTrace, of_completions, synthetic
 
 from forgemq_contracts.arrays import pack_floats, pack_ids
 from forgemq_contracts.completions import FinishedCompletion, TurnPart, WeightSpan
 
+DEMO = Path(__file__).parents[3] / "loadtests" / "traces" / "demo.jsonl"
 SPEED = EngineSpeed(
     prefill_tokens_per_s=1000.0,
     step_s=0.01,
@@ -63,9 +67,9 @@ def test_an_update_makes_what_runs_read_everything_again() -> None:
     engine.take(turn := work("a", context=500, output=100))
     engine.step(0.0)
     engine.step(0.0)
-    assert (turn.unread_tokens, turn.sampled_tokens) == (0, 16)
+    assert (turn.unread_tokens, turn.sampled_tokens) == (0, 18)  # 18 steps of 11 ms in 0.2 s.
     engine.load(1)
-    assert (turn.unread_tokens, engine.running) == (516, [])
+    assert (turn.unread_tokens, engine.running) == (518, [])
 
 
 def test_a_full_cache_drops_what_was_not_used_for_longest() -> None:
@@ -183,3 +187,32 @@ def test_an_engine_that_is_late_with_weights_has_the_older_version() -> None:
         event()
         seen.append((simulation._now_s, tuple(e.version for e in simulation._engines)))
     assert seen == [(2.0, (0, 1)), (5.0, (1, 1))]
+
+
+def test_another_order_of_a_trace_has_the_same_episodes_with_those_of_a_group_together() -> None:
+    traces = synthetic(groups=6, group_size=4, seed=3)
+    assert in_order(traces, seed=0) == traces
+    shuffled = in_order(traces, seed=1)
+    assert shuffled != traces
+    assert in_order(shuffled, seed=0) == shuffled
+    groups = [trace.group for trace in shuffled]
+    assert groups == [group for group in dict.fromkeys(groups) for _ in range(4)]
+    for group in set(groups):
+        assert [each for each in shuffled if each.group == group] == [
+            each for each in traces if each.group == group
+        ]
+
+
+def test_with_a_pool_and_short_contexts_the_gateway_finishes_the_turns_of_sticky() -> None:
+    """A cost without the pass that a turn begins finishes 0.97 of them: it moves episodes to and
+    fro between equal engines, whose turns are then read in more passes."""
+    recorded = msgspec.json.Decoder(EpisodeTrace).decode_lines(DEMO.read_bytes())
+    fleet = msgspec.structs.replace(CASES["with_pool"], speeds=(0.05,) * 8)
+    gateway, sticky = (
+        [
+            Simulation(fleet, made(), in_order(recorded, seed=seed)).run().turns_per_s
+            for seed in range(2)
+        ]
+        for made in (partial(Gateway, 8, pool_tokens_per_s=60_000.0), partial(Sticky, 8))
+    )
+    assert sum(gateway) >= 0.98 * sum(sticky)

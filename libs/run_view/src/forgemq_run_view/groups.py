@@ -284,11 +284,10 @@ class GroupBook:
         if entry.is_admitted:
             return
         self._waiting[record.domain] -= record.purpose == "train" and entry.is_requested
-        entry.is_admitted = True
+        entry.is_admitted, entry.is_greedy = True, record.temperature == 0
         entry.domain, entry.purpose, entry.source = record.domain, record.purpose, record.source
         entry.group_size, entry.queue_index = record.group_size, record.queue_index
         entry.version, entry.round_name = record.version_at_admission, record.round_name
-        entry.is_greedy = record.temperature == 0
         self.admitted += 1
         if not entry.reason:
             self._open.setdefault(entry.domain, set()).add(entry.group_id)
@@ -300,7 +299,7 @@ class GroupBook:
         elif entry.is_untrained:
             self._hide(self._shown_groups.note_untrained(entry.group_id))
             self._untrained_of(entry).conversations += 1
-            self._untrained_of(entry).training += entry.purpose == "train"
+            self._untrained_of(entry).training += entry.queue_index is not None
         self._count_score(entry)
 
     def _apply_completion(self, record: FinishedCompletion, *, partition: int, offset: int) -> None:
@@ -360,9 +359,8 @@ class GroupBook:
     def _count_end(self, entry: GroupEntry) -> Sums:
         """Count a group that is scored; returns the sums that its episodes belong to."""
         if entry.is_untrained:
-            untrained = self._untrained_of(entry)
-            untrained.ended += 1
-            return untrained.sums
+            self._untrained_of(entry).ended += 1
+            return self._untrained_of(entry).sums
         if not entry.is_in_round:
             return self._versions.setdefault(entry.version, Sums())
         each = self._round(entry)

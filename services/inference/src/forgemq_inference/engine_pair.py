@@ -307,11 +307,16 @@ def check_pair(prefill: ServerInfo, decode: ServerInfo) -> None:
                 f"the {role} engine was started with --enable-return-routed-experts: prefill "
                 "records the routes of the first token, and SGLang sends them to no decode engine"
             )
-    if prefill.quantization != decode.quantization:
-        raise EngineRefusedError(
-            f"the prefill engine was started with --quantization {prefill.quantization}, the "
-            f"decode engine with {decode.quantization}: both must have the same"
-        )
+        for option, value in (
+            ("--speculative-algorithm", server.speculative_algorithm),
+            ("--hicache-storage-backend", server.hicache_storage_backend),
+            ("--quantization", server.quantization),
+        ):
+            if value is not None:
+                raise EngineRefusedError(
+                    f"the {role} engine was started with {option} {value}: nobody has tried it "
+                    "with a pair"
+                )
 
 
 async def _first_failure_or(

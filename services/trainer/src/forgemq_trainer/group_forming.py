@@ -44,12 +44,19 @@ class GroupForming:
         if self._forming is not None and not self._forming.done():
             return
         ready = self._lanes.at(newest, at_s=at_s)
-        late = len(self._lanes.live(at_s=at_s)) - len(ready)
-        wanted = self._members.wanted(
-            ready, late=late, formed=self._intact(), newest=newest, at_s=at_s
-        )
+        late = self._lanes.live(at_s=at_s).keys() - {member.lane for member in ready}
+        wanted = self._members.wanted(ready, late=late, formed=self._intact(), at_s=at_s)
         if wanted:
             self._forming = self._tasks.create_task(self._form(wanted))
+
+    def in_group(self, weights: WeightsId, *, at_s: float) -> tuple[GroupMember, ...]:
+        """The live lanes that serve these weights and whose engines are in the present group.
+
+        An engine leaves it by itself after an error, or for one that other lanes did not join.
+        """
+        ready = self._lanes.at(weights, at_s=at_s)
+        name = self._shared.group_name
+        return tuple(each for each in ready if self._lanes.is_in_group(each.lane, name))
 
     async def finish(self) -> None:
         """Wait for the forming under way; its deadline bounds the wait."""

@@ -217,18 +217,16 @@ class Publisher:
         if self._broadcasts is None or version == 0:
             return ()  # Engines start with the base model.
         at_s = asyncio.get_running_loop().time()
-        lanes = self._lanes.live(at_s=at_s)
+        lanes = live = self._lanes.live(at_s=at_s)
         if self._forming is not None:
-            # One that is still behind would let all the others wait for it.
-            lanes = {
-                each.lane: each.epoch
-                for each in self._lanes.at((self._life.lineage, before), at_s=at_s)
-            }
+            # One that is still behind, or has left the group, would let all the others wait for it.
+            present = self._forming.in_group((self._life.lineage, before), at_s=at_s)
+            lanes = {each.lane: each.epoch for each in present}
         offers = await asyncio.to_thread(
             self._broadcasts.offer, lanes, prefix=self._group_prefix, ranks=self._lanes.ranks()
         )
-        if lanes and not offers:
-            self._telemetry.event("no_group", version=version, lanes=len(lanes))
+        if live and not offers:
+            self._telemetry.event("no_group", version=version, lanes=len(live))
         return offers
 
     async def _send(self, offers: tuple[Rendezvous, ...], saved: SavedVersion) -> None:

@@ -177,8 +177,7 @@ class Training:
 
         Args:
             scheduled: The step's record.
-            values: Wire bytes by group id; one that is missing, damaged or too large for the
-                memory budget fails its group only.
+            values: Wire bytes by group id; one that is lost, damaged or too large fails its group.
         """
         groups: list[ScheduledGroup] = []
         forests: list[Forest] = []
@@ -187,7 +186,8 @@ class Training:
         for group in scheduled.groups:
             try:
                 tree = _decode_tree(group, values.get(group.group_id))
-                forest = self._forest(tree)
+                forest = read_tree(tree, is_supervised=tree.domain in self._supervised)
+                forest = distilled(forest, self._configuration.distillation)
                 if self._ranks.rank == 0:  # It announces only groups that passed.
                     self._check_fits(forest)
                     self._check_plan(forest)
@@ -222,9 +222,9 @@ class Training:
             raise ValueError(
                 f"version {self.version} trains step {self.version}, got {step.scheduled.step}"
             )
-        # The other ranks get only the groups that train here: some may have failed.
         scheduled = msgspec.structs.replace(step.scheduled, groups=step.groups)
         values = {group.group_id: step.values[group.group_id] for group in step.groups}
+        # The other ranks get only the groups that train here: some may have failed.
         self._ranks.announce(commands.ComputeGradients(scheduled=scheduled, values=values))
         updates = StepUpdates(
             self._model,
@@ -343,10 +343,6 @@ class Training:
                 f"finite gradient; optimizer.skipped_in_a_row_max is {skipped_max}. Resume "
                 "with another loss or a lower optimizer.lr, or raise the limit"
             )
-
-    def _forest(self, tree: MergedTree) -> Forest:
-        forest = read_tree(tree, is_supervised=tree.domain in self._supervised)
-        return distilled(forest, self._configuration.distillation)
 
     def _check_plan(self, forest: Forest) -> None:
         """Plan the tree alone: what fits alone fits among others, which run before or after it.

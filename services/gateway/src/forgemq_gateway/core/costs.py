@@ -4,11 +4,16 @@ Of a request with u tokens that the lane has not in its cache, on a lane with b 
 which reads R tokens a second and takes s + b ds seconds for a decoding step of b requests:
 
     Q / R                        the lane first reads what it was given before and has not read yet
+    p                            if it reads nothing, this request begins a pass of its own: s
     u / R                        then this request's own tokens
     F                            before, if engines share a pool: to fetch what another has computed
     T (s + (b + 1) ds)           then it samples T tokens, as many as the run's completions have
-    b (u / R + T ds)             meanwhile each of the others waits for both
+    b (p + u / R + T ds)         meanwhile each of the others waits for all three
     max(0, used + u - C) / R     what must leave a full cache of C tokens is read again later
+
+A pass over contexts takes at least what a decoding step without requests takes. A request that
+waits with others to be read shares theirs. R is measured over whole passes, so that with short
+contexts it has a part of that time in it too.
 """
 
 from collections.abc import Sequence
@@ -120,10 +125,13 @@ def fetched_tokens(missing: int) -> int:
 def cost_s(rates: Rates, work: LaneWork, *, uncached_tokens: int, output_tokens: float) -> float:
     """What a request costs on this lane, to itself and to those that are there, without F."""
     read_s = uncached_tokens / rates.prefill_tokens_per_s
+    # Without it, lanes that are equal but for noise pass episodes to and fro, which tears apart the
+    # turns that would be read in one pass.
+    pass_s = 0.0 if work.unread_tokens else rates.step_s
     others = work.in_flight
     decode_s = output_tokens * (rates.step_s + (others + 1) * rates.step_added_s)
-    harm_s = others * (read_s + output_tokens * rates.step_added_s)
+    harm_s = others * (pass_s + read_s + output_tokens * rates.step_added_s)
     evicted = work.used_tokens + uncached_tokens - work.capacity_tokens
     overflow = max(0, evicted) if work.capacity_tokens else 0
     queue_s = (work.unread_tokens + overflow) / rates.prefill_tokens_per_s
-    return queue_s + read_s + decode_s + harm_s
+    return queue_s + pass_s + read_s + decode_s + harm_s

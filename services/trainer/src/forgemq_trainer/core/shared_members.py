@@ -3,11 +3,10 @@
 from collections.abc import Collection
 from typing import NamedTuple
 
-from forgemq_contracts.lanes import WeightsId
-
 SETTLE_S = 10.0
-"""The others wait this long for a lane that is behind with weights: most load within it, and each
-group that is formed without one is followed by another with it."""
+"""The others wait this long for a lane that falls behind with weights: most load within it, and
+each group that is formed without one is followed by another with it. One that is behind for longer,
+version after version, is not waited for again."""
 
 AWAY_S = 60.0
 """A lane whose engine did not join is left out for this time at first, then for twice as long:
@@ -33,33 +32,27 @@ class SharedMembers:
     """
 
     def __init__(self) -> None:
-        self._newest: WeightsId | None = None
-        self._late_since_s: float | None = None
+        self._late_since_s: dict[int, float] = {}
         self._away: dict[GroupMember, tuple[float, float]] = {}
 
     def wanted(
         self,
         ready: Collection[GroupMember],
         *,
-        late: int,
+        late: Collection[int],
         formed: Collection[GroupMember],
-        newest: WeightsId,
         at_s: float,
     ) -> tuple[GroupMember, ...]:
         """The members of the group to form now, by lane; () if none is to be formed.
 
         Args:
             ready: Live lanes that serve the newest version.
-            late: How many live lanes serve an older one.
+            late: Live lanes that serve an older one.
             formed: Members of the present group; none if it is broken.
-            newest: The newest version.
             at_s: Seconds of a clock that never goes back.
         """
-        if not late or newest != self._newest:
-            self._newest, self._late_since_s = newest, None
-        if late and self._late_since_s is None:
-            self._late_since_s = at_s
-        if self._late_since_s is not None and at_s - self._late_since_s < SETTLE_S:
+        self._late_since_s = {lane: self._late_since_s.get(lane, at_s) for lane in late}
+        if any(at_s - since_s < SETTLE_S for since_s in self._late_since_s.values()):
             return ()
         members = sorted(each for each in ready if not self._is_away(each, at_s))
         return () if members == sorted(formed) else tuple(members)
