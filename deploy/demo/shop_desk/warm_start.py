@@ -151,20 +151,21 @@ def train(
     *,
     steps: int,
     lr: Callable[[int], float],
+    dtype: torch.dtype = torch.bfloat16,
 ) -> None:
-    """Train on a batch for each step."""
+    """Train on a batch for each step; matrix products are in `dtype`."""
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = lr(step)
         optimizer.zero_grad()
-        loss = _backward(model, batch(step))
+        loss = _backward(model, batch(step), dtype=dtype)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % 50 == 0:
             sys.stderr.write(f"{batch.__name__} {step}/{steps} loss {loss:.4f}\n")
 
 
-def _backward(model: Qwen3ForCausalLM, examples: list[Example]) -> float:
+def _backward(model: Qwen3ForCausalLM, examples: list[Example], *, dtype: torch.dtype) -> float:
     """Gradient of the mean loss over the batch's targets, in pieces of like length."""
     total = sum(sum(example.is_target[1:]) for example in examples)
     loss_sum = 0.0
@@ -175,7 +176,7 @@ def _backward(model: Qwen3ForCausalLM, examples: list[Example]) -> float:
         for row, example in enumerate(piece):
             ids[row, : len(example.ids)] = torch.tensor(example.ids)
             is_target[row, : len(example.ids)] = torch.tensor(example.is_target)
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
             hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
         wanted = is_target[:, 1:]
         logits = model.lm_head(hidden[:, :-1].float()[wanted])
