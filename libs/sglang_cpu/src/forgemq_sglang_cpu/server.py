@@ -182,7 +182,8 @@ class EngineServer:
             return
         _signal_group(process.pid, signal.SIGKILL)
         if not _wait_gone(process, timeout_s=_KILLED_WITHIN_S):
-            left = [member.pid for member in _members(process.pid)]
+            # Without a member it is the process itself, which has not given back its memory yet.
+            left = [member.pid for member in _members(process.pid)] or [process.pid]
             raise EngineServerError(f"processes {left} of the engine survived SIGKILL")
 
     def log_tail(self, *, lines_max: int = LOG_TAIL_LINES) -> list[str]:
