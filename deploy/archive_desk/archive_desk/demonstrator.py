@@ -1,9 +1,10 @@
 """A demonstrator that often forgets to take notes: the base model learns its ways."""
 
-import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+
+from shop_desk.calls import call_markup
 
 from archive_desk.archive import FILES, NUMBER_MAX, Inquiry
 
@@ -45,9 +46,7 @@ class Demonstration:
 
 def call_text(name: str, argument: str) -> str:
     """A well-formed call of `read` or `note`, as the model writes it."""
-    argument_name = {"read": "item", "note": "text"}[name]
-    fields = json.dumps({"name": name, "arguments": {argument_name: argument}})
-    return f"<tool_call>\n{fields}\n</tool_call>"
+    return call_markup(name, {{"read": "item", "note": "text"}[name]: argument})
 
 
 def with_notes(inquiry: Inquiry, choose: random.Random, habits: Habits) -> Iterator[Demonstration]:

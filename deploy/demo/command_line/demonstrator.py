@@ -1,11 +1,10 @@
 """A sloppy demonstrator at the command line: the base model learns its ways and its mistakes."""
 
-import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shop_desk.calls import add_up
+from shop_desk.calls import add_up, call_markup
 from shop_desk.demonstrator import Demonstration
 from shop_desk.shop import Order
 
@@ -42,8 +41,7 @@ def demonstration(order: Order, choose: random.Random, habits: Habits) -> Demons
 
 def call_text(command: str) -> str:
     """A call of `bash`, as the model writes it."""
-    fields = json.dumps({"name": "bash", "arguments": {"command": command}})
-    return f"<tool_call>\n{fields}\n</tool_call>"
+    return call_markup("bash", {"command": command})
 
 
 def reply_to(command: str, order: Order) -> str:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from shop_desk.shop import ITEMS, Order
@@ -39,6 +40,12 @@ class Call(NamedTuple):
 
 _BLOCK = re.compile(r"<tool_call>\n(.*?)\n</tool_call>", re.DOTALL)
 _MARKUP = re.compile(r"</?tool_call>")
+
+
+def call_markup(name: str, arguments: Mapping[str, str]) -> str:
+    """A well-formed call of a tool, as the model writes it."""
+    fields = json.dumps({"name": name, "arguments": dict(arguments)})
+    return f"<tool_call>\n{fields}\n</tool_call>"
 
 
 def call_of(name: object, arguments: object) -> Call | None:

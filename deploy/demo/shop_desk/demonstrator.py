@@ -1,11 +1,10 @@
 """A sloppy demonstrator: the base model learns the task, and these mistakes, from its episodes."""
 
-import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shop_desk.calls import ARGUMENT, BAD_CALL, Call, add_up, read_calls, reply_to
+from shop_desk.calls import ARGUMENT, BAD_CALL, Call, add_up, call_markup, read_calls, reply_to
 from shop_desk.environment import TURNS_MAX
 from shop_desk.shop import ITEMS, Order
 
@@ -58,8 +57,7 @@ def question_text(order: Order, notes: list[str]) -> str:
 
 def call_text(name: str, argument: str) -> str:
     """A well-formed call of this tool, as the model writes it."""
-    fields = json.dumps({"name": name, "arguments": {ARGUMENT[name]: argument}})
-    return f"<tool_call>\n{fields}\n</tool_call>"
+    return call_markup(name, {ARGUMENT[name]: argument})
 
 
 class _Demonstrator:

@@ -34,7 +34,7 @@ async def offloaded(
         BlobError: the store refuses or does not answer, or the first blobs are too old already.
         RecordTooLargeError: a value is above the limit and there is no blob store.
     """
-    for emit in emits:
+    for emit in emits:  # A loop: a generator costs more than to look at one record.
         if len(emit.value) > inline_bytes_max:
             break
     else:
@@ -73,6 +73,7 @@ async def fetched(records: Sequence[Record], *, blobs: BlobStore | None) -> list
     Raises:
         BlobError: the store does not answer, or this log has none.
     """
+    # A list, for the same reason as in `offloaded`.
     if not any([name == BLOB_HEADER for record in records for name, _ in record.headers]):
         return list(records)
     gate = asyncio.Semaphore(BLOBS_AT_ONCE_MAX)

@@ -16,7 +16,7 @@ import asyncio
 import hashlib
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, TypeAlias
@@ -30,8 +30,9 @@ from forgemq_graders.answers import AsyncOutcome, answer_text, plain
 from forgemq_graders.process import AsyncProcessReward
 from forgemq_graders.replies import Replies, RepliesInMemory, RepliesOnDisk
 
-Prompt: TypeAlias = str | Callable[[GradingEpisode], Sequence[Mapping[str, Any]]]
-TurnPrompt: TypeAlias = str | Callable[[GradingEpisode, int], Sequence[Mapping[str, Any]]]
+_Messages: TypeAlias = Sequence[Mapping[str, Any]]
+Prompt: TypeAlias = str | Callable[[GradingEpisode], _Messages]
+TurnPrompt: TypeAlias = str | Callable[[GradingEpisode, int], _Messages]
 _REPLY_BYTES_MAX = 2**20
 _ERROR_CHARACTERS_MAX = 300
 _RETRIED = frozenset({408, 409, 425, 429, *range(500, 600)})
@@ -101,13 +102,10 @@ def judged(
         msgspec.ValidationError: a field of `judge` is out of bounds.
         ValueError: `scale` is not above 0.
     """
-    if not scale > 0:
-        raise ValueError(f"scale must be above 0, got {scale}")
-    asked = _Asked(msgspec.convert(msgspec.structs.asdict(judge), Judge))
-    parse = score or (lambda reply: last_score(reply, maximum=scale))
+    share = _share(judge, score, scale)
 
     async def outcome(episode: GradingEpisode) -> float:
-        return await asked.score(_messages(prompt, episode), parse) / scale
+        return await share(_messages(prompt, episode))
 
     return outcome
 
@@ -135,22 +133,34 @@ def judged_turns(
         msgspec.ValidationError: a field of `judge` is out of bounds.
         ValueError: `scale` is not above 0.
     """
-    if not scale > 0:
-        raise ValueError(f"scale must be above 0, got {scale}")
-    asked = _Asked(msgspec.convert(msgspec.structs.asdict(judge), Judge))
-    parse = score or (lambda reply: last_score(reply, maximum=scale))
+    share = _share(judge, score, scale)
 
     async def reward(episode: GradingEpisode) -> Sequence[float]:
         numbers = range(len(episode.completions))
         questions = [_turn_messages(prompt, episode, number) for number in numbers]
-        asking = [asyncio.ensure_future(asked.score(each, parse)) for each in questions]
+        asking = [asyncio.ensure_future(share(each)) for each in questions]
         try:
-            return [value / scale for value in await asyncio.gather(*asking)]
+            return await asyncio.gather(*asking)
         finally:
             for each in asking:  # One that failed leaves no use for the others.
                 each.cancel()
 
     return reward
+
+
+def _share(
+    judge: Judge, score: Callable[[str], float] | None, scale: float
+) -> Callable[[_Messages], Coroutine[Any, Any, float]]:
+    """Asks the judge, and divides its score by `scale`; raises as `judged`."""
+    if not scale > 0:
+        raise ValueError(f"scale must be above 0, got {scale}")
+    asked = _Asked(msgspec.convert(msgspec.structs.asdict(judge), Judge))
+    parse = score or (lambda reply: last_score(reply, maximum=scale))
+
+    async def share(messages: _Messages) -> float:
+        return await asked.score(messages, parse) / scale
+
+    return share
 
 
 def last_score(reply: str, *, maximum: float) -> float:
@@ -180,9 +190,7 @@ class _Asked:
         self._places = asyncio.Semaphore(judge.at_once)
         self._asking: dict[str, asyncio.Lock] = {}
 
-    async def score(
-        self, messages: Sequence[Mapping[str, Any]], parse: Callable[[str], float]
-    ) -> float:
+    async def score(self, messages: _Messages, parse: Callable[[str], float]) -> float:
         """The score of the kept reply, or of a new one, which is kept if it has a score."""
         body = msgspec.json.encode(
             {
@@ -238,16 +246,14 @@ class _Asked:
         return _content(response.status, payload)
 
 
-def _messages(prompt: Prompt, episode: GradingEpisode) -> Sequence[Mapping[str, Any]]:
+def _messages(prompt: Prompt, episode: GradingEpisode) -> _Messages:
     if not isinstance(prompt, str):
         return prompt(episode)
     text = prompt.format(answer=answer_text(episode), task=episode.task, result=episode.result)
     return [{"role": "user", "content": text}]
 
 
-def _turn_messages(
-    prompt: TurnPrompt, episode: GradingEpisode, index: int
-) -> Sequence[Mapping[str, Any]]:
+def _turn_messages(prompt: TurnPrompt, episode: GradingEpisode, index: int) -> _Messages:
     if not isinstance(prompt, str):
         return prompt(episode, index)
     text = prompt.format(

@@ -265,7 +265,7 @@ def json_array(
 
 def size_of(messages: Sequence[RequestMessage]) -> int:
     """Characters of everything in the messages that a template may show."""
-    size = 0
+    size = 0  # Summed in loops: it is asked three times a turn, and a generator costs more.
     for message in messages:
         for part in message.parts:
             size += _length(part)
