@@ -1,36 +1,49 @@
 """Does a reward for completion time make agents work in parallel, by the clock on the wall?
 
-Plays the shop desk with tools that really take their seconds (`shop_desk.real_time`), once with the
-reward for speed and once without, and compares the held-out tasks after the last step. The wall
-time of an episode has the queueing of its own machine in it, so the two cases are comparable with
-each other and with no other machine; completion time has none of it.
+Trains the shop desk with tools that really take their seconds (`shop_desk.real_time`), once with
+the reward for speed and once without. Then judges the base model and both trained models on the
+held-out tasks, each twice and in turns, without a trainer: `wall_s_per_episode` has what else the
+machine does in it, so only times of models that were judged beside each other compare.
+Curves of the training episodes go to docs/learning/.
 
-    make load NAME=completion_time JSON=completion_time.json    # two runs, one after the other
+    make load NAME=completion_time JSON=completion_time.json    # two runs and six judgings
+
+A run that was played before is read again. `--case NAME` trains this case and judges nothing.
 """
 
+import json
 import shutil
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from measurement import Measurement, arguments
 
+from forgemq_contracts.arrays import unpack_ids
 from forgemq_episode_files.arrow_rows import from_arrow
 from forgemq_episode_files.reading import read_rows
 from forgemq_episode_files.rows import EpisodeRow
 
 ROOT = Path(__file__).parents[1]
+CURVES = ROOT / "docs" / "learning"
 RUN_FILE = "deploy/demo/run.toml"
-REAL_TIME = (
+STEPS = 30
+# Few enough that an episode's time is mostly its own, not the wait for 63 others on two cores.
+AT_ONCE = 24
+SETTINGS = (
     'queues.shop_desk.agent="shop_desk.real_time:play"',
     'queues.shop_desk.speed="shop_desk.real_time:speed"',
+    f"episodes.concurrent_max={AT_ONCE}",
 )
 # Fixed before the first run; without the reward `speed` is measured and weighs nothing.
 CASES = {"with_speed": "rewards.beta=1.0", "without_speed": "rewards.beta=0.0"}
 SEED = 0
-UNITS = {"success_sampled": "share", "parallel_share": "share"}
+JUDGED = ("base", "with_speed", "without_speed", "without_speed", "with_speed", "base")
+"""In this order, so that a machine that gets slower or faster favours none."""
+UNITS = {"success_sampled": "share", "parallel_share": "share", "calling_turns": "turns"}
 
 
 def forgemq(*command: str) -> None:
@@ -39,24 +52,50 @@ def forgemq(*command: str) -> None:
     subprocess.run([tool, *command], cwd=ROOT, check=True)
 
 
-def played(case: str) -> list[EpisodeRow]:
-    """Every episode of a case's run, which is played unless it was before."""
-    name = f"completion-time-{case.replace('_', '-')}"
-    folder = ROOT / "runs" / name
-    if not (folder / "report.json").exists():
+def folder_of(name: str) -> Path:
+    """The folder of a run of this load test."""
+    return ROOT / "runs" / f"completion-time-{name.replace('_', '-')}"
+
+
+def last_weights(case: str) -> Path:
+    """The checkpoint of a case's last step, a folder in Hugging Face format."""
+    return folder_of(case) / "checkpoints" / "checkpoints" / f"step-{STEPS - 1:08}"
+
+
+def train(case: str) -> Path:
+    """Train a case unless its last weights are there; returns the run's folder."""
+    folder = folder_of(case)
+    if not last_weights(case).exists():
         shutil.rmtree(folder, ignore_errors=True)
-        forgemq("run", RUN_FILE, f"run={name}", f"seed={SEED}", CASES[case], *REAL_TIME)
-    rows = folder / "episodes"
-    shutil.rmtree(rows, ignore_errors=True)
-    forgemq("export", name, "--to", str(rows))
-    files = sorted(rows.glob("*.parquet"))
-    return [from_arrow(values) for path in files for values in read_rows(path)]
+        run = (f"run={folder.name}", f"seed={SEED}", f"trainer.steps={STEPS}")
+        forgemq("run", RUN_FILE, *run, CASES[case], *SETTINGS, "evaluation.greedy=false")
+    return folder
 
 
-def results(rows: Sequence[EpisodeRow], *, round_name: str) -> dict[str, float]:
-    """What the unmasked episodes of one round took and reached."""
-    found = [row for row in rows if row.round_name == round_name and not row.is_masked]
-    metrics = [{each.name: each.value for each in row.metrics} for row in found]
+def judge(case: str, *, number: int) -> Path:
+    """Play each held-out task once with a case's last weights, unless that was done before."""
+    folder = folder_of(f"{case}-judged-{number}")
+    if not (folder / "pass_at_k.json").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        model = "deploy/demo/model" if case == "base" else str(last_weights(case))
+        settings = (f"run={folder.name}", "rewards.beta=1.0", *SETTINGS)
+        forgemq("eval", model, RUN_FILE, "--domain", "shop_desk", "--samples", "1", *settings)
+    return folder
+
+
+def episodes(folder: Path) -> list[EpisodeRow]:
+    """Every episode of a run that was graded."""
+    exported = folder / "episodes"
+    shutil.rmtree(exported, ignore_errors=True)
+    forgemq("export", folder.name, "--to", str(exported))
+    files = sorted(exported.glob("*.parquet"))
+    rows = [from_arrow(values) for path in files for values in read_rows(path)]
+    return [row for row in rows if not row.is_masked]
+
+
+def results(rows: Sequence[EpisodeRow]) -> dict[str, float]:
+    """What these episodes took and reached."""
+    metrics = [{each.name: each.value for each in row.metrics} for row in rows]
     turns = sum(each["calling_turns"] for each in metrics)
     return {
         "wall_s_per_episode": statistics.fmean(each["duration_s"] for each in metrics),
@@ -64,25 +103,61 @@ def results(rows: Sequence[EpisodeRow], *, round_name: str) -> dict[str, float]:
             each.get("alone_s", each["engine_s"]) + each["tool_s"] for each in metrics
         ),
         "tool_s_per_episode": statistics.fmean(each["tool_s"] for each in metrics),
+        "calling_turns": turns / len(rows),
         "parallel_share": sum(each["parallel_turns"] for each in metrics) / max(1.0, turns),
-        "success_sampled": statistics.fmean((row.outcome or 0.0) >= 0.5 for row in found),
+        "success_sampled": statistics.fmean((row.outcome or 0.0) >= 0.5 for row in rows),
     }
 
 
+def write_curve(case: str, rows: Sequence[EpisodeRow]) -> None:
+    """Write what the training episodes took and reached, by the version of their first token."""
+    by_version = defaultdict(list)
+    for row in rows:
+        if row.purpose == "train" and row.turns:
+            by_version[unpack_ids(row.turns[0].versions)[0]].append(row)
+    lines = [
+        json.dumps({"version": version, "episodes": len(found), **results(found)})
+        for version, found in sorted(by_version.items())
+    ]
+    path = CURVES / f"completion-time-{case.replace('_', '-')}.jsonl"
+    path.write_text("".join(f"{line}\n" for line in lines))
+
+
+def add_judged(measurement: Measurement) -> None:
+    """Judge all models, and add the rows of each, of each judging, and of their comparison."""
+    judged = defaultdict(list)
+    for place, case in enumerate(JUDGED):
+        judged[case].append(episodes(judge(case, number=JUDGED[:place].count(case))))
+    found: Mapping[str, dict[str, float]] = {
+        case: results([row for rows in parts for row in rows]) for case, parts in judged.items()
+    }
+    for case, values in found.items():
+        for metric, value in values.items():
+            measurement.row(case, metric, value, UNITS.get(metric, "s"))
+        for rows in judged[case]:
+            measurement.row(f"{case}, each", "wall_s", results(rows)["wall_s_per_episode"], "s")
+    ours, control = found["with_speed"], found["without_speed"]
+    for metric in ("wall_s_per_episode", "tool_s_per_episode"):
+        measurement.row("with over without", metric, ours[metric] / control[metric], "ratio")
+    for metric in ("parallel_share", "success_sampled"):
+        measurement.row("with minus without", metric, ours[metric] - control[metric], "share")
+
+
 def main() -> int:
-    """Play both cases and print the table."""
+    """Train the cases, judge them, and print the table."""
     options = arguments(__doc__ or "")
     measurement = Measurement(
         name="completion_time",
         question="Does a reward for completion time make agents work in parallel?",
-        conditions={"run": f"{RUN_FILE} with tools that take their seconds, seed {SEED}"},
+        conditions={
+            "run": f"{RUN_FILE} with tools that take their seconds, {STEPS} steps, {AT_ONCE} "
+            f"episodes at once, seed {SEED}"
+        },
     )
-    for case in CASES:
-        rows = played(case)
-        for when in ("start", "end"):
-            name = case if when == "end" else f"{case}, before"
-            for metric, value in results(rows, round_name=f"{when}-sampled").items():
-                measurement.row(name, metric, value, UNITS.get(metric, "s"))
+    for case in options.case or CASES:
+        write_curve(case, episodes(train(case)))
+    if not options.case:
+        add_judged(measurement)
     return measurement.finish(options.json)
 
 
