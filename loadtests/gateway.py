@@ -93,6 +93,11 @@ WHOLE = {
 }
 PASSED = "pass_through"
 
+# The proxies are asked right after the case that they are compared with, in the same form: within
+# minutes the machine's speed changes by a fifth.
+FORMS = {"tokenized": "whole", "stream_tokenized": "stream"}
+PROXIES = {"aiohttp": aiohttp_cost, "litellm": litellm_cost}
+
 
 class Seen(Struct, frozen=True, kw_only=True):
     """One case: CPU time of gateway and inference in its window, and the turns that ended there."""
@@ -167,13 +172,17 @@ async def _agents(target: Target, load: Load, *, out: Path) -> AsyncIterator[Non
         await process.wait()
 
 
-async def proxied(kind: str) -> dict[str, Proxied]:
-    """What others' proxies cost for a body and an answer as long as ours."""
-    cost = {"aiohttp": aiohttp_cost, "litellm": litellm_cost}[kind]
-    found = {}
-    for is_stream in (False, True):
-        found["stream" if is_stream else "whole"] = await cost(_asked(is_stream=is_stream))
-    return found
+class Baselines:
+    """What others' proxies cost for a body and an answer as long as ours, by proxy and form."""
+
+    def __init__(self) -> None:
+        self.costs: dict[str, dict[str, Proxied]] = {kind: {} for kind in PROXIES}
+
+    async def measure(self, form: str) -> None:
+        """Ask each proxy, unless that was done."""
+        for kind, cost in PROXIES.items():
+            if form not in self.costs[kind]:
+                self.costs[kind][form] = await cost(_asked(is_stream=form == "stream"))
 
 
 def _asked(*, is_stream: bool) -> Asked:
@@ -182,8 +191,10 @@ def _asked(*, is_stream: bool) -> Asked:
     return Asked(body=body, reply=WORDS.strip(), clients=32)
 
 
-async def measure_alone(folder: Path, wanted: Mapping[str, Load]) -> dict[str, Seen]:
-    """Start a gateway on the log in memory for each wanted case, and play it."""
+async def measure_alone(
+    folder: Path, wanted: Mapping[str, Load], baselines: Baselines
+) -> dict[str, Seen]:
+    """Start a gateway on the log in memory for each wanted case, play it, then ask the proxies."""
     await asyncio.to_thread(folder.mkdir)
     model = model_folder(folder / "model", context_tokens_max=SYSTEM.context_tokens_max)
     configuration = run_configuration("gateway", SYSTEM, model=model)
@@ -194,6 +205,8 @@ async def measure_alone(folder: Path, wanted: Mapping[str, Load]) -> dict[str, S
         speed = Speed(tokens=SYSTEM.output_tokens, latency_s=load.engine_s)
         async with alone(folder, live if load.is_live else configuration, speed=speed) as target:
             found[case] = await seen_of(target, case, load, folder=folder)
+        if case in FORMS:
+            await baselines.measure(FORMS[case])
     return found
 
 
@@ -280,29 +293,30 @@ def report_proxied(
         measurement.row(PASSED, "requests_per_second", passed.per_second, "1/s")
         ratio = passed.cpu_ms / costs["whole"].cpu_ms
         measurement.row(PASSED, "aiohttp_cpu_ratio", ratio, "x")
-    compared = ("tokenized", "tokenized, through Kafka", "stream_tokenized")
-    for case in compared:
-        form = "stream" if case.startswith("stream") else "whole"
+    for case, form in {**FORMS, "tokenized, through Kafka": "whole"}.items():
         if case not in seen:
             continue
         ratio = seen[case].gateway_ms / costs[form].cpu_ms
         measurement.row(case, f"{kind}_cpu_ratio", ratio if kind == "aiohttp" else 1 / ratio, "x")
 
 
-async def measure(names: Sequence[str]) -> tuple[dict[str, Seen], Proxied | None]:
+async def measure(names: Sequence[str]) -> tuple[dict[str, Seen], Proxied | None, Baselines]:
     """Play the named cases, or all of them."""
 
     def wanted(cases: Mapping[str, Load]) -> dict[str, Load]:
         return {case: load for case, load in cases.items() if not names or case in names}
 
     has_passing, passed = not names or PASSED in names, None
+    baselines = Baselines()
     with tempfile.TemporaryDirectory(prefix="forgemq-load-") as name:
         folder = Path(name)
-        seen = await measure_alone(folder / "alone", wanted(ALONE))
+        seen = await measure_alone(folder / "alone", wanted(ALONE), baselines)
         if has_passing or wanted(WHOLE):
             found, passed = await measure_whole(folder, wanted(WHOLE), has_passing=has_passing)
             seen |= found
-    return seen, passed
+    for form in FORMS.values():
+        await baselines.measure(form)
+    return seen, passed, baselines
 
 
 def main() -> int:
@@ -313,10 +327,10 @@ def main() -> int:
         question="What does the gateway cost for each request, and what do others' proxies cost?",
     )
     measurement.conditions["load average, before"] = f"{os.getloadavg()[0]:.1f}"
-    seen, passed = asyncio.run(measure(options.case))
+    seen, passed, baselines = asyncio.run(measure(options.case))
     report(measurement, seen)
-    for kind in ("aiohttp", "litellm"):
-        report_proxied(measurement, kind, asyncio.run(proxied(kind)), seen, passed)
+    for kind, costs in baselines.costs.items():
+        report_proxied(measurement, kind, costs, seen, passed)
     measurement.conditions["litellm"] = install_litellm()
     measurement.conditions["load average, after"] = f"{os.getloadavg()[0]:.1f}"
     return measurement.finish(options.json)

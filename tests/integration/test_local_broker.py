@@ -101,6 +101,21 @@ async def test_what_was_acknowledged_survives_a_killed_broker(broker: LocalBroke
     await log.close()
 
 
+async def test_clients_start_while_the_cluster_names_no_broker(tmp_path: Path) -> None:
+    # It is fenced for two of three seconds, as a broker that stands still for a while.
+    options = {"broker.session.timeout.ms": "1000", "broker.heartbeat.interval.ms": "3000"}
+    broker = LocalBroker(tmp_path / "kafka", options=options)
+    log = KafkaLog(KafkaConnection(bootstrap=await asyncio.to_thread(broker.start)), run="r")
+    try:
+        for number in range(8):
+            writer = await log.transaction_writer(f"w{number}")
+            await writer.close()
+            await asyncio.sleep(0.35)
+    finally:
+        await log.close()
+        await asyncio.to_thread(broker.stop)
+
+
 def test_starting_twice_is_refused(broker: LocalBroker, tmp_path: Path) -> None:
     broker.start()
     with pytest.raises(BrokerError, match="already running"):

@@ -19,7 +19,7 @@ from forgemq_contracts.stages import Stage, StageDomain, stage_at
 from tests.simulation.scheduler_world import Faults, World
 
 # The fast suite runs a fifth of the seeds; the full one all of them.
-SEEDS = [*range(60), *(pytest.param(n, marks=pytest.mark.slow) for n in range(60, 300))]
+SEEDS = [*range(12), *(pytest.param(n, marks=pytest.mark.slow) for n in range(12, 200))]
 
 
 def configuration_of(

@@ -1,8 +1,9 @@
 """The services that the storm runs: their own wiring, and what is written to their inputs."""
 
-import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
+import msgspec
 
 from forgemq_bus.log import Emit
 from forgemq_contracts import topics
@@ -43,7 +44,7 @@ class StormCase:
     def scripts(self, partitions: int, *, records: int) -> tuple[tuple[Emit, ...], ...]:
         """The first so many records, once for each partition."""
         return tuple(
-            tuple(dataclasses.replace(emit, partition=number) for emit in self.script[:records])
+            tuple(msgspec.structs.replace(emit, partition=number) for emit in self.script[:records])
             for number in range(partitions)
         )
 

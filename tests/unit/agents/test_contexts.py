@@ -104,6 +104,7 @@ def test_what_is_kept_is_a_message_of_its_own_if_no_text_of_the_user_ends_the_ta
     kept=st.sampled_from(["", "Notes: a"]),
     text=st.text(max_size=20),
 )
+@pytest.mark.slow
 def test_every_ready_function_is_pure_keeps_the_task_and_pairs_calls_with_results(
     name, count, kept, text
 ):

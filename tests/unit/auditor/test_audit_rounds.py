@@ -102,6 +102,7 @@ async def test_groups_larger_than_the_limit_in_bytes_go_one_by_one():
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 60), max_size=5), st.randoms(use_true_random=False))
+@pytest.mark.slow
 async def test_killed_after_any_round_each_group_is_audited_once(pieces, random):
     run = SyntheticRun().play(steps=4)
     run.admit("g-8", index=8, version=4)

@@ -5,11 +5,11 @@ import hashlib
 import os
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from forgemq_bus.blobs import BlobFile, BlobStore, blob_name, minute_of
 from forgemq_bus.errors import BlobError, LostBlobError, RecordTooLargeError

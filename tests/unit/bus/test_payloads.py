@@ -1,12 +1,12 @@
 """Large values in the blob store: compressed there, the same bytes for every reader."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from forgemq_bus.blobs import PUT_AGE_S_MAX, BlobStore
 from forgemq_bus.errors import BlobError

@@ -59,6 +59,7 @@ def shares(draw: st.DrawFn) -> tuple[list[Fraction], int]:
 
 @given(shares())
 @settings(deadline=None, max_examples=60)
+@pytest.mark.slow
 def test_every_step_is_full_and_no_domain_is_ever_a_group_off_its_share(drawn):
     parts, groups = drawn
     rates = [part * groups for part in parts]
@@ -138,6 +139,7 @@ def slowest(mixed: Mixture, *, queue: int, reach: int, steps: int) -> int:
         (stage_of(b=1.0), stage_of(3, a=0.35, b=0.65), stage_of(40, a=0.05, b=0.95)),
     ],
 )
+@pytest.mark.slow
 def test_the_bound_is_the_largest_lag_that_slots_and_window_allow(stages):
     """N + W - 2 is 14 for both queues; a domain that was left out begins again."""
     mixed = mixture(*stages)

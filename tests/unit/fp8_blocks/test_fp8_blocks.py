@@ -145,6 +145,7 @@ def test_every_tensor_is_aligned_and_known_to_the_fast_path(tmp_path: Path) -> N
     assert header_bytes(data[:8]) + sum(spec.size_bytes for spec in specs) == len(data)
 
 
+@pytest.mark.slow
 def test_the_command_says_in_one_line_what_cannot_be_written(tmp_path: Path) -> None:
     base = save_base(tmp_path / "base")
     command = [sys.executable, "-m", "forgemq_fp8_blocks", str(base), str(tmp_path / "fp8")]

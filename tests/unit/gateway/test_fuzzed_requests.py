@@ -102,6 +102,7 @@ def check(answer: httpx.Response) -> None:
     assert error["type"].endswith("_error")
 
 
+@pytest.mark.slow
 def test_with_any_one_byte_changed_a_chat_request_is_read_or_refused_with_400():
     sound = json.dumps(SOUND).encode()
     statuses = set()

@@ -28,11 +28,13 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 async def test_answers_are_compared_by_what_they_mean(mathematics):
     found = [await mathematics.is_equal(answer, gold) for answer, gold, _ in CASES]
     assert found == [is_equal for *_, is_equal in CASES]
 
 
+@pytest.mark.slow
 async def test_a_right_answer_that_cannot_be_read_is_an_error_and_not_a_wrong_answer(mathematics):
     with pytest.raises(GoldAnswerError, match="the right answer ''"):
         await mathematics.is_equal("\\boxed{4}", "")

@@ -1,10 +1,10 @@
 """What one inference process makes of the plan of lanes."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from io import StringIO
 
 import pytest
+from msgspec.structs import replace
 
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics

@@ -28,6 +28,7 @@ def test_engines_begin_with_the_model_itself_unless_the_run_names_a_format(tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_model_in_8_bit_blocks_is_written_once_for_all_engines(tmp_path: Path) -> None:
     run = run_with(ENGINE_MODEL)
     write_engine_model(run, folder=tmp_path)
@@ -41,6 +42,7 @@ def test_a_model_in_8_bit_blocks_is_written_once_for_all_engines(tmp_path: Path)
     assert [path.name for path in tmp_path.iterdir()] == ["model-fp8_blocks"]
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_written_is_refused_with_the_reason(tmp_path: Path) -> None:
     with pytest.raises(
         MachineError, match=r"^model\.engine_quantization fp8_blocks: .*config\.json"

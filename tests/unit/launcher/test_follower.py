@@ -65,6 +65,7 @@ def end(at_ms: int) -> Output:
     return Output(topic=ENDED_RUNS.name, partition=0, record=record)
 
 
+@pytest.mark.slow
 async def test_a_completed_run_is_reported_with_every_guarantee_held(tmp_path):
     run = SyntheticRun().play(steps=3)
     log = await log_of(run, start(1_000))

@@ -3,6 +3,7 @@
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -109,6 +110,7 @@ async def test_catching_up_takes_nothing_in_that_comes_after_it_began():
 
 @settings(max_examples=60, deadline=None)
 @given(st.randoms(use_true_random=False))
+@pytest.mark.slow
 async def test_records_audits_and_trimming_between_any_two_calls_break_no_guarantee(random):
     run = SyntheticRun().play(steps=3)
     log = await log_with_topics()

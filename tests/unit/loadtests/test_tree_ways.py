@@ -38,6 +38,7 @@ from tests.unit.loadtests.tiny import (
 from tests.unit.trainer.gpu_kernels import PieceByPiece, eager_flex
 
 
+@pytest.mark.slow
 def test_measured_peaks_count_the_gradients_of_parameters_only_where_they_say_so() -> None:
     """Gradients are a twelfth of the tree's bytes: a peak that counts them fails this bound."""
     ways = ways_of(WIDE, WIDE_CASE, layers=1)

@@ -143,6 +143,7 @@ async def test_no_more_gradings_are_under_way_than_the_setting_allows(desk):
         by_episode(await desk.records(topics.GRADED_EPISODES, count=7))
 
 
+@pytest.mark.slow
 async def test_a_process_that_is_killed_costs_its_gradings_a_try_and_no_grade(desk):
     async with desk.service():
         for index in range(20):
@@ -155,6 +156,7 @@ async def test_a_process_that_is_killed_costs_its_gradings_a_try_and_no_grade(de
     assert [grades[f"g-1.{index}.0"].outcome for index in range(20)] == list(range(20))
 
 
+@pytest.mark.slow
 async def test_an_episode_that_ends_its_process_is_masked_and_those_beside_it_are_graded(desk):
     async with desk.service():
         await play(desk, 0, "die", after=4)
@@ -180,6 +182,7 @@ async def test_an_episode_that_ends_its_process_is_masked_and_those_beside_it_ar
         ("block", 2, "the graders took more than 0.3 s"),
     ],
 )
+@pytest.mark.slow
 async def test_a_grading_that_does_not_end_well_is_masked_and_the_next_is_graded(
     desk, do, tries, detail
 ):

@@ -225,6 +225,7 @@ def history() -> list[msgspec.Struct]:
 
 
 @given(st.permutations(history()), st.data())
+@pytest.mark.slow
 def test_no_order_repetition_or_restart_changes_what_is_scored(records, data):
     core, scored = core_of(), []
     for place, record in enumerate(records):

@@ -5,7 +5,6 @@ import io
 import os
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -334,7 +333,9 @@ async def test_a_lost_value_is_one_dead_letter_and_the_next_group_is_scored(tmp_
                 await write_lost(
                     desk.log,
                     store,
-                    replace(lost, topic=topics.FINISHED_COMPLETIONS.name, key=b"1" * 32),
+                    msgspec.structs.replace(
+                        lost, topic=topics.FINISHED_COMPLETIONS.name, key=b"1" * 32
+                    ),
                 )
                 await desk.play(0, [[5]])
                 await desk.play(1, [[5]])

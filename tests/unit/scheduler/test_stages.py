@@ -88,6 +88,7 @@ class Played:
         ((0, 0.2, 0.8), (3, 1.0, 0.0), (5, 0.375, 0.625)),
     ],
 )
+@pytest.mark.slow
 def test_the_staleness_bound_is_reached_and_never_passed_with_stages(stages):
     """The straggler is each group of a run in turn; none of them retires as stale."""
     configuration = run_of(*stages, steps=24)

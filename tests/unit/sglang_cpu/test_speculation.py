@@ -65,6 +65,7 @@ def sampled(drafts: torch.Tensor, *, steps: int) -> tuple[torch.Tensor, float]:
     ],
     ids=["likely", "unlikely", "arbitrary"],
 )
+@pytest.mark.slow
 def test_whatever_is_drafted_the_tokens_follow_the_policy(
     drafts: torch.Tensor, steps: int, least: float, most: float
 ) -> None:

@@ -1,12 +1,12 @@
 """Dead letters: which group they name, and that an edge writes one for each bad record."""
 
 import asyncio
-from dataclasses import replace
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from forgemq_bus.log import Emit, Headers, Place, Record
 from forgemq_bus.memory import MemoryLog

@@ -36,6 +36,7 @@ def _bush() -> Forest:
     [(4, 64, 1), (1, 64, 2), (1, 64, 3), (1, 2048, 2)],
     ids=["policy", "head", "depths", "logits"],
 )
+@pytest.mark.slow
 def test_a_step_with_a_head_holds_at_most_the_predicted_bytes(
     tmp_path: Path,
     layers: int,

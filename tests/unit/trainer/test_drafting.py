@@ -181,6 +181,7 @@ def _worst(left: Gradients, right: Gradients) -> float:
 
 @pytest.mark.parametrize("depths", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
+@pytest.mark.slow
 def test_tree_rows_train_the_head_as_the_rows_of_each_sample_do(
     tmp_path: Path, kind: str, depths: int
 ) -> None:

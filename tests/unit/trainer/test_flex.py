@@ -185,6 +185,7 @@ def test_one_compilation_serves_trees_of_every_length_whole_and_in_blocks() -> N
     assert backend.graphs == 1
 
 
+@pytest.mark.slow
 def test_each_model_has_its_own_limit_of_compilations_and_refuses_more() -> None:
     keys = _whole(joined(_groups(1)))
     tensors = _drawn(keys.plan.end)

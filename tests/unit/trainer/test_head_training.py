@@ -54,6 +54,7 @@ def _head(training: Training) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in training.head.weights().items()}
 
 
+@pytest.mark.slow
 def test_a_head_learns_and_the_policy_trains_to_the_same_bytes_as_without(tmp_path: Path) -> None:
     plain = _training(_configuration(tmp_path, is_guessing=False))
     guessing = _training(_configuration(tmp_path))

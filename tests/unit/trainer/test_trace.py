@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import httpx
+import pytest
 from msgspec import structs
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -108,6 +109,7 @@ def _merged(finished: list[FinishedCompletion]) -> MergedTree:
     return tree
 
 
+@pytest.mark.slow
 async def test_a_trace_leads_from_the_agents_request_to_the_step_that_trained_on_it(
     tmp_path: Path,
 ) -> None:

@@ -37,6 +37,7 @@ def _forests(seed: int) -> list[Forest]:
 
 
 @given(seed=st.integers(0, 50), cut=st.tuples(st.floats(0, 1), st.floats(0, 1)))
+@pytest.mark.slow
 def test_calls_visit_every_visible_pair_once_and_no_query_twice(
     seed: int, cut: tuple[float, float]
 ) -> None:
@@ -73,6 +74,7 @@ def test_rectangles_that_do_not_overlap_share_a_call() -> None:
 
 @pytest.mark.parametrize("block", [10_000, 40, 7])
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
+@pytest.mark.slow
 def test_calls_give_the_same_gradients_as_the_pieces(kind: str, block: int) -> None:
     forests = _forests(block)
     policy = prepare(make_model(kind, torch.float64)).policy
@@ -220,6 +222,7 @@ def _tree(*, rollouts: int, turns: int, is_stripped: bool = False) -> Forest:
     return read_tree(merge(samples))
 
 
+@pytest.mark.slow
 def test_rollouts_that_only_share_their_task_take_flash_and_stripped_ones_the_mask() -> None:
     few = _keys(_tree(rollouts=8, turns=10)).plan
     many = _keys(_tree(rollouts=8, turns=30, is_stripped=True)).plan

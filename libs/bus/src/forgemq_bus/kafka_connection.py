@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from typing import Annotated, Any, Literal, TypeVar
 
 from aiokafka import errors as kafka_errors
+from aiokafka.client import AIOKafkaClient
 from aiokafka.conn import create_conn
 from aiokafka.helpers import create_ssl_context
 from aiokafka.protocol.metadata import MetadataRequest
@@ -136,6 +137,23 @@ async def retry(call: Callable[[], Awaitable[T]]) -> T:
             if not error.retriable:
                 raise
             await asyncio.sleep(RETRY_PAUSE_S)
+
+
+def wait_for_brokers(client: AIOKafkaClient) -> None:
+    """Let this client's start wait while the cluster names no broker, as the only one is fenced.
+
+    aiokafka's clients go on without one: a transactional producer ends by an assertion, and a plain
+    one asks nobody in a loop. Call it before the client starts; `connect` bounds the time.
+    """
+    bootstrap = client.bootstrap
+
+    async def bootstrap_with_brokers() -> None:
+        await bootstrap()
+        while not client.cluster.brokers():
+            await asyncio.sleep(RECONNECT_PAUSE_S)
+            await client.force_metadata_update()
+
+    client.bootstrap = bootstrap_with_brokers
 
 
 async def connect(

@@ -14,7 +14,12 @@ from aiokafka import errors as kafka_errors
 from aiokafka.coordinator.assignors.range import RangePartitionAssignor
 
 from forgemq_bus.errors import ClosedError, FencedError, LogError
-from forgemq_bus.kafka_connection import client_settings, connect, stop_client
+from forgemq_bus.kafka_connection import (
+    client_settings,
+    connect,
+    stop_client,
+    wait_for_brokers,
+)
 from forgemq_bus.kafka_reader import KafkaReader, open_reader
 from forgemq_bus.kafka_run import KafkaRun
 from forgemq_bus.kafka_topics import KafkaTopics
@@ -102,6 +107,7 @@ class KafkaMember:
             rebalance_timeout_ms=REBALANCE_TIMEOUT_MS,
             max_partition_fetch_bytes=1,
         )
+        wait_for_brokers(self._consumer._client)
         self._consumer.subscribe(topics=wanted, listener=Membership(self))
         try:
             await connect(

@@ -13,6 +13,7 @@ from forgemq_bus.kafka_connection import (
     client_settings,
     connect,
     stop_client,
+    wait_for_brokers,
 )
 from forgemq_bus.kafka_run import KafkaRun
 from forgemq_bus.log import READ_BYTES_MAX, Isolation, Place, Record
@@ -37,7 +38,7 @@ PROBE_AFTER_S = 10.0
 
 def fetching_consumer(connection: KafkaConnection, *, isolation: Isolation) -> AIOKafkaConsumer:
     """An aiokafka consumer without a group that raises if a position does not exist."""
-    return AIOKafkaConsumer(
+    consumer = AIOKafkaConsumer(
         **client_settings(connection),
         enable_auto_commit=False,
         auto_offset_reset="none",
@@ -46,6 +47,8 @@ def fetching_consumer(connection: KafkaConnection, *, isolation: Isolation) -> A
         fetch_max_bytes=FETCH_BYTES_MAX,
         max_partition_fetch_bytes=PARTITION_FETCH_BYTES_MAX,
     )
+    wait_for_brokers(consumer._client)
+    return consumer
 
 
 class KafkaReader:

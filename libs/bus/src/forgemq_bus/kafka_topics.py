@@ -18,6 +18,7 @@ from forgemq_bus.kafka_connection import (
     connect,
     retry,
     stop_client,
+    wait_for_brokers,
 )
 from forgemq_bus.kafka_reader import fetching_consumer
 from forgemq_bus.kafka_settings import broker_settings, topic_facts
@@ -226,6 +227,7 @@ class KafkaTopics:
         async with self._opening:
             if self._admin is None:
                 admin = AIOKafkaAdminClient(**client_settings(self._connection))
+                wait_for_brokers(admin._client)
                 doing = "open the admin connection"
                 await connect(self._connection, admin.start, admin.close, doing=doing)
                 self._admin = admin
@@ -235,6 +237,7 @@ class KafkaTopics:
         async with self._opening:
             if self._client is None:
                 client = AIOKafkaClient(**client_settings(self._connection))
+                wait_for_brokers(client)
                 await connect(self._connection, client.bootstrap, client.close, doing="connect")
                 self._client = client
             return self._client

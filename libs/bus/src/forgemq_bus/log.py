@@ -9,6 +9,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol, TypeAlias
 
+from msgspec import Struct
+
 Headers: TypeAlias = tuple[tuple[str, bytes], ...]
 Isolation: TypeAlias = Literal["committed", "uncommitted"]
 
@@ -24,8 +26,7 @@ class Place(NamedTuple):
     partition: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class Record(Struct, frozen=True, kw_only=True):
     """One record as read from a log; its value is encoded and complete, also if it was a blob.
 
     Attributes:
@@ -48,8 +49,7 @@ class Record:
         return Place(self.topic, self.partition)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Emit:
+class Emit(Struct, frozen=True, kw_only=True):
     """One record to write, to a partition given by number."""
 
     topic: str

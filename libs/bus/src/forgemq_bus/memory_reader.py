@@ -26,7 +26,7 @@ class MemoryReader:
         self.store = store
         self.run = run
         self._positions = dict(positions)
-        self._among = self._broker_places()
+        self._places = self._broker_places()
         self._isolation = isolation
         self._values = values
         self._paused: set[Place] = set()
@@ -35,11 +35,11 @@ class MemoryReader:
     def assign(self, positions: Mapping[Place, int]) -> None:
         """Read these partitions instead; what is paused stays paused."""
         self._positions = dict(positions)
-        self._among = self._broker_places()
+        self._places = self._broker_places()
         self.store.wake()
 
-    def _broker_places(self) -> frozenset[Place]:
-        return frozenset(broker_place(place, run=self.run) for place in self._positions)
+    def _broker_places(self) -> dict[Place, Place]:
+        return {place: broker_place(place, run=self.run) for place in self._positions}
 
     async def read(
         self, *, timeout_s: float, records_max: int, bytes_max: int = READ_BYTES_MAX
@@ -63,17 +63,22 @@ class MemoryReader:
             left_s = deadline - asyncio.get_running_loop().time()
             if left_s <= 0:
                 return []
-            await self.store.wait_for_arrival(left_s, among=self._among)
+            await self.store.wait_for_arrival(left_s, among=self._places.values())
 
     def _collect(self, records_max: int) -> tuple[list[Record], dict[Place, int]]:
         """Records and the positions after them; moves partitions that had some to the back."""
         found: list[Record] = []
         positions: dict[Place, int] = {}
+        partitions = self.store.partitions
         for place, position in list(self._positions.items()):
             if place in self._paused or len(found) == records_max:
                 continue
+            on_broker = self._places[place]
+            there = partitions.get(on_broker)
+            if there is not None and there.first + len(there.entries) == position:
+                continue  # Most have nothing new, and a call for each would cost more than this.
             records, after = self.store.collect(
-                broker_place(place, run=self.run),
+                on_broker,
                 position,
                 isolation=self._isolation,
                 records_max=records_max - len(found),

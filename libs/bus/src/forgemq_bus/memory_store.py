@@ -96,16 +96,16 @@ class MemoryStore:
         self, emits: Sequence[Emit], *, run: str, transaction: Transaction | None = None
     ) -> list[int]:
         """Append in order; returns the offsets. Appends nothing if a partition does not exist."""
-        places = [broker_place(emit.place, run=run) for emit in emits]
-        partitions = [self.partition(place) for place in places]
-        if transaction is not None:
-            for place, partition in zip(places, partitions, strict=True):
+        placed = []  # Filled in loops: most calls have one record, which a comprehension slows.
+        for emit in emits:
+            place = broker_place(emit.place, run=run)
+            placed.append((place, self.partition(place), emit))
+        offsets = []
+        for place, partition, emit in placed:
+            if transaction is not None:
                 transaction.firsts.setdefault(place, partition.end)
-        offsets = [
-            self._append(partition, emit, transaction)
-            for partition, emit in zip(partitions, emits, strict=True)
-        ]
-        self.wake(places)
+            offsets.append(self._append(partition, emit, transaction))
+        self.wake([place for place, _, _ in placed])
         return offsets
 
     def _append(self, partition: Partition, emit: Emit, transaction: Transaction | None) -> int:
@@ -155,13 +155,10 @@ class MemoryStore:
             OutOfRangeError: the partition has no such position.
         """
         partition = self.partition(place)
-        end = partition.end
-        if position == end:
-            return [], position
-        if not partition.first <= position < end:
+        if not partition.first <= position <= partition.end:
             raise OutOfRangeError(
                 f"{place.topic}/{place.partition}: position {position} is outside "
-                f"{partition.first}..{end}"
+                f"{partition.first}..{partition.end}"
             )
         stop = self.end_position(place, isolation=isolation)
         found: list[Record] = []
@@ -187,7 +184,7 @@ class MemoryStore:
         partition.first += count
 
     async def wait_for_arrival(
-        self, timeout_s: float, *, among: frozenset[Place] | None = None
+        self, timeout_s: float, *, among: Collection[Place] | None = None
     ) -> None:
         """Wait until something is appended or a transaction ends, or the time is over.
 
@@ -195,7 +192,7 @@ class MemoryStore:
         """
         loop = asyncio.get_running_loop()
         waiter = loop.create_future()
-        self._waiters[waiter] = among
+        self._waiters[waiter] = None if among is None else frozenset(among)
         timer = loop.call_later(timeout_s, _wake, waiter)
         try:
             await waiter
@@ -206,8 +203,9 @@ class MemoryStore:
     def wake(self, places: Collection[Place] | None = None) -> None:
         """Wake the readers that wait for one of these partitions; None: all readers."""
         for waiter, among in self._waiters.items():
-            if places is None or among is None or not among.isdisjoint(places):
-                _wake(waiter)
+            is_concerned = places is None or among is None or not among.isdisjoint(places)
+            if is_concerned and not waiter.done():
+                waiter.set_result(None)
 
 
 def _wake(waiter: "asyncio.Future[None]") -> None:

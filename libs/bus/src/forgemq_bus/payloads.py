@@ -6,10 +6,11 @@ visible outside the bus.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import cramjam
 import msgspec
+from msgspec.structs import replace
 
 from forgemq_bus.blobs import BlobStore
 from forgemq_bus.errors import BlobError, LostBlobError, RecordTooLargeError
@@ -54,7 +55,7 @@ async def offloaded(
         async with gate:
             reference = await blobs.put(await asyncio.to_thread(_compressed, emit.value))
         put.append(reference)
-        reference = msgspec.structs.replace(reference, value_bytes=len(emit.value))
+        reference = replace(reference, value_bytes=len(emit.value))
         headers = ((BLOB_HEADER, msgspec.msgpack.encode(reference)), (CODEC_HEADER, ZSTD))
         return replace(emit, value=b"", headers=emit.headers + headers)
 

@@ -3,7 +3,6 @@
 Live handling, restore and replay all use this class, so they cannot differ.
 """
 
-import dataclasses
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -155,7 +154,7 @@ class Batch:
 def stamped(emits: Sequence[Emit], *, task: str, sequence: int) -> list[Emit]:
     """The records, each with a header that names the task and the batch."""
     header = (BATCH_HEADER, f"{task}/{sequence}".encode())
-    return [dataclasses.replace(emit, headers=(*emit.headers, header)) for emit in emits]
+    return [msgspec.structs.replace(emit, headers=(*emit.headers, header)) for emit in emits]
 
 
 def batch_sequence(headers: Headers, *, task: str) -> int | None:

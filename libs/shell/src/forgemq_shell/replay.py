@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from msgspec import structs
 
@@ -108,7 +108,7 @@ async def _replay_batch(
             if record.lost and not is_known:
                 lost.append(record)
             # A known loss stays one if the value is there again: the core did not get it then.
-            replayed.record(replace(record, value=b"", lost=_LOST) if is_known else record)
+            replayed.record(structs.replace(record, value=b"", lost=_LOST) if is_known else record)
             await turns.give()
     return ReplayedBatch(
         batch=batch,

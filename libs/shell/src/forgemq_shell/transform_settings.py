@@ -13,7 +13,7 @@ class TransformSettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields
     ] = 0.05
     batch_linger_s_max: Annotated[
         float, Meta(ge=0, le=2, description="Longest time that it collects if commits are slow.")
-    ] = 0.5
+    ] = 0.2
     commit_share_max: Annotated[
         float,
         Meta(gt=0, le=1, description="Share of its time that a busy task spends on commits."),

@@ -174,7 +174,8 @@ class Access:
         Raises:
             MovedError: another one does.
         """
-        self.tenure(group_id)
+        if self._gateways.tenure(group_id) is None:
+            raise MovedError(group_id)
 
     def tenure(self, group_id: str) -> int:
         """Which time it is that this gateway owns the group (`Gateways.tenure`).

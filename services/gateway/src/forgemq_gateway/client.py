@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from typing import TypeAlias
 
 from msgspec import Struct
@@ -61,15 +60,17 @@ class Client(Struct, kw_only=True, eq=False):
     async def write(self, data: bytes, record: RecordDelivery, *, request_id: str) -> None:
         """Write an answer; its end goes out when `record` has put the delivery on the log."""
         begin, end = data[:-_LAST_WRITE_BYTES], data[-_LAST_WRITE_BYTES:]
-        with suppress(ClientGoneError):
-            if begin:
-                self.has_end_begun = True
-                await self._open(len(data), request_id=request_id)
-                await self.send({"type": "http.response.body", "body": begin, "more_body": True})
-            await record()
-            # The head goes with the end: one packet (joined_writes.py).
+        if begin:
+            self.has_end_begun = True
             await self._open(len(data), request_id=request_id)
-            await self.send({"type": "http.response.body", "body": end})
+            await self.send({"type": "http.response.body", "body": begin, "more_body": True})
+        try:
+            await record()
+        except ClientGoneError:
+            return
+        # The head goes with the end: one packet (joined_writes.py).
+        await self._open(len(data), request_id=request_id)
+        await self.send({"type": "http.response.body", "body": end})
 
     async def _open(self, size_bytes: int, *, request_id: str) -> None:
         """Send the head of the answer, unless that was done."""

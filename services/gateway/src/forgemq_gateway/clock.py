@@ -11,13 +11,11 @@ from forgemq_shell.clock import now_ms
 class Clock:
     """The system's clocks."""
 
-    def wall_ms(self) -> int:
-        """Milliseconds since the Unix epoch."""
-        return now_ms()
+    wall_ms = staticmethod(now_ms)
+    """Milliseconds since the Unix epoch."""
 
-    def now_s(self) -> float:
-        """Monotonic seconds."""
-        return time.monotonic()
+    now_s = staticmethod(time.monotonic)
+    """Monotonic seconds."""
 
     def moment(self) -> Moment:
         """Both clocks, read together."""

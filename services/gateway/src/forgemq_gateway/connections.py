@@ -32,6 +32,9 @@ _HEADER_BYTES_MAX = 65_536
 # What Python's objects of one header take beside its bytes: a tuple and two byte strings.
 _HEADER_OBJECT_BYTES = 128
 
+# In place of how many headers came before the body, while no body is awaited.
+_NO_BODY = -1
+
 _LOGGED_EVERY_S = 60.0
 
 LEFT = "forgemq.left"
@@ -85,6 +88,7 @@ class DeadlineConnection(HttpToolsProtocol):
         self._write_deadline: asyncio.TimerHandle | None = None
         self._seconds = self.headers_s
         self._header_bytes = 0
+        self._headers_read = _NO_BODY
         self._has_request = False
         self._held = HeldPart(self.half_sent)
         # One for all requests of a connection, in place of a task that waits beside each.
@@ -122,8 +126,15 @@ class DeadlineConnection(HttpToolsProtocol):
         if self._seconds == self.headers_s:
             self._header_bytes += len(data)
         super().data_received(data)
+        if 0 <= self._headers_read < len(self.headers):
+            self._count_trailers()
         if self._header_bytes or self._held.size_bytes:
             self._count_half_sent()
+
+    def _count_trailers(self) -> None:
+        """Count headers behind a chunked body: they are kept too, and so have the same limit."""
+        trailers = self.headers[self._headers_read :]
+        self._header_bytes = sum(len(name) + len(value) for name, value in trailers)
 
     def _count_half_sent(self) -> None:
         """Count headers that did not come whole; those that did, as nearly all, cost nothing."""
@@ -138,19 +149,15 @@ class DeadlineConnection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Begin to wait for headers, if the request came with the end of the one before it."""
         super().on_message_begin()
+        self._headers_read = _NO_BODY
         if self._deadline is None:
             self._wait(self.headers_s)
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """Take a header; those behind a chunked body are kept too, and so have the same limit."""
-        if self._seconds == self.body_s:
-            self._header_bytes += len(name) + len(value)
-        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         """Begin to wait for the body."""
         self._wait(self.body_s)
         self._header_bytes = 0
+        self._headers_read = len(self.headers)
         super().on_headers_complete()
         self.scope[LEFT] = self._left  # type: ignore[literal-required]
         self._has_request = True
@@ -159,13 +166,15 @@ class DeadlineConnection(HttpToolsProtocol):
         """The request is there; nothing is awaited from the client until it is answered."""
         self._complete()
         self._header_bytes = 0
+        self._headers_read = _NO_BODY
         super().on_message_complete()
 
     def _is_answered(self) -> bool:
         return not self._has_request or self.cycle.response_complete
 
     def _wait(self, seconds: float) -> None:
-        self._complete()
+        if self._deadline is not None:
+            self._deadline.cancel()
         self._seconds = seconds
         self._deadline = self.loop.call_later(seconds, self._expire)
 

@@ -10,7 +10,6 @@ protocol's.
 import asyncio
 import traceback
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -230,11 +229,13 @@ class TurnRoute:
             RefusedError: 4xx as the protocol says; 500 for any other error.
         """
         begin = history.bodies.begin_of(body, protocol=protocol.name)
-        if begin is not None:
-            with suppress(RefusedError):  # The whole body says what is wrong, and where.
-                shortened = begin.without_known(body)
-                return await self._parsed(protocol, shortened, history, begin.items)
-        return await self._parsed(protocol, body, history, None)
+        if begin is None:
+            return await self._parsed(protocol, body, history, None)
+        try:
+            return await self._parsed(protocol, begin.without_known(body), history, begin.items)
+        except RefusedError:
+            # The whole body says what is wrong, and where.
+            return await self._parsed(protocol, body, history, None)
 
     async def _parsed(
         self,
@@ -341,9 +342,10 @@ class TurnRoute:
                 return client.stream.finish(answers)
             return orjson.dumps(client.protocol.whole(answers))
 
-        tokens = sum(completion.output_tokens for completion in completions)
-        each = _LOGPROB_BYTES * (1 + request.top_tokens)
-        size = tokens * each if request.wants_logprobs else 0
+        size = 0
+        if request.wants_logprobs:
+            each = _LOGPROB_BYTES * (1 + request.top_tokens)
+            size = each * sum(completion.output_tokens for completion in completions)
         return await self._work.run(write, size=size)
 
     async def _wait(
@@ -365,11 +367,11 @@ class TurnRoute:
             if len(pending) < len(results):
                 _raise_failed(results)
             if not pending:
-                return tuple(result.result() for result in results)
+                return tuple([result.result() for result in results])
             news = [] if live is None else [live.news]
             waiting: list[asyncio.Future[Any]] = [*pending, *news, client.leaving]
             await first_done(waiting, timeout_s=due_s - now_s())
-            if all(result.done() for result in results):
+            if all([result.done() for result in results]):
                 continue
             if client.leaving.done():
                 raise ClientGoneError

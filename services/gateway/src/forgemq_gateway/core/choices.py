@@ -30,6 +30,8 @@ def check_choices(request: Request, *, choices_max: int) -> None:
 
 def choices_of(request: Request) -> tuple[Request, ...]:
     """One request for each choice, in their order; the first has the digest of the whole body."""
+    if request.n == 1 and len(request.prompts) <= 1:
+        return (request,)  # Nearly every request, and to copy one costs.
     prompts: list[tuple[Prompt, ...]] = [(prompt,) for prompt in request.prompts] or [()]
     asked = [prompt for prompt in prompts for _ in range(request.n)]
     return tuple(

@@ -114,7 +114,7 @@ class Gateways:
 
         Another number than before says that the group has left and come back meanwhile.
         """
-        number = self.partition_of(group_id)
+        number = group_partition(group_id, partitions=self._partitions)
         return self._gained[number] if number in self.serving else None
 
     def gained(self, numbers: Collection[int]) -> dict[int, int]:

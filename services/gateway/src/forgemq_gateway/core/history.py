@@ -92,7 +92,7 @@ class KnownCompletion(Struct, kw_only=True, eq=False):
     @property
     def total_tokens(self) -> int:
         """Number of context and output tokens."""
-        return self.context_tokens + self.output_tokens
+        return self.context_tokens + len(self.output) // TOKEN_BYTES
 
 
 class Match(Struct, frozen=True, kw_only=True):

@@ -52,12 +52,12 @@ class ReadBodies:
 
     def begin_of(self, body: bytes, *, protocol: ProtocolName) -> ReadBody | None:
         """The longest earlier body of this protocol that this one begins with."""
-        found = [
-            each
-            for each in self._kept
-            if each.items.protocol == protocol and body.startswith(each.text)
-        ]
-        return max(found, key=lambda each: len(each.text), default=None)
+        longest: ReadBody | None = None
+        for each in self._kept:
+            is_longer = longest is None or len(each.text) > len(longest.text)
+            if is_longer and each.items.protocol == protocol and body.startswith(each.text):
+                longest = each
+        return longest
 
     def note(self, body: bytes, items: ReadItems) -> None:
         """Keep a body in place of the one that it goes on from, or of the oldest."""

@@ -36,14 +36,15 @@ class Reply(Struct, frozen=True, kw_only=True, gc=False):
     @property
     def characters(self) -> int:
         """Length of its text, its reasoning and its calls' arguments."""
-        return sum(
-            len(part.arguments if isinstance(part, Call) else part.text) for part in self.parts
-        )
+        size = 0  # In a loop, as `calls`: both are asked of every completion.
+        for part in self.parts:
+            size += len(part.arguments if isinstance(part, Call) else part.text)
+        return size
 
     @property
     def calls(self) -> tuple[Call, ...]:
         """The tool calls."""
-        return tuple(part for part in self.parts if isinstance(part, Call))
+        return tuple([part for part in self.parts if isinstance(part, Call)])
 
 
 class TokenLogprob(Struct, frozen=True, kw_only=True):

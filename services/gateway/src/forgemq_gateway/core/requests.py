@@ -197,10 +197,18 @@ class Request(Struct, frozen=True, kw_only=True):
         return Echo(thought_of(message), message.answered_id)
 
 
+def _plain_text(message: RequestMessage) -> str | None:
+    """The text of a message that is one text and nothing else, as most are."""
+    if len(message.parts) == 1 and isinstance(message.parts[0], Text):
+        return message.parts[0].text
+    return None
+
+
 def text_of(message: RequestMessage) -> str:
     """The message's text and tool results, joined."""
-    if len(message.parts) == 1 and isinstance(message.parts[0], Text):
-        return message.parts[0].text  # Most messages, and they are asked often.
+    plain = _plain_text(message)
+    if plain is not None:
+        return plain
     return "".join(part.text for part in message.parts if isinstance(part, Text | ToolResult))
 
 
@@ -219,6 +227,9 @@ def thought_of(message: RequestMessage) -> str:
 
 def match_key(message: RequestMessage) -> str:
     """Digest by which this message is found again in a later history."""
+    plain = _plain_text(message)
+    if plain is not None:
+        return message_digest(message.role, plain)
     return message_digest(
         message.role,
         text_of(message),
@@ -229,6 +240,9 @@ def match_key(message: RequestMessage) -> str:
 
 def chat_form(message: RequestMessage) -> dict[str, Any]:
     """The message in OpenAI's chat form, which the rendering library and the log take."""
+    plain = _plain_text(message)
+    if plain is not None and message.name is None:
+        return {"role": message.role, "content": plain}
     form: dict[str, Any] = {"role": message.role}
     text, calls = text_of(message), calls_of(message)
     if text or not calls:

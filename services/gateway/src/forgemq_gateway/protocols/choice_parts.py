@@ -14,9 +14,12 @@ def choice_head(answer: Answer, index: int, answers: Sequence[Answer]) -> dict[s
 
 def usage_of(answers: Sequence[Answer]) -> dict[str, Any]:
     """Token counts of all choices; the context of several samples counts once."""
-    context = sum(answer.context_tokens for answer in answers if not answer.sample)
-    output = sum(answer.output_tokens for answer in answers)
-    cached = sum(answer.cached_tokens for answer in answers if not answer.sample)
+    context = output = cached = 0
+    for answer in answers:
+        output += answer.output_tokens
+        if not answer.sample:
+            context += answer.context_tokens
+            cached += answer.cached_tokens
     return {
         "prompt_tokens": context,
         "completion_tokens": output,
