@@ -38,6 +38,16 @@ def test_success_rises_within_sixteen_steps(kafka_bootstrap, base_engine_url, ne
     assert last > first + 0.05
 
 
+def test_success_rises_within_sixteen_steps_of_four_updates_each(
+    kafka_bootstrap, base_engine_url, new_run_id, tmp_path
+):
+    """Each update has a quarter of the step's groups, so its learning rate is smaller."""
+    environ = {"FORGEMQ_KAFKA": kafka_bootstrap, "FORGEMQ_ENGINE_URL": base_engine_url}
+    several = ("updates.minibatches=4", "optimizer.lr=4e-4")
+    first, last = success_at_both_ends(tmp_path, new_run_id(), *several, environ=environ)
+    assert last > first + 0.05
+
+
 def test_with_returns_shuffled_inside_each_group_success_does_not_rise(
     kafka_bootstrap, base_engine_url, new_run_id, tmp_path
 ):
