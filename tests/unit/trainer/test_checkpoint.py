@@ -17,6 +17,7 @@ from forgemq_contracts.steps import TrainedStep
 from forgemq_telemetry.telemetry import Telemetry
 from forgemq_trainer.settings import TrainerSettings
 from forgemq_trainer.storage.checkpoint import (
+    OPTIMIZER_FILE,
     Checkpoint,
     DamagedCheckpointError,
     OtherRunError,
@@ -92,7 +93,15 @@ def test_saving_what_was_restored_gives_the_same_bytes(tmp_path: Path) -> None:
     assert weights.sha256 == found.record.weights_sha256
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "trainer.json"])
+def test_a_checkpoint_is_a_model_folder_whose_only_tensors_are_the_weights(tmp_path: Path) -> None:
+    """SGLang reads every safetensors file of a model's folder, and dies of an optimizer's."""
+    store, _ = _trained_store(tmp_path, steps=1)
+    found = store.newest_checkpoint()
+    assert found is not None
+    assert [path.name for path in found.folder.glob("*.safetensors")] == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", OPTIMIZER_FILE, "trainer.json"])
 def test_a_damaged_checkpoint_that_no_record_names_is_passed_over(
     tmp_path: Path, file: str
 ) -> None:

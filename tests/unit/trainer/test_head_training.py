@@ -13,7 +13,7 @@ from forgemq_contracts.run import RunConfiguration
 from forgemq_contracts.speculation import Speculation
 from forgemq_contracts.steps import TrainingMetrics
 from forgemq_trainer.draft_head import UnsupportedHeadError
-from forgemq_trainer.storage.checkpoint import Checkpoint
+from forgemq_trainer.storage.checkpoint import OPTIMIZER_FILE, Checkpoint
 from forgemq_trainer.training import Training
 from tests.unit.trainer.head_scene import save_head
 from tests.unit.trainer.rank_life import Life, save_checkpoint, store_of
@@ -109,7 +109,7 @@ def test_a_head_continues_from_a_checkpoint_to_the_same_bytes(tmp_path: Path) ->
     assert len(states[0]) == 3 * len(expected)
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors"])
+@pytest.mark.parametrize("file", ["model.safetensors", OPTIMIZER_FILE])
 def test_a_checkpoint_with_a_damaged_head_is_passed_over(tmp_path: Path, file: str) -> None:
     configuration = _configuration(tmp_path)
     store = store_of(tmp_path, configuration)

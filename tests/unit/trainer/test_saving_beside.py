@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from forgemq_trainer.storage.checkpoint import OPTIMIZER_FILE
 from forgemq_trainer.storage.durable import DurableWeights
 from forgemq_trainer.store import Store
 from forgemq_trainer.training import Training
@@ -102,8 +103,7 @@ async def test_the_bytes_are_those_of_saving_before_the_next_step(tmp_path: Path
         await bench.train(until=1)
         checkpoints = bench.folder / "checkpoints"
         states = [
-            (checkpoints / f"step-0000000{step}" / "optimizer.safetensors").read_bytes()
-            for step in range(2)
+            (checkpoints / f"step-0000000{step}" / OPTIMIZER_FILE).read_bytes() for step in range(2)
         ]
         found.append(([each.sha256 for each in await bench.published()], states))
     assert found[0] == found[1]

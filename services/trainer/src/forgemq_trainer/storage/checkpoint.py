@@ -1,9 +1,9 @@
 """Checkpoints: a model in Hugging Face format, and all that continues training to the same bytes.
 
-One folder for each step, `step-00000041`: the model's files, `optimizer.safetensors` (moments,
-counts, fp32 masters, random state) and `trainer.json` (the record below); of a run with speculation
-also a folder `head` with a draft head and its optimizer. A checkpoint is read back
-from the disk and its checksums verified before trained-steps names it, and again on loading.
+One folder for each step, `step-00000041`: the model's files, `optimizer/state.safetensors`
+(moments, counts, fp32 masters, random state) and `trainer.json` (the record below); of a run with
+speculation also a folder `head` with a draft head and its optimizer. A checkpoint is read back from
+the disk and its checksums verified before trained-steps names it, and again on loading.
 
 If a checkpoint is damaged and the log does not name it, the previous one is used. If the log names
 it, the trainer stops (`PreviousLives.next_lineage`): the trees of the steps after the previous one
@@ -27,7 +27,8 @@ from forgemq_trainer.storage.folders import file_sha256, forget_cached, remove_f
 from forgemq_trainer.storage.heads import fill_head
 from forgemq_trainer.storage.weights import WEIGHTS_FILE, WeightsFolder, link_model
 
-OPTIMIZER_FILE = "optimizer.safetensors"
+OPTIMIZER_FILE = "optimizer/state.safetensors"
+"""In a folder of its own: SGLang takes each safetensors file beside the model's for weights."""
 RECORD_FILE = "trainer.json"
 HEAD_FOLDER = "head"
 RANDOM_STATE = "torch|random"
@@ -179,8 +180,7 @@ def write_checkpoint(
 
     def fill(draft: Path) -> None:
         link_model(weights.folder, draft)
-        tensors = {name: tensor.cpu().contiguous() for name, tensor in optimizer.items()}
-        save_file({**tensors, RANDOM_STATE: random_state}, draft / OPTIMIZER_FILE)
+        _save_optimizer(draft, {**optimizer, RANDOM_STATE: random_state})
         if head is not None:
             _fill_head(draft / HEAD_FOLDER, head, dtype=state.configuration.model.dtype)
         record = CheckpointRecord(
@@ -247,8 +247,13 @@ def remove_older(root: Path, *, kept: int, pattern: str) -> None:
 def _fill_head(folder: Path, head: HeadState, *, dtype: str) -> None:
     folder.mkdir()
     fill_head(folder, head.tensors, base=head.base, dtype=dtype)
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in head.optimizer.items()}
-    save_file(tensors, folder / OPTIMIZER_FILE)
+    _save_optimizer(folder, head.optimizer)
+
+
+def _save_optimizer(folder: Path, state: dict[str, Tensor]) -> None:
+    file = folder / OPTIMIZER_FILE
+    file.parent.mkdir()
+    save_file({name: tensor.cpu().contiguous() for name, tensor in state.items()}, file)
 
 
 def _read_intact(folder: Path) -> Checkpoint | None:
