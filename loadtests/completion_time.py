@@ -1,12 +1,12 @@
 """Does a reward for completion time make agents work in parallel, by the clock on the wall?
 
 Trains the shop desk with tools that really take their seconds (`shop_desk.real_time`), once with
-the reward for speed and once without. Then judges the base model and both trained models on the
-held-out tasks, each twice and in turns, without a trainer: `wall_s_per_episode` has what else the
-machine does in it, so only times of models that were judged beside each other compare.
+the reward for speed and once without. Then judges both trained models, twice and in turns, and
+the base model between them on the held-out tasks, without a trainer: `wall_s_per_episode` has what
+else the machine does in it, so only times of models that were judged beside each other compare.
 Curves of the training episodes go to docs/learning/.
 
-    make load NAME=completion_time JSON=completion_time.json    # two runs and six judgings
+    make load NAME=completion_time JSON=completion_time.json    # two runs and five judgings
 
 A run that was played before is read again. `--case NAME` trains this case and judges nothing.
 """
@@ -20,6 +20,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import matplotlib as mpl
+
+mpl.use("Agg")
+from matplotlib import pyplot as plt
 from measurement import Measurement, arguments
 
 from forgemq_contracts.arrays import unpack_ids
@@ -41,8 +45,8 @@ SETTINGS = (
 # Fixed before the first run; without the reward `speed` is measured and weighs nothing.
 CASES = {"with_speed": "rewards.beta=1.0", "without_speed": "rewards.beta=0.0"}
 SEED = 0
-JUDGED = ("base", "with_speed", "without_speed", "without_speed", "with_speed", "base")
-"""In this order, so that a machine that gets slower or faster favours none."""
+JUDGED = ("with_speed", "without_speed", "base", "without_speed", "with_speed")
+"""In this order, so that a machine that gets steadily slower or faster favours none."""
 UNITS = {"success_sampled": "share", "parallel_share": "share", "calling_turns": "turns"}
 
 
@@ -74,7 +78,7 @@ def train(case: str) -> Path:
 
 def judge(case: str, *, number: int) -> Path:
     """Play each held-out task once with a case's last weights, unless that was done before."""
-    folder = folder_of(f"{case}-judged-{number}")
+    folder = folder_of(f"{case}-{number}")
     if not (folder / "pass_at_k.json").exists():
         shutil.rmtree(folder, ignore_errors=True)
         model = "deploy/demo/model" if case == "base" else str(last_weights(case))
@@ -109,6 +113,11 @@ def results(rows: Sequence[EpisodeRow]) -> dict[str, float]:
     }
 
 
+def curve_of(case: str) -> Path:
+    """Where the curve of a case is written."""
+    return CURVES / f"completion-time-{case.replace('_', '-')}.jsonl"
+
+
 def write_curve(case: str, rows: Sequence[EpisodeRow]) -> None:
     """Write what the training episodes took and reached, by the version of their first token."""
     by_version = defaultdict(list)
@@ -119,8 +128,21 @@ def write_curve(case: str, rows: Sequence[EpisodeRow]) -> None:
         json.dumps({"version": version, "episodes": len(found), **results(found)})
         for version, found in sorted(by_version.items())
     ]
-    path = CURVES / f"completion-time-{case.replace('_', '-')}.jsonl"
-    path.write_text("".join(f"{line}\n" for line in lines))
+    curve_of(case).write_text("".join(f"{line}\n" for line in lines))
+
+
+def draw(cases: Sequence[str]) -> None:
+    """Draw the curves of these cases: parallel turns, and success on training tasks."""
+    figure, panels = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    for case in cases:
+        points = [json.loads(line) for line in curve_of(case).read_text().splitlines()]
+        versions = [point["version"] for point in points]
+        for axes, metric in zip(panels, ("parallel_share", "success_sampled"), strict=True):
+            axes.plot(versions, [point[metric] for point in points], label=case)
+            axes.set(xlabel="version of the weights", ylabel=metric, ylim=(0, 1))
+    panels[0].legend()
+    figure.savefig(CURVES / "completion-time.png", dpi=110)
+    plt.close(figure)
 
 
 def add_judged(measurement: Measurement) -> None:
@@ -157,6 +179,7 @@ def main() -> int:
     for case in options.case or CASES:
         write_curve(case, episodes(train(case)))
     if not options.case:
+        draw(list(CASES))
         add_judged(measurement)
     return measurement.finish(options.json)
 
