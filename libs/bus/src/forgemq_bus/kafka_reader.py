@@ -29,8 +29,8 @@ FETCH_WAIT_MS_MAX = 250
 FETCH_WAIT_QUIET_MS_MAX = 2_000
 QUIET_AFTER_S = 5.0
 # A reader that gathers lets the broker collect this much, for this long at most, while records keep
-# coming. Else a broker answers a fetch of each of its readers for every record that is written: at
-# 150 records a second that was half of the CPU time of a service that folds them in batches.
+# coming. Else the broker answers a fetch of it for every record that is written: at 150 turns a
+# second that was half of the CPU time of the graders' process.
 GATHER_BYTES = 256 * 1024
 GATHER_WAIT_MS_MAX = 50
 BUSY_S = 0.5
