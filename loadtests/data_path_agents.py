@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import aiohttp
 import msgspec
+import uvloop
 from msgspec import Raw, Struct
 from protocol_speakers import SPEAKERS
 
@@ -283,4 +284,4 @@ async def main(settings: AgentsSettings) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(parse(AgentsSettings, prefix="FORGEMQ_LOAD_AGENTS_", environ=os.environ)))
+    uvloop.run(main(parse(AgentsSettings, prefix="FORGEMQ_LOAD_AGENTS_", environ=os.environ)))

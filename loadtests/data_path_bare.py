@@ -8,12 +8,14 @@ The server writes a record of each body, the answerer waits as long as an engine
 record back, the server answers with as many bytes as a completion has. Bodies, answers and records
 are as long as those that the system under load moved for a completion; nothing is computed. As many
 requests are in flight as there are agents, so the records batch as well as they can.
-`data_path.py` divides the system's CPU time by that of server, answerer and broker here.
+`data_path.py` divides the system's CPU time by that of server, answerer and broker here,
+`gateway.py` compares the time that they add with that of the system, at as many requests a second.
 """
 
 import asyncio
 import os
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -45,6 +47,7 @@ class Shape(Struct, frozen=True, kw_only=True):
         log_bytes: On the log, half of them in each topic.
         engine_s: Time from the record that asks to the one that answers.
         clients: Requests at once.
+        linger_ms: How long a record waits for others that share its request to the broker.
     """
 
     kafka: str
@@ -53,6 +56,7 @@ class Shape(Struct, frozen=True, kw_only=True):
     log_bytes: int
     engine_s: float
     clients: int
+    linger_ms: int = LINGER_MS
 
 
 class Server:
@@ -113,16 +117,11 @@ async def answer_all(shape: Shape) -> None:
 
 async def bare_cpu_ms(shape: Shape, *, broker: psutil.Process | None) -> float:
     """CPU milliseconds a request of server, answerer and, if it is known, broker."""
-    admin = AIOKafkaAdminClient(bootstrap_servers=shape.kafka)
-    await admin.start()
-    await admin.create_topics([NewTopic(name, 1, -1, {}) for name in (ASKED, ANSWERED)])
-    await admin.close()
-    async with _process("answer_all", shape) as (answerer, _), _process("serve", shape) as started:
-        server, port = started
+    async with _running(shape) as (answerer, server, url):
         measured = [psutil.Process(answerer), psutil.Process(server)]
         measured += [broker] if broker is not None else []
         counts = [0]
-        asking = asyncio.create_task(_ask_all(shape, f"http://{HOST}:{port}/", counts))
+        asking = asyncio.create_task(_ask_all(shape, url, counts))
         await asyncio.sleep(WARM_UP_S)
         before, answered = sum(map(_cpu_s, measured)), counts[0]
         await asyncio.sleep(MEASURE_S)
@@ -130,6 +129,42 @@ async def bare_cpu_ms(shape: Shape, *, broker: psutil.Process | None) -> float:
         asking.cancel()
         await asyncio.wait([asking])
     return 1000 * used_s / max(1, answered)
+
+
+async def bare_added_ms(shape: Shape, *, per_second: float) -> list[float]:
+    """What each request took beyond `engine_s`, sorted; one is due every 1 / `per_second`."""
+    body, took_s = b"x" * shape.body_bytes, []
+
+    async def ask(session: aiohttp.ClientSession, url: str, *, due_s: float) -> None:
+        async with session.post(url, data=body) as response:
+            await response.read()
+        took_s.append((due_s, time.monotonic() - due_s))
+
+    connector = aiohttp.TCPConnector(limit=0)
+    async with (
+        _running(shape) as (_, _, url),
+        aiohttp.ClientSession(connector=connector) as session,
+        asyncio.TaskGroup() as tasks,
+    ):
+        began_s = due_s = time.monotonic()
+        while due_s < began_s + WARM_UP_S + MEASURE_S:
+            tasks.create_task(ask(session, url, due_s=due_s))
+            due_s += 1 / per_second
+            await asyncio.sleep(due_s - time.monotonic())
+    measured = [took for due_s, took in took_s if due_s >= began_s + WARM_UP_S]
+    return sorted(1000 * (took - shape.engine_s) for took in measured)
+
+
+@asynccontextmanager
+async def _running(shape: Shape) -> AsyncIterator[tuple[int, int, str]]:
+    """Start both processes over new topics; yields answerer, server and the server's URL."""
+    admin = AIOKafkaAdminClient(bootstrap_servers=shape.kafka)
+    await admin.start()
+    await admin.create_topics([NewTopic(name, 1, -1, {}) for name in (ASKED, ANSWERED)])
+    await admin.close()
+    async with _process("answer_all", shape) as (answerer, _), _process("serve", shape) as started:
+        server, port = started
+        yield answerer, server, f"http://{HOST}:{port}/"
 
 
 async def _ask_all(shape: Shape, url: str, counts: list[int]) -> None:
@@ -173,7 +208,7 @@ async def _producer(shape: Shape) -> AsyncIterator[AIOKafkaProducer]:
         bootstrap_servers=shape.kafka,
         acks="all",
         enable_idempotence=True,
-        linger_ms=LINGER_MS,
+        linger_ms=shape.linger_ms,
         max_request_size=BODY_BYTES_MAX,
     )
     await producer.start()

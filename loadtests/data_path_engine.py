@@ -4,6 +4,7 @@ import asyncio
 import os
 from contextlib import suppress
 
+import uvloop
 from stand_in_engine import Speed, StandInEngine, serving
 
 from forgemq_settings.environment import parse
@@ -24,4 +25,4 @@ async def main() -> None:
 
 if __name__ == "__main__":
     with suppress(KeyboardInterrupt):
-        asyncio.run(main())
+        uvloop.run(main())

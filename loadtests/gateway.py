@@ -14,7 +14,8 @@ In the other cases broker, gateway, inference, scheduler, reward and merger are 
 own process; engine and trainer are stand-ins.
 `tokenized, through Kafka`: the same turns; the gateway's cost with that of the broker's client.
 `through_kafka`: 200 turns a second, due by a clock: what all services add to the engine's time. All
-processes share all cores.
+processes share all cores. `bare_added_ms` is what a bare HTTP server and two topics add to as many
+requests there, which compute nothing (`data_path_bare.py`): no system of this kind adds less.
 `context_200k`: a history of 200,000 tokens in each body, against one of 2,000.
 `pass_through`: a gateway that owns no group and sends every request on (`gateway_passing.py`).
 """
@@ -31,6 +32,7 @@ from pathlib import Path
 
 import msgspec
 from data_path_agents import Played, message
+from data_path_bare import Shape, bare_added_ms
 from data_path_system import RunningSystem, Workload, model_folder, run_configuration, running
 from gateway_alone import Target, alone
 from gateway_baselines import Asked, Proxied, aiohttp_cost, install_litellm, litellm_cost
@@ -85,13 +87,17 @@ ALONE = {
     "streams of 1 s": Load(agents=256, is_stream=True, engine_s=1.0),
     "live streams of 1 s": Load(agents=256, is_stream=True, engine_s=1.0, is_live=True),
 }
+THROUGH = "through_kafka"
 WHOLE = {
     "tokenized, through Kafka": Load(),
-    "through_kafka": Load(agents=64, turns_per_second=200.0),
+    THROUGH: Load(agents=64, turns_per_second=200.0),
     "context_2k": Load(agents=8, turns=48, prompt_messages=47, message_words=18),
     "context_200k": Load(agents=8, turns=48, prompt_messages=47, message_words=2_075),
 }
 PASSED = "pass_through"
+
+# About what the log gets for a turn whose context is a delta, in both topics.
+LOG_BYTES = 4_000
 
 # The proxies are asked right after the case that they are compared with, in the same form: within
 # minutes the machine's speed changes by a fifth.
@@ -100,7 +106,12 @@ PROXIES = {"aiohttp": aiohttp_cost, "litellm": litellm_cost}
 
 
 class Seen(Struct, frozen=True, kw_only=True):
-    """One case: CPU time of gateway and inference in its window, and the turns that ended there."""
+    """One case: CPU time of gateway and inference in its window, and the turns that ended there.
+
+    Attributes:
+        added_ms: What each turn took beyond the engine's time, sorted.
+        bare_added_ms: The same of the bare system's requests; [] if it was not asked.
+    """
 
     gateway_ms: float
     inference_ms: float | None
@@ -108,6 +119,7 @@ class Seen(Struct, frozen=True, kw_only=True):
     added_ms: list[float]
     body_bytes: float
     context_tokens: float
+    bare_added_ms: list[float] = []
 
 
 async def seen_of(target: Target, case: str, load: Load, *, folder: Path) -> Seen:
@@ -223,7 +235,26 @@ async def measure_whole(
         if has_passing:
             passed = await passing_cost(system, _asked(is_stream=False))
         await system.supervisor.stop()
+        if THROUGH in found:
+            found[THROUGH] = await _beside_bare(found[THROUGH], kafka=system.kafka)
     return found, passed
+
+
+async def _beside_bare(seen: Seen, *, kafka: str) -> Seen:
+    """The case with what the bare system adds to as many requests of the same size."""
+    load = WHOLE[THROUGH]
+    measure_together(os.getpid())
+    shape = Shape(
+        kafka=kafka,
+        body_bytes=round(seen.body_bytes),
+        reply_bytes=len(WORDS),
+        log_bytes=LOG_BYTES,
+        engine_s=load.engine_s,
+        clients=load.agents,
+        linger_ms=0,
+    )
+    added_ms = await bare_added_ms(shape, per_second=load.turns_per_second)
+    return replace(seen, bare_added_ms=added_ms)
 
 
 def _whole(system: RunningSystem) -> Target:
@@ -251,8 +282,8 @@ def report(measurement: Measurement, seen: Mapping[str, Seen]) -> None:
             ("requests_per_second", each.per_second, "1/s"),
             ("body", each.body_bytes / 1000, "KB"),
             ("context", each.context_tokens, "tokens"),
-            ("added_ms_p50", each.added_ms[len(each.added_ms) // 2], "ms"),
-            ("added_ms_p99", each.added_ms[len(each.added_ms) * 99 // 100], "ms"),
+            *_percentiles("added_ms", each.added_ms),
+            *_percentiles("bare_added_ms", each.bare_added_ms),
         ]
         for metric, value, unit in rows:
             measurement.row(case, metric, value, unit)
@@ -263,6 +294,14 @@ def report(measurement: Measurement, seen: Mapping[str, Seen]) -> None:
     streams = ("live streams of 1 s", "streams of 1 s")
     _ratio(measurement, streams[0], "cpu_over_recorded", own, *streams)
     _ratio(measurement, "context_200k", "cpu_over_2k", own, "context_200k", "context_2k")
+
+
+def _percentiles(metric: str, sorted_ms: Sequence[float]) -> list[tuple[str, float, str]]:
+    return [
+        (f"{metric}_p{percent}", sorted_ms[len(sorted_ms) * percent // 100], "ms")
+        for percent in (50, 99)
+        if sorted_ms
+    ]
 
 
 def _ratio(

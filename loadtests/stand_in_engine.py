@@ -26,13 +26,18 @@ NOT_BEGUN = (
 )
 
 
+SLICE_S_MIN = 0.01
+"""A step of decoding takes about as long. More timers would be a load of their own."""
+
+
 class Speed(msgspec.Struct, frozen=True, kw_only=True):
     """How fast the stand-in answers, and with what.
 
     Attributes:
         latency_s: From the request to its answer, pauses not counted.
         tokens: Number sampled for each request, if its max_new_tokens is not lower.
-        slices: How often in its time a request looks for pauses and new weights.
+        slices: How often in its time a request looks for pauses and new weights, at most; a slice
+            takes at least `SLICE_S_MIN`.
         vocabulary_size: Token ids are below it.
         context_tokens_max: Context and output together.
         pretends_groups: Whether it accepts process groups, without receiving anything; else it
@@ -189,10 +194,12 @@ class StandInEngine:
         count = min(self.speed.tokens, asked)
         tokens, logprobs = sampled_after(context, count=count, speed=self.speed)
         spans: list[dict[str, Any]] = []
-        slices = min(self.speed.slices, count) if self.speed.latency_s else 1
+        slices = max(1, min(self.speed.slices, count, int(self.speed.latency_s / SLICE_S_MIN)))
         done = 0
+        # Added up, and not slept one by one: each sleep ends up to two milliseconds late.
+        at_s = asyncio.get_running_loop().time()
         for index in range(slices):
-            await self._pass(request, self.speed.latency_s / slices)
+            at_s = await self._pass(request, at_s, self.speed.latency_s / slices)
             if request.aborted.is_set():
                 break
             upto = count * (index + 1) // slices
@@ -229,22 +236,32 @@ class StandInEngine:
             },
         }
 
-    async def _pass(self, request: _Request, duration_s: float) -> None:
-        """Wait until this much unpaused time has passed or the request is aborted."""
+    async def _pass(self, request: _Request, at_s: float, duration_s: float) -> float:
+        """Wait until this much unpaused time has passed or the request is aborted.
+
+        Returns:
+            When that was, in the event loop's time; `at_s` is when the time before it was over.
+        """
+        at_s = await self._unpaused(request, at_s) + duration_s
+        with suppress(TimeoutError):
+            async with asyncio.timeout_at(at_s):
+                await request.aborted.wait()
+        return await self._unpaused(request, at_s)
+
+    async def _unpaused(self, request: _Request, at_s: float) -> float:
+        """Wait for the end of a pause or an abort; returns `at_s` if there is no pause."""
+        if self._running.is_set() or request.aborted.is_set():
+            return at_s
         waits = [
             asyncio.ensure_future(request.aborted.wait()),
-            asyncio.ensure_future(self._unpaused(duration_s)),
+            asyncio.ensure_future(self._running.wait()),
         ]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for wait in waits:
                 wait.cancel()
-
-    async def _unpaused(self, duration_s: float) -> None:
-        await self._running.wait()
-        await asyncio.sleep(duration_s)
-        await self._running.wait()
+        return asyncio.get_running_loop().time()
 
     async def _abort(self, http: web.Request) -> web.Response:
         body = await http.json()

@@ -1,4 +1,4 @@
-"""What a reader asks of its broker while nothing comes, and how soon it has what comes then."""
+"""How often a reader asks its broker while nothing or much comes, and how soon it has a record."""
 
 import asyncio
 import logging
@@ -9,8 +9,13 @@ from contextlib import asynccontextmanager
 import pytest
 
 from forgemq_bus.kafka import KafkaConnection, KafkaLog
-from forgemq_bus.kafka_reader import FETCH_WAIT_QUIET_MS_MAX, PROBE_AFTER_S, QUIET_AFTER_S
-from forgemq_bus.log import Emit, Place, Reader
+from forgemq_bus.kafka_reader import (
+    BUSY_S,
+    FETCH_WAIT_QUIET_MS_MAX,
+    PROBE_AFTER_S,
+    QUIET_AFTER_S,
+)
+from forgemq_bus.log import Emit, Member, Place, Reader
 
 pytestmark = pytest.mark.integration
 
@@ -77,6 +82,46 @@ async def test_a_quiet_reader_gets_what_a_transaction_wrote_at_once(log: KafkaLo
     await writer.commit(outputs=[emit], group="g", positions={A0: 0})
     began_s = time.monotonic()
     (record,) = await reading
+    assert record.value == b"x"
+    assert time.monotonic() - began_s < ONE_WAIT_S / 4
+
+
+async def member_of(log: KafkaLog) -> Member:
+    async def ignore(_: frozenset[int]) -> None:
+        """Nothing has to be done."""
+
+    return await log.member(group="g", topics=["a"], on_assigned=ignore, on_revoked=ignore)
+
+
+async def read_while_written(log: KafkaLog, reader: Reader, *, records: int) -> list[int]:
+    """How many records each read returned, while one is written every few milliseconds."""
+    writer = await log.writer()
+
+    async def write_all() -> None:
+        for _ in range(records):
+            await writer.write(Emit(topic="a", partition=0, key=b"", value=b"x"))
+
+    writing = asyncio.ensure_future(write_all())
+    counts: list[int] = []
+    while sum(counts) < records:
+        counts.append(len(await reader.read(timeout_s=5.0, records_max=records)))
+    await writing
+    return counts
+
+
+async def test_a_member_gets_many_records_at_once_while_they_keep_coming(log: KafkaLog) -> None:
+    gathered = await read_while_written(log, await member_of(log), records=300)
+    (end,) = (await log.end_positions([A0])).values()
+    alone = await read_while_written(log, await log.reader({A0: end, A1: 0}), records=300)
+    assert len(gathered) < len(alone) / 2
+
+
+async def test_a_member_gets_the_first_record_after_a_pause_at_once(log: KafkaLog) -> None:
+    member, writer = await member_of(log), await log.writer()
+    await read_nothing(member, for_s=BUSY_S + 0.5)
+    await writer.write(Emit(topic="a", partition=0, key=b"", value=b"x"))
+    began_s = time.monotonic()
+    (record,) = await member.read(timeout_s=5.0, records_max=10)
     assert record.value == b"x"
     assert time.monotonic() - began_s < ONE_WAIT_S / 4
 

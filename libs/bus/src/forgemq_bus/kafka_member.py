@@ -200,6 +200,7 @@ class KafkaMember:
             },
             isolation="committed",
             values=fetch_from(self._kafka_run.blobs),
+            gathers=True,  # Graders read through all records, and nobody waits for one of them.
         )
         reader.pause([place for place in places if place in self._paused])
         return reader
