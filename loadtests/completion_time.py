@@ -106,6 +106,7 @@ def results(rows: Sequence[EpisodeRow]) -> dict[str, float]:
         "completion_s_per_episode": statistics.fmean(
             each.get("alone_s", each["engine_s"]) + each["tool_s"] for each in metrics
         ),
+        "engine_s_per_episode": statistics.fmean(each["engine_s"] for each in metrics),
         "tool_s_per_episode": statistics.fmean(each["tool_s"] for each in metrics),
         "calling_turns": turns / len(rows),
         "parallel_share": sum(each["parallel_turns"] for each in metrics) / max(1.0, turns),
