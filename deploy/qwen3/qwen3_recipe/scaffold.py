@@ -1,0 +1,49 @@
+"""Plays one episode with mini-swe-agent's own classes, unmodified.
+
+A program for mini-swe-agent's environment, in which nothing of ForgeMQ is installed:
+
+    OPENAI_BASE_URL=... OPENAI_API_KEY=... \
+        python -m qwen3_recipe.scaffold scaffold.yaml task.json result.json
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from minisweagent.agents.default import DefaultAgent
+from minisweagent.config import get_config_from_spec
+from minisweagent.environments import get_environment
+from minisweagent.models.litellm_model import LitellmModel
+
+LIMITS = {"LimitsExceeded": "too_many_turns", "TimeExceeded": "out_of_time"}
+"""How mini-swe-agent names the limits of its configuration, and how ForgeMQ does."""
+
+
+def solve(configuration: dict[str, Any], task: dict[str, Any]) -> dict[str, Any]:
+    """Let mini-swe-agent work on the task, in an environment of its own."""
+    where = {
+        "api_base": os.environ["OPENAI_BASE_URL"],  # noqa: TID251 - a program's own variables
+        "api_key": os.environ["OPENAI_API_KEY"],  # noqa: TID251
+    }
+    agent = DefaultAgent(
+        LitellmModel(model_kwargs=where, **configuration["model"]),
+        get_environment(configuration["environment"]),
+        **configuration["agent"],
+    )
+    end = agent.run(task["question"])
+    result = {**end, "steps": agent.n_calls}
+    limit = LIMITS.get(end["exit_status"])
+    return {**result, "truncated_by": limit} if limit else result
+
+
+def main(configuration_file: str, task_file: str, result_file: str) -> None:
+    """Play the episode of a task file and leave the result."""
+    configuration = get_config_from_spec(configuration_file)
+    result = solve(configuration, json.loads(Path(task_file).read_text()))
+    Path(result_file).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
