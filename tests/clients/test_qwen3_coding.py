@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 import pytest
-import yaml
 
 from forgemq_agents.black_box import BlackBox
 from forgemq_agents.user_code import load_domains
@@ -20,7 +19,7 @@ from tests.clients.install import missing
 from tests.unit.gateway.scripted_lane import Asked, contexts_of, wall_ms
 from tests.unit.gateway.world import configuration_of, running
 from tests.unit.graders.episodes import answered
-from tests.unit.qwen3.recipe import RECIPES, run_of, write_scaled_model
+from tests.unit.qwen3.recipe import run_of, write_scaled_model
 
 pytestmark = pytest.mark.clients
 
@@ -53,33 +52,45 @@ def _imports() -> Iterator[None]:
     sys.path[:] = path
 
 
+class Docker:
+    """Stands in for docker: runs the commands of a container in a folder, and notes its calls."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "container"
+        self.folder.mkdir()
+        self._calls = folder / "calls"
+        self.program = folder / "docker"
+        # `exec -w CWD ID bash -lc COMMAND`, as mini-swe-agent calls it.
+        self.program.write_text(
+            f'#!/bin/sh\necho "$*" >> {self._calls}\n'
+            f'case $1 in run) echo c1 ;; exec) cd {self.folder}; shift 4; exec "$@" ;; esac\n'
+        )
+        self.program.chmod(0o755)
+
+    def calls(self) -> list[str]:
+        return self._calls.read_text().splitlines()
+
+
+@pytest.fixture
+def docker(tmp_path: Path) -> Docker:
+    return Docker(tmp_path)
+
+
 @pytest.fixture
 def play(tmp_path: Path) -> BlackBox:
-    """The recipe's agent, whose commands run in the episode's folder instead of a container."""
+    """The recipe's agent."""
     assert missing("mini_swe_agent") == ""
     tasks = tmp_path / "tasks.jsonl"
     tasks.write_text(json.dumps(TASK))
     files = (f"queues.coding.{name}={tasks}" for name in ("task_file", "held_out_file"))
     agent = load_domains(run_of("coding.toml", *files, "evaluation.tasks=1"))["coding"].play
     assert isinstance(agent, BlackBox)
-    configuration = yaml.safe_load((RECIPES / "scaffold.yaml").read_text())
-    configuration["environment"] = {"environment_class": "local", "timeout": 30}
-    configuration["agent"]["step_limit"] = 3
-    file = tmp_path / "scaffold.yaml"
-    file.write_text(yaml.safe_dump(configuration))
-    python, *_, task_file, result_file = agent.command
-    command = (python, "-m", "qwen3_recipe.scaffold", str(file), task_file, result_file)
-    return BlackBox(
-        command=command,
-        timeout_s=agent.timeout_s,
-        environ=agent.environ,
-        truncates_at_timeout=agent.truncates_at_timeout,
-        policy_statuses=agent.policy_statuses,
-    )
+    return agent
 
 
-async def played(play: BlackBox, folder: Path, replies: list[str]) -> tuple[Claimed, list[str]]:
+async def played(play: BlackBox, docker: Docker, replies: list[str]) -> tuple[Claimed, list[str]]:
     """The episode in which the policy says this, and each context with its reply as text."""
+    folder = docker.folder.parent / "model"
     configuration = configuration_of(write_scaled_model(folder), context_tokens_max=12_288)
     model = msgspec.structs.replace(configuration.model, renderer="qwen3")
     left = iter(replies)
@@ -91,6 +102,7 @@ async def played(play: BlackBox, folder: Path, replies: list[str]) -> tuple[Clai
     changed = msgspec.structs.replace(configuration, model=model)
     async with running(log, changed, say) as (world, _):
         episode = Claimed(await world.episode())
+        episode.environ["MSWEA_DOCKER_EXECUTABLE"] = str(docker.program)
         await play(episode)  # type: ignore[arg-type]  # as much of one as it needs
         records = await world.records(topics.FINISHED_COMPLETIONS)
     wholes = contexts_of(records)
@@ -104,21 +116,25 @@ def call(command: str) -> str:
 
 
 @pytest.mark.timeout(300)
-async def test_mini_swe_agent_submits_a_program_that_the_recipe_grades(play, tmp_path):
+async def test_mini_swe_agent_submits_a_program_that_the_recipe_grades(play, docker):
     write = f"echo '{PROGRAM}' > solution.py && echo 3 | python3 solution.py"
-    episode, texts = await played(play, tmp_path / "model", [call(write), call(SUBMIT)])
+    episode, texts = await played(play, docker, [call(write), call(SUBMIT)])
     assert episode.result["exit_status"] == "Submitted"
     assert (episode.result["submission"], episode.result["steps"]) == (f"{PROGRAM}\n", 2)
     assert episode.truncated_by is None
     assert "<tool_response>\n<returncode>0</returncode>\n<output>\n6\n" in texts[-1]
     assert texts[-1].startswith(texts[0])
+    started, *commands, ended = docker.calls()
+    assert "--network=none" in started
+    assert len(commands) == 2
+    assert ended == "rm -f c1"
     from qwen3_recipe.coding import outcome  # On the path of the run file.
 
     assert await outcome(answered("", task=TASK, result=episode.result)) == 1.0
 
 
 @pytest.mark.timeout(300)
-async def test_the_scaffolds_limit_of_turns_truncates_the_episode(play, tmp_path):
-    episode, texts = await played(play, tmp_path / "model", [call("ls")] * 3)
-    assert (episode.truncated_by, len(texts)) == ("too_many_turns", 3)
+async def test_the_scaffolds_limit_of_turns_truncates_the_episode(play, docker):
+    episode, texts = await played(play, docker, [call("ls")] * 16)
+    assert (episode.truncated_by, len(texts)) == ("too_many_turns", 16)
     assert "truncated_by" not in episode.result

@@ -8,6 +8,7 @@ A program for mini-swe-agent's environment, in which nothing of ForgeMQ is insta
 
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from minisweagent.agents.default import DefaultAgent
 from minisweagent.config import get_config_from_spec
 from minisweagent.environments import get_environment
+from minisweagent.environments.docker import DockerEnvironment
 from minisweagent.models.litellm_model import LitellmModel
 
 LIMITS = {"LimitsExceeded": "too_many_turns", "TimeExceeded": "out_of_time"}
@@ -27,15 +29,27 @@ def solve(configuration: dict[str, Any], task: dict[str, Any]) -> dict[str, Any]
         "api_base": os.environ["OPENAI_BASE_URL"],  # noqa: TID251 - a program's own variables
         "api_key": os.environ["OPENAI_API_KEY"],  # noqa: TID251
     }
-    agent = DefaultAgent(
-        LitellmModel(model_kwargs=where, **configuration["model"]),
-        get_environment(configuration["environment"]),
-        **configuration["agent"],
-    )
-    end = agent.run(task["question"])
+    environment = get_environment(configuration["environment"])
+    try:
+        model = LitellmModel(model_kwargs=where, **configuration["model"])
+        agent = DefaultAgent(model, environment, **configuration["agent"])
+        end = agent.run(task["question"])
+    finally:
+        _remove_container(environment)
     result = {**end, "steps": agent.n_calls}
     limit = LIMITS.get(end["exit_status"])
     return {**result, "truncated_by": limit} if limit else result
+
+
+def _remove_container(environment: object) -> None:
+    """Remove the container before this program ends.
+
+    mini-swe-agent would do so in the background, and what this program leaves is killed.
+    """
+    if isinstance(environment, DockerEnvironment) and environment.container_id:
+        command = (environment.config.executable, "rm", "-f", environment.container_id)
+        subprocess.run(command, capture_output=True, check=False)
+        environment.container_id = None
 
 
 def main(configuration_file: str, task_file: str, result_file: str) -> None:
