@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from forgemq_agents.black_box import BlackBox
+from forgemq_agents.errors import AgentStatusError
 from forgemq_agents.user_code import load_domains
 from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
@@ -88,10 +89,14 @@ def play(tmp_path: Path) -> BlackBox:
     return agent
 
 
-async def played(play: BlackBox, docker: Docker, replies: list[str]) -> tuple[Claimed, list[str]]:
+async def played(
+    play: BlackBox, docker: Docker, replies: list[str], *, context_tokens_max: int = 12_288
+) -> tuple[Claimed, list[str]]:
     """The episode in which the policy says this, and each context with its reply as text."""
     folder = docker.folder.parent / "model"
-    configuration = configuration_of(write_scaled_model(folder), context_tokens_max=12_288)
+    configuration = configuration_of(
+        write_scaled_model(folder), context_tokens_max=context_tokens_max, lease_s=300
+    )
     model = msgspec.structs.replace(configuration.model, renderer="qwen3")
     left = iter(replies)
 
@@ -138,3 +143,28 @@ async def test_the_scaffolds_limit_of_turns_truncates_the_episode(play, docker):
     episode, texts = await played(play, docker, [call("ls")] * 16)
     assert (episode.truncated_by, len(texts)) == ("too_many_turns", 16)
     assert "truncated_by" not in episode.result
+
+
+@pytest.mark.timeout(300)
+async def test_a_submission_of_any_size_is_cut_to_what_graders_read(play, docker):
+    huge = call(
+        "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT && head -c 9000000 /dev/zero | tr '\\0' x"
+    )
+    episode, _ = await played(play, docker, [huge])
+    assert episode.result == {
+        "exit_status": "Submitted",
+        "submission": "x" * 65_536,
+        "steps": 1,
+    }
+
+
+@pytest.mark.timeout(300)
+async def test_a_full_context_ends_the_program_at_once_and_its_container(play, docker):
+    """The gateway knows that it refused the episode's newest request, and truncates the episode."""
+    long = call("seq 1 900")
+    with pytest.raises(ExceptionGroup) as raised:
+        await played(play, docker, [long] * 16, context_tokens_max=4000)
+    assert raised.group_contains(AgentStatusError, match="ContextWindowExceeded")
+    _, *commands, ended = docker.calls()
+    assert 1 <= len(commands) < 16
+    assert ended == "rm -f c1"

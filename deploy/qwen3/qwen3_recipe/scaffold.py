@@ -22,6 +22,10 @@ from minisweagent.models.litellm_model import LitellmModel
 LIMITS = {"LimitsExceeded": "too_many_turns", "TimeExceeded": "out_of_time"}
 """How mini-swe-agent names the limits of its configuration, and how ForgeMQ does."""
 
+SUBMISSION_CHARACTERS_MAX = 65_536
+"""As much as the graders read of an answer. The gateway refuses a body that is too long, and the
+episode of a policy that submits one would be masked instead of scored."""
+
 
 def solve(configuration: dict[str, Any], task: dict[str, Any]) -> dict[str, Any]:
     """Let mini-swe-agent work on the task, in an environment of its own."""
@@ -36,7 +40,12 @@ def solve(configuration: dict[str, Any], task: dict[str, Any]) -> dict[str, Any]
         end = agent.run(task["question"])
     finally:
         _remove_container(environment)
-    result = {**end, "steps": agent.n_calls}
+    submission = end["submission"][:SUBMISSION_CHARACTERS_MAX]
+    result = {
+        "exit_status": end["exit_status"],
+        "submission": submission,
+        "steps": agent.n_calls,
+    }
     limit = LIMITS.get(end["exit_status"])
     return {**result, "truncated_by": limit} if limit else result
 
