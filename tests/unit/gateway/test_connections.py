@@ -107,7 +107,7 @@ async def test_a_request_that_is_not_complete_in_time_is_closed_with_408(sent: b
 async def test_many_late_requests_are_ended_a_few_at_a_time() -> None:
     server = http_server(application, half_sent=HeldBytes())
     http: Any = server.config.http
-    http.headers_s = 0.3
+    http.headers_s = 2.0
     listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
     clients = connections_to(listener, count=10 * ENDED_AT_ONCE)
     serving = asyncio.create_task(serve_http(server, [listener]))
@@ -115,6 +115,7 @@ async def test_many_late_requests_are_ended_a_few_at_a_time() -> None:
     while counts[-1] < len(clients):
         await asyncio.sleep(0)
         counts.append(len(server.server_state.connections))
+        assert counts[-1] >= counts[-2], "the first are late before the last are there"
     time.sleep(http.headers_s)  # noqa: ASYNC251 - so that all of them are late at once
     while counts[-1]:
         await asyncio.sleep(0)

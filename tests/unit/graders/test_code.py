@@ -39,6 +39,14 @@ async def test_functions_are_called_and_what_they_return_is_compared_outside():
     assert await outcome(answered(one, task={"tests": calls(([1, 0], True))})) == 0.0
 
 
+async def test_a_program_may_be_what_the_agent_submitted_instead_of_the_answer():
+    outcome = code_tests(limits=LIMITS, program=lambda episode: episode.result["submission"])
+    task, said = {"tests": INPUTS}, "I am done."
+    right = {"submission": "print(2 * int(input()))"}
+    assert await outcome(answered(said, task=task, result=right)) == 1.0
+    assert await outcome(answered(DOUBLE, task=task, result={"submission": ""})) == 0.0
+
+
 CHEATS = {
     "ends early": "import os\nos._exit(0)",
     "says it passed": "print('passed')\nprint('4')",

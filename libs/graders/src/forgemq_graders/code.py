@@ -6,7 +6,7 @@ nothing by it.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -51,8 +51,9 @@ def code_tests(
     folders: Sequence[str] = (),
     at_once: int = 2,
     is_share: bool = False,
+    program: Callable[[GradingEpisode], str] = answer_code,
 ) -> AsyncOutcome:
-    """An outcome: 1 if the last code block of the answer passes all of `task["tests"]`, else 0.
+    """An outcome: 1 if the policy's program passes all of `task["tests"]`, else 0.
 
     A test has the fields `stdin` and `stdout`, or `function`, `arguments` and `returns`. Answers
     without code, with errors, or beyond the limits fail. The function raises, so that the episode
@@ -63,12 +64,14 @@ def code_tests(
         folders: That programs may read: libraries, named in `sys.path` by the program itself.
         at_once: Programs at the same time, in each grader process.
         is_share: Whether the outcome is the share of the tests that pass.
+        program: The program of an episode, "" if it has none; by default the last code block of the
+            answer.
     """
     sandbox = Sandbox(limits, folders=folders, at_once=at_once)
 
     async def outcome(episode: GradingEpisode) -> float:
         tests = _tests(episode)
-        code = answer_code(episode)
+        code = program(episode)
         if not code.strip():
             return 0.0
         passed = 0
