@@ -101,6 +101,22 @@ def test_a_checkpoint_is_a_model_folder_whose_only_tensors_are_the_weights(tmp_p
     assert [path.name for path in found.folder.glob("*.safetensors")] == ["model.safetensors"]
 
 
+def test_a_checkpoint_of_a_build_with_the_optimizer_beside_the_model_is_read(
+    tmp_path: Path,
+) -> None:
+    store, training = _trained_store(tmp_path, steps=1)
+    found = store.newest_checkpoint()
+    assert found is not None
+    (found.folder / OPTIMIZER_FILE).rename(found.folder / "optimizer.safetensors")
+    (found.folder / OPTIMIZER_FILE).parent.rmdir()
+    again = store.newest_checkpoint()
+    assert again is not None
+    state = again.optimizer_state()
+    expected = training.optimizer_state()
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[name], expected[name].cpu()) for name in expected)
+
+
 @pytest.mark.parametrize("file", ["model.safetensors", OPTIMIZER_FILE, "trainer.json"])
 def test_a_damaged_checkpoint_that_no_record_names_is_passed_over(
     tmp_path: Path, file: str

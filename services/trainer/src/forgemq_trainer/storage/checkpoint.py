@@ -29,6 +29,8 @@ from forgemq_trainer.storage.weights import WEIGHTS_FILE, WeightsFolder, link_mo
 
 OPTIMIZER_FILE = "optimizer/state.safetensors"
 """In a folder of its own: SGLang takes each safetensors file beside the model's for weights."""
+_FILE_BESIDE_MODEL = "optimizer.safetensors"
+"""Where earlier builds wrote it; their checkpoints are read too."""
 RECORD_FILE = "trainer.json"
 HEAD_FOLDER = "head"
 RANDOM_STATE = "torch|random"
@@ -121,7 +123,7 @@ class Checkpoint:
 
     def optimizer_state(self) -> dict[str, Tensor]:
         """Read the optimizer's state, without the random state."""
-        tensors = load_file(self.folder / OPTIMIZER_FILE)
+        tensors = load_file(_placed(self.folder, OPTIMIZER_FILE))
         return {name: tensor for name, tensor in tensors.items() if name != RANDOM_STATE}
 
     @property
@@ -131,11 +133,11 @@ class Checkpoint:
 
     def head_optimizer_state(self) -> dict[str, Tensor]:
         """Read the state of the draft head's optimizer."""
-        return load_file(self.head_folder / OPTIMIZER_FILE)
+        return load_file(_placed(self.head_folder, OPTIMIZER_FILE))
 
     def random_state(self) -> Tensor:
         """Read the state of torch's random generator."""
-        return load_file(self.folder / OPTIMIZER_FILE)[RANDOM_STATE]
+        return load_file(_placed(self.folder, OPTIMIZER_FILE))[RANDOM_STATE]
 
 
 class OtherRunError(SettingsError):
@@ -256,6 +258,14 @@ def _save_optimizer(folder: Path, state: dict[str, Tensor]) -> None:
     save_file({name: tensor.cpu().contiguous() for name, tensor in state.items()}, file)
 
 
+def _placed(folder: Path, file: str) -> Path:
+    """Where a checkpoint has this file of tensors."""
+    path = folder / file
+    if path.exists() or not file.endswith(OPTIMIZER_FILE):
+        return path
+    return folder / file.replace(OPTIMIZER_FILE, _FILE_BESIDE_MODEL)
+
+
 def _read_intact(folder: Path) -> Checkpoint | None:
     """Read the checkpoint in a folder; None if its checksums do not hold."""
     try:
@@ -263,7 +273,8 @@ def _read_intact(folder: Path) -> Checkpoint | None:
         record = msgspec.json.decode(sealed.record, type=CheckpointRecord)
         written = msgspec.json.encode(msgspec.json.decode(sealed.record))
         is_whole = sealed.sha256 == _sha256(written) and all(
-            file_sha256(folder / file) == sha256 for file, sha256 in record.sha256_of_file().items()
+            file_sha256(_placed(folder, file)) == sha256
+            for file, sha256 in record.sha256_of_file().items()
         )
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return None
