@@ -21,21 +21,15 @@ def check_items(field: str, data: bytes, *, count: int | None = None) -> int:
     """The number of 4-byte items in these bytes; it must be `count`, if given."""
     items, rest = divmod(len(data), ITEM_BYTES)
     if rest:
-        raise _no_items(field, data)
+        raise ValueError(f"{field}: {len(data)} bytes are no array of {ITEM_BYTES}-byte items")
     if count is not None and items != count:
         raise ValueError(f"{field}: must have {count} items, has {items}")
     return items
 
 
-def _no_items(field: str, data: bytes) -> ValueError:
-    return ValueError(f"{field}: {len(data)} bytes are no array of {ITEM_BYTES}-byte items")
-
-
 def check_ids(field: str, data: bytes) -> int:
     """The number of token ids in these bytes; none may be negative."""
-    count, rest = divmod(len(data), ITEM_BYTES)
-    if rest:
-        raise _no_items(field, data)
+    count = check_items(field, data)
     # The sign is the top bit of each fourth byte, and ASCII bytes have none set. This is exact, and
     # needs no list of a million integers.
     if not data[ITEM_BYTES - 1 :: ITEM_BYTES].isascii():

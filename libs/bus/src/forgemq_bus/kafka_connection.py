@@ -139,11 +139,11 @@ async def retry(call: Callable[[], Awaitable[T]]) -> T:
             await asyncio.sleep(RETRY_PAUSE_S)
 
 
-def wait_for_brokers(client: AIOKafkaClient) -> None:
+def _wait_for_brokers(client: AIOKafkaClient) -> None:
     """Let this client's start wait while the cluster names no broker, as the only one is fenced.
 
     aiokafka's clients go on without one: a transactional producer ends by an assertion, and a plain
-    one asks nobody in a loop. Call it before the client starts; `connect` bounds the time.
+    one asks nobody in a loop.
     """
     bootstrap = client.bootstrap
 
@@ -158,15 +158,17 @@ def wait_for_brokers(client: AIOKafkaClient) -> None:
 
 async def connect(
     connection: KafkaConnection,
+    client: AIOKafkaClient,
     start: Callable[[], Awaitable[None]],
     *stops: Callable[[], Awaitable[None]],
     doing: str,
 ) -> None:
-    """Start a client; repeats while the brokers do not answer.
+    """Start a client; repeats while the brokers do not answer, or the cluster names none.
 
     Args:
         connection: Says which brokers.
-        start: Starts the client.
+        client: What a producer, consumer or admin client asks through.
+        start: Starts what asks through it, or itself.
         stops: Called as `stop_client` does, if the client does not start.
         doing: What the client is for, in error messages.
 
@@ -176,6 +178,7 @@ async def connect(
         LogError: they refuse the request.
     """
     hint = ""
+    _wait_for_brokers(client)
     try:
         async with bound_and_translate(connection, doing):
             while True:

@@ -14,12 +14,7 @@ from aiokafka import errors as kafka_errors
 from aiokafka.coordinator.assignors.range import RangePartitionAssignor
 
 from forgemq_bus.errors import ClosedError, FencedError, LogError
-from forgemq_bus.kafka_connection import (
-    client_settings,
-    connect,
-    stop_client,
-    wait_for_brokers,
-)
+from forgemq_bus.kafka_connection import client_settings, connect, stop_client
 from forgemq_bus.kafka_reader import KafkaReader, open_reader
 from forgemq_bus.kafka_run import KafkaRun
 from forgemq_bus.kafka_topics import KafkaTopics
@@ -107,12 +102,10 @@ class KafkaMember:
             rebalance_timeout_ms=REBALANCE_TIMEOUT_MS,
             max_partition_fetch_bytes=1,
         )
-        wait_for_brokers(self._consumer._client)
         self._consumer.subscribe(topics=wanted, listener=Membership(self))
         try:
-            await connect(
-                self._kafka_run.connection, self._consumer.start, doing=f"join {self._group}"
-            )
+            connection, client = self._kafka_run.connection, self._consumer._client
+            await connect(connection, client, self._consumer.start, doing=f"join {self._group}")
             await self._changed.wait()
             self._raise_failure()
         except BaseException:

@@ -13,7 +13,6 @@ from forgemq_bus.kafka_connection import (
     client_settings,
     connect,
     stop_client,
-    wait_for_brokers,
 )
 from forgemq_bus.kafka_run import KafkaRun
 from forgemq_bus.log import READ_BYTES_MAX, Isolation, Place, Record
@@ -28,9 +27,10 @@ FETCH_WAIT_MS_MAX = 250
 # Well below the time after which a request counts as unanswered (REQUEST_TIMEOUT_MS).
 FETCH_WAIT_QUIET_MS_MAX = 2_000
 QUIET_AFTER_S = 5.0
-# A reader that gathers lets the broker collect this much, for this long at most, while records keep
-# coming. Else the broker answers a fetch of it for every record that is written: at 150 turns a
-# second that was half of the CPU time of the graders' process.
+# A reader that gathers lets the broker collect this much (some hundred records), for this long at
+# most, while records keep coming: the last ones came less than BUSY_S ago. Else the broker answers
+# a fetch of it for every record that is written: at 150 turns a second that was half of the CPU
+# time of the graders' process.
 GATHER_BYTES = 256 * 1024
 GATHER_WAIT_MS_MAX = 50
 BUSY_S = 0.5
@@ -44,7 +44,7 @@ PROBE_AFTER_S = 10.0
 
 def fetching_consumer(connection: KafkaConnection, *, isolation: Isolation) -> AIOKafkaConsumer:
     """An aiokafka consumer without a group that raises if a position does not exist."""
-    consumer = AIOKafkaConsumer(
+    return AIOKafkaConsumer(
         **client_settings(connection),
         enable_auto_commit=False,
         auto_offset_reset="none",
@@ -53,8 +53,6 @@ def fetching_consumer(connection: KafkaConnection, *, isolation: Isolation) -> A
         fetch_max_bytes=FETCH_BYTES_MAX,
         max_partition_fetch_bytes=PARTITION_FETCH_BYTES_MAX,
     )
-    wait_for_brokers(consumer._client)
-    return consumer
 
 
 class KafkaReader:
@@ -242,7 +240,8 @@ async def open_reader(
     """
     consumer = fetching_consumer(kafka_run.connection, isolation=isolation)
     stops = consumer.stop, consumer._client.close
-    await connect(kafka_run.connection, consumer.start, *stops, doing="open a reader")
+    connection, client = kafka_run.connection, consumer._client
+    await connect(connection, client, consumer.start, *stops, doing="open a reader")
     return KafkaReader(consumer, positions, kafka_run=kafka_run, values=values, gathers=gathers)
 
 

@@ -20,7 +20,6 @@ from forgemq_bus.kafka_connection import (
     client_settings,
     connect,
     retry,
-    wait_for_brokers,
 )
 from forgemq_bus.names import in_run
 
@@ -93,8 +92,8 @@ class KafkaRemoval:
 async def kafka_removal(connection: KafkaConnection) -> AsyncIterator[KafkaRemoval]:
     """Open a `KafkaRemoval`; its connection is closed at the end of the block."""
     admin = AIOKafkaAdminClient(**client_settings(connection))
-    wait_for_brokers(admin._client)
-    await connect(connection, admin.start, admin.close, doing="open the admin connection")
+    doing = "open the admin connection"
+    await connect(connection, admin._client, admin.start, admin.close, doing=doing)
     try:
         yield KafkaRemoval(connection, admin)
     finally:

@@ -18,7 +18,6 @@ from forgemq_bus.kafka_connection import (
     connect,
     retry,
     stop_client,
-    wait_for_brokers,
 )
 from forgemq_bus.kafka_reader import fetching_consumer
 from forgemq_bus.kafka_settings import broker_settings, topic_facts
@@ -227,9 +226,10 @@ class KafkaTopics:
         async with self._opening:
             if self._admin is None:
                 admin = AIOKafkaAdminClient(**client_settings(self._connection))
-                wait_for_brokers(admin._client)
                 doing = "open the admin connection"
-                await connect(self._connection, admin.start, admin.close, doing=doing)
+                await connect(
+                    self._connection, admin._client, admin.start, admin.close, doing=doing
+                )
                 self._admin = admin
             return self._admin
 
@@ -237,8 +237,11 @@ class KafkaTopics:
         async with self._opening:
             if self._client is None:
                 client = AIOKafkaClient(**client_settings(self._connection))
-                wait_for_brokers(client)
-                await connect(self._connection, client.bootstrap, client.close, doing="connect")
+
+                async def start() -> None:
+                    await client.bootstrap()  # Looked up here: `connect` replaces it.
+
+                await connect(self._connection, client, start, client.close, doing="connect")
                 self._client = client
             return self._client
 
@@ -247,7 +250,8 @@ class KafkaTopics:
             if isolation not in self._consumers:
                 consumer = fetching_consumer(self._connection, isolation=isolation)
                 stops = consumer.stop, consumer._client.close
-                await connect(self._connection, consumer.start, *stops, doing="connect")
+                client = consumer._client
+                await connect(self._connection, client, consumer.start, *stops, doing="connect")
                 self._consumers[isolation] = consumer
             return self._consumers[isolation]
 

@@ -14,7 +14,6 @@ from forgemq_bus.kafka_connection import (
     client_settings,
     connect,
     stop_client,
-    wait_for_brokers,
 )
 from forgemq_bus.kafka_run import KafkaRun
 from forgemq_bus.kafka_topics import RECORD_BYTES_MAX, KafkaTopics
@@ -243,8 +242,7 @@ async def open_producer(
         max_request_size=RECORD_BYTES_MAX + 64 * 1024,  # Keys, headers and framing.
         **settings,
     )
-    wait_for_brokers(producer.client)
     stops = producer.stop, producer.client.close
     doing = f"open writer {transactional_id or ''}"
-    await connect(connection, producer.start, *stops, doing=doing)
+    await connect(connection, producer.client, producer.start, *stops, doing=doing)
     return producer

@@ -27,6 +27,7 @@ class MemoryReader:
         self.run = run
         self._positions = dict(positions)
         self._places = self._broker_places()
+        self._among = frozenset(self._places.values())
         self._isolation = isolation
         self._values = values
         self._paused: set[Place] = set()
@@ -36,6 +37,7 @@ class MemoryReader:
         """Read these partitions instead; what is paused stays paused."""
         self._positions = dict(positions)
         self._places = self._broker_places()
+        self._among = frozenset(self._places.values())
         self.store.wake()
 
     def _broker_places(self) -> dict[Place, Place]:
@@ -63,7 +65,7 @@ class MemoryReader:
             left_s = deadline - asyncio.get_running_loop().time()
             if left_s <= 0:
                 return []
-            await self.store.wait_for_arrival(left_s, among=self._places.values())
+            await self.store.wait_for_arrival(left_s, among=self._among)
 
     def _collect(self, records_max: int) -> tuple[list[Record], dict[Place, int]]:
         """Records and the positions after them; moves partitions that had some to the back."""

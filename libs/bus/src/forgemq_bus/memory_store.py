@@ -184,7 +184,7 @@ class MemoryStore:
         partition.first += count
 
     async def wait_for_arrival(
-        self, timeout_s: float, *, among: Collection[Place] | None = None
+        self, timeout_s: float, *, among: frozenset[Place] | None = None
     ) -> None:
         """Wait until something is appended or a transaction ends, or the time is over.
 
@@ -192,7 +192,7 @@ class MemoryStore:
         """
         loop = asyncio.get_running_loop()
         waiter = loop.create_future()
-        self._waiters[waiter] = None if among is None else frozenset(among)
+        self._waiters[waiter] = among
         timer = loop.call_later(timeout_s, _wake, waiter)
         try:
             await waiter
@@ -203,9 +203,8 @@ class MemoryStore:
     def wake(self, places: Collection[Place] | None = None) -> None:
         """Wake the readers that wait for one of these partitions; None: all readers."""
         for waiter, among in self._waiters.items():
-            is_concerned = places is None or among is None or not among.isdisjoint(places)
-            if is_concerned and not waiter.done():
-                waiter.set_result(None)
+            if places is None or among is None or not among.isdisjoint(places):
+                _wake(waiter)
 
 
 def _wake(waiter: "asyncio.Future[None]") -> None:

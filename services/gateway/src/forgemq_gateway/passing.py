@@ -33,7 +33,6 @@ _EPISODE = r"([a-z0-9-]{1,64})\.[0-9]{1,9}\.[0-9]{1,9}"
 _KEY = re.compile(_EPISODE + r"\..+")
 _ADMIN_PATH = re.compile(rf"/v1/(?:groups/([a-z0-9-]{{1,64}})|episodes/{_EPISODE})(?:/.*)?")
 _GROUPS_PATH = "/v1/groups"
-_ADMIN_STARTS = ("/v1/groups", "/v1/episodes")
 
 _GONE_MAX = 5
 """Owners in turn at which nobody listens: one that says it is there meanwhile is asked again."""
@@ -177,9 +176,7 @@ class Passing:
         caller = self._access.live_caller(key, scope)
         if caller is not None and not _is_admin_path(path):
             return caller.home, receive
-        found = (path.startswith(_ADMIN_STARTS) and _ADMIN_PATH.fullmatch(path)) or _KEY.fullmatch(
-            key or ""
-        )
+        found = _ADMIN_PATH.fullmatch(path) or _KEY.fullmatch(key or "")
         if found is not None:
             return next(filter(None, found.groups())), receive
         if path != _GROUPS_PATH or self._gateways.serves_all:
@@ -215,8 +212,6 @@ class _Request(NamedTuple):
 
 def _is_admin_path(path: str) -> bool:
     """Whether a path is of the admin API and about one group."""
-    if not path.startswith(_ADMIN_STARTS):
-        return False  # Nearly every request is an agent's.
     return path == _GROUPS_PATH or _ADMIN_PATH.fullmatch(path) is not None
 
 

@@ -367,11 +367,11 @@ class TurnRoute:
             if len(pending) < len(results):
                 _raise_failed(results)
             if not pending:
-                return tuple([result.result() for result in results])
+                return tuple(result.result() for result in results)
             news = [] if live is None else [live.news]
             waiting: list[asyncio.Future[Any]] = [*pending, *news, client.leaving]
             await first_done(waiting, timeout_s=due_s - now_s())
-            if all([result.done() for result in results]):
+            if all(result.done() for result in results):
                 continue
             if client.leaving.done():
                 raise ClientGoneError

@@ -71,12 +71,9 @@ class TurnSource:
             [choice.body_digest for choice in choices], is_retry=repeated.is_retry
         )
         caller = headers_from_http(headers)
-        pairs = zip(choices, known, strict=True)
         return tuple(
-            [
-                self._known(episode, before) or self._begin(episode, choice, caller=caller)
-                for choice, before in pairs
-            ]
+            self._known(episode, before) or self._begin(episode, choice, caller=caller)
+            for choice, before in zip(choices, known, strict=True)
         )
 
     def _known(self, episode: HeldEpisode, request_id: str | None) -> Awaited | None:
