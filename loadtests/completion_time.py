@@ -12,9 +12,7 @@ A run that was played before is read again. `--case NAME` trains this case and j
 """
 
 import json
-import shutil
 import statistics
-import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -25,14 +23,11 @@ import matplotlib as mpl
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 from measurement import Measurement, arguments
+from played_runs import CURVES, folder_of, graded_episodes, judge, play
 
 from forgemq_contracts.arrays import unpack_ids
-from forgemq_episode_files.arrow_rows import from_arrow
-from forgemq_episode_files.reading import read_rows
 from forgemq_episode_files.rows import EpisodeRow
 
-ROOT = Path(__file__).parents[1]
-CURVES = ROOT / "docs" / "learning"
 RUN_FILE = "deploy/demo/run.toml"
 STEPS = 30
 # Few enough that an episode's time is mostly its own, not the wait for 63 others on two cores.
@@ -50,51 +45,24 @@ JUDGED = ("with_speed", "without_speed", "base", "without_speed", "with_speed")
 UNITS = {"success_sampled": "share", "parallel_share": "share", "calling_turns": "turns"}
 
 
-def forgemq(*command: str) -> None:
-    """Run the tool; raises CalledProcessError if it fails."""
-    tool = str(Path(sys.executable).with_name("forgemq"))
-    subprocess.run([tool, *command], cwd=ROOT, check=True)
-
-
-def folder_of(name: str) -> Path:
-    """The folder of a run of this load test."""
-    return ROOT / "runs" / f"completion-time-{name.replace('_', '-')}"
-
-
-def last_weights(case: str) -> Path:
-    """The checkpoint of a case's last step, a folder in Hugging Face format."""
-    return folder_of(case) / "checkpoints" / "checkpoints" / f"step-{STEPS - 1:08}"
+def name_of(case: str) -> str:
+    """The name of a run of this load test."""
+    return f"completion-time-{case.replace('_', '-')}"
 
 
 def train(case: str) -> Path:
-    """Train a case unless its last weights are there; returns the run's folder."""
-    folder = folder_of(case)
-    if not last_weights(case).exists():
-        shutil.rmtree(folder, ignore_errors=True)
-        run = (f"run={folder.name}", f"seed={SEED}", f"trainer.steps={STEPS}")
-        forgemq("run", RUN_FILE, *run, CASES[case], *SETTINGS, "evaluation.greedy=false")
-    return folder
+    """Train a case; returns the run's folder."""
+    settings = (f"seed={SEED}", f"trainer.steps={STEPS}", "evaluation.greedy=false")
+    return play(name_of(case), RUN_FILE, *settings, CASES[case], *SETTINGS)
 
 
-def judge(case: str, *, number: int) -> Path:
-    """Play each held-out task once with a case's last weights, unless that was done before."""
-    folder = folder_of(f"{case}-{number}")
-    if not (folder / "pass_at_k.json").exists():
-        shutil.rmtree(folder, ignore_errors=True)
-        model = "deploy/demo/model" if case == "base" else str(last_weights(case))
-        settings = (f"run={folder.name}", "rewards.beta=1.0", *SETTINGS)
-        forgemq("eval", model, RUN_FILE, "--domain", "shop_desk", "--samples", "1", *settings)
-    return folder
-
-
-def episodes(folder: Path) -> list[EpisodeRow]:
-    """Every episode of a run that was graded."""
-    exported = folder / "episodes"
-    shutil.rmtree(exported, ignore_errors=True)
-    forgemq("export", folder.name, "--to", str(exported))
-    files = sorted(exported.glob("*.parquet"))
-    rows = [from_arrow(values) for path in files for values in read_rows(path)]
-    return [row for row in rows if not row.is_masked]
+def judge_case(case: str, *, number: int) -> Path:
+    """Play each held-out task once with the last weights of a case; returns the run's folder."""
+    last = folder_of(name_of(case)) / "checkpoints" / "checkpoints" / f"step-{STEPS - 1:08}"
+    model = "deploy/demo/model" if case == "base" else str(last)
+    settings = ("rewards.beta=1.0", *SETTINGS)
+    run = name_of(f"{case}-{number}")
+    return judge(run, model, RUN_FILE, *settings, domain="shop_desk", samples=1)
 
 
 def results(rows: Sequence[EpisodeRow]) -> dict[str, float]:
@@ -116,7 +84,7 @@ def results(rows: Sequence[EpisodeRow]) -> dict[str, float]:
 
 def curve_of(case: str) -> Path:
     """Where the curve of a case is written."""
-    return CURVES / f"completion-time-{case.replace('_', '-')}.jsonl"
+    return CURVES / f"{name_of(case)}.jsonl"
 
 
 def write_curve(case: str, rows: Sequence[EpisodeRow]) -> None:
@@ -150,7 +118,7 @@ def add_judged(measurement: Measurement) -> None:
     """Judge all models, and add the rows of each, of each judging, and of their comparison."""
     judged = defaultdict(list)
     for place, case in enumerate(JUDGED):
-        judged[case].append(episodes(judge(case, number=JUDGED[:place].count(case))))
+        judged[case].append(graded_episodes(judge_case(case, number=JUDGED[:place].count(case))))
     found: Mapping[str, dict[str, float]] = {
         case: results([row for rows in parts for row in rows]) for case, parts in judged.items()
     }
@@ -178,7 +146,7 @@ def main() -> int:
         },
     )
     for case in options.case or CASES:
-        write_curve(case, episodes(train(case)))
+        write_curve(case, graded_episodes(train(case)))
     if not options.case:
         draw(list(CASES))
         add_judged(measurement)

@@ -35,7 +35,7 @@ from data_path_agents import Played, message
 from data_path_bare import Shape, bare_added_ms
 from data_path_system import RunningSystem, Workload, model_folder, run_configuration, running
 from gateway_alone import Target, alone
-from gateway_baselines import Asked, Proxied, aiohttp_cost, install_litellm, litellm_cost
+from gateway_baselines import Asked, Baselines, Proxied, ProxiedRounds, install_litellm
 from gateway_passing import passing_cost, until_serving
 from measurement import Measurement, arguments
 from msgspec import Struct
@@ -99,10 +99,10 @@ PASSED = "pass_through"
 # About what the log gets for a turn whose context is a delta, in both topics.
 LOG_BYTES = 4_000
 
-# The proxies are asked right after the case that they are compared with, in the same form: within
-# minutes the machine's speed changes by a fifth.
+# The cases that the proxies are compared with, in the same form. Within minutes a machine's speed
+# changes by a fifth, so they take turns with the proxies, and the median of the rounds counts.
 FORMS = {"tokenized": "whole", "stream_tokenized": "stream"}
-PROXIES = {"aiohttp": aiohttp_cost, "litellm": litellm_cost}
+ROUNDS = 3
 
 
 class Seen(Struct, frozen=True, kw_only=True):
@@ -110,6 +110,7 @@ class Seen(Struct, frozen=True, kw_only=True):
 
     Attributes:
         added_ms: What each turn took beyond the engine's time, sorted.
+        rounds_ms: The gateway's CPU time a request in each round that was played.
         bare_added_ms: The same of the bare system's requests; [] if it was not asked.
     """
 
@@ -119,6 +120,7 @@ class Seen(Struct, frozen=True, kw_only=True):
     added_ms: list[float]
     body_bytes: float
     context_tokens: float
+    rounds_ms: list[float]
     bare_added_ms: list[float] = []
 
 
@@ -143,6 +145,7 @@ async def seen_of(target: Target, case: str, load: Load, *, folder: Path) -> See
     costs = [1000 * (used - had) / len(played) for used, had in zip(after, before, strict=True)]
     return Seen(
         gateway_ms=costs[0],
+        rounds_ms=costs[:1],
         inference_ms=costs[1] if len(costs) > 1 else None,
         per_second=len(played) / (ended_s - began_s),
         added_ms=sorted(1000 * (each.took_s - load.engine_s) for each in played),
@@ -184,19 +187,6 @@ async def _agents(target: Target, load: Load, *, out: Path) -> AsyncIterator[Non
         await process.wait()
 
 
-class Baselines:
-    """What others' proxies cost for a body and an answer as long as ours, by proxy and form."""
-
-    def __init__(self) -> None:
-        self.costs: dict[str, dict[str, Proxied]] = {kind: {} for kind in PROXIES}
-
-    async def measure(self, form: str) -> None:
-        """Ask each proxy, unless that was done."""
-        for kind, cost in PROXIES.items():
-            if form not in self.costs[kind]:
-                self.costs[kind][form] = await cost(_asked(is_stream=form == "stream"))
-
-
 def _asked(*, is_stream: bool) -> Asked:
     prompt = message("user", "function " * (26_000 // 9))
     body = SPEAKERS["chat"].body([prompt], tokens_max=SYSTEM.output_tokens, is_stream=is_stream)
@@ -215,11 +205,22 @@ async def measure_alone(
     found = {}
     for case, load in wanted.items():
         speed = Speed(tokens=SYSTEM.output_tokens, latency_s=load.engine_s)
-        async with alone(folder, live if load.is_live else configuration, speed=speed) as target:
-            found[case] = await seen_of(target, case, load, folder=folder)
-        if case in FORMS:
-            await baselines.measure(FORMS[case])
+        played = live if load.is_live else configuration
+        rounds = []
+        for _ in range(ROUNDS if case in FORMS else 1):
+            async with alone(folder, played, speed=speed) as target:
+                rounds.append(await seen_of(target, case, load, folder=folder))
+            if case in FORMS:
+                await baselines.measure(_asked(is_stream=load.is_stream), FORMS[case])
+        found[case] = _together(rounds)
     return found
+
+
+def _together(rounds: Sequence[Seen]) -> Seen:
+    """The round whose cost is the median, with the costs of all."""
+    ordered = sorted(rounds, key=lambda each: each.gateway_ms)
+    median = ordered[len(ordered) // 2]
+    return replace(median, rounds_ms=[each.gateway_ms for each in rounds])
 
 
 async def measure_whole(
@@ -319,7 +320,7 @@ def _ratio(
 def report_proxied(
     measurement: Measurement,
     kind: str,
-    costs: Mapping[str, Proxied],
+    costs: Mapping[str, ProxiedRounds],
     seen: Mapping[str, Seen],
     passed: Proxied | None,
 ) -> None:
@@ -335,7 +336,7 @@ def report_proxied(
     for case, form in {**FORMS, "tokenized, through Kafka": "whole"}.items():
         if case not in seen:
             continue
-        ratio = seen[case].gateway_ms / costs[form].cpu_ms
+        ratio = costs[form].median_of(seen[case].rounds_ms)
         measurement.row(case, f"{kind}_cpu_ratio", ratio if kind == "aiohttp" else 1 / ratio, "x")
 
 
@@ -354,7 +355,8 @@ async def measure(names: Sequence[str]) -> tuple[dict[str, Seen], Proxied | None
             found, passed = await measure_whole(folder, wanted(WHOLE), has_passing=has_passing)
             seen |= found
     for form in FORMS.values():
-        await baselines.measure(form)
+        if not baselines.has(form):
+            await baselines.measure(_asked(is_stream=form == "stream"), form)
     return seen, passed, baselines
 
 

@@ -12,6 +12,7 @@ import asyncio
 import os
 import secrets
 import socket
+import statistics
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -48,6 +49,46 @@ class Proxied(Struct, frozen=True, kw_only=True):
 
     cpu_ms: float
     per_second: float
+
+
+class ProxiedRounds:
+    """What a proxy's requests cost in each round."""
+
+    def __init__(self) -> None:
+        self.rounds: list[Proxied] = []
+
+    @property
+    def cpu_ms(self) -> float:
+        """The median of the rounds."""
+        return statistics.median(each.cpu_ms for each in self.rounds)
+
+    @property
+    def per_second(self) -> float:
+        """The median of the rounds."""
+        return statistics.median(each.per_second for each in self.rounds)
+
+    def median_of(self, rounds_ms: Sequence[float]) -> float:
+        """The median of costs over those of the same round; of a single cost over the median."""
+        if len(rounds_ms) != len(self.rounds):
+            return statistics.median(rounds_ms) / self.cpu_ms
+        pairs = zip(rounds_ms, self.rounds, strict=True)
+        return statistics.median(own_ms / each.cpu_ms for own_ms, each in pairs)
+
+
+class Baselines:
+    """What others' proxies cost for a body and an answer as long as ours, by proxy and form."""
+
+    def __init__(self) -> None:
+        self.costs: dict[str, dict[str, ProxiedRounds]] = {kind: {} for kind in PROXIES}
+
+    def has(self, form: str) -> bool:
+        """Whether the proxies were asked in this form."""
+        return all(form in by_form for by_form in self.costs.values())
+
+    async def measure(self, asked: Asked, form: str) -> None:
+        """Ask each proxy for one round more."""
+        for kind, cost in PROXIES.items():
+            self.costs[kind].setdefault(form, ProxiedRounds()).rounds.append(await cost(asked))
 
 
 class Upstream:
@@ -133,6 +174,9 @@ async def litellm_cost(asked: Asked) -> Proxied:
         key = f"sk-{secrets.token_hex(16)}"
         async with _litellm(answering, key=key) as (process, url):
             return await measured(asked, process=process, url=url, key=key)
+
+
+PROXIES = {"aiohttp": aiohttp_cost, "litellm": litellm_cost}
 
 
 @asynccontextmanager

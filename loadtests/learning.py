@@ -7,10 +7,8 @@ group, so they must not learn. Curves go to docs/learning/.
     make load NAME=learning JSON=learning.json      # about six minutes a run on two cores
 """
 
-import json
 import shutil
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,30 +17,13 @@ import matplotlib as mpl
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 from measurement import Measurement, arguments
+from played_runs import CURVES, curve_of, play, report_of
 
-ROOT = Path(__file__).parents[1]
-DOCS = ROOT / "docs" / "learning"
+RUN_FILE = "deploy/demo/run.toml"
 # Fixed before the first run, so that no seed is chosen by its result.
 SEEDS = (0, 1, 2, 3, 4)
 SHUFFLED_SEEDS = (0, 1, 2)
 METRICS = ("success_start", "success_end", "success_start_greedy", "success_end_greedy")
-
-
-def play(name: str, *overrides: str) -> Path:
-    """Run the demo under this name unless such a run exists; returns its folder."""
-    folder = ROOT / "runs" / f"learning-{name}"
-    if not (folder / "report.json").exists():
-        shutil.rmtree(folder, ignore_errors=True)
-        tool = str(Path(sys.executable).with_name("forgemq"))
-        command = [tool, "run", "deploy/demo/run.toml", f"run=learning-{name}", *overrides]
-        subprocess.run(command, cwd=ROOT, check=True)
-    return folder
-
-
-def curve(folder: Path) -> list[tuple[int, float]]:
-    """(step, success on training tasks) of each step of a run."""
-    rows = [json.loads(line) for line in (folder / "curves.jsonl").read_text().splitlines()]
-    return [(row["step"], row["success"]) for row in rows if row.get("success") is not None]
 
 
 def draw(folders: dict[str, Path]) -> None:
@@ -50,10 +31,10 @@ def draw(folders: dict[str, Path]) -> None:
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     for name, folder in folders.items():
         style = {"color": "0.6", "linestyle": "--"} if name.startswith("shuffled") else {}
-        axes.plot(*zip(*curve(folder), strict=True), label=name, **style)
+        axes.plot(*zip(*curve_of(folder), strict=True), label=name, **style)
     axes.set(xlabel="optimizer step", ylabel="success, training tasks", ylim=(0, 1))
     axes.legend()
-    figure.savefig(DOCS / "success.png", dpi=110)
+    figure.savefig(CURVES / "success.png", dpi=110)
     plt.close(figure)
 
 
@@ -63,16 +44,19 @@ def main() -> int:
     measurement = Measurement(
         name="learning",
         question="How far does held-out success rise in one run of the demo?",
-        conditions={"run": "deploy/demo/run.toml, 40 steps of 64 episodes, 128 held-out tasks"},
+        conditions={"run": f"{RUN_FILE}, 40 steps of 64 episodes, 128 held-out tasks"},
     )
-    DOCS.mkdir(parents=True, exist_ok=True)
-    folders = {f"seed-{seed}": play(f"seed-{seed}", f"seed={seed}") for seed in SEEDS}
+    CURVES.mkdir(parents=True, exist_ok=True)
+    folders = {
+        f"seed-{seed}": play(f"learning-seed-{seed}", RUN_FILE, f"seed={seed}") for seed in SEEDS
+    }
     for seed in SHUFFLED_SEEDS:
         overrides = (f"seed={seed}", "rewards.shuffle_returns=true")
-        folders[f"shuffled-{seed}"] = play(f"shuffled-{seed}", *overrides)
+        name = f"shuffled-{seed}"
+        folders[name] = play(f"learning-{name}", RUN_FILE, *overrides)
     for name, folder in folders.items():
-        shutil.copy(folder / "curves.jsonl", DOCS / f"{name}.jsonl")
-        report = json.loads((folder / "report.json").read_text())
+        shutil.copy(folder / "curves.jsonl", CURVES / f"{name}.jsonl")
+        report = report_of(folder)
         for metric in METRICS:
             measurement.row(name, metric, report[metric], "share")
         measurement.row(name, "staleness_max", report["staleness_max"], "steps")

@@ -15,8 +15,11 @@ pytestmark = [pytest.mark.integration, pytest.mark.long, pytest.mark.timeout(150
 ARCHIVE = "deploy/archive_desk/run.toml"
 STEPS = 2
 TASKS = 8
-GROUPS, GROUP_SIZE = 4, 8
-"""Of a step."""
+GROUPS = 4
+"""Of a step: half of the run file's."""
+SMALLER = tuple(
+    f"queues.archive_desk.{field}" for field in (f"groups_per_step={GROUPS}", "slots=9", "window=3")
+)
 
 
 def exported(run: LaunchedRun, run_id: str, folder: Path) -> list[EpisodeRow]:
@@ -38,7 +41,7 @@ def test_notes_cut_the_context_are_trained_and_earn_what_comes_after_them(
     run = LaunchedRun(tmp_path, {"FORGEMQ_KAFKA": kafka_bootstrap})
     try:
         changes = (f"trainer.steps={STEPS}", f"evaluation.tasks={TASKS}")
-        run.start(ARCHIVE, f"run={run_id}", *changes)
+        run.start(ARCHIVE, f"run={run_id}", *changes, *SMALLER)
         assert run.wait_for_end(within_s=1200) == 0, run.story()
         rows = exported(run, run_id, tmp_path / "rows")
     finally:
