@@ -86,7 +86,7 @@ class Baselines:
         return all(form in by_form for by_form in self.costs.values())
 
     async def measure(self, asked: Asked, form: str) -> None:
-        """Ask each proxy for one round more."""
+        """Ask each proxy in one more round."""
         for kind, cost in PROXIES.items():
             self.costs[kind].setdefault(form, ProxiedRounds()).rounds.append(await cost(asked))
 

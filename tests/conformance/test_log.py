@@ -80,6 +80,17 @@ class TestOrder:
         assert await reader.read(timeout_s=0.3, records_max=10) == []
         assert 0.25 < time.monotonic() - began_s < 2.0
 
+    async def test_a_reader_that_gathers_misses_nothing_of_what_keeps_coming(
+        self, log: Log
+    ) -> None:
+        reader, writer = await log.reader({A0: 0, B1: 0}, gathers=True), await log.writer()
+        for number in range(40):
+            await writer.write(emit(A0 if number % 2 else B1, b"%d" % number))
+        records = await read_records(reader, 40)
+        for place, first in ((B1, 0), (A0, 1)):
+            mine = [record.value for record in records if record.place == place]
+            assert mine == [b"%d" % number for number in range(first, 40, 2)]
+
     async def test_no_partition_starves_beside_a_full_one(self, log: Log) -> None:
         await write(log, [*numbered(A0, 300), *numbered(A1, 1)])
         reader = await log.reader({A0: 0, A1: 0})

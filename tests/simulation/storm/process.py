@@ -143,9 +143,12 @@ class StormLog:
         *,
         isolation: Isolation = "committed",
         has_values: bool = True,
+        gathers: bool = False,
     ) -> "StormReader":
         await self._process.reach("reader")
-        reader = await self._log.reader(positions, isolation=isolation, has_values=has_values)
+        reader = await self._log.reader(
+            positions, isolation=isolation, has_values=has_values, gathers=gathers
+        )
         return StormReader(reader, self._process)
 
     async def member(

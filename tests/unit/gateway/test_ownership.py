@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from forgemq_bus.errors import FencedError, LogUnavailableError
-from forgemq_bus.log import Log
+from forgemq_bus.log import Emit, Log, Place
 from forgemq_bus.memory import MemoryLog
 from forgemq_bus.partitions import partitions_of
 from forgemq_contracts import topics
@@ -23,7 +23,7 @@ from forgemq_gateway.core.gateways import Gateways
 from forgemq_gateway.core.repeated import check_new
 from forgemq_gateway.fenced_writer import writer_of
 from forgemq_gateway.marks import NEEDED_GROUP
-from forgemq_gateway.ownership import OWNERS_WRITER, PLACE, Owners, newest_owners
+from forgemq_gateway.ownership import OWNERS_WRITER, PLACE, Owners, ReadBack, newest_owners
 from forgemq_shell.records import emit_of
 from tests.unit.gateway.scripted_lane import wall_ms
 from tests.unit.gateway.test_abandoned import scene_of
@@ -46,6 +46,21 @@ async def in_world(model: Path) -> AsyncIterator[World]:
 def owners_of(log: Log, name: str = "a") -> Owners:
     gateways = Gateways(f"http://{name}#1", url=f"http://{name}", partitions=3)
     return Owners(log, run="r", gateways=gateways, clock=Clock())
+
+
+async def test_what_one_of_two_readers_has_applied_says_nothing_of_the_other() -> None:
+    log = store()()
+    other = Place("a", 1)
+    await log.create_topics({PLACE.topic: 1, "a": 2})
+    writer = await log.writer()
+    for place in (PLACE, other):
+        await writer.write(Emit(topic=place.topic, partition=place.partition, key=b"", value=b"x"))
+    read_back = ReadBack(log, wait_s=0.05)
+    await read_back.note({PLACE: 1})
+    with pytest.raises(LogUnavailableError, match="reads the log too late"):
+        await read_back.until_now([PLACE, other])
+    await read_back.note({other: 1})
+    await read_back.until_now([PLACE, other])
 
 
 async def test_each_change_of_owners_has_the_next_number_and_names_all_owners() -> None:

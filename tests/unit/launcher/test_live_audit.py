@@ -32,9 +32,12 @@ class LogOfLiveRun:
         *,
         isolation: Isolation = "committed",
         has_values: bool = True,
+        gathers: bool = False,
     ) -> Reader:
         await self.go_on()
-        return await self.log.reader(positions, isolation=isolation, has_values=has_values)
+        return await self.log.reader(
+            positions, isolation=isolation, has_values=has_values, gathers=gathers
+        )
 
     async def committed(self, *, group: str, places: Sequence[Place]) -> dict[Place, int]:
         await self.go_on()

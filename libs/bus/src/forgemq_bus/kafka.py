@@ -85,12 +85,15 @@ class KafkaLog:
         *,
         isolation: Isolation = "committed",
         has_values: bool = True,
+        gathers: bool = False,
     ) -> KafkaReader:
         """Open a reader of exactly these partitions, from these positions."""
         self._check_open()
         await self._topics.check({broker_place(place, run=self._run) for place in positions})
         values = fetch_from(self._kafka_run.blobs) if has_values else LEAVE_IN_STORE
-        reader = await open_reader(self._kafka_run, positions, isolation=isolation, values=values)
+        reader = await open_reader(
+            self._kafka_run, positions, isolation=isolation, values=values, gathers=gathers
+        )
         self._keep(reader)
         return reader
 

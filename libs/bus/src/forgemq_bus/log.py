@@ -177,9 +177,11 @@ class LogReads(Protocol):
         *,
         isolation: Isolation = "committed",
         has_values: bool = True,
+        gathers: bool = False,
     ) -> Reader:
         """A reader of exactly these partitions, from these positions.
 
+        If it `gathers`, records may come 50 ms later and more at once, while others keep coming.
         Without `has_values` a value in the blob store is not fetched: it is b"", and
         `payloads.reference_of` says where it lies.
         """

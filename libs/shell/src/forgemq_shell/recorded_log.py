@@ -21,10 +21,11 @@ class RecordedLog:
         *,
         isolation: Isolation = "committed",
         has_values: bool = True,
+        gathers: bool = False,
     ) -> "RecordedReader":
         """A reader of exactly these partitions, from these positions."""
         # Only committed records were recorded, each with its value.
-        del isolation, has_values
+        del isolation, has_values, gathers
         return RecordedReader({place: self._part(place) for place in positions}, positions)
 
     async def values(self, records: Sequence[Record]) -> list[Record]:

@@ -58,6 +58,10 @@ the previous owner, which serves until it has read the change."""
 FOLLOWED_FROM_NOW = (topics.SAMPLED_CHUNKS,)
 """What it follows from when it gains the partition, in a run with live streams."""
 
+URGENT = frozenset(topic.name for topic in (topics.FINISHED_COMPLETIONS, topics.SAMPLED_CHUNKS))
+"""What a client waits for. The rest may come a little later and more records at once: a reader of
+its own gathers it, so that no record of the rest makes the broker answer for these."""
+
 COMPLETIONS = frozenset(
     topic.name
     for topic in (

@@ -261,8 +261,6 @@ class Members:
         restore_s = self._clock.now_s() - started_s
         self._telemetry.observe("gateway.restore_s", restore_s)
         self._telemetry.event("restored", seconds=round(restore_s, 3), **self._counts())
-        # The feed waits for a record before it reads what was added.
-        await self.report()
 
     async def _clear_fenced(self) -> None:
         """Note whom this gateway has fenced, so that no later owner does it again."""

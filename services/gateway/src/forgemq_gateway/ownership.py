@@ -11,7 +11,7 @@ all requests of the run. The owner of partition 0 brings that up to date beside 
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 
@@ -49,17 +49,13 @@ class ReadBack:
     def __init__(self, log: Log, *, wait_s: float = _READ_BACK_S) -> None:
         self._log = log
         self._wait_s = wait_s
-        self._position: Callable[[Place], int] | None = _nothing_read
+        self._applied: dict[Place, int] = {}
         self._has_applied = asyncio.Condition()
 
-    def begin(self) -> None:
-        """Note that records are being applied: the reader is ahead of what is known."""
-        self._position = None
-
-    async def note(self, position: Callable[[Place], int]) -> None:
+    async def note(self, positions: Mapping[Place, int]) -> None:
         """Note that everything before these positions is applied."""
         async with self._has_applied:
-            self._position = position
+            self._applied |= positions
             self._has_applied.notify_all()
 
     async def until_now(
@@ -80,18 +76,13 @@ class ReadBack:
         ends = await self._log.end_positions(places, isolation=isolation)
 
         def is_applied() -> bool:
-            position = self._position
-            return position is not None and all(position(p) >= end for p, end in ends.items())
+            return all(self._applied.get(place, 0) >= end for place, end in ends.items())
 
         try:
             async with asyncio.timeout(wait_s or self._wait_s), self._has_applied:
                 await self._has_applied.wait_for(is_applied)
         except TimeoutError as error:
             raise LogUnavailableError("this gateway reads the log too late: ask again") from error
-
-
-def _nothing_read(_: Place) -> int:
-    return 0
 
 
 class Owners:

@@ -63,10 +63,10 @@ class Replica:
             LogError: the log cannot be read.
         """
         self._feed.add(await self._restore.run(await newest_owners(self._log)))
-        following = self._tasks.create_task(self._feed.follow())
+        following = [self._tasks.create_task(part) for part in self._feed.following()]
         await self._members.join()
         return (
-            _kept(following),
+            *map(_kept, following),
             self._members.keep_reporting(),
             self._members.keep_owning(),
             self._marks.keep(),
