@@ -1,0 +1,1 @@
+"""Four domains in one run: sums, questions over documents, programs, and bookings with tools."""
