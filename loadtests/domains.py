@@ -1,0 +1,207 @@
+"""Four domains mixed in every step, or one after the other: what does each leave a domain with?
+
+Plays the run of deploy/four_domains for three seeds fixed in advance, in two ways that train the
+same number of groups of every domain in the same number of steps: `mixed` has two groups of each
+domain in every step, `one_after_another` has stages in which one domain trains alone. All else is
+the same, also how stale a token may be. Held-out tasks of every domain are played before the first
+step, at the end of each stage, and after the last step. Curves go to docs/learning/.
+
+    make load NAME=domains JSON=domains.json        # two runs for each of three seeds
+
+A run that was played before is read again. `--case NAME` plays and shows this case alone, and
+`--seed N`, any number of times, these seeds alone.
+"""
+
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+from matplotlib import pyplot as plt
+from measurement import Measurement, parser_of
+
+from forgemq_episode_files.arrow_rows import from_arrow
+from forgemq_episode_files.reading import read_rows
+from forgemq_episode_files.rows import EpisodeRow
+
+ROOT = Path(__file__).parents[1]
+CURVES = ROOT / "docs" / "learning"
+RUN_FILE = "deploy/four_domains/run.toml"
+# Fixed before the first run, so that no seed is chosen by its result.
+SEEDS = (0, 1, 2)
+DOMAINS = ("reasoning", "documents", "programs", "bookings")
+"""In the order in which they train one after the other, which is that of the run file."""
+
+STEPS = 32
+STAGE_STEPS = STEPS // len(DOMAINS)
+GROUPS_PER_STEP = 8
+CASES = ("mixed", "one_after_another")
+START, END = "start-sampled", "end-sampled"
+SOLVED = 0.5
+"""The least outcome of an episode that counts as a success, as in a run's report."""
+
+Successes = Mapping[str, Mapping[str, float]]
+"""Success on held-out tasks, by round and domain."""
+
+
+def settings_of(case: str) -> tuple[str, ...]:
+    """What a case changes in the run file."""
+    shared = (f"trainer.steps={STEPS}", f"evaluation.every_steps={STAGE_STEPS}")
+    if case == "mixed":
+        return shared
+    stages = ", ".join(
+        f'{{from_step={number * STAGE_STEPS}, domains=[{{domain="{domain}", share=1.0}}]}}'
+        for number, domain in enumerate(DOMAINS)
+    )
+    # A step has four times as many groups of a domain, so four times the slots leave the bound on
+    # staleness as it is, floor((16 + 4 - 2) / 8) = floor((4 + 2 - 2) / 2).
+    places = (
+        f"queues.{domain}.{name}={number}"
+        for domain in DOMAINS
+        for name, number in (("slots", 2 * GROUPS_PER_STEP), ("window", GROUPS_PER_STEP // 2))
+    )
+    return (*shared, f"stages=[{stages}]", *places)
+
+
+def forgemq(*command: str) -> None:
+    """Run the tool; raises CalledProcessError if it fails."""
+    tool = str(Path(sys.executable).with_name("forgemq"))
+    subprocess.run([tool, *command], cwd=ROOT, check=True)
+
+
+def name_of(case: str, seed: int) -> str:
+    """The name of a run, and of its curve."""
+    return f"domains-{case.replace('_', '-')}-{seed}"
+
+
+def play(case: str, seed: int) -> Path:
+    """Play a case with this seed unless its report is there; returns the run's folder."""
+    name = name_of(case, seed)
+    folder = ROOT / "runs" / name
+    if not (folder / "report.json").exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        forgemq("run", RUN_FILE, f"run={name}", f"seed={seed}", *settings_of(case))
+    return folder
+
+
+def episodes(folder: Path) -> list[EpisodeRow]:
+    """Every episode of a run that was graded; exported once."""
+    exported = folder / "episodes"
+    if not any(exported.glob("*.parquet")):
+        shutil.rmtree(exported, ignore_errors=True)
+        forgemq("export", folder.name, "--to", str(exported))
+    files = sorted(exported.glob("*.parquet"))
+    rows = [from_arrow(values) for path in files for values in read_rows(path)]
+    return [row for row in rows if not row.is_masked]
+
+
+def successes(rows: Sequence[EpisodeRow]) -> Successes:
+    """Success on the held-out tasks of each domain in each round."""
+    solved: dict[str, dict[str, list[bool]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        if row.purpose == "eval":
+            solved[row.round_name][row.domain].append((row.outcome or 0.0) >= SOLVED)
+    return {
+        name: {domain: statistics.fmean(each) for domain, each in by_domain.items()}
+        for name, by_domain in solved.items()
+    }
+
+
+def step_of(round_name: str) -> int:
+    """Steps that were trained when a round began."""
+    if round_name in (START, END):
+        return 0 if round_name == START else STEPS
+    return int(round_name.split("-")[1])
+
+
+def write_curve(name: str, rows: Sequence[EpisodeRow]) -> Iterator[dict[str, float]]:
+    """Write success on the held-out tasks by step, a line a round, and yield the lines."""
+    found = successes(rows)
+    points = [
+        {"step": step_of(each), **{domain: found[each][domain] for domain in DOMAINS}}
+        for each in sorted(found, key=step_of)
+    ]
+    (CURVES / f"{name}.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in points))
+    yield from points
+
+
+def draw(curves: Mapping[str, Sequence[Sequence[Mapping[str, float]]]]) -> None:
+    """Draw success by step: a panel for each domain, a line for each run, a colour for a case."""
+    figure, panels = plt.subplots(1, len(DOMAINS), figsize=(13, 3.4), layout="constrained")
+    for number, (domain, axes) in enumerate(zip(DOMAINS, panels, strict=True)):
+        for color, (case, runs) in zip(("C0", "C1"), curves.items(), strict=False):
+            for index, points in enumerate(runs):
+                steps = [each["step"] for each in points]
+                shares = [each[domain] for each in points]
+                axes.plot(steps, shares, color=color, label=case if index == 0 else None)
+        axes.axvspan(number * STAGE_STEPS, (number + 1) * STAGE_STEPS, color="C1", alpha=0.1)
+        axes.set(title=domain, xlabel="optimizer step", ylim=(0, 1))
+    panels[0].set_ylabel("success, held-out tasks")
+    panels[0].legend()
+    figure.savefig(CURVES / "domains.png", dpi=110)
+    plt.close(figure)
+
+
+def add_run(measurement: Measurement, case: str, seed: int) -> list[dict[str, float]]:
+    """Play a run, add its rows, and return its curve."""
+    folder = play(case, seed)
+    points = list(write_curve(name_of(case, seed), episodes(folder)))
+    name = f"{case}, seed {seed}"
+    for domain in DOMAINS:
+        measurement.row(name, f"success_start_{domain}", points[0][domain], "share")
+        measurement.row(name, f"success_{domain}", points[-1][domain], "share")
+    least = min(points[-1][domain] for domain in DOMAINS)
+    measurement.row(name, "success_min", least, "share")
+    report = json.loads((folder / "report.json").read_text())
+    measurement.row(name, "tokens_trained", report["tokens_trained"], "tokens")
+    measurement.row(name, "steps", report["steps"], "steps")
+    groups = report["groups_retired"].get("trained", 0)
+    measurement.row(name, "groups_trained", groups, "groups")
+    measurement.row(name, "staleness_max", report["staleness_max"], "steps")
+    measurement.row(name, "duration_s", report["duration_s"], "s")
+    return points
+
+
+def add_medians(measurement: Measurement, case: str) -> None:
+    """Add the median over the seeds of each metric of a case."""
+    values = defaultdict(list)
+    for name, metric, value, unit in measurement.rows:
+        if name.startswith(f"{case}, seed "):
+            values[metric, unit].append(value)
+    for (metric, unit), each in values.items():
+        measurement.row(case, metric, statistics.median(each), unit)
+
+
+def main() -> int:
+    """Play the cases, write their curves, and print the table."""
+    parser = parser_of(__doc__ or "")
+    parser.add_argument("--seed", action="append", type=int, help="play only this seed")
+    options = parser.parse_args()
+    measurement = Measurement(
+        name="domains",
+        question="What does training four domains together, or one after the other, leave each?",
+        conditions={
+            "run": f"{RUN_FILE}, {STEPS} steps of {GROUPS_PER_STEP} groups of 8 episodes, 48 "
+            "held-out tasks of each domain, sampled"
+        },
+    )
+    CURVES.mkdir(parents=True, exist_ok=True)
+    seeds = options.seed or SEEDS
+    cases = options.case or CASES
+    # The cases take turns, so that a machine that gets slower favours neither.
+    played = {(case, seed): add_run(measurement, case, seed) for seed in seeds for case in cases}
+    for case in cases:
+        add_medians(measurement, case)
+    draw({case: [played[case, seed] for seed in seeds] for case in cases})
+    return measurement.finish(options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
