@@ -13,26 +13,20 @@ A run that was played before is read again. `--case NAME` plays and shows this c
 """
 
 import json
-import shutil
 import statistics
-import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
 import matplotlib as mpl
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 from measurement import Measurement, parser_of
+from played_runs import CURVES, graded_episodes, play, report_of
 
-from forgemq_episode_files.arrow_rows import from_arrow
-from forgemq_episode_files.reading import read_rows
 from forgemq_episode_files.rows import EpisodeRow
 
-ROOT = Path(__file__).parents[1]
-CURVES = ROOT / "docs" / "learning"
 RUN_FILE = "deploy/four_domains/run.toml"
 # Fixed before the first run, so that no seed is chosen by its result.
 SEEDS = (0, 1, 2)
@@ -70,36 +64,9 @@ def settings_of(case: str) -> tuple[str, ...]:
     return (*shared, f"stages=[{stages}]", *places)
 
 
-def forgemq(*command: str) -> None:
-    """Run the tool; raises CalledProcessError if it fails."""
-    tool = str(Path(sys.executable).with_name("forgemq"))
-    subprocess.run([tool, *command], cwd=ROOT, check=True)
-
-
 def name_of(case: str, seed: int) -> str:
     """The name of a run, and of its curve."""
     return f"domains-{case.replace('_', '-')}-{seed}"
-
-
-def play(case: str, seed: int) -> Path:
-    """Play a case with this seed unless its report is there; returns the run's folder."""
-    name = name_of(case, seed)
-    folder = ROOT / "runs" / name
-    if not (folder / "report.json").exists():
-        shutil.rmtree(folder, ignore_errors=True)
-        forgemq("run", RUN_FILE, f"run={name}", f"seed={seed}", *settings_of(case))
-    return folder
-
-
-def episodes(folder: Path) -> list[EpisodeRow]:
-    """Every episode of a run that was graded; exported once."""
-    exported = folder / "episodes"
-    if not any(exported.glob("*.parquet")):
-        shutil.rmtree(exported, ignore_errors=True)
-        forgemq("export", folder.name, "--to", str(exported))
-    files = sorted(exported.glob("*.parquet"))
-    rows = [from_arrow(values) for path in files for values in read_rows(path)]
-    return [row for row in rows if not row.is_masked]
 
 
 def successes(rows: Sequence[EpisodeRow]) -> Successes:
@@ -121,15 +88,16 @@ def step_of(round_name: str) -> int:
     return int(round_name.split("-")[1])
 
 
-def write_curve(name: str, rows: Sequence[EpisodeRow]) -> Iterator[dict[str, float]]:
-    """Write success on the held-out tasks by step, a line a round, and yield the lines."""
+def write_curve(name: str, rows: Sequence[EpisodeRow]) -> list[dict[str, float]]:
+    """Write success on the held-out tasks by step, a line a round; returns the lines."""
     found = successes(rows)
     points = [
         {"step": step_of(each), **{domain: found[each][domain] for domain in DOMAINS}}
         for each in sorted(found, key=step_of)
+        if found[each].keys() == set(DOMAINS)
     ]
     (CURVES / f"{name}.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in points))
-    yield from points
+    return points
 
 
 def draw(curves: Mapping[str, Sequence[Sequence[Mapping[str, float]]]]) -> None:
@@ -151,15 +119,16 @@ def draw(curves: Mapping[str, Sequence[Sequence[Mapping[str, float]]]]) -> None:
 
 def add_run(measurement: Measurement, case: str, seed: int) -> list[dict[str, float]]:
     """Play a run, add its rows, and return its curve."""
-    folder = play(case, seed)
-    points = list(write_curve(name_of(case, seed), episodes(folder)))
+    run = name_of(case, seed)
+    folder = play(run, RUN_FILE, f"seed={seed}", *settings_of(case))
+    points = write_curve(run, graded_episodes(folder))
     name = f"{case}, seed {seed}"
     for domain in DOMAINS:
         measurement.row(name, f"success_start_{domain}", points[0][domain], "share")
         measurement.row(name, f"success_{domain}", points[-1][domain], "share")
     least = min(points[-1][domain] for domain in DOMAINS)
     measurement.row(name, "success_min", least, "share")
-    report = json.loads((folder / "report.json").read_text())
+    report = report_of(folder)
     measurement.row(name, "tokens_trained", report["tokens_trained"], "tokens")
     measurement.row(name, "steps", report["steps"], "steps")
     groups = report["groups_retired"].get("trained", 0)
