@@ -8,6 +8,7 @@ import http.client
 import json
 import sys
 import time
+from collections.abc import Callable, Mapping
 from urllib.parse import urlsplit
 
 _MEGABYTE = 1_000_000
@@ -47,7 +48,7 @@ def _items() -> tuple[bytes, bytes]:
 
 
 # Where each is sent, and what stands before and behind the number that makes each body new.
-CASES = {
+CASES: Mapping[str, tuple[str, Callable[[], tuple[bytes, bytes]]]] = {
     "body of 60 MB": ("chat/completions", lambda: _chat(b"x" * (60 * _MEGABYTE))),
     "6 MB that cannot fit": ("chat/completions", lambda: _chat(b"price " * _MEGABYTE)),
     "tools of 20 MB": (

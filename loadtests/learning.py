@@ -30,8 +30,8 @@ def draw(folders: dict[str, Path]) -> None:
     """Draw success on training tasks over the steps: one line for each run, controls in grey."""
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     for name, folder in folders.items():
-        style = {"color": "0.6", "linestyle": "--"} if name.startswith("shuffled") else {}
-        axes.plot(*zip(*curve_of(folder), strict=True), label=name, **style)
+        color, line = ("0.6", "--") if name.startswith("shuffled") else (None, "-")
+        axes.plot(*zip(*curve_of(folder), strict=True), label=name, color=color, linestyle=line)
     axes.set(xlabel="optimizer step", ylabel="success, training tasks", ylim=(0, 1))
     axes.legend()
     figure.savefig(CURVES / "success.png", dpi=110)

@@ -165,8 +165,9 @@ def measure(workload: Workload, report: Callable[[str, float, str], None]) -> No
     inputs = [_message(record, offset) for offset, record in enumerate(completions)]
     inputs.append(_message(scored, 0))
     seconds = []
+    outputs, values = list[Output](), list[bytes]()
     for _ in range(REPEATS):
-        core, outputs = Merger(0), list[Output]()
+        core, outputs = Merger(0), []
         started_s = time.thread_time()
         for message in inputs:
             outputs.extend(core.handle(message))

@@ -13,7 +13,6 @@ Result = TypeVar("Result")
 # reading. What takes longer than this is no reading: the thread stood still.
 _READING_NS_MAX = 100_000
 
-_NS = "q"
 _BYTES = 8
 
 
@@ -29,7 +28,7 @@ class Meter:
         if not path.exists():
             path.write_bytes(bytes(_BYTES))
         with path.open("r+b") as file:
-            self._spent_ns = memoryview(mmap.mmap(file.fileno(), _BYTES)).cast(_NS)
+            self._spent_ns = memoryview(mmap.mmap(file.fileno(), _BYTES)).cast("q")
 
     def cpu_s(self) -> float:
         """CPU time that the coroutines have used so far."""
@@ -59,7 +58,8 @@ class _Steps:
             try:
                 awaited = step()
             except StopIteration as end:
-                return end.value
+                result: Result = end.value
+                return result
             finally:
                 self._spent_ns[0] += time.thread_time_ns() - began_ns + reading_ns
             try:

@@ -7,6 +7,7 @@ by turn, so as many groups are open at once as the queue has slots.
 import hashlib
 import json
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -215,7 +216,7 @@ class Outside:
         request_id = hashlib.blake2b(number, digest_size=16).hexdigest()
         new = workload.observe if turn else workload.prompt
         lane, shared = one.index % LANES, one.tokens
-        common = {
+        common: dict[str, Any] = {
             "request_id": request_id, "attempt": 0, "episode_id": one.episode_id,
             "group_id": one.group.group_id, "lane": lane, "epoch": 1, "parent_id": parent,
             "shared_prefix_tokens": shared, "context": self._tokens(new),

@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from msgspec import Struct
 from retention_outside import WORKLOADS, Outside, Workload
 
 from forgemq_contracts import topics
@@ -158,7 +159,7 @@ def _finished(value: bytes) -> FinishedCompletion:
     return record
 
 
-def _message(record: object, offset: int, *, topic: str = "any") -> Message:
+def _message(record: Struct, offset: int, *, topic: str = "any") -> Message:
     return Message(topic=topic, partition=0, offset=offset, timestamp_ms=0, record=record)
 
 

@@ -21,8 +21,7 @@ from pathlib import Path
 import torch
 from measurement import Measurement, arguments
 from safetensors.torch import save_file, save_model
-from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from forgemq_contracts.run import Optimizer
 from forgemq_trainer.core.optimizer import Updater
@@ -43,7 +42,7 @@ LEARNING = {
 CHANGING = {"1 %": 0.01, "all": 1.0}
 
 
-def versions(dtype: str, lr: float) -> Iterator[nn.Module]:
+def versions(dtype: str, lr: float) -> Iterator[PreTrainedModel]:
     """A model after each of its steps, the first after its moments have settled."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=DTYPES[dtype])
@@ -55,12 +54,12 @@ def versions(dtype: str, lr: float) -> Iterator[nn.Module]:
             yield model
 
 
-def _policy_gradient(model: nn.Module) -> None:
+def _policy_gradient(model: PreTrainedModel) -> None:
     """The gradient of sampled tokens' log-probabilities, each sample's times a random advantage."""
     prompts = torch.randint(0, model.config.vocab_size, (BATCH, TOKENS))
     with torch.no_grad():
         logits = model(prompts).logits
-        sampled = torch.distributions.Categorical(logits=logits.float()).sample()
+        sampled = torch.multinomial(logits.float().softmax(-1).flatten(0, 1), 1).view_as(prompts)
     logprobs = model(prompts).logits.float().log_softmax(-1)
     chosen = logprobs.gather(-1, sampled[..., None])[..., 0]
     (-(torch.randn(BATCH, 1) * chosen).mean()).backward()
@@ -69,15 +68,15 @@ def _policy_gradient(model: nn.Module) -> None:
 def measure_learning(measurement: Measurement, case: str, folder: Path) -> None:
     """Rows of one learning rate: means over steps, each step's delta and the chain of all."""
     dtype, lr = LEARNING[case]
-    paths = [folder / "old.safetensors", folder / "new.safetensors"]
+    older, newer = folder / "old.safetensors", folder / "new.safetensors"
     shares, sizes = [], []
     for number, model in enumerate(versions(dtype, lr)):
-        save_model(model, str(paths[1]))
+        save_model(model, str(newer))
         if number:
-            figures = write_delta(*paths, io.BytesIO())
+            figures = write_delta(older, newer, io.BytesIO())
             shares.append(figures.changed / figures.values)
-            sizes.append(figures.size_bytes / paths[1].stat().st_size)
-        paths[1].replace(paths[0])
+            sizes.append(figures.size_bytes / newer.stat().st_size)
+        newer.replace(older)
     measurement.row(case, "changed_share", statistics.fmean(shares), "1")
     measurement.row(case, "delta_over_full", statistics.fmean(sizes), "x")
 
@@ -101,8 +100,9 @@ def measure_changing(measurement: Measurement, case: str, folder: Path) -> None:
             patch(target, file)
 
     rows: dict[str, list[float]] = {"write": [], "patch": []}
+    baseline_s = 0.0
+    target = folder / "target"
     for _ in range(REPEATS):
-        target = folder / "target"
         target.write_bytes(old.read_bytes())
         baseline_s = seconds(lambda: sha256(new))
         rows["write"].append(seconds(write) / baseline_s)

@@ -82,7 +82,7 @@ def draw_inquiry(
     choose: random.Random, *, kind: Kind | None = None, file_count: int | None = None
 ) -> Inquiry:
     """An inquiry drawn from this generator; what is not given is drawn too."""
-    drawn_kind = kind or choose.choice(KINDS)
+    drawn_kind: Kind = choose.choice(KINDS) if kind is None else kind
     count = file_count or choose.choice(FILE_COUNTS)
     return Inquiry(drawn_kind, tuple(choose.sample(FILES, count)), choose.getrandbits(48))
 

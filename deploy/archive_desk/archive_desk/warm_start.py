@@ -74,7 +74,7 @@ def episode_examples(
     demonstrate = with_notes if is_noting else in_window
     for context in demonstrate(inquiry, choose, Habits()):
         example = context_example(tokenizer, context, tools)
-        yield Example(*(part[:CONTEXT_TOKENS_MAX] for part in example))
+        yield example.cut(CONTEXT_TOKENS_MAX)
         if len(example.ids) >= CONTEXT_TOKENS_MAX:
             return
 

@@ -40,6 +40,10 @@ class Example(NamedTuple):
     ids: list[int]
     is_target: list[bool]
 
+    def cut(self, tokens_max: int) -> "Example":
+        """Its first tokens, as a context window holds them."""
+        return Example(self.ids[:tokens_max], self.is_target[:tokens_max])
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Train the model and its tokenizer, and write them to --out."""
@@ -96,7 +100,7 @@ class Examples:
             add_generation_prompt=True,
         )
         example = example_of(self._tokenizer, opening, context)
-        return Example(*(part[:CONTEXT_TOKENS_MAX] for part in example))
+        return example.cut(CONTEXT_TOKENS_MAX)
 
     def _drill(self, step: int) -> Example:
         if step < REPEATING_STEPS or self._choose.random() < REPEATING_SHARE:
