@@ -3,9 +3,9 @@
 Trains the archive desk, whose inquiries need about three times the context window, for five seeds
 fixed in advance: with notes that the policy takes itself (`trained`), and in a window that keeps
 the newest page (`fixed_window`). The control trains the first on returns that are dealt out at
-random inside each group (`shuffled`, three of the seeds). Without any management (`none`) every episode ends at the
-second page, so no group has two returns to learn from: the base model is judged instead, with
-five episodes of each held-out task. Curves go to docs/learning/.
+random inside each group (`shuffled`, three of the seeds). Without any management (`none`) every
+episode ends at the second page, so no group has two returns to learn from: the base model is judged
+instead, with five episodes of each held-out task. Curves go to docs/learning/.
 
     make load NAME=context_management JSON=context_management.json    # 13 runs and a judging
 
