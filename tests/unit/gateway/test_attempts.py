@@ -66,8 +66,10 @@ class Scene:
         self.episode = HeldEpisode(opened, lease_until_s=10.0)
         self.turn = self.begin()
 
-    def begin(self, body: str = "d") -> OpenTurn:
-        turn = self.episode.begin(body, matched=None, requested_ms=0, deadline_ms=60_000)
+    def begin(self, body: str = "d", *, held_s: float = 0.0) -> OpenTurn:
+        turn = self.episode.begin(
+            body, matched=None, requested_ms=0, deadline_ms=60_000, held_s=held_s
+        )
         self.attempts.begin(self.episode, turn)
         return turn
 
@@ -144,6 +146,13 @@ def kinds(effects: Effects) -> list[type]:
 
 def statuses(effects: Effects) -> list[int]:
     return [effect.error.status for effect in effects if isinstance(effect, FailTurn)]
+
+
+def test_a_turn_whose_client_was_held_before_waits_for_the_rest_of_the_hold() -> None:
+    scene = Scene()
+    scene.dispatch(turn=scene.begin("e", held_s=2.0))
+    assert statuses(scene.attempts.tick(at(0.9))) == []
+    assert statuses(scene.attempts.tick(at(1.0))) == [429]
 
 
 def test_a_turn_waits_for_its_first_lane_and_is_refused_after_the_hold() -> None:

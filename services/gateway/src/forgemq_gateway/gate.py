@@ -11,6 +11,7 @@ from forgemq_gateway.core.admission import Admission, Limits, Ticket, no_place
 from forgemq_gateway.core.episodes import HeldEpisode
 from forgemq_gateway.core.errors import MovedError, RefusedError
 from forgemq_gateway.core.live import LiveCaller
+from forgemq_gateway.holding import Hold
 from forgemq_gateway.settings import GatewaySettings
 from forgemq_gateway.wire import Receive, Scope, Send, send_refusal
 
@@ -23,7 +24,7 @@ _REQUESTS_LEAST = 1024
 
 
 class Gate:
-    """Holds a request without a place up to `hold_s`, and sends no byte meanwhile; then it is 429.
+    """Holds a request without a place, and sends no byte meanwhile; then it is 429.
 
     Only requests with a live key or that of an open episode come so far: any other is 401 at once.
     """
@@ -32,7 +33,7 @@ class Gate:
         settings = context.settings
         self._access = access
         self._admission = Admission(limits_of(settings, context.configuration))
-        self._hold_s = settings.lane_hold_s
+        self._hold = Hold(settings.lane_hold_s, clock=context.clock)
         self._clock = context.clock
         self._telemetry = context.telemetry
         self._held: dict[Ticket, asyncio.Future[None]] = {}
@@ -53,17 +54,19 @@ class Gate:
             caller = self._access.live_caller(key, scope)
             if caller is not None:
                 name = f"live/{caller.policy.name}"
-                await self._placed(name, lambda: live(scope, receive, send, caller))
+                await self._placed(scope, name, lambda: live(scope, receive, send, caller))
                 return
             episode = self._access.episode(key)
-            await self._placed(episode.episode_id, lambda: route(scope, receive, send, episode))
+            await self._placed(
+                scope, episode.episode_id, lambda: route(scope, receive, send, episode)
+            )
         except MovedError:
             raise
         except RefusedError as error:
             self._telemetry.count("gateway.refused", status=error.status, limit=error.limit)
             await send_refusal(send, error, shape=shape)
 
-    async def _placed(self, key: str, serve: Callable[[], Awaitable[None]]) -> None:
+    async def _placed(self, scope: Scope, key: str, serve: Callable[[], Awaitable[None]]) -> None:
         """Serve a request while it has a place.
 
         Raises:
@@ -74,16 +77,17 @@ class Gate:
             self._held.pop(ticket.pushed_out).set_result(None)
         try:
             if not ticket.has_place:
-                await self._wait(ticket)
+                await self._wait(scope, ticket)
             await serve()
         finally:
             for admitted in self._admission.leave(ticket):
                 self._held.pop(admitted).set_result(None)
 
-    async def _wait(self, ticket: Ticket) -> None:
+    async def _wait(self, scope: Scope, ticket: Ticket) -> None:
         placed = self._held[ticket] = asyncio.get_running_loop().create_future()
         try:
-            await asyncio.wait((placed,), timeout=self._hold_s)
+            with self._hold.waiting(scope) as left_s:
+                await asyncio.wait((placed,), timeout=left_s)
         finally:
             self._held.pop(ticket, None)
         if not ticket.has_place:

@@ -115,7 +115,7 @@ class Passing:
     ) -> bool:
         """Send a request on, unless this gateway owns its group; returns whether it was sent."""
         for _ in range(_GONE_MAX):
-            owner = await self._whereabouts.owner(group, least=request.number)
+            owner = await self._whereabouts.owner(request.scope, group, least=request.number)
             if owner is None:
                 return False
             if request.number == self._gateways.owner:

@@ -111,7 +111,11 @@ class GatewaySettings(Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     ] = 4096
     lane_hold_s: Annotated[
         float,
-        Meta(ge=0, description="Seconds a request waits for its place, a turn for a lane."),
+        Meta(
+            ge=0,
+            description="Seconds a request is held in all for its group, its place and a lane: "
+            "then 429.",
+        ),
     ] = 3.0
     drain_s: Annotated[
         float, Meta(ge=0, description="A finishing episode waits this long for open requests.")

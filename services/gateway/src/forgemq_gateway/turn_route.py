@@ -38,6 +38,7 @@ from forgemq_gateway.core.requests import ReadItems, Request
 from forgemq_gateway.deliveries import Deliveries
 from forgemq_gateway.dispatcher import Result
 from forgemq_gateway.first_done import first_done
+from forgemq_gateway.holding import held_s
 from forgemq_gateway.large_work import LargeWork
 from forgemq_gateway.live_answers import LiveAnswer, LiveAnswers, check_continues
 from forgemq_gateway.settings import body_bytes_max
@@ -122,7 +123,7 @@ class TurnRoute:
         protocol, counted = how
         try:
             request = await self._request(protocol, receive, episode, counted, headers=headers)
-            started = self._start(request, episode=episode, headers=headers)
+            started = self._start(request, episode=episode, scope=scope)
         except ClientGoneError:
             return
         except MovedError as error:
@@ -257,9 +258,7 @@ class TurnRoute:
             # The parser runs on what a client sent: a defect in it fails this request alone.
             raise self._failed(error) from error
 
-    def _start(
-        self, request: Request, *, episode: HeldEpisode, headers: Mapping[str, str]
-    ) -> Started:
+    def _start(self, request: Request, *, episode: HeldEpisode, scope: Scope) -> Started:
         """Let a client wait for the turn of its request.
 
         Raises:
@@ -270,7 +269,9 @@ class TurnRoute:
             self.clients.check()
             self._access.check_open(episode)  # Again: it may have ended while the body came.
             self._access.check_reply(episode, is_given=request.reply is not None)
-            awaited = self._source.start(episode, request, headers=headers)
+            awaited = self._source.start(
+                episode, request, headers=headers_of(scope), held_s=held_s(scope)
+            )
             return Started(request=request, episode=episode, awaited=awaited)
         except RefusedError:
             raise

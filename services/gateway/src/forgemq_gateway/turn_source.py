@@ -54,12 +54,18 @@ class TurnSource:
         self._telemetry = context.telemetry
 
     def start(
-        self, episode: HeldEpisode, request: Request, *, headers: Mapping[str, str]
+        self,
+        episode: HeldEpisode,
+        request: Request,
+        *,
+        headers: Mapping[str, str],
+        held_s: float = 0.0,
     ) -> tuple[Awaited, ...]:
         """Let a client wait for the turns that this request means, one for each choice.
 
         Its headers, by name in lower case, say whether it is a retry, what the agent did to its
-        context, and carry the client's trace context; each turn's trace links to it.
+        context, and carry the client's trace context; each turn's trace links to it. Its turns
+        wait for a lane so much shorter as it was held already.
 
         Raises:
             RefusedError: 400: what it says about its context breaks a rule.
@@ -72,7 +78,8 @@ class TurnSource:
         )
         caller = headers_from_http(headers)
         return tuple(
-            self._known(episode, before) or self._begin(episode, choice, caller=caller)
+            self._known(episode, before)
+            or self._begin(episode, choice, caller=caller, held_s=held_s)
             for choice, before in zip(choices, known, strict=True)
         )
 
@@ -101,7 +108,9 @@ class TurnSource:
         result = self._dispatcher.join(episode, turn, deadline_ms=deadline_ms)
         return Awaited(request_id=turn.request_id, result=result, turn=turn)
 
-    def _begin(self, episode: HeldEpisode, request: Request, *, caller: Headers) -> Awaited:
+    def _begin(
+        self, episode: HeldEpisode, request: Request, *, caller: Headers, held_s: float
+    ) -> Awaited:
         self._telemetry.count("gateway.requests", kind="fresh")
         planned = plan(request, history=episode.history)
         now_ms = self._clock.wall_ms()
@@ -115,6 +124,7 @@ class TurnSource:
             matched=None if match is None else match.completion.request_id,
             requested_ms=now_ms,
             deadline_ms=now_ms + self._deadline_ms,
+            held_s=held_s,
         )
         result = self._dispatcher.begin(episode, turn)
         start_task(self._tasks, self._prepare(episode, turn, planned, caller=caller))

@@ -10,6 +10,8 @@ from forgemq_gateway.applying import OWNERS_CHANGED
 from forgemq_gateway.context import GatewayContext
 from forgemq_gateway.core.errors import busy
 from forgemq_gateway.core.gateways import LAPSE_S
+from forgemq_gateway.holding import Hold
+from forgemq_gateway.wire import Scope
 
 
 @dataclass
@@ -26,13 +28,14 @@ class Whereabouts:
     def __init__(self, *, context: GatewayContext) -> None:
         self._gateways = context.gateways
         self._changed = context.changed
-        self._hold_s = context.settings.lane_hold_s
+        self._hold = Hold(context.settings.lane_hold_s, clock=context.clock)
         self._watches: dict[str, _Watch] = {}
 
-    async def owner(self, group_id: str, *, least: int = 0) -> PartitionOwner | None:
+    async def owner(self, scope: Scope, group_id: str, *, least: int = 0) -> PartitionOwner | None:
         """The other gateway that owns the group; None if this one does.
 
         Args:
+            scope: Of the request that waits.
             group_id: Of a group, also of one that nobody has requested.
             least: Change of owners that the gateway which sent the request here had read.
 
@@ -51,7 +54,8 @@ class Whereabouts:
             is_there = owner is not None and self._gateways.has_peer(owner.gateway)
             return (owner,) if is_there else None
 
-        found = await self._changed.until(look, group_id=OWNERS_CHANGED, timeout_s=self._hold_s)
+        with self._hold.waiting(scope) as left_s:
+            found = await self._changed.until(look, group_id=OWNERS_CHANGED, timeout_s=left_s)
         if found is None:
             raise busy(f"group {group_id} moves to another gateway: ask again")
         return found[0]

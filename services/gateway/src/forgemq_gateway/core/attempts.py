@@ -107,7 +107,7 @@ class Attempts:
         if turn.state == "ended":  # Its clients left, or its group ended, during the preparation.
             return ()
         turn.prepared, turn.state = prepared, "held"
-        turn.held_until_s = at.now_s + self._lane_hold_s
+        turn.held_until_s = at.now_s + max(0.0, self._lane_hold_s - turn.held_s)
         self._held[turn.request_id] = WaitedTurn(episode, turn)
         return self._advance(episode, turn, at)
 

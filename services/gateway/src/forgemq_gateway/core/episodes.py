@@ -186,6 +186,7 @@ class HeldEpisode:
         matched: str | None,
         requested_ms: int,
         deadline_ms: int,
+        held_s: float = 0.0,
     ) -> OpenTurn:
         """Add a turn for this body, the next in the episode; times are wall clock.
 
@@ -195,6 +196,7 @@ class HeldEpisode:
             matched: Id of that completion; None if it is rendered from its start.
             requested_ms: When it came.
             deadline_ms: Until when its clients wait for an answer.
+            held_s: How long its client was held before.
         """
         self.history.note(branch)
         earlier = self._bodies.get(body_digest)
@@ -212,6 +214,7 @@ class HeldEpisode:
             requested_ms=requested_ms,
             after_offset=self.history.newest_offset,
             deadline_ms=deadline_ms,
+            held_s=held_s,
             earlier_id=None if earlier is None else earlier.request_id,
         )
         self.next_sequence += 1

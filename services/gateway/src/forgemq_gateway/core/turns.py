@@ -26,6 +26,7 @@ class OpenTurn(Struct, kw_only=True, eq=False):
         branch: What it has noted in the episode's history, to be taken back if no lane has it.
         after_offset: Offset of the episode's newest completion when it was requested.
         earlier_id: The request that the same body led to before, if any.
+        held_s: How long its client was held before the turn began.
         cached_expected: Context tokens that the lane of its newest attempt should have cached; None
             if that attempt is one of before a restart.
         sent: How often it was given to a lane; the newest attempt is `sent - 1`.
@@ -50,6 +51,7 @@ class OpenTurn(Struct, kw_only=True, eq=False):
     deadline_ms: int
     state: TurnState = "preparing"
     prepared: Prepared | None = None
+    held_s: float = 0.0
     held_until_s: float = 0.0
     cached_expected: int | None = None
     sent: int = 0
