@@ -295,6 +295,10 @@ def report(measurement: Measurement, seen: Mapping[str, Seen]) -> None:
     streams = ("live streams of 1 s", "streams of 1 s")
     _ratio(measurement, streams[0], "cpu_over_recorded", own, *streams)
     _ratio(measurement, "context_200k", "cpu_over_2k", own, "context_200k", "context_2k")
+    both = {case: each.gateway_ms + (each.inference_ms or 0.0) for case, each in seen.items()}
+    _ratio(measurement, "context_200k", "cpu_of_both_over_2k", both, "context_200k", "context_2k")
+    for case, each in seen.items():
+        _over_bare(measurement, case, each)
 
 
 def _percentiles(metric: str, sorted_ms: Sequence[float]) -> list[tuple[str, float, str]]:
@@ -303,6 +307,14 @@ def _percentiles(metric: str, sorted_ms: Sequence[float]) -> list[tuple[str, flo
         for percent in (50, 99)
         if sorted_ms
     ]
+
+
+def _over_bare(measurement: Measurement, case: str, seen: Seen) -> None:
+    """What the services add over what the bare system adds, if that was asked."""
+    added = _percentiles("over_bare", seen.added_ms)
+    bare = _percentiles("over_bare", seen.bare_added_ms)
+    for (metric, added_ms, _), (_, bare_ms, _) in zip(added, bare, strict=False):
+        measurement.row(case, metric, added_ms / bare_ms, "x")
 
 
 def _ratio(

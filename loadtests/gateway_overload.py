@@ -129,6 +129,8 @@ def report(measurement: Measurement, seen: dict[str, Seen]) -> None:
         rate = len(admitted) / each.seconds
         before = len(sustained.took_s(is_admitted=True)) / sustained.seconds
         measurement.row(name, "admitted_over_sustained", rate / before, "ratio")
+        p99_before = _p99(sustained.took_s(is_admitted=True))
+        measurement.row(name, "admitted_p99_over_sustained", _p99(admitted) / p99_before, "ratio")
         measurement.row(name, "other_answers", _others(each), "answers")
         grown = (each.resident_bytes[1] - each.resident_bytes[0]) / _MEGABYTE
         measurement.row(name, "resident_growth", grown, "MB")
