@@ -26,7 +26,8 @@ _EPISODE_ID = re.compile(r"[a-z0-9-]{1,64}\.[0-9]{1,9}\.[0-9]{1,9}")
 # As many as an admin key file may have, and one of the settings.
 _SEALS_MAX = KEYS_MAX + 1
 
-# Clients of OpenAI, Anthropic and Azure send keys in these; the first one that is set counts.
+# Clients of OpenAI, Anthropic and Azure send keys in these. One may send several, of which one is
+# for a proxy, or of another provider.
 _KEY_HEADERS = ("authorization", "x-api-key", "api-key")
 
 
@@ -56,8 +57,21 @@ class Access:
             raise unauthorized("the admin API needs the admin key as a bearer token")
 
     def is_admin(self, headers: Mapping[str, str]) -> bool:
-        """Whether the request carries an admin key."""
-        return self._keys.is_valid(key_in(headers) or "")
+        """Whether the request carries an admin key; each is compared, so the time says nothing."""
+        return any([self._keys.is_valid(key) for key in _keys_in(headers)])
+
+    def key_in(self, headers: Mapping[str, str]) -> str | None:
+        """The agent's key in the headers of a request; None if there is none.
+
+        Of several, it is the first that opens an episode or is live here; or else the first that
+        has the form of an episode's key, which another gateway may know.
+        """
+        keys = _keys_in(headers)
+        if len(keys) <= 1:
+            return keys[0] if keys else None
+        known = [key for key in keys if self.is_agents_key(key)]
+        formed = [key for key in keys if _EPISODE_ID.fullmatch(key.rpartition(".")[0])]
+        return next(iter((*known, *formed, *keys)))
 
     def is_proven_key(self, key: str) -> bool:
         """Whether a key derives from a valid admin key, or is live: known without any record."""
@@ -216,11 +230,17 @@ def no_episode_key() -> RefusedError:
     return unauthorized("no valid episode key: send it as bearer token, x-api-key or in /s/")
 
 
-def key_in(headers: Mapping[str, str]) -> str | None:
-    """The key in the headers of a request; None if there is none."""
+def _keys_in(headers: Mapping[str, str]) -> list[str]:
+    """What may be a key in the headers of a request: bare, or as a bearer token."""
+    keys = []
     for name in _KEY_HEADERS:
         value = headers.get(name)
         if value:
-            scheme, _, rest = value.partition(" ")
-            return rest.strip() if rest and scheme.lower() == "bearer" else value
-    return None
+            scheme, _, rest = value.strip().partition(" ")
+            if scheme.lower() == "bearer":
+                value = rest.strip()
+            elif rest and name == "authorization":
+                value = ""  # Of another scheme.
+            if value:
+                keys.append(value)
+    return keys

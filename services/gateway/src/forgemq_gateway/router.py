@@ -7,7 +7,7 @@ from functools import partial
 from typing import TypeAlias
 from urllib.parse import unquote
 
-from forgemq_gateway.access import Access, key_in, no_episode_key
+from forgemq_gateway.access import Access, no_episode_key
 from forgemq_gateway.core.errors import RefusedError, busy, unknown
 from forgemq_gateway.core.live import LiveCaller
 from forgemq_gateway.gate import Gate
@@ -111,7 +111,7 @@ class Router:
         if method == "HEAD":
             await send_json(send, None)
             return
-        key, path = _key_and_path(scope, path)
+        key, path = self._key_and_path(scope, path)
         if not await self._is_ready():
             error = busy("the gateway rebuilds its state, or waits for its log", status=503)
             await send_refusal(send, error, shape=self._shape_of(scope, path))
@@ -131,7 +131,7 @@ class Router:
             await route(scope, receive, send, key)
         elif path == _MODELS or path.startswith(f"{_MODELS}/"):
             await self._models(scope, send, key, path)
-        elif self._access.is_agents_key(key):
+        elif self._access.is_agents_key(key) and not self._access.is_admin(headers_of(scope)):
             await send_refusal(
                 send, self._unspoken(method, path), shape=self._shape_of(scope, path)
             )
@@ -140,6 +140,14 @@ class Router:
             await send_refusal(send, error, shape=self._shape_of(scope, path))
         else:
             await self._admin(scope, receive, send)
+
+    def _key_and_path(self, scope: Scope, path: str) -> tuple[str | None, str]:
+        """The key of a request, from `/s/<key>/...` or its headers, and the path without it."""
+        key = ""
+        if path.startswith(_SESSION):
+            segment, _, rest = path[len(_SESSION) :].partition("/")
+            key, path = unquote(segment), f"/{rest}"
+        return key or self._access.key_in(headers_of(scope)), path
 
     async def _is_ready(self) -> bool:
         """Whether the state is that of the log, now or within the hold."""
@@ -214,12 +222,3 @@ def _models_of(models: Sequence[dict[str, object]]) -> dict[str, object]:
 
 def _is_below(path: str, starts: Iterable[str]) -> bool:
     return any(path == start or path.startswith(f"{start}/") for start in starts)
-
-
-def _key_and_path(scope: Scope, path: str) -> tuple[str | None, str]:
-    """The key of a request, from `/s/<key>/...` or its headers, and the path without `/s/<key>`."""
-    key = ""
-    if path.startswith(_SESSION):
-        segment, _, rest = path[len(_SESSION) :].partition("/")
-        key, path = unquote(segment), f"/{rest}"
-    return key or key_in(headers_of(scope)), path
