@@ -29,7 +29,6 @@ def read(**fields: Any) -> Request:
     [
         ("response_format", {"type": "structural_tag", "structures": []}),
         ("logit_bias", {"5": -100}),
-        ("chat_template_kwargs", {"enable_thinking": False}),
         ("continue_final_message", True),
         ("add_generation_prompt", False),
     ],
@@ -63,6 +62,8 @@ def test_a_body_with_its_keys_in_another_order_is_the_same_body() -> None:
 
 def test_what_the_episode_decides_in_the_clients_place_is_named() -> None:
     assert read(seed=7, temperature=0).unused == ("temperature", "seed")
+    thinking = {"enable_thinking": False}
+    assert read(chat_template_kwargs=thinking).unused == ("chat_template_kwargs",)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,10 @@ def chat(messages: list[Any]) -> Request:
     return PROTOCOL_OF["/v1/chat/completions"].read(body, History())
 
 
+def chat_of(body: bytes, history: History) -> Request:
+    return PROTOCOL_OF["/v1/chat/completions"].read(body, history)
+
+
 def read_messages(messages: list[Any]) -> Request:
     return PROTOCOL_OF["/v1/messages"].read(json.dumps({"messages": messages}).encode(), History())
 
@@ -60,24 +64,59 @@ async def test_only_large_work_goes_to_a_thread() -> None:
     assert await work.run(threading.get_ident, size=INLINE_SIZE_MAX + 1) != here
 
 
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("/v1/chat/completions", {"stop": ["a"] * 60_000}),
+        ("/v1/chat/completions", {"logit_bias": {str(n): 1 for n in range(30_000)}}),
+        ("/v1/completions", {"stop": ["a"] * 60_000}),
+        ("/v1/messages", {"stop_sequences": ["a"] * 60_000}),
+        ("/v1/responses", {"tool_choice": {str(n): 1 for n in range(30_000)}}),
+    ],
+)
+def test_fields_beside_the_messages_are_refused_by_name_if_they_are_read_and_long(
+    path: str, field: dict[str, Any]
+) -> None:
+    body = {"messages": [USER], "input": "a", "prompt": "a", "max_tokens": 5, **field}
+    with pytest.raises(RefusedError, match="at most 262144 bytes") as refused:
+        PROTOCOL_OF[path].read(json.dumps(body).encode(), History())
+    assert (refused.value.status, refused.value.param) == (400, next(iter(field)))
+
+
 @pytest.mark.parametrize("protocol", PROTOCOLS, ids=lambda protocol: protocol.path)
 @pytest.mark.parametrize(
-    "field",
-    [{"stop": ["a"] * 60_000}, {"logit_bias": {str(n): 1 for n in range(30_000)}}],
-    ids=["stop", "logit_bias"],
+    "unread",
+    [{"x": "y" * 300_000}, {"x": [{"a": 1}] * 60_000}, {f"x{n}": 1 for n in range(30_000)}],
+    ids=["a text", "an array", "names"],
 )
-def test_fields_beside_the_messages_are_refused_if_they_are_long(
-    protocol: Any, field: dict[str, Any]
+def test_fields_that_are_not_read_may_be_long_and_count_in_the_digest(
+    protocol: Any, unread: dict[str, Any]
 ) -> None:
-    with pytest.raises(RefusedError, match="at most 262144 bytes") as refused:
-        protocol.read(json.dumps({"messages": [USER], **field}).encode(), History())
-    assert refused.value.status == 400
+    def read(said: str = "hello", **more: Any) -> Request:
+        told = {"role": "user", "content": said}
+        body = {"messages": [told], "input": [told], "prompt": said, "temperature": 1, **more}
+        return protocol.read(json.dumps(body).encode(), History())
+
+    first, again = read(**unread), read(**unread)
+    changed = [read("bye", **unread), read(**unread, y=1), read(**unread, temperature=0), read()]
+    assert (first.messages, first.prompts) == (read().messages, read().prompts)
+    assert first.unused == ("temperature",)
+    assert first.body_digest == again.body_digest
+    assert len({first.body_digest, *(each.body_digest for each in changed)}) == 5
 
 
-def test_more_names_than_fields_have_are_refused_before_any_is_kept() -> None:
-    names = {f"x{n}": 1 for n in range(30_000)}
-    with pytest.raises(RefusedError, match="at most 262144 bytes"):
-        PROTOCOLS[0].read(json.dumps({"messages": [USER], **names}).encode(), History())
+def test_a_history_goes_on_beside_a_long_field_that_is_not_read() -> None:
+    """What is read of a body behind a known one is the same as of the whole body."""
+    first = json.dumps({"messages": [USER], "x": "y" * 300_000}).encode()
+    later = json.dumps({"messages": [USER, USER], "x": "y" * 300_000}).encode()
+    history = History()
+    items = chat_of(first, history).items
+    assert items is not None
+    history.bodies.note(first, items)
+    begin = history.bodies.begin_of(later, protocol="chat_completions")
+    assert begin is not None
+    found = PROTOCOLS[0].read(begin.without_known(later), history, begin.items)
+    assert found.body_digest == chat_of(later, history).body_digest
 
 
 def test_calls_are_refused_by_their_count_before_they_are_read() -> None:

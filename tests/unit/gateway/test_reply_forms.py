@@ -173,8 +173,7 @@ def test_what_cannot_be_met_is_refused_by_name() -> None:
     assert param_of_refusal(tool_choice="required") == "tool_choice"
     assert param_of_refusal(tool_choice=NAMED) == "tool_choice"
     assert param_of_refusal(tool_choice=other, tools=TOOLS) == "tool_choice"
-    assert param_of_refusal(tool_choice="any", tools=TOOLS) == "tool_choice"
-    assert param_of_refusal(tool_choice={"type": "allowed_tools"}, tools=TOOLS) == "tool_choice"
+    assert param_of_refusal(tool_choice={"type": "function"}, tools=TOOLS) == "tool_choice"
     assert param_of_refusal(response_format={"type": "grammar"}) == "response_format"
     assert param_of_refusal(response_format={"type": "json_schema"}) == "response_format"
     assert param_of_refusal(regex="a", ebnf="b") == "ebnf"
@@ -184,6 +183,86 @@ def test_what_cannot_be_met_is_refused_by_name() -> None:
     assert param_of_refusal(response_format=schema) == "response_format"
     strict["strict"] = False
     assert read(response_format=schema).form is not None
+
+
+def allowed_tools(mode: str | None, *names: str) -> dict[str, Any]:
+    """The choice among some tools, as chat completions have it."""
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+def allowed_in_response(mode: str | None, *names: str) -> dict[str, Any]:
+    """The same of responses."""
+    tools = [{"type": "function", "name": name} for name in names]
+    return {"type": "allowed_tools", "mode": mode, "tools": tools}
+
+
+@pytest.mark.parametrize(
+    ("choice", "functions", "unused"),
+    [
+        (("required", "buy"), ("buy",), ()),
+        (("required", "buy", "find"), ("find", "buy"), ()),
+        (("required", "sell"), ("find", "buy"), ("tool_choice",)),
+        (("auto", "find", "buy"), (), ()),
+        (("auto", "buy"), (), ("tool_choice",)),
+        (("auto",), (), ("tool_choice",)),
+        ((None, "sell"), (), ("tool_choice",)),
+    ],
+)
+def test_one_of_some_tools_is_required_or_all_are_offered_and_the_choice_is_named(
+    choice: Any, functions: tuple[str, ...], unused: tuple[str, ...]
+) -> None:
+    wanted = ReplyForm(functions=functions, param="tool_choice") if functions else None
+    for request in (
+        read(tools=TOOLS, tool_choice=allowed_tools(*choice)),
+        form_of_response(tool_choice=allowed_in_response(*choice)),
+    ):
+        assert request.form == wanted
+        assert (request.unused, request.is_one_call) == (unused, False)
+
+
+def test_an_answer_of_a_form_leaves_the_calls_of_some_tools() -> None:
+    request = read(
+        tools=TOOLS, tool_choice=allowed_tools("auto", "buy"), response_format=JSON_SCHEMA
+    )
+    assert request.form is not None
+    assert (request.form.functions, request.unused) == (("buy",), ())
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "some_day",
+        {},
+        {"type": None},
+        {"type": "web_search_preview"},
+        {"type": "custom", "custom": {"name": "patch"}},
+        {"type": "allowed_tools", "allowed_tools": {"tools": [{"name": ["find"]}, 5]}},
+    ],
+)
+def test_a_choice_of_a_kind_that_is_not_known_is_named_and_leaves_all_calls(choice: Any) -> None:
+    for request in (read(tools=TOOLS, tool_choice=choice), form_of_response(tool_choice=choice)):
+        assert (request.form, request.unused) == (None, ("tool_choice",))
+        assert not request.is_one_call
+    kind = choice if isinstance(choice, str) else choice.get("type", "some_day")
+    message = form_of_messages(tool_choice={"type": kind, "name": None})
+    assert message.unused == (() if kind is None else ("tool_choice",))
+
+
+def test_any_is_another_word_for_required() -> None:
+    assert (
+        read(tools=TOOLS, tool_choice="any").form == read(tools=TOOLS, tool_choice="required").form
+    )
+
+
+def test_a_form_whose_parts_are_null_is_one_without_them() -> None:
+    assert read(response_format={"type": None}).form is None
+    nameless = {"type": "json_schema", "json_schema": {"name": "x", "schema": None}}
+    assert read(response_format=nameless).form == ReplyForm(
+        answer=json_format({}), param="response_format"
+    )
+    assert form_of_messages(output_config={"format": {"type": "text"}}).form is None
+    assert form_of_response(text={"format": {"type": None, "schema": None}}).form is None
 
 
 @pytest.mark.parametrize(

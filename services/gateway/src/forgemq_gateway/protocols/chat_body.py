@@ -1,16 +1,17 @@
 """Reads the body of a chat completion, field by field.
 
-Unknown fields are accepted: they count in the body's digest and change nothing else.
+Unknown fields are accepted: they count in the body's digest and change nothing else. Of blocks of
+an unknown kind the model reads what they say.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import msgspec
 from msgspec import Meta, Raw, Struct
 from msgspec.structs import replace
 
 from forgemq_contracts.completions import TOP_TOKENS_MAX
-from forgemq_gateway.core.errors import invalid
+from forgemq_gateway.core.errors import RefusedError, invalid
 from forgemq_gateway.core.requests import (
     DEFAULT_MODEL,
     FORM_BYTES_MAX,
@@ -31,19 +32,27 @@ from forgemq_gateway.protocols.json_body import (
     decoded_at,
     is_array,
     items_in,
+    named_fields,
+    raw_fields,
+    raw_items,
+    raw_struct,
     tools_in,
 )
 from forgemq_gateway.protocols.message_items import MessageItems
+from forgemq_gateway.protocols.other_content import Kinds, Told, text_in, text_of_json
 from forgemq_gateway.protocols.reply_form import FORM_FIELDS, FormFields
 
 # Structs of which one body may have very many have `gc=False`: they are in no cycle, and to make
 # them must not start the collector of cycles, which holds the interpreter.
 
 
+Media: TypeAlias = Literal["image_url", "input_audio", "image", "file", "video_url"]
+
+
 class ContentBlock(Struct, gc=False):
     """One part of a message's content."""
 
-    type: str
+    type: Literal["text", "refusal"] | Media | None = None
     text: str | None = None
 
 
@@ -54,12 +63,19 @@ class CalledFunction(Struct, gc=False):
     arguments: Raw = Raw(b'"{}"')
 
 
+class CalledCustom(Struct, gc=False):
+    """Name and input of a call of a tool that takes any text."""
+
+    name: str
+    input: str | None = None
+
+
 class CalledTool(Struct, gc=False):
     """One tool call of an echoed reply."""
 
-    function: CalledFunction
-    id: str = ""
-    type: str = "function"
+    function: CalledFunction | None = None
+    custom: CalledCustom | None = None
+    id: str | None = None
 
 
 class ChatMessage(Struct, gc=False):
@@ -89,7 +105,6 @@ class ToolFunction(Struct):
 class OfferedTool(Struct):
     """A tool as far as it is checked; it is rendered as the client sent it."""
 
-    type: str = "function"
     function: ToolFunction | None = None
 
 
@@ -102,7 +117,6 @@ class ChatFields(FormFields, kw_only=True):
     stream_options: StreamOptions | None = None
     tools: Raw = NULL
     logit_bias: dict[str, float] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     n: Annotated[int, Meta(ge=1)] | None = 1
@@ -141,19 +155,30 @@ _NAMES = FieldNames(
         "presence_penalty",
         "repetition_penalty",
         "reasoning_effort",
+        "chat_template_kwargs",
     ),
     digested=frozenset({"messages", "stream", "stream_options"}),
 )
 _FORM_LIMITS = dict.fromkeys(FORM_FIELDS, FORM_BYTES_MAX)
 
-_MEDIA_BLOCKS = frozenset({"image_url", "input_audio", "image", "file", "video_url"})
+_MEDIA_BLOCKS = frozenset(get_args(Media))
 
 _FIELDS = msgspec.json.Decoder(ChatFields)
+_NAMED = named_fields(ChatFields, (*_NAMES.asked, *_NAMES.unused))
 _MESSAGE = msgspec.json.Decoder(ChatMessage)
+_RAW_MESSAGE = msgspec.json.Decoder(raw_struct(ChatMessage.__struct_fields__))
 _TEXT = msgspec.json.Decoder(str | None)
-_BLOCK = msgspec.json.Decoder(ContentBlock)
+_BLOCK: msgspec.json.Decoder[ContentBlock | Told] = msgspec.json.Decoder(ContentBlock)
 _CALL = msgspec.json.Decoder(CalledTool)
 _OFFERED = msgspec.json.Decoder(OfferedTool)
+
+_KINDS = Kinds(
+    _BLOCK,
+    {
+        **dict.fromkeys(("text", "refusal", None), frozenset({"text"})),
+        **dict.fromkeys(_MEDIA_BLOCKS, frozenset()),
+    },
+)
 
 
 def request_of(body: bytes, known: ReadItems | None = None) -> Request:
@@ -162,13 +187,13 @@ def request_of(body: bytes, known: ReadItems | None = None) -> Request:
     Raises:
         RefusedError: 400, naming the field.
     """
-    raw, fields = decoded(body, _FIELDS, limits=_FORM_LIMITS)
+    raw, fields = decoded(body, _FIELDS, named=_NAMED, limits=_FORM_LIMITS)
     _check(fields)
     tools = _tools(fields.tools)
     items = MessageItems(
         protocol=_NAMES.protocol, body=body, array=fields.messages, field="messages", known=known
     )
-    given = items.some(_MESSAGE)
+    given = items.some(_MESSAGE, again=_message_again)
     found = items.read(_message(message, where=place) for place, message in given)
     return replace(
         _NAMES.request(raw, found, tools=tools, form=fields),
@@ -204,12 +229,34 @@ def _given_reply(fields: ChatFields) -> RequestMessage | None:
     return reply
 
 
+def _message_again(item: Raw, where: str, error: RefusedError) -> ChatMessage:
+    """A message that is refused, read with its reasoning as text, and without a foreign id.
+
+    Raises:
+        RefusedError: 400, naming the field, which is another one.
+    """
+    if bytes(memoryview(item)[:1]) != b"{":
+        raise error
+    fields = raw_fields(decoded_at(item, _RAW_MESSAGE, where=where))
+    thought = _reasoning(fields.get("reasoning_content", NULL), where=f"{where}.reasoning_content")
+    fields["reasoning_content"] = Raw(msgspec.json.encode(thought or None))
+    if text_of_json(fields.get("id", NULL), where=f"{where}.id") is None:
+        fields["id"] = NULL  # Only what some clients call `tool_call_id` is read.
+    return decoded_at(Raw(msgspec.json.encode(fields)), _MESSAGE, where=where)
+
+
+def _reasoning(raw: Raw, *, where: str) -> str:
+    """A text, or the texts of blocks, which are pieces of one."""
+    pieces = raw_items(raw, where=where) if is_array(raw) else (raw,)
+    return "".join(text_in(piece, where=where) for piece in pieces)
+
+
 def _message(message: ChatMessage, *, where: str) -> RequestMessage:
     """The message with ordered parts; chat completions has reasoning, text and calls apart."""
     parts: list[Part] = []
     if message.reasoning_content is not None:
         parts.append(Thinking(message.reasoning_content))
-    text = _text(message.content, where=f"{where}.content")
+    text = _text(message.content, where=f"{where}.content", is_reply=message.role == "assistant")
     answered = message.tool_call_id
     if message.role == "tool":
         answered = answered or message.id or ""  # Some clients call it `id`, or leave it out.
@@ -224,12 +271,21 @@ def _message(message: ChatMessage, *, where: str) -> RequestMessage:
 
 
 def _call(call: CalledTool, *, where: str) -> Call:
-    """One call of an echoed reply."""
-    arguments = _arguments(call.function.arguments, where=f"{where}.function.arguments")
-    return Call(call.id, call.function.name, arguments)
+    """One call of an echoed reply.
+
+    Raises:
+        RefusedError: 400: it names no function.
+    """
+    if call.function is not None:
+        arguments = _arguments(call.function.arguments, where=f"{where}.function.arguments")
+        return Call(call.id or "", call.function.name, arguments)
+    if call.custom is None:
+        raise invalid("a call must have a function", param=f"{where}.function")
+    given = msgspec.json.encode({"input": call.custom.input or ""}).decode()
+    return Call(call.id or "", call.custom.name, given)
 
 
-def _text(content: Raw, *, where: str) -> str:
+def _text(content: Raw, *, where: str, is_reply: bool) -> str:
     """The text of a message's content, that of its blocks joined.
 
     Raises:
@@ -237,11 +293,14 @@ def _text(content: Raw, *, where: str) -> str:
     """
     if not is_array(content):
         return decoded_at(content, _TEXT, where=where) or ""
-    blocks = items_in(content, _BLOCK, where=where)
-    return "".join(_block_text(block, where=place) for place, block in blocks)
+    blocks = items_in(content, _BLOCK, where=where, again=_KINDS.read_again)
+    return "".join(_block_text(block, where=place, is_reply=is_reply) for place, block in blocks)
 
 
-def _block_text(block: ContentBlock, *, where: str) -> str:
+def _block_text(block: ContentBlock | Told, *, where: str, is_reply: bool) -> str:
+    if isinstance(block, Told):
+        # What the model did not say is no part of its reply, which is known by its text.
+        return "" if is_reply and not block.is_plain else block.line
     if block.type in _MEDIA_BLOCKS:
         raise invalid(
             f"content of type {block.type} is not supported: the model reads text",
@@ -277,11 +336,6 @@ def _check_form(fields: ChatFields) -> None:
     """Refuse what would change the form of the reply and is not done."""
     if fields.logit_bias:
         raise invalid("logit_bias is not available: it would change the policy", param="logit_bias")
-    if fields.chat_template_kwargs:
-        raise invalid(
-            "chat_template_kwargs are the run's (model.renderer), not a request's",
-            param="chat_template_kwargs",
-        )
     if fields.continue_final_message or fields.add_generation_prompt is False:
         name = (
             "continue_final_message" if fields.continue_final_message else "add_generation_prompt"

@@ -13,7 +13,7 @@ from forgemq_gateway.core.raw_prompts import Prompt, TextPrompt, TokenPrompt
 from forgemq_gateway.core.requests import DEFAULT_MODEL, FORM_BYTES_MAX, KeyedMessages, Request
 from forgemq_gateway.protocols.chat_body import StreamOptions
 from forgemq_gateway.protocols.field_names import FieldNames
-from forgemq_gateway.protocols.json_body import NULL, decoded
+from forgemq_gateway.protocols.json_body import NULL, decoded, named_fields
 from forgemq_gateway.protocols.reply_form import FORM_FIELDS, FormFields
 
 # What OpenAI, SGLang and vLLM take if a client says nothing.
@@ -62,6 +62,7 @@ _NAMES = FieldNames(
 _FORM_LIMITS = dict.fromkeys(FORM_FIELDS, FORM_BYTES_MAX)
 
 _FIELDS = msgspec.json.Decoder(CompletionFields)
+_NAMED = named_fields(CompletionFields, (*_NAMES.asked, *_NAMES.unused))
 _PROMPT = msgspec.json.Decoder(str | Annotated[list[Raw], Meta(min_length=1, max_length=2**31 - 1)])
 _ONE = msgspec.json.Decoder(str | list[TokenId])
 _IDS = msgspec.json.Decoder(list[TokenId])
@@ -73,7 +74,7 @@ def request_of(body: bytes) -> Request:
     Raises:
         RefusedError: 400, naming the field.
     """
-    raw, fields = decoded(body, _FIELDS, limits=_FORM_LIMITS)
+    raw, fields = decoded(body, _FIELDS, named=_NAMED, limits=_FORM_LIMITS)
     _check(fields)
     return replace(
         _NAMES.request(raw, KeyedMessages(), tools=(), form=fields),

@@ -19,7 +19,9 @@ from forgemq_gateway.core.requests import (
     json_array,
 )
 from forgemq_gateway.protocols.json_body import NULL
-from forgemq_gateway.protocols.reply_form import FormFields, is_one_call, reply_form
+from forgemq_gateway.protocols.reply_form import FormFields, demand_of
+
+_WITHOUT_EFFECT = (NULL, Raw(b"{}"))
 
 
 class FieldNames(Struct, frozen=True, kw_only=True):
@@ -58,6 +60,8 @@ class FieldNames(Struct, frozen=True, kw_only=True):
         _check_count(keyed)
         messages, digests = keyed.messages, keyed.keys
         rest = {name: bytes(value) for name, value in raw.items() if name not in self.digested}
+        demand = demand_of(form, tools)
+        unused = tuple(name for name in self.unused if raw.get(name, NULL) not in _WITHOUT_EFFECT)
         return Request(
             protocol=self.protocol,
             model=DEFAULT_MODEL,
@@ -68,9 +72,9 @@ class FieldNames(Struct, frozen=True, kw_only=True):
             tools_digest=digest_of(canonical_tools(tools)) if tools else "",
             body_digest=body_digest(self.protocol, digests, rest),
             asked=msgspec.json.encode({name: raw[name] for name in self.asked if name in raw}),
-            form=reply_form(form, tools),
-            is_one_call=is_one_call(form) and bool(tools),
-            unused=tuple(name for name in self.unused if raw.get(name, NULL) != NULL),
+            form=demand.form,
+            is_one_call=demand.is_one_call and bool(tools),
+            unused=(*unused, "tool_choice") if demand.is_choice_unused else unused,
         )
 
 

@@ -1,18 +1,22 @@
 """What all protocols share in reading a JSON body: its fields, its tools, its refusals."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import takewhile
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 from msgspec import Raw, Struct, ValidationError
-from msgspec.structs import astuple
+from msgspec.structs import asdict, astuple
 
-from forgemq_gateway.core.errors import field_of, invalid
+from forgemq_gateway.core.digests import digest_of
+from forgemq_gateway.core.errors import RefusedError, field_of, invalid
 from forgemq_gateway.core.requests import MESSAGES_MAX, TOOLS_BYTES_MAX
 
 Fields = TypeVar("Fields")
 Item = TypeVar("Item")
+
+ReadAgain: TypeAlias = Callable[[Raw, str, RefusedError], Item]
+"""Reads an item in another way, given its place and why it was refused; or raises that."""
 
 NULL = Raw(b"null")
 """A field that a client sends without a value."""
@@ -20,8 +24,12 @@ NULL = Raw(b"null")
 _NO_LIMITS: Mapping[str, int] = {}
 
 # To decode holds the interpreter, 0.3 s for 6 MB of small values, so what may be long is decoded in
-# pieces. The fields beside it are sampling settings, names and clients' metadata.
+# pieces. The fields beside it that are read are sampling settings and names. Those that are not
+# read may be as long as the body.
 _OTHER_BYTES_MAX = 256 * 1024
+
+_UNREAD = ""
+"""Stands for all fields that are not read, if they are long."""
 
 
 class LongFields(Struct):
@@ -56,14 +64,35 @@ _TOOL = msgspec.json.Decoder(dict[str, Any])
 _FEW_ITEMS_BYTES_MAX = 2 * MESSAGES_MAX
 
 
+def named_fields(fields: type[Struct], names: Iterable[str]) -> "msgspec.json.Decoder[Struct]":
+    """Decodes the fields of a struct, and those with these names, as JSON; it skips all others."""
+    every = dict.fromkeys((*fields.__struct_fields__, *names, *LongFields.__struct_fields__))
+    return msgspec.json.Decoder(raw_struct(every))
+
+
+def raw_struct(names: Iterable[str]) -> type[Struct]:
+    """A struct of fields with these names, each of which may be anything or missing."""
+    return msgspec.defstruct("_Raws", [(name, Raw, _NO_ITEM) for name in names])
+
+
+def raw_fields(decoded_struct: Struct) -> dict[str, Raw]:
+    """The fields that are there, of those of a `raw_struct`."""
+    return {name: value for name, value in asdict(decoded_struct).items() if value != _NO_ITEM}
+
+
 def decoded(
-    body: bytes, decoder: "msgspec.json.Decoder[Fields]", *, limits: Mapping[str, int] = _NO_LIMITS
+    body: bytes,
+    decoder: "msgspec.json.Decoder[Fields]",
+    *,
+    named: "msgspec.json.Decoder[Struct]",
+    limits: Mapping[str, int] = _NO_LIMITS,
 ) -> tuple[dict[str, Raw], Fields]:
     """Every field of the body as JSON, and those that the decoder knows.
 
     Args:
         body: As the client sent it.
         decoder: Of the fields that are read.
+        named: Of the same fields, and of others whose value is asked for, as `named_fields`.
         limits: The most bytes of fields beside the tools.
 
     Raises:
@@ -71,9 +100,10 @@ def decoded(
     """
     try:
         body.decode()  # JSON is UTF-8, also in the parts that are decoded later or only kept.
-        if len(body) > _OTHER_BYTES_MAX:
-            _check_size(_LONG.decode(body), body_bytes=len(body))
-        raw = _RAW.decode(body)
+        if len(body) > _OTHER_BYTES_MAX and _has_long_rest(_LONG.decode(body), body):
+            raw = _named(body, named)
+        else:
+            raw = _RAW.decode(body)
         for name, bytes_max in (("tools", TOOLS_BYTES_MAX), *limits.items()):
             if len(body) > bytes_max and len(memoryview(raw.get(name, Raw()))) > bytes_max:
                 raise invalid(f"{name} must have at most {bytes_max} bytes", param=name)
@@ -84,28 +114,66 @@ def decoded(
         raise invalid(f"the body is not valid JSON: {error}", param=None) from error
 
 
-def _check_size(long: LongFields, *, body_bytes: int) -> None:
-    names = long.__struct_fields__
-    if body_bytes - sum(len(memoryview(getattr(long, name))) for name in names) > _OTHER_BYTES_MAX:
+def _has_long_rest(long: LongFields, body: bytes) -> bool:
+    """Whether more than a few bytes are in other fields than the long ones."""
+    return len(body) - sum(len(memoryview(value)) for value in astuple(long)) > _OTHER_BYTES_MAX
+
+
+def _named(body: bytes, named: "msgspec.json.Decoder[Struct]") -> dict[str, Raw]:
+    """The named fields of a body with a long rest; all others are one, whose value is a digest.
+
+    They may be very many, and nobody asks for any of them: so none is decoded or kept. The digest
+    is that of the body without its long fields, which are compared by what they say.
+
+    Raises:
+        RefusedError: 400: the named fields beside the long ones are too long.
+    """
+    raw = raw_fields(named.decode(body))
+    long = LongFields.__struct_fields__
+    sizes = {name: len(memoryview(value)) for name, value in raw.items() if name not in long}
+    if sum(sizes.values()) > _OTHER_BYTES_MAX:
+        longest = max(sizes, key=sizes.__getitem__)
         raise invalid(
-            f"the fields beside {', '.join(names)} must have at most {_OTHER_BYTES_MAX} bytes",
-            param=None,
+            f"{longest} is too long: the fields beside {', '.join(long)} that are read must have "
+            f"at most {_OTHER_BYTES_MAX} bytes",
+            param=longest,
         )
+    rest = body
+    for name in long:
+        if name in raw:
+            rest = rest.replace(bytes(raw[name]), b"", 1)
+    return {**raw, _UNREAD: Raw(b'"%b"' % digest_of(rest).encode())}
 
 
 def items_in(
-    raw: Raw, decoder: "msgspec.json.Decoder[Item]", *, where: str
+    raw: Raw,
+    decoder: "msgspec.json.Decoder[Item]",
+    *,
+    where: str,
+    again: ReadAgain[Item] | None = None,
 ) -> Iterator[tuple[str, Item]]:
     """The items of an array, each with its place (`messages[3]`), decoded when it is asked for.
 
     The interpreter is held for one item at a time: other threads run between two of them.
+
+    Args:
+        raw: The array.
+        decoder: Of one item.
+        where: Place of the array.
+        again: Reads what the decoder refuses, given the refusal; or raises it.
 
     Raises:
         RefusedError: 400: it is no array, has over MESSAGES_MAX items, or an item is wrong.
     """
     for index, item in enumerate(raw_items(raw, where=where)):
         place = f"{where}[{index}]"
-        yield place, decoded_at(item, decoder, where=place)
+        try:
+            read = decoded_at(item, decoder, where=place)
+        except RefusedError as error:
+            if again is None:
+                raise
+            read = again(item, place, error)
+        yield place, read
 
 
 def raw_items(raw: Raw, *, where: str) -> Iterator[Raw]:

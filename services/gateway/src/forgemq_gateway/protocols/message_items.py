@@ -11,7 +11,7 @@ from typing import TypeVar
 import msgspec
 from msgspec import Raw, Struct
 
-from forgemq_gateway.core.errors import invalid
+from forgemq_gateway.core.errors import RefusedError, invalid
 from forgemq_gateway.core.read_bodies import KNOWN_ITEM
 from forgemq_gateway.core.requests import (
     MESSAGES_MAX,
@@ -20,7 +20,13 @@ from forgemq_gateway.core.requests import (
     ReadItems,
     RequestMessage,
 )
-from forgemq_gateway.protocols.json_body import LongFields, decoded_at, items_in, raw_items
+from forgemq_gateway.protocols.json_body import (
+    LongFields,
+    ReadAgain,
+    decoded_at,
+    items_in,
+    raw_items,
+)
 
 Item = TypeVar("Item")
 
@@ -44,21 +50,25 @@ class MessageItems(Struct, frozen=True, kw_only=True):
     field: str
     known: ReadItems | None
 
-    def some(self, decoder: "msgspec.json.Decoder[Item]") -> list[tuple[str, Item]]:
+    def some(
+        self, decoder: "msgspec.json.Decoder[Item]", *, again: ReadAgain[Item] | None = None
+    ) -> list[tuple[str, Item]]:
         """As `added`, of an array that has at least one item."""
-        given = list(self.added(decoder))
+        given = list(self.added(decoder, again=again))
         if not given and self.known is None:
             raise invalid(f"{self.field} must have at least one item", param=self.field)
         return given
 
-    def added(self, decoder: "msgspec.json.Decoder[Item]") -> Iterator[tuple[str, Item]]:
+    def added(
+        self, decoder: "msgspec.json.Decoder[Item]", *, again: ReadAgain[Item] | None = None
+    ) -> Iterator[tuple[str, Item]]:
         """The items that are not known, as `items_in`.
 
         Raises:
             RefusedError: 400: as `items_in`, or the known ones are not at the start of the array.
         """
         if self.known is None:
-            yield from items_in(self.array, decoder, where=self.field)
+            yield from items_in(self.array, decoder, where=self.field, again=again)
             return
         items = raw_items(self.array, where=self.field)
         if next(items, None) != _KNOWN:
@@ -67,7 +77,13 @@ class MessageItems(Struct, frozen=True, kw_only=True):
             if index >= MESSAGES_MAX:
                 raise invalid(f"over {MESSAGES_MAX} items", param=self.field)
             place = f"{self.field}[{index}]"
-            yield place, decoded_at(item, decoder, where=place)
+            try:
+                read = decoded_at(item, decoder, where=place)
+            except RefusedError as error:
+                if again is None:
+                    raise
+                read = again(item, place, error)
+            yield place, read
 
     def read(self, messages: Iterable[RequestMessage]) -> KeyedMessages:
         """The known messages, then those of the added items."""

@@ -1,10 +1,11 @@
 """Reads the body of Anthropic's messages, field by field.
 
-Unknown fields and betas are accepted: they count in the body's digest and change nothing else.
+Unknown fields and betas are accepted: they count in the body's digest and change nothing else. Of
+blocks of an unknown kind the model reads what they say.
 """
 
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Raw, Struct
@@ -32,9 +33,11 @@ from forgemq_gateway.protocols.json_body import (
     decoded_at,
     is_array,
     items_in,
+    named_fields,
     tools_in,
 )
 from forgemq_gateway.protocols.message_items import MessageItems
+from forgemq_gateway.protocols.other_content import Kinds, Told, text_in, text_of_json
 from forgemq_gateway.protocols.reply_form import (
     FormFields,
     Schema,
@@ -46,30 +49,33 @@ from forgemq_gateway.protocols.signature import signed_request
 class ContentBlock(Struct, gc=False):
     """One block of a message's content; each type has some of these fields."""
 
-    type: str
-    text: str = ""
-    thinking: str = ""
-    signature: str = ""
-    id: str = ""
-    name: str = ""
-    input: Raw = Raw(b"{}")
-    tool_use_id: str = ""
+    type: Literal[
+        "text", "thinking", "redacted_thinking", "tool_use", "tool_result", "document", "image"
+    ]
+    text: str | None = None
+    thinking: str | None = None
+    signature: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: Raw = NULL
+    tool_use_id: str | None = None
     content: Raw = NULL
     source: Raw = NULL
+    title: Raw = NULL
 
 
 class GivenMessage(Struct, gc=False):
     """One message; a `system` one may stand anywhere."""
 
     role: Role
-    content: Raw
+    content: Raw = NULL
 
 
 class ToolChoice(Struct):
     """Which tools the model may call."""
 
-    type: str = "auto"
-    name: str = ""
+    type: str | None = "auto"
+    name: str | None = None
     disable_parallel_tool_use: bool | None = False
 
 
@@ -77,7 +83,7 @@ class OutputFormat(Struct):
     """The form of the reply's text."""
 
     type: str
-    schema: Schema = {}
+    schema: Schema | None = None
 
 
 class OutputConfig(Struct):
@@ -105,10 +111,11 @@ class MessagesFields(Struct):
 
 
 class TextSource(Struct):
-    """The source of a document that is text."""
+    """The source of a document that is text, or blocks of text."""
 
     type: str
-    data: str = ""
+    data: str | None = None
+    content: Raw = NULL
 
 
 _NAMES = FieldNames(
@@ -132,12 +139,27 @@ _FORM_LIMITS = dict.fromkeys(("output_config", "output_format"), FORM_BYTES_MAX)
 # A block that changes with every request and is no part of the prompt.
 _BILLING = "x-anthropic-billing-header:"
 
+_NO_INPUT = Raw(b"{}")
+
 _FIELDS = msgspec.json.Decoder(MessagesFields)
+_NAMED = named_fields(MessagesFields, (*_NAMES.asked, *_NAMES.unused))
 _MESSAGE = msgspec.json.Decoder(GivenMessage)
-_TEXT = msgspec.json.Decoder(str)
-_OPTIONAL_TEXT = msgspec.json.Decoder(str | None)
-_BLOCK = msgspec.json.Decoder(ContentBlock)
+_TEXT = msgspec.json.Decoder(str | None)
+_BLOCK: msgspec.json.Decoder[ContentBlock | Told] = msgspec.json.Decoder(ContentBlock)
 _SOURCE = msgspec.json.Decoder(TextSource)
+
+_KINDS = Kinds(
+    _BLOCK,
+    {
+        "text": frozenset({"text"}),
+        "thinking": frozenset({"thinking", "signature"}),
+        "redacted_thinking": frozenset(),
+        "tool_use": frozenset({"id", "name", "input"}),
+        "tool_result": frozenset({"tool_use_id", "content"}),
+        "document": frozenset({"source", "title"}),
+        "image": frozenset(),
+    },
+)
 
 
 def request_of(body: bytes, known: ReadItems | None = None) -> Request:
@@ -146,7 +168,7 @@ def request_of(body: bytes, known: ReadItems | None = None) -> Request:
     Raises:
         RefusedError: 400, naming the field.
     """
-    raw, fields = decoded(body, _FIELDS, limits=_FORM_LIMITS)
+    raw, fields = decoded(body, _FIELDS, named=_NAMED, limits=_FORM_LIMITS)
     tools = _tools(fields.tools)
     items = MessageItems(
         protocol=_NAMES.protocol, body=body, array=fields.messages, field="messages", known=known
@@ -173,27 +195,31 @@ def _system(content: Raw) -> Iterator[RequestMessage]:
 
 def _system_lines(content: Raw) -> list[str]:
     if is_array(content):
-        return [block.text for _, block in items_in(content, _BLOCK, where="system")]
-    return [decoded_at(content, _OPTIONAL_TEXT, where="system") or ""]
+        blocks = items_in(content, _BLOCK, where="system", again=_KINDS.read_again)
+        return [block.text or "" for _, block in blocks]
+    return [decoded_at(content, _TEXT, where="system") or ""]
 
 
 def _messages(given: Iterable[tuple[str, GivenMessage]]) -> Iterator[RequestMessage]:
     for where, message in given:
         if is_array(message.content):
-            blocks = items_in(message.content, _BLOCK, where=f"{where}.content")
+            place = f"{where}.content"
+            blocks = items_in(message.content, _BLOCK, where=place, again=_KINDS.read_again)
             yield from _of_blocks(message.role, list(blocks))
         else:
             text = decoded_at(message.content, _TEXT, where=f"{where}.content")
-            yield RequestMessage(role=message.role, parts=(Text(text),))
+            yield RequestMessage(role=message.role, parts=(Text(text or ""),))
 
 
-def _of_blocks(role: Role, blocks: list[tuple[str, ContentBlock]]) -> Iterator[RequestMessage]:
+def _of_blocks(
+    role: Role, blocks: list[tuple[str, ContentBlock | Told]]
+) -> Iterator[RequestMessage]:
     """The messages in one message's blocks: each tool's result is a message of its own."""
     parts: list[Part] = []
     has_result = False
-    answered = next(filter(None, (signed_request(block.signature) for _, block in blocks)), "")
+    answered = next(filter(None, (_answered_by(block) for _, block in blocks)), "")
     for where, block in blocks:
-        part = _part(block, where=where)
+        part = _part(block, role=role, where=where)
         if isinstance(part, ToolResult):
             has_result = True
             if parts:
@@ -206,37 +232,61 @@ def _of_blocks(role: Role, blocks: list[tuple[str, ContentBlock]]) -> Iterator[R
         yield RequestMessage(role=role, parts=tuple(parts), answered_id=answered)
 
 
-def _part(block: ContentBlock, *, where: str) -> Part | None:
+def _answered_by(block: ContentBlock | Told) -> str:
+    """The request that a reply answered, if this is its signed reasoning; else ""."""
+    if isinstance(block, Told) or not block.signature:
+        return ""
+    return signed_request(block.signature)
+
+
+def _part(block: ContentBlock | Told, *, role: Role, where: str) -> Part | None:
     """The block as a part; None for one that the model has no use for."""
+    if isinstance(block, Told):
+        # What the model did not say is no part of its reply, which is known by its text.
+        return None if role == "assistant" and not block.is_plain else Text(block.line)
+    text = block.text or ""
     match block.type:
         case "text":
-            return None if block.text.startswith(_BILLING) else Text(block.text)
+            return None if text.startswith(_BILLING) else Text(text)
         case "thinking":
-            return Thinking(block.thinking)
+            return Thinking(block.thinking or "")
         case "tool_use":
-            return Call(block.id, block.name, bytes(block.input).decode())
+            given = _NO_INPUT if block.input == NULL else block.input
+            return Call(block.id or "", block.name or "", bytes(given).decode())
         case "tool_result":
-            return ToolResult(block.tool_use_id, _result_text(block.content, where=where))
+            return ToolResult(block.tool_use_id or "", _result_text(block.content, where=where))
         case "document":
-            return Text(_document_text(block.source, where=where))
+            return Text(_document_text(block, where=where))
         case "image":
             raise _unread(block.type, where=where)
-    return Text(block.text) if block.text else None
+    return Text(text) if text else None
 
 
 def _result_text(raw: Raw, *, where: str) -> str:
     where = f"{where}.content"
     if not is_array(raw):
-        return decoded_at(raw, _OPTIONAL_TEXT, where=where) or ""
-    parts = [_part(block, where=place) for place, block in items_in(raw, _BLOCK, where=where)]
+        return decoded_at(raw, _TEXT, where=where) or ""
+    blocks = items_in(raw, _BLOCK, where=where, again=_KINDS.read_again)
+    parts = [_part(block, role="tool", where=place) for place, block in blocks]
     return "".join(part.text for part in parts if isinstance(part, Text))
 
 
-def _document_text(raw: Raw, *, where: str) -> str:
-    source = decoded_at(raw, _SOURCE, where=f"{where}.source")
-    if source.type != "text":
-        raise _unread(f"document from {source.type}", where=where)
-    return source.data
+def _document_text(block: ContentBlock, *, where: str) -> str:
+    """The document's text, below its title if it has one.
+
+    Raises:
+        RefusedError: 400: it is no text.
+    """
+    source = decoded_at(block.source, _SOURCE, where=f"{where}.source")
+    match source.type:
+        case "text":
+            text = source.data or ""
+        case "content":
+            text = text_in(source.content, where=f"{where}.source.content")
+        case _:
+            raise _unread(f"document from {source.type}", where=where)
+    title = text_of_json(block.title, where=f"{where}.title")
+    return f"{title}\n{text}\n" if title else text
 
 
 def _unread(kind: str, *, where: str) -> Exception:
@@ -249,28 +299,24 @@ def _form(fields: MessagesFields) -> FormFields:
     """The demanded form of the reply in the fields that all protocols share.
 
     Raises:
-        RefusedError: 400: a kind of choice or format that is not known.
+        RefusedError: 400: a kind of format that is not known.
     """
     choice = fields.tool_choice or ToolChoice()
-    choices: dict[str, str | dict[str, Any]] = {
-        "auto": "auto",
-        "none": "none",
-        "any": "required",
-        "tool": {"type": "function", "function": {"name": choice.name}},
-    }
-    if choice.type not in choices:
-        raise invalid(
-            f"tool_choice must be auto, any, tool or none, got {choice.type!r}",
-            param="tool_choice.type",
-        )
+    kind = choice.type or "auto"
     config = fields.output_config or OutputConfig()
     wanted = config.format or fields.output_format
-    if wanted is not None and wanted.type != "json_schema":
-        raise invalid(f"the format must be json_schema, got {wanted.type!r}", param="output_config")
+    schema = None
+    if wanted is not None and wanted.type != "text":
+        if wanted.type != "json_schema":
+            raise invalid(
+                f"the format must be json_schema, got {wanted.type!r}", param="output_config"
+            )
+        schema = wanted.schema or {}
+    named = {"type": "function", "function": {"name": choice.name}}
     return FormFields(
-        tool_choice=choices[choice.type],
+        tool_choice=named if kind == "tool" else kind,
         parallel_tool_calls=not choice.disable_parallel_tool_use,
-        json_schema=None if wanted is None else wanted.schema,
+        json_schema=schema,
     )
 
 

@@ -9,6 +9,7 @@ from msgspec import Meta, Struct
 from forgemq_gateway.core.errors import invalid
 from forgemq_gateway.core.json_schemas import unenforced
 from forgemq_gateway.core.requests import ReplyForm
+from forgemq_gateway.protocols.tool_choices import ANY_CALLS, chosen
 from forgemq_rendering.reply_grammar import Format, choice_format, json_format
 
 Text = Annotated[str, Meta(min_length=1)]
@@ -19,14 +20,14 @@ Schema = dict[str, Any]
 class NamedSchema(Struct):
     """The schema of `response_format`; `strict`: refuse what cannot be enforced."""
 
-    schema: Schema = {}
+    schema: Schema | None = None
     strict: bool | None = False
 
 
 class ResponseFormat(Struct):
     """The form of the reply's text."""
 
-    type: str = "text"
+    type: str | None = "text"
     json_schema: NamedSchema | None = None
 
 
@@ -58,58 +59,45 @@ class FormFields(Struct, kw_only=True):
 FORM_FIELDS: tuple[str, ...] = FormFields.__struct_fields__
 
 
-def is_one_call(fields: FormFields) -> bool:
-    """Whether the reply may have one call at most."""
-    return fields.parallel_tool_calls is False or isinstance(fields.tool_choice, dict)
+class Demand(Struct, frozen=True, kw_only=True):
+    """What a client demands of a reply.
+
+    Attributes:
+        form: None: the reply may be anything.
+        is_one_call: It may have one call at most.
+        is_choice_unused: `tool_choice` asks for what is not done.
+    """
+
+    form: ReplyForm | None
+    is_one_call: bool
+    is_choice_unused: bool
 
 
-def reply_form(fields: FormFields, tools: Sequence[Mapping[str, Any]]) -> ReplyForm | None:
-    """The demanded form; None if the reply may be anything.
+def demand_of(fields: FormFields, tools: Sequence[Mapping[str, Any]]) -> Demand:
+    """What is demanded of the reply.
 
     A call that must be there comes instead of an answer; one that may be there, as its alternative.
 
     Raises:
-        RefusedError: 400, naming the field: it is not known, or cannot be met.
+        RefusedError: 400, naming the field: it cannot be met.
     """
     functions = tuple(dict.fromkeys(tool["function"]["name"] for tool in tools))
     answers = [answer for answer in _answers(fields) if answer[1] is not None]
     if len(answers) > 1:
         raise invalid(f"{answers[0][0]} is there already", param=answers[1][0])
-    required = _required(fields, functions)
-    if required:
-        return ReplyForm(functions=required, param="tool_choice")
-    if not answers:
-        return None
-    param, answer = answers[0]
-    offered = () if fields.tool_choice == "none" else functions
-    return ReplyForm(answer=answer, functions=offered, param=param)
-
-
-def _required(fields: FormFields, functions: tuple[str, ...]) -> tuple[str, ...]:
-    """Names of the functions one of which must be called; () if none must."""
-    choice = fields.tool_choice
-    if choice in (None, "none", "auto"):
-        return ()
-    name = _named(choice) if isinstance(choice, dict) else None
-    if choice != "required" and name is None:
-        raise invalid(
-            "tool_choice must be 'none', 'auto', 'required' or a function "
-            f'({{"type": "function", "function": {{"name": ...}}}}), got {choice!r}',
-            param="tool_choice",
-        )
-    if not functions:
-        raise invalid("tool_choice needs tools that are functions", param="tool_choice")
-    if name is not None and name not in functions:
-        raise invalid(f"tool_choice names {name!r}, which is not in tools", param="tool_choice")
-    return functions if name is None else (name,)
-
-
-def _named(choice: Mapping[str, Any]) -> str | None:
-    function = choice.get("function")
-    if choice.get("type") != "function" or not isinstance(function, Mapping):
-        return None
-    name = function.get("name")
-    return name if isinstance(name, str) else None
+    choice = ANY_CALLS if fields.tool_choice is None else chosen(fields.tool_choice, functions)
+    form = None
+    if choice.required:
+        form = ReplyForm(functions=choice.required, param="tool_choice")
+    elif answers:
+        param, answer = answers[0]
+        offered = functions if choice.offered is None else choice.offered
+        form = ReplyForm(answer=answer, functions=offered, param=param)
+    return Demand(
+        form=form,
+        is_one_call=fields.parallel_tool_calls is False or choice.is_one,
+        is_choice_unused=choice.is_unused or (form is None and bool(choice.offered)),
+    )
 
 
 def _answers(fields: FormFields) -> list[tuple[str, Format | None]]:
@@ -165,11 +153,12 @@ def _regexes(fields: FormFields, of_outputs: str | None) -> list[tuple[str, str 
 
 def _response_format(wanted: ResponseFormat | None) -> Format | None:
     match wanted:
-        case None | ResponseFormat("text"):
+        case None | ResponseFormat("text" | None):
             return None
         case ResponseFormat("json_object"):
             return json_format({"type": "object"})
-        case ResponseFormat("json_schema", NamedSchema(schema, strict)):
+        case ResponseFormat("json_schema", NamedSchema(wanted_schema, strict)):
+            schema = wanted_schema or {}
             ignored = unenforced(schema) if strict else None
             if ignored is not None:
                 raise invalid(

@@ -1,10 +1,9 @@
-"""Reads the body of an OpenAI response, field by field.
+"""Reads the body of an OpenAI response, field by field; `response_items.py` reads its input.
 
-Unknown fields, items and kinds of tools are accepted: they count in the body's digest and change
-nothing else. A reply comes back as several items; together they are one message again.
+Unknown fields and kinds of tools are accepted: they count in the body's digest and change nothing
+else.
 """
 
-from collections.abc import Iterable, Iterator
 from typing import Annotated, Any
 
 import msgspec
@@ -12,22 +11,16 @@ from msgspec import Meta, Raw, Struct
 from msgspec.structs import replace
 
 from forgemq_contracts.completions import TOP_TOKENS_MAX
-from forgemq_gateway.core.conversation import Conversation, reply_message
-from forgemq_gateway.core.digests import parted_reasoning
+from forgemq_gateway.core.conversation import Conversation
 from forgemq_gateway.core.errors import invalid, unknown
 from forgemq_gateway.core.requests import (
     DEFAULT_MODEL,
     FORM_BYTES_MAX,
-    Call,
     KeyedMessages,
-    Part,
     ReadItems,
     Request,
     RequestMessage,
-    Role,
     Text,
-    Thinking,
-    ToolResult,
 )
 from forgemq_gateway.protocols.field_names import FieldNames
 from forgemq_gateway.protocols.json_body import (
@@ -35,7 +28,7 @@ from forgemq_gateway.protocols.json_body import (
     decoded,
     decoded_at,
     is_array,
-    items_in,
+    named_fields,
     tools_in,
 )
 from forgemq_gateway.protocols.message_items import MessageItems
@@ -45,39 +38,14 @@ from forgemq_gateway.protocols.reply_form import (
     ResponseFormat,
     Schema,
 )
-from forgemq_gateway.protocols.response_ids import answered_by, response_answered
-from forgemq_gateway.protocols.signature import signed_request
-
-
-# As in `chat_body.py`: no collection of cycles while many are made.
-class ItemPart(Struct, gc=False):
-    """One part of an item's content or summary."""
-
-    type: str
-    text: str = ""
-    refusal: str = ""
-
-
-class Item(Struct, gc=False):
-    """One item of the input; each type has some of these fields."""
-
-    type: str = "message"
-    role: Role = "user"
-    content: Raw = NULL
-    summary: Raw = NULL
-    encrypted_content: str | None = None
-    id: str | None = None
-    call_id: str = ""
-    name: str = ""
-    arguments: str = "{}"
-    input: str = ""
-    output: Raw = NULL
+from forgemq_gateway.protocols.response_ids import response_answered
+from forgemq_gateway.protocols.response_items import ITEM, KINDS, closes, messages_in
 
 
 class ResponsesFields(Struct):
     """The fields of the body that we read."""
 
-    input: Raw
+    input: Raw = NULL
     model: str | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -102,8 +70,8 @@ class TextFields(Struct):
 class TextFormat(Struct):
     """Which form it is."""
 
-    type: str = "text"
-    schema: Schema = {}
+    type: str | None = "text"
+    schema: Schema | None = None
     strict: bool | None = False
 
 
@@ -126,15 +94,9 @@ _NAMES = FieldNames(
 # What a client names in `include` to get log-probabilities.
 _LOGPROBS = "message.output_text.logprobs"
 
-_MEDIA = frozenset({"input_image", "input_file", "input_audio"})
-_RESULTS = frozenset({"function_call_output", "custom_tool_call_output"})
-_ASSISTANTS = frozenset({"reasoning", "function_call", "custom_tool_call", "item_reference"})
-
 _FIELDS = msgspec.json.Decoder(ResponsesFields)
-_ITEM = msgspec.json.Decoder(Item)
-_TEXT = msgspec.json.Decoder(str)
-_OPTIONAL_TEXT = msgspec.json.Decoder(str | None)
-_PART = msgspec.json.Decoder(ItemPart)
+_NAMED = named_fields(ResponsesFields, (*_NAMES.asked, *_NAMES.unused))
+_TEXT = msgspec.json.Decoder(str | None)
 
 
 def request_of(body: bytes, conversation: Conversation, known: ReadItems | None = None) -> Request:
@@ -143,7 +105,7 @@ def request_of(body: bytes, conversation: Conversation, known: ReadItems | None 
     Raises:
         RefusedError: 400, naming the field; 404, an id that it refers to is not known.
     """
-    raw, fields = decoded(body, _FIELDS, limits={"text": FORM_BYTES_MAX})
+    raw, fields = decoded(body, _FIELDS, named=_NAMED, limits={"text": FORM_BYTES_MAX})
     tools = _tools(fields.tools)
     wants_logprobs = _LOGPROBS in (fields.include or ())
     found, items = _input(fields, conversation, body=body, known=known)
@@ -167,14 +129,16 @@ def _input(
     """The messages in the input, and where its items are if a later body may go on from them."""
     if not is_array(fields.input):
         text = decoded_at(fields.input, _TEXT, where="input")
+        if text is None:
+            return KeyedMessages(), None
         return KeyedMessages.of([RequestMessage(role="user", parts=(Text(text),))]), None
     items = MessageItems(
         protocol=_NAMES.protocol, body=body, array=fields.input, field="input", known=known
     )
-    given = list(items.added(_ITEM))
-    found = items.read(_of_items(given, conversation))
+    given = list(items.added(ITEM, again=KINDS.read_again))
+    found = items.read(messages_in(given, conversation))
     # The items that follow may belong to the reply that the last one is of.
-    is_open = not given or not _closes(given[-1][1])
+    is_open = not given or not closes(given[-1][1])
     return found, None if is_open else items.place(found, added=len(given))
 
 
@@ -201,124 +165,6 @@ def _continued(response_id: str | None, known: Conversation) -> tuple[RequestMes
             "store=false is not kept"
         )
     return messages
-
-
-def _of_items(items: Iterable[tuple[str, Item]], known: Conversation) -> Iterator[RequestMessage]:
-    """The messages in these items: those of one reply are one message."""
-    reply = _OpenReply()
-    for where, item in items:
-        if item.type in _ASSISTANTS or (item.type == "message" and item.role == "assistant"):
-            if reply.is_over_at(item):
-                yield from reply.closed()
-            reply.add(item, known, where=where)
-            continue
-        message = _other(item, where=where)
-        if message is not None:
-            yield from reply.closed()
-            yield message
-    yield from reply.closed()
-
-
-class _OpenReply:
-    """The items of one reply, as far as they have come."""
-
-    def __init__(self) -> None:
-        self._parts: list[Part] = []
-        self._answered_id = ""
-        self._is_whole = False
-
-    def is_over_at(self, item: Item) -> bool:
-        """Whether this item begins another reply: by its id, or because it comes too late."""
-        answered = _answered_by(item)
-        if answered and self._answered_id:
-            return answered != self._answered_id
-        rank = _RANKS.get(item.type, 0)
-        if any(_rank_of(part) > rank for part in self._parts):
-            return True
-        # A text that is all reasoning is no answer yet: clients write a message for each of both.
-        said = "".join(part.text for part in self._parts if isinstance(part, Text))
-        return rank == 1 and bool(said) and bool(parted_reasoning(said)[1].strip())
-
-    def add(self, item: Item, known: Conversation, *, where: str) -> None:
-        """Add an item; a reference stands for the whole reply that it is of."""
-        answered = _answered_by(item)
-        if item.type == "item_reference":
-            reply = known.reply_to(answered)
-            if reply is None:
-                raise unknown(f"{where}.id: this episode has no item {item.id!r}")
-            self._parts = list(reply_message(reply, request_id=answered).parts)
-            self._is_whole = True
-        elif not self._is_whole:
-            self._parts.append(_assistant_part(item, where=where))
-        self._answered_id = self._answered_id or answered
-
-    def closed(self) -> Iterator[RequestMessage]:
-        """The reply as a message, if it has any part; then begin again."""
-        if self._parts:
-            yield RequestMessage(
-                role="assistant", parts=tuple(self._parts), answered_id=self._answered_id
-            )
-        self._parts, self._answered_id, self._is_whole = [], "", False
-
-
-# The order in which a reply has its parts.
-_RANKS = {"reasoning": 0, "message": 1, "function_call": 2, "custom_tool_call": 2}
-
-
-def _rank_of(part: Part) -> int:
-    return 0 if isinstance(part, Thinking) else 1 if isinstance(part, Text) else 2
-
-
-def _answered_by(item: Item) -> str:
-    """The request that the item's reply answered; "" if the item does not say."""
-    return answered_by(item.id or "") or signed_request(item.encrypted_content or "")
-
-
-def _assistant_part(item: Item, *, where: str) -> Part:
-    match item.type:
-        case "reasoning":
-            content = _text(item.content, where=f"{where}.content")
-            return Thinking(content or _text(item.summary, where=f"{where}.summary"))
-        case "function_call":
-            return Call(item.call_id, item.name, item.arguments)
-        case "custom_tool_call":
-            given = msgspec.json.encode({"input": item.input}).decode()
-            return Call(item.call_id, item.name, given)
-    return Text(_text(item.content, where=f"{where}.content"))
-
-
-def _closes(item: Item) -> bool:
-    """Whether no later item belongs to a reply before this one."""
-    return item.type in _RESULTS or (item.type == "message" and item.role != "assistant")
-
-
-def _other(item: Item, *, where: str) -> RequestMessage | None:
-    """A message that is not the model's; None for an item that it has no use for."""
-    match item.type:
-        case "message":
-            text = _text(item.content, where=f"{where}.content")
-            return RequestMessage(role=item.role, parts=(Text(text),))
-        case result if result in _RESULTS:
-            text = _text(item.output, where=f"{where}.output")
-            return RequestMessage(role="tool", parts=(ToolResult(item.call_id, text),))
-    return None
-
-
-def _text(content: Raw, *, where: str) -> str:
-    """A text, or that of an item's parts joined."""
-    if not is_array(content):
-        return decoded_at(content, _OPTIONAL_TEXT, where=where) or ""
-    parts = items_in(content, _PART, where=where)
-    return "".join(_part_text(part, where=place) for place, part in parts)
-
-
-def _part_text(part: ItemPart, *, where: str) -> str:
-    if part.type in _MEDIA:
-        raise invalid(
-            f"content of type {part.type} is not supported: the model reads text",
-            param=f"{where}.type",
-        )
-    return part.text or part.refusal
 
 
 def _form(fields: ResponsesFields) -> FormFields:
