@@ -25,7 +25,6 @@ NOT_BEGUN = (
     "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()"
 )
 
-
 SLICE_S_MIN = 0.01
 """A step of decoding takes about as long. More timers would be a load of their own."""
 
@@ -58,6 +57,7 @@ class Sampling(msgspec.Struct, frozen=True):
     """The part of a request's sampling parameters that the stand-in uses."""
 
     max_new_tokens: int = 128
+    stop: tuple[str, ...] = ()
 
 
 class Generation(msgspec.Struct, frozen=True):
@@ -77,6 +77,8 @@ class Context(msgspec.Struct, frozen=True):
 
 
 Tell: TypeAlias = Callable[[list[int]], Awaitable[None]]
+# Output ids, and the stop string that ended them or "".
+Answer: TypeAlias = Callable[[Generation], Awaitable[tuple[list[int], str]]]
 
 _GENERATION = msgspec.json.Decoder(Generation)
 # Decoding every id of a long context would cost more time than the answer takes.
@@ -86,8 +88,8 @@ _CONTEXT_END_TOKENS = 64
 class _Request:
     """A request that is being answered."""
 
-    def __init__(self, rid: str) -> None:
-        self.rid = rid
+    def __init__(self, rid: str, context: Context, body: Generation) -> None:
+        self.rid, self.context, self.body = rid, context, body
         self.aborted = asyncio.Event()
         self.retractions = 0
 
@@ -95,9 +97,11 @@ class _Request:
 class StandInEngine:
     """The engine's state and its HTTP endpoints."""
 
-    def __init__(self, speed: Speed, *, weight_version: str = "0.0") -> None:
-        """Start idle, not paused, with the weights named `weight_version`."""
-        self.speed = speed
+    def __init__(
+        self, speed: Speed, *, weight_version: str = "0.0", answer: Answer | None = None
+    ) -> None:
+        """Start idle, not paused; `answer` decides the tokens, else the context does."""
+        self.speed, self._decide = speed, answer
         self.weight_version = weight_version
         self.received: list[Mapping[str, Any]] = []
         self._requests: dict[str, _Request] = {}
@@ -158,23 +162,20 @@ class StandInEngine:
         context = context_of(body.input_ids)
         if not context.tokens:
             return _refused("input_ids cannot be empty.")
-        asked = body.sampling_params.max_new_tokens
-        if context.tokens + asked > self.speed.context_tokens_max:
+        if context.tokens + body.sampling_params.max_new_tokens > self.speed.context_tokens_max:
             return _refused("Requested token count exceeds the model's maximum context length")
         self._count += 1
-        request = _Request(body.rid or f"stand-in-{self._count}")
+        request = _Request(body.rid or f"stand-in-{self._count}", context, body)
         self._requests[request.rid] = request
         try:
             if body.stream:
-                return await self._streamed(http, request, context, asked)
-            answer = await self._answer(request, context, asked)
+                return await self._streamed(http, request)
+            answer = await self._answer(request)
             return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
         finally:
             self._requests.pop(request.rid, None)
 
-    async def _streamed(
-        self, http: web.Request, request: _Request, context: Context, asked: int
-    ) -> web.StreamResponse:
+    async def _streamed(self, http: web.Request, request: _Request) -> web.StreamResponse:
         """An event for each slice with all tokens so far; the last one is the whole answer."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(http)
@@ -183,16 +184,18 @@ class StandInEngine:
             progress = {"output_ids": output_ids, "meta_info": {"finish_reason": None}}
             await response.write(b"data: " + msgspec.json.encode(progress) + b"\n\n")
 
-        answer = await self._answer(request, context, asked, tell=tell)
+        answer = await self._answer(request, tell=tell)
         await response.write(b"data: " + msgspec.json.encode(answer) + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
         return response
 
-    async def _answer(
-        self, request: _Request, context: Context, asked: int, *, tell: Tell | None = None
-    ) -> dict[str, Any]:
+    async def _answer(self, request: _Request, *, tell: Tell | None = None) -> dict[str, Any]:
+        asked, stop = request.body.sampling_params.max_new_tokens, ""
         count = min(self.speed.tokens, asked)
-        tokens, logprobs = sampled_after(context, count=count, speed=self.speed)
+        tokens, logprobs = sampled_after(request.context, count=count, speed=self.speed)
+        if self._decide is not None:
+            tokens, stop = await self._decide(request.body)
+            count, logprobs = len(tokens), [-0.5] * len(tokens)
         spans: list[dict[str, Any]] = []
         slices = max(1, min(self.speed.slices, count, int(self.speed.latency_s / SLICE_S_MIN)))
         done = 0
@@ -214,14 +217,14 @@ class StandInEngine:
         if request.aborted.is_set():
             reason = {"type": "abort", "message": "Abort in stand-in"}
         elif count < asked:
-            reason = {"type": "stop", "matched": tokens[-1]}
+            reason = {"type": "stop", "matched": stop or tokens[-1]}
         return {
             "text": "",
             "output_ids": tokens[:done],
             "meta_info": {
                 "id": request.rid,
                 "finish_reason": reason,
-                "prompt_tokens": context.tokens,
+                "prompt_tokens": request.context.tokens,
                 "completion_tokens": done,
                 "cached_tokens": 0,
                 "num_retractions": request.retractions,

@@ -7,7 +7,7 @@ deltas and errors included.
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -175,12 +175,12 @@ class ScriptedLane:
         except FailAttempt as failure:
             await self._finish(record, pack_ids(delta), reason="error", failed=failure)
             return
-        stop, ends = _ended(text, record.sampling.stop)
-        ids = self._rendering._tokenizer.encode(text[:ends])
-        ids += [] if stop else [self._rendering.stop_token_ids[0]]
-        reason = "stop"
-        if len(ids) > record.sampling.max_tokens:
-            ids, reason, stop = ids[: record.sampling.max_tokens], "length", ""
+        ids, reason, stop = sampled_as(
+            text,
+            self._rendering,
+            stops=record.sampling.stop,
+            tokens_max=record.sampling.max_tokens,
+        )
         self.known[record.request_id] = [*context, *ids]
         took_s = (wall_ms() - started_ms) / 1000
         engine_s = took_s if self.engine_s is None else self.engine_s
@@ -233,6 +233,16 @@ class ScriptedLane:
     async def _write(self, topic: topics.Topic, partition: int, record: msgspec.Struct) -> None:
         output = Output(topic=topic.name, partition=partition, record=record)
         await self._writer.write(emit_of(output))
+
+
+def sampled_as(
+    text: str, rendering: Rendering, *, stops: Sequence[str], tokens_max: int
+) -> tuple[list[int], Literal["stop", "length"], str]:
+    """The tokens of an answer, why it ended, and the stop string that ended it."""
+    stop, ends = _ended(text, stops)
+    ids = rendering._tokenizer.encode(text[:ends])
+    ids += [] if stop else [rendering.stop_token_ids[0]]
+    return (ids[:tokens_max], "length", "") if len(ids) > tokens_max else (ids, "stop", stop)
 
 
 def _top(output: Sequence[int], number: int) -> TopTokens:
