@@ -12,7 +12,8 @@ import pytest
 
 from forgemq_contracts import topics
 from forgemq_launcher.upkeep.machine import listening_socket
-from tests.integration.test_gateway import HELLO, GatewayProcess, on_broker
+from tests.integration.gateway_process import GatewayProcess, on_broker
+from tests.integration.test_gateway import HELLO
 from tests.unit.gateway.scripted_lane import GROUP_PARTITIONS, Asked
 from tests.unit.gateway.test_replicas import key_in
 from tests.unit.gateway.world import ADMIN_KEY, World, configuration_of
