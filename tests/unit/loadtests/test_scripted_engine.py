@@ -19,7 +19,7 @@ from loadtests.stand_in_engine import Generation, Speed, StandInEngine, serving
 )
 async def test_an_engine_says_what_a_function_makes_of_the_context_and_why_it_ends(
     stop: str, most: int, reason: dict[str, Any]
-):
+) -> None:
     asked: list[Generation] = []
 
     async def decide(body: Generation) -> tuple[list[int], str]:
