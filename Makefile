@@ -42,7 +42,7 @@ test-long: $(STAMP)  ## Run the longest tests: learning against its control, eve
 	@$(BIN)/python -m pytest -q $(BESIDE) -m "long and not integration" $(ALONE) $(ARGS)
 	@$(BIN)/python -m pytest -q -m "long and integration" $(ARGS)
 
-test-clients: $(STAMP)  ## Install clients that others wrote, and run them against the gateway
+test-clients: $(STAMP)  ## Run clients that others wrote; FORGEMQ_TEST_CLIENTS_LOG=kafka: on the real broker
 	@$(BIN)/python -m tests.clients.install
 	@$(BIN)/python -m pytest -q -m clients $(or $(ARGS),tests/clients)
 	@$(BIN)/python -m tests.clients.table

@@ -7,13 +7,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
-import msgspec
 import psutil
 from msgspec import Struct
 
-from forgemq_bus.memory import MemoryLog
 from forgemq_contracts import topics
-from forgemq_contracts.episodes import Sampling
 from tests.clients.install import folder_of
 from tests.clients.link import Fault, Link
 from tests.clients.scripted_model import (
@@ -24,9 +21,8 @@ from tests.clients.scripted_model import (
     plain_text,
     tool_results,
 )
-from tests.unit.gateway.scripted_lane import ScriptedLane, contexts_of, wall_ms
-from tests.unit.gateway.world import World, configuration_of, running
-from tests.unit.rendering.folders import write_model_folder
+from tests.clients.systems import System
+from tests.unit.gateway.scripted_lane import contexts_of
 
 Protocol = Literal["chat", "responses", "messages"]
 Mode = Literal[
@@ -39,6 +35,7 @@ Mode = Literal[
     "cut_waiting",
     "cut_answer",
     "killed",
+    "killed_late",
 ]
 MODES: tuple[Mode, ...] = (
     "plain",
@@ -50,6 +47,7 @@ MODES: tuple[Mode, ...] = (
     "cut_waiting",
     "cut_answer",
     "killed",
+    "killed_late",
 )
 FAULTS: dict[Mode, Fault] = {
     "refused": "refused",
@@ -57,8 +55,8 @@ FAULTS: dict[Mode, Fault] = {
     "cut_waiting": "cut_waiting",
     "cut_answer": "cut_answer",
 }
-# Room for the prompts of coding agents in the small vocabulary of the tests' model.
-_CONTEXT_TOKENS_MAX = 300_000
+# How long a kill waits for a stream to open; a request that is not streamed has no keep-alive.
+_OPENS_S_MAX = 8.0
 _CLIENT_S_MAX = 120.0
 _OUTPUT_CHARACTERS = 4000
 
@@ -94,6 +92,8 @@ class Client(Struct, frozen=True, kw_only=True):
         package: Its lock in `locks/`.
         launch: How it is started.
         steps: The task; `parallel_steps` has two calls in its first turn.
+        asks_again: Whether its program asks once more itself, in the mode `killed_late`, when its
+            stream ends with an error.
         forks: Forks that it is known to make, by their reasons: requests beside the task, as for a
             title, and a history that it edits.
         may_give_up: Modes in which it is known to end with an error, always or at times.
@@ -110,6 +110,7 @@ class Client(Struct, frozen=True, kw_only=True):
     steps: tuple[Step, ...]
     parallel_steps: tuple[Step, ...] = ()
     forks: tuple[str, ...] = ()
+    asks_again: bool = False
     may_give_up: tuple[Mode, ...] = ()
     cut_forks: tuple[str, ...] = ()
     fault_at: int = 1
@@ -118,13 +119,19 @@ class Client(Struct, frozen=True, kw_only=True):
 
 
 class Outcome(Struct, frozen=True, kw_only=True):
-    """What came of it."""
+    """What came of it.
+
+    Attributes:
+        prompts: What the model was asked, by request.
+        samplings: How often it was asked.
+    """
 
     exit_code: int | None
     output: str
     file: str
     records: list[Any]
     prompts: dict[str, list[int]]
+    samplings: int
 
     def forks(self) -> list[str]:
         return [record.turn.fork_reason for record in self.records if record.turn.fork_reason]
@@ -156,39 +163,49 @@ class Outcome(Struct, frozen=True, kw_only=True):
 
 
 Check = Callable[[Client, Mode], Awaitable[Outcome]]
+ASKED_AGAIN = "asked again"  # What a program prints that did.
 
 
-async def play(client: Client, mode: Mode, folder: Path) -> Outcome:
-    """Let the client do its task in one episode."""
-    model = write_model_folder(folder / "model")
-    configuration = configuration_of(model, context_tokens_max=_CONTEXT_TOKENS_MAX)
-    episodes = msgspec.structs.replace(
-        configuration.episodes, sampling=Sampling(temperature=1.0, max_tokens=4000)
-    )
-    configuration = msgspec.structs.replace(configuration, episodes=episodes)
-    script = ScriptedModel(
+def keepalive_s(mode: Mode) -> float:
+    """Of the gateway: in `killed` it is dead before a keep-alive, in `killed_late` after one."""
+    return 3.0 if mode == "killed" else 0.4
+
+
+async def play(
+    client: Client, mode: Mode, folder: Path, system: System, *, installed: Path | None = None
+) -> Outcome:
+    """Let the client, installed in its own folder or in this one, do its task in one episode."""
+    script = system.script = ScriptedModel(
         client.parallel_steps if mode == "parallel" else client.steps,
         written=odd_text if mode == "odd" else plain_text,
         is_step=client.is_step,
         done=client.done,
     )
-    log = MemoryLog(run="r", clock_ms=wall_ms).open
-    async with running(log, configuration, script) as (world, lanes):
-        fault = FAULTS.get(mode, "none")
-        link = Link(lambda: world.base_url, fault=fault, fault_at=client.fault_at)
-        address = await link.start()
-        try:
-            scene = _scene(client, address, (await world.episode())["key"], mode, folder)
-            async with asyncio.TaskGroup() as tasks:
-                trouble = tasks.create_task(_trouble(mode, world, link, script))
-                exit_code, output = await _run(client.launch(scene), scene)
-                trouble.cancel()
-        finally:
-            await link.stop()
-        return await _outcome(world, lanes, (exit_code, output), scene)
+    fault, before = FAULTS.get(mode, "none"), system.samplings
+    link = Link(lambda: system.world.base_url, fault=fault, fault_at=client.fault_at)
+    address = await link.start()
+    try:
+        claim = await system.episode()
+        scene = _scene(address, claim["key"], mode, folder, installed or folder_of(client.package))
+        async with asyncio.TaskGroup() as tasks:
+            trouble = tasks.create_task(_trouble(mode, system, link, script))
+            exit_code, output = await _run(_launch(client, mode, scene), scene)
+            trouble.cancel()
+    finally:
+        await link.stop()
+    file = scene.work / "out.txt"
+    records = await system.world.records(topics.FINISHED_COMPLETIONS)
+    return Outcome(
+        exit_code=exit_code,
+        output=output,
+        file=file.read_text() if file.exists() else "",
+        records=[record for record in records if record.episode_id == claim["episode_id"]],
+        prompts=system.prompts,
+        samplings=system.samplings - before,
+    )
 
 
-def _scene(client: Client, address: str, key: str, mode: Mode, folder: Path) -> Scene:
+def _scene(address: str, key: str, mode: Mode, folder: Path, installed: Path) -> Scene:
     home, work = folder / "home", folder / "work"
     home.mkdir()
     work.mkdir()
@@ -197,24 +214,34 @@ def _scene(client: Client, address: str, key: str, mode: Mode, folder: Path) -> 
         key="any" if mode == "path" else key,
         home=home,
         work=work,
-        installed=folder_of(client.package),
+        installed=installed,
     )
 
 
-async def _trouble(mode: Mode, world: World, link: Link, script: ScriptedModel) -> None:
+def _launch(client: Client, mode: Mode, scene: Scene) -> Launch:
+    launch = client.launch(scene)
+    if mode == "killed_late" and client.asks_again:
+        return Launch(launch.argv, {**launch.environment, "ASKS_AGAIN": "1"})
+    return launch
+
+
+async def _trouble(mode: Mode, system: System, link: Link, script: ScriptedModel) -> None:
     """What goes wrong while the client waits for its second turn."""
     if mode == "cut_waiting":
         script.hold_at = 1
         await script.reached.wait()
         await link.has_cut.wait()
         script.released.set()
-    if mode == "killed":
+    if mode in ("killed", "killed_late"):
         script.hold_at = 1
         await script.reached.wait()
-        await world.kill()
+        if mode == "killed_late":
+            link.has_passed.clear()  # The next part is the keep-alive of this turn.
+            with suppress(TimeoutError):
+                await asyncio.wait_for(link.has_passed.wait(), _OPENS_S_MAX)
+        await system.kill()
         script.released.set()
-        assert world.tasks is not None
-        await world.start(world.tasks)
+        await system.restart()
 
 
 async def _run(launch: Launch, scene: Scene) -> tuple[int | None, str]:
@@ -247,16 +274,3 @@ def _end_left(home: Path) -> None:
         with suppress(psutil.Error):
             if process.environ().get("HOME") == str(home):
                 process.kill()
-
-
-async def _outcome(
-    world: World, lanes: list[ScriptedLane], ended: tuple[int | None, str], scene: Scene
-) -> Outcome:
-    file = scene.work / "out.txt"
-    return Outcome(
-        exit_code=ended[0],
-        output=ended[1],
-        file=file.read_text() if file.exists() else "",
-        records=await world.records(topics.FINISHED_COMPLETIONS),
-        prompts={asked.record.request_id: asked.context for lane in lanes for asked in lane.seen},
-    )

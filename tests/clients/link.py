@@ -23,11 +23,14 @@ class Link:
     Args:
         gateway_url: The gateway's address; another one after a restart.
         fault: What happens to the model call number `fault_at`, counted from 0.
+
+    Attributes:
+        has_passed: Is set with each part of an answer that the client was given.
     """
 
     def __init__(self, gateway_url: Callable[[], str], *, fault: Fault, fault_at: int) -> None:
         self.model_calls = 0
-        self.has_cut = asyncio.Event()
+        self.has_cut, self.has_passed = asyncio.Event(), asyncio.Event()
         self._gateway_url = gateway_url
         self._fault, self._fault_at = fault, fault_at
 
@@ -101,6 +104,7 @@ class Link:
             await response.prepare(request)
             async for chunk in answer.content.iter_any():
                 await response.write(chunk)
+                self.has_passed.set()
             await response.write_eof()
             return response
         if fault == "cut_waiting":

@@ -7,8 +7,6 @@ from typing import Any
 
 from msgspec import Struct
 
-from tests.unit.gateway.scripted_lane import Asked
-
 SIDE_ANSWER = "A task"  # To a prompt that is no step of the task, as one that asks for a title.
 
 
@@ -76,10 +74,10 @@ class ScriptedModel:
         self.reached, self.released = asyncio.Event(), asyncio.Event()
         self._written, self._is_step, self._done = written, is_step, done
 
-    async def __call__(self, asked: Asked) -> str:
-        if not self._is_step(asked.text):
+    async def __call__(self, prompt: str) -> str:
+        if not self._is_step(prompt):
             return SIDE_ANSWER
-        index, done = 0, self._done(asked.text)
+        index, done = 0, self._done(prompt)
         while done > 0 and index < len(self.steps) - 1:
             done -= max(1, len(self.steps[index].calls))
             index += 1

@@ -21,7 +21,7 @@ PAGE = ROOT / "docs" / "clients.md"
 BEGIN, END = "<!-- passed: begin -->", "<!-- passed: end -->"
 PROTOCOLS = {"chat": "chat completions", "responses": "responses", "messages": "messages"}
 ORDER = ("plain", "path", "odd", "parallel", "refused", "failed", "cut_waiting", "cut_answer")
-COLUMNS = (*ORDER, "killed")
+COLUMNS = (*ORDER, "killed", "killed_late")
 
 
 class Passed(Struct, frozen=True, kw_only=True):
@@ -34,6 +34,7 @@ class Passed(Struct, frozen=True, kw_only=True):
     gave_up: bool
     asked_again: bool
     forks: tuple[str, ...]
+    caller_asked: bool = False
 
     @classmethod
     def of(cls, client: "Client", mode: "Mode", outcome: "Outcome") -> "Passed":
@@ -45,6 +46,7 @@ class Passed(Struct, frozen=True, kw_only=True):
             gave_up=outcome.exit_code != 0,
             asked_again=len(outcome.forks()) > len(client.forks),
             forks=client.forks,
+            caller_asked=mode == "killed_late" and client.asks_again,
         )
 
 
@@ -94,6 +96,8 @@ def _cell(result: Passed | None) -> str:
         return ""
     if result.gave_up:
         return "ends"
+    if result.caller_asked:
+        return "caller"
     return "again" if result.asked_again else "yes"
 
 

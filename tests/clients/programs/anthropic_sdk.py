@@ -13,13 +13,25 @@ TOOL = {
     "input_schema": {"type": "object", "properties": {"command": {"type": "string"}}},
 }
 client = Anthropic(base_url=os.environ["BASE_URL"], api_key=os.environ["KEY"], max_retries=4)
+
+
+def streamed(asked: dict):
+    with client.messages.stream(**asked) as stream:
+        return stream.get_final_message()
+
+
 messages: list = [{"role": "user", "content": "Write hello into out.txt and show it."}]
 while True:
     asked = {"model": "m", "max_tokens": 1000, "messages": messages, "tools": [TOOL]}
     assert client.messages.count_tokens(model="m", messages=messages, tools=[TOOL]).input_tokens > 0
     if STREAMS:
-        with client.messages.stream(**asked) as stream:
-            message = stream.get_final_message()
+        try:
+            message = streamed(asked)
+        except Exception as broken:  # Of whichever HTTP library the client uses.
+            if "ASKS_AGAIN" not in os.environ:
+                raise
+            sys.stdout.write(f"asked again after {type(broken).__name__}\n")
+            message = streamed(asked)
     else:
         message = client.messages.create(**asked)
     messages.append({"role": "assistant", "content": message.content})

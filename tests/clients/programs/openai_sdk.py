@@ -22,6 +22,19 @@ def run(arguments: str) -> str:
     return subprocess.run(command, shell=True, capture_output=True, text=True).stdout or "(nothing)"
 
 
+def final(stream_of, final_of):
+    """The end of a stream; one that broke is asked for once more if the caller is to do that."""
+    try:
+        with stream_of() as stream:
+            return final_of(stream)
+    except Exception as broken:  # Of whichever HTTP library the client uses.
+        if "ASKS_AGAIN" not in os.environ:
+            raise
+        sys.stdout.write(f"asked again after {type(broken).__name__}\n")
+        with stream_of() as stream:
+            return final_of(stream)
+
+
 def chat() -> str:
     function = {"name": "shell", "description": "run a command", "parameters": PARAMETERS}
     messages: list = [{"role": "user", "content": TASK}]
@@ -32,8 +45,10 @@ def chat() -> str:
             "tools": [{"type": "function", "function": function}],
         }
         if STREAMS:
-            with client.chat.completions.stream(**asked) as stream:
-                message = stream.get_final_completion().choices[0].message
+            message = final(
+                lambda asked=asked: client.chat.completions.stream(**asked),
+                lambda stream: stream.get_final_completion().choices[0].message,
+            )
         else:
             message = client.chat.completions.create(**asked).choices[0].message
         messages.append(message.model_dump(exclude_none=True))
@@ -50,8 +65,10 @@ def responses() -> str:
     while True:
         asked = {"model": "m", "input": items, "tools": [tool]}
         if STREAMS:
-            with client.responses.stream(**asked) as stream:
-                response = stream.get_final_response()
+            response = final(
+                lambda asked=asked: client.responses.stream(**asked),
+                lambda stream: stream.get_final_response(),
+            )
         else:
             response = client.responses.create(**asked)
         items += response.output

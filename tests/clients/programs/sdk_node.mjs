@@ -10,6 +10,17 @@ const where = { baseURL: process.env.BASE_URL, apiKey: process.env.KEY, maxRetri
 const run = (command) => execSync(command).toString() || '(nothing)';
 const streams = how === 'stream';
 
+// The end of a stream; one that broke is asked for once more if the caller is to do that.
+async function final(ask) {
+  try {
+    return await ask();
+  } catch (broken) {
+    if (!process.env.ASKS_AGAIN) throw broken;
+    console.log(`asked again after ${broken.name}`);
+    return await ask();
+  }
+}
+
 async function chat() {
   const OpenAI = require('openai').default;
   const client = new OpenAI(where);
@@ -18,7 +29,7 @@ async function chat() {
   for (;;) {
     const asked = { model: 'm', messages, tools };
     const answer = streams
-      ? await client.chat.completions.stream(asked).finalChatCompletion()
+      ? await final(() => client.chat.completions.stream(asked).finalChatCompletion())
       : await client.chat.completions.create(asked);
     const message = answer.choices[0].message;
     messages.push(message);
@@ -38,7 +49,7 @@ async function responses() {
   for (;;) {
     const asked = { model: 'm', input, tools };
     const answer = streams
-      ? await client.responses.stream(asked).finalResponse()
+      ? await final(() => client.responses.stream(asked).finalResponse())
       : await client.responses.create(asked);
     const calls = answer.output.filter((item) => item.type === 'function_call');
     input.push(...answer.output);
@@ -58,7 +69,7 @@ async function messagesLoop() {
   for (;;) {
     const asked = { model: 'm', max_tokens: 1000, messages, tools };
     const answer = streams
-      ? await client.messages.stream(asked).finalMessage()
+      ? await final(() => client.messages.stream(asked).finalMessage())
       : await client.messages.create(asked);
     messages.push({ role: 'assistant', content: answer.content });
     const calls = answer.content.filter((block) => block.type === 'tool_use');
