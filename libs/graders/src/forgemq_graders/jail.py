@@ -20,6 +20,7 @@ import os
 import resource
 import select
 import signal
+import socket
 import sys
 import time
 from pathlib import Path
@@ -31,6 +32,10 @@ NOBODY = 65534
 _WATCH_S = 0.02
 """Between two looks at memory: a core fills about 100 MB in it."""
 
+_SOCKET_QUEUES = 1.5
+"""Times its buffer, that is what a socket holds at most: while the buffer is not full, a message of
+up to half of it is taken. The filter of system calls lets nobody set the buffer."""
+
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _NEW_MOUNTS, _NEW_UTS, _NEW_IPC = 0x00020000, 0x04000000, 0x08000000
 _NEW_USER, _NEW_PIDS, _NEW_NET = 0x10000000, 0x20000000, 0x40000000
@@ -41,7 +46,9 @@ _MOUNT_SETATTR, _PIVOT_ROOT, _AT_FDCWD, _AT_RECURSIVE = 442, 155, -100, 0x8000
 _PARENT_DEATH_SIGNAL, _DUMPABLE, _BOUNDING_DROP, _SECCOMP, _NO_NEW_PRIVILEGES = 1, 4, 24, 22, 38
 _SECCOMP_FILTER = 2
 _CAPABILITIES = 64
-_DEVICES = ("null", "zero", "full", "random", "urandom")
+_DEVICES = ("null", "full", "random", "urandom")
+"""Not zero: a shared mapping of it holds memory that no process has resident."""
+
 _SYSTEM_FOLDERS = ("bin", "sbin", "lib", "lib32", "lib64")
 
 
@@ -227,6 +234,7 @@ def _watch(
     """Wait until the program ends or reaches a limit of all its processes together."""
     lifeline, status = pipes
     deadline_s = time.monotonic() + limits["time_s"]
+    socket_bytes = _socket_bytes()
     while True:
         readable, _, _ = select.select([lifeline, status], [], [], _WATCH_S)
         if status in readable:
@@ -238,6 +246,7 @@ def _watch(
         cpu_s, memory_bytes = _used(first, processes)
         if cpu_s > limits["cpu_s"]:
             return {"ended": "cpu"}
+        memory_bytes += _sockets(processes) * socket_bytes
         if memory_bytes > limits["memory_bytes"]:
             return {"ended": "memory"}
 
@@ -266,6 +275,18 @@ def _used(first: int, processes: int) -> tuple[float, int]:
         except OSError:
             continue  # It has ended since.
     return ticks / os.sysconf("SC_CLK_TCK"), pages * resource.getpagesize()
+
+
+def _socket_bytes() -> int:
+    """The most that one local socket keeps of what it sent and nobody read."""
+    one, other = socket.socketpair()
+    with one, other:
+        return int(_SOCKET_QUEUES * one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF))
+
+
+def _sockets(processes: int) -> int:
+    """Local sockets of the network namespace, which is the program's, wherever they are held."""
+    return _read("self/net/unix", processes).count("\n") - 1  # Without the line of titles.
 
 
 def _names(path: str, processes: int) -> list[str]:

@@ -52,8 +52,9 @@ class SandboxLimits(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         int,
         Meta(
             ge=2**25,
-            description="Resident, where pages that processes share count for each; also the "
-            "address space of one process.",
+            description="Resident, where pages that processes share count for each, and what its "
+            "local sockets may hold; also the address space of one process. Beside it a pipe "
+            "holds up to 64 KiB.",
         ),
     ] = 2**29
     processes: Annotated[int, Meta(ge=1, le=1024, description="Threads count too.")] = 16

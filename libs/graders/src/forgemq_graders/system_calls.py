@@ -10,12 +10,16 @@ import errno
 import struct
 
 _ALLOW, _ERROR, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_NUMBER_AT, _MACHINE_AT, _FIRST_ARGUMENT_AT = 0, 4, 16  # in struct seccomp_data
+_LOAD, _EQUAL, _AT_LEAST, _AND, _RETURN = 0x20, 0x15, 0x35, 0x54, 0x06
+_NUMBER_AT, _MACHINE_AT, _ARGUMENTS_AT = 0, 4, 16  # in struct seccomp_data
+_ARGUMENT_BYTES = 8  # Only the lower half is read: these arguments are of 32 bits.
 _X86_64, _X32 = 0xC000003E, 0x40000000
-_SOCKET, _SOCKET_PAIR, _CLONE, _CLONE_3 = 41, 53, 56, 435
-_LOCAL_FAMILY = 1
+_MMAP, _SOCKET, _SOCKET_PAIR, _CLONE, _FILE_CONTROL, _CLONE_3 = 9, 41, 53, 56, 72, 435
+_LOCAL_FAMILY, _STREAM, _SOCKET_TYPE = 1, 1, 0xF
 _NEW_NAMESPACES = 0x7E020000
+_SHARED_WITHOUT_FILE = 0x21
+_SET_PIPE_SIZE = 1031
+_ALL_BITS = 0xFFFFFFFF
 
 DENIED = {
     # Other processes.
@@ -28,7 +32,9 @@ DENIED = {
     **{"name_to_handle_at": 303, "open_by_handle_at": 304},
     # Memory that no process has to map, or that other limits do not count.
     **{"shmget": 29, "shmat": 30, "shmctl": 31, "semget": 64, "msgget": 68, "mq_open": 240},
-    **{"memfd_create": 319, "memfd_secret": 447, "vmsplice": 278},
+    **{"memfd_create": 319, "memfd_secret": 447, "vmsplice": 278, "setsockopt": 54},
+    # Sockets beside the pairs of connected ones that the filter allows.
+    **{"connect": 42, "bind": 49, "listen": 50},
     **{"mbind": 237, "set_mempolicy": 238, "migrate_pages": 256, "move_pages": 279},
     # Keys, clocks, the machine.
     **{"add_key": 248, "request_key": 249, "keyctl": 250, "syslog": 103, "acct": 163},
@@ -55,32 +61,54 @@ def call_filter() -> bytes:
         _instruction(_AT_LEAST, _X32, skip_if_false=1),
         _instruction(_RETURN, _KILL),
         *_fails(_CLONE_3, errno.ENOSYS),  # The C library then uses clone, whose flags can be read.
+        *_fails(_SOCKET, errno.EAFNOSUPPORT),
     ]
     for number in DENIED.values():
         instructions += _fails(number, errno.EPERM)
-    # No number is both, so the first argument, once loaded, is not needed as the number again.
-    for number in (_SOCKET, _SOCKET_PAIR):
-        instructions += [
-            _instruction(_EQUAL, number, skip_if_false=4),
-            _instruction(_LOAD, _FIRST_ARGUMENT_AT),
-            _instruction(_EQUAL, _LOCAL_FAMILY, skip_if_false=1),
-            _instruction(_RETURN, _ALLOW),
-            _instruction(_RETURN, _ERROR | errno.EAFNOSUPPORT),
-        ]
-    instructions += [
-        _instruction(_EQUAL, _CLONE, skip_if_false=3),
-        _instruction(_LOAD, _FIRST_ARGUMENT_AT),
-        _instruction(_ANY_BIT, _NEW_NAMESPACES, skip_if_false=1),
-        _instruction(_RETURN, _ERROR | errno.EPERM),
-        _instruction(_RETURN, _ALLOW),
-    ]
+    # Pairs of connected local streams are what event loops and processes of one program need. A
+    # socket of its own can do more: a queue of connections that nobody accepts holds what closed
+    # sockets sent, without an open file for each.
+    instructions += _fails_unless(_SOCKET_PAIR, 0, _ALL_BITS, _LOCAL_FAMILY, errno.EAFNOSUPPORT)
+    instructions += _fails_unless(_SOCKET_PAIR, 1, _SOCKET_TYPE, _STREAM, errno.EPROTONOSUPPORT)
+    # Pages of a shared mapping stay until its last page is unmapped, though no process has them
+    # mapped and so none is resident. Those of a file are bounded by the folder that it lies in.
+    instructions += _fails_if(_MMAP, 3, _SHARED_WITHOUT_FILE, _SHARED_WITHOUT_FILE)
+    instructions += _fails_if(_FILE_CONTROL, 1, _ALL_BITS, _SET_PIPE_SIZE)
+    instructions += _fails_unless(_CLONE, 0, _NEW_NAMESPACES, 0, errno.EPERM)
+    instructions.append(_instruction(_RETURN, _ALLOW))
     return b"".join(instructions)
 
 
-def _fails(number: int, error: int) -> tuple[bytes, bytes]:
+def _fails(number: int, error: int) -> tuple[bytes, ...]:
     return (
         _instruction(_EQUAL, number, skip_if_false=1),
         _instruction(_RETURN, _ERROR | error),
+    )
+
+
+def _fails_unless(
+    number: int, argument: int, bits: int, value: int, error: int
+) -> tuple[bytes, ...]:
+    """This call fails unless these bits of its argument have this value."""
+    return (
+        _instruction(_EQUAL, number, skip_if_false=5),
+        _instruction(_LOAD, _ARGUMENTS_AT + _ARGUMENT_BYTES * argument),
+        _instruction(_AND, bits),
+        _instruction(_EQUAL, value, skip_if_true=1),
+        _instruction(_RETURN, _ERROR | error),
+        _instruction(_LOAD, _NUMBER_AT),
+    )
+
+
+def _fails_if(number: int, argument: int, bits: int, value: int) -> tuple[bytes, ...]:
+    """This call fails if these bits of its argument have this value."""
+    return (
+        _instruction(_EQUAL, number, skip_if_false=5),
+        _instruction(_LOAD, _ARGUMENTS_AT + _ARGUMENT_BYTES * argument),
+        _instruction(_AND, bits),
+        _instruction(_EQUAL, value, skip_if_false=1),
+        _instruction(_RETURN, _ERROR | errno.EPERM),
+        _instruction(_LOAD, _NUMBER_AT),
     )
 
 
