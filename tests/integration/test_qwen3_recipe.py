@@ -36,9 +36,10 @@ def test_the_maths_recipe_plays_and_trains_with_the_scaled_model(
 ):
     """Random weights solve nothing: what differs in a group is what a mixture of scripts costs."""
     run_id, model = new_run_id(), write_scaled_model(tmp_path / "model")
-    data = tmp_path / "maths.parquet"
-    rows = [{"problem": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(20)]
-    Dataset.from_list(rows).to_parquet(data)
+    data = tmp_path / "maths"
+    rows = [{"problem": f"What is {n} + {n}?", "answer": str(2 * n)} for n in range(40)]
+    for split, part in (("train", rows[:20]), ("test", rows[20:])):
+        Dataset.from_list(part).to_parquet(data / f"{split}-00000-of-00001.parquet")
     files = (f"queues.maths.{name}={data}" for name in ("task_file", "held_out_file"))
     run = LaunchedRun(tmp_path, {"FORGEMQ_KAFKA": kafka_bootstrap})
     try:

@@ -64,6 +64,8 @@ class Queue(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     held_out_file: Annotated[
         str, Meta(description="With a task_file: the tasks of evaluation, in their order.")
     ] = ""
+    task_split: Annotated[str, Meta(description="If it is a folder with splits; '': train.")] = ""
+    held_out_split: Annotated[str, Meta(description="As task_split; '': test.")] = ""
     outcome: Annotated[FunctionName, Meta(description="Grader of the outcome.")] = ""
     process: Annotated[FunctionName, Meta(description="Grader of each completion.")] = ""
     speed: Annotated[FunctionName, Meta(description="Grader of the completion time.")] = ""

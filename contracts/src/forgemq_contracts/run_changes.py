@@ -68,6 +68,8 @@ REASONS = (
     ("queues.*.task_source", "a task that is asked for again must be the same task"),
     ("queues.*.task_file", "a task that is asked for again must be the same task"),
     ("queues.*.held_out_file", "the rounds of a run are compared, so all play the same tasks"),
+    ("queues.*.task_split", "a task that is asked for again must be the same task"),
+    ("queues.*.held_out_split", "the rounds of a run are compared, so all play the same tasks"),
     ("queues.*.curriculum*", "the tasks that were asked for were chosen with it"),
     ("queues.*.outcome", "the episodes of a group are graded by one function"),
     ("queues.*.process", "the episodes of a group are graded by one function"),

@@ -13,6 +13,7 @@ from forgemq_contracts.pool import Pool
 from forgemq_contracts.rules import check_tree_limit
 from forgemq_contracts.run import (
     ENGINE_QUANTIZATIONS,
+    Queue,
     RunConfiguration,
     lanes_limit,
     played_queues,
@@ -92,6 +93,12 @@ def _check_quantization(configuration: RunConfiguration) -> None:
             )
 
 
+def _check_splits(queue: Queue) -> None:
+    for split, file in (("task_split", "task_file"), ("held_out_split", "held_out_file")):
+        if getattr(queue, split) and not getattr(queue, file):
+            raise ValueError(f"queues.{queue.domain}.{split} must be left out without {file}")
+
+
 def _check_agents(configuration: RunConfiguration) -> None:
     for queue in configuration.queues:
         if queue.supervised is not None:
@@ -114,6 +121,7 @@ def _check_agents(configuration: RunConfiguration) -> None:
             )
         if queue.held_out_file and not queue.task_file:
             raise ValueError(f"{name}.held_out_file must be left out if there is no task_file")
+        _check_splits(queue)
         if queue.task_file and not queue.held_out_file and configuration.evaluation.tasks:
             raise ValueError(
                 f"{name}.held_out_file must be given if evaluation.tasks is above 0: the tasks of "

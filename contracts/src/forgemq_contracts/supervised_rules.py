@@ -3,7 +3,10 @@
 from forgemq_contracts.lane_engines import is_paired
 from forgemq_contracts.run import Queue, RunConfiguration, supervised_fractions
 
-_OF_AGENTS = ("agent", "task_source", "held_out_file", "outcome", "process", "speed", "curriculum")
+_OF_AGENTS = (
+    *("agent", "task_source", "held_out_file", "task_split", "held_out_split"),
+    *("outcome", "process", "speed", "curriculum"),
+)
 """Fields of a queue whose episodes are sampled, compared and graded."""
 
 

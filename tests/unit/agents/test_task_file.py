@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from pyarrow import parquet
 
 from forgemq_agents.core.task_order import order_of_pass
-from forgemq_agents.task_file import TaskFile, TaskFileError, read_tasks
+from forgemq_agents.errors import TaskFileError
+from forgemq_agents.task_file import TaskFile, read_tasks
 from forgemq_agents.user_code import UserCodeError, load_domains
 from forgemq_contracts.run import Evaluation, Model, Queue, RunConfiguration, Trainer
 from forgemq_contracts.supervised import Supervised
@@ -58,8 +59,9 @@ def test_lines_rows_and_folders_of_both_are_read(tmp_path):
     [
         ("a.jsonl", b'{"a": 1}\n\n{"a": \n', r"a\.jsonl, line 3: Input data was truncated"),
         ("a.jsonl", b"\xff\n", r"a\.jsonl, line 1: "),
-        ("a.csv", b"a,b", r"a\.csv must end in \.jsonl or \.parquet"),
+        ("a.csv", b"a,b", r"a\.csv must end in \.jsonl, \.parquet or \.arrow"),
         ("a.parquet", b"PAR1", r"a\.parquet is no Parquet file"),
+        ("a.arrow", b"ARROW1", r"a\.arrow is no stream of Arrow"),
     ],
 )
 def test_a_wrong_file_is_refused_with_its_line(tmp_path, name, content, message):
@@ -70,7 +72,7 @@ def test_a_wrong_file_is_refused_with_its_line(tmp_path, name, content, message)
 
 def test_a_folder_without_a_file_of_tasks_is_refused(tmp_path):
     (tmp_path / "README.md").write_text("not a task")
-    with pytest.raises(TaskFileError, match=r"has no file that ends in \.jsonl or \.parquet"):
+    with pytest.raises(TaskFileError, match=r"has no file that ends in \.jsonl, \.parquet"):
         read_tasks(tmp_path)
 
 
@@ -110,9 +112,14 @@ def test_a_queue_may_name_files_in_place_of_a_task_source(code_path):
         ({"task_file": "no.jsonl"}, 0, r"queues\.d\.task_file: .* cannot be read"),
         ({"task_file": "empty.jsonl"}, 0, r"queues\.d\.task_file: .*empty\.jsonl has no task"),
         (
-            {"task_file": "one.jsonl", "held_out_file": "one.jsonl"},
+            {"task_file": "one.jsonl", "held_out_file": "two.jsonl"},
             2,
             r"queues\.d\.held_out_file: .* has 1 tasks, and evaluation\.tasks is 2",
+        ),
+        (
+            {"task_file": "one.jsonl", "held_out_file": "one.jsonl"},
+            1,
+            r"queues\.d\.held_out_file: 1 of its 1 tasks are among those of task_file, which train",
         ),
     ],
 )
@@ -120,6 +127,7 @@ def test_a_file_that_cannot_serve_the_run_is_refused_with_its_field(
     code_path, files, evaluated, message
 ):
     (code_path / "one.jsonl").write_text("1\n")
+    (code_path / "two.jsonl").write_text("2\n")
     (code_path / "empty.jsonl").write_text("\n")
     with pytest.raises(UserCodeError, match=message):
         load_domains(run_of(code_path, evaluated=evaluated, **files))

@@ -108,6 +108,8 @@ def test_a_queue_has_both_an_agent_and_a_task_source_or_neither():
         ({"task_source": "m:task", "task_file": "t.jsonl"}, 0, "task_source must be left out if"),
         ({"agent": "", "task_file": "t.jsonl"}, 0, "agent must be given if task_source is"),
         ({"task_source": "m:task", "held_out_file": "h.jsonl"}, 0, "held_out_file must be left"),
+        ({"task_source": "m:task", "task_split": "train"}, 0, "task_split must be left out"),
+        ({"task_file": "t", "held_out_split": "test"}, 0, "held_out_split must be left out"),
         ({"task_file": "t.jsonl"}, 8, "held_out_file must be given if evaluation.tasks is above 0"),
     ],
 )

@@ -1,6 +1,10 @@
 """Errors between an agent and the gateway, and of the agent itself."""
 
 
+class TaskFileError(ValueError):
+    """A file of tasks cannot be used; the text names it and why."""
+
+
 class GatewayError(Exception):
     """The gateway refused a request, or could not be reached in time.
 

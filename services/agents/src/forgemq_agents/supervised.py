@@ -10,7 +10,7 @@ from forgemq_agents.completion import Message
 from forgemq_agents.conversation_files import entries
 from forgemq_agents.core.conversations import ConversationError, conversation_of
 from forgemq_agents.episode import Episode
-from forgemq_agents.task_file import TaskFileError
+from forgemq_agents.errors import TaskFileError
 
 
 async def play(episode: Episode) -> None:

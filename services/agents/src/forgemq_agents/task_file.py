@@ -1,21 +1,19 @@
-"""A task source over files: a task a line (JSONL) or a row (Parquet)."""
+"""A task source over files: a task a line (JSONL) or a row (Parquet, Arrow)."""
 
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from forgemq_agents.core.task_order import order_of_pass
+from forgemq_agents.errors import TaskFileError
+from forgemq_agents.task_folder import FORMATS, FORMATS_NAMED, files_of
 
-FORMATS = (".jsonl", ".parquet")
 _PASSES_KEPT = 2
 """Groups are asked for ahead, so two passes over a file overlap."""
-
-
-class TaskFileError(ValueError):
-    """A file of tasks cannot be used; the text names it and why."""
 
 
 class TaskFile:
@@ -60,21 +58,40 @@ class TaskFile:
         return order_of_pass(len(self._training), seed=seed, domain=domain, number=passes)
 
 
-def read_tasks(path: Path) -> list[Any]:
-    """The tasks of a file, or of all such files of a folder by name.
+def read_tasks(path: Path, *, split: str = "", usual_split: str = "train") -> list[Any]:
+    """The tasks of a file, or of the files of a split of a folder, by name.
+
+    Args:
+        path: A file, or a folder as `task_folder.py` says.
+        split: Of a folder; "" for the usual one, or for all files of a folder without splits.
+        usual_split: What is meant if none is named.
 
     Raises:
         TaskFileError: naming the file, the line and what is wrong.
     """
     if path.is_dir():
-        files = sorted(each for each in path.iterdir() if each.suffix in FORMATS)
-        if not files:
-            raise TaskFileError(f"{path} has no file that ends in {' or '.join(FORMATS)}")
-        return [task for file in files for task in read_tasks(file)]
+        files = files_of(path, split=split, usual_split=usual_split)
+        return [task for file in files for task in _tasks(file)]
+    if split:
+        raise TaskFileError(f"{path} is no folder, so it has no splits, got {split!r}")
+    return _tasks(path)
+
+
+def repeated(held_out: Sequence[Any], *, training: Sequence[Any]) -> list[int]:
+    """Indices of the held-out tasks that are among those that train, equal in all their fields."""
+    known = set(map(_digest, training))
+    return [index for index, task in enumerate(held_out) if _digest(task) in known]
+
+
+def _digest(task: object) -> bytes:
+    return blake2b(msgspec.json.encode(task, order="deterministic"), digest_size=16).digest()
+
+
+def _tasks(path: Path) -> list[Any]:
     if path.suffix not in FORMATS:
-        raise TaskFileError(f"{path} must end in {' or '.join(FORMATS)}")
+        raise TaskFileError(f"{path} must end in {FORMATS_NAMED}")
     try:
-        return _rows(path) if path.suffix == ".parquet" else list(_lines(path))
+        return list(_lines(path)) if path.suffix == ".jsonl" else _rows(path)
     except OSError as error:
         raise TaskFileError(f"{path} cannot be read: {error}") from error
 
@@ -93,11 +110,21 @@ def _lines(path: Path) -> Iterator[Any]:
 
 def _rows(path: Path) -> list[Any]:
     try:
-        from pyarrow import ArrowException, parquet  # type: ignore[import-untyped]  # has no stubs
+        import pyarrow  # type: ignore[import-untyped]  # has no stubs
+        from pyarrow import parquet
     except ImportError as error:
-        raise TaskFileError(f"{path}: Parquet needs the package pyarrow: {error}") from error
+        raise TaskFileError(f"{path}: {path.suffix} needs the package pyarrow: {error}") from error
+    # Arrow as `save_to_disk` of datasets writes it is a stream, without the table at its end that
+    # a file of Arrow has.
+    is_stream = path.suffix == ".arrow"
     try:
-        rows: list[Any] = parquet.read_table(path).to_pylist()
-    except ArrowException as error:
-        raise TaskFileError(f"{path} is no Parquet file: {error}") from error
+        if is_stream:
+            with pyarrow.memory_map(str(path)) as file, pyarrow.ipc.open_stream(file) as stream:
+                table = stream.read_all()
+        else:
+            table = parquet.read_table(path)
+    except pyarrow.ArrowException as error:
+        kind = "stream of Arrow" if is_stream else "Parquet file"
+        raise TaskFileError(f"{path} is no {kind}: {error}") from error
+    rows: list[Any] = table.to_pylist()
     return rows

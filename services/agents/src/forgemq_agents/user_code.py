@@ -13,7 +13,8 @@ from forgemq_agents import environment_agent, supervised
 from forgemq_agents.core.samplers import READY, Sampler
 from forgemq_agents.environment_agent import UnplayableError
 from forgemq_agents.episode import Episode
-from forgemq_agents.task_file import TaskFile, TaskFileError, read_tasks
+from forgemq_agents.errors import TaskFileError
+from forgemq_agents.task_file import TaskFile, read_tasks, repeated
 from forgemq_contracts.environments import EXTRA, environment_of
 from forgemq_contracts.fields import Source
 from forgemq_contracts.run import Evaluation, Queue, RunConfiguration, supplied_queues
@@ -21,6 +22,10 @@ from forgemq_contracts.run import Evaluation, Queue, RunConfiguration, supplied_
 TaskSource = Callable[..., Any]
 """(seed, domain, number) -> task; in a stage that gives a difficulty, with `difficulty=` too."""
 Play = Callable[[Episode], Awaitable[None]]
+
+
+_SHOWN_CHARACTERS = 200
+"""Of a task in an error."""
 
 
 class UserCodeError(ValueError):
@@ -138,10 +143,16 @@ def _supervised_code(queue: Queue, evaluation: Evaluation) -> DomainCode:
 
 def _task_file(queue: Queue, evaluation: Evaluation) -> TaskFile:
     name = f"queues.{queue.domain}"
-    training = _tasks(queue.task_file, field=f"{name}.task_file")
+    training = _tasks(
+        queue.task_file, queue.task_split, usual_split="train", field=f"{name}.task_file"
+    )
     held_out = []
     if queue.held_out_file:
-        held_out = _tasks(queue.held_out_file, field=f"{name}.held_out_file")
+        field = f"{name}.held_out_file"
+        held_out = _tasks(
+            queue.held_out_file, queue.held_out_split, usual_split="test", field=field
+        )
+        _check_apart(training, held_out, field=field)
     if len(held_out) < evaluation.tasks:
         raise UserCodeError(
             f"{name}.held_out_file: {queue.held_out_file} has {len(held_out)} tasks, and "
@@ -155,9 +166,19 @@ def _task_file(queue: Queue, evaluation: Evaluation) -> TaskFile:
     )
 
 
-def _tasks(path: str, *, field: str) -> list[Any]:
+def _check_apart(training: Sequence[Any], held_out: Sequence[Any], *, field: str) -> None:
+    both = repeated(held_out, training=training)
+    if both:
+        raise UserCodeError(
+            f"{field}: {len(both)} of its {len(held_out)} tasks are among those of task_file, "
+            f"which train; the first is task {both[0]}, counted from 0: "
+            f"{str(held_out[both[0]])[:_SHOWN_CHARACTERS]}"
+        )
+
+
+def _tasks(path: str, split: str, *, usual_split: str, field: str) -> list[Any]:
     try:
-        tasks = read_tasks(Path(path))
+        tasks = read_tasks(Path(path), split=split, usual_split=usual_split)
     except TaskFileError as error:
         raise UserCodeError(f"{field}: {error}") from error
     if not tasks:
