@@ -9,6 +9,9 @@ from typing import Protocol
 _BUSY_S = 5.0
 """For another grader process that is writing."""
 
+_CUTS_IN_COUNT_MAX = 100
+"""Cuts of a file while it is used `count_max` times."""
+
 
 class Replies(Protocol):
     """Replies by the key of their question."""
@@ -46,6 +49,8 @@ class RepliesInMemory:
 class RepliesOnDisk:
     """In a SQLite file that all grader processes of a machine share; it outlives them.
 
+    It has at most a hundredth more than `count_max`: to count 100,000 rows takes 20 ms.
+
     Raises:
         sqlite3.Error: out of any call: the file cannot be read or written.
     """
@@ -53,6 +58,7 @@ class RepliesOnDisk:
     def __init__(self, path: Path, count_max: int) -> None:
         self._path = path
         self._count_max = count_max
+        self._uses_between_cuts = max(1, count_max // _CUTS_IN_COUNT_MAX)
 
     def get(self, key: str) -> str | None:
         """As the protocol says."""
@@ -67,10 +73,6 @@ class RepliesOnDisk:
         """As the protocol says."""
         with closing(self._open()) as database, database:
             self._use(database, key, reply)
-            database.execute(
-                "DELETE FROM replies WHERE used <= (SELECT max(used) FROM replies) - ?",
-                (self._count_max,),
-            )
 
     def _open(self) -> sqlite3.Connection:
         database = sqlite3.connect(self._path, timeout=_BUSY_S)
@@ -81,5 +83,13 @@ class RepliesOnDisk:
         return database
 
     def _use(self, database: sqlite3.Connection, key: str, reply: str) -> None:
-        """Write the row again: its number is the newest."""
-        database.execute("REPLACE INTO replies (key, reply) VALUES (?, ?)", (key, reply))
+        """Write the row again: its number is the newest. Now and then, cut to the newest rows."""
+        row = database.execute("REPLACE INTO replies (key, reply) VALUES (?, ?)", (key, reply))
+        if (row.lastrowid or 0) % self._uses_between_cuts:
+            return
+        # Numbers have gaps, since each use takes a new one: rows are counted.
+        database.execute(
+            "DELETE FROM replies WHERE used IN (SELECT used FROM replies ORDER BY used "
+            "LIMIT max(0, (SELECT count(*) FROM replies) - ?))",
+            (self._count_max,),
+        )
