@@ -7,7 +7,7 @@ agent says (`contexts.py`). So managing the context is part of what the agent do
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -24,7 +24,11 @@ TURN_TOO_LONG: TruncationCause = "turn_too_long"
 TOO_MANY_TURNS: TruncationCause = "too_many_turns"
 
 APPLIED_MAX = CUTS_MAX - 2
-"""Context functions applied after one turn; further calls change nothing. Rules may add two."""
+"""Context functions applied after one turn; further calls change nothing. Rules may add two, and
+more as long as a request names no more than `CUTS_MAX`."""
+
+UNWRITTEN_MAX = 3
+"""Questions of rules in a row that the policy answered without a text; then no rule asks again."""
 
 CUT = "done"
 """The result of a call that changed the context, if its message is still there."""
@@ -108,9 +112,11 @@ async def run_tool_loop(
         turns_max: Answers that the environment acts on, or that call a context tool.
         context_tools: Offered to the model beside those of the environment, which does not see
             their calls. A call that is malformed is the environment's to answer.
-        context_rules: Of those that are due the one with the highest fraction is applied, once
-            before each turn. The size of a context is that of the newest request and its answer;
-            what tools said since then counts from the next request on, or if it does not fit.
+        context_rules: Of those that are due the one with the highest fraction that changes the
+            context is applied, once before each turn. A function that needs the policy's words
+            changes nothing if the policy writes no text. The size of a context is that of the
+            newest request and its answer; what tools said since then counts from the next request
+            on. If it does not fit, rules that need no words are applied until it does.
     """
     play = _Play(model, environment, context_tools, context_rules)
     try:
@@ -153,6 +159,7 @@ class _Play:
         self._tokens = 0
         self._newest_id: str | None = None
         self._cuts: list[ContextCut] = []
+        self._unwritten = 0
 
     async def turn(self) -> str | None:
         """One answer of the model and what follows; why the episode ends, if it does."""
@@ -190,31 +197,54 @@ class _Play:
         self._tokens = 0  # Not known until the next answer.
 
     async def _apply_due_rule(self) -> None:
-        window = self._model.context_tokens_max
+        """Apply the first rule that is due and changes the context."""
+        window, tokens, before = self._model.context_tokens_max, self._tokens, self._context
         for rule in self._rules:
-            if rule.is_due(self._tokens, tokens_max=window):
-                text = await self._written(rule.function.asks) if rule.function.asks else ""
+            if not rule.is_due(tokens, tokens_max=window):
+                continue
+            asks = rule.function.asks
+            text = await self._written(asks) if asks else ""
+            if text or not asks:
                 self._apply(Application(rule.function, text, rule.parameters, form="rule"))
+            if self._context != before:
                 return
 
     async def _written(self, question: str) -> str:
-        """What the policy answers to a question behind the context, which is cut after that."""
-        asked = self._context.after({"role": "user", "content": question})
-        return (await self._ask(asked)).text
+        """What the policy answers to a question behind the context; "" if it writes no text.
 
-    async def _ask_within_rules(self) -> Completion:
-        """Ask for the next turn; if it does not fit, once more after a rule that needs no words."""
-        try:
-            return await self._ask(self._context)
-        except ContextFullError:
-            before = self._context
-            for rule in self._rules:
-                if not rule.function.asks:
-                    self._apply(Application(rule.function, "", rule.parameters, form="rule"))
-                    break
-            if self._context == before:
-                raise
-            return await self._ask(self._context)
+        A policy that calls a tool instead has said nothing to go on with: the call is not run, and
+        the context stays as it is, without question and answer.
+        """
+        if self._unwritten == UNWRITTEN_MAX:
+            return ""
+        size, newest_id = self._tokens, self._newest_id
+        text = (await self._ask_within_rules({"role": "user", "content": question})).text
+        if text.strip():
+            self._unwritten = 0
+            return text
+        self._unwritten += 1
+        self._tokens, self._newest_id = size, newest_id
+        return ""
+
+    async def _ask_within_rules(self, *question: Message) -> Completion:
+        """Ask for the next turn; while it does not fit, apply rules that need no words."""
+        rules = iter([rule for rule in self._rules if not rule.function.asks])
+        while True:
+            try:
+                return await self._ask(self._context.after(*question))
+            except ContextFullError:
+                if not self._is_cut_by_one_of(rules):
+                    raise
+
+    def _is_cut_by_one_of(self, rules: Iterator[ContextRule]) -> bool:
+        """Apply these rules, in order, until one changes the context; whether one did."""
+        before = self._context
+        while self._context == before and len(self._cuts) < CUTS_MAX:
+            rule = next(rules, None)
+            if rule is None:
+                return False
+            self._apply(Application(rule.function, "", rule.parameters, form="rule"))
+        return self._context != before
 
     async def _ask(self, context: AgentContext) -> Completion:
         completion = await self._model.chat(context.messages, tools=self._tools, cuts=self._cuts)
